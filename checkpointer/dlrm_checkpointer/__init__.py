@@ -1,0 +1,1 @@
+"""Durability: consistent cuts become verified snapshots in object storage, and come back from there."""

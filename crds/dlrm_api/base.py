@@ -1,0 +1,95 @@
+"""What every API type shares: immutability, camelCase names, rules said once for Python and CEL, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic.alias_generators import to_camel
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+NOT_BUILT = "x-dlrm-not-built"
+"""JSON schema key under which :class:`NotBuilt` leaves the allowed values for the CRD generator."""
+
+RULES = "x-kubernetes-validations"
+"""JSON schema key under which Kubernetes keeps CEL rules."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What fields of one object may not be together, in CEL for the API server and in Python for the rest.
+
+    Both say the same thing; a test feeds each bad manifest to both and compares the refusals.
+    """
+
+    cel: str
+    holds: Callable[[Any], bool]
+    message: str
+    """Names the field and the mend, as the user reads it."""
+
+
+class ApiModel(BaseModel):
+    """Base of every API type: immutable, camelCase in YAML, refuses fields that it does not know."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        alias_generator=to_camel,
+        validate_by_name=True,
+        validate_by_alias=True,
+        serialize_by_alias=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = ()
+
+    @model_validator(mode="after")
+    def _obeys_its_rules(self) -> Self:
+        for rule in self.rules:
+            if not rule.holds(self):
+                raise PydanticCustomError("rule", "{message}", {"message": rule.message})
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        json_schema = handler(schema)
+        if cls.rules:
+            resolved = handler.resolve_ref_schema(json_schema)
+            resolved[RULES] = [{"rule": rule.cel, "message": rule.message} for rule in cls.rules]
+        return json_schema
+
+
+@dataclass(frozen=True)
+class NotBuilt:
+    """Marks a field whose behaviour this version lacks; whoever sets it is told so instead of being ignored.
+
+    A field of which part is built names the built values in ``allowed``; None (the field left out) always passes.
+    """
+
+    allowed: tuple[Any, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_after_validator_function(self._refuse, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        json_schema = handler(schema)
+        json_schema[NOT_BUILT] = list(self.allowed)
+        return json_schema
+
+    def message(self, field: str) -> str:
+        """The refusal that a user reads; ``field`` is the name as in YAML."""
+        if not self.allowed:
+            return f"{field} is not built in this version: leave it out"
+        values = ", ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in self.allowed)
+        return f"{field} is built for {values} alone in this version: use one of these or leave it out"
+
+    def _refuse(self, value: Any, info: core_schema.ValidationInfo[Any]) -> Any:
+        if value is None or value in self.allowed:
+            return value
+        message = self.message(to_camel(info.field_name or "this field"))
+        raise PydanticCustomError("not_built", "{message}", {"message": message})

@@ -1,0 +1,120 @@
+"""``spec.data``: where samples come from and in which order they are trained on."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dlrm_api.base import ApiModel, NotBuilt, Rule
+from dlrm_api.model import ColumnName
+
+Uri = Annotated[str, Field(min_length=1, max_length=2_048)]
+SecretName = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
+
+
+def is_s3(uri: str) -> bool:
+    """Whether the URI names an object store."""
+    return uri.startswith("s3://")
+
+
+class SplitSpec(ApiModel):
+    """Files of one split."""
+
+    uris: tuple[Uri, ...] = Field(
+        (),
+        max_length=10_000,
+        description="Files, folders or glob patterns: file:///data/*.parquet or a plain path. Read in order of name.",
+    )
+
+    rules = (
+        Rule(
+            cel="!has(self.uris) || self.uris.all(u, !u.startsWith('s3://'))",
+            holds=lambda split: not any(is_s3(uri) for uri in split.uris),
+            message="uris: reading s3:// is not built in this version: mount the files and give their path",
+        ),
+    )
+
+
+class SyntheticSpec(ApiModel):
+    """Made-up samples of the model's own shape, with labels from a planted teacher, so that learning shows."""
+
+    samples: int = Field(1_000_000, ge=1, le=2**40, description="Training samples in one epoch.")
+    eval_samples: int = Field(100_000, ge=0, le=2**40, description="Samples of the evaluation set.")
+    alpha: float = Field(
+        1.05, ge=0, le=3, description="Zipf exponent of the ids; used where reuse_histogram is absent."
+    )
+    reuse_histogram: str | None = Field(
+        None, min_length=1, max_length=1_024, description="File with a reuse histogram to draw the ids from."
+    )
+    noise: float = Field(0.5, ge=0, le=100, description="Standard deviation of the noise on the teacher's logit.")
+    positive_rate: float = Field(0.25, ge=0.001, le=0.999, description="Share of positive labels, about.")
+
+
+class ShuffleSpec(ApiModel):
+    """How the order of samples is mixed; a pure function of seed and epoch, the same at any world size."""
+
+    window_rows: int = Field(
+        65_536,
+        ge=0,
+        le=2**31,
+        description="Rows shuffled together in each virtual shard; 0 keeps the file's order.",
+    )
+    block_rows: int = Field(4_096, ge=1, le=2**31, description="Rows of a block; blocks are permuted first.")
+
+
+class ColumnsSpec(ApiModel):
+    """Which column holds what, for Parquet."""
+
+    label: ColumnName = Field("label", description="Column of the label: 0 or 1.")
+    rename: dict[str, ColumnName] = Field(
+        {}, max_length=10_000, description="Feature of the model to column of the file, where they differ."
+    )
+
+
+class DenseInputSpec(ApiModel):
+    """What is done to dense values before the bottom MLP."""
+
+    transform: Literal["none", "log1p"] = Field(
+        "none", description="log1p: log(1 + max(x, 0)), as is usual for Criteo's counts."
+    )
+    missing: float = Field(0.0, ge=-1e9, le=1e9, description="Value of an empty field, before the transform.")
+
+
+class DataSpec(ApiModel):
+    """``spec.data``."""
+
+    format: Literal["criteo-tsv", "parquet", "synthetic"] = Field(description="Format of the samples.")
+    train: SplitSpec = Field(SplitSpec(), description="Files to train on.")
+    eval: SplitSpec = Field(SplitSpec(), description="Files to evaluate on.")
+    synthetic: SyntheticSpec = Field(SyntheticSpec(), description="Shape of synthetic data.")
+    columns: ColumnsSpec = Field(ColumnsSpec(), description="Column mapping, for Parquet.")
+    dense: DenseInputSpec = Field(DenseInputSpec(), description="Treatment of dense values.")
+    lenient: bool = Field(
+        False, description="criteo-tsv: take lines that lost their trailing empty fields as if padded."
+    )
+    epochs: int = Field(1, ge=1, le=100_000, description="Passes over the training data.")
+    shuffle: ShuffleSpec = Field(ShuffleSpec(), description="Mixing of the order of samples.")
+    global_batch_size: int = Field(2_048, ge=1, le=2**26, description="Samples of one step over all ranks.")
+    virtual_shards: int = Field(
+        64,
+        ge=1,
+        le=65_536,
+        description="Equal parts of the data; must divide globalBatchSize; most ranks there can be.",
+    )
+    credentials_secret: Annotated[SecretName | None, NotBuilt()] = Field(
+        None, description="Secret with accessKeyId and secretAccessKey for s3:// data."
+    )
+
+    rules = (
+        Rule(
+            cel="self.globalBatchSize % self.virtualShards == 0",
+            holds=lambda data: data.global_batch_size % data.virtual_shards == 0,
+            message="virtualShards must divide globalBatchSize: change one of them",
+        ),
+        Rule(
+            cel="self.format == 'synthetic' || (has(self.train) && has(self.train.uris) && size(self.train.uris) > 0)",
+            holds=lambda data: data.format == "synthetic" or bool(data.train.uris),
+            message="train.uris is empty: say where the training data is, or use format synthetic",
+        ),
+    )

@@ -1,0 +1,121 @@
+"""Every error that a user may meet. The class says who can act, and carries the exit code that says it to machines.
+
+DLRMError
+├── UsageError            64  the command line
+├── BadDataError          65  a file, row or column of the input
+│   ├── DivergedError     65  the loss is no longer finite
+│   └── SnapshotError     65  a snapshot is corrupt, of another model, or of a newer version
+├── NoInputError          66  a file or snapshot that is not there
+├── DeviceError           74  a disk or memory that is full or failing
+├── TemporaryError        75  the same call may succeed later
+│   ├── StoreUnavailableError
+│   └── PeerLostError
+├── NoPermissionError     77  credentials or rights
+└── InvalidSpecError      78  the DLRMJob
+    └── InfeasiblePlanError
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from dlrm_api.names import ExitCode
+
+
+class DLRMError(Exception):
+    """Root of all errors with a message that a user can act on; anything else that escapes is a bug."""
+
+    exit_code: ExitCode = ExitCode.INTERNAL
+
+
+class UsageError(DLRMError):
+    """The command line is wrong."""
+
+    exit_code = ExitCode.USAGE
+
+
+class BadDataError(DLRMError):
+    """Input that can't be used as it is; the message names the file, the row, the column and the mend."""
+
+    exit_code = ExitCode.BAD_DATA
+
+
+class DivergedError(BadDataError):
+    """The loss became NaN or infinite; the message names the step and the table whose rows went bad."""
+
+
+class SnapshotError(BadDataError):
+    """A snapshot can't be used: corrupt, of another model or data, or written by a newer version."""
+
+
+class NoInputError(DLRMError):
+    """A file, folder or snapshot that was asked for is not there."""
+
+    exit_code = ExitCode.NO_INPUT
+
+
+class DeviceError(DLRMError):
+    """A disk or memory is full or failing; the message names the path and the bytes."""
+
+    exit_code = ExitCode.DEVICE
+
+
+class TemporaryError(DLRMError):
+    """Nothing is wrong with the job; the same thing may work later."""
+
+    exit_code = ExitCode.TEMPORARY
+
+
+class StoreUnavailableError(TemporaryError):
+    """The object store did not answer; the same call may succeed later."""
+
+
+class PeerLostError(TemporaryError):
+    """Another rank died or fell silent; the message names it."""
+
+
+class NoPermissionError(DLRMError):
+    """Credentials are missing or refused."""
+
+    exit_code = ExitCode.NO_PERMISSION
+
+
+class InvalidSpecError(DLRMError):
+    """The DLRMJob's spec can never work; only the user can mend it.
+
+    ``path`` is the field as kubectl shows it, such as ``spec.model.tables[2].dim``.
+    """
+
+    exit_code = ExitCode.BAD_CONFIG
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = path
+        self.problem = problem
+
+
+class InfeasiblePlanError(InvalidSpecError):
+    """No placement of the tables fits the hardware; ``reasons`` say which table, where, and how many bytes short."""
+
+    def __init__(self, path: str, reasons: Sequence[str]) -> None:
+        super().__init__(path, "; ".join(reasons))
+        self.reasons = tuple(reasons)
+
+
+def invalid_spec(error: ValidationError, root: str = "") -> InvalidSpecError:
+    """Name the first refused field below ``root`` the way kubectl shows it, and say how many more there are."""
+    problems = error.errors(include_url=False, include_input=True)
+    first = problems[0]
+    path = root
+    for step in first["loc"]:
+        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else str(step)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "unknown field: check its spelling and its place"
+    elif first["type"] == "missing":
+        message = "this field is required"
+    if len(problems) > 1:
+        message += f" (and {len(problems) - 1} more)"
+    return InvalidSpecError(path or "document", message)

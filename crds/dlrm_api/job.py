@@ -1,0 +1,125 @@
+"""``DLRMJob``: one training job, as the user applies it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from dlrm_api.base import ApiModel
+from dlrm_api.checkpoint import CheckpointSpec
+from dlrm_api.data import DataSpec
+from dlrm_api.errors import invalid_spec
+from dlrm_api.lifecycle import LifecycleSpec, SchedulingSpec
+from dlrm_api.model import MAX_TABLES, ModelSpec
+from dlrm_api.names import API_VERSION
+from dlrm_api.status import DLRMJobStatus
+from dlrm_api.trainer import TrainerSpec
+from dlrm_api.training import TrainingSpec
+
+JOB_NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+JOB_NAME_LENGTH = 40
+
+CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
+CRITEO_SPARSE = tuple(f"C{i}" for i in range(1, 27))
+
+
+class ObjectMeta(ApiModel):
+    """The part of Kubernetes' metadata that this system reads; the rest passes through."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(min_length=1, max_length=JOB_NAME_LENGTH, pattern=JOB_NAME_PATTERN)] = Field(
+        description="Name of the job; it becomes the name of Services and pods."
+    )
+    namespace: str | None = Field(None, max_length=63, description="Namespace.")
+
+
+class DLRMJobSpec(ApiModel):
+    """What to train, on what, with what, and where its snapshots go."""
+
+    model: ModelSpec = Field(description="The model.")
+    data: DataSpec = Field(description="The samples.")
+    training: TrainingSpec = Field(TrainingSpec(), description="Optimizers and length.")
+    trainer: TrainerSpec = Field(TrainerSpec(), description="Pods and hardware.")
+    checkpoint: CheckpointSpec = Field(description="Snapshots.")
+    lifecycle: LifecycleSpec = Field(LifecycleSpec(), description="Restarts and deadlines.")
+    scheduling: SchedulingSpec = Field(SchedulingSpec(), description="Queues and priorities.")
+
+    @model_validator(mode="after")
+    def _tables_agree(self) -> DLRMJobSpec:
+        """Uniqueness and references over up to 5,000 tables: here, because CEL would need quadratic time."""
+        tables = self.model.all_tables()
+        if len(tables) > MAX_TABLES:
+            _refuse(
+                f"model.tables: {len(tables)} tables with tableGroups written out, at most {MAX_TABLES} are allowed"
+            )
+        _refuse_duplicates("name", [table.name for table in tables])
+        _refuse_duplicates("feature", [table.source for table in tables])
+        if self.model.interaction == "dot":
+            width = self.model.bottom_mlp[-1] if self.model.bottom_mlp else tables[0].dim
+            for table in tables:
+                if table.dim != width:
+                    _refuse(
+                        f"model.tables: table {table.name} has dim {table.dim} where interaction dot needs {width}, "
+                        "the last of bottomMlp: make them equal or use interaction dcn"
+                    )
+        if self.data.format == "criteo-tsv":
+            _refuse_unknown("model.denseFeatures", self.model.dense_features, CRITEO_DENSE)
+            _refuse_unknown("model.tables", tuple(table.source for table in tables), CRITEO_SPARSE)
+        if self.world_size > self.data.virtual_shards:
+            _refuse(
+                f"data.virtualShards: {self.data.virtual_shards} virtual shards cannot feed {self.world_size} ranks "
+                "(trainer.replicas x processesPerReplica): raise it, or use fewer ranks"
+            )
+        return self
+
+    @property
+    def replicas(self) -> int:
+        """Trainer pods that the spec asks for."""
+        return self.trainer.replicas or 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that the spec asks for."""
+        return self.replicas * self.trainer.processes_per_replica
+
+
+class DLRMJob(ApiModel):
+    """A training job of a deep-learning recommendation model."""
+
+    api_version: Literal["dlrm.dev/v1alpha1"] = Field(API_VERSION, description="Version of this API.")
+    kind: Literal["DLRMJob"] = Field("DLRMJob", description="Kind of this object.")
+    metadata: ObjectMeta = Field(description="Name and namespace.")
+    spec: DLRMJobSpec = Field(description="What to train.")
+    status: DLRMJobStatus | None = Field(None, description="What the operator says of it.")
+
+
+def parse_job(document: Any) -> DLRMJob:
+    """Read a job from a decoded YAML or JSON document.
+
+    Raises:
+        InvalidSpecError: names the first refused field as kubectl shows it, and how many more there are.
+    """
+    try:
+        return DLRMJob.model_validate(document)
+    except ValidationError as error:
+        raise invalid_spec(error) from error
+
+
+def _refuse(message: str) -> None:
+    raise PydanticCustomError("rule", "{message}", {"message": message})
+
+
+def _refuse_duplicates(what: str, values: list[str]) -> None:
+    value, count = Counter(values).most_common(1)[0]
+    if count > 1:
+        _refuse(f"model.tables: {count} tables have the {what} {value}: give each its own")
+
+
+def _refuse_unknown(path: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        _refuse(f"{path}: criteo-tsv has no feature {unknown[0]}: it has {known[0]} to {known[-1]}")

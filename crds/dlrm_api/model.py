@@ -1,0 +1,201 @@
+"""``spec.model``: the dense features, the MLPs, the interaction and the embedding tables."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dlrm_api.base import ApiModel, NotBuilt, Rule
+
+MAX_TABLES = 5_000
+Width = Annotated[int, Field(ge=1, le=65_536)]
+Name = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")]
+ColumnName = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class InitializerSpec(ApiModel):
+    """Where a row starts: a hash of (seed, table, row, column), the same at any sharding and on any device."""
+
+    kind: Literal["uniform", "zero"] = Field("uniform", description="Distribution of initial values.")
+    scale: float | None = Field(
+        None, ge=0, le=10, description="Values lie in [-scale, scale); by default 1/sqrt(rows) of the table."
+    )
+
+
+class EmbeddingOptions(ApiModel):
+    """How ids become rows, and which rows are kept."""
+
+    hash: Literal["none", "modulo", "mix"] = Field(
+        "none",
+        description=(
+            "none: ids are row numbers below rows, anything else is an error; modulo: id mod rows; "
+            "mix: a 64-bit mix of the id, then mod rows (for hexadecimal or unbounded ids)."
+        ),
+    )
+    admission_count: Annotated[int | None, NotBuilt()] = Field(
+        None, ge=1, le=1_000_000, description="Times an id must be seen before it gets a row of its own."
+    )
+    prune_ratio: Annotated[float | None, NotBuilt()] = Field(
+        None,
+        ge=0,
+        le=0.999,
+        description="Share of embedding bytes to give up while training (in-training dimension).",
+    )
+
+
+class DistributionSpec(ApiModel):
+    """How often rows are accessed: a named prior, or a measured histogram kept elsewhere."""
+
+    prior: Literal["uniform", "zipf"] | None = Field(None, description="Shape of the popularity curve.")
+    alpha: float = Field(1.05, ge=0, le=3, description="Exponent of the zipf prior.")
+    reference: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1_024,
+        description="URI of a reuse histogram measured by dlrmctl trace.",
+    )
+
+
+class TablePin(ApiModel):
+    """Takes a table's placement out of the planner's hands."""
+
+    sharding: Annotated[Literal["table", "row", "column", "data", "table-row"] | None, NotBuilt(("table", "data"))] = (
+        Field(None, description="How the table is split over ranks.")
+    )
+    ranks: tuple[Annotated[int, Field(ge=0, le=65_535)], ...] = Field(
+        (), max_length=1_024, description="Ranks that may hold the table's shards; any rank where empty."
+    )
+    tier: Annotated[Literal["hbm", "ddr", "cxl", "scm", "block"] | None, NotBuilt(("ddr",))] = Field(
+        None, description="Memory tier that backs the table's rows."
+    )
+
+
+class TableOptions(ApiModel):
+    """Everything of a table but its name and feature: what a group of tables shares."""
+
+    rows: int = Field(ge=1, le=2**40, description="Rows of the table (distinct ids after hashing).")
+    dim: int = Field(ge=4, le=4_096, multiple_of=4, description="Columns of a row (elements).")
+    pooling: Literal["sum", "mean"] = Field("sum", description="How the rows of one bag become one vector.")
+    max_lookups: int = Field(1, ge=1, le=100_000, description="Most ids in one bag; a longer bag is an error.")
+    avg_lookups: float | None = Field(
+        None, ge=0, le=100_000, description="Mean ids in one bag, for planning; by default max_lookups."
+    )
+    distribution: Annotated[DistributionSpec | None, NotBuilt()] = Field(
+        None, description="How often rows are accessed, for planning of caches."
+    )
+    dtype: Annotated[Literal["fp32", "fp16"], NotBuilt(("fp32",))] = Field("fp32", description="Type of an element.")
+    initializer: InitializerSpec = Field(InitializerSpec(), description="Values of rows that were never updated.")
+    pin: TablePin | None = Field(None, description="Fixes the sharding or the tier that the planner would choose.")
+    embedding: EmbeddingOptions = Field(EmbeddingOptions(), description="How ids become rows.")
+
+    @property
+    def lookups(self) -> float:
+        """Mean ids in one bag, for cost models."""
+        return self.max_lookups if self.avg_lookups is None else self.avg_lookups
+
+
+class TableSpec(TableOptions):
+    """One embedding table."""
+
+    name: Name = Field(description="Name of the table, unique in the model.")
+    feature: ColumnName | None = Field(
+        None, description="Source column of the ids (C1 to C26 for criteo-tsv); by default the table's name."
+    )
+
+    @property
+    def source(self) -> str:
+        """The feature that the table reads."""
+        return self.feature or self.name
+
+
+class TableGroup(ApiModel):
+    """``count`` alike tables, named ``<name>-0`` onwards, so that manifests of many tables stay small."""
+
+    name: Annotated[
+        str, Field(min_length=1, max_length=56, pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")
+    ] = Field(description="Prefix of the tables' names; table i is <name>-<i> and reads the feature of that name.")
+    count: int = Field(ge=1, le=MAX_TABLES, description="Number of tables.")
+    template: TableOptions = Field(description="What the tables share.")
+
+
+def _widths_end_in_one(model: ModelSpec) -> bool:
+    return model.top_mlp[-1] == 1
+
+
+def _dims_agree(model: ModelSpec) -> bool:
+    dims = {table.dim for table in model.tables} | {group.template.dim for group in model.table_groups}
+    dims |= set(model.bottom_mlp[-1:])
+    return model.interaction != "dot" or len(dims) <= 1
+
+
+class ModelSpec(ApiModel):
+    """A deep-learning recommendation model: bottom MLP, embedding tables, interaction, top MLP."""
+
+    dense_features: tuple[ColumnName, ...] = Field(
+        (), max_length=10_000, description="Source columns of the dense features (I1 to I13 for criteo-tsv)."
+    )
+    bottom_mlp: tuple[Width, ...] = Field(
+        (),
+        max_length=64,
+        description="Widths of the bottom MLP's layers; the last equals the tables' dim for dot.",
+    )
+    top_mlp: tuple[Width, ...] = Field(
+        (512, 256, 1),
+        min_length=1,
+        max_length=64,
+        description="Widths of the top MLP's layers; the last is 1, the logit.",
+    )
+    interaction: Literal["dot", "dcn"] = Field(
+        "dot", description="dot: pairwise dot products; dcn: low-rank cross layers (DCN v2)."
+    )
+    cross_layers: int = Field(3, ge=1, le=32, description="Cross layers of the dcn interaction.")
+    cross_rank: int = Field(64, ge=1, le=16_384, description="Rank of each cross layer's matrix.")
+    precision: Annotated[Literal["fp32", "bf16"], NotBuilt(("fp32",))] = Field(
+        "fp32", description="Compute type of MLPs and interaction; weights stay fp32."
+    )
+    tables: tuple[TableSpec, ...] = Field((), max_length=MAX_TABLES, description="Embedding tables.")
+    table_groups: tuple[TableGroup, ...] = Field((), max_length=256, description="Groups of alike tables.")
+
+    rules = (
+        Rule(
+            cel="self.topMlp[size(self.topMlp) - 1] == 1",
+            holds=_widths_end_in_one,
+            message="topMlp must end in 1: its last layer is the logit",
+        ),
+        Rule(
+            cel=(
+                "(has(self.denseFeatures) && size(self.denseFeatures) > 0) == "
+                "(has(self.bottomMlp) && size(self.bottomMlp) > 0)"
+            ),
+            holds=lambda model: bool(model.dense_features) == bool(model.bottom_mlp),
+            message="denseFeatures and bottomMlp go together: give both, or neither",
+        ),
+        Rule(
+            cel=(
+                "(has(self.tables) && size(self.tables) > 0) || (has(self.tableGroups) && size(self.tableGroups) > 0)"
+            ),
+            holds=lambda model: bool(model.tables or model.table_groups),
+            message="tables and tableGroups are both empty: a recommendation model needs at least one table",
+        ),
+        Rule(
+            cel=(
+                "self.interaction != 'dot' || !has(self.bottomMlp) || size(self.bottomMlp) == 0 || "
+                "!has(self.tables) || self.tables.all(t, t.dim == self.bottomMlp[size(self.bottomMlp) - 1])"
+            ),
+            holds=_dims_agree,
+            message="interaction dot needs one width: every table's dim must equal the last of bottomMlp",
+        ),
+    )
+
+    def all_tables(self) -> tuple[TableSpec, ...]:
+        """Every table, groups written out; the order is the model's and the format's."""
+        grouped = (
+            TableSpec(
+                name=f"{group.name}-{i}",
+                **{key: getattr(group.template, key) for key in type(group.template).model_fields},
+            )
+            for group in self.table_groups
+            for i in range(group.count)
+        )
+        return (*self.tables, *grouped)

@@ -1,0 +1,130 @@
+"""Names that cross a boundary between rooms: labels, environment, paths, ports, exit codes."""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+GROUP: Final = "dlrm.dev"
+VERSION: Final = "v1alpha1"
+API_VERSION: Final = "dlrm.dev/v1alpha1"
+FIELD_MANAGER = "dlrm-operator"
+
+
+class ExitCode(enum.IntEnum):
+    """What a trainer's, a checkpointer's or dlrmctl's exit code means (sysexits; 143 is 128 + SIGTERM)."""
+
+    DONE = 0
+    USAGE = 64
+    BAD_DATA = 65
+    NO_INPUT = 66
+    INTERNAL = 70
+    DEVICE = 74
+    TEMPORARY = 75
+    NO_PERMISSION = 77
+    BAD_CONFIG = 78
+    TERMINATED = 143
+
+
+USER_MUST_MEND = frozenset(
+    {ExitCode.USAGE, ExitCode.BAD_DATA, ExitCode.NO_INPUT, ExitCode.NO_PERMISSION, ExitCode.BAD_CONFIG}
+)
+"""Exit codes after which a retry would only fail again."""
+
+
+class Label:
+    """Labels of the operator's children."""
+
+    JOB = f"{GROUP}/job"
+    ATTEMPT = f"{GROUP}/attempt"
+    INDEX = f"{GROUP}/index"
+    ROLE = f"{GROUP}/role"
+    MANAGED_BY = "app.kubernetes.io/managed-by"
+    NAME = "app.kubernetes.io/name"
+    INSTANCE = "app.kubernetes.io/instance"
+    COMPONENT = "app.kubernetes.io/component"
+
+
+class Env:
+    """Environment variables that the operator (or dlrmctl) sets and trainer or checkpointer reads."""
+
+    JOB_NAME = "DLRM_JOB_NAME"
+    ATTEMPT = "DLRM_ATTEMPT"
+    """The operator's attempt number, for logs and progress; the store's own attempt number fences commits."""
+    REPLICA = "DLRM_REPLICA"
+    """Index of this pod in its gang, from 0; its ranks are REPLICA * processes per replica onwards."""
+    MASTER_ADDR = "DLRM_MASTER_ADDR"
+    MASTER_PORT = "DLRM_MASTER_PORT"
+    RENDEZVOUS_TIMEOUT_S = "DLRM_RENDEZVOUS_TIMEOUT_S"
+    COLLECTIVE_TIMEOUT_S = "DLRM_COLLECTIVE_TIMEOUT_S"
+    BIND = "DLRM_BIND"
+    """Address that the HTTP endpoints listen on; all interfaces in a pod, 127.0.0.1 on one machine."""
+    TRAINER_PORT = "DLRM_TRAINER_PORT"
+    CHECKPOINTER_PORT = "DLRM_CHECKPOINTER_PORT"
+    TOKEN_FILE = "DLRM_TOKEN_FILE"  # noqa: S105  the path of a mounted Secret, not a secret
+    HANDOFF_DIR = "DLRM_HANDOFF_DIR"
+    WORK_DIR = "DLRM_WORK_DIR"
+    """Where rank 0 writes ``progress.jsonl``; unset in pods."""
+    LEDGER_DIR = "DLRM_LEDGER_DIR"
+    """Where each rank writes the ids of the samples that it trained on, for audits; unset normally."""
+    TERMINATION_LOG = "DLRM_TERMINATION_LOG"
+    GRACE_S = "DLRM_GRACE_S"
+    """Seconds between SIGTERM and SIGKILL, in which a cut must be handed over."""
+    CREDENTIALS_DIR = "DLRM_CREDENTIALS_DIR"
+    """Folder with ``accessKeyId``, ``secretAccessKey`` and optionally ``sessionToken``: a mounted Secret."""
+
+
+class Port:
+    """Ports inside a pod."""
+
+    RENDEZVOUS = 29_500
+    TRAINER = 9_400
+    CHECKPOINTER = 9_401
+    OPERATOR_METRICS = 9_402
+
+
+class Path:
+    """Paths inside a pod."""
+
+    CONFIG = "/etc/dlrm"
+    JOB = "/etc/dlrm/job.json"
+    PLAN = "/etc/dlrm/plan"
+    """The folder of the plan's parts (``dlrm_api.plan.plan_from_parts``)."""
+    TOKEN = "/etc/dlrm-token/token"  # noqa: S105  a path
+    CREDENTIALS = "/etc/dlrm-credentials"
+    HANDOFF = "/dev/dlrm-handoff"
+    SCRATCH = "/tmp"  # noqa: S108  an emptyDir in a pod with a read-only root
+    TERMINATION_LOG = "/dev/termination-log"
+
+
+class Container:
+    """Container names in a trainer pod."""
+
+    TRAINER = "trainer"
+    CHECKPOINTER = "checkpointer"
+
+
+TERMINATION_MESSAGE_BYTES = 4_096
+"""The kubelet keeps no more of a termination message."""
+
+TOKEN_HEADER = "X-DLRM-Token"  # noqa: S105  a header's name
+
+
+def trainer_pod(job: str, attempt: int, index: int) -> str:
+    """Name of one trainer pod: a function of the job, the attempt and the index alone."""
+    return f"{job}-trainer-{attempt}-{index}"
+
+
+def trainer_service(job: str) -> str:
+    """Name of the headless Service by which ranks find rank 0."""
+    return f"{job}-trainer"
+
+
+def plan_config_map(job: str, attempt: int) -> str:
+    """Name of the immutable ConfigMap that holds one attempt's job and plan."""
+    return f"{job}-plan-{attempt}"
+
+
+def token_secret(job: str, attempt: int) -> str:
+    """Name of the Secret that holds one attempt's control token."""
+    return f"{job}-token-{attempt}"

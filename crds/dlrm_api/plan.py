@@ -1,0 +1,126 @@
+"""The plan: which rows and columns of which table live on which rank, in which tier. Plain data, made once."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from dlrm_api.base import ApiModel
+from dlrm_api.errors import InvalidSpecError, invalid_spec
+
+Tier = Literal["hbm", "ddr", "cxl", "scm", "block"]
+ShardKind = Literal["table", "row", "column", "data", "table-row"]
+
+PART_BYTES = 900_000
+"""A ConfigMap holds 1 MiB; a part leaves room for the rest of the object."""
+
+
+class TierShare(ApiModel):
+    """Where the rows of one shard live."""
+
+    backing: Tier = Field("ddr", description="Tier that holds every row.")
+    cache: Tier | None = Field(None, description="Faster tier that holds the hot rows.")
+    cache_rows: int = Field(0, ge=0, description="Rows that the cache holds.")
+
+
+class Shard(ApiModel):
+    """A rectangle of one table on one rank. ``data`` shards cover the whole table on each rank."""
+
+    rank: int = Field(ge=0, description="Rank that holds it.")
+    kind: ShardKind = Field(description="How the table was split.")
+    row_start: int = Field(ge=0, description="First global row.")
+    row_end: int = Field(ge=0, description="One past the last global row.")
+    column_start: int = Field(ge=0, description="First column.")
+    column_end: int = Field(ge=0, description="One past the last column.")
+    tiers: TierShare = Field(TierShare(), description="Where its rows live.")
+
+
+class TablePlan(ApiModel):
+    """The shards of one table."""
+
+    name: str = Field(description="Table.")
+    column_blocks: tuple[int, ...] = Field(
+        description="Edges of the column blocks that each keep a row state of their own: (0, dim) for one block."
+    )
+    shards: tuple[Shard, ...] = Field(min_length=1, description="Shards.")
+
+
+class RankPlan(ApiModel):
+    """One rank: its node and the bytes that it will hold."""
+
+    rank: int = Field(ge=0, description="Rank.")
+    node: int = Field(ge=0, description="Index of its pod in the gang.")
+    bytes_per_tier: dict[str, int] = Field(description="Bytes of rows, row state and hand-off, by tier.")
+
+
+class Prediction(ApiModel):
+    """What the plan's cost model expects of one step."""
+
+    compute_seconds: float | None = Field(None, ge=0, description="Dense compute of the slowest rank (s).")
+    lookup_seconds: dict[str, float] = Field({}, description="Lookups and updates of the slowest rank, by tier (s).")
+    communication_seconds: float | None = Field(None, ge=0, description="Exposed communication (s).")
+    samples_per_second: float | None = Field(None, ge=0, description="Throughput (samples/s).")
+    price_per_billion_samples: float | None = Field(None, ge=0, description="Price of 1e9 samples.")
+    imbalance: float = Field(1.0, ge=0, description="Cost of the slowest rank over the mean.")
+
+
+class Plan(ApiModel):
+    """The whole plan of one attempt."""
+
+    format_version: Literal[1] = Field(1, description="Version of this document.")
+    world_size: int = Field(ge=1, description="Ranks.")
+    processes_per_node: int = Field(ge=1, description="Ranks of one pod.")
+    hardware: str = Field("", description="HardwareProfile that it was made for.")
+    ranks: tuple[RankPlan, ...] = Field(description="Ranks, in order.")
+    tables: tuple[TablePlan, ...] = Field(description="Tables, in the model's order.")
+    handoff_bytes: tuple[int, ...] = Field(description="Budget of shared memory for cuts, by pod (bytes).")
+    predicted: Prediction = Field(Prediction(), description="What the cost model expects.")
+    reasons: tuple[str, ...] = Field((), description="Why the plan is as it is, in words.")
+
+    @property
+    def nodes(self) -> int:
+        """Pods of the gang."""
+        return self.world_size // self.processes_per_node
+
+
+def parse_plan(text: str | bytes) -> Plan:
+    """Read a plan.
+
+    Raises:
+        InvalidSpecError: the text is no plan of this version; names the field.
+    """
+    try:
+        return Plan.model_validate_json(text)
+    except ValidationError as error:
+        raise invalid_spec(error, "plan") from error
+
+
+def plan_to_parts(plan: Plan) -> dict[str, bytes]:
+    """Compress a plan and cut it into parts that each fit a ConfigMap; keys are ``plan.<sha256>.<i>-of-<n>.gz``.
+
+    Equal plans give equal bytes, so that a repeated turn of the operator writes what is already there.
+    """
+    body = gzip.compress(plan.model_dump_json(exclude_defaults=False).encode(), mtime=0)
+    digest = hashlib.sha256(body).hexdigest()[:16]
+    pieces = [body[i : i + PART_BYTES] for i in range(0, len(body), PART_BYTES)]
+    return {f"plan.{digest}.{i}-of-{len(pieces)}.gz": piece for i, piece in enumerate(pieces)}
+
+
+def plan_from_parts(parts: Mapping[str, bytes]) -> Plan:
+    """Join what :func:`plan_to_parts` cut.
+
+    Raises:
+        InvalidSpecError: a part is missing or its bytes are not those that were written.
+    """
+    names = sorted(parts, key=lambda name: int(name.split(".")[2].split("-")[0]))
+    if not names:
+        raise InvalidSpecError("plan", "no part of the plan is there: mount all of its ConfigMaps")
+    digest, total = names[0].split(".")[1], int(names[0].split(".")[2].split("-of-")[1])
+    body = b"".join(parts[name] for name in names)
+    if len(names) != total or hashlib.sha256(body).hexdigest()[:16] != digest:
+        raise InvalidSpecError("plan", f"{len(names)} of {total} parts are there, or one is damaged: write them again")
+    return parse_plan(gzip.decompress(body))

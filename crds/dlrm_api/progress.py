@@ -1,0 +1,104 @@
+"""What a running pod says of itself: the trainer's and the checkpointer's ``/progress``, and termination messages."""
+
+from __future__ import annotations
+
+import enum
+from typing import Self
+
+from pydantic import Field, ValidationError
+
+from dlrm_api.base import ApiModel
+from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
+
+
+class TrainerPhase(enum.StrEnum):
+    """What a gang is doing."""
+
+    STARTING = "Starting"
+    RESTORING = "Restoring"
+    TRAINING = "Training"
+    EVALUATING = "Evaluating"
+    CUTTING = "Cutting"
+    FINISHING = "Finishing"
+    DONE = "Done"
+
+
+class EvalMetrics(ApiModel):
+    """Quality over the whole evaluation set."""
+
+    step: int = Field(0, ge=0, description="Step after which it was measured.")
+    samples: int = Field(0, ge=0, description="Samples of the evaluation set.")
+    log_loss: float = Field(description="Mean log loss (nats).")
+    ne: float = Field(description="Normalized entropy: log loss over that of always predicting the set's base rate.")
+    auc: float | None = Field(None, description="Exact area under the ROC curve; None where only one label occurs.")
+    calibration: float | None = Field(None, description="Mean prediction over the base rate; None without positives.")
+
+
+class Progress(ApiModel):
+    """``GET /progress`` of a trainer pod."""
+
+    attempt: int = Field(0, ge=0, description="The operator's attempt.")
+    phase: TrainerPhase = Field(TrainerPhase.STARTING, description="What the gang is doing.")
+    world_size: int = Field(1, ge=1, description="Ranks.")
+    restored_step: int | None = Field(None, ge=0, description="Step of the snapshot that this attempt started from.")
+    step: int = Field(0, ge=0, description="Steps done.")
+    total_steps: int | None = Field(None, ge=0, description="Steps that the job will do.")
+    epoch: int = Field(0, ge=0, description="Epoch, from 0.")
+    samples: int = Field(0, ge=0, description="Samples trained on in the job's life.")
+    loss: float | None = Field(None, description="Mean log loss of the last step.")
+    samples_per_second: float | None = Field(None, ge=0, description="Throughput over the last steps (samples/s).")
+    eta_seconds: float | None = Field(None, ge=0, description="Expected seconds to the end of training.")
+    last_cut_step: int | None = Field(None, ge=0, description="Step of the newest cut that was handed over.")
+    evaluation: EvalMetrics | None = Field(None, description="Last evaluation.")
+    time: float = Field(0, ge=0, description="When the last step ended (Unix seconds).")
+
+
+class SnapshotInfo(ApiModel):
+    """One committed snapshot."""
+
+    step: int = Field(ge=0, description="Step of the cut.")
+    kind: str = Field("full", description="full or incremental.")
+    bits: int = Field(ge=2, le=32, description="Bits of one element.")
+    bytes: int = Field(ge=0, description="Bytes of all its objects.")
+    uri: str = Field(description="Its manifest.")
+    time: float = Field(0, ge=0, description="When it was committed (Unix seconds).")
+
+
+class CheckpointerProgress(ApiModel):
+    """``GET /progress`` of a checkpointer, and its termination message."""
+
+    committed_step: int | None = Field(None, ge=0, description="Step of the newest committed snapshot.")
+    pending_step: int | None = Field(None, ge=0, description="Step of a cut that is handed over and not committed.")
+    last_snapshot: SnapshotInfo | None = Field(None, description="Newest committed snapshot.")
+    reason: str = Field("", description="Why the checkpointer ended; empty while it runs.")
+    store_error: str = Field(
+        "", max_length=1_024, description="Last error of the store; empty when the last call worked."
+    )
+    time: float = Field(0, ge=0, description="When this was written (Unix seconds).")
+
+
+class TerminationMessage(ApiModel):
+    """What a container leaves for the operator: what went wrong, and where."""
+
+    exit_code: ExitCode | int = Field(description="Exit code of the process.")
+    reason: str = Field(max_length=128, description="CamelCase word for machines, such as BadData.")
+    message: str = Field("", description="Sentence for people.")
+    rank: int | None = Field(None, ge=0, description="Rank that failed first.")
+    step: int | None = Field(None, ge=0, description="Steps done then.")
+
+    def encode(self) -> bytes:
+        """JSON of at most 4,096 bytes; a longer message is cut in its middle."""
+        message, keep = self, len(self.message)
+        while len(body := message.model_dump_json(exclude_none=True).encode()) > TERMINATION_MESSAGE_BYTES and keep:
+            keep = keep * 3 // 4
+            head, tail = self.message[: keep // 2], self.message[len(self.message) - keep // 2 :]
+            message = self.model_copy(update={"message": f"{head} [...] {tail}"})
+        return body
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> Self | None:
+        """Read a termination message; None where the text is something else (a kubelet's own words, say)."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError:
+            return None

@@ -1,0 +1,75 @@
+"""Bytes and durations as Kubernetes users write them (``16Gi``, ``30m``), held as plain numbers."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
+
+BYTES_PATTERN = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
+DURATION_PATTERN = r"^([0-9]+d)?([0-9]+h)?([0-9]+m)?([0-9]+s)?$"
+
+_FACTORS: dict[str | None, int] = {
+    None: 1,
+    **{suffix: 1024**power for power, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi"), start=1)},
+    **{suffix: 1000**power for power, suffix in enumerate(("k", "M", "G", "T", "P"), start=1)},
+}
+_SECONDS = (86_400, 3_600, 60, 1)
+
+
+def parse_bytes(value: Any) -> Any:
+    """Turn ``16Gi``, ``500M`` or a plain integer into bytes.
+
+    Raises:
+        ValueError: the text is no byte quantity; the message shows a good one.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(BYTES_PATTERN, value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"{value!r} is no byte quantity: write an integer or something like 16Gi or 500M")
+    number = value.removesuffix(match[2] or "")
+    return round(float(number) * _FACTORS[match[2]]) if "." in number else int(number) * _FACTORS[match[2]]
+
+
+def parse_duration(value: Any) -> Any:
+    """Turn ``1h30m`` into seconds; numbers are seconds already.
+
+    Raises:
+        ValueError: the text is no duration; the message shows a good one.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    match = re.fullmatch(DURATION_PATTERN, value) if isinstance(value, str) and value else None
+    if match is None:
+        raise ValueError(f"{value!r} is no duration: write something like 90s, 30m or 1h30m")
+    return float(sum(int(part[:-1]) * unit for part, unit in zip(match.groups(), _SECONDS, strict=True) if part))
+
+
+def _duration_text(seconds: float) -> str:
+    return f"{round(seconds)}s"
+
+
+Bytes = Annotated[
+    int,
+    BeforeValidator(parse_bytes),
+    Field(ge=0, le=2**60),
+    WithJsonSchema(
+        {
+            "x-kubernetes-int-or-string": True,
+            "anyOf": [{"type": "integer"}, {"type": "string"}],
+            "pattern": BYTES_PATTERN,
+        }
+    ),
+]
+"""A number of bytes, held as an integer; YAML may say ``16Gi``."""
+
+Duration = Annotated[
+    float,
+    BeforeValidator(parse_duration),
+    PlainSerializer(_duration_text, return_type=str, when_used="unless-none"),
+    Field(ge=0, le=10 * 365 * 86_400),
+    WithJsonSchema({"type": "string", "minLength": 2, "maxLength": 32, "pattern": DURATION_PATTERN}),
+]
+"""A time span in whole seconds, held as a float; YAML says ``30m``."""

@@ -1,0 +1,144 @@
+"""``spec.trainer``: how many pods, of which hardware, with which budgets and which overlay."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema
+
+from dlrm_api.base import ApiModel, NotBuilt, Rule
+from dlrm_api.quantities import Bytes
+
+QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
+ResourceQuantity = Annotated[str, Field(min_length=1, max_length=32, pattern=QUANTITY)]
+FreeForm = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True})]
+
+POD_OVERLAY_METADATA = frozenset({"labels", "annotations"})
+POD_OVERLAY_SPEC = frozenset(
+    {
+        "volumes",
+        "tolerations",
+        "securityContext",
+        "schedulingGates",
+        "nodeSelector",
+        "imagePullSecrets",
+        "serviceAccountName",
+        "runtimeClassName",
+        "hostAliases",
+        "dnsConfig",
+        "dnsPolicy",
+    }
+)
+"""Pod fields that the overlay may set; the others belong to the operator."""
+POD_OVERLAY_CONTAINER = frozenset({"env", "envFrom", "volumeMounts", "securityContext"})
+
+
+class AutoReplicas(ApiModel):
+    """Lets the planner choose the number of replicas."""
+
+    min: int = Field(1, ge=1, le=4_096, description="Fewest replicas.")
+    max: int = Field(ge=1, le=4_096, description="Most replicas.")
+    target_samples_per_second: float = Field(ge=0, le=1e12, description="Throughput to reach (samples/s).")
+
+    rules = (
+        Rule(
+            cel="self.min <= self.max",
+            holds=lambda auto: auto.min <= auto.max,
+            message="min must not exceed max",
+        ),
+    )
+
+
+class TierBudgets(ApiModel):
+    """Bytes of each memory tier that one replica may use for tables; by default what the hardware gives."""
+
+    hbm: Annotated[Bytes | None, NotBuilt()] = Field(None, description="Device memory (bytes).")
+    ddr: Bytes | None = Field(None, description="Host memory (bytes).")
+    cxl: Annotated[Bytes | None, NotBuilt()] = Field(None, description="CXL memory (bytes).")
+    scm: Annotated[Bytes | None, NotBuilt()] = Field(None, description="Byte-addressable storage-class memory (bytes).")
+    block: Annotated[Bytes | None, NotBuilt()] = Field(None, description="Block storage (bytes).")
+
+
+class ResourcesSpec(ApiModel):
+    """Requests and limits of the trainer container, as in a pod."""
+
+    requests: dict[str, ResourceQuantity] = Field({}, max_length=32, description="Requested resources.")
+    limits: dict[str, ResourceQuantity] = Field({}, max_length=32, description="Limits.")
+
+
+class PodTemplateOverlay(ApiModel):
+    """What users add to the operator's pods; other fields than the listed ones are refused."""
+
+    metadata: FreeForm = Field({}, description="labels and annotations to add.")
+    spec: FreeForm = Field({}, description="Pod fields to add: " + ", ".join(sorted(POD_OVERLAY_SPEC)) + ".")
+    container: FreeForm = Field(
+        {},
+        description="Fields of the trainer container to add: " + ", ".join(sorted(POD_OVERLAY_CONTAINER)) + ".",
+    )
+
+    rules = (
+        Rule(
+            cel="!has(self.metadata) || self.metadata.all(k, k in ['annotations', 'labels'])",
+            holds=lambda overlay: set(overlay.metadata) <= POD_OVERLAY_METADATA,
+            message="metadata: only labels and annotations can be added",
+        ),
+        Rule(
+            cel="!has(self.spec) || self.spec.all(k, k in ["
+            + ", ".join(f"'{key}'" for key in sorted(POD_OVERLAY_SPEC))
+            + "])",
+            holds=lambda overlay: set(overlay.spec) <= POD_OVERLAY_SPEC,
+            message="spec: only these pod fields can be added: " + ", ".join(sorted(POD_OVERLAY_SPEC)),
+        ),
+        Rule(
+            cel="!has(self.container) || self.container.all(k, k in ["
+            + ", ".join(f"'{key}'" for key in sorted(POD_OVERLAY_CONTAINER))
+            + "])",
+            holds=lambda overlay: set(overlay.container) <= POD_OVERLAY_CONTAINER,
+            message="container: only these fields can be added: " + ", ".join(sorted(POD_OVERLAY_CONTAINER)),
+        ),
+    )
+
+
+class TrainerSpec(ApiModel):
+    """``spec.trainer``."""
+
+    replicas: int | None = Field(
+        None,
+        ge=1,
+        le=4_096,
+        description="Trainer pods; by default 1, or what auto chooses. kubectl scale sets it.",
+    )
+    auto: Annotated[AutoReplicas | None, NotBuilt()] = Field(
+        None, description="Bounds and target for a planned number of replicas, used where replicas is absent."
+    )
+    processes_per_replica: int = Field(1, ge=1, le=64, description="Ranks in one pod: one per GPU, or per CPU socket.")
+    threads_per_process: int | None = Field(
+        None,
+        ge=1,
+        le=1_024,
+        description="Compute threads of one rank; by default the pod's CPUs divided by its ranks.",
+    )
+    hardware: str | None = Field(
+        None,
+        min_length=1,
+        max_length=253,
+        description="Name of a HardwareProfile; by default any node, no memory check.",
+    )
+    tier_budgets: TierBudgets = Field(TierBudgets(), description="Bytes of each memory tier for tables.")
+    resources: ResourcesSpec = Field(ResourcesSpec(), description="Requests and limits of the trainer container.")
+    pod_template: PodTemplateOverlay = Field(PodTemplateOverlay(), description="Additions to the pods.")
+    image: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1_024,
+        description="Trainer image; by default the operator's own version's.",
+    )
+    checkpointer_image: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1_024,
+        description="Checkpointer image; by default the operator's own version's.",
+    )
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
+        "IfNotPresent", description="When images are pulled."
+    )

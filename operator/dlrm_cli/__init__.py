@@ -1,0 +1,1 @@
+"""dlrmctl: the command line of dlrm-operator."""

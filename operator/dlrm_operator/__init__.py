@@ -1,0 +1,1 @@
+"""Control plane: a kopf operator that turns DLRMJobs into trainer pods and keeps them alive."""

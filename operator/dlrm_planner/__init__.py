@@ -1,0 +1,1 @@
+"""Planner: a pure function from a model and hardware to the plan that trainers execute."""

@@ -1,0 +1,1 @@
+"""Data plane: trains a DLRM as its plan says."""
