@@ -1,0 +1,59 @@
+# The verbs of this project. `make quickstart` and `make test` do all of their set-up.
+SHELL := /bin/bash
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+WORKDIR ?= runs/quickstart
+PYTEST ?= $(BIN)/python -m pytest
+export PYTHONPATH := hack/cluster
+
+.PHONY: help quickstart test test-fast lint format generate lock cluster-up cluster-down clean
+help: ## what each verb does
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "make: CPython 3.11, 3.12 or 3.13 is needed: install one, or say PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip -c constraints.txt
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+quickstart: $(INSTALLED) ## train the synthetic job on this machine with two ranks, snapshots and evaluation
+	$(BIN)/dlrmctl run examples/quickstart.yaml --workdir $(WORKDIR)
+
+test: $(INSTALLED) ## every test: the quick ones on all cores, then the slow ones (Go builds the control plane once)
+	$(PYTEST) -m "not slow and not cluster and not e2e" -n 2
+	$(PYTEST) -m "(slow or cluster) and not e2e"
+
+test-fast: $(INSTALLED) ## the quick tests alone
+	$(PYTEST) -m "not slow and not e2e" -n 2
+
+lint: $(INSTALLED) ## formatting, lints, types, import contracts, generated files
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python crds/generate.py --check
+
+format: $(INSTALLED) ## format and mend what ruff can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+generate: $(INSTALLED) ## write crds/*.yaml from the models
+	$(BIN)/python crds/generate.py
+
+lock: ## write constraints.txt anew (needs uv)
+	{ echo "# Exact versions that were tested together. Made by: make lock"; \
+	uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url --extra dev pyproject.toml; } \
+	> constraints.new && mv constraints.new constraints.txt
+
+cluster-up: $(INSTALLED) ## a real Kubernetes control plane on loopback, built from Go modules
+	$(BIN)/python -m dlrm_cluster up
+
+cluster-down: $(INSTALLED) ## end it
+	$(BIN)/python -m dlrm_cluster down
+
+clean: ## remove what the verbs made in this folder
+	rm -rf $(VENV) build dist runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
