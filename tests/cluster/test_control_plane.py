@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.components import SERVICE_IP_RANGE
 from dlrm_cluster.control_plane import ControlPlane

@@ -1,0 +1,1 @@
+"""A real Kubernetes control plane and real S3 servers for tests."""

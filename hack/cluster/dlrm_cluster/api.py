@@ -1,0 +1,65 @@
+"""The few calls to the Kubernetes API that the fixtures need, so that they need no client library."""
+
+import json
+import ssl
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from dlrm_cluster.errors import ClusterError
+
+Object = dict[str, Any]
+TIMEOUT_S = 30.0
+
+
+class ApiError(ClusterError):
+    """The API server refused; ``code`` is its HTTP status."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+
+
+class Api:
+    """JSON calls to one API server as one user."""
+
+    def __init__(self, server: str, ca: Path, token: str) -> None:
+        self._server = server
+        self._token = token
+        context = ssl.create_default_context(cafile=ca)
+        handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+        self._opener = urllib.request.build_opener(*handlers)
+
+    def call(self, method: str, path: str, body: Object | None = None) -> Object:
+        """The answer's object; text that is no JSON, such as that of ``/readyz``, comes as ``{"text": …}``.
+
+        A PATCH is a merge patch.
+
+        Raises:
+            ApiError: the server answered with an error.
+            OSError: it did not answer.
+        """
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": kind, "Accept": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._server + path, data, headers, method=method)
+        try:
+            with self._opener.open(request, timeout=TIMEOUT_S) as answer:
+                text = answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                raise ApiError(error.code, error.read().decode(errors="replace")) from error
+        try:
+            found: Object = json.loads(text)
+        except json.JSONDecodeError:
+            return {"text": text}
+        return found
+
+    def found(self, path: str) -> bool:
+        """Whether the object is there now; false also while the server does not answer."""
+        try:
+            self.call("GET", path)
+        except (ApiError, OSError):
+            return False
+        return True

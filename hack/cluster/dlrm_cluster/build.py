@@ -1,0 +1,162 @@
+"""Build the test servers from pinned Go modules into a cache that every checkout and test run shares.
+
+Each folder of ``tools/`` is a wrapper module whose go.sum pins every source. A cache entry's name holds the
+hash of all that decides its content, so an entry is either right or absent: it is built beside its place
+and renamed into it, under a lock that makes concurrent test workers wait for one build.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dlrm_cluster.errors import BuildError, MissingToolError
+
+TOOLS = Path(__file__).resolve().parents[1] / "tools"
+KUBERNETES_VERSION = "v1.35.4"
+GO_FLAGS = ("-mod=readonly", "-trimpath", "-buildvcs=false")
+ERROR_LINES = 30
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How one wrapper module becomes programs."""
+
+    packages: Mapping[str, str]
+    """Program name -> the Go package that it is built from."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Go string variables that the linker sets."""
+
+    def flags(self) -> tuple[str, ...]:
+        """Arguments of ``go build``; the linker drops symbol tables, which halves the programs."""
+        settings = "".join(f" -X {name}={value}" for name, value in self.variables.items())
+        return (*GO_FLAGS, f"-ldflags=-s -w{settings}")
+
+
+def _kubernetes_version() -> dict[str, str]:
+    """The variables that Kubernetes' own build sets; without them every program calls itself v0.0.0."""
+    major, minor, _ = KUBERNETES_VERSION.removeprefix("v").split(".")
+    values = {"gitVersion": KUBERNETES_VERSION, "gitMajor": major, "gitMinor": minor}
+    packages = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
+    return {f"{package}.{name}": value for package in packages for name, value in values.items()}
+
+
+KUBERNETES_PROGRAMS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
+RECIPES: Mapping[str, Recipe] = {
+    "kubernetes": Recipe(
+        packages={program: f"k8s.io/kubernetes/cmd/{program}" for program in KUBERNETES_PROGRAMS},
+        variables=_kubernetes_version(),
+    ),
+    "etcd": Recipe(packages={"etcd": "go.etcd.io/etcd/server/v3"}),
+    "versitygw": Recipe(packages={"versitygw": "github.com/versity/versitygw/cmd/versitygw"}),
+}
+
+
+def cache_dir() -> Path:
+    """``$DLRM_CACHE_DIR``, else ``dlrm-operator`` in the user's cache folder."""
+    if own := os.environ.get("DLRM_CACHE_DIR"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlrm-operator"
+
+
+def binaries(name: str, report: Report | None = None) -> Path:
+    """The folder with the programs of recipe ``name``, built first when the cache lacks it.
+
+    Repeating it is instant; concurrent calls, from any process, make one build.
+
+    Raises:
+        MissingToolError: Go is absent or too old.
+        BuildError: the compiler refused, or a module could not be fetched.
+    """
+    toolchain = go_toolchain(name)
+    home = cache_dir() / "bin"
+    target = home / f"{name}-{_fingerprint(name, toolchain)}"
+    if target.is_dir():
+        return target
+    home.mkdir(parents=True, exist_ok=True)
+    with locked(home / f"{name}.lock"):
+        if not target.is_dir():
+            _build(name, target, report or _to_stderr)
+    return target
+
+
+def go_toolchain(name: str) -> str:
+    """Version and platform of the Go that builds the module, such as ``go1.26.8 linux amd64``.
+
+    Raises:
+        MissingToolError: Go is absent, or older than the module asks for and unable to fetch a newer one.
+    """
+    module = TOOLS / name
+    wanted = next(line.split()[1] for line in (module / "go.mod").read_text().splitlines() if line[:3] == "go ")
+    remedy = f"install Go {wanted} or newer (https://go.dev/doc/install) to build {name}"
+    if shutil.which("go") is None:
+        raise MissingToolError(f"the program 'go' is not on PATH: {remedy}")
+    command = ["go", "env", "GOVERSION", "GOOS", "GOARCH"]
+    answer = subprocess.run(command, cwd=module, env=_go_env(), capture_output=True, text=True, check=False)
+    version, *_ = words = answer.stdout.split() or ["unknown"]
+    if answer.returncode != 0 or _release(version) < _release(wanted):
+        raise MissingToolError(f"this Go ({version}) is too old: {remedy}. {answer.stderr.strip()}".strip())
+    return " ".join(words)
+
+
+def _release(version: str) -> tuple[int, int]:
+    """``go1.26.8`` or ``1.26.0`` -> (1, 26); what is no release, such as ``devel``, sorts lowest."""
+    found = re.match(r"(?:go)?(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _go_env() -> dict[str, str]:
+    """The caller's environment (where modules come from is its affair) without what would change the programs."""
+    return {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"}
+
+
+def _fingerprint(name: str, toolchain: str) -> str:
+    """Hash of everything that decides what the programs are."""
+    recipe, digest = RECIPES[name], hashlib.sha256(toolchain.encode())
+    for source in ("go.mod", "go.sum", "tools.go"):
+        digest.update(hashlib.sha256((TOOLS / name / source).read_bytes()).digest())
+    digest.update(repr((recipe.flags(), sorted(recipe.packages.items()))).encode())
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on the file; the kernel frees it however the holder ends."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(name: str, target: Path, report: Report) -> None:
+    """Build every program of the recipe beside ``target``, then rename: the entry appears whole or not at all."""
+    recipe = RECIPES[name]
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}-") as scratch:
+        done = Path(scratch) / "bin"
+        done.mkdir()
+        for program, package in recipe.packages.items():
+            report(f"building {program} (the first time takes minutes)")
+            started = time.monotonic()
+            command = ["go", "build", *recipe.flags(), "-o", str(done / program), package]
+            answer = subprocess.run(
+                command, cwd=TOOLS / name, env=_go_env(), capture_output=True, text=True, check=False
+            )
+            if answer.returncode != 0:
+                said = "\n".join(answer.stderr.splitlines()[-ERROR_LINES:])
+                raise BuildError(f"{program} did not build:\n{said}")
+            report(f"built {program} in {time.monotonic() - started:.0f} s")
+        done.rename(target)
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,170 @@
+"""The command lines and files of each part of the control plane: pure functions from settings to data."""
+
+import ipaddress
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlrm_cluster.certificates import Certificates
+
+ADMIN = "dlrm-admin"
+CLUSTER = "dlrm-test"
+SERVICE_IP_RANGE = "10.96.0.0/16"
+SERVICE_IP = "10.96.0.1"
+ISSUER = "https://kubernetes.default.svc.cluster.local"
+ETCD_DATA = "etcd-data"
+CLIENT_QPS, CLIENT_BURST = 1_000, 2_000
+"""The components' own limits (20 to 50 calls a second) would be what a test at scale measures."""
+
+Argv = list[str | Path]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where one control plane keeps its files and listens."""
+
+    work_dir: Path
+    address: str
+    api_port: int
+    etcd_port: int
+    etcd_peer_port: int
+    certificates: Certificates
+
+    @property
+    def server(self) -> str:
+        """The API server's URL."""
+        return f"https://{self.address}:{self.api_port}"
+
+    @property
+    def kubeconfig(self) -> Path:
+        """The administrator's kubeconfig."""
+        return self.work_dir / "kubeconfig"
+
+    @property
+    def tokens(self) -> Path:
+        """The API server's static token file."""
+        return self.work_dir / "tokens.csv"
+
+    @property
+    def scheduler_config(self) -> Path:
+        """The scheduler's configuration file."""
+        return self.work_dir / "scheduler.yaml"
+
+    @property
+    def audit_log(self) -> Path:
+        """One JSON object a line; there when the audit is on."""
+        return self.work_dir / "audit.log"
+
+    @property
+    def audit_policy(self) -> Path:
+        """What the API server records there."""
+        return self.work_dir / "audit-policy.yaml"
+
+
+def etcd_argv(program: Path, layout: Layout) -> Argv:
+    """A single member that never waits for the disk: the data need not survive the machine."""
+    client = f"http://{layout.address}:{layout.etcd_port}"
+    peer = f"http://{layout.address}:{layout.etcd_peer_port}"
+    return [
+        program,
+        f"--data-dir={layout.work_dir / ETCD_DATA}",
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=default={peer}",
+        "--unsafe-no-fsync",
+        "--log-level=warn",
+    ]
+
+
+def apiserver_argv(program: Path, layout: Layout, *, audit: bool) -> Argv:
+    """RBAC, and one administrator by static token."""
+    certificates = layout.certificates
+    argv: Argv = [
+        program,
+        f"--bind-address={layout.address}",
+        f"--advertise-address={layout.address}",
+        f"--secure-port={layout.api_port}",
+        f"--etcd-servers=http://{layout.address}:{layout.etcd_port}",
+        f"--tls-cert-file={certificates.server_cert}",
+        f"--tls-private-key-file={certificates.server_key}",
+        f"--token-auth-file={layout.tokens}",
+        "--authorization-mode=Node,RBAC",
+        f"--service-cluster-ip-range={SERVICE_IP_RANGE}",
+        f"--service-account-issuer={ISSUER}",
+        f"--service-account-key-file={certificates.service_account_key}",
+        f"--service-account-signing-key-file={certificates.service_account_key}",
+        "--allow-privileged=true",
+        "--shutdown-delay-duration=0s",
+    ]
+    if ipaddress.ip_address(layout.address).is_loopback:
+        argv.append("--endpoint-reconciler-type=none")  # a loopback address is refused in an Endpoints object
+    if audit:
+        argv += [f"--audit-policy-file={layout.audit_policy}", f"--audit-log-path={layout.audit_log}"]
+    return argv
+
+
+def controller_manager_argv(program: Path, layout: Layout, *, node_grace_s: float) -> Argv:
+    """All controllers that need no cloud; its own port is off, so that nothing can take it."""
+    return [
+        program,
+        f"--kubeconfig={layout.kubeconfig}",
+        "--leader-elect=false",
+        "--secure-port=0",
+        f"--root-ca-file={layout.certificates.ca}",
+        f"--service-account-private-key-file={layout.certificates.service_account_key}",
+        f"--node-monitor-grace-period={node_grace_s:g}s",
+        f"--kube-api-qps={CLIENT_QPS}",
+        f"--kube-api-burst={CLIENT_BURST}",
+    ]
+
+
+def scheduler_argv(program: Path, layout: Layout) -> Argv:
+    """The default profile; its own port is off, so that nothing can take it."""
+    return [program, f"--config={layout.scheduler_config}", "--secure-port=0"]
+
+
+def scheduler_config(layout: Layout) -> dict[str, Any]:
+    """``KubeSchedulerConfiguration`` with the default profile."""
+    return {
+        "apiVersion": "kubescheduler.config.k8s.io/v1",
+        "kind": "KubeSchedulerConfiguration",
+        "leaderElection": {"leaderElect": False},
+        "clientConnection": {"kubeconfig": str(layout.kubeconfig), "qps": CLIENT_QPS, "burst": CLIENT_BURST},
+    }
+
+
+def audit_policy() -> dict[str, Any]:
+    """Who asked for what, once a call, and without bodies: those hold secrets."""
+    return {
+        "apiVersion": "audit.k8s.io/v1",
+        "kind": "Policy",
+        "omitStages": ["RequestReceived"],
+        "rules": [{"level": "Metadata"}],
+    }
+
+
+def kubeconfig(layout: Layout, token: str) -> dict[str, Any]:
+    """The administrator's kubeconfig."""
+    cluster = {"server": layout.server, "certificate-authority": str(layout.certificates.ca)}
+    context = {"cluster": CLUSTER, "user": ADMIN, "namespace": "default"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": CLUSTER,
+        "clusters": [{"name": CLUSTER, "cluster": cluster}],
+        "users": [{"name": ADMIN, "user": {"token": token}}],
+        "contexts": [{"name": CLUSTER, "context": context}],
+    }
+
+
+def write_files(layout: Layout, token: str) -> None:
+    """Write what the components read; JSON is YAML, so no YAML library is needed."""
+    layout.tokens.touch(mode=0o600)
+    layout.tokens.write_text(f'{token},{ADMIN},{ADMIN},"system:masters"\n')
+    layout.kubeconfig.touch(mode=0o600)
+    layout.kubeconfig.write_text(json.dumps(kubeconfig(layout, token), indent=2))
+    layout.scheduler_config.write_text(json.dumps(scheduler_config(layout), indent=2))
+    layout.audit_policy.write_text(json.dumps(audit_policy(), indent=2))

@@ -1,0 +1,93 @@
+"""pytest fixtures over the real servers; ``tests/conftest.py`` loads them as a plugin.
+
+Under pytest-xdist each worker is a session and starts a control plane of its own (about 4 s and 500 MB).
+A machine that cannot have the servers skips loudly, and fails where the environment says ``CI``.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from typing import NoReturn
+
+import pytest
+
+from dlrm_cluster.build import binaries
+from dlrm_cluster.control_plane import ControlPlane
+from dlrm_cluster.errors import ClusterError, MissingToolError
+from dlrm_cluster.s3 import RcloneS3, S3Server, VersityGateway
+
+NEEDED = {"control_plane": ("etcd", "kubernetes"), "versitygw": ("versitygw",)}
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build what the collected tests need before the first of them, whose time limit a build would exceed."""
+    if session.config.option.collectonly:
+        return
+    wanted = {name for item in session.items if isinstance(item, pytest.Function) for name in item.fixturenames}
+    for fixture, recipes in NEEDED.items():
+        if fixture in wanted:
+            _build_ahead(recipes)
+
+
+def _build_ahead(recipes: tuple[str, ...]) -> None:
+    for recipe in recipes:
+        try:
+            binaries(recipe)
+        except ClusterError:
+            return  # the fixture meets it again, where pytest reports it at the tests that it concerns
+
+
+def refuse(reason: MissingToolError) -> NoReturn:
+    """Skip the test, saying what to install; in CI nothing may be skipped, so there it fails."""
+    if os.environ.get("CI"):
+        pytest.fail(str(reason))
+    pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="session")
+def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """A running control plane with an audit log, shared by the session's tests; work in a ``namespace`` of it."""
+    plane = ControlPlane(tmp_path_factory.mktemp("control-plane"), audit=True)
+    try:
+        plane.start()
+    except MissingToolError as error:
+        refuse(error)
+    with plane:
+        yield plane
+
+
+@pytest.fixture
+def namespace(control_plane: ControlPlane) -> Iterator[str]:
+    """The name of a namespace in which pods can be created; it goes with all that is in it."""
+    name = f"test-{secrets.token_hex(4)}"
+    body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+    control_plane.api.call("POST", "/api/v1/namespaces", body)
+    path = f"/api/v1/namespaces/{name}"
+    control_plane.wait_for(f"{path}/serviceaccounts/default", "kube-controller-manager")
+    yield name
+    control_plane.api.call("DELETE", path)
+    # No kubelet confirms that a bound pod ended, so its grace period would keep the namespace for ever.
+    control_plane.api.call("DELETE", f"{path}/pods", {"kind": "DeleteOptions", "gracePeriodSeconds": 0})
+
+
+@pytest.fixture
+def versitygw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """An empty S3 server that honours ``If-None-Match``."""
+    yield from _serve(VersityGateway(tmp_path_factory.mktemp("versitygw")))
+
+
+@pytest.fixture
+def rclone_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """An empty S3 server that ignores ``If-None-Match``, as some stores do."""
+    yield from _serve(RcloneS3(tmp_path_factory.mktemp("rclone")))
+
+
+def _serve(server: S3Server) -> Iterator[S3Server]:
+    try:
+        server.start()
+    except MissingToolError as error:
+        refuse(error)
+    with server:
+        yield server
+    shutil.rmtree(server.root)  # pytest keeps old folders; object data is too large for that

@@ -1,0 +1,46 @@
+"""Choice of loopback ports for servers that cannot choose (or keep) one themselves.
+
+A port outside of the kernel's ephemeral range is never taken by an outgoing connection, so a server that
+was killed finds its port free at its restart. Two choosers may still pick the same one: whoever starts a
+server meets ``PortTakenError`` and chooses anew.
+"""
+
+import random
+import socket
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+LOWEST, HIGHEST = 10_000, 65_535
+EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+PROC_TCP = Path("/proc/net/tcp")
+LISTEN = "0A"
+
+
+def free_port(address: str = LOOPBACK) -> int:
+    """A TCP port of ``address`` that nobody listens on now, outside of the ephemeral range."""
+    first, last = (int(bound) for bound in EPHEMERAL_RANGE.read_text().split())
+    ports = range(LOWEST, HIGHEST)
+    stable = [port for port in ports if not first <= port <= last] or ports
+    while True:
+        port = random.choice(stable)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address, port))
+            except OSError:
+                continue
+            return port
+
+
+def listens(pid: int, port: int) -> bool:
+    """Whether the process itself listens on ``port`` (any IPv4 address).
+
+    A plain connect would also succeed against a stranger that took the port first.
+    """
+    rows = (line.split() for line in PROC_TCP.read_text().splitlines()[1:])
+    inodes = {row[9] for row in rows if row[3] == LISTEN and int(row[1].partition(":")[2], 16) == port}
+    try:
+        targets = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:
+        return False
+    return any(f"socket:[{inode}]" in targets for inode in inodes)
