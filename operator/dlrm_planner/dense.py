@@ -1,0 +1,59 @@
+"""The dense part of the model in numbers: parameters, optimizer state, activations, flops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dlrm_api.job import DLRMJobSpec
+from dlrm_api.model import ModelSpec
+from dlrm_planner.tables import ELEMENT_BYTES
+
+OPTIMIZER_COPIES = {"sgd": 0, "adagrad": 1, "adam": 2}
+FLOPS_PER_WEIGHT = 6
+"""A multiply and an add forward, twice that backward (gradients of the input and of the weight)."""
+
+
+def dense_parameters(model: ModelSpec) -> int:
+    """Elements of the MLPs, their biases, and the cross layers."""
+    tables = model.all_tables()
+    bottom = _mlp(len(model.dense_features), model.bottom_mlp)
+    width = model.bottom_mlp[-1] if model.bottom_mlp else 0
+    if model.interaction == "dot":
+        vectors = len(tables) + bool(width)
+        return bottom + _mlp(width + vectors * (vectors - 1) // 2, model.top_mlp)
+    features = width + sum(table.dim for table in tables)
+    cross = model.cross_layers * (2 * features * model.cross_rank + features)
+    return bottom + cross + _mlp(features, model.top_mlp)
+
+
+def dense_cut_bytes(spec: DLRMJobSpec) -> int:
+    """Dense parameters and their optimizer state, as one rank hands them over."""
+    copies = 1 + OPTIMIZER_COPIES[spec.training.dense_optimizer.kind]
+    return ELEMENT_BYTES * copies * dense_parameters(spec.model)
+
+
+def step_flops(spec: DLRMJobSpec, samples: int) -> float:
+    """Floating-point operations of one step over ``samples``, forward and backward."""
+    vectors = len(spec.model.all_tables()) + bool(spec.model.bottom_mlp)
+    dot = vectors * vectors * spec.model.all_tables()[0].dim if spec.model.interaction == "dot" else 0
+    return float(FLOPS_PER_WEIGHT * samples * (dense_parameters(spec.model) + dot))
+
+
+def largest_slice(spec: DLRMJobSpec) -> int:
+    """Samples of one step on the rank that takes most of the batch: it reads whole virtual shards."""
+    shards = -(-spec.data.virtual_shards // spec.world_size)
+    return shards * (spec.data.global_batch_size // spec.data.virtual_shards)
+
+
+def activation_bytes(spec: DLRMJobSpec) -> int:
+    """Activations and their gradients of one rank's slice, pooled rows included."""
+    model = spec.model
+    vectors = len(model.all_tables()) + bool(model.bottom_mlp)
+    pooled = sum(table.dim for table in model.all_tables())
+    interaction = vectors * vectors if model.interaction == "dot" else pooled * model.cross_layers
+    elements = len(model.dense_features) + sum(model.bottom_mlp) + sum(model.top_mlp) + pooled + interaction
+    return 2 * ELEMENT_BYTES * elements * largest_slice(spec)
+
+
+def _mlp(inputs: int, widths: Sequence[int]) -> int:
+    return sum((a + 1) * b for a, b in zip((inputs, *widths), widths, strict=False))

@@ -1,0 +1,89 @@
+"""How many bytes of DDR a pod has for tables, and what the rest of its memory is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dlrm_api.hardware import HardwareProfile
+from dlrm_api.job import DLRMJobSpec
+from dlrm_planner.dense import OPTIMIZER_COPIES, activation_bytes, dense_cut_bytes, dense_parameters
+from dlrm_planner.sharding import replica_bytes
+from dlrm_planner.tables import ELEMENT_BYTES, Tables
+
+MIB = 2**20
+RANK_BASE_BYTES = 768 * MIB
+"""Python, torch, the kernels and the reader of one rank."""
+CHECKPOINTER_BASE_BYTES = 512 * MIB
+"""Python, the store's client and the chunks in flight of one checkpointer."""
+CUT_BYTES_PER_RANK = MIB
+"""File headers of one rank's cut."""
+CUT_BYTES_PER_TABLE = 512
+"""A table's part of the description that each rank's cut carries, and of its file headers."""
+MOST_DDR = 2**50
+"""No node has more; it keeps sums over thousands of nodes below 2**63."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """DDR that one pod may use for tables and hand-off."""
+
+    size: int
+    """Bytes; negative where a node is too small even without tables."""
+    source: str
+    """Where the figure comes from, as a reason in words."""
+    field: str
+    """What the user raises to get more."""
+
+
+def working_set_bytes(spec: DLRMJobSpec) -> int:
+    """Memory of one pod beside tables and hand-off: its processes, dense parameters, and batches in flight."""
+    copies = 2 + OPTIMIZER_COPIES[spec.training.dense_optimizer.kind]  # the parameters and their gradient
+    dense = ELEMENT_BYTES * copies * dense_parameters(spec.model)
+    rank = RANK_BASE_BYTES + dense + activation_bytes(spec)
+    return CHECKPOINTER_BASE_BYTES + spec.trainer.processes_per_replica * rank
+
+
+def pod_limit(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Limit | None:
+    """The tighter of the node's DDR and the user's budget; None where neither is known."""
+    limits: list[Limit] = []
+    if profile is not None:
+        ddr, working = profile.spec.tiers.ddr.bytes, working_set_bytes(spec)
+        name = profile.metadata.name
+        source = (
+            f"{human(ddr)} DDR of a {name} node less {human(working)} for processes, dense parameters and activations"
+        )
+        limits.append(Limit(min(ddr, MOST_DDR) - working, source, f"DDR per node (HardwareProfile {name})"))
+    budget = spec.trainer.tier_budgets.ddr
+    if budget is not None:
+        source = f"trainer.tierBudgets.ddr of {human(budget)}"
+        limits.append(Limit(min(budget, MOST_DDR), source, "trainer.tierBudgets.ddr"))
+    return min(limits, key=lambda limit: limit.size, default=None)
+
+
+def fixed_handoff_bytes(spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], pod: int) -> int:
+    """The part of a pod's cut that does not depend on where whole tables are placed.
+
+    Replicated tables count once in each pod, whichever rank hands them over; dense state leaves with rank 0.
+    """
+    ranks = spec.trainer.processes_per_replica
+    headers = ranks * (CUT_BYTES_PER_RANK + CUT_BYTES_PER_TABLE * len(tables.specs))
+    dense = dense_cut_bytes(spec) if pod == 0 else 0
+    rounding = MIB - 1
+    return headers + dense + sum(tables.handoff_bytes[i] for i in replicated) + rounding
+
+
+def fixed_pod_bytes(spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], pod: int) -> int:
+    """Bytes of tables and hand-off that a pod holds before any whole table is placed on it."""
+    replicas = spec.trainer.processes_per_replica * sum(replica_bytes(tables, i) for i in replicated)
+    return replicas + fixed_handoff_bytes(spec, tables, replicated, pod)
+
+
+def human(size: int) -> str:
+    """Bytes as people read them: ``1.5 GiB``."""
+    value, units = float(size), ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    for unit in units[:-1]:
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} {units[-1]}"

@@ -1,0 +1,82 @@
+"""The model's tables as arrays: what each costs to look up, to hold and to hand over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.job import DLRMJobSpec
+from dlrm_api.model import TableSpec
+
+ELEMENT_BYTES = 4
+"""fp32, of a row's element and of its state alike."""
+ROW_ID_BYTES = 8
+UPDATED_FLAG_BYTES = 1
+"""The trainer keeps one byte a row that says whether the row was ever updated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """All tables in the model's order; every array is (T,)."""
+
+    specs: tuple[TableSpec, ...]
+    paths: tuple[str, ...]
+    """Where kubectl shows each table: ``spec.model.tables[3]``."""
+    column_blocks: tuple[tuple[int, ...], ...]
+    """Edges of the column blocks, (0, dim) for a table of one block."""
+    cost: NDArray[np.float64]
+    """Elements read in one step: pooled lookups of the global batch x dim."""
+    resident_bytes: tuple[int, ...]
+    """Rows, row state and update flags. Python integers: 5,000 tables of 2**54 bytes overflow int64."""
+    handoff_bytes: tuple[int, ...]
+    """All rows with their ids and state, as a full cut hands them over."""
+
+    @property
+    def held_bytes(self) -> tuple[int, ...]:
+        """What a pod's memory gives for each table: the table itself and its part of the hand-off."""
+        return tuple(a + b for a, b in zip(self.resident_bytes, self.handoff_bytes, strict=True))
+
+
+def read_tables(spec: DLRMJobSpec, column_blocks: Mapping[str, tuple[int, ...]]) -> Tables:
+    """Size every table; ``column_blocks`` (edges by table) are those of an earlier manifest and are kept.
+
+    Raises:
+        InvalidSpecError: a table's blocks do not cover its dim, so the earlier snapshot is of another model.
+    """
+    specs, paths = spec.model.all_tables(), table_paths(spec)
+    blocks = tuple(_edges(table, path, column_blocks.get(table.name)) for table, path in zip(specs, paths, strict=True))
+    states = [ELEMENT_BYTES * (len(edges) - 1) for edges in blocks]
+    row_bytes = [ELEMENT_BYTES * table.dim + state for table, state in zip(specs, states, strict=True)]
+    return Tables(
+        specs=specs,
+        paths=paths,
+        column_blocks=blocks,
+        cost=np.array([spec.data.global_batch_size * table.lookups * table.dim for table in specs], np.float64),
+        resident_bytes=tuple(t.rows * (n + UPDATED_FLAG_BYTES) for t, n in zip(specs, row_bytes, strict=True)),
+        handoff_bytes=tuple(t.rows * (n + ROW_ID_BYTES) for t, n in zip(specs, row_bytes, strict=True)),
+    )
+
+
+def table_paths(spec: DLRMJobSpec) -> tuple[str, ...]:
+    """Where each table of ``spec.model.all_tables()`` stands in the manifest."""
+    own = (f"spec.model.tables[{i}]" for i in range(len(spec.model.tables)))
+    grouped = (
+        f"spec.model.tableGroups[{i}].template" for i, g in enumerate(spec.model.table_groups) for _ in range(g.count)
+    )
+    return (*own, *grouped)
+
+
+def _edges(table: TableSpec, path: str, edges: tuple[int, ...] | None) -> tuple[int, ...]:
+    if edges is None:
+        return (0, table.dim)
+    if len(edges) < 2 or edges[0] != 0 or edges[-1] != table.dim or list(edges) != sorted(set(edges)):
+        raise InvalidSpecError(
+            f"{path}.dim",
+            f"table {table.name} has dim {table.dim}, but its snapshot has column blocks at {list(edges)}: "
+            "restore the dim that it was trained with, or start from an empty checkpoint uri",
+        )
+    return tuple(edges)
