@@ -1,0 +1,100 @@
+"""The order of samples: a pure function of (seed, epoch), the same at every world size.
+
+The rows are cut into V virtual shards of equal size to within one. Batch j of an epoch takes positions
+[j * B / V, (j + 1) * B / V) of each shard, shards in order, so that only an epoch's last batch is short. Rank r reads
+a contiguous run of shards: the ranks' slices concatenate to the same batch whatever the world size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_trainer.data.hashing import random_bits, stream_key
+from dlrm_trainer.data.permutation import permute
+
+UInts = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOrder:
+    """Which rows make up which batch. Holds no state and no list of rows."""
+
+    num_samples: int
+    batch_size: int
+    """Samples of a global batch; a multiple of ``virtual_shards``."""
+    virtual_shards: int
+    window_rows: int = 0
+    """Rows of a virtual shard that are mixed together; 0 keeps the file's order."""
+    block_rows: int = 1
+    """Rows of a virtual shard that stay together when blocks are permuted, before windows are mixed."""
+    seed: int = 0
+
+    @property
+    def share(self) -> int:
+        """Samples that a full batch takes from each virtual shard."""
+        return self.batch_size // self.virtual_shards
+
+    @cached_property
+    def batches_per_epoch(self) -> int:
+        """Batches of an epoch, a short last one included."""
+        largest = -(-self.num_samples // self.virtual_shards)
+        return -(-largest // self.share)
+
+    def epoch_of(self, batch: int) -> int:
+        """Epoch, from 0, of a global batch number."""
+        return batch // self.batches_per_epoch
+
+    def global_count(self, batch: int) -> int:
+        """Samples of a batch over all ranks."""
+        last = batch % self.batches_per_epoch == self.batches_per_epoch - 1
+        return self.num_samples - (self.batches_per_epoch - 1) * self.batch_size if last else self.batch_size
+
+    def shards_of(self, rank: int, world_size: int) -> range:
+        """The virtual shards that a rank reads."""
+        return range(rank * self.virtual_shards // world_size, (rank + 1) * self.virtual_shards // world_size)
+
+    def sample_ids(self, batch: int, rank: int = 0, world_size: int = 1) -> NDArray[np.int64]:
+        """Row numbers of one rank's slice of a batch, in order: (n,) int64, n may be 0."""
+        epoch, index = divmod(batch, self.batches_per_epoch)
+        mine = self.shards_of(rank, world_size)
+        bounds = self._bounds(np.arange(mine.start, mine.stop + 1, dtype=np.int64))
+        sizes = np.diff(bounds)
+        positions = np.arange(index * self.share, (index + 1) * self.share, dtype=np.int64)
+        shard, column = np.nonzero(positions[None, :] < sizes[:, None])
+        offsets = positions[column]
+        if self.window_rows and offsets.size:
+            keys = random_bits(stream_key("order", self.seed, epoch), np.arange(mine.start, mine.stop, dtype=np.uint64))
+            mixed = self._shuffle(offsets.view(np.uint64), sizes[shard].view(np.uint64), keys[shard])
+            offsets = mixed.view(np.int64)
+        return bounds[shard] + offsets
+
+    def _bounds(self, shards: NDArray[np.int64]) -> NDArray[np.int64]:
+        """First row of each shard: floor(shard * num_samples / V) without overflow."""
+        whole, rest = divmod(self.num_samples, self.virtual_shards)
+        return shards * whole + shards * rest // self.virtual_shards
+
+    def _shuffle(self, positions: UInts, sizes: UInts, keys: UInts) -> UInts:
+        """Row within its shard that stands at each position of the shard's shuffled sequence."""
+        window = np.uint64(self.window_rows)
+        numbers = positions // window
+        starts = numbers * window
+        lengths = np.minimum(sizes - starts, window)
+        in_window = permute(positions - starts, lengths, random_bits(keys, numbers + np.uint64(2)))
+        return self._permute_blocks(starts + in_window, sizes, keys)
+
+    def _permute_blocks(self, positions: UInts, sizes: UInts, keys: UInts) -> UInts:
+        """Permute the full blocks; the shorter tail keeps its rows together and goes between two of them."""
+        block = np.uint64(self.block_rows)
+        full, tails = np.divmod(sizes, block)
+        tail_start = random_bits(keys, np.zeros_like(keys)) % (full + np.uint64(1)) * block
+        after = positions >= tail_start + tails
+        in_tail = (positions >= tail_start) & ~after
+        squeezed = np.where(after, positions - tails, positions)
+        slots, offsets = np.divmod(squeezed, block)
+        slots[in_tail] = 0  # any valid slot: these positions are answered by the tail
+        images = permute(slots, np.maximum(full, np.uint64(1)), random_bits(keys, np.ones_like(keys)))
+        return np.where(in_tail, full * block + positions - tail_start, images * block + offsets)

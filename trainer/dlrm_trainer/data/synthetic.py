@@ -1,0 +1,141 @@
+"""Synthetic samples of the model's own shape: any of them is computed from (seed, split, sample number) alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.data import SyntheticSpec
+from dlrm_api.job import DLRMJobSpec
+from dlrm_api.model import TableSpec
+from dlrm_trainer.data.batch import Fingerprint, RawRows
+from dlrm_trainer.data.hashing import random_bits, stream_key, uniform
+from dlrm_trainer.data.histogram import read_histogram
+from dlrm_trainer.data.popularity import Popularity, Scatter
+from dlrm_trainer.data.teacher import Hidden, Teacher, gaussian, row_effects, sigmoid
+
+_PROBE_SAMPLES = 4_096
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """Keys and distributions of one table's random numbers."""
+
+    table: TableSpec
+    popularity: Popularity
+    scatter: Scatter
+    length_key: np.uint64
+    step_key: np.uint64
+    place_key: np.uint64
+    effect_keys: tuple[np.uint64, np.uint64]
+
+    def lengths(self, sample_ids: NDArray[np.uint64]) -> NDArray[np.int32]:
+        """Bag sizes (n,): avgLookups on average, spread as far as maxLookups and 0 allow."""
+        most, mean = self.table.max_lookups, min(self.table.lookups, self.table.max_lookups)
+        spread = min(mean, most - mean)
+        if spread == 0:
+            return np.full(sample_ids.size, most if mean else 0, dtype=np.int32)
+        wide = uniform(random_bits(self.length_key, sample_ids * np.uint64(2)))
+        rounding = uniform(random_bits(self.length_key, sample_ids * np.uint64(2) + np.uint64(1)))
+        return np.floor(mean + spread * (2.0 * wide - 1.0) + rounding).clip(0, most).astype(np.int32)
+
+    def ids(self, sample_ids: NDArray[np.uint64], lengths: NDArray[np.int32]) -> NDArray[np.uint64]:
+        """Ids (sum of lengths,), bag after bag."""
+        starts = np.cumsum(lengths, dtype=np.int64) - lengths
+        places_in_bag = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(starts, lengths)
+        bags = np.repeat(sample_ids * np.uint64(self.table.max_lookups), lengths)
+        lookups = bags + places_in_bag.view(np.uint64)
+        ranks = self.popularity.ranks(random_bits(self.step_key, lookups), random_bits(self.place_key, lookups))
+        return self.scatter(ranks)
+
+
+class SyntheticSource:
+    """Samples with labels from a planted teacher. Training and evaluation differ in samples and share the teacher."""
+
+    def __init__(self, spec: DLRMJobSpec, split: str) -> None:
+        synthetic, seed = spec.data.synthetic, spec.training.seed
+        self._split = split
+        self._spec = synthetic
+        self._features = len(spec.model.dense_features)
+        self._counts = spec.data.dense.transform == "log1p"
+        self.num_samples = synthetic.samples if split == "train" else synthetic.eval_samples
+        self._draws = _draws(spec.model.all_tables(), synthetic, seed, split)
+        self._dense_keys = [stream_key(seed, split, "dense", number) for number in range(self._features)]
+        self._noise_key, self._label_key = (stream_key(seed, split, what) for what in ("noise", "label"))
+        probe = np.arange(_PROBE_SAMPLES, dtype=np.uint64)
+        self._teacher = Teacher.fitted(seed, self._hidden(probe)[0], synthetic.noise, synthetic.positive_rate)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """All that the samples depend on beside the model and the seed."""
+        return {"format": "synthetic", **self._spec.model_dump(mode="json")}
+
+    def where(self, sample_id: int) -> str:
+        """Which sample, in words."""
+        return f"synthetic {self._split} sample {sample_id}"
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def rows(self, sample_ids: NDArray[np.int64]) -> RawRows:
+        """Compute some samples."""
+        counters = sample_ids.astype(np.uint64)
+        hidden, lengths, ids = self._hidden(counters)
+        noise = self._spec.noise * gaussian(random_bits(self._noise_key, counters))
+        chances = sigmoid(self._teacher.logits(hidden) + noise)
+        labels = uniform(random_bits(self._label_key, counters)) < chances
+        return RawRows(dense=self._observed(hidden.dense), labels=labels.astype(np.float32), lengths=lengths, ids=ids)
+
+    def _hidden(self, counters: NDArray[np.uint64]) -> tuple[Hidden, NDArray[np.int32], NDArray[np.int64]]:
+        shape = (len(self._draws), counters.size)
+        effects, factors = np.empty(shape), np.empty(shape)
+        lengths, ids = np.empty(shape, dtype=np.int32), []
+        for number, draws in enumerate(self._draws):
+            lengths[number] = draws.lengths(counters)
+            rows = draws.ids(counters, lengths[number])
+            first, second = row_effects(draws.effect_keys, rows)
+            effects[number] = _bag_means(first, lengths[number])
+            factors[number] = _bag_means(second, lengths[number])
+            ids.append(rows.view(np.int64))
+        dense = np.empty((counters.size, self._features))
+        for column, key in enumerate(self._dense_keys):
+            dense[:, column] = (2.0 * uniform(random_bits(key, counters)) - 1.0) * np.sqrt(3.0)
+        return Hidden(effects, factors, dense), lengths, np.concatenate(ids)
+
+    def _observed(self, latent: NDArray[np.float64]) -> NDArray[np.float32]:
+        """Dense fields: the latent values, or heavy-tailed counts that grow with them where log1p will follow."""
+        if not self._counts:
+            return latent.astype(np.float32)
+        shares = latent / (2.0 * np.sqrt(3.0)) + 0.5
+        return np.asarray(np.floor(4.0 * shares / (1.0 + 2.0**-10 - shares)), dtype=np.float32)
+
+
+def _draws(tables: tuple[TableSpec, ...], spec: SyntheticSpec, seed: int, split: str) -> list[_Draws]:
+    histogram = read_histogram(spec.reuse_histogram) if spec.reuse_histogram else None
+    popularity = {
+        rows: histogram.popularity(rows) if histogram else Popularity.zipf(rows, spec.alpha)
+        for rows in {table.rows for table in tables}
+    }
+    return [
+        _Draws(
+            table=table,
+            popularity=popularity[table.rows],
+            scatter=Scatter.of(table.rows, stream_key(seed, "scatter", table.name)),
+            length_key=stream_key(seed, split, "length", table.name),
+            step_key=stream_key(seed, split, "step", table.name),
+            place_key=stream_key(seed, split, "place", table.name),
+            effect_keys=(stream_key(seed, "first", table.name), stream_key(seed, "second", table.name)),
+        )
+        for table in tables
+    ]
+
+
+def _bag_means(values: NDArray[np.float64], lengths: NDArray[np.int32]) -> NDArray[np.float64]:
+    """Mean of each bag's values (n,); 0 for an empty bag."""
+    if values.size == lengths.size and (lengths == 1).all():
+        return values
+    bags = np.repeat(np.arange(lengths.size), lengths)
+    sums = np.bincount(bags, weights=values, minlength=lengths.size)  # no sum depends on another bag's
+    return np.asarray(sums / np.maximum(lengths, 1))
