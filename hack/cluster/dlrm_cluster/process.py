@@ -26,6 +26,11 @@ class ProcessId:
     birth: str
     """The boot that the process belongs to and the clock tick of its start."""
 
+    @property
+    def start_ticks(self) -> int:
+        """Clock ticks from the boot to the start."""
+        return int(self.birth.rpartition(":")[2])
+
     @classmethod
     def of(cls, pid: int) -> "ProcessId | None":
         """The process that has ``pid`` now; None when there is none, or only a zombie."""
@@ -36,6 +41,13 @@ class ProcessId:
         fields = stat.rpartition(")")[2].split()  # the command's name before it may hold spaces
         state, start_ticks = fields[0], fields[19]
         return None if state in "ZX" else cls(pid, f"{BOOT_ID.read_text().strip()}:{start_ticks}")
+
+    @classmethod
+    def read(cls, pid_file: Path) -> "ProcessId | None":
+        """The process that a ``Server`` wrote there, if it still runs."""
+        pid, _, birth = pid_file.read_text().partition(" ")
+        recorded = cls(int(pid), birth)
+        return recorded if recorded.alive() else None
 
     def alive(self) -> bool:
         """Whether this very process still runs."""
@@ -66,6 +78,7 @@ class Server:
 
     With ``outlive_parent`` false the kernel kills it when the thread that called ``start`` ends, so start it
     from the main thread. It gets a session of its own: Ctrl-C at the terminal reaches only its parent.
+    ``pid_file`` names the running process for whoever must end it later.
     """
 
     def __init__(
@@ -79,6 +92,7 @@ class Server:
     ) -> None:
         self.name = name
         self.log = work_dir / f"{name}.log"
+        self.pid_file = work_dir / f"{name}.pid"
         self._argv = [str(word) for word in argv]
         self._work_dir = work_dir
         self._env = {**os.environ, **(env or {})}
@@ -107,6 +121,8 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        if identity := self.identity:
+            self.pid_file.write_text(f"{identity.pid} {identity.birth}")
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Poll ``ready`` until it is true.
@@ -144,3 +160,4 @@ class Server:
         if self._process is not None:
             self._process.wait()
             self._process = None
+            self.pid_file.unlink(missing_ok=True)

@@ -1,0 +1,78 @@
+"""The commands of ``python -m dlrm_cluster``; results go to stdout, progress and errors to stderr."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from dlrm_cluster import lifecycle
+from dlrm_cluster.build import RECIPES, binaries
+from dlrm_cluster.errors import ClusterError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; 0 on success, 1 when it failed, or for ``status`` when not all servers run."""
+    arguments = _parser().parse_args(argv)
+    try:
+        match arguments.command:
+            case "build":
+                return _build(arguments.names)
+            case "up":
+                return _up(arguments.dir)
+            case "down":
+                return _down(arguments.dir)
+            case _:
+                return _status(arguments.dir)
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m dlrm_cluster", description="A real Kubernetes for tests.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    build = commands.add_parser("build", help="build the servers into the cache")
+    known = ", ".join(RECIPES)
+    build.add_argument("names", nargs="*", metavar="NAME", help=f"which of {known}; all of them when none is named")
+    helps = {
+        "up": "start a control plane that keeps running, and print how to reach it",
+        "down": "end it",
+        "status": "say what runs",
+    }
+    for name, text in helps.items():
+        command = commands.add_parser(name, help=text)
+        command.add_argument("--dir", type=Path, default=lifecycle.DEFAULT_FOLDER, help="its folder (%(default)s)")
+    return parser
+
+
+def _build(names: list[str]) -> int:
+    unknown = sorted(set(names) - set(RECIPES))
+    if unknown:
+        raise ClusterError(f"no recipe for {', '.join(unknown)}; there are {', '.join(RECIPES)}")
+    for name in names or RECIPES:
+        print(binaries(name))
+    return 0
+
+
+def _up(folder: Path) -> int:
+    print(f"export KUBECONFIG={shlex.quote(str(lifecycle.up(folder)))}")
+    return 0
+
+
+def _down(folder: Path) -> int:
+    print(f"ended: {', '.join(lifecycle.down(folder)) or 'nothing was running'}")
+    return 0
+
+
+def _status(folder: Path) -> int:
+    running = lifecycle.running(folder)
+    for name in lifecycle.COMPONENTS:
+        print(f"{name}: {f'runs as {running[name].pid}' if name in running else 'does not run'}")
+    if set(running) != set(lifecycle.COMPONENTS):
+        return 1
+    print(f"export KUBECONFIG={shlex.quote(str(lifecycle.kubeconfig(folder)))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
