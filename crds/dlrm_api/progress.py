@@ -29,7 +29,11 @@ class EvalMetrics(ApiModel):
     step: int = Field(0, ge=0, description="Step after which it was measured.")
     samples: int = Field(0, ge=0, description="Samples of the evaluation set.")
     log_loss: float = Field(description="Mean log loss (nats).")
-    ne: float = Field(description="Normalized entropy: log loss over that of always predicting the set's base rate.")
+    ne: float | None = Field(
+        None,
+        description="Normalized entropy: log loss over that of always predicting the set's base rate; "
+        "None where only one label occurs.",
+    )
     auc: float | None = Field(None, description="Exact area under the ROC curve; None where only one label occurs.")
     calibration: float | None = Field(None, description="Mean prediction over the base rate; None without positives.")
 
