@@ -108,6 +108,7 @@ class DLRMJobStatus(ApiModel):
     observed_generation: int = Field(0, ge=0, description="Generation of the spec that this speaks of.")
     plan: PlanStatus | None = Field(None, description="The plan in brief.")
     attempt: int = Field(0, ge=0, description="Number of the current gang, from 1.")
+    gang_attempt: int = Field(0, ge=0, description="Newest attempt whose pods were all there at once.")
     restarts: int = Field(0, ge=0, description="Gangs that were replaced in the job's life.")
     restarts_by_reason: dict[str, int] = Field({}, description="The same by reason.")
     charged_restarts: int = Field(0, ge=0, description="Restarts charged to the budget since it was last whole.")
