@@ -1,0 +1,173 @@
+"""What a rank hands over at a cut: plain data, the same whichever way the tables are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.errors import SnapshotError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardId:
+    """A rectangle of a table: rows [row_start, row_end) and columns [column_start, column_end)."""
+
+    table: str
+    row_start: int
+    row_end: int
+    column_start: int
+    column_end: int
+
+    @property
+    def width(self) -> int:
+        """Columns of the rectangle."""
+        return self.column_end - self.column_start
+
+    def __str__(self) -> str:
+        return f"{self.table}[{self.row_start}:{self.row_end}, {self.column_start}:{self.column_end}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRows:
+    """Some rows of one shard, with their optimizer state.
+
+    ``row_ids`` (N,) int64 are global row numbers, strictly ascending and inside the shard;
+    ``rows`` (N, width) float32; ``state`` (N, S) float32 with one value per column block of the shard
+    (row-wise Adagrad over a whole table: S = 1).
+    """
+
+    shard: ShardId
+    row_ids: NDArray[np.int64]
+    rows: NDArray[np.float32]
+    state: NDArray[np.float32]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the three arrays."""
+        return self.row_ids.nbytes + self.rows.nbytes + self.state.nbytes
+
+    def check(self) -> None:
+        """Refuse arrays that don't belong together: a bug of the caller, found before it is stored.
+
+        Raises:
+            ValueError: names the shard and what is wrong with it.
+        """
+        count = self.row_ids.shape[0]
+        wanted = {"row_ids": (count,), "rows": (count, self.shard.width), "state": (count, *self.state.shape[1:2])}
+        types = {"row_ids": np.int64, "rows": np.float32, "state": np.float32}
+        for name, shape in wanted.items():
+            array = getattr(self, name)
+            if array.shape != shape or array.dtype != types[name]:
+                raise ValueError(
+                    f"{self.shard}: {name} is {array.dtype}{array.shape}, not {types[name].__name__}{shape}"
+                )
+        if count and not (self.shard.row_start <= self.row_ids[0] and self.row_ids[-1] < self.shard.row_end):
+            raise ValueError(f"{self.shard}: row ids {self.row_ids[0]} to {self.row_ids[-1]} lie outside the shard")
+        if count > 1 and not bool((self.row_ids[1:] > self.row_ids[:-1]).all()):
+            raise ValueError(f"{self.shard}: row ids are not strictly ascending")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableMeta:
+    """All that a reader must know of a table: the entry of ``CutMeta.model["tables"]``."""
+
+    name: str
+    rows: int
+    dim: int
+    seed: int
+    """Seed of the initializer (``initializer.initial_rows``)."""
+    scale: float
+    """Scale of the initializer, a float32 value; 0 for tables that start at zero (``initializer.table_scale``)."""
+    column_blocks: tuple[tuple[int, int], ...]
+    """Columns [start, end) of each block that has a row optimizer state of its own; contiguous from 0 to dim."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The table as the format writes it."""
+        return {
+            "name": self.name,
+            "rows": self.rows,
+            "dim": self.dim,
+            "seed": self.seed,
+            "scale": self.scale,
+            "columnBlocks": [list(block) for block in self.column_blocks],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Read ``to_json``'s form."""
+        blocks = tuple((int(start), int(end)) for start, end in value["columnBlocks"])
+        return cls(
+            name=str(value["name"]),
+            rows=int(value["rows"]),
+            dim=int(value["dim"]),
+            seed=int(value["seed"]),
+            scale=float(value["scale"]),
+            column_blocks=blocks,
+        )
+
+    def whole(self) -> ShardId:
+        """The rectangle that is the whole table."""
+        return ShardId(table=self.name, row_start=0, row_end=self.rows, column_start=0, column_end=self.dim)
+
+    def blocks_of(self, column_start: int, column_end: int) -> range:
+        """Indices of the column blocks that make up these columns.
+
+        Raises:
+            SnapshotError: the columns cut a block in two, whose one state value can't be split.
+        """
+        starts = [start for start, _ in self.column_blocks]
+        ends = [end for _, end in self.column_blocks]
+        if column_start not in starts or column_end not in ends:
+            raise SnapshotError(
+                f"table {self.name}: columns {column_start}:{column_end} cut its column blocks "
+                f"{[list(block) for block in self.column_blocks]}: shard along the blocks"
+            )
+        return range(starts.index(column_start), ends.index(column_end) + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutMeta:
+    """What is the same on all ranks of a cut; JSON types only in the dicts."""
+
+    step: int
+    """Steps done."""
+    samples: int
+    """Samples trained on in the job's life."""
+    world_size: int
+    attempt: int
+    """The store's attempt number, from ``claim_attempt``."""
+    reader: dict[str, Any] = field(default_factory=dict)
+    """``next_batch`` (global batch number), ``fingerprint`` of the data and ``seed``."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """What restore must check: ``tables`` (``TableMeta.to_json`` each, in the model's order) and whatever the
+    trainer adds (shapes of dense parameters, kinds of optimizers); compared as it is."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Quality at the last evaluation; informative."""
+
+    @property
+    def tables(self) -> tuple[TableMeta, ...]:
+        """The model's tables, in its order."""
+        return tuple(TableMeta.from_json(table) for table in self.model.get("tables", ()))
+
+    def to_json(self) -> dict[str, Any]:
+        """The cut as the format writes it."""
+        value = asdict(self)
+        value["worldSize"] = value.pop("world_size")
+        return value
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Read ``to_json``'s form."""
+        return cls(
+            step=int(value["step"]),
+            samples=int(value["samples"]),
+            world_size=int(value["worldSize"]),
+            attempt=int(value["attempt"]),
+            reader=dict(value["reader"]),
+            model=dict(value["model"]),
+            metrics=dict(value["metrics"]),
+        )

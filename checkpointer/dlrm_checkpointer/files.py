@@ -1,0 +1,172 @@
+"""Object store over a local or mounted folder: temp file, sync, rename (or link, where nothing may be replaced)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from urllib.parse import quote
+
+from dlrm_api.errors import DLRMError, NoInputError, NoPermissionError, StoreUnavailableError
+from dlrm_checkpointer.folder import FULL, raise_device
+from dlrm_checkpointer.store import Body, ObjectInfo
+
+DRAFT_PREFIX = ".draft-"
+"""Start of the name of a file that is being written; never listed, never read."""
+OPEN_TRIES = 5
+
+
+class FileStore:
+    """Keys are paths below one folder.
+
+    Args:
+        root: the folder; made by the first write.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @property
+    def uri(self) -> str:
+        """Where the keys live, without a trailing slash."""
+        return "file://" + quote(str(self.root).rstrip("/"))
+
+    def get(self, key: str) -> bytes:
+        """The object's bytes."""
+        try:
+            return (self.root / key).read_bytes()
+        except OSError as error:
+            raise _read_error(error, self.root / key) from error
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Bytes [start, start + length), fewer at the object's end."""
+        try:
+            with (self.root / key).open("rb") as file:
+                file.seek(start)
+                return file.read(length)
+        except OSError as error:
+            raise _read_error(error, self.root / key) from error
+
+    def put(self, key: str, body: Body) -> None:
+        """Write the object whole, replacing one that is there."""
+        path = self.root / key
+        with self._draft(path, body) as draft:
+            draft.replace(path)
+
+    def put_if_absent(self, key: str, body: Body) -> bool:
+        """Write the object unless one is there: a hard link never replaces."""
+        path = self.root / key
+        with self._draft(path, body) as draft:
+            try:
+                os.link(draft, path)
+            except FileExistsError:
+                return False
+        return True
+
+    @contextlib.contextmanager
+    def _draft(self, path: Path, body: Body) -> Iterator[Path]:
+        """A synced file beside ``path``, to be renamed or linked in the block; removed where it was neither."""
+        draft = path.with_name(f"{DRAFT_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{path.name}")
+        try:
+            with _open_draft(draft) as file:
+                rest = memoryview(body)
+                while rest:
+                    rest = rest[file.write(rest) :]
+                os.fsync(file.fileno())
+            yield draft
+            draft.unlink(missing_ok=True)
+            _sync_folder(path.parent)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            _raise_write_error(error, path, len(body))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects whose key starts with ``prefix``, in ascending order of their keys."""
+        folder = self.root / prefix.rpartition("/")[0]
+        found: list[ObjectInfo] = []
+        for directory, _, names in os.walk(folder, onerror=_raise_unless_absent):
+            for name in names:
+                path = Path(directory, name)
+                key = path.relative_to(self.root).as_posix()
+                if name.startswith(DRAFT_PREFIX) or not key.startswith(prefix):
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
+                    status = path.stat()
+                    found.append(ObjectInfo(key=key, size=status.st_size, modified=status.st_mtime))
+        yield from sorted(found, key=lambda info: info.key)
+
+    def delete(self, key: str) -> None:
+        """Remove the object, and folders that it leaves empty."""
+        path = self.root / key
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            _raise_write_error(error, path, 0)
+        with contextlib.suppress(OSError):  # not empty, or a writer made it anew: both fine
+            for folder in path.parents:
+                if folder == self.root:
+                    break
+                folder.rmdir()
+
+    def size(self, key: str) -> int | None:
+        """The object's bytes, None where there is none."""
+        try:
+            return (self.root / key).stat().st_size
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _read_error(error, self.root / key) from error
+
+    def sweep_uploads(self, older_than_s: float) -> int:
+        """Remove drafts of dead writers that are older than this."""
+        removed = 0
+        for path in self.root.rglob(f"{DRAFT_PREFIX}*"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > older_than_s:
+                    path.unlink()
+                    removed += 1
+        return removed
+
+
+def _open_draft(draft: Path) -> FileIO:
+    """Open a new file, making its folders: a delete next door may remove an empty folder between the two."""
+    for _ in range(OPEN_TRIES):
+        if not draft.parent.is_dir():
+            draft.parent.mkdir(parents=True, exist_ok=True)
+            _sync_folder(draft.parent.parent)
+        with contextlib.suppress(FileNotFoundError):
+            return FileIO(draft, "xb")
+    return FileIO(draft, "xb")
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _raise_unless_absent(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise _read_error(error, Path(str(error.filename))) from error
+
+
+def _read_error(error: OSError, path: Path) -> DLRMError:
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return NoInputError(f"{path}: there is no such object")
+    if isinstance(error, PermissionError):
+        return NoPermissionError(f"{path}: cannot be read: {error.strerror}; give this user the right to read it")
+    return StoreUnavailableError(f"{path}: cannot be read: {error.strerror or error}")
+
+
+def _raise_write_error(error: OSError, path: Path, size: int) -> None:
+    if isinstance(error, PermissionError):
+        raise NoPermissionError(f"{path}: cannot be written: {error.strerror}; give this user the right") from error
+    if error.errno in FULL:
+        raise_device(error, path, size)
+    raise StoreUnavailableError(f"{path}: cannot be written: {error.strerror or error}") from error

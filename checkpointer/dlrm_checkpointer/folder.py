@@ -1,0 +1,106 @@
+"""The hand-off folder's entries: what the ranks of one pod and its sidecar tell each other, by renames.
+
+rank-<r>.lock                        held by rank r for its whole life (flock)
+closed-<r>.json                      why rank r ended; absent after a kill
+writing-<r>/                         a cut that rank r is still copying
+ready-<step>-<attempt>-<r>/          a whole cut: rows.bin, and index.json that says what lies where
+dead-*/                              freed by the sidecar, about to be removed
+committed.json                       newest committed snapshot: step, attempt
+refused.json                         a cut that can never be stored: step, attempt, problem
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+from dlrm_api.errors import DeviceError
+
+ROWS_FILE = "rows.bin"
+INDEX_FILE = "index.json"
+COMMITTED_FILE = "committed.json"
+REFUSED_FILE = "refused.json"
+WRITING_PREFIX = "writing-"
+DEAD_PREFIX = "dead-"
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors that say that a device, a quota or a file's size limit is full."""
+
+_READY = re.compile(r"ready-(\d+)-(\d+)-(\d+)")
+
+
+@dataclass(frozen=True, order=True)
+class CutName:
+    """Name of a ready cut; order is step, attempt, rank."""
+
+    step: int
+    attempt: int
+    rank: int
+
+    def __str__(self) -> str:
+        return f"ready-{self.step:016d}-{self.attempt:08d}-{self.rank:06d}"
+
+    @classmethod
+    def parse(cls, name: str) -> Self | None:
+        """Read a folder entry's name; None where it is no ready cut."""
+        match = _READY.fullmatch(name)
+        return cls(*map(int, match.groups())) if match else None
+
+
+def lock_path(folder: Path, rank: int) -> Path:
+    """The file that a rank locks for its life."""
+    return folder / f"rank-{rank}.lock"
+
+
+def closed_path(folder: Path, rank: int) -> Path:
+    """Where a rank says why it ended."""
+    return folder / f"closed-{rank}.json"
+
+
+def ready_cuts(folder: Path) -> list[CutName]:
+    """Every whole cut in the folder, oldest step first."""
+    names = (CutName.parse(entry.name) for entry in folder.iterdir())
+    return sorted(name for name in names if name)
+
+
+def boot_id() -> str:
+    """Identity of this boot of the machine: a cut of another boot may be torn, because nothing syncs the folder."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a small file whole or not at all (readers on this machine; no sync)."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(json.dumps(value))
+        draft.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise_device(error, path, 0)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Read a file of ``write_json``; None where there is none."""
+    try:
+        value = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def raise_device(error: OSError, path: Path, size: int) -> NoReturn:
+    """Say which path could not take how many bytes, and why.
+
+    Raises:
+        DeviceError: always.
+    """
+    what = f"write {size} bytes to {path}" if size else f"write {path}"
+    mend = "; free space there or raise its size" if error.errno in FULL else ""
+    raise DeviceError(f"cannot {what}: {error.strerror or error}{mend}") from error

@@ -1,0 +1,89 @@
+"""What a refusal of an S3 service means for the user: who can act, and where. Pure; reads answers, not classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dlrm_api.errors import (
+    DeviceError,
+    DLRMError,
+    InvalidSpecError,
+    NoInputError,
+    NoPermissionError,
+    StoreUnavailableError,
+)
+
+REFUSED = frozenset(
+    {
+        "AccessDenied",
+        "AllAccessDisabled",
+        "ExpiredToken",
+        "InvalidAccessKeyId",
+        "InvalidToken",
+        "RequestTimeTooSkewed",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+    }
+)
+NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"})
+TEMPORARY = frozenset({"RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What messages name."""
+
+    bucket: str
+    endpoint: str
+
+
+def status_of(error: Exception) -> int:
+    """HTTP status of the service's answer, 0 where it gave none."""
+    answer = getattr(error, "response", None) or {}
+    return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def translate(error: Exception, place: Place, key: str) -> DLRMError:
+    """The error that says who can act, for one of botocore's."""
+    answer = (getattr(error, "response", None) or {}).get("Error", {})
+    code, status = str(answer.get("Code", "")), status_of(error)
+    kind = type(error).__name__
+    if not status and not code:
+        return _without_answer(error, kind, place)
+    detail = f"{code}: {answer.get('Message', '')}".strip(": ")
+    if code == "NoSuchBucket":
+        return NoInputError(
+            f"bucket {place.bucket} is not there at {place.endpoint}: create it, or mend spec.checkpoint.uri"
+        )
+    if status in {401, 403} or code in REFUSED:
+        return NoPermissionError(
+            f"bucket {place.bucket} at {place.endpoint} refused {key}: {detail or status}; "
+            "mend the credentials Secret or the bucket's policy"
+        )
+    if status in {408, 429} or code in TEMPORARY:
+        return StoreUnavailableError(f"{place.endpoint}, bucket {place.bucket}: {detail or status}")
+    if status == 507 or code in {"InsufficientStorage", "QuotaExceeded"}:
+        return DeviceError(f"{place.endpoint}, bucket {place.bucket} is full ({detail}): free space there")
+    if status >= 500:
+        return StoreUnavailableError(f"{place.endpoint}, bucket {place.bucket}: {detail or status}")
+    if status == 404:
+        return NoInputError(f"s3://{place.bucket}/...{key}: there is no such object")
+    if status in {301, 307} or code in {"AuthorizationHeaderMalformed", "PermanentRedirect"}:
+        return InvalidSpecError("spec.checkpoint.region", f"bucket {place.bucket} is of another region: {detail}")
+    return InvalidSpecError("spec.checkpoint", f"{place.endpoint}, bucket {place.bucket} refused {key}: {detail}")
+
+
+def _without_answer(error: Exception, kind: str, place: Place) -> DLRMError:
+    if kind in NO_CREDENTIALS:
+        return NoPermissionError(
+            f"no credentials for bucket {place.bucket} at {place.endpoint} ({error}): "
+            "set spec.checkpoint.credentialsSecret, or boto3's own environment variables or files"
+        )
+    if kind == "SSLError":
+        return InvalidSpecError(
+            "spec.checkpoint.caFile",
+            f"the certificate of {place.endpoint} is not trusted ({error}): give its authority",
+        )
+    if kind in {"ParamValidationError", "InvalidEndpointURLError"} or isinstance(error, ValueError):
+        return InvalidSpecError("spec.checkpoint", f"bucket {place.bucket} at {place.endpoint}: {error}")
+    return StoreUnavailableError(f"{place.endpoint} did not answer for bucket {place.bucket} ({kind}: {error})")

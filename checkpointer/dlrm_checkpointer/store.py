@@ -1,0 +1,102 @@
+"""What a snapshot asks of an object store, and how a URI becomes one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+from dlrm_api.errors import InvalidSpecError
+
+Body = bytes | memoryview
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectInfo:
+    """One object of a listing."""
+
+    key: str
+    size: int
+    modified: float
+    """When it was written, by the store's clock (Unix seconds)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """How to reach an S3 service; a file store needs none of it."""
+
+    endpoint: str | None = None
+    """URL of the service; AWS where None."""
+    region: str | None = None
+    ca_file: str | None = None
+    """PEM file of the authority that signed the endpoint's certificate."""
+    credentials_dir: Path | None = None
+    """Folder with ``accessKeyId``, ``secretAccessKey`` and optionally ``sessionToken``, read again when it changes;
+    boto3's own chain where None."""
+
+
+class ObjectStore(Protocol):
+    """A flat space of keys under one URI; every write is whole or absent, and a listing sees every finished write.
+
+    All methods may raise StoreUnavailableError (repeat the call), NoPermissionError or DeviceError.
+    """
+
+    @property
+    def uri(self) -> str:
+        """Where the keys live, without a trailing slash."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """The object's bytes. Raises NoInputError where there is none."""
+        ...
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Bytes [start, start + length), fewer at the object's end. Raises NoInputError where there is none."""
+        ...
+
+    def put(self, key: str, body: Body) -> None:
+        """Write the object, replacing one that is there; readers see the old bytes or the new, never a mixture."""
+        ...
+
+    def put_if_absent(self, key: str, body: Body) -> bool:
+        """Write the object unless one is there; False, and nothing written, where one is.
+
+        A store that ignores conditions overwrites and answers True: ``probe.honours_conditions`` tells.
+        """
+        ...
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects whose key starts with ``prefix``, in ascending order of their keys."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove the object; removing what is not there is success."""
+        ...
+
+    def size(self, key: str) -> int | None:
+        """The object's bytes, None where there is none."""
+        ...
+
+    def sweep_uploads(self, older_than_s: float) -> int:
+        """Give back what unfinished writes of dead writers hold, if older than this; how many were removed."""
+        ...
+
+
+def open_store(uri: str, options: StoreOptions | None = None) -> ObjectStore:
+    """Open ``file:///folder`` or ``s3://bucket/prefix``; nothing is contacted or created yet.
+
+    Raises:
+        InvalidSpecError: the URI is of another kind.
+    """
+    parts = urlsplit(uri)
+    if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
+        from dlrm_checkpointer.files import FileStore
+
+        return FileStore(Path(unquote(parts.path)))
+    if parts.scheme == "s3" and parts.netloc:
+        from dlrm_checkpointer.s3 import S3Store  # imported here: boto3 takes most of a second to load
+
+        return S3Store(parts.netloc, parts.path.strip("/"), options or StoreOptions())
+    raise InvalidSpecError("spec.checkpoint.uri", f"{uri} is neither file:///folder nor s3://bucket/prefix")
