@@ -1,0 +1,130 @@
+"""Tables that do not fit: which, where, by how many bytes, and mends that hold."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dlrm_api.errors import InfeasiblePlanError
+from dlrm_api.hardware import HardwareProfile
+from dlrm_api.job import DLRMJobSpec
+from dlrm_planner import plan_job, working_set_bytes
+
+MIB, GIB = 2**20, 2**30
+MakeSpec = Callable[..., DLRMJobSpec]
+MakeProfile = Callable[..., HardwareProfile]
+
+
+def tables(*rows: int) -> list[dict[str, Any]]:
+    return [{"name": f"t{i}", "rows": count, "dim": 16, "pin": {"sharding": "table"}} for i, count in enumerate(rows)]
+
+
+def refusal(spec: DLRMJobSpec, profile: HardwareProfile | None = None) -> InfeasiblePlanError:
+    with pytest.raises(InfeasiblePlanError) as refused:
+        plan_job(spec, profile)
+    assert refused.value.path == "spec.trainer"
+    return refused.value
+
+
+def test_a_table_larger_than_any_node_is_named_with_the_bytes_that_are_missing(make_spec: MakeSpec) -> None:
+    spec = make_spec(tables(10, 10**6), replicas=2, processesPerReplica=2, tierBudgets={"ddr": "100Mi"})
+
+    reasons = refusal(spec).reasons
+
+    row = 16 * 4 + 4
+    taken = 10**6 * (row + 1) + 10**6 * (row + 8)
+    headers = 2 * (MIB + 2 * 512) + MIB - 1
+    free = 100 * MIB - headers
+    assert reasons[0] == (
+        f"table t1 (1000000 rows x 16) does not fit on rank 2 on node 1, the roomiest that it may go to: with row "
+        f"state and hand-off it takes {taken} bytes, and {free} bytes are free: {taken - free} bytes short"
+    )
+    assert reasons[1] == "a pod has 104857600 bytes for tables: trainer.tierBudgets.ddr of 100.0 MiB"
+    assert reasons[2].startswith("mend: raise trainer.tierBudgets.ddr by ")
+    assert reasons[3] == "more replicas do not help: the tables are not split by rows or columns in this version"
+    assert len(reasons) == 4
+
+
+def test_a_table_that_fits_only_alone_is_named_with_what_is_left(make_spec: MakeSpec) -> None:
+    spec = make_spec(tables(200_000, 200_000, 200_000), replicas=2, tierBudgets={"ddr": "40Mi"})
+
+    reasons = refusal(spec).reasons
+
+    assert re.fullmatch(
+        r"table t2 \(200000 rows x 16\) does not fit on rank 1 on node 1, the roomiest that it may go to: with row "
+        r"state and hand-off it takes 29000000 bytes, and \d+ bytes are free left beside other tables: \d+ bytes short",
+        reasons[0],
+    )
+    assert reasons[-1] == "mend: trainer.replicas: 3 of the same hardware hold all tables"
+
+
+def test_a_pinned_table_is_refused_on_its_own_rank(make_spec: MakeSpec) -> None:
+    crowded = [{**found, "pin": {"ranks": [1]}} for found in tables(200_000, 200_000)]
+    spec = make_spec(crowded, replicas=4, tierBudgets={"ddr": "40Mi"})
+
+    reasons = refusal(spec).reasons
+
+    assert "does not fit on rank 1 on node 1" in reasons[0]
+    assert not any("trainer.replicas" in reason for reason in reasons)
+
+
+def test_a_node_too_small_for_what_every_node_holds_is_said_so(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+    spec = make_spec(tables(10), replicas=1)
+
+    reasons = refusal(spec, make_profile("1Gi")).reasons
+
+    assert "replicated tables, dense state and the headers of a cut already take" in reasons[0]
+    assert reasons[1].startswith("a pod has 0 bytes for tables: 1.0 GiB DDR of a big node less 1.3 GiB")
+    assert reasons[2].startswith("mend: raise DDR per node (HardwareProfile big) by ")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("rows", [(10**6, 10), (200_000, 200_000, 200_000, 50_000), (3,) * 70])
+def test_the_memory_mend_is_enough_and_a_little_less_is_not(
+    make_spec: MakeSpec, rows: tuple[int, ...], processes: int
+) -> None:
+    budget = 3 * MIB
+    spec = make_spec(tables(*rows), replicas=2, processesPerReplica=processes, tierBudgets={"ddr": budget})
+    try:
+        plan_job(spec)
+    except InfeasiblePlanError as refused:
+        more = next(int(found[1]) for reason in refused.reasons if (found := re.search(r"ddr by (\d+) bytes", reason)))
+    else:
+        more = 0
+
+    def with_budget(size: int) -> DLRMJobSpec:
+        return make_spec(tables(*rows), replicas=2, processesPerReplica=processes, tierBudgets={"ddr": size})
+
+    assert plan_job(with_budget(budget + more)).world_size == 2 * processes
+    if more:
+        with pytest.raises(InfeasiblePlanError):
+            plan_job(with_budget(budget + more - 2 * MIB))
+
+
+@pytest.mark.parametrize("count", [5, 17, 40])
+def test_the_replica_mend_is_enough(make_spec: MakeSpec, count: int) -> None:
+    rows = tuple(100_000 + 7_919 * i % 50_000 for i in range(count))
+    reasons = refusal(make_spec(tables(*rows), replicas=2, tierBudgets={"ddr": "32Mi"})).reasons
+    replicas = int(reasons[-1].removeprefix("mend: trainer.replicas: ").split()[0])
+
+    plan = plan_job(make_spec(tables(*rows), replicas=replicas, tierBudgets={"ddr": "32Mi"}))
+
+    assert plan.world_size == replicas
+
+
+def test_replicas_beyond_the_virtual_shards_are_not_proposed(make_spec: MakeSpec) -> None:
+    rows = (100_000,) * 70
+
+    reasons = refusal(make_spec(tables(*rows), replicas=2, tierBudgets={"ddr": "20Mi"})).reasons
+
+    assert not any(reason.startswith("mend: trainer.replicas") for reason in reasons)
+
+
+def test_the_tighter_of_profile_and_budget_counts(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+    spec = make_spec(tables(10**6), tierBudgets={"ddr": "64Mi"})
+    roomy = make_spec(tables(10**6), tierBudgets={"ddr": "64Gi"})
+    node = make_profile(working_set_bytes(roomy) + 64 * MIB)
+
+    assert "trainer.tierBudgets.ddr of 64.0 MiB" in refusal(spec, make_profile("1Ti")).reasons[1]
+    assert "a big node less" in refusal(roomy, node).reasons[1]

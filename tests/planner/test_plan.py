@@ -1,0 +1,264 @@
+"""Every plan: covers each row once, keeps the caps, counts its bytes, honours pins and earlier column blocks."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
+from dlrm_api.hardware import HardwareProfile
+from dlrm_api.job import DLRMJobSpec
+from dlrm_api.plan import Plan, parse_plan, plan_from_parts, plan_to_parts
+from dlrm_planner import plan_job, working_set_bytes
+
+MIB, GIB = 2**20, 2**30
+MakeSpec = Callable[..., DLRMJobSpec]
+MakeProfile = Callable[..., HardwareProfile]
+
+tables = st.lists(
+    st.fixed_dictionaries(
+        {"rows": st.integers(1, 2_000_000), "dim": st.sampled_from([4, 16, 64, 128]), "maxLookups": st.integers(1, 20)},
+        optional={"pin": st.sampled_from([{"sharding": "data"}, {"sharding": "table"}, {"ranks": [0]}])},
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+def named(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"name": f"t{i}", **table} for i, table in enumerate(found)]
+
+
+def table(name: str, rows: int, dim: int = 16, **more: Any) -> dict[str, Any]:
+    return {"name": name, "rows": rows, "dim": dim, **more}
+
+
+def homes(plan: Plan, name: str) -> list[int]:
+    return [shard.rank for found in plan.tables if found.name == name for shard in found.shards]
+
+
+@given(found=tables, replicas=st.integers(1, 5), processes=st.integers(1, 3))
+def test_whole_tables_live_on_one_rank_and_replicas_on_all(
+    make_spec: MakeSpec, found: list[dict[str, Any]], replicas: int, processes: int
+) -> None:
+    spec = make_spec(named(found), replicas=replicas, processesPerReplica=processes)
+
+    plan = plan_job(spec)
+
+    assert [planned.name for planned in plan.tables] == [given_.name for given_ in spec.model.all_tables()]
+    for planned, asked in zip(plan.tables, spec.model.all_tables(), strict=True):
+        kinds = {shard.kind for shard in planned.shards}
+        assert kinds in ({"table"}, {"data"})
+        assert [shard.rank for shard in planned.shards] == list(range(plan.world_size)) or kinds == {"table"}
+        assert len(planned.shards) == 1 or kinds == {"data"}
+        for shard in planned.shards:
+            assert (shard.row_start, shard.row_end) == (0, asked.rows)
+            assert (shard.column_start, shard.column_end) == (0, asked.dim)
+            assert 0 <= shard.rank < plan.world_size
+
+
+@given(found=tables, replicas=st.integers(1, 5), processes=st.integers(1, 3), budget=st.integers(2 * MIB, 2 * GIB))
+def test_no_pod_holds_more_than_its_budget(
+    make_spec: MakeSpec, found: list[dict[str, Any]], replicas: int, processes: int, budget: int
+) -> None:
+    spec = make_spec(named(found), replicas=replicas, processesPerReplica=processes, tierBudgets={"ddr": budget})
+
+    try:
+        plan = plan_job(spec)
+    except InfeasiblePlanError:
+        return
+
+    for pod in range(plan.nodes):
+        assert sum(rank.bytes_per_tier["ddr"] for rank in plan.ranks if rank.node == pod) <= budget
+
+
+@given(found=tables, replicas=st.integers(1, 4), processes=st.integers(1, 3))
+def test_a_pod_s_bytes_are_its_rows_its_state_and_its_hand_off(
+    make_spec: MakeSpec, found: list[dict[str, Any]], replicas: int, processes: int
+) -> None:
+    spec = make_spec(named(found), replicas=replicas, processesPerReplica=processes)
+
+    plan = plan_job(spec)
+
+    assert [rank.node for rank in plan.ranks] == [rank // processes for rank in range(plan.world_size)]
+    for pod in range(plan.nodes):
+        held = cut = 0
+        for planned in plan.tables:
+            here = [shard for shard in planned.shards if shard.rank // processes == pod]
+            for shard in here:
+                row = 4 * shard.column_end + 4
+                held += shard.row_end * (row + 1)
+                held += shard.row_end * (4 * shard.column_end + 1) if shard.kind == "data" else 0
+            cut += sum(shard.row_end * (4 * shard.column_end + 4 + 8) for shard in here[:1])
+        planned_bytes = sum(rank.bytes_per_tier["ddr"] for rank in plan.ranks if rank.node == pod)
+        assert planned_bytes == held + plan.handoff_bytes[pod]
+        assert cut < plan.handoff_bytes[pod] < cut + processes * 2 * MIB + 4 * MIB
+        assert plan.handoff_bytes[pod] % MIB == 0
+
+
+@given(found=tables, replicas=st.integers(1, 4))
+def test_equal_input_gives_an_equal_plan(make_spec: MakeSpec, found: list[dict[str, Any]], replicas: int) -> None:
+    spec, again = make_spec(named(found), replicas=replicas), make_spec(named(found), replicas=replicas)
+
+    assert plan_job(spec) == plan_job(again)
+
+
+@pytest.mark.slow
+def test_a_plan_does_not_depend_on_the_process_that_makes_it() -> None:
+    program = """
+from dlrm_api.job import parse_job
+from dlrm_planner import plan_job
+tables = [{"name": f"t{i}", "rows": 1000 + i * i, "dim": 16, "maxLookups": 1 + i % 7} for i in range(60)]
+model = {"tables": tables, "interaction": "dcn"}
+data = {"format": "synthetic"}
+spec = {"model": model, "data": data, "trainer": {"replicas": 8}, "checkpoint": {"uri": "file:///s"}}
+print(plan_job(parse_job({"metadata": {"name": "a"}, "spec": spec}).spec).model_dump_json())
+"""
+    made = [
+        subprocess.run([sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, check=True, capture_output=True)
+        for seed in ("1", "2")
+    ]
+
+    assert made[0].stdout == made[1].stdout
+    assert parse_plan(made[0].stdout).world_size == 8
+
+
+def test_one_rank_holds_everything_whole(make_spec: MakeSpec) -> None:
+    plan = plan_job(make_spec([table("small", 10), table("pinned", 10, pin={"sharding": "data"}), table("big", 10**6)]))
+
+    assert {shard.kind for planned in plan.tables for shard in planned.shards} == {"table"}
+    assert plan.predicted.imbalance == 1.0
+    assert any("mean nothing on one rank" in reason for reason in plan.reasons)
+
+
+def test_a_small_table_is_replicated_and_a_large_one_is_not(make_spec: MakeSpec) -> None:
+    plan = plan_job(make_spec([table("small", 100), table("big", 10**6)], replicas=2))
+
+    assert homes(plan, "small") == [0, 1]
+    assert len(homes(plan, "big")) == 1
+    assert any("all-reducing their gradient moves fewer bytes: small" in reason for reason in plan.reasons)
+
+
+def test_a_table_beyond_the_size_threshold_is_not_replicated_however_large_the_batch(make_spec: MakeSpec) -> None:
+    plan = plan_job(make_spec([table("t", 4 * MIB // (16 * 4) + 1), table("u", 9)], replicas=2, batch=2**24))
+
+    assert len(homes(plan, "t")) == 1
+
+
+def test_small_tables_stay_whole_where_memory_has_no_room_for_replicas(make_spec: MakeSpec) -> None:
+    small = [table(f"s{i}", 1_000) for i in range(40)]
+    roomy = plan_job(make_spec([*small, table("big", 10**5)], replicas=2))
+    tight = (
+        max(sum(rank.bytes_per_tier["ddr"] for rank in roomy.ranks if rank.node == pod) for pod in range(roomy.nodes))
+        - 3 * MIB
+    )
+
+    plan = plan_job(make_spec([*small, table("big", 10**5)], replicas=2, tierBudgets={"ddr": tight}))
+
+    assert {shard.kind for planned in roomy.tables for shard in planned.shards} == {"data", "table"}
+    assert {shard.kind for planned in plan.tables for shard in planned.shards} == {"table"}
+
+
+def test_pins_are_honoured(make_spec: MakeSpec) -> None:
+    plan = plan_job(
+        make_spec(
+            [
+                table("here", 10**6, pin={"ranks": [2]}),
+                table("either", 10**6, pin={"ranks": [1, 3]}),
+                table("whole", 10, pin={"sharding": "table"}),
+                table("everywhere", 10**5, pin={"sharding": "data", "tier": "ddr"}),
+                *(table(f"t{i}", 10**5, maxLookups=1 + i) for i in range(9)),
+            ],
+            replicas=2,
+            processesPerReplica=2,
+        )
+    )
+
+    assert homes(plan, "here") == [2]
+    assert homes(plan, "either") in ([1], [3])
+    assert len(homes(plan, "whole")) == 1
+    assert homes(plan, "everywhere") == [0, 1, 2, 3]
+    assert any("pinned to data: everywhere" in reason for reason in plan.reasons)
+    assert any("pinned to: here, either" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize(
+    ("pin", "message"),
+    [
+        (
+            {"ranks": [0, 2]},
+            "spec.model.tables[1].pin.ranks: table t is pinned to rank 2, but the job has ranks 0 to 1: "
+            "name one of these, or raise trainer.replicas",
+        ),
+        (
+            {"sharding": "data", "ranks": [0]},
+            "spec.model.tables[1].pin.ranks: table t is pinned to sharding data, whose shards live on every rank: "
+            "leave ranks out",
+        ),
+    ],
+)
+def test_a_pin_that_cannot_be_honoured_is_refused(make_spec: MakeSpec, pin: dict[str, Any], message: str) -> None:
+    spec = make_spec([table("u", 10), table("t", 10, pin=pin)], replicas=2)
+
+    with pytest.raises(InvalidSpecError) as refused:
+        plan_job(spec)
+
+    assert str(refused.value) == message
+
+
+def test_column_blocks_of_an_earlier_snapshot_are_kept(make_spec: MakeSpec) -> None:
+    spec = make_spec([table("t", 1_000, dim=32), table("u", 1_000, dim=32)])
+
+    kept = plan_job(spec, column_blocks={"t": (0, 8, 32), "gone": (0, 4)})
+
+    assert [planned.column_blocks for planned in kept.tables] == [(0, 8, 32), (0, 32)]
+    more = kept.ranks[0].bytes_per_tier["ddr"] - plan_job(spec).ranks[0].bytes_per_tier["ddr"]
+    assert more - (kept.handoff_bytes[0] - plan_job(spec).handoff_bytes[0]) == 1_000 * 4
+
+
+@pytest.mark.parametrize("edges", [(0, 16), (0, 8, 8, 32), (8, 32), (0,), (), (0, 20, 8, 32)])
+def test_column_blocks_of_another_model_are_refused(make_spec: MakeSpec, edges: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidSpecError, match=r"^spec\.model\.tables\[0\]\.dim: table t has dim 32, but its snapshot"):
+        plan_job(make_spec([table("t", 10, dim=32)]), column_blocks={"t": edges})
+
+
+def test_five_thousand_tables_over_sixty_four_ranks(make_spec: MakeSpec) -> None:
+    many = [table(f"t{i}", 100 + i * i % 90_001, dim=16 * (1 + i % 4), maxLookups=1 + i % 9) for i in range(5_000)]
+
+    plan = plan_job(make_spec(many, replicas=16, processesPerReplica=4))
+
+    assert len(plan.tables) == 5_000
+    assert plan.predicted.imbalance < 1.01
+    assert plan_from_parts(plan_to_parts(plan)) == plan
+
+
+def test_the_costliest_table_is_named_where_it_sets_the_pace(make_spec: MakeSpec) -> None:
+    plan = plan_job(make_spec([table("hot", 10**6, maxLookups=90), table("t", 10**6), table("u", 10**6)], replicas=2))
+
+    assert plan.predicted.imbalance == pytest.approx(90 / 46)
+    assert "table hot alone costs 1.96 times the mean of a rank: it sets the pace" in plan.reasons
+
+
+def test_the_largest_tables_that_the_api_allows_can_be_planned(make_spec: MakeSpec) -> None:
+    plan = plan_job(make_spec([table(f"t{i}", 2**40, dim=4_096) for i in range(600)], replicas=2))
+
+    assert sum(rank.bytes_per_tier["ddr"] for rank in plan.ranks) > 2**63
+
+
+def test_an_unchecked_plan_says_so(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+    spec = make_spec([table("t", 1_000)])
+
+    assert "not checked against memory" in plan_job(spec).reasons[-1]
+    assert "of 62.7 GiB: 64.0 GiB DDR of a big node less 1.3 GiB" in plan_job(spec, make_profile("64Gi")).reasons[-1]
+    assert plan_job(spec, make_profile("64Gi")).hardware == "big"
+
+
+def test_the_working_set_counts_processes_dense_parameters_and_activations(make_spec: MakeSpec) -> None:
+    one, two = (working_set_bytes(make_spec([table("t", 10)], processesPerReplica=n)) for n in (1, 2))
+
+    assert one > 768 * MIB + 512 * MIB
+    assert 768 * MIB < two - one < 769 * MIB

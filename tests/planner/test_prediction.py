@@ -1,0 +1,70 @@
+"""Predicted times, from the profile's rates by hand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dlrm_api.hardware import HardwareProfile
+from dlrm_api.job import DLRMJobSpec
+from dlrm_planner import plan_job
+
+MakeSpec = Callable[..., DLRMJobSpec]
+MakeProfile = Callable[..., HardwareProfile]
+
+RATES: dict[str, Any] = {
+    "flopsPerSecond": 1e9,
+    "network": {"intraNodeBytesPerSecond": 1e9, "interNodeBytesPerSecond": 1e8},
+    "pricePerHour": 3.6,
+}
+DDR = {"bytes": "64Gi", "readBytesPerSecond": 1e9, "writeBytesPerSecond": 5e8}
+TABLES = [{"name": f"t{i}", "rows": 10**6, "dim": 16, "maxLookups": 2} for i in range(2)]
+DENSE = (2 * 32 * 1 + 32) + (32 + 1)
+"""Weights of one cross layer of rank 1 over two tables of 16, and of a top MLP of one layer."""
+
+
+def test_times_of_one_rank(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+    predicted = plan_job(make_spec(TABLES, batch=1_024), make_profile(DDR, **RATES)).predicted
+
+    compute = 6 * 1_024 * DENSE / 1e9
+    lookups = 1_024 * 2 * 2 * 16 * 4 * (2 / 1e9 + 1 / 5e8)
+    assert predicted.compute_seconds == pytest.approx(compute)
+    assert predicted.lookup_seconds == {"ddr": pytest.approx(lookups)}
+    assert predicted.communication_seconds == 0
+    assert predicted.samples_per_second == pytest.approx(1_024 / (compute + lookups))
+    price = 3.6 / 3_600 * 1e9 / (1_024 / (compute + lookups))
+    assert predicted.price_per_billion_samples == pytest.approx(price)
+
+
+@pytest.mark.parametrize(("trainer", "rate"), [({"processesPerReplica": 2}, 1e9), ({"replicas": 2}, 1e8)])
+def test_communication_of_two_ranks_takes_the_link_between_them(
+    make_spec: MakeSpec, make_profile: MakeProfile, trainer: dict[str, int], rate: float
+) -> None:
+    predicted = plan_job(make_spec(TABLES, batch=1_024, **trainer), make_profile(DDR, **RATES)).predicted
+
+    exchanged = 1_024 * (2 * 8 + 2 * 16 * 4) / 2
+    reduced = 4 * DENSE
+    assert predicted.communication_seconds == pytest.approx((exchanged + reduced) / rate)
+
+
+def test_twice_the_nodes_cost_twice_the_price_an_hour(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+    predicted = plan_job(make_spec(TABLES, replicas=2), make_profile(DDR, **RATES)).predicted
+
+    assert predicted.samples_per_second
+    assert predicted.price_per_billion_samples == pytest.approx(2 * 3.6 / 3_600 * 1e9 / predicted.samples_per_second)
+
+
+@pytest.mark.parametrize("missing", ["flopsPerSecond", "network", "ddr"])
+def test_without_a_rate_there_is_no_time_that_needs_it(
+    make_spec: MakeSpec, make_profile: MakeProfile, missing: str
+) -> None:
+    rates = {name: value for name, value in RATES.items() if name != missing}
+    profile = make_profile("64Gi" if missing == "ddr" else DDR, **rates)
+
+    predicted = plan_job(make_spec(TABLES, replicas=2), profile).predicted
+
+    assert predicted.samples_per_second is None
+    assert predicted.price_per_billion_samples is None
+    assert (predicted.compute_seconds is None) == (missing == "flopsPerSecond")
+    assert (predicted.lookup_seconds == {}) == (missing == "ddr")
+    assert (predicted.communication_seconds is None) == (missing == "network")
