@@ -41,7 +41,7 @@ def node(control_plane: ControlPlane) -> Iterator[str]:
 
 
 def test_server_and_kubectl_are_the_pinned_version(control_plane: ControlPlane) -> None:
-    command = [control_plane.kubectl, "--kubeconfig", control_plane.kubeconfig, "version", "-o", "json"]
+    command = [str(control_plane.kubectl), f"--kubeconfig={control_plane.kubeconfig}", "version", "--output=json"]
 
     answer = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
 

@@ -28,7 +28,7 @@ def up(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / LOCK):
         if set(running(folder)) != set(COMPONENTS):
-            _end(folder)
+            _end(folder, grace_s=0)  # its data is dropped, and without etcd the API server would not end soon
             ControlPlane(folder, outlive_parent=True).start()
     return kubeconfig(folder)
 
@@ -38,7 +38,7 @@ def down(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
     with locked(folder / LOCK):
-        return _end(folder)
+        return _end(folder, grace_s=10)
 
 
 def running(folder: Path) -> dict[str, ProcessId]:
@@ -53,11 +53,11 @@ def kubeconfig(folder: Path) -> Path:
     return folder.resolve() / "kubeconfig"
 
 
-def _end(folder: Path) -> list[str]:
+def _end(folder: Path, grace_s: float) -> list[str]:
     """End the latest started first, so that nothing waits for a storage that is gone."""
     processes = running(folder)
     for process in processes.values():
-        process.end()
+        process.end(grace_s)
     for file in folder.glob("*.pid"):
         file.unlink()
     return list(processes)

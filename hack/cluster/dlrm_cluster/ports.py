@@ -7,6 +7,7 @@ server meets ``PortTakenError`` and chooses anew.
 
 import random
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
@@ -39,8 +40,9 @@ def listens(pid: int, port: int) -> bool:
     """
     rows = (line.split() for line in PROC_TCP.read_text().splitlines()[1:])
     inodes = {row[9] for row in rows if row[3] == LISTEN and int(row[1].partition(":")[2], 16) == port}
-    try:
-        targets = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
-    except OSError:
-        return False
+    targets = set()
+    with suppress(OSError):  # the process is gone, or another user's
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed since it was listed
+                targets.add(str(descriptor.readlink()))
     return any(f"socket:[{inode}]" in targets for inode in inodes)

@@ -46,6 +46,8 @@ class ProcessId:
     def read(cls, pid_file: Path) -> "ProcessId | None":
         """The process that a ``Server`` wrote there, if it still runs."""
         pid, _, birth = pid_file.read_text().partition(" ")
+        if not pid.isdigit():  # its writer was cut off
+            return None
         recorded = cls(int(pid), birth)
         return recorded if recorded.alive() else None
 
