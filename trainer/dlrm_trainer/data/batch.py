@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,6 +50,16 @@ class RawRows:
     """(sum of lengths,) table-major."""
 
 
+def no_rows(tables: int, features: int) -> RawRows:
+    """The rows of an empty slice."""
+    return RawRows(
+        dense=np.empty((0, features), dtype=np.float32),
+        labels=np.empty(0, dtype=np.float32),
+        lengths=np.empty((tables, 0), dtype=np.int32),
+        ids=np.empty(0, dtype=np.int64),
+    )
+
+
 class RowSource(Protocol):
     """Samples by their row number, in any order."""
 
@@ -61,7 +72,7 @@ class RowSource(Protocol):
         """Names, sizes and row counts of what the rows come from."""
 
     def rows(self, sample_ids: NDArray[np.int64]) -> RawRows:
-        """Fetch some rows.
+        """Fetch some rows, at least one.
 
         Raises:
             BadDataError: a row can't be used; the message names file, row and column.
@@ -72,3 +83,21 @@ class RowSource(Protocol):
 
     def close(self) -> None:
         """Let go of files."""
+
+
+class NoSamples:
+    """The source of a split that a job leaves out."""
+
+    num_samples = 0
+    fingerprint: Fingerprint = MappingProxyType({"format": "none"})
+
+    def rows(self, sample_ids: NDArray[np.int64]) -> RawRows:
+        """There are none to fetch."""
+        raise IndexError(f"row {sample_ids[0]} of a split without rows")
+
+    def where(self, sample_id: int) -> str:
+        """Nowhere."""
+        return f"sample {sample_id} of no file"
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -2,32 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
+from pathlib import Path
+
+from dlrm_api.errors import BadDataError, InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
-from dlrm_trainer.data.batch import RowSource
+from dlrm_trainer.data.batch import NoSamples, RowSource
+from dlrm_trainer.data.criteo import SUFFIXES as CRITEO_SUFFIXES
+from dlrm_trainer.data.criteo import CriteoSource
+from dlrm_trainer.data.line_index import default_cache_folder
+from dlrm_trainer.data.parquet import SUFFIXES as PARQUET_SUFFIXES
+from dlrm_trainer.data.parquet import ParquetSource
 from dlrm_trainer.data.reader import Reader, Split, sample_order
 from dlrm_trainer.data.synthetic import SyntheticSource
+from dlrm_trainer.data.uris import find_files
 
 
-def open_reader(spec: DLRMJobSpec, split: Split, rank: int, world_size: int) -> Reader:
+def open_reader(
+    spec: DLRMJobSpec, split: Split, rank: int, world_size: int, cache_folder: Path | None = None
+) -> Reader:
     """Open one rank's view of a split; every rank must open it with the same spec.
 
-    An evaluation split without URIs has no samples.
+    An evaluation split without URIs has no samples. Line indexes are kept in ``cache_folder``; by default in a folder
+    of this user's among the temporary files.
 
     Raises:
         NoInputError: a file is not there.
         NoPermissionError: a file can't be read.
         BadDataError: the data can't be used; the message names the file, the row or column, and the mend.
     """
-    source = _source(spec, split)
+    source = _source(spec, split, cache_folder or default_cache_folder())
+    if split == "train" and not source.num_samples:
+        raise BadDataError(f"{', '.join(spec.data.train.uris)}: the training data has no rows: check data.train.uris")
     return Reader(
         source,
         sample_order(spec, split, source.num_samples),
         spec.model.all_tables(),
+        len(spec.model.dense_features),
         spec.data.dense,
         rank,
         world_size,
     )
 
 
-def _source(spec: DLRMJobSpec, split: Split) -> RowSource:
-    return SyntheticSource(spec, split)
+def _source(spec: DLRMJobSpec, split: Split, cache_folder: Path) -> RowSource:
+    data = spec.data
+    if data.format == "synthetic":
+        return SyntheticSource(spec, split)
+    uris = data.train.uris if split == "train" else data.eval.uris
+    if not uris:
+        return NoSamples()
+    dense = spec.model.dense_features
+    tables = [table.source for table in spec.model.all_tables()]
+    if data.format == "criteo-tsv":
+        return CriteoSource(find_files(uris, CRITEO_SUFFIXES), dense, tables, data.lenient, cache_folder)
+    _check_renames(data.columns.rename, {*dense, *tables})
+    return ParquetSource(find_files(uris, PARQUET_SUFFIXES), data.columns.label, dense, tables, data.columns.rename)
+
+
+def _check_renames(rename: Mapping[str, str], features: Set[str]) -> None:
+    unknown = sorted(set(rename) - features)
+    if unknown:
+        raise InvalidSpecError(
+            f"spec.data.columns.rename.{unknown[0]}",
+            f"the model has no feature {unknown[0]}: it has {', '.join(sorted(features)[:20])}",
+        )

@@ -13,7 +13,7 @@ from dlrm_api.data import DenseInputSpec
 from dlrm_api.errors import BadDataError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TableSpec
-from dlrm_trainer.data.batch import Batch, RawRows, RowSource
+from dlrm_trainer.data.batch import Batch, RawRows, RowSource, no_rows
 from dlrm_trainer.data.hashing import rows_of_ids
 from dlrm_trainer.data.order import SampleOrder
 from dlrm_trainer.data.prefetch import prefetched
@@ -32,6 +32,7 @@ class Reader:
         source: RowSource,
         order: SampleOrder,
         tables: Sequence[TableSpec],
+        features: int,
         dense: DenseInputSpec,
         rank: int,
         world_size: int,
@@ -39,6 +40,7 @@ class Reader:
         self._source = source
         self._order = order
         self._tables = tuple(tables)
+        self._features = features
         self._dense = dense
         self._rank = rank
         self._world_size = world_size
@@ -69,7 +71,7 @@ class Reader:
             BadDataError: a row can't be used; the message names the file, the row, the column or table and the mend.
         """
         sample_ids = self._order.sample_ids(batch, self._rank, self._world_size)
-        raw = self._source.rows(sample_ids)
+        raw = self._source.rows(sample_ids) if sample_ids.size else no_rows(len(self._tables), self._features)
         return Batch(
             number=batch,
             sample_ids=torch.from_numpy(sample_ids),
