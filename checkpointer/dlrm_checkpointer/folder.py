@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from dlrm_api.errors import DeviceError
+from dlrm_api.errors import DeviceError, UsageError
 
 ROWS_FILE = "rows.bin"
 INDEX_FILE = "index.json"
@@ -30,6 +32,10 @@ WRITING_PREFIX = "writing-"
 DEAD_PREFIX = "dead-"
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors that say that a device, a quota or a file's size limit is full."""
+
+LOCK_PATIENCE_S = 2.0
+"""The sidecar tests the ranks' locks for an instant now and then, so a first refusal proves nothing."""
+POLL_S = 0.02
 
 _READY = re.compile(r"ready-(\d+)-(\d+)-(\d+)")
 
@@ -66,6 +72,29 @@ def ready_cuts(folder: Path) -> list[CutName]:
     """Every whole cut in the folder, oldest step first."""
     names = (CutName.parse(entry.name) for entry in folder.iterdir())
     return sorted(name for name in names if name)
+
+
+def take_lock(path: Path, who: str) -> int:
+    """Lock a file for this process's life and return its descriptor; closing it, or dying, lets go.
+
+    Raises:
+        UsageError: a living process holds it; names its pid.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+                os.close(descriptor)
+                raise UsageError(f"{path}: {who} already runs (pid {holder}): end it first") from None
+            time.sleep(POLL_S)
+        else:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            return descriptor
 
 
 def boot_id() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -15,11 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_api.errors import DeviceError, DivergedError, TemporaryError, UsageError
+from dlrm_api.errors import DeviceError, DivergedError, TemporaryError
 from dlrm_checkpointer.cut import CutMeta, ShardRows
 from dlrm_checkpointer.folder import (
     COMMITTED_FILE,
     INDEX_FILE,
+    POLL_S,
     REFUSED_FILE,
     ROWS_FILE,
     WRITING_PREFIX,
@@ -30,12 +30,10 @@ from dlrm_checkpointer.folder import (
     raise_device,
     read_json,
     ready_cuts,
+    take_lock,
     write_json,
 )
 
-LOCK_PATIENCE_S = 2.0
-"""The sidecar tests locks for an instant now and then, so a first refusal proves nothing."""
-POLL_S = 0.02
 ALIGNMENT = 64
 
 
@@ -60,7 +58,7 @@ class HandOffWriter:
         self._last: CutName | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock: int | None = _take_lock(lock_path(folder, rank))
+            self._lock: int | None = take_lock(lock_path(folder, rank), f"rank {rank}")
             shutil.rmtree(self._draft, ignore_errors=True)
             closed_path(folder, rank).unlink(missing_ok=True)
         except OSError as error:
@@ -163,24 +161,6 @@ class HandOffWriter:
             write_json(closed_path(self.folder, self.rank), {"reason": reason, "time": time.time()})
         os.close(self._lock)
         self._lock = None
-
-
-def _take_lock(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    deadline = time.monotonic() + LOCK_PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                holder = os.read(descriptor, 32).decode(errors="replace").strip() or "another process"
-                os.close(descriptor)
-                raise UsageError(f"{path}: this rank already runs (pid {holder}): end it first") from None
-            time.sleep(POLL_S)
-        else:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-            return descriptor
 
 
 def _append(descriptor: int, arrays: tuple[NDArray[Any], ...]) -> int:

@@ -1,0 +1,84 @@
+"""``python -m dlrm_checkpointer --job JOB``: the sidecar of one trainer pod."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from dlrm_api.errors import DLRMError
+from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
+from dlrm_api.progress import CheckpointerProgress
+from dlrm_checkpointer.endpoint import Endpoint
+from dlrm_checkpointer.inbox import Inbox
+from dlrm_checkpointer.settings import Settings, read_settings
+from dlrm_checkpointer.sidecar import Policy, Sidecar
+from dlrm_checkpointer.status import Status
+from dlrm_checkpointer.store import open_store
+
+LONGEST_REASON = 512
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse ends with 2 where sysexits say 64."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(int(ExitCode.USAGE), f"error: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the sidecar until the trainers of its pod are gone; the exit code is one of ``names.ExitCode``."""
+    parser = _Parser(prog="dlrm_checkpointer", description=__doc__)
+    parser.add_argument("--job", type=Path, required=True, help="file of the DLRMJob (JSON or YAML)")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        return _run(read_settings(options.job, os.environ), stop)
+    except DLRMError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.exit_code)
+
+
+def _run(settings: Settings, stop: threading.Event) -> int:
+    status = Status()
+    endpoint = Endpoint(settings.bind, settings.port, status)
+    inbox = Inbox(settings.handoff, settings.ranks)
+    policy = Policy(
+        bits=settings.bits,
+        keep_last=settings.keep_last,
+        single_pod=settings.single_pod,
+        grace_s=settings.grace_s,
+    )
+    try:
+        code = Sidecar(inbox, open_store(settings.uri, settings.options), status, policy).run(stop)
+    finally:
+        inbox.close()
+        endpoint.close()
+    _leave(status.progress, settings.termination_log)
+    return int(code)
+
+
+def _leave(progress: CheckpointerProgress, path: Path | None) -> None:
+    """Write the termination message, within what the kubelet keeps of it."""
+    body = progress.model_dump_json(exclude_none=True)
+    if len(body.encode()) > TERMINATION_MESSAGE_BYTES:
+        short = {"reason": progress.reason[:LONGEST_REASON], "store_error": progress.store_error[:LONGEST_REASON]}
+        body = progress.model_copy(update=short).model_dump_json(exclude_none=True)
+    if path:
+        path.write_text(body)
+    if progress.reason:
+        print(f"checkpointer: {progress.reason}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

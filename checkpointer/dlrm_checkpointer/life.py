@@ -1,0 +1,55 @@
+"""When the sidecar's life ends, and how long it waits after a failure. Pure: the caller says what it saw and when."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 30.0
+LONGEST_LAST_PAUSE_S = 2.0
+
+
+@dataclass
+class Life:
+    """Follows the ranks' locks and the stop signal.
+
+    All locks free after one was held means that the trainers ended, however they died. A stop signal ends the
+    sidecar when no lock is held, so that a cut that the signal caused is still handed over.
+    """
+
+    grace_s: float
+    """Seconds from the end of the trainers, or from the stop signal, to the end of waiting."""
+    deadline: float | None = None
+    """When waiting ends; None while neither has happened."""
+    ended: bool = False
+    """Whether no more cuts can come."""
+    _was_held: bool = False
+
+    def look(self, *, living: bool, stopping: bool, now: float) -> None:
+        """Take in whether any lock is held, whether a stop was asked for, and the time."""
+        self._was_held |= living
+        self.ended = self.ended or (not living and (self._was_held or stopping))
+        if self.deadline is None and (self.ended or stopping):
+            self.deadline = now + self.grace_s
+
+    def is_over(self, now: float) -> bool:
+        """Whether waiting has lasted long enough."""
+        return self.deadline is not None and now >= self.deadline
+
+
+@dataclass
+class Backoff:
+    """Growing pauses with jitter, so that the sidecars of a large gang don't return to a store all at once."""
+
+    _pause_s: float = FIRST_PAUSE_S
+
+    def next(self, *, hurried: bool) -> float:
+        """Seconds to wait before the next try; short ones where the end is near."""
+        pause = min(self._pause_s, LONGEST_LAST_PAUSE_S if hurried else LONGEST_PAUSE_S)
+        self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
+        return pause * random.uniform(0.5, 1.0)  # noqa: S311  jitter
+
+    def reset(self) -> None:
+        """The last try worked."""
+        self._pause_s = FIRST_PAUSE_S

@@ -1,0 +1,205 @@
+"""Part lists and manifests: what a snapshot consists of. Their content is a function of the cut alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+
+from dlrm_api.errors import SnapshotError
+from dlrm_checkpointer.cut import CutMeta, ShardId
+
+FORMAT_VERSION = 1
+MANIFESTS = "manifests/"
+PARTS = "parts/"
+CHUNKS = "chunks/"
+_KEY = re.compile(r"manifests/(\d{16})-(\d{8})\.json")
+
+
+class SnapshotConflictError(SnapshotError):
+    """The same step of the same attempt is there already with other content; nothing was replaced."""
+
+
+class FormatModel(BaseModel):
+    """Part of the format: camelCase, immutable; unknown fields are ignored, incompatible ones raise the version."""
+
+    model_config = ConfigDict(
+        frozen=True, alias_generator=to_camel, validate_by_name=True, validate_by_alias=True, serialize_by_alias=True
+    )
+
+    def encode(self) -> bytes:
+        """JSON with sorted keys and no spaces: equal content gives equal bytes."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+
+
+class ObjectEntry(FormatModel):
+    """One object: its key below the store's URI, its bytes and their SHA-256."""
+
+    key: str = Field(pattern=r"^chunks/\d{16}/\d{8}/\d{6}/[0-9A-Za-z_-]+\.safetensors$")
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class ChunkEntry(ObjectEntry):
+    """Some rows of one shard."""
+
+    table: str
+    row_start: int = Field(ge=0)
+    row_end: int
+    column_start: int = Field(ge=0)
+    column_end: int
+    rows: int = Field(ge=1)
+    first_row: int = Field(ge=0)
+    last_row: int
+
+    @property
+    def shard(self) -> ShardId:
+        """The rectangle that the rows are of."""
+        return ShardId(
+            table=self.table,
+            row_start=self.row_start,
+            row_end=self.row_end,
+            column_start=self.column_start,
+            column_end=self.column_end,
+        )
+
+
+class PartList(FormatModel):
+    """What one rank put into the store at one cut: ``parts/<step>/<attempt>/<rank>.json``."""
+
+    format: Literal["dlrm-part"] = "dlrm-part"
+    version: int = FORMAT_VERSION
+    rank: int = Field(ge=0)
+    bits: int
+    meta: dict[str, Any]
+    chunks: tuple[ChunkEntry, ...]
+    dense: ObjectEntry | None
+
+
+class Manifest(FormatModel):
+    """A snapshot: it exists exactly when this object does."""
+
+    format: Literal["dlrm-snapshot"] = "dlrm-snapshot"
+    version: int = FORMAT_VERSION
+    kind: Literal["full"] = "full"
+    bits: int
+    meta: dict[str, Any]
+    chunks: tuple[ChunkEntry, ...]
+    dense: ObjectEntry
+
+    @property
+    def cut(self) -> CutMeta:
+        """What was the same on all ranks."""
+        return CutMeta.from_json(self.meta)
+
+    @property
+    def objects(self) -> tuple[ObjectEntry, ...]:
+        """Every object that the snapshot needs."""
+        return (*self.chunks, self.dense)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all its objects."""
+        return sum(entry.bytes for entry in self.objects)
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[PartList]) -> Self:
+        """The manifest of a whole gang's part lists.
+
+        Raises:
+            SnapshotConflictError: the parts are not of one cut.
+        """
+        ordered = sorted(parts, key=lambda part: part.rank)
+        first = ordered[0]
+        cut = CutMeta.from_json(first.meta)
+        dense = [part.dense for part in ordered if part.dense]
+        where = f"step {cut.step}, attempt {cut.attempt}"
+        if [part.rank for part in ordered] != list(range(cut.world_size)):
+            raise SnapshotConflictError(f"{where}: part lists are not those of ranks 0 to {cut.world_size - 1}")
+        for part in ordered:
+            if part.meta != first.meta or part.bits != first.bits:
+                raise SnapshotConflictError(f"{where}: rank {part.rank} handed over another cut than rank 0")
+        if len(dense) != 1:
+            raise SnapshotConflictError(f"{where}: {len(dense)} ranks handed over dense state, not one")
+        chunks = tuple(chunk for part in ordered for chunk in part.chunks)
+        return cls(bits=first.bits, meta=first.meta, chunks=chunks, dense=dense[0])
+
+
+M = TypeVar("M", PartList, Manifest)
+
+
+def manifest_key(step: int, attempt: int) -> str:
+    """Key of a manifest; zeros in front, so that a listing sorts by step."""
+    return f"{MANIFESTS}{step:016d}-{attempt:08d}.json"
+
+
+def parse_manifest_key(key: str) -> tuple[int, int] | None:
+    """(step, attempt) of a manifest's key; None where it is none."""
+    match = _KEY.fullmatch(key)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def cut_prefix(kind: str, step: int, attempt: int) -> str:
+    """Where the part lists (``PARTS``) or the objects (``CHUNKS``) of one cut are."""
+    return f"{kind}{step:016d}/{attempt:08d}/"
+
+
+def part_key(step: int, attempt: int, rank: int) -> str:
+    """Key of a rank's part list."""
+    return f"{cut_prefix(PARTS, step, attempt)}{rank:06d}.json"
+
+
+def chunk_key(cut: CutMeta, rank: int, name: str, sha256: str) -> str:
+    """Key of an object: it holds the hash of its bytes, so a repeated write can't change what is there."""
+    return f"{cut_prefix(CHUNKS, cut.step, cut.attempt)}{rank:06d}/{name}-{sha256[:16]}.safetensors"
+
+
+def parse_part(body: bytes, key: str) -> PartList:
+    """Read a part list.
+
+    Raises:
+        SnapshotError: names the object and the field that is wrong.
+    """
+    return _parse(PartList, body, key)
+
+
+def parse_manifest(body: bytes, key: str) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        SnapshotError: names the object and the field that is wrong, or the newer version that wrote it.
+    """
+    manifest = _parse(Manifest, body, key)
+    try:
+        cut = manifest.cut
+        tables = {table.name for table in cut.tables}
+    except (KeyError, TypeError, ValueError) as error:
+        raise SnapshotError(f"{key}: meta is not as the format says: {error!r}") from error
+    if parse_manifest_key(key) != (cut.step, cut.attempt):
+        raise SnapshotError(f"{key}: says that it is step {cut.step} of attempt {cut.attempt}")
+    unknown = sorted({chunk.table for chunk in manifest.chunks} - tables)
+    if unknown:
+        raise SnapshotError(f"{key}: holds rows of a table {unknown[0]} that its model does not have")
+    return manifest
+
+
+def _parse(model: type[M], body: bytes, key: str) -> M:
+    try:
+        value = json.loads(body)
+        version = int(value["version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise SnapshotError(f"{key}: not JSON of this format: {error!r}") from error
+    if version > FORMAT_VERSION:
+        raise SnapshotError(
+            f"{key}: format version {version}, this program reads up to {FORMAT_VERSION}: use a newer dlrm-operator"
+        )
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ".".join(str(step) for step in first["loc"])
+        raise SnapshotError(f"{key}: {path}: {first['msg']}") from error

@@ -1,0 +1,190 @@
+"""From the store back to rows: the newest snapshot that verifies, read at any sharding in bounded memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.errors import NoInputError, SnapshotError
+from dlrm_checkpointer.attempts import Attempt, claim_attempt, in_lineage, read_attempts
+from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, TableMeta
+from dlrm_checkpointer.fetch import check_bytes, check_present, fetch, fetch_rows, in_parallel
+from dlrm_checkpointer.manifest import MANIFESTS, ChunkEntry, Manifest, manifest_key, parse_manifest, parse_manifest_key
+from dlrm_checkpointer.objects import decode_dense
+from dlrm_checkpointer.store import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Snapshot", "claim_attempt", "newest_snapshot", "open_snapshot", "snapshot_keys"]
+
+
+class Snapshot:
+    """One committed snapshot, open for reading.
+
+    Args:
+        store: where it is.
+        manifest: what it consists of.
+    """
+
+    def __init__(self, store: ObjectStore, manifest: Manifest) -> None:
+        self.store, self.manifest = store, manifest
+        self.meta: CutMeta = manifest.cut
+        self._tables = {table.name: table for table in self.meta.tables}
+
+    @property
+    def step(self) -> int:
+        """Steps done at the cut."""
+        return self.meta.step
+
+    @property
+    def attempt(self) -> int:
+        """The store's attempt that wrote it; with ``step`` it names the snapshot."""
+        return self.meta.attempt
+
+    @property
+    def uri(self) -> str:
+        """URI of its manifest."""
+        return f"{self.store.uri}/{manifest_key(self.step, self.attempt)}"
+
+    def table(self, name: str) -> TableMeta:
+        """What the snapshot says of a table.
+
+        Raises:
+            SnapshotError: it has none of that name.
+        """
+        if name not in self._tables:
+            raise SnapshotError(f"{self.uri}: has no table {name}: it is of another model")
+        return self._tables[name]
+
+    def dense(self) -> dict[str, NDArray[Any]]:
+        """Dense parameters and dense optimizer state."""
+        entry = self.manifest.dense
+        return decode_dense(fetch(self.store, entry), f"{self.store.uri}/{entry.key}")
+
+    def shard_rows(self, shard: ShardId) -> Iterator[ShardRows]:
+        """The rows of a rectangle that were ever updated, chunk by chunk, in no order.
+
+        Each piece fills a part of the rectangle (``piece.shard``): where the snapshot was written with the
+        table's columns split otherwise, a row comes in several pieces. Rows that come in no piece have their
+        initial values and zero state. Memory is that of a few chunks.
+
+        Raises:
+            SnapshotError: no such rows in the model, a cut column block, or an object that is missing or corrupt.
+        """
+        table = self.table(shard.table)
+        if shard.row_end > table.rows or shard.column_end > table.dim:
+            raise SnapshotError(f"{self.uri}: {shard} lies outside the table's {table.rows} rows x {table.dim} columns")
+        table.blocks_of(shard.column_start, shard.column_end)
+        entries = [entry for entry in self.manifest.chunks if _overlaps(entry, shard)]
+        for piece in in_parallel(lambda entry: fetch_rows(self.store, entry), entries):
+            part = clip(piece, shard, table)
+            if len(part.row_ids):
+                yield part
+
+
+def _overlaps(entry: ChunkEntry, shard: ShardId) -> bool:
+    return (
+        entry.table == shard.table
+        and entry.first_row < shard.row_end
+        and entry.last_row >= shard.row_start
+        and entry.column_start < shard.column_end
+        and entry.column_end > shard.column_start
+    )
+
+
+def clip(piece: ShardRows, shard: ShardId, table: TableMeta) -> ShardRows:
+    """The part of a piece that lies in a rectangle; views where possible."""
+    begin, end = np.searchsorted(piece.row_ids, (shard.row_start, shard.row_end))
+    first = max(piece.shard.column_start, shard.column_start)
+    last = min(piece.shard.column_end, shard.column_end)
+    held = table.blocks_of(piece.shard.column_start, piece.shard.column_end)
+    wanted = table.blocks_of(first, last)
+    part = ShardId(
+        table=table.name,
+        row_start=max(piece.shard.row_start, shard.row_start),
+        row_end=min(piece.shard.row_end, shard.row_end),
+        column_start=first,
+        column_end=last,
+    )
+    return ShardRows(
+        shard=part,
+        row_ids=piece.row_ids[begin:end],
+        rows=piece.rows[begin:end, first - piece.shard.column_start : last - piece.shard.column_start],
+        state=piece.state[begin:end, wanted.start - held.start : wanted.stop - held.start],
+    )
+
+
+def snapshot_keys(store: ObjectStore) -> list[tuple[int, int]]:
+    """(step, attempt) of every manifest, newest first; those of histories that were given up are among them."""
+    keys = (parse_manifest_key(info.key) for info in store.list(MANIFESTS))
+    return sorted((key for key in keys if key), reverse=True)
+
+
+def open_snapshot(store: ObjectStore, step: int, attempt: int) -> Snapshot:
+    """Open one snapshot; checks that all its objects are there with their sizes.
+
+    Every object is checked against its SHA-256 when it is read.
+
+    Raises:
+        NoInputError: there is no such snapshot.
+        SnapshotError: it can't be used.
+    """
+    key = manifest_key(step, attempt)
+    try:
+        body = store.get(key)
+    except NoInputError as error:
+        raise NoInputError(f"{store.uri}: there is no snapshot of step {step} by attempt {attempt}") from error
+    manifest = parse_manifest(body, key)
+    check_present(store, manifest)
+    return Snapshot(store, manifest)
+
+
+def newest_snapshot(store: ObjectStore, *, verify: bool = True) -> tuple[Snapshot | None, list[str]]:
+    """The newest snapshot of the lineage that can be used.
+
+    Args:
+        store: the job's store.
+        verify: read every object once and check its SHA-256 before the answer, so that restoring from it can't
+            fail midway. It costs one more read of the snapshot, in parallel and in bounded memory; without it a
+            corrupt object shows as a SnapshotError from ``shard_rows``, when part of the model is filled.
+
+    Returns:
+        the snapshot, None where the lineage holds none; and why each newer one was passed over.
+
+    Raises:
+        SnapshotError: snapshots are there and none can be used: starting from step 0 must be a decision.
+    """
+    keys = snapshot_keys(store)
+    attempts = read_attempts(store, min((attempt for _, attempt in keys), default=0)) if keys else []
+    reasons: list[str] = []
+    broken = 0
+    for step, attempt in keys:
+        if not in_lineage(step, attempt, attempts):
+            reasons.append(_fenced(step, attempt, attempts))
+            continue
+        try:
+            snapshot = open_snapshot(store, step, attempt)
+            if verify:
+                check_bytes(store, snapshot.manifest)
+        except (SnapshotError, NoInputError) as error:
+            broken += 1
+            reasons.append(str(error))
+            logger.warning("snapshot passed over", extra={"step": step, "attempt": attempt, "problem": str(error)})
+        else:
+            return snapshot, reasons
+    if broken:
+        raise SnapshotError(
+            f"{store.uri}: no snapshot can be used ({'; '.join(reasons)}): mend the store, "
+            "or give an empty spec.checkpoint.uri to start from step 0"
+        )
+    return None, reasons
+
+
+def _fenced(step: int, attempt: int, attempts: list[Attempt]) -> str:
+    later = next(each for each in attempts if not each.accepts(step, attempt))
+    origin = "the beginning" if later.restored_step is None else f"step {later.restored_step}"
+    return f"step {step} of attempt {attempt}: attempt {later.number} went on from {origin} instead"

@@ -1,0 +1,105 @@
+"""Where the sidecar's settings come from: the job's document, and the environment that ``dlrm_api.names`` lists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlrm_api.errors import BadDataError, NoInputError, UsageError
+from dlrm_api.job import DLRMJob, parse_job
+from dlrm_api.names import Env, Port
+from dlrm_checkpointer.store import StoreOptions
+
+DEFAULT_GRACE_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All that a sidecar needs to know."""
+
+    uri: str
+    options: StoreOptions
+    handoff: Path
+    ranks: range
+    """Global ranks of this pod."""
+    single_pod: bool
+    """Whether these are all ranks of the gang."""
+    bits: int
+    keep_last: int
+    grace_s: float
+    """Seconds that the end of the trainers leaves for the last upload."""
+    bind: str
+    port: int
+    termination_log: Path | None
+
+
+def read_settings(job_file: Path, env: Mapping[str, str]) -> Settings:
+    """Read the job and the environment.
+
+    Raises:
+        NoInputError: the job's file is not there.
+        BadDataError: it is neither JSON nor YAML.
+        InvalidSpecError: names the field.
+        UsageError: names the environment variable.
+    """
+    job = read_job(job_file)
+    spec, per_pod = job.spec, job.spec.trainer.processes_per_replica
+    first = int(_number(env, Env.REPLICA, 0)) * per_pod
+    if Env.HANDOFF_DIR not in env:
+        raise UsageError(f"{Env.HANDOFF_DIR} is not set: give the pod's hand-off folder")
+    log = env.get(Env.TERMINATION_LOG)
+    return Settings(
+        uri=spec.checkpoint.uri,
+        options=store_options(job, env),
+        handoff=Path(env[Env.HANDOFF_DIR]),
+        ranks=range(first, first + per_pod),
+        single_pod=spec.replicas == 1,
+        bits=8 if spec.checkpoint.bits == 8 else 32,
+        keep_last=spec.checkpoint.retention.keep_last,
+        grace_s=_number(env, Env.GRACE_S, DEFAULT_GRACE_S),
+        bind=env.get(Env.BIND, "127.0.0.1"),
+        port=int(_number(env, Env.CHECKPOINTER_PORT, 0)) or Port.CHECKPOINTER,
+        termination_log=Path(log) if log else None,
+    )
+
+
+def store_options(job: DLRMJob, env: Mapping[str, str]) -> StoreOptions:
+    """How the job's store is reached, in any process of the job."""
+    checkpoint, folder = job.spec.checkpoint, env.get(Env.CREDENTIALS_DIR)
+    return StoreOptions(
+        endpoint=checkpoint.endpoint,
+        region=checkpoint.region,
+        ca_file=checkpoint.ca_file,
+        credentials_dir=Path(folder) if folder else None,
+    )
+
+
+def read_job(path: Path) -> DLRMJob:
+    """Read a job's document, JSON or YAML."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise NoInputError(f"{path}: the job's file cannot be read: {error.strerror}") from error
+    return parse_job(_decode(text, path))
+
+
+def _decode(text: str, path: Path) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        import yaml  # imported here: in a pod the job is JSON, and the sidecar starts in a moment
+
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise BadDataError(f"{path}: neither JSON nor YAML: {error}") from error
+
+
+def _number(env: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        return float(env.get(name) or default)
+    except ValueError as error:
+        raise UsageError(f"{name}={env[name]!r}: not a number") from error

@@ -1,0 +1,223 @@
+"""The sidecar's loop: cuts from the hand-off folder become committed snapshots, until the trainers are gone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+from dlrm_api.errors import DLRMError, SnapshotError, TemporaryError
+from dlrm_api.names import ExitCode
+from dlrm_api.progress import SnapshotInfo
+from dlrm_checkpointer.attempts import in_lineage, newest_attempt, read_attempts
+from dlrm_checkpointer.commit import try_commit
+from dlrm_checkpointer.folder import CutName
+from dlrm_checkpointer.inbox import Inbox, UploadedCut
+from dlrm_checkpointer.life import Backoff, Life
+from dlrm_checkpointer.manifest import Manifest, manifest_key
+from dlrm_checkpointer.restore import snapshot_keys
+from dlrm_checkpointer.retention import apply_retention
+from dlrm_checkpointer.status import Status
+from dlrm_checkpointer.store import ObjectStore
+from dlrm_checkpointer.upload import Upload
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.02
+LONGEST_LOOK_S = 2.0
+"""Longest pause between two looks for other pods' part lists."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What the job asks of its snapshots."""
+
+    bits: int
+    keep_last: int
+    single_pod: bool
+    """Whether all ranks of the gang hand over into this folder."""
+    grace_s: float
+
+
+class Sidecar:
+    """Works off one pod's hand-off folder.
+
+    A sidecar that is killed at any point and started again on the same folder goes on where the dead one was:
+    a cut leaves the folder after its part list is durable, a note of it after its manifest is.
+    """
+
+    def __init__(self, inbox: Inbox, store: ObjectStore, status: Status, policy: Policy) -> None:
+        self._inbox, self._store, self._status, self._policy = inbox, store, status, policy
+        self._life, self._backoff = Life(policy.grace_s), Backoff()
+        self._uploads: dict[CutName, Upload] = {}
+        self._looks: dict[UploadedCut, tuple[float, float]] = {}
+        self._committed: tuple[int, int] | None = None
+        self._searched = False
+        self._refusal: SnapshotError | None = None
+
+    def run(self, stop: threading.Event) -> ExitCode:
+        """Work until the trainers ended, or until ``stop`` is set and they are gone or out of time.
+
+        Returns:
+            DONE where nothing that could be committed is left; the exit code of what stood in the way otherwise.
+        """
+        while True:
+            self._look(stop)
+            try:
+                self._turn()
+            except DLRMError as error:
+                self._fail(error)
+                hopeless = self._life.ended and not isinstance(error, TemporaryError)
+                if hopeless or self._life.is_over(time.monotonic()):
+                    return self._finish(error.exit_code, f"StoreFailed: {error}")
+                self._pause(self._backoff.next(hurried=self._life.deadline is not None), stop)
+                continue
+            self._backoff.reset()
+            self._status.store_answered()
+            left = self._left()
+            if self._life.ended and not left:
+                return self._finish(*self._verdict())
+            if self._life.is_over(time.monotonic()):
+                return self._finish(ExitCode.TEMPORARY, f"OutOfTime: {left} is not committed")
+            time.sleep(POLL_S)
+
+    def _look(self, stop: threading.Event) -> None:
+        self._life.look(living=bool(self._inbox.living()), stopping=stop.is_set(), now=time.monotonic())
+
+    def _pause(self, seconds: float, stop: threading.Event) -> None:
+        """Wait before the next try, but not through the end of the trainers."""
+        until, was_ending = time.monotonic() + seconds, self._life.deadline is not None
+        while time.monotonic() < until and (self._life.deadline is not None) == was_ending:
+            time.sleep(POLL_S)
+            self._look(stop)
+
+    def _turn(self) -> None:
+        """One round over all that is there; an error leaves the rest for the next round."""
+        if not self._searched:
+            self._search()
+        for name in self._inbox.ready():
+            self._status.set_pending(name.step)
+            self._take(name)
+        for cut in self._inbox.uploaded():
+            if self._is_due(cut):
+                self._conclude(cut)
+        self._status.set_pending(self._pending())
+
+    def _search(self) -> None:
+        """Find the newest snapshot that was there before us."""
+        keys = snapshot_keys(self._store)
+        attempts = read_attempts(self._store, min((attempt for _, attempt in keys), default=0)) if keys else []
+        found = next((key for key in keys if in_lineage(*key, attempts)), None)
+        if found:
+            self._status.found(found[0])
+        self._searched = True
+
+    def _take(self, name: CutName) -> None:
+        """Make one rank's cut durable and give its memory back."""
+        try:
+            cut = self._inbox.open(name)
+            if newest_attempt(self._store) > name.attempt:
+                self._drop(name, "a newer attempt has started")
+                self._inbox.free(name)
+                return
+            if name not in self._uploads:
+                self._status.handed_over_bytes.inc(cut.nbytes)
+                count = self._status.uploaded_bytes.inc
+                self._uploads[name] = Upload(self._store, cut, self._policy.bits, on_bytes=count)
+            self._uploads[name].run()
+        except SnapshotError as error:
+            self._refuse(name, error)
+            return
+        self._uploads.pop(name)
+        self._inbox.note_uploaded(cut)
+        self._inbox.free(name)
+
+    def _refuse(self, name: CutName, error: SnapshotError) -> None:
+        logger.error("cut refused", extra={"cut": str(name), "problem": str(error)})
+        self._refusal = error
+        self._status.refused_cuts.inc()
+        self._inbox.publish_refused(name.step, name.attempt, str(error))
+        self._uploads.pop(name, None)
+        self._inbox.free(name)
+
+    def _drop(self, cut: CutName | UploadedCut, why: str) -> None:
+        logger.warning("cut dropped", extra={"step": cut.step, "attempt": cut.attempt, "why": why})
+        self._status.dropped_cuts.inc()
+
+    def _is_due(self, cut: UploadedCut) -> bool:
+        """Whether to look for the other pods' parts now: often at first, rarely when they take long."""
+        now = time.monotonic()
+        due, pause = self._looks.get(cut, (now, POLL_S))
+        if now < due:
+            return False
+        self._looks[cut] = (now + pause, min(pause * 1.5, LONGEST_LOOK_S))
+        return True
+
+    def _conclude(self, cut: UploadedCut) -> None:
+        """Commit a cut whose parts are all durable; give up one that can't become whole."""
+        why = "a newer attempt has started" if newest_attempt(self._store) > cut.attempt else ""
+        manifest = None
+        try:
+            manifest = None if why else try_commit(self._store, cut.step, cut.attempt, cut.world_size)
+        except SnapshotError as error:
+            self._refusal, why = error, str(error)
+        if manifest:
+            self._announce(cut, manifest)
+        elif why := why or self._hopeless(cut):
+            self._drop(cut, why)
+        else:
+            return
+        self._inbox.forget_uploaded(cut)
+        self._looks.pop(cut, None)
+
+    def _hopeless(self, cut: UploadedCut) -> str:
+        """Why the missing part lists of a cut will never come, or aren't worth waiting for; empty while they may."""
+        if self._committed and self._committed >= (cut.attempt, cut.step):
+            return "a later cut is committed"
+        if self._life.ended and self._policy.single_pod and not self._inbox.ready():
+            return "the gang ended before all its ranks had handed over"
+        return ""
+
+    def _announce(self, cut: UploadedCut, manifest: Manifest) -> None:
+        uri = f"{self._store.uri}/{manifest_key(cut.step, cut.attempt)}"
+        snapshot = SnapshotInfo(
+            step=cut.step,
+            kind=manifest.kind,
+            bits=manifest.bits,
+            bytes=manifest.total_bytes,
+            uri=uri,
+            time=time.time(),
+        )
+        self._committed = max(self._committed or (0, 0), (cut.attempt, cut.step))
+        self._status.committed(snapshot, cut.time)
+        self._inbox.publish_committed(cut.step, cut.attempt)
+        if 0 in self._inbox.ranks:
+            try:
+                self._status.retired.inc(apply_retention(self._store, cut.attempt, self._policy.keep_last))
+            except DLRMError as error:  # what is left goes with the next snapshot
+                self._fail(error)
+
+    def _fail(self, error: DLRMError) -> None:
+        logger.warning("the store failed", extra={"problem": str(error)})
+        self._status.store_failed(error)
+
+    def _pending(self) -> int | None:
+        waiting = [cut.step for cut in self._inbox.ready()] + [cut.step for cut in self._inbox.uploaded()]
+        return max(waiting, default=None)
+
+    def _left(self) -> str:
+        step = self._pending()
+        return "" if step is None else f"the cut of step {step}"
+
+    def _verdict(self) -> tuple[ExitCode, str]:
+        if self._refusal:
+            return self._refusal.exit_code, f"Refused: {self._refusal}"
+        said = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(self._inbox.reasons().items()))
+        return ExitCode.DONE, f"TrainersEnded: {said}" if said else "TrainersEnded"
+
+    def _finish(self, code: ExitCode, reason: str) -> ExitCode:
+        self._status.set_pending(self._pending())
+        self._status.ended(reason)
+        logger.info("checkpointer ends", extra={"exit_code": int(code), "reason": reason})
+        return code

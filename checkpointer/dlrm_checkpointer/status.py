@@ -1,0 +1,91 @@
+"""What the sidecar says of itself: /progress and Prometheus metrics."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from dlrm_api.errors import DLRMError
+from dlrm_api.progress import CheckpointerProgress, SnapshotInfo
+
+STORE_ERROR_LENGTH = 1_024
+COMMIT_BUCKETS_S = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1_800, 3_600)
+
+
+class Status:
+    """State shared between the sidecar's loop and its HTTP threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._progress = CheckpointerProgress(time=time.time())
+        registry = self.registry = CollectorRegistry()
+        prefix = "dlrm_checkpointer_"
+        self._committed = Gauge(prefix + "committed_step", "Step of the newest committed snapshot.", registry=registry)
+        self._pending = Gauge(
+            prefix + "pending_step", "Step handed over and not committed; -1: none.", registry=registry
+        )
+        self._commit_time = Gauge(
+            prefix + "last_commit_timestamp_seconds", "When the newest snapshot was committed.", registry=registry
+        )
+        self._failing = Gauge(prefix + "store_failing", "1 while the store's last call failed.", registry=registry)
+        self.uploaded_bytes = Counter(prefix + "uploaded_bytes", "Bytes of objects put.", registry=registry)
+        self.handed_over_bytes = Counter(prefix + "handed_over_bytes", "Bytes of cuts taken over.", registry=registry)
+        self.commits = Counter(prefix + "commits", "Snapshots seen committed.", registry=registry)
+        self.store_errors = Counter(prefix + "store_errors", "Failed rounds of store calls.", registry=registry)
+        self.refused_cuts = Counter(prefix + "refused_cuts", "Cuts that can never be stored.", registry=registry)
+        self.dropped_cuts = Counter(
+            prefix + "dropped_cuts", "Cuts given up: incomplete or overtaken.", registry=registry
+        )
+        self.retired = Counter(prefix + "retired_snapshots", "Snapshots removed by retention.", registry=registry)
+        self._commit_seconds = Histogram(
+            prefix + "commit_seconds", "From hand-over to commit.", registry=registry, buckets=COMMIT_BUCKETS_S
+        )
+        self._committed.set(-1)
+        self._pending.set(-1)
+
+    @property
+    def progress(self) -> CheckpointerProgress:
+        """What /progress answers now."""
+        with self._lock:
+            return self._progress
+
+    def _update(self, **changes: object) -> None:
+        with self._lock:
+            self._progress = self._progress.model_copy(update={**changes, "time": time.time()})
+
+    def set_pending(self, step: int | None) -> None:
+        """The newest step that is handed over and not committed."""
+        if step != self.progress.pending_step:
+            self._update(pending_step=step)
+        self._pending.set(-1 if step is None else step)
+
+    def found(self, step: int) -> None:
+        """A snapshot that was there when the sidecar started."""
+        self._update(committed_step=step)
+        self._committed.set(step)
+
+    def committed(self, snapshot: SnapshotInfo, handed_over: float) -> None:
+        """A snapshot is committed."""
+        self._update(committed_step=snapshot.step, last_snapshot=snapshot)
+        self._committed.set(snapshot.step)
+        self._commit_time.set(snapshot.time)
+        self._commit_seconds.observe(max(0.0, snapshot.time - handed_over))
+        self.commits.inc()
+
+    def store_failed(self, error: DLRMError) -> None:
+        """The store's last call failed."""
+        self._update(store_error=str(error)[:STORE_ERROR_LENGTH])
+        self._failing.set(1)
+        self.store_errors.inc()
+
+    def store_answered(self) -> None:
+        """The store's last call worked."""
+        if self.progress.store_error:
+            self._update(store_error="")
+            self._failing.set(0)
+
+    def ended(self, reason: str) -> None:
+        """The sidecar is about to end."""
+        self._update(reason=reason)

@@ -1,0 +1,246 @@
+"""A small model whose state changes from step to step, cut up over any number of ranks; stores that die on purpose."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from dlrm_api.errors import StoreUnavailableError
+from dlrm_api.names import ExitCode
+from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, TableMeta
+from dlrm_checkpointer.digest import state_digest, table_digest
+from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.handoff import HandOffWriter
+from dlrm_checkpointer.inbox import Inbox
+from dlrm_checkpointer.initializer import initial_rows
+from dlrm_checkpointer.sidecar import Policy, Sidecar
+from dlrm_checkpointer.status import Status
+from dlrm_checkpointer.store import Body, ObjectInfo, ObjectStore
+
+
+def table(name: str, rows: int, dim: int, *, blocks: int = 1, scale: float = 0.25) -> TableMeta:
+    width = dim // blocks
+    column_blocks = tuple((i * width, (i + 1) * width) for i in range(blocks))
+    return TableMeta(name=name, rows=rows, dim=dim, seed=7, scale=float(np.float32(scale)), column_blocks=column_blocks)
+
+
+TABLES = (
+    table("users", 1_000, 8),
+    table("items", 70_000, 16, blocks=2),
+    table("one", 1, 4),
+    table("zero", 50, 4, scale=0),
+)
+
+
+@dataclass
+class Model:
+    """The logical state, as a trainer of one rank would hold it."""
+
+    tables: tuple[TableMeta, ...] = TABLES
+    rows: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    state: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    touched: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
+    dense: dict[str, NDArray[Any]] = field(default_factory=dict)
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        for each in self.tables:
+            ids = np.arange(each.rows, dtype=np.int64)
+            self.rows[each.name] = initial_rows(each.seed, each.name, ids, range(each.dim), each.scale)
+            self.state[each.name] = np.zeros((each.rows, len(each.column_blocks)), np.float32)
+            self.touched[each.name] = np.zeros(each.rows, bool)
+        self.dense = {"top.0.weight": np.zeros((3, 5), np.float32), "opt.step": np.zeros((), np.int64)}
+
+    def train(self, steps: int = 1) -> Model:
+        for _ in range(steps):
+            self.step += 1
+            draw = np.random.default_rng(self.step)
+            for each in self.tables:
+                ids = np.unique(draw.integers(0, each.rows, max(1, each.rows // 20)))
+                self.rows[each.name][ids] += draw.normal(0, 0.1, (len(ids), each.dim)).astype(np.float32)
+                self.state[each.name][ids] += draw.random((len(ids), len(each.column_blocks)), np.float32)
+                self.touched[each.name][ids] = True
+            self.dense["top.0.weight"] += draw.normal(0, 0.1, (3, 5)).astype(np.float32)
+            self.dense["opt.step"] = np.asarray(self.step, np.int64)
+        return self
+
+    def meta(self, world_size: int, attempt: int = 1) -> CutMeta:
+        return CutMeta(
+            step=self.step,
+            samples=self.step * 64,
+            world_size=world_size,
+            attempt=attempt,
+            reader={"next_batch": self.step, "fingerprint": {"files": [["a", 1]]}, "seed": 7},
+            model={"tables": [each.to_json() for each in self.tables], "rowOptimizer": "rowwise-adagrad"},
+            metrics={"ne": 0.9},
+        )
+
+    def shards(self, rank: int, world_size: int) -> list[ShardId]:
+        """Rows of each table cut evenly; tables with two column blocks cut by columns too, on odd gangs' ranks."""
+        found = []
+        for each in self.tables:
+            bounds = np.linspace(0, each.rows, world_size + 1).astype(int)
+            columns = each.column_blocks if world_size % 2 == 0 else ((0, each.dim),)
+            for start, end in columns:
+                found.append(
+                    ShardId(
+                        table=each.name,
+                        row_start=int(bounds[rank]),
+                        row_end=int(bounds[rank + 1]),
+                        column_start=start,
+                        column_end=end,
+                    )
+                )
+        return found
+
+    def pieces(self, rank: int, world_size: int) -> Iterator[ShardRows]:
+        metas = {each.name: each for each in self.tables}
+        for shard in self.shards(rank, world_size):
+            ids = np.flatnonzero(self.touched[shard.table][shard.row_start : shard.row_end]) + shard.row_start
+            blocks = metas[shard.table].blocks_of(shard.column_start, shard.column_end)
+            yield ShardRows(
+                shard=shard,
+                row_ids=ids.astype(np.int64),
+                rows=self.rows[shard.table][ids, shard.column_start : shard.column_end],
+                state=self.state[shard.table][ids, blocks.start : blocks.stop],
+            )
+
+    def digest(self) -> str:
+        def read(name: str) -> Callable[[int, int], tuple[NDArray[np.float32], NDArray[np.float32]]]:
+            return lambda start, end: (self.rows[name][start:end], self.state[name][start:end])
+
+        tables = [(each.name, table_digest(each.rows, read(each.name))) for each in self.tables]
+        return state_digest(tables, self.dense)
+
+
+@dataclass
+class Pod:
+    """A hand-off folder, the writers of its ranks, and a sidecar that runs in a thread when asked to."""
+
+    folder: Path
+    store: ObjectStore
+    world_size: int = 1
+    ranks: range = range(1)
+    bits: int = 32
+    keep_last: int = 3
+    grace_s: float = 5.0
+    budget_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        self.writers = {rank: HandOffWriter(self.folder, rank, self.budget_bytes) for rank in self.ranks}
+        self.status = Status()
+
+    def cut(self, model: Model, attempt: int = 1, only: range | None = None) -> None:
+        for rank in only or self.ranks:
+            dense = model.dense if rank == 0 else None
+            self.writers[rank].put(model.meta(self.world_size, attempt), model.pieces(rank, self.world_size), dense)
+
+    def end(self, reason: str = "done") -> None:
+        for writer in self.writers.values():
+            writer.close(reason)
+
+    def sidecar(self) -> tuple[Inbox, Sidecar]:
+        inbox = Inbox(self.folder, self.ranks)
+        policy = Policy(
+            bits=self.bits,
+            keep_last=self.keep_last,
+            single_pod=len(self.ranks) == self.world_size,
+            grace_s=self.grace_s,
+        )
+        return inbox, Sidecar(inbox, self.store, self.status, policy)
+
+    def finish(self) -> ExitCode:
+        """Run a sidecar over what is there, as if the trainers had just ended."""
+        inbox, sidecar = self.sidecar()
+        stop = threading.Event()
+        stop.set()
+        try:
+            self.end()
+            return sidecar.run(stop)
+        finally:
+            inbox.close()
+
+    def commit(self, model: Model, attempt: int = 1) -> None:
+        """One cut, committed by a sidecar that lives as long as that takes."""
+        self.cut(model, attempt)
+        code = self.finish()
+        assert code == ExitCode.DONE, self.status.progress
+        self.writers = {rank: HandOffWriter(self.folder, rank, self.budget_bytes) for rank in self.ranks}
+
+
+class DyingStore:
+    """A store that answers nothing more after some writes (puts and deletes): the machine went down there."""
+
+    def __init__(self, store: ObjectStore, writes_left: int) -> None:
+        self._store, self.writes_left = store, writes_left
+
+    @property
+    def uri(self) -> str:
+        return self._store.uri
+
+    def _write(self) -> None:
+        self.writes_left -= 1
+        self._alive()
+
+    def _alive(self) -> None:
+        if self.writes_left < 0:
+            raise StoreUnavailableError("the store is gone")
+
+    def get(self, key: str) -> bytes:
+        self._alive()
+        return self._store.get(key)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        self._alive()
+        return self._store.get_range(key, start, length)
+
+    def put(self, key: str, body: Body) -> None:
+        self._write()
+        self._store.put(key, body)
+
+    def put_if_absent(self, key: str, body: Body) -> bool:
+        self._write()
+        return self._store.put_if_absent(key, body)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self._alive()
+        return self._store.list(prefix)
+
+    def delete(self, key: str) -> None:
+        self._write()
+        self._store.delete(key)
+
+    def size(self, key: str) -> int | None:
+        self._alive()
+        return self._store.size(key)
+
+    def sweep_uploads(self, older_than_s: float) -> int:
+        self._alive()
+        return self._store.sweep_uploads(older_than_s)
+
+
+@pytest.fixture
+def new_model() -> type[Model]:
+    return Model
+
+
+@pytest.fixture
+def new_pod() -> type[Pod]:
+    return Pod
+
+
+@pytest.fixture
+def dying() -> type[DyingStore]:
+    return DyingStore
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store")
