@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
 from pydantic.alias_generators import to_camel
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from dlrm_api.errors import invalid_spec
 
 NOT_BUILT = "x-dlrm-not-built"
 """JSON schema key under which :class:`NotBuilt` leaves the allowed values for the CRD generator."""
@@ -93,3 +104,49 @@ class NotBuilt:
             return value
         message = self.message(to_camel(info.field_name or "this field"))
         raise PydanticCustomError("not_built", "{message}", {"message": message})
+
+
+Model = TypeVar("Model", bound=ApiModel)
+YAML_1_1_TEXT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?[0-9]+\.[0-9]*[eE][0-9]+")
+"""Numbers that YAML 1.1 readers, such as PyYAML, take for text, and kubectl does not: 1e-3, 1.5e3."""
+
+
+def read(model: type[Model], document: Any) -> Model:
+    """Read a decoded YAML or JSON document as strictly as the API server: no text for numbers, no Python names.
+
+    Raises:
+        InvalidSpecError: names the first refused field as kubectl shows it, and how many more there are.
+    """
+    try:
+        return _read_json(model, document)
+    except ValidationError as error:
+        mended = _with_numbers(document, error)
+        if mended is None:
+            raise invalid_spec(error) from error
+    try:
+        return _read_json(model, mended)
+    except ValidationError as error:
+        raise invalid_spec(error) from error
+
+
+def _read_json(model: type[Model], document: Any) -> Model:
+    text = json.dumps(document, default=str)  # YAML readers make dates of timestamps
+    return model.model_validate_json(text, strict=True, by_alias=True, by_name=False)
+
+
+def _with_numbers(document: Any, error: ValidationError) -> Any:
+    """A copy in which refused numbers of :data:`YAML_1_1_TEXT` are numbers; None where there is none."""
+    texts = [
+        problem["loc"]
+        for problem in error.errors(include_url=False)
+        if problem["type"] == "float_type" and YAML_1_1_TEXT.fullmatch(str(problem["input"]))
+    ]
+    if not texts:
+        return None
+    mended = json.loads(json.dumps(document, default=str))
+    for *above, last in texts:
+        place = mended
+        for step in above:
+            place = place[step]
+        place[last] = float(place[last])
+    return mended

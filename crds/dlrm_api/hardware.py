@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import ConfigDict, Field, WithJsonSchema
 
-from dlrm_api.base import ApiModel, Rule
-from dlrm_api.errors import invalid_spec
+from dlrm_api.base import ApiModel, Rule, read
 from dlrm_api.names import API_VERSION
 from dlrm_api.quantities import Bytes
 
@@ -107,7 +106,4 @@ def parse_profile(document: Any) -> HardwareProfile:
     Raises:
         InvalidSpecError: names the first refused field as kubectl shows it.
     """
-    try:
-        return HardwareProfile.model_validate(document)
-    except ValidationError as error:
-        raise invalid_spec(error) from error
+    return read(HardwareProfile, document)

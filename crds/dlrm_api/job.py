@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from dlrm_api.base import ApiModel
+from dlrm_api.base import ApiModel, Rule, read
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_api.data import DataSpec
-from dlrm_api.errors import invalid_spec
 from dlrm_api.lifecycle import LifecycleSpec, SchedulingSpec
 from dlrm_api.model import MAX_TABLES, ModelSpec
 from dlrm_api.names import API_VERSION
@@ -31,10 +31,21 @@ class ObjectMeta(ApiModel):
 
     model_config = ConfigDict(extra="allow")
 
-    name: Annotated[str, Field(min_length=1, max_length=JOB_NAME_LENGTH, pattern=JOB_NAME_PATTERN)] = Field(
-        description="Name of the job; it becomes the name of Services and pods."
+    name: str = Field(
+        min_length=1, max_length=253, description="Name of the job; it becomes the name of Services and pods."
     )
     namespace: str | None = Field(None, max_length=63, description="Namespace.")
+
+    rules = (
+        Rule(
+            cel=f"size(self.name) <= {JOB_NAME_LENGTH} && self.name.matches('{JOB_NAME_PATTERN}')",
+            holds=lambda meta: len(meta.name) <= JOB_NAME_LENGTH and re.search(JOB_NAME_PATTERN, meta.name) is not None,
+            message=(
+                f"name must be at most {JOB_NAME_LENGTH} lower-case letters, digits and dashes, from a letter on: "
+                "it becomes the name of Services and pods"
+            ),
+        ),
+    )
 
 
 class DLRMJobSpec(ApiModel):
@@ -48,6 +59,20 @@ class DLRMJobSpec(ApiModel):
     lifecycle: LifecycleSpec = Field(LifecycleSpec(), description="Restarts and deadlines.")
     scheduling: SchedulingSpec = Field(SchedulingSpec(), description="Queues and priorities.")
 
+    rules = (
+        Rule(
+            cel=(
+                "(has(self.trainer.replicas) ? self.trainer.replicas : 1) * self.trainer.processesPerReplica "
+                "<= self.data.virtualShards"
+            ),
+            holds=lambda spec: spec.world_size <= spec.data.virtual_shards,
+            message=(
+                "data.virtualShards must be at least trainer.replicas x processesPerReplica, one for each rank: "
+                "raise it, or use fewer ranks"
+            ),
+        ),
+    )
+
     @model_validator(mode="after")
     def _tables_agree(self) -> DLRMJobSpec:
         """Uniqueness and references over up to 5,000 tables: here, because CEL would need quadratic time."""
@@ -58,22 +83,9 @@ class DLRMJobSpec(ApiModel):
             )
         _refuse_duplicates("name", [table.name for table in tables])
         _refuse_duplicates("feature", [table.source for table in tables])
-        if self.model.interaction == "dot":
-            width = self.model.bottom_mlp[-1] if self.model.bottom_mlp else tables[0].dim
-            for table in tables:
-                if table.dim != width:
-                    _refuse(
-                        f"model.tables: table {table.name} has dim {table.dim} where interaction dot needs {width}, "
-                        "the last of bottomMlp: make them equal or use interaction dcn"
-                    )
         if self.data.format == "criteo-tsv":
             _refuse_unknown("model.denseFeatures", self.model.dense_features, CRITEO_DENSE)
             _refuse_unknown("model.tables", tuple(table.source for table in tables), CRITEO_SPARSE)
-        if self.world_size > self.data.virtual_shards:
-            _refuse(
-                f"data.virtualShards: {self.data.virtual_shards} virtual shards cannot feed {self.world_size} ranks "
-                "(trainer.replicas x processesPerReplica): raise it, or use fewer ranks"
-            )
         return self
 
     @property
@@ -103,10 +115,7 @@ def parse_job(document: Any) -> DLRMJob:
     Raises:
         InvalidSpecError: names the first refused field as kubectl shows it, and how many more there are.
     """
-    try:
-        return DLRMJob.model_validate(document)
-    except ValidationError as error:
-        raise invalid_spec(error) from error
+    return read(DLRMJob, document)
 
 
 def _refuse(message: str) -> None:

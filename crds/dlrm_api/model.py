@@ -119,6 +119,13 @@ class TableGroup(ApiModel):
     template: TableOptions = Field(description="What the tables share.")
 
 
+_WIDTH = (
+    "has(self.bottomMlp) && size(self.bottomMlp) > 0 ? self.bottomMlp[size(self.bottomMlp) - 1] : "
+    "has(self.tables) && size(self.tables) > 0 ? self.tables[0].dim : self.tableGroups[0].template.dim"
+)
+"""The one width of the dot interaction, in CEL; it is read only where there is a table or a group."""
+
+
 def _widths_end_in_one(model: ModelSpec) -> bool:
     return model.top_mlp[-1] == 1
 
@@ -180,11 +187,15 @@ class ModelSpec(ApiModel):
         ),
         Rule(
             cel=(
-                "self.interaction != 'dot' || !has(self.bottomMlp) || size(self.bottomMlp) == 0 || "
-                "!has(self.tables) || self.tables.all(t, t.dim == self.bottomMlp[size(self.bottomMlp) - 1])"
+                "self.interaction != 'dot' || "
+                f"((!has(self.tables) || self.tables.all(t, t.dim == ({_WIDTH}))) && "
+                f"(!has(self.tableGroups) || self.tableGroups.all(g, g.template.dim == ({_WIDTH}))))"
             ),
             holds=_dims_agree,
-            message="interaction dot needs one width: every table's dim must equal the last of bottomMlp",
+            message=(
+                "interaction dot needs one width: make the dim of every table and the last of bottomMlp equal, "
+                "or use interaction dcn"
+            ),
         ),
     )
 

@@ -34,13 +34,11 @@ def parse_bytes(value: Any) -> Any:
 
 
 def parse_duration(value: Any) -> Any:
-    """Turn ``1h30m`` into seconds; numbers are seconds already.
+    """Turn ``1h30m`` into seconds. A bare number is refused, as the API server does: its unit would be a guess.
 
     Raises:
         ValueError: the text is no duration; the message shows a good one.
     """
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
     match = re.fullmatch(DURATION_PATTERN, value) if isinstance(value, str) and value else None
     if match is None:
         raise ValueError(f"{value!r} is no duration: write something like 90s, 30m or 1h30m")
@@ -59,6 +57,10 @@ Bytes = Annotated[
         {
             "x-kubernetes-int-or-string": True,
             "anyOf": [{"type": "integer"}, {"type": "string"}],
+            "minimum": 0,
+            "maximum": 2**60,
+            "minLength": 1,
+            "maxLength": 32,
             "pattern": BYTES_PATTERN,
         }
     ),

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from dlrm_api.base import ApiModel, NotBuilt, Rule
+from dlrm_api.overlay import PodTemplateOverlay
 from dlrm_api.quantities import Bytes
 
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
-ResourceQuantity = Annotated[str, Field(min_length=1, max_length=32, pattern=QUANTITY)]
-FreeForm = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True})]
-
-POD_OVERLAY_METADATA = frozenset({"labels", "annotations"})
-POD_OVERLAY_SPEC = frozenset(
-    {
-        "volumes",
-        "tolerations",
-        "securityContext",
-        "schedulingGates",
-        "nodeSelector",
-        "imagePullSecrets",
-        "serviceAccountName",
-        "runtimeClassName",
-        "hostAliases",
-        "dnsConfig",
-        "dnsPolicy",
-    }
-)
-"""Pod fields that the overlay may set; the others belong to the operator."""
-POD_OVERLAY_CONTAINER = frozenset({"env", "envFrom", "volumeMounts", "securityContext"})
+ResourceQuantity = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    Field(min_length=1, max_length=32, pattern=QUANTITY),
+    WithJsonSchema(
+        {
+            "x-kubernetes-int-or-string": True,
+            "anyOf": [{"type": "integer"}, {"type": "string"}],
+            "minLength": 1,
+            "maxLength": 32,
+            "minimum": 0,
+            "pattern": QUANTITY,
+        }
+    ),
+]
+"""An amount of a resource, as in a pod: 2, 500m, 16Gi."""
 
 
 class AutoReplicas(ApiModel):
@@ -64,39 +60,6 @@ class ResourcesSpec(ApiModel):
 
     requests: dict[str, ResourceQuantity] = Field({}, max_length=32, description="Requested resources.")
     limits: dict[str, ResourceQuantity] = Field({}, max_length=32, description="Limits.")
-
-
-class PodTemplateOverlay(ApiModel):
-    """What users add to the operator's pods; other fields than the listed ones are refused."""
-
-    metadata: FreeForm = Field({}, description="labels and annotations to add.")
-    spec: FreeForm = Field({}, description="Pod fields to add: " + ", ".join(sorted(POD_OVERLAY_SPEC)) + ".")
-    container: FreeForm = Field(
-        {},
-        description="Fields of the trainer container to add: " + ", ".join(sorted(POD_OVERLAY_CONTAINER)) + ".",
-    )
-
-    rules = (
-        Rule(
-            cel="!has(self.metadata) || self.metadata.all(k, k in ['annotations', 'labels'])",
-            holds=lambda overlay: set(overlay.metadata) <= POD_OVERLAY_METADATA,
-            message="metadata: only labels and annotations can be added",
-        ),
-        Rule(
-            cel="!has(self.spec) || self.spec.all(k, k in ["
-            + ", ".join(f"'{key}'" for key in sorted(POD_OVERLAY_SPEC))
-            + "])",
-            holds=lambda overlay: set(overlay.spec) <= POD_OVERLAY_SPEC,
-            message="spec: only these pod fields can be added: " + ", ".join(sorted(POD_OVERLAY_SPEC)),
-        ),
-        Rule(
-            cel="!has(self.container) || self.container.all(k, k in ["
-            + ", ".join(f"'{key}'" for key in sorted(POD_OVERLAY_CONTAINER))
-            + "])",
-            holds=lambda overlay: set(overlay.container) <= POD_OVERLAY_CONTAINER,
-            message="container: only these fields can be added: " + ", ".join(sorted(POD_OVERLAY_CONTAINER)),
-        ),
-    )
 
 
 class TrainerSpec(ApiModel):

@@ -1,0 +1,125 @@
+"""From pydantic's JSON schema to a structural schema, the only kind that a CustomResourceDefinition may hold.
+
+pydantic says nested models by reference, an optional field as a choice with null, and closed objects by
+``additionalProperties: false``; the API server refuses each of these. Unknown keywords are refused here, so that
+a new kind of field fails when the files are generated and not when a cluster gets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dlrm_api.base import NOT_BUILT, RULES, NotBuilt
+
+Schema = dict[str, Any]
+
+KEPT = frozenset(
+    {
+        "description", "type", "format", "enum", "default", "pattern", "minLength", "maxLength", "minimum", "maximum",
+        "multipleOf", "minItems", "maxItems", "maxProperties", "required",
+        RULES, "x-kubernetes-preserve-unknown-fields", "x-kubernetes-int-or-string", "x-kubernetes-list-type",
+        "x-kubernetes-list-map-keys",
+    }
+)  # fmt: skip
+"""Keywords that pass as they are."""
+DROPPED = frozenset({"title", "$defs", NOT_BUILT})
+INT_OR_STRING: Schema = {"x-kubernetes-int-or-string": True, "anyOf": [{"type": "integer"}, {"type": "string"}]}
+
+
+def structural(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Schema:
+    """Rewrite one schema and all below it; ``definitions`` are what references point to.
+
+    Raises:
+        ValueError: a keyword that structural schemas lack and no rewrite is known for.
+    """
+    flat = _resolved(schema, definitions)
+    result: Schema = {}
+    for keyword, value in flat.items():
+        if keyword == "properties":
+            result["properties"] = {name: structural(field, definitions) for name, field in value.items()}
+        elif keyword == "items":
+            result["items"] = structural(value, definitions)
+            result.setdefault("x-kubernetes-list-type", "atomic")
+        elif keyword == "additionalProperties":
+            if value is not False:
+                result["additionalProperties"] = structural(value, definitions)
+        elif keyword == "const":
+            result["enum"] = [value]
+        elif keyword == "anyOf" and flat.get("x-kubernetes-int-or-string"):
+            result["anyOf"] = value
+        elif keyword in KEPT:
+            result[keyword] = value
+        elif keyword not in DROPPED:
+            raise ValueError(f"no structural form is known for {keyword!r} in {dict(flat)}")
+    _mixed_enum(result)
+    _not_built(result, flat, definitions)
+    _small_default(result)
+    return result
+
+
+def _resolved(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Schema:
+    """Follow references and drop null from choices; what stands beside them wins."""
+    flat = dict(schema)
+    while True:
+        if "$ref" in flat:
+            target = definitions[flat.pop("$ref").rsplit("/", 1)[-1]]
+        elif len(choices := [one for one in flat.get("anyOf", ()) if one.get("type") != "null"]) == 1:
+            del flat["anyOf"]
+            target = choices[0]
+        else:
+            return flat
+        flat = {**target, **flat}
+
+
+def _mixed_enum(schema: Schema) -> None:
+    """An enum of texts and numbers has no type: it becomes an int-or-string with a rule."""
+    values = schema.get("enum", ())
+    if len({isinstance(value, str) for value in values}) < 2:
+        return
+    del schema["enum"]
+    schema.pop("type", None)
+    schema.update(INT_OR_STRING)
+    rule = " || ".join(f"self == {_literal(value)}" for value in values)
+    schema[RULES] = [{"rule": rule, "message": "use one of " + ", ".join(str(value) for value in values)}]
+
+
+def _not_built(schema: Schema, flat: Mapping[str, Any], definitions: Mapping[str, Any]) -> None:
+    """Say in rules of the object which of its fields, or which of their values, this version lacks."""
+    rules = []
+    for name, field in flat.get("properties", {}).items():
+        allowed = _resolved(field, definitions).get(NOT_BUILT)
+        if allowed is None:
+            continue
+        rule = " || ".join([f"!has(self.{name})", *(f"self.{name} == {_literal(value)}" for value in allowed)])
+        rules.append({"rule": rule, "message": NotBuilt(tuple(allowed)).message(name), "fieldPath": f".{name}"})
+    if rules:
+        schema[RULES] = [*schema.get(RULES, ()), *rules]
+
+
+def _small_default(schema: Schema) -> None:
+    """Cut what the fields' own defaults say again, and drop empty ones: absent and empty mean the same."""
+    if "default" not in schema:
+        return
+    default = _without_inner_defaults(schema["default"], schema)
+    if default is None or (default in ([], {}) and "properties" not in schema):
+        del schema["default"]
+    else:
+        schema["default"] = default
+
+
+def _without_inner_defaults(value: Any, schema: Mapping[str, Any]) -> Any:
+    if not isinstance(value, dict) or "properties" not in schema:
+        return value
+    fields = schema["properties"]
+    inner = {name: _without_inner_defaults(item, fields[name]) for name, item in value.items()}
+    return {
+        name: item for name, item in inner.items() if item not in (None, [], {}) and item != fields[name].get("default")
+    }
+
+
+def _literal(value: Any) -> str:
+    """A value as CEL writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"'{value}'" if isinstance(value, str) else str(value)
