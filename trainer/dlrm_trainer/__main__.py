@@ -1,0 +1,108 @@
+"""``python -m dlrm_trainer --job JOB --plan PLAN``: run this pod's ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import yaml
+
+from dlrm_api.errors import BadDataError, DLRMError, NoInputError, UsageError
+from dlrm_api.job import DLRMJob, parse_job
+from dlrm_api.names import ExitCode
+from dlrm_api.plan import Plan, parse_plan, plan_from_parts
+from dlrm_api.progress import TerminationMessage
+from dlrm_trainer.logs import log_to_stderr
+from dlrm_trainer.settings import Settings, read_settings
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}: see python -m dlrm_trainer --help")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the launcher; the exit code is one of ``dlrm_api.names.ExitCode`` or a crashed rank's."""
+    log_to_stderr("launcher")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end_before_the_start)
+    settings = Settings()
+    try:
+        settings = read_settings()
+        message = _run(_parse(arguments), settings)
+    except DLRMError as error:
+        reason = type(error).__name__.removesuffix("Error")
+        message = TerminationMessage(exit_code=error.exit_code, reason=reason, message=str(error))
+    if settings.termination_log:
+        settings.termination_log.write_bytes(message.encode())
+    if message.exit_code not in (ExitCode.DONE, ExitCode.TERMINATED):
+        print(f"dlrm_trainer: error: {message.message}", file=sys.stderr, flush=True)
+    return int(message.exit_code)
+
+
+def _end_before_the_start(_number: int, _frame: FrameType | None) -> None:
+    sys.exit(ExitCode.TERMINATED)  # nothing is there to cut before the ranks are; then the launcher takes over
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="python -m dlrm_trainer", description="Run this pod's trainer ranks.")
+    parser.add_argument("--job", required=True, type=Path, metavar="FILE", help="the DLRMJob, JSON or YAML")
+    parser.add_argument(
+        "--plan", required=True, type=Path, metavar="PATH", help="the plan: a JSON file, or the folder of its parts"
+    )
+    parser.add_argument(
+        "--digest", action="store_true", help="write the SHA-256 of the final state into result.json as state_digest"
+    )
+    return parser.parse_args(arguments)
+
+
+def _run(options: argparse.Namespace, settings: Settings) -> TerminationMessage:
+    job, plan = read_job(options.job), read_plan(options.plan)
+    from dlrm_trainer.launcher import Launcher  # torch takes seconds to load: what is wrong above is said before
+
+    return Launcher(job, plan, settings, options.digest).wait()
+
+
+def read_job(path: Path) -> DLRMJob:
+    """Read a job's document.
+
+    Raises:
+        NoInputError: the file can't be read.
+        BadDataError: it is neither JSON nor YAML.
+        InvalidSpecError: it is no job.
+    """
+    text = _read(path).decode(errors="replace")
+    try:
+        document: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        problem = " ".join(str(error).split())
+        raise BadDataError(f"{path}: neither JSON nor YAML: {problem}") from error
+    return parse_job(document)
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan from its file, or from the folder of its parts.
+
+    Raises:
+        NoInputError: there is none.
+        InvalidSpecError: it is no plan, or parts are missing.
+    """
+    if not path.is_dir():
+        return parse_plan(_read(path))
+    return plan_from_parts({part.name: part.read_bytes() for part in path.glob("plan.*.gz")})
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise NoInputError(f"{path}: {error.strerror}: give the path of the file") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""When a cut is made: who may ask, and how all ranks come to make it after one and the same step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+
+from dlrm_api.checkpoint import CheckpointSpec
+from dlrm_checkpointer.handoff import HandOffWriter
+from dlrm_trainer.collectives import Collectives
+
+DEFAULT_INTERVAL_S = 1_800.0
+"""``spec.checkpoint.interval`` where neither it nor intervalSteps is given."""
+
+
+class StoppedError(Exception):
+    """A signal asked for the end before there was anything to cut."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What all ranks know alike after a step's small collective."""
+
+    loss: float
+    """Mean log loss of the global batch."""
+    cut: bool
+    """Make a cut after this step."""
+    delayed: bool
+    """A cut is due, but an earlier one still waits for the checkpointer."""
+    stop: bool
+    """Some rank was told to end (SIGTERM): hand over a cut after this step and end."""
+
+
+class CutControl:
+    """One rank's requests for cuts, and the agreement of all. Requests may come from other threads and signal handlers.
+
+    Args:
+        spec: says the interval; rank 0 alone keeps it.
+        collectives: of all ranks.
+    """
+
+    def __init__(self, spec: CheckpointSpec, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._writer: HandOffWriter | None = None
+        self._interval_steps = spec.interval_steps
+        self._interval_s = DEFAULT_INTERVAL_S if spec.interval is None else spec.interval
+        self._due = False
+        self._asked = False
+        self._stop = False
+        self._last_time = time.monotonic()
+        self.last_step: int | None = None
+        """Step of the newest cut of this attempt, or of the snapshot that it started from."""
+        self.delays = 0
+        """Cuts that had to wait because an earlier one still did."""
+        self._waiting = False
+        self._changed = threading.Condition()
+
+    def attach(self, writer: HandOffWriter | None) -> None:
+        """Say where cuts go; None: no snapshots are taken."""
+        self._writer = writer
+
+    def restored(self, step: int | None) -> None:
+        """Say which step's snapshot training goes on from, and start the interval."""
+        self.last_step = step
+        self._last_time = time.monotonic()
+
+    def ask(self) -> None:
+        """Ask for a cut after the step that is being made."""
+        self._asked = True
+
+    def stop(self) -> None:
+        """Ask for a cut and the end; safe in a signal handler."""
+        self._stop = True
+
+    @property
+    def takes_cuts(self) -> bool:
+        """Whether there is anywhere to hand a cut over to."""
+        return self._writer is not None
+
+    def check_stop(self) -> None:
+        """End a wait that no step has come out of yet.
+
+        Raises:
+            StoppedError: this rank was told to end.
+        """
+        if self._stop:
+            raise StoppedError("told to end before the first step")
+
+    def agree(self, loss: float, step: int) -> Agreement:
+        """The one small collective of a step: sums the ranks' shares of the loss and joins their requests.
+
+        Args:
+            loss: this rank's share.
+            step: number of steps done once this one is.
+        """
+        if self._collectives.rank == 0 and self._writer is not None:
+            self._due = self._due or self._interval_over(step)
+        wanted = (self._due or self._asked) and self._writer is not None
+        blocked = self._writer is not None and not self._writer.ready()
+        vector = torch.tensor([loss, wanted, blocked, self._stop], dtype=torch.float64)
+        self._collectives.all_reduce(vector)
+        total, wanting, blocking, stopping = vector.tolist()
+        delayed = wanting > 0 and blocking > 0
+        if delayed and not self._waiting:
+            self.delays += 1
+        self._waiting = delayed
+        return Agreement(loss=total, cut=wanting > 0 and blocking == 0, delayed=delayed, stop=stopping > 0)
+
+    def made(self, step: int) -> None:
+        """Record that a cut was handed over after ``step`` steps."""
+        self._due = self._asked = False
+        self._last_time = time.monotonic()
+        with self._changed:
+            self.last_step = step
+            self._changed.notify_all()
+
+    def wait_for(self, step: int, timeout_s: float) -> int | None:
+        """Step of a cut at ``step`` or later, once one is handed over; None if none is by then. For other threads."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.last_step is not None and self.last_step >= step, timeout_s)
+            return self.last_step if self.last_step is not None and self.last_step >= step else None
+
+    def _interval_over(self, step: int) -> bool:
+        if self._interval_steps is not None:
+            return step % self._interval_steps == 0
+        return time.monotonic() - self._last_time >= self._interval_s

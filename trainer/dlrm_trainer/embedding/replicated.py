@@ -1,0 +1,78 @@
+"""Data-parallel tables: every rank holds all rows, gradients are summed, and every rank makes the same update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dlrm_trainer.embedding.kernels import TableBatch
+
+
+class ReplicatedTables:
+    """Small tables whose dense gradient is cheaper to sum over ranks than their pooled rows are to send.
+
+    Their rows stay bit-equal on all ranks: the sum is, and so is the update made from it.
+
+    Args:
+        shapes: (rows, dim) of each table.
+        eps: added to the root of the row state.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], eps: float) -> None:
+        self.batch = TableBatch(shapes, eps)
+        self._shapes, self._eps = tuple(shapes), eps
+        self.gradient_elements = sum(rows * (dim + 1) for rows, dim in shapes)
+        """float32 elements that ranks sum: of each table its gradient, then how many ranks touched each row."""
+
+    def lookup(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Sum the rows of each bag: see ``TableBatch.lookup``; no gradient is recorded."""
+        with torch.no_grad():
+            return self.batch.lookup(ids, lengths)
+
+    def write_gradient(self, buffer: Tensor, gradient: Tensor, ids: Tensor, lengths: Tensor) -> None:
+        """Fill this rank's gradient in.
+
+        Args:
+            buffer: (gradient_elements,) float32, overwritten.
+            gradient: (n, dim) float32, of the loss by the lookup.
+            ids: (sum of lengths,) int64, table-major, as looked up.
+            lengths: (T, n), as looked up.
+        """
+        sizes = lengths.sum(dim=1, dtype=torch.int64).tolist()
+        columns = torch.split(gradient, [dim for _, dim in self._shapes], dim=1)
+        for (rows, _), table_ids, bags, column, (dense, touched) in zip(
+            self._shapes, torch.split(ids, sizes), lengths, columns, self._views(buffer), strict=True
+        ):
+            each = torch.repeat_interleave(column, bags, dim=0)
+            dense.copy_(torch.ops.aten.embedding_dense_backward(each, table_ids, rows, -1, False))
+            touched.zero_()
+            touched[table_ids] = 1.0
+
+    def update(self, buffer: Tensor, learning_rate: float) -> list[Tensor]:
+        """Row-wise Adagrad on every row that any rank touched.
+
+        Args:
+            buffer: (gradient_elements,) summed over ranks.
+            learning_rate: of this step.
+
+        Returns:
+            The rows updated of each table, (R,) int64 ascending.
+        """
+        updated = []
+        for weight, state, (dense, touched) in zip(
+            self.batch.weights, self.batch.states, self._views(buffer), strict=True
+        ):
+            rows = touched.nonzero().squeeze(1)
+            gradient = dense[rows]
+            row_state = state[rows] + gradient.square().mean(dim=1)
+            state[rows] = row_state
+            factor = learning_rate / (row_state.sqrt() + self._eps)
+            weight[rows] -= factor[:, None] * gradient
+            updated.append(rows)
+        return updated
+
+    def _views(self, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
+        parts = torch.split(buffer, [size for rows, dim in self._shapes for size in (rows * dim, rows)])
+        return [(parts[2 * number].view(shape), parts[2 * number + 1]) for number, shape in enumerate(self._shapes)]

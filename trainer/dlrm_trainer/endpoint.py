@@ -1,0 +1,192 @@
+"""The pod's HTTP endpoint: ``/progress``, ``/metrics``, ``/stacks`` and ``POST /cut``. A few microseconds a request."""
+
+from __future__ import annotations
+
+import faulthandler
+import hmac
+import json
+import socketserver
+import tempfile
+import threading
+from collections.abc import Iterator
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dlrm_api.errors import TemporaryError
+from dlrm_api.names import TOKEN_HEADER
+from dlrm_api.progress import TrainerPhase
+from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.cuts import CutControl
+from dlrm_trainer.progress import ProgressBoard
+
+CUT_WAIT_S = 5.0
+"""How long ``POST /cut`` waits for the cut before it answers with the step at which it will be at the earliest."""
+LARGEST_BODY = 4_096
+
+
+class Endpoint:
+    """Serves one pod's progress from a thread of its own, until closed.
+
+    Args:
+        address: to listen on.
+        port: to listen on.
+        board: what ``/progress`` shows.
+        control: takes ``POST /cut``.
+        collectives: whose counts ``/metrics`` shows.
+        token_file: holds what the header must say for a cut; None: no token is asked for.
+
+    Raises:
+        TemporaryError: the port is taken.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        board: ProgressBoard,
+        control: CutControl,
+        collectives: Collectives,
+        token_file: Path | None,
+    ) -> None:
+        self.board, self.control, self.token_file = board, control, token_file
+        self.registry = CollectorRegistry()
+        self.registry.register(TrainerMetrics(board, control, collectives))
+        try:
+            self._server = _Server((address, port), _handler(self))
+        except OSError as error:
+            raise TemporaryError(
+                f"the progress endpoint cannot listen on {address}:{port}: {error.strerror}; free the port"
+            ) from error
+        self.port = int(self._server.server_address[1])
+        threading.Thread(target=self._server.serve_forever, name="dlrm-endpoint", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def allows(self, token: str | None) -> bool:
+        """Whether a request may ask for a cut."""
+        if self.token_file is None:
+            return True
+        expected = self.token_file.read_text().strip()
+        return token is not None and hmac.compare_digest(token.encode(), expected.encode())
+
+    def cut(self) -> tuple[HTTPStatus, dict[str, Any]]:
+        """Ask for a cut: its step once it is handed over; else the first step that it can be at."""
+        now = self.board.now
+        if not self.control.takes_cuts:
+            return HTTPStatus.CONFLICT, {
+                "error": "this run takes no snapshots: it was started without a hand-off folder"
+            }
+        if (done := self.control.wait_for(now.step, 0.0)) is not None:
+            return HTTPStatus.OK, {"step": done}
+        if now.phase in (TrainerPhase.FINISHING, TrainerPhase.DONE):
+            return HTTPStatus.ACCEPTED, {"step": now.step}  # the final cut is on its way by itself
+        self.control.ask()
+        step = self.control.wait_for(now.step, CUT_WAIT_S)
+        return (HTTPStatus.ACCEPTED, {"step": now.step + 1}) if step is None else (HTTPStatus.OK, {"step": step})
+
+
+class TrainerMetrics(Collector):
+    """Prometheus metrics, read from the progress board when they are scraped."""
+
+    def __init__(self, board: ProgressBoard, control: CutControl, collectives: Collectives) -> None:
+        self._board, self._control, self._collectives = board, control, collectives
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric once."""
+        now, quality = self._board.now, self._board.now.evaluation
+        yield CounterMetricFamily("dlrm_trainer_steps", "Steps done in the job's life.", now.step)
+        yield CounterMetricFamily("dlrm_trainer_samples", "Samples trained on in the job's life.", now.samples)
+        yield CounterMetricFamily(
+            "dlrm_trainer_cut_delays", "Cuts that waited for the one before.", self._control.delays
+        )
+        gauges = {
+            "world_size_ranks": ("Ranks.", now.world_size),
+            "samples_per_second": ("Throughput over the last steps.", now.samples_per_second),
+            "loss_nats": ("Mean log loss of the last step.", now.loss),
+            "last_cut_step": ("Step of the newest cut that was handed over.", now.last_cut_step),
+            "eval_log_loss_nats": ("Log loss of the last evaluation.", None if quality is None else quality.log_loss),
+            "eval_normalized_entropy_ratio": (
+                "Normalized entropy of the last evaluation.",
+                None if quality is None else quality.ne,
+            ),
+            "eval_auc_ratio": (
+                "Area under the ROC curve of the last evaluation.",
+                None if quality is None else quality.auc,
+            ),
+        }
+        for name, (words, value) in gauges.items():
+            if value is not None:
+                yield GaugeMetricFamily(f"dlrm_trainer_{name}", words, value)
+        sent = CounterMetricFamily("dlrm_trainer_collective_bytes", "Bytes offered to collectives.", labels=["kind"])
+        calls = CounterMetricFamily("dlrm_trainer_collectives", "Collectives made.", labels=["kind"])
+        for kind, count in tuple(self._collectives.calls.items()):
+            calls.add_metric([kind], count)
+            sent.add_metric([kind], self._collectives.bytes_sent[kind])
+        yield sent
+        yield calls
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        """Bind without asking DNS for the machine's full name, as HTTPServer would: it may wait for seconds."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+
+def stacks() -> bytes:
+    """What every thread of this process is doing."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
+
+
+def _handler(endpoint: Endpoint) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10.0
+
+        def do_GET(self) -> None:
+            if self.path == "/progress":
+                self._answer(HTTPStatus.OK, endpoint.board.now.model_dump_json().encode(), "application/json")
+            elif self.path == "/metrics":
+                self._answer(HTTPStatus.OK, generate_latest(endpoint.registry), "text/plain; version=0.0.4")
+            elif self.path == "/stacks":
+                self._answer(HTTPStatus.OK, stacks(), "text/plain")
+            else:
+                self._refuse(HTTPStatus.NOT_FOUND, "there are /progress, /metrics, /stacks and POST /cut")
+
+        def do_POST(self) -> None:
+            self.rfile.read(min(int(self.headers.get("Content-Length") or 0), LARGEST_BODY))
+            if self.path != "/cut":
+                self._refuse(HTTPStatus.NOT_FOUND, "POST goes to /cut")
+            elif not endpoint.allows(self.headers.get(TOKEN_HEADER)):
+                self._refuse(HTTPStatus.FORBIDDEN, f"{TOKEN_HEADER} is not this attempt's token")
+            else:
+                status, answer = endpoint.cut()
+                self._answer(status, json.dumps(answer).encode(), "application/json")
+
+        def log_message(self, *_arguments: Any) -> None:
+            """Say nothing: a line a request would drown the log."""
+
+        def _refuse(self, status: HTTPStatus, problem: str) -> None:
+            self._answer(status, json.dumps({"error": problem}).encode(), "application/json")
+
+        def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    return Handler

@@ -1,0 +1,91 @@
+"""Files that rank 0 and the ranks leave for people and audits: ``progress.jsonl``, ``result.json``, the ledger."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+PROGRESS_FILE = "progress.jsonl"
+RESULT_FILE = "result.json"
+
+
+class StepJournal:
+    """``progress.jsonl``: one JSON object a line. Lines after the restored step, and a torn last one, are dropped."""
+
+    def __init__(self, folder: Path, restored_step: int) -> None:
+        path = folder / PROGRESS_FILE
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in _lines(path) if line.get("step", 0) <= restored_step]
+        draft = path.with_suffix(".draft")
+        draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        draft.replace(path)
+        self._file = path.open("a", buffering=1)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append one line, which readers see at once."""
+        self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """Write ``result.json`` whole or not at all."""
+    draft = folder / f".{RESULT_FILE}.draft"
+    draft.write_text(json.dumps(result, indent=2) + "\n")
+    draft.replace(folder / RESULT_FILE)
+
+
+class Ledger:
+    """``rank-<r>.bin``: for each step int64 numbers: step, count, then the ids of the samples trained on.
+
+    Records after the restored step, and a torn last one, are dropped at the start: what is left is what the final
+    parameters were made from.
+    """
+
+    def __init__(self, folder: Path, rank: int, restored_step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank-{rank}.bin"
+        path.touch()
+        numbers = np.fromfile(path, "<i8")
+        os.truncate(path, 8 * _kept(numbers, restored_step))
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, step: int, sample_ids: NDArray[np.int64]) -> None:
+        """Append one record; ``step`` counts the steps done once this one is."""
+        self._file.write(np.concatenate(([step, len(sample_ids)], sample_ids)).astype("<i8").tobytes())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _kept(numbers: NDArray[np.int64], restored_step: int) -> int:
+    """How many numbers belong to whole records of steps up to ``restored_step``."""
+    position = 0
+    while position + 2 <= len(numbers):
+        end = position + 2 + int(numbers[position + 1])
+        if end > len(numbers) or numbers[position] > restored_step:
+            break
+        position = end
+    return position
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text(errors="replace").splitlines():
+        try:
+            value = json.loads(text)
+        except ValueError:
+            continue  # torn by a crash
+        if isinstance(value, dict):
+            lines.append(value)
+    return lines

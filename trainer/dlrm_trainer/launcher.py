@@ -1,0 +1,118 @@
+"""Starts the ranks of one pod and answers for them: signals in, one exit code and one termination message out.
+
+The ranks are forked from this process after it has loaded torch and fbgemm once: they start in milliseconds, and their
+memory of code is shared. Nothing here starts a thread before the fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from types import FrameType
+
+from dlrm_api.job import DLRMJob
+from dlrm_api.names import ExitCode
+from dlrm_api.plan import Plan
+from dlrm_api.progress import TerminationMessage
+from dlrm_trainer.rank import STOP_SIGNALS, RankReport, run_rank
+from dlrm_trainer.settings import Settings
+
+CONSEQUENCES_S = 10.0
+"""After one rank failed, how long the others may take to notice and say so."""
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """One rank and the pipe that its last words come through."""
+
+    rank: int
+    process: ForkProcess
+    report: Connection
+
+
+class Launcher:
+    """The ranks of one pod, from their start to their end.
+
+    Args:
+        job: the whole job.
+        plan: for its world size.
+        settings: of the pod.
+        digest: whether the digest of the final state is wanted.
+    """
+
+    def __init__(self, job: DLRMJob, plan: Plan, settings: Settings, digest: bool) -> None:
+        self._grace_s = settings.grace_s or job.spec.lifecycle.termination_grace_period
+        self._stopped_at: float | None = None
+        self._failed_at: float | None = None
+        self._first_failure: dict[int, float] = {}
+        processes = job.spec.trainer.processes_per_replica
+        context = multiprocessing.get_context("fork")
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until each process has its own handlers
+        self._ranks: list[RankProcess] = []
+        for rank in range(settings.replica * processes, (settings.replica + 1) * processes):
+            receiver, sender = context.Pipe(duplex=False)
+            arguments = (rank, job, plan, settings, digest, os.getpid(), sender)
+            process = context.Process(target=run_rank, args=arguments, name=f"rank-{rank}")
+            process.start()
+            sender.close()
+            self._ranks.append(RankProcess(rank, process, receiver))
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    def _stop(self, _number: int, _frame: FrameType | None) -> None:
+        """Pass the signal on: it asks for a cut and the end."""
+        self._stopped_at = self._stopped_at or time.monotonic()
+        for each in self._ranks:
+            if each.process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each.process.pid or 0, signal.SIGTERM)
+
+    def wait(self) -> TerminationMessage:
+        """Wait for every rank and say how the pod ended."""
+        while running := [each for each in self._ranks if each.process.exitcode is None]:
+            wait([each.process.sentinel for each in running], POLL_S)
+            now = time.monotonic()
+            for each in running:
+                if each.process.exitcode not in (None, ExitCode.DONE, ExitCode.TERMINATED):
+                    self._first_failure[each.rank] = now
+                    self._failed_at = self._failed_at or now
+            late = self._failed_at is not None and now - self._failed_at > CONSEQUENCES_S
+            if late or (self._stopped_at is not None and now - self._stopped_at > self._grace_s):
+                for each in running:
+                    each.process.kill()
+        return self._verdict()
+
+    def _verdict(self) -> TerminationMessage:
+        reports = {each.rank: self._report(each) for each in self._ranks}
+        failed = {rank: report for rank, report in reports.items() if report.exit_code != ExitCode.DONE}
+        if not failed:
+            return TerminationMessage(exit_code=ExitCode.DONE, reason="Done", message="training is done")
+        worse = {rank: each for rank, each in failed.items() if each.exit_code != ExitCode.TERMINATED}
+        rank, first = min((worse or failed).items(), key=lambda pair: (pair[1].peer_lost, pair[1].time))
+        return TerminationMessage(
+            exit_code=first.exit_code, reason=first.reason, message=first.message, rank=rank, step=first.step
+        )
+
+    def _report(self, each: RankProcess) -> RankReport:
+        """The rank's own words, or what its exit code says where it had no time for any."""
+        with contextlib.suppress(EOFError, OSError):
+            return RankReport(**json.loads(each.report.recv_bytes()))
+        code = each.process.exitcode or 0
+        words = {ExitCode.DONE: ("Done", "training is done"), ExitCode.TERMINATED: ("Terminated", "ended by a signal")}
+        reason, message = words.get(ExitCode(code), ("", "")) if code in words else ("", "")
+        if code < 0:
+            name = signal.Signals(-code).name
+            code, reason, message = 128 - code, "Killed", f"rank {each.rank} was killed by {name}"
+        elif not reason:
+            reason, message = "Crashed", f"rank {each.rank} ended with exit code {code}: see its log"
+        when = self._first_failure.get(each.rank, time.monotonic())
+        return RankReport(exit_code=code, reason=reason, message=message, step=0, time=when)

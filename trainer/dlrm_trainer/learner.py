@@ -1,0 +1,91 @@
+"""One rank's share of the model: dense parameters and embedding tables, and what one step does to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlrm_api.job import DLRMJobSpec
+from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.data import Batch
+from dlrm_trainer.dense import DenseParameters
+from dlrm_trainer.embedding import Embeddings, Placement
+from dlrm_trainer.embedding.collection import Lookup
+from dlrm_trainer.model import build_model, global_mean_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """A forward pass whose backward pass is still to come."""
+
+    loss: Tensor
+    """() float32, this rank's share of the global batch's mean log loss."""
+    lookup: Lookup
+
+
+class Learner:
+    """Model, optimizers and tables of one rank. Every rank must make the same calls in the same order.
+
+    Losses divide by the count of the global batch, so that gradients are summed over ranks and averaged nowhere.
+
+    Raises:
+        InvalidSpecError: the model has an interaction with nothing to work on.
+    """
+
+    def __init__(self, spec: DLRMJobSpec, placement: Placement, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._row_rate = spec.training.row_optimizer.learning_rate
+        self.model = build_model(spec.model, spec.training.seed)
+        self.embeddings = Embeddings(placement, collectives, spec.training.row_optimizer.eps)
+        dense = DenseParameters.elements(self.model)
+        self._gradient = torch.zeros(dense + self.embeddings.gradient_elements)
+        self._table_gradient = self._gradient[dense:]
+        self.dense = DenseParameters(self.model, spec.training.dense_optimizer, self._gradient[:dense])
+
+    def start(self, seed: int) -> None:
+        """Set all rows to their initial values."""
+        for table in self.embeddings.local.values():
+            table.start(seed)
+
+    def forward(self, batch: Batch, global_count: int) -> Forward:
+        """Predict this rank's samples; changes nothing.
+
+        Args:
+            batch: this rank's slice; may be empty.
+            global_count: samples of the batch over all ranks.
+        """
+        lookup = self.embeddings.lookup(batch, training=True)
+        logits = self.model(batch.dense, lookup.features)
+        return Forward(loss=global_mean_loss(logits, batch.labels, global_count), lookup=lookup)
+
+    def learn(self, forward: Forward, factor: float) -> None:
+        """Update every parameter, and every row that the global batch looked up, once.
+
+        Args:
+            forward: of this step.
+            factor: multiplies the learning rates (``Schedule.factor``).
+        """
+        self.dense.zero_gradient()
+        forward.loss.backward()  # type: ignore[no-untyped-call]
+        rows = self.embeddings.send_gradients(forward.lookup, self._table_gradient)
+        self._collectives.all_reduce(self._gradient)
+        self.embeddings.update(forward.lookup, rows, self._table_gradient, self._row_rate * factor)
+        self.dense.update(factor)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """(n,) float32 logits of this rank's samples; changes nothing, not even the record of updated rows."""
+        with torch.no_grad():
+            lookup = self.embeddings.lookup(batch, training=False)
+            logits: Tensor = self.model(batch.dense, lookup.features)
+            return logits
+
+    def bad_values(self) -> list[str]:
+        """What this rank holds that is not finite, in words: tables first, then dense parameters."""
+        words = []
+        for table in self.embeddings.local.values():
+            rows = table.bad_rows()
+            if len(rows):
+                words.append(f"{len(rows)} rows of table {table.table.name}, the first is row {int(rows[0])}")
+        return words + [f"dense parameter {name}" for name in self.dense.bad_parameters()]

@@ -1,0 +1,142 @@
+"""The dense half of a DLRM: bottom MLP, interaction, top MLP to one logit. It knows no parallelism.
+
+Shapes: n samples, F dense features, T tables, D the width of all pooled rows side by side, E one table's width.
+
+Source: Naumov et al., Deep Learning Recommendation Model, arXiv 1906.00091; Wang et al., DCN V2, WWW 2021.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.model import ModelSpec
+
+
+class MLP(nn.Module):
+    """Linear layers with ReLU between them; ``last_relu`` adds one at the end."""
+
+    def __init__(self, width: int, widths: Sequence[int], last_relu: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(before, after) for before, after in zip((width, *widths), widths, strict=False)
+        )
+        self.last_relu = last_relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, width) to (n, widths[-1])."""
+        for number, layer in enumerate(self.layers, start=1):
+            x = layer(x)
+            if self.last_relu or number < len(self.layers):
+                x = torch.relu(x)
+        return x
+
+
+class DotInteraction(nn.Module):
+    """Dot products of all pairs of vectors: each table's pooled row, and the bottom MLP's output where there is one.
+
+    Without a bottom MLP the pairs are all; with it, its output goes on beside them.
+    """
+
+    def __init__(self, tables: int, dim: int, with_dense: bool) -> None:
+        super().__init__()
+        vectors = tables + with_dense
+        if vectors < 2:
+            raise InvalidSpecError(
+                "spec.model.interaction", "dot has no pair in a model of one table without dense features: use dcn"
+            )
+        self.dim = dim
+        row, column = torch.tril_indices(vectors, vectors, offset=-1)
+        self.register_buffer("pairs", row * vectors + column, persistent=False)
+        self.width = len(row) + (dim if with_dense else 0)
+
+    def forward(self, bottom: Tensor | None, features: Tensor) -> Tensor:
+        """(n, E) and (n, T * E) to (n, width): ``bottom`` first, then the lower triangle row by row."""
+        samples = features.shape[0]
+        vectors = features if bottom is None else torch.cat((bottom, features), dim=1)
+        vectors = vectors.view(samples, -1, self.dim)
+        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
+        pairs = products.index_select(1, self.get_buffer("pairs"))
+        return pairs if bottom is None else torch.cat((bottom, pairs), dim=1)
+
+
+class CrossInteraction(nn.Module):
+    """DCN V2's cross layers with low-rank matrices: x <- x0 * (U V x + b) + x."""
+
+    def __init__(self, width: int, layers: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(width, rank, bias=False) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Linear(rank, width) for _ in range(layers))
+        self.width = width
+
+    def forward(self, bottom: Tensor | None, features: Tensor) -> Tensor:
+        """(n, bottom width) and (n, D) to (n, width)."""
+        start = features if bottom is None else torch.cat((bottom, features), dim=1)
+        x = start
+        for down, up in zip(self.down, self.up, strict=True):
+            x = start * up(down(x)) + x
+        return x
+
+
+class DLRM(nn.Module):
+    """Dense features and pooled rows to one logit a sample. A model without dense features has no bottom MLP."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        tables = spec.all_tables()
+        features = len(spec.dense_features)
+        self.bottom = MLP(features, spec.bottom_mlp, last_relu=True) if features else None
+        self.interaction: DotInteraction | CrossInteraction
+        if spec.interaction == "dot":
+            self.interaction = DotInteraction(len(tables), tables[0].dim, with_dense=bool(features))
+        else:
+            width = sum(table.dim for table in tables) + (spec.bottom_mlp[-1] if features else 0)
+            self.interaction = CrossInteraction(width, spec.cross_layers, spec.cross_rank)
+        self.top = MLP(self.interaction.width, spec.top_mlp, last_relu=False)
+
+    def forward(self, dense: Tensor, features: Tensor) -> Tensor:
+        """Logits.
+
+        Args:
+            dense: (n, F) float32; ignored where F is 0.
+            features: (n, D) float32 pooled rows, tables side by side in the model's order.
+
+        Returns:
+            (n,) float32.
+        """
+        bottom = None if self.bottom is None else self.bottom(dense)
+        logits: Tensor = self.top(self.interaction(bottom, features))
+        return logits.squeeze(1)
+
+
+def build_model(spec: ModelSpec, seed: int) -> DLRM:
+    """A model with weights drawn from ``seed`` alone: every rank, at every world size, builds the same bits.
+
+    Raises:
+        InvalidSpecError: the interaction has nothing to work on.
+    """
+    model = DLRM(spec)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                outputs, inputs = module.weight.shape
+                module.weight.normal_(0.0, math.sqrt(2.0 / (inputs + outputs)), generator=generator)
+                if module.bias is not None:
+                    module.bias.normal_(0.0, math.sqrt(1.0 / outputs), generator=generator)
+    return model
+
+
+def global_mean_loss(logits: Tensor, labels: Tensor, global_count: int) -> Tensor:
+    """This rank's share of the global batch's mean log loss: the shares of all ranks add up to it.
+
+    Args:
+        logits: (n,) float32; n may be 0.
+        labels: (n,) float32 in {0, 1}.
+        global_count: samples of the batch over all ranks.
+    """
+    return nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum") / global_count

@@ -1,0 +1,113 @@
+"""One rank's process: dies with its launcher, listens to signals, and says how it ended."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from types import FrameType
+
+import torch
+
+from dlrm_api.errors import DLRMError, PeerLostError
+from dlrm_api.job import DLRMJob
+from dlrm_api.names import ExitCode
+from dlrm_api.plan import Plan
+from dlrm_trainer.cuts import CutControl, StoppedError
+from dlrm_trainer.logs import log_to_stderr
+from dlrm_trainer.progress import ProgressBoard
+from dlrm_trainer.rendezvous import Gang
+from dlrm_trainer.settings import Settings, usable_cpus
+from dlrm_trainer.train import train
+
+PR_SET_PDEATHSIG = 1
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """How a rank ended, in its own words."""
+
+    exit_code: int
+    reason: str
+    message: str
+    step: int
+    time: float
+    """By the machine's monotonic clock: the first failure is the cause, most others its consequence."""
+    peer_lost: bool = False
+    """Another rank is to blame."""
+
+    def encode(self) -> bytes:
+        """JSON."""
+        return json.dumps(asdict(self)).encode()
+
+
+def run_rank(
+    rank: int, job: DLRMJob, plan: Plan, settings: Settings, digest: bool, launcher: int, report: Connection
+) -> None:
+    """Run one rank in this process, which the launcher has just forked, and exit with the code that says how it went.
+
+    Args:
+        rank: global rank.
+        job: the whole job.
+        plan: for its world size.
+        settings: of the pod.
+        digest: whether the digest of the final state is wanted.
+        launcher: pid of the launcher; the kernel kills this process when that one ends.
+        report: takes one ``RankReport``.
+    """
+    _die_with(launcher)
+    log_to_stderr(f"rank {rank}")
+    spec = job.spec
+    gang = Gang(rank, spec.world_size, settings.master_addr, settings.master_port, settings.bind)
+    control = CutControl(spec.checkpoint, gang.collectives)
+    _stop_on_signals(control)
+    processes = spec.trainer.processes_per_replica
+    torch.set_num_threads(spec.trainer.threads_per_process or max(1, usable_cpus() // processes))
+    board = ProgressBoard(settings.attempt, spec.world_size)
+    try:
+        code = train(job, plan, settings, gang, control, board, digest)
+        message = ""
+    except BaseException as error:
+        code, message = _blame(error), str(error) or type(error).__name__
+        if code == ExitCode.INTERNAL:
+            traceback.print_exc()
+        gang.leave(message)
+        body = RankReport(
+            exit_code=code,
+            reason=type(error).__name__.removesuffix("Error"),
+            message=message,
+            step=board.now.step,
+            time=time.monotonic(),
+            peer_lost=isinstance(error, PeerLostError),
+        )
+        report.send_bytes(body.encode())
+    sys.exit(int(code))
+
+
+def _blame(error: BaseException) -> ExitCode:
+    if isinstance(error, StoppedError):
+        return ExitCode.TERMINATED
+    return error.exit_code if isinstance(error, DLRMError) else ExitCode.INTERNAL
+
+
+def _die_with(launcher: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it ended before the kernel was told
+        os._exit(ExitCode.TEMPORARY)
+
+
+def _stop_on_signals(control: CutControl) -> None:
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        control.stop()
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -1,0 +1,138 @@
+"""How ranks find each other, and how the ones that are left find out who is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from dlrm_api.errors import PeerLostError, TemporaryError
+from dlrm_trainer.collectives import Collectives
+
+RETRY_S = 0.1
+STORE_TIMEOUT_S = 30
+LAST_WORDS_S = 2.0
+"""How long ranks that lost a peer wait for each other's last words, to tell who is silent."""
+
+
+class Gang:
+    """The ranks of one attempt, met at rank 0's store. At world size 1 there is nobody to meet.
+
+    Args:
+        rank: of this process.
+        world_size: number of ranks.
+        host: where rank 0 is; a name is looked up again until it resolves.
+        port: of the store that rank 0 serves there.
+        bind: address that rank 0 serves it on.
+    """
+
+    def __init__(self, rank: int, world_size: int, host: str, port: int, bind: str) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._host, self._port, self._bind = host, port, bind
+        self._store: TCPStore | None = None
+        self.collectives = Collectives(rank, world_size, self._who_is_gone)
+
+    def meet(self, rendezvous_timeout_s: float, collective_timeout_s: float, keep_on: Callable[[], None]) -> None:
+        """Wait until all ranks are here.
+
+        Args:
+            rendezvous_timeout_s: longest wait for rank 0, and then for the rest.
+            collective_timeout_s: longest wait for a silent peer in any later collective.
+            keep_on: called between tries; what it raises ends the wait.
+
+        Raises:
+            PeerLostError: not all came in time; says which are absent as far as can be known.
+            TemporaryError: rank 0 can't listen on its port.
+        """
+        if self.world_size == 1:
+            return
+        deadline = time.monotonic() + rendezvous_timeout_s
+        self._store = self._serve() if self.rank == 0 else self._reach(deadline, keep_on)
+        self._store.set(f"here/{self.rank}", "1")
+        absent = list(range(self.world_size))
+        while absent := [rank for rank in absent if not self._said("here", rank)]:
+            if time.monotonic() > deadline:
+                raise PeerLostError(
+                    f"{_ranks(absent)} did not come within {rendezvous_timeout_s:.0f} s: see the logs of its pod"
+                )
+            keep_on()
+            time.sleep(RETRY_S / 5)
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore("gloo", self._store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=collective_timeout_s),
+        )
+
+    def leave(self, last_words: str) -> None:
+        """Tell the others that this rank ends, and why; empty words: it ended well."""
+        if self._store is not None and last_words:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"left/{self.rank}", last_words)
+
+    def _serve(self) -> TCPStore:
+        try:
+            listener = socket.create_server((self._bind, self._port))
+        except OSError as error:
+            raise TemporaryError(
+                f"rank 0 cannot listen on {self._bind}:{self._port}: {error.strerror}; free the port or choose another"
+            ) from error
+        return TCPStore(
+            self._bind,
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=STORE_TIMEOUT_S),
+            master_listen_fd=listener.detach(),
+        )
+
+    def _reach(self, deadline: float, keep_on: Callable[[], None]) -> TCPStore:
+        while True:
+            keep_on()
+            try:
+                with socket.create_connection((self._host, self._port), timeout=5.0):
+                    break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise PeerLostError(f"rank 0 cannot be reached at {self._host}:{self._port}: {error}") from error
+                time.sleep(RETRY_S)
+        try:
+            return TCPStore(self._host, self._port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
+        except RuntimeError as error:
+            raise PeerLostError(f"rank 0 at {self._host}:{self._port} went away at the start: {error}") from error
+
+    def _said(self, what: str, rank: int) -> bool:
+        assert self._store is not None
+        try:
+            return bool(self._store.check([f"{what}/{rank}"]))
+        except RuntimeError as error:
+            raise PeerLostError(f"rank 0 at {self._host}:{self._port} is gone: {error}") from error
+
+    def _who_is_gone(self) -> str:
+        """Ranks that say nothing any more, or what the first of those that left had to say."""
+        self.leave("a peer was lost")
+        silent = [rank for rank in range(self.world_size) if rank != self.rank]
+        deadline = time.monotonic() + LAST_WORDS_S
+        try:
+            while silent and time.monotonic() < deadline:
+                silent = [rank for rank in silent if not self._said("left", rank)]
+                time.sleep(RETRY_S / 5)
+            if silent:
+                return f"{_ranks(silent)} died or fell silent"
+            assert self._store is not None
+            words = {rank: self._store.get(f"left/{rank}").decode() for rank in range(self.world_size)}
+        except (RuntimeError, PeerLostError):
+            return f"rank 0 at {self._host}:{self._port} died or fell silent"
+        causes = [f"rank {rank} ended: {said}" for rank, said in words.items() if said != "a peer was lost"]
+        return causes[0] if causes else "the connection between ranks broke"
+
+
+def _ranks(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}"

@@ -1,0 +1,58 @@
+"""Arithmetic of a job's length and learning rate: pure functions of the spec and the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dlrm_api.job import DLRMJobSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How long training goes on and how fast it learns, as functions of the number of steps done."""
+
+    num_samples: int
+    """Samples of an epoch."""
+    batch_size: int
+    """Samples of a global batch."""
+    batches_per_epoch: int
+    total_steps: int
+    warmup_steps: int = 0
+    scale: float = 1.0
+    """What full learning rates are multiplied by: globalBatchSize over referenceBatchSize."""
+
+    def samples_after(self, step: int) -> int:
+        """Samples trained on in the first ``step`` steps; an epoch's last batch is short."""
+        epochs, batches = divmod(step, self.batches_per_epoch)
+        return epochs * self.num_samples + batches * self.batch_size
+
+    def epoch_of(self, step: int) -> int:
+        """Epoch, from 0, of the last of ``step`` steps."""
+        return max(0, step - 1) // self.batches_per_epoch
+
+    def factor(self, step: int) -> float:
+        """What learning rates are multiplied by in the step after ``step`` steps.
+
+        Source: Goyal et al., arXiv 1706.02677: linear scaling with a linear warm-up.
+        """
+        warmth = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+        return self.scale * warmth
+
+
+def make_schedule(spec: DLRMJobSpec, num_samples: int, batches_per_epoch: int) -> Schedule:
+    """The schedule of a job over an epoch of ``num_samples`` samples; the first limit that is reached ends it."""
+    batch_size, training = spec.data.global_batch_size, spec.training
+    total = spec.data.epochs * batches_per_epoch
+    if training.max_steps is not None:
+        total = min(total, training.max_steps)
+    if training.max_samples is not None:
+        epochs, rest = divmod(training.max_samples, num_samples)
+        total = min(total, epochs * batches_per_epoch + -(-rest // batch_size))
+    return Schedule(
+        num_samples=num_samples,
+        batch_size=batch_size,
+        batches_per_epoch=batches_per_epoch,
+        total_steps=total,
+        warmup_steps=training.warmup_steps,
+        scale=batch_size / training.reference_batch_size if training.reference_batch_size else 1.0,
+    )

@@ -1,0 +1,89 @@
+"""What the environment says. The one module that reads it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlrm_api import names
+from dlrm_api.errors import UsageError
+from dlrm_api.names import Env
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One launcher's surroundings."""
+
+    attempt: int = 0
+    """The operator's attempt number, for progress."""
+    replica: int = 0
+    """Index of this pod in its gang."""
+    master_addr: str = "127.0.0.1"
+    """Where rank 0 is."""
+    master_port: int = names.Port.RENDEZVOUS
+    rendezvous_timeout_s: float = 600.0
+    """Pods of a gang start apart: images are pulled, volumes attached."""
+    collective_timeout_s: float = 600.0
+    """How long a silent peer is waited for; one that dies is noticed at once. Longer than any restore or evaluation
+    may hold one rank back."""
+    bind: str = "0.0.0.0"  # noqa: S104  the pod's network namespace; dlrmctl says 127.0.0.1
+    trainer_port: int = names.Port.TRAINER
+    token_file: Path | None = None
+    handoff_dir: Path | None = None
+    """None: train without snapshots."""
+    work_dir: Path | None = None
+    ledger_dir: Path | None = None
+    termination_log: Path | None = None
+    grace_s: float | None = None
+    """None: what the job's lifecycle says."""
+    credentials_dir: Path | None = None
+
+
+def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
+    """Read the environment; a variable that is unset or empty takes its default.
+
+    Raises:
+        UsageError: a variable is no number; the message names it.
+    """
+    source = os.environ if environment is None else environment
+    default = Settings()
+
+    def number(name: str, fallback: float) -> float:
+        text = source.get(name, "")
+        try:
+            return float(text) if text else fallback
+        except ValueError:
+            raise UsageError(f"{name}: {text!r} is no number: set one, or unset it") from None
+
+    def path(name: str) -> Path | None:
+        return Path(source[name]) if source.get(name) else None
+
+    return Settings(
+        attempt=int(number(Env.ATTEMPT, default.attempt)),
+        replica=int(number(Env.REPLICA, default.replica)),
+        master_addr=source.get(Env.MASTER_ADDR) or default.master_addr,
+        master_port=int(number(Env.MASTER_PORT, default.master_port)),
+        rendezvous_timeout_s=number(Env.RENDEZVOUS_TIMEOUT_S, default.rendezvous_timeout_s),
+        collective_timeout_s=number(Env.COLLECTIVE_TIMEOUT_S, default.collective_timeout_s),
+        bind=source.get(Env.BIND) or default.bind,
+        trainer_port=int(number(Env.TRAINER_PORT, 0)) or default.trainer_port,
+        token_file=path(Env.TOKEN_FILE),
+        handoff_dir=path(Env.HANDOFF_DIR),
+        work_dir=path(Env.WORK_DIR),
+        ledger_dir=path(Env.LEDGER_DIR),
+        termination_log=path(Env.TERMINATION_LOG),
+        grace_s=number(Env.GRACE_S, -1.0) if source.get(Env.GRACE_S) else None,
+        credentials_dir=path(Env.CREDENTIALS_DIR),
+    )
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may use: its affinity, and the cgroup's quota where there is one."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cpus
+    return cpus if quota == "max" else max(1, min(cpus, int(quota) // int(period)))

@@ -1,0 +1,335 @@
+"""Training, from the start that the store gives to the last committed cut. Read it from top to bottom."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import math
+import time
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any
+
+from dlrm_api.errors import DivergedError, TemporaryError
+from dlrm_api.job import DLRMJob
+from dlrm_api.names import ExitCode
+from dlrm_api.plan import Plan
+from dlrm_api.progress import EvalMetrics, TrainerPhase
+from dlrm_checkpointer.cut import CutMeta
+from dlrm_checkpointer.handoff import HandOffWriter
+from dlrm_checkpointer.store import StoreOptions, open_store
+from dlrm_trainer import snapshots
+from dlrm_trainer.cuts import CutControl
+from dlrm_trainer.data import Batch, Reader, open_reader
+from dlrm_trainer.embedding import Placement, place
+from dlrm_trainer.endpoint import Endpoint
+from dlrm_trainer.evaluate import evaluate
+from dlrm_trainer.journal import Ledger, StepJournal, write_result
+from dlrm_trainer.learner import Learner
+from dlrm_trainer.progress import ProgressBoard
+from dlrm_trainer.rendezvous import Gang
+from dlrm_trainer.schedule import Schedule, make_schedule
+from dlrm_trainer.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+STALL_S = 300.0
+"""Where a step takes longer than this, every thread's stack goes to the log, even while the GIL is held."""
+READY_POLL_S = 0.02
+
+
+def train(
+    job: DLRMJob, plan: Plan, settings: Settings, gang: Gang, control: CutControl, board: ProgressBoard, digest: bool
+) -> ExitCode:
+    """Train one rank's share of the job to its end, or to the cut that a signal asked for.
+
+    Args:
+        job: the whole job.
+        plan: for the job's world size.
+        settings: of the pod.
+        gang: the ranks, not yet met.
+        control: takes requests for cuts; a signal handler already points at it.
+        board: shows progress; the pod's first rank serves it.
+        digest: whether the digest of the final state is wanted in ``result.json``.
+
+    Returns:
+        DONE, or TERMINATED where a signal ended it after a cut.
+
+    Raises:
+        DLRMError: of the class that says who can act.
+    """
+    spec, rank, world_size = job.spec, gang.rank, gang.world_size
+    placement = place(spec.model.all_tables(), plan, world_size)
+    with ExitStack() as stack:
+        reader = stack.enter_context(closing(open_reader(spec, "train", rank, world_size)))
+        eval_reader = stack.enter_context(closing(open_reader(spec, "eval", rank, world_size)))
+        writer = open_writer(stack, job, plan, settings, rank)
+        control.attach(writer)
+        if rank % spec.trainer.processes_per_replica == 0:
+            address, port = settings.bind, settings.trainer_port
+            endpoint = Endpoint(address, port, board, control, gang.collectives, settings.token_file)
+            stack.callback(endpoint.close)
+        learner = Learner(spec, placement, gang.collectives)
+        learner.start(spec.training.seed)
+        gang.meet(settings.rendezvous_timeout_s, settings.collective_timeout_s, control.check_stop)
+        board.phase(TrainerPhase.RESTORING)
+        parts = Parts(job, settings, gang, control, board, placement, reader, eval_reader, learner, writer)
+        training = Training(parts, *restore_newest(parts))
+        stack.callback(training.close)
+        stopped = training.run()
+        return training.stop() if stopped else training.finish(digest)
+
+
+def open_writer(stack: ExitStack, job: DLRMJob, plan: Plan, settings: Settings, rank: int) -> HandOffWriter | None:
+    """The rank's way to the checkpointer, which learns at the end why the rank left; None: no snapshots are taken."""
+    if settings.handoff_dir is None:
+        logger.warning("no hand-off folder: training without snapshots")
+        return None
+    budget = job.spec.checkpoint.handoff_budget
+    if budget is None and settings.replica < len(plan.handoff_bytes):
+        budget = plan.handoff_bytes[settings.replica]
+    writer = HandOffWriter(settings.handoff_dir, rank, budget or None)
+    stack.push(lambda kind, error, _trace: writer.close("ended" if error is None else f"{kind.__name__}: {error}"))
+    return writer
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one rank's training is made of."""
+
+    job: DLRMJob
+    settings: Settings
+    gang: Gang
+    control: CutControl
+    board: ProgressBoard
+    placement: Placement
+    reader: Reader
+    eval_reader: Reader
+    learner: Learner
+    writer: HandOffWriter | None
+
+
+def restore_newest(parts: Parts) -> tuple[int, int, dict[str, Any]]:
+    """Fill the learner from the newest snapshot that can be used, and say which one that is and why not a newer one.
+
+    Returns:
+        The store's number of this attempt, the steps done, and the metrics that the snapshot carries.
+
+    Raises:
+        SnapshotError: none can be used, or it is of another model or of other data.
+    """
+    checkpoint = parts.job.spec.checkpoint
+    options = StoreOptions(
+        endpoint=checkpoint.endpoint,
+        region=checkpoint.region,
+        ca_file=checkpoint.ca_file,
+        credentials_dir=parts.settings.credentials_dir,
+    )
+    if parts.writer is None:
+        return 0, 0, {}
+    store = open_store(checkpoint.uri, options)
+    note = f"{parts.job.metadata.name}, attempt {parts.settings.attempt}"
+    start = snapshots.choose_start(store, parts.gang.collectives, note)
+    for reason in start.reasons:
+        logger.warning("snapshot passed over: %s", reason)
+    snapshot = snapshots.open_start(store, start)
+    if snapshot is None:
+        logger.info("no snapshot in %s: starting from step 0", checkpoint.uri)
+        return start.attempt, 0, {}
+    model = snapshots.model_document(parts.job.spec, parts.learner)
+    snapshots.check_unchanged(snapshot.meta, model, parts.reader.fingerprint, snapshot.uri)
+    snapshots.restore(parts.learner, snapshot)
+    logger.info("restored step %d from %s", snapshot.step, snapshot.uri)
+    return start.attempt, snapshot.step, snapshot.meta.metrics
+
+
+class Training:
+    """One rank's steps. Every rank makes the same collectives in the same order.
+
+    Args:
+        parts: restored.
+        attempt: the store's number of this attempt.
+        step: steps done.
+        metrics: of the snapshot: loss of its last step, last evaluation.
+    """
+
+    def __init__(self, parts: Parts, attempt: int, step: int, metrics: dict[str, Any]) -> None:
+        self.parts, self.attempt, self.step = parts, attempt, step
+        spec, settings = parts.job.spec, parts.settings
+        self.schedule: Schedule = make_schedule(spec, parts.reader.num_samples, parts.reader.batches_per_epoch)
+        self.collectives, self.board, self.control = parts.gang.collectives, parts.board, parts.control
+        self.board.begin(step, step or None, self.schedule)
+        self.loss: float | None = metrics.get("loss")
+        self.quality = EvalMetrics.model_validate(metrics["eval"]) if metrics.get("eval") else None
+        self.board.update(loss=self.loss, evaluation=self.quality)
+        self.control.restored(step or None)
+        first, rank = parts.gang.rank == 0, parts.gang.rank
+        self.journal = StepJournal(settings.work_dir, step) if first and settings.work_dir else None
+        self.ledger = Ledger(settings.ledger_dir, rank, step) if settings.ledger_dir else None
+        self.trained_s, self.trained_samples = 0.0, 0
+
+    def run(self) -> bool:
+        """Train to the last step; True where a signal asked for the end before it."""
+        every = self.parts.job.spec.training.eval_every_steps
+        with closing(self.parts.reader.iterate(self.step, self.schedule.total_steps)) as batches:  # type: ignore[type-var]
+            mark = time.monotonic()
+            for batch in batches:
+                faulthandler.dump_traceback_later(STALL_S)
+                stop, cut = self.train_step(batch)
+                self.trained_s += time.monotonic() - mark
+                if stop:
+                    return True
+                if self.step < self.schedule.total_steps:
+                    if every and self.step % every == 0:
+                        self.evaluate()
+                    if cut:
+                        self.hand_over()
+                mark = time.monotonic()
+        return False
+
+    def train_step(self, batch: Batch) -> tuple[bool, bool]:
+        """One step on one global batch; whether to end after it, and whether to make a cut.
+
+        Raises:
+            DivergedError: the loss is not finite; nothing was updated.
+        """
+        learner, count = self.parts.learner, self.parts.reader.global_count(batch.number)
+        forward = learner.forward(batch, count)
+        agreed = self.control.agree(forward.loss.item(), self.step + 1)
+        if not math.isfinite(agreed.loss):
+            raise self.diverged(agreed.loss)
+        learner.learn(forward, self.schedule.factor(self.step))
+        self.step += 1
+        self.loss = agreed.loss
+        self.trained_samples += count
+        self.board.stepped(self.step, agreed.loss, self.schedule)
+        if self.ledger:
+            self.ledger.write(self.step, batch.sample_ids.numpy())
+        if self.journal:
+            now = self.board.now
+            line = {"step": now.step, "loss": now.loss, "samples_per_s": now.samples_per_second}
+            self.journal.write(line | {"samples": now.samples, "epoch": now.epoch, "time": now.time})
+        return agreed.stop, agreed.cut
+
+    def diverged(self, loss: float) -> DivergedError:
+        """Say where the values are that are not finite, as all ranks see it."""
+        found = [words for part in self.collectives.gather(self.parts.learner.bad_values()) for words in part]
+        where = found[0] if found else "no parameter is, so the batch itself drove the forward pass out of range"
+        return DivergedError(
+            f"the loss became {loss} in step {self.step + 1}; not finite: {where}: lower the learning rates "
+            "(spec.training) or raise warmupSteps; running again goes on from the last snapshot"
+        )
+
+    def evaluate(self) -> None:
+        """Measure quality on the evaluation set; training state stays as it is."""
+        self.board.phase(TrainerPhase.EVALUATING)
+        faulthandler.cancel_dump_traceback_later()
+        self.quality = evaluate(self.parts.learner, self.parts.eval_reader, self.collectives, self.step)
+        self.board.evaluated(self.quality)
+        self.board.phase(TrainerPhase.TRAINING)
+        if self.journal and self.quality:
+            self.journal.write({"step": self.step, "eval": self.quality.model_dump(by_alias=False)})
+
+    def hand_over(self) -> None:
+        """Hand a cut of this step over to the checkpointer."""
+        if self.parts.writer is None or self.control.last_step == self.step:
+            return
+        self.board.phase(TrainerPhase.CUTTING)
+        parts, rank = self.parts, self.parts.gang.rank
+        shards = snapshots.shards_to_save(parts.learner, parts.placement, rank)
+        self.parts.writer.put(self.cut_meta(), shards, parts.learner.dense.arrays() if rank == 0 else None)
+        self.control.made(self.step)
+        self.board.update(last_cut_step=self.step, phase=TrainerPhase.TRAINING)
+        logger.info("cut handed over at step %d", self.step)
+
+    def cut_meta(self) -> CutMeta:
+        """What is the same on all ranks at this step."""
+        spec = self.parts.job.spec
+        quality = None if self.quality is None else self.quality.model_dump(by_alias=False)
+        return CutMeta(
+            step=self.step,
+            samples=self.schedule.samples_after(self.step),
+            world_size=self.parts.gang.world_size,
+            attempt=self.attempt,
+            reader={
+                "next_batch": self.step,
+                "fingerprint": self.parts.reader.fingerprint,
+                "seed": spec.training.seed,
+            },
+            model=snapshots.model_document(spec, self.parts.learner),
+            metrics={"loss": self.loss, "eval": quality},
+        )
+
+    def stop(self) -> ExitCode:
+        """Hand a last cut over, within the time that a signal leaves for it.
+
+        Raises:
+            TemporaryError: an earlier cut still waited at the end of that time.
+        """
+        self.wait_ready()
+        self.hand_over()
+        logger.info("ending at step %d: a signal asked for it", self.step)
+        return ExitCode.TERMINATED
+
+    def finish(self, digest: bool) -> ExitCode:
+        """Evaluate, hand the final cut over, wait until it is committed, and leave the result.
+
+        Raises:
+            TemporaryError: the cut was not committed in time; running again commits it.
+        """
+        faulthandler.cancel_dump_traceback_later()
+        self.evaluate()
+        self.board.phase(TrainerPhase.FINISHING)
+        self.wait_ready()
+        self.hand_over()
+        self.board.phase(TrainerPhase.FINISHING)
+        state = snapshots.live_digest(self.parts.learner, self.parts.placement, self.collectives) if digest else None
+        if self.parts.writer and not self.parts.writer.wait_idle(self.patience_s):
+            raise TemporaryError(
+                f"the final cut at step {self.step} was not committed within {self.patience_s:.0f} s: "
+                "see the checkpointer's log; running again goes on from the last snapshot"
+            )
+        self.collectives.barrier()
+        if self.parts.gang.rank == 0 and self.parts.settings.work_dir:
+            write_result(self.parts.settings.work_dir, self.result(state))
+        self.board.phase(TrainerPhase.DONE)
+        return ExitCode.DONE
+
+    def result(self, state_digest: str | None) -> dict[str, Any]:
+        """What ``result.json`` says."""
+        return {
+            "step": self.step,
+            "samples": self.schedule.samples_after(self.step),
+            "world_size": self.parts.gang.world_size,
+            "train_loss": self.loss,
+            "eval": None if self.quality is None else self.quality.model_dump(by_alias=False),
+            "samples_per_s": self.trained_samples / self.trained_s if self.trained_s else None,
+            "state_digest": state_digest,
+        }
+
+    @property
+    def patience_s(self) -> float:
+        """How long the last cut may take."""
+        grace = self.parts.settings.grace_s
+        return self.parts.job.spec.lifecycle.termination_grace_period if grace is None else grace
+
+    def wait_ready(self) -> None:
+        """Wait until an earlier cut is off the rank's hands.
+
+        Raises:
+            TemporaryError: it was not in time.
+        """
+        deadline = time.monotonic() + self.patience_s
+        while self.parts.writer and self.control.last_step != self.step and not self.parts.writer.ready():
+            if time.monotonic() > deadline:
+                raise TemporaryError(
+                    f"step {self.step} could not be handed over: the checkpointer did not take the cut before it"
+                )
+            time.sleep(READY_POLL_S)
+
+    def close(self) -> None:
+        """Close files."""
+        faulthandler.cancel_dump_traceback_later()
+        for file in (self.journal, self.ledger):
+            if file:
+                file.close()
