@@ -1,1 +1,22 @@
 """Durability: consistent cuts become verified snapshots in object storage, and come back from there."""
+
+from dlrm_checkpointer.attempts import claim_attempt
+from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, TableMeta
+from dlrm_checkpointer.handoff import HandOffWriter
+from dlrm_checkpointer.restore import Snapshot, newest_snapshot, open_snapshot
+from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
+
+__all__ = [
+    "CutMeta",
+    "HandOffWriter",
+    "ObjectStore",
+    "ShardId",
+    "ShardRows",
+    "Snapshot",
+    "StoreOptions",
+    "TableMeta",
+    "claim_attempt",
+    "newest_snapshot",
+    "open_snapshot",
+    "open_store",
+]

@@ -37,7 +37,7 @@ class ShardRows:
 
     ``row_ids`` (N,) int64 are global row numbers, strictly ascending and inside the shard;
     ``rows`` (N, width) float32; ``state`` (N, S) float32 with one value per column block of the shard
-    (row-wise Adagrad over a whole table: S = 1).
+    (row-wise Adagrad over a whole table: S = 1; zeros where the optimizer keeps no state).
     """
 
     shard: ShardId
@@ -50,25 +50,27 @@ class ShardRows:
         """Bytes of the three arrays."""
         return self.row_ids.nbytes + self.rows.nbytes + self.state.nbytes
 
-    def check(self) -> None:
-        """Refuse arrays that don't belong together: a bug of the caller, found before it is stored.
+    def check(self, table: TableMeta) -> None:
+        """Refuse arrays that don't belong together or to their table.
 
         Raises:
             ValueError: names the shard and what is wrong with it.
+            SnapshotError: the shard cuts a column block in two.
         """
-        count = self.row_ids.shape[0]
-        wanted = {"row_ids": (count,), "rows": (count, self.shard.width), "state": (count, *self.state.shape[1:2])}
+        shard, count = self.shard, self.row_ids.shape[0]
+        if shard.table != table.name or shard.row_end > table.rows or shard.column_end > table.dim:
+            raise ValueError(f"{shard}: is no part of table {table.name} of {table.rows} rows x {table.dim} columns")
+        blocks = len(table.blocks_of(shard.column_start, shard.column_end))
+        wanted = {"row_ids": (count,), "rows": (count, shard.width), "state": (count, blocks)}
         types = {"row_ids": np.int64, "rows": np.float32, "state": np.float32}
         for name, shape in wanted.items():
             array = getattr(self, name)
             if array.shape != shape or array.dtype != types[name]:
-                raise ValueError(
-                    f"{self.shard}: {name} is {array.dtype}{array.shape}, not {types[name].__name__}{shape}"
-                )
-        if count and not (self.shard.row_start <= self.row_ids[0] and self.row_ids[-1] < self.shard.row_end):
-            raise ValueError(f"{self.shard}: row ids {self.row_ids[0]} to {self.row_ids[-1]} lie outside the shard")
+                raise ValueError(f"{shard}: {name} is {array.dtype}{array.shape}, not {types[name].__name__}{shape}")
+        if count and not (shard.row_start <= self.row_ids[0] and self.row_ids[-1] < shard.row_end):
+            raise ValueError(f"{shard}: row ids {self.row_ids[0]} to {self.row_ids[-1]} lie outside the shard")
         if count > 1 and not bool((self.row_ids[1:] > self.row_ids[:-1]).all()):
-            raise ValueError(f"{self.shard}: row ids are not strictly ascending")
+            raise ValueError(f"{shard}: row ids are not strictly ascending")
 
 
 @dataclass(frozen=True, kw_only=True)

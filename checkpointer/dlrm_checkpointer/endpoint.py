@@ -11,6 +11,7 @@ from dlrm_api.errors import UsageError
 from dlrm_checkpointer.status import Status
 
 REQUEST_TIMEOUT_S = 10
+STOP_POLL_S = 0.05
 
 
 class Endpoint:
@@ -47,7 +48,9 @@ class Endpoint:
         except OSError as error:
             raise UsageError(f"{bind}:{port}: cannot listen there: {error.strerror}; choose another port") from error
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, name="endpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(STOP_POLL_S,), name="endpoint", daemon=True
+        )
         self._thread.start()
 
     @property

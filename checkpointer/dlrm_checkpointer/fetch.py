@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from dlrm_api.errors import NoInputError, SnapshotError
-from dlrm_checkpointer.cut import ShardRows
+from dlrm_checkpointer.cut import ShardRows, TableMeta
 from dlrm_checkpointer.manifest import ChunkEntry, Manifest, ObjectEntry
 from dlrm_checkpointer.objects import decode_rows
 from dlrm_checkpointer.store import ObjectStore
@@ -36,7 +36,7 @@ def fetch(store: ObjectStore, entry: ObjectEntry) -> bytes:
     return body
 
 
-def fetch_rows(store: ObjectStore, entry: ChunkEntry) -> ShardRows:
+def fetch_rows(store: ObjectStore, entry: ChunkEntry, table: TableMeta) -> ShardRows:
     """A chunk's rows.
 
     Raises:
@@ -44,6 +44,10 @@ def fetch_rows(store: ObjectStore, entry: ChunkEntry) -> ShardRows:
     """
     piece = decode_rows(fetch(store, entry), f"{store.uri}/{entry.key}")
     ids = piece.row_ids
+    try:
+        piece.check(table)
+    except ValueError as error:
+        raise SnapshotError(f"{store.uri}/{entry.key}: {error}") from error
     if piece.shard != entry.shard or len(ids) != entry.rows or (ids[0], ids[-1]) != (entry.first_row, entry.last_row):
         raise SnapshotError(f"{store.uri}/{entry.key}: its rows are not those that the manifest says")
     return piece

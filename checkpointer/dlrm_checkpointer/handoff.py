@@ -83,13 +83,14 @@ class HandOffWriter:
         Raises:
             TemporaryError: an earlier cut still waits (``ready`` is False).
             DeviceError: the cut is above the budget, or the device is full; nothing is left behind.
+            ValueError: a piece is not of ``meta``'s tables, or its arrays don't belong together.
         """
         if not self.ready():
             raise TemporaryError(f"rank {self.rank}: an earlier cut still waits for the checkpointer")
         name = CutName(meta.step, meta.attempt, self.rank)
         try:
             self._draft.mkdir()
-            index = self._copy(shards, dense)
+            index = self._copy(meta, shards, dense)
             index |= {"meta": meta.to_json(), "rank": self.rank, "boot": boot_id(), "time": time.time()}
             (self._draft / INDEX_FILE).write_text(json.dumps(index))
             self._draft.rename(self.folder / str(name))
@@ -101,12 +102,17 @@ class HandOffWriter:
             raise
         self._last = name
 
-    def _copy(self, shards: Iterable[ShardRows], dense: Mapping[str, NDArray[Any]] | None) -> dict[str, Any]:
+    def _copy(
+        self, meta: CutMeta, shards: Iterable[ShardRows], dense: Mapping[str, NDArray[Any]] | None
+    ) -> dict[str, Any]:
+        tables = {table.name: table for table in meta.tables}
         pieces: list[dict[str, Any]] = []
         arrays: list[dict[str, Any]] = []
         with (self._draft / ROWS_FILE).open("wb", buffering=0) as file:
             for piece in shards:
-                piece.check()
+                piece.check(tables[piece.shard.table])
+                if not len(piece.row_ids):
+                    continue
                 self._check_budget(piece.nbytes)
                 offset = _append(file.fileno(), (piece.row_ids, piece.rows, piece.state))
                 shape = {"rows": len(piece.row_ids), "stateColumns": piece.state.shape[1], "offset": offset}

@@ -68,7 +68,8 @@ class ReadyCut:
         arrays = {}
         for entry in self.index["dense"]:
             count = int(np.prod(entry["shape"], dtype=np.int64))
-            array = np.frombuffer(self.data, np.dtype(entry["dtype"]).newbyteorder("<"), count, entry["offset"])
+            dtype = np.dtype(entry["dtype"]).newbyteorder("<")
+            array = np.frombuffer(self.data, dtype, count, entry["offset"]) if count else np.empty(0, dtype)
             arrays[entry["name"]] = array.reshape(entry["shape"])
         return arrays
 

@@ -51,7 +51,6 @@ def decode_rows(body: bytes, key: str) -> ShardRows:
         rows = arrays["rows"] if exact else dequantize_rows(*(arrays[name] for name in ("codes", "step", "low")))
         shard = shard_of(meta)
         piece = ShardRows(shard=shard, row_ids=arrays["row_ids"], rows=rows, state=arrays["state"])
-        piece.check()
     except (KeyError, TypeError, ValueError) as error:
         raise SnapshotError(f"{key}: not a chunk of rows as the format says: {error!r}") from error
     return piece

@@ -80,7 +80,7 @@ class Snapshot:
             raise SnapshotError(f"{self.uri}: {shard} lies outside the table's {table.rows} rows x {table.dim} columns")
         table.blocks_of(shard.column_start, shard.column_end)
         entries = [entry for entry in self.manifest.chunks if _overlaps(entry, shard)]
-        for piece in in_parallel(lambda entry: fetch_rows(self.store, entry), entries):
+        for piece in in_parallel(lambda entry: fetch_rows(self.store, entry, table), entries):
             part = clip(piece, shard, table)
             if len(part.row_ids):
                 yield part
@@ -164,7 +164,7 @@ def newest_snapshot(store: ObjectStore, *, verify: bool = True) -> tuple[Snapsho
     broken = 0
     for step, attempt in keys:
         if not in_lineage(step, attempt, attempts):
-            reasons.append(_fenced(step, attempt, attempts))
+            reasons.append(given_up(step, attempt, attempts))
             continue
         try:
             snapshot = open_snapshot(store, step, attempt)
@@ -184,7 +184,8 @@ def newest_snapshot(store: ObjectStore, *, verify: bool = True) -> tuple[Snapsho
     return None, reasons
 
 
-def _fenced(step: int, attempt: int, attempts: list[Attempt]) -> str:
+def given_up(step: int, attempt: int, attempts: list[Attempt]) -> str:
+    """Why a manifest does not count (``in_lineage`` is False), in words."""
     later = next(each for each in attempts if not each.accepts(step, attempt))
     origin = "the beginning" if later.restored_step is None else f"step {later.restored_step}"
     return f"step {step} of attempt {attempt}: attempt {later.number} went on from {origin} instead"

@@ -1,13 +1,11 @@
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.cut import ShardId
+from dlrm_checkpointer.catalog import find_snapshot, verify_snapshot
 from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.initializer import initial_rows
 from dlrm_checkpointer.restore import newest_snapshot
+from dlrm_checkpointer.walk import snapshot_digest
 
 
 @pytest.mark.parametrize("written", [1, 2, 4])
@@ -32,3 +30,16 @@ def test_a_snapshot_restores_equal_rows_at_any_world_size(
     assert reasons == []
     assert (snapshot.step, snapshot.meta) == (3, model.meta(written))
     assert restored.digest() == model.digest()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_digest_of_a_snapshot_is_that_of_the_live_state(
+    tmp_path: Path, files: FileStore, new_model, new_pod, world_size
+):
+    model = new_model().train(2)
+    new_pod(tmp_path / "pod", files, world_size=world_size, ranks=range(world_size)).commit(model)
+
+    snapshot = find_snapshot(files)
+
+    assert snapshot_digest(snapshot) == model.digest()
+    assert verify_snapshot(snapshot).rows == {name: int(each.sum()) for name, each in model.touched.items()}

@@ -1,0 +1,119 @@
+"""What is in a store, for people: ``dlrmctl snapshots``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dlrm_api.errors import NoInputError, SnapshotError
+from dlrm_checkpointer.attempts import in_lineage, read_attempts
+from dlrm_checkpointer.manifest import MANIFESTS, Manifest, parse_manifest, parse_manifest_key
+from dlrm_checkpointer.restore import Snapshot, given_up, open_snapshot
+from dlrm_checkpointer.store import ObjectStore
+from dlrm_checkpointer.walk import walk_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """One manifest of a store."""
+
+    step: int
+    attempt: int
+    uri: str
+    """URI of the manifest."""
+    time: float
+    """When it was committed, by the store's clock (Unix seconds)."""
+    manifest: Manifest | None
+    """None where it can't be read."""
+    problem: str
+    """Why it will not be restored from; empty where it can be (its objects were not read)."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all its objects."""
+        return self.manifest.total_bytes if self.manifest else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What reading a whole snapshot found."""
+
+    step: int
+    attempt: int
+    objects: int
+    bytes: int
+    rows: dict[str, int]
+    """Stored rows of each table; the others have their initial values."""
+
+
+def list_snapshots(store: ObjectStore) -> list[Listed]:
+    """Every manifest, newest first, also those that will not be restored from, with the reason. Reads no objects."""
+    infos = {parse_manifest_key(info.key): info for info in store.list(MANIFESTS)}
+    keys = sorted((key for key in infos if key), reverse=True)
+    attempts = read_attempts(store, min((attempt for _, attempt in keys), default=0)) if keys else []
+    found = []
+    for step, attempt in keys:
+        info = infos[step, attempt]
+        manifest, problem = _read(store, info.key)
+        if not problem and not in_lineage(step, attempt, attempts):
+            problem = given_up(step, attempt, attempts)
+        found.append(
+            Listed(
+                step=step,
+                attempt=attempt,
+                uri=f"{store.uri}/{info.key}",
+                time=info.modified,
+                manifest=manifest,
+                problem=problem,
+            )
+        )
+    return found
+
+
+def find_snapshot(store: ObjectStore, step: int | None = None, attempt: int | None = None) -> Snapshot:
+    """Open one snapshot: the newest usable one of the lineage, or of those with this step or attempt.
+
+    Raises:
+        NoInputError: there is none; says which steps there are.
+        SnapshotError: there is one and it can't be used.
+    """
+    listed = list_snapshots(store)
+    wanted = [
+        each for each in listed if (step is None or each.step == step) and (attempt is None or each.attempt == attempt)
+    ]
+    usable = [each for each in wanted if not each.problem or attempt is not None]
+    if usable:
+        return open_snapshot(store, usable[0].step, usable[0].attempt)
+    if wanted:
+        raise SnapshotError(f"{wanted[0].uri}: {wanted[0].problem}")
+    steps = ", ".join(str(number) for number in sorted({each.step for each in listed})) or "none"
+    what = "no snapshot" if step is None else f"no snapshot of step {step}"
+    raise NoInputError(f"{store.uri}: {what} is there (steps: {steps})")
+
+
+def verify_snapshot(snapshot: Snapshot) -> Verified:
+    """Read every byte of a snapshot once and check it: checksums, form, every row at most once, finite values.
+
+    Raises:
+        SnapshotError: names the object, or the table and the row.
+    """
+    rows = {table.name: sum(block.check() for block in walk_table(snapshot, table)) for table in snapshot.meta.tables}
+    for name, array in snapshot.dense().items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise SnapshotError(f"{snapshot.uri}: dense {name} holds a value that is not finite")
+    manifest = snapshot.manifest
+    return Verified(
+        step=snapshot.step,
+        attempt=snapshot.attempt,
+        objects=len(manifest.objects),
+        bytes=manifest.total_bytes,
+        rows=rows,
+    )
+
+
+def _read(store: ObjectStore, key: str) -> tuple[Manifest | None, str]:
+    try:
+        return parse_manifest(store.get(key), key), ""
+    except (SnapshotError, NoInputError) as error:
+        return None, str(error)

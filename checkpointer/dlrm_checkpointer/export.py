@@ -1,0 +1,90 @@
+"""A snapshot as plain safetensors files in a folder, one a table, with rows that were never updated filled in."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from dlrm_api.errors import SnapshotError, UsageError
+from dlrm_checkpointer.cut import TableMeta
+from dlrm_checkpointer.digest import block_digest, join_blocks, state_digest
+from dlrm_checkpointer.folder import raise_device
+from dlrm_checkpointer.restore import Snapshot
+from dlrm_checkpointer.walk import walk_table
+
+META_FILE = "meta.json"
+DENSE_FILE = "dense.safetensors"
+TABLES_FOLDER = "tables"
+HEADER_ALIGNMENT = 8
+
+
+def restore_to_folder(snapshot: Snapshot, folder: Path) -> str:
+    """Write a snapshot's state into an empty or absent folder and return its state digest.
+
+    ``tables/<name>.safetensors`` holds ``weights`` (rows, dim) and ``state`` (rows, column blocks) float32;
+    ``dense.safetensors`` the dense arrays; ``meta.json``, written last, the cut and the digest. Tables stream
+    through memory in blocks.
+
+    Raises:
+        UsageError: the folder holds something.
+        SnapshotError: an object is missing or corrupt.
+        DeviceError: the disk is full.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder}: is not empty: give a new folder")
+    try:
+        (folder / TABLES_FOLDER).mkdir(parents=True, exist_ok=True)
+        tables = [(table.name, _write_table(snapshot, table, folder / TABLES_FOLDER)) for table in snapshot.meta.tables]
+        dense = snapshot.dense()
+        save_file(dense, folder / DENSE_FILE)
+        digest = state_digest(tables, dense)
+        meta = {"snapshot": snapshot.uri, "stateDigest": digest, **snapshot.meta.to_json()}
+        (folder / META_FILE).write_text(json.dumps(meta, indent=2, sort_keys=True) + "\n")
+    except OSError as error:
+        raise_device(error, folder, 0)
+    return digest
+
+
+def _write_table(snapshot: Snapshot, table: TableMeta, folder: Path) -> str:
+    """Write one table block by block and return its digest; the library could write it only from memory."""
+    if Path(table.name).name != table.name:
+        raise SnapshotError(f"{snapshot.uri}: {table.name!r} is no name of a table")
+    state_start = 4 * table.rows * table.dim
+    width = len(table.column_blocks)
+    header = _header(table, state_start, width)
+    digests = []
+    with (folder / f"{table.name}.safetensors").open("wb") as file:
+        file.write(header)
+        file.flush()
+        for block in walk_table(snapshot, table):
+            rows, state = block.fill()
+            digests.append(block_digest(rows, state))
+            _write_at(file.fileno(), len(header) + 4 * block.start * table.dim, rows)
+            _write_at(file.fileno(), len(header) + state_start + 4 * block.start * width, state)
+    return join_blocks(digests)
+
+
+def _header(table: TableMeta, state_start: int, width: int) -> bytes:
+    arrays = {
+        "weights": (0, state_start, [table.rows, table.dim]),
+        "state": (state_start, state_start + 4 * table.rows * width, [table.rows, width]),
+    }
+    entries = {
+        name: {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+        for name, (begin, end, shape) in arrays.items()
+    }
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_at(descriptor: int, offset: int, array: NDArray[np.float32]) -> None:
+    rest = np.ascontiguousarray(array, "<f4").reshape(-1).view(np.uint8).data
+    while rest:
+        done = os.pwrite(descriptor, rest, offset)
+        rest, offset = rest[done:], offset + done

@@ -1,0 +1,91 @@
+"""A snapshot's tables in global row order, block by block: what its digest, its verification and its export need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.errors import SnapshotError
+from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
+from dlrm_checkpointer.digest import block_digest, block_ranges, join_blocks, state_digest
+from dlrm_checkpointer.fetch import fetch_rows, in_parallel
+from dlrm_checkpointer.initializer import initial_rows
+from dlrm_checkpointer.restore import Snapshot, clip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Rows [start, end) of a table, and what the snapshot stores of them."""
+
+    table: TableMeta
+    start: int
+    end: int
+    stored: tuple[ShardRows, ...]
+
+    def fill(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """All rows (n, dim) and their state (n, column blocks): stored ones, and initial values elsewhere."""
+        table = self.table
+        ids = np.arange(self.start, self.end, dtype=np.int64)
+        rows = initial_rows(table.seed, table.name, ids, range(table.dim), table.scale)
+        state = np.zeros((len(ids), len(table.column_blocks)), np.float32)
+        for piece in self.stored:
+            shard = piece.shard
+            blocks = table.blocks_of(shard.column_start, shard.column_end)
+            rows[piece.row_ids - self.start, shard.column_start : shard.column_end] = piece.rows
+            state[piece.row_ids - self.start, blocks.start : blocks.stop] = piece.state
+        return rows, state
+
+    def check(self) -> int:
+        """Check what is stored, and count the rows.
+
+        Raises:
+            SnapshotError: names the table and the row that is stored twice or holds a value that is not finite.
+        """
+        seen = np.zeros((self.end - self.start, len(self.table.column_blocks)), bool)
+        for piece in self.stored:
+            blocks = self.table.blocks_of(piece.shard.column_start, piece.shard.column_end)
+            local = piece.row_ids - self.start
+            twice = seen[local, blocks.start : blocks.stop].any(axis=1)
+            finite = np.isfinite(piece.rows).all(axis=1) & np.isfinite(piece.state).all(axis=1)
+            for bad, problem in ((twice, "is stored twice"), (~finite, "holds a value that is not finite")):
+                if bad.any():
+                    row = int(piece.row_ids[int(np.argmax(bad))])
+                    raise SnapshotError(f"table {self.table.name}, row {row}: {problem}")
+            seen[local, blocks.start : blocks.stop] = True
+        return int(seen.any(axis=1).sum())
+
+
+def walk_table(snapshot: Snapshot, table: TableMeta) -> Iterator[Block]:
+    """Every block of a table in order; reads each of its objects once and checks it.
+
+    Memory is that of one block and of the chunks that overlap it.
+
+    Raises:
+        SnapshotError: an object is missing, corrupt, or not of this table.
+    """
+    entries = sorted(
+        (entry for entry in snapshot.manifest.chunks if entry.table == table.name), key=lambda entry: entry.first_row
+    )
+    starts = [entry.first_row for entry in entries]
+    pieces = in_parallel(lambda entry: fetch_rows(snapshot.store, entry, table), entries)
+    active: list[ShardRows] = []
+    taken = 0
+    for start, end in block_ranges(table.rows):
+        while taken < len(entries) and starts[taken] < end:
+            active.append(next(pieces))
+            taken += 1
+        band = ShardId(table=table.name, row_start=start, row_end=end, column_start=0, column_end=table.dim)
+        yield Block(table=table, start=start, end=end, stored=tuple(clip(piece, band, table) for piece in active))
+        active = [piece for piece in active if piece.row_ids[-1] >= end]
+
+
+def snapshot_digest(snapshot: Snapshot) -> str:
+    """The digest of the state that restoring the snapshot gives (``digest.state_digest``); reads every object."""
+    tables = []
+    for table in snapshot.meta.tables:
+        digest = join_blocks(block_digest(*block.fill()) for block in walk_table(snapshot, table))
+        tables.append((table.name, digest))
+    return state_digest(tables, snapshot.dense())
