@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationInfo, WithJsonSchema
 
 BYTES_PATTERN = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
 DURATION_PATTERN = r"^([0-9]+d)?([0-9]+h)?([0-9]+m)?([0-9]+s)?$"
@@ -33,12 +33,16 @@ def parse_bytes(value: Any) -> Any:
     return round(float(number) * _FACTORS[match[2]]) if "." in number else int(number) * _FACTORS[match[2]]
 
 
-def parse_duration(value: Any) -> Any:
-    """Turn ``1h30m`` into seconds. A bare number is refused, as the API server does: its unit would be a guess.
+def parse_duration(value: Any, info: ValidationInfo) -> Any:
+    """Turn ``1h30m`` into seconds.
+
+    A bare number is seconds in Python code; in a document it is refused, as the API server does: a guess at its unit.
 
     Raises:
         ValueError: the text is no duration; the message shows a good one.
     """
+    if info.mode == "python" and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
     match = re.fullmatch(DURATION_PATTERN, value) if isinstance(value, str) and value else None
     if match is None:
         raise ValueError(f"{value!r} is no duration: write something like 90s, 30m or 1h30m")

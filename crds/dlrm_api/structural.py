@@ -102,7 +102,8 @@ def _small_default(schema: Schema) -> None:
     if "default" not in schema:
         return
     default = _without_inner_defaults(schema["default"], schema)
-    if default is None or (default in ([], {}) and "properties" not in schema):
+    fills = any("default" in field for field in schema.get("properties", {}).values())
+    if default is None or (default in ([], {}) and not fills):
         del schema["default"]
     else:
         schema["default"] = default
