@@ -1,0 +1,120 @@
+"""What a turn asks of the cluster. Each action may be repeated, and cut off after, at any time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal
+
+from dlrm_api.hardware import HardwareProfile
+from dlrm_api.job import DLRMJob
+from dlrm_api.status import DLRMJobStatus
+from dlrm_operator.observed import JobKey
+
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplyService:
+    """Server-side apply of the headless Service."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplyConfigMap:
+    """Server-side apply of one immutable ConfigMap of the plan."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplySecret:
+    """Create the attempt's token Secret; the token is drawn while doing so. One that exists stays as it is."""
+
+    manifest: Manifest
+    """Without data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreatePod:
+    """POST one trainer pod. That it exists is success where it is this job's of this attempt."""
+
+    manifest: Manifest
+    owner_uid: str
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeleteObject:
+    """Delete one child, provided that it is still the one that was seen."""
+
+    kind: Literal["Pod", "ConfigMap", "Secret"]
+    key: JobKey
+    """The job's; the child is in its namespace."""
+    name: str
+    uid: str
+    force: bool = False
+    """Do not wait for the kubelet: for a pod that should have ended long ago."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplyStatus:
+    """Server-side apply of the whole status, provided that the job has not changed since it was seen."""
+
+    key: JobKey
+    uid: str
+    resource_version: str
+    status: DLRMJobStatus
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmitEvent:
+    """An Event on the job; its name is a function of what it says, so that a repeated turn adds none."""
+
+    key: JobKey
+    uid: str
+    kind: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanQuestion:
+    """What a plan is a function of. Questions with equal marks have equal answers."""
+
+    uid: str
+    generation: int
+    profile_version: str
+    job: DLRMJob = field(compare=False, repr=False)
+    profile: HardwareProfile | None = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestPlan:
+    """Start the planner for the job's spec; the answer is observed in a later turn."""
+
+    key: JobKey
+    question: PlanQuestion
+
+
+@dataclass(frozen=True, kw_only=True)
+class WakeAt:
+    """Look again then, though nothing may have changed."""
+
+    key: JobKey
+    time: datetime = field(compare=False)
+
+
+Action = (
+    ApplyService
+    | ApplyConfigMap
+    | ApplySecret
+    | CreatePod
+    | DeleteObject
+    | ApplyStatus
+    | EmitEvent
+    | RequestPlan
+    | WakeAt
+)

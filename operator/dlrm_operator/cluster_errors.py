@@ -1,0 +1,40 @@
+"""How a call to the Kubernetes API can end, by who can act. No HTTP library's exception leaves ``cluster``.
+
+ClusterUnavailableError   nothing was decided: the same call may succeed later
+ClusterRefusedError       the server understood and said no
+├── NotFoundError         404
+├── ConflictError         409  someone else was first, or the object has changed
+└── GoneError             410  a list or watch must start anew
+"""
+
+from __future__ import annotations
+
+from dlrm_api.errors import DLRMError, TemporaryError
+
+
+class ClusterUnavailableError(TemporaryError):
+    """The API server did not answer, or asked to be left alone; ``retry_after_s`` is its own wish, if it has one."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ClusterRefusedError(DLRMError):
+    """The API server refused the call; ``code`` is its HTTP status, the message its own words."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class NotFoundError(ClusterRefusedError):
+    """The object is not there."""
+
+
+class ConflictError(ClusterRefusedError):
+    """The object exists already, or is not the one that was seen any more."""
+
+
+class GoneError(ClusterRefusedError):
+    """The resource version or the continuation is too old."""

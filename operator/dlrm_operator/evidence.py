@@ -1,0 +1,83 @@
+"""What is known of a pod's end, in bounded words."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+
+from dlrm_api.names import ExitCode
+from dlrm_api.status import FailureEvidence
+from dlrm_operator.conditions import MESSAGE_LENGTH, REASON_LENGTH, shorten, timestamp
+from dlrm_operator.observed import PodSeen
+
+_NOT_A_WORD = re.compile(r"[^A-Za-z0-9]+")
+
+
+def camel_case(text: str) -> str:
+    """A reason that is safe as a machine's word: letters and digits alone; empty text becomes ``Unknown``."""
+    return _NOT_A_WORD.sub("", text)[:REASON_LENGTH] or "Unknown"
+
+
+def exit_reason(code: int, kubelet_reason: str) -> str:
+    """The word for an exit code; the kubelet's own word where it knows more (``OOMKilled``)."""
+    if kubelet_reason not in ("", "Error", "Completed"):
+        return camel_case(kubelet_reason)
+    names = {int(known): known.name.title().replace("_", "") for known in ExitCode}
+    return names.get(code, f"Exit{code}")
+
+
+def trainer_evidence(pod: PodSeen, now: datetime) -> FailureEvidence:
+    """How the pod's trainer ended: its own message before the kubelet's words before the pod's."""
+    trainer = pod.trainer
+    if trainer is None or trainer.exit_code is None:
+        return pod_evidence(pod, pod.reason or "PodFailed", pod.message, now)
+    left = trainer.termination
+    message = left.message if left else trainer.message or pod.message
+    if left is None and not message:
+        message = f"the trainer ended with exit code {trainer.exit_code} and left no message"
+    oom = trainer.reason == "OOMKilled"
+    return FailureEvidence(
+        attempt=pod.attempt,
+        pod=pod.name,
+        rank=left.rank if left else None,
+        node=pod.node,
+        exit_code=trainer.exit_code,
+        reason=camel_case(left.reason) if left and not oom else exit_reason(trainer.exit_code, trainer.reason),
+        message=shorten(message, MESSAGE_LENGTH),
+        time=timestamp(now),
+    )
+
+
+def checkpointer_evidence(pod: PodSeen, code: int, now: datetime) -> FailureEvidence:
+    """Why the pod's checkpointer can't do its work."""
+    left = pod.checkpointer.checkpoint if pod.checkpointer else None
+    words = (left.store_error or left.reason) if left else ""
+    return FailureEvidence(
+        attempt=pod.attempt,
+        pod=pod.name,
+        node=pod.node,
+        exit_code=code,
+        reason="Checkpointer" + exit_reason(code, ""),
+        message=shorten(words or f"the checkpointer ended with exit code {code}", MESSAGE_LENGTH),
+        time=timestamp(now),
+    )
+
+
+def pod_evidence(pod: PodSeen, reason: str, message: str, now: datetime) -> FailureEvidence:
+    """What befell a pod from outside."""
+    trainer = pod.trainer
+    return FailureEvidence(
+        attempt=pod.attempt,
+        pod=pod.name,
+        node=pod.node,
+        exit_code=trainer.exit_code if trainer else None,
+        reason=camel_case(reason),
+        message=shorten(message, MESSAGE_LENGTH),
+        time=timestamp(now),
+    )
+
+
+def missing_pod_evidence(name: str, attempt: int, now: datetime) -> FailureEvidence:
+    """A pod of a whole gang that is not there any more."""
+    message = f"pod {name} was deleted while its gang was at work"
+    return FailureEvidence(attempt=attempt, pod=name, reason="PodDeleted", message=message, time=timestamp(now))

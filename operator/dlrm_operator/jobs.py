@@ -1,0 +1,48 @@
+"""The jobs as kopf's watch last showed them, each spec parsed once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.job import DLRMJob
+from dlrm_api.status import Phase
+from dlrm_operator.observed import JobKey, JobSeen
+from dlrm_operator.reading import Object, read_job
+
+
+class JobCache:
+    """Jobs by key. It decides nothing but whether a look at the live objects is worth it."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[JobKey, JobSeen] = {}
+
+    def read(self, document: Object) -> JobSeen:
+        """The job in ``document``, which replaces what was known."""
+        meta = document["metadata"]
+        key = JobKey(meta["namespace"], meta["name"])
+        known = self._jobs.get(key)
+        spec: DLRMJob | InvalidSpecError | None = None
+        if known is not None and (known.uid, known.generation) == (meta["uid"], meta.get("generation", 0)):
+            spec = known.spec  # parsing 5,000 tables takes a while, and status writes are many
+        job = read_job(document, spec)
+        self._jobs[key] = job
+        return job
+
+    def get(self, key: JobKey) -> JobSeen | None:
+        """The job as last seen."""
+        return self._jobs.get(key)
+
+    def forget(self, key: JobKey) -> None:
+        """The job is gone."""
+        self._jobs.pop(key, None)
+
+    def known(self) -> list[JobKey]:
+        """All known jobs."""
+        return list(self._jobs)
+
+    def phases(self) -> Counter[str]:
+        """Number of jobs in each phase."""
+        found = Counter({phase.value: 0 for phase in Phase})
+        found.update((job.status.phase if job.status else Phase.PENDING).value for job in self._jobs.values())
+        return found

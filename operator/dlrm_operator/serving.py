@@ -1,0 +1,60 @@
+"""/healthz, /readyz and /metrics."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+
+class Health(Protocol):
+    """Who knows how the operator fares."""
+
+    def problem(self) -> str:
+        """Why the process should be restarted; empty while it is well."""
+
+    def ready(self) -> bool:
+        """Whether it does its work."""
+
+    def measure(self) -> None:
+        """Bring the gauges up to date."""
+
+
+class Server:
+    """The HTTP endpoints of one operator."""
+
+    def __init__(self, address: str, port: int, health: Health) -> None:
+        self._address = address
+        self._port = port
+        self._health = health
+        app = web.Application()
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/metrics", self._metrics)
+        self._runner = web.AppRunner(app, access_log=None)
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._address, self._port).start()
+
+    async def stop(self) -> None:
+        """Close everything."""
+        await self._runner.cleanup()
+
+    async def _healthz(self, request: web.Request) -> web.Response:  # noqa: ARG002  aiohttp passes it
+        problem = self._health.problem()
+        return web.Response(status=503 if problem else 200, text=problem or "ok")
+
+    async def _readyz(self, request: web.Request) -> web.Response:  # noqa: ARG002  aiohttp passes it
+        ready = self._health.ready()
+        return web.Response(status=200 if ready else 503, text="ok" if ready else "caches are being filled")
+
+    async def _metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002  aiohttp passes it
+        self._health.measure()
+        return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})

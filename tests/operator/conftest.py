@@ -1,0 +1,54 @@
+"""Fixtures of the operator's tests on a real control plane."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from dlrm_cluster.api import ApiError
+from dlrm_cluster.control_plane import ControlPlane
+from kubelet_double import KubeletDouble
+from operator_cluster import OperatorProcess, eventually
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOM = {"cpu": "64", "memory": "4Ti", "pods": "1000"}
+
+
+@pytest.fixture(scope="session")
+def api_types(control_plane: ControlPlane) -> ControlPlane:
+    """A control plane that serves the project's CRDs and has two empty nodes."""
+    crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    for name in ("dlrmjobs", "hardwareprofiles"):
+        document = yaml.safe_load((ROOT / "crds" / f"{name}.yaml").read_text())
+        _create(control_plane, crds, document)
+        eventually(lambda name=name: control_plane.api.found(f"/apis/dlrm.dev/v1alpha1/{name}"))
+    for number in range(2):
+        name = f"operator-node-{number}"
+        _create(control_plane, "/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
+        ready = {"type": "Ready", "status": "True", "reason": "Test", "message": "made by a test"}
+        status = {"status": {"capacity": ROOM, "allocatable": ROOM, "conditions": [ready]}}
+        control_plane.api.call("PATCH", f"/api/v1/nodes/{name}/status", status)
+    return control_plane
+
+
+def _create(control_plane: ControlPlane, path: str, document: dict[str, object]) -> None:
+    try:
+        control_plane.api.call("POST", path, document)
+    except ApiError as error:
+        if error.code != 409:
+            raise
+
+
+@pytest.fixture
+def kubelet(api_types: ControlPlane, namespace: str) -> Iterator[KubeletDouble]:
+    """A kubelet of the test's namespace."""
+    with KubeletDouble(api_types.api, namespace) as kubelet:
+        yield kubelet
+
+
+@pytest.fixture
+def operator(api_types: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[OperatorProcess]:
+    """A running operator of the test's namespace."""
+    with OperatorProcess(api_types.kubeconfig, namespace, tmp_path / "operator.log") as process:
+        yield process
+    print(process.log())

@@ -1,0 +1,213 @@
+"""The kubelet's part, played by a thread that writes pod status on a real API server."""
+
+import itertools
+import json
+import random
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from dlrm_cluster.api import Api, ApiError
+
+from dlrm_api.names import Port
+from dlrm_api.progress import CheckpointerProgress, Progress, SnapshotInfo, TerminationMessage, TrainerPhase
+
+Object = dict[str, Any]
+POLL_S = 0.05
+
+
+class ProgressServer(ThreadingHTTPServer):
+    """One endpoint of one pod, on the pod's own loopback address."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, ip: str, port: int) -> None:
+        self.answer = "{}"
+        super().__init__((ip, port), ProgressHandler)
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+
+class ProgressHandler(BaseHTTPRequestHandler):
+    server: ProgressServer
+
+    def do_GET(self) -> None:
+        body = self.server.answer.encode()
+        self.send_response(200 if self.path == "/progress" else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Silence."""
+
+
+class KubeletDouble:
+    """Starts bound pods, ends deleted ones, and lets a test end containers as it likes.
+
+    Each pod gets an address of its own in 127.0.0.0/8; pod 0 of each gang serves ``/progress`` there.
+    """
+
+    def __init__(self, api: Api, namespace: str) -> None:
+        self.api = api
+        self.namespace = namespace
+        self.starts = True
+        """Whether new pods are started by themselves."""
+        self.removes = True
+        """Whether deleted pods end by themselves."""
+        self.most_attempts = 0
+        """Attempts of one job that had pods at the same time, at most."""
+        self.seen: dict[str, str] = {}
+        """Name to uid of every pod ever seen."""
+        self.doubled: list[str] = []
+        """Names that came back with another uid."""
+        self._servers: dict[str, tuple[ProgressServer, ProgressServer]] = {}
+        self._ips = itertools.count(random.randrange(2**16))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.errors: list[Exception] = []
+
+    def __enter__(self) -> "KubeletDouble":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        for pair in self._servers.values():
+            for server in pair:
+                server.shutdown()
+                server.server_close()
+        assert not self.errors, self.errors
+
+    def pods(self) -> list[Object]:
+        found: list[Object] = self.api.call("GET", f"/api/v1/namespaces/{self.namespace}/pods")["items"]
+        return sorted(found, key=lambda pod: pod["metadata"]["name"])
+
+    def says(self, pod: str, trainer: Progress, checkpointer: CheckpointerProgress | None = None) -> None:
+        """What the pod's endpoints answer from now on."""
+        trainer_server, checkpointer_server = self._servers[pod]
+        trainer_server.answer = trainer.model_dump_json()
+        if checkpointer is not None:
+            checkpointer_server.answer = checkpointer.model_dump_json()
+
+    def trains(self, pod: str, attempt: int, step: int = 1, committed: int | None = None) -> None:
+        """The pod says that it trains."""
+        trainer = Progress(attempt=attempt, phase=TrainerPhase.TRAINING, step=step, total_steps=100, loss=0.5)
+        self.says(pod, trainer, committed_word(committed))
+
+    def end_trainer(self, pod: str, code: int, message: TerminationMessage | None = None, reason: str = "") -> None:
+        """The pod's trainer ends; its checkpointer goes on."""
+        text = message.encode().decode() if message else ""
+        self._end(pod, "containerStatuses", "trainer", code, text, reason)
+
+    def end_checkpointer(self, pod: str, code: int, committed: int | None) -> None:
+        """The pod's checkpointer ends, and the pod with it where its trainer has ended."""
+        self._end(pod, "initContainerStatuses", "checkpointer", code, committed_word(committed).model_dump_json(), "")
+        status = self._get(pod)["status"]
+        codes = [
+            c["state"]["terminated"]["exitCode"] for c in status["containerStatuses"] if "terminated" in c["state"]
+        ]
+        if codes:
+            self._patch(pod, {"phase": "Failed" if any(codes) else "Succeeded"})
+
+    def finish(self, pod: str, step: int, committed: int | None) -> None:
+        """The pod's trainer ends well at ``step``, then its checkpointer."""
+        self.end_trainer(pod, 0, TerminationMessage(exit_code=0, reason="Done", step=step))
+        self.end_checkpointer(pod, 0, committed)
+
+    def remove(self, pod: str) -> None:
+        """The pod is gone, as after its grace period."""
+        options = {"kind": "DeleteOptions", "gracePeriodSeconds": 0}
+        try:
+            self.api.call("DELETE", f"/api/v1/namespaces/{self.namespace}/pods/{pod}", options)
+        except ApiError as error:
+            if error.code != 404:
+                raise
+
+    def _run(self) -> None:
+        while not self._stop.wait(POLL_S):
+            try:
+                self._turn()
+            except ApiError as error:
+                if error.code not in (404, 409):
+                    self.errors.append(error)
+            except OSError:
+                continue  # the API server is away; so is a kubelet's
+
+    def _turn(self) -> None:
+        pods = self.pods()
+        self._audit(pods)
+        for pod in pods:
+            meta, name = pod["metadata"], pod["metadata"]["name"]
+            if "deletionTimestamp" in meta:
+                if self.removes:
+                    self.remove(name)
+            elif self.starts and pod["spec"].get("nodeName") and pod["status"].get("phase") == "Pending":
+                self.start(pod)
+
+    def _audit(self, pods: list[Object]) -> None:
+        attempts: dict[str, set[str]] = {}
+        for pod in pods:
+            meta = pod["metadata"]
+            attempts.setdefault(meta["labels"]["dlrm.dev/job"], set()).add(meta["labels"]["dlrm.dev/attempt"])
+            if self.seen.setdefault(meta["name"], meta["uid"]) != meta["uid"]:
+                self.doubled.append(meta["name"])
+                self.seen[meta["name"]] = meta["uid"]
+        self.most_attempts = max([self.most_attempts, *(len(found) for found in attempts.values())])
+
+    def start(self, pod: Object) -> None:
+        name = pod["metadata"]["name"]
+        number = next(self._ips) % 2**16
+        ip = f"127.{64 + threading.get_native_id() % 64}.{number // 256}.{number % 254 + 1}"
+        if pod["metadata"]["labels"]["dlrm.dev/index"] == "0":
+            self._servers[name] = ProgressServer(ip, Port.TRAINER), ProgressServer(ip, Port.CHECKPOINTER)
+        running = {"running": {"startedAt": now()}}
+        self._patch(
+            name,
+            {
+                "phase": "Running",
+                "podIP": ip,
+                "podIPs": [{"ip": ip}],
+                "initContainerStatuses": [container("checkpointer", running)],
+                "containerStatuses": [container("trainer", running)],
+            },
+        )
+
+    def _end(self, pod: str, statuses: str, name: str, code: int, message: str, reason: str) -> None:
+        ended = {"exitCode": code, "message": message, "finishedAt": now(), "reason": reason or "Error"}
+        if code == 0:
+            ended["reason"] = "Completed"
+        self._patch(pod, {statuses: [container(name, {"terminated": ended})]})
+
+    def _get(self, pod: str) -> Object:
+        return self.api.call("GET", f"/api/v1/namespaces/{self.namespace}/pods/{pod}")
+
+    def _patch(self, pod: str, status: Object) -> None:
+        self.api.call("PATCH", f"/api/v1/namespaces/{self.namespace}/pods/{pod}/status", {"status": status})
+
+
+def container(name: str, state: Object) -> Object:
+    """A container status as the API server wants it."""
+    ready = "running" in state
+    return {"name": name, "state": state, "ready": ready, "restartCount": 0, "image": "none", "imageID": "none"}
+
+
+def committed_word(step: int | None) -> CheckpointerProgress:
+    """What a checkpointer says that has committed ``step``."""
+    if step is None:
+        return CheckpointerProgress()
+    snapshot = SnapshotInfo(step=step, bits=32, bytes=1_000, uri=f"s3://b/manifests/{step}-1.json", time=1.7e9 + step)
+    return CheckpointerProgress(committed_step=step, last_snapshot=snapshot)
+
+
+def now() -> str:
+    """The time as a kubelet writes it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def decoded(text: str) -> Object:
+    """JSON text as an object."""
+    found: Object = json.loads(text)
+    return found

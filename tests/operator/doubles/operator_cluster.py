@@ -1,0 +1,140 @@
+"""A job on a real control plane, and an operator process beside it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dlrm_cluster.api import Api, ApiError
+from dlrm_cluster.ports import free_port
+
+Object = dict[str, Any]
+JOBS = "/apis/dlrm.dev/v1alpha1/namespaces/{}/dlrmjobs"
+
+
+def job_document(name: str, replicas: int = 2, **spec: Any) -> Object:
+    """A small job of ``replicas`` pods; further fields replace whole sections of its spec."""
+    return {
+        "apiVersion": "dlrm.dev/v1alpha1",
+        "kind": "DLRMJob",
+        "metadata": {"name": name},
+        "spec": {
+            "model": {
+                "denseFeatures": ["I1", "I2"],
+                "bottomMlp": [8, 4],
+                "topMlp": [8, 1],
+                "tables": [{"name": "a", "rows": 1_000, "dim": 4}, {"name": "b", "rows": 2_000, "dim": 4}],
+            },
+            "data": {"format": "synthetic", "globalBatchSize": 64},
+            "trainer": {"replicas": replicas},
+            "checkpoint": {"uri": "s3://bucket/prefix"},
+            "lifecycle": {"restart": {"maxRestarts": 3, "backoff": "0s"}, "terminationGracePeriod": "30s"},
+            **spec,
+        },
+    }
+
+
+class JobDriver:
+    """One job as its user sees it."""
+
+    def __init__(self, api: Api, namespace: str, document: Object) -> None:
+        self.api = api
+        self.namespace = namespace
+        self.name: str = document["metadata"]["name"]
+        self.path = JOBS.format(namespace) + "/" + self.name
+        self.created = api.call("POST", JOBS.format(namespace), document)
+
+    def get(self) -> Object:
+        return self.api.call("GET", self.path)
+
+    def status(self) -> Object:
+        found: Object = self.get().get("status", {})
+        return found
+
+    def phase(self) -> str:
+        return str(self.status().get("phase", ""))
+
+    def condition(self, kind: str) -> Object:
+        found = [c for c in self.status().get("conditions", []) if c["type"] == kind]
+        return found[0] if found else {}
+
+    def delete(self) -> None:
+        self.api.call("DELETE", self.path)
+
+    def until(self, phase: str, timeout_s: float = 40.0) -> Object:
+        eventually(lambda: self.phase() == phase, timeout_s, lambda: f"{self.name}: {self.status()}")
+        return self.status()
+
+    def children(self) -> list[str]:
+        """Everything in the namespace that belongs to the job."""
+        found = []
+        for kind in ("pods", "services", "configmaps", "secrets"):
+            items = self.api.call(
+                "GET", f"/api/v1/namespaces/{self.namespace}/{kind}?labelSelector=dlrm.dev/job={self.name}"
+            )
+            found += [f"{kind}/{item['metadata']['name']}" for item in items["items"]]
+        return found
+
+    def events(self) -> list[str]:
+        items = self.api.call("GET", f"/api/v1/namespaces/{self.namespace}/events")["items"]
+        return [item["reason"] for item in items if item["involvedObject"]["name"] == self.name]
+
+
+class OperatorProcess:
+    """``python -m dlrm_operator`` of one namespace."""
+
+    def __init__(self, kubeconfig: Path, namespace: str, log: Path) -> None:
+        self.port = free_port("127.0.0.1")
+        self._log = log
+        flags = ["--namespace", namespace, "--address", "127.0.0.1", "--port", str(self.port)]
+        flags += ["--poll-s", "0.2", "--resync-s", "2", "--log-format", "plain"]
+        self._argv = [sys.executable, "-m", "dlrm_operator", *flags]
+        self._env = {**os.environ, "KUBECONFIG": str(kubeconfig), "OMP_NUM_THREADS": "1"}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._argv, env=self._env, stdout=log, stderr=log)
+
+    def kill(self) -> None:
+        """kill -9."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self) -> int:
+        assert self._process is not None
+        self._process.terminate()
+        try:
+            return self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def __enter__(self) -> "OperatorProcess":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.stop()
+
+
+def eventually(truth: Callable[[], Any], timeout_s: float = 40.0, state: Callable[[], str] = str) -> None:
+    """Return once ``truth`` holds; fail with ``state`` when it never does."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            if truth():
+                return
+        except (ApiError, KeyError):
+            pass
+        assert time.monotonic() < deadline, f"it never became true: {state()}"
+        time.sleep(0.05)
