@@ -1,0 +1,144 @@
+"""``dlrmctl``: validate, plan, render and run DLRMJobs, and look after snapshots.
+
+Each command imports what it needs when it runs, so that ``dlrmctl --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dlrm_api.errors import DLRMError
+from dlrm_api.names import ExitCode
+from dlrm_cli.snapshots import snapshots
+
+app = typer.Typer(
+    name="dlrmctl",
+    help="Train deep-learning recommendation models from a DLRMJob manifest, on this machine or on Kubernetes.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(snapshots, name="snapshots")
+
+
+class TableOrJson(enum.StrEnum):
+    """Forms of a result."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+class YamlOrJson(enum.StrEnum):
+    """Forms of manifests."""
+
+    YAML = "yaml"
+    JSON = "json"
+
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with a DLRMJob.")]
+Profile = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with the HardwareProfile.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="spec.path=value", help="Set a field; the value is YAML. May be repeated."),
+]
+
+
+@app.command()
+def validate(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of any number of documents.")],
+) -> None:
+    """Check every DLRMJob and HardwareProfile of a file."""
+    from dlrm_cli.manifests import validate_file
+
+    validate_file(file)
+
+
+@app.command()
+def plan(
+    file: File,
+    profile: Profile = None,
+    settings: Settings = None,
+    output: Annotated[TableOrJson, typer.Option("--output", "-o", help="Form of the plan.")] = TableOrJson.TABLE,
+) -> None:
+    """Show which embedding table lives on which rank, and what that takes."""
+    from dlrm_cli.manifests import print_plan
+
+    print_plan(file, profile, settings or [], as_json=output is TableOrJson.JSON)
+
+
+@app.command()
+def render(
+    file: File,
+    profile: Profile = None,
+    settings: Settings = None,
+    output: Annotated[YamlOrJson, typer.Option("--output", "-o", help="Form of the objects.")] = YamlOrJson.YAML,
+) -> None:
+    """Print the Kubernetes objects that the operator would create."""
+    from dlrm_cli.manifests import print_objects
+
+    print_objects(file, profile, settings or [], as_json=output is YamlOrJson.JSON)
+
+
+@app.command()
+def run(
+    file: File,
+    workdir: Annotated[
+        Path | None, typer.Option(metavar="D", help="Folder for logs and progress [runs/<job>].")
+    ] = None,
+    data: Annotated[str | None, typer.Option(metavar="URI", help="Train on this instead of the job's files.")] = None,
+    eval_data: Annotated[str | None, typer.Option(metavar="URI", help="Evaluate on this.")] = None,
+    settings: Settings = None,
+    digest: Annotated[bool, typer.Option("--digest", help="Also give the SHA-256 of the final state.")] = False,
+    ledger: Annotated[bool, typer.Option("--ledger", help="Keep the ids of all samples, for audits.")] = False,
+    output: Annotated[TableOrJson, typer.Option("--output", "-o", help="Form of the result.")] = TableOrJson.TABLE,
+) -> None:
+    """Train the job on this machine; run the same command again to resume."""
+    from dlrm_cli.run import RunOptions, run_job
+
+    options = RunOptions(
+        file=file,
+        workdir=workdir,
+        data=data,
+        eval_data=eval_data,
+        settings=tuple(settings or ()),
+        digest=digest,
+        ledger=ledger,
+        as_json=output is TableOrJson.JSON,
+    )
+    raise typer.Exit(run_job(options))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run dlrmctl; returns its exit code and prints every error as one line on stderr."""
+    try:
+        return int(app(arguments, prog_name="dlrmctl", standalone_mode=False) or ExitCode.DONE)
+    except DLRMError as error:
+        return _fail(str(error), error.exit_code)
+    except typer.TyperException as error:
+        return _fail(f"{error.format_message()} (see dlrmctl --help)", ExitCode.USAGE)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", 130)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        sys.stderr.close()
+        return int(ExitCode.DONE)
+    except Exception as error:
+        with tempfile.NamedTemporaryFile("w", prefix="dlrmctl-", suffix=".log", delete=False) as log:
+            traceback.print_exc(file=log)
+        return _fail(f"this is a bug: {type(error).__name__}: {error}; its log is {log.name}", ExitCode.INTERNAL)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"dlrmctl: error: {' '.join(message.split())}", file=sys.stderr)
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Manifests on disk: YAML files of several documents, read with the line of whatever is wrong in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dlrm_api.errors import BadDataError, DLRMError, InvalidSpecError, NoInputError, UsageError
+from dlrm_api.hardware import HardwareProfile, parse_profile
+from dlrm_api.job import DLRMJob, parse_job
+
+PARSERS: dict[str, Callable[[Any], DLRMJob | HardwareProfile]] = {
+    "DLRMJob": parse_job,
+    "HardwareProfile": parse_profile,
+}
+
+
+@dataclass(frozen=True)
+class Document:
+    """One YAML document of a file, decoded and not yet validated."""
+
+    path: Path
+    number: int
+    """Place in the file, from 1."""
+    body: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """What it says that it is."""
+        return str(self.body.get("kind", ""))
+
+    @property
+    def title(self) -> str:
+        """How messages name it: kind and name."""
+        metadata = self.body.get("metadata")
+        name = metadata.get("name") if isinstance(metadata, dict) else None
+        return f"{self.kind} {name or f'(document {self.number})'}"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe subset, refusing a key that occurs twice: the first one would be lost in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Build one mapping; see the class."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value} occurs twice in one mapping", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_documents(path: Path) -> list[Document]:
+    """Read every document of a YAML (or JSON) file; empty documents are left out.
+
+    Raises:
+        NoInputError: the file is not there or can't be read.
+        BadDataError: it is no YAML, with the line; or a document is no mapping; or there is none at all.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadDataError(f"{path}: byte {error.start} is no UTF-8: save the file as UTF-8 text") from error
+    except OSError as error:
+        raise NoInputError(f"{path}: {error.strerror or error}: give the path of a readable file") from error
+    try:
+        bodies = list(yaml.load_all(text, Loader=_Loader))
+    except yaml.YAMLError as error:
+        raise BadDataError(f"{path}{_place(error)}: this is no YAML: {_problem(error)}") from error
+    documents = []
+    for number, body in enumerate(bodies, start=1):
+        if body is None:
+            continue
+        if not isinstance(body, dict):
+            raise BadDataError(f"{path}: document {number} is a {type(body).__name__}, where a mapping is needed")
+        documents.append(Document(path, number, body))
+    if not documents:
+        raise BadDataError(f"{path}: the file holds no document: write a DLRMJob into it")
+    return documents
+
+
+def parse_document(document: Document) -> DLRMJob | HardwareProfile:
+    """Validate one document.
+
+    Raises:
+        InvalidSpecError: it is of another kind, or a field is refused; names the field.
+    """
+    parser = PARSERS.get(document.kind)
+    if parser is None:
+        raise InvalidSpecError(
+            "kind", f"{document.kind or 'nothing'} is none of {', '.join(PARSERS)}: dlrmctl knows no other kind"
+        )
+    return parser(document.body)
+
+
+def job_document(documents: list[Document]) -> Document:
+    """The one DLRMJob among them.
+
+    Raises:
+        InvalidSpecError: there is none.
+        UsageError: there are several.
+    """
+    jobs = [document for document in documents if document.kind == "DLRMJob"]
+    if not jobs:
+        first = documents[0]
+        raise InvalidSpecError(
+            "kind", f"{first.path} holds {first.kind or 'a document without a kind'} and no DLRMJob: give a DLRMJob"
+        )
+    if len(jobs) > 1:
+        titles = ", ".join(document.title for document in jobs)
+        raise UsageError(f"{jobs[0].path}: {len(jobs)} jobs ({titles}) in one file: keep one job in each file")
+    return jobs[0]
+
+
+def find_profile(job: DLRMJob, documents: list[Document], extra: Path | None) -> HardwareProfile | None:
+    """The profile that the job names, from its own file or from ``--profile``; None where it names none.
+
+    With ``--profile`` and a job that names no hardware, the file's only profile is taken.
+
+    Raises:
+        UsageError: the profile that the job names is in neither file.
+    """
+    wanted = job.spec.trainer.hardware
+    others = read_documents(extra) if extra else []
+    candidates = [document for document in (*others, *documents) if document.kind == "HardwareProfile"]
+    profiles = [parse_profile(document.body) for document in candidates]
+    if extra and not any(document.kind == "HardwareProfile" for document in others):
+        raise UsageError(f"--profile: {extra} holds no HardwareProfile")
+    if wanted is None:
+        return profiles[0] if extra else None
+    for profile in profiles:
+        if profile.metadata.name == wanted:
+            return profile
+    known = ", ".join(profile.metadata.name for profile in profiles) or "none"
+    raise UsageError(
+        f"spec.trainer.hardware: no HardwareProfile {wanted} (found: {known}): give its file with --profile"
+    )
+
+
+def located(document: Document, error: DLRMError) -> DLRMError:
+    """The same error, saying which file and document it is about."""
+    message = f"{document.path}: {document.title}: {error}"
+    if isinstance(error, InvalidSpecError):
+        return InvalidSpecError(f"{document.path}: {document.title}: {error.path}", error.problem)
+    return type(error)(message)
+
+
+def _place(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    context = getattr(error, "context", None)
+    return f"{problem} ({context})" if context else str(problem)

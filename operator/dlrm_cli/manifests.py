@@ -1,0 +1,105 @@
+"""``dlrmctl validate``, ``plan`` and ``render``: manifests in, text out; nothing is started."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dlrm_api.errors import DLRMError
+from dlrm_api.hardware import HardwareProfile
+from dlrm_api.job import DLRMJob
+from dlrm_cli.documents import Document, find_profile, job_document, located, parse_document, read_documents
+from dlrm_cli.overrides import with_overrides
+
+
+def validate_file(path: Path) -> None:
+    """Print a line for each good document on stdout, and for each bad one but the first on stderr.
+
+    Raises:
+        DLRMError: the first problem.
+    """
+    problems: list[DLRMError] = []
+    for document in read_documents(path):
+        try:
+            print(f"{path}: {document.title} is valid: {_summary(parse_document(document))}")
+        except DLRMError as error:
+            problems.append(located(document, error))
+    for problem in problems[1:]:
+        print(f"dlrmctl: error: {problem}", file=sys.stderr)
+    if problems:
+        raise problems[0]
+
+
+def print_plan(path: Path, profile_path: Path | None, settings: Sequence[str], *, as_json: bool) -> None:
+    """Print the plan of a file's job.
+
+    Raises:
+        InfeasiblePlanError: the tables don't fit the hardware.
+        DLRMError: the file or the job is bad.
+    """
+    from dlrm_planner import plan_job
+
+    job, profile = read_job_and_profile(path, profile_path, settings)
+    plan = plan_job(job.spec, profile)
+    if as_json:
+        print(plan.model_dump_json(indent=2))
+        return
+    from dlrm_cli.views import plan_view, print_view
+
+    print_view(plan_view(job, plan))
+
+
+def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str], *, as_json: bool) -> None:
+    """Print the Kubernetes objects that the operator would create for a file's job.
+
+    Raises:
+        DLRMError: the file or the job is bad, or the tables don't fit the hardware.
+    """
+    import yaml
+
+    from dlrm_operator.rendering import render
+    from dlrm_planner import plan_job
+
+    job, profile = read_job_and_profile(path, profile_path, settings)
+    objects = [dict(manifest) for manifest in render(job, profile, plan_job(job.spec, profile))]
+    if as_json:
+        print(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2))
+    else:
+        print(yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True), end="")
+
+
+def read_job_and_profile(
+    path: Path, profile_path: Path | None, settings: Sequence[str]
+) -> tuple[DLRMJob, HardwareProfile | None]:
+    """The job of a file with its settings applied, and the profile that it names."""
+    documents = read_documents(path)
+    document = job_document(documents)
+    job = parse_job_document(document, settings)
+    return job, find_profile(job, documents, profile_path)
+
+
+def parse_job_document(document: Document, settings: Sequence[str]) -> DLRMJob:
+    """Validate a job after its settings were applied.
+
+    Raises:
+        InvalidSpecError: a field is refused; names the file and the field.
+        UsageError: a setting is wrong.
+    """
+    changed = Document(document.path, document.number, with_overrides(document.body, settings))
+    try:
+        job = parse_document(changed)
+    except DLRMError as error:
+        raise located(changed, error) from error
+    assert isinstance(job, DLRMJob), "job_document gives DLRMJobs alone"
+    return job
+
+
+def _summary(parsed: DLRMJob | HardwareProfile) -> str:
+    if isinstance(parsed, HardwareProfile):
+        return f"{parsed.spec.tiers.ddr.bytes / 1e9:,.1f} GB of DDR a node"
+    tables = parsed.spec.model.all_tables()
+    rows = sum(table.rows for table in tables)
+    size = sum(table.rows * table.dim * 4 for table in tables)
+    return f"{len(tables)} tables, {rows:,} rows, {size / 1e9:,.2f} GB of rows, world size {parsed.spec.world_size}"

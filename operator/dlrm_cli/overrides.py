@@ -1,0 +1,151 @@
+"""``--set`` and ``--data``: changes to a manifest before it is validated, checked against the API's own models."""
+
+from __future__ import annotations
+
+import copy
+import re
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from dlrm_api.errors import UsageError
+from dlrm_api.job import DLRMJob
+
+STEP = re.compile(r"(?:^|\.)([^.\[\]]+)|\[(\d+)\]")
+
+
+def with_overrides(body: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """A copy of a job's document with every ``path=value`` of ``settings`` set, in order.
+
+    A value is read as YAML, so ``2`` is a number, ``[a, b]`` a list and ``null`` takes a field back to its default.
+
+    Raises:
+        UsageError: a setting has no ``=``, its value is no YAML, or its path names a field that the API lacks; says
+            which fields are there.
+    """
+    changed = copy.deepcopy(body)
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        if not equals:
+            raise UsageError(f"--set {setting}: write it as spec.path=value")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UsageError(f"--set {setting}: {text!r} is no YAML value: quote it") from error
+        _set(changed, path, value)
+    return changed
+
+
+def with_data(body: dict[str, Any], data: str | None, eval_data: str | None) -> dict[str, Any]:
+    """A copy of a job's document that reads ``data`` and evaluates on ``eval_data``.
+
+    Where ``eval_data`` is None, ``data`` is evaluated on too if the document has no evaluation files, or the same ones
+    as for training.
+    """
+    changed = copy.deepcopy(body)
+    if data is None and eval_data is None:
+        return changed
+    old_train = _uris(changed, "train")
+    old_eval = _uris(changed, "eval")
+    if data is not None:
+        _set(changed, "spec.data.train.uris", [local_uri(data)])
+    if eval_data is not None:
+        _set(changed, "spec.data.eval.uris", [local_uri(eval_data)])
+    elif not old_eval or old_eval == old_train:
+        _set(changed, "spec.data.eval.uris", [local_uri(str(data))])
+    return changed
+
+
+def local_uri(uri: str) -> str:
+    """The URI as a manifest holds it: relative paths are from the current folder, whose name a later run can't know."""
+    return uri if "://" in uri else str(Path(uri).absolute())
+
+
+def _uris(body: dict[str, Any], split: str) -> list[Any]:
+    node: Any = body
+    for key in ("spec", "data", split, "uris"):
+        node = node.get(key) if isinstance(node, dict) else None
+    return list(node) if isinstance(node, list) else []
+
+
+def _set(body: dict[str, Any], path: str, value: Any) -> None:
+    steps = _steps(path)
+    node: Any = body
+    model: Any = DLRMJob
+    walked = ""
+    for place, step in enumerate(steps):
+        last = place == len(steps) - 1
+        model = _inner(model, step, path, walked, node)
+        if isinstance(step, int):
+            node = _item(node, step, value if last else None, last, path, walked)
+            walked += f"[{step}]"
+            continue
+        walked += f".{step}" if walked else step
+        if last:
+            node[step] = value
+        else:
+            container = list if typing.get_origin(model) is tuple else dict
+            if not isinstance(node.get(step), container):
+                node[step] = container()
+            node = node[step]
+
+
+def _item(node: list[Any], index: int, value: Any, last: bool, path: str, walked: str) -> Any:
+    if index >= len(node):
+        there = f"it has {len(node)} elements, from [0]" if node else "it is empty"
+        raise UsageError(f"--set {path}: {walked} has no element [{index}]: {there}")
+    if last:
+        node[index] = value
+    return node[index]
+
+
+def _steps(path: str) -> list[str | int]:
+    steps: list[str | int] = []
+    end = 0
+    for match in STEP.finditer(path):
+        if match.start() != end:
+            break
+        steps.append(match[1] if match[1] is not None else int(match[2]))
+        end = match.end()
+    if not steps or end != len(path):
+        raise UsageError(f"--set {path}: this is no path: write it like spec.model.tables[0].rows")
+    return steps
+
+
+def _inner(model: Any, step: str | int, path: str, walked: str, node: Any) -> Any:
+    """Type of the field or element ``step`` of ``model``; Any below free-form fields."""
+    here = walked or "the document"
+    if model is Any:
+        return Any
+    if isinstance(model, type) and issubclass(model, BaseModel):
+        fields = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+        fields.pop("status", None)
+        if step in fields:
+            return _plain(fields[str(step)])
+        if model.model_config.get("extra") == "allow" and isinstance(step, str):
+            return Any
+        raise UsageError(f"--set {path}: {here} has no field {step}: it has {', '.join(fields)}")
+    origin, arguments = typing.get_origin(model), typing.get_args(model)
+    if origin is tuple and isinstance(step, int):
+        return _plain(arguments[0])
+    if origin is dict and isinstance(step, str):
+        return _plain(arguments[1])
+    if origin is tuple:
+        raise UsageError(f"--set {path}: {here} is a list of {len(node)}: write {here}[0] for its first element")
+    raise UsageError(f"--set {path}: {here} is a single value, with nothing below it")
+
+
+def _plain(annotation: Any) -> Any:
+    """The annotation without what stands around it: ``Annotated`` and ``| None``."""
+    while True:
+        origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+        if origin is typing.Annotated:
+            annotation = arguments[0]
+        elif type(None) in arguments:
+            annotation = next(argument for argument in arguments if argument is not type(None))
+        else:
+            return annotation

@@ -1,0 +1,144 @@
+"""``dlrmctl run``: one job on this machine, from its manifest to its result."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlrm_api.job import DLRMJob
+from dlrm_api.names import ExitCode
+from dlrm_api.plan import Plan
+from dlrm_cli.checks import check_inputs, reach_store, this_machine
+from dlrm_cli.display import LiveDisplay, PlainDisplay, open_display
+from dlrm_cli.documents import Document, job_document, read_documents
+from dlrm_cli.manifests import parse_job_document
+from dlrm_cli.overrides import with_data
+from dlrm_cli.result import RunResult, read_final, read_result, write_final
+from dlrm_cli.supervisor import Outcome, Stop, Supervisor
+from dlrm_cli.workdir import WorkDir, folder_error, locked
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What the command line said."""
+
+    file: Path
+    workdir: Path | None
+    data: str | None
+    eval_data: str | None
+    settings: tuple[str, ...]
+    digest: bool
+    ledger: bool
+    as_json: bool
+
+
+def run_job(options: RunOptions) -> int:
+    """Run the job to its end, or until the user stops it; returns the exit code.
+
+    Raises:
+        DLRMError: the input is bad, or the job failed.
+    """
+    job = _share_threads(_read_job(options))
+    check_inputs(job.spec)
+    plan = _plan(job)
+    root = (options.workdir or Path("runs") / job.metadata.name).absolute()
+    stop = Stop()
+    restore = stop.install()
+    try:
+        with open_display() as display:
+            grace_s = job.spec.lifecycle.termination_grace_period
+            with locked(root, grace_s, display.say, lambda: stop.count > 0) as workdir:
+                old = _finished(workdir, job, display)
+                result = old if old is not None and (old.state_digest or not options.digest) else None
+                if result is None:
+                    result = _train(workdir, job, plan, stop, options, display, old)
+    finally:
+        restore()
+    if result is None:
+        return stop.exit_code
+    if not options.digest:
+        result = result.model_copy(update={"state_digest": None})
+    _print(result, as_json=options.as_json)
+    return int(ExitCode.DONE)
+
+
+def _read_job(options: RunOptions) -> DLRMJob:
+    document = job_document(read_documents(options.file))
+    body = with_data(document.body, options.data, options.eval_data)
+    return parse_job_document(Document(document.path, document.number, body), options.settings)
+
+
+def _share_threads(job: DLRMJob) -> DLRMJob:
+    """Divide this machine's CPUs over all ranks of the job; a trainer would divide them over its own replica's."""
+    if job.spec.trainer.threads_per_process is not None or job.spec.replicas == 1:
+        return job
+    threads = max(1, len(os.sched_getaffinity(0)) // job.spec.world_size)
+    trainer = job.spec.trainer.model_copy(update={"threads_per_process": threads})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"trainer": trainer})})
+
+
+def _plan(job: DLRMJob) -> Plan:
+    """The plan for this machine, whatever hardware the job asks for elsewhere."""
+    from dlrm_planner import plan_job
+
+    return plan_job(job.spec, this_machine(job.spec.replicas))
+
+
+def _finished(workdir: WorkDir, job: DLRMJob, display: LiveDisplay | PlainDisplay) -> RunResult | None:
+    """The result of the same job, where it has finished in this work directory before."""
+    result = read_final(workdir, job)
+    if result is not None:
+        display.say(f"this job has already finished at step {result.step:,}; to train on, ask for more steps or epochs")
+    return result
+
+
+def _train(
+    workdir: WorkDir,
+    job: DLRMJob,
+    plan: Plan,
+    stop: Stop,
+    options: RunOptions,
+    display: LiveDisplay | PlainDisplay,
+    old: RunResult | None,
+) -> RunResult | None:
+    """Run attempts until the job is done; None where the user stopped it.
+
+    ``old`` is the result of the same job without a digest: the run restores its last snapshot to make one.
+    """
+    store = reach_store(job)
+    supervisor = Supervisor(
+        job=job, workdir=workdir, display=display, stop=stop, ledger=options.ledger, digest=options.digest
+    )
+    try:
+        workdir.write(workdir.job, job.model_dump_json(indent=1, exclude_none=True))
+        workdir.write(workdir.plan, plan.model_dump_json(indent=1))
+        outcome = supervisor.run()
+        if outcome is Outcome.STOPPED:
+            display.say(_how_to_resume(supervisor.committed_step))
+            return None
+        result = read_result(workdir, store, supervisor.restarts)
+        if old is not None and old.step == result.step:
+            result = old.model_copy(update={"state_digest": result.state_digest})
+        write_final(workdir, job, result)
+    except OSError as error:
+        raise folder_error(workdir.root, error) from error
+    return result
+
+
+def _how_to_resume(committed_step: int | None) -> str:
+    again = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    if committed_step is None:
+        return f"stopped before a snapshot was committed; to start again: {again}"
+    return f"stopped; the snapshot of step {committed_step:,} is committed; to resume: {again}"
+
+
+def _print(result: RunResult, *, as_json: bool) -> None:
+    if as_json:
+        print(result.to_json())
+        return
+    from dlrm_cli.views import print_view, result_view
+
+    print_view(result_view(result))

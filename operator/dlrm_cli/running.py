@@ -1,0 +1,129 @@
+"""The processes of one attempt while they run: how they end, what they leave to read, and sidecars started again."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from pydantic import ValidationError
+
+from dlrm_api.names import USER_MUST_MEND, Container, ExitCode
+from dlrm_api.progress import CheckpointerProgress, TerminationMessage
+from dlrm_cli.gang import Gang, ports_text
+from dlrm_cli.processes import LocalScheduler, Process
+from dlrm_cli.verdict import Ending
+
+POLL_S = 0.1
+SIDECAR_STARTS = 5
+"""Times that one sidecar is started again before the whole attempt counts as failed."""
+
+
+class Running:
+    """One attempt's processes, by name."""
+
+    def __init__(self, gang: Gang, scheduler: LocalScheduler) -> None:
+        self._gang = gang
+        self._scheduler = scheduler
+        self._files = gang.write_children()
+        self._starts: Counter[str] = Counter()
+        started = scheduler.start(gang.job.metadata.name, self._files)
+        self._processes = {process.name: process for process in started}
+        self._publish()
+
+    def alive(self, role: str) -> bool:
+        """Whether a process of the role runs."""
+        return any(process.exit_code() is None for process in self._of(role))
+
+    def failed(self, role: str) -> list[Ending]:
+        """Endings of the role's processes that ended with anything but 0."""
+        return [self._ending(process) for process in self._of(role) if process.exit_code()]
+
+    def signal(self, role: str, number: signal.Signals) -> None:
+        """Signal every process of the role."""
+        for process in self._of(role):
+            process.signal(number)
+
+    def wait(self, role: str, seconds: float, enough: Callable[[], bool]) -> bool:
+        """Wait for every process of the role to end; False where time ran out, or ``enough`` said so."""
+        deadline = time.monotonic() + seconds
+        while self.alive(role) and time.monotonic() < deadline and not enough():
+            time.sleep(POLL_S)
+        return not self.alive(role)
+
+    def end(self, role: str, grace_s: float, enough: Callable[[], bool]) -> None:
+        """Ask every process of the role to end, and make it end after the grace period."""
+        self.signal(role, signal.SIGTERM)
+        self.wait(role, grace_s, enough)
+        for process in self._of(role):
+            process.kill()
+
+    def kill(self) -> None:
+        """End everything at once."""
+        for process in self._processes.values():
+            process.kill()
+
+    def revive_sidecars(self, say: Callable[[str], None]) -> Ending | None:
+        """Start sidecars that died again, on the same hand-off folder; the ending of one that would only die again."""
+        for ending in self.failed(Container.CHECKPOINTER):
+            hopeless = ending.code in USER_MUST_MEND or ending.code == ExitCode.DEVICE
+            if hopeless or self._starts[ending.name] == SIDECAR_STARTS:
+                return ending
+            self._starts[ending.name] += 1
+            say(f"{ending.sentence}; starting it again, the trainer goes on")
+            file = self._gang.workdir.child(ending.name)
+            for process in self._scheduler.start(self._gang.job.metadata.name, {Container.CHECKPOINTER: [file]}):
+                self._processes[process.name] = process
+            self._publish()
+        return None
+
+    def committed_steps(self) -> list[int]:
+        """What the sidecars that ended said was committed."""
+        words = [self._last_words(process.name) for process in self._of(Container.CHECKPOINTER)]
+        return [word.committed_step for word in words if word is not None and word.committed_step is not None]
+
+    def uncommitted(self) -> Ending | None:
+        """After trainers that did well: the sidecar that did not commit everything; None where all did."""
+        for process in self._of(Container.CHECKPOINTER):
+            code = process.exit_code()
+            if code is None:
+                text = "the last snapshot was not committed within spec.lifecycle.terminationGracePeriod"
+                return Ending(
+                    name=process.name, code=ExitCode.TEMPORARY, message=text, log=self._gang.log(process.name)
+                )
+            if code != ExitCode.DONE:
+                return self._ending(process)
+        return None
+
+    def _of(self, role: str) -> list[Process]:
+        return [process for name, process in self._processes.items() if name.startswith(f"{role}-")]
+
+    def _ending(self, process: Process) -> Ending:
+        message = self._message(process.name)
+        return Ending(
+            name=process.name, code=process.exit_code() or 0, message=message, log=self._gang.log(process.name)
+        )
+
+    def _message(self, name: str) -> str:
+        """What a process left as its termination message: a trainer's sentence, or a sidecar's trouble."""
+        text = self._termination(name)
+        said = TerminationMessage.decode(text)
+        if said is not None:
+            return said.message
+        words = self._last_words(name)
+        return (words.store_error or words.reason) if words is not None else ""
+
+    def _last_words(self, name: str) -> CheckpointerProgress | None:
+        try:
+            return CheckpointerProgress.model_validate_json(self._termination(name))
+        except ValidationError:
+            return None
+
+    def _termination(self, name: str) -> str:
+        path = self._gang.workdir.termination(name)
+        return path.read_text(errors="replace") if path.is_file() else ""
+
+    def _publish(self) -> None:
+        pids = {name: process.pid for name, process in self._processes.items()}
+        self._gang.workdir.write(self._gang.workdir.ports, ports_text(self._gang, pids))

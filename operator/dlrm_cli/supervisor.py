@@ -1,0 +1,216 @@
+"""Runs attempt after attempt of a job on this machine until it is done, can't go on, or the user stops it.
+
+A level-triggered loop on the main thread: look at the processes, decide by :mod:`dlrm_cli.verdict`, act. Signals only
+set flags. A failed trainer ends the whole gang, and the next attempt starts when every process of it has ended; a
+sidecar that dies alone is started again beside its trainer, which trains on.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Protocol
+
+from dlrm_api.job import DLRMJob
+from dlrm_api.names import Container
+from dlrm_cli.gang import PROGRAMS, Gang, free_ports
+from dlrm_cli.processes import LocalScheduler
+from dlrm_cli.running import Running
+from dlrm_cli.verdict import Budget, Ending, action_after, error_of, to_blame
+from dlrm_cli.watch import Seen, Watch
+from dlrm_cli.workdir import WorkDir
+
+POLL_S = 0.1
+PEERS_GRACE_S = 20.0
+"""Time that the rest of a gang gets after one of it failed: its ranks notice by their broken connections."""
+PARTS_GRACE_S = 60.0
+"""After a gang of several replicas failed: a sidecar may wait for parts that a dead replica never handed over."""
+
+
+class Outcome(enum.Enum):
+    """How supervising ended, where no error says it."""
+
+    DONE = "done"
+    STOPPED = "stopped"
+
+
+class Display(Protocol):
+    """Who is told what happens."""
+
+    def update(self, seen: Seen) -> None:
+        """Show the newest progress."""
+
+    def say(self, sentence: str) -> None:
+        """Show one event."""
+
+
+@dataclass
+class Stop:
+    """The user's wish to end, counted by signal handlers."""
+
+    number: int = 0
+    """The first signal that came."""
+    count: int = 0
+
+    def install(self) -> Callable[[], None]:
+        """Count SIGINT, SIGTERM and SIGHUP from now on; returns what puts the old handlers back.
+
+        A signal that is ignored stays ignored: ``nohup`` means it.
+        """
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        old = {number: signal.getsignal(number) for number in numbers}
+        wanted = {number: handler for number, handler in old.items() if handler is not signal.SIG_IGN}
+        for number in wanted:
+            signal.signal(number, self._note)
+
+        def restore() -> None:
+            for number, handler in wanted.items():
+                signal.signal(number, handler)
+
+        return restore
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.number = self.number or number
+        self.count += 1
+
+    @property
+    def exit_code(self) -> int:
+        """130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
+        return 128 + self.number
+
+
+@dataclass
+class Supervisor:
+    """Everything that the attempts of one run share."""
+
+    job: DLRMJob
+    workdir: WorkDir
+    display: Display
+    stop: Stop
+    ledger: bool = False
+    digest: bool = False
+    programs: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PROGRAMS)
+    restarts: int = 0
+    """Times that the gang was started again."""
+    committed_step: int | None = None
+    """Newest step that a sidecar reported as committed."""
+
+    def run(self) -> Outcome:
+        """Run the job.
+
+        Raises:
+            DLRMError: it failed; the exit code and the words are those of the process that failed.
+        """
+        budget = Budget(spec=self.job.spec.lifecycle.restart)
+        with closing(LocalScheduler(self.workdir.root / "children" / "torchx")) as scheduler:
+            while not self.stop.count:
+                ending = self._attempt(scheduler)
+                if self._impatient():
+                    return Outcome.STOPPED
+                if ending is None:
+                    return Outcome.DONE
+                if self.stop.count:
+                    return Outcome.STOPPED
+                budget, wait_s = self._wait_after(ending, budget)
+                self.restarts += 1
+                self.display.say(f"{ending.sentence}; starting again in {wait_s:.0f} s (its log: {ending.log})")
+                self._sleep(wait_s)
+        return Outcome.STOPPED
+
+    def _wait_after(self, ending: Ending, budget: Budget) -> tuple[Budget, float]:
+        """The budget after a failure and the wait before the next attempt (s).
+
+        Raises:
+            DLRMError: there is no next attempt.
+        """
+        action = action_after(ending.code, budget.spec)
+        if action == "fail":
+            raise error_of(ending)
+        if action == "restart-free":
+            return budget, 0.0
+        charged, wait_s = budget.charge(self.committed_step)
+        if wait_s is None:
+            if self.restarts:
+                self.display.say(
+                    f"no restart is left: {self.restarts} were made, spec.lifecycle.restart allows no more"
+                )
+            raise error_of(ending)
+        return charged, wait_s
+
+    def _attempt(self, scheduler: LocalScheduler) -> Ending | None:
+        """Run one attempt to its end; None where training ended well and is committed, else the ending to blame."""
+        attempt = self.workdir.last_attempt() + 1
+        replicas = self.job.spec.replicas
+        self.workdir.prepare_attempt(attempt, replicas)
+        gang = Gang(
+            job=self.job,
+            workdir=self.workdir,
+            attempt=attempt,
+            ports=free_ports(replicas),
+            ledger=self.ledger,
+            digest=self.digest,
+            programs=self.programs,
+        )
+        running = Running(gang, scheduler)
+        try:
+            with closing(Watch(gang.ports.trainers[0], gang.ports.checkpointers[0])) as watch:
+                blamed = self._watch_trainers(running, watch)
+                gang_failed = blamed is not None and not self.stop.count
+                self._watch_sidecars(running, watch, gang_failed=gang_failed)
+                return blamed or running.uncommitted()
+        finally:
+            running.kill()
+
+    def _watch_trainers(self, running: Running, watch: Watch) -> Ending | None:
+        """Return when every trainer has ended, with the ending to blame where one did not do well."""
+        told = False
+        while running.alive(Container.TRAINER) and not self._impatient():
+            self._look(watch)
+            if self.stop.count and not told:
+                told = True
+                self.display.say("stopping: handing over a cut and committing it (a second signal ends at once)")
+                running.signal(Container.TRAINER, signal.SIGTERM)
+            if running.failed(Container.TRAINER) and not self.stop.count:
+                running.end(Container.TRAINER, PEERS_GRACE_S, self._impatient)
+            broken = running.revive_sidecars(self.display.say)
+            if broken is not None:
+                running.end(Container.TRAINER, PEERS_GRACE_S, self._impatient)
+                return broken
+            time.sleep(POLL_S)
+        failed = running.failed(Container.TRAINER)
+        return to_blame(failed) if failed else None
+
+    def _watch_sidecars(self, running: Running, watch: Watch, *, gang_failed: bool) -> None:
+        """Let the sidecars commit what is left, then end."""
+        running.signal(Container.CHECKPOINTER, signal.SIGTERM)
+        patience_s = self.job.spec.lifecycle.termination_grace_period
+        if gang_failed and self.job.spec.replicas > 1:
+            patience_s = min(patience_s, PARTS_GRACE_S)
+        deadline = time.monotonic() + patience_s
+        while running.alive(Container.CHECKPOINTER) and time.monotonic() < deadline and not self._impatient():
+            self._look(watch)
+            time.sleep(POLL_S)
+        self._note_committed(running.committed_steps())
+
+    def _look(self, watch: Watch) -> None:
+        seen = watch.seen
+        if seen.checkpointer is not None and seen.checkpointer.committed_step is not None:
+            self._note_committed([seen.checkpointer.committed_step])
+        self.display.update(seen)
+
+    def _note_committed(self, steps: Iterable[int]) -> None:
+        known = [] if self.committed_step is None else [self.committed_step]
+        self.committed_step = max([*steps, *known], default=None)
+
+    def _impatient(self) -> bool:
+        return self.stop.count > 1
+
+    def _sleep(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self.stop.count:
+            time.sleep(POLL_S)

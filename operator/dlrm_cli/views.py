@@ -1,0 +1,114 @@
+"""Tables that people read: a plan, a result, a list of snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dlrm_api.job import DLRMJob
+from dlrm_api.plan import Plan, TablePlan
+from dlrm_api.progress import SnapshotInfo
+from dlrm_cli.result import RunResult
+
+MOST_TABLES = 60
+"""Tables of a plan that are shown one by one."""
+WIDTH_OFF_TERMINAL = 200
+
+
+def print_view(view: RenderableType) -> None:
+    """Print on stdout; wide where nobody sees it, so that URIs and digests stay whole."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH_OFF_TERMINAL)
+    console.print(view)
+
+
+def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:
+    """A plan: its ranks, its largest tables, its reasons."""
+    ranks = Table(title=f"{job.metadata.name}: {plan.world_size} ranks on {plan.nodes} pods", title_justify="left")
+    ranks.add_column("rank", justify="right")
+    ranks.add_column("pod", justify="right")
+    ranks.add_column("tables", justify="right")
+    tiers = sorted({tier for rank in plan.ranks for tier in rank.bytes_per_tier})
+    for tier in tiers:
+        ranks.add_column(f"{tier} bytes", justify="right")
+    held = [sum(any(shard.rank == rank.rank for shard in table.shards) for table in plan.tables) for rank in plan.ranks]
+    for rank, count in zip(plan.ranks, held, strict=True):
+        ranks.add_row(
+            str(rank.rank), str(rank.node), str(count), *(f"{rank.bytes_per_tier.get(tier, 0):,}" for tier in tiers)
+        )
+    tables = Table(title="tables", title_justify="left")
+    for name, justify in (
+        ("table", "left"),
+        ("rows", "right"),
+        ("dim", "right"),
+        ("sharding", "left"),
+        ("ranks", "left"),
+    ):
+        tables.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
+    sizes = {table.name: table for table in job.spec.model.all_tables()}
+    largest = sorted(plan.tables, key=lambda table: (-sizes[table.name].rows * sizes[table.name].dim, table.name))
+    for table in largest[:MOST_TABLES]:
+        spec = sizes[table.name]
+        tables.add_row(
+            table.name, f"{spec.rows:,}", str(spec.dim), table.shards[0].kind, _ranks(table, plan.world_size)
+        )
+    if len(largest) > MOST_TABLES:
+        tables.add_row(f"and {len(largest) - MOST_TABLES} smaller ones", "", "", "", "-o json shows all")
+    return Group(ranks, tables, *(Text(f"- {reason}") for reason in plan.reasons))
+
+
+def result_view(result: RunResult) -> RenderableType:
+    """What a run came to."""
+    table = Table(show_header=False, title="result", title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    rows: list[tuple[str, str]] = [
+        ("steps", f"{result.step:,}"),
+        ("samples", f"{result.samples:,}"),
+        ("world size", str(result.world_size)),
+        ("training loss", _number(result.train_loss)),
+    ]
+    if result.eval is not None:
+        rows += [
+            ("eval log loss", _number(result.eval.log_loss)),
+            ("eval NE", _number(result.eval.ne)),
+            ("eval AUC", _number(result.eval.auc)),
+            ("eval calibration", _number(result.eval.calibration)),
+        ]
+    rows += [
+        ("samples/s", "-" if result.samples_per_s is None else f"{result.samples_per_s:,.0f}"),
+        ("restarts", str(result.restarts)),
+    ]
+    if result.state_digest is not None:
+        rows.append(("state digest", result.state_digest))
+    for name, value in rows:
+        table.add_row(name, value)
+    return Group(table, snapshots_view(result.snapshots))
+
+
+def snapshots_view(snapshots: Sequence[SnapshotInfo]) -> RenderableType:
+    """Committed snapshots, oldest first."""
+    if not snapshots:
+        return Text("no snapshot is committed")
+    table = Table(title="snapshots", title_justify="left")
+    for name in ("step", "kind", "bits", "bytes"):
+        table.add_column(name, justify="right")
+    table.add_column("manifest", overflow="fold")
+    for snapshot in snapshots:
+        table.add_row(
+            f"{snapshot.step:,}", snapshot.kind, str(snapshot.bits), f"{snapshot.bytes:,}", Text(snapshot.uri)
+        )
+    return table
+
+
+def _ranks(table: TablePlan, world_size: int) -> str:
+    ranks = sorted({shard.rank for shard in table.shards})
+    return "all" if len(ranks) == world_size > 1 else ", ".join(map(str, ranks))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.5f}"

@@ -1,0 +1,186 @@
+"""The work directory of a local run: its files, and the locks that keep two runs apart."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlrm_api.errors import DeviceError, NoPermissionError, TemporaryError
+
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class WorkDir:
+    """Paths of one work directory; see README.md for what each file holds."""
+
+    root: Path
+
+    @property
+    def job(self) -> Path:
+        """The job as it was run, with every ``--set`` applied."""
+        return self.root / "job.json"
+
+    @property
+    def plan(self) -> Path:
+        """Its plan."""
+        return self.root / "plan.json"
+
+    @property
+    def progress(self) -> Path:
+        """One JSON line a step, written by rank 0."""
+        return self.root / "progress.jsonl"
+
+    @property
+    def ports(self) -> Path:
+        """Ports and pids of the processes that run now."""
+        return self.root / "ports.json"
+
+    @property
+    def result(self) -> Path:
+        """What rank 0 says of the end of training."""
+        return self.root / "result.json"
+
+    @property
+    def final(self) -> Path:
+        """Result of the job that finished here."""
+        return self.root / "final.json"
+
+    @property
+    def token(self) -> Path:
+        """Token that ``POST /cut`` asks for."""
+        return self.root / "token"
+
+    @property
+    def ledger(self) -> Path:
+        """Sample ids that each rank trained on."""
+        return self.root / "ledger"
+
+    @property
+    def process_lock(self) -> Path:
+        """File that every process of a run holds a shared lock on."""
+        return self.root / "processes.lock"
+
+    def handoff(self, replica: int) -> Path:
+        """Hand-off folder of one replica."""
+        return self.root / "handoff" / str(replica)
+
+    def log(self, attempt: int, process: str) -> Path:
+        """Log of one process."""
+        return self.root / "logs" / str(attempt) / f"{process}.log"
+
+    def termination(self, process: str) -> Path:
+        """Termination message of one process."""
+        return self.root / "termination" / f"{process}.json"
+
+    def child(self, process: str) -> Path:
+        """What :mod:`dlrm_cli.child` reads to become that process."""
+        return self.root / "children" / f"{process}.json"
+
+    def last_attempt(self) -> int:
+        """Number of the newest attempt that ever started here; 0 before the first."""
+        logs = self.root / "logs"
+        names = [entry.name for entry in logs.iterdir()] if logs.is_dir() else []
+        return max((int(name) for name in names if name.isdigit()), default=0)
+
+    def prepare_attempt(self, attempt: int, replicas: int) -> None:
+        """Give an attempt empty hand-off folders, no old termination messages and a new token."""
+        for folder in ("handoff", "termination", "children"):
+            shutil.rmtree(self.root / folder, ignore_errors=True)
+            (self.root / folder).mkdir()
+        (self.root / "logs" / str(attempt)).mkdir(parents=True)
+        for replica in range(replicas):
+            self.handoff(replica).mkdir()
+        self.token.unlink(missing_ok=True)
+        with os.fdopen(os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(16))
+
+    def write(self, path: Path, text: str) -> None:
+        """Replace a file in one step, so that a reader sees the old text or the new."""
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
+        fresh.write_text(text)
+        fresh.rename(path)
+
+
+@contextlib.contextmanager
+def locked(root: Path, grace_s: float, say: Callable[[str], None], stop: Callable[[], bool]) -> Iterator[WorkDir]:
+    """Make the work directory and hold it, after the last process of the run before has ended.
+
+    Args:
+        root: the folder; made where it is not there.
+        grace_s: longest wait for processes of a run whose dlrmctl is gone (s).
+        say: called with a sentence when there is something to wait for.
+        stop: asked while waiting whether the user has had enough.
+
+    Raises:
+        TemporaryError: another dlrmctl holds it (names its pid), or old processes don't end.
+        NoPermissionError: the folder can't be made or written.
+        DeviceError: its file system is full.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise folder_error(root, error) from error
+    workdir = WorkDir(root)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            pid = (root / "lock").read_text().strip() or "unknown"
+            raise TemporaryError(
+                f"{root}: this work directory is in use by the dlrmctl with pid {pid}: wait for it, end it with "
+                f"kill {pid}, or choose another with --workdir"
+            ) from error
+        try:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+        except OSError as error:
+            raise folder_error(root, error) from error
+        _wait_for_old_processes(workdir, grace_s, say, stop)
+        yield workdir
+    finally:
+        os.close(lock)
+
+
+def folder_error(root: Path, error: OSError) -> DeviceError | NoPermissionError:
+    """The error for a folder that can't be made or written."""
+    if error.errno in (28, 122):  # ENOSPC, EDQUOT
+        return DeviceError(f"{root}: the file system is full: free some space or choose another folder")
+    return NoPermissionError(
+        f"{error.filename or root}: {error.strerror}: choose a folder that you may write with --workdir"
+    )
+
+
+def _wait_for_old_processes(
+    workdir: WorkDir, grace_s: float, say: Callable[[str], None], stop: Callable[[], bool]
+) -> None:
+    """Wait until no process of an earlier run holds the shared lock."""
+    lock = os.open(workdir.process_lock, os.O_RDWR | os.O_CREAT, 0o644)
+    deadline, told = time.monotonic() + grace_s, False
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if not told:
+                    say("waiting for processes of an earlier run here to end")
+                    told = True
+            if stop():
+                raise TemporaryError(f"{workdir.root}: stopped while processes of an earlier run were still ending")
+            if time.monotonic() > deadline:
+                raise TemporaryError(
+                    f"{workdir.root}: processes of an earlier run did not end within {grace_s:.0f} s: end them "
+                    f"(fuser {workdir.process_lock} shows their pids) and run again"
+                )
+            time.sleep(POLL_S)
+    finally:
+        os.close(lock)

@@ -1,0 +1,161 @@
+"""The command line itself: help, forms of output, one-line errors and exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dlrm_api.job import parse_job
+from dlrm_api.names import ExitCode
+from dlrm_api.plan import parse_plan
+from dlrm_cli import app, manifests
+
+JOB = """
+apiVersion: dlrm.dev/v1alpha1
+kind: DLRMJob
+metadata: {name: small}
+spec:
+  model: {tables: [{name: C1, rows: 1000, dim: 4}, {name: C2, rows: 10, dim: 4}]}
+  data: {format: synthetic}
+  trainer: {processesPerReplica: 2}
+  checkpoint: {uri: "file:///tmp/small"}
+---
+apiVersion: dlrm.dev/v1alpha1
+kind: HardwareProfile
+metadata: {name: box}
+spec: {tiers: {ddr: {bytes: 16Gi}}}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+def test_help_loads_neither_torch_nor_boto3_nor_kubernetes() -> None:
+    program = (
+        "import sys; from dlrm_cli.app import main; code = main(['--help']); "
+        "sys.exit(str({'torch', 'boto3', 'kubernetes', 'torchx', 'numpy'} & set(sys.modules) or '') or code)"
+    )
+
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+
+    assert finished.returncode == 0, finished.stderr
+    for command in ("validate", "plan", "render", "run", "snapshots"):
+        assert command in finished.stdout
+
+
+def test_validate_says_what_each_document_is(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = app.main(["validate", str(job)])
+
+    printed = capsys.readouterr()
+    assert code == ExitCode.DONE
+    assert "DLRMJob small is valid: 2 tables, 1,010 rows" in printed.out
+    assert "HardwareProfile box is valid" in printed.out
+
+
+def test_validate_goes_on_after_a_bad_document_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"kind: Pod\n---\n{JOB}\n---\nkind: DLRMJob\nmetadata: {{name: bad}}\n")
+
+    code = app.main(["validate", str(path)])
+
+    printed = capsys.readouterr()
+    assert code == ExitCode.BAD_CONFIG
+    assert "DLRMJob small is valid" in printed.out
+    assert [line.split(": ", 3)[2:3] for line in printed.err.splitlines()] == [[str(path)], [str(path)]]
+
+
+def test_a_plan_as_json_is_the_plan(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = app.main(["plan", str(job), "-o", "json"])
+
+    plan = parse_plan(capsys.readouterr().out)
+    assert code == ExitCode.DONE
+    assert plan.world_size == 2
+    assert [table.name for table in plan.tables] == ["C1", "C2"]
+
+
+def test_a_plan_as_a_table_shows_ranks_tables_and_reasons(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = app.main(["plan", str(job), "--profile", str(job), "--set", "spec.trainer.hardware=box"])
+
+    shown = capsys.readouterr().out
+    assert code == ExitCode.DONE
+    for words in ("2 ranks on 1 pods", "C1", "1,000", "- 2 ranks"):
+        assert words in shown
+
+
+def test_render_gives_the_same_objects_as_yaml_and_as_a_list_for_kubectl(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app.main(["render", str(job), "--set", "spec.trainer.replicas=2"])
+    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    code = app.main(["render", str(job), "--set", "spec.trainer.replicas=2", "-o", "json"])
+    listed = json.loads(capsys.readouterr().out)
+
+    kinds = [document["kind"] for document in documents]
+    assert code == ExitCode.DONE
+    assert kinds.count("Pod") == 2
+    assert {"ConfigMap", "Service"} <= set(kinds)
+    assert (listed["apiVersion"], listed["kind"]) == ("v1", "List")
+    assert [item["metadata"]["name"] for item in listed["items"]] == [one["metadata"]["name"] for one in documents]
+
+
+def test_a_job_survives_its_way_through_the_work_directory(job: Path) -> None:
+    read, _ = manifests.read_job_and_profile(job, None, ["spec.checkpoint.interval=90s", "spec.training.seed=3"])
+
+    again = parse_job(json.loads(read.model_dump_json(exclude_none=True)))
+
+    assert again == read
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["run"], ExitCode.USAGE, "Missing argument"),
+        (["walk"], ExitCode.USAGE, "No such command"),
+        (["plan", "JOB", "--fast"], ExitCode.USAGE, "No such option"),
+        (["plan", "JOB", "-o", "xml"], ExitCode.USAGE, "xml"),
+        (["plan", "JOB", "--profile", "absent.yaml"], ExitCode.NO_INPUT, "absent.yaml"),
+        (["plan", "JOB", "--set", "spec.trainer.hardware=other"], ExitCode.USAGE, "no HardwareProfile other"),
+        (["snapshots", "list", "ftp://host/x"], ExitCode.BAD_CONFIG, "ftp://host/x is neither"),
+        (["snapshots", "show", "file:///nowhere/at/all"], ExitCode.NO_INPUT, "no snapshot is there"),
+        (["snapshots", "list", "s3://b", "--ca-file", "absent.pem"], ExitCode.NO_INPUT, "--ca-file: absent.pem"),
+    ],
+)
+def test_an_error_is_one_line_with_its_exit_code(
+    job: Path, arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    got = app.main([str(job) if argument == "JOB" else argument for argument in arguments])
+
+    printed = capsys.readouterr()
+    assert got == code
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert printed.err.startswith("dlrmctl: error: ")
+    assert words in printed.err
+
+
+def test_a_bug_is_told_as_one_with_its_log(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("seven")
+
+    monkeypatch.setattr(manifests, "print_plan", broken)
+
+    code = app.main(["plan", str(job)])
+
+    line = capsys.readouterr().err
+    log = Path(line.split("its log is ")[1].strip())
+    assert code == ExitCode.INTERNAL
+    assert "this is a bug: ZeroDivisionError: seven" in line
+    assert "Traceback" not in line
+    assert "Traceback" in log.read_text()
+    log.unlink()

@@ -1,0 +1,121 @@
+"""Reading manifests: several documents, and what is wrong where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError, UsageError
+from dlrm_api.job import DLRMJob
+from dlrm_cli.documents import find_profile, job_document, parse_document, read_documents
+
+JOB = """
+apiVersion: dlrm.dev/v1alpha1
+kind: DLRMJob
+metadata: {name: small}
+spec:
+  model: {tables: [{name: C1, rows: 10, dim: 4}]}
+  data: {format: synthetic}
+  checkpoint: {uri: file:///tmp/small}
+"""
+PROFILE = """
+apiVersion: dlrm.dev/v1alpha1
+kind: HardwareProfile
+metadata: {name: box}
+spec: {tiers: {ddr: {bytes: 16Gi}}}
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "job.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_may_hold_a_job_and_its_hardware_profile(tmp_path: Path) -> None:
+    path = write(tmp_path, f"---\n{JOB}\n---\n{PROFILE}\n---\n")
+
+    documents = read_documents(path)
+
+    assert [document.title for document in documents] == ["DLRMJob small", "HardwareProfile box"]
+    assert [type(parse_document(document)).__name__ for document in documents] == ["DLRMJob", "HardwareProfile"]
+
+
+def test_a_json_file_is_read_too(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"kind": "DLRMJob", "metadata": {"name": "a"}}')
+
+    documents = read_documents(path)
+
+    assert documents[0].title == "DLRMJob a"
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NoInputError, match=r"absent\.yaml: No such file"):
+        read_documents(tmp_path / "absent.yaml")
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(NoInputError, match="Is a directory"):
+        read_documents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("kind: [DLRMJob\nmetadata: {}\n", "line 2 column 9"),
+        ("kind: DLRMJob\nspec:\n\tmodel: {}\n", "line 3 column 1"),
+        ("kind: DLRMJob\nkind: DLRMJob\n", "the key kind occurs twice"),
+        ("- kind: DLRMJob\n", "document 1 is a list"),
+        ("# nothing\n", "holds no document"),
+    ],
+)
+def test_what_is_no_manifest_is_refused_with_its_place(tmp_path: Path, text: str, words: str) -> None:
+    path = write(tmp_path, text)
+
+    with pytest.raises(BadDataError) as caught:
+        read_documents(path)
+
+    assert str(path) in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_text_that_is_no_utf8_is_refused_with_the_byte(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_bytes(b"kind: \xff\n")
+
+    with pytest.raises(BadDataError, match="byte 6 is no UTF-8"):
+        read_documents(path)
+
+
+def test_another_kind_is_refused_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path, "kind: Pod\nmetadata: {name: a}\n")
+
+    with pytest.raises(InvalidSpecError, match="Pod is none of DLRMJob, HardwareProfile"):
+        parse_document(read_documents(path)[0])
+
+
+def test_a_run_needs_exactly_one_job(tmp_path: Path) -> None:
+    none = read_documents(write(tmp_path, PROFILE))
+    two = read_documents(write(tmp_path, f"{JOB}\n---\n{JOB}"))
+
+    with pytest.raises(InvalidSpecError, match="no DLRMJob"):
+        job_document(none)
+    with pytest.raises(UsageError, match="2 jobs"):
+        job_document(two)
+
+
+def test_a_job_finds_its_profile_in_its_own_file_or_in_another(tmp_path: Path) -> None:
+    documents = read_documents(write(tmp_path, f"{JOB}  trainer: {{hardware: box}}\n---\n{PROFILE}"))
+    job = parse_document(documents[0])
+    other = tmp_path / "other.yaml"
+    other.write_text(PROFILE)
+    assert isinstance(job, DLRMJob)
+
+    own = find_profile(job, documents, None)
+    given = find_profile(job, documents[:1], other)
+
+    assert own is not None
+    assert own == given
+    with pytest.raises(UsageError, match="no HardwareProfile box"):
+        find_profile(job, documents[:1], None)

@@ -1,0 +1,120 @@
+"""``--set`` and ``--data``: what they change, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_api.errors import UsageError
+from dlrm_api.job import DLRMJobSpec, parse_job
+from dlrm_cli.overrides import with_data, with_overrides
+
+
+def body() -> dict[str, Any]:
+    return {
+        "kind": "DLRMJob",
+        "metadata": {"name": "small"},
+        "spec": {
+            "model": {"tables": [{"name": "C1", "rows": 10, "dim": 4}, {"name": "C2", "rows": 20, "dim": 4}]},
+            "data": {"format": "criteo-tsv", "train": {"uris": ["/data/a.tsv"]}},
+            "checkpoint": {"uri": "file:///tmp/small", "interval": "10m"},
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("setting", "read"),
+    [
+        ("spec.trainer.replicas=2", lambda job: job.spec.trainer.replicas == 2),
+        ("spec.training.rowOptimizer.eps=0.5", lambda job: job.spec.training.row_optimizer.eps == 0.5),
+        ("spec.model.tables[1].rows=7", lambda job: job.spec.model.tables[1].rows == 7),
+        ("spec.data.train.uris=[/x, /y]", lambda job: job.spec.data.train.uris == ("/x", "/y")),
+        ("spec.data.columns.rename.C1=user_id", lambda job: job.spec.data.columns.rename == {"C1": "user_id"}),
+        ("spec.checkpoint.interval=null", lambda job: job.spec.checkpoint.interval is None),
+        ("spec.lifecycle.restart.backoff=1s", lambda job: job.spec.lifecycle.restart.backoff == 1.0),
+        (
+            "spec.trainer.podTemplate.metadata.labels.team=ads",
+            lambda job: job.spec.trainer.pod_template.metadata == {"labels": {"team": "ads"}},
+        ),
+        ("metadata.name=other", lambda job: job.metadata.name == "other"),
+        ("spec.training.deterministic=true", lambda job: job.spec.training.deterministic is True),
+    ],
+)
+def test_a_setting_changes_its_field_with_the_type_of_its_yaml_value(setting: str, read: Any) -> None:
+    original = body()
+
+    job = parse_job(with_overrides(original, [setting]))
+
+    assert read(job)
+    assert original == body()
+
+
+def test_the_last_of_several_settings_wins() -> None:
+    changed = with_overrides(body(), ["spec.data.epochs=2", "spec.data.epochs=3"])
+
+    assert changed["spec"]["data"]["epochs"] == 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("spec.trainer.replcas=2", "spec.trainer has no field replcas: it has replicas, auto, processesPerReplica"),
+        ("trainer.replicas=2", "the document has no field trainer: it has apiVersion, kind, metadata, spec"),
+        ("spec.model.tables[5].rows=1", "spec.model.tables has no element [5]: it has 2 elements"),
+        ("spec.model.tables.rows=1", "spec.model.tables is a list of 2: write spec.model.tables[0]"),
+        ("spec.data.epochs.more=1", "spec.data.epochs is a single value"),
+        ("spec.data.epochs", "write it as spec.path=value"),
+        ("spec..data=1", "this is no path"),
+        ("=1", "this is no path"),
+        ("spec.data.epochs=[1", "no YAML value"),
+        ("spec.data.train.uris[3]=/x", "spec.data.train.uris has no element [3]"),
+        ("status.phase=Running", "no field status"),
+    ],
+)
+def test_a_wrong_path_is_named_with_what_is_there(setting: str, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        with_overrides(body(), [setting])
+
+    assert words in str(caught.value)
+
+
+def leaves(model: Any, path: str) -> list[str]:
+    paths = []
+    for name, info in model.model_fields.items():
+        here = f"{path}.{info.alias or name}"
+        paths += leaves(info.annotation, here) if hasattr(info.annotation, "model_fields") else [here]
+    return paths
+
+
+@given(st.sampled_from(leaves(DLRMJobSpec, "spec")), st.integers(-5, 5))
+def test_every_field_of_the_spec_can_be_set(path: str, value: int) -> None:
+    changed: Any = with_overrides(body(), [f"{path}={value}"])
+
+    for step in path.split("."):
+        changed = changed[step]
+    assert changed == value
+
+
+def test_data_replaces_the_training_files_and_evaluates_on_them_where_the_job_has_no_others() -> None:
+    changed = with_data(body(), "/mine.tsv", None)
+
+    assert changed["spec"]["data"]["train"]["uris"] == ["/mine.tsv"]
+    assert changed["spec"]["data"]["eval"]["uris"] == ["/mine.tsv"]
+
+
+def test_data_leaves_other_evaluation_files_alone() -> None:
+    original = with_overrides(body(), ["spec.data.eval.uris=[/data/b.tsv]"])
+
+    changed = with_data(original, "/mine.tsv", None)
+
+    assert changed["spec"]["data"]["eval"]["uris"] == ["/data/b.tsv"]
+
+
+def test_evaluation_data_alone_leaves_the_training_files_alone() -> None:
+    changed = with_data(body(), None, "file:///b.tsv")
+
+    assert changed["spec"]["data"]["train"]["uris"] == ["/data/a.tsv"]
+    assert changed["spec"]["data"]["eval"]["uris"] == ["file:///b.tsv"]
