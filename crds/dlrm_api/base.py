@@ -94,10 +94,12 @@ class NotBuilt:
 
     def message(self, field: str) -> str:
         """The refusal that a user reads; ``field`` is the name as in YAML."""
-        if not self.allowed:
+        if self.allowed in ((), (False,)):
             return f"{field} is not built in this version: leave it out"
-        values = ", ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in self.allowed)
-        return f"{field} is built for {values} alone in this version: use one of these or leave it out"
+        if len(self.allowed) == 1:
+            return f"{field}: only {self.allowed[0]} is built in this version: use it or leave the field out"
+        values = ", ".join(str(value) for value in self.allowed)
+        return f"{field}: only {values} are built in this version: use one of them or leave the field out"
 
     def _refuse(self, value: Any, info: core_schema.ValidationInfo[Any]) -> Any:
         if value is None or value in self.allowed:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from dlrm_api.names import ExitCode
 
@@ -111,11 +112,24 @@ def invalid_spec(error: ValidationError, root: str = "") -> InvalidSpecError:
     path = root
     for step in first["loc"]:
         path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else str(step)
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        message = "unknown field: check its spelling and its place"
-    elif first["type"] == "missing":
-        message = "this field is required"
+    message = _message(first)
     if len(problems) > 1:
         message += f" (and {len(problems) - 1} more)"
     return InvalidSpecError(path or "document", message)
+
+
+def _message(problem: ErrorDetails) -> str:
+    """What the user reads: pydantic's message, or ours where it speaks of Python or leaves out what was written."""
+    context = problem.get("ctx", {})
+    match problem["type"]:
+        case "extra_forbidden":
+            return "unknown field: check its spelling and its place"
+        case "missing":
+            return "this field is required"
+        case "too_short":
+            return f"{context['actual_length']} items where at least {context['min_length']} are needed"
+        case "too_long":
+            return f"more than {context['max_length']} items, the most that are allowed"
+        case "string_pattern_mismatch":
+            return f"{problem['input']!r} does not match {context['pattern']}"
+    return problem["msg"].removeprefix("Value error, ")

@@ -11,10 +11,8 @@ from dlrm_api.names import API_VERSION
 from dlrm_api.quantities import Bytes
 
 BytesPerSecond = Annotated[float, Field(ge=0, le=1e18)]
-FreeList = Annotated[
-    tuple[dict[str, Any], ...],
-    WithJsonSchema({"type": "array", "items": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}),
-]
+PodObject = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True})]
+"""A part of a pod as Kubernetes defines it, which the API server checks when a pod is made."""
 
 
 class TierSpec(ApiModel):
@@ -68,12 +66,12 @@ class NetworkSpec(ApiModel):
 class HardwareProfileSpec(ApiModel):
     """What one node of a pool gives."""
 
-    node_affinity_terms: FreeList = Field(
+    node_affinity_terms: tuple[PodObject, ...] = Field(
         (),
         max_length=16,
         description="nodeSelectorTerms that find the pool's nodes; a node must match one of them.",
     )
-    tolerations: FreeList = Field((), max_length=32, description="Tolerations of the pool's taints.")
+    tolerations: tuple[PodObject, ...] = Field((), max_length=32, description="Tolerations of the pool's taints.")
     runtime_class: str | None = Field(None, min_length=1, max_length=253, description="RuntimeClass of the pods.")
     cpus: float | None = Field(None, ge=0, le=4_096, description="Allocatable CPU cores of one node.")
     flops_per_second: float | None = Field(None, ge=0, le=1e18, description="Measured compute of the CPUs (flop/s).")

@@ -166,7 +166,7 @@ class ModelSpec(ApiModel):
 
     rules = (
         Rule(
-            cel="self.topMlp[size(self.topMlp) - 1] == 1",
+            cel="size(self.topMlp) > 0 && self.topMlp[size(self.topMlp) - 1] == 1",
             holds=_widths_end_in_one,
             message="topMlp must end in 1: its last layer is the logit",
         ),

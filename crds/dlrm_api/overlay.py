@@ -12,7 +12,11 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from dlrm_api.base import ApiModel
 
 _TEXT: dict[str, Any] = {"type": "string", "maxLength": 253}
-_TEXTS: dict[str, Any] = {"type": "object", "maxProperties": 64, "additionalProperties": {"type": "string"}}
+_TEXTS: dict[str, Any] = {
+    "type": "object",
+    "maxProperties": 64,
+    "additionalProperties": {"type": "string", "maxLength": 65_536},
+}
 _OBJECT: dict[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 _OBJECTS: dict[str, Any] = {"type": "array", "maxItems": 64, "items": _OBJECT}
 
@@ -58,7 +62,8 @@ class AllowedKeys:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"type": "object", "properties": self.fields, "maxProperties": len(self.fields)}
+        fields = {key: {**field, "description": f"{key}, as in a pod."} for key, field in self.fields.items()}
+        return {"type": "object", "properties": fields}
 
     def _check(self, value: dict[str, Any]) -> dict[str, Any]:
         unknown = sorted(set(value) - set(self.fields))

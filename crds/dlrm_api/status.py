@@ -9,6 +9,9 @@ from pydantic import Field
 
 from dlrm_api.base import ApiModel
 
+MOST = 2**53
+"""The largest integer that every JSON reader keeps exactly."""
+Count = Annotated[int, Field(ge=0, le=MOST)]
 Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
 
 
@@ -47,31 +50,33 @@ class Condition(ApiModel):
     reason: str = Field(min_length=1, max_length=128, description="CamelCase word for machines.")
     message: str = Field("", max_length=4_096, description="Sentence for people.")
     last_transition_time: Time = Field(description="When status last changed.")
-    observed_generation: int = Field(0, ge=0, description="Generation of the spec that this speaks of.")
+    observed_generation: int = Field(0, ge=0, le=MOST, description="Generation of the spec that this speaks of.")
 
 
 class PlanStatus(ApiModel):
     """The plan in brief."""
 
-    world_size: int = Field(ge=1, description="Ranks.")
-    nodes: int = Field(ge=1, description="Pods, one a node.")
+    world_size: int = Field(ge=1, le=MOST, description="Ranks.")
+    nodes: int = Field(ge=1, le=MOST, description="Pods, one a node.")
     hardware: str = Field("", max_length=253, description="HardwareProfile.")
-    bytes_per_tier: dict[str, int] = Field({}, description="Largest bytes of one rank, by tier.")
-    predicted_samples_per_second: float | None = Field(None, ge=0, description="Predicted throughput (samples/s).")
-    price_per_billion_samples: float | None = Field(None, ge=0, description="Predicted price of 1e9 samples.")
+    bytes_per_tier: dict[str, Count] = Field({}, max_length=64, description="Largest bytes of one rank, by tier.")
+    predicted_samples_per_second: float | None = Field(
+        None, ge=0, le=1e18, description="Predicted throughput (samples/s)."
+    )
+    price_per_billion_samples: float | None = Field(None, ge=0, le=1e18, description="Predicted price of 1e9 samples.")
 
 
 class ProgressStatus(ApiModel):
     """How far training is."""
 
-    step: int = Field(0, ge=0, description="Steps done.")
-    total_steps: int | None = Field(None, ge=0, description="Steps that the job will do.")
-    samples: int = Field(0, ge=0, description="Samples trained on.")
-    epoch: int = Field(0, ge=0, description="Epoch, from 0.")
-    loss: float | None = Field(None, description="Mean log loss of the last step.")
-    ne: float | None = Field(None, description="Normalized entropy of the last evaluation.")
-    auc: float | None = Field(None, description="Area under the ROC curve of the last evaluation.")
-    samples_per_second: float | None = Field(None, ge=0, description="Throughput (samples/s).")
+    step: int = Field(0, ge=0, le=MOST, description="Steps done.")
+    total_steps: int | None = Field(None, ge=0, le=MOST, description="Steps that the job will do.")
+    samples: int = Field(0, ge=0, le=MOST, description="Samples trained on.")
+    epoch: int = Field(0, ge=0, le=MOST, description="Epoch, from 0.")
+    loss: float | None = Field(None, ge=-1e308, le=1e308, description="Mean log loss of the last step.")
+    ne: float | None = Field(None, ge=-1e308, le=1e308, description="Normalized entropy of the last evaluation.")
+    auc: float | None = Field(None, ge=0, le=1, description="Area under the ROC curve of the last evaluation.")
+    samples_per_second: float | None = Field(None, ge=0, le=1e18, description="Throughput (samples/s).")
     eta: Time | None = Field(None, description="When the job should end.")
     time: Time | None = Field(None, description="When this was read.")
 
@@ -79,22 +84,22 @@ class ProgressStatus(ApiModel):
 class SnapshotStatus(ApiModel):
     """The newest committed snapshot."""
 
-    step: int = Field(ge=0, description="Step of the cut.")
+    step: int = Field(ge=0, le=MOST, description="Step of the cut.")
     time: Time = Field(description="When it was committed.")
     kind: str = Field(max_length=32, description="full or incremental.")
     bits: int = Field(ge=2, le=32, description="Bits of one element.")
-    bytes: int = Field(ge=0, description="Bytes written.")
+    bytes: int = Field(ge=0, le=MOST, description="Bytes written.")
     uri: str = Field(max_length=2_048, description="Its manifest.")
 
 
 class FailureEvidence(ApiModel):
     """What is known of the last failure, bounded."""
 
-    attempt: int = Field(ge=0, description="Attempt that failed.")
+    attempt: int = Field(ge=0, le=MOST, description="Attempt that failed.")
     pod: str = Field("", max_length=253, description="Pod.")
-    rank: int | None = Field(None, ge=0, description="Rank.")
+    rank: int | None = Field(None, ge=0, le=MOST, description="Rank.")
     node: str = Field("", max_length=253, description="Node.")
-    exit_code: int | None = Field(None, description="Exit code of the container.")
+    exit_code: int | None = Field(None, ge=-MOST, le=MOST, description="Exit code of the container.")
     reason: str = Field("", max_length=128, description="CamelCase word for machines.")
     message: str = Field("", max_length=4_096, description="The trainer's termination message, or the kubelet's words.")
     time: Time | None = Field(None, description="When it was seen.")
@@ -105,13 +110,15 @@ class DLRMJobStatus(ApiModel):
 
     phase: Phase = Field(Phase.PENDING, description="Where the job is in its life.")
     conditions: tuple[Condition, ...] = Field((), max_length=16, description="Conditions.")
-    observed_generation: int = Field(0, ge=0, description="Generation of the spec that this speaks of.")
+    observed_generation: int = Field(0, ge=0, le=MOST, description="Generation of the spec that this speaks of.")
     plan: PlanStatus | None = Field(None, description="The plan in brief.")
-    attempt: int = Field(0, ge=0, description="Number of the current gang, from 1.")
-    gang_attempt: int = Field(0, ge=0, description="Newest attempt whose pods were all there at once.")
-    restarts: int = Field(0, ge=0, description="Gangs that were replaced in the job's life.")
-    restarts_by_reason: dict[str, int] = Field({}, description="The same by reason.")
-    charged_restarts: int = Field(0, ge=0, description="Restarts charged to the budget since it was last whole.")
+    attempt: int = Field(0, ge=0, le=MOST, description="Number of the current gang, from 1.")
+    gang_attempt: int = Field(0, ge=0, le=MOST, description="Newest attempt whose pods were all there at once.")
+    restarts: int = Field(0, ge=0, le=MOST, description="Gangs that were replaced in the job's life.")
+    restarts_by_reason: dict[str, Count] = Field({}, max_length=64, description="The same by reason.")
+    charged_restarts: int = Field(
+        0, ge=0, le=MOST, description="Restarts charged to the budget since it was last whole."
+    )
     restart_not_before: Time | None = Field(None, description="When the next gang may start.")
     progress: ProgressStatus | None = Field(None, description="How far training is.")
     last_snapshot: SnapshotStatus | None = Field(None, description="Newest committed snapshot.")
@@ -119,4 +126,4 @@ class DLRMJobStatus(ApiModel):
     start_time: Time | None = Field(None, description="When the job first ran.")
     completion_time: Time | None = Field(None, description="When the job ended.")
     selector: str = Field("", max_length=512, description="Label selector of the pods, for scale.")
-    replicas: int = Field(0, ge=0, description="Trainer pods that exist, for scale.")
+    replicas: int = Field(0, ge=0, le=MOST, description="Trainer pods that exist, for scale.")
