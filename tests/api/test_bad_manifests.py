@@ -1,0 +1,444 @@
+"""Bad manifests, and what their user reads: from dlrmctl (the models) and from kubectl (the API server)."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.hardware import parse_profile
+from dlrm_api.job import parse_job
+
+GONE = object()
+PARSERS = {"DLRMJob": parse_job, "HardwareProfile": parse_profile}
+NAME = (
+    "name must be at most 40 lower-case letters, digits and dashes, from a letter on: "
+    "it becomes the name of Services and pods"
+)
+WIDTH = (
+    "interaction dot needs one width: make the dim of every table and the last of bottomMlp equal, "
+    "or use interaction dcn"
+)
+BYTES = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
+
+
+@dataclass(frozen=True)
+class Bad:
+    """One way to spoil a good manifest."""
+
+    change: dict[str, Any]
+    """Path to value; a path that is GONE is removed."""
+    says: str
+    """The whole message of the models."""
+    server: str | None = ""
+    """What the server's message holds; empty: the models' own words; None: the server takes it (a webhook's work)."""
+    kind: str = "DLRMJob"
+
+
+def job(change: dict[str, Any], says: str, server: str | None = "") -> Bad:
+    return Bad(change, says, server)
+
+
+def profile(change: dict[str, Any], says: str, server: str | None = "") -> Bad:
+    return Bad(change, says, server, kind="HardwareProfile")
+
+
+FILES = {"spec.data.format": "criteo-tsv", "spec.data.train.uris": ["/data/train"]}
+GROUP = {"name": "g", "count": 2, "template": {"rows": 10, "dim": 16}}
+
+BAD = {
+    # required
+    "no spec": job({"spec": GONE}, "spec: this field is required", "spec: Required value"),
+    "no model": job({"spec.model": GONE}, "spec.model: this field is required", "spec.model: Required value"),
+    "no data": job({"spec.data": GONE}, "spec.data: this field is required", "spec.data: Required value"),
+    "no format": job(
+        {"spec.data.format": GONE}, "spec.data.format: this field is required", "spec.data.format: Required value"
+    ),
+    "no uri": job(
+        {"spec.checkpoint.uri": GONE},
+        "spec.checkpoint.uri: this field is required",
+        "spec.checkpoint.uri: Required value",
+    ),
+    "no rows": job(
+        {"spec.model.tables.0.rows": GONE},
+        "spec.model.tables[0].rows: this field is required",
+        "spec.model.tables[0].rows: Required value",
+    ),
+    # types
+    "text for an integer": job(
+        {"spec.data.epochs": "two"},
+        "spec.data.epochs: Input should be a valid integer",
+        "spec.data.epochs in body must be of type integer",
+    ),
+    "quoted number": job(
+        {"spec.trainer.replicas": "2"},
+        "spec.trainer.replicas: Input should be a valid integer",
+        "spec.trainer.replicas in body must be of type integer",
+    ),
+    "fraction for an integer": job(
+        {"spec.trainer.replicas": 1.5},
+        "spec.trainer.replicas: Input should be a valid integer",
+        "spec.trainer.replicas in body must be of type integer",
+    ),
+    "number for a boolean": job(
+        {"spec.training.deterministic": 1},
+        "spec.training.deterministic: Input should be a valid boolean",
+        "spec.training.deterministic in body must be of type boolean",
+    ),
+    "number for a text": job(
+        {"spec.checkpoint.region": 5},
+        "spec.checkpoint.region: Input should be a valid string",
+        "spec.checkpoint.region in body must be of type string",
+    ),
+    "list for an object": job(
+        {"spec.data": []}, "spec.data: Input should be an object", "spec.data in body must be of type object"
+    ),
+    "object for a list": job(
+        {"spec.model.tables": {"ads": {}}},
+        "spec.model.tables: Input should be a valid array",
+        'unknown field "spec.model.tables.ads"',
+    ),
+    "seconds without a unit": job(
+        {"spec.lifecycle.restart.backoff": 90},
+        "spec.lifecycle.restart.backoff: 90 is no duration: write something like 90s, 30m or 1h30m",
+        "spec.lifecycle.restart.backoff in body must be of type string",
+    ),
+    # words
+    "unknown format": job(
+        {"spec.data.format": "csv"},
+        "spec.data.format: Input should be 'criteo-tsv', 'parquet' or 'synthetic'",
+        'spec.data.format: Unsupported value: "csv": supported values: "criteo-tsv", "parquet", "synthetic"',
+    ),
+    "unknown interaction": job(
+        {"spec.model.interaction": "sum"},
+        "spec.model.interaction: Input should be 'dot' or 'dcn'",
+        'spec.model.interaction: Unsupported value: "sum": supported values: "dot", "dcn"',
+    ),
+    "bits that no version has": job(
+        {"spec.checkpoint.bits": 5},
+        "spec.checkpoint.bits: Input should be 'auto', 2, 3, 4, 8, 16 or 32",
+        "spec.checkpoint.bits: Invalid value: 5: use one of auto, 2, 3, 4, 8, 16, 32",
+    ),
+    "bits in quotes": job(
+        {"spec.checkpoint.bits": "8"},
+        "spec.checkpoint.bits: Input should be 'auto', 2, 3, 4, 8, 16 or 32",
+        'spec.checkpoint.bits: Invalid value: "8": use one of auto, 2, 3, 4, 8, 16, 32',
+    ),
+    # unknown fields
+    "misspelt field": job(
+        {"spec.trainer.replica": 2},
+        "spec.trainer.replica: unknown field: check its spelling and its place",
+        'unknown field "spec.trainer.replica"',
+    ),
+    "misspelt field of a table": job(
+        {"spec.model.tables.1.row": 2},
+        "spec.model.tables[1].row: unknown field: check its spelling and its place",
+        'unknown field "spec.model.tables[1].row"',
+    ),
+    "Python's name of a field": job(
+        {"spec.data.global_batch_size": 64},
+        "spec.data.global_batch_size: unknown field: check its spelling and its place",
+        'unknown field "spec.data.global_batch_size"',
+    ),
+    # bounds
+    "no rows in a table": job(
+        {"spec.model.tables.0.rows": 0},
+        "spec.model.tables[0].rows: Input should be greater than or equal to 1",
+        "spec.model.tables[0].rows in body should be greater than or equal to 1",
+    ),
+    "odd dim": job(
+        {"spec.model.tables.0.dim": 17},
+        "spec.model.tables[0].dim: Input should be a multiple of 4",
+        "spec.model.tables[0].dim in body should be a multiple of 4",
+    ),
+    "huge dim": job(
+        {"spec.model.tables.0.dim": 8_192},
+        "spec.model.tables[0].dim: Input should be less than or equal to 4096",
+        "spec.model.tables[0].dim in body should be less than or equal to 4096",
+    ),
+    "no replicas": job(
+        {"spec.trainer.replicas": 0},
+        "spec.trainer.replicas: Input should be greater than or equal to 1",
+        "spec.trainer.replicas in body should be greater than or equal to 1",
+    ),
+    "negative learning rate": job(
+        {"spec.training.rowOptimizer.learningRate": -0.1},
+        "spec.training.rowOptimizer.learningRate: Input should be greater than or equal to 0",
+        "spec.training.rowOptimizer.learningRate in body should be greater than or equal to 0",
+    ),
+    "empty top MLP": job(
+        {"spec.model.topMlp": []},
+        "spec.model.topMlp: 0 items where at least 1 are needed",
+        "spec.model.topMlp in body should have at least 1 items",
+    ),
+    "too many layers": job(
+        {"spec.model.topMlp": [1] * 65},
+        "spec.model.topMlp: more than 64 items, the most that are allowed",
+        "spec.model.topMlp: Too many: 65: must have at most 64 items",
+    ),
+    # texts
+    "duration in words": job(
+        {"spec.lifecycle.restart.backoff": "90 seconds"},
+        "spec.lifecycle.restart.backoff: '90 seconds' is no duration: write something like 90s, 30m or 1h30m",
+        "spec.lifecycle.restart.backoff in body should match",
+    ),
+    "empty duration": job(
+        {"spec.lifecycle.restart.backoff": ""},
+        "spec.lifecycle.restart.backoff: '' is no duration: write something like 90s, 30m or 1h30m",
+        "spec.lifecycle.restart.backoff in body should be at least 2 chars long",
+    ),
+    "bytes with an unknown unit": job(
+        {"spec.checkpoint.handoffBudget": "16GiB"},
+        "spec.checkpoint.handoffBudget: '16GiB' is no byte quantity: write an integer or something like 16Gi or 500M",
+        f"spec.checkpoint.handoffBudget in body should match '{BYTES}'",
+    ),
+    "negative bytes": job(
+        {"spec.trainer.tierBudgets.ddr": -1},
+        "spec.trainer.tierBudgets.ddr: Input should be greater than or equal to 0",
+        "spec.trainer.tierBudgets.ddr in body should be greater than or equal to 0",
+    ),
+    "resources in words": job(
+        {"spec.trainer.resources.requests": {"cpu": "two"}},
+        r"spec.trainer.resources.requests.cpu: 'two' does not match ^[0-9]+(\.[0-9]+)?(m|Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$",
+        "spec.trainer.resources.requests.cpu in body should match",
+    ),
+    "name of a Secret": job(
+        {"spec.checkpoint.credentialsSecret": "My_Keys"},
+        "spec.checkpoint.credentialsSecret: 'My_Keys' does not match ^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$",
+        "spec.checkpoint.credentialsSecret in body should match",
+    ),
+    "endpoint without a scheme": job(
+        {"spec.checkpoint.endpoint": "minio:9000"},
+        "spec.checkpoint.endpoint: 'minio:9000' does not match ^https?://",
+        "spec.checkpoint.endpoint in body should match '^https?://'",
+    ),
+    "name of a table": job(
+        {"spec.model.tables.0.name": "ads/1"},
+        "spec.model.tables[0].name: 'ads/1' does not match ^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$",
+        "spec.model.tables[0].name in body should match",
+    ),
+    # names
+    "name too long": job({"metadata.name": "a" * 41}, f"metadata: {NAME}", f"metadata.{NAME}"),
+    "name with a dot": job({"metadata.name": "my.job"}, f"metadata: {NAME}", f"metadata.{NAME}"),
+    "name from a digit on": job({"metadata.name": "1job"}, f"metadata: {NAME}", f"metadata.{NAME}"),
+    # what fields together may not be
+    "top MLP without a logit": job(
+        {"spec.model.topMlp": [8, 2]}, "spec.model: topMlp must end in 1: its last layer is the logit"
+    ),
+    "dense features without an MLP": job(
+        {"spec.model.bottomMlp": []},
+        "spec.model: denseFeatures and bottomMlp go together: give both, or neither",
+    ),
+    "no tables": job(
+        {"spec.model.tables": []},
+        "spec.model: tables and tableGroups are both empty: a recommendation model needs at least one table",
+    ),
+    "dims of two widths": job({"spec.model.tables.1.dim": 32}, f"spec.model: {WIDTH}"),
+    "dim of a group": job(
+        {"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 32}}]}, f"spec.model: {WIDTH}"
+    ),
+    "two intervals": job(
+        {"spec.checkpoint.interval": "30m"},
+        "spec.checkpoint: interval and intervalSteps are two ways to say one thing: give one of them",
+    ),
+    "store of another kind": job(
+        {"spec.checkpoint.uri": "gs://bucket/job"}, "spec.checkpoint: uri must start with s3:// or file:///"
+    ),
+    "relative folder": job(
+        {"spec.checkpoint.uri": "file://snapshots"}, "spec.checkpoint: uri must start with s3:// or file:///"
+    ),
+    "two lengths": job(
+        {"spec.training.maxSteps": 5, "spec.training.maxSamples": 5},
+        "spec.training: maxSteps and maxSamples are two ways to say one thing: give one of them",
+    ),
+    "shards that do not divide the batch": job(
+        {"spec.data.globalBatchSize": 1_000}, "spec.data: virtualShards must divide globalBatchSize: change one of them"
+    ),
+    "more ranks than shards": job(
+        {"spec.trainer.replicas": 33, "spec.trainer.processesPerReplica": 2},
+        "spec: data.virtualShards must be at least trainer.replicas x processesPerReplica, one for each rank: "
+        "raise it, or use fewer ranks",
+    ),
+    "nothing to train on": job(
+        {"spec.data.format": "parquet"},
+        "spec.data: train.uris is empty: say where the training data is, or use format synthetic",
+    ),
+    "data in an object store": job(
+        {"spec.data.format": "parquet", "spec.data.train.uris": ["s3://bucket/data"]},
+        "spec.data.train: uris: reading s3:// is not built in this version: mount the files and give their path",
+    ),
+    # over all tables: too much for CEL
+    "two tables of one name": job(
+        {"spec.model.tables.1.name": "ads"}, "spec: model.tables: 2 tables have the name ads: give each its own", None
+    ),
+    "two tables of one feature": job(
+        {"spec.model.tables.1.feature": "C1"},
+        "spec: model.tables: 2 tables have the feature C1: give each its own",
+        None,
+    ),
+    "feature that criteo lacks": job(
+        {**FILES, "spec.model.tables.1.feature": "C27"},
+        "spec: model.tables: criteo-tsv has no feature C27: it has C1 to C26",
+        None,
+    ),
+    "dense feature that criteo lacks": job(
+        {**FILES, "spec.model.denseFeatures": ["I0", "I1"]},
+        "spec: model.denseFeatures: criteo-tsv has no feature I0: it has I1 to I13",
+        None,
+    ),
+    "too many tables by groups": job(
+        {"spec.model.tableGroups": [{**GROUP, "count": 4_999}]},
+        "spec: model.tables: 5001 tables with tableGroups written out, at most 5000 are allowed",
+        None,
+    ),
+    # the pods' overlay
+    "overlay of the host's network": job(
+        {"spec.trainer.podTemplate.spec": {"hostNetwork": True}},
+        "spec.trainer.podTemplate.spec: hostNetwork cannot be added: only dnsConfig, dnsPolicy, hostAliases, "
+        "imagePullSecrets, nodeSelector, runtimeClassName, schedulingGates, securityContext, serviceAccountName, "
+        "tolerations, volumes can",
+        'unknown field "spec.trainer.podTemplate.spec.hostNetwork"',
+    ),
+    "overlay of the command": job(
+        {"spec.trainer.podTemplate.container": {"command": ["sh"]}},
+        "spec.trainer.podTemplate.container: command cannot be added: only env, envFrom, securityContext, "
+        "volumeMounts can",
+        'unknown field "spec.trainer.podTemplate.container.command"',
+    ),
+    "overlay of the name": job(
+        {"spec.trainer.podTemplate.metadata": {"name": "mine"}},
+        "spec.trainer.podTemplate.metadata: name cannot be added: only annotations, labels can",
+        'unknown field "spec.trainer.podTemplate.metadata.name"',
+    ),
+    "overlay of another type": job(
+        {"spec.trainer.podTemplate.spec": {"volumes": {}}},
+        "spec.trainer.podTemplate.spec: volumes must be of type array",
+        "spec.trainer.podTemplate.spec.volumes in body must be of type array",
+    ),
+    # what this version lacks
+    "policy": job(
+        {"spec.checkpoint.policy": "consecutive"},
+        "spec.checkpoint.policy: policy: only full is built in this version: use it or leave the field out",
+        "policy: only full is built in this version: use it or leave the field out",
+    ),
+    "bits auto": job(
+        {"spec.checkpoint.bits": "auto"},
+        "spec.checkpoint.bits: bits: only 8, 32 are built in this version: use one of them or leave the field out",
+        "bits: only 8, 32 are built in this version: use one of them or leave the field out",
+    ),
+    "sharding": job(
+        {"spec.model.tables.0.pin": {"sharding": "row"}},
+        "spec.model.tables[0].pin.sharding: sharding: only table, data are built in this version: "
+        "use one of them or leave the field out",
+        "spec.model.tables[0].pin.sharding: Invalid value: sharding: only table, data are built in this version",
+    ),
+    "type of a group's elements": job(
+        {"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 16, "dtype": "fp16"}}]},
+        "spec.model.tableGroups[0].template.dtype: dtype: only fp32 is built in this version: "
+        "use it or leave the field out",
+        "spec.model.tableGroups[0].template.dtype: Invalid value: dtype: only fp32 is built in this version",
+    ),
+    "suspend": job(
+        {"spec.lifecycle.suspend": True},
+        "spec.lifecycle.suspend: suspend is not built in this version: leave it out",
+        "suspend is not built in this version: leave it out",
+    ),
+    "hang timeout": job(
+        {"spec.lifecycle.hangTimeout": "5m"},
+        "spec.lifecycle.hangTimeout: hangTimeout is not built in this version: leave it out",
+        "spec.lifecycle.hangTimeout: Invalid value: hangTimeout is not built in this version: leave it out",
+    ),
+    "bytes of a tier": job(
+        {"spec.trainer.tierBudgets.hbm": "1Gi"},
+        "spec.trainer.tierBudgets.hbm: hbm is not built in this version: leave it out",
+        "spec.trainer.tierBudgets.hbm: Invalid value: hbm is not built in this version: leave it out",
+    ),
+    "object that is not built": job(
+        {"spec.trainer.auto": {"min": 1, "max": 3, "targetSamplesPerSecond": 1}},
+        "spec.trainer.auto: auto is not built in this version: leave it out",
+        "spec.trainer.auto: Invalid value: auto is not built in this version: leave it out",
+    ),
+    # hardware profiles
+    "profile without tiers": profile(
+        {"spec.tiers": GONE}, "spec.tiers: this field is required", "spec.tiers: Required value"
+    ),
+    "profile without DDR": profile(
+        {"spec.tiers": {"block": {"bytes": 1}}},
+        "spec.tiers.ddr: this field is required",
+        "spec.tiers.ddr: Required value",
+    ),
+    "profile's bytes in words": profile(
+        {"spec.tiers.ddr.bytes": "lots"},
+        "spec.tiers.ddr.bytes: 'lots' is no byte quantity: write an integer or something like 16Gi or 500M",
+        f"spec.tiers.ddr.bytes in body should match '{BYTES}'",
+    ),
+    "tier with two mounts": profile(
+        {"spec.tiers.scm": {"bytes": "1Ti", "hostPath": "/mnt/scm", "storageClass": "local"}},
+        "spec.tiers.scm: hostPath and storageClass are two ways to say one thing: give one of them",
+    ),
+    "no devices": profile(
+        {"spec.devices": {"resource": "nvidia.com/gpu", "count": 0, "hbm": {"bytes": "80Gi"}}},
+        "spec.devices.count: Input should be greater than or equal to 1",
+        "spec.devices.count in body should be greater than or equal to 1",
+    ),
+    "negative rate": profile(
+        {"spec.tiers.ddr.readBytesPerSecond": -5},
+        "spec.tiers.ddr.readBytesPerSecond: Input should be greater than or equal to 0",
+        "spec.tiers.ddr.readBytesPerSecond in body should be greater than or equal to 0",
+    ),
+    "price in words": profile(
+        {"spec.pricePerHour": "cheap"},
+        "spec.pricePerHour: Input should be a valid number",
+        "spec.pricePerHour in body must be of type number",
+    ),
+    "unknown field of a profile": profile(
+        {"spec.gpu": 1}, "spec.gpu: unknown field: check its spelling and its place", 'unknown field "spec.gpu"'
+    ),
+}
+CASES = [pytest.param(bad, id=name) for name, bad in BAD.items()]
+
+
+def spoiled(good: dict[str, dict[str, Any]], bad: Bad) -> dict[str, Any]:
+    document = copy.deepcopy(good[bad.kind])
+    for path, value in bad.change.items():
+        *above, last = (int(step) if step.isdigit() else step for step in path.split("."))
+        place: Any = document
+        for step in above:
+            place = place.setdefault(step, {}) if isinstance(place, dict) else place[step]
+        if value is GONE:
+            del place[last]
+        else:
+            place[last] = value
+    return document
+
+
+def test_the_good_manifests_are_good(good: dict[str, dict[str, Any]]) -> None:
+    assert parse_job(good["DLRMJob"]).metadata.name == "job"
+    assert parse_profile(good["HardwareProfile"]).spec.tiers.ddr.bytes == 256 * 2**30
+
+
+@pytest.mark.parametrize("bad", CASES)
+def test_the_models_refuse_it_with_a_message_for_its_user(good: dict[str, dict[str, Any]], bad: Bad) -> None:
+    with pytest.raises(InvalidSpecError) as refused:
+        PARSERS[bad.kind](spoiled(good, bad))
+
+    assert str(refused.value) == bad.says
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("bad", CASES)
+def test_the_api_server_refuses_it_too(server: Any, good: dict[str, dict[str, Any]], bad: Bad) -> None:
+    document = spoiled(good, bad)
+
+    try:
+        server.create(document)
+    except RuntimeError as refused:
+        message = str(refused)
+    else:
+        message = None
+
+    words = bad.says.split(": ", 1)[1] if bad.server == "" else bad.server
+    assert (message is None) == (words is None)
+    if message and words:
+        assert words in message
