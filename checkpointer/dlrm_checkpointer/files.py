@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import time
 from collections.abc import Iterator
 from io import FileIO
@@ -115,11 +116,12 @@ class FileStore:
     def size(self, key: str) -> int | None:
         """The object's bytes, None where there is none."""
         try:
-            return (self.root / key).stat().st_size
-        except FileNotFoundError:
+            status = (self.root / key).stat()
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise _read_error(error, self.root / key) from error
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def sweep_uploads(self, older_than_s: float) -> int:
         """Remove drafts of dead writers that are older than this."""

@@ -127,11 +127,11 @@ def _load(body: bytes, key: str, kind: str) -> tuple[dict[str, Any], dict[str, N
 
 
 def _check_finite(piece: ShardRows, bits: int) -> None:
-    for name, array in (("weight", piece.rows), ("optimizer state", piece.state)):
+    for name, array in (("a weight", piece.rows), ("its optimizer state", piece.state)):
         finite = np.isfinite(array)
         if not finite.all():
             row = piece.row_ids[int(np.argmin(finite.all(axis=1)))]
-            raise SnapshotError(f"table {piece.shard.table}, row {row}: a {name} is not finite: the cut is not stored")
+            raise SnapshotError(f"table {piece.shard.table}, row {row}: {name} is not finite: the cut is not stored")
     if bits < 32 and piece.rows.size:
         large = np.abs(piece.rows).max(axis=1) >= LARGEST_AT_8_BITS
         if large.any():

@@ -6,8 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 TOP = 255
-SMALLEST_STEP = np.float32(2.0**-149)
-"""Smallest positive float32: rows of subnormal range keep a step above zero, and their codes stay exact."""
 BLOCK_VALUES = 1 << 18
 """Elements of one pass: its temporaries stay in the cache."""
 
@@ -29,7 +27,9 @@ def quantize_rows(
     codes = np.empty(rows.shape, np.uint8)
     low = rows.min(axis=1)
     spread = rows.max(axis=1) - low
-    step = np.maximum(spread / np.float32(TOP), SMALLEST_STEP).astype(np.float32)
+    step = spread / np.float32(TOP)
+    short = step.astype(np.float64) * TOP < spread  # rounded down: the row's top would lie beyond the last code
+    step = np.where(short, np.nextafter(step, np.float32(np.inf)), step)
     step[spread == 0] = 1
     block = max(1, BLOCK_VALUES // max(rows.shape[1], 1))
     for start in range(0, len(rows), block):
@@ -37,7 +37,7 @@ def quantize_rows(
         scaled = rows[part] - low[part, None]
         scaled /= step[part, None]
         np.rint(scaled, out=scaled)
-        np.minimum(scaled, TOP, out=scaled)  # a rounded-down step lets the top of a row pass the last code
+        np.minimum(scaled, TOP, out=scaled)  # the division's own rounding can still pass it
         codes[part] = scaled
     return codes, step, low
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import boto3
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.initializer import initial_rows
 from dlrm_checkpointer.sidecar import Policy, Sidecar
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.store import Body, ObjectInfo, ObjectStore
+from dlrm_checkpointer.store import Body, ObjectInfo, ObjectStore, StoreOptions, open_store
 
 
 def table(name: str, rows: int, dim: int, *, blocks: int = 1, scale: float = 0.25) -> TableMeta:
@@ -244,3 +245,34 @@ def dying() -> type[DyingStore]:
 @pytest.fixture
 def files(tmp_path: Path) -> FileStore:
     return FileStore(tmp_path / "store")
+
+
+def s3_store(server: Any, folder: Path, bucket: str = "snapshots") -> ObjectStore:
+    """A store on a fresh bucket of a real S3 server, with credentials as a mounted Secret has them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "accessKeyId").write_text(server.access_key)
+    (folder / "secretAccessKey").write_text(server.secret_key + "\n")
+    client = boto3.client(
+        "s3",
+        endpoint_url=server.endpoint,
+        region_name="us-east-1",
+        aws_access_key_id=server.access_key,
+        aws_secret_access_key=server.secret_key,
+    )
+    client.create_bucket(Bucket=bucket)
+    return open_store(f"s3://{bucket}/jobs/a", StoreOptions(endpoint=server.endpoint, credentials_dir=folder))
+
+
+STORES = [
+    "file",
+    pytest.param("versitygw", marks=pytest.mark.cluster),
+    pytest.param("rclone_s3", marks=pytest.mark.cluster),
+]
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    """Every kind of store that the project knows."""
+    if request.param == "file":
+        return open_store(f"file://{tmp_path}/a%20store")
+    return s3_store(request.getfixturevalue(request.param), tmp_path / "credentials")

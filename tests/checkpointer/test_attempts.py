@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_api.errors import SnapshotError, TemporaryError
+from dlrm_checkpointer.attempts import Attempt, claim_attempt, in_lineage, newest_attempt
+from dlrm_checkpointer.catalog import list_snapshots
+from dlrm_checkpointer.commit import try_commit
+from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.restore import newest_snapshot
+from dlrm_checkpointer.retention import apply_retention
+from dlrm_checkpointer.walk import snapshot_digest
+
+
+def test_a_manifest_counts_while_every_later_attempt_went_on_from_it_or_from_later():
+    attempts = [Attempt(2, 100), Attempt(3, 250)]
+
+    assert in_lineage(100, 1, attempts)
+    assert not in_lineage(101, 1, attempts)
+    assert in_lineage(250, 2, attempts)
+    assert not in_lineage(251, 2, attempts)
+    assert in_lineage(900, 3, attempts)
+    assert not in_lineage(1, 3, [*attempts, Attempt(4, None)])
+
+
+@given(
+    history=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=8),
+    late=st.tuples(st.integers(1, 60), st.integers(0, 7)),
+)
+def test_a_late_commit_never_changes_which_snapshot_is_newest(history, late):
+    """Each attempt goes on from the newest snapshot and commits some; an earlier one commits late at any step."""
+    attempts: list[Attempt] = []
+    manifests: set[tuple[int, int]] = set()
+
+    def newest() -> tuple[int, int] | None:
+        return max((key for key in manifests if in_lineage(*key, attempts)), default=None)
+
+    for steps, skipped in history:
+        start = newest()
+        number = len(attempts) + 1
+        attempts.append(Attempt(number, start[0] if start else None))
+        first = (start[0] if start else 0) + 1 + skipped
+        manifests |= {(first + i, number) for i in range(steps)}
+    before = newest()
+    step, attempt = late
+    if attempt < len(attempts) and not (before and step <= before[0]):
+        manifests.add((step, attempt))
+
+    assert newest() == before
+
+
+def test_a_late_commit_of_a_lost_gang_is_ignored_and_said_so(tmp_path: Path, files: FileStore, new_model, new_pod):
+    lost, model = new_model(), new_model()
+    first = new_pod(tmp_path / "lost", files)
+    attempt = claim_attempt(files, None, "lost node")
+    first.commit(lost.train(), attempt)
+    model.train()
+    second_attempt = claim_attempt(files, 1, "its successor")
+    second = new_pod(tmp_path / "next", files)
+    first.cut(lost.train(5), attempt)
+    part = first.writers[0]
+    part.close("lost")
+
+    code = first.finish()  # it notices the newer attempt and gives up
+    assert (code, first.status.progress.committed_step) == (0, 1)
+
+    second.commit(model.train(), second_attempt)
+    snapshot, reasons = newest_snapshot(files)
+    assert (snapshot.step, snapshot.attempt, reasons) == (2, second_attempt, [])
+
+
+def test_a_commit_that_a_lost_node_had_already_begun_is_fenced_by_readers(
+    tmp_path: Path, files: FileStore, new_model, new_pod, dying
+):
+    lost, model = new_model(), new_model().train()
+    attempt = claim_attempt(files, None, "lost node")
+    pod = new_pod(tmp_path / "lost", files, grace_s=0)
+    pod.commit(lost.train(), attempt)
+    pod.cut(lost.train(8), attempt)
+    pod.store = dying(files, 6)  # four chunks, the dense state and the part list go up, the manifest does not
+    pod.finish()
+    successor = claim_attempt(files, 1, "its successor")
+
+    late = try_commit(files, 9, attempt, 1)
+    snapshot, reasons = newest_snapshot(files)
+
+    assert late is not None
+    assert (snapshot.step, snapshot_digest(snapshot)) == (1, model.digest())
+    assert reasons == [f"step 9 of attempt {attempt}: attempt {successor} went on from step 1 instead"]
+    assert [(each.step, bool(each.problem)) for each in list_snapshots(files)] == [(9, True), (1, False)]
+
+
+def test_where_all_snapshots_were_given_up_the_lineage_starts_from_the_beginning(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    new_pod(tmp_path / "pod", files).commit(new_model().train(), 1)
+    claim_attempt(files, None, "1")
+    claim_attempt(files, None, "2 started before 1 committed")
+
+    snapshot, reasons = newest_snapshot(files)
+
+    assert snapshot is None
+    assert reasons == ["step 1 of attempt 1: attempt 2 went on from the beginning instead"]
+
+
+def test_a_claim_on_a_snapshot_that_is_being_removed_is_taken_back(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    new_pod(tmp_path / "pod", files).commit(new_model().train(), claim_attempt(files, None, "1"))
+    files.put("retired/0000000000000001-00000001.json", b"")
+
+    with pytest.raises(TemporaryError, match="step 1 is being removed: choose again"):
+        claim_attempt(files, 1, "2")
+
+    assert newest_attempt(files) == 1
+
+
+def test_retention_stops_when_a_new_attempt_appears_between_its_mark_and_its_delete(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    class Interrupted(FileStore):
+        """A new attempt claims right after the first mark."""
+
+        def put(self, key: str, body: bytes) -> None:
+            super().put(key, body)
+            if key.startswith("retired/") and newest_attempt(files) == 1:
+                claim_attempt(files, 3, "2")
+
+    model, pod = new_model(), new_pod(tmp_path / "pod", files)
+    claim_attempt(files, None, "1")
+    for _ in range(3):
+        pod.commit(model.train(), 1)
+
+    removed = apply_retention(Interrupted(files.root), 1, keep_last=1)
+
+    assert removed == 0
+    assert [each.step for each in list_snapshots(files)] == [3, 2, 1]
+    assert list(files.list("retired/")) == []
+
+
+def test_an_announcement_that_cannot_be_read_is_named(files: FileStore):
+    files.put("attempts/00000002.json", b"{")
+    files.put("manifests/0000000000000001-00000001.json", b"{}")
+
+    with pytest.raises(SnapshotError, match=r"attempts/00000002\.json: not an attempt's announcement"):
+        newest_snapshot(files)

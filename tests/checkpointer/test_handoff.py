@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlrm_api.errors import DeviceError, DivergedError, SnapshotError, TemporaryError, UsageError
+from dlrm_api.names import ExitCode
+from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.folder import ready_cuts
+from dlrm_checkpointer.handoff import HandOffWriter
+from dlrm_checkpointer.inbox import Inbox
+
+
+def test_what_a_rank_hands_over_the_sidecar_reads(tmp_path: Path, new_model):
+    model = new_model().train(2)
+    writer = HandOffWriter(tmp_path, 1, None)
+    writer.put(model.meta(2), model.pieces(1, 2), None)
+    inbox = Inbox(tmp_path, range(2))
+
+    (name,) = inbox.ready()
+    cut = inbox.open(name)
+
+    assert (name.step, name.attempt, name.rank) == (2, 1, 1)
+    assert cut.meta == model.meta(2)
+    assert cut.dense() is None
+    given = [piece for piece in model.pieces(1, 2) if len(piece.row_ids)]
+    for got, wanted in zip(cut.pieces(), given, strict=True):
+        assert got.shard == wanted.shard
+        for field in ("row_ids", "rows", "state"):
+            np.testing.assert_array_equal(getattr(got, field), getattr(wanted, field))
+    inbox.close()
+
+
+def test_one_cut_waits_at_most_and_freeing_it_makes_room(tmp_path: Path, new_model):
+    model, writer = new_model().train(), HandOffWriter(tmp_path, 0, None)
+    writer.put(model.meta(1), model.pieces(0, 1), model.dense)
+    waiting = writer.ready()
+
+    with pytest.raises(TemporaryError, match="rank 0: an earlier cut still waits"):
+        writer.put(model.train().meta(1), model.pieces(0, 1), model.dense)
+    inbox = Inbox(tmp_path, range(1))
+    inbox.free(inbox.ready()[0])
+    inbox.close()
+
+    assert not waiting
+    assert writer.ready()
+    assert not list(tmp_path.glob("dead-*"))
+
+
+def test_a_cut_above_the_budget_of_the_pod_is_refused_and_leaves_nothing(tmp_path: Path, new_model):
+    model = new_model().train()
+    first, second = HandOffWriter(tmp_path, 0, 250_000), HandOffWriter(tmp_path, 1, 250_000)
+    first.put(model.meta(2), model.pieces(0, 2), model.dense)
+
+    with pytest.raises(DeviceError, match=r"at least \d+ bytes, above the hand-off budget of 250000: raise spec"):
+        second.put(model.meta(2), model.pieces(1, 2), None)
+
+    assert [name.rank for name in ready_cuts(tmp_path)] == [0]
+    assert not list(tmp_path.glob("writing-*"))
+    assert second.ready()
+
+
+def test_a_full_device_is_named_with_the_bytes_and_leaves_nothing(tmp_path: Path, new_model, monkeypatch):
+    model, writer = new_model().train(), HandOffWriter(tmp_path, 0, None)
+    real, left = os.write, [3]
+
+    def write(descriptor: int, data: bytes) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(
+        DeviceError, match=rf"cannot write \d+ bytes to {tmp_path}: No space left on device; free"
+    ):
+        writer.put(model.meta(1), model.pieces(0, 1), model.dense)
+    monkeypatch.undo()
+
+    assert ready_cuts(tmp_path) == []
+    assert not list(tmp_path.glob("writing-*"))
+    writer.put(model.meta(1), model.pieces(0, 1), model.dense)
+    assert not writer.ready()
+
+
+def test_an_error_of_the_gather_leaves_nothing_behind(tmp_path: Path, new_model):
+    model, writer = new_model().train(), HandOffWriter(tmp_path, 0, None)
+
+    def gather():
+        yield from list(model.pieces(0, 1))[:1]
+        raise RuntimeError("the gather failed")
+
+    with pytest.raises(RuntimeError, match="the gather failed"):
+        writer.put(model.meta(1), gather(), model.dense)
+
+    assert writer.ready()
+    assert not list(tmp_path.glob("writing-*"))
+
+
+def test_rows_that_are_not_of_their_shard_are_refused(tmp_path: Path, new_model):
+    model, writer = new_model().train(), HandOffWriter(tmp_path, 0, None)
+    piece = next(model.pieces(0, 1))
+    object.__setattr__(piece, "row_ids", piece.row_ids[::-1].copy())
+
+    with pytest.raises(ValueError, match="row ids"):
+        writer.put(model.meta(1), [piece], model.dense)
+
+
+def test_a_second_process_of_the_same_rank_is_refused_with_the_pid(tmp_path: Path):
+    writer = HandOffWriter(tmp_path, 3, None)
+
+    with pytest.raises(UsageError, match=rf"rank-3.lock: rank 3 already runs \(pid {os.getpid()}\)"):
+        HandOffWriter(tmp_path, 3, None)
+    writer.close("done")
+    HandOffWriter(tmp_path, 3, None).close("done")
+
+
+def test_a_killed_rank_lets_go_of_its_lock(tmp_path: Path):
+    code = (
+        "import sys, time; from pathlib import Path; from dlrm_checkpointer.handoff import HandOffWriter;"
+        "w = HandOffWriter(Path(sys.argv[1]), 0, None); print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        inbox = Inbox(tmp_path, range(2))
+        held = inbox.living()
+        rank.send_signal(signal.SIGKILL)
+        rank.wait()
+
+    assert held == {0}
+    assert inbox.living() == set()
+    assert inbox.reasons() == {}
+    inbox.close()
+
+
+def test_a_rank_that_closes_says_why(tmp_path: Path):
+    writer = HandOffWriter(tmp_path, 0, None)
+    writer.close("done")
+    writer.close("again")
+    inbox = Inbox(tmp_path, range(1))
+
+    assert inbox.reasons() == {0: "done"}
+    inbox.close()
+
+
+@pytest.mark.parametrize("damage", ["shorter", "other boot", "no index"])
+def test_a_cut_that_cannot_be_whole_is_refused(tmp_path: Path, new_model, damage: str):
+    model, writer = new_model().train(), HandOffWriter(tmp_path, 0, None)
+    writer.put(model.meta(1), model.pieces(0, 1), model.dense)
+    inbox = Inbox(tmp_path, range(1))
+    folder = tmp_path / str(inbox.ready()[0])
+    index = folder / "index.json"
+    if damage == "shorter":
+        os.truncate(folder / "rows.bin", 100)
+    elif damage == "other boot":
+        index.write_text(index.read_text().replace('"boot": "', '"boot": "x'))
+    else:
+        index.unlink()
+
+    with pytest.raises(SnapshotError, match=r"ready-0000000000000001-00000001-000000"):
+        inbox.open(inbox.ready()[0])
+    inbox.close()
+
+
+def test_waiting_for_the_commit_ends_with_it(tmp_path: Path, files: FileStore, new_model, new_pod):
+    model, pod = new_model().train(), new_pod(tmp_path / "pod", files)
+    writer = pod.writers[0]
+    assert writer.wait_idle(0)
+    assert writer.committed_step() is None
+    pod.cut(model)
+
+    before = writer.wait_idle(0.05)
+    pod.finish()
+
+    assert not before
+    assert writer.wait_idle(0)
+    assert writer.committed_step() == 1
+
+
+def test_a_cut_with_a_value_that_is_not_finite_is_refused_by_table_and_row(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    model, pod = new_model().train(), new_pod(tmp_path / "pod", files)
+    row = int(np.flatnonzero(model.touched["items"])[5])
+    model.rows["items"][row, 3] = np.nan
+    pod.cut(model)
+    writer = pod.writers[0]
+
+    code = pod.finish()
+
+    problem = f"table items, row {row}: a weight is not finite"
+    assert code == ExitCode.BAD_DATA
+    assert problem in pod.status.progress.reason
+    assert list(files.list("manifests/")) == []
+    with pytest.raises(DivergedError, match=problem):
+        writer.wait_idle(1)
+
+
+def test_a_file_size_limit_is_a_full_device_too(tmp_path: Path, new_model):
+    model, writer = new_model().train(), HandOffWriter(tmp_path, 0, None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        with pytest.raises(DeviceError, match="File too large; free space there or raise its size"):
+            writer.put(model.meta(1), model.pieces(0, 1), model.dense)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+    assert writer.ready()
