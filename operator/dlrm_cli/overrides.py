@@ -85,7 +85,9 @@ def _set(body: dict[str, Any], path: str, value: Any) -> None:
             walked += f"[{step}]"
             continue
         walked += f".{step}" if walked else step
-        if last:
+        if last and value is None:
+            node.pop(step, None)
+        elif last:
             node[step] = value
         else:
             container = list if typing.get_origin(model) is tuple else dict

@@ -19,7 +19,8 @@ def body() -> dict[str, Any]:
         "metadata": {"name": "small"},
         "spec": {
             "model": {"tables": [{"name": "C1", "rows": 10, "dim": 4}, {"name": "C2", "rows": 20, "dim": 4}]},
-            "data": {"format": "criteo-tsv", "train": {"uris": ["/data/a.tsv"]}},
+            "training": {"maxSteps": 5},
+            "data": {"epochs": 4, "format": "criteo-tsv", "train": {"uris": ["/data/a.tsv"]}},
             "checkpoint": {"uri": "file:///tmp/small", "interval": "10m"},
         },
     }
@@ -34,6 +35,8 @@ def body() -> dict[str, Any]:
         ("spec.data.train.uris=[/x, /y]", lambda job: job.spec.data.train.uris == ("/x", "/y")),
         ("spec.data.columns.rename.C1=user_id", lambda job: job.spec.data.columns.rename == {"C1": "user_id"}),
         ("spec.checkpoint.interval=null", lambda job: job.spec.checkpoint.interval is None),
+        ("spec.training.maxSteps=null", lambda job: job.spec.training.max_steps is None),
+        ("spec.data.epochs=null", lambda job: job.spec.data.epochs == 1),
         ("spec.lifecycle.restart.backoff=1s", lambda job: job.spec.lifecycle.restart.backoff == 1.0),
         (
             "spec.trainer.podTemplate.metadata.labels.team=ads",
