@@ -1,0 +1,101 @@
+"""The spec of a job that has left Pending changes only where a running job can take the change over."""
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+JOBS = "namespaces/default/dlrmjobs"
+FROZEN = (
+    "spec: Forbidden: spec cannot change once the job has left phase Pending, but for spec.checkpoint.interval, "
+    "spec.checkpoint.intervalSteps, spec.checkpoint.retention, spec.lifecycle.restart: "
+    "delete the job and apply it anew, it goes on from its newest snapshot"
+)
+
+
+@pytest.fixture
+def job(server: Any, good: dict[str, dict[str, Any]], request: pytest.FixtureRequest) -> str:
+    good["DLRMJob"]["metadata"]["name"] = "frozen"
+    good["DLRMJob"]["spec"]["checkpoint"]["region"] = "eu-1"
+    server.create(good["DLRMJob"], dry_run=False)
+    request.addfinalizer(lambda: server.call("DELETE", f"{JOBS}/frozen"))  # noqa: PT021
+    return f"{JOBS}/frozen"
+
+
+def set_phase(server: Any, job: str, phase: str) -> None:
+    server.call("PATCH", f"{job}/status", {"status": {"phase": phase}})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"topMlp": [16, 1]}},
+        {"model": {"tables": []}},
+        {"data": {"epochs": 3}},
+        {"training": {"seed": 5}},
+        {"trainer": {"replicas": 2}},
+        {"trainer": {"podTemplate": {"metadata": {"labels": {"team": "ads"}}}}},
+        {"checkpoint": {"uri": "s3://bucket/other"}},
+        {"checkpoint": {"bits": 8}},
+        {"checkpoint": {"region": None}},
+        {"checkpoint": {"endpoint": "https://store"}},
+        {"lifecycle": {"terminationGracePeriod": "1m"}},
+        {"scheduling": {"priorityClass": "high"}},
+    ],
+)
+def test_what_a_running_job_cannot_take_over_is_refused(server: Any, job: str, change: dict[str, Any]) -> None:
+    set_phase(server, job, "Running")
+
+    with pytest.raises(RuntimeError) as refused:
+        server.call("PATCH", job, {"spec": change})
+
+    assert FROZEN in str(refused.value) or "tables and tableGroups are both empty" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"checkpoint": {"intervalSteps": 7}},
+        {"checkpoint": {"intervalSteps": None, "interval": "5m"}},
+        {"checkpoint": {"retention": {"keepLast": 9}}},
+        {"lifecycle": {"restart": {"maxRestarts": 0}}},
+    ],
+)
+@pytest.mark.parametrize("phase", ["Running", "Restarting"])
+def test_what_a_running_job_takes_over_may_change(server: Any, job: str, phase: str, change: dict[str, Any]) -> None:
+    set_phase(server, job, phase)
+
+    kept = server.call("PATCH", job, {"spec": change})
+
+    assert kept["metadata"]["generation"] == 2
+
+
+@pytest.mark.parametrize("phase", ["Planning", "Scheduling", "Restoring", "Succeeded", "Failed", "Restarting"])
+def test_every_phase_but_pending_is_frozen(server: Any, job: str, phase: str) -> None:
+    set_phase(server, job, phase)
+
+    with pytest.raises(RuntimeError) as refused:
+        server.call("PATCH", job, {"spec": {"data": {"epochs": 3}}})
+
+    assert FROZEN in str(refused.value)
+
+
+@pytest.mark.parametrize("phase", [None, "Pending"])
+def test_a_job_that_waits_may_change(server: Any, job: str, phase: str | None) -> None:
+    if phase:
+        set_phase(server, job, phase)
+
+    kept = server.call("PATCH", job, {"spec": {"data": {"epochs": 3}, "trainer": {"replicas": 2}}})
+
+    assert kept["spec"]["data"]["epochs"] == 3
+
+
+def test_labels_and_status_of_a_frozen_job_may_change(server: Any, job: str) -> None:
+    set_phase(server, job, "Running")
+
+    kept = server.call("PATCH", job, {"metadata": {"labels": {"team": "ads"}}})
+    done = server.call("PATCH", f"{job}/status", {"status": {"phase": "Succeeded"}})
+
+    assert kept["metadata"]["labels"] == {"team": "ads"}
+    assert done["status"]["phase"] == "Succeeded"

@@ -1,0 +1,93 @@
+"""Documents are read as strictly as the API server reads them, whoever decoded the YAML."""
+
+import datetime
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.job import DLRMJob, parse_job
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("5E-1", 0.5), ("1.5e1", 15.0), ("2", 2.0), ("0.5", 0.5)])
+def test_numbers_that_python_s_yaml_takes_for_text_are_numbers(good: dict[str, Any], text: str, value: float) -> None:
+    rates = {"learningRate": yaml.safe_load(text)}
+    good["DLRMJob"]["spec"]["training"] = {"rowOptimizer": rates, "denseOptimizer": rates}
+
+    training = parse_job(good["DLRMJob"]).spec.training
+
+    assert training.row_optimizer.learning_rate == value
+    assert training.dense_optimizer.learning_rate == value
+
+
+@pytest.mark.parametrize("text", ["fast", "1e", "0x1p3", "1_0", "nan", "inf", "1e999"])
+def test_other_text_is_no_number(good: dict[str, Any], text: str) -> None:
+    good["DLRMJob"]["spec"]["training"] = {"rowOptimizer": {"learningRate": text}}
+
+    with pytest.raises(InvalidSpecError, match=r"^spec\.training\.rowOptimizer\.learningRate: "):
+        parse_job(good["DLRMJob"])
+
+
+def test_text_that_looks_like_a_number_stays_text_where_text_is_meant(good: dict[str, Any]) -> None:
+    good["DLRMJob"]["spec"]["model"]["tables"][0]["name"] = "1e5"
+    good["DLRMJob"]["spec"]["training"] = {"rowOptimizer": {"eps": "1e-6"}}
+
+    spec = parse_job(good["DLRMJob"]).spec
+
+    assert spec.model.tables[0].name == "1e5"
+    assert spec.training.row_optimizer.eps == 1e-6
+
+
+def test_metadata_of_the_server_passes_through(good: dict[str, Any]) -> None:
+    good["DLRMJob"]["metadata"] |= {
+        "uid": "u-1",
+        "creationTimestamp": datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC),
+        "managedFields": [{"manager": "kubectl"}],
+    }
+
+    job = parse_job(good["DLRMJob"])
+
+    assert job.metadata.model_extra is not None
+    assert job.metadata.model_extra["uid"] == "u-1"
+
+
+def test_a_job_written_as_json_reads_back_equal(good: dict[str, Any]) -> None:
+    job = parse_job(good["DLRMJob"])
+
+    assert parse_job(json.loads(job.model_dump_json(exclude_none=True))) == job
+    assert parse_job(json.loads(job.model_dump_json())) == job
+
+
+@pytest.mark.parametrize("document", [None, [], "job", 5, {}])
+def test_what_is_no_job_at_all_is_refused(document: Any) -> None:
+    with pytest.raises(InvalidSpecError):
+        parse_job(document)
+
+
+def test_a_model_cannot_be_changed(good: dict[str, Any]) -> None:
+    job = parse_job(good["DLRMJob"])
+
+    with pytest.raises(ValueError, match="frozen"):
+        job.spec.data.epochs = 5  # type: ignore[misc]
+
+
+def test_every_problem_is_counted(good: dict[str, Any]) -> None:
+    good["DLRMJob"]["spec"]["data"] |= {"epochs": 0, "virtualShards": 0}
+
+    with pytest.raises(InvalidSpecError) as refused:
+        parse_job(good["DLRMJob"])
+
+    assert str(refused.value) == "spec.data.epochs: Input should be greater than or equal to 1 (and 1 more)"
+
+
+def test_groups_are_written_out_in_order(good: dict[str, Any]) -> None:
+    template = {"rows": 10, "dim": 16, "embedding": {"hash": "mix"}}
+    good["DLRMJob"]["spec"]["model"]["tableGroups"] = [{"name": "g", "count": 2, "template": template}]
+
+    tables = DLRMJob.model_validate(good["DLRMJob"]).spec.model.all_tables()
+
+    assert [table.name for table in tables] == ["ads", "sites", "g-0", "g-1"]
+    assert [table.source for table in tables] == ["C1", "C2", "g-0", "g-1"]
+    assert tables[3].embedding.hash == "mix"
