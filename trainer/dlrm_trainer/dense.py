@@ -12,18 +12,9 @@ from torch import Tensor, nn
 
 from dlrm_api.errors import SnapshotError
 from dlrm_api.training import DenseOptimizerSpec
+from dlrm_trainer.optimizers import make_optimizer
 
 Arrays = dict[str, NDArray[Any]]
-
-
-def make_optimizer(spec: DenseOptimizerSpec, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer that the spec asks for. Each of them works element by element, so its bits depend on no threads."""
-    if spec.kind == "sgd":
-        return torch.optim.SGD(parameters, lr=spec.learning_rate, foreach=True)
-    if spec.kind == "adam":
-        betas = (spec.beta1, spec.beta2)
-        return torch.optim.Adam(parameters, lr=spec.learning_rate, betas=betas, eps=spec.eps, foreach=True)
-    return torch.optim.Adagrad(parameters, lr=spec.learning_rate, eps=spec.eps, foreach=True)
 
 
 class DenseParameters:
@@ -44,21 +35,11 @@ class DenseParameters:
         for parameter, part in zip(self._named.values(), torch.split(gradient, sizes), strict=True):
             parameter.grad = part.view_as(parameter)
         self._optimizer = make_optimizer(spec, list(self._named.values()))
-        self._fill_state()
 
     @staticmethod
     def elements(model: nn.Module) -> int:
         """Elements of the flat gradient."""
         return sum(parameter.numel() for parameter in model.parameters())
-
-    def _fill_state(self) -> None:
-        """Make optimizers that create their state at their first step (adam) do so now, with nothing learnt."""
-        for parameter in self._named.values():
-            if isinstance(self._optimizer, torch.optim.Adam):
-                state = self._optimizer.state[parameter]
-                state["step"] = torch.zeros(())
-                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
     def zero_gradient(self) -> None:
         """Start a step."""
@@ -66,16 +47,17 @@ class DenseParameters:
 
     def update(self, factor: float) -> None:
         """One step of the optimizer at ``factor`` times its learning rate."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._learning_rate * factor
-        self._optimizer.step()
+        parameters: list[Tensor] = list(self._named.values())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        with torch.no_grad():
+            self._optimizer.step(parameters, gradients, self._learning_rate * factor)
 
     def shapes(self) -> dict[str, list[int]]:
         """Shape of each parameter by name: what a snapshot must agree with."""
         return {name: list(parameter.shape) for name, parameter in self._named.items()}
 
     def arrays(self) -> Arrays:
-        """Parameters (``parameter/<name>``) and optimizer state (``optimizer/<name>/<slot>``), copies, float32."""
+        """Parameters (``parameter/<name>``) and optimizer state (``optimizer/<name>/<slot>``), copies."""
         return {name: tensor.detach().numpy().copy() for name, tensor in self._tensors().items()}
 
     def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -101,11 +83,10 @@ class DenseParameters:
         return [name for name, parameter in self._named.items() if not bool(torch.isfinite(parameter).all())]
 
     def _tensors(self) -> dict[str, Tensor]:
-        tensors = {f"parameter/{name}": parameter for name, parameter in self._named.items()}
-        slots: dict[str, Tensor] = {
+        tensors: dict[str, Tensor] = {f"parameter/{name}": parameter for name, parameter in self._named.items()}
+        slots = {
             f"optimizer/{name}/{slot}": value
-            for name, parameter in self._named.items()
-            for slot, value in self._optimizer.state[parameter].items()
-            if isinstance(value, Tensor)
+            for slot, values in self._optimizer.slots.items()
+            for name, value in zip(self._named, values, strict=True)
         }
         return tensors | slots

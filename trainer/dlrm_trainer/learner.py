@@ -23,6 +23,7 @@ class Forward:
     loss: Tensor
     """() float32, this rank's share of the global batch's mean log loss."""
     lookup: Lookup
+    factor: float
 
 
 class Learner:
@@ -49,35 +50,31 @@ class Learner:
         for table in self.embeddings.local.values():
             table.start(seed)
 
-    def forward(self, batch: Batch, global_count: int) -> Forward:
+    def forward(self, batch: Batch, global_count: int, factor: float) -> Forward:
         """Predict this rank's samples; changes nothing.
 
         Args:
             batch: this rank's slice; may be empty.
             global_count: samples of the batch over all ranks.
+            factor: multiplies the learning rates of the update that follows (``Schedule.factor``).
         """
-        lookup = self.embeddings.lookup(batch, training=True)
+        lookup = self.embeddings.lookup(batch, self._row_rate * factor)
         logits = self.model(batch.dense, lookup.features)
-        return Forward(loss=global_mean_loss(logits, batch.labels, global_count), lookup=lookup)
+        return Forward(loss=global_mean_loss(logits, batch.labels, global_count), lookup=lookup, factor=factor)
 
-    def learn(self, forward: Forward, factor: float) -> None:
-        """Update every parameter, and every row that the global batch looked up, once.
-
-        Args:
-            forward: of this step.
-            factor: multiplies the learning rates (``Schedule.factor``).
-        """
+    def learn(self, forward: Forward) -> None:
+        """Update every parameter, and every row that the global batch looked up, once."""
         self.dense.zero_gradient()
         forward.loss.backward()  # type: ignore[no-untyped-call]
         rows = self.embeddings.send_gradients(forward.lookup, self._table_gradient)
         self._collectives.all_reduce(self._gradient)
-        self.embeddings.update(forward.lookup, rows, self._table_gradient, self._row_rate * factor)
-        self.dense.update(factor)
+        self.embeddings.update(forward.lookup, rows, self._table_gradient)
+        self.dense.update(forward.factor)
 
     def logits(self, batch: Batch) -> Tensor:
         """(n,) float32 logits of this rank's samples; changes nothing, not even the record of updated rows."""
         with torch.no_grad():
-            lookup = self.embeddings.lookup(batch, training=False)
+            lookup = self.embeddings.lookup(batch, None)
             logits: Tensor = self.model(batch.dense, lookup.features)
             return logits
 

@@ -194,11 +194,11 @@ class Training:
             DivergedError: the loss is not finite; nothing was updated.
         """
         learner, count = self.parts.learner, self.parts.reader.global_count(batch.number)
-        forward = learner.forward(batch, count)
+        forward = learner.forward(batch, count, self.schedule.factor(self.step))
         agreed = self.control.agree(forward.loss.item(), self.step + 1)
         if not math.isfinite(agreed.loss):
             raise self.diverged(agreed.loss)
-        learner.learn(forward, self.schedule.factor(self.step))
+        learner.learn(forward)
         self.step += 1
         self.loss = agreed.loss
         self.trained_samples += count

@@ -27,6 +27,7 @@ class Lookup:
     pooled: Tensor
     replicated_ids: Tensor
     replicated_lengths: Tensor
+    learning_rate: float | None
     scale: Tensor | None
     """(n, D) one over the bag's length in columns of mean tables, 1 elsewhere; None without mean tables."""
 
@@ -74,11 +75,10 @@ class Embeddings:
             self._mean_of_column = torch.repeat_interleave(means, widths)
             self._table_of_column = torch.repeat_interleave(torch.arange(len(dims)), widths)
 
-    def lookup(self, batch: Batch, training: bool) -> Lookup:
-        """Pool the rows of this rank's samples; with ``training``, gradients can be sent back by ``update``."""
+    def lookup(self, batch: Batch, learning_rate: float | None) -> Lookup:
+        """Pool the rows of this rank's samples; ``learning_rate`` is that of the update to follow, None for none."""
         bags = self._exchange.send_ids(batch.lengths, batch.values)
-        with torch.set_grad_enabled(training):
-            pooled = self._owned.lookup(bags.ids, bags.lengths)
+        pooled = self._owned.lookup(bags.ids, bags.lengths, learning_rate)
         columns = self._exchange.send_pooled(pooled.detach(), bags.samples)
         ids, lengths = self._replicated_bags(batch)
         if len(lengths):
@@ -88,12 +88,13 @@ class Embeddings:
         if scale is not None:
             features = features * scale
         return Lookup(
-            features=features.requires_grad_(training),
+            features=features.requires_grad_(learning_rate is not None),
             bags=bags,
             pooled=pooled,
             replicated_ids=ids,
             replicated_lengths=lengths,
             scale=scale,
+            learning_rate=learning_rate,
         )
 
     def send_gradients(self, lookup: Lookup, buffer: Tensor) -> Tensor:
@@ -115,14 +116,15 @@ class Embeddings:
         self._replicated.write_gradient(buffer, replicated, lookup.replicated_ids, lookup.replicated_lengths)
         return self._exchange.send_gradients(sharded, lookup.bags.samples)
 
-    def update(self, lookup: Lookup, gradient: Tensor, buffer: Tensor, learning_rate: float) -> None:
+    def update(self, lookup: Lookup, gradient: Tensor, buffer: Tensor) -> None:
         """Update every row that the global batch looked up, once; ``buffer`` is summed over ranks by now."""
-        self._owned.update(lookup.pooled, gradient, learning_rate)
+        assert lookup.learning_rate is not None
+        self._owned.update(lookup.pooled, gradient)
         owned = lookup.bags.lengths.shape[0]
         sizes = lookup.bags.lengths.sum(dim=1, dtype=torch.int64)
         self._updated[lookup.bags.ids + torch.repeat_interleave(self._row_starts[:owned], sizes)] = True
         for start, rows in zip(
-            self._row_starts[owned:].tolist(), self._replicated.update(buffer, learning_rate), strict=True
+            self._row_starts[owned:].tolist(), self._replicated.update(buffer, lookup.learning_rate), strict=True
         ):
             self._updated[rows + start] = True
 

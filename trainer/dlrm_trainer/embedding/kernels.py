@@ -48,31 +48,33 @@ class TableBatch:
             self.weights = tuple(self._kernel.split_embedding_weights())
             self.states = tuple(state for (state,) in self._kernel.split_optimizer_states())
 
-    def lookup(self, ids: Tensor, lengths: Tensor) -> Tensor:
+    def lookup(self, ids: Tensor, lengths: Tensor, learning_rate: float | None = None) -> Tensor:
         """Sum the rows of each bag.
 
         Args:
             ids: (sum of lengths,) int64 row numbers of their tables, table-major.
             lengths: (T, N) int32 or int64 ids in each bag.
+            learning_rate: of the update that follows, which the kernel fixes here; None: no update follows.
 
         Returns:
-            (N, dim) float32; where gradients are enabled it carries what ``update`` needs.
+            (N, dim) float32; with a learning rate it carries what ``update`` needs.
         """
         if self._kernel is None:
             return torch.zeros(lengths.shape[1], 0)
         offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
         torch.cumsum(lengths.flatten(), 0, out=offsets[1:])
-        pooled: Tensor = self._kernel(ids, offsets)
+        if learning_rate is not None:
+            self._kernel.set_learning_rate(learning_rate)
+        with torch.set_grad_enabled(learning_rate is not None):
+            pooled: Tensor = self._kernel(ids, offsets)
         return pooled
 
-    def update(self, pooled: Tensor, gradient: Tensor, learning_rate: float) -> None:
+    def update(self, pooled: Tensor, gradient: Tensor) -> None:
         """Update the rows that ``lookup`` summed.
 
         Args:
-            pooled: what ``lookup`` returned with gradients enabled.
+            pooled: what ``lookup`` returned for a learning rate.
             gradient: (N, dim) float32, of the loss by ``pooled``.
-            learning_rate: of this step.
         """
         if self._kernel is not None:
-            self._kernel.set_learning_rate(learning_rate)
             pooled.backward(gradient)  # type: ignore[no-untyped-call]

@@ -27,9 +27,8 @@ class ReplicatedTables:
         """float32 elements that ranks sum: of each table its gradient, then how many ranks touched each row."""
 
     def lookup(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Sum the rows of each bag: see ``TableBatch.lookup``; no gradient is recorded."""
-        with torch.no_grad():
-            return self.batch.lookup(ids, lengths)
+        """Sum the rows of each bag: see ``TableBatch.lookup``."""
+        return self.batch.lookup(ids, lengths)
 
     def write_gradient(self, buffer: Tensor, gradient: Tensor, ids: Tensor, lengths: Tensor) -> None:
         """Fill this rank's gradient in.

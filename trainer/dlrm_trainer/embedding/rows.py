@@ -59,11 +59,11 @@ class LocalTable:
 
     def restore(self, pieces: Iterable[ShardRows]) -> None:
         """Take rows of a snapshot over a table that has just started."""
+        weight, state, updated = self.weight.numpy(), self.state.numpy(), self.updated.numpy()
         for piece in pieces:
-            ids = torch.from_numpy(piece.row_ids)
-            self.weight[ids, piece.shard.column_start : piece.shard.column_end] = torch.from_numpy(piece.rows)
-            self.state[ids] = torch.from_numpy(piece.state).squeeze(1)
-            self.updated[ids] = True
+            weight[piece.row_ids, piece.shard.column_start : piece.shard.column_end] = piece.rows
+            state[piece.row_ids] = piece.state[:, 0]
+            updated[piece.row_ids] = True
 
     def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Rows [start, end) and their state (n, 1), for a digest."""

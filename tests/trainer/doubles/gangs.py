@@ -1,0 +1,228 @@
+"""Small jobs, plans for them by hand, and gangs of real processes that meet over gloo."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from dlrm_api.job import DLRMJob, parse_job
+from dlrm_api.names import Env
+from dlrm_api.plan import Plan, parse_plan
+from dlrm_api.progress import TerminationMessage
+
+LOOPBACK = "127.0.0.1"
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        return int(listener.getsockname()[1])
+
+
+def job_document(folder: Path, world_size: int = 1, **changes: Any) -> dict[str, Any]:
+    """A small synthetic job; ``changes`` are merged into the sections of its spec."""
+    tables = [
+        {"name": "users", "rows": 900, "dim": 8},
+        {"name": "bags", "rows": 120, "dim": 8, "pooling": "mean", "maxLookups": 4, "avgLookups": 2},
+        {"name": "small", "rows": 30, "dim": 8},
+        {"name": "items", "rows": 400, "dim": 8, "maxLookups": 3},
+    ]
+    spec: dict[str, Any] = {
+        "model": {"denseFeatures": ["a", "b"], "bottomMlp": [16, 8], "topMlp": [16, 1], "tables": tables},
+        "data": {
+            "format": "synthetic",
+            "synthetic": {"samples": 4_000, "evalSamples": 500},
+            "globalBatchSize": 64,
+            "virtualShards": 8,
+        },
+        "training": {"rowOptimizer": {"learningRate": 0.05}, "denseOptimizer": {"learningRate": 0.02}, "seed": 3},
+        "trainer": {"processesPerReplica": world_size, "threadsPerProcess": 1},
+        "checkpoint": {"uri": f"file://{folder}/store", "intervalSteps": 10},
+    }
+    for section, values in changes.items():
+        spec[section] = spec[section] | values
+    return {"metadata": {"name": "small"}, "spec": spec}
+
+
+def small_job(folder: Path, world_size: int = 1, **changes: Any) -> DLRMJob:
+    """``job_document`` as a job."""
+    return parse_job(job_document(folder, world_size, **changes))
+
+
+def plan_document(job: DLRMJob, owners: Sequence[int | None] | None = None) -> dict[str, Any]:
+    """A plan by hand: each table's owner, None for data-parallel; by default in turn, ``small`` data-parallel."""
+    world_size, tables = job.spec.world_size, job.spec.model.all_tables()
+    if owners is None:
+        owners = [None if table.name == "small" else number % world_size for number, table in enumerate(tables)]
+    entries = []
+    for table, owner in zip(tables, owners, strict=True):
+        extent = {"rowStart": 0, "rowEnd": table.rows, "columnStart": 0, "columnEnd": table.dim}
+        ranks, kind = (range(world_size), "data") if owner is None else ((owner,), "table")
+        shards = [{"rank": rank, "kind": kind, **extent} for rank in ranks]
+        entries.append({"name": table.name, "columnBlocks": [0, table.dim], "shards": shards})
+    processes = job.spec.trainer.processes_per_replica
+    ranks_plan = [{"rank": rank, "node": rank // processes, "bytesPerTier": {}} for rank in range(world_size)]
+    return {
+        "worldSize": world_size,
+        "processesPerNode": processes,
+        "ranks": ranks_plan,
+        "tables": entries,
+        "handoffBytes": [2**26] * job.spec.replicas,
+    }
+
+
+def hand_plan(job: DLRMJob, owners: Sequence[int | None] | None = None) -> Plan:
+    """``plan_document`` as a plan."""
+    return parse_plan(json.dumps(plan_document(job, owners)))
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Run ``function(collectives, *arguments)`` on every rank of a gang of processes; what each returned."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dlrm_trainer.learner"])  # torch and fbgemm load once for all gangs
+    port = free_port()
+    pipes, processes = [], []
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(rank, world_size, port, sender, function, arguments))
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    try:
+        results = [pipe.recv() for pipe in pipes]
+    finally:
+        for process in processes:
+            process.join(20)
+            process.kill()
+    assert all(process.exitcode == 0 for process in processes)
+    return results
+
+
+def _rank(
+    rank: int, world_size: int, port: int, sender: Connection, function: Callable[..., Any], arguments: Any
+) -> None:
+    import torch
+
+    from dlrm_trainer.rendezvous import Gang
+
+    torch.set_num_threads(1)
+    gang = Gang(rank, world_size, LOOPBACK, port, LOOPBACK)
+    gang.meet(60.0, 60.0, lambda: None)
+    sender.send(function(gang.collectives, *arguments))
+    gang.collectives.barrier()
+    os._exit(0)
+
+
+class Pod:
+    """One launcher and, where wanted, its checkpointer: real processes over one folder."""
+
+    def __init__(self, folder: Path, job: dict[str, Any], plan: dict[str, Any], **environment: str) -> None:
+        self.folder, self.work = folder, folder / "work"
+        self.work.mkdir(parents=True, exist_ok=True)
+        (folder / "job.json").write_text(json.dumps(job))
+        (folder / "plan.json").write_text(json.dumps(plan))
+        self.port = free_port()
+        self.environment = {
+            Env.BIND: LOOPBACK,
+            Env.MASTER_PORT: str(free_port()),
+            Env.TRAINER_PORT: str(self.port),
+            Env.CHECKPOINTER_PORT: str(free_port()),
+            Env.HANDOFF_DIR: str(folder / "handoff"),
+            Env.WORK_DIR: str(self.work),
+            Env.LEDGER_DIR: str(folder / "ledger"),
+            Env.TERMINATION_LOG: str(folder / "termination.json"),
+            Env.GRACE_S: "60",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
+        self.launcher: subprocess.Popen[str] | None = None
+        self.checkpointer: subprocess.Popen[str] | None = None
+
+    def start(self, *, checkpointer: bool = True) -> None:
+        """Start both."""
+        (self.folder / "termination.json").unlink(missing_ok=True)
+        if checkpointer:
+            self.checkpointer = self._open("dlrm_checkpointer", "checkpointer.log")
+        self.launcher = self._open("dlrm_trainer", "trainer.log", "--plan", str(self.folder / "plan.json"), "--digest")
+
+    def _open(self, module: str, log: str, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", module, "--job", str(self.folder / "job.json"), *arguments]
+        environment = {key: value for key, value in (os.environ | self.environment).items() if value}
+        with (self.folder / log).open("w") as file:
+            return subprocess.Popen(command, env=environment, stderr=file, stdout=file, text=True)
+
+    def wait(self, timeout_s: float = 300.0) -> int:
+        """Wait for the launcher and the checkpointer; the launcher's exit code."""
+        assert self.launcher is not None
+        code = self.launcher.wait(timeout_s)
+        if self.checkpointer is not None:
+            self.checkpointer.wait(180.0)
+        return code
+
+    def run(self, *, checkpointer: bool = True) -> int:
+        """Start, and wait."""
+        self.start(checkpointer=checkpointer)
+        return self.wait()
+
+    def wait_for_step(self, step: int, timeout_s: float = 180.0) -> None:
+        """Wait until some step is done."""
+        deadline = time.monotonic() + timeout_s
+        while not any(line["step"] >= step for line in self.lines()):
+            assert time.monotonic() < deadline, self.log()
+            assert self.launcher is None or self.launcher.poll() is None, self.log()
+            time.sleep(0.01)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Steps in ``progress.jsonl``; a line that is still being written is left out."""
+        path = self.work / "progress.jsonl"
+        text = path.read_text() if path.exists() else ""
+        lines = [json.loads(line) for line in text.split("\n")[:-1]]
+        return [line for line in lines if "loss" in line]
+
+    def result(self) -> dict[str, Any]:
+        """``result.json``."""
+        result: dict[str, Any] = json.loads((self.work / "result.json").read_text())
+        return result
+
+    def termination(self) -> TerminationMessage:
+        """The termination message."""
+        message = TerminationMessage.decode((self.folder / "termination.json").read_bytes())
+        assert message is not None
+        return message
+
+    def log(self) -> str:
+        """Everything that the trainer logged."""
+        return (self.folder / "trainer.log").read_text()
+
+    def rank_pids(self) -> list[int]:
+        """Pids of the ranks, in order."""
+        assert self.launcher is not None
+        children = Path(f"/proc/{self.launcher.pid}/task/{self.launcher.pid}/children").read_text().split()
+        return sorted(map(int, children))
+
+    def close(self) -> None:
+        """Kill what still runs."""
+        for process in (self.launcher, self.checkpointer):
+            if process is not None and process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

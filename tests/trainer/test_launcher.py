@@ -1,0 +1,215 @@
+"""Real launchers, ranks and checkpointers on this machine; kills and signals on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gangs import Pod, alive, job_document, plan_document, small_job
+
+from dlrm_api.names import Env, ExitCode
+from dlrm_checkpointer.restore import newest_snapshot
+from dlrm_checkpointer.store import open_store
+
+pytestmark = pytest.mark.slow
+
+STEPS = 63  # 4,000 samples in batches of 64, the last of them short
+MakePod = Callable[..., Pod]
+
+
+@pytest.fixture
+def make_pod(tmp_path: Path) -> Iterator[MakePod]:
+    pods: list[Pod] = []
+
+    def make(name: str, world_size: int = 1, environment: dict[str, str] | None = None, **changes: Any) -> Pod:
+        folder = tmp_path / name
+        job = small_job(folder, world_size, **changes)
+        document = job_document(folder, world_size, **changes)
+        pods.append(Pod(folder, document, plan_document(job), **(environment or {})))
+        return pods[-1]
+
+    yield make
+    for pod in pods:
+        pod.close()
+
+
+def committed_step(pod: Pod) -> int | None:
+    snapshot, _ = newest_snapshot(open_store(f"file://{pod.folder}/store"))
+    return None if snapshot is None else snapshot.step
+
+
+def consumed(pod: Pod) -> list[int]:
+    """Ids of the samples that the final parameters were made from, over all ranks."""
+    ids: list[int] = []
+    for path in sorted((pod.folder / "ledger").glob("rank-*.bin")):
+        numbers = np.fromfile(path, "<i8").tolist()
+        while numbers:
+            count = numbers[1]
+            ids += numbers[2 : 2 + count]
+            numbers = numbers[2 + count :]
+    return sorted(ids)
+
+
+def post_cut(pod: Pod) -> int:
+    request = urllib.request.Request(f"http://127.0.0.1:{pod.port}/cut", data=b'{"reason": "test"}', method="POST")
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return int(json.load(answer)["step"])
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_run_that_is_killed_signalled_and_restarted_ends_with_the_same_bytes(make_pod: MakePod) -> None:
+    data = {"format": "synthetic", "synthetic": {"samples": 40_000, "evalSamples": 500}}
+    undisturbed, pod = make_pod("whole", 2, data=data), make_pod("broken", 2, data=data)
+    steps = 10 * 62 + 5
+    assert undisturbed.run() == ExitCode.DONE, undisturbed.log()
+
+    pod.start()
+    pod.wait_for_step(25)
+    os.kill(pod.rank_pids()[1], signal.SIGKILL)
+    assert pod.wait() == 128 + signal.SIGKILL
+    assert (pod.termination().rank, pod.termination().reason) == (1, "Killed")
+
+    pod.start()
+    pod.wait_for_step(committed_step(pod) + 40)
+    assert pod.launcher is not None
+    pod.launcher.send_signal(signal.SIGTERM)
+    assert pod.wait() == ExitCode.TERMINATED
+    assert committed_step(pod) == pod.lines()[-1]["step"] < steps
+
+    pod.start()
+    pod.wait_for_step(committed_step(pod) + 15)
+    assert post_cut(pod) > committed_step(pod) - 15
+    ranks = pod.rank_pids()
+    pod.launcher.kill()
+    wait_until(lambda: not any(map(alive, ranks)))
+    pod.wait()
+
+    assert pod.run() == ExitCode.DONE, pod.log()
+    assert pod.result()["state_digest"] == undisturbed.result()["state_digest"]
+    assert pod.result()["eval"] == undisturbed.result()["eval"]
+    assert [line["step"] for line in pod.lines()] == list(range(1, steps + 1))
+    assert consumed(pod) == list(range(40_000))
+
+
+def test_the_loss_does_not_depend_on_the_world_size(make_pod: MakePod) -> None:
+    data = {"format": "synthetic", "synthetic": {"samples": 6_500, "evalSamples": 500}}
+    pods = [make_pod(f"w{world_size}", world_size, {Env.HANDOFF_DIR: ""}, data=data) for world_size in (1, 2, 4)]
+
+    for pod in pods:
+        assert pod.run(checkpointer=False) == ExitCode.DONE, pod.log()
+
+    losses = [np.array([line["loss"] for line in pod.lines()]) for pod in pods]
+    for other, pod in zip(losses[1:], pods[1:], strict=True):
+        assert len(other) == 102
+        np.testing.assert_allclose(other[:100], losses[0][:100], rtol=1e-5)
+        assert pod.result()["eval"]["ne"] == pytest.approx(pods[0].result()["eval"]["ne"], abs=1e-4)
+        assert consumed(pod) == list(range(6_500))
+
+
+def test_a_restore_at_another_world_size_gives_the_same_digest(make_pod: MakePod) -> None:
+    first = make_pod("first", 2)
+    assert first.run() == ExitCode.DONE, first.log()
+    digest = first.result()["state_digest"]
+
+    document, job = job_document(first.folder, 1), small_job(first.folder, 1)
+    other = Pod(first.folder, document, plan_document(job))
+
+    assert other.run() == ExitCode.DONE, other.log()
+    assert other.result()["state_digest"] == digest
+    assert f"restored step {STEPS}" in other.log()
+
+
+def test_a_loss_that_is_no_number_ends_the_job_before_the_update_and_names_the_table(make_pod: MakePod) -> None:
+    training = {"rowOptimizer": {"learningRate": 1_000}, "denseOptimizer": {"kind": "sgd", "learningRate": 1_000}}
+    pod = make_pod("wild", 2, training=training, checkpoint={"intervalSteps": 1_000})
+
+    code = pod.run()
+
+    message = pod.termination()
+    assert code == ExitCode.BAD_DATA
+    assert message.reason == "Diverged"
+    assert f"in step {len(pod.lines()) + 1}; not finite: " in message.message
+    assert "table " in message.message or "dense parameter " in message.message
+    assert f"dlrm_trainer: error: {message.message}" in pod.log()
+    assert "Traceback" not in pod.log()
+    assert committed_step(pod) is None
+
+
+def test_a_pod_that_dies_is_named_by_the_pods_that_are_left(make_pod: MakePod, tmp_path: Path) -> None:
+    data = {"format": "synthetic", "synthetic": {"samples": 4_000_000, "evalSamples": 500}}
+    trainer = {"replicas": 2, "processesPerReplica": 1, "threadsPerProcess": 1}
+    environment = {Env.HANDOFF_DIR: "", Env.LEDGER_DIR: ""}
+    first = make_pod("pod-0", 2, environment, data=data, trainer=trainer)
+    port = first.environment[Env.MASTER_PORT]
+    second = make_pod("pod-1", 2, environment | {Env.REPLICA: "1", Env.MASTER_PORT: port}, data=data, trainer=trainer)
+    first.start(checkpointer=False)
+    second.start(checkpointer=False)
+    first.wait_for_step(5)
+
+    os.kill(second.rank_pids()[0], signal.SIGKILL)
+
+    assert second.wait() == 128 + signal.SIGKILL
+    assert first.wait() == ExitCode.TEMPORARY
+    assert first.termination().reason == "PeerLost"
+    assert "rank 1 died or fell silent" in first.termination().message
+
+
+def test_ranks_that_do_not_come_are_named(make_pod: MakePod) -> None:
+    trainer = {"replicas": 2, "processesPerReplica": 1}
+    pod = make_pod("alone", 2, {Env.HANDOFF_DIR: "", Env.RENDEZVOUS_TIMEOUT_S: "1"}, trainer=trainer)
+
+    code = pod.run(checkpointer=False)
+
+    assert code == ExitCode.TEMPORARY
+    assert "rank 1 did not come within 1 s" in pod.termination().message
+
+
+def test_without_a_checkpointer_cuts_are_delayed_training_goes_on_and_the_end_says_so(make_pod: MakePod) -> None:
+    pod = make_pod("no-sidecar", 2, {Env.GRACE_S: "1"})
+
+    code = pod.run(checkpointer=False)
+
+    assert code == ExitCode.TEMPORARY
+    assert "the checkpointer did not take the cut before it" in pod.termination().message
+    assert pod.lines()[-1]["step"] == STEPS
+    assert pod.log().count("cut handed over at step 10") == 2
+    assert pod.log().count("cut handed over") == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"data": {"synthetic": {"samples": 5_000, "evalSamples": 500}}}, "the data changed since the snapshot: data."),
+        (
+            {"model": {"topMlp": [12, 1]}},
+            "the model changed since the snapshot: model.dense.top.layers.0.bias was [16]",
+        ),
+    ],
+)
+def test_a_changed_job_is_refused_by_the_name_of_what_changed(
+    make_pod: MakePod, changes: dict[str, Any], named: str
+) -> None:
+    training = {"maxSteps": 12}
+    first = make_pod("job", training=training)
+    assert first.run() == ExitCode.DONE, first.log()
+    second = make_pod("job", training=training, **changes)
+
+    code = second.run()
+
+    assert code == ExitCode.BAD_DATA
+    assert named in second.termination().message
+    assert "Traceback" not in second.log()
