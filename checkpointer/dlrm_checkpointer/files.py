@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import time
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import quote
 
 from dlrm_api.errors import DLRMError, NoInputError, NoPermissionError, StoreUnavailableError
@@ -166,9 +168,11 @@ def _read_error(error: OSError, path: Path) -> DLRMError:
     return StoreUnavailableError(f"{path}: cannot be read: {error.strerror or error}")
 
 
-def _raise_write_error(error: OSError, path: Path, size: int) -> None:
-    if isinstance(error, PermissionError):
+def _raise_write_error(error: OSError, path: Path, size: int) -> NoReturn:
+    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
         raise NoPermissionError(f"{path}: cannot be written: {error.strerror}; give this user the right") from error
-    if error.errno in FULL:
+    if isinstance(error, NotADirectoryError | FileExistsError):
+        raise NoInputError(f"{path}: cannot be written: a part of its path is a file, not a folder") from error
+    if error.errno in FULL or error.errno == errno.EIO:
         raise_device(error, path, size)
     raise StoreUnavailableError(f"{path}: cannot be written: {error.strerror or error}") from error

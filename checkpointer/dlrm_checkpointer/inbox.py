@@ -29,6 +29,7 @@ from dlrm_checkpointer.folder import (
     boot_id,
     closed_path,
     lock_path,
+    raise_device,
     read_json,
     ready_cuts,
     take_lock,
@@ -94,12 +95,16 @@ class Inbox:
 
     Raises:
         UsageError: another sidecar works on the folder.
+        DeviceError: the folder can't be made or written.
     """
 
     def __init__(self, folder: Path, ranks: range) -> None:
         self.folder, self.ranks = folder, ranks
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock = take_lock(folder / "sidecar.lock", "a checkpointer of this folder")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = take_lock(folder / "sidecar.lock", "a checkpointer of this folder")
+        except OSError as error:
+            raise_device(error, folder, 0)
         for path in folder.glob(f"{DEAD_PREFIX}*"):
             shutil.rmtree(path, ignore_errors=True)
 

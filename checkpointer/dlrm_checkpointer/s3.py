@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -15,9 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    IncompleteReadError,
+    ReadTimeoutError,
+    ResponseStreamingError,
+)
+from tenacity import (
+    retry,
+    retry_if_exception,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_random_exponential,
+)
 
-from dlrm_api.errors import NoInputError, NoPermissionError, StoreUnavailableError
+from dlrm_api.errors import InvalidSpecError, NoInputError, NoPermissionError
 from dlrm_checkpointer.s3_errors import Place, status_of, translate
 from dlrm_checkpointer.store import Body, ObjectInfo, StoreOptions
 
@@ -31,9 +43,9 @@ PART_BYTES = 16 << 20
 """Objects above this go up in parts of at least this, in parallel."""
 MAX_PARTS = 10_000
 PARALLEL_PARTS = 4
-READ_TRIES = 4
-CONFLICT_TRIES = 5
 CREDENTIALS_CHECK_S = 1.0
+BROKEN_OFF = (ResponseStreamingError, IncompleteReadError, ReadTimeoutError)
+JITTER = wait_random_exponential(0.1, max=2)
 KEY_FILES = {"accessKeyId": "aws_access_key_id", "secretAccessKey": "aws_secret_access_key"}
 TOKEN_FILE = ("sessionToken", "aws_session_token")
 CONFIG = Config(
@@ -94,20 +106,18 @@ class S3Store:
         return self._read(key, f"bytes={start}-{start + length - 1}") if length else b""
 
     def _read(self, key: str, byte_range: str | None) -> bytes:
+        wanted = {"Range": byte_range} if byte_range else {}
+        try:
+            return self._read_body(Bucket=self._bucket, Key=self._prefix + key, **wanted)
+        except (ClientError, BotoCoreError) as error:
+            if status_of(error) == 416:  # the range starts at or after the end
+                return b""
+            raise translate(error, self._place, key) from error
+
+    @retry(retry=retry_if_exception_type(BROKEN_OFF), stop=stop_after_attempt(4), wait=JITTER, reraise=True)
+    def _read_body(self, **wanted: Any) -> bytes:
         """Read with repeats: botocore repeats requests, not bodies that break off."""
-        for tries_left in reversed(range(READ_TRIES)):
-            wanted = {"Range": byte_range} if byte_range else {}
-            try:
-                answer = self._s3.get_object(Bucket=self._bucket, Key=self._prefix + key, **wanted)  # type: ignore[arg-type]
-                return answer["Body"].read()
-            except (ClientError, BotoCoreError) as error:
-                if status_of(error) == 416:  # the range starts at or after the end
-                    return b""
-                known = translate(error, self._place, key)
-                if not tries_left or isinstance(error, ClientError) or not isinstance(known, StoreUnavailableError):
-                    raise known from error
-                time.sleep(random.uniform(0.1, 0.5))  # noqa: S311  jitter
-        raise AssertionError("the loop returns or raises")
+        return self._s3.get_object(**wanted)["Body"].read()
 
     def put(self, key: str, body: Body) -> None:
         """Write the object whole: at once, or in parallel parts that are given back if one fails."""
@@ -154,23 +164,25 @@ class S3Store:
 
     def put_if_absent(self, key: str, body: Body) -> bool:
         """Write the object unless one is there (``If-None-Match: *``)."""
-        for tries_left in reversed(range(CONFLICT_TRIES)):
-            try:
-                self._s3.put_object(
-                    Bucket=self._bucket,
-                    Key=self._prefix + key,
-                    Body=bytes(body),
-                    IfNoneMatch="*",
-                    ChecksumSHA256=_checksum(body),
-                )
-                return True
-            except (ClientError, BotoCoreError) as error:
-                if status_of(error) == 412:
-                    return False
-                if status_of(error) != 409 or not tries_left:  # 409: another conditional write was under way
-                    raise translate(error, self._place, key) from error
-                time.sleep(random.uniform(0.05, 0.3))  # noqa: S311  jitter
-        raise AssertionError("the loop returns or raises")
+        try:
+            self._put_new(self._prefix + key, body)
+        except (ClientError, BotoCoreError) as error:
+            if status_of(error) == 412:
+                return False
+            raise translate(error, self._place, key) from error
+        return True
+
+    @retry(
+        retry=retry_if_exception(lambda error: isinstance(error, Exception) and status_of(error) == 409),
+        stop=stop_after_attempt(5),
+        wait=JITTER,
+        reraise=True,
+    )
+    def _put_new(self, key: str, body: Body) -> None:
+        """Write on condition, again where another conditional write of the key was under way."""
+        self._s3.put_object(
+            Bucket=self._bucket, Key=key, Body=bytes(body), IfNoneMatch="*", ChecksumSHA256=_checksum(body)
+        )
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key starts with ``prefix``, in ascending order of their keys."""
@@ -233,18 +245,22 @@ def _connect(options: StoreOptions, place: Place) -> S3Client:
     Raises:
         NoPermissionError: a credentials file is missing or unreadable.
         NoInputError: the authority's file is missing.
+        InvalidSpecError: the endpoint is no URL.
     """
     if options.ca_file and not Path(options.ca_file).is_file():
         raise NoInputError(f"spec.checkpoint.caFile: {options.ca_file}: there is no such file")
     keys: dict[str, Any] = _credentials(options.credentials_dir, place) if options.credentials_dir else {}
     session = boto3.session.Session(**keys)
-    return session.client(
-        "s3",
-        endpoint_url=options.endpoint,
-        region_name=options.region or session.region_name or "us-east-1",
-        verify=options.ca_file,
-        config=CONFIG.merge(Config(s3={"addressing_style": "path"})) if options.endpoint else CONFIG,
-    )
+    try:
+        return session.client(
+            "s3",
+            endpoint_url=options.endpoint,
+            region_name=options.region or session.region_name or "us-east-1",
+            verify=options.ca_file,
+            config=CONFIG.merge(Config(s3={"addressing_style": "path"})) if options.endpoint else CONFIG,
+        )
+    except ValueError as error:
+        raise InvalidSpecError("spec.checkpoint.endpoint", str(error)) from error
 
 
 def _credentials(folder: Path, place: Place) -> dict[str, str]:

@@ -26,7 +26,9 @@ REFUSED = frozenset(
     }
 )
 NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"})
-TEMPORARY = frozenset({"RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests"})
+TEMPORARY = frozenset(
+    {"NoSuchUpload", "RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,9 +79,7 @@ def test_a_full_device_is_named_with_the_bytes_and_leaves_nothing(tmp_path: Path
         return real(descriptor, data)
 
     monkeypatch.setattr(os, "write", write)
-    with pytest.raises(
-        DeviceError, match=rf"cannot write \d+ bytes to {tmp_path}: No space left on device; free"
-    ):
+    with pytest.raises(DeviceError, match=rf"cannot write \d+ bytes to {tmp_path}: No space left on device; free"):
         writer.put(model.meta(1), model.pieces(0, 1), model.dense)
     monkeypatch.undo()
 

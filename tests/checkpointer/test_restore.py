@@ -1,8 +1,12 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dlrm_checkpointer.catalog import find_snapshot, verify_snapshot
+from dlrm_checkpointer.cut import ShardId
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.walk import snapshot_digest
@@ -43,3 +47,52 @@ def test_the_digest_of_a_snapshot_is_that_of_the_live_state(
 
     assert snapshot_digest(snapshot) == model.digest()
     assert verify_snapshot(snapshot).rows == {name: int(each.sum()) for name, each in model.touched.items()}
+
+
+@pytest.fixture
+def stored(tmp_path: Path, files: FileStore, new_model, new_pod):
+    """A snapshot that two ranks wrote, each column block of ``items`` by itself; and the state that it holds."""
+    model = new_model().train(2)
+    new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2)).commit(model)
+    return newest_snapshot(files)[0], model
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_rectangle_along_the_blocks_comes_back_whole_and_nothing_beside_it(stored, data: st.DataObject):
+    snapshot, model = stored
+    table = snapshot.table("items")
+    start = data.draw(st.integers(0, table.rows - 1))
+    end = data.draw(st.integers(start + 1, table.rows))
+    columns = data.draw(st.sampled_from([(0, 8), (8, 16), (0, 16)]))
+    shard = ShardId(table="items", row_start=start, row_end=end, column_start=columns[0], column_end=columns[1])
+    rows = np.full((table.rows, table.dim), np.nan, np.float32)
+    state = np.full((table.rows, 2), np.nan, np.float32)
+
+    for piece in snapshot.shard_rows(shard):
+        blocks = table.blocks_of(piece.shard.column_start, piece.shard.column_end)
+        rows[piece.row_ids, piece.shard.column_start : piece.shard.column_end] = piece.rows
+        state[piece.row_ids, blocks.start : blocks.stop] = piece.state
+
+    inside = np.zeros_like(rows, bool)
+    inside[start:end, columns[0] : columns[1]] = model.touched["items"][start:end, None]
+    assert (~np.isnan(rows) == inside).all()
+    assert (rows[inside] == model.rows["items"][inside]).all()
+    blocks = slice(columns[0] // 8, columns[1] // 8)
+    ids = np.flatnonzero(model.touched["items"][start:end]) + start
+    assert (state[ids, blocks] == model.state["items"][ids, blocks]).all()
+    assert np.isnan(np.delete(state, ids, axis=0)).all()
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 4_096])
+def test_rows_cut_into_many_small_chunks_come_back_the_same(
+    tmp_path: Path, files: FileStore, new_model, new_pod, monkeypatch, chunk_bytes: int
+):
+    monkeypatch.setattr("dlrm_checkpointer.upload.CHUNK_BYTES", chunk_bytes)
+    model = new_model(tables=new_model.__dataclass_fields__["tables"].default[:1]).train(2)
+    new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2)).commit(model)
+
+    snapshot, _ = newest_snapshot(files)
+
+    assert len(snapshot.manifest.chunks) > int(model.touched["users"].sum()) * 32 / chunk_bytes * 0.9
+    assert snapshot_digest(snapshot) == model.digest()

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+import resource
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from dlrm_api.errors import DeviceError, UsageError
+from dlrm_checkpointer.catalog import find_snapshot
+from dlrm_checkpointer.export import restore_to_folder
+from dlrm_checkpointer.files import FileStore
+
+
+def test_a_restored_folder_holds_every_row_and_its_digest(tmp_path: Path, files: FileStore, new_model, new_pod):
+    model = new_model().train(3)
+    new_pod(tmp_path / "pod", files, world_size=4, ranks=range(4)).commit(model)
+
+    digest = restore_to_folder(find_snapshot(files), tmp_path / "out")
+
+    assert digest == model.digest()
+    for table in model.tables:
+        arrays = safetensors.numpy.load_file(tmp_path / "out" / "tables" / f"{table.name}.safetensors")
+        np.testing.assert_array_equal(arrays["weights"], model.rows[table.name])
+        np.testing.assert_array_equal(arrays["state"], model.state[table.name])
+    dense = safetensors.numpy.load_file(tmp_path / "out" / "dense.safetensors")
+    assert {name: array.tobytes() for name, array in dense.items()} == {
+        name: array.tobytes() for name, array in model.dense.items()
+    }
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert (meta["step"], meta["stateDigest"]) == (3, digest)
+    assert meta["snapshot"] == f"{files.uri}/manifests/0000000000000003-00000001.json"
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, files: FileStore, new_model, new_pod):
+    new_pod(tmp_path / "pod", files).commit(new_model().train())
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+
+    with pytest.raises(UsageError, match="out: is not empty: give a new folder"):
+        restore_to_folder(find_snapshot(files), tmp_path / "out")
+
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_a_full_disk_is_named_and_leaves_no_meta(tmp_path: Path, files: FileStore, new_model, new_pod):
+    new_pod(tmp_path / "pod", files).commit(new_model().train())
+    snapshot = find_snapshot(files)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+        with pytest.raises(DeviceError, match=f"{tmp_path}/out: File too large; free space"):
+            restore_to_folder(snapshot, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+    assert not (tmp_path / "out" / "meta.json").exists()

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dlrm_api.errors import DeviceError, InvalidSpecError, NoInputError, NoPermissionError, StoreUnavailableError
+from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.store import open_store
+
+
+def test_a_writer_that_is_killed_leaves_the_old_object_and_nothing_that_is_listed(files: FileStore):
+    files.put("a", b"old")
+    code = (
+        "import sys; from pathlib import Path; from dlrm_checkpointer.files import FileStore;"
+        "print('go', flush=True);"
+        "[FileStore(Path(sys.argv[1])).put('a', bytes([i % 256]) * 3_000_000) for i in range(10_000)]"
+    )
+    seen = set()
+    for delay in (0.0, 0.01, 0.02, 0.03, 0.05):
+        with subprocess.Popen([sys.executable, "-c", code, str(files.root)], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            time.sleep(delay)
+            writer.kill()
+        body = files.get("a")
+        seen.add(len(set(body)))
+        assert len(body) in {3, 3_000_000}
+        assert len(set(body)) == 1 or body == b"old"
+
+    assert [info.key for info in files.list("")] == ["a"]
+
+
+def test_a_sweep_removes_what_dead_writers_left(files: FileStore):
+    files.put("a/b", b"1")
+    draft = files.root / "a" / ".draft-1-2-c"
+    draft.write_bytes(b"half")
+    os.utime(draft, (1, 1))
+
+    removed = files.sweep_uploads(3_600)
+
+    assert removed == 1
+    assert not draft.exists()
+    assert files.get("a/b") == b"1"
+
+
+def test_a_full_disk_is_named_with_path_and_bytes_and_leaves_the_old_object(files: FileStore):
+    files.put("a", b"old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))
+        with pytest.raises(DeviceError, match=rf"cannot write 5000 bytes to {files.root}/a: File too large"):
+            files.put("a", b"x" * 5_000)
+        with pytest.raises(DeviceError, match="5000 bytes"):
+            files.put_if_absent("b", b"x" * 5_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+    assert files.get("a") == b"old"
+    assert sorted(path.name for path in files.root.iterdir()) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, DeviceError),
+        (errno.EDQUOT, DeviceError),
+        (errno.EACCES, NoPermissionError),
+        (errno.EROFS, NoPermissionError),
+        (errno.EIO, DeviceError),
+        (errno.ETIMEDOUT, StoreUnavailableError),
+    ],
+)
+def test_an_error_of_the_device_says_who_can_act(files: FileStore, monkeypatch, number: int, kind: type[Exception]):
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+
+    with pytest.raises(kind, match=f"{files.root}"):
+        files.put("a", b"x")
+    assert list(files.list("")) == []
+
+
+def test_a_folder_without_the_right_to_write_is_named(tmp_path: Path):
+    tmp_path.chmod(0o500)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65_534)  # root may write anywhere
+    try:
+        with pytest.raises(NoPermissionError, match=f"{tmp_path}/store"):
+            FileStore(tmp_path / "store").put("a", b"x")
+    finally:
+        os.seteuid(user)
+
+
+def test_a_path_below_a_file_is_refused_with_its_name(tmp_path: Path):
+    (tmp_path / "file").write_text("x")
+
+    with pytest.raises(NoInputError, match=f"{tmp_path}/file/a: cannot be written: a part of its path is a file"):
+        FileStore(tmp_path / "file").put("a", b"x")
+
+
+@pytest.mark.parametrize("uri", ["ftp://host/x", "/tmp/x", "file://host/x", "s3:///x", "gs://b/x"])
+def test_a_uri_of_another_kind_is_refused_by_field(uri: str):
+    with pytest.raises(InvalidSpecError, match=r"spec\.checkpoint\.uri: .* is neither file:///folder nor s3://bucket"):
+        open_store(uri)

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import boto3
+import pytest
+
+from dlrm_api.errors import DLRMError, InvalidSpecError, NoInputError, NoPermissionError, StoreUnavailableError
+from dlrm_api.names import ExitCode
+from dlrm_checkpointer.s3_errors import Place, translate
+from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
+
+
+def write_keys(folder: Path, access: str, secret: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "accessKeyId").write_text(access)
+    (folder / "secretAccessKey").write_text(secret)
+    return folder
+
+
+def open_at(endpoint: str, folder: Path, uri: str = "s3://bucket/a") -> ObjectStore:
+    return open_store(uri, StoreOptions(endpoint=endpoint, credentials_dir=folder))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_an_endpoint_that_does_not_answer_is_named_and_may_be_tried_again(tmp_path: Path):
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    store = open_at(endpoint, write_keys(tmp_path / "keys", "a", "b"))
+
+    with pytest.raises(StoreUnavailableError, match=f"{endpoint} did not answer for bucket bucket") as caught:
+        store.put("x", b"1")
+    assert caught.value.exit_code == ExitCode.TEMPORARY
+
+
+@pytest.mark.cluster
+def test_a_missing_bucket_is_named(versitygw, tmp_path: Path):
+    keys = write_keys(tmp_path / "keys", versitygw.access_key, versitygw.secret_key)
+    store = open_at(versitygw.endpoint, keys, "s3://nowhere/a")
+
+    with pytest.raises(NoInputError, match=r"bucket nowhere is not there at http.*: create it") as caught:
+        store.put("x", b"1")
+    assert caught.value.exit_code == ExitCode.NO_INPUT
+    with pytest.raises(NoInputError, match="bucket nowhere"):
+        list(store.list(""))
+
+
+def test_credentials_files_that_are_missing_are_named(tmp_path: Path):
+    (tmp_path / "keys").mkdir()
+    store = open_at("http://127.0.0.1:1", tmp_path / "keys")
+
+    with pytest.raises(NoPermissionError, match=r"keys/accessKeyId: cannot be read.*accessKeyId and secretAccessKey"):
+        store.get("x")
+
+
+def test_without_any_credentials_the_message_says_where_to_set_them(monkeypatch, tmp_path: Path):
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    store = open_store("s3://bucket/a", StoreOptions(endpoint="http://127.0.0.1:1"))
+
+    with pytest.raises(NoPermissionError, match=r"no credentials for bucket bucket .* set spec\.checkpoint"):
+        store.get("x")
+
+
+def test_a_missing_authority_file_is_named(tmp_path: Path):
+    options = StoreOptions(endpoint="https://127.0.0.1:1", ca_file=f"{tmp_path}/ca.pem")
+
+    with pytest.raises(NoInputError, match=r"spec\.checkpoint\.caFile: .*/ca\.pem: there is no such file"):
+        open_store("s3://bucket/a", options).get("x")
+
+
+@pytest.mark.cluster
+def test_wrong_credentials_are_refused_by_bucket_until_they_are_rotated(versitygw, tmp_path: Path):
+    keys = write_keys(tmp_path / "keys", versitygw.access_key, versitygw.secret_key)
+    right = boto3.client(
+        "s3",
+        endpoint_url=versitygw.endpoint,
+        region_name="us-east-1",
+        aws_access_key_id=versitygw.access_key,
+        aws_secret_access_key=versitygw.secret_key,
+    )
+    right.create_bucket(Bucket="bucket")
+    store = open_at(versitygw.endpoint, write_keys(keys, versitygw.access_key, "wrong"))
+    with pytest.raises(NoPermissionError, match=r"bucket bucket at http.* refused x: .*credentials Secret") as caught:
+        store.put("x", b"1")
+
+    write_keys(keys, versitygw.access_key, versitygw.secret_key)
+    deadline = time.monotonic() + 10
+    while store_refuses(store) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+    assert caught.value.exit_code == ExitCode.NO_PERMISSION
+    assert store.get("x") == b"2"
+
+
+def store_refuses(store: ObjectStore) -> bool:
+    try:
+        store.put("x", b"2")
+    except NoPermissionError:
+        return True
+    return False
+
+
+@pytest.mark.cluster
+def test_a_server_that_comes_back_is_used_again(versitygw, tmp_path: Path):
+    keys = write_keys(tmp_path / "keys", versitygw.access_key, versitygw.secret_key)
+    (versitygw.data / "bucket").mkdir(parents=True, exist_ok=True)
+    store = open_at(versitygw.endpoint, keys)
+    store.put("x", b"1")
+    versitygw.kill()
+    with pytest.raises(StoreUnavailableError):
+        store.put("x", b"2")
+
+    versitygw.start()
+
+    assert store.get("x") == b"1"
+    store.put("x", b"3")
+    assert store.get("x") == b"3"
+
+
+@pytest.mark.cluster
+def test_a_multipart_upload_that_fails_is_given_back(versitygw, tmp_path: Path, monkeypatch):
+    keys = write_keys(tmp_path / "keys", versitygw.access_key, versitygw.secret_key)
+    (versitygw.data / "bucket").mkdir(parents=True, exist_ok=True)
+    store = open_at(versitygw.endpoint, keys)
+    store.put("warm", b"1")
+    client = store._s3  # the one client of this store: its calls are made to fail on their third part
+
+    real, lock, parts = client.upload_part, threading.Lock(), []
+
+    def upload_part(**arguments: object) -> object:
+        with lock:
+            parts.append(arguments["PartNumber"])
+        if arguments["PartNumber"] == 3:
+            raise boto3.client("s3", region_name="us-east-1").exceptions.ClientError(
+                {"Error": {"Code": "SlowDown"}, "ResponseMetadata": {"HTTPStatusCode": 503}}, "UploadPart"
+            )
+        return real(**arguments)
+
+    monkeypatch.setattr(client, "upload_part", upload_part)
+    with pytest.raises(StoreUnavailableError, match="SlowDown"):
+        store.put("large", bytes(40 << 20))
+
+    assert store.size("large") is None
+    assert client.list_multipart_uploads(Bucket="bucket").get("Uploads", []) == []
+
+
+@pytest.mark.cluster
+def test_a_sweep_aborts_old_uploads_below_its_prefix_alone(versitygw, tmp_path: Path):
+    keys = write_keys(tmp_path / "keys", versitygw.access_key, versitygw.secret_key)
+    (versitygw.data / "bucket").mkdir(parents=True, exist_ok=True)
+    store = open_at(versitygw.endpoint, keys)
+    store.put("warm", b"1")
+    client = store._s3
+    for key in ("a/chunks/1", "other/1"):
+        client.create_multipart_upload(Bucket="bucket", Key=key)
+
+    young, old = store.sweep_uploads(3_600), store.sweep_uploads(-60)
+
+    left = [upload["Key"] for upload in client.list_multipart_uploads(Bucket="bucket").get("Uploads", [])]
+    assert (young, old) == (0, 1)
+    assert left == ["other/1"]
+
+
+def answer(code: str, status: int) -> Exception:
+    error = Exception(code)
+    error.response = {"Error": {"Code": code, "Message": "said so"}, "ResponseMetadata": {"HTTPStatusCode": status}}  # type: ignore[attr-defined]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "exit_code"),
+    [
+        ("SlowDown", 503, ExitCode.TEMPORARY),
+        ("InternalError", 500, ExitCode.TEMPORARY),
+        ("RequestTimeout", 400, ExitCode.TEMPORARY),
+        ("TooManyRequests", 429, ExitCode.TEMPORARY),
+        ("AccessDenied", 403, ExitCode.NO_PERMISSION),
+        ("ExpiredToken", 400, ExitCode.NO_PERMISSION),
+        ("InvalidAccessKeyId", 403, ExitCode.NO_PERMISSION),
+        ("RequestTimeTooSkewed", 403, ExitCode.NO_PERMISSION),
+        ("NoSuchBucket", 404, ExitCode.NO_INPUT),
+        ("NoSuchKey", 404, ExitCode.NO_INPUT),
+        ("InsufficientStorage", 507, ExitCode.DEVICE),
+        ("PermanentRedirect", 301, ExitCode.BAD_CONFIG),
+        ("AuthorizationHeaderMalformed", 400, ExitCode.BAD_CONFIG),
+        ("InvalidRequest", 400, ExitCode.BAD_CONFIG),
+    ],
+)
+def test_an_answer_of_the_service_says_who_can_act(code: str, status: int, exit_code: ExitCode):
+    known = translate(answer(code, status), Place(bucket="b", endpoint="http://s3"), "key")
+
+    assert isinstance(known, DLRMError)
+    assert known.exit_code == exit_code
+    assert "b" in str(known)
+
+
+def test_a_certificate_that_is_not_trusted_names_the_field():
+    class SSLError(Exception):
+        pass
+
+    known = translate(SSLError("self-signed"), Place(bucket="b", endpoint="https://s3"), "key")
+
+    assert isinstance(known, InvalidSpecError)
+    assert known.path == "spec.checkpoint.caFile"

@@ -1,0 +1,271 @@
+"""The sidecar's loop, in this process: what it does when the store, other pods or the ranks fail it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from dlrm_api.errors import DLRMError, NoPermissionError, StoreUnavailableError, UsageError
+from dlrm_api.names import ExitCode
+from dlrm_checkpointer.attempts import claim_attempt
+from dlrm_checkpointer.catalog import list_snapshots
+from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.inbox import Inbox
+from dlrm_checkpointer.life import Backoff, Life
+from dlrm_checkpointer.restore import newest_snapshot
+from dlrm_checkpointer.store import Body
+from dlrm_checkpointer.walk import snapshot_digest
+
+
+class Flaky(FileStore):
+    """A store that refuses every write while ``problem`` is set."""
+
+    problem: DLRMError | None = None
+
+    def put(self, key: str, body: Body) -> None:
+        if self.problem:
+            raise self.problem
+        super().put(key, body)
+
+
+@contextmanager
+def running(*pods) -> Iterator[tuple[list[Future[ExitCode]], threading.Event]]:
+    """Sidecars of pods in threads; they end with the block."""
+    stop = threading.Event()
+    made = [pod.sidecar() for pod in pods]
+    with ThreadPoolExecutor(len(made)) as pool:
+        codes = [pool.submit(sidecar.run, stop) for _, sidecar in made]
+        try:
+            yield codes, stop
+        finally:
+            stop.set()
+            for pod in pods:
+                pod.end("the test is over")
+    for inbox, _ in made:
+        inbox.close()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def test_each_cut_is_committed_while_the_trainer_lives_and_the_sidecar_ends_with_it(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    model, pod = new_model(), new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2))
+    with running(pod) as (codes, _):
+        for _ in range(3):
+            pod.cut(model.train())
+            assert pod.writers[0].wait_idle(10)
+            assert pod.writers[1].wait_idle(10)
+            assert pod.status.progress.committed_step == model.step
+        pod.end("done")
+        code = codes[0].result(10)
+
+    assert code == ExitCode.DONE
+    assert pod.status.progress.reason == "TrainersEnded: rank 0: done; rank 1: done"
+    assert pod.status.progress.pending_step is None
+    assert [each.step for each in list_snapshots(files)] == [3, 2, 1]
+
+
+def test_a_gang_that_dies_while_handing_over_leaves_no_snapshot_and_no_wait(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    model, pod = new_model(), new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2), grace_s=60)
+    pod.commit(model.train())
+    pod.cut(model.train(), only=range(1))
+    start = time.monotonic()
+
+    code = pod.finish()
+
+    assert code == ExitCode.DONE
+    assert time.monotonic() - start < 5
+    assert [each.step for each in list_snapshots(files)] == [1]
+    assert pod.status.registry.get_sample_value("dlrm_checkpointer_dropped_cuts_total") == 1
+
+
+def test_two_pods_commit_one_snapshot_together(tmp_path: Path, files: FileStore, new_model, new_pod):
+    model = new_model().train()
+    first = new_pod(tmp_path / "0", files, world_size=4, ranks=range(2))
+    second = new_pod(tmp_path / "1", files, world_size=4, ranks=range(2, 4))
+    with running(first, second) as (codes, _):
+        first.cut(model)
+        alone = first.writers[0].wait_idle(0.3)
+        second.cut(model)
+        together = [pod.writers[rank].wait_idle(10) for pod in (first, second) for rank in pod.ranks]
+        first.end()
+        second.end()
+        ends = [code.result(10) for code in codes]
+
+    assert not alone
+    assert all(together)
+    assert ends == [ExitCode.DONE, ExitCode.DONE]
+    assert snapshot_digest(newest_snapshot(files)[0]) == model.digest()
+
+
+def test_a_pod_whose_neighbour_is_lost_waits_for_its_grace_alone(tmp_path: Path, files: FileStore, new_model, new_pod):
+    pod = new_pod(tmp_path / "0", files, world_size=4, ranks=range(2), grace_s=0.5)
+    pod.cut(new_model().train())
+
+    code = pod.finish()
+
+    assert code == ExitCode.TEMPORARY
+    assert pod.status.progress.reason == "OutOfTime: the cut of step 1 is not committed"
+    assert pod.status.progress.pending_step == 1
+    assert newest_snapshot(files) == (None, [])
+
+
+def test_an_outage_is_sat_out_while_the_trainer_lives(tmp_path: Path, new_model, new_pod):
+    store = Flaky(tmp_path / "store")
+    model, pod = new_model().train(), new_pod(tmp_path / "pod", store)
+    store.problem = StoreUnavailableError("http://s3 did not answer")
+    with running(pod):
+        pod.cut(model)
+        wait_for(lambda: "did not answer" in pod.status.progress.store_error)
+        failing = pod.status.registry.get_sample_value("dlrm_checkpointer_store_failing")
+        pending = pod.status.progress.pending_step
+        store.problem = None
+        committed = pod.writers[0].wait_idle(15)
+
+    assert (failing, pending, committed) == (1, 1, True)
+    assert pod.status.progress.store_error == ""
+    assert newest_snapshot(store)[0].step == 1
+
+
+def test_an_outage_at_the_end_is_waited_for_within_the_grace_and_loses_no_cut(tmp_path: Path, new_model, new_pod):
+    store = Flaky(tmp_path / "store")
+    model, pod = new_model().train(), new_pod(tmp_path / "pod", store, grace_s=0.6)
+    pod.cut(model)
+    store.problem = StoreUnavailableError("http://s3 did not answer")
+
+    code = pod.finish()
+    store.problem = None
+    later = pod.finish()
+
+    assert code == ExitCode.TEMPORARY
+    assert later == ExitCode.DONE
+    assert snapshot_digest(newest_snapshot(store)[0]) == model.digest()
+
+
+def test_refused_credentials_end_it_at_once_when_the_trainers_are_gone(tmp_path: Path, new_model, new_pod):
+    store = Flaky(tmp_path / "store")
+    store.problem = NoPermissionError("bucket b refused it")
+    pod = new_pod(tmp_path / "pod", store, grace_s=60)
+    pod.cut(new_model().train())
+
+    code = pod.finish()
+
+    assert code == ExitCode.NO_PERMISSION
+    assert "bucket b refused it" in pod.status.progress.reason
+
+
+def test_a_stop_signal_still_takes_over_the_cut_that_it_causes(tmp_path: Path, files: FileStore, new_model, new_pod):
+    model, pod = new_model().train(), new_pod(tmp_path / "pod", files)
+    with running(pod) as (codes, stop):
+        stop.set()
+        time.sleep(0.2)
+        alive = not codes[0].done()
+        pod.cut(model)
+        pod.end("terminated")
+        code = codes[0].result(10)
+
+    assert alive
+    assert code == ExitCode.DONE
+    assert newest_snapshot(files)[0].step == 1
+
+
+def test_a_cut_of_an_older_attempt_is_dropped_and_its_memory_freed(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    model, pod = new_model().train(), new_pod(tmp_path / "pod", files)
+    old = claim_attempt(files, None, "old")
+    pod.cut(model, old)
+    claim_attempt(files, None, "new")
+
+    code = pod.finish()
+
+    assert code == ExitCode.DONE
+    assert pod.writers[0].ready()
+    assert list(files.list("manifests/")) == []
+    assert list(files.list("chunks/")) == []
+
+
+def test_a_new_sidecar_knows_the_snapshots_that_were_there(tmp_path: Path, files: FileStore, new_model, new_pod):
+    new_pod(tmp_path / "old", files).commit(new_model().train(4))
+    pod = new_pod(tmp_path / "new", files)
+
+    pod.finish()
+
+    assert pod.status.progress.committed_step == 4
+
+
+def test_a_second_sidecar_of_a_folder_is_refused(tmp_path: Path):
+    inbox = Inbox(tmp_path, range(1))
+
+    with pytest.raises(UsageError, match="a checkpointer of this folder already runs"):
+        Inbox(tmp_path, range(1))
+    inbox.close()
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_rows_come_back_exact_at_32_bits_and_within_half_a_step_at_8(
+    tmp_path: Path, files: FileStore, new_model, new_pod, bits: int
+):
+    model = new_model().train(2)
+    new_pod(tmp_path / "pod", files, bits=bits).commit(model)
+
+    snapshot, _ = newest_snapshot(files)
+    pieces = [piece for shard in model.shards(0, 1) for piece in snapshot.shard_rows(shard)]
+
+    assert snapshot.manifest.bits == bits
+    for piece in pieces:
+        wanted = model.rows[piece.shard.table][piece.row_ids]
+        spread = wanted.max(axis=1) - wanted.min(axis=1)
+        bound = 0 if bits == 32 else (spread / 255 * 0.501)[:, None]
+        assert (abs(piece.rows - wanted) <= bound).all()
+        assert (piece.state == model.state[piece.shard.table][piece.row_ids]).all()
+    assert sum(len(piece.row_ids) for piece in pieces) == sum(int(each.sum()) for each in model.touched.values())
+    assert (snapshot_digest(snapshot) == model.digest()) == (bits == 32)
+
+
+def test_the_end_of_the_locks_is_the_end_only_after_one_was_held():
+    life = Life(grace_s=10)
+    life.look(living=False, stopping=False, now=0)
+    before = (life.ended, life.deadline)
+    life.look(living=True, stopping=False, now=1)
+    life.look(living=False, stopping=False, now=2)
+
+    assert before == (False, None)
+    assert (life.ended, life.deadline) == (True, 12)
+    assert not life.is_over(11.9)
+    assert life.is_over(12)
+
+
+def test_a_stop_starts_the_clock_and_waits_for_the_locks():
+    life = Life(grace_s=10)
+    life.look(living=True, stopping=True, now=5)
+    held = (life.ended, life.deadline)
+    life.look(living=False, stopping=True, now=6)
+
+    assert held == (False, 15)
+    assert (life.ended, life.deadline) == (True, 15)
+
+
+def test_pauses_grow_to_a_bound_and_shrink_near_the_end():
+    backoff = Backoff()
+    pauses = [backoff.next(hurried=False) for _ in range(20)]
+
+    assert pauses[0] <= 0.2
+    assert 15 <= pauses[-1] <= 30
+    assert backoff.next(hurried=True) <= 2
+    backoff.reset()
+    assert backoff.next(hurried=False) <= 0.2
