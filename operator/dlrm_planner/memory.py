@@ -62,7 +62,7 @@ def pod_limit(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Limit | Non
 
 
 def fixed_handoff_bytes(spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], pod: int) -> int:
-    """The part of a pod's cut that does not depend on where whole tables are placed.
+    """What a pod's cut takes beside the whole tables that are placed on it.
 
     Replicated tables count once in each pod, whichever rank hands them over; dense state leaves with rank 0.
     """
@@ -76,7 +76,8 @@ def fixed_handoff_bytes(spec: DLRMJobSpec, tables: Tables, replicated: Sequence[
 def fixed_pod_bytes(spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], pod: int) -> int:
     """Bytes of tables and hand-off that a pod holds before any whole table is placed on it."""
     replicas = spec.trainer.processes_per_replica * sum(replica_bytes(tables, i) for i in replicated)
-    return replicas + fixed_handoff_bytes(spec, tables, replicated, pod)
+    budget = spec.checkpoint.handoff_budget
+    return replicas + (fixed_handoff_bytes(spec, tables, replicated, pod) if budget is None else budget)
 
 
 def human(size: int) -> str:

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, RankPlan, Shard, ShardKind, TablePlan
 from dlrm_planner.explain import explain
 from dlrm_planner.infeasible import infeasible
-from dlrm_planner.memory import MIB, Limit, fixed_handoff_bytes, pod_limit
+from dlrm_planner.memory import MIB, Limit, fixed_handoff_bytes, human, pod_limit
 from dlrm_planner.placement import NoPlacement, Placement, place
 from dlrm_planner.predict import predict
 from dlrm_planner.sharding import check_pins, pinned, replica_bytes, worth_replicating
@@ -72,10 +73,22 @@ def _place(spec: DLRMJobSpec, profile: HardwareProfile | None, tables: Tables, l
 
 
 def _handoff_bytes(spec: DLRMJobSpec, tables: Tables, placement: Placement, pod: int) -> int:
-    """Budget of a pod's shared memory, in whole MiB: one full cut of all that its ranks hold."""
+    """Budget of a pod's shared memory: the user's, or in whole MiB one full cut of all that its ranks hold."""
     here = placement.ranks // spec.trainer.processes_per_replica == pod
     own = sum(tables.handoff_bytes[placement.whole[k]] for k in np.flatnonzero(here).tolist())
-    return (own + fixed_handoff_bytes(spec, tables, placement.replicated, pod)) // MIB * MIB
+    needed = (own + fixed_handoff_bytes(spec, tables, placement.replicated, pod)) // MIB * MIB
+    budget = spec.checkpoint.handoff_budget
+    if budget is None:
+        return needed
+    if needed > budget:
+        raise InfeasiblePlanError(
+            "spec.checkpoint.handoffBudget",
+            [
+                f"a full cut of the ranks on node {pod} takes {needed} bytes, {needed - budget} more than the budget",
+                f"mend: raise handoffBudget to {needed} ({human(needed)}), leave it out, or use more replicas",
+            ],
+        )
+    return budget
 
 
 def _rank_plans(

@@ -15,6 +15,8 @@ from dlrm_api.model import TableSpec
 ELEMENT_BYTES = 4
 """fp32, of a row's element and of its state alike."""
 ROW_ID_BYTES = 8
+CUT_PIECE_ROWS, CUT_HEADER_BYTES = 65_536, 512
+"""A cut lists its pieces; a piece of fewer rows than this would be waste, and its entry is shorter than that."""
 UPDATED_FLAG_BYTES = 1
 """The trainer keeps one byte a row that says whether the row was ever updated."""
 
@@ -33,12 +35,9 @@ class Tables:
     resident_bytes: tuple[int, ...]
     """Rows, row state and update flags. Python integers: 5,000 tables of 2**54 bytes overflow int64."""
     handoff_bytes: tuple[int, ...]
-    """All rows with their ids and state, as a full cut hands them over."""
-
-    @property
-    def held_bytes(self) -> tuple[int, ...]:
-        """What a pod's memory gives for each table: the table itself and its part of the hand-off."""
-        return tuple(a + b for a, b in zip(self.resident_bytes, self.handoff_bytes, strict=True))
+    """All rows with their ids and state, as a full cut hands them over, headers included."""
+    held_bytes: tuple[int, ...]
+    """What a pod's memory gives for each table: the table, and its part of a hand-off that the planner sizes."""
 
 
 def read_tables(spec: DLRMJobSpec, column_blocks: Mapping[str, tuple[int, ...]]) -> Tables:
@@ -51,13 +50,17 @@ def read_tables(spec: DLRMJobSpec, column_blocks: Mapping[str, tuple[int, ...]])
     blocks = tuple(_edges(table, path, column_blocks.get(table.name)) for table, path in zip(specs, paths, strict=True))
     states = [ELEMENT_BYTES * (len(edges) - 1) for edges in blocks]
     row_bytes = [ELEMENT_BYTES * table.dim + state for table, state in zip(specs, states, strict=True)]
+    resident = tuple(t.rows * (n + UPDATED_FLAG_BYTES) for t, n in zip(specs, row_bytes, strict=True))
+    handoff = tuple(_cut_bytes(t.rows, n) for t, n in zip(specs, row_bytes, strict=True))
+    sized = spec.checkpoint.handoff_budget is None
     return Tables(
         specs=specs,
         paths=paths,
         column_blocks=blocks,
         cost=np.array([spec.data.global_batch_size * table.lookups * table.dim for table in specs], np.float64),
-        resident_bytes=tuple(t.rows * (n + UPDATED_FLAG_BYTES) for t, n in zip(specs, row_bytes, strict=True)),
-        handoff_bytes=tuple(t.rows * (n + ROW_ID_BYTES) for t, n in zip(specs, row_bytes, strict=True)),
+        resident_bytes=resident,
+        handoff_bytes=handoff,
+        held_bytes=tuple(a + b for a, b in zip(resident, handoff, strict=True)) if sized else resident,
     )
 
 
@@ -68,6 +71,10 @@ def table_paths(spec: DLRMJobSpec) -> tuple[str, ...]:
         f"spec.model.tableGroups[{i}].template" for i, g in enumerate(spec.model.table_groups) for _ in range(g.count)
     )
     return (*own, *grouped)
+
+
+def _cut_bytes(rows: int, row_bytes: int) -> int:
+    return rows * (row_bytes + ROW_ID_BYTES) + CUT_HEADER_BYTES * -(-rows // CUT_PIECE_ROWS)
 
 
 def _edges(table: TableSpec, path: str, edges: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -94,6 +94,7 @@ def test_a_pod_s_bytes_are_its_rows_its_state_and_its_hand_off(
                 held += shard.row_end * (row + 1)
                 held += shard.row_end * (4 * shard.column_end + 1) if shard.kind == "data" else 0
             cut += sum(shard.row_end * (4 * shard.column_end + 4 + 8) for shard in here[:1])
+            cut += sum(512 * -(-shard.row_end // 65_536) for shard in here[:1])
         planned_bytes = sum(rank.bytes_per_tier["ddr"] for rank in plan.ranks if rank.node == pod)
         assert planned_bytes == held + plan.handoff_bytes[pod]
         assert cut < plan.handoff_bytes[pod] < cut + processes * 2 * MIB + 4 * MIB
@@ -247,6 +248,36 @@ def test_the_largest_tables_that_the_api_allows_can_be_planned(make_spec: MakeSp
     plan = plan_job(make_spec([table(f"t{i}", 2**40, dim=4_096) for i in range(600)], replicas=2))
 
     assert sum(rank.bytes_per_tier["ddr"] for rank in plan.ranks) > 2**63
+
+
+def with_handoff_budget(spec: DLRMJobSpec, size: int) -> DLRMJobSpec:
+    return spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"handoff_budget": size})})
+
+
+def test_a_hand_off_budget_of_the_user_is_kept(make_spec: MakeSpec) -> None:
+    spec = make_spec([table("t", 100_000), table("u", 100_000)], replicas=2)
+    needed = max(plan_job(spec).handoff_bytes)
+
+    plan = plan_job(with_handoff_budget(spec, needed + 5))
+
+    assert plan.handoff_bytes == (needed + 5, needed + 5)
+    more = sum(rank.bytes_per_tier["ddr"] for rank in plan.ranks)
+    assert more - sum(rank.bytes_per_tier["ddr"] for rank in plan_job(spec).ranks) == sum(
+        needed + 5 - sized for sized in plan_job(spec).handoff_bytes
+    )
+
+
+def test_a_hand_off_budget_below_a_full_cut_is_refused(make_spec: MakeSpec) -> None:
+    spec = make_spec([table("t", 100_000), table("u", 100_000)], replicas=2)
+    needed = plan_job(spec).handoff_bytes[0]
+
+    with pytest.raises(InfeasiblePlanError) as refused:
+        plan_job(with_handoff_budget(spec, needed - 1))
+
+    assert refused.value.path == "spec.checkpoint.handoffBudget"
+    assert refused.value.reasons[0] == (
+        f"a full cut of the ranks on node 0 takes {needed} bytes, 1 more than the budget"
+    )
 
 
 def test_an_unchecked_plan_says_so(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
