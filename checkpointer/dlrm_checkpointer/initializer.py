@@ -44,7 +44,7 @@ def table_scale(initializer: InitializerSpec, rows: int) -> float:
 def initial_rows(
     seed: int, table: str, row_ids: NDArray[np.int64], columns: range, scale: float
 ) -> NDArray[np.float32]:
-    """Initial values of some rows: uniform in [-scale, scale), 2**24 levels.
+    """Initial values of some rows: uniform in [-scale, scale), 2**24 levels; +0 everywhere where scale is 0.
 
     Args:
         seed: the model's seed.

@@ -233,6 +233,12 @@ def new_model() -> type[Model]:
 
 
 @pytest.fixture
+def small_tables() -> tuple[TableMeta, ...]:
+    """Few rows, for tests that look at each of them in plain Python."""
+    return (table("users", 300, 8), table("items", 100, 16, blocks=2), table("zero", 5, 4, scale=0))
+
+
+@pytest.fixture
 def new_pod() -> type[Pod]:
     return Pod
 
