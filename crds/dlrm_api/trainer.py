@@ -46,7 +46,7 @@ class AutoReplicas(ApiModel):
 
 
 class TierBudgets(ApiModel):
-    """Bytes of each memory tier that one replica may use for tables; by default what the hardware gives."""
+    """Bytes of each tier that one replica may use for tables and hand-off; by default what the hardware gives."""
 
     hbm: Annotated[Bytes | None, NotBuilt()] = Field(None, description="Device memory (bytes).")
     ddr: Bytes | None = Field(None, description="Host memory (bytes).")
@@ -87,7 +87,7 @@ class TrainerSpec(ApiModel):
         max_length=253,
         description="Name of a HardwareProfile; by default any node, no memory check.",
     )
-    tier_budgets: TierBudgets = Field(TierBudgets(), description="Bytes of each memory tier for tables.")
+    tier_budgets: TierBudgets = Field(TierBudgets(), description="Bytes of each tier for a pod's tables and hand-off.")
     resources: ResourcesSpec = Field(ResourcesSpec(), description="Requests and limits of the trainer container.")
     pod_template: PodTemplateOverlay = Field(PodTemplateOverlay(), description="Additions to the pods.")
     image: str | None = Field(
