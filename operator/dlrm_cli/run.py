@@ -11,12 +11,14 @@ from pathlib import Path
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
+from dlrm_checkpointer.store import ObjectStore
 from dlrm_cli.checks import check_inputs, reach_store, this_machine
 from dlrm_cli.display import LiveDisplay, PlainDisplay, open_display
 from dlrm_cli.documents import Document, job_document, read_documents
 from dlrm_cli.manifests import parse_job_document
 from dlrm_cli.overrides import with_data
 from dlrm_cli.result import RunResult, read_final, read_result, write_final
+from dlrm_cli.snapshots import committed
 from dlrm_cli.supervisor import Outcome, Stop, Supervisor
 from dlrm_cli.workdir import WorkDir, folder_error, locked
 
@@ -44,25 +46,80 @@ def run_job(options: RunOptions) -> int:
     job = _share_threads(_read_job(options))
     check_inputs(job.spec)
     plan = _plan(job)
+    store = reach_store(job)
     root = (options.workdir or Path("runs") / job.metadata.name).absolute()
+    grace_s = job.spec.lifecycle.termination_grace_period
     stop = Stop()
     restore = stop.install()
     try:
-        with open_display() as display:
-            grace_s = job.spec.lifecycle.termination_grace_period
-            with locked(root, grace_s, display.say, lambda: stop.count > 0) as workdir:
-                old = _finished(workdir, job, display)
-                result = old if old is not None and (old.state_digest or not options.digest) else None
-                if result is None:
-                    result = _train(workdir, job, plan, stop, options, display, old)
+        with (
+            open_display() as display,
+            locked(root, grace_s, display.say, lambda: stop.count > 0) as workdir,
+        ):
+            result = LocalRun(job, plan, store, workdir, display, stop, options).result()
     finally:
         restore()
     if result is None:
         return stop.exit_code
-    if not options.digest:
-        result = result.model_copy(update={"state_digest": None})
-    _print(result, as_json=options.as_json)
+    _print(result, options)
     return int(ExitCode.DONE)
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """One command's work in its work directory."""
+
+    job: DLRMJob
+    plan: Plan
+    store: ObjectStore
+    workdir: WorkDir
+    display: LiveDisplay | PlainDisplay
+    stop: Stop
+    options: RunOptions
+
+    def result(self) -> RunResult | None:
+        """Train, unless the job has finished here already; None where the user stopped it."""
+        old = self._finished()
+        if old is None:
+            return self._train()
+        self.display.say(
+            f"this job has already finished at step {old.step:,}; to train on, ask for more steps or epochs"
+        )
+        if not self.options.digest or old.state_digest is not None:
+            return old
+        new = self._train()  # restores the last snapshot, and makes the digest of it
+        return None if new is None else self._keep(old.model_copy(update={"state_digest": new.state_digest}))
+
+    def _finished(self) -> RunResult | None:
+        """The result of the same job, where it has finished here and its last snapshot is still there."""
+        result = read_final(self.workdir, self.job)
+        there = () if result is None else committed(self.store)
+        return result if there and result is not None and there[-1].step == result.step else None
+
+    def _train(self) -> RunResult | None:
+        """Run attempts until the job is done; None where the user stopped it."""
+        supervisor = Supervisor(
+            job=self.job,
+            workdir=self.workdir,
+            display=self.display,
+            stop=self.stop,
+            ledger=self.options.ledger,
+            digest=self.options.digest,
+        )
+        try:
+            self.workdir.write(self.workdir.job, self.job.model_dump_json(indent=1, exclude_none=True))
+            self.workdir.write(self.workdir.plan, self.plan.model_dump_json(indent=1))
+            outcome = supervisor.run()
+            if outcome is Outcome.STOPPED:
+                self.display.say(_how_to_resume(supervisor.committed_step))
+                return None
+            return self._keep(read_result(self.workdir, self.store, supervisor.restarts))
+        except OSError as error:
+            raise folder_error(self.workdir.root, error) from error
+
+    def _keep(self, result: RunResult) -> RunResult:
+        write_final(self.workdir, self.job, result)
+        return result
 
 
 def _read_job(options: RunOptions) -> DLRMJob:
@@ -87,47 +144,6 @@ def _plan(job: DLRMJob) -> Plan:
     return plan_job(job.spec, this_machine(job.spec.replicas))
 
 
-def _finished(workdir: WorkDir, job: DLRMJob, display: LiveDisplay | PlainDisplay) -> RunResult | None:
-    """The result of the same job, where it has finished in this work directory before."""
-    result = read_final(workdir, job)
-    if result is not None:
-        display.say(f"this job has already finished at step {result.step:,}; to train on, ask for more steps or epochs")
-    return result
-
-
-def _train(
-    workdir: WorkDir,
-    job: DLRMJob,
-    plan: Plan,
-    stop: Stop,
-    options: RunOptions,
-    display: LiveDisplay | PlainDisplay,
-    old: RunResult | None,
-) -> RunResult | None:
-    """Run attempts until the job is done; None where the user stopped it.
-
-    ``old`` is the result of the same job without a digest: the run restores its last snapshot to make one.
-    """
-    store = reach_store(job)
-    supervisor = Supervisor(
-        job=job, workdir=workdir, display=display, stop=stop, ledger=options.ledger, digest=options.digest
-    )
-    try:
-        workdir.write(workdir.job, job.model_dump_json(indent=1, exclude_none=True))
-        workdir.write(workdir.plan, plan.model_dump_json(indent=1))
-        outcome = supervisor.run()
-        if outcome is Outcome.STOPPED:
-            display.say(_how_to_resume(supervisor.committed_step))
-            return None
-        result = read_result(workdir, store, supervisor.restarts)
-        if old is not None and old.step == result.step:
-            result = old.model_copy(update={"state_digest": result.state_digest})
-        write_final(workdir, job, result)
-    except OSError as error:
-        raise folder_error(workdir.root, error) from error
-    return result
-
-
 def _how_to_resume(committed_step: int | None) -> str:
     again = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     if committed_step is None:
@@ -135,8 +151,10 @@ def _how_to_resume(committed_step: int | None) -> str:
     return f"stopped; the snapshot of step {committed_step:,} is committed; to resume: {again}"
 
 
-def _print(result: RunResult, *, as_json: bool) -> None:
-    if as_json:
+def _print(result: RunResult, options: RunOptions) -> None:
+    if not options.digest:
+        result = result.model_copy(update={"state_digest": None})
+    if options.as_json:
         print(result.to_json())
         return
     from dlrm_cli.views import print_view, result_view

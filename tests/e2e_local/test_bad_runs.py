@@ -1,0 +1,239 @@
+"""What only running processes can find out: documented exit code, file, row, table and mend, no partial snapshot."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROWS = 200
+FIELDS = 40
+
+
+def criteo_lines() -> list[list[str]]:
+    dice = random.Random(1)
+    lines = []
+    for _ in range(ROWS):
+        ids = [f"{dice.randrange(50):x}" for _ in range(26)]
+        lines.append([str(dice.randrange(2)), *(str(dice.randrange(20)) for _ in range(13)), *ids])
+    return lines
+
+
+def criteo(local: Any, lines: list[list[str]]) -> Path:
+    path = local.folder / "train.tsv"
+    path.write_text("".join("\t".join(line) + "\n" for line in lines))
+    local.write(data={"format": "criteo-tsv", "train": {"uris": [str(path)]}, "eval": {"uris": [str(path)]}})
+    return Path(path)
+
+
+def parquet(local: Any, **columns: list[Any]) -> Path:
+    dice = random.Random(1)
+    table: dict[str, list[Any]] = {"label": [dice.randrange(2) for _ in range(ROWS)]}
+    table |= {f"I{i}": [dice.random() for _ in range(ROWS)] for i in (1, 2, 3)}
+    table |= {f"C{i}": [dice.randrange(50) for _ in range(ROWS)] for i in (1, 2, 3)}
+    table |= columns
+    path = local.folder / "train.parquet"
+    pq.write_table(pa.table({name: values for name, values in table.items() if values}), path)
+    local.write(data={"format": "parquet", "train": {"uris": [str(path)]}, "eval": {"uris": [str(path)]}})
+    return Path(path)
+
+
+def ragged(local: Any) -> None:
+    lines = criteo_lines()
+    lines[122] = lines[122][:-2]
+    criteo(local, lines)
+
+
+def field(row: int, column: int, text: str) -> Callable[[Any], None]:
+    def make(local: Any) -> None:
+        lines = criteo_lines()
+        lines[row][column] = text
+        criteo(local, lines)
+
+    return make
+
+
+def nothing(local: Any) -> None:
+    criteo(local, [])
+
+
+def not_parquet(local: Any) -> None:
+    parquet(local).write_bytes(b"no parquet at all")
+
+
+def column(name: str, row: int | None = None, value: Any = None) -> Callable[[Any], None]:
+    """A Parquet file without a column, or with one value of it changed."""
+
+    def make(local: Any) -> None:
+        dice = random.Random(2)
+        values: list[Any] = [] if row is None else [dice.randrange(2) for _ in range(ROWS)]
+        if row is not None:
+            values[row] = value
+            if isinstance(value, float):
+                values = [float(each) for each in values]
+        parquet(local, **{name: values})
+
+    return make
+
+
+def diverging(local: Any) -> None:
+    local.write(
+        training={"rowOptimizer": {"learningRate": 1000}, "denseOptimizer": {"kind": "sgd", "learningRate": 1000}}
+    )
+
+
+CASES: list[tuple[str, Callable[[Any], None], int, tuple[str, ...]]] = [
+    ("a ragged line", ragged, 65, ("train.tsv:123", "38", "40")),
+    ("a label that is none", field(17, 0, "2"), 65, ("train.tsv:18", "label")),
+    ("a word for a number", field(30, 2, "many"), 65, ("train.tsv:31", "I2", "many")),
+    ("an id that is no hexadecimal", field(40, 15, "xyz"), 65, ("train.tsv:41", "C2", "xyz")),
+    ("a table that is too small", field(50, 16, "ffff"), 65, ("train.tsv:51", "C3", "65535", "50")),
+    ("no rows", nothing, 65, ("train.tsv", "no rows")),
+    ("a file that is no Parquet", not_parquet, 65, ("train.parquet",)),
+    ("an id column that is absent", column("C2"), 65, ("train.parquet", "C2")),
+    ("a label column that is absent", column("label"), 65, ("train.parquet", "label")),
+    ("a dense value that is NaN", column("I2", 33, math.nan), 65, ("train.parquet", "I2", "33")),
+    ("a label of 7", column("label", 12, 7), 65, ("train.parquet", "label", "12")),
+    ("a negative id", column("C1", 5, -4), 65, ("train.parquet", "C1", "-4")),
+    ("learning rates that diverge", diverging, 65, ("the loss became", "step", "learning rates")),
+]
+
+
+@pytest.mark.parametrize(("make", "code", "words"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_bad_data_ends_the_run_with_its_place_and_its_mend(
+    local: Any, make: Callable[[Any], None], code: int, words: tuple[str, ...]
+) -> None:
+    make(local)
+
+    finished = local.run()
+
+    assert finished.code == code, finished.stderr + local.logs()
+    assert finished.stdout == ""
+    assert "Traceback" not in finished.stderr
+    for word in words:
+        assert word in finished.error
+    assert len(list(local.workdir.glob("logs/*"))) == 1, "what only the user can mend was tried again"
+
+
+def test_a_full_disk_ends_the_run_and_leaves_no_partial_snapshot(local: Any) -> None:
+    local.write(model={"tables": [{"name": "C1", "rows": 20_000, "dim": 8}]}, data={"globalBatchSize": 1024})
+
+    finished = local.run(command="run", file_limit_bytes=40_000)
+
+    assert finished.code == 74, finished.stderr + local.logs()
+    assert "free" in finished.error
+    assert "Traceback" not in finished.stderr
+    assert local.manifests() == []
+
+
+def damage(local: Any, pattern: str, change: Callable[[bytes], bytes]) -> None:
+    paths = [path for path in local.store.glob(pattern) if path.is_file()]
+    assert paths
+    for path in paths:
+        path.chmod(0o644)
+        path.write_bytes(change(path.read_bytes()))
+
+
+def flipped(body: bytes) -> bytes:
+    middle = len(body) // 2
+    return body[:middle] + bytes([body[middle] ^ 0xFF]) + body[middle + 1 :]
+
+
+def newer(body: bytes) -> bytes:
+    return json.dumps(json.loads(body) | {"version": 99}).encode()
+
+
+def spoil_chunks(local: Any) -> None:
+    damage(local, "chunks/**/*", flipped)
+
+
+def spoil_manifests(local: Any) -> None:
+    damage(local, "manifests/*", lambda body: body[: len(body) // 2])
+
+
+def write_newer_manifests(local: Any) -> None:
+    damage(local, "manifests/*", newer)
+
+
+def lose_chunks(local: Any) -> None:
+    shutil.rmtree(local.store / "chunks")
+
+
+def change_data(local: Any) -> None:
+    local.write(data={"synthetic": {"samples": 5_000, "evalSamples": 500}})
+
+
+def change_rows(local: Any) -> None:
+    tables = [{"name": f"C{i}", "rows": rows, "dim": 8} for i, rows in ((1, 301), (2, 2_000), (3, 50))]
+    local.write(model={"tables": tables})
+
+
+def change_top_mlp(local: Any) -> None:
+    local.write(model={"topMlp": [32, 1]})
+
+
+def change_optimizer(local: Any) -> None:
+    local.write(training={"denseOptimizer": {"kind": "adam"}})
+
+
+def change_seed(local: Any) -> None:
+    local.write(training={"seed": 8})
+
+
+AFTERWARDS: list[tuple[str, Callable[[Any], None], tuple[str, ...]]] = [
+    ("corrupt chunks", spoil_chunks, ("no snapshot can be used", "sha256")),
+    ("torn manifests", spoil_manifests, ("no snapshot can be used", "manifests/")),
+    ("manifests of a newer version", write_newer_manifests, ("version 99", "newer dlrm-operator")),
+    ("lost chunks", lose_chunks, ("no snapshot can be used", "chunks/")),
+    ("changed data", change_data, ("the data changed since the snapshot", "checkpoint.uri")),
+    ("a changed table", change_rows, ("the model changed since the snapshot", "C1", "300", "301")),
+    ("a changed top MLP", change_top_mlp, ("the model changed since the snapshot", "dense")),
+    ("a changed optimizer", change_optimizer, ("the model changed since the snapshot", "adam")),
+    ("a changed seed", change_seed, ("changed since the snapshot", "seed")),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, local_in: Callable[[Path], Any]) -> Any:
+    """A job that finished, to be copied and spoiled."""
+    local = local_in(tmp_path_factory.mktemp("trained"))
+    local.done()
+    return local
+
+
+@pytest.mark.parametrize(("spoil", "words"), [case[1:] for case in AFTERWARDS], ids=[case[0] for case in AFTERWARDS])
+def test_a_snapshot_that_cannot_be_used_ends_the_run_by_name(
+    local: Any, trained: Any, spoil: Callable[[Any], None], words: tuple[str, ...]
+) -> None:
+    shutil.copytree(trained.store, local.store)
+    spoil(local)
+    before = local.manifests()
+
+    finished = local.run("--set", "spec.data.epochs=3")
+
+    assert finished.code == 65, finished.stderr + local.logs()
+    assert "Traceback" not in finished.stderr
+    for word in words:
+        assert word in finished.error.lower() or word in finished.error
+    assert local.manifests() == before
+
+
+def test_one_corrupt_snapshot_is_passed_over_for_the_one_before(local: Any, trained: Any) -> None:
+    shutil.copytree(trained.store, local.store)
+    damage(local, "chunks/0000000000000120/**/*", flipped)
+
+    result = local.done()
+
+    assert result["step"] == 120
+    assert "snapshot passed over" in local.logs()
+    assert "restored step 100" in local.logs()

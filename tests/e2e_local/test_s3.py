@@ -1,0 +1,82 @@
+"""Runs whose snapshots go to a real S3 server: one that honours ``If-None-Match``, one that ignores it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
+
+@pytest.fixture(params=["versitygw", "rclone_s3"])
+def server(request: pytest.FixtureRequest) -> Any:
+    running = request.getfixturevalue(request.param)
+    (running.data / "bucket").mkdir()
+    return running
+
+
+def keys(server: Any, secret: str | None = None) -> dict[str, str]:
+    return {
+        "AWS_ACCESS_KEY_ID": server.access_key,
+        "AWS_SECRET_ACCESS_KEY": secret or server.secret_key,
+        "AWS_DEFAULT_REGION": server.region,
+    }
+
+
+def use(local: Any, server: Any, bucket: str = "bucket") -> str:
+    uri = f"s3://{bucket}/jobs/tiny"
+    local.write(checkpoint={"uri": uri, "endpoint": server.endpoint})
+    return uri
+
+
+def test_a_run_commits_to_the_server_and_its_snapshot_comes_back_from_there(local: Any, server: Any) -> None:
+    uri = use(local, server)
+
+    result = local.done("--digest", **keys(server))
+    where = ("--endpoint", server.endpoint)
+    verified = local.run("verify", uri, *where, command="snapshots", **keys(server))
+    restored = local.run("restore", uri, *where, "--to", "out", command="snapshots", **keys(server))
+
+    assert [snapshot["step"] for snapshot in result["snapshots"]] == [80, 100, 120]
+    assert result["snapshots"][-1]["uri"].startswith(f"{uri}/manifests/")
+    assert "step 120 is whole" in verified.stdout
+    assert restored.stdout.strip() == result["state_digest"]
+    assert (local.folder / "out" / "tables" / "C2.safetensors").exists()
+
+
+def test_wrong_keys_and_a_missing_bucket_are_told_before_anything_starts(local: Any, versitygw: Any) -> None:
+    (versitygw.data / "bucket").mkdir()
+
+    use(local, versitygw)
+    wrong_keys = local.run(**keys(versitygw, "wrong"))
+    use(local, versitygw, bucket="absent")
+    missing_bucket = local.run(**keys(versitygw))
+
+    assert wrong_keys.code == 77
+    assert "bucket" in wrong_keys.error
+    assert "credentials" in wrong_keys.error
+    assert missing_bucket.code == 66
+    assert "bucket absent" in missing_bucket.error
+    assert not list(local.workdir.glob("logs/*"))
+
+
+def test_an_outage_of_the_store_delays_the_snapshot_and_nothing_else(local: Any, versitygw: Any) -> None:
+    (versitygw.data / "bucket").mkdir()
+    use(local, versitygw)
+    process = local.start(**keys(versitygw))
+    while len(local.steps()) < 5:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+
+    versitygw.kill()
+    time.sleep(3)
+    trained = len(local.steps())
+    versitygw.start()
+    stdout, stderr = process.communicate(timeout=240)
+
+    assert process.returncode == 0, stderr + local.logs()
+    assert trained > 40, "training waited for the store"
+    assert '"step": 120' in stdout
+    assert "Traceback" not in stderr
