@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
 from dlrm_api.progress import CheckpointerProgress
 from dlrm_checkpointer.endpoint import Endpoint
 from dlrm_checkpointer.inbox import Inbox
+from dlrm_checkpointer.logs import log_to_stderr
 from dlrm_checkpointer.settings import Settings, read_settings
 from dlrm_checkpointer.sidecar import Policy, Sidecar
 from dlrm_checkpointer.status import Status
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="dlrm_checkpointer", description=__doc__)
     parser.add_argument("--job", type=Path, required=True, help="file of the DLRMJob (JSON or YAML)")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    log_to_stderr()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -27,6 +27,7 @@ def test_a_row_comes_back_within_half_a_step_and_float_rounding(rows: np.ndarray
     assert (error <= bound).all()
 
 
+@settings(deadline=None)
 @given(value=FINITE, width=st.integers(1, 8))
 def test_a_constant_row_comes_back_exactly(value: float, width: int):
     rows = np.full((2, width), value, np.float32)

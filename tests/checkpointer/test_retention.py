@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_checkpointer.attempts import Attempt, claim_attempt, in_lineage
@@ -15,6 +15,7 @@ from dlrm_checkpointer.walk import snapshot_digest
 KEYS = st.sets(st.tuples(st.integers(1, 12), st.integers(1, 3)), max_size=15)
 
 
+@settings(deadline=None)
 @given(keys=KEYS, restored=st.integers(0, 12), keep_last=st.integers(1, 5))
 def test_what_is_kept_is_the_newest_of_the_lineage_and_all_else_goes(keys, restored, keep_last):
     attempts = [Attempt(2, restored)]

@@ -1,13 +1,21 @@
 from __future__ import annotations
 
+import datetime
+import ipaddress
 import os
 import socket
+import ssl
 import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import boto3
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from dlrm_api.errors import DLRMError, InvalidSpecError, NoInputError, NoPermissionError, StoreUnavailableError
 from dlrm_api.names import ExitCode
@@ -214,3 +222,58 @@ def test_a_certificate_that_is_not_trusted_names_the_field():
 
     assert isinstance(known, InvalidSpecError)
     assert known.path == "spec.checkpoint.caFile"
+
+
+class NoSuchKey(BaseHTTPRequestHandler):
+    """Answers every GET as S3 does where an object is absent."""
+
+    def do_GET(self) -> None:
+        body = b"<Error><Code>NoSuchKey</Code><Message>none</Message></Error>"
+        self.send_response(404)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def tls_server(tmp_path: Path) -> Iterator[str]:
+    """An HTTPS endpoint whose certificate signs itself: ``tmp_path / "ca.pem"``."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(issuer_name=name, subject_name=name, public_key=key.public_key())
+    builder = builder.serial_number(1).not_valid_before(now - datetime.timedelta(1))
+    builder = builder.not_valid_after(now + datetime.timedelta(1))
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    certificate = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    plain = serialization.NoEncryption()
+    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+    (tmp_path / "ca.pem").write_bytes(certificate)
+    (tmp_path / "server.pem").write_bytes(private + certificate)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), NoSuchKey)
+    server.daemon_threads = True
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "server.pem")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    yield f"https://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_an_endpoint_of_an_unknown_authority_is_trusted_only_with_its_file(tls_server: str, tmp_path: Path):
+    keys = write_keys(tmp_path / "keys", "a", "b")
+    trusting = StoreOptions(endpoint=tls_server, credentials_dir=keys, ca_file=str(tmp_path / "ca.pem"))
+
+    with pytest.raises(InvalidSpecError, match=r"spec\.checkpoint\.caFile: the certificate of https.* is not trusted"):
+        open_at(tls_server, keys).get("x")
+    with pytest.raises(NoInputError, match="x: there is no such object"):
+        open_store("s3://bucket/a", trusting).get("x")

@@ -118,6 +118,7 @@ def test_it_commits_answers_and_ends_with_its_trainer(tmp_path: Path, files: Fil
     assert "dlrm_checkpointer_uploaded_bytes_total" in metrics
     assert code == 0, errors
     assert "Traceback" not in errors
+    assert "checkpointer INFO snapshot committed step=1 attempt=1 bytes=" in errors
     left = CheckpointerProgress.model_validate_json(sidecar.log.read_text())
     assert (left.committed_step, left.reason) == (1, "TrainersEnded: rank 0: done")
 
