@@ -21,6 +21,7 @@ SELECTOR = f"{Label.JOB},{Label.MANAGED_BY}={FIELD_MANAGER}"
 WATCH_S = 240
 SILENCE_S = 75.0
 """The server sends a bookmark each minute; a watch that is silent for longer is dead."""
+PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
 
 
@@ -97,6 +98,7 @@ class PodCache:
                 loop.call_soon_threadsafe(self._change, event)
                 if self._stop.is_set():
                     return
+            self._stop.wait(PAUSE_S)  # a server that ends watches at once is not asked without end
 
     def _replace(self, items: list[Object]) -> None:
         """Take over a fresh list; wake every job whose pods differ from the copy."""

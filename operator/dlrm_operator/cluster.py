@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ import urllib3  # type: ignore[import-untyped]
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 
+from dlrm_api.errors import NoInputError
 from dlrm_operator.cluster_errors import (
     ClusterRefusedError,
     ClusterUnavailableError,
@@ -61,14 +61,21 @@ class Api(Protocol):
 
 
 class KubernetesApi:
-    """The API server that the environment names: KUBECONFIG, else the pod's service account."""
+    """The API server of a kubeconfig; without one that of the pod this runs in, or of ``~/.kube/config``.
 
-    def __init__(self) -> None:
+    Raises:
+        NoInputError: there is no usable configuration.
+    """
+
+    def __init__(self, kubeconfig: str | None = None, *, in_cluster: bool = False) -> None:
         settings = client.Configuration()
-        if os.environ.get("KUBECONFIG") or not os.environ.get("KUBERNETES_SERVICE_HOST"):
-            config.load_kube_config(client_configuration=settings)
-        else:
-            config.load_incluster_config(client_configuration=settings)
+        try:
+            if in_cluster and not kubeconfig:
+                config.load_incluster_config(client_configuration=settings)
+            else:
+                config.load_kube_config(config_file=kubeconfig, client_configuration=settings)
+        except config.ConfigException as error:
+            raise NoInputError(f"kubeconfig {kubeconfig or 'by default'}: {error}: set KUBECONFIG") from error
         settings.retries = False  # the wakeups back off, and heed Retry-After
         settings.connection_pool_maxsize = THREADS + 4
         self._client = client.ApiClient(settings)

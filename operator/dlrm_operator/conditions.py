@@ -60,3 +60,14 @@ def with_condition(
     if old is None:
         return (*conditions, new)
     return tuple(new if condition.type == kind else condition for condition in conditions)
+
+
+def with_old_times(conditions: Conditions, before: Conditions) -> Conditions:
+    """The conditions with ``before``'s transition times where the status is the same after all."""
+    kept = []
+    for condition in conditions:
+        old = find_condition(before, condition.type)
+        if old is not None and old.status == condition.status:
+            condition = condition.model_copy(update={"last_transition_time": old.last_transition_time})
+        kept.append(condition)
+    return tuple(kept)

@@ -116,6 +116,11 @@ class PodSeen:
         return self.trainer is not None and self.trainer.started
 
     @property
+    def training(self) -> bool:
+        """Whether its trainer runs."""
+        return self.trainer is not None and self.trainer.started and self.trainer.exit_code is None
+
+    @property
     def finished(self) -> bool:
         """Whether its trainer ended well."""
         return self.trainer is not None and self.trainer.exit_code == 0

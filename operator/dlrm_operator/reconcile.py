@@ -19,7 +19,7 @@ from dlrm_api.names import Label
 from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
 from dlrm_operator.absorbing import progress_due, with_final_step, with_progress, with_snapshot
 from dlrm_operator.actions import Action, ApplyStatus, DeleteObject, WakeAt
-from dlrm_operator.conditions import parse_timestamp, timestamp
+from dlrm_operator.conditions import parse_timestamp, timestamp, with_old_times
 from dlrm_operator.formation import Formation, form_gang
 from dlrm_operator.gang import current_gang
 from dlrm_operator.observed import Observed, PodSeen
@@ -57,7 +57,8 @@ def reconcile(observed: Observed, now: datetime) -> tuple[Action, ...]:
     if before.phase in FINISHED:
         return tuple(_tidy(observed, before, now))
     decision = _decide(observed, job.spec, _in_view(observed, before), now)
-    after = decision.status
+    conditions = with_old_times(decision.status.conditions, before.conditions)
+    after = decision.status.model_copy(update={"conditions": conditions})
     write: list[Action] = []
     if job.status is None or _worth_writing(before, after, now):
         write.extend(transition_events(job, before, after))
@@ -160,8 +161,15 @@ def _deletions(observed: Observed, pods: list[PodSeen], now: datetime) -> Iterat
 
 
 def _tidy(observed: Observed, status: DLRMJobStatus, now: datetime) -> Iterator[Action]:
-    """A finished job keeps the dead pods of its last attempt, for their logs; nothing of it runs on."""
-    alive = [pod for pod in observed.pods if not pod.ended or pod.attempt != status.attempt]
+    """A finished job keeps the dead pods of its last attempt, for their logs; nothing of it trains on.
+
+    A pod whose trainer ended is left to its checkpointer, which the kubelet stops when its upload is done.
+    """
+
+    def ends_by_itself(pod: PodSeen) -> bool:
+        return pod.attempt == status.attempt and (pod.ended or (pod.started and not pod.training))
+
+    alive = [pod for pod in observed.pods if not ends_by_itself(pod)]
     return _deletions(observed, alive, now)
 
 

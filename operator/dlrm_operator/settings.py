@@ -15,6 +15,9 @@ from dlrm_operator.images import Images
 class Settings:
     """Settings of one operator process."""
 
+    kubeconfig: str | None = None
+    """File, or files with colons between; None: the pod's service account, else ``~/.kube/config``."""
+    in_cluster: bool = False
     namespace: str | None = None
     """The only namespace to serve; None: all of them."""
     address: str = "0.0.0.0"  # noqa: S104  probes and Prometheus come from other hosts
@@ -51,4 +54,9 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         trainer=environ.get("DLRM_TRAINER_IMAGE") or known.images.trainer,
         checkpointer=environ.get("DLRM_CHECKPOINTER_IMAGE") or known.images.checkpointer,
     )
-    return Settings(**vars(flags), images=images)
+    return Settings(
+        **vars(flags),
+        kubeconfig=environ.get("KUBECONFIG") or None,
+        in_cluster="KUBERNETES_SERVICE_HOST" in environ,
+        images=images,
+    )

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from datetime import UTC, datetime
 
+from dlrm_api.status import Phase
 from dlrm_operator.actions import Action, ApplyStatus, WakeAt
 from dlrm_operator.cluster_errors import ClusterRefusedError, ConflictError
 from dlrm_operator.jobs import JobCache
@@ -13,7 +14,6 @@ from dlrm_operator.metrics import RECONCILE_SECONDS, RESTARTS
 from dlrm_operator.observed import JobKey, Observed
 from dlrm_operator.observing import Observer
 from dlrm_operator.performing import Performer
-from dlrm_operator.phases import FINISHED
 from dlrm_operator.planning import Planner
 from dlrm_operator.polling import Poller, poll_target
 from dlrm_operator.reconcile import reconcile
@@ -103,7 +103,7 @@ def _report(key: JobKey, observed: Observed, written: ApplyStatus) -> None:
     before, after = observed.job.status, written.status
     if before is None or before.phase is not after.phase:
         extra = {"job": f"{key.namespace}/{key.name}", "phase": after.phase.value, "attempt": after.attempt}
-        log = logger.warning if after.phase in FINISHED and after.last_failure else logger.info
+        log = logger.warning if after.phase is Phase.FAILED else logger.info
         log("job %s/%s is %s", key.namespace, key.name, after.phase.value, extra=extra)
     for reason, count in after.restarts_by_reason.items():
         RESTARTS.labels(reason).inc(max(count - (before.restarts_by_reason.get(reason, 0) if before else 0), 0))

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from dlrm_cluster.api import ApiError
-from dlrm_cluster.control_plane import ControlPlane
 from kubelet_double import KubeletDouble
 from operator_cluster import OperatorProcess, eventually
+
+from dlrm_cluster.api import ApiError
+from dlrm_cluster.control_plane import ControlPlane
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOM = {"cpu": "64", "memory": "4Ti", "pods": "1000"}

@@ -1,9 +1,13 @@
 """The operator as a process, on a real API server: a job's life from apply to its end."""
 
+import time
+
 import pytest
-from dlrm_cluster.control_plane import ControlPlane
 from kubelet_double import KubeletDouble
 from operator_cluster import JobDriver, OperatorProcess, eventually, job_document
+
+from dlrm_api.progress import TerminationMessage
+from dlrm_cluster.control_plane import ControlPlane
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -39,3 +43,157 @@ def test_a_job_is_planned_runs_and_succeeds(
     assert job.condition("Succeeded")["status"] == "True"
     assert job.condition("Planned")["observedGeneration"] == 1
     assert {"Planned", "Running", "Succeeded"} <= set(job.events())
+
+
+def test_a_failed_pod_ends_its_gang_and_the_next_starts_after_it(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    job = JobDriver(api_types.api, namespace, job_document("demo"))
+    first = trains(kubelet, job, 1)
+    kubelet.removes = False
+
+    message = TerminationMessage(exit_code=70, reason="Internal", message="boom", rank=1, step=5)
+    kubelet.end_trainer(first[1], 70, message)
+    job.until("Restarting")
+    time.sleep(1)  # the barrier: pods that are on their way out hold the next gang back
+    behind_the_barrier = sorted(pod["metadata"]["name"] for pod in kubelet.pods())
+    kubelet.removes = True
+    second = trains(kubelet, job, 2)
+    for pod in second:
+        kubelet.finish(pod, step=100, committed=100)
+    status = job.until("Succeeded")
+
+    assert behind_the_barrier == first
+    assert kubelet.most_attempts == 1
+    assert kubelet.doubled == []
+    assert status["restarts"] == 1
+    assert status["restartsByReason"] == {"Internal": 1}
+    assert status["lastFailure"]["pod"] == first[1]
+    assert status["lastFailure"]["rank"] == 1
+    assert status["lastFailure"]["message"] == "boom"
+    assert {"AttemptFailed", "Restarting"} <= set(job.events())
+
+
+def test_a_deleted_job_leaves_nothing_and_nothing_is_stuck(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    job = JobDriver(api_types.api, namespace, job_document("demo"))
+    trains(kubelet, job, 1)
+    meta = job.get()["metadata"]
+
+    job.delete()
+    eventually(lambda: not api_types.api.found(job.path))
+    eventually(lambda: job.children() == [], state=lambda: str(job.children()))
+
+    assert "finalizers" not in meta
+    assert "annotations" not in meta
+    assert kubelet.doubled == []
+
+
+def test_a_job_deleted_while_the_operator_is_away_is_gone_all_the_same(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    job = JobDriver(api_types.api, namespace, job_document("demo"))
+    trains(kubelet, job, 1)
+    operator.kill()
+
+    job.delete()
+    eventually(lambda: not api_types.api.found(job.path))
+    eventually(lambda: job.children() == [], state=lambda: str(job.children()))
+    operator.start()
+    again = JobDriver(api_types.api, namespace, job_document("demo"))
+
+    assert trains(kubelet, again, 1)  # the same names serve the next job
+
+
+def test_what_the_user_must_mend_fails_at_once_and_says_where(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    job = JobDriver(api_types.api, namespace, job_document("demo"))
+    pods = trains(kubelet, job, 1)
+
+    message = TerminationMessage(exit_code=65, reason="BadData", message="train.tsv, row 7: column C3 is no hex id")
+    kubelet.end_trainer(pods[0], 65, message)
+    status = job.until("Failed")
+
+    assert status["attempt"] == 1
+    assert job.condition("Failed")["reason"] == "BadData"
+    assert "row 7" in job.condition("Failed")["message"]
+    eventually(lambda: [p["metadata"]["name"] for p in kubelet.pods() if p["status"]["phase"] == "Running"] == [])
+
+
+def test_a_plan_that_fits_nowhere_fails_the_job_in_the_planners_words(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    trainer = {"replicas": 2, "tierBudgets": {"ddr": "1Ki"}}
+
+    job = JobDriver(api_types.api, namespace, job_document("demo", trainer=trainer))
+    job.until("Failed")
+
+    assert job.condition("Planned")["status"] == "False"
+    assert job.condition("Planned")["reason"] == "Infeasible"
+    assert "tierBudgets" in job.condition("Failed")["message"]
+    assert kubelet.seen == {}
+
+
+def test_a_job_waits_for_the_hardware_profile_that_it_names(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    name = f"pool-{namespace}"
+    job = JobDriver(api_types.api, namespace, job_document("demo", trainer={"replicas": 2, "hardware": name}))
+    eventually(lambda: job.condition("Planned").get("reason") == "HardwareProfile")
+    profile = {
+        "apiVersion": "dlrm.dev/v1alpha1",
+        "kind": "HardwareProfile",
+        "metadata": {"name": name},
+        "spec": {"tiers": {"ddr": {"bytes": "64Gi"}}},
+    }
+
+    api_types.api.call("POST", "/apis/dlrm.dev/v1alpha1/hardwareprofiles", profile)
+    trains(kubelet, job, 1)
+    api_types.api.call("DELETE", f"/apis/dlrm.dev/v1alpha1/hardwareprofiles/{name}")
+
+    assert job.status()["plan"]["hardware"] == name
+
+
+def test_a_pod_taken_from_a_running_gang_is_a_free_restart(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    job = JobDriver(api_types.api, namespace, job_document("demo"))
+    pods = trains(kubelet, job, 1)
+
+    kubelet.remove(pods[1])
+    trains(kubelet, job, 2)
+    status = job.status()
+
+    assert status["restartsByReason"] == {"PodDeleted": 1}
+    assert status.get("chargedRestarts", 0) == 0
+    assert kubelet.doubled == []
+
+
+def test_a_job_without_its_last_snapshot_has_not_succeeded(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    job = JobDriver(api_types.api, namespace, job_document("demo"))
+    pods = trains(kubelet, job, 1)
+
+    for pod in pods:
+        kubelet.finish(pod, step=100, committed=90)
+    trains(kubelet, job, 2)
+
+    assert job.status()["lastFailure"]["reason"] == "SnapshotNotCommitted"
+    assert job.status()["lastSnapshot"]["step"] == 90
+
+
+def test_the_operator_answers_probes_and_counts(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    job = JobDriver(api_types.api, namespace, job_document("demo"))
+    trains(kubelet, job, 1)
+
+    answers = {path: operator.get(path) for path in ("healthz", "readyz", "metrics")}
+
+    assert answers["healthz"] == "ok"
+    assert answers["readyz"] == "ok"
+    assert 'dlrm_operator_jobs{phase="Running"} 1.0' in answers["metrics"]
+    assert operator.stop() == 0

@@ -1,17 +1,15 @@
 """The kubelet's part, played by a thread that writes pod status on a real API server."""
 
 import itertools
-import json
 import random
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from dlrm_cluster.api import Api, ApiError
-
 from dlrm_api.names import Port
 from dlrm_api.progress import CheckpointerProgress, Progress, SnapshotInfo, TerminationMessage, TrainerPhase
+from dlrm_cluster.api import Api, ApiError
 
 Object = dict[str, Any]
 POLL_S = 0.05
@@ -39,7 +37,7 @@ class ProgressHandler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class names it
         """Silence."""
 
 
@@ -67,6 +65,8 @@ class KubeletDouble:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.errors: list[Exception] = []
+        self.latest: list[Object] = []
+        """Pods as of the last look."""
 
     def __enter__(self) -> "KubeletDouble":
         self._thread.start()
@@ -137,7 +137,7 @@ class KubeletDouble:
                 continue  # the API server is away; so is a kubelet's
 
     def _turn(self) -> None:
-        pods = self.pods()
+        pods = self.latest = self.pods()
         self._audit(pods)
         for pod in pods:
             meta, name = pod["metadata"], pod["metadata"]["name"]
@@ -205,9 +205,3 @@ def committed_word(step: int | None) -> CheckpointerProgress:
 def now() -> str:
     """The time as a kubelet writes it."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-def decoded(text: str) -> Object:
-    """JSON text as an object."""
-    found: Object = json.loads(text)
-    return found

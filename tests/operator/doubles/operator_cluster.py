@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class JobDriver:
     def delete(self) -> None:
         self.api.call("DELETE", self.path)
 
-    def until(self, phase: str, timeout_s: float = 40.0) -> Object:
+    def until(self, phase: str, timeout_s: float = 150.0) -> Object:
         eventually(lambda: self.phase() == phase, timeout_s, lambda: f"{self.name}: {self.status()}")
         return self.status()
 
@@ -115,6 +116,18 @@ class OperatorProcess:
             self.kill()
             raise
 
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{path}", timeout=5) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def answers(self, path: str) -> bool:
+        try:
+            self.get(path)
+        except OSError:
+            return False
+        return True
+
     def log(self) -> str:
         return self._log.read_text()
 
@@ -127,7 +140,7 @@ class OperatorProcess:
             self.stop()
 
 
-def eventually(truth: Callable[[], Any], timeout_s: float = 40.0, state: Callable[[], str] = str) -> None:
+def eventually(truth: Callable[[], Any], timeout_s: float = 150.0, state: Callable[[], str] = str) -> None:
     """Return once ``truth`` holds; fail with ``state`` when it never does."""
     deadline = time.monotonic() + timeout_s
     while True:

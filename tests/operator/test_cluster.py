@@ -1,0 +1,203 @@
+"""How the API server's answers become our errors, and what a watch does when it breaks: a scripted server."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrm_api.errors import NoInputError
+from dlrm_operator.cache import PodCache
+from dlrm_operator.cluster import KubernetesApi
+from dlrm_operator.cluster_errors import (
+    ClusterRefusedError,
+    ClusterUnavailableError,
+    ConflictError,
+    GoneError,
+    NotFoundError,
+)
+from dlrm_operator.observed import JobKey
+
+Object = dict[str, Any]
+
+
+class ScriptedServer(ThreadingHTTPServer):
+    """Answers each request by the next line of a script; the last one is repeated."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), ScriptedHandler)
+        self.script: list[tuple[int, Object, list[Object]]] = []
+        self.asked: list[str] = []
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+
+class ScriptedHandler(BaseHTTPRequestHandler):
+    server: ScriptedServer
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        script = self.server.script
+        code, headers, bodies = script.pop(0) if len(script) > 1 else script[0]
+        body = b"".join(json.dumps(item).encode() + b"\n" for item in bodies)
+        self.send_response(code)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class names it
+        """Silence."""
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    server = ScriptedServer()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def api(server: ScriptedServer, tmp_path: Path) -> KubernetesApi:
+    port = server.server_address[1]
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+        "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+    }
+    path = tmp_path / "kubeconfig"
+    path.write_text(json.dumps(config))
+    return KubernetesApi(str(path))
+
+
+def pod(name: str, version: int, job: str = "demo") -> Object:
+    labels = {"dlrm.dev/job": job, "dlrm.dev/attempt": "1", "dlrm.dev/index": "0"}
+    meta = {"name": name, "namespace": "space", "uid": name, "resourceVersion": str(version), "labels": labels}
+    return {"metadata": meta, "status": {"phase": "Running"}}
+
+
+def listing(version: int, *items: Object) -> tuple[int, Object, list[Object]]:
+    return 200, {}, [{"items": list(items), "metadata": {"resourceVersion": str(version)}}]
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (400, ClusterRefusedError),
+        (403, ClusterRefusedError),
+        (404, NotFoundError),
+        (409, ConflictError),
+        (410, GoneError),
+        (422, ClusterRefusedError),
+        (401, ClusterUnavailableError),
+        (429, ClusterUnavailableError),
+        (500, ClusterUnavailableError),
+        (503, ClusterUnavailableError),
+    ],
+)
+def test_an_answer_becomes_an_error_by_who_can_act(
+    server: ScriptedServer, api: KubernetesApi, code: int, error: type[Exception]
+) -> None:
+    server.script = [(code, {"Retry-After": "7"}, [{"message": "the server's words"}])]
+
+    with pytest.raises(error, match="the server's words") as met:
+        asyncio.run(api.call("GET", "/api/v1/pods"))
+
+    assert type(met.value) is error
+    assert len(server.asked) == 1
+    if isinstance(met.value, ClusterUnavailableError):
+        assert met.value.retry_after_s == 7
+
+
+def test_a_server_that_is_away_is_unavailable(server: ScriptedServer, api: KubernetesApi) -> None:
+    server.shutdown()
+    server.server_close()
+
+    with pytest.raises(ClusterUnavailableError):
+        asyncio.run(api.call("GET", "/api/v1/pods"))
+
+
+def test_a_missing_kubeconfig_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NoInputError, match="nowhere"):
+        KubernetesApi(str(tmp_path / "nowhere"))
+
+
+def test_a_list_follows_its_pages(server: ScriptedServer, api: KubernetesApi) -> None:
+    first = {"items": [pod("a", 1)], "metadata": {"resourceVersion": "5", "continue": "next"}}
+    server.script = [(200, {}, [first]), listing(5, pod("b", 2))]
+
+    items, version = asyncio.run(api.list_all("/api/v1/pods", {"labelSelector": "x=y"}))
+
+    assert [item["metadata"]["name"] for item in items] == ["a", "b"]
+    assert version == "5"
+    assert "continue=next" in server.asked[1]
+
+
+def follow(api: KubernetesApi, server: ScriptedServer, requests: int) -> tuple[PodCache, list[JobKey]]:
+    """A cache that ran until the server was asked so often."""
+    woken: list[JobKey] = []
+
+    async def run() -> PodCache:
+        cache = PodCache(api, "space", woken.append)
+        cache.start()
+        deadline = time.monotonic() + 20
+        while len(server.asked) < requests and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
+        cache.stop()
+        return cache
+
+    return asyncio.run(run()), woken
+
+
+def test_the_watch_selects_by_label_on_the_server(server: ScriptedServer, api: KubernetesApi) -> None:
+    server.script = [listing(1, pod("a", 1)), (200, {}, [])]
+
+    cache, woken = follow(api, server, 2)
+
+    assert cache.filled
+    assert all("labelSelector=dlrm.dev" in asked for asked in server.asked)
+    assert "/api/v1/namespaces/space/pods" in server.asked[0]
+    assert "resourceVersion=1" in server.asked[1]
+    assert woken == [JobKey("space", "demo")]
+
+
+def test_a_watch_event_changes_the_copy_and_a_bookmark_moves_the_version(
+    server: ScriptedServer, api: KubernetesApi
+) -> None:
+    bookmark = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}}
+    events = [{"type": "ADDED", "object": pod("b", 2)}, {"type": "DELETED", "object": pod("a", 3)}, bookmark]
+    server.script = [listing(1, pod("a", 1)), (200, {}, events), (200, {}, [])]
+
+    cache, _ = follow(api, server, 3)
+
+    assert [seen.name for seen in cache.pods(JobKey("space", "demo"))] == ["b"]
+    assert "resourceVersion=9" in server.asked[2]
+
+
+def test_a_version_that_is_gone_starts_a_new_list(server: ScriptedServer, api: KubernetesApi) -> None:
+    gone = {"type": "ERROR", "object": {"code": 410, "message": "too old resource version"}}
+    server.script = [listing(1, pod("a", 1)), (200, {}, [gone]), listing(7, pod("c", 7)), (200, {}, [])]
+
+    cache, woken = follow(api, server, 4)
+
+    assert [seen.name for seen in cache.pods(JobKey("space", "demo"))] == ["c"]
+    assert len(woken) == 2
+
+
+def test_a_watch_that_breaks_is_taken_up_again(server: ScriptedServer, api: KubernetesApi) -> None:
+    server.script = [listing(1, pod("a", 1)), (500, {}, [{"message": "boom"}]), listing(2, pod("b", 2)), (200, {}, [])]
+
+    cache, _ = follow(api, server, 4)
+
+    assert [seen.name for seen in cache.pods(JobKey("space", "demo"))] == ["b"]

@@ -1,0 +1,63 @@
+"""The planner works in a child process: it may take long, crash or refuse, and the operator goes on."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from operator_cluster import job_document
+
+from dlrm_api.job import parse_job
+from dlrm_operator import planning
+from dlrm_operator.actions import PlanQuestion
+from dlrm_operator.planning import plan_in_child
+from dlrm_planner import plan_job
+
+pytestmark = pytest.mark.slow
+
+
+def question(**spec: Any) -> PlanQuestion:
+    return PlanQuestion(
+        uid="u", generation=1, profile_version="", job=parse_job(job_document("demo", **spec)), profile=None
+    )
+
+
+def test_the_child_gives_the_plan_that_the_planner_makes() -> None:
+    asked = question()
+
+    answer = asyncio.run(plan_in_child(asked, 60))
+
+    assert answer.plan == plan_job(asked.job.spec, None)
+
+
+def test_a_refusal_is_final_and_keeps_the_planners_words() -> None:
+    asked = question(trainer={"replicas": 1, "tierBudgets": {"ddr": "1Ki"}})
+
+    answer = asyncio.run(plan_in_child(asked, 60))
+
+    assert answer.final
+    assert "tierBudgets" in answer.problem
+
+
+def test_a_deadline_is_no_verdict_and_leaves_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning.sys, "executable", "/bin/sleep")  # -m is refused at once, or sleeps: both are no plan
+    started = time.monotonic()
+
+    answer = asyncio.run(plan_in_child(question(), 0.5))
+
+    assert time.monotonic() - started < 10
+    assert answer.plan is None
+    assert not answer.final
+    assert answer.problem
+
+
+def test_the_loop_turns_while_the_planner_works() -> None:
+    async def both() -> int:
+        ticks = 0
+        task = asyncio.create_task(plan_in_child(question(), 60))
+        while not task.done():
+            ticks += 1
+            await asyncio.sleep(0.01)
+        return ticks
+
+    assert asyncio.run(both()) > 5

@@ -1,0 +1,117 @@
+"""Who gets a turn, and when."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from dlrm_operator.cluster_errors import ClusterUnavailableError, ConflictError
+from dlrm_operator.observed import JobKey
+from dlrm_operator.wakeups import Wakeups
+
+A, B = JobKey("space", "a"), JobKey("space", "b")
+
+
+def run_for(seconds: float, take: Callable[[JobKey], Awaitable[None]], wake: Callable[[Wakeups], None]) -> None:
+    async def main() -> None:
+        wakeups = Wakeups(take)
+        task = asyncio.create_task(wakeups.run())
+        wake(wakeups)
+        await asyncio.sleep(seconds)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_ten_events_make_one_turn() -> None:
+    turns: list[JobKey] = []
+
+    async def take(key: JobKey) -> None:
+        turns.append(key)
+
+    run_for(0.3, take, lambda wakeups: [wakeups.add(A) for _ in range(10)] and None)
+
+    assert turns == [A]
+
+
+def test_equal_keys_never_run_at_once_and_different_ones_do() -> None:
+    running: list[JobKey] = []
+    together: set[tuple[JobKey, ...]] = set()
+    wakeups_of_test: list[Wakeups] = []
+
+    async def take(key: JobKey) -> None:
+        running.append(key)
+        together.add(tuple(sorted(running)))
+        wakeups_of_test[0].add(key)
+        await asyncio.sleep(0.05)
+        running.remove(key)
+
+    def wake(wakeups: Wakeups) -> None:
+        wakeups_of_test.append(wakeups)
+        wakeups.add(A)
+        wakeups.add(B)
+
+    run_for(0.5, take, wake)
+
+    assert (A, B) in together
+    assert all(len(set(keys)) == len(keys) for keys in together)
+
+
+def test_a_turn_that_fails_is_repeated_with_growing_rests_and_events_do_not_shorten_them() -> None:
+    times: list[float] = []
+    wakeups_of_test: list[Wakeups] = []
+
+    async def take(key: JobKey) -> None:
+        times.append(time.monotonic())
+        wakeups_of_test[0].add(key)
+        raise ClusterUnavailableError("down")
+
+    def wake(wakeups: Wakeups) -> None:
+        wakeups_of_test.append(wakeups)
+        wakeups.add(A)
+
+    run_for(3.0, take, wake)
+
+    assert 3 <= len(times) <= 6
+
+
+def test_the_servers_wish_to_be_left_alone_is_heeded() -> None:
+    times: list[float] = []
+
+    async def take(key: JobKey) -> None:
+        times.append(time.monotonic())
+        raise ClusterUnavailableError("429", retry_after_s=60.0)
+
+    run_for(1.5, take, lambda wakeups: wakeups.add(A))
+
+    assert len(times) == 1
+
+
+def test_one_jobs_bug_does_not_stop_the_others() -> None:
+    turns: list[JobKey] = []
+
+    async def take(key: JobKey) -> None:
+        turns.append(key)
+        if key == A:
+            raise RuntimeError("a bug")
+
+    def wake(wakeups: Wakeups) -> None:
+        wakeups.add(A)
+        asyncio.get_running_loop().call_later(0.2, wakeups.add, B)
+
+    run_for(0.5, take, wake)
+
+    assert B in turns
+
+
+def test_a_conflict_is_looked_at_again() -> None:
+    turns: list[JobKey] = []
+
+    async def take(key: JobKey) -> None:
+        turns.append(key)
+        if len(turns) == 1:
+            raise ConflictError(409, "the object has been modified")
+
+    run_for(1.5, take, lambda wakeups: wakeups.add(A))
+
+    assert turns == [A, A]
