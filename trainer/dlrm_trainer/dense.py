@@ -82,6 +82,10 @@ class DenseParameters:
         """Parameters that hold a NaN or an infinity."""
         return [name for name, parameter in self._named.items() if not bool(torch.isfinite(parameter).all())]
 
+    def largest(self) -> tuple[float, str]:
+        """The largest absolute value of any parameter, and that parameter."""
+        return max((float(parameter.detach().abs().max()), name) for name, parameter in self._named.items())
+
     def _tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {f"parameter/{name}": parameter for name, parameter in self._named.items()}
         slots = {

@@ -86,3 +86,12 @@ class Learner:
             if len(rows):
                 words.append(f"{len(rows)} rows of table {table.table.name}, the first is row {int(rows[0])}")
         return words + [f"dense parameter {name}" for name in self.dense.bad_parameters()]
+
+    def largest_value(self) -> tuple[float, str]:
+        """The largest absolute value that this rank holds, and where, in words."""
+        value, name = self.dense.largest()
+        found = [(value, f"dense parameter {name}")]
+        for table in self.embeddings.local.values():
+            value, row = table.largest()
+            found.append((value, f"table {table.table.name}, row {row}"))
+        return max(found)

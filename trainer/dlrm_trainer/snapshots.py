@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,11 +106,10 @@ def first_change(then: Any, now: Any, path: str) -> str | None:
             if change := first_change(then.get(key), now.get(key), f"{path}.{key}"):
                 return change
         return None
-    if _is_list(then) and _is_list(now) and len(then) == len(now):
+    if _is_list(then) and _is_list(now) and len(then) == len(now) and any(isinstance(each, Mapping) for each in now):
         changes = (first_change(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(then, now, strict=True)))
         return next((change for change in changes if change), None)
-    same = list(then) == list(now) if _is_list(then) and _is_list(now) else then == now
-    return None if same else f"{path} was {_short(then)} and is {_short(now)}"
+    return None if json.dumps(then) == json.dumps(now) else f"{path} was {_short(then)} and is {_short(now)}"
 
 
 def _is_list(value: Any) -> bool:

@@ -76,6 +76,14 @@ class LocalTable:
             good[first : first + CHUNK_ROWS] &= torch.isfinite(self.weight[first : first + CHUNK_ROWS]).all(dim=1)
         return (~good).nonzero().squeeze(1)
 
+    def largest(self) -> tuple[float, int]:
+        """The largest absolute value of any row, and that row."""
+        found = (-1.0, 0)
+        for first in range(0, self.table.rows, CHUNK_ROWS):
+            value, row = self.weight[first : first + CHUNK_ROWS].abs().amax(dim=1).max(dim=0)
+            found = max(found, (float(value), first + int(row)))
+        return found
+
 
 def table_meta(table: TableSpec, seed: int) -> TableMeta:
     """What a snapshot says of a table."""

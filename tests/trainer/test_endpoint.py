@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from gangs import LOOPBACK, free_port
+from prometheus_client.parser import text_string_to_metric_families
+
+from dlrm_api.checkpoint import CheckpointSpec
+from dlrm_api.errors import TemporaryError
+from dlrm_api.names import TOKEN_HEADER
+from dlrm_api.progress import EvalMetrics, Progress, TrainerPhase
+from dlrm_trainer import endpoint as endpoint_module
+from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.cuts import CutControl
+from dlrm_trainer.endpoint import Endpoint
+from dlrm_trainer.progress import ProgressBoard
+from dlrm_trainer.schedule import Schedule
+
+SCHEDULE = Schedule(num_samples=1_000, batch_size=100, batches_per_epoch=10, total_steps=20)
+
+
+class Idle:
+    """A hand-off that is always free."""
+
+    def ready(self) -> bool:
+        return True
+
+
+@dataclass
+class Served:
+    """An endpoint and what it shows."""
+
+    endpoint: Endpoint
+    board: ProgressBoard
+    control: CutControl
+
+    def ask(self, method: str, path: str, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(LOOPBACK, self.endpoint.port, timeout=10)
+        connection.request(
+            method, path, body=b'{"reason": "test"}' if method == "POST" else None, headers=headers or {}
+        )
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        return answer.status, body
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr(endpoint_module, "CUT_WAIT_S", 0.5)
+    (tmp_path / "token").write_text("secret\n")
+    collectives = Collectives(0, 1, lambda: "")
+    board = ProgressBoard(attempt=4, world_size=2)
+    control = CutControl(CheckpointSpec(uri="file:///nowhere", interval_steps=1_000), collectives)
+    control.attach(Idle())  # type: ignore[arg-type]
+    board.begin(3, 3, SCHEDULE)
+    endpoint = Endpoint(LOOPBACK, free_port(), board, control, collectives, tmp_path / "token")
+    yield Served(endpoint, board, control)
+    endpoint.close()
+
+
+def test_progress_is_the_newest_step(served: Served) -> None:
+    served.board.stepped(12, 0.25, SCHEDULE)
+
+    status, body = served.ask("GET", "/progress")
+
+    progress = Progress.model_validate_json(body)
+    assert status == 200
+    assert (progress.attempt, progress.step, progress.samples, progress.epoch) == (4, 12, 1_200, 1)
+    assert (progress.restored_step, progress.total_steps, progress.loss) == (3, 20, 0.25)
+    assert progress.samples_per_second is not None
+    assert progress.eta_seconds is not None
+
+
+def test_metrics_are_in_prometheus_form_with_our_names(served: Served) -> None:
+    served.board.stepped(12, 0.25, SCHEDULE)
+    served.board.evaluated(EvalMetrics(step=12, samples=9, log_loss=0.4, ne=0.8, auc=0.7, calibration=1.1))
+
+    _, body = served.ask("GET", "/metrics")
+
+    samples = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+    }
+    assert all(name.startswith("dlrm_trainer_") for name in samples)
+    assert samples["dlrm_trainer_steps_total"] == 12
+    assert samples["dlrm_trainer_loss_nats"] == 0.25
+    assert samples["dlrm_trainer_eval_auc_ratio"] == 0.7
+
+
+def test_stacks_show_what_the_threads_are_doing(served: Served) -> None:
+    status, body = served.ask("GET", "/stacks")
+
+    assert status == 200
+    assert b"test_stacks_show_what_the_threads_are_doing" in body
+
+
+@pytest.mark.parametrize("token", [None, "guess"])
+def test_a_cut_needs_the_token(served: Served, token: str | None) -> None:
+    status, body = served.ask("POST", "/cut", {TOKEN_HEADER: token} if token else {})
+
+    assert status == 403
+    assert TOKEN_HEADER in json.loads(body)["error"]
+    assert not served.control.agree(0.1, 4).cut
+
+
+def test_a_cut_is_answered_with_its_step_once_it_is_handed_over(served: Served) -> None:
+    def train() -> None:
+        while not served.control.agree(0.1, 4).cut:
+            time.sleep(0.01)
+        served.control.made(4)
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+
+    status, body = served.ask("POST", "/cut", {TOKEN_HEADER: "secret"})
+    trainer.join()
+
+    assert (status, json.loads(body)) == (200, {"step": 4})
+
+
+def test_a_cut_that_takes_long_is_answered_with_the_first_step_that_it_can_be_at(served: Served) -> None:
+    status, body = served.ask("POST", "/cut", {TOKEN_HEADER: "secret"})
+
+    assert (status, json.loads(body)) == (202, {"step": 4})
+    assert served.control.agree(0.1, 4).cut
+
+
+def test_asking_again_for_a_step_that_was_cut_makes_no_second_cut(served: Served) -> None:
+    served.control.made(3)
+
+    status, body = served.ask("POST", "/cut", {TOKEN_HEADER: "secret"})
+
+    assert (status, json.loads(body)) == (200, {"step": 3})
+    assert not served.control.agree(0.1, 4).cut
+
+
+def test_at_the_end_the_final_cut_answers_a_request(served: Served) -> None:
+    served.board.stepped(20, 0.1, SCHEDULE)
+    served.board.phase(TrainerPhase.FINISHING)
+
+    status, body = served.ask("POST", "/cut", {TOKEN_HEADER: "secret"})
+
+    assert (status, json.loads(body)) == (202, {"step": 20})
+
+
+def test_without_snapshots_a_cut_is_refused(served: Served) -> None:
+    served.control.attach(None)
+
+    status, body = served.ask("POST", "/cut", {TOKEN_HEADER: "secret"})
+
+    assert status == 409
+    assert "no snapshots" in json.loads(body)["error"]
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/"), ("POST", "/progress"), ("GET", "/cut")])
+def test_other_paths_are_not_found(served: Served, method: str, path: str) -> None:
+    status, _ = served.ask(method, path)
+
+    assert status == 404
+
+
+def test_a_port_that_is_taken_is_named(served: Served) -> None:
+    with pytest.raises(TemporaryError, match=str(served.endpoint.port)):
+        Endpoint(LOOPBACK, served.endpoint.port, served.board, served.control, Collectives(0, 1, lambda: ""), None)

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_trainer.journal import Ledger, StepJournal
+
+
+def test_lines_after_the_restored_step_and_a_torn_last_one_are_dropped(tmp_path: Path) -> None:
+    lines = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.4}, {"step": 2, "eval": {}}, {"step": 3, "loss": 0.3}]
+    path = tmp_path / "progress.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo')
+
+    journal = StepJournal(tmp_path, restored_step=2)
+    journal.write({"step": 3, "loss": 0.25})
+    journal.close()
+
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [*lines[:3], {"step": 3, "loss": 0.25}]
+
+
+@given(
+    counts=st.lists(st.integers(0, 5), max_size=8),
+    restored=st.integers(0, 10),
+    torn=st.integers(0, 40),
+)
+def test_a_ledger_keeps_whole_records_up_to_the_restored_step(
+    tmp_path_factory: object, counts: list[int], restored: int, torn: int
+) -> None:
+    folder: Path = tmp_path_factory.mktemp("ledger")  # type: ignore[attr-defined]
+    path = folder / "rank-0.bin"
+    whole, ends = Ledger(folder, 0, 0), [0]
+    for step, count in enumerate(counts, start=1):
+        whole.write(step, np.arange(count) + 100 * step)
+        ends.append(path.stat().st_size)
+    whole.close()
+    size = max(0, ends[-1] - torn)
+    with path.open("r+b") as file:
+        file.truncate(size)
+
+    Ledger(folder, 0, restored).close()
+
+    kept = max(number for number, end in enumerate(ends) if end <= size and number <= restored)
+    assert path.stat().st_size == ends[kept]

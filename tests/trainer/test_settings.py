@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dlrm_api.errors import UsageError
+from dlrm_api.names import Env, Port
+from dlrm_trainer.settings import Settings, read_settings, usable_cpus
+
+
+def test_an_empty_environment_is_that_of_a_pod() -> None:
+    settings = read_settings({})
+
+    assert settings == Settings()
+    assert (settings.bind, settings.trainer_port, settings.master_port) == ("0.0.0.0", Port.TRAINER, Port.RENDEZVOUS)
+    assert settings.handoff_dir is None
+
+
+def test_every_variable_is_read_and_an_empty_one_counts_as_unset() -> None:
+    settings = read_settings(
+        {Env.REPLICA: "2", Env.GRACE_S: "7.5", Env.HANDOFF_DIR: "/dev/shm/x", Env.WORK_DIR: "", Env.TRAINER_PORT: "0"}
+    )
+
+    assert (settings.replica, settings.grace_s, settings.trainer_port) == (2, 7.5, Port.TRAINER)
+    assert (settings.handoff_dir, settings.work_dir) == (Path("/dev/shm/x"), None)
+
+
+def test_a_value_that_is_no_number_is_named() -> None:
+    with pytest.raises(UsageError, match="DLRM_MASTER_PORT: 'http' is no number"):
+        read_settings({Env.MASTER_PORT: "http"})
+
+
+def test_there_is_at_least_one_cpu() -> None:
+    assert usable_cpus() >= 1

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gangs import hand_plan, job_document, small_job
+
+from dlrm_api.errors import InvalidSpecError, SnapshotError
+from dlrm_api.job import DLRMJob, parse_job
+from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows
+from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.data import open_reader
+from dlrm_trainer.embedding import place
+from dlrm_trainer.embedding.rows import table_meta
+from dlrm_trainer.evaluate import evaluate
+from dlrm_trainer.learner import Learner
+from dlrm_trainer.snapshots import check_unchanged, first_change, live_digest, model_document, restore, shards_to_save
+
+ALONE = Collectives(0, 1, lambda: "")
+
+
+class Memory:
+    """A snapshot that was never written anywhere."""
+
+    def __init__(self, pieces: list[ShardRows], dense: dict[str, Any]) -> None:
+        self.pieces, self.arrays = pieces, dense
+
+    def shard_rows(self, shard: ShardId) -> Iterator[ShardRows]:
+        return (piece for piece in self.pieces if piece.shard.table == shard.table)
+
+    def dense(self) -> dict[str, Any]:
+        return self.arrays
+
+
+def learner_of(job: DLRMJob) -> Learner:
+    tables = job.spec.model.all_tables()
+    learner = Learner(job.spec, place(tables, hand_plan(job), 1), ALONE)
+    learner.start(job.spec.training.seed)
+    return learner
+
+
+def train(job: DLRMJob, learner: Learner, start: int, stop: int) -> None:
+    reader = open_reader(job.spec, "train", 0, 1)
+    for number in range(start, stop):
+        learner.learn(learner.forward(reader.read(number), reader.global_count(number), factor=1.0))
+    reader.close()
+
+
+def digest_of(job: DLRMJob, learner: Learner) -> str:
+    return live_digest(learner, place(job.spec.model.all_tables(), hand_plan(job), 1), ALONE)
+
+
+def cut_of(job: DLRMJob, learner: Learner) -> Memory:
+    placement = place(job.spec.model.all_tables(), hand_plan(job), 1)
+    return Memory(list(shards_to_save(learner, placement, 0)), learner.dense.arrays())
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "adam", "sgd"])
+def test_training_from_a_cut_ends_with_the_bytes_of_training_through(tmp_path: Path, kind: str) -> None:
+    job = small_job(tmp_path, training={"denseOptimizer": {"kind": kind}})
+    whole, second = learner_of(job), learner_of(job)
+
+    train(job, whole, 0, 6)
+    cut = cut_of(job, whole)
+    train(job, whole, 6, 14)
+    restore(second, cut)  # type: ignore[arg-type]
+    train(job, second, 6, 14)
+
+    assert digest_of(job, second) == digest_of(job, whole)
+
+
+def test_a_cut_holds_exactly_the_rows_that_were_ever_updated_in_pieces_that_agree(tmp_path: Path) -> None:
+    job = small_job(tmp_path)
+    learner, fresh = learner_of(job), learner_of(job)
+
+    train(job, learner, 0, 3)
+
+    pieces = cut_of(job, learner).pieces
+    metas = {table.name: table_meta(table, job.spec.training.seed) for table in job.spec.model.all_tables()}
+    for piece in pieces:
+        piece.check(metas[piece.shard.table])
+    for table in learner.embeddings.local.values():
+        start = next(each for each in fresh.embeddings.local.values() if each.table == table.table)
+        saved = [row for piece in pieces if piece.shard == table.shard for row in piece.row_ids.tolist()]
+        changed = np.flatnonzero((table.weight != start.weight).any(dim=1).numpy())
+        assert set(changed) <= set(saved)
+        assert set(np.flatnonzero(table.state.numpy())) <= set(saved)
+        assert len(saved) < table.table.rows
+    assert len(pieces) == 4
+
+
+def test_an_evaluation_changes_no_byte_and_marks_no_row(tmp_path: Path) -> None:
+    job = small_job(tmp_path)
+    learner = learner_of(job)
+    train(job, learner, 0, 3)
+    digest, rows = digest_of(job, learner), sum(len(piece.row_ids) for piece in cut_of(job, learner).pieces)
+
+    metrics = evaluate(learner, open_reader(job.spec, "eval", 0, 1), ALONE, step=3)
+
+    assert metrics is not None
+    assert metrics.samples == 500
+    assert digest_of(job, learner) == digest
+    assert sum(len(piece.row_ids) for piece in cut_of(job, learner).pieces) == rows
+
+
+def test_a_value_that_is_not_finite_is_found_where_it_is(tmp_path: Path) -> None:
+    learner = learner_of(small_job(tmp_path))
+    table = learner.embeddings.local[3]
+    table.weight[17, 2] = float("nan")
+    table.state[40] = float("inf")
+
+    assert learner.bad_values() == ["2 rows of table items, the first is row 17"]
+
+
+def test_the_largest_value_is_found_where_it_is(tmp_path: Path) -> None:
+    learner = learner_of(small_job(tmp_path))
+    learner.embeddings.local[0].weight[800, 3] = -1e20
+
+    assert learner.largest_value() == (pytest.approx(1e20), "table users, row 800")
+
+
+def changed(tmp_path: Path, section: str, **values: Any) -> DLRMJob:
+    document = job_document(tmp_path)
+    document["spec"][section] |= values
+    return parse_job(document)
+
+
+def with_table(tmp_path: Path, **values: Any) -> DLRMJob:
+    tables = [dict(table) for table in job_document(tmp_path)["spec"]["model"]["tables"]]
+    tables[1] |= values
+    return changed(tmp_path, "model", tables=tables)
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda path: with_table(path, rows=121), "table bags.rows was 120 and is 121"),
+        (lambda path: with_table(path, name="bag", feature="bags"), "table bag is new"),
+        (lambda path: with_table(path, initializer={"kind": "zero"}), "table bags.scale was"),
+        (lambda path: changed(path, "model", topMlp=[8, 1]), "model.dense.top.layers.0.bias was [16] and is [8]"),
+        (lambda path: changed(path, "training", denseOptimizer={"kind": "adam"}), "model.denseOptimizer was adagrad"),
+        (lambda path: changed(path, "training", seed=4), "table users.seed was 3 and is 4"),
+    ],
+)
+def test_another_model_is_refused_by_the_name_of_what_changed(tmp_path: Path, edit: Any, named: str) -> None:
+    job, other = small_job(tmp_path), edit(tmp_path)
+    meta = CutMeta(step=1, samples=64, world_size=1, attempt=1, model=model_document(job.spec, learner_of(job)))
+
+    with pytest.raises(SnapshotError) as caught:
+        check_unchanged(meta, model_document(other.spec, learner_of(other)), {}, "file:///store/m.json")
+
+    assert named in str(caught.value)
+    assert "spec.checkpoint.uri" in str(caught.value)
+
+
+def test_changed_data_is_refused_and_an_unchanged_job_is_not(tmp_path: Path) -> None:
+    job = small_job(tmp_path)
+    model = model_document(job.spec, learner_of(job))
+    fingerprint = {"samples": 10, "files": [{"name": "a", "bytes": 5}]}
+    reader = {"fingerprint": fingerprint}
+    meta = CutMeta(step=1, samples=64, world_size=1, attempt=1, model=model, reader=reader)
+
+    check_unchanged(meta, model, fingerprint, "here")
+    with pytest.raises(SnapshotError, match=r"data\.files\[0\]\.bytes was 5 and is 6"):
+        check_unchanged(meta, model, {"samples": 10, "files": [{"name": "a", "bytes": 6}]}, "here")
+
+
+def test_lists_and_tuples_of_json_are_the_same() -> None:
+    assert first_change({"a": [1, [2, 3]]}, {"a": (1, (2, 3))}, "x") is None
+    assert first_change({"a": [1]}, {"a": [1, 2]}, "x") == "x.a was [1] and is [1, 2]"
+    assert first_change({"a": 1}, {}, "x") == "x.a was 1 and is absent"
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda plan: plan.model_copy(update={"world_size": 2}), "plan.worldSize: the plan is for 2 ranks"),
+        (lambda plan: plan.model_copy(update={"tables": plan.tables[1:]}), "table users is not in the plan"),
+        (lambda plan: plan.model_copy(update={"tables": plan.tables[::-1]}), "not the model's, in its order"),
+        (lambda plan: _with_shard(plan, kind="row"), "sharding row is not built here"),
+        (lambda plan: _with_shard(plan, row_end=5), "a table shard must cover the whole table"),
+        (lambda plan: _with_shard(plan, rank=3), "table users: give one table shard on a rank of the job"),
+        (lambda plan: _with_table(plan, column_blocks=(0, 4, 8)), "table users: one block (0, 8) is all"),
+    ],
+)
+def test_a_plan_that_cannot_be_executed_is_refused_by_field_and_table(tmp_path: Path, edit: Any, named: str) -> None:
+    job = small_job(tmp_path)
+
+    with pytest.raises(InvalidSpecError) as caught:
+        place(job.spec.model.all_tables(), edit(hand_plan(job)), 1)
+
+    assert named in str(caught.value)
+
+
+def _with_table(plan: Any, **values: Any) -> Any:
+    return plan.model_copy(update={"tables": (plan.tables[0].model_copy(update=values), *plan.tables[1:])})
+
+
+def _with_shard(plan: Any, **values: Any) -> Any:
+    return _with_table(plan, shards=(plan.tables[0].shards[0].model_copy(update=values),))

@@ -1,0 +1,86 @@
+"""How a rank gets ready to train: its way to the checkpointer, and the state of the newest snapshot."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from dlrm_api.job import DLRMJob
+from dlrm_api.plan import Plan
+from dlrm_checkpointer.handoff import HandOffWriter
+from dlrm_checkpointer.store import StoreOptions, open_store
+from dlrm_trainer import snapshots
+from dlrm_trainer.cuts import CutControl
+from dlrm_trainer.data import Reader
+from dlrm_trainer.embedding import Placement
+from dlrm_trainer.learner import Learner
+from dlrm_trainer.progress import ProgressBoard
+from dlrm_trainer.rendezvous import Gang
+from dlrm_trainer.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def open_writer(stack: ExitStack, job: DLRMJob, plan: Plan, settings: Settings, rank: int) -> HandOffWriter | None:
+    """The rank's way to the checkpointer, which learns at the end why the rank left; None: no snapshots are taken."""
+    if settings.handoff_dir is None:
+        logger.warning("no hand-off folder: training without snapshots")
+        return None
+    budget = job.spec.checkpoint.handoff_budget
+    if budget is None and settings.replica < len(plan.handoff_bytes):
+        budget = plan.handoff_bytes[settings.replica]
+    writer = HandOffWriter(settings.handoff_dir, rank, budget or None)
+    stack.push(lambda kind, error, _trace: writer.close("ended" if error is None else f"{kind.__name__}: {error}"))
+    return writer
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one rank's training is made of."""
+
+    job: DLRMJob
+    settings: Settings
+    gang: Gang
+    control: CutControl
+    board: ProgressBoard
+    placement: Placement
+    reader: Reader
+    eval_reader: Reader
+    learner: Learner
+    writer: HandOffWriter | None
+
+
+def restore_newest(parts: Parts) -> tuple[int, int, dict[str, Any]]:
+    """Fill the learner from the newest snapshot that can be used, and say which one that is and why not a newer one.
+
+    Returns:
+        The store's number of this attempt, the steps done, and the metrics that the snapshot carries.
+
+    Raises:
+        SnapshotError: none can be used, or it is of another model or of other data.
+    """
+    checkpoint = parts.job.spec.checkpoint
+    options = StoreOptions(
+        endpoint=checkpoint.endpoint,
+        region=checkpoint.region,
+        ca_file=checkpoint.ca_file,
+        credentials_dir=parts.settings.credentials_dir,
+    )
+    if parts.writer is None:
+        return 0, 0, {}
+    store = open_store(checkpoint.uri, options)
+    note = f"{parts.job.metadata.name}, attempt {parts.settings.attempt}"
+    start = snapshots.choose_start(store, parts.gang.collectives, note)
+    for reason in start.reasons:
+        logger.warning("snapshot passed over: %s", reason)
+    snapshot = snapshots.open_start(store, start)
+    if snapshot is None:
+        logger.info("no snapshot in %s: starting from step 0", checkpoint.uri)
+        return start.attempt, 0, {}
+    model = snapshots.model_document(parts.job.spec, parts.learner)
+    snapshots.check_unchanged(snapshot.meta, model, parts.reader.fingerprint, snapshot.uri)
+    snapshots.restore(parts.learner, snapshot)
+    logger.info("restored step %d from %s", snapshot.step, snapshot.uri)
+    return start.attempt, snapshot.step, snapshot.meta.metrics
