@@ -167,7 +167,8 @@ def _handler(endpoint: Endpoint) -> type[BaseHTTPRequestHandler]:
                 self._refuse(HTTPStatus.NOT_FOUND, "there are /progress, /metrics, /stacks and POST /cut")
 
         def do_POST(self) -> None:
-            self.rfile.read(min(int(self.headers.get("Content-Length") or 0), LARGEST_BODY))
+            length = self.headers.get("Content-Length", "")
+            self.rfile.read(min(int(length) if length.isdigit() else 0, LARGEST_BODY))
             if self.path != "/cut":
                 self._refuse(HTTPStatus.NOT_FOUND, "POST goes to /cut")
             elif not endpoint.allows(self.headers.get(TOKEN_HEADER)):

@@ -20,6 +20,7 @@ class StepJournal:
     def __init__(self, folder: Path, restored_step: int) -> None:
         path = folder / PROGRESS_FILE
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / RESULT_FILE).unlink(missing_ok=True)  # of an earlier end: nobody may take it for this one's
         kept = [line for line in _lines(path) if line.get("step", 0) <= restored_step]
         draft = path.with_suffix(".draft")
         draft.write_text("".join(json.dumps(line) + "\n" for line in kept))

@@ -16,6 +16,7 @@ from dlrm_trainer.collectives import Collectives
 
 RETRY_S = 0.1
 STORE_TIMEOUT_S = 30
+ANY_ADDRESS = "0.0.0.0"  # noqa: S104  compared, not bound
 LAST_WORDS_S = 2.0
 """How long ranks that lost a peer wait for each other's last words, to tell who is silent."""
 
@@ -84,7 +85,7 @@ class Gang:
                 f"rank 0 cannot listen on {self._bind}:{self._port}: {error.strerror}; free the port or choose another"
             ) from error
         return TCPStore(
-            self._bind,
+            "127.0.0.1" if self._bind == ANY_ADDRESS else self._bind,
             self._port,
             is_master=True,
             wait_for_workers=False,
