@@ -16,7 +16,7 @@ EventMaker = Callable[[Literal["Normal", "Warning"], str, str], EmitEvent]
 
 
 def transition_events(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> Iterator[EmitEvent]:
-    """The Events of one write of the status."""
+    """The Events of one write of the status. No message holds a time: an Event said twice must be the same Event."""
 
     def event(kind: Literal["Normal", "Warning"], reason: str, message: str) -> EmitEvent:
         text = shorten(message, EVENT_LENGTH)
@@ -28,7 +28,7 @@ def transition_events(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus)
         where = f"attempt {failure.attempt}, pod {failure.pod or 'unknown'}"
         yield event("Warning", "AttemptFailed", f"{where}: {failure.reason}: {failure.message}")
     if after.restarts > before.restarts:
-        yield event("Normal", "Restarting", f"attempt {after.attempt} follows, not before {after.restart_not_before}")
+        yield event("Normal", "Restarting", f"attempt {after.attempt} follows")
     if after.plan is not None and after.plan != before.plan:
         plan = after.plan
         yield event("Normal", "Planned", f"{plan.world_size} ranks in {plan.nodes} pods for attempt {after.attempt}")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
-from dlrm_operator.cluster_errors import ClusterUnavailableError, ConflictError
+from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError, ConflictError
 from dlrm_operator.metrics import QUEUE, RECONCILES
 from dlrm_operator.observed import JobKey
 
@@ -91,6 +91,10 @@ class Wakeups:
             RECONCILES.labels("unavailable").inc()
             logger.warning("a turn is put off", extra={"job": key, "why": str(error)})
             self._put_off(key, error.retry_after_s)
+        except ClusterRefusedError as error:
+            RECONCILES.labels("refused").inc()  # the next turn says so in the status
+            logger.warning("the API server refused", extra={"job": key, "why": str(error)})
+            self._put_off(key, None)
         except Exception:  # one job's surprise must not end the others' turns
             RECONCILES.labels("error").inc()
             logger.exception("a turn failed", extra={"job": key})

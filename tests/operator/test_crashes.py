@@ -164,7 +164,7 @@ def test_kill_9_of_the_operator_process_at_random_moments_loses_nothing(
     job = JobDriver(api_types.api, namespace, job_document("demo"))
     generator = random.Random(3)
 
-    for _ in range(6):
+    for _ in range(4):
         eventually(lambda: operator.answers("readyz"), 60)  # a life that never began would prove nothing
         until = time.monotonic() + generator.uniform(0.0, 2.0)
         while time.monotonic() < until:

@@ -1,6 +1,8 @@
 """The operator as a process, on a real API server: a job's life from apply to its end."""
 
+import json
 import time
+from pathlib import Path
 
 import pytest
 from kubelet_double import KubeletDouble
@@ -88,6 +90,20 @@ def test_a_deleted_job_leaves_nothing_and_nothing_is_stuck(
     assert "finalizers" not in meta
     assert "annotations" not in meta
     assert kubelet.doubled == []
+    assert writes_to_jobs(api_types, namespace) == {("patch", "status")}
+
+
+def writes_to_jobs(control_plane: ControlPlane, namespace: str) -> set[tuple[str, str]]:
+    """Verb and subresource of every write to a job in the namespace that was not the test's own."""
+    found = set()
+    for line in control_plane.audit_log.read_text().splitlines():
+        call = json.loads(line)
+        about = call.get("objectRef", {})
+        of_jobs = (about.get("resource"), about.get("namespace")) == ("dlrmjobs", namespace)
+        ours = call.get("userAgent", "").startswith("Python-urllib") or call["user"]["username"].startswith("system:")
+        if of_jobs and not ours and call["verb"] not in ("get", "list", "watch"):
+            found.add((call["verb"], about.get("subresource", "")))
+    return found
 
 
 def test_a_job_deleted_while_the_operator_is_away_is_gone_all_the_same(
@@ -197,3 +213,29 @@ def test_the_operator_answers_probes_and_counts(
     assert answers["readyz"] == "ok"
     assert 'dlrm_operator_jobs{phase="Running"} 1.0' in answers["metrics"]
     assert operator.stop() == 0
+
+
+def test_a_refused_pod_is_told_in_the_servers_words_and_tried_again(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    quotas = f"/api/v1/namespaces/{namespace}/resourcequotas"
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": {"hard": {"pods": "1"}}}
+    api_types.api.call("POST", quotas, quota)
+    eventually(lambda: api_types.api.call("GET", f"{quotas}/few").get("status", {}).get("hard"))
+
+    job = JobDriver(api_types.api, namespace, job_document("demo"))
+    eventually(lambda: job.condition("Scheduled").get("reason") == "Refused")
+    words = job.condition("Scheduled")["message"]
+    api_types.api.call("DELETE", f"{quotas}/few")
+    trains(kubelet, job, 1)
+
+    assert "exceeded quota: few" in words
+
+
+def test_without_a_namespace_every_namespace_is_served(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, tmp_path: Path
+) -> None:
+    with OperatorProcess(api_types.kubeconfig, None, tmp_path / "operator.log"):
+        job = JobDriver(api_types.api, namespace, job_document("demo", replicas=1))
+
+        trains(kubelet, job, 1, size=1)

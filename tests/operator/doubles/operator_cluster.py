@@ -86,12 +86,12 @@ class JobDriver:
 
 
 class OperatorProcess:
-    """``python -m dlrm_operator`` of one namespace."""
+    """``python -m dlrm_operator`` of one namespace, or of all."""
 
-    def __init__(self, kubeconfig: Path, namespace: str, log: Path) -> None:
+    def __init__(self, kubeconfig: Path, namespace: str | None, log: Path) -> None:
         self.port = free_port("127.0.0.1")
         self._log = log
-        flags = ["--namespace", namespace, "--address", "127.0.0.1", "--port", str(self.port)]
+        flags = [*(("--namespace", namespace) if namespace else ()), "--address", "127.0.0.1", "--port", str(self.port)]
         flags += ["--poll-s", "0.2", "--resync-s", "2", "--log-format", "plain"]
         self._argv = [sys.executable, "-m", "dlrm_operator", *flags]
         self._env = {**os.environ, "KUBECONFIG": str(kubeconfig), "OMP_NUM_THREADS": "1"}
