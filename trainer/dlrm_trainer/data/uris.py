@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -37,7 +38,7 @@ def find_files(uris: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
     """
     found = {path for uri in uris for path in _expand(uri, suffixes)}
     for path in found:
-        if not os.access(path, os.R_OK):
+        if not os.access(path, os.R_OK, effective_ids=True):
             raise NoPermissionError(f"{path}: no permission to read it: change its owner or mode, or run as its owner")
     return sorted(found)
 
@@ -69,12 +70,13 @@ def read_text(path: Path) -> str:
 def _expand(uri: str, suffixes: Sequence[str]) -> list[Path]:
     path = local_path(uri)
     try:
-        if path.is_dir():
-            return _in_folder(path, suffixes)
-        if path.exists():
-            return [path.absolute()]
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        mode = 0
     except PermissionError as error:
         raise NoPermissionError(f"{path}: no permission to look there: change the folder's owner or mode") from error
+    if mode:
+        return _in_folder(path, suffixes) if stat.S_ISDIR(mode) else [path.absolute()]
     if not _MAGIC & set(str(path)):
         raise NoInputError(f"{path}: no such file or folder: check data.train.uris and data.eval.uris")
     anchor = Path(path.anchor) if path.is_absolute() else Path.cwd()
@@ -86,7 +88,7 @@ def _expand(uri: str, suffixes: Sequence[str]) -> list[Path]:
 
 
 def _in_folder(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    if not os.access(folder, os.R_OK | os.X_OK):
+    if not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
         raise NoPermissionError(f"{folder}: no permission to list it: change the folder's owner or mode")
     files = [
         path.absolute()

@@ -1,0 +1,227 @@
+"""What every reader promises: the same batches at any world size, pure reads, reading ahead, and a fingerprint."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from dlrm_api.errors import NoInputError, NoPermissionError
+from dlrm_api.job import parse_job
+from dlrm_trainer.data import open_reader
+from dlrm_trainer.data.hashing import rows_of_ids
+from dlrm_trainer.data.prefetch import prefetched
+from dlrm_trainer.data.uris import find_files, local_path, relative_names
+
+DATA = {
+    "format": "synthetic",
+    "synthetic": {"samples": 1_003, "evalSamples": 101},
+    "globalBatchSize": 96,
+    "virtualShards": 12,
+}
+TABLES = [
+    {"name": "bags", "rows": 90, "dim": 4, "maxLookups": 5, "avgLookups": 2},
+    {"name": "ids", "rows": 30, "dim": 4},
+]
+
+
+@given(st.integers(1, 12), st.integers(0, 25), st.sampled_from(["train", "eval"]))
+@settings(max_examples=30, deadline=None)
+def test_the_ranks_slices_are_one_batch(world_size: int, number: int, split: Any) -> None:
+    spec = _spec()
+    whole = open_reader(spec, split, 0, 1).read(number)
+
+    parts = [open_reader(spec, split, rank, world_size).read(number) for rank in range(world_size)]
+
+    for field in ("sample_ids", "dense", "labels"):
+        assert torch.equal(torch.cat([getattr(part, field) for part in parts]), getattr(whole, field))
+    lengths = torch.cat([part.lengths for part in parts], dim=1)
+    assert torch.equal(lengths, whole.lengths)
+    bags = list(chain(*(part.values[: int(part.lengths[0].sum())] for part in parts)))
+    assert bags == list(whole.values[: int(whole.lengths[0].sum())])
+
+
+def test_shapes_and_types_are_those_of_the_contract(make_spec: Any) -> None:
+    batch = open_reader(make_spec(DATA, TABLES), "train", 0, 1).read(1)
+
+    assert (batch.number, batch.sample_ids.shape, batch.sample_ids.dtype) == (1, (96,), torch.int64)
+    assert (batch.dense.shape, batch.dense.dtype) == ((96, 13), torch.float32)
+    assert (batch.labels.shape, batch.labels.dtype) == ((96,), torch.float32)
+    assert (batch.lengths.shape, batch.lengths.dtype) == ((2, 96), torch.int32)
+    assert (batch.values.shape, batch.values.dtype) == ((int(batch.lengths.sum()),), torch.int64)
+
+
+def test_a_slice_may_be_empty(make_spec: Any) -> None:
+    spec = make_spec(DATA | {"synthetic": {"samples": 1}}, TABLES)
+
+    sizes = [open_reader(spec, "train", rank, 12).read(0).lengths.shape for rank in range(12)]
+
+    assert sorted(sizes) == [(2, 0)] * 11 + [(2, 1)]
+
+
+def test_reading_ahead_gives_what_reading_gives_in_order(make_spec: Any) -> None:
+    reader = open_reader(make_spec(DATA, TABLES), "train", 0, 1)
+
+    ahead = list(reader.iterate(7, 25))
+
+    assert [batch.number for batch in ahead] == list(range(7, 25))
+    assert all(torch.equal(batch.values, reader.read(batch.number).values) for batch in ahead)
+
+
+def test_an_evaluation_split_that_is_left_out_has_no_samples(make_spec: Any, tmp_path: Path) -> None:
+    spec = make_spec({"format": "criteo-tsv", "train": {"uris": [str(tmp_path)]}})
+
+    reader = open_reader(spec, "eval", 0, 1)
+
+    assert reader.num_samples == 0
+    assert list(reader.iterate(0, reader.batches_per_epoch)) == []
+
+
+def test_the_fingerprint_changes_with_anything_that_batch_numbers_mean(make_spec: Any) -> None:
+    base = open_reader(make_spec(DATA, TABLES), "train", 0, 1).fingerprint
+    changes: list[dict[str, Any]] = [
+        {"globalBatchSize": 192},
+        {"virtualShards": 6},
+        {"shuffle": {"windowRows": 8}},
+        {"synthetic": {"samples": 1_004}},
+        {"synthetic": DATA["synthetic"] | {"noise": 1}},  # type: ignore[operator]
+    ]
+
+    others = [open_reader(make_spec(DATA | change, TABLES), "train", 0, 1).fingerprint for change in changes]
+
+    assert all(other != base for other in others)
+    assert open_reader(make_spec(DATA, TABLES), "train", 1, 3).fingerprint == base
+
+
+def test_an_error_while_reading_ahead_reaches_the_consumer_in_its_place() -> None:
+    def items() -> Iterator[int]:
+        yield from (1, 2)
+        raise NoInputError("gone")
+
+    ahead = prefetched(items(), depth=2)
+
+    seen = [next(ahead), next(ahead)]
+    with pytest.raises(NoInputError, match="gone"):
+        next(ahead)
+
+    assert seen == [1, 2]
+
+
+def test_closing_the_iterator_ends_its_thread_and_reads_no_more_than_the_depth_ahead() -> None:
+    made: list[int] = []
+
+    def items() -> Iterator[int]:
+        for number in range(1_000):
+            made.append(number)
+            yield number
+
+    ahead = prefetched(items(), depth=2)
+    assert next(iter(ahead)) == 0
+    ahead.close()  # type: ignore[attr-defined]
+
+    assert len(made) <= 5
+    assert not [thread for thread in threading.enumerate() if thread.name == "dlrm-prefetch"]
+
+
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1), st.integers(1, 2**40), st.sampled_from(["modulo", "mix"])
+)
+def test_hashed_ids_are_rows_of_the_table(ids: list[int], rows: int, kind: Any) -> None:
+    hashed, outside = rows_of_ids(np.array(ids, dtype=np.int64), rows, kind)
+
+    assert outside is None
+    assert ((hashed >= 0) & (hashed < rows)).all()
+
+
+def test_the_mix_hash_is_the_one_that_is_written_down() -> None:
+    def by_hand(value: int) -> int:
+        value = (value + 0x9E3779B97F4A7C15) % 2**64
+        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+        return value ^ value >> 31
+
+    ids = np.array([0, 1, 2**32, -1], dtype=np.int64)
+
+    hashed, _ = rows_of_ids(ids, 1_000_003, "mix")
+
+    assert hashed.tolist() == [by_hand(int(i) % 2**64) % 1_000_003 for i in ids]
+
+
+def test_paths_uris_folders_and_patterns_name_files(tmp_path: Path) -> None:
+    names = ["b.tsv", "a.tsv", "day=1/c.tsv", "_log.tsv", ".hidden.tsv", "notes.md"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+
+    folder = find_files([str(tmp_path)], [".tsv"])
+    pattern = find_files([f"file://{tmp_path}/*.tsv", str(tmp_path / "b.tsv")], [".tsv"])
+
+    assert relative_names(folder) == ["a.tsv", "b.tsv", "day=1/c.tsv"]
+    assert {"a.tsv", "b.tsv"} <= set(relative_names(pattern))
+    assert len(pattern) == len(set(pattern))
+    assert local_path("file:///data/two%20words.tsv") == Path("/data/two words.tsv")
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("{0}/absent.tsv", r"absent\.tsv: no such file or folder: check data\.train\.uris"),
+        ("{0}/*.tsv", r"no file matches the pattern"),
+        ("{0}", r"the folder holds no file that ends in \.tsv"),
+        ("https://example.com/a.tsv", r"only files of this machine"),
+        ("file://server/a.tsv", r"only files of this machine"),
+    ],
+)
+def test_a_uri_that_names_nothing_is_refused(uri: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(NoInputError, match=message):
+        find_files([uri.format(tmp_path)], [".tsv"])
+
+
+def test_a_file_that_may_not_be_read_is_refused_by_name() -> None:
+    with tempfile.TemporaryDirectory() as folder, as_nobody(Path(folder)):
+        (Path(folder) / "secret.tsv").touch(mode=0o000)
+
+        with pytest.raises(NoPermissionError, match=r"secret\.tsv: no permission to read it"):
+            find_files([folder + "/secret.tsv"], [".tsv"])
+
+
+def test_a_folder_that_may_not_be_entered_or_listed_is_refused_by_name() -> None:
+    with tempfile.TemporaryDirectory() as folder, as_nobody(Path(folder)):
+        locked = Path(folder) / "locked"
+        locked.mkdir(mode=0o000)
+
+        with pytest.raises(NoPermissionError, match=r"day\.tsv: no permission to look there"):
+            find_files([str(locked / "day.tsv")], [".tsv"])
+        with pytest.raises(NoPermissionError, match=r"locked: no permission to list it"):
+            find_files([str(locked)], [".tsv"])
+
+
+@contextmanager
+def as_nobody(folder: Path) -> Iterator[None]:
+    """Root may read everything: give the folder to nobody and take nobody's rights for a while."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.chown(folder, 65_534, -1)
+    os.seteuid(65_534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def _spec() -> Any:
+    model = {"denseFeatures": ["I1"], "bottomMlp": [4], "topMlp": [1], "tables": TABLES}
+    spec = {"model": model, "data": DATA, "checkpoint": {"uri": "file:///unused"}}
+    return parse_job({"metadata": {"name": "test"}, "spec": spec}).spec

@@ -1,0 +1,192 @@
+"""What synthetic data promises: any sample from its number alone, the popularity asked for, labels worth learning."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from numpy.typing import NDArray
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+
+from dlrm_api.errors import BadDataError, NoInputError
+from dlrm_trainer.data import open_reader
+from dlrm_trainer.data.hashing import random_bits, stream_key
+from dlrm_trainer.data.histogram import parse_histogram, read_histogram
+from dlrm_trainer.data.popularity import Popularity, Scatter
+from dlrm_trainer.data.synthetic import SyntheticSource
+
+SYNTHETIC = {"samples": 20_000, "evalSamples": 5_000}
+HISTOGRAM = """Ratio of index distribution at different column sizes:
+(0, 1]: 0.200
+(1, 2]: 0.300
+(2, 4]: 0.400
+(4+: 0.100
+[0, 1, 2, 4]
+"""
+
+
+def draws(popularity: Popularity, count: int = 400_000) -> NDArray[np.int64]:
+    counters = np.arange(count, dtype=np.uint64)
+    steps, places = (random_bits(stream_key(name), counters) for name in ("steps", "places"))
+    return popularity.ranks(steps, places).astype(np.int64)
+
+
+def test_a_sample_is_the_same_whichever_samples_it_is_asked_with(make_spec: Any) -> None:
+    tables = [
+        {"name": "a", "rows": 100, "dim": 4, "maxLookups": 9, "avgLookups": 3},
+        {"name": "b", "rows": 7, "dim": 4},
+    ]
+    source = SyntheticSource(make_spec({"format": "synthetic", "synthetic": SYNTHETIC}, tables), "train")
+    everything = source.rows(np.arange(500))
+    asked = np.array([499, 3, 77])
+
+    few = source.rows(asked)
+
+    assert few.dense.tolist() == everything.dense[asked].tolist()
+    assert few.labels.tolist() == everything.labels[asked].tolist()
+    assert few.lengths.tolist() == everything.lengths[:, asked].tolist()
+    stops = np.cumsum(everything.lengths[0])
+    bags = [everything.ids[stops[i] - everything.lengths[0, i] : stops[i]].tolist() for i in asked]
+    assert few.ids[: few.lengths[0].sum()].tolist() == list(chain(*bags))
+
+
+def test_training_and_evaluation_samples_differ_and_seeds_differ(make_spec: Any) -> None:
+    data = {"format": "synthetic", "synthetic": SYNTHETIC}
+    first = SyntheticSource(make_spec(data), "train").rows(np.arange(50))
+
+    others = [
+        SyntheticSource(make_spec(data), "eval").rows(np.arange(50)),
+        SyntheticSource(make_spec(data, training={"seed": 1}), "train").rows(np.arange(50)),
+    ]
+
+    assert all(first.dense.tolist() != other.dense.tolist() for other in others)
+
+
+def test_bags_have_the_average_asked_for_and_never_more_than_the_most(make_spec: Any) -> None:
+    tables = [
+        {"name": "few", "rows": 50, "dim": 4, "maxLookups": 10, "avgLookups": 2.5},
+        {"name": "most", "rows": 50, "dim": 4, "maxLookups": 6},
+        {"name": "seldom", "rows": 50, "dim": 4, "avgLookups": 0.3},
+    ]
+    source = SyntheticSource(make_spec({"format": "synthetic", "synthetic": SYNTHETIC}, tables), "train")
+
+    lengths = source.rows(np.arange(20_000)).lengths
+
+    assert lengths[0].mean() == pytest.approx(2.5, abs=0.05)
+    assert lengths[0].max() <= 10
+    assert set(lengths[1].tolist()) == {6}
+    assert lengths[2].mean() == pytest.approx(0.3, abs=0.02)
+
+
+@pytest.mark.parametrize("rate", [0.03, 0.25, 0.8])
+def test_the_share_of_positive_labels_is_about_that_asked_for(rate: float, make_spec: Any) -> None:
+    spec = make_spec({"format": "synthetic", "synthetic": SYNTHETIC | {"positiveRate": rate}})
+
+    labels = SyntheticSource(spec, "train").rows(np.arange(20_000)).labels
+
+    assert labels.mean() == pytest.approx(rate, rel=0.1)
+
+
+def test_the_dense_features_alone_tell_something_about_the_label(make_spec: Any) -> None:
+    spec = make_spec({"format": "synthetic", "synthetic": SYNTHETIC})
+    train, evaluation = (SyntheticSource(spec, split).rows(np.arange(5_000)) for split in ("train", "eval"))
+
+    model = LogisticRegression(max_iter=500).fit(train.dense, train.labels)
+
+    assert roc_auc_score(evaluation.labels, model.predict_proba(evaluation.dense)[:, 1]) > 0.6
+
+
+def test_counts_are_whole_and_never_negative_where_log1p_follows(make_spec: Any) -> None:
+    spec = make_spec({"format": "synthetic", "synthetic": SYNTHETIC, "dense": {"transform": "log1p"}})
+
+    dense = SyntheticSource(spec, "train").rows(np.arange(2_000)).dense
+
+    assert (dense >= 0).all()
+    assert (dense == np.floor(dense)).all()
+
+
+def test_a_job_of_a_trillion_rows_holds_no_table(make_spec: Any) -> None:
+    tables = [{"name": "huge", "rows": 2**40, "dim": 4}]
+    spec = make_spec({"format": "synthetic", "synthetic": {"samples": 2**40}}, tables)
+
+    batch = open_reader(spec, "train", 0, 1).read(123_456)
+
+    assert 0 <= int(batch.values.min()) <= int(batch.values.max()) < 2**40
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.8, 1.05, 1.5])
+def test_zipf_ids_are_as_popular_as_zipfs_law_says(alpha: float) -> None:
+    rows = 5_000
+    expected = np.arange(1, rows + 1.0) ** -alpha
+    expected /= expected.sum()
+
+    ranks = draws(Popularity.zipf(rows, alpha))
+
+    counted = np.bincount(ranks, minlength=rows) / ranks.size
+    for top in (1, 10, 100, 1_000):
+        assert counted[:top].sum() == pytest.approx(expected[:top].sum(), rel=0.05, abs=0.002)
+    assert ranks.max() < rows
+
+
+def test_histogram_bins_keep_their_share_of_lookups() -> None:
+    popularity = parse_histogram(HISTOGRAM, Path("h.txt")).popularity(10_000)
+
+    ranks = draws(popularity)
+
+    times = np.array([6, 3, 2, 1])  # mean reuse in each bin, the hottest first
+    edges = np.cumsum(np.array([0.1, 0.4, 0.3, 0.2]) / times)
+    bounds = np.ceil(edges / edges[-1] * 10_000).astype(int)
+    counted = np.searchsorted(bounds, ranks, side="right")
+    assert np.bincount(counted) / ranks.size == pytest.approx([0.1, 0.4, 0.3, 0.2], abs=0.005)
+
+
+@given(st.integers(1, 3_000))
+@settings(max_examples=60, deadline=None)
+def test_a_histogram_shapes_a_table_of_any_size_and_uses_all_its_rows(rows: int) -> None:
+    popularity = parse_histogram(HISTOGRAM, Path("h.txt")).popularity(rows)
+
+    assert int(popularity.counts.sum()) == rows
+    assert popularity.starts.tolist() == (np.cumsum(popularity.counts) - popularity.counts).tolist()
+    assert (popularity.counts > 0).all()
+
+
+@pytest.mark.parametrize("year", ["2021", "2022"])
+def test_ids_drawn_from_a_measured_histogram_have_its_locality(year: str, shared_data: Path) -> None:
+    histogram = read_histogram(str(shared_data / f"meta-embedding-locality-{year}.txt"))
+
+    ranks = draws(histogram.popularity(1_000_000))
+
+    assert len(histogram.shares) == 17
+    hottest = (ranks < 10_000).mean()
+    assert hottest == pytest.approx({"2021": 0.44, "2022": 0.50}[year], abs=0.04)
+
+
+@pytest.mark.parametrize("text", ["", "(0, 1]: 0.5\n", "Ratio of index distribution:\nnothing\n"])
+def test_a_file_without_a_histogram_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    (tmp_path / "reuse.txt").write_text(text)
+
+    with pytest.raises(BadDataError, match=r"reuse\.txt: no reuse histogram: expected a line"):
+        read_histogram(str(tmp_path / "reuse.txt"))
+
+
+def test_an_absent_histogram_is_named(make_spec: Any, tmp_path: Path) -> None:
+    data = {"format": "synthetic", "synthetic": {"reuseHistogram": str(tmp_path / "absent.txt")}}
+
+    with pytest.raises(NoInputError, match=r"absent\.txt: no such file"):
+        open_reader(make_spec(data), "train", 0, 1)
+
+
+@given(st.integers(1, 5_000), st.integers(0, 2**64 - 1))
+@settings(max_examples=60, deadline=None)
+def test_scattering_ranks_over_a_table_hits_each_row_once(rows: int, key: int) -> None:
+    scatter = Scatter.of(rows, np.uint64(key))
+
+    scattered = scatter(np.arange(rows, dtype=np.uint64))
+
+    assert np.sort(scattered).tolist() == list(range(rows))
