@@ -20,10 +20,10 @@ from dlrm_cli.workdir import WorkDir
 LOOPBACK = "127.0.0.1"
 
 PROGRAMS: Mapping[str, tuple[str, ...]] = {
-    Container.TRAINER: (sys.executable, "-m", "dlrm_trainer"),
-    Container.CHECKPOINTER: (sys.executable, "-m", "dlrm_checkpointer"),
+    Container.TRAINER: (sys.executable, "-P", "-m", "dlrm_trainer"),
+    Container.CHECKPOINTER: (sys.executable, "-P", "-m", "dlrm_checkpointer"),
 }
-"""What each role runs, before its arguments."""
+"""What each role runs, before its arguments; -P keeps the files of the current folder from shadowing modules."""
 
 
 @dataclass(frozen=True, kw_only=True)

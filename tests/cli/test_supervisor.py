@@ -319,6 +319,6 @@ def test_killing_dlrmctl_leaves_no_process_behind(tmp_path: Path) -> None:
 
 def test_the_processes_are_our_own_programs() -> None:
     assert {role: program[1:] for role, program in PROGRAMS.items()} == {
-        "trainer": ("-m", "dlrm_trainer"),
-        "checkpointer": ("-m", "dlrm_checkpointer"),
+        "trainer": ("-P", "-m", "dlrm_trainer"),
+        "checkpointer": ("-P", "-m", "dlrm_checkpointer"),
     }
