@@ -84,6 +84,8 @@ class Exchange:
         Returns:
             (n, D) of all sharded tables, owner by owner.
         """
+        if self._collectives.world_size == 1:
+            return pooled
         own = samples[self._mine]
         flat = self._collectives.all_to_all(
             pooled.flatten(),
@@ -103,6 +105,8 @@ class Exchange:
         Returns:
             (N, D_r) of this rank's tables.
         """
+        if self._collectives.world_size == 1:
+            return gradient.contiguous()
         own, width = samples[self._mine], self._widths[self._mine]
         flat = self._collectives.all_to_all(
             torch.cat([part.flatten() for part in torch.split(gradient, self._widths, dim=1)]),
