@@ -86,7 +86,9 @@ class ModelCluster:
         match action:
             case ApplyStatus():
                 assert action.resource_version == self.job["metadata"]["resourceVersion"], "a stale write"
-                self.job["status"] = action.status.model_dump(mode="json", exclude_none=True)
+                written = action.status.model_dump(mode="json", exclude_none=True)
+                self._check_transition_times(written)
+                self.job["status"] = written
                 self.writes += 1
                 self.touch()
             case CreatePod(manifest=manifest):
@@ -156,6 +158,14 @@ class ModelCluster:
 
     def pass_time(self, seconds: float) -> None:
         self.now += timedelta(seconds=seconds)
+
+    def _check_transition_times(self, written: Object) -> None:
+        """A condition's time moves with its status, and never without it."""
+        known = {old["type"]: old for old in self.job.get("status", {}).get("conditions", [])}
+        for new in written["conditions"]:
+            old = known.get(new["type"])
+            moved = old is None or old["status"] != new["status"]
+            assert new["lastTransitionTime"] == (timestamp(self.now) if moved else old["lastTransitionTime"])
 
     def _create_pod(self, manifest: Object) -> None:
         name, labels = manifest["metadata"]["name"], manifest["metadata"]["labels"]

@@ -1,0 +1,66 @@
+"""One job of a model cluster, brought to where a test begins."""
+
+from typing import Any
+
+from kubelet_double import committed_word
+from model_cluster import ModelCluster
+
+from dlrm_api.progress import Progress, TrainerPhase
+from dlrm_api.status import Condition, ConditionType, DLRMJobStatus, FailureEvidence, Phase
+from dlrm_operator.conditions import find_condition
+from dlrm_operator.observed import Polled
+
+POD_0, POD_1 = "demo-trainer-1-0", "demo-trainer-1-1"
+
+
+def status(cluster: ModelCluster) -> DLRMJobStatus:
+    return DLRMJobStatus.model_validate(cluster.job.get("status", {}))
+
+
+def running(replicas: int = 2, **restart: Any) -> ModelCluster:
+    """A cluster whose job trains in its first attempt."""
+    limits = {"maxRestarts": 3, "backoff": "10s", "maxBackoff": "1m", **restart}
+    cluster = ModelCluster(replicas, lifecycle={"restart": limits})
+    bring_up(cluster)
+    return cluster
+
+
+def bring_up(cluster: ModelCluster) -> None:
+    for _ in range(5):
+        cluster.turn()
+        cluster.plan()
+        for name in cluster.pods:
+            cluster.start(name)
+    say(cluster, step=1)
+    cluster.settle()
+    assert status(cluster).phase is Phase.RUNNING
+
+
+def say(cluster: ModelCluster, step: int, committed: int | None = None, **word: Any) -> None:
+    attempt = max(status(cluster).attempt, 1)
+    first = cluster.pods[f"demo-trainer-{attempt}-0"]["metadata"]["uid"]
+    trainer = Progress(attempt=attempt, phase=TrainerPhase.TRAINING, step=step, loss=0.5)
+    checkpointer = committed_word(committed).model_copy(update=word)
+    cluster.polled = Polled(pod_uid=first, trainer=trainer, checkpointer=checkpointer)
+
+
+def next_gang(cluster: ModelCluster) -> None:
+    """Old pods go, the backoff passes, the next gang trains."""
+    cluster.turn()
+    cluster.pods = {}
+    cluster.pass_time(120)
+    bring_up(cluster)
+
+
+def condition(cluster: ModelCluster, kind: ConditionType) -> Condition:
+    """The condition of that type; there must be one."""
+    found = find_condition(status(cluster).conditions, kind)
+    assert found is not None, kind
+    return found
+
+
+def failure(cluster: ModelCluster) -> FailureEvidence:
+    """The last failure; there must be one."""
+    found = status(cluster).last_failure
+    assert found is not None
+    return found
