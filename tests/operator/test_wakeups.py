@@ -29,7 +29,11 @@ def test_ten_events_make_one_turn() -> None:
     async def take(key: JobKey) -> None:
         turns.append(key)
 
-    run_for(0.3, take, lambda wakeups: [wakeups.add(A) for _ in range(10)] and None)
+    def wake(wakeups: Wakeups) -> None:
+        for _ in range(10):
+            wakeups.add(A)
+
+    run_for(0.3, take, wake)
 
     assert turns == [A]
 
