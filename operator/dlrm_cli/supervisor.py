@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Protocol
 
 from dlrm_api.job import DLRMJob
-from dlrm_api.names import Container
+from dlrm_api.names import Container, ExitCode
 from dlrm_cli.gang import PROGRAMS, Gang, free_ports
 from dlrm_cli.processes import LocalScheduler
 from dlrm_cli.running import Running
@@ -115,6 +115,8 @@ class Supervisor:
                 if ending is None:
                     return Outcome.DONE
                 if self.stop.count:
+                    if ending.code != ExitCode.TERMINATED:
+                        self.display.say(ending.sentence)
                     return Outcome.STOPPED
                 budget, wait_s = self._wait_after(ending, budget)
                 self.restarts += 1
@@ -162,7 +164,9 @@ class Supervisor:
                 blamed = self._watch_trainers(running, watch)
                 gang_failed = blamed is not None and not self.stop.count
                 self._watch_sidecars(running, watch, gang_failed=gang_failed)
-                return blamed or running.uncommitted()
+                if blamed is None:
+                    return running.uncommitted()
+                return to_blame([blamed, *running.failed(Container.CHECKPOINTER)])
         finally:
             running.kill()
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dlrm_api.errors import BadDataError, DLRMError, NoPermissionError, TemporaryError
+from dlrm_api.errors import BadDataError, DeviceError, DLRMError, NoPermissionError, TemporaryError
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import ExitCode
 from dlrm_cli.gang import PROGRAMS
@@ -206,6 +206,16 @@ def test_a_final_snapshot_that_is_not_committed_is_a_failed_attempt(tmp_path: Pa
 
     assert outcome is Outcome.DONE
     assert supervised.restarts == 1
+
+
+def test_a_trainer_that_waited_in_vain_for_its_sidecar_is_not_the_one_to_blame(tmp_path: Path) -> None:
+    sidecar = {"0": ["deaf sleep:0.8 exit:74:/s_is_full:_free_some_space"]}
+    supervised = supervisor(tmp_path, {"0": ["sleep:0.4 exit:75:not_committed_in_time"]}, sidecar)
+
+    with pytest.raises(DeviceError, match="free some space"):
+        supervised.run()
+
+    assert turns(tmp_path, "trainer-0") == 1
 
 
 def after(seconds: float, act: Any) -> threading.Timer:
