@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_api.data import SyntheticSpec
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TableSpec
 from dlrm_trainer.data.batch import Fingerprint, RawRows
 from dlrm_trainer.data.hashing import random_bits, stream_key, uniform
-from dlrm_trainer.data.histogram import read_histogram
+from dlrm_trainer.data.histogram import ReuseHistogram, read_histogram
 from dlrm_trainer.data.popularity import Popularity, Scatter
 from dlrm_trainer.data.teacher import Hidden, Teacher, gaussian, row_effects, sigmoid
 
@@ -61,7 +60,8 @@ class SyntheticSource:
         self._features = len(spec.model.dense_features)
         self._counts = spec.data.dense.transform == "log1p"
         self.num_samples = synthetic.samples if split == "train" else synthetic.eval_samples
-        self._draws = _draws(spec.model.all_tables(), synthetic, seed, split)
+        self._histogram = read_histogram(synthetic.reuse_histogram) if synthetic.reuse_histogram else None
+        self._draws = _draws(spec, self._histogram, split)
         self._dense_keys = [stream_key(seed, split, "dense", number) for number in range(self._features)]
         self._noise_key, self._label_key = (stream_key(seed, split, what) for what in ("noise", "label"))
         probe = np.arange(_PROBE_SAMPLES, dtype=np.uint64)
@@ -69,8 +69,9 @@ class SyntheticSource:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """All that the samples depend on beside the model and the seed."""
-        return {"format": "synthetic", **self._spec.model_dump(mode="json")}
+        """All that the samples depend on beside the model and the seed: a histogram by its content, not its path."""
+        ids = {"alpha": self._spec.alpha} if self._histogram is None else {"shares": self._histogram.shares.tolist()}
+        return {"format": "synthetic", **ids, "noise": self._spec.noise, "positiveRate": self._spec.positive_rate}
 
     def where(self, sample_id: int) -> str:
         """Which sample, in words."""
@@ -112,10 +113,10 @@ class SyntheticSource:
         return np.asarray(np.floor(4.0 * shares / (1.0 + 2.0**-10 - shares)), dtype=np.float32)
 
 
-def _draws(tables: tuple[TableSpec, ...], spec: SyntheticSpec, seed: int, split: str) -> list[_Draws]:
-    histogram = read_histogram(spec.reuse_histogram) if spec.reuse_histogram else None
+def _draws(spec: DLRMJobSpec, histogram: ReuseHistogram | None, split: str) -> list[_Draws]:
+    tables, seed = spec.model.all_tables(), spec.training.seed
     popularity = {
-        rows: histogram.popularity(rows) if histogram else Popularity.zipf(rows, spec.alpha)
+        rows: histogram.popularity(rows) if histogram else Popularity.zipf(rows, spec.data.synthetic.alpha)
         for rows in {table.rows for table in tables}
     }
     return [
