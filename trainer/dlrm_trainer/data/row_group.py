@@ -54,7 +54,7 @@ class RowGroupDecoder:
             values[:, place] = self._dense(data[name], name)
         bags = [self._bags(data[name], name) for name in tables]
         lengths = np.stack([sizes for sizes, _ in bags], axis=1)
-        stops = lengths.astype(np.int64).cumsum().reshape(lengths.shape)  # twice as fast as cumsum's own cast
+        stops: NDArray[np.int64] = np.cumsum(lengths.astype(np.int64)).reshape(lengths.shape)
         ids = np.empty(int(stops[-1, -1]), dtype=np.int64)
         for place, (sizes, bag_ids) in enumerate(bags):
             ids[range_indexes(stops[:, place] - sizes, sizes)] = bag_ids
