@@ -1,6 +1,6 @@
 """Turn MovieLens 100K into Parquet files for training and evaluation, split by time.
 
-``python examples/movielens/prepare.py ml-100k/ movielens-data/``
+``python examples/movielens/prepare.py ml-100k/ runs/movielens-data/``
 
 The first folder holds u.data, u.item and u.user, either as GroupLens distributes them (tabs in u.data, no headers,
 Latin-1) or separated by '|' with headers (UTF-8). The first 80 % of the ratings by time become train.parquet, the rest

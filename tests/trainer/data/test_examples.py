@@ -81,7 +81,7 @@ def test_no_rating_of_the_future_is_in_the_training_data(shared_data: Path, tmp_
 def test_the_movielens_job_reads_every_prepared_sample(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared(shared_data / "ml-100k", tmp_path / "movielens-data")
+    prepared(shared_data / "ml-100k", tmp_path / "runs" / "movielens-data")
     monkeypatch.chdir(tmp_path)
     spec = parse_job(yaml.safe_load((MOVIELENS / "job.yaml").read_text())).spec
 
@@ -93,7 +93,7 @@ def test_the_movielens_job_reads_every_prepared_sample(
 
 @pytest.mark.slow
 def test_the_movielens_job_ranks_at_least_as_well_as_logistic_regression(shared_data: Path, tmp_path: Path) -> None:
-    data = tmp_path / "movielens-data"
+    data = tmp_path / "runs" / "movielens-data"
     run(MOVIELENS / "prepare.py", shared_data / "ml-100k", data)
     baseline = json.loads(run(MOVIELENS / "baseline.py", data))
     command = [
