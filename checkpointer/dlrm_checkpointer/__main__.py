@@ -23,6 +23,7 @@ from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.store import open_store
 
 LONGEST_REASON = 512
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,8 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     log_to_stderr()
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+
+    def end(*_: object) -> None:
+        """Note the wish once: a second signal within ``set`` would wait for ever for the lock that the first holds."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        stop.set()
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, end)
     try:
         return _run(read_settings(options.job, os.environ), stop)
     except DLRMError as error:

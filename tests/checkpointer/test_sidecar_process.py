@@ -213,6 +213,18 @@ def test_sigterm_without_any_trainer_ends_it_at_once(tmp_path: Path, start):
 
 
 @pytest.mark.slow
+def test_a_burst_of_signals_ends_it_as_one_does(tmp_path: Path, start):
+    sidecar = start()
+    sidecar.get("/progress")
+
+    for _ in range(200):  # the kernel may repeat a death signal for each thread of a parent that is killed
+        sidecar.process.send_signal(signal.SIGTERM)
+    code, _ = sidecar.end()
+
+    assert code == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "env", "code", "message"),
     [

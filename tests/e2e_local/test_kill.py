@@ -26,7 +26,8 @@ KILLS_A_LIFE = 5
 EPOCHS = 8
 EPOCH_STEPS = 60
 SAMPLES = 64 * (EPOCH_STEPS - 1) + 23
-VICTIMS = ("rank", "launcher", "sidecar", "dlrmctl")
+VICTIMS = {"rank": 4, "launcher": 2, "sidecar": 2, "dlrmctl": 2}
+"""Kinds of processes, by how often each is to be killed; ranks are there for the shortest part of an attempt."""
 
 
 def options(local: Any, name: str) -> tuple[str, ...]:
@@ -89,7 +90,7 @@ def disturb(local: Any, name: str, dice: random.Random, told: Counter[str]) -> A
             alive = pids(local, name, dlrmctl) if dlrmctl.poll() is None else {}
             kinds = [kind for kind in VICTIMS if alive.get(kind)]
             if kinds:
-                kind = dice.choice(kinds)
+                kind = dice.choices(kinds, [VICTIMS[each] for each in kinds])[0]
                 victim = dice.choice(alive[kind])
                 print(f"{name}: kill {kind} {victim} at step {step_of(local, name)}")
                 os.kill(victim, signal.SIGKILL)
