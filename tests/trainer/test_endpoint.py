@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -171,3 +173,26 @@ def test_other_paths_are_not_found(served: Served, method: str, path: str) -> No
 def test_a_port_that_is_taken_is_named(served: Served) -> None:
     with pytest.raises(TemporaryError, match=str(served.endpoint.port)):
         Endpoint(LOOPBACK, served.endpoint.port, served.board, served.control, Collectives(0, 1, lambda: ""), None)
+
+
+def test_a_client_that_goes_away_leaves_no_traceback(served: Served, capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(20):
+        with socket.create_connection((LOOPBACK, served.endpoint.port)) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, not a clean end
+            client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+
+    status, _ = served.ask("GET", "/progress")
+
+    assert status == 200
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_bug_in_an_answer_keeps_its_traceback(
+    served: Served, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_module, "stacks", lambda: 1 / 0)
+
+    with pytest.raises(http.client.HTTPException):
+        served.ask("GET", "/stacks")
+
+    assert "ZeroDivisionError" in capfd.readouterr().err

@@ -5,12 +5,10 @@ from __future__ import annotations
 import faulthandler
 import hmac
 import json
-import socketserver
 import tempfile
 import threading
 from collections.abc import Iterator
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from prometheus_client.registry import Collector
 from dlrm_api.errors import TemporaryError
 from dlrm_api.names import TOKEN_HEADER
 from dlrm_api.progress import TrainerPhase
+from dlrm_checkpointer.serving import EndpointHandler, EndpointServer
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.cuts import CutControl
 from dlrm_trainer.progress import ProgressBoard
@@ -58,7 +57,7 @@ class Endpoint:
         self.registry = CollectorRegistry()
         self.registry.register(TrainerMetrics(board, control, collectives))
         try:
-            self._server = _Server((address, port), _handler(self))
+            self._server = EndpointServer((address, port), _handler(self))
         except OSError as error:
             raise TemporaryError(
                 f"the progress endpoint cannot listen on {address}:{port}: {error.strerror}; free the port"
@@ -135,15 +134,6 @@ class TrainerMetrics(Collector):
         yield calls
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def server_bind(self) -> None:
-        """Bind without asking DNS for the machine's full name, as HTTPServer would: it may wait for seconds."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-
 def stacks() -> bytes:
     """What every thread of this process is doing."""
     with tempfile.TemporaryFile() as file:
@@ -152,17 +142,15 @@ def stacks() -> bytes:
         return file.read()
 
 
-def _handler(endpoint: Endpoint) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        timeout = 10.0
-
+def _handler(endpoint: Endpoint) -> type[EndpointHandler]:
+    class Handler(EndpointHandler):
         def do_GET(self) -> None:
             if self.path == "/progress":
-                self._answer(HTTPStatus.OK, endpoint.board.now.model_dump_json().encode(), "application/json")
+                self.answer(HTTPStatus.OK, endpoint.board.now.model_dump_json().encode(), "application/json")
             elif self.path == "/metrics":
-                self._answer(HTTPStatus.OK, generate_latest(endpoint.registry), "text/plain; version=0.0.4")
+                self.answer(HTTPStatus.OK, generate_latest(endpoint.registry), "text/plain; version=0.0.4")
             elif self.path == "/stacks":
-                self._answer(HTTPStatus.OK, stacks(), "text/plain")
+                self.answer(HTTPStatus.OK, stacks(), "text/plain")
             else:
                 self._refuse(HTTPStatus.NOT_FOUND, "there are /progress, /metrics, /stacks and POST /cut")
 
@@ -175,19 +163,9 @@ def _handler(endpoint: Endpoint) -> type[BaseHTTPRequestHandler]:
                 self._refuse(HTTPStatus.FORBIDDEN, f"{TOKEN_HEADER} is not this attempt's token")
             else:
                 status, answer = endpoint.cut()
-                self._answer(status, json.dumps(answer).encode(), "application/json")
-
-        def log_message(self, *_arguments: Any) -> None:
-            """Say nothing: a line a request would drown the log."""
+                self.answer(status, json.dumps(answer).encode(), "application/json")
 
         def _refuse(self, status: HTTPStatus, problem: str) -> None:
-            self._answer(status, json.dumps({"error": problem}).encode(), "application/json")
-
-        def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(status, json.dumps({"error": problem}).encode(), "application/json")
 
     return Handler
