@@ -21,7 +21,8 @@ def wait_for_steps(local: Any, steps: int, process: Any, timeout_s: float = 60) 
 
 
 def test_a_job_trains_to_its_end_with_two_replicas_of_two_ranks(local: Any) -> None:
-    local.write(trainer={"replicas": 2, "processesPerReplica": 2})
+    # a cut that comes due while the one before still waits is put off: with one on the way the steps are certain
+    local.write(trainer={"replicas": 2, "processesPerReplica": 2}, checkpoint={"intervalSteps": 60})
 
     result = local.done("--digest", "--ledger")
 
@@ -34,7 +35,7 @@ def test_a_job_trains_to_its_end_with_two_replicas_of_two_ranks(local: Any) -> N
     assert 0 < result["eval"]["ne"] < 1
     assert 0.5 < result["eval"]["auc"] <= 1
     assert result["train_loss"] == pytest.approx(steps[-1]["loss"])
-    assert [snapshot["step"] for snapshot in result["snapshots"]] == [80, 100, 120]
+    assert [snapshot["step"] for snapshot in result["snapshots"]] == [60, 120]
     assert set(result["snapshots"][0]) == {"step", "kind", "bits", "bytes", "uri"}
     assert len(result["state_digest"]) == 64
     assert (local.workdir / "logs" / "1" / "trainer-1.log").exists()
