@@ -142,7 +142,6 @@ class Pod:
             Env.HANDOFF_DIR: str(folder / "handoff"),
             Env.WORK_DIR: str(self.work),
             Env.LEDGER_DIR: str(folder / "ledger"),
-            Env.TERMINATION_LOG: str(folder / "termination.json"),
             Env.GRACE_S: "60",
             "OMP_NUM_THREADS": "1",
             **environment,
@@ -152,14 +151,17 @@ class Pod:
 
     def start(self, *, checkpointer: bool = True) -> None:
         """Start both."""
-        (self.folder / "termination.json").unlink(missing_ok=True)
+        (self.folder / "trainer-termination.json").unlink(missing_ok=True)
         if checkpointer:
             self.checkpointer = self._open("dlrm_checkpointer", "checkpointer.log")
         self.launcher = self._open("dlrm_trainer", "trainer.log", "--plan", str(self.folder / "plan.json"), "--digest")
 
     def _open(self, module: str, log: str, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", module, "--job", str(self.folder / "job.json"), *arguments]
-        environment = {key: value for key, value in (os.environ | self.environment).items() if value}
+        own = {
+            Env.TERMINATION_LOG: str(self.folder / log.replace(".log", "-termination.json"))
+        }  # as each container has
+        environment = {key: value for key, value in (os.environ | self.environment | own).items() if value}
         with (self.folder / log).open("w") as file:
             return subprocess.Popen(command, env=environment, stderr=file, stdout=file, text=True)
 
@@ -197,8 +199,8 @@ class Pod:
         return result
 
     def termination(self) -> TerminationMessage:
-        """The termination message."""
-        message = TerminationMessage.decode((self.folder / "termination.json").read_bytes())
+        """The trainer's termination message."""
+        message = TerminationMessage.decode((self.folder / "trainer-termination.json").read_bytes())
         assert message is not None
         return message
 
