@@ -28,6 +28,8 @@ from dlrm_cli.workdir import WorkDir
 POLL_S = 0.1
 PEERS_GRACE_S = 20.0
 """Time that the rest of a gang gets after one of it failed: its ranks notice by their broken connections."""
+CAUSE_GRACE_S = 5.0
+"""After a trainer failed that blames a peer: time for that peer to end and say why, before it is told to end."""
 PARTS_GRACE_S = 60.0
 """After a gang of several replicas failed: a sidecar may wait for parts that a dead replica never handed over."""
 
@@ -179,7 +181,10 @@ class Supervisor:
                 told = True
                 self.display.say("stopping: handing over a cut and committing it (a second signal ends at once)")
                 running.signal(Container.TRAINER, signal.SIGTERM)
-            if running.failed(Container.TRAINER) and not self.stop.count:
+            failed = running.failed(Container.TRAINER)
+            if failed and not self.stop.count:
+                if to_blame(failed).code == ExitCode.TEMPORARY:
+                    running.wait(Container.TRAINER, CAUSE_GRACE_S, self._impatient)
                 running.end(Container.TRAINER, PEERS_GRACE_S, self._impatient)
             broken = running.revive_sidecars(self.display.say)
             if broken is not None:
