@@ -78,9 +78,15 @@ def store_options(job: DLRMJob, env: Mapping[str, str]) -> StoreOptions:
 
 
 def read_job(path: Path) -> DLRMJob:
-    """Read a job's document, JSON or YAML."""
+    """Read a job's document, JSON or YAML; the trainer reads it by this too.
+
+    Raises:
+        NoInputError: the file can't be read.
+        BadDataError: it is neither JSON nor YAML.
+        InvalidSpecError: it is no job.
+    """
     try:
-        text = path.read_text()
+        text = path.read_bytes().decode(errors="replace")
     except OSError as error:
         raise NoInputError(f"{path}: the job's file cannot be read: {error.strerror}") from error
     return parse_job(_decode(text, path))
@@ -95,7 +101,8 @@ def _decode(text: str, path: Path) -> Any:
         try:
             return yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise BadDataError(f"{path}: neither JSON nor YAML: {error}") from error
+            problem = " ".join(str(error).split())
+            raise BadDataError(f"{path}: neither JSON nor YAML: {problem}") from error
 
 
 def _number(env: Mapping[str, str], name: str, default: float) -> float:

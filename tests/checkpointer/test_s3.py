@@ -3,7 +3,6 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
-import socket
 import ssl
 import threading
 import time
@@ -21,6 +20,7 @@ from dlrm_api.errors import DLRMError, InvalidSpecError, NoInputError, NoPermiss
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.s3_errors import Place, translate
 from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
+from dlrm_cluster.ports import free_port
 
 
 def write_keys(folder: Path, access: str, secret: str) -> Path:
@@ -32,12 +32,6 @@ def write_keys(folder: Path, access: str, secret: str) -> Path:
 
 def open_at(endpoint: str, folder: Path, uri: str = "s3://bucket/a") -> ObjectStore:
     return open_store(uri, StoreOptions(endpoint=endpoint, credentials_dir=folder))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_an_endpoint_that_does_not_answer_is_named_and_may_be_tried_again(tmp_path: Path):

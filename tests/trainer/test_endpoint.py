@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from gangs import LOOPBACK, free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_api.errors import TemporaryError
 from dlrm_api.names import TOKEN_HEADER
 from dlrm_api.progress import EvalMetrics, Progress, TrainerPhase
+from dlrm_cluster.ports import LOOPBACK, free_port
 from dlrm_trainer import endpoint as endpoint_module
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.cuts import CutControl

@@ -13,7 +13,8 @@ from gangs import hand_plan, job_document, plan_document, small_job
 from dlrm_api.names import Env, ExitCode
 from dlrm_api.plan import plan_to_parts
 from dlrm_api.progress import TerminationMessage
-from dlrm_trainer.__main__ import main, read_job, read_plan
+from dlrm_checkpointer.settings import read_job
+from dlrm_trainer.__main__ import main, read_plan
 
 
 @pytest.fixture

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import yaml
-
-from dlrm_api.errors import BadDataError, DLRMError, NoInputError, UsageError
-from dlrm_api.job import DLRMJob, parse_job
+from dlrm_api.errors import DLRMError, NoInputError, UsageError
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan, parse_plan, plan_from_parts
 from dlrm_api.progress import TerminationMessage
+from dlrm_checkpointer.settings import read_job
 from dlrm_trainer.logs import log_to_stderr
 from dlrm_trainer.settings import Settings, read_settings
 
@@ -66,23 +63,6 @@ def _run(options: argparse.Namespace, settings: Settings) -> TerminationMessage:
     from dlrm_trainer.launcher import Launcher  # torch takes seconds to load: what is wrong above is said before
 
     return Launcher(job, plan, settings, options.digest).wait()
-
-
-def read_job(path: Path) -> DLRMJob:
-    """Read a job's document.
-
-    Raises:
-        NoInputError: the file can't be read.
-        BadDataError: it is neither JSON nor YAML.
-        InvalidSpecError: it is no job.
-    """
-    text = _read(path).decode(errors="replace")
-    try:
-        document: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
-        problem = " ".join(str(error).split())
-        raise BadDataError(f"{path}: neither JSON nor YAML: {problem}") from error
-    return parse_job(document)
 
 
 def read_plan(path: Path) -> Plan:

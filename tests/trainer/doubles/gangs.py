@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,15 +18,7 @@ from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Env
 from dlrm_api.plan import Plan, parse_plan
 from dlrm_api.progress import TerminationMessage
-
-LOOPBACK = "127.0.0.1"
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as listener:
-        listener.bind((LOOPBACK, 0))
-        return int(listener.getsockname()[1])
+from dlrm_cluster.ports import LOOPBACK, free_port
 
 
 def job_document(folder: Path, world_size: int = 1, **changes: Any) -> dict[str, Any]:
