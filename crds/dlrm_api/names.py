@@ -72,6 +72,8 @@ class Env:
     """Seconds between SIGTERM and SIGKILL, in which a cut must be handed over."""
     CREDENTIALS_DIR = "DLRM_CREDENTIALS_DIR"
     """Folder with ``accessKeyId``, ``secretAccessKey`` and optionally ``sessionToken``: a mounted Secret."""
+    TIER_DIR = "DLRM_TIER_DIR"
+    """Folder with one folder a memory tier that needs a file system: ``scm``, ``cxl``, ``block``."""
 
 
 class Port:
@@ -93,6 +95,8 @@ class Path:
     TOKEN = "/etc/dlrm-token/token"  # noqa: S105  a path
     CREDENTIALS = "/etc/dlrm-credentials"
     HANDOFF = "/dev/dlrm-handoff"
+    TIERS = "/var/lib/dlrm/tiers"
+    """The volumes of the tiers that need a file system, each mounted at its tier's name."""
     SCRATCH = "/tmp"  # noqa: S108  an emptyDir in a pod with a read-only root
     TERMINATION_LOG = "/dev/termination-log"
 

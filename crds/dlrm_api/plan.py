@@ -19,12 +19,26 @@ PART_BYTES = 900_000
 """A ConfigMap holds 1 MiB; a part leaves room for the rest of the object."""
 
 
+class TierLevel(ApiModel):
+    """One level of a shard's stack."""
+
+    tier: Tier = Field(description="Memory that it lies in.")
+    rows: int = Field(ge=1, description="Rows that it may hold.")
+
+
 class TierShare(ApiModel):
     """Where the rows of one shard live."""
 
-    backing: Tier = Field("ddr", description="Tier that holds every row.")
-    cache: Tier | None = Field(None, description="Faster tier that holds the hot rows.")
-    cache_rows: int = Field(0, ge=0, description="Rows that the cache holds.")
+    levels: tuple[TierLevel, ...] = Field(
+        (),
+        max_length=4,
+        description=(
+            "Levels, fastest first; together they hold every row, and a row is in one of them at a time. The kernels "
+            "compute on the first. Empty: all rows are in host memory."
+        ),
+    )
+    policy: Literal["lru", "lfu", "mixed"] = Field("lru", description="Which row leaves the first level.")
+    ways: int = Field(0, ge=0, le=1_024, description="Slots of a set of the first level; 0: fully associative.")
 
 
 class Shard(ApiModel):
@@ -77,6 +91,9 @@ class Plan(ApiModel):
     hardware: str = Field("", description="HardwareProfile that it was made for.")
     ranks: tuple[RankPlan, ...] = Field(description="Ranks, in order.")
     tables: tuple[TablePlan, ...] = Field(description="Tables, in the model's order.")
+    lookahead: int = Field(
+        0, ge=0, le=8, description="Batches whose rows are fetched ahead of the one that is computed."
+    )
     handoff_bytes: tuple[int, ...] = Field(description="Budget of shared memory for cuts, by pod (bytes).")
     predicted: Prediction = Field(Prediction(), description="What the cost model expects.")
     reasons: tuple[str, ...] = Field((), description="Why the plan is as it is, in words.")

@@ -1,0 +1,65 @@
+"""What a row takes in each memory tier: the arithmetic that the planner budgets by and the trainer keeps to.
+
+A shard that does not fit fast memory is a stack of levels, fastest first. A row is in one level at a time: looked up,
+it moves to the first; coldest there, it moves down. The first level is the slots that the kernels compute on.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+RowDtype = Literal["fp32", "fp16"]
+RowOptimizerKind = Literal["rowwise-adagrad", "sgd", "adam"]
+
+ELEMENT_BYTES: dict[RowDtype, int] = {"fp32": 4, "fp16": 2}
+STATE_BYTES = 4
+"""Row state is fp32 whatever the row's own type."""
+COUNTER_BYTES = 4
+"""A row's access count, which goes down and up with it."""
+MAP_BYTES = 4
+"""Of each row of a shard with levels: the level and place that it is in. Pages of rows never used are never touched."""
+SLOT_META_BYTES = 32
+"""Of each slot: its row, links of the replacement policy, access count, pins, flags."""
+PLACE_META_BYTES = 16
+"""Of each place of a byte-addressable level below the first: its row and links."""
+BLOCK_PAGE_BYTES = 4_096
+"""A record on block storage never straddles a page, unless it is larger than one."""
+BLOCK_SEGMENT_BYTES = 1 << 20
+"""Block storage is written a segment at a time."""
+BLOCK_SLACK = 1.25
+"""Places of a block level over the rows that it may have to hold: segments being written, and holes to be cleaned."""
+BLOCK_PLACE_META_BYTES = 12
+"""Host memory of each place of a block level: its row, and whether it is still in use."""
+TIER_BUFFER_BYTES = 64 << 20
+"""Host memory of one rank with levels, for rows on their way: staging, segments being written, pages being read."""
+
+
+def state_values(optimizer: RowOptimizerKind, width: int) -> int:
+    """fp32 values of row optimizer state that one column block of ``width`` columns keeps for each row.
+
+    Row-wise Adagrad: the sum of mean squares. SGD: none. Adam: first moments, second moments, number of updates.
+    """
+    return {"rowwise-adagrad": 1, "sgd": 0, "adam": 2 * width + 1}[optimizer]
+
+
+def row_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
+    """A row of one column block and its state, as the kernels hold them."""
+    return dim * ELEMENT_BYTES[dtype] + STATE_BYTES * state_values(optimizer, dim)
+
+
+def slot_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
+    """One slot of the first level."""
+    return row_bytes(dim, dtype, optimizer) + SLOT_META_BYTES
+
+
+def record_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
+    """A row as it is kept below the first level: row, state and access count in one record."""
+    return row_bytes(dim, dtype, optimizer) + COUNTER_BYTES
+
+
+def block_place_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> float:
+    """Bytes of a block device that one place takes, the rest of its page and segment included."""
+    record = record_bytes(dim, dtype, optimizer)
+    if record > BLOCK_PAGE_BYTES:
+        return -(-record // BLOCK_PAGE_BYTES) * BLOCK_PAGE_BYTES
+    return BLOCK_PAGE_BYTES / (BLOCK_PAGE_BYTES // record)

@@ -1,0 +1,76 @@
+"""How a data set's columns reuse rows: what ``dlrmctl trace`` measures and the planner sizes caches by."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from dlrm_api.base import ApiModel
+from dlrm_api.errors import InvalidSpecError, invalid_spec
+
+
+class ReuseBin(ApiModel):
+    """Rows that are looked up about equally often."""
+
+    most: int | None = Field(ge=1, description="Most lookups of a row of this bin; None in the last bin.")
+    rows: int = Field(ge=0, description="Distinct rows.")
+    lookups: int = Field(ge=0, description="Lookups of these rows.")
+
+
+class CurvePoint(ApiModel):
+    """One point of a hit-rate curve."""
+
+    cache_rows: int = Field(ge=1, description="Rows that the cache holds.")
+    hit_rate: float = Field(ge=0, le=1, description="Share of accesses that find their row.")
+
+
+class TableTrace(ApiModel):
+    """One table's reuse."""
+
+    table: str = Field(description="Table.")
+    rows: int = Field(ge=1, description="Rows of the table.")
+    lookups: int = Field(ge=0, description="Lookups that were traced.")
+    unique_rows: int = Field(ge=0, description="Distinct rows among them.")
+    accesses: int = Field(ge=0, description="Distinct rows of each global batch, summed over batches.")
+    histogram: tuple[ReuseBin, ...] = Field((), description="Rows and lookups by how often a row is looked up.")
+    curve: tuple[CurvePoint, ...] = Field(
+        (),
+        description=(
+            "Hit rate of a fully associative LRU cache, one access for each distinct row of a batch, by cache rows "
+            "(ascending); first accesses of a row count as misses."
+        ),
+    )
+
+
+class Trace(ApiModel):
+    """What one run of ``dlrmctl trace`` measured."""
+
+    format_version: Literal[1] = Field(1, description="Version of this document.")
+    global_batch_size: int = Field(ge=1, description="Samples of a batch.")
+    batches: int = Field(ge=1, description="Global batches that were traced.")
+    tables: tuple[TableTrace, ...] = Field(description="Tables, in the model's order.")
+
+
+def parse_trace(text: str | bytes) -> Trace:
+    """Read a trace.
+
+    Raises:
+        InvalidSpecError: the text is no trace of this version; names the field.
+    """
+    try:
+        return Trace.model_validate_json(text)
+    except ValidationError as error:
+        raise invalid_spec(error, "trace") from error
+
+
+def trace_of(trace: Trace, table: str) -> TableTrace:
+    """One table's part.
+
+    Raises:
+        InvalidSpecError: the trace does not hold that table.
+    """
+    for each in trace.tables:
+        if each.table == table:
+            return each
+    raise InvalidSpecError("trace.tables", f"table {table} is not in the trace: measure it again with dlrmctl trace")
