@@ -39,7 +39,7 @@ class Learner:
         self._collectives = collectives
         self._row_rate = spec.training.row_optimizer.learning_rate
         self.model = build_model(spec.model, spec.training.seed)
-        self.embeddings = Embeddings(placement, collectives, spec.training.row_optimizer.eps)
+        self.embeddings = Embeddings(placement, collectives, spec.training.row_optimizer)
         dense = DenseParameters.elements(self.model)
         self._gradient = torch.zeros(dense + self.embeddings.gradient_elements)
         self._table_gradient = self._gradient[dense:]

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from dlrm_api.model import TableSpec
+from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding import Embeddings, Placement
@@ -101,7 +102,7 @@ def train_sharded(
     rates: list[float],
 ) -> RankState:
     """The steps of ``DenseTables.step`` on one rank of a gang, with a lookup for evaluation after each."""
-    embeddings = Embeddings(placement, collectives, EPS)
+    embeddings = Embeddings(placement, collectives, RowOptimizerSpec(eps=EPS))
     start = DenseTables.start(placement.tables)
     for number, table in embeddings.local.items():
         table.weight.copy_(torch.from_numpy(start.weights[number]))

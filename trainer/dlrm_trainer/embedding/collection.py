@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding.exchange import Exchange, OwnedBags, pick_segments
@@ -38,13 +39,13 @@ class Embeddings:
     Rows, their state and the record of rows ever updated are in ``local``; only ``update`` changes them.
     """
 
-    def __init__(self, placement: Placement, collectives: Collectives, eps: float) -> None:
+    def __init__(self, placement: Placement, collectives: Collectives, optimizer: RowOptimizerSpec) -> None:
         tables = placement.tables
         owned = placement.owned[collectives.rank]
         self._exchange = Exchange(placement, collectives)
-        self._owned = TableBatch([(tables[number].rows, tables[number].dim) for number in owned], eps)
+        self._owned = TableBatch([(tables[number].rows, tables[number].dim) for number in owned], optimizer)
         self._replicated = ReplicatedTables(
-            [(tables[number].rows, tables[number].dim) for number in placement.replicated], eps
+            [(tables[number].rows, tables[number].dim) for number in placement.replicated], optimizer
         )
         self.gradient_elements = self._replicated.gradient_elements
         """float32 elements that this object needs in the buffer of summed gradients."""
@@ -56,7 +57,7 @@ class Embeddings:
         self._row_starts = torch.tensor([0, *rows], dtype=torch.int64).cumsum(0)[:-1]
         slots = (slot for numbers, batch in batches for slot in zip(numbers, batch.weights, batch.states, strict=True))
         self.local: dict[int, LocalTable] = {
-            number: LocalTable(table=tables[number], weight=weight, state=state, updated=updated)
+            number: LocalTable(table=tables[number], weight=weight, state=state[:, 0], updated=updated)
             for (number, weight, state), updated in zip(slots, torch.split(self._updated, rows), strict=True)
         }
         """Tables that this rank holds, by number in the model's order."""

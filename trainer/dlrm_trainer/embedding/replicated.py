@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.embedding.kernels import TableBatch
 
 
@@ -17,12 +18,12 @@ class ReplicatedTables:
 
     Args:
         shapes: (rows, dim) of each table.
-        eps: added to the root of the row state.
+        optimizer: of the rows.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], eps: float) -> None:
-        self.batch = TableBatch(shapes, eps)
-        self._shapes, self._eps = tuple(shapes), eps
+    def __init__(self, shapes: Sequence[tuple[int, int]], optimizer: RowOptimizerSpec) -> None:
+        self.batch = TableBatch(shapes, optimizer)
+        self._shapes, self._eps = tuple(shapes), optimizer.eps
         self.gradient_elements = sum(rows * (dim + 1) for rows, dim in shapes)
         """float32 elements that ranks sum: of each table its gradient, then how many ranks touched each row."""
 
@@ -65,8 +66,8 @@ class ReplicatedTables:
         ):
             rows = touched.nonzero().squeeze(1)
             gradient = dense[rows]
-            row_state = state[rows] + gradient.square().mean(dim=1)
-            state[rows] = row_state
+            row_state = state[rows, 0] + gradient.square().mean(dim=1)
+            state[rows, 0] = row_state
             factor = learning_rate / (row_state.sqrt() + self._eps)
             weight[rows] -= factor[:, None] * gradient
             updated.append(rows)
