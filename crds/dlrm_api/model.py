@@ -44,16 +44,35 @@ class EmbeddingOptions(ApiModel):
     )
 
 
-class DistributionSpec(ApiModel):
-    """How often rows are accessed: a named prior, or a measured histogram kept elsewhere."""
+TRACE_KEY = "trace.json"
+"""Key of a ConfigMap under which a trace stands."""
+REFERENCE = r"^(file:///.+|configmap:[a-z0-9]([a-z0-9.-]*[a-z0-9])?)$"
 
-    prior: Literal["uniform", "zipf"] | None = Field(None, description="Shape of the popularity curve.")
+
+class DistributionSpec(ApiModel):
+    """How often rows are accessed: a named prior, or a trace measured by dlrmctl trace and kept elsewhere."""
+
+    prior: Literal["uniform", "zipf"] | None = Field(
+        None, description="Shape of the popularity curve; zipf where neither prior nor reference is given."
+    )
     alpha: float = Field(1.05, ge=0, le=3, description="Exponent of the zipf prior.")
     reference: str | None = Field(
         None,
         min_length=1,
         max_length=1_024,
-        description="URI of a reuse histogram measured by dlrmctl trace.",
+        pattern=REFERENCE,
+        description=(
+            "Trace of the table, measured by dlrmctl trace: file:///path for dlrmctl, or configmap:NAME for the key "
+            f"{TRACE_KEY} of a ConfigMap in the job's namespace, which the operator reads."
+        ),
+    )
+
+    rules = (
+        Rule(
+            cel="!(has(self.prior) && has(self.reference))",
+            holds=lambda spec: spec.prior is None or spec.reference is None,
+            message="prior and reference are two ways to say one thing: give one of them",
+        ),
     )
 
 
@@ -66,8 +85,14 @@ class TablePin(ApiModel):
     ranks: tuple[Annotated[int, Field(ge=0, le=65_535)], ...] = Field(
         (), max_length=1_024, description="Ranks that may hold the table's shards; any rank where empty."
     )
-    tier: Annotated[Literal["hbm", "ddr", "cxl", "scm", "block"] | None, NotBuilt(("ddr",))] = Field(
-        None, description="Memory tier that backs the table's rows."
+    tier: Annotated[
+        Literal["hbm", "ddr", "cxl", "scm", "block"] | None, NotBuilt(("ddr", "cxl", "scm", "block"))
+    ] = Field(
+        None,
+        description=(
+            "Memory tier that backs the table's rows. ddr: all rows in host memory; another one: rows that are not in "
+            "the slots in host memory lie there."
+        ),
     )
 
 
@@ -81,8 +106,8 @@ class TableOptions(ApiModel):
     avg_lookups: float | None = Field(
         None, ge=0, le=100_000, description="Mean ids in one bag, for planning; by default max_lookups."
     )
-    distribution: Annotated[DistributionSpec | None, NotBuilt()] = Field(
-        None, description="How often rows are accessed, for planning of caches."
+    distribution: DistributionSpec | None = Field(
+        None, description="How often rows are accessed, for planning of caches; by default zipf of 1.05."
     )
     dtype: Annotated[Literal["fp32", "fp16"], NotBuilt(("fp32",))] = Field("fp32", description="Type of an element.")
     initializer: InitializerSpec = Field(InitializerSpec(), description="Values of rows that were never updated.")

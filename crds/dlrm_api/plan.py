@@ -24,6 +24,15 @@ class TierLevel(ApiModel):
 
     tier: Tier = Field(description="Memory that it lies in.")
     rows: int = Field(ge=1, description="Rows that it may hold.")
+    expected_hit_rate: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description=(
+            "Share of accesses, one for each distinct row of a batch, that this level and those above are expected "
+            "to serve; None where nothing is known."
+        ),
+    )
 
 
 class TierShare(ApiModel):
@@ -68,7 +77,7 @@ class RankPlan(ApiModel):
 
     rank: int = Field(ge=0, description="Rank.")
     node: int = Field(ge=0, description="Index of its pod in the gang.")
-    bytes_per_tier: dict[str, int] = Field(description="Bytes of rows, row state and hand-off, by tier.")
+    bytes_per_tier: dict[str, int] = Field(description="Bytes of rows, row state, maps and hand-off, by tier.")
 
 
 class Prediction(ApiModel):

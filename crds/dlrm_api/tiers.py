@@ -59,7 +59,11 @@ def record_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
 
 def block_place_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> float:
     """Bytes of a block device that one place takes, the rest of its page and segment included."""
-    record = record_bytes(dim, dtype, optimizer)
+    return paged_bytes(record_bytes(dim, dtype, optimizer))
+
+
+def paged_bytes(record: int) -> float:
+    """Bytes of a block device that a record takes, the rest of its page included."""
     if record > BLOCK_PAGE_BYTES:
         return -(-record // BLOCK_PAGE_BYTES) * BLOCK_PAGE_BYTES
     return BLOCK_PAGE_BYTES / (BLOCK_PAGE_BYTES // record)

@@ -46,13 +46,56 @@ class AutoReplicas(ApiModel):
 
 
 class TierBudgets(ApiModel):
-    """Bytes of each tier that one replica may use for tables and hand-off; by default what the hardware gives."""
+    """Bytes of each tier that one replica may use; by default what the hardware gives.
+
+    A budget counts rows and their state, slots, maps and bookkeeping, and the hand-off. Memory that processes take by
+    themselves, dense parameters and activations come beside it.
+    """
 
     hbm: Annotated[Bytes | None, NotBuilt()] = Field(None, description="Device memory (bytes).")
-    ddr: Bytes | None = Field(None, description="Host memory (bytes).")
-    cxl: Annotated[Bytes | None, NotBuilt()] = Field(None, description="CXL memory (bytes).")
-    scm: Annotated[Bytes | None, NotBuilt()] = Field(None, description="Byte-addressable storage-class memory (bytes).")
-    block: Annotated[Bytes | None, NotBuilt()] = Field(None, description="Block storage (bytes).")
+    ddr: Bytes | None = Field(
+        None,
+        description=(
+            "Host memory of one replica for tables, slots, maps of rows in slower tiers, and the hand-off (bytes); "
+            "its processes' own memory comes beside it."
+        ),
+    )
+    cxl: Bytes | None = Field(
+        None, description="CXL memory of one replica for rows that its host memory does not hold (bytes)."
+    )
+    scm: Bytes | None = Field(
+        None,
+        description=(
+            "Byte-addressable storage-class memory of one replica for rows that faster tiers do not hold (bytes)."
+        ),
+    )
+    block: Bytes | None = Field(
+        None,
+        description=(
+            "Block storage of one replica for rows that faster tiers do not hold, as allocated blocks of files (bytes)."
+        ),
+    )
+
+
+class CacheSpec(ApiModel):
+    """How the slots in fast memory are kept, for tables whose rows don't all fit there."""
+
+    policy: Literal["auto", "lru", "lfu", "mixed"] = Field(
+        "auto",
+        description=(
+            "Which row leaves the slots: least recently used, least frequently used, or both weighed; "
+            "auto: the planner decides by the tables' traces."
+        ),
+    )
+    ways: int = Field(
+        0, ge=0, le=1_024, description="Slots of a set, to any of which a row may go; 0: fully associative."
+    )
+    lookahead: int = Field(
+        1,
+        ge=0,
+        le=8,
+        description="Batches whose rows are fetched into the slots ahead of the one that is computed.",
+    )
 
 
 class ResourcesSpec(ApiModel):
@@ -87,7 +130,8 @@ class TrainerSpec(ApiModel):
         max_length=253,
         description="Name of a HardwareProfile; by default any node, no memory check.",
     )
-    tier_budgets: TierBudgets = Field(TierBudgets(), description="Bytes of each tier for a pod's tables and hand-off.")
+    tier_budgets: TierBudgets = Field(TierBudgets(), description="Bytes of each tier for a pod's rows, maps and hand-off.")
+    cache: CacheSpec = Field(CacheSpec(), description="Slots of tables whose rows don't all fit fast memory.")
     resources: ResourcesSpec = Field(ResourcesSpec(), description="Requests and limits of the trainer container.")
     pod_template: PodTemplateOverlay = Field(PodTemplateOverlay(), description="Additions to the pods.")
     image: str | None = Field(

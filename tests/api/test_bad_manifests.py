@@ -255,6 +255,21 @@ BAD = {
     "shards that do not divide the batch": job(
         {"spec.data.globalBatchSize": 1_000}, "spec.data: virtualShards must divide globalBatchSize: change one of them"
     ),
+    "prior beside a trace": job(
+        {"spec.model.tables.0.distribution": {"prior": "uniform", "reference": "configmap:reuse"}},
+        "spec.model.tables[0].distribution: prior and reference are two ways to say one thing: give one of them",
+    ),
+    "trace in an object store": job(
+        {"spec.model.tables.0.distribution": {"reference": "s3://bucket/trace.json"}},
+        "spec.model.tables[0].distribution.reference: 's3://bucket/trace.json' does not match "
+        "^(file:///.+|configmap:[a-z0-9]([a-z0-9.-]*[a-z0-9])?)$",
+        "spec.model.tables[0].distribution.reference in body should match",
+    ),
+    "too many batches ahead": job(
+        {"spec.trainer.cache": {"lookahead": 9}},
+        "spec.trainer.cache.lookahead: Input should be less than or equal to 8",
+        "spec.trainer.cache.lookahead in body should be less than or equal to 8",
+    ),
     "more ranks than shards": job(
         {"spec.trainer.replicas": 33, "spec.trainer.processesPerReplica": 2},
         "spec: data.virtualShards must be at least trainer.replicas x processesPerReplica, one for each rank: "
@@ -353,6 +368,12 @@ BAD = {
         {"spec.trainer.tierBudgets.hbm": "1Gi"},
         "spec.trainer.tierBudgets.hbm: hbm is not built in this version: leave it out",
         "spec.trainer.tierBudgets.hbm: Invalid value: hbm is not built in this version: leave it out",
+    ),
+    "pin to device memory": job(
+        {"spec.model.tables.0.pin": {"tier": "hbm"}},
+        "spec.model.tables[0].pin.tier: tier: only ddr, cxl, scm, block are built in this version: "
+        "use one of them or leave the field out",
+        "spec.model.tables[0].pin.tier: Invalid value: tier: only ddr, cxl, scm, block are built in this version",
     ),
     "object that is not built": job(
         {"spec.trainer.auto": {"min": 1, "max": 3, "targetSamplesPerSecond": 1}},

@@ -94,7 +94,6 @@ NOT_BUILT = [
 EXAMPLES: dict[str, Any] = {
     "auto": {"max": 2, "targetSamplesPerSecond": 1},
     "publish": {"uri": "s3://bucket/deltas"},
-    "distribution": {"prior": "zipf"},
     "restoreFrom": "s3://bucket/other",
     "credentialsSecret": "keys",
     "queue": "team",
