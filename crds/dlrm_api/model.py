@@ -85,14 +85,14 @@ class TablePin(ApiModel):
     ranks: tuple[Annotated[int, Field(ge=0, le=65_535)], ...] = Field(
         (), max_length=1_024, description="Ranks that may hold the table's shards; any rank where empty."
     )
-    tier: Annotated[
-        Literal["hbm", "ddr", "cxl", "scm", "block"] | None, NotBuilt(("ddr", "cxl", "scm", "block"))
-    ] = Field(
-        None,
-        description=(
-            "Memory tier that backs the table's rows. ddr: all rows in host memory; another one: rows that are not in "
-            "the slots in host memory lie there."
-        ),
+    tier: Annotated[Literal["hbm", "ddr", "cxl", "scm", "block"] | None, NotBuilt(("ddr", "cxl", "scm", "block"))] = (
+        Field(
+            None,
+            description=(
+                "Memory tier that backs the table's rows. ddr: all rows in host memory; another one: rows that "
+                "are not in the slots in host memory lie there."
+            ),
+        )
     )
 
 
@@ -109,7 +109,13 @@ class TableOptions(ApiModel):
     distribution: DistributionSpec | None = Field(
         None, description="How often rows are accessed, for planning of caches; by default zipf of 1.05."
     )
-    dtype: Annotated[Literal["fp32", "fp16"], NotBuilt(("fp32",))] = Field("fp32", description="Type of an element.")
+    dtype: Literal["fp32", "fp16"] = Field(
+        "fp32",
+        description=(
+            "Type of an element. fp16: updates are computed in fp32 and rounded at random without bias, the same way "
+            "in every run."
+        ),
+    )
     initializer: InitializerSpec = Field(InitializerSpec(), description="Values of rows that were never updated.")
     pin: TablePin | None = Field(None, description="Fixes the sharding or the tier that the planner would choose.")
     embedding: EmbeddingOptions = Field(EmbeddingOptions(), description="How ids become rows.")

@@ -130,7 +130,7 @@ class TrainerSpec(ApiModel):
         max_length=253,
         description="Name of a HardwareProfile; by default any node, no memory check.",
     )
-    tier_budgets: TierBudgets = Field(TierBudgets(), description="Bytes of each tier for a pod's rows, maps and hand-off.")
+    tier_budgets: TierBudgets = Field(TierBudgets(), description="Bytes of each tier for a pod's tables and hand-off.")
     cache: CacheSpec = Field(CacheSpec(), description="Slots of tables whose rows don't all fit fast memory.")
     resources: ResourcesSpec = Field(ResourcesSpec(), description="Requests and limits of the trainer container.")
     pod_template: PodTemplateOverlay = Field(PodTemplateOverlay(), description="Additions to the pods.")

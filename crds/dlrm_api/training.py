@@ -14,11 +14,17 @@ Codec = Literal["fp32", "fp16", "bf16", "int8"]
 class RowOptimizerSpec(ApiModel):
     """The optimizer of embedding rows; every row is updated once per global batch, exactly."""
 
-    kind: Annotated[Literal["rowwise-adagrad", "sgd", "adam"], NotBuilt(("rowwise-adagrad",))] = Field(
-        "rowwise-adagrad", description="rowwise-adagrad keeps one fp32 scalar per row and column block."
+    kind: Literal["rowwise-adagrad", "sgd", "adam"] = Field(
+        "rowwise-adagrad",
+        description=(
+            "rowwise-adagrad keeps one fp32 scalar per row and column block, sgd keeps nothing, adam keeps two fp32 "
+            "moments per element and counts each row's updates, by which it corrects them."
+        ),
     )
     learning_rate: float = Field(0.02, ge=0, le=1_000, description="Learning rate at referenceBatchSize.")
-    eps: float = Field(1e-8, ge=0, le=1, description="Added to the root of the state.")
+    eps: float = Field(1e-8, ge=0, le=1, description="Added to the root of the state (rowwise-adagrad, adam).")
+    beta1: float = Field(0.9, ge=0, le=0.9999, description="Decay of adam's first moment.")
+    beta2: float = Field(0.999, ge=0, le=0.999999, description="Decay of adam's second moment.")
 
 
 class DenseOptimizerSpec(ApiModel):
