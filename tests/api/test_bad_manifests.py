@@ -348,11 +348,11 @@ BAD = {
         "use one of them or leave the field out",
         "spec.model.tables[0].pin.sharding: Invalid value: sharding: only table, data are built in this version",
     ),
-    "type of a group's elements": job(
-        {"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 16, "dtype": "fp16"}}]},
-        "spec.model.tableGroups[0].template.dtype: dtype: only fp32 is built in this version: "
-        "use it or leave the field out",
-        "spec.model.tableGroups[0].template.dtype: Invalid value: dtype: only fp32 is built in this version",
+    "option of a group's tables": job(
+        {"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 16, "embedding": {"pruneRatio": 0.5}}}]},
+        "spec.model.tableGroups[0].template.embedding.pruneRatio: pruneRatio is not built in this version: "
+        "leave it out",
+        "spec.model.tableGroups[0].template.embedding.pruneRatio: Invalid value: pruneRatio is not built",
     ),
     "suspend": job(
         {"spec.lifecycle.suspend": True},
