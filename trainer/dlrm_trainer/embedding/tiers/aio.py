@@ -1,0 +1,264 @@
+"""Direct reads and writes of a file at queue depth, through Linux's kernel AIO.
+
+Not io_uring, which is faster still: Kubernetes' default seccomp profile blocks it, and a pod that needs another
+profile is a pod that many clusters refuse. Kernel AIO is asynchronous for direct I/O alone, which is all that is asked
+here. ctypes gives the interpreter up during system calls; Python runs once for a batch of requests, never for each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.errors import DeviceError
+from dlrm_trainer.embedding.tiers.scratch import ScratchFile
+
+REQUEST = np.dtype(
+    [
+        ("data", "<u8"),
+        ("key", "<u4"),
+        ("rw_flags", "<u4"),
+        ("opcode", "<u2"),
+        ("priority", "<i2"),
+        ("fd", "<u4"),
+        ("buffer", "<u8"),
+        ("bytes", "<u8"),
+        ("offset", "<i8"),
+        ("reserved", "<u8"),
+        ("flags", "<u4"),
+        ("eventfd", "<u4"),
+    ]
+)
+"""``struct iocb`` of linux/aio_abi.h."""
+EVENT = np.dtype([("data", "<u8"), ("request", "<u8"), ("result", "<i8"), ("result2", "<i8")])
+"""``struct io_event``."""
+Arrived = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Which pieces, and the buffers that hold them."""
+_READ, _WRITE = 0, 1
+_SETUP, _DESTROY, _SUBMIT, _GETEVENTS = range(4)
+_NUMBERS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
+_PATIENCE_S = 30.0
+"""How long a kernel that has no memory for one more request is asked again."""
+_LIMIT = Path("/proc/sys/fs/aio-max-nr")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def _call(name: int, *arguments: int) -> int:
+    """One system call, again if a signal came in between.
+
+    Raises:
+        OSError: it failed.
+    """
+    number = _NUMBERS[platform.machine()][name]
+    while True:
+        result = int(_libc.syscall(*(ctypes.c_long(argument) for argument in (number, *arguments))))
+        if result >= 0:
+            return result
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+class Queue:
+    """Requests under way, at most ``depth``.
+
+    Raises:
+        DeviceError: the kernel gives no such queue; says what to change.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.depth, self.under_way = depth, 0
+        if platform.machine() not in _NUMBERS:
+            raise DeviceError(f"block storage for rows needs an x86_64 or aarch64 host, not {platform.machine()}")
+        handle = ctypes.c_ulong(0)
+        try:
+            _call(_SETUP, depth, ctypes.addressof(handle))
+        except OSError as error:
+            raise _no_queue(depth, error) from error
+        self._handle = handle.value
+        self._events = np.zeros(depth, EVENT)
+
+    def submit(self, addresses: NDArray[np.uint64]) -> None:
+        """Start requests whose ``REQUEST`` are at these addresses.
+
+        Raises:
+            OSError: the kernel took one of them for invalid, or has no memory; those before it are under way.
+        """
+        sent, deadline = 0, time.monotonic() + _PATIENCE_S
+        while sent < len(addresses):
+            rest = np.ascontiguousarray(addresses[sent:])
+            try:
+                accepted = _call(_SUBMIT, self._handle, len(rest), rest.ctypes.data)
+            except OSError as error:
+                if error.errno != errno.EAGAIN or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.001)
+                continue
+            sent += accepted
+            self.under_way += accepted
+
+    def finished(self, at_least: int) -> NDArray[np.void]:
+        """Wait for some requests, at most those under way: the ``EVENT`` of all that are done, until the next call."""
+        wanted = min(at_least, self.under_way)
+        count = _call(_GETEVENTS, self._handle, wanted, self.depth, self._events.ctypes.data, 0)
+        self.under_way -= count
+        return self._events[:count]
+
+    def drain(self) -> None:
+        """Wait for all and forget how they ended: their buffers are free then."""
+        while self.under_way:
+            self.finished(self.under_way)
+
+    def close(self) -> None:
+        """Wait for all and give the queue back."""
+        _call(_DESTROY, self._handle)
+
+
+def _no_queue(depth: int, error: OSError) -> DeviceError:
+    if error.errno == errno.EAGAIN:
+        limit = f"{int(_LIMIT.read_text()):,}" if _LIMIT.exists() else "unknown"
+        return DeviceError(
+            f"the host has no {depth:,} asynchronous requests left: its limit fs.aio-max-nr is {limit} for all its "
+            "processes together; raise it, such as by `sysctl -w fs.aio-max-nr=1048576` on the node"
+        )
+    return DeviceError(
+        f"the kernel gives no queue of {depth:,} asynchronous requests (io_setup): {error.strerror}; rows on block "
+        "storage need Linux with CONFIG_AIO and a seccomp profile that allows io_setup, as the default ones do"
+    )
+
+
+def page_aligned(count: int, words: int) -> NDArray[np.uint32]:
+    """(count, words) uint32 zeros that start at a page, untouched until used; direct I/O wants aligned memory."""
+    memory = mmap.mmap(-1, count * words * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, np.uint32).reshape(count, words)
+
+
+class _Transfers:
+    """Requests of one size between a file and buffers of that size: buffer n belongs to request n."""
+
+    def __init__(self, file: ScratchFile, depth: int, size: int, opcode: int) -> None:
+        self.buffers = page_aligned(depth, size // 4)
+        self.queue = Queue(depth)
+        self._file, self._size = file, size
+        self._requests = np.zeros(depth, REQUEST)
+        self._requests["opcode"], self._requests["fd"], self._requests["bytes"] = opcode, file.fd, size
+        self._requests["data"] = np.arange(depth)
+        self._requests["buffer"] = np.uint64(self.buffers.ctypes.data) + np.arange(depth, dtype=np.uint64) * size
+        first, each = np.uint64(self._requests.ctypes.data), np.uint64(REQUEST.itemsize)
+        self._addresses = first + np.arange(depth, dtype=np.uint64) * each
+
+    def close(self) -> None:
+        """Wait for what is under way and give the queue back."""
+        self.queue.close()
+
+    def _start(self, numbers: NDArray[np.int64], offsets: NDArray[np.int64], verb: str) -> None:
+        self._requests["offset"][numbers] = offsets
+        try:
+            self.queue.submit(self._addresses[numbers])
+        except OSError as error:
+            raise self._file.failure(verb, self._size, int(offsets[0]), str(error.strerror)) from error
+
+    def _complete(self, number: int, result: int, verb: str) -> None:
+        """Do what a request left undone; the kernel may always do less than it was asked.
+
+        Raises:
+            DeviceError: it failed, or the file ends.
+        """
+        offset = int(self._requests["offset"][number])
+        if result < 0:
+            raise self._file.failure(verb, self._size, offset, os.strerror(-result))
+        buffer = memoryview(self.buffers[number]).cast("B")
+        done = result
+        while done < self._size:
+            move = os.preadv if verb == "read" else os.pwritev
+            try:
+                more = move(self._file.fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise self._file.failure(verb, self._size - done, offset + done, str(error.strerror)) from error
+            if more == 0:
+                raise self._file.failure(verb, self._size - done, offset + done, "the file ends before them")
+            done += more
+
+
+class DirectReader(_Transfers):
+    """Reads pieces of ``size`` bytes into ``depth`` buffers, which are used again and again."""
+
+    def __init__(self, file: ScratchFile, depth: int, size: int) -> None:
+        super().__init__(file, depth, size, _READ)
+        self._piece_of = np.zeros(depth, np.int64)
+
+    def pieces(self, offsets: NDArray[np.int64]) -> Generator[Arrived, None, None]:
+        """Read pieces at offsets (bytes), as they come: which ones of ``offsets``, and the ``buffers`` that hold them.
+
+        Buffers are good until the next turn. Close the iterator before the next call of this method.
+
+        Raises:
+            DeviceError: a piece could not be read in whole; names the path, offset and bytes.
+        """
+        count, depth = len(offsets), self.queue.depth
+        sent = min(depth, count)
+        done, free = 0, np.arange(sent)
+        try:
+            self._read(free, np.arange(sent), offsets)
+            while done < count:
+                events = self.queue.finished(max(1, depth // 4))
+                free = events["data"].astype(np.int64)
+                results = events["result"]
+                for n in np.flatnonzero(results != self._size).tolist():
+                    self._complete(int(free[n]), int(results[n]), "read")
+                done += len(free)
+                yield self._piece_of[free], free
+                free = free[: count - sent]
+                if len(free):
+                    self._read(free, np.arange(sent, sent + len(free)), offsets)
+                    sent += len(free)
+        finally:
+            self.queue.drain()
+
+    def _read(self, buffers: NDArray[np.int64], pieces: NDArray[np.int64], offsets: NDArray[np.int64]) -> None:
+        self._piece_of[buffers] = pieces
+        self._start(buffers, offsets[pieces], "read")
+
+
+class DirectWriter(_Transfers):
+    """Writes buffers of ``size`` bytes behind the caller's back. A buffer that could not be written keeps its bytes."""
+
+    def __init__(self, file: ScratchFile, depth: int, size: int) -> None:
+        super().__init__(file, depth, size, _WRITE)
+        self.failure: DeviceError | None = None
+        """Why a buffer could not be written; nothing more is to be written then."""
+
+    def write(self, buffer: int, offset: int) -> None:
+        """Start to write one of ``buffers`` to an offset (bytes).
+
+        Raises:
+            DeviceError: the kernel refused at once.
+        """
+        try:
+            self._start(np.array([buffer]), np.array([offset]), "write")
+        except DeviceError as error:
+            self.failure = error
+            raise
+
+    def written(self, at_least: int) -> list[int]:
+        """Wait for some buffers, no more than are under way: those written since. Of others ``failure`` tells."""
+        good = []
+        for event in self.queue.finished(at_least):
+            number = int(event["data"])
+            try:
+                self._complete(number, int(event["result"]), "write")
+                good.append(number)
+            except DeviceError as error:
+                self.failure = error
+        return good

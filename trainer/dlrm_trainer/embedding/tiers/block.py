@@ -1,0 +1,275 @@
+"""A level on block storage: a log of segments, read a page at a time at queue depth, written a segment at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.errors import DeviceError
+from dlrm_api.plan import Tier
+from dlrm_api.tiers import BLOCK_SEGMENT_BYTES
+from dlrm_trainer.embedding.tiers import pages
+from dlrm_trainer.embedding.tiers.aio import DirectReader, DirectWriter
+from dlrm_trainer.embedding.tiers.level import Moved, Places, Records, Rows
+from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
+from dlrm_trainer.embedding.tiers.scratch import ScratchFile
+
+READ_DEPTH = 128
+"""A quarter of it is waited for at once, so that the device always has 96 requests."""
+READ_BUFFER_BYTES = 8 << 20
+"""Fewer reads are under way where each takes a large record in."""
+WRITE_BUFFERS = 4
+"""Segments in memory: the one that takes records, and those on their way out."""
+SCAN_DEPTH = 4
+STEP_BYTES = 64 << 20
+"""The file grows by this much at a time, while the device has room."""
+
+
+class BlockLevel:
+    """Implements ``Level`` in a file that nobody else sees.
+
+    New records go to the open segment, in memory; a full one is written behind the caller's back and served from memory
+    until the device has it. Where no segment is free, the one with fewest records in use is read, these are appended to
+    the open one, and it is free: never before they are in memory that stays until the device has them too. Record
+    buffers take about 7 MiB at most for records up to a page, beside 5 MiB while a scan lasts.
+
+    Args:
+        folder: existing one, on the device.
+        words: of a record.
+        places: that the file may have, holes and segments on their way included: ``BLOCK_SLACK`` over the next.
+        live_places: records in it at once, at most.
+        moved: told of records that were moved to free a segment, while ``write`` is under way.
+        segment_bytes: most bytes of a segment.
+
+    Raises:
+        DeviceError: the folder's file system has no direct I/O, or the host no queue.
+    """
+
+    tier: Tier = "block"
+
+    def __init__(
+        self,
+        folder: Path,
+        words: int,
+        places: int,
+        live_places: int,
+        moved: Moved,
+        segment_bytes: int = BLOCK_SEGMENT_BYTES,
+    ) -> None:
+        self._layout = layout = pages.layout(words, places, live_places, segment_bytes)
+        self._shape = layout.shape
+        self.places, self.live_places, self.used = layout.places, live_places, 0
+        self._moved = moved
+        self.reads = self.writes = self.bytes_read = self.bytes_written = self.cleaned = 0
+        """Pages read one by one, segments written, bytes of both and of cleaning and scans, records moved."""
+        with ExitStack() as stack:
+            self._file = stack.enter_context(closing(ScratchFile(folder, direct=True)))
+            depth = max(8, min(READ_DEPTH, READ_BUFFER_BYTES // layout.page_bytes))
+            self._reader = stack.enter_context(closing(DirectReader(self._file, depth, layout.page_bytes)))
+            self._cleaner = stack.enter_context(closing(DirectReader(self._file, 1, layout.segment_bytes)))
+            self._writer = stack.enter_context(closing(DirectWriter(self._file, WRITE_BUFFERS, layout.segment_bytes)))
+            self._resources = stack.pop_all()
+        self._owners = untouched_zeros(layout.places)
+        self._live = np.zeros(layout.segments, np.int32)
+        self._written = np.zeros(layout.segments, np.int64)  # 1, 2, ... in the order of writing; 0: free or open
+        self._buffer_of = np.full(layout.segments, -1, np.int32)
+        self._segment_in = [-1] * WRITE_BUFFERS
+        self._idle = list(range(WRITE_BUFFERS))
+        self._free: deque[int] = deque()
+        self._segments = 0  # that the device has allocated
+        self._touched = 0  # segments ever opened, counted from the file's start
+        self._open, self._filled = -1, layout.shape.segment_records
+        self._incoming: Places = np.empty(0, np.int64)
+
+    @property
+    def bytes_kept(self) -> dict[Tier, int]:
+        """See ``Level``; buffers count among those of the rank, not here."""
+        return {"block": self._file.bytes_kept, "ddr": self._touched * self._shape.segment_records * 8}
+
+    def write(self, rows: Rows, records: Records) -> Places:
+        """See ``Level``. On an error none of these rows is kept; those written before are where they were, or moved."""
+        assert self.used + len(rows) <= self.live_places, f"{self.used} + {len(rows)} of {self.live_places} records"
+        self._settle(0)
+        places, done = np.empty(len(rows), np.int64), 0
+        self._incoming = places[:0]
+        try:
+            self._reserve(len(rows))
+            while done < len(rows):
+                if self._filled == self._shape.segment_records:
+                    self._open_next()
+                end = min(len(rows), done + self._shape.segment_records - self._filled)
+                places[done:end] = self._append(rows[done:end], records[done:end])
+                done = end
+                self._incoming = places[:done]
+        except DeviceError:
+            self.free(places[:done])
+            raise
+        finally:
+            self._incoming = places[:0]
+        return places
+
+    def _append(self, rows: Rows, records: Records) -> Places:
+        segment, first, count = self._open, self._filled, len(rows)
+        pages.pack(self._shape, rows, records, self._image(segment), first, self._owners_of(segment))
+        self._filled += count
+        self._live[segment] += count
+        self.used += count
+        start = segment * self._shape.segment_records + first
+        return np.arange(start, start + count)
+
+    def _reserve(self, count: int) -> None:
+        """Have the device allocate segments for records to come, and one more, as long as the file may grow."""
+        rest = max(0, count - (self._shape.segment_records - self._filled))
+        wanted = -(-rest // self._shape.segment_records) + 1 - len(self._free)
+        size = self._layout.segment_bytes
+        target = min(self._segments + max(0, wanted), self._layout.segments)
+        self._file.ensure(target * size, max(STEP_BYTES, size), self._layout.segments * size)
+        allocated = self._file.allocated // size
+        self._free.extend(range(self._segments, allocated))
+        self._segments = allocated
+        if self._open >= 0:
+            self._keep_one_free()  # cleaning that failed is made up for
+
+    def _open_next(self) -> None:
+        """Start to write the open segment and open a free one, after which another one is free."""
+        if self._open >= 0 and self._live[self._open] == 0:
+            self._filled = 0
+            return
+        segment = self._free[0]
+        if self._open >= 0:
+            full, self._open = self._open, -1
+            self.writes += 1
+            self.bytes_written += self._layout.segment_bytes
+            self._written[full] = self.writes
+            self._writer.write(int(self._buffer_of[full]), full * self._layout.segment_bytes)
+        while not self._idle or self._buffer_of[segment] >= 0:
+            self._settle(1)
+        buffer = self._idle.pop()
+        self._buffer_of[segment], self._segment_in[buffer] = buffer, segment
+        self._open, self._filled = self._free.popleft(), 0
+        self._touched = max(self._touched, segment + 1)
+        self._keep_one_free()
+
+    def _keep_one_free(self) -> None:
+        while not self._free:
+            self._clean(pages.emptiest(self._live, self._written))
+
+    def _clean(self, segment: int) -> None:
+        """Append a segment's records in use to the open one, which has room for them, and free it."""
+        image, size = self._image(segment), self._shape.segment_records
+        if self._buffer_of[segment] < 0:
+            with closing(self._cleaner.pieces(np.array([segment * self._layout.segment_bytes]))) as pieces:
+                next(pieces)
+            self.bytes_read += self._layout.segment_bytes
+            image = self._cleaner.buffers[0]
+        indices, first = np.empty(size, np.int64), self._filled
+        target = self._open
+        owners = self._owners_of(target)
+        count = pages.move(self._shape, image, self._owners_of(segment), self._image(target), first, owners, indices)
+        self._filled += count
+        self._live[target] += count
+        self._live[segment] = self._written[segment] = 0
+        self._free.append(segment)
+        self.cleaned += count
+        self._tell(segment * size + indices[:count], target * size + first, owners[first : first + count] - 1)
+
+    def _tell(self, before: Places, start: int, rows: Rows) -> None:
+        """Say where records are now: to the caller, or in the answer that ``write`` has not given yet."""
+        after = np.arange(start, start + len(before))
+        at = np.searchsorted(before, self._incoming)  # ``before`` ascends
+        own = np.flatnonzero(before[np.minimum(at, len(before) - 1)] == self._incoming) if len(before) else at[:0]
+        known = np.ones(len(before), np.bool_)
+        known[at[own]] = False
+        self._incoming[own] = after[at[own]]
+        if known.any():
+            self._moved(rows[known], after[known])
+
+    def _settle(self, at_least: int) -> None:
+        """Take back the buffers of segments that the device has, waiting for some.
+
+        Raises:
+            DeviceError: a segment could not be written; its records are served from memory from now on.
+        """
+        for buffer in self._writer.written(at_least):
+            self._buffer_of[self._segment_in[buffer]] = -1
+            self._idle.append(buffer)
+        if self._writer.failure is not None:
+            raise self._writer.failure
+
+    def read(self, places: Places, out: Records) -> None:
+        """See ``Level``."""
+        elsewhere = np.empty(len(places), np.int64)
+        count = pages.read_buffered(self._shape, places, self._buffer_of, self._writer.buffers, out, elsewhere)
+        if count == 0:
+            return
+        page_of = places[elsewhere[:count]] // self._shape.page_records
+        order = np.argsort(page_of)
+        positions, page_of = elsewhere[:count][order], page_of[order]
+        starts = np.concatenate(([0], np.flatnonzero(np.diff(page_of)) + 1, [count]))
+        offsets = page_of[starts[:-1]] * self._layout.page_bytes
+        with closing(self._reader.pieces(offsets)) as pieces:
+            for which, buffers in pieces:
+                pages.read_pages(self._shape, which, buffers, self._reader.buffers, starts, positions, places, out)
+        self.reads += len(offsets)
+        self.bytes_read += len(offsets) * self._layout.page_bytes
+
+    def free(self, places: Places) -> None:
+        """See ``Level``."""
+        emptied = np.empty(len(places), np.int64)
+        count = pages.release(self._shape, places, self._owners, self._live, self._written, emptied)
+        assert count >= 0, "a place was freed that is not in use"
+        self._written[emptied[:count]] = 0
+        self._free.extend(emptied[:count].tolist())
+        self.used -= len(places)
+
+    def coldest(self, count: int) -> tuple[Rows, Places]:
+        """See ``Level``; a record that was moved counts from then on."""
+        size, found = self._shape.segment_records, [np.empty(0, np.int64)]
+        filled = np.flatnonzero(self._live)
+        age = np.where(filled == self._open, np.iinfo(np.int64).max, self._written[filled])
+        for segment in filled[np.argsort(age)].tolist():
+            if count <= 0:
+                break
+            found.append(segment * size + np.flatnonzero(self._owners_of(segment))[:count])
+            count -= len(found[-1])
+        places = np.concatenate(found)
+        return self._owners[places] - 1, places
+
+    def scan(self) -> Iterator[tuple[Rows, Records]]:
+        """See ``Level``: a segment at a time, those in memory first, the others as the device brings them."""
+        size, shape = self._layout.segment_bytes, self._shape
+        rows = np.empty(shape.segment_records, np.int64)
+        records = np.empty((shape.segment_records, shape.words), np.uint32)
+        filled = np.flatnonzero(self._live)
+        in_memory = self._buffer_of[filled] >= 0
+        for segment in filled[in_memory].tolist():
+            count = pages.unpack(shape, self._image(segment), self._owners_of(segment), rows, records)
+            yield rows[:count], records[:count]
+        stored = filled[~in_memory]
+        with (
+            closing(DirectReader(self._file, SCAN_DEPTH, size)) as reader,
+            closing(reader.pieces(stored * size)) as pieces,
+        ):
+            for which, buffers in pieces:
+                for segment, buffer in zip(stored[which].tolist(), buffers.tolist(), strict=True):
+                    self.bytes_read += size
+                    count = pages.unpack(shape, reader.buffers[buffer], self._owners_of(segment), rows, records)
+                    yield rows[:count], records[:count]
+
+    def close(self) -> None:
+        """See ``Level``."""
+        self._resources.close()
+
+    def _image(self, segment: int) -> NDArray[np.uint32]:
+        """The buffer of a segment that has one."""
+        image: NDArray[np.uint32] = self._writer.buffers[self._buffer_of[segment]]
+        return image
+
+    def _owners_of(self, segment: int) -> NDArray[np.int64]:
+        size = self._shape.segment_records
+        return self._owners[segment * size : (segment + 1) * size]
