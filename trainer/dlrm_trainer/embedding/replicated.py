@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dlrm_api.tiers import RowDtype
 from dlrm_api.training import RowOptimizerSpec
-from dlrm_trainer.embedding.kernels import TableBatch
+from dlrm_trainer.embedding.kernels import HOST, TableBatch
+from dlrm_trainer.embedding.updates import update_rows
 
 
 class ReplicatedTables:
@@ -19,11 +21,21 @@ class ReplicatedTables:
     Args:
         shapes: (rows, dim) of each table.
         optimizer: of the rows.
+        dtype, device, seed, names: see ``TableBatch``.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], optimizer: RowOptimizerSpec) -> None:
-        self.batch = TableBatch(shapes, optimizer)
-        self._shapes, self._eps = tuple(shapes), optimizer.eps
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        optimizer: RowOptimizerSpec,
+        *,
+        dtype: RowDtype = "fp32",
+        device: torch.device = HOST,
+        seed: int = 0,
+        names: Sequence[str] = (),
+    ) -> None:
+        self.batch = TableBatch(shapes, optimizer, dtype=dtype, device=device, seed=seed, names=names)
+        self._shapes, self._optimizer = tuple(shapes), optimizer
         self.gradient_elements = sum(rows * (dim + 1) for rows, dim in shapes)
         """float32 elements that ranks sum: of each table its gradient, then how many ranks touched each row."""
 
@@ -50,26 +62,29 @@ class ReplicatedTables:
             touched.zero_()
             touched[table_ids] = 1.0
 
-    def update(self, buffer: Tensor, learning_rate: float) -> list[Tensor]:
-        """Row-wise Adagrad on every row that any rank touched.
+    def update(self, buffer: Tensor, learning_rate: float, *, step: int = 0) -> list[Tensor]:
+        """Update every row that any rank touched.
 
         Args:
             buffer: (gradient_elements,) summed over ranks.
             learning_rate: of this step.
+            step: number of the step, for the rounding of fp16 rows.
 
         Returns:
             The rows updated of each table, (R,) int64 ascending.
         """
         updated = []
-        for weight, state, (dense, touched) in zip(
-            self.batch.weights, self.batch.states, self._views(buffer), strict=True
-        ):
+        for number, (dense, touched) in enumerate(self._views(buffer)):
             rows = touched.nonzero().squeeze(1)
-            gradient = dense[rows]
-            row_state = state[rows, 0] + gradient.square().mean(dim=1)
-            state[rows, 0] = row_state
-            factor = learning_rate / (row_state.sqrt() + self._eps)
-            weight[rows] -= factor[:, None] * gradient
+            update_rows(
+                self.batch.weights[number],
+                self.batch.states[number],
+                rows,
+                dense[rows],
+                self._optimizer,
+                learning_rate,
+                self.batch.rounding(number, step, rows),
+            )
             updated.append(rows)
         return updated
 
