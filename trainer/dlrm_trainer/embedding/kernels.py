@@ -199,7 +199,7 @@ class TableBatch:
         bags = torch.repeat_interleave(lengths.flatten().to(torch.int64))
         table, sample = bags // max(samples, 1), bags % max(samples, 1)
         starts = torch.tensor(run.row_starts, device=self._device)
-        slots, sums, places = sum_by_row(ids + starts[table], gradient[sample * tables + table])
+        slots, sums, places = sum_by_row(ids + starts[table], gradient.index_select(0, sample * tables + table))
         rounding = None
         if len(keys):
             rounding = Rounding(

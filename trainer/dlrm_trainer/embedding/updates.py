@@ -67,7 +67,13 @@ def update_rows(
     for start in range(0, count, block):
         part = slice(start, start + block)
         chosen = slots[part]
-        rows, states = updated(weight[chosen].float(), state[chosen], gradient[part], optimizer, learning_rate)
+        rows, states = updated(
+            weight.index_select(0, chosen).float(),
+            state.index_select(0, chosen),
+            gradient[part],
+            optimizer,
+            learning_rate,
+        )
         if weight.dtype == torch.float16:
             assert rounding is not None
             rows = round_to_half(rows, random_bits(rounding.keys[part], rounding.rows[part], columns))
