@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Literal
 
 from pydantic import Field, ValidationError
@@ -33,20 +34,34 @@ class TableTrace(ApiModel):
     lookups: int = Field(ge=0, description="Lookups that were traced.")
     unique_rows: int = Field(ge=0, description="Distinct rows among them.")
     accesses: int = Field(ge=0, description="Distinct rows of each global batch, summed over batches.")
+    sample_rate: float = Field(
+        1.0, gt=0, le=1, description="Share of rows that were followed; 1: unique rows, histogram and curve are exact."
+    )
     histogram: tuple[ReuseBin, ...] = Field((), description="Rows and lookups by how often a row is looked up.")
     curve: tuple[CurvePoint, ...] = Field(
         (),
         description=(
             "Hit rate of a fully associative LRU cache, one access for each distinct row of a batch, by cache rows "
-            "(ascending); first accesses of a row count as misses."
+            "(ascending); first accesses of a row count as misses. Holds for caches of a batch's rows or more."
         ),
     )
+
+    def hit_rate(self, cache_rows: float) -> float:
+        """Hit rate of a cache of that many rows: a straight line between points, the same after the last."""
+        sizes = [point.cache_rows for point in self.curve]
+        after = bisect_left(sizes, cache_rows)
+        if after == len(sizes):
+            return self.curve[-1].hit_rate if self.curve else 0.0
+        before = self.curve[after - 1] if after else CurvePoint.model_construct(cache_rows=0, hit_rate=0.0)
+        share = (cache_rows - before.cache_rows) / (sizes[after] - before.cache_rows)
+        return before.hit_rate + share * (self.curve[after].hit_rate - before.hit_rate)
 
 
 class Trace(ApiModel):
     """What one run of ``dlrmctl trace`` measured."""
 
     format_version: Literal[1] = Field(1, description="Version of this document.")
+    job: str | None = Field(None, description="Name of the job whose data was traced.")
     global_batch_size: int = Field(ge=1, description="Samples of a batch.")
     batches: int = Field(ge=1, description="Global batches that were traced.")
     tables: tuple[TableTrace, ...] = Field(description="Tables, in the model's order.")

@@ -1,0 +1,143 @@
+"""Measures how a data set's columns reuse rows: what ``dlrmctl trace`` writes and the planner sizes caches by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.model import TableSpec
+from dlrm_api.trace import CurvePoint, ReuseBin, TableTrace, Trace
+from dlrm_trainer.data.batch import Batch
+from dlrm_trainer.data.stack_distance import StackDistances
+
+MOST_FOLLOWED = 12_000_000
+"""Rows of all tables together that are followed unless a rate is given: at most 3 GB of memory."""
+FEWEST_FOLLOWED = 1 << 16
+"""Rows of a table that are followed whatever the rate: fewer would make a curve of noise, and save little."""
+CURVE_POINTS = 61
+SHARES = (0.01, 0.1, 0.5)
+"""Of a table's rows: cache sizes that the curve holds beside the geometric ones."""
+_DIGITS = 6
+
+
+class TableReuse:
+    """One table's lookups, batch after batch."""
+
+    def __init__(self, table: TableSpec, distances: StackDistances) -> None:
+        self.table = table
+        self.lookups = 0
+        self._distances = distances
+
+    def add(self, values: NDArray[np.int64]) -> None:
+        """Count one global batch's lookups: (n,) rows of the table, in any order."""
+        self.lookups += values.size
+        self._distances.add(*np.unique(values, return_counts=True))
+
+    def trace(self) -> TableTrace:
+        """What was measured so far."""
+        unique = min(round(self._distances.unique_rows), self.table.rows)
+        sizes = cache_sizes(self.table.rows, unique)
+        hit_rates = self._distances.hit_rate(sizes).round(_DIGITS)
+        return TableTrace(
+            table=self.table.name,
+            rows=self.table.rows,
+            lookups=self.lookups,
+            unique_rows=unique,
+            accesses=self._distances.accesses,
+            sample_rate=self._distances.rate,
+            histogram=reuse_histogram(*self._distances.row_lookups(), self.lookups),
+            curve=tuple(
+                CurvePoint(cache_rows=size, hit_rate=share)
+                for size, share in zip(sizes.tolist(), hit_rates.tolist(), strict=True)
+            ),
+        )
+
+
+class ReuseMeter:
+    """All tables' lookups, global batch after global batch in training order."""
+
+    def __init__(self, tables: Sequence[TableSpec], rate: float | None = None) -> None:
+        """Measure ``tables``, those of the batches.
+
+        Without ``rate`` the result is exact unless tables hold more rows than ``MOST_FOLLOWED``; the largest are then
+        sampled. With it all are sampled of which more than ``FEWEST_FOLLOWED`` rows are accessed; 1 follows all rows,
+        however many they are.
+        """
+        self.batches = 0
+        most: list[int | None] = [None if rate == 1 else FEWEST_FOLLOWED] * len(tables)
+        if rate is None:
+            most[:] = followed_shares([table.rows for table in tables], MOST_FOLLOWED)
+        self.tables = [TableReuse(table, StackDistances(rows, rate)) for table, rows in zip(tables, most, strict=True)]
+
+    @property
+    def lookups(self) -> int:
+        """Lookups of all tables so far."""
+        return sum(table.lookups for table in self.tables)
+
+    def add(self, batch: Batch) -> None:
+        """Count the next global batch, read as the only rank."""
+        stops = np.cumsum(batch.lengths.numpy().sum(axis=1, dtype=np.int64))
+        for table, values in zip(self.tables, np.split(batch.values.numpy(), stops[:-1]), strict=True):
+            table.add(values)
+        self.batches += 1
+
+    def trace(self, job: str, global_batch_size: int) -> Trace:
+        """What was measured so far, of at least one batch."""
+        return Trace(
+            job=job,
+            global_batch_size=global_batch_size,
+            batches=self.batches,
+            tables=tuple(table.trace() for table in self.tables),
+        )
+
+
+def followed_shares(rows: Sequence[int], total: int) -> list[int]:
+    """Most rows of each table to follow: all of a small one's, and the large ones share what is left evenly."""
+    shares, left = [0] * len(rows), total
+    for place, number in enumerate(sorted(range(len(rows)), key=rows.__getitem__)):
+        shares[number] = max(1, min(rows[number], left // (len(rows) - place)))
+        left -= shares[number]
+    return shares
+
+
+def cache_sizes(rows: int, unique: int) -> NDArray[np.int64]:
+    """Sizes that a curve has points for, ascending: geometric up to the unique rows, and some shares of all rows."""
+    if not unique:
+        return np.empty(0, dtype=np.int64)
+    geometric = np.geomspace(1, unique, min(CURVE_POINTS, unique)).round().astype(np.int64)
+    wanted = np.array([size for share in SHARES if 1 <= (size := round(share * rows)) < unique], dtype=np.int64)
+    return np.unique(np.concatenate((geometric, wanted)))
+
+
+def reuse_histogram(row_lookups: NDArray[np.int64], weights: NDArray[np.float64], lookups: int) -> tuple[ReuseBin, ...]:
+    """Rows and lookups in bins (0, 1], (1, 2], (2, 4] ... of lookups of a row; the last bin is open.
+
+    Args:
+        row_lookups: (n,) lookups of each row that was followed.
+        weights: (n,) rows that it stands for.
+        lookups: of all rows. Where rows were sampled, those that the bins lack, or have too many, are counted in the
+            hottest bins: a few rows that are looked up often decide the difference.
+    """
+    if not row_lookups.size:
+        return ()
+    bins = np.frexp((row_lookups - 1).astype(np.float64))[1]
+    rows = _binned(bins, weights)
+    counts = np.maximum(_binned(bins, weights * row_lookups), rows)
+    lacking = lookups - int(counts.sum())
+    for number in range(counts.size - 1, -1, -1):
+        change = max(lacking, int(rows[number] - counts[number]))  # a row that was looked up was so at least once
+        counts[number] += change
+        lacking -= change
+    last = counts.size - 1
+    return tuple(
+        ReuseBin(most=None if number == last else 1 << number, rows=int(rows[number]), lookups=int(counts[number]))
+        for number in range(last + 1)
+    )
+
+
+def _binned(bins: NDArray[np.int32], values: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Sums of the values of each bin, as whole numbers that sum to the rounded sum."""
+    sums = np.bincount(bins, weights=values).astype(np.float64)
+    return np.diff(np.rint(np.cumsum(sums)), prepend=0.0).astype(np.int64)

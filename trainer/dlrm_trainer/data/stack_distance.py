@@ -1,0 +1,276 @@
+"""Hit rates of LRU caches of every size at once, from one pass over the batches of one table.
+
+A batch looks its distinct rows up all at once: first every one of them is sought in the cache as the batches before
+left it, then all become the most recent, in ascending order of row. So a row hits if fewer than C other rows were last
+used after its own last use, C being the cache's rows. A cache that never evicts rows of a batch in flight, and touches
+each distinct row of a batch once, differs only in the order within a batch, which moves a row by less than a batch.
+
+Source: Mattson, Gecsei, Slutz, Traiger, Evaluation techniques for storage hierarchies, IBM Systems Journal 9(2), 1970
+(stack distances); Bennett, Kruskal, LRU stack processing, IBM J. Res. Dev. 19(4), 1975 (counted by a tree over the
+times of last use); Waldspurger, Park, Garthwaite, Ahmad, Efficient MRC construction with SHARDS, FAST 2015 (sampling by
+a hash of the row, halving the rate when too many rows are followed).
+
+What is ours: when sampling begins, the hotter half of the rows seen so far is followed for certain; the other rows that
+are followed count 1 / rate each, scaled so that they come to all accesses but the certain rows'. Most accesses are of
+hot rows: a sample's curve would be at the mercy of which of them are in it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_trainer.compiled import compiled
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+_SHIFT_30, _SHIFT_27, _SHIFT_31, _SHIFT_11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
+_HASH_BITS = 53
+_SMALLEST = 1 << 10
+_FREE = -1
+
+
+class _Stack(NamedTuple):
+    """Rows that are followed: a hash table of them, and a tree over the times of their last use."""
+
+    rows: NDArray[np.int64]
+    """(H,) row in each place of the hash table, -1 where it is free; H is a power of two."""
+    weights: NDArray[np.int64]
+    """(H,) rows that the row stands for: itself, or also those like it that are not followed."""
+    times: NDArray[np.int32]
+    """(H,) time of the row's last use."""
+    lookups: NDArray[np.int64]
+    """(H,) lookups of the row."""
+    users: NDArray[np.int32]
+    """(H,) place of the row last used at each time, -1 where none is."""
+    tree: NDArray[np.int64]
+    """(H + 1,) Fenwick tree: weights of the rows last used at each time."""
+    distances: NDArray[np.float64]
+    """(2, H) accesses, those that count 1 and those of sampled rows, by how many other rows were used since the row's
+    last use; these in units of the sampled rows' weight."""
+
+
+@compiled
+def _mixed(row: int) -> int:
+    """53 bits that look random; :func:`dlrm_trainer.data.hashing.mix64` without its last 11 bits."""
+    mixed = np.uint64(row) + _GAMMA
+    mixed = (mixed ^ (mixed >> _SHIFT_30)) * _FIRST
+    mixed = (mixed ^ (mixed >> _SHIFT_27)) * _SECOND
+    return np.int64((mixed ^ (mixed >> _SHIFT_31)) >> _SHIFT_11)  # type: ignore[return-value]  # numba has no int
+
+
+@compiled
+def _place(rows: NDArray[np.int64], row: int, mixed: int) -> int:
+    """Where a row is in the hash table, or where it belongs; by its low bits, for sampling took the high ones."""
+    mask = len(rows) - 1
+    place = mixed & mask
+    while rows[place] != row and rows[place] != _FREE:
+        place = (place + 1) & mask
+    return place
+
+
+@compiled
+def _add(tree: NDArray[np.int64], time: int, change: int) -> None:
+    node = time + 1
+    while node < len(tree):
+        tree[node] += change
+        node += node & -node
+
+
+@compiled
+def _seek(
+    stack: _Stack, rows: NDArray[np.int64], lookups: NDArray[np.int64], halvings: int, places: NDArray[np.int64]
+) -> tuple[int, int]:
+    """Seek a batch's rows, count how far down each was; returns how many are followed, and how many of them are new."""
+    followed, new = 0, 0
+    used, node = 0, len(stack.tree) - 1
+    while node > 0:
+        used += stack.tree[node]
+        node &= node - 1
+    for number in range(len(rows)):
+        mixed = _mixed(rows[number])
+        place = _place(stack.rows, rows[number], mixed)
+        if stack.rows[place] == _FREE:
+            if mixed >> (_HASH_BITS - halvings) != 0:
+                continue
+            stack.rows[place], stack.weights[place], stack.times[place] = rows[number], 1 << halvings, _FREE
+            new += 1
+        else:
+            older, node = 0, stack.times[place] + 1
+            while node > 0:
+                older += stack.tree[node]
+                node &= node - 1
+            weight = stack.weights[place]
+            stack.distances[np.int64(weight > 1), (used - older) >> halvings] += weight
+        stack.lookups[place] += lookups[number]
+        places[followed] = place
+        followed += 1
+    return followed, new
+
+
+@compiled
+def _use(stack: _Stack, places: NDArray[np.int64], count: int, now: int) -> None:
+    """Make the rows in some places the most recent, from time ``now`` on."""
+    for time in range(now, now + count):
+        place = places[time - now]
+        if stack.times[place] != _FREE:
+            stack.users[stack.times[place]] = _FREE
+            _add(stack.tree, stack.times[place], -stack.weights[place])
+        stack.times[place] = time
+        stack.users[time] = place
+        _add(stack.tree, time, stack.weights[place])
+
+
+@compiled
+def _fill(stack: _Stack, rows: NDArray[np.int64], weights: NDArray[np.int64], lookups: NDArray[np.int64]) -> None:
+    """Put rows, the longest unused first, into an empty stack whose tree knows them."""
+    for time in range(len(rows)):
+        place = _place(stack.rows, rows[time], _mixed(rows[time]))
+        stack.rows[place], stack.weights[place] = rows[time], weights[time]
+        stack.times[place], stack.lookups[place] = time, lookups[time]
+        stack.users[time] = place
+
+
+@compiled
+def _sampled(rows: NDArray[np.int64], halvings: int) -> NDArray[np.bool_]:
+    """Which rows are followed when only their hash decides."""
+    chosen = np.empty(len(rows), dtype=np.bool_)
+    for number in range(len(rows)):
+        chosen[number] = _mixed(rows[number]) >> (_HASH_BITS - halvings) == 0
+    return chosen
+
+
+def _new_stack(
+    rows: NDArray[np.int64],
+    weights: NDArray[np.int64],
+    lookups: NDArray[np.int64],
+    distances: NDArray[np.float64],
+    room: int,
+) -> _Stack:
+    """A stack of rows, the longest unused first, with room for ``room`` more rows and as many accesses."""
+    size = max(_SMALLEST, 1 << (2 * (rows.size + room) - 1).bit_length())
+    nodes = np.arange(size + 1, dtype=np.int64)
+    sums = np.concatenate(([0], np.cumsum(weights)))
+    kept = np.zeros((2, size))
+    kept[:, : distances.shape[1]] = distances[:, :size]
+    stack = _Stack(
+        rows=np.full(size, _FREE, dtype=np.int64),
+        weights=np.zeros(size, dtype=np.int64),
+        times=np.zeros(size, dtype=np.int32),
+        lookups=np.zeros(size, dtype=np.int64),
+        users=np.full(size, _FREE, dtype=np.int32),
+        tree=sums[np.minimum(nodes, rows.size)] - sums[np.minimum(nodes & (nodes - 1), rows.size)],
+        distances=kept,
+    )
+    _fill(stack, rows, weights, lookups)
+    return stack
+
+
+class StackDistances:
+    """One table's accesses: hit rate by cache size, and lookups of each row that is followed.
+
+    Exact while all rows are followed. Memory: at most 230 bytes a row followed, and twice that for a moment.
+    """
+
+    def __init__(self, most_rows: int | None = None, rate: float | None = None) -> None:
+        """Follow all rows until they are more than ``most_rows``, then a sample.
+
+        Args:
+            most_rows: None follows all rows for ever.
+            rate: share of rows that the sample follows, as the nearest power of two below 1; by default whatever
+                keeps to ``most_rows``.
+        """
+        self.accesses = 0
+        """Distinct rows of each batch, summed, whether followed or not."""
+        self._most_rows = most_rows
+        self._wanted_halvings = None if rate is None else max(1, round(-math.log2(rate)))
+        self._halvings = self._now = self._followed = 0
+        self._first_accesses = np.zeros(2)  # as in the stack's distances
+        nothing = np.empty(0, dtype=np.int64)
+        self._stack = _new_stack(nothing, nothing, nothing, np.empty((2, 0)), 0)
+        self._places = nothing
+
+    @property
+    def rate(self) -> float:
+        """Share of rows that are followed, other than those followed for certain."""
+        return 1.0 / (1 << self._halvings)
+
+    @property
+    def unique_rows(self) -> float:
+        """Distinct rows accessed, or an estimate of them."""
+        return float(self._first_accesses[0] + self._scale * self._first_accesses[1])
+
+    def row_lookups(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """(n,) lookups of each row that is followed, and (n,) how many rows it stands for; these sum to all unique."""
+        there = self._stack.rows != _FREE
+        lookups, weights = self._stack.lookups[there], self._stack.weights[there].astype(np.float64)
+        sampled = weights > 1
+        if sampled.any():
+            weights[sampled] = max(0.0, self.unique_rows - float((~sampled).sum())) / sampled.sum()
+        return lookups, weights
+
+    def add(self, rows: NDArray[np.int64], lookups: NDArray[np.int64]) -> None:
+        """Count the next batch.
+
+        Args:
+            rows: (n,) distinct rows of the batch, ascending, none negative.
+            lookups: (n,) how often the batch looks each up.
+        """
+        size = self._stack.rows.size
+        if 3 * (self._followed + rows.size) > 2 * size or self._now + rows.size > size:
+            self._renew(rows.size)
+        if self._places.size < rows.size:
+            self._places = np.empty(rows.size, dtype=np.int64)
+        self.accesses += rows.size
+        followed, new = _seek(self._stack, rows, lookups, self._halvings, self._places)
+        _use(self._stack, self._places, followed, self._now)
+        self._now += followed
+        self._followed += new
+        self._first_accesses[int(self._halvings > 0)] += new << self._halvings
+        if self._most_rows is not None and self._followed > self._most_rows:
+            self._thin(self._most_rows)
+
+    def hit_rate(self, cache_rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Share of accesses that find their row in an LRU cache of each size (k,); a row's first access misses."""
+        if not self.accesses:
+            return np.zeros(cache_rows.shape)
+        distances = self._stack.distances[0] + self._scale * self._stack.distances[1]
+        hits = np.concatenate(([0.0], np.cumsum(distances)))
+        within = np.ceil(cache_rows * self.rate).astype(np.int64).clip(max=distances.size)
+        return np.asarray(hits[within] / self.accesses)
+
+    @property
+    def _scale(self) -> float:
+        """What makes the sampled rows' accesses all those that are not counted one by one."""
+        counted, sampled = self._stack.distances.sum(axis=1) + self._first_accesses
+        return (self.accesses - counted) / sampled if sampled else 0.0
+
+    def _thin(self, most_rows: int) -> None:
+        """Follow fewer rows, by a lower rate."""
+        if self._wanted_halvings is None:
+            while self._followed > most_rows:
+                self._renew(0, halvings=1)
+        elif not self._halvings:
+            self._renew(0, halvings=self._wanted_halvings)
+
+    def _renew(self, room: int, halvings: int = 0) -> None:
+        """Number the times of last use anew, with more room, and halve the rate of sampling some times."""
+        old = self._stack
+        places = old.users[: self._now]
+        places = places[places != _FREE]
+        rows, weights, lookups, distances = old.rows[places], old.weights[places], old.lookups[places], old.distances
+        if halvings:
+            certain = weights == 1
+            if not self._halvings:
+                certain[np.argsort(lookups, kind="stable")[: rows.size // 2]] = False
+            self._halvings += halvings
+            weights = np.where(certain, 1, 1 << self._halvings)
+            kept = certain | _sampled(rows, self._halvings)
+            rows, weights, lookups = rows[kept], weights[kept], lookups[kept]
+            distances = distances.reshape(2, -1, min(distances.shape[1], 1 << halvings)).sum(axis=2)
+        self._stack = _new_stack(rows, weights, lookups, distances, room)
+        self._now = self._followed = rows.size
