@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +36,8 @@ class ShardRows:
     """Some rows of one shard, with their optimizer state.
 
     ``row_ids`` (N,) int64 are global row numbers, strictly ascending and inside the shard;
-    ``rows`` (N, width) float32; ``state`` (N, S) float32 with one value per column block of the shard
-    (row-wise Adagrad over a whole table: S = 1; zeros where the optimizer keeps no state).
+    ``rows`` (N, width) float32; ``state`` (N, S) float32, the values of each column block of the shard side by side
+    (row-wise Adagrad over a whole table: S = 1; SGD: S = 0).
     """
 
     shard: ShardId
@@ -60,8 +60,8 @@ class ShardRows:
         shard, count = self.shard, self.row_ids.shape[0]
         if shard.table != table.name or shard.row_end > table.rows or shard.column_end > table.dim:
             raise ValueError(f"{shard}: is no part of table {table.name} of {table.rows} rows x {table.dim} columns")
-        blocks = len(table.blocks_of(shard.column_start, shard.column_end))
-        wanted = {"row_ids": (count,), "rows": (count, shard.width), "state": (count, blocks)}
+        values = len(table.state_of(shard.column_start, shard.column_end))
+        wanted = {"row_ids": (count,), "rows": (count, shard.width), "state": (count, values)}
         types = {"row_ids": np.int64, "rows": np.float32, "state": np.float32}
         for name, shape in wanted.items():
             array = getattr(self, name)
@@ -86,6 +86,14 @@ class TableMeta:
     """Scale of the initializer, a float32 value; 0 for tables that start at zero (``initializer.table_scale``)."""
     column_blocks: tuple[tuple[int, int], ...]
     """Columns [start, end) of each block that has a row optimizer state of its own; contiguous from 0 to dim."""
+    state_columns: tuple[int, ...] = ()
+    """float32 values of row optimizer state of each block; 1 each where it is left out."""
+    dtype: Literal["fp32", "fp16"] = "fp32"
+    """Type of the trainer's rows: a row of fp16 takes no other values, its initial ones included."""
+
+    def __post_init__(self) -> None:
+        if not self.state_columns:
+            object.__setattr__(self, "state_columns", (1,) * len(self.column_blocks))
 
     def to_json(self) -> dict[str, Any]:
         """The table as the format writes it."""
@@ -96,6 +104,8 @@ class TableMeta:
             "seed": self.seed,
             "scale": self.scale,
             "columnBlocks": [list(block) for block in self.column_blocks],
+            "stateColumns": list(self.state_columns),
+            "dtype": self.dtype,
         }
 
     @classmethod
@@ -109,6 +119,8 @@ class TableMeta:
             seed=int(value["seed"]),
             scale=float(value["scale"]),
             column_blocks=blocks,
+            state_columns=tuple(int(values) for values in value.get("stateColumns", ())),
+            dtype=value.get("dtype", "fp32"),
         )
 
     def whole(self) -> ShardId:
@@ -119,7 +131,7 @@ class TableMeta:
         """Indices of the column blocks that make up these columns.
 
         Raises:
-            SnapshotError: the columns cut a block in two, whose one state value can't be split.
+            SnapshotError: the columns cut a block in two, whose state can't be split.
         """
         starts = [start for start, _ in self.column_blocks]
         ends = [end for _, end in self.column_blocks]
@@ -129,6 +141,20 @@ class TableMeta:
                 f"{[list(block) for block in self.column_blocks]}: shard along the blocks"
             )
         return range(starts.index(column_start), ends.index(column_end) + 1)
+
+    @property
+    def state_width(self) -> int:
+        """Values of row optimizer state that a whole row has."""
+        return sum(self.state_columns)
+
+    def state_of(self, column_start: int, column_end: int) -> range:
+        """Places, in a whole row's state, of the values that belong to these columns.
+
+        Raises:
+            SnapshotError: the columns cut a block in two.
+        """
+        blocks = self.blocks_of(column_start, column_end)
+        return range(sum(self.state_columns[: blocks.start]), sum(self.state_columns[: blocks.stop]))
 
 
 @dataclass(frozen=True, kw_only=True)

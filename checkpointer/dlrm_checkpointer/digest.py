@@ -17,7 +17,7 @@ BLOCK_ROWS = 65_536
 """Global rows of one block."""
 
 ReadBlock = Callable[[int, int], tuple[NDArray[np.float32], NDArray[np.float32]]]
-"""Rows [start, end) of a table: (n, dim) weights and (n, column blocks) row optimizer state, both float32."""
+"""Rows [start, end) of a table: (n, dim) weights and (n, state values) row optimizer state, both float32."""
 
 
 def block_digest(rows: NDArray[np.float32], state: NDArray[np.float32]) -> bytes:

@@ -26,7 +26,7 @@ HEADER_ALIGNMENT = 8
 def restore_to_folder(snapshot: Snapshot, folder: Path) -> str:
     """Write a snapshot's state into an empty or absent folder and return its state digest.
 
-    ``tables/<name>.safetensors`` holds ``weights`` (rows, dim) and ``state`` (rows, column blocks) float32;
+    ``tables/<name>.safetensors`` holds ``weights`` (rows, dim) and ``state`` (rows, state values) float32;
     ``dense.safetensors`` the dense arrays; ``meta.json``, written last, the cut and the digest. Tables stream
     through memory in blocks.
 
@@ -55,7 +55,7 @@ def _write_table(snapshot: Snapshot, table: TableMeta, folder: Path) -> str:
     if Path(table.name).name != table.name:
         raise SnapshotError(f"{snapshot.uri}: {table.name!r} is no name of a table")
     state_start = 4 * table.rows * table.dim
-    width = len(table.column_blocks)
+    width = table.state_width
     header = _header(table, state_start, width)
     digests = []
     with (folder / f"{table.name}.safetensors").open("wb") as file:

@@ -70,7 +70,8 @@ class Snapshot:
 
         Each piece fills a part of the rectangle (``piece.shard``): where the snapshot was written with the
         table's columns split otherwise, a row comes in several pieces. Rows that come in no piece have their
-        initial values and zero state. Memory is that of a few chunks.
+        initial values and zero state. Rows of fp16 tables are to be rounded to the nearest fp16 value, which changes
+        nothing at 32 bits. Memory is that of a few chunks.
 
         Raises:
             SnapshotError: no such rows in the model, a cut column block, or an object that is missing or corrupt.
@@ -101,8 +102,8 @@ def clip(piece: ShardRows, shard: ShardId, table: TableMeta) -> ShardRows:
     begin, end = np.searchsorted(piece.row_ids, (shard.row_start, shard.row_end))
     first = max(piece.shard.column_start, shard.column_start)
     last = min(piece.shard.column_end, shard.column_end)
-    held = table.blocks_of(piece.shard.column_start, piece.shard.column_end)
-    wanted = table.blocks_of(first, last)
+    held = table.state_of(piece.shard.column_start, piece.shard.column_end)
+    wanted = table.state_of(first, last)
     part = ShardId(
         table=table.name,
         row_start=max(piece.shard.row_start, shard.row_start),

@@ -26,16 +26,18 @@ class Block:
     stored: tuple[ShardRows, ...]
 
     def fill(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """All rows (n, dim) and their state (n, column blocks): stored ones, and initial values elsewhere."""
+        """All rows (n, dim) and their state (n, state values): stored ones, and initial values elsewhere."""
         table = self.table
         ids = np.arange(self.start, self.end, dtype=np.int64)
         rows = initial_rows(table.seed, table.name, ids, range(table.dim), table.scale)
-        state = np.zeros((len(ids), len(table.column_blocks)), np.float32)
+        state = np.zeros((len(ids), table.state_width), np.float32)
         for piece in self.stored:
             shard = piece.shard
-            blocks = table.blocks_of(shard.column_start, shard.column_end)
+            places = table.state_of(shard.column_start, shard.column_end)
             rows[piece.row_ids - self.start, shard.column_start : shard.column_end] = piece.rows
-            state[piece.row_ids - self.start, blocks.start : blocks.stop] = piece.state
+            state[piece.row_ids - self.start, places.start : places.stop] = piece.state
+        if table.dtype == "fp16":
+            rows = rows.astype(np.float16).astype(np.float32)
         return rows, state
 
     def check(self) -> int:

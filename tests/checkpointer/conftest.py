@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import StoreUnavailableError
 from dlrm_api.names import ExitCode
+from dlrm_api.tiers import RowDtype
 from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, TableMeta
 from dlrm_checkpointer.digest import state_digest, table_digest
 from dlrm_checkpointer.files import FileStore
@@ -26,10 +27,25 @@ from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.store import Body, ObjectInfo, ObjectStore, StoreOptions, open_store
 
 
-def table(name: str, rows: int, dim: int, *, blocks: int = 1, scale: float = 0.25) -> TableMeta:
+def table(
+    name: str, rows: int, dim: int, *, blocks: int = 1, scale: float = 0.25, state: int = 1, dtype: RowDtype = "fp32"
+) -> TableMeta:
     width = dim // blocks
-    column_blocks = tuple((i * width, (i + 1) * width) for i in range(blocks))
-    return TableMeta(name=name, rows=rows, dim=dim, seed=7, scale=float(np.float32(scale)), column_blocks=column_blocks)
+    return TableMeta(
+        name=name,
+        rows=rows,
+        dim=dim,
+        seed=7,
+        scale=float(np.float32(scale)),
+        column_blocks=tuple((i * width, (i + 1) * width) for i in range(blocks)),
+        state_columns=(state,) * blocks,
+        dtype=dtype,
+    )
+
+
+def kept_as(meta: TableMeta, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rows as a trainer holds them: of fp16 tables the nearest fp16 values."""
+    return rows.astype(np.float16).astype(np.float32) if meta.dtype == "fp16" else rows
 
 
 TABLES = (
@@ -37,6 +53,9 @@ TABLES = (
     table("items", 70_000, 16, blocks=2),
     table("one", 1, 4),
     table("zero", 50, 4, scale=0),
+    table("adam", 90, 8, blocks=2, state=9),
+    table("sgd", 80, 4, state=0),
+    table("half", 120, 8, dtype="fp16"),
 )
 
 
@@ -54,8 +73,9 @@ class Model:
     def __post_init__(self) -> None:
         for each in self.tables:
             ids = np.arange(each.rows, dtype=np.int64)
-            self.rows[each.name] = initial_rows(each.seed, each.name, ids, range(each.dim), each.scale)
-            self.state[each.name] = np.zeros((each.rows, len(each.column_blocks)), np.float32)
+            initial = initial_rows(each.seed, each.name, ids, range(each.dim), each.scale)
+            self.rows[each.name] = kept_as(each, initial)
+            self.state[each.name] = np.zeros((each.rows, each.state_width), np.float32)
             self.touched[each.name] = np.zeros(each.rows, bool)
         self.dense = {"top.0.weight": np.zeros((3, 5), np.float32), "opt.step": np.zeros((), np.int64)}
 
@@ -66,7 +86,8 @@ class Model:
             for each in self.tables:
                 ids = np.unique(draw.integers(0, each.rows, max(1, each.rows // 20)))
                 self.rows[each.name][ids] += draw.normal(0, 0.1, (len(ids), each.dim)).astype(np.float32)
-                self.state[each.name][ids] += draw.random((len(ids), len(each.column_blocks)), np.float32)
+                self.rows[each.name] = kept_as(each, self.rows[each.name])
+                self.state[each.name][ids] += draw.random((len(ids), each.state_width), np.float32)
                 self.touched[each.name][ids] = True
             self.dense["top.0.weight"] += draw.normal(0, 0.1, (3, 5)).astype(np.float32)
             self.dense["opt.step"] = np.asarray(self.step, np.int64)
@@ -105,12 +126,12 @@ class Model:
         metas = {each.name: each for each in self.tables}
         for shard in self.shards(rank, world_size):
             ids = np.flatnonzero(self.touched[shard.table][shard.row_start : shard.row_end]) + shard.row_start
-            blocks = metas[shard.table].blocks_of(shard.column_start, shard.column_end)
+            places = metas[shard.table].state_of(shard.column_start, shard.column_end)
             yield ShardRows(
                 shard=shard,
                 row_ids=ids.astype(np.int64),
                 rows=self.rows[shard.table][ids, shard.column_start : shard.column_end],
-                state=self.state[shard.table][ids, blocks.start : blocks.stop],
+                state=self.state[shard.table][ids, places.start : places.stop],
             )
 
     def digest(self) -> str:
@@ -235,7 +256,14 @@ def new_model() -> type[Model]:
 @pytest.fixture
 def small_tables() -> tuple[TableMeta, ...]:
     """Few rows, for tests that look at each of them in plain Python."""
-    return (table("users", 300, 8), table("items", 100, 16, blocks=2), table("zero", 5, 4, scale=0))
+    return (
+        table("users", 300, 8),
+        table("items", 100, 16, blocks=2),
+        table("zero", 5, 4, scale=0),
+        table("adam", 60, 8, blocks=2, state=9),
+        table("sgd", 60, 4, state=0),
+        table("half", 200, 8, dtype="fp16"),
+    )
 
 
 @pytest.fixture

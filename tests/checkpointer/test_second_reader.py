@@ -59,17 +59,21 @@ def read(root: Path) -> str:
     assert (manifest["format"], manifest["version"], manifest["kind"]) == ("dlrm-snapshot", 1, "full")
     tables = {table["name"]: table for table in manifest["meta"]["model"]["tables"]}
     rows = {n: np.array([initial(t, r) for r in range(t["rows"])], np.float32) for n, t in tables.items()}
-    state = {n: np.zeros((t["rows"], len(t["columnBlocks"])), np.float32) for n, t in tables.items()}
+    values_of = {n: t.get("stateColumns", [1] * len(t["columnBlocks"])) for n, t in tables.items()}
+    state = {n: np.zeros((t["rows"], sum(values_of[n])), np.float32) for n, t in tables.items()}
     for entry in manifest["chunks"]:
         meta, arrays = container(root / entry["key"], entry["sha256"])
         values = arrays.get("rows")
         if meta["bits"] == 8:
             values = arrays["codes"].astype(np.float32) * arrays["step"][:, None] + arrays["low"][:, None]
         starts = [start for start, _ in tables[entry["table"]]["columnBlocks"]]
-        first = starts.index(entry["columnStart"])
+        first = sum(values_of[entry["table"]][: starts.index(entry["columnStart"])])
         ids = arrays["row_ids"]
         rows[entry["table"]][ids, entry["columnStart"] : entry["columnEnd"]] = values
         state[entry["table"]][ids, first : first + arrays["state"].shape[1]] = arrays["state"]
+    for name, table in tables.items():
+        if table.get("dtype") == "fp16":
+            rows[name] = rows[name].astype(np.float16).astype(np.float32)
     _, dense = container(root / manifest["dense"]["key"], manifest["dense"]["sha256"])
     return digest(rows, state, dense)
 
