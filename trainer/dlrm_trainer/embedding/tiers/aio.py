@@ -178,17 +178,8 @@ class _Transfers:
         offset = int(self._requests["offset"][number])
         if result < 0:
             raise self._file.failure(verb, self._size, offset, os.strerror(-result))
-        buffer = memoryview(self.buffers[number]).cast("B")
-        done = result
-        while done < self._size:
-            move = os.preadv if verb == "read" else os.pwritev
-            try:
-                more = move(self._file.fd, [buffer[done:]], offset + done)
-            except OSError as error:
-                raise self._file.failure(verb, self._size - done, offset + done, str(error.strerror)) from error
-            if more == 0:
-                raise self._file.failure(verb, self._size - done, offset + done, "the file ends before them")
-            done += more
+        transfer = self._file.read if verb == "read" else self._file.write
+        transfer(memoryview(self.buffers[number]).cast("B")[result:], offset + result)
 
 
 class DirectReader(_Transfers):

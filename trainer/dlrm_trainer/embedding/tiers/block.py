@@ -14,7 +14,7 @@ from dlrm_api.errors import DeviceError
 from dlrm_api.plan import Tier
 from dlrm_api.tiers import BLOCK_SEGMENT_BYTES
 from dlrm_trainer.embedding.tiers import pages
-from dlrm_trainer.embedding.tiers.aio import DirectReader, DirectWriter
+from dlrm_trainer.embedding.tiers.aio import DirectReader, DirectWriter, page_aligned
 from dlrm_trainer.embedding.tiers.level import Moved, Places, Records, Rows
 from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
 from dlrm_trainer.embedding.tiers.scratch import ScratchFile
@@ -71,9 +71,9 @@ class BlockLevel:
             self._file = stack.enter_context(closing(ScratchFile(folder, direct=True)))
             depth = max(8, min(READ_DEPTH, READ_BUFFER_BYTES // layout.page_bytes))
             self._reader = stack.enter_context(closing(DirectReader(self._file, depth, layout.page_bytes)))
-            self._cleaner = stack.enter_context(closing(DirectReader(self._file, 1, layout.segment_bytes)))
             self._writer = stack.enter_context(closing(DirectWriter(self._file, WRITE_BUFFERS, layout.segment_bytes)))
             self._resources = stack.pop_all()
+        self._victim = page_aligned(1, layout.segment_bytes // 4)[0]
         self._owners = untouched_zeros(layout.places)
         self._live = np.zeros(layout.segments, np.int32)
         self._written = np.zeros(layout.segments, np.int64)  # 1, 2, ... in the order of writing; 0: free or open
@@ -163,10 +163,9 @@ class BlockLevel:
         """Append a segment's records in use to the open one, which has room for them, and free it."""
         image, size = self._image(segment), self._shape.segment_records
         if self._buffer_of[segment] < 0:
-            with closing(self._cleaner.pieces(np.array([segment * self._layout.segment_bytes]))) as pieces:
-                next(pieces)
+            image = self._victim
+            self._file.read(memoryview(image).cast("B"), segment * self._layout.segment_bytes)
             self.bytes_read += self._layout.segment_bytes
-            image = self._cleaner.buffers[0]
         indices, first = np.empty(size, np.int64), self._filled
         target = self._open
         owners = self._owners_of(target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 from dlrm_api.errors import DeviceError
@@ -80,6 +81,35 @@ class ScratchFile:
     def bytes_kept(self) -> int:
         """Bytes that the device has allocated."""
         return os.fstat(self.fd).st_blocks * 512
+
+    def read(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer of bytes from an offset.
+
+        Raises:
+            DeviceError: some of them could not be read; names path, offset and bytes.
+        """
+        self._transfer("read", os.preadv, buffer, offset)
+
+    def write(self, buffer: memoryview, offset: int) -> None:
+        """Write a buffer of bytes to an offset.
+
+        Raises:
+            DeviceError: some of them could not be written; names path, offset and bytes.
+        """
+        self._transfer("write", os.pwritev, buffer, offset)
+
+    def _transfer(
+        self, verb: str, move: Callable[[int, list[memoryview], int], int], buffer: memoryview, offset: int
+    ) -> None:
+        """The kernel may always do less than it was asked."""
+        while buffer:
+            try:
+                done = move(self.fd, [buffer], offset)
+            except OSError as error:
+                raise self.failure(verb, len(buffer), offset, str(error.strerror)) from error
+            if done == 0:
+                raise self.failure(verb, len(buffer), offset, "the file ends before them")
+            buffer, offset = buffer[done:], offset + done
 
     def failure(self, verb: str, count: int, offset: int, reason: str) -> DeviceError:
         """What a failed transfer is told as, ``verb`` being read or write."""
