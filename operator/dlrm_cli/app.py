@@ -1,4 +1,4 @@
-"""``dlrmctl``: validate, plan, render and run DLRMJobs, and look after snapshots.
+"""``dlrmctl``: validate, plan, render, trace and run DLRMJobs, and look after snapshots.
 
 Each command imports what it needs when it runs, so that ``dlrmctl --help`` answers at once.
 """
@@ -114,6 +114,41 @@ def run(
         as_json=output is TableOrJson.JSON,
     )
     raise typer.Exit(run_job(options))
+
+
+@app.command()
+def trace(
+    file: File,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File for the trace; <job>.trace.json by default.")
+    ] = None,
+    configmap: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Print a ConfigMap that holds the trace; write no file.")
+    ] = None,
+    batches: Annotated[int | None, typer.Option(min=1, help="Global batches to read; one epoch by default.")] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0001, max=1, help="Share of a large table's rows to follow; by default as many as fit memory."
+        ),
+    ] = None,
+    data: Annotated[str | None, typer.Option(metavar="URI", help="Read this instead of the job's files.")] = None,
+    settings: Settings = None,
+) -> None:
+    """Measure how a job's data reuses rows, for the planner to size caches by."""
+    from dlrm_cli.trace import TraceOptions, trace_job
+
+    trace_job(
+        TraceOptions(
+            file=file,
+            out=out,
+            configmap=configmap,
+            batches=batches,
+            rate=rate,
+            data=data,
+            settings=tuple(settings or ()),
+        )
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

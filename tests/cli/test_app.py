@@ -48,7 +48,7 @@ def test_help_loads_neither_torch_nor_boto3_nor_kubernetes() -> None:
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
 
     assert finished.returncode == 0, finished.stderr
-    for command in ("validate", "plan", "render", "run", "snapshots"):
+    for command in ("validate", "plan", "render", "run", "trace", "snapshots"):
         assert command in finished.stdout
 
 

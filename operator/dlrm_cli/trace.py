@@ -1,0 +1,225 @@
+"""``dlrmctl trace``: reads a job's training data as training would, and writes down how its columns reuse rows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dlrm_api.errors import DeviceError, InvalidSpecError, UsageError
+from dlrm_api.job import DLRMJob
+from dlrm_api.trace import Trace, parse_trace
+from dlrm_cli.checks import check_inputs
+from dlrm_cli.display import PLAIN_EVERY_S
+from dlrm_cli.documents import Document, job_document, read_documents
+from dlrm_cli.manifests import parse_job_document
+from dlrm_cli.overrides import with_data
+from dlrm_cli.views import WIDTH_OFF_TERMINAL, print_view
+
+if TYPE_CHECKING:
+    from dlrm_trainer.data import Reader
+
+CONFIGMAP_KEY = "trace.json"
+CONFIGMAP_BYTES = 1 << 20
+"""Most bytes of data that a ConfigMap may hold."""
+CACHE_SHARES = (0.01, 0.1, 0.5)
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """What the command line said."""
+
+    file: Path
+    out: Path | None
+    configmap: str | None
+    batches: int | None
+    rate: float | None
+    data: str | None
+    settings: tuple[str, ...]
+
+
+def trace_job(options: TraceOptions) -> None:
+    """Measure the data of a file's job; write the trace, or print it as a ConfigMap, and show what was found.
+
+    Nothing is written before all is measured, and then the whole file at once.
+
+    Raises:
+        UsageError: the file to write holds something else, or the trace is too large for a ConfigMap.
+        DLRMError: the job or its data is bad.
+    """
+    job = _read_job(options)
+    out = options.out or Path(f"{job.metadata.name}.trace.json")
+    _check_out(out, job)
+    if options.configmap is not None:
+        _check_name(options.configmap)
+    check_inputs(job.spec)
+    try:
+        trace = _measured(job, options)
+    except KeyboardInterrupt:
+        print("stopped; nothing was written", file=sys.stderr)
+        raise
+    text = trace.model_dump_json()
+    if options.configmap is None:
+        _write(out, text)
+        print_view(trace_view(trace))
+        print(f"written to {out}; refer to it by distribution.reference: {out.absolute().as_uri()}", file=sys.stderr)
+        return
+    if (size := len(text.encode())) > CONFIGMAP_BYTES:
+        _write(out, text)
+        raise UsageError(
+            f"--configmap: the trace takes {size:,} bytes and a ConfigMap holds at most {CONFIGMAP_BYTES:,}: it was "
+            f"written to {out} instead; put that file where the planner reads it and refer to it as file:///..."
+        )
+    print(configmap(options.configmap, job.metadata.namespace, text), end="")
+    console = Console(stderr=True)
+    (console if console.is_terminal else Console(stderr=True, width=WIDTH_OFF_TERMINAL)).print(trace_view(trace))
+
+
+def configmap(name: str, namespace: str | None, text: str) -> str:
+    """The manifest of a ConfigMap that holds a trace, for ``distribution.reference: configmap:NAME``."""
+    metadata = {"name": name} | ({"namespace": namespace} if namespace else {})
+    manifest = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {CONFIGMAP_KEY: text}}
+    return yaml.safe_dump(manifest, sort_keys=False, width=2**31)
+
+
+def trace_view(trace: Trace) -> RenderableType:
+    """A line a table: how many rows are in use, and what caches that hold a batch's rows would hit."""
+    view = Table(
+        title=f"{trace.job}: {trace.batches:,} batches of {trace.global_batch_size:,} samples", title_justify="left"
+    )
+    view.add_column("table", overflow="fold")
+    for name in ("rows", "lookups", "unique", "distinct a batch", *(f"hits at {share:.0%}" for share in CACHE_SHARES)):
+        view.add_column(name, justify="right")
+    for table in trace.tables:
+        about = "" if table.sample_rate == 1 else "~"
+        distinct = table.accesses / trace.batches
+        caches = [share * table.rows for share in CACHE_SHARES]
+        view.add_row(
+            table.table,
+            f"{table.rows:,}",
+            f"{table.lookups:,}",
+            f"{about}{table.unique_rows:,}",
+            f"{distinct:,.1f}",
+            *("-" if cache < distinct else f"{about}{table.hit_rate(cache):.1%}" for cache in caches),
+        )
+    return view
+
+
+def _read_job(options: TraceOptions) -> DLRMJob:
+    document = job_document(read_documents(options.file))
+    body = with_data(document.body, options.data, None)
+    return parse_job_document(Document(document.path, document.number, body), options.settings)
+
+
+def _measured(job: DLRMJob, options: TraceOptions) -> Trace:
+    """Read the batches in training order and measure them.
+
+    Raises:
+        UsageError: what reads data is not installed.
+    """
+    try:
+        from dlrm_trainer.data import open_reader
+        from dlrm_trainer.data.reuse import ReuseMeter
+    except ModuleNotFoundError as error:
+        raise UsageError(f"dlrmctl trace needs {error.name}: pip install 'dlrm-operator[trainer]'") from error
+    with contextlib.closing(open_reader(job.spec, "train", 0, 1)) as reader:
+        batches = options.batches or _batches(job, reader)
+        meter = ReuseMeter(job.spec.model.all_tables(), options.rate)
+        read = contextlib.closing(reader.iterate(0, batches))  # type: ignore[type-var]
+        with _TraceDisplay(batches) as display, read as each_batch:
+            for batch in each_batch:
+                meter.add(batch)
+                display.update(meter.batches, meter.lookups)
+        return meter.trace(job.metadata.name, job.spec.data.global_batch_size)
+
+
+def _batches(job: DLRMJob, reader: Reader) -> int:
+    """Batches of one epoch, or fewer where the job ends before."""
+    from dlrm_trainer.schedule import make_schedule
+
+    schedule = make_schedule(job.spec, reader.num_samples, reader.batches_per_epoch)
+    return min(reader.batches_per_epoch, schedule.total_steps)
+
+
+class _TraceDisplay:
+    """On a terminal a bar, elsewhere a line every few seconds; both on stderr."""
+
+    def __init__(self, batches: int) -> None:
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("tracing"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("batches, {task.fields[lookups]:,} lookups"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("tracing", total=batches, lookups=0)
+        self._batches = batches
+        self._told_at = time.monotonic()
+
+    def __enter__(self) -> _TraceDisplay:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, batches: int, lookups: int) -> None:
+        """Show how far it is."""
+        self._bar.update(self._task, completed=batches, lookups=lookups)
+        if not self._console.is_terminal and time.monotonic() - self._told_at >= PLAIN_EVERY_S:
+            self._told_at = time.monotonic()
+            line = f"tracing: {batches:,}/{self._batches:,} batches, {lookups:,} lookups"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _check_name(name: str) -> None:
+    if len(name) > 253 or not _NAME.fullmatch(name):
+        raise UsageError(f"--configmap: {name!r} is no name of a ConfigMap: use lower-case letters, digits, - and .")
+
+
+def _check_out(out: Path, job: DLRMJob) -> None:
+    """Only an older trace of the same job may be replaced, and its folder must take a file.
+
+    Raises:
+        UsageError: the file holds something else, or can't be written.
+    """
+    try:
+        if not os.access(out.parent, os.W_OK | os.X_OK):
+            raise UsageError(f"--out: {out.parent} is no folder that you may write: choose another file")
+        old = out.read_bytes() if out.exists() else None
+    except OSError as error:
+        raise UsageError(f"--out: {out}: {error.strerror}: choose another file") from error
+    if old is None:
+        return
+    try:
+        name = parse_trace(old).job
+    except InvalidSpecError:
+        raise UsageError(f"--out: {out} is no trace: choose another file, or remove it") from None
+    if name != job.metadata.name:
+        raise UsageError(f"--out: {out} is the trace of job {name}: choose another file, or remove it")
+
+
+def _write(out: Path, text: str) -> None:
+    fresh = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        fresh.write_text(text)
+        fresh.replace(out)
+    except OSError as error:
+        raise DeviceError(f"--out: {out}: {error.strerror}, for {len(text):,} bytes: choose another file") from error
+    finally:
+        fresh.unlink(missing_ok=True)
