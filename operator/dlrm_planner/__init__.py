@@ -2,5 +2,6 @@
 
 from dlrm_planner.memory import working_set_bytes
 from dlrm_planner.planner import plan_job
+from dlrm_planner.traces import read_traces, trace_references
 
-__all__ = ["plan_job", "working_set_bytes"]
+__all__ = ["plan_job", "read_traces", "trace_references", "working_set_bytes"]

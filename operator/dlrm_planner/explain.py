@@ -10,20 +10,30 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import RankPlan
 from dlrm_planner.memory import Limit, human
 from dlrm_planner.placement import Placement
+from dlrm_planner.search import Solution
 from dlrm_planner.tables import Tables
 
 NAMES_SHOWN = 5
 
 
 def explain(
-    spec: DLRMJobSpec, tables: Tables, placement: Placement, limit: Limit | None, ranks: Sequence[RankPlan]
+    spec: DLRMJobSpec,
+    found: Solution,
+    limit: Limit | None,
+    ranks: Sequence[RankPlan],
+    handoff: Sequence[int],
+    policy_rule: str,
 ) -> tuple[str, ...]:
-    """Why the plan is as it is: sharding, balance, memory."""
+    """Why the plan is as it is: sharding, balance, tiers, hand-off, memory."""
+    tables, placement = found.tables, found.placement
     reasons = [
         f"{spec.world_size} ranks on {spec.replicas} nodes: {len(placement.whole)} tables whole on one rank each, "
         f"{len(placement.replicated)} replicated on every rank",
         *_sharding(spec, tables, placement),
         *_balance(spec, tables, placement),
+        *_tiers(spec, found),
+        *([policy_rule] if policy_rule else []),
+        *_handoff(spec, found, handoff),
         _memory(spec, limit, ranks),
     ]
     return tuple(reasons)
@@ -56,6 +66,47 @@ def _balance(spec: DLRMJobSpec, tables: Tables, placement: Placement) -> list[st
         name = tables.specs[placement.whole[int(np.argmax(whole))]].name
         reasons.append(f"table {name} alone costs {whole.max() / mean:.2f} times the mean of a rank: it sets the pace")
     return reasons
+
+
+def _tiers(spec: DLRMJobSpec, found: Solution) -> list[str]:
+    """Where the rows of stacks live, and what share of their accesses each tier serves, by group of like tables."""
+    reuse, groups = found.reuse, dict[tuple[str, ...], list[int]]()
+    if reuse is None or not found.levels:
+        return []
+    for i, levels in sorted(found.levels.items()):
+        groups.setdefault(tuple(tier for tier, _ in levels.below), []).append(i)
+    reasons = []
+    for below, group in groups.items():
+        rows = sum(found.tables.specs[i].rows for i in group)
+        accesses = max(sum(float(reuse.accesses[i]) for i in group), 1e-300)
+        slots = sum(found.levels[i].slots for i in group)
+        hits = sum(reuse.hits_at(i, found.levels[i].slots) for i in group)
+        kept = [f"{slots / rows:.1%} in slots in DDR, which are expected to serve {hits / accesses:.1%} of accesses"]
+        for place, tier in enumerate(below):
+            held = sum(found.levels[i].below[place][1] for i in group)
+            kept.append(f"{held / rows:.1%} in {tier}")
+        what = "table" if len(group) == 1 else "tables"
+        reasons.append(
+            f"{len(group)} {what} as stacks, {_names(found.tables, group)}: of {rows} rows {', '.join(kept)}"
+        )
+    whole = len(found.tables.specs) - len(found.levels)
+    if whole:
+        reasons.append(f"{whole} tables whole in DDR: there a byte spares most reads of slower tiers")
+    ahead = spec.trainer.cache.lookahead
+    reasons.append(
+        f"rows are fetched {ahead} batches ahead: slots hold at least the distinct rows expected of {ahead + 1} batches"
+    )
+    return reasons
+
+
+def _handoff(spec: DLRMJobSpec, found: Solution, handoff: Sequence[int]) -> list[str]:
+    budget = found.tables.handoff_budget
+    if budget is None or spec.checkpoint.handoff_budget is not None or budget not in handoff:
+        return []
+    return [
+        f"cuts are handed over in slices: {human(budget)} of shared memory a pod, because full cuts have no room "
+        "beside the tables"
+    ]
 
 
 def _memory(spec: DLRMJobSpec, limit: Limit | None, ranks: Sequence[RankPlan]) -> str:

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_planner.memory import MIB, MOST_DDR, Limit, human, pod_limit
-from dlrm_planner.placement import NoPlacement, packs
-from dlrm_planner.tables import Tables
+from dlrm_planner.placement import NoPlacement
+from dlrm_planner.search import Question, Refusal, Solution, search
+from dlrm_planner.tiering import Short
 
-REPLICAS_TRIED = 16
 MOST_REPLICAS = 4_096
+MOST_BLOCK = 2**55
 
 
-def infeasible(
-    spec: DLRMJobSpec,
-    profile: HardwareProfile | None,
-    tables: Tables,
-    replicated: Sequence[int],
-    limit: Limit,
-    refusal: NoPlacement,
-) -> InfeasiblePlanError:
+def infeasible(asked: Question, profile: HardwareProfile | None, refusal: Refusal) -> InfeasiblePlanError:
     """The error whose reasons name the table, the rank, the node, the bytes that are missing, and the mends."""
-    reasons = [
-        _shortfall(spec, tables, limit, refusal),
-        f"a pod has {max(0, limit.size)} bytes for tables: {limit.source}",
-    ]
-    more = _enough_memory(spec, tables, replicated, limit)
-    if more is not None:
-        reasons.append(f"mend: raise {limit.field} by {more} bytes ({human(more)})")
-    replicas = _enough_replicas(spec, profile, tables, replicated)
+    cause = refusal.cause
+    if isinstance(cause, Short):
+        reasons = [_tier_shortfall(asked, cause), *_tier_mends(asked, cause)]
+    else:
+        reasons = [_shortfall(asked, refusal, cause)]
+    if (limit := asked.limit) is not None:
+        reasons.insert(1, f"a pod has {max(0, limit.size)} bytes for tables: {limit.source}")
+        more = _enough_memory(asked, limit, 1 if isinstance(cause, Short) else cause.held - cause.room)
+        if more is not None:
+            reasons.append(f"mend: raise {limit.field} by {more} bytes ({human(more)})")
+    reasons.extend(_other_mends(asked, refusal))
+    replicas = _enough_replicas(asked, profile)
     if replicas is not None:
         reasons.append(f"mend: trainer.replicas: {replicas} of the same hardware hold all tables")
     else:
@@ -39,59 +38,111 @@ def infeasible(
     return InfeasiblePlanError("spec.trainer", reasons)
 
 
-def _shortfall(spec: DLRMJobSpec, tables: Tables, limit: Limit, refusal: NoPlacement) -> str:
-    table, held = tables.specs[refusal.table], tables.held_bytes[refusal.table]
-    where = f"rank {refusal.rank} on node {refusal.rank // spec.trainer.processes_per_replica}"
+def _shortfall(asked: Question, refusal: Refusal, cause: NoPlacement) -> str:
+    table, limit = asked.tables.specs[cause.table], asked.limit
+    where = f"rank {cause.rank} on node {cause.rank // asked.spec.trainer.processes_per_replica}"
     what = f"table {table.name} ({table.rows} rows x {table.dim})"
-    if refusal.room < 0:
+    if cause.room < 0 and limit is not None:
         return (
-            f"{what} does not fit on {where}: replicated tables, dense state and the headers of a cut already take "
-            f"{limit.size - refusal.room} bytes there, {-refusal.room} bytes more than the pod has"
+            f"{what} does not fit on {where}: replicated tables, the hand-off and buffers already take "
+            f"{limit.size - cause.room} bytes there, {-cause.room} bytes more than the pod has"
         )
-    beside = "" if refusal.alone else " left beside other tables"
+    batches = asked.spec.trainer.cache.lookahead + 1
+    if refusal.least:
+        form = f"with slots for {refusal.least} rows, those of {batches} batches, and the map of all rows"
+    else:
+        form = "with row state and hand-off" if refusal.full_cut else "with row state"
+    beside = "" if cause.alone else " left beside other tables"
     return (
-        f"{what} does not fit on {where}, the roomiest that it may go to: with row state and hand-off it takes {held} "
-        f"bytes, and {refusal.room} bytes are free{beside}: {held - refusal.room} bytes short"
+        f"{what} does not fit on {where}, the roomiest that it may go to: {form} it takes {cause.held} bytes, and "
+        f"{cause.room} bytes are free{beside}: {cause.held - cause.room} bytes short"
     )
 
 
-def _enough_memory(spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], limit: Limit) -> int | None:
+def _tier_shortfall(asked: Question, cause: Short) -> str:
+    tiers = ", ".join(f"{tier} {human(size)}" for tier, size in asked.caps.items())
+    return (
+        f"rows that DDR does not hold do not fit the slower tiers of a pod ({tiers}): {cause.tier} is "
+        f"{cause.missing} bytes ({human(cause.missing)}) short"
+    )
+
+
+def _tier_mends(asked: Question, cause: Short) -> Iterator[str]:
+    """More of the tier that is short; where its size comes from is for the user to know: budget or profile."""
+    has = asked.caps[cause.tier]
+
+    def fits(more: int) -> bool:
+        return _solved(replace(asked, caps={**asked.caps, cause.tier: has + more * MIB}))
+
+    if (more := _least(fits, MOST_BLOCK // MIB, -(-cause.missing // MIB))) is not None:
+        size = has + more * MIB
+        yield (
+            f"mend: {cause.tier} of {size} bytes ({human(size)}) a pod: trainer.tierBudgets.{cause.tier}, and the "
+            f"profile's tiers.{cause.tier}.bytes where hardware is named"
+        )
+
+
+def _other_mends(asked: Question, refusal: Refusal) -> Iterator[str]:
+    """A slower tier where there is none; fewer batches ahead where slots for them have no room."""
+    cache = asked.spec.trainer.cache
+    if not asked.caps:
+        rest = sum(asked.tables.resident_bytes) - max(0, asked.limit.size if asked.limit else 0) * asked.spec.replicas
+        start = max(1, rest // asked.spec.replicas // MIB)
+        size = _least(lambda size: _solved(replace(asked, caps={"block": size * MIB})), MOST_BLOCK // MIB, start)
+        if size is not None:
+            yield (
+                f"mend: trainer.tierBudgets.block: {size * MIB} ({human(size * MIB)}) puts rows that DDR does not hold "
+                "on block storage; in a cluster, name hardware whose profile mounts it"
+            )
+    elif refusal.least and cache.lookahead > 0:
+        shorter = cache.model_copy(update={"lookahead": 0})
+        trainer = asked.spec.trainer.model_copy(update={"cache": shorter})
+        if _solved(replace(asked, spec=asked.spec.model_copy(update={"trainer": trainer}))):
+            yield "mend: trainer.cache.lookahead: 0 needs slots for one batch alone, and hides no reads"
+
+
+def _enough_memory(asked: Question, limit: Limit, short: int) -> int | None:
     """Bytes to add to each pod, to within a MiB, after which all tables fit at this number of replicas."""
 
     def fits(more: int) -> bool:
-        return packs(spec, tables, replicated, Limit(limit.size + more * MIB, limit.source, limit.field))
+        return _solved(replace(asked, limit=Limit(limit.size + more * MIB, limit.source, limit.field)))
 
-    most = (MOST_DDR - limit.size) // MIB
-    return None if (more := _least(fits, most)) is None else more * MIB
-
-
-def _enough_replicas(
-    spec: DLRMJobSpec, profile: HardwareProfile | None, tables: Tables, replicated: Sequence[int]
-) -> int | None:
-    """The first larger number of replicas, of those tried, at which all tables fit."""
-    most = min(MOST_REPLICAS, spec.data.virtual_shards // spec.trainer.processes_per_replica)
-    replicas = spec.replicas
-    for _ in range(REPLICAS_TRIED):
-        wider = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"replicas": replicas + 1})})
-        limit = pod_limit(wider, profile)
-        if replicas + 1 > most or limit is None or limit.size <= 0:
-            return None
-        replicas = max(replicas + 1, min(most, -(-sum(tables.held_bytes) // limit.size)))
-        wider = spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"replicas": replicas})})
-        if (limit := pod_limit(wider, profile)) and packs(wider, tables, replicated, limit):
-            return replicas
-    return None
+    more = _least(fits, (MOST_DDR - limit.size) // MIB, -(-short // MIB))
+    return None if more is None else more * MIB
 
 
-def _least(holds: Callable[[int], bool], most: int) -> int | None:
-    """Least number from 1 to ``most`` for which ``holds``, by doubling, then halving; None where there is none."""
-    low, high = 0, 1
-    while not holds(min(high, most)):
+def _enough_replicas(asked: Question, profile: HardwareProfile | None) -> int | None:
+    """A larger number of replicas at which all tables fit, as small as halving finds one."""
+    spec = asked.spec
+    most = min(MOST_REPLICAS, spec.data.virtual_shards // spec.trainer.processes_per_replica) - spec.replicas
+
+    def fits(more: int) -> bool:
+        wider = _wider(spec, spec.replicas + more)
+        return _solved(replace(asked, spec=wider, limit=pod_limit(wider, profile)))
+
+    more = _least(fits, most) if most > 0 else None
+    return None if more is None else spec.replicas + more
+
+
+def _wider(spec: DLRMJobSpec, replicas: int) -> DLRMJobSpec:
+    return spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"replicas": replicas})})
+
+
+def _solved(asked: Question) -> bool:
+    return isinstance(search(asked, quick=True), Solution)
+
+
+def _least(holds: Callable[[int], bool], most: int, start: int = 1) -> int | None:
+    """A number from 1 to ``most`` for which ``holds``: the least but for one part in 128; None where there is none.
+
+    By doubling from ``start``, then halving.
+    """
+    low, high = 0, max(1, min(start, most))
+    while not holds(high):
         if high >= most:
             return None
-        low, high = high, high * 2
-    high = min(high, most)
-    while high - low > 1:
+        low, high = high, min(high * 2, most)
+    while high - low > max(1, high // 128):
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high

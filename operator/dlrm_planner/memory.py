@@ -20,6 +20,12 @@ CUT_BYTES_PER_RANK = MIB
 """File headers of one rank's cut."""
 CUT_BYTES_PER_TABLE = 512
 """A table's part of the description that each rank's cut carries, and of its file headers."""
+LEAST_SLICE_BYTES = 64 * MIB
+"""Rows that one slice of a cut holds at least."""
+SLICE_SHARE = 16
+"""A hand-off in slices takes one part in so many of a pod's memory for tables."""
+UNCHECKED_SLICE_BYTES = 1024 * MIB
+"""The same where nothing is known of that memory."""
 MOST_DDR = 2**50
 """No node has more; it keeps sums over thousands of nodes below 2**63."""
 
@@ -61,23 +67,35 @@ def pod_limit(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Limit | Non
     return min(limits, key=lambda limit: limit.size, default=None)
 
 
-def fixed_handoff_bytes(spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], pod: int) -> int:
-    """What a pod's cut takes beside the whole tables that are placed on it.
+def full_cut_bytes(spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], pod: int) -> int:
+    """What a pod's cut takes at once beside the whole tables that are placed on it.
 
     Replicated tables count once in each pod, whichever rank hands them over; dense state leaves with rank 0.
     """
-    ranks = spec.trainer.processes_per_replica
-    headers = ranks * (CUT_BYTES_PER_RANK + CUT_BYTES_PER_TABLE * len(tables.specs))
     dense = dense_cut_bytes(spec) if pod == 0 else 0
-    rounding = MIB - 1
-    return headers + dense + sum(tables.handoff_bytes[i] for i in replicated) + rounding
+    return _headers(spec, tables) + dense + sum(tables.handoff_bytes[i] for i in replicated) + MIB - 1
+
+
+def least_handoff_bytes(spec: DLRMJobSpec, tables: Tables) -> int:
+    """The smallest budget in which cuts can be handed over in slices, in whole MiB: dense state goes at once."""
+    return -(-(LEAST_SLICE_BYTES + dense_cut_bytes(spec) + _headers(spec, tables)) // MIB) * MIB
+
+
+def slice_bytes(spec: DLRMJobSpec, tables: Tables, limit: Limit | None) -> int:
+    """Budget of a pod's hand-off where a full cut has no room beside the tables, in whole MiB."""
+    share = UNCHECKED_SLICE_BYTES if limit is None else max(0, limit.size) // SLICE_SHARE
+    return least_handoff_bytes(spec, tables) + max(0, share - LEAST_SLICE_BYTES) // MIB * MIB
 
 
 def fixed_pod_bytes(spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], pod: int) -> int:
     """Bytes of tables and hand-off that a pod holds before any whole table is placed on it."""
     replicas = spec.trainer.processes_per_replica * sum(replica_bytes(tables, i) for i in replicated)
-    budget = spec.checkpoint.handoff_budget
-    return replicas + (fixed_handoff_bytes(spec, tables, replicated, pod) if budget is None else budget)
+    budget = tables.handoff_budget
+    return replicas + (full_cut_bytes(spec, tables, replicated, pod) if budget is None else budget)
+
+
+def _headers(spec: DLRMJobSpec, tables: Tables) -> int:
+    return spec.trainer.processes_per_replica * (CUT_BYTES_PER_RANK + CUT_BYTES_PER_TABLE * len(tables.specs))
 
 
 def human(size: int) -> str:

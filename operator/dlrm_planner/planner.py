@@ -9,14 +9,16 @@ import numpy as np
 from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.plan import Plan, RankPlan, Shard, ShardKind, TablePlan
+from dlrm_api.plan import Plan, RankPlan, Shard, ShardKind, TablePlan, TierLevel, TierShare
+from dlrm_api.trace import TableTrace
 from dlrm_planner.explain import explain
 from dlrm_planner.infeasible import infeasible
-from dlrm_planner.memory import MIB, Limit, fixed_handoff_bytes, human, pod_limit
-from dlrm_planner.placement import NoPlacement, Placement, place
+from dlrm_planner.memory import MIB, full_cut_bytes, human, least_handoff_bytes
+from dlrm_planner.policy import Policy, choose_policy
 from dlrm_planner.predict import predict
-from dlrm_planner.sharding import check_pins, pinned, replica_bytes, worth_replicating
-from dlrm_planner.tables import Tables, read_tables
+from dlrm_planner.search import Refusal, Solution, buffer_bytes, question, search
+from dlrm_planner.sharding import check_pins, replica_bytes
+from dlrm_planner.tables import read_tables
 
 
 def plan_job(
@@ -24,100 +26,136 @@ def plan_job(
     profile: HardwareProfile | None = None,
     *,
     column_blocks: Mapping[str, tuple[int, ...]] | None = None,
+    traces: Mapping[str, TableTrace] | None = None,
 ) -> Plan:
-    """Place every table of the job on ``spec.world_size`` ranks.
+    """Place every table of the job on ``spec.world_size`` ranks, and its rows in the tiers of their nodes.
 
     Args:
         spec: A validated job; ``trainer.hardware`` names the profile, which the caller looks up.
         profile: What one node gives. Without it and without ``trainer.tierBudgets.ddr`` memory is not checked.
         column_blocks: Edges of column blocks by table, from the manifest of an earlier snapshot; they are kept.
+        traces: How tables whose ``distribution`` refers to a trace are reused, by table
+            (:func:`dlrm_planner.traces.read_traces`).
 
     Returns:
         The same plan for the same arguments, on every machine.
 
     Raises:
         InfeasiblePlanError: the tables do not fit; the reasons say which, where, by how many bytes, and the mend.
-        InvalidSpecError: a pin names a rank that does not exist, or the snapshot is of a model of other dims.
+        InvalidSpecError: a pin names a rank or tier that does not exist, a trace is missing, or the snapshot is of a
+            model of other dims.
     """
     tables = read_tables(spec, column_blocks or {})
     check_pins(tables, spec.world_size)
-    limit = pod_limit(spec, profile)
-    placement = _place(spec, profile, tables, limit)
-    handoff = tuple(_handoff_bytes(spec, tables, placement, pod) for pod in range(spec.replicas))
-    ranks = _rank_plans(spec, tables, placement, handoff)
+    asked = question(spec, profile, tables, traces or {})
+    found = search(asked)
+    if isinstance(found, Refusal):
+        raise infeasible(asked, profile, found)
+    handoff = tuple(_handoff_bytes(spec, found, pod) for pod in range(spec.replicas))
+    ranks = _rank_plans(spec, found, handoff)
+    policy, rule = choose_policy(spec, found, asked.traces)
     return Plan(
         world_size=spec.world_size,
         processes_per_node=spec.trainer.processes_per_replica,
         hardware=profile.metadata.name if profile else "",
         ranks=ranks,
-        tables=_table_plans(spec, tables, placement),
+        tables=_table_plans(spec, found, policy),
+        lookahead=spec.trainer.cache.lookahead if found.levels else 0,
         handoff_bytes=handoff,
-        predicted=predict(spec, profile, tables, placement),
-        reasons=explain(spec, tables, placement, limit, ranks),
+        predicted=predict(spec, profile, found),
+        reasons=explain(spec, found, asked.limit, ranks, handoff, rule),
     )
 
 
-def _place(spec: DLRMJobSpec, profile: HardwareProfile | None, tables: Tables, limit: Limit | None) -> Placement:
-    """Place with small tables replicated; where memory forbids that, with only those that pins ask for."""
-    if spec.world_size == 1:
-        asked = worth = np.zeros(len(tables.specs), bool)  # a replica on the only rank is the whole table
-    else:
-        asked, worth = pinned(tables, "data"), worth_replicating(spec, tables)
-    placement = place(spec, tables, np.flatnonzero(asked | worth).tolist(), limit)
-    if isinstance(placement, NoPlacement) and worth.any():
-        placement = place(spec, tables, np.flatnonzero(asked).tolist(), limit)
-    if isinstance(placement, NoPlacement):
-        assert limit is not None, "without a limit every placement fits"
-        raise infeasible(spec, profile, tables, np.flatnonzero(asked).tolist(), limit, placement)
-    return placement
-
-
-def _handoff_bytes(spec: DLRMJobSpec, tables: Tables, placement: Placement, pod: int) -> int:
-    """Budget of a pod's shared memory: the user's, or in whole MiB one full cut of all that its ranks hold."""
-    here = placement.ranks // spec.trainer.processes_per_replica == pod
-    own = sum(tables.handoff_bytes[placement.whole[k]] for k in np.flatnonzero(here).tolist())
-    needed = (own + fixed_handoff_bytes(spec, tables, placement.replicated, pod)) // MIB * MIB
+def _handoff_bytes(spec: DLRMJobSpec, found: Solution, pod: int) -> int:
+    """Budget of a pod's shared memory in whole MiB: the user's; or a full cut of all that its ranks hold, or slices."""
+    tables = found.tables
+    here: list[int] = found.placement.on_pod(pod, spec.trainer.processes_per_replica).tolist()
+    own = sum(tables.handoff_bytes[i] for i in here)
+    needed = (own + full_cut_bytes(spec, tables, found.placement.replicated, pod)) // MIB * MIB
     budget = spec.checkpoint.handoff_budget
     if budget is None:
-        return needed
-    if needed > budget:
+        return needed if tables.handoff_budget is None else min(needed, tables.handoff_budget)
+    floor = least_handoff_bytes(spec, tables)
+    if budget < min(needed, floor):
         raise InfeasiblePlanError(
             "spec.checkpoint.handoffBudget",
             [
-                f"a full cut of the ranks on node {pod} takes {needed} bytes, {needed - budget} more than the budget",
-                f"mend: raise handoffBudget to {needed} ({human(needed)}), leave it out, or use more replicas",
+                f"a full cut of the ranks on node {pod} takes {needed} bytes, and slices of it take turns in at least "
+                f"{floor} bytes (64 MiB of rows, all dense state, headers): the budget is "
+                f"{min(needed, floor) - budget} bytes short",
+                f"mend: raise handoffBudget to {min(needed, floor)} ({human(min(needed, floor))}), or leave it out",
             ],
         )
     return budget
 
 
-def _rank_plans(
-    spec: DLRMJobSpec, tables: Tables, placement: Placement, handoff: tuple[int, ...]
-) -> tuple[RankPlan, ...]:
-    """Bytes of each rank; a pod's hand-off counts at the pod's ranks by what they hold, the rest at its first."""
-    processes = spec.trainer.processes_per_replica
+def _rank_plans(spec: DLRMJobSpec, found: Solution, handoff: tuple[int, ...]) -> tuple[RankPlan, ...]:
+    """Bytes of each rank; a pod's hand-off counts at its ranks by what they hold, where they fit, else at its first."""
+    tables, placement, processes = found.tables, found.placement, spec.trainer.processes_per_replica
     replicas = sum(replica_bytes(tables, i) for i in placement.replicated)
-    held, cut = [replicas] * spec.world_size, [0] * spec.world_size
+    buffers = buffer_bytes(found, spec.world_size)
+    held = [{"ddr": replicas + int(buffers[rank])} for rank in range(spec.world_size)]
+    cut = [0] * spec.world_size
     for i, rank in zip(placement.whole, placement.ranks.tolist(), strict=True):
-        held[rank] += tables.resident_bytes[i]
-        cut[rank] += tables.handoff_bytes[i]
+        for tier, size in _table_bytes(found, i).items():
+            held[rank][tier] = held[rank].get(tier, 0) + size
+        cut[rank] += tables.handoff_bytes[i] if tables.handoff_budget is None else 0
     for pod, budget in enumerate(handoff):
         cut[pod * processes] += budget - sum(cut[pod * processes : (pod + 1) * processes])
+    for rank, more in enumerate(cut):
+        held[rank]["ddr"] += more
     return tuple(
-        RankPlan(rank=rank, node=rank // processes, bytes_per_tier={"ddr": held[rank] + cut[rank]})
-        for rank in range(spec.world_size)
+        RankPlan(rank=rank, node=rank // processes, bytes_per_tier=held[rank]) for rank in range(spec.world_size)
     )
 
 
-def _table_plans(spec: DLRMJobSpec, tables: Tables, placement: Placement) -> tuple[TablePlan, ...]:
+def _table_bytes(found: Solution, table: int) -> dict[str, int]:
+    levels = found.levels.get(table)
+    if levels is None or found.stacks is None:
+        return {"ddr": found.tables.resident_bytes[table]}
+    held: dict[str, int] = {"ddr": levels.ddr_bytes(found.stacks, table)}
+    held.update(levels.bytes_below(found.stacks, table).items())
+    return held
+
+
+def _table_plans(spec: DLRMJobSpec, found: Solution, policy: Policy) -> tuple[TablePlan, ...]:
+    tables, placement = found.tables, found.placement
     homes = dict(zip(placement.whole, placement.ranks.tolist(), strict=True))
     everywhere = range(spec.world_size)
     plans = []
     for i, table in enumerate(tables.specs):
         kind: ShardKind = "table" if i in homes else "data"
+        tiers = _tiers(spec, found, i, policy)
         shards = tuple(
-            Shard(rank=rank, kind=kind, row_start=0, row_end=table.rows, column_start=0, column_end=table.dim)
+            Shard(
+                rank=rank,
+                kind=kind,
+                row_start=0,
+                row_end=table.rows,
+                column_start=0,
+                column_end=table.dim,
+                tiers=tiers,
+            )
             for rank in ((homes[i],) if i in homes else everywhere)
         )
         plans.append(TablePlan(name=table.name, column_blocks=tables.column_blocks[i], shards=shards))
     return tuple(plans)
+
+
+def _tiers(spec: DLRMJobSpec, found: Solution, table: int, policy: Policy) -> TierShare:
+    levels, reuse = found.levels.get(table), found.reuse
+    if levels is None or reuse is None:
+        return TierShare()
+    rows = np.cumsum([levels.slots, *(count for _, count in levels.below)])
+    accesses = max(float(reuse.accesses[table]), 1e-300)
+    rates = [min(1.0, reuse.hits_at(table, float(held)) / accesses) for held in rows]
+    each = [("ddr", levels.slots), *levels.below]
+    return TierShare(
+        levels=tuple(
+            TierLevel(tier=tier, rows=count, expected_hit_rate=round(rate, 4))
+            for (tier, count), rate in zip(each, rates, strict=True)
+        ),
+        policy=policy,
+        ways=spec.trainer.cache.ways,
+    )

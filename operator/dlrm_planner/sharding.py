@@ -52,8 +52,10 @@ def worth_replicating(spec: DLRMJobSpec, tables: Tables) -> NDArray[np.bool_]:
     lookups = np.array([table.lookups for table in tables.specs], np.float64)
     reduced = 2 * (world_size - 1) * rows * dim * ELEMENT_BYTES
     exchanged = (world_size - 1) / world_size * batch * (lookups * ROW_ID_BYTES + 2 * dim * ELEMENT_BYTES)
-    unpinned = np.array([t.pin is None or not (t.pin.sharding or t.pin.ranks) for t in tables.specs], bool)
-    return unpinned & (rows * dim * ELEMENT_BYTES <= MAX_REPLICA_BYTES) & (reduced < exchanged)
+    unpinned = [
+        t.pin is None or not (t.pin.sharding or t.pin.ranks or t.pin.tier not in (None, "ddr")) for t in tables.specs
+    ]
+    return np.array(unpinned, bool) & (rows * dim * ELEMENT_BYTES <= MAX_REPLICA_BYTES) & (reduced < exchanged)
 
 
 def replica_bytes(tables: Tables, index: int) -> int:

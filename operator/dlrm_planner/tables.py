@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +12,11 @@ from numpy.typing import NDArray
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TableSpec
+from dlrm_api.tiers import ELEMENT_BYTES as BYTES_OF
+from dlrm_api.tiers import STATE_BYTES, state_values
 
 ELEMENT_BYTES = 4
-"""fp32, of a row's element and of its state alike."""
+"""fp32: what is computed, exchanged and handed over, whatever the type of the rows."""
 ROW_ID_BYTES = 8
 CUT_PIECE_ROWS, CUT_HEADER_BYTES = 65_536, 512
 """A cut lists its pieces; a piece of fewer rows than this would be waste, and its entry is shorter than that."""
@@ -32,12 +35,20 @@ class Tables:
     """Edges of the column blocks, (0, dim) for a table of one block."""
     cost: NDArray[np.float64]
     """Elements read in one step: pooled lookups of the global batch x dim."""
+    row_bytes: tuple[int, ...]
+    """A row and its state, as the kernels hold them."""
     resident_bytes: tuple[int, ...]
     """Rows, row state and update flags. Python integers: 5,000 tables of 2**54 bytes overflow int64."""
     handoff_bytes: tuple[int, ...]
     """All rows with their ids and state, as a full cut hands them over, headers included."""
     held_bytes: tuple[int, ...]
-    """What a pod's memory gives for each table: the table, and its part of a hand-off that the planner sizes."""
+    """What a pod's memory gives for each table: the table, and its part of a hand-off that holds a full cut."""
+    handoff_budget: int | None
+    """Bytes of each pod's hand-off, where it is not sized to hold a full cut."""
+
+    def sliced(self, budget: int) -> Tables:
+        """The same tables, their cuts handed over in slices that take turns in a budget."""
+        return replace(self, held_bytes=self.resident_bytes, handoff_budget=budget)
 
 
 def read_tables(spec: DLRMJobSpec, column_blocks: Mapping[str, tuple[int, ...]]) -> Tables:
@@ -48,19 +59,22 @@ def read_tables(spec: DLRMJobSpec, column_blocks: Mapping[str, tuple[int, ...]])
     """
     specs, paths = spec.model.all_tables(), table_paths(spec)
     blocks = tuple(_edges(table, path, column_blocks.get(table.name)) for table, path in zip(specs, paths, strict=True))
-    states = [ELEMENT_BYTES * (len(edges) - 1) for edges in blocks]
-    row_bytes = [ELEMENT_BYTES * table.dim + state for table, state in zip(specs, states, strict=True)]
+    optimizer = spec.training.row_optimizer.kind
+    states = [STATE_BYTES * sum(state_values(optimizer, b - a) for a, b in pairwise(edges)) for edges in blocks]
+    row_bytes = tuple(BYTES_OF[t.dtype] * t.dim + state for t, state in zip(specs, states, strict=True))
     resident = tuple(t.rows * (n + UPDATED_FLAG_BYTES) for t, n in zip(specs, row_bytes, strict=True))
-    handoff = tuple(_cut_bytes(t.rows, n) for t, n in zip(specs, row_bytes, strict=True))
-    sized = spec.checkpoint.handoff_budget is None
+    handoff = tuple(_cut_bytes(t.rows, ELEMENT_BYTES * t.dim + state) for t, state in zip(specs, states, strict=True))
+    budget = spec.checkpoint.handoff_budget
     return Tables(
         specs=specs,
         paths=paths,
         column_blocks=blocks,
         cost=np.array([spec.data.global_batch_size * table.lookups * table.dim for table in specs], np.float64),
+        row_bytes=row_bytes,
         resident_bytes=resident,
         handoff_bytes=handoff,
-        held_bytes=tuple(a + b for a, b in zip(resident, handoff, strict=True)) if sized else resident,
+        held_bytes=tuple(a + b for a, b in zip(resident, handoff, strict=True)) if budget is None else resident,
+        handoff_budget=budget,
     )
 
 

@@ -32,18 +32,18 @@ def test_a_table_larger_than_any_node_is_named_with_the_bytes_that_are_missing(m
 
     reasons = refusal(spec).reasons
 
-    row = 16 * 4 + 4
-    taken = 10**6 * (row + 1) + 10**6 * (row + 8) + 16 * 512
-    headers = 2 * (MIB + 2 * 512) + MIB - 1
-    free = 100 * MIB - headers
+    taken = 10**6 * (16 * 4 + 4 + 1)
+    slices = 67 * MIB  # 64 MiB of rows, the dense state and headers of two ranks, in whole MiB
+    free = 100 * MIB - slices
     assert reasons[0] == (
-        f"table t1 (1000000 rows x 16) does not fit on rank 2 on node 1, the roomiest that it may go to: with row "
-        f"state and hand-off it takes {taken} bytes, and {free} bytes are free: {taken - free} bytes short"
+        f"table t1 (1000000 rows x 16) does not fit on rank 0 on node 0, the roomiest that it may go to: with row "
+        f"state it takes {taken} bytes, and {free} bytes are free: {taken - free} bytes short"
     )
     assert reasons[1] == "a pod has 104857600 bytes for tables: trainer.tierBudgets.ddr of 100.0 MiB"
     assert reasons[2].startswith("mend: raise trainer.tierBudgets.ddr by ")
-    assert reasons[3] == "more replicas do not help: the tables are not split by rows or columns in this version"
-    assert len(reasons) == 4
+    assert reasons[3].startswith("mend: trainer.tierBudgets.block: ")
+    assert reasons[4] == "more replicas do not help: the tables are not split by rows or columns in this version"
+    assert len(reasons) == 5
 
 
 def test_a_table_that_fits_only_alone_is_named_with_what_is_left(make_spec: MakeSpec) -> None:
@@ -74,7 +74,7 @@ def test_a_node_too_small_for_what_every_node_holds_is_said_so(make_spec: MakeSp
 
     reasons = refusal(spec, make_profile("1Gi")).reasons
 
-    assert "replicated tables, dense state and the headers of a cut already take" in reasons[0]
+    assert "replicated tables, the hand-off and buffers already take" in reasons[0]
     assert reasons[1].startswith("a pod has 0 bytes for tables: 1.0 GiB DDR of a big node less 1.3 GiB")
     assert reasons[2].startswith("mend: raise DDR per node (HardwareProfile big) by ")
 

@@ -1,0 +1,131 @@
+"""Bytes of tables that are stacks of levels, tier by tier: dlrm_api.tiers' arithmetic over all tables at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.hardware import HardwareProfile
+from dlrm_api.job import DLRMJobSpec
+from dlrm_api.tiers import (
+    BLOCK_PLACE_META_BYTES,
+    BLOCK_SLACK,
+    COUNTER_BYTES,
+    MAP_BYTES,
+    PLACE_META_BYTES,
+    SLOT_META_BYTES,
+    paged_bytes,
+)
+from dlrm_planner.reuse import Floats, Reuse
+from dlrm_planner.tables import Tables
+
+SlowTier = Literal["cxl", "scm", "block"]
+SLOW_TIERS: tuple[SlowTier, ...] = ("cxl", "scm", "block")
+"""Fastest first."""
+META_BYTES: Mapping[SlowTier, float] = {
+    "cxl": PLACE_META_BYTES,
+    "scm": PLACE_META_BYTES,
+    "block": BLOCK_PLACE_META_BYTES * BLOCK_SLACK,
+}
+"""DDR that a row takes while it is in this tier, beside its map entry."""
+UNPINNED, IN_DDR = -2, -1
+"""What :attr:`Stacks.pin` says of a table that has no pin of its tier, or one to DDR; else an index of SLOW_TIERS."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacks:
+    """(T,) what each table takes as a stack, and whole in DDR."""
+
+    rows: Floats
+    whole: Floats
+    """DDR of all its rows, as a table without levels."""
+    least: Floats
+    """Slots that it needs at least."""
+    slot: Floats
+    """DDR of one more slot, whose row leaves its place in the tier below."""
+    fixed: Floats
+    """DDR of the map and of the places of all rows, with no slot."""
+    record: Floats
+    """Bytes of a row in cxl and scm."""
+    paged: Floats
+    """Bytes of a row in block, slack included."""
+    pin: NDArray[np.int64]
+    ways: int
+
+    def row_bytes(self, tier: SlowTier) -> Floats:
+        """(T,) bytes that a row takes in a tier."""
+        return self.paged if tier == "block" else self.record
+
+    def at_least(self, possible: bool) -> Floats:
+        """(T,) DDR of each table in its cheapest form; ``possible``: there is a slower tier for its rows."""
+        stack = self.fixed + self.least * self.slot
+        cheapest = np.minimum(stack, self.whole) if possible else self.whole
+        return np.where(self.pin >= 0, stack, np.where(self.pin == IN_DDR, self.whole, cheapest))
+
+
+def read_stacks(spec: DLRMJobSpec, tables: Tables, reuse: Reuse, caps: Mapping[SlowTier, int]) -> Stacks:
+    """Size every table for the slow tiers that there are.
+
+    Raises:
+        InvalidSpecError: a table is pinned to a tier that is not there, or to two things at once.
+    """
+    row = np.array(tables.row_bytes, np.float64)
+    record = row + COUNTER_BYTES
+    rows = np.array([table.rows for table in tables.specs], np.float64)
+    ways = spec.trainer.cache.ways
+    pin = np.array([_pin(tables, i, caps) for i in range(len(rows))], np.int64)
+    dearest = max((META_BYTES[tier] for tier in caps), default=0.0)
+    meta = np.array([META_BYTES[SLOW_TIERS[p]] if p >= 0 else dearest for p in pin])
+    return Stacks(
+        rows=rows,
+        whole=np.array(tables.resident_bytes, np.float64),
+        least=np.ceil(reuse.least / max(ways, 1)) * max(ways, 1),
+        slot=row + SLOT_META_BYTES - (0 if ways else meta),
+        fixed=np.ceil(rows * (MAP_BYTES + meta)) + 2 * PLACE_META_BYTES,  # a place may be left over, or rounded up
+        record=record,
+        paged=np.array([BLOCK_SLACK * paged_bytes(int(each)) for each in record]),
+        pin=pin,
+        ways=ways,
+    )
+
+
+def slow_caps(spec: DLRMJobSpec, profile: HardwareProfile | None) -> dict[SlowTier, int]:
+    """Bytes of each slower tier of one pod, fastest first: the tighter of the node's and the user's budget."""
+    caps: dict[SlowTier, int] = {}
+    for tier in SLOW_TIERS:
+        node = getattr(profile.spec.tiers, tier) if profile else None
+        given = [size for size in (node and node.bytes, getattr(spec.trainer.tier_budgets, tier)) if size is not None]
+        if given and min(given) > 0:
+            caps[tier] = min(given)
+    return caps
+
+
+def pinned_slow(tables: Tables) -> bool:
+    """Whether any table's rows are pinned to a tier below DDR."""
+    return any(t.pin is not None and t.pin.tier in SLOW_TIERS for t in tables.specs)
+
+
+def _pin(tables: Tables, i: int, caps: Mapping[SlowTier, int]) -> int:
+    table, path = tables.specs[i], tables.paths[i]
+    if table.pin is None or table.pin.tier is None:
+        return UNPINNED
+    if table.pin.tier == "ddr":
+        return IN_DDR
+    tier = next(each for each in SLOW_TIERS if each == table.pin.tier)
+    if tier not in caps:
+        raise InvalidSpecError(
+            f"{path}.pin.tier",
+            f"table {table.name} is pinned to {tier}, of which a pod has no bytes: set trainer.tierBudgets.{tier}, or "
+            f"name hardware whose profile has tiers.{tier}",
+        )
+    if table.pin.sharding == "data":
+        raise InvalidSpecError(
+            f"{path}.pin.tier",
+            f"table {table.name} is pinned to sharding data, whose replicas live in DDR: leave out one of the pins",
+        )
+    return SLOW_TIERS.index(tier)

@@ -1,0 +1,153 @@
+"""Which rows of one pod's tables live in which tier, within the bytes that the pod has of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.tiers import (
+    BLOCK_PLACE_META_BYTES,
+    BLOCK_SLACK,
+    COUNTER_BYTES,
+    MAP_BYTES,
+    PLACE_META_BYTES,
+    SLOT_META_BYTES,
+)
+from dlrm_planner.fill import Filled, Wants, fill
+from dlrm_planner.reuse import Floats, Reuse
+from dlrm_planner.stacks import IN_DDR, SLOW_TIERS, UNPINNED, SlowTier, Stacks
+
+UNCHECKED_SHARE = 0.1
+"""Share of rows that slots hold where nothing is known of a pod's DDR."""
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Levels:
+    """One table as a stack."""
+
+    slots: int
+    below: tuple[tuple[SlowTier, int], ...]
+    """Rows that each further level may hold, fastest first."""
+
+    def ddr_bytes(self, stacks: Stacks, table: int) -> int:
+        """Slots, map, and bookkeeping of the places below."""
+        per_slot = stacks.record[table] - COUNTER_BYTES + SLOT_META_BYTES
+        places = sum(math.ceil(n * BLOCK_SLACK) * BLOCK_PLACE_META_BYTES for tier, n in self.below if tier == "block")
+        places += sum(n * PLACE_META_BYTES for tier, n in self.below if tier != "block")
+        return int(self.slots * per_slot + stacks.rows[table] * MAP_BYTES) + places
+
+    def bytes_below(self, stacks: Stacks, table: int) -> dict[SlowTier, int]:
+        """Bytes of each slower tier."""
+        return {tier: math.ceil(n * stacks.row_bytes(tier)[table]) for tier, n in self.below}
+
+
+@dataclass(frozen=True)
+class Short:
+    """A tier that lacks bytes for the rows of one pod."""
+
+    tier: SlowTier
+    missing: int
+    """Bytes."""
+
+
+def tier_tables(
+    which: Indices, stacks: Stacks, reuse: Reuse, ddr: float, caps: Mapping[SlowTier, float]
+) -> dict[int, Levels] | Short:
+    """Levels of those of the tables ``which`` that are not whole in DDR.
+
+    DDR goes where a byte gains most expected hits, be it a slot or a whole table; ``ddr`` is inf where nothing is
+    known of it, and holds the cheapest form of every table. Then the next tiers take what is left, fastest first.
+    """
+    filled = _slots(which, stacks, reuse, ddr, spend_all=False)
+    found = _below(which, filled, stacks, reuse, caps)
+    if isinstance(found, Short) and math.isfinite(ddr):
+        filled = _slots(which, stacks, reuse, ddr, spend_all=True)
+        found = _below(which, filled, stacks, reuse, caps)
+    return found
+
+
+def _slots(which: Indices, stacks: Stacks, reuse: Reuse, ddr: float, *, spend_all: bool) -> Filled:
+    """Slots of each table, or that it is whole in DDR."""
+    pin, whole, least = stacks.pin[which], stacks.whole[which], stacks.least[which]
+    floor = stacks.fixed[which] + least * stacks.slot[which]
+    bound = (pin == IN_DDR) | ((pin == UNPINNED) & (whole <= floor))
+    if not math.isfinite(ddr):
+        wide = np.maximum(least, np.ceil(UNCHECKED_SHARE * stacks.rows[which]))
+        return Filled(_in_sets(wide, stacks.ways), pin < 0, ddr)
+    free = np.flatnonzero(~bound)
+    rest = ddr - float(np.where(bound, whole, floor).sum())
+    rows, done = least.copy(), bound.copy()
+    if len(free):
+        got = fill(_wants(which[free], stacks, reuse, floor[free], pin[free]), max(rest, 0.0), spend_all=spend_all)
+        rows[free], done[free] = got.rows, got.whole
+    return Filled(_in_sets(rows, stacks.ways), done, 0.0)
+
+
+def _wants(which: Indices, stacks: Stacks, reuse: Reuse, floor: Floats, pin: Indices) -> Wants:
+    return Wants(
+        rows=reuse.rows[which],
+        hits=reuse.hits[which],
+        start=stacks.least[which],
+        stop=np.maximum(stacks.rows[which], stacks.least[which]),
+        row_cost=stacks.slot[which],
+        whole_cost=np.where(pin >= 0, np.inf, stacks.whole[which] - floor),
+        whole_hits=reuse.accesses[which],
+    )
+
+
+def _in_sets(rows: Floats, ways: int) -> Floats:
+    return rows if ways == 0 else np.floor(rows / ways) * ways
+
+
+def _below(
+    which: Indices, filled: Filled, stacks: Stacks, reuse: Reuse, caps: Mapping[SlowTier, float]
+) -> dict[int, Levels] | Short:
+    """Rows of each tier below the slots; pinned tables take theirs first."""
+    stacked = np.flatnonzero(~filled.whole)
+    tables, slots = which[stacked], filled.rows[stacked]
+    total = stacks.rows[tables]
+    # a set that is full sends rows down while others have room: below sets, every row needs a place
+    rest = total.copy() if stacks.ways else np.maximum(total - slots, 1)
+    left, held = dict(caps), {tier: np.zeros(len(tables)) for tier in SLOW_TIERS}
+    for tier in (tier for tier in SLOW_TIERS if tier in left):
+        here = stacks.pin[tables] == SLOW_TIERS.index(tier)
+        taken = float((rest * stacks.row_bytes(tier)[tables])[here].sum())
+        if taken > left[tier]:
+            return Short(tier, math.ceil(taken - left[tier]))
+        left[tier] -= taken
+        held[tier][here], rest[here] = rest[here], 0
+    for tier in left:
+        size = stacks.row_bytes(tier)[tables]
+        needed = float((rest * size).sum())
+        if needed <= left[tier]:
+            held[tier] += rest
+            break
+        if tier == list(left)[-1]:
+            return Short(tier, math.ceil(needed - left[tier]))
+        got = np.floor(_middle(tables, total - rest, rest, size, reuse, left[tier]))
+        held[tier] += got
+        rest = rest - got
+    levels = {}
+    for k, i in enumerate(tables.tolist()):
+        below = tuple((tier, int(held[tier][k])) for tier in SLOW_TIERS if held[tier][k] > 0)
+        levels[i] = Levels(int(slots[k]), below)
+    return levels
+
+
+def _middle(tables: Indices, above: Floats, rest: Floats, size: Floats, reuse: Reuse, budget: float) -> Floats:
+    """Rows that a level between the first and the last takes of each table, filling its tier."""
+    wants = Wants(
+        rows=reuse.rows[tables],
+        hits=reuse.hits[tables],
+        start=above,
+        stop=above + rest,
+        row_cost=size,
+        whole_cost=np.full(len(tables), np.inf),
+        whole_hits=np.zeros(len(tables)),
+    )
+    return np.asarray(fill(wants, budget, spend_all=True).rows - above)

@@ -1,0 +1,178 @@
+"""Curves of reuse: priors against a simulated cache, traces as they were measured, the policy they speak for."""
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.job import DLRMJobSpec
+from dlrm_api.trace import CurvePoint, ReuseBin, TableTrace, Trace
+from dlrm_planner import plan_job, read_traces, trace_references
+from dlrm_planner.reuse import Reuse, read_reuse
+from dlrm_planner.tables import read_tables
+
+MakeSpec = Callable[..., DLRMJobSpec]
+REFERENCE = "file:///traces/day.json"
+TIERS = {"ddr": "1Gi", "block": "1Ti"}
+
+
+def table(rows: int, **more: Any) -> dict[str, Any]:
+    return {"name": "t", "rows": rows, "dim": 64, **more}
+
+
+def reuse_of(spec: DLRMJobSpec, trace: TableTrace | None = None) -> Reuse:
+    return read_reuse(spec, read_tables(spec, {}), {"t": trace} if trace else {})
+
+
+def lru_hits(batches: list[np.ndarray], slots: int) -> tuple[float, float]:
+    """Hits and accesses a batch of a simulated cache, one access for each distinct row, from half of the way on."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = accesses = 0
+    for number, batch in enumerate(batches):
+        for row in np.unique(batch).tolist():
+            counted = number >= len(batches) // 2
+            accesses += counted
+            hits += counted and row in cache
+            cache[row] = None
+            cache.move_to_end(row)
+            if len(cache) > slots:
+                cache.popitem(last=False)
+    counted = len(batches) - len(batches) // 2
+    return hits / counted, accesses / counted
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.8, 1.05])
+def test_a_prior_predicts_what_a_simulated_cache_does(make_spec: MakeSpec, alpha: float) -> None:
+    rows, batch, slots = 20_000, 128, 2_000
+    prior = {"prior": "zipf", "alpha": alpha} if alpha else {"prior": "uniform"}
+    found = reuse_of(make_spec([table(rows, distribution=prior)], batch=batch))
+    weights = np.arange(1, rows + 1) ** -alpha
+    draw = np.random.default_rng(7)
+    batches = [draw.choice(rows, size=batch, p=weights / weights.sum()) for _ in range(400)]
+
+    hits, accesses = lru_hits(batches, slots)
+
+    assert found.accesses[0] == pytest.approx(accesses, rel=0.02)
+    assert found.hits_at(0, slots) / found.accesses[0] == pytest.approx(hits / accesses, abs=0.02)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 50, 96, 97, 10**6, 2**40])
+@pytest.mark.parametrize("alpha", [0.0, 1.0, 3.0])
+def test_every_curve_is_concave_and_ends_with_all_rows(make_spec: MakeSpec, rows: int, alpha: float) -> None:
+    found = reuse_of(make_spec([table(rows, maxLookups=7, distribution={"prior": "zipf", "alpha": alpha})]))
+
+    x, y = found.rows[0], found.hits[0]
+    widths = np.diff(x)
+    wide = widths > 1e-9 * rows  # what is less is rounding
+    slopes = np.diff(y)[wide] / widths[wide]
+
+    assert (widths >= 0).all()
+    assert (np.diff(slopes) <= 1e-6 * slopes[:-1]).all()
+    assert x[-1] == rows
+    assert y[-1] == pytest.approx(found.accesses[0])
+    assert found.accesses[0] <= min(rows, 2_048 * 7) * (1 + 1e-9)
+    assert 1 <= found.least[0] <= rows
+
+
+def test_a_table_that_is_never_looked_up_wants_nothing(make_spec: MakeSpec) -> None:
+    found = reuse_of(make_spec([table(1_000, avgLookups=0)]))
+
+    assert found.accesses[0] == 0
+    assert found.least[0] == 1
+
+
+def traced(rows: int = 10**7, **more: Any) -> TableTrace:
+    given: dict[str, Any] = {
+        "table": "t",
+        "rows": rows,
+        "lookups": 2_048_000,
+        "unique_rows": 500_000,
+        "accesses": 1_024_000,
+        "curve": (
+            CurvePoint(cache_rows=1_000, hit_rate=0.2),
+            CurvePoint(cache_rows=10_000, hit_rate=0.21),
+            CurvePoint(cache_rows=100_000, hit_rate=0.6),
+        ),
+        **more,
+    }
+    return TableTrace(**given)
+
+
+def test_a_trace_is_taken_as_it_was_measured(make_spec: MakeSpec) -> None:
+    spec = make_spec([table(10**7, distribution={"reference": REFERENCE})])
+
+    found = reuse_of(spec, traced())
+
+    assert found.accesses[0] == 1_024
+    assert found.least[0] == 2_048
+    assert found.hits_at(0, 1_000) / 1_024 == pytest.approx(0.2)
+    assert found.hits_at(0, 10_000) / 1_024 > 0.22  # on the hull: a cache can be given to others in turns
+    assert found.hits_at(0, 100_000) / 1_024 == pytest.approx(0.6)
+    assert found.hits_at(0, 10**7) / 1_024 == pytest.approx(0.6)  # first accesses always miss
+
+
+def test_a_plan_says_what_the_trace_expects(make_spec: MakeSpec) -> None:
+    spec = make_spec([table(10**7, distribution={"reference": REFERENCE})], tierBudgets=TIERS)
+
+    plan = plan_job(spec, traces={"t": traced()})
+
+    first = plan.tables[0].shards[0].tiers.levels[0]
+    assert first.rows >= 100_000
+    assert first.expected_hit_rate == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("traces", "says"),
+    [({}, "the trace of table t was not read"), ({"t": traced(rows=5)}, "of 5 rows, the model's has 10000000")],
+)
+def test_a_trace_that_does_not_fit_is_refused(make_spec: MakeSpec, traces: dict[str, TableTrace], says: str) -> None:
+    spec = make_spec([table(10**7, distribution={"reference": REFERENCE})], tierBudgets=TIERS)
+
+    with pytest.raises(InvalidSpecError, match=re.escape(says)) as refused:
+        plan_job(spec, traces=traces)
+
+    assert refused.value.path == "spec.model.tables[0].distribution.reference"
+
+
+def test_documents_become_traces_by_table(make_spec: MakeSpec) -> None:
+    spec = make_spec([table(10**7, distribution={"reference": REFERENCE})])
+    document = Trace(global_batch_size=2_048, batches=1_000, tables=(traced(),)).model_dump_json()
+
+    assert trace_references(spec) == {REFERENCE: "spec.model.tables[0].distribution.reference"}
+    assert read_traces(spec, {REFERENCE: document}) == {"t": traced()}
+    with pytest.raises(InvalidSpecError, match="holds no trace"):
+        read_traces(spec, {REFERENCE: "{}"})
+    with pytest.raises(InvalidSpecError, match="table t is not in the trace"):
+        read_traces(spec, {REFERENCE: document.replace('"t"', '"u"')})
+
+
+def hot(lookups_each: int) -> tuple[ReuseBin, ...]:
+    return (
+        ReuseBin(most=1, rows=400_000, lookups=400_000),
+        ReuseBin(most=None, rows=100_000, lookups=100_000 * lookups_each),
+    )
+
+
+@pytest.mark.parametrize(
+    ("histogram", "policy", "expected"),
+    [
+        ((), "auto", "lru"),
+        (hot(20), "auto", "mixed"),
+        (hot(1), "auto", "lru"),
+        (hot(20), "lfu", "lfu"),
+    ],
+)
+def test_the_policy_follows_the_trace_and_the_user_before_it(
+    make_spec: MakeSpec, histogram: tuple[ReuseBin, ...], policy: str, expected: str
+) -> None:
+    found = [table(10**7, distribution={"reference": REFERENCE}, pin={"tier": "block"})]
+    spec = make_spec(found, tierBudgets={**TIERS, "ddr": "500Mi"}, cache={"policy": policy})
+
+    plan = plan_job(spec, traces={"t": traced(histogram=histogram)})
+
+    assert plan.tables[0].shards[0].tiers.policy == expected
+    assert any(reason.startswith(f"rows leave the slots by {expected}") for reason in plan.reasons)
