@@ -79,7 +79,8 @@ def test_a_cut_holds_exactly_the_rows_that_were_ever_updated_in_pieces_that_agre
     train(job, learner, 0, 3)
 
     pieces = cut_of(job, learner).pieces
-    metas = {table.name: table_meta(table, job.spec.training.seed) for table in job.spec.model.all_tables()}
+    seed, tables = job.spec.training.seed, job.spec.model.all_tables()
+    metas = {table.name: table_meta(table, seed, "rowwise-adagrad") for table in tables}
     for piece in pieces:
         piece.check(metas[piece.shard.table])
     for table in learner.embeddings.local.values():
@@ -140,6 +141,11 @@ def with_table(tmp_path: Path, **values: Any) -> DLRMJob:
         (lambda path: with_table(path, rows=121), "table bags.rows was 120 and is 121"),
         (lambda path: with_table(path, name="bag", feature="bags"), "table bag is new"),
         (lambda path: with_table(path, initializer={"kind": "zero"}), "table bags.scale was"),
+        (lambda path: with_table(path, dtype="fp16"), "table bags.dtype was fp32 and is fp16"),
+        (
+            lambda path: changed(path, "training", rowOptimizer={"kind": "adam"}),
+            "model.rowOptimizer was rowwise-adagrad and is adam",
+        ),
         (lambda path: changed(path, "model", topMlp=[8, 1]), "model.dense.top.layers.0.bias was [16] and is [8]"),
         (lambda path: changed(path, "training", denseOptimizer={"kind": "adam"}), "model.denseOptimizer was adagrad"),
         (lambda path: changed(path, "training", seed=4), "table users.seed was 3 and is 4"),
@@ -154,6 +160,16 @@ def test_another_model_is_refused_by_the_name_of_what_changed(tmp_path: Path, ed
 
     assert named in str(caught.value)
     assert "spec.checkpoint.uri" in str(caught.value)
+
+
+def test_a_snapshot_from_before_tables_said_their_state_and_type_is_of_an_unchanged_model(tmp_path: Path) -> None:
+    job = small_job(tmp_path)
+    model = model_document(job.spec, learner_of(job))
+    older = [{key: table[key] for key in table if key not in ("stateColumns", "dtype")} for table in model["tables"]]
+
+    meta = CutMeta(step=1, samples=64, world_size=1, attempt=1, model={**model, "tables": older})
+
+    check_unchanged(meta, model, {}, "here")
 
 
 def test_changed_data_is_refused_and_an_unchanged_job_is_not(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dlrm_api.errors import SnapshotError
 from dlrm_api.job import DLRMJobSpec
-from dlrm_checkpointer.cut import CutMeta, ShardRows
+from dlrm_checkpointer.cut import CutMeta, ShardRows, TableMeta
 from dlrm_checkpointer.digest import state_digest, table_digest
 from dlrm_checkpointer.restore import Snapshot, claim_attempt, newest_snapshot, open_snapshot
 from dlrm_checkpointer.store import ObjectStore
@@ -61,12 +61,13 @@ def open_start(store: ObjectStore, start: Start) -> Snapshot | None:
 
 def model_document(spec: DLRMJobSpec, learner: Learner) -> dict[str, Any]:
     """What a snapshot says of the model, and what one must agree with to be restored."""
+    seed, optimizer = spec.training.seed, spec.training.row_optimizer.kind
     return {
-        "tables": [table_meta(table, spec.training.seed).to_json() for table in spec.model.all_tables()],
+        "tables": [table_meta(table, seed, optimizer).to_json() for table in spec.model.all_tables()],
         "dense": learner.dense.shapes(),
         "interaction": spec.model.interaction,
         "denseFeatures": list(spec.model.dense_features),
-        "rowOptimizer": spec.training.row_optimizer.kind,
+        "rowOptimizer": optimizer,
         "denseOptimizer": spec.training.dense_optimizer.kind,
     }
 
@@ -85,7 +86,9 @@ def check_unchanged(meta: CutMeta, model: Mapping[str, Any], fingerprint: Mappin
 
 
 def _model_change(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    old = {table["name"]: table for table in then.get("tables", ())}
+    if change := first_change(then.get("rowOptimizer"), now.get("rowOptimizer"), "model.rowOptimizer"):
+        return change  # before the tables' state, which changes with it
+    old = {table["name"]: table | TableMeta.from_json(table).to_json() for table in then.get("tables", ())}
     new = {table["name"]: table for table in now["tables"]}
     if odd := sorted(old.keys() ^ new.keys()):
         return f"table {odd[0]} is {'gone' if odd[0] in old else 'new'}"

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.model import TableSpec
+from dlrm_api.tiers import RowOptimizerKind, state_values
 from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
 from dlrm_checkpointer.initializer import initial_rows, table_scale
 
@@ -85,7 +86,7 @@ class LocalTable:
         return found
 
 
-def table_meta(table: TableSpec, seed: int) -> TableMeta:
+def table_meta(table: TableSpec, seed: int, optimizer: RowOptimizerKind) -> TableMeta:
     """What a snapshot says of a table."""
     return TableMeta(
         name=table.name,
@@ -94,4 +95,6 @@ def table_meta(table: TableSpec, seed: int) -> TableMeta:
         seed=seed,
         scale=table_scale(table.initializer, table.rows),
         column_blocks=((0, table.dim),),
+        state_columns=(state_values(optimizer, table.dim),),
+        dtype=table.dtype,
     )
