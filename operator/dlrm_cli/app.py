@@ -98,6 +98,9 @@ def run(
     settings: Settings = None,
     digest: Annotated[bool, typer.Option("--digest", help="Also give the SHA-256 of the final state.")] = False,
     ledger: Annotated[bool, typer.Option("--ledger", help="Keep the ids of all samples, for audits.")] = False,
+    tier_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for rows in slower tiers [<workdir>/tiers].")
+    ] = None,
     output: Annotated[TableOrJson, typer.Option("--output", "-o", help="Form of the result.")] = TableOrJson.TABLE,
 ) -> None:
     """Train the job on this machine; run the same command again to resume."""
@@ -111,6 +114,7 @@ def run(
         settings=tuple(settings or ()),
         digest=digest,
         ledger=ledger,
+        tier_dir=tier_dir,
         as_json=output is TableOrJson.JSON,
     )
     raise typer.Exit(run_job(options))

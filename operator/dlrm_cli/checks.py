@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections import Counter
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import psutil
 
-from dlrm_api.errors import InvalidSpecError, NoInputError, NoPermissionError
+from dlrm_api.errors import DeviceError, InvalidSpecError, NoInputError, NoPermissionError
 from dlrm_api.hardware import HardwareProfile, HardwareProfileSpec, ProfileMeta, TierSpec, TiersSpec
 from dlrm_api.job import DLRMJob, DLRMJobSpec
+from dlrm_api.plan import Plan
 from dlrm_checkpointer.settings import store_options
 from dlrm_checkpointer.store import ObjectStore, open_store
 
 PATTERN = frozenset("*?[")
+FILE_TIERS = frozenset({"cxl", "scm", "block"})
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -61,6 +65,34 @@ def this_machine(replicas: int) -> HardwareProfile:
         memory = min(memory, int(text)) if text.isdigit() else memory
     tiers = TiersSpec(ddr=TierSpec(bytes=memory // replicas))
     return HardwareProfile(metadata=ProfileMeta(name="this-machine"), spec=HardwareProfileSpec(tiers=tiers))
+
+
+def make_tier_folders(folder: Path, plan: Plan) -> None:
+    """Make the folder of each tier whose rows lie in files, if the plan uses any.
+
+    Raises:
+        NoPermissionError: one can't be made or written; names the folder.
+        DeviceError: its file system has less room than the plan needs; names the bytes.
+    """
+    needed: Counter[str] = Counter()
+    for rank in plan.ranks:
+        needed.update({tier: size for tier, size in rank.bytes_per_tier.items() if tier in FILE_TIERS})
+    devices: Counter[int] = Counter()
+    for tier, size in needed.items():
+        place = folder / tier
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise NoPermissionError(f"{place}: {error.strerror}: choose another folder with --tier-dir") from error
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise NoPermissionError(f"{place}: no permission to write: choose another folder with --tier-dir")
+        devices[place.stat().st_dev] += size
+        free, taken = shutil.disk_usage(place).free, devices[place.stat().st_dev]
+        if taken > free:
+            raise DeviceError(
+                f"{place}: rows below DDR take {taken} bytes there and {free} are free: free {taken - free} bytes, "
+                f"choose another folder with --tier-dir, or give more of spec.trainer.tierBudgets.ddr"
+            )
 
 
 def _check_file(field: str, uri: str, mend: str) -> None:

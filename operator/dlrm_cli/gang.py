@@ -45,6 +45,7 @@ class Gang:
     ports: Ports
     ledger: bool
     digest: bool
+    tier_dir: Path | None = None
     programs: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PROGRAMS)
 
     @property
@@ -95,6 +96,8 @@ class Gang:
             Env.TERMINATION_LOG: str(self.workdir.termination(process)),
             Env.GRACE_S: f"{self.job.spec.lifecycle.termination_grace_period:.0f}",
         }
+        if self.tier_dir is not None:
+            environment[Env.TIER_DIR] = str(self.tier_dir)
         if self.ledger:
             environment[Env.LEDGER_DIR] = str(self.workdir.ledger)
         return environment

@@ -10,8 +10,10 @@ from pathlib import Path
 from dlrm_api.errors import DLRMError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob
+from dlrm_api.tiers import ELEMENT_BYTES
 from dlrm_cli.documents import Document, find_profile, job_document, located, parse_document, read_documents
 from dlrm_cli.overrides import with_overrides
+from dlrm_cli.references import CONFIGMAP, read_references
 
 
 def validate_file(path: Path) -> None:
@@ -23,7 +25,10 @@ def validate_file(path: Path) -> None:
     problems: list[DLRMError] = []
     for document in read_documents(path):
         try:
-            print(f"{path}: {document.title} is valid: {_summary(parse_document(document))}")
+            parsed = parse_document(document)
+            if isinstance(parsed, DLRMJob):
+                _check_references(parsed)
+            print(f"{path}: {document.title} is valid: {_summary(parsed)}")
         except DLRMError as error:
             problems.append(located(document, error))
     for problem in problems[1:]:
@@ -42,7 +47,7 @@ def print_plan(path: Path, profile_path: Path | None, settings: Sequence[str], *
     from dlrm_planner import plan_job
 
     job, profile = read_job_and_profile(path, profile_path, settings)
-    plan = plan_job(job.spec, profile)
+    plan = plan_job(job.spec, profile, traces=read_references(job.spec))
     if as_json:
         print(plan.model_dump_json(indent=2))
         return
@@ -63,7 +68,8 @@ def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str]
     from dlrm_planner import plan_job
 
     job, profile = read_job_and_profile(path, profile_path, settings)
-    objects = [dict(manifest) for manifest in render(job, profile, plan_job(job.spec, profile))]
+    plan = plan_job(job.spec, profile, traces=read_references(job.spec))
+    objects = [dict(manifest) for manifest in render(job, profile, plan)]
     if as_json:
         print(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2))
     else:
@@ -96,10 +102,18 @@ def parse_job_document(document: Document, settings: Sequence[str]) -> DLRMJob:
     return job
 
 
+def _check_references(job: DLRMJob) -> None:
+    """Read the traces that are files here; those in ConfigMaps are for the operator to read."""
+    tables = job.spec.model.all_tables()
+    named = {table.distribution.reference for table in tables if table.distribution}
+    if not any(reference and reference.startswith(CONFIGMAP) for reference in named):
+        read_references(job.spec)
+
+
 def _summary(parsed: DLRMJob | HardwareProfile) -> str:
     if isinstance(parsed, HardwareProfile):
         return f"{parsed.spec.tiers.ddr.bytes / 1e9:,.1f} GB of DDR a node"
     tables = parsed.spec.model.all_tables()
     rows = sum(table.rows for table in tables)
-    size = sum(table.rows * table.dim * 4 for table in tables)
+    size = sum(table.rows * table.dim * ELEMENT_BYTES[table.dtype] for table in tables)
     return f"{len(tables)} tables, {rows:,} rows, {size / 1e9:,.2f} GB of rows, world size {parsed.spec.world_size}"

@@ -12,11 +12,12 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_checkpointer.store import ObjectStore
-from dlrm_cli.checks import check_inputs, reach_store, this_machine
+from dlrm_cli.checks import check_inputs, make_tier_folders, reach_store, this_machine
 from dlrm_cli.display import LiveDisplay, PlainDisplay, open_display
 from dlrm_cli.documents import Document, job_document, read_documents
 from dlrm_cli.manifests import parse_job_document
 from dlrm_cli.overrides import with_data
+from dlrm_cli.references import read_references
 from dlrm_cli.result import RunResult, read_final, read_result, write_final
 from dlrm_cli.snapshots import committed
 from dlrm_cli.supervisor import Outcome, Stop, Supervisor
@@ -34,6 +35,7 @@ class RunOptions:
     settings: tuple[str, ...]
     digest: bool
     ledger: bool
+    tier_dir: Path | None
     as_json: bool
 
 
@@ -98,8 +100,11 @@ class LocalRun:
 
     def _train(self) -> RunResult | None:
         """Run attempts until the job is done; None where the user stopped it."""
+        tier_dir = (self.options.tier_dir or self.workdir.tiers).absolute()
+        make_tier_folders(tier_dir, self.plan)
         supervisor = Supervisor(
             job=self.job,
+            tier_dir=tier_dir,
             workdir=self.workdir,
             display=self.display,
             stop=self.stop,
@@ -141,7 +146,7 @@ def _plan(job: DLRMJob) -> Plan:
     """The plan for this machine, whatever hardware the job asks for elsewhere."""
     from dlrm_planner import plan_job
 
-    return plan_job(job.spec, this_machine(job.spec.replicas))
+    return plan_job(job.spec, this_machine(job.spec.replicas), traces=read_references(job.spec))
 
 
 def _how_to_resume(committed_step: int | None) -> str:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
@@ -94,6 +95,8 @@ class Supervisor:
     workdir: WorkDir
     display: Display
     stop: Stop
+    tier_dir: Path | None = None
+    """Where rows in slower tiers lie; None: nowhere."""
     ledger: bool = False
     digest: bool = False
     programs: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PROGRAMS)
@@ -158,6 +161,7 @@ class Supervisor:
             ports=free_ports(replicas),
             ledger=self.ledger,
             digest=self.digest,
+            tier_dir=self.tier_dir,
             programs=self.programs,
         )
         running = Running(gang, scheduler)

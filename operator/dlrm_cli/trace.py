@@ -33,6 +33,8 @@ CONFIGMAP_KEY = "trace.json"
 CONFIGMAP_BYTES = 1 << 20
 """Most bytes of data that a ConfigMap may hold."""
 CACHE_SHARES = (0.01, 0.1, 0.5)
+MOST_FIRST_ACCESSES = 0.1
+"""Share of all accesses above which the user is told that hit rates are low because the trace is short."""
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 
 
@@ -96,7 +98,9 @@ def configmap(name: str, namespace: str | None, text: str) -> str:
 def trace_view(trace: Trace) -> RenderableType:
     """A line a table: how many rows are in use, and what caches that hold a batch's rows would hit."""
     view = Table(
-        title=f"{trace.job}: {trace.batches:,} batches of {trace.global_batch_size:,} samples", title_justify="left"
+        title=f"{trace.job}: {trace.batches:,} batches of {trace.global_batch_size:,} samples",
+        title_justify="left",
+        caption_justify="left",
     )
     view.add_column("table", overflow="fold")
     for name in ("rows", "lookups", "unique", "distinct a batch", *(f"hits at {share:.0%}" for share in CACHE_SHARES)):
@@ -112,6 +116,11 @@ def trace_view(trace: Trace) -> RenderableType:
             f"{about}{table.unique_rows:,}",
             f"{distinct:,.1f}",
             *("-" if cache < distinct else f"{about}{table.hit_rate(cache):.1%}" for cache in caches),
+        )
+    first = sum(table.unique_rows for table in trace.tables) / max(1, sum(table.accesses for table in trace.tables))
+    if first > MOST_FIRST_ACCESSES:
+        view.caption = (
+            f"{first:.0%} of accesses are the first of their row, so misses; longer traces (--batches) have fewer"
         )
     return view
 

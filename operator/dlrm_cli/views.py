@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dlrm_api import tiers
 from dlrm_api.job import DLRMJob
-from dlrm_api.plan import Plan, TablePlan
+from dlrm_api.model import TableSpec
+from dlrm_api.plan import Plan, TablePlan, TierShare
 from dlrm_api.progress import SnapshotInfo
 from dlrm_cli.result import RunResult
 
@@ -32,13 +34,13 @@ def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:
     ranks.add_column("rank", justify="right")
     ranks.add_column("pod", justify="right")
     ranks.add_column("tables", justify="right")
-    tiers = sorted({tier for rank in plan.ranks for tier in rank.bytes_per_tier})
-    for tier in tiers:
+    used = sorted({tier for rank in plan.ranks for tier in rank.bytes_per_tier})
+    for tier in used:
         ranks.add_column(f"{tier} bytes", justify="right")
     held = [sum(any(shard.rank == rank.rank for shard in table.shards) for table in plan.tables) for rank in plan.ranks]
     for rank, count in zip(plan.ranks, held, strict=True):
         ranks.add_row(
-            str(rank.rank), str(rank.node), str(count), *(f"{rank.bytes_per_tier.get(tier, 0):,}" for tier in tiers)
+            str(rank.rank), str(rank.node), str(count), *(f"{rank.bytes_per_tier.get(tier, 0):,}" for tier in used)
         )
     tables = Table(title="tables", title_justify="left")
     for name, justify in (
@@ -47,6 +49,7 @@ def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:
         ("dim", "right"),
         ("sharding", "left"),
         ("ranks", "left"),
+        ("where its rows live", "left"),
     ):
         tables.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
     sizes = {table.name: table for table in job.spec.model.all_tables()}
@@ -54,10 +57,15 @@ def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:
     for table in largest[:MOST_TABLES]:
         spec = sizes[table.name]
         tables.add_row(
-            table.name, f"{spec.rows:,}", str(spec.dim), table.shards[0].kind, _ranks(table, plan.world_size)
+            table.name,
+            f"{spec.rows:,}",
+            str(spec.dim),
+            table.shards[0].kind,
+            _ranks(table, plan.world_size),
+            "\n".join(_levels(job, spec, table.shards[0].tiers)),
         )
     if len(largest) > MOST_TABLES:
-        tables.add_row(f"and {len(largest) - MOST_TABLES} smaller ones", "", "", "", "-o json shows all")
+        tables.add_row(f"and {len(largest) - MOST_TABLES} smaller ones", "", "", "", "", "-o json shows all")
     return Group(ranks, tables, *(Text(f"- {reason}") for reason in plan.reasons))
 
 
@@ -103,6 +111,20 @@ def snapshots_view(snapshots: Sequence[SnapshotInfo]) -> RenderableType:
             f"{snapshot.step:,}", snapshot.kind, str(snapshot.bits), f"{snapshot.bytes:,}", Text(snapshot.uri)
         )
     return table
+
+
+def _levels(job: DLRMJob, table: TableSpec, share: TierShare) -> Iterator[str]:
+    """A line for each level: rows, bytes, and the share of accesses that it and those above should serve."""
+    row = (table.dim, table.dtype, job.spec.training.row_optimizer.kind)
+    if not share.levels:
+        yield f"ddr: all, {table.rows * tiers.row_bytes(*row) / 1e9:,.3f} GB"
+    for number, level in enumerate(share.levels):
+        size: float = tiers.slot_bytes(*row) if number == 0 else tiers.record_bytes(*row)
+        if level.tier == "block":
+            size = tiers.BLOCK_SLACK * tiers.block_place_bytes(*row)
+        hits = "" if level.expected_hit_rate is None else f", hit rate {level.expected_hit_rate:.1%}"
+        kept = f" ({share.policy})" if number == 0 else ""
+        yield f"{level.tier}{kept}: {level.rows:,} rows, {level.rows * size / 1e9:,.3f} GB{hits}"
 
 
 def _ranks(table: TablePlan, world_size: int) -> str:

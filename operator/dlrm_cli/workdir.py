@@ -64,6 +64,11 @@ class WorkDir:
         return self.root / "ledger"
 
     @property
+    def tiers(self) -> Path:
+        """Rows in slower tiers, while a trainer runs."""
+        return self.root / "tiers"
+
+    @property
     def process_lock(self) -> Path:
         """File that every process of a run holds a shared lock on."""
         return self.root / "processes.lock"

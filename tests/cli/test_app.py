@@ -159,3 +159,85 @@ def test_a_bug_is_told_as_one_with_its_log(
     assert "Traceback" not in line
     assert "Traceback" in log.read_text()
     log.unlink()
+
+
+LARGE = """
+apiVersion: dlrm.dev/v1alpha1
+kind: DLRMJob
+metadata: {name: large}
+spec:
+  model: {tables: [{name: C1, rows: 10000000, dim: 64}, {name: C2, rows: 10, dim: 64}]}
+  data: {format: synthetic}
+  trainer: {tierBudgets: {ddr: 1Gi, block: 10Gi}}
+  checkpoint: {uri: "file:///tmp/large"}
+"""
+
+
+def test_a_plan_as_a_table_shows_the_levels_of_each_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "large.yaml"
+    path.write_text(LARGE)
+
+    code = app.main(["plan", str(path)])
+
+    shown = capsys.readouterr().out
+    levels = parse_plan(plan_of(path, capsys)).tables[0].shards[0].tiers.levels
+    assert code == ExitCode.DONE
+    assert f"ddr (lru): {levels[0].rows:,} rows, " in shown
+    assert f"block: {levels[1].rows:,} rows, " in shown
+    assert f"hit rate {levels[0].expected_hit_rate:.1%}" in shown
+    assert "ddr: all, 0.000 GB" in shown
+    assert "block bytes" in shown
+
+
+def plan_of(path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    assert app.main(["plan", str(path), "-o", "json", *more]) == ExitCode.DONE
+    return capsys.readouterr().out
+
+
+def test_a_plan_follows_the_trace_that_a_table_refers_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, trace = tmp_path / "large.yaml", tmp_path / "a trace.json"
+    curve = [{"cacheRows": 1_000, "hitRate": 0.125}]
+    table = {"table": "C1", "rows": 10**7, "lookups": 10**6, "uniqueRows": 10**6, "accesses": 10**6, "curve": curve}
+    trace.write_text(json.dumps({"globalBatchSize": 2_048, "batches": 500, "tables": [table]}))
+    path.write_text(LARGE)
+    reference = f"spec.model.tables[0].distribution.reference={trace.as_uri()}"
+
+    plan = parse_plan(plan_of(path, capsys, "--set", reference))
+
+    assert plan.tables[0].shards[0].tiers.levels[0].expected_hit_rate == 0.125
+
+
+@pytest.mark.parametrize(
+    ("reference", "says", "code"),
+    [
+        ("file:///nowhere/trace.json", "/nowhere/trace.json: No such file or directory: measure", ExitCode.NO_INPUT),
+        ("configmap:reuse", "dlrmctl reads no cluster: write the ConfigMap's trace to a file", ExitCode.BAD_CONFIG),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "render", "run"])
+def test_a_trace_that_is_not_there_is_named_with_the_mend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, reference: str, says: str, code: ExitCode
+) -> None:
+    path = tmp_path / "large.yaml"
+    path.write_text(LARGE.replace("file:///tmp/large", (tmp_path / "snapshots").as_uri()))
+
+    ended = app.main([command, str(path), "--set", f"spec.model.tables[0].distribution.reference={reference}"])
+
+    assert ended == code
+    error = capsys.readouterr().err
+    assert "spec.model.tables[0].distribution.reference: " in error
+    assert says in error
+
+
+def test_validate_reads_traces_that_are_files_and_leaves_config_maps_to_the_operator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "large.yaml"
+
+    def validated(reference: str) -> int:
+        path.write_text(LARGE.replace("dim: 64}, {", f'dim: 64, distribution: {{reference: "{reference}"}}}}, {{'))
+        return app.main(["validate", str(path)])
+
+    assert validated("configmap:reuse") == ExitCode.DONE
+    assert validated("file:///nowhere/trace.json") == ExitCode.NO_INPUT
+    assert "/nowhere/trace.json: No such file" in capsys.readouterr().err

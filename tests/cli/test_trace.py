@@ -51,6 +51,16 @@ def test_one_epoch_is_written_beside_the_user_and_shown(job: str, capsys: pytest
     assert f"written to small.trace.json; refer to it by distribution.reference: {Path.cwd().as_uri()}" in printed.err
 
 
+def test_a_short_trace_is_told_to_underrate_caches(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    app.main(["trace", job, "--batches", "2"])
+    short = capsys.readouterr().out
+    app.main(["trace", job, "--batches", "800"])
+    long = capsys.readouterr().out
+
+    assert "of accesses are the first of their row" in short
+    assert "first of their row" not in long
+
+
 def test_a_short_job_is_traced_to_its_end_and_a_long_trace_goes_on_into_the_next_epoch(job: str) -> None:
     app.main(["trace", job, "--set", "spec.training.maxSteps=5", "--out", "short.json"])
     app.main(["trace", job, "--batches", "40", "--out", "long.json"])
