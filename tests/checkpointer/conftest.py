@@ -53,10 +53,13 @@ TABLES = (
     table("items", 70_000, 16, blocks=2),
     table("one", 1, 4),
     table("zero", 50, 4, scale=0),
+)
+OTHER_TABLES = (
     table("adam", 90, 8, blocks=2, state=9),
     table("sgd", 80, 4, state=0),
     table("half", 120, 8, dtype="fp16"),
 )
+"""What other row optimizers keep, and rows of the other type."""
 
 
 @dataclass
@@ -260,9 +263,7 @@ def small_tables() -> tuple[TableMeta, ...]:
         table("users", 300, 8),
         table("items", 100, 16, blocks=2),
         table("zero", 5, 4, scale=0),
-        table("adam", 60, 8, blocks=2, state=9),
-        table("sgd", 60, 4, state=0),
-        table("half", 200, 8, dtype="fp16"),
+        *OTHER_TABLES,
     )
 
 
@@ -274,6 +275,12 @@ def new_pod() -> type[Pod]:
 @pytest.fixture
 def dying() -> type[DyingStore]:
     return DyingStore
+
+
+@pytest.fixture
+def all_tables() -> tuple[TableMeta, ...]:
+    """Large tables and small ones, of every row optimizer and type."""
+    return (*TABLES, *OTHER_TABLES)
 
 
 @pytest.fixture

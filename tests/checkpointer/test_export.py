@@ -15,8 +15,10 @@ from dlrm_checkpointer.export import restore_to_folder
 from dlrm_checkpointer.files import FileStore
 
 
-def test_a_restored_folder_holds_every_row_and_its_digest(tmp_path: Path, files: FileStore, new_model, new_pod):
-    model = new_model().train(3)
+def test_a_restored_folder_holds_every_row_and_its_digest(
+    tmp_path: Path, files: FileStore, new_model, new_pod, all_tables
+):
+    model = new_model(tables=all_tables).train(3)
     new_pod(tmp_path / "pod", files, world_size=4, ranks=range(4)).commit(model)
 
     digest = restore_to_folder(find_snapshot(files), tmp_path / "out")

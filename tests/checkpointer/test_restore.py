@@ -17,13 +17,13 @@ from dlrm_checkpointer.walk import snapshot_digest, walk_table
 @pytest.mark.parametrize("written", [1, 2, 4])
 @pytest.mark.parametrize("read", [1, 2, 3])
 def test_a_snapshot_restores_equal_rows_at_any_world_size(
-    tmp_path: Path, files: FileStore, new_model, new_pod, written, read
+    tmp_path: Path, files: FileStore, new_model, new_pod, all_tables, written, read
 ):
-    model = new_model().train(3)
+    model = new_model(tables=all_tables).train(3)
     new_pod(tmp_path / "pod", files, world_size=written, ranks=range(written)).commit(model)
 
     snapshot, reasons = newest_snapshot(files)
-    restored = new_model()
+    restored = new_model(tables=all_tables)
     for rank in range(read):
         for shard in restored.shards(rank, read):
             for piece in snapshot.shard_rows(shard):
@@ -40,9 +40,9 @@ def test_a_snapshot_restores_equal_rows_at_any_world_size(
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_digest_of_a_snapshot_is_that_of_the_live_state(
-    tmp_path: Path, files: FileStore, new_model, new_pod, world_size
+    tmp_path: Path, files: FileStore, new_model, new_pod, all_tables, world_size
 ):
-    model = new_model().train(2)
+    model = new_model(tables=all_tables).train(2)
     new_pod(tmp_path / "pod", files, world_size=world_size, ranks=range(world_size)).commit(model)
 
     snapshot = find_snapshot(files)
@@ -75,7 +75,7 @@ def test_rows_whose_state_is_not_of_their_tables_optimizer_are_refused_by_shard(
     bad = dataclasses.replace(piece, state=piece.state[:, :2].copy())
 
     piece.check(adam)
-    with pytest.raises(ValueError, match=r"adam\[0:60, 0:8\]: state is float32\(\d+, 2\), not float32\(\d+, 18\)"):
+    with pytest.raises(ValueError, match=r"adam\[0:90, 0:8\]: state is float32\(\d+, 2\), not float32\(\d+, 18\)"):
         bad.check(adam)
 
 
@@ -101,9 +101,9 @@ def test_fp16_rows_come_back_exactly_at_32_bits_and_as_fp16_values_at_8(
 
 
 @pytest.fixture
-def stored(tmp_path: Path, files: FileStore, new_model, new_pod):
+def stored(tmp_path: Path, files: FileStore, new_model, new_pod, all_tables):
     """A snapshot that two ranks wrote, each column block of ``items`` by itself; and the state that it holds."""
-    model = new_model().train(2)
+    model = new_model(tables=all_tables).train(2)
     new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2)).commit(model)
     return newest_snapshot(files)[0], model
 
