@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
@@ -89,6 +90,8 @@ class PlanQuestion:
     profile_version: str
     job: DLRMJob = field(compare=False, repr=False)
     profile: HardwareProfile | None = field(compare=False, repr=False)
+    traces: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """The document of each trace that the job refers to."""
 
 
 @dataclass(frozen=True, kw_only=True)

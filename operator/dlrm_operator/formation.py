@@ -60,6 +60,10 @@ def _plan(observed: Observed, job: DLRMJob, children: Children, status: DLRMJobS
         words = observed.profile_problem
         status = with_truth(status, ConditionType.PLANNED, "False", "HardwareProfile", words, now=now)
         return Formation(status=in_phase(status, Phase.PENDING))
+    if planning is None and observed.trace_problem:
+        words = observed.trace_problem
+        status = with_truth(status, ConditionType.PLANNED, "False", "Trace", words, now=now)
+        return Formation(status=in_phase(status, Phase.PENDING))
     phase = Phase.RESTARTING if status.restarts else Phase.PLANNING
     status = in_phase(status, phase)
     if planning is None:
@@ -87,6 +91,7 @@ def _question(observed: Observed, job: DLRMJob) -> RequestPlan:
         profile_version=observed.profile_version,
         job=job,
         profile=observed.profile,
+        traces=observed.traces,
     )
     return RequestPlan(key=observed.job.key, question=question)
 

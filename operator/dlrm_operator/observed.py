@@ -200,6 +200,10 @@ class Observed:
     """Resource version of the HardwareProfile."""
     profile_problem: str = ""
     """Why the HardwareProfile that the spec names can't be used."""
+    traces: Mapping[str, str] = field(default_factory=dict)
+    """Documents of the traces that the spec refers to; read only where a plan is to be made."""
+    trace_problem: str = ""
+    """Why one of them can't be read."""
     planning: Planning | None = None
     """None: nobody has planned this spec yet, or the planner is at work."""
     polled: Polled | None = None

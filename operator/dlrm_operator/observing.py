@@ -5,6 +5,7 @@ from __future__ import annotations
 from dlrm_api import names
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile, parse_profile
+from dlrm_api.model import TRACE_KEY
 from dlrm_api.names import FIELD_MANAGER, Label
 from dlrm_operator.cache import PodCache
 from dlrm_operator.cluster import JSON, METADATA_ONLY, Api, Object
@@ -16,8 +17,10 @@ from dlrm_operator.phases import FINISHED
 from dlrm_operator.planning import Planner
 from dlrm_operator.polling import Poller
 from dlrm_operator.reading import read_config_map, read_pod, read_secret
+from dlrm_planner import trace_references
 
 JOBS = f"/apis/{names.API_VERSION}/namespaces/{{}}/dlrmjobs/{{}}"
+CONFIG_MAP = "configmap:"
 PROFILES = f"/apis/{names.API_VERSION}/hardwareprofiles/{{}}"
 
 
@@ -58,15 +61,20 @@ class Observer:
         if not _forming(job):
             return Observed(job=job, pods=pods, polled=polled, images=self._images)
         profile, version, problem = await self._profile(job)
+        children = await self._children(job)
+        planning = self._planner.answer(key, job, version)
+        traces, trace_problem = await self._traces(job, children) if planning is None else ({}, "")
         return Observed(
             job=job,
             pods=pods,
             polled=polled,
-            children=await self._children(job),
+            children=children,
             profile=profile,
             profile_version=version,
             profile_problem=problem,
-            planning=self._planner.answer(key, job, version),
+            traces=traces,
+            trace_problem=trace_problem,
+            planning=planning,
             images=self._images,
             refusal=self.refusals.get(key, ""),
         )
@@ -99,6 +107,30 @@ class Observer:
             return None, "", words
         except InvalidSpecError as error:
             return None, "", f"HardwareProfile {name}: {error}"
+
+    async def _traces(self, job: JobSeen, children: Children) -> tuple[dict[str, str], str]:
+        """The documents of the traces that the spec refers to, or why one can't be read; none where a plan stands."""
+        references = {} if isinstance(job.spec, InvalidSpecError) else trace_references(job.spec.spec)
+        attempt = max(job.status.attempt, 1) if job.status else 1
+        if not references or children.plan(attempt) is not None:
+            return {}, ""
+        found = {}
+        for reference, field in references.items():
+            if not reference.startswith(CONFIG_MAP):
+                words = (
+                    f"{reference}: the operator reads no files: put the trace into a ConfigMap of the job's namespace "
+                )
+                return {}, f"{field}: {words}under the key {TRACE_KEY}, and refer to it as {CONFIG_MAP}NAME"
+            name = reference.removeprefix(CONFIG_MAP)
+            try:
+                document = await self._api.call("GET", f"/api/v1/namespaces/{job.key.namespace}/configmaps/{name}")
+                found[reference] = str(document["data"][TRACE_KEY])
+            except NotFoundError:
+                words = f"there is no ConfigMap {name} in namespace {job.key.namespace}: create it with "
+                return {}, f"{field}: {words}dlrmctl trace --configmap {name}"
+            except KeyError:
+                return {}, f"{field}: ConfigMap {name} has no key {TRACE_KEY}: write the trace there"
+        return found, ""
 
 
 def owned_by(document: Object, uid: str) -> bool:

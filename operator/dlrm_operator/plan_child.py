@@ -10,7 +10,8 @@ import sys
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import parse_profile
 from dlrm_api.job import parse_job
-from dlrm_planner import plan_job
+from dlrm_operator.tier_volumes import check_mounts
+from dlrm_planner import plan_job, read_traces
 
 
 def main() -> None:
@@ -19,7 +20,9 @@ def main() -> None:
     signal.alarm(math.ceil(asked["deadline"]) + 1)  # an operator that died must not leave a planner behind
     try:
         profile = parse_profile(asked["profile"]) if asked["profile"] else None
-        plan = plan_job(parse_job(asked["job"]).spec, profile)
+        spec = parse_job(asked["job"]).spec
+        plan = plan_job(spec, profile, traces=read_traces(spec, asked["traces"]))
+        check_mounts(plan, profile)
     except InvalidSpecError as error:
         json.dump({"refusal": str(error)}, sys.stdout)
     else:

@@ -82,6 +82,7 @@ async def plan_in_child(question: PlanQuestion, deadline_s: float) -> Planning:
         "deadline": deadline_s,
         "job": question.job.model_dump(mode="json", exclude_unset=True, exclude={"status"}),
         "profile": question.profile.model_dump(mode="json", exclude_unset=True) if question.profile else None,
+        "traces": dict(question.traces),
     }
     child = await asyncio.create_subprocess_exec(
         sys.executable,

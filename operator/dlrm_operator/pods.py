@@ -14,6 +14,7 @@ from dlrm_operator.actions import Manifest
 from dlrm_operator.images import Images
 from dlrm_operator.manifests import Owner, config_volume, metadata, plan_config_maps
 from dlrm_operator.overlay import with_overlay
+from dlrm_operator.tier_volumes import tier_bytes, tier_mounts, tier_volumes
 from dlrm_planner import working_set_bytes
 from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES
 
@@ -52,7 +53,8 @@ def trainer_pods(attempt: Attempt) -> list[Manifest]:
     """The gang's pods by index; equal arguments give equal pods.
 
     Raises:
-        InvalidSpecError: the overlay collides with what the operator sets; names the field.
+        InvalidSpecError: the overlay collides with what the operator sets, or nobody says what to mount for a tier;
+            names the field.
     """
     config = config_volume(plan_config_maps(attempt.job, attempt.number, attempt.plan, attempt.owner))
     return [_pod(attempt, index, config) for index in range(attempt.plan.nodes)]
@@ -98,13 +100,15 @@ def _trainer(attempt: Attempt, index: int) -> Manifest:
         Env.TRAINER_PORT: str(Port.TRAINER),
         Env.TOKEN_FILE: Path.TOKEN,
     }
+    if tier_bytes(attempt.plan, index):
+        env[Env.TIER_DIR] = Path.TIERS
     ports = [
         {"name": "trainer", "containerPort": Port.TRAINER},
         {"name": "rendezvous", "containerPort": Port.RENDEZVOUS},
     ]
     container = _container(attempt, index, command, env, ports)
     token = {"name": "token", "mountPath": Path.TOKEN.rpartition("/")[0], "readOnly": True}
-    container["volumeMounts"] = [*container["volumeMounts"], token]
+    container["volumeMounts"] = [*container["volumeMounts"], token, *tier_mounts(attempt.plan, index)]
     return {
         "name": Container.TRAINER,
         "image": trainer.image or attempt.images.trainer,
@@ -173,7 +177,7 @@ def _volumes(attempt: Attempt, index: int, config: Manifest) -> list[Manifest]:
     ]
     if secret := job.spec.checkpoint.credentials_secret:
         volumes.append({"name": "credentials", "secret": {"secretName": secret}})
-    return volumes
+    return volumes + tier_volumes(attempt.plan, index, attempt.profile)
 
 
 def _resources(attempt: Attempt, index: int) -> Manifest:
