@@ -6,6 +6,7 @@ import sys
 import tempfile
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,10 +15,31 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dlrm_api.tiers import BLOCK_PLACE_META_BYTES, BLOCK_SLACK, block_place_bytes, record_bytes
+from dlrm_trainer.embedding.tiers import block
+from dlrm_trainer.embedding.tiers.aio import DirectWriter
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.scratch import ScratchFile
 
 ROWS = 500
+
+
+class LateWriter(DirectWriter):
+    """A device that does what it was asked when somebody waits for it, in any order."""
+
+    def __init__(self, file: ScratchFile, depth: int, size: int) -> None:
+        super().__init__(file, depth, size)
+        self.asked: list[tuple[int, int]] = []
+        self.random = np.random.default_rng(depth)
+
+    def write(self, buffer: int, offset: int) -> None:
+        self.asked.append((buffer, offset))
+
+    def written(self, at_least: int) -> list[int]:
+        now = [self.asked.pop(self.random.integers(len(self.asked))) for _ in range(min(at_least, len(self.asked)))]
+        for buffer, offset in now:
+            super().write(buffer, offset)
+            super().written(1)
+        return [buffer for buffer, _ in now]
 
 
 class BlockModel(RuleBasedStateMachine):
@@ -25,16 +47,18 @@ class BlockModel(RuleBasedStateMachine):
 
     @initialize(
         words=st.sampled_from([3, 66, 1_024, 1_500]),
-        live=st.integers(1, 300),
+        live=st.integers(1, 60) | st.integers(1, 300),
         slack=st.sampled_from([1.0, BLOCK_SLACK]),
         segment_pages=st.integers(1, 4),
+        writer=st.sampled_from([DirectWriter, LateWriter]),
     )
-    def open(self, words: int, live: int, slack: float, segment_pages: int) -> None:
+    def open(self, words: int, live: int, slack: float, segment_pages: int, writer: type[DirectWriter]) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.words, self.live, self.version = words, live, 0
         self.place = np.full(ROWS, -1)
         self.versions = np.zeros(ROWS, np.uint32)
-        self.level = BlockLevel(self.folder, words, int(live * slack), live, self.moved, segment_pages * 4_096)
+        with patch.object(block, "DirectWriter", writer):
+            self.level = BlockLevel(self.folder, words, int(live * slack), live, self.moved, segment_pages * 4_096)
 
     def moved(self, rows: np.ndarray, places: np.ndarray) -> None:
         assert (self.place[rows] >= 0).all(), "a row was moved that the level does not hold"
@@ -106,7 +130,7 @@ class BlockModel(RuleBasedStateMachine):
 class TestBlockModel(BlockModel.TestCase):
     """Skips nothing by itself: the folder of ``direct_folder`` and that of the model are on one file system."""
 
-    settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+    settings = settings(max_examples=10, stateful_step_count=25, deadline=None)
 
     @pytest.fixture(autouse=True)
     def folder_has_direct_io(self, direct_folder: Path) -> None:
@@ -153,6 +177,22 @@ def test_rows_on_their_way_out_are_read_from_memory(direct_folder: Path) -> None
 
     assert (out == 7).all()
     assert level.reads == level.writes == 0
+
+
+def test_a_segment_is_not_written_again_before_its_last_write_ended(
+    direct_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block, "DirectWriter", LateWriter)
+    held: dict[int, np.ndarray] = {}
+    with closing(BlockLevel(direct_folder, 1_024, 3, 3, lambda *_: None)) as level:
+        for row in range(60):  # each fills a segment, and empties the one of three rows before
+            if len(held) == 3:
+                level.free(held.pop(min(held)))
+            held[row] = level.write(np.array([row]), np.full((1, 1_024), row, np.uint32))
+            for other, place in held.items():
+                out = np.zeros((1, 1_024), np.uint32)
+                level.read(place, out)
+                assert (out == other).all()
 
 
 def test_the_longest_there_are_the_coldest(direct_folder: Path) -> None:

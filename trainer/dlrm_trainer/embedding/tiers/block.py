@@ -250,6 +250,8 @@ class BlockLevel:
             count = pages.unpack(shape, self._image(segment), self._owners_of(segment), rows, records)
             yield rows[:count], records[:count]
         stored = filled[~in_memory]
+        if len(stored) == 0:
+            return
         with (
             closing(DirectReader(self._file, SCAN_DEPTH, size)) as reader,
             closing(reader.pieces(stored * size)) as pieces,
