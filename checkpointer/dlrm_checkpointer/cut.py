@@ -50,6 +50,11 @@ class ShardRows:
         """Bytes of the three arrays."""
         return self.row_ids.nbytes + self.rows.nbytes + self.state.nbytes
 
+    def part(self, start: int, end: int) -> ShardRows:
+        """Rows [start, end) of these, counted from 0; views."""
+        span = slice(start, end)
+        return ShardRows(shard=self.shard, row_ids=self.row_ids[span], rows=self.rows[span], state=self.state[span])
+
     def check(self, table: TableMeta) -> None:
         """Refuse arrays that don't belong together or to their table.
 

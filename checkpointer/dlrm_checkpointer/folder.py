@@ -2,9 +2,13 @@
 
 rank-<r>.lock                        held by rank r for its whole life (flock)
 closed-<r>.json                      why rank r ended; absent after a kill
-writing-<r>/                         a cut that rank r is still copying
-ready-<step>-<attempt>-<r>/          a whole cut: rows.bin, and index.json that says what lies where
-dead-*/                              freed by the sidecar, about to be removed
+budget.lock                          held for a moment by whoever takes room, moves or frees an entry (flock)
+writing-<r>/                         a cut, or a slice of one, that rank r is still copying
+slice-<step>-<attempt>-<r>-<n>-<put>/  slice n of a cut that isn't whole yet; as a whole cut, but not the last of it
+durable-<r>.json                     what the sidecar made durable of rank r's slices: it outlives them
+ready-<step>-<attempt>-<r>/          a whole cut: rows.bin, and index.json that says what lies where; or the last
+                                     slice of one, with durable.json of those before
+dead-*/                              freed or withdrawn, about to be removed by the sidecar
 committed.json                       newest committed snapshot: step, attempt
 refused.json                         a cut that can never be stored: step, attempt, problem
 """
@@ -17,7 +21,9 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -26,9 +32,11 @@ from dlrm_api.errors import DeviceError, UsageError
 
 ROWS_FILE = "rows.bin"
 INDEX_FILE = "index.json"
+DURABLE_FILE = "durable.json"
 COMMITTED_FILE = "committed.json"
 REFUSED_FILE = "refused.json"
 WRITING_PREFIX = "writing-"
+DURABLE_PREFIX = "durable-"
 DEAD_PREFIX = "dead-"
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors that say that a device, a quota or a file's size limit is full."""
@@ -38,6 +46,8 @@ LOCK_PATIENCE_S = 2.0
 POLL_S = 0.02
 
 _READY = re.compile(r"ready-(\d+)-(\d+)-(\d+)")
+_SLICE = re.compile(r"slice-(\d+)-(\d+)-(\d+)-(\d+)-(\d+)")
+_UNFINISHED = re.compile(r"(?:writing|durable)-(\d+)(?:\.json)?")
 
 
 @dataclass(frozen=True, order=True)
@@ -58,6 +68,26 @@ class CutName:
         return cls(*map(int, match.groups())) if match else None
 
 
+@dataclass(frozen=True, order=True)
+class SliceName:
+    """Name of a slice that is not its cut's last; ``put`` tells two tries of one cut apart."""
+
+    step: int
+    attempt: int
+    rank: int
+    number: int
+    put: int
+
+    def __str__(self) -> str:
+        return f"slice-{self.step:016d}-{self.attempt:08d}-{self.rank:06d}-{self.number:06d}-{self.put}"
+
+    @classmethod
+    def parse(cls, name: str) -> Self | None:
+        """Read a folder entry's name; None where it is no slice."""
+        match = _SLICE.fullmatch(name)
+        return cls(*map(int, match.groups())) if match else None
+
+
 def lock_path(folder: Path, rank: int) -> Path:
     """The file that a rank locks for its life."""
     return folder / f"rank-{rank}.lock"
@@ -68,10 +98,53 @@ def closed_path(folder: Path, rank: int) -> Path:
     return folder / f"closed-{rank}.json"
 
 
+def durable_path(folder: Path, rank: int) -> Path:
+    """Where the sidecar notes what it made durable of a cut that the rank is still handing over."""
+    return folder / f"{DURABLE_PREFIX}{rank}.json"
+
+
 def ready_cuts(folder: Path) -> list[CutName]:
     """Every whole cut in the folder, oldest step first."""
     names = (CutName.parse(entry.name) for entry in folder.iterdir())
     return sorted(name for name in names if name)
+
+
+def ready_slices(folder: Path) -> list[SliceName]:
+    """Every slice of cuts that are not whole yet, oldest step first."""
+    names = (SliceName.parse(entry.name) for entry in folder.iterdir())
+    return sorted(name for name in names if name)
+
+
+def ranks_with_unfinished_cuts(folder: Path) -> set[int]:
+    """Ranks whose cut is not whole yet; the living ones among them are still at it."""
+    matches = (_UNFINISHED.fullmatch(entry.name) for entry in folder.iterdir())
+    return {int(match[1]) for match in matches if match} | {name.rank for name in ready_slices(folder)}
+
+
+@contextlib.contextmanager
+def budget_lock(folder: Path) -> Iterator[None]:
+    """Keep all others from taking, moving and freeing the folder's bytes for a moment."""
+    descriptor = os.open(folder / "budget.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def discard_unfinished(folder: Path, rank: int) -> None:
+    """Throw away what a rank has not handed over whole. A slice's bytes count until the sidecar lets go of them."""
+    with budget_lock(folder):
+        for name in ready_slices(folder):
+            if name.rank == rank:
+                (folder / str(name)).rename(dead_path(folder))
+        durable_path(folder, rank).unlink(missing_ok=True)
+    shutil.rmtree(folder / f"{WRITING_PREFIX}{rank}", ignore_errors=True)
+
+
+def dead_path(folder: Path) -> Path:
+    """A fresh name for what is to be removed."""
+    return folder / f"{DEAD_PREFIX}{time.monotonic_ns()}-{os.getpid()}"
 
 
 def take_lock(path: Path, who: str) -> int:

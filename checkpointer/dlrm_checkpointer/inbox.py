@@ -2,49 +2,63 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import fcntl
 import json
 import mmap
 import os
 import re
 import shutil
-import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
 
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows
 from dlrm_checkpointer.folder import (
     COMMITTED_FILE,
     DEAD_PREFIX,
+    DURABLE_FILE,
     INDEX_FILE,
     REFUSED_FILE,
     ROWS_FILE,
     CutName,
+    SliceName,
     boot_id,
+    budget_lock,
     closed_path,
+    dead_path,
+    discard_unfinished,
+    durable_path,
     lock_path,
     raise_device,
+    ranks_with_unfinished_cuts,
     read_json,
     ready_cuts,
+    ready_slices,
     take_lock,
     write_json,
 )
+from dlrm_checkpointer.manifest import ChunkEntry
 
 _UPLOADED = re.compile(r"uploaded-(\d+)-(\d+)\.json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyCut:
-    """One rank's whole cut; its arrays are views of mapped memory, gone with ``Inbox.free``."""
+    """One rank's whole cut, or one slice of it; its arrays are views of mapped memory, gone with ``Inbox.free``."""
 
-    name: CutName
+    name: CutName | SliceName
     meta: CutMeta
+    number: int
+    """Slices of the cut before this one."""
     nbytes: int
     index: dict[str, Any]
     data: memoryview
@@ -73,6 +87,26 @@ class ReadyCut:
             array = np.frombuffer(self.data, dtype, count, entry["offset"]) if count else np.empty(0, dtype)
             arrays[entry["name"]] = array.reshape(entry["shape"])
         return arrays
+
+
+class Durable(BaseModel):
+    """What is durable already of a cut that comes in slices."""
+
+    model_config = ConfigDict(frozen=True)
+
+    slices: int = 0
+    chunks: tuple[ChunkEntry, ...] = ()
+    bits: int | None = None
+    """Of these chunks, and so of the whole cut; None where there are none."""
+
+    def pack(self) -> str:
+        """As text, a sixth of the JSON: it grows with the cut and lies in the memory that the ranks share."""
+        return base64.b85encode(zlib.compress(self.model_dump_json().encode())).decode()
+
+    @classmethod
+    def unpack(cls, text: str) -> Self:
+        """Read ``pack``'s form."""
+        return cls.model_validate_json(zlib.decompress(base64.b85decode(text)))
 
 
 @dataclass(frozen=True, order=True)
@@ -105,15 +139,19 @@ class Inbox:
             self._lock = take_lock(folder / "sidecar.lock", "a checkpointer of this folder")
         except OSError as error:
             raise_device(error, folder, 0)
-        for path in folder.glob(f"{DEAD_PREFIX}*"):
-            shutil.rmtree(path, ignore_errors=True)
+        self.sweep()
 
-    def ready(self) -> list[CutName]:
-        """Whole cuts that wait, oldest step first."""
-        return ready_cuts(self.folder)
+    def ready(self) -> list[CutName | SliceName]:
+        """Whole cuts and slices of cuts that wait, oldest step first; a rank has one of the two at a time."""
+        names: list[CutName | SliceName] = [*ready_slices(self.folder), *ready_cuts(self.folder)]
+        return sorted(names, key=lambda name: (name.step, name.attempt, name.rank))
 
-    def open(self, name: CutName) -> ReadyCut:
-        """Map a cut.
+    def has(self, name: CutName | SliceName) -> bool:
+        """Whether an entry is there still: a rank may withdraw the slices of a cut that it gives up."""
+        return (self.folder / str(name)).exists()
+
+    def open(self, name: CutName | SliceName) -> ReadyCut:
+        """Map a cut or a slice.
 
         Raises:
             SnapshotError: it can't be whole, because the machine went down after it was written or bytes are gone.
@@ -121,7 +159,7 @@ class Inbox:
         path = self.folder / str(name)
         try:
             index = json.loads((path / INDEX_FILE).read_text())
-            meta = CutMeta.from_json(index["meta"])
+            meta, number = CutMeta.from_json(index["meta"]), int(index["slice"])
             data = _map(path / ROWS_FILE)
             whole = len(data) == index["bytes"] and index["boot"] == boot_id()
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -130,17 +168,66 @@ class Inbox:
             raise SnapshotError(
                 f"{path}: {len(data)} of {index['bytes']} bytes, or written before the machine restarted"
             )
-        return ReadyCut(name=name, meta=meta, nbytes=len(data), index=index, data=data)
+        return ReadyCut(name=name, meta=meta, number=number, nbytes=len(data), index=index, data=data)
 
     def close(self) -> None:
         """Let go of the folder."""
         os.close(self._lock)
 
-    def free(self, name: CutName) -> None:
-        """Give the cut's memory back; from the rename on it no longer waits."""
-        dead = self.folder / f"{DEAD_PREFIX}{time.monotonic_ns()}"
-        (self.folder / str(name)).rename(dead)
-        shutil.rmtree(dead, ignore_errors=True)
+    def free(self, name: CutName | SliceName) -> None:
+        """Give the memory back; from the rename on it no longer waits. Nothing happens where it was withdrawn."""
+        with budget_lock(self.folder):
+            self._kill(name)
+        self.sweep()
+
+    def _kill(self, name: CutName | SliceName) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            (self.folder / str(name)).rename(dead_path(self.folder))
+
+    def sweep(self) -> None:
+        """Remove what was freed here, or withdrawn by its rank."""
+        for path in self.folder.glob(f"{DEAD_PREFIX}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def durable(self, cut: ReadyCut) -> Durable:
+        """What is durable of the slices before this one, or of more where this one was seen to already.
+
+        Raises:
+            SnapshotError: the note of some of them is gone.
+        """
+        path = self.folder / str(cut.name) / DURABLE_FILE
+        if isinstance(cut.name, SliceName):
+            path = durable_path(self.folder, cut.name.rank)
+        elif not cut.number:
+            return Durable()
+        note = read_json(path)
+        if note and isinstance(cut.name, SliceName) and note["put"] != cut.name.put:
+            note = None
+        done = Durable.unpack(note["done"]) if note else Durable()
+        if done.slices < cut.number:
+            raise SnapshotError(f"{path}: tells of {done.slices} of the {cut.number} slices before {cut.name}")
+        return done
+
+    def note_durable(self, name: SliceName, done: Durable) -> None:
+        """Remember, over a restart of the sidecar, what is durable with this slice, unless it was withdrawn.
+
+        Raises:
+            DeviceError: there is no room for the note.
+        """
+        with budget_lock(self.folder):
+            if self.has(name):
+                write_json(durable_path(self.folder, name.rank), {"put": name.put, "done": done.pack()})
+                self._kill(name)
+
+    def drop_unfinished(self) -> list[int]:
+        """Throw away what ranks left that died before their cut was whole; returns these ranks."""
+        dropped = []
+        for rank in sorted(ranks_with_unfinished_cuts(self.folder)):
+            with _lock_if_free(lock_path(self.folder, rank)) as free:  # so that the rank can't start again meanwhile
+                if free:
+                    discard_unfinished(self.folder, rank)
+                    dropped.append(rank)
+        return dropped
 
     def note_uploaded(self, cut: ReadyCut) -> None:
         """Remember, over a restart of the sidecar, that this cut's parts are durable and wait for the manifest."""
@@ -172,7 +259,11 @@ class Inbox:
 
     def living(self) -> frozenset[int]:
         """Local ranks whose lock is held."""
-        return frozenset(rank for rank in self.ranks if _is_locked(lock_path(self.folder, rank)))
+        return frozenset(rank for rank in self.ranks if self._is_living(rank))
+
+    def _is_living(self, rank: int) -> bool:
+        with _lock_if_free(lock_path(self.folder, rank)) as free:
+            return not free
 
     def reasons(self) -> dict[int, str]:
         """Why ranks ended, where they said so."""
@@ -187,16 +278,20 @@ def _map(path: Path) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def _is_locked(path: Path) -> bool:
+@contextlib.contextmanager
+def _lock_if_free(path: Path) -> Iterator[bool]:
+    """Hold a rank's lock for a moment if nobody else does; says whether that is so, or the rank never was."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        return False
+        yield True
+        return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing the file lets go of it
+        free = True
     except BlockingIOError:
-        return True
-    else:
-        return False
+        free = False
+    try:
+        yield free
     finally:
         os.close(descriptor)

@@ -12,8 +12,8 @@ from dlrm_api.names import ExitCode
 from dlrm_api.progress import SnapshotInfo
 from dlrm_checkpointer.attempts import in_lineage, newest_attempt, read_attempts
 from dlrm_checkpointer.commit import try_commit
-from dlrm_checkpointer.folder import CutName
-from dlrm_checkpointer.inbox import Inbox, UploadedCut
+from dlrm_checkpointer.folder import CutName, SliceName
+from dlrm_checkpointer.inbox import Durable, Inbox, ReadyCut, UploadedCut
 from dlrm_checkpointer.life import Backoff, Life
 from dlrm_checkpointer.manifest import Manifest, manifest_key
 from dlrm_checkpointer.restore import snapshot_keys
@@ -50,7 +50,7 @@ class Sidecar:
     def __init__(self, inbox: Inbox, store: ObjectStore, status: Status, policy: Policy) -> None:
         self._inbox, self._store, self._status, self._policy = inbox, store, status, policy
         self._life, self._backoff = Life(policy.grace_s), Backoff()
-        self._uploads: dict[CutName, Upload] = {}
+        self._uploads: dict[CutName | SliceName, Upload] = {}
         self._looks: dict[UploadedCut, tuple[float, float]] = {}
         self._committed: tuple[int, int] | None = None
         self._searched = False
@@ -90,10 +90,15 @@ class Sidecar:
         until, was_ending = time.monotonic() + seconds, self._life.deadline is not None
         while time.monotonic() < until and (self._life.deadline is not None) == was_ending:
             time.sleep(POLL_S)
+            self._forget_withdrawn()
             self._look(stop)
 
     def _turn(self) -> None:
         """One round over all that is there; an error leaves the rest for the next round."""
+        self._forget_withdrawn()
+        for rank in self._inbox.drop_unfinished():
+            logger.warning("cut dropped", extra={"rank": rank, "why": "its rank died before it was whole"})
+            self._status.dropped_cuts.inc()
         if not self._searched:
             self._search()
         for name in self._inbox.ready():
@@ -113,35 +118,54 @@ class Sidecar:
             self._status.found(found[0])
         self._searched = True
 
-    def _take(self, name: CutName) -> None:
-        """Make one rank's cut durable and give its memory back."""
-        try:
-            cut = self._inbox.open(name)
-            if newest_attempt(self._store) > name.attempt:
-                self._drop(name, "a newer attempt has started")
-                self._inbox.free(name)
-                return
-            if name not in self._uploads:
-                self._status.handed_over_bytes.inc(cut.nbytes)
-                count = self._status.uploaded_bytes.inc
-                self._uploads[name] = Upload(self._store, cut, self._policy.bits, on_bytes=count)
-            self._uploads[name].run()
-        except SnapshotError as error:
-            self._refuse(name, error)
-            return
-        self._uploads.pop(name)
-        self._inbox.note_uploaded(cut)
-        self._inbox.free(name)
+    def _forget_withdrawn(self) -> None:
+        """Let go of slices that their rank withdrew: their memory is given back when nobody maps it any more."""
+        for name in [name for name in self._uploads if not self._inbox.has(name)]:
+            self._uploads.pop(name)
+        self._inbox.sweep()
 
-    def _refuse(self, name: CutName, error: SnapshotError) -> None:
+    def _take(self, name: CutName | SliceName) -> None:
+        """Make one rank's cut, or a slice of it, durable and give its memory back."""
+        try:
+            self._store_cut(name)
+        except SnapshotError as error:
+            if self._inbox.has(name):
+                self._refuse(name, error)
+        self._uploads.pop(name, None)
+        self._inbox.free(name)  # nothing maps it any more
+
+    def _store_cut(self, name: CutName | SliceName) -> None:
+        cut = self._inbox.open(name)
+        if newest_attempt(self._store) > name.attempt:
+            self._drop(name, "a newer attempt has started")
+        elif isinstance(name, SliceName):
+            self._store_slice(name, cut)
+        else:
+            self._upload(cut, self._inbox.durable(cut)).run()
+            self._inbox.note_uploaded(cut)
+
+    def _store_slice(self, name: SliceName, cut: ReadyCut) -> None:
+        before = self._inbox.durable(cut)
+        if before.slices > cut.number:
+            return  # a sidecar that was killed had noted it and not freed it
+        self._inbox.note_durable(name, self._upload(cut, before).run_slice())
+        self._status.slices.inc()
+
+    def _upload(self, cut: ReadyCut, before: Durable) -> Upload:
+        """The cut's way into the store, which an outage may have cut short before."""
+        if cut.name not in self._uploads:
+            self._status.handed_over_bytes.inc(cut.nbytes)
+            count = self._status.uploaded_bytes.inc
+            self._uploads[cut.name] = Upload(self._store, cut, before, self._policy.bits, on_bytes=count)
+        return self._uploads[cut.name]
+
+    def _refuse(self, name: CutName | SliceName, error: SnapshotError) -> None:
         logger.error("cut refused", extra={"cut": str(name), "problem": str(error)})
-        self._refusal = error
+        self._refusal = error.with_traceback(None)  # its frames hold the cut's memory
         self._status.refused_cuts.inc()
         self._inbox.publish_refused(name.step, name.attempt, str(error))
-        self._uploads.pop(name, None)
-        self._inbox.free(name)
 
-    def _drop(self, cut: CutName | UploadedCut, why: str) -> None:
+    def _drop(self, cut: CutName | SliceName | UploadedCut, why: str) -> None:
         logger.warning("cut dropped", extra={"step": cut.step, "attempt": cut.attempt, "why": why})
         self._status.dropped_cuts.inc()
 

@@ -32,6 +32,9 @@ class Status:
         self._failing = Gauge(prefix + "store_failing", "1 while the store's last call failed.", registry=registry)
         self.uploaded_bytes = Counter(prefix + "uploaded_bytes", "Bytes of objects put.", registry=registry)
         self.handed_over_bytes = Counter(prefix + "handed_over_bytes", "Bytes of cuts taken over.", registry=registry)
+        self.slices = Counter(
+            prefix + "slices", "Slices of cuts above the hand-off budget made durable.", registry=registry
+        )
         self.commits = Counter(prefix + "commits", "Snapshots seen committed.", registry=registry)
         self.store_errors = Counter(prefix + "store_errors", "Failed rounds of store calls.", registry=registry)
         self.refused_cuts = Counter(prefix + "refused_cuts", "Cuts that can never be stored.", registry=registry)

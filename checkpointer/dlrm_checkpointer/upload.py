@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import numpy as np
 
 from dlrm_api.errors import NoInputError
 from dlrm_checkpointer.cut import ShardRows
-from dlrm_checkpointer.inbox import ReadyCut
+from dlrm_checkpointer.inbox import Durable, ReadyCut
 from dlrm_checkpointer.manifest import ChunkEntry, ObjectEntry, PartList, chunk_key, parse_part, part_key
 from dlrm_checkpointer.objects import encode_dense, encode_rows
 from dlrm_checkpointer.store import ObjectStore
@@ -19,17 +21,23 @@ PARALLEL_PUTS = 4
 
 
 class Upload:
-    """One rank's cut on its way into the store; ``run`` may be repeated after an outage and goes on where it was.
+    """One rank's cut, or a slice of one, on its way into the store.
+
+    ``run`` and ``run_slice`` may be repeated after an outage and go on where they were.
 
     Args:
         store: the job's store.
-        cut: one rank's cut.
-        bits: 8 or 32.
+        cut: one rank's cut or slice.
+        before: what is durable of the slices before it.
+        bits: 8 or 32; what is durable already decides for the whole cut.
         on_bytes: called with the bytes of each object that went up.
     """
 
-    def __init__(self, store: ObjectStore, cut: ReadyCut, bits: int, on_bytes: Callable[[int], None]) -> None:
-        self._store, self._cut, self._bits, self._on_bytes = store, cut, bits, on_bytes
+    def __init__(
+        self, store: ObjectStore, cut: ReadyCut, before: Durable, bits: int, on_bytes: Callable[[int], None]
+    ) -> None:
+        self._store, self._cut, self._before, self._on_bytes = store, cut, before, on_bytes
+        self._bits = before.bits or bits
         self._chunks: dict[int, ChunkEntry] = {}
         self._dense: ObjectEntry | None = None
 
@@ -53,19 +61,32 @@ class Upload:
             rank=name.rank,
             bits=self._bits,
             meta=self._cut.meta.to_json(),
-            chunks=tuple(self._chunks[number] for number in sorted(self._chunks)),
+            chunks=self._all_chunks(),
             dense=self._dense,
         )
         if self._store.put_if_absent(key, part.encode()):
             return part
         return parse_part(self._store.get(key), key)
 
+    def run_slice(self) -> Durable:
+        """Make the slice durable; returns what is with it.
+
+        Raises:
+            SnapshotError: the cut can never be stored; names the table and the row.
+            StoreUnavailableError: call again.
+        """
+        self._put_objects()
+        return Durable(slices=self._cut.number + 1, chunks=self._all_chunks(), bits=self._bits)
+
+    def _all_chunks(self) -> tuple[ChunkEntry, ...]:
+        return (*self._before.chunks, *(self._chunks[number] for number in sorted(self._chunks)))
+
     def _put_objects(self) -> None:
         with ThreadPoolExecutor(PARALLEL_PUTS, "upload") as pool:
             tasks: list[Future[None]] = [] if self._dense else [pool.submit(self._put_dense)]
-            for number, piece in enumerate(chunk_pieces(self._cut)):
+            for number, pieces in enumerate(chunk_pieces(self._cut.pieces()), len(self._before.chunks)):
                 if number not in self._chunks:
-                    tasks.append(pool.submit(self._put_chunk, number, piece))
+                    tasks.append(pool.submit(self._put_chunk, number, pieces))
             try:
                 for task in tasks:
                     task.result()
@@ -81,7 +102,8 @@ class Upload:
             body = encode_dense(arrays)
             self._dense = ObjectEntry.model_validate(self._put("dense", body))
 
-    def _put_chunk(self, number: int, piece: ShardRows) -> None:
+    def _put_chunk(self, number: int, pieces: Sequence[ShardRows]) -> None:
+        piece = join(pieces)
         body = encode_rows(piece, self._bits)
         entry = self._put(f"{number:06d}", body)
         self._chunks[number] = ChunkEntry.model_validate(
@@ -102,15 +124,41 @@ class Upload:
         return {"key": key, "bytes": len(body), "sha256": sha256}
 
 
-def chunk_pieces(cut: ReadyCut) -> Iterator[ShardRows]:
-    """The cut's rows in pieces of at most ``CHUNK_BYTES`` of weights; none is empty."""
-    for piece in cut.pieces():
-        size = max(1, CHUNK_BYTES // (4 * piece.shard.width))
-        for start in range(0, len(piece.row_ids), size):
-            part = slice(start, start + size)
-            yield ShardRows(
-                shard=piece.shard, row_ids=piece.row_ids[part], rows=piece.rows[part], state=piece.state[part]
-            )
+def chunk_pieces(pieces: Iterable[ShardRows]) -> Iterator[tuple[ShardRows, ...]]:
+    """Rows, chunk by chunk: pieces that follow each other in one shard in ascending order, to be joined.
+
+    A chunk has at most ``CHUNK_BYTES`` of weights and is never empty; the pieces are views.
+    """
+    chunk: list[ShardRows] = []
+    room = 0
+    for piece in pieces:
+        if chunk and (piece.shard != chunk[-1].shard or piece.row_ids[0] <= chunk[-1].row_ids[-1]):
+            yield tuple(chunk)
+            chunk = []
+        start, size = 0, max(1, CHUNK_BYTES // (4 * piece.shard.width))
+        while start < len(piece.row_ids):
+            room = room if chunk else size
+            part = piece.part(start, start + room)
+            chunk.append(part)
+            room -= len(part.row_ids)
+            start += len(part.row_ids)
+            if not room:
+                yield tuple(chunk)
+                chunk = []
+    if chunk:
+        yield tuple(chunk)
+
+
+def join(pieces: Sequence[ShardRows]) -> ShardRows:
+    """One piece of several of one shard, in their order; a copy unless there is just one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return ShardRows(
+        shard=pieces[0].shard,
+        row_ids=np.concatenate([piece.row_ids for piece in pieces]),
+        rows=np.concatenate([piece.rows for piece in pieces]),
+        state=np.concatenate([piece.state for piece in pieces]),
+    )
 
 
 def _get_part(store: ObjectStore, key: str) -> PartList | None:

@@ -19,7 +19,7 @@ from dlrm_api.tiers import RowDtype
 from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, TableMeta
 from dlrm_checkpointer.digest import state_digest, table_digest
 from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.handoff import HandOffWriter
+from dlrm_checkpointer.handoff import HandedOver, HandOffWriter
 from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.initializer import initial_rows
 from dlrm_checkpointer.sidecar import Policy, Sidecar
@@ -159,13 +159,23 @@ class Pod:
     budget_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        self.writers = {rank: HandOffWriter(self.folder, rank, self.budget_bytes) for rank in self.ranks}
+        self.open()
         self.status = Status()
+
+    def open(self) -> None:
+        """Start the ranks."""
+        size, count = self.budget_bytes, len(self.ranks)
+        self.writers = {rank: HandOffWriter(self.folder, rank, size, count) for rank in self.ranks}
 
     def cut(self, model: Model, attempt: int = 1, only: range | None = None) -> None:
         for rank in only or self.ranks:
-            dense = model.dense if rank == 0 else None
-            self.writers[rank].put(model.meta(self.world_size, attempt), model.pieces(rank, self.world_size), dense)
+            self.cut_of(rank, model, attempt)
+
+    def cut_of(self, rank: int, model: Model, attempt: int = 1, patience_s: float = 20) -> HandedOver:
+        """One rank's part; where it is above the budget, a sidecar must run meanwhile."""
+        dense = model.dense if rank == 0 else None
+        pieces = model.pieces(rank, self.world_size)
+        return self.writers[rank].put(model.meta(self.world_size, attempt), pieces, dense, patience_s=patience_s)
 
     def end(self, reason: str = "done") -> None:
         for writer in self.writers.values():
@@ -197,7 +207,7 @@ class Pod:
         self.cut(model, attempt)
         code = self.finish()
         assert code == ExitCode.DONE, self.status.progress
-        self.writers = {rank: HandOffWriter(self.folder, rank, self.budget_bytes) for rank in self.ranks}
+        self.open()
 
 
 class DyingStore:
@@ -268,6 +278,12 @@ def small_tables() -> tuple[TableMeta, ...]:
 
 
 @pytest.fixture
+def all_tables() -> tuple[TableMeta, ...]:
+    """Large tables and small ones, of every row optimizer and type."""
+    return (*TABLES, *OTHER_TABLES)
+
+
+@pytest.fixture
 def new_pod() -> type[Pod]:
     return Pod
 
@@ -275,12 +291,6 @@ def new_pod() -> type[Pod]:
 @pytest.fixture
 def dying() -> type[DyingStore]:
     return DyingStore
-
-
-@pytest.fixture
-def all_tables() -> tuple[TableMeta, ...]:
-    """Large tables and small ones, of every row optimizer and type."""
-    return (*TABLES, *OTHER_TABLES)
 
 
 @pytest.fixture

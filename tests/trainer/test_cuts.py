@@ -70,6 +70,20 @@ def test_a_cut_waits_while_an_earlier_one_does_and_is_counted_once() -> None:
     assert control.delays == 1
 
 
+def test_a_cut_that_was_given_up_is_counted_and_tried_again_when_the_next_is_due() -> None:
+    control = control_of(Writer(), intervalSteps=3)
+    control.ask()
+
+    asked = control.agree(0.5, 2).cut
+    control.abandoned(1.5)
+    steps = [step for step in (3, 4) if control.agree(0.5, step).cut and control.made(step, 0.25) is None]
+
+    assert asked
+    assert steps == [3]
+    assert (control.abandoned_cuts, control.waited_s) == (1, 1.75)
+    assert control.last_step == 3
+
+
 def test_without_a_hand_off_no_cut_is_made_but_a_stop_is_heard() -> None:
     control = control_of(None, intervalSteps=1)
     control.ask()

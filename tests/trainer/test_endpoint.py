@@ -84,6 +84,7 @@ def test_progress_is_the_newest_step(served: Served) -> None:
 def test_metrics_are_in_prometheus_form_with_our_names(served: Served) -> None:
     served.board.stepped(12, 0.25, SCHEDULE)
     served.board.evaluated(EvalMetrics(step=12, samples=9, log_loss=0.4, ne=0.8, auc=0.7, calibration=1.1))
+    served.control.abandoned(1.5)
 
     _, body = served.ask("GET", "/metrics")
 
@@ -94,6 +95,8 @@ def test_metrics_are_in_prometheus_form_with_our_names(served: Served) -> None:
     }
     assert all(name.startswith("dlrm_trainer_") for name in samples)
     assert samples["dlrm_trainer_steps_total"] == 12
+    assert samples["dlrm_trainer_cuts_abandoned_total"] == 1
+    assert samples["dlrm_trainer_cut_wait_seconds_total"] == 1.5
     assert samples["dlrm_trainer_loss_nats"] == 0.25
     assert samples["dlrm_trainer_eval_auc_ratio"] == 0.7
 

@@ -55,6 +55,10 @@ class CutControl:
         """Step of the newest cut of this attempt, or of the snapshot that it started from."""
         self.delays = 0
         """Cuts that had to wait because an earlier one still did."""
+        self.abandoned_cuts = 0
+        """Cuts above the hand-off budget that were given up, because the checkpointer made no room in time."""
+        self.waited_s = 0.0
+        """Seconds that this rank waited for such room."""
         self._waiting = False
         self._changed = threading.Condition()
 
@@ -109,13 +113,22 @@ class CutControl:
         self._waiting = delayed
         return Agreement(loss=total, cut=wanting > 0 and blocking == 0, delayed=delayed, stop=stopping > 0)
 
-    def made(self, step: int) -> None:
-        """Record that a cut was handed over after ``step`` steps."""
-        self._due = self._asked = False
-        self._last_time = time.monotonic()
+    def made(self, step: int, waited_s: float = 0.0) -> None:
+        """Record that a cut was handed over after ``step`` steps, and how long that waited for room."""
+        self._settle(waited_s)
         with self._changed:
             self.last_step = step
             self._changed.notify_all()
+
+    def abandoned(self, waited_s: float) -> None:
+        """Record that a cut was given up; the next is due when the interval is over, lest every step waits for one."""
+        self.abandoned_cuts += 1
+        self._settle(waited_s)
+
+    def _settle(self, waited_s: float) -> None:
+        self._due = self._asked = False
+        self._last_time = time.monotonic()
+        self.waited_s += waited_s
 
     def wait_for(self, step: int, timeout_s: float) -> int | None:
         """Step of a cut at ``step`` or later, once one is handed over; None if none is by then. For other threads."""

@@ -107,6 +107,16 @@ class TrainerMetrics(Collector):
         yield CounterMetricFamily(
             "dlrm_trainer_cut_delays", "Cuts that waited for the one before.", self._control.delays
         )
+        yield CounterMetricFamily(
+            "dlrm_trainer_cut_wait_seconds",
+            "Time that training waited for the checkpointer to make room for cuts above the hand-off budget.",
+            self._control.waited_s,
+        )
+        yield CounterMetricFamily(
+            "dlrm_trainer_cuts_abandoned",
+            "Cuts given up because that room was not made in time.",
+            self._control.abandoned_cuts,
+        )
         gauges = {
             "world_size_ranks": ("Ranks.", now.world_size),
             "samples_per_second": ("Throughput over the last steps.", now.samples_per_second),

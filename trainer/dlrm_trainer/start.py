@@ -31,7 +31,7 @@ def open_writer(stack: ExitStack, job: DLRMJob, plan: Plan, settings: Settings, 
     budget = job.spec.checkpoint.handoff_budget
     if budget is None and settings.replica < len(plan.handoff_bytes):
         budget = plan.handoff_bytes[settings.replica]
-    writer = HandOffWriter(settings.handoff_dir, rank, budget or None)
+    writer = HandOffWriter(settings.handoff_dir, rank, budget or None, job.spec.trainer.processes_per_replica)
     stack.push(lambda kind, error, _trace: writer.close("ended" if error is None else f"{kind.__name__}: {error}"))
     return writer
 

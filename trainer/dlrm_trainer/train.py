@@ -15,6 +15,7 @@ from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics, TrainerPhase
 from dlrm_checkpointer.cut import CutMeta
+from dlrm_checkpointer.handoff import CutAbandonedError
 from dlrm_trainer import snapshots
 from dlrm_trainer.cuts import CutControl
 from dlrm_trainer.data import Batch, open_reader
@@ -167,17 +168,31 @@ class Training:
         if self.journal and self.quality:
             self.journal.write({"step": self.step, "eval": self.quality.model_dump(by_alias=False)})
 
-    def hand_over(self) -> None:
-        """Hand a cut of this step over to the checkpointer."""
+    def hand_over(self, *, last: bool = False) -> None:
+        """Hand a cut of this step over to the checkpointer; one that finds no room in time is given up.
+
+        Raises:
+            CutAbandonedError: the last cut found no room in time.
+        """
         if self.parts.writer is None or self.control.last_step == self.step:
             return
         self.board.phase(TrainerPhase.CUTTING)
         parts, rank = self.parts, self.parts.gang.rank
         shards = snapshots.shards_to_save(parts.learner, parts.placement, rank)
-        self.parts.writer.put(self.cut_meta(), shards, parts.learner.dense.arrays() if rank == 0 else None)
-        self.control.made(self.step)
-        self.board.update(last_cut_step=self.step, phase=TrainerPhase.TRAINING)
-        logger.info("cut handed over at step %d", self.step)
+        patience_s = self.patience_s if last else parts.settings.collective_timeout_s / 2
+        dense = parts.learner.dense.arrays() if rank == 0 else None
+        try:
+            given = parts.writer.put(self.cut_meta(), shards, dense, patience_s=patience_s)
+        except CutAbandonedError as error:
+            self.control.abandoned(error.waited_s)
+            if last:
+                raise
+            logger.warning("training goes on without a snapshot of step %d: %s", self.step, error)
+        else:
+            self.control.made(self.step, given.waited_s)
+            self.board.update(last_cut_step=self.step)
+            logger.info("cut handed over at step %d", self.step)
+        self.board.phase(TrainerPhase.TRAINING)
 
     def cut_meta(self) -> CutMeta:
         """What is the same on all ranks at this step."""
@@ -201,10 +216,10 @@ class Training:
         """Hand a last cut over, within the time that a signal leaves for it.
 
         Raises:
-            TemporaryError: an earlier cut still waited at the end of that time.
+            TemporaryError: an earlier cut still waited at the end of that time, or this one found no room.
         """
         self.wait_ready()
-        self.hand_over()
+        self.hand_over(last=True)
         logger.info("ending at step %d: a signal asked for it", self.step)
         return ExitCode.TERMINATED
 
@@ -218,7 +233,7 @@ class Training:
         self.evaluate()
         self.board.phase(TrainerPhase.FINISHING)
         self.wait_ready()
-        self.hand_over()
+        self.hand_over(last=True)
         self.board.phase(TrainerPhase.FINISHING)
         state = snapshots.live_digest(self.parts.learner, self.parts.placement, self.collectives) if digest else None
         if self.parts.writer and not self.parts.writer.wait_idle(self.patience_s):
