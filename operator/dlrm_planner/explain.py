@@ -84,7 +84,7 @@ def _tiers(spec: DLRMJobSpec, found: Solution) -> list[str]:
         kept = [f"{slots / rows:.1%} in slots in DDR, which are expected to serve {hits / accesses:.1%} of accesses"]
         for place, tier in enumerate(below):
             held = sum(found.levels[i].below[place][1] for i in group)
-            kept.append(f"{held / rows:.1%} in {tier}")
+            kept.append(f"room for {held / rows:.1%} in {tier}")
         what = "table" if len(group) == 1 else "tables"
         reasons.append(
             f"{len(group)} {what} as stacks, {_names(found.tables, group)}: of {rows} rows {', '.join(kept)}"

@@ -155,18 +155,18 @@ class _Tiered:
         """By DDR alone, and where tiers of several pods fill unevenly, by the tighter of DDR and all tiers."""
         asked, stacks = self._asked, self._stacks
         least = stacks.at_least(bool(asked.caps))
-        beside = TIER_BUFFER_BYTES * asked.spec.trainer.processes_per_replica
+        beside = TIER_BUFFER_BYTES * asked.spec.trainer.processes_per_replica + stacks.between
         by_ddr = whole_needs(asked.spec, asked.tables, replicated, asked.limit, beside=beside)
         by_ddr = replace(by_ddr, held=tuple(math.ceil(size) for size in least))
         yield by_ddr
-        if asked.spec.replicas == 1:
-            return
         room = min(by_ddr.room)
-        below = np.where(least < stacks.whole, stacks.rows - stacks.least, 0) * stacks.paged
+        if asked.spec.replicas == 1 or room < 0:
+            return
+        below = np.where(least < stacks.whole, stacks.rows, 0) * stacks.paged
         slow = float(sum(asked.caps.values())) + max(0, room) * (1 if asked.limit else 0)
         mixed = np.maximum(least / max(room, 1) if asked.limit else 0.0, (below + least) / max(slow, 1))
         held = tuple(math.ceil(min(part, 2.0) * SCALE) for part in mixed)
-        yield Needs(replicated=replicated, held=held, room=(SCALE,) * asked.spec.replicas, bounded=room >= 0)
+        yield Needs(replicated=replicated, held=held, room=(SCALE,) * asked.spec.replicas, bounded=True)
 
     def fits(self, placement: Placement) -> bool:
         """Whether every pod's tiers hold the rows that its DDR does not."""
@@ -187,7 +187,8 @@ class _Tiered:
         if asked.limit is None:
             return math.inf
         fixed = fixed_pod_bytes(asked.spec, asked.tables, placement.replicated, pod)
-        return asked.limit.size - fixed - TIER_BUFFER_BYTES * asked.spec.trainer.processes_per_replica
+        buffers = TIER_BUFFER_BYTES * asked.spec.trainer.processes_per_replica
+        return asked.limit.size - fixed - buffers - self._stacks.between
 
 
 def buffer_bytes(solution: Solution, world_size: int) -> NDArray[np.int64]:

@@ -19,7 +19,7 @@ from dlrm_api.tiers import (
 )
 from dlrm_planner.fill import Filled, Wants, fill
 from dlrm_planner.reuse import Floats, Reuse
-from dlrm_planner.stacks import IN_DDR, SLOW_TIERS, UNPINNED, SlowTier, Stacks
+from dlrm_planner.stacks import IN_DDR, INCLUSIVE, SLOW_TIERS, UNPINNED, SlowTier, Stacks
 
 UNCHECKED_SHARE = 0.1
 """Share of rows that slots hold where nothing is known of a pod's DDR."""
@@ -81,6 +81,7 @@ def _slots(which: Indices, stacks: Stacks, reuse: Reuse, ddr: float, *, spend_al
         return Filled(_in_sets(wide, stacks.ways), pin < 0, ddr)
     free = np.flatnonzero(~bound)
     rest = ddr - float(np.where(bound, whole, floor).sum())
+    assert rest > -len(which) - 1, "the cheapest forms were placed where they fit"
     rows, done = least.copy(), bound.copy()
     if len(free):
         got = fill(_wants(which[free], stacks, reuse, floor[free], pin[free]), max(rest, 0.0), spend_all=spend_all)
@@ -116,16 +117,18 @@ def _below(
     left, held = dict(caps), {tier: np.zeros(len(tables)) for tier in SLOW_TIERS}
     for tier in (tier for tier in SLOW_TIERS if tier in left):
         here = stacks.pin[tables] == SLOW_TIERS.index(tier)
-        taken = float((rest * stacks.row_bytes(tier)[tables])[here].sum())
+        places = np.where(here, total if tier == INCLUSIVE else rest, 0)
+        taken = float((places * stacks.row_bytes(tier)[tables]).sum())
         if taken > left[tier]:
             return Short(tier, math.ceil(taken - left[tier]))
         left[tier] -= taken
-        held[tier][here], rest[here] = rest[here], 0
+        held[tier][here], rest[here] = places[here], 0
     for tier in left:
         size = stacks.row_bytes(tier)[tables]
-        needed = float((rest * size).sum())
+        places = np.where(rest > 0, total, 0) if tier == INCLUSIVE else rest
+        needed = float((places * size).sum())
         if needed <= left[tier]:
-            held[tier] += rest
+            held[tier] += places
             break
         if tier == list(left)[-1]:
             return Short(tier, math.ceil(needed - left[tier]))
