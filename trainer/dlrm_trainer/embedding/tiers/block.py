@@ -240,7 +240,13 @@ class BlockLevel:
         return self._owners[places] - 1, places
 
     def scan(self) -> Iterator[tuple[Rows, Records]]:
-        """See ``Level``: a segment at a time, those in memory first, the others as the device brings them."""
+        """Every record, a segment at a time: those in memory first, the others by large reads as they come.
+
+        Nothing may change meanwhile, and the arrays of a piece are good until the next one is asked for.
+
+        Raises:
+            DeviceError: names the path and the bytes that could not be read.
+        """
         size, shape = self._layout.segment_bytes, self._shape
         rows = np.empty(shape.segment_records, np.int64)
         records = np.empty((shape.segment_records, shape.words), np.uint32)
