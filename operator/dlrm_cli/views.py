@@ -117,14 +117,22 @@ def _levels(job: DLRMJob, table: TableSpec, share: TierShare) -> Iterator[str]:
     """A line for each level: rows, bytes, and the share of accesses that it and those above should serve."""
     row = (table.dim, table.dtype, job.spec.training.row_optimizer.kind)
     if not share.levels:
-        yield f"ddr: all, {table.rows * tiers.row_bytes(*row) / 1e9:,.3f} GB"
+        yield f"ddr: all, {_size(table.rows * tiers.row_bytes(*row))}"
     for number, level in enumerate(share.levels):
         size: float = tiers.slot_bytes(*row) if number == 0 else tiers.record_bytes(*row)
         if level.tier == "block":
             size = tiers.BLOCK_SLACK * tiers.block_place_bytes(*row)
         hits = "" if level.expected_hit_rate is None else f", hit rate {level.expected_hit_rate:.1%}"
         kept = f" ({share.policy})" if number == 0 else ""
-        yield f"{level.tier}{kept}: {level.rows:,} rows, {level.rows * size / 1e9:,.3f} GB{hits}"
+        yield f"{level.tier}{kept}: {level.rows:,} rows, {_size(level.rows * size)}{hits}"
+
+
+def _size(count: float) -> str:
+    """Bytes in the unit that suits them."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
+        if count >= factor:
+            return f"{count / factor:,.1f} {unit}"
+    return f"{count / 1e3:,.1f} kB"
 
 
 def _ranks(table: TablePlan, world_size: int) -> str:

@@ -85,16 +85,14 @@ def _tiers(spec: DLRMJobSpec, found: Solution) -> list[str]:
         for place, tier in enumerate(below):
             held = sum(found.levels[i].below[place][1] for i in group)
             kept.append(f"room for {held / rows:.1%} in {tier}")
-        what = "table" if len(group) == 1 else "tables"
-        reasons.append(
-            f"{len(group)} {what} as stacks, {_names(found.tables, group)}: of {rows} rows {', '.join(kept)}"
-        )
-    whole = len(found.tables.specs) - len(found.levels)
-    if whole:
-        reasons.append(f"{whole} tables whole in DDR: there a byte spares most reads of slower tiers")
+        names = _names(found.tables, group)
+        reasons.append(f"{_count(len(group), 'table')} with levels, {names}: of {rows} rows {', '.join(kept)}")
+    if whole := len(found.tables.specs) - len(found.levels):
+        reasons.append(f"{_count(whole, 'table')} whole in DDR: there a byte spares most reads of slower tiers")
     ahead = spec.trainer.cache.lookahead
     reasons.append(
-        f"rows are fetched {ahead} batches ahead: slots hold at least the distinct rows expected of {ahead + 1} batches"
+        f"rows are fetched {_count(ahead, 'batch')} ahead: slots hold at least the distinct rows expected of "
+        f"{_count(ahead + 1, 'batch')}"
     )
     return reasons
 
@@ -118,6 +116,11 @@ def _memory(spec: DLRMJobSpec, limit: Limit | None, ranks: Sequence[RankPlan]) -
     if limit is None:
         return f"{taken}; not checked against memory: neither a HardwareProfile nor trainer.tierBudgets.ddr is given"
     return f"{taken}, of {human(limit.size)}: {limit.source}"
+
+
+def _count(number: int, what: str) -> str:
+    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
+    return f"{number} {what if number == 1 else plural}"
 
 
 def _names(tables: Tables, indices: Sequence[int]) -> str:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
+from dlrm_api.model import DistributionSpec
 from dlrm_api.trace import TableTrace
 from dlrm_planner.tables import Tables
 
@@ -67,11 +68,10 @@ def read_reuse(spec: DLRMJobSpec, tables: Tables, traces: Mapping[str, TableTrac
     return Reuse(rows=rows, hits=hits, accesses=accesses, least=np.clip(np.ceil(least), 1, size))
 
 
-def _alpha(distribution: object) -> float:
-    prior = getattr(distribution, "prior", None)
-    if prior == "uniform":
-        return 0.0
-    return float(getattr(distribution, "alpha", DEFAULT_ALPHA))
+def _alpha(distribution: DistributionSpec | None) -> float:
+    if distribution is None:
+        return DEFAULT_ALPHA
+    return 0.0 if distribution.prior == "uniform" else distribution.alpha
 
 
 def _measured(tables: Tables, traces: Mapping[str, TableTrace]) -> list[tuple[int, TableTrace]]:

@@ -139,8 +139,9 @@ def _search_tiers(asked: Question, *, quick: bool) -> Solution | Refusal:
             if turn == 0:  # the other needs are in no bytes
                 cause = tiered.short if placed is None else placed
     assert cause is not None, "there is at least one need"
-    least = int(stacks.least[cause.table]) if isinstance(cause, NoPlacement) else 0
-    return Refusal(cause=cause, least=least)
+    if isinstance(cause, NoPlacement) and stacks.is_stack(cause.table):
+        return Refusal(cause=cause, least=int(stacks.least[cause.table]))
+    return Refusal(cause=cause)
 
 
 class _Tiered:

@@ -66,6 +66,11 @@ class Stacks:
         """(T,) bytes that a row takes in a tier."""
         return self.paged if tier == "block" else self.record
 
+    def is_stack(self, table: int) -> bool:
+        """Whether a table's cheapest form has levels."""
+        cheapest = float(self.at_least(possible=True)[table])
+        return bool(self.pin[table] >= 0) or cheapest < self.whole[table]
+
     def at_least(self, possible: bool) -> Floats:
         """(T,) DDR of each table in its cheapest form; ``possible``: there is a slower tier for its rows."""
         stack = self.fixed + self.least * self.slot

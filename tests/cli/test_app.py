@@ -185,7 +185,7 @@ def test_a_plan_as_a_table_shows_the_levels_of_each_table(tmp_path: Path, capsys
     assert f"ddr (lru): {levels[0].rows:,} rows, " in shown
     assert f"block: {levels[1].rows:,} rows, " in shown
     assert f"hit rate {levels[0].expected_hit_rate:.1%}" in shown
-    assert "ddr: all, 0.000 GB" in shown
+    assert "ddr: all, 2.6 kB" in shown
     assert "block bytes" in shown
 
 

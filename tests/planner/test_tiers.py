@@ -221,7 +221,7 @@ def test_hot_small_tables_are_whole_in_ddr_before_large_ones_get_more_slots(make
     assert all(share(plan, f"s{i}").levels == () for i in range(5))
     assert [level.tier for level in share(plan, "big").levels] == ["ddr", "block"]
     assert any("5 tables whole in DDR" in reason for reason in plan.reasons)
-    assert any("1 table as stacks, big: of 10000000 rows" in reason for reason in plan.reasons)
+    assert any("1 table with levels, big: of 10000000 rows" in reason for reason in plan.reasons)
 
 
 def test_slots_go_to_the_table_that_is_looked_up_most(make_spec: MakeSpec) -> None:
@@ -319,6 +319,13 @@ def test_a_tier_that_is_too_small_is_named_with_its_bytes_and_the_mends_hold(
         assert plan_job(make_spec(found, replicas=replicas, tierBudgets=mended)).nodes == replicas
 
 
+def test_a_table_pinned_to_ddr_is_refused_as_a_whole(make_spec: MakeSpec) -> None:
+    with pytest.raises(InfeasiblePlanError) as refused:
+        plan_job(make_spec([table("t", 10**7, pin={"tier": "ddr"})], tierBudgets={**PLENTY, "ddr": "1Gi"}))
+
+    assert f"with row state it takes {10**7 * 261} bytes" in refused.value.reasons[0]
+
+
 def test_slots_that_have_no_room_are_mended_by_ddr_or_a_shorter_lookahead(make_spec: MakeSpec) -> None:
     busy = table("busy", 10**7, maxLookups=100, distribution={"prior": "uniform"})
     tight = {**PLENTY, "ddr": "560Mi"}
@@ -326,7 +333,9 @@ def test_slots_that_have_no_room_are_mended_by_ddr_or_a_shorter_lookahead(make_s
         plan_job(make_spec([busy], batch=8_192, tierBudgets=tight))
     more = mend(refused.value.reasons, r"raise trainer\.tierBudgets\.ddr by ")
 
-    assert re.search(r"table busy .*: with slots for \d+ rows, those of 2 batches, .* bytes short", str(refused.value))
+    assert re.search(
+        r"table busy .*: with slots for \d+ rows, those of 2 batches in flight, .* bytes short", str(refused.value)
+    )
     assert plan_job(make_spec([busy], batch=8_192, tierBudgets={**tight, "ddr": 560 * MIB + more})).lookahead == 1
     assert "mend: trainer.cache.lookahead: 0 needs slots for one batch alone, and hides no reads" in (
         refused.value.reasons
