@@ -177,8 +177,8 @@ def boot_id() -> str:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a small file whole or not at all (readers on this machine; no sync)."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a small file whole or not at all (one writer and readers on this machine; no sync)."""
+    draft = path.with_name(f".{path.name}")
     try:
         draft.write_text(json.dumps(value))
         draft.replace(path)

@@ -48,6 +48,8 @@ from dlrm_checkpointer.folder import (
 )
 from dlrm_checkpointer.manifest import ChunkEntry
 
+_NOTES = ("durable-*.json", "uploaded-*.json", COMMITTED_FILE, REFUSED_FILE)
+"""What the sidecar alone writes: a killed one may have left unfinished ones."""
 _UPLOADED = re.compile(r"uploaded-(\d+)-(\d+)\.json")
 
 
@@ -140,6 +142,8 @@ class Inbox:
         except OSError as error:
             raise_device(error, folder, 0)
         self.sweep()
+        for draft in (path for name in _NOTES for path in folder.glob(f".{name}")):
+            draft.unlink()
 
     def ready(self) -> list[CutName | SliceName]:
         """Whole cuts and slices of cuts that wait, oldest step first; a rank has one of the two at a time."""
@@ -209,11 +213,7 @@ class Inbox:
         return done
 
     def note_durable(self, name: SliceName, done: Durable) -> None:
-        """Remember, over a restart of the sidecar, what is durable with this slice, unless it was withdrawn.
-
-        Raises:
-            DeviceError: there is no room for the note.
-        """
+        """Remember, over a restart of the sidecar, what is durable with this slice, unless it was withdrawn."""
         with budget_lock(self.folder):
             if self.has(name):
                 write_json(durable_path(self.folder, name.rank), {"put": name.put, "done": done.pack()})

@@ -95,10 +95,10 @@ class Sidecar:
 
     def _turn(self) -> None:
         """One round over all that is there; an error leaves the rest for the next round."""
-        self._forget_withdrawn()
         for rank in self._inbox.drop_unfinished():
             logger.warning("cut dropped", extra={"rank": rank, "why": "its rank died before it was whole"})
             self._status.dropped_cuts.inc()
+        self._forget_withdrawn()
         if not self._searched:
             self._search()
         for name in self._inbox.ready():
