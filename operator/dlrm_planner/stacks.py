@@ -34,8 +34,6 @@ META_BYTES: Mapping[SlowTier, float] = {
     "block": BLOCK_PLACE_META_BYTES * BLOCK_SLACK,
 }
 """DDR that a row's place in this tier takes, beside its map entry."""
-INCLUSIVE: SlowTier = "block"
-"""The tier that has a place for every row, slots or not: its log fills the whole file before it is cleaned."""
 UNPINNED, IN_DDR = -2, -1
 """What :attr:`Stacks.pin` says of a table that has no pin of its tier, or one to DDR; else an index of SLOW_TIERS."""
 
@@ -50,15 +48,15 @@ class Stacks:
     least: Floats
     """Slots that it needs at least."""
     slot: Floats
-    """DDR of one more slot; its row leaves its place in the tier below, unless that is inclusive."""
+    """DDR of one more slot."""
     fixed: Floats
-    """DDR of the map and of the places of all rows, with no slot."""
+    """DDR of the map, and of the places of the last level, which has one for every row."""
     record: Floats
     """Bytes of a row in cxl and scm."""
     paged: Floats
     """Bytes of a row in block, slack included."""
     between: int
-    """DDR of each pod for places in tiers above an inclusive last one."""
+    """DDR of each pod for places in tiers between the slots and the last level."""
     pin: NDArray[np.int64]
     ways: int
 
@@ -89,20 +87,18 @@ def read_stacks(spec: DLRMJobSpec, tables: Tables, reuse: Reuse, caps: Mapping[S
     rows = np.array([table.rows for table in tables.specs], np.float64)
     ways = spec.trainer.cache.ways
     pin = np.array([_pin(tables, i, caps) for i in range(len(rows))], np.int64)
-    last = next(reversed(list(caps)), None)
-    homes = [SLOW_TIERS[p] if p >= 0 else last for p in pin.tolist()]
-    meta = np.array([META_BYTES[home] if home else 0.0 for home in homes])
-    stays = np.array([bool(ways) or home == INCLUSIVE for home in homes])
-    above = sum(size for tier, size in caps.items() if tier != INCLUSIVE) if last == INCLUSIVE else 0
+    dearest = max((META_BYTES[tier] for tier in caps), default=0.0)
+    meta = np.array([META_BYTES[SLOW_TIERS[p]] if p >= 0 else dearest for p in pin.tolist()])
+    middle = sum(list(caps.values())[:-1])
     return Stacks(
         rows=rows,
         whole=np.array(tables.resident_bytes, np.float64),
         least=np.ceil(reuse.least / max(ways, 1)) * max(ways, 1),
-        slot=row + SLOT_META_BYTES - np.where(stays, 0, meta),
+        slot=row + SLOT_META_BYTES,
         fixed=np.ceil(rows * (MAP_BYTES + meta)) + 2 * PLACE_META_BYTES,  # a place may be left over, or rounded up
         record=record,
         paged=np.array([BLOCK_SLACK * paged_bytes(int(each)) for each in record]),
-        between=math.ceil(PLACE_META_BYTES * min(above / record.min(), rows.sum())),
+        between=math.ceil(PLACE_META_BYTES * min(middle / record.min(), rows.sum())),
         pin=pin,
         ways=ways,
     )

@@ -19,7 +19,7 @@ from dlrm_api.tiers import (
 )
 from dlrm_planner.fill import Filled, Wants, fill
 from dlrm_planner.reuse import Floats, Reuse
-from dlrm_planner.stacks import IN_DDR, INCLUSIVE, SLOW_TIERS, UNPINNED, SlowTier, Stacks
+from dlrm_planner.stacks import IN_DDR, SLOW_TIERS, UNPINNED, SlowTier, Stacks
 
 UNCHECKED_SHARE = 0.1
 """Share of rows that slots hold where nothing is known of a pod's DDR."""
@@ -108,16 +108,19 @@ def _in_sets(rows: Floats, ways: int) -> Floats:
 def _below(
     which: Indices, filled: Filled, stacks: Stacks, reuse: Reuse, caps: Mapping[SlowTier, float]
 ) -> dict[int, Levels] | Short:
-    """Rows of each tier below the slots; pinned tables take theirs first."""
+    """Rows of each tier below the slots; pinned tables take theirs first.
+
+    The last level of a table has a place for every row: that is where rows are restored to, where those of a full set
+    go while others have room, and what a log fills before it is cleaned.
+    """
     stacked = np.flatnonzero(~filled.whole)
     tables, slots = which[stacked], filled.rows[stacked]
     total = stacks.rows[tables]
-    # a set that is full sends rows down while others have room: below sets, every row needs a place
-    rest = total.copy() if stacks.ways else np.maximum(total - slots, 1)
+    rest = np.maximum(total - slots, 1)  # that some level has to take
     left, held = dict(caps), {tier: np.zeros(len(tables)) for tier in SLOW_TIERS}
     for tier in (tier for tier in SLOW_TIERS if tier in left):
         here = stacks.pin[tables] == SLOW_TIERS.index(tier)
-        places = np.where(here, total if tier == INCLUSIVE else rest, 0)
+        places = np.where(here, total, 0)
         taken = float((places * stacks.row_bytes(tier)[tables]).sum())
         if taken > left[tier]:
             return Short(tier, math.ceil(taken - left[tier]))
@@ -125,7 +128,7 @@ def _below(
         held[tier][here], rest[here] = places[here], 0
     for tier in left:
         size = stacks.row_bytes(tier)[tables]
-        places = np.where(rest > 0, total, 0) if tier == INCLUSIVE else rest
+        places = np.where(rest > 0, total, 0)
         needed = float((places * size).sum())
         if needed <= left[tier]:
             held[tier] += places
@@ -148,7 +151,7 @@ def _middle(tables: Indices, above: Floats, rest: Floats, size: Floats, reuse: R
         rows=reuse.rows[tables],
         hits=reuse.hits[tables],
         start=above,
-        stop=above + rest,
+        stop=above + np.maximum(rest - 1, 0),  # so that the last level stays the last
         row_cost=size,
         whole_cost=np.full(len(tables), np.inf),
         whole_hits=np.zeros(len(tables)),
