@@ -6,6 +6,7 @@ from gangs import run_ranks
 from reference import DenseTables, RankState, global_batch, train_sharded
 
 from dlrm_api.model import TableSpec
+from dlrm_api.plan import TierShare
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.embedding import Placement
 
@@ -30,6 +31,7 @@ def random_placement(generator: np.random.Generator, world_size: int, count: int
     return Placement(
         tables=random_tables(generator, count),
         owners=tuple(None if owner < 0 else owner for owner in owners),
+        shares=(TierShare(),) * count,
         world_size=world_size,
     )
 

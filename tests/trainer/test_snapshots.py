@@ -14,10 +14,10 @@ from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.embedding import place
-from dlrm_trainer.embedding.rows import table_meta
+from dlrm_trainer.embedding.rows import ResidentTable, table_meta, whole
 from dlrm_trainer.evaluate import evaluate
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.snapshots import check_unchanged, first_change, live_digest, model_document, restore, shards_to_save
+from dlrm_trainer.snapshots import check_unchanged, first_change, live_digest, model_document, restore
 
 ALONE = Collectives(0, 1, lambda: "")
 
@@ -45,7 +45,7 @@ def learner_of(job: DLRMJob) -> Learner:
 def train(job: DLRMJob, learner: Learner, start: int, stop: int) -> None:
     reader = open_reader(job.spec, "train", 0, 1)
     for number in range(start, stop):
-        learner.learn(learner.forward(reader.read(number), reader.global_count(number), factor=1.0))
+        learner.learn(learner.forward(learner.prepare(reader.read(number)), reader.global_count(number), factor=1.0))
     reader.close()
 
 
@@ -54,8 +54,7 @@ def digest_of(job: DLRMJob, learner: Learner) -> str:
 
 
 def cut_of(job: DLRMJob, learner: Learner) -> Memory:
-    placement = place(job.spec.model.all_tables(), hand_plan(job), 1)
-    return Memory(list(shards_to_save(learner, placement, 0)), learner.dense.arrays())
+    return Memory(list(learner.embeddings.rows_to_save()), learner.dense.arrays())
 
 
 @pytest.mark.parametrize("kind", ["adagrad", "adam", "sgd"])
@@ -85,10 +84,12 @@ def test_a_cut_holds_exactly_the_rows_that_were_ever_updated_in_pieces_that_agre
         piece.check(metas[piece.shard.table])
     for table in learner.embeddings.local.values():
         start = next(each for each in fresh.embeddings.local.values() if each.table == table.table)
-        saved = [row for piece in pieces if piece.shard == table.shard for row in piece.row_ids.tolist()]
+        assert isinstance(table, ResidentTable)
+        assert isinstance(start, ResidentTable)
+        saved = [row for piece in pieces if piece.shard == whole(table.table) for row in piece.row_ids.tolist()]
         changed = np.flatnonzero((table.weight != start.weight).any(dim=1).numpy())
         assert set(changed) <= set(saved)
-        assert set(np.flatnonzero(table.state.numpy())) <= set(saved)
+        assert set(np.flatnonzero(table.state[:, 0].numpy())) <= set(saved)
         assert len(saved) < table.table.rows
     assert len(pieces) == 4
 
@@ -110,15 +111,19 @@ def test_an_evaluation_changes_no_byte_and_marks_no_row(tmp_path: Path) -> None:
 def test_a_value_that_is_not_finite_is_found_where_it_is(tmp_path: Path) -> None:
     learner = learner_of(small_job(tmp_path))
     table = learner.embeddings.local[3]
+    assert isinstance(table, ResidentTable)
     table.weight[17, 2] = float("nan")
     table.state[40] = float("inf")
+    table.updated[[17, 40]] = True
 
     assert learner.bad_values() == ["2 rows of table items, the first is row 17"]
 
 
 def test_the_largest_value_is_found_where_it_is(tmp_path: Path) -> None:
     learner = learner_of(small_job(tmp_path))
-    learner.embeddings.local[0].weight[800, 3] = -1e20
+    table = learner.embeddings.local[0]
+    assert isinstance(table, ResidentTable)
+    table.weight[800, 3], table.updated[800] = -1e20, True
 
     assert learner.largest_value() == (pytest.approx(1e20), "table users, row 800")
 

@@ -1,25 +1,54 @@
-"""Loops over rows, compiled to machine code when they are first called.
-
-numba keeps what it compiled in ``NUMBA_CACHE_DIR``, or beside the source, or, where that folder is read-only as in an
-image, in ``$HOME/.cache/numba``. Where none can be written it refuses to compile at all; then each process compiles
-anew without keeping anything, which takes a second or two a loop.
-"""
+"""Loops over rows, compiled to machine code when they are first called and kept for later processes."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import ParamSpec, TypeVar, cast
 
-from numba import njit
+import numba
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
 def compiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Compile a function of numbers, arrays and named tuples of them; it runs without the interpreter's lock."""
+    """Compile a function when it is first called; it lets other threads run meanwhile (no GIL).
+
+    What was compiled is kept in a folder named after the sources of all such functions, because numba looks at the
+    one file of a function and not at those of the functions that it calls. The package's own folder may be read-only.
+    """
+    config = vars(numba.config)
+    before = config["CACHE_DIR"]
+    config["CACHE_DIR"] = str(_folder())
     try:
-        loop = njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # numba's only one while decorating: no folder can be written
-        loop = njit(nogil=True)(function)
+        loop = numba.njit(nogil=True, cache=True)(function)
+    finally:
+        config["CACHE_DIR"] = before
     return cast(Callable[Parameters, Result], loop)
+
+
+@functools.cache
+def _folder() -> Path:
+    """``NUMBA_CACHE_DIR``, else the user's cache folder, else one for temporary files: the first that takes a file."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for source in sorted(root.rglob("*.py")):
+        body = source.read_bytes()
+        if b"@compiled" in body:
+            digest.update(body)
+    base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    name = f"compiled-{digest.hexdigest()[:16]}"
+    for folder in (base, tempfile.gettempdir()):
+        try:
+            place = Path(folder).expanduser() / "dlrm-operator" / name
+            place.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=place):
+                return place
+        except (OSError, RuntimeError):  # not writable; a user without a home
+            continue
+    return Path(tempfile.mkdtemp())

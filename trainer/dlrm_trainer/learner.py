@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch
 from dlrm_trainer.dense import DenseParameters
-from dlrm_trainer.embedding import Embeddings, Placement
+from dlrm_trainer.embedding import Embeddings, OwnedOptions, Placement, Prepared
 from dlrm_trainer.embedding.collection import Lookup
+from dlrm_trainer.embedding.rows import bad_rows, largest
 from dlrm_trainer.model import build_model, global_mean_loss
 
 
@@ -31,15 +33,34 @@ class Learner:
 
     Losses divide by the count of the global batch, so that gradients are summed over ranks and averaged nowhere.
 
+    Args:
+        spec: of the job.
+        placement: of its tables.
+        collectives: of all ranks.
+        tier_dir: folder of the tiers that need a file system; None where the plan uses none.
+
     Raises:
-        InvalidSpecError: the model has an interaction with nothing to work on.
+        InvalidSpecError: the model has an interaction with nothing to work on, or a tier has no folder.
+        DeviceError: a tier's file can't be made.
     """
 
-    def __init__(self, spec: DLRMJobSpec, placement: Placement, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        spec: DLRMJobSpec,
+        placement: Placement,
+        collectives: Collectives,
+        tier_dir: Path | None = None,
+    ) -> None:
         self._collectives = collectives
         self._row_rate = spec.training.row_optimizer.learning_rate
         self.model = build_model(spec.model, spec.training.seed)
-        self.embeddings = Embeddings(placement, collectives, spec.training.row_optimizer)
+        options = OwnedOptions(
+            optimizer=spec.training.row_optimizer,
+            seed=spec.training.seed,
+            global_batch_size=spec.data.global_batch_size,
+            tier_dir=tier_dir,
+        )
+        self.embeddings = Embeddings(placement, collectives, options)
         dense = DenseParameters.elements(self.model)
         self._gradient = torch.zeros(dense + self.embeddings.gradient_elements)
         self._table_gradient = self._gradient[dense:]
@@ -50,17 +71,30 @@ class Learner:
         for table in self.embeddings.local.values():
             table.start(seed)
 
-    def forward(self, batch: Batch, global_count: int, factor: float) -> Forward:
-        """Predict this rank's samples; changes nothing.
+    def prepare(self, batch: Batch) -> Prepared:
+        """Begin with a batch that will be trained on, after those prepared before it: its rows are fetched meanwhile.
 
         Args:
             batch: this rank's slice; may be empty.
+        """
+        return self.embeddings.prepare(batch, updates=True)
+
+    def forward(self, prepared: Prepared, global_count: int, factor: float) -> Forward:
+        """Predict this rank's samples; changes nothing.
+
+        Args:
+            prepared: this rank's slice; may be empty.
             global_count: samples of the batch over all ranks.
             factor: multiplies the learning rates of the update that follows (``Schedule.factor``).
+
+        Raises:
+            DeviceError: rows could not be fetched from their tier.
         """
-        lookup = self.embeddings.lookup(batch, self._row_rate * factor)
+        batch = prepared.batch
+        lookup = self.embeddings.lookup(prepared, self._row_rate * factor)
         logits = self.model(batch.dense, lookup.features)
-        return Forward(loss=global_mean_loss(logits, batch.labels, global_count), lookup=lookup, factor=factor)
+        loss = global_mean_loss(logits, batch.labels, global_count)
+        return Forward(loss=loss, lookup=lookup, factor=factor)
 
     def learn(self, forward: Forward) -> None:
         """Update every parameter, and every row that the global batch looked up, once."""
@@ -74,24 +108,25 @@ class Learner:
     def logits(self, batch: Batch) -> Tensor:
         """(n,) float32 logits of this rank's samples; changes nothing, not even the record of updated rows."""
         with torch.no_grad():
-            lookup = self.embeddings.lookup(batch, None)
+            lookup = self.embeddings.lookup(self.embeddings.prepare(batch, updates=False), None)
             logits: Tensor = self.model(batch.dense, lookup.features)
             return logits
 
     def bad_values(self) -> list[str]:
         """What this rank holds that is not finite, in words: tables first, then dense parameters."""
         words = []
+        self.embeddings.settle()
         for table in self.embeddings.local.values():
-            rows = table.bad_rows()
-            if len(rows):
-                words.append(f"{len(rows)} rows of table {table.table.name}, the first is row {int(rows[0])}")
+            if rows := bad_rows(table):
+                words.append(f"{len(rows)} rows of table {table.table.name}, the first is row {rows[0]}")
         return words + [f"dense parameter {name}" for name in self.dense.bad_parameters()]
 
     def largest_value(self) -> tuple[float, str]:
         """The largest absolute value that this rank holds, and where, in words."""
         value, name = self.dense.largest()
         found = [(value, f"dense parameter {name}")]
+        self.embeddings.settle()
         for table in self.embeddings.local.values():
-            value, row = table.largest()
+            value, row = largest(table)
             found.append((value, f"table {table.table.name}, row {row}"))
         return max(found)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dlrm_api.errors import SnapshotError
 from dlrm_api.job import DLRMJobSpec
-from dlrm_checkpointer.cut import CutMeta, ShardRows, TableMeta
+from dlrm_checkpointer.cut import CutMeta, TableMeta
 from dlrm_checkpointer.digest import state_digest, table_digest
 from dlrm_checkpointer.restore import Snapshot, claim_attempt, newest_snapshot, open_snapshot
 from dlrm_checkpointer.store import ObjectStore
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.embedding import Placement
-from dlrm_trainer.embedding.rows import table_meta
+from dlrm_trainer.embedding.rows import table_meta, whole
 from dlrm_trainer.learner import Learner
 
 
@@ -130,20 +130,15 @@ def restore(learner: Learner, snapshot: Snapshot) -> None:
     Raises:
         SnapshotError: an object is absent or corrupt.
     """
+    learner.embeddings.settle()
     for table in learner.embeddings.local.values():
-        table.restore(snapshot.shard_rows(table.shard))
+        table.restore(snapshot.shard_rows(whole(table.table)))
     learner.dense.restore(snapshot.dense())
-
-
-def shards_to_save(learner: Learner, placement: Placement, rank: int) -> Iterator[ShardRows]:
-    """The rows that this rank hands over: its own tables', and its turn of the data-parallel ones."""
-    for number, table in learner.embeddings.local.items():
-        if placement.saver(number) == rank:
-            yield from table.rows_updated()
 
 
 def live_digest(learner: Learner, placement: Placement, collectives: Collectives) -> str:
     """Digest of the whole logical state in memory, on every rank; equal to that of a snapshot at 32 bits."""
+    learner.embeddings.settle()
     digests = [
         (table.table.name, table_digest(table.table.rows, table.read_block))
         for number, table in learner.embeddings.local.items()

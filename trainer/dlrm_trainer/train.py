@@ -18,12 +18,13 @@ from dlrm_checkpointer.cut import CutMeta
 from dlrm_checkpointer.handoff import CutAbandonedError
 from dlrm_trainer import snapshots
 from dlrm_trainer.cuts import CutControl
-from dlrm_trainer.data import Batch, open_reader
-from dlrm_trainer.embedding import place
+from dlrm_trainer.data import open_reader
+from dlrm_trainer.embedding import Prepared, place
 from dlrm_trainer.endpoint import Endpoint
 from dlrm_trainer.evaluate import evaluate
 from dlrm_trainer.journal import Ledger, StepJournal, write_result
 from dlrm_trainer.learner import Learner
+from dlrm_trainer.lookahead import prepared_ahead
 from dlrm_trainer.progress import ProgressBoard
 from dlrm_trainer.rendezvous import Gang
 from dlrm_trainer.schedule import Schedule, make_schedule
@@ -68,7 +69,8 @@ def train(
             address, port = settings.bind, settings.trainer_port
             endpoint = Endpoint(address, port, board, control, gang.collectives, settings.token_file)
             stack.callback(endpoint.close)
-        learner = Learner(spec, placement, gang.collectives)
+        learner = Learner(spec, placement, gang.collectives, settings.tier_dir)
+        stack.callback(learner.embeddings.close)
         learner.start(spec.training.seed)
         gang.meet(settings.rendezvous_timeout_s, settings.collective_timeout_s, control.check_stop)
         board.phase(TrainerPhase.RESTORING)
@@ -109,7 +111,7 @@ class Training:
         every = self.parts.job.spec.training.eval_every_steps
         with closing(self.parts.reader.iterate(self.step, self.schedule.total_steps)) as batches:  # type: ignore[type-var]
             mark = time.monotonic()
-            for batch in batches:
+            for batch in prepared_ahead(batches, self.parts.learner.prepare, self.parts.placement.lookahead):
                 faulthandler.dump_traceback_later(STALL_S)
                 stop, cut = self.train_step(batch)
                 self.trained_s += time.monotonic() - mark
@@ -123,14 +125,15 @@ class Training:
                 mark = time.monotonic()
         return False
 
-    def train_step(self, batch: Batch) -> tuple[bool, bool]:
+    def train_step(self, prepared: Prepared) -> tuple[bool, bool]:
         """One step on one global batch; whether to end after it, and whether to make a cut.
 
         Raises:
             DivergedError: the loss is not finite; nothing was updated.
         """
-        learner, count = self.parts.learner, self.parts.reader.global_count(batch.number)
-        forward = learner.forward(batch, count, self.schedule.factor(self.step))
+        learner, batch = self.parts.learner, prepared.batch
+        count = self.parts.reader.global_count(batch.number)
+        forward = learner.forward(prepared, count, self.schedule.factor(self.step))
         agreed = self.control.agree(forward.loss.item(), self.step + 1)
         if not math.isfinite(agreed.loss):
             raise self.diverged(agreed.loss)
@@ -174,15 +177,15 @@ class Training:
         Raises:
             CutAbandonedError: the last cut found no room in time.
         """
-        if self.parts.writer is None or self.control.last_step == self.step:
+        parts, rank, writer = self.parts, self.parts.gang.rank, self.parts.writer
+        if writer is None or self.control.last_step == self.step:
             return
         self.board.phase(TrainerPhase.CUTTING)
-        parts, rank = self.parts, self.parts.gang.rank
-        shards = snapshots.shards_to_save(parts.learner, parts.placement, rank)
+        shards = parts.learner.embeddings.rows_to_save()
         patience_s = self.patience_s if last else parts.settings.collective_timeout_s / 2
         dense = parts.learner.dense.arrays() if rank == 0 else None
         try:
-            given = parts.writer.put(self.cut_meta(), shards, dense, patience_s=patience_s)
+            given = writer.put(self.cut_meta(), shards, dense, patience_s=patience_s)
         except CutAbandonedError as error:
             self.control.abandoned(error.waited_s)
             if last:

@@ -13,7 +13,8 @@ from dlrm_api.model import TableSpec
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch
-from dlrm_trainer.embedding import Embeddings, Placement
+from dlrm_trainer.embedding import Embeddings, OwnedOptions, Placement
+from dlrm_trainer.embedding.rows import ResidentTable
 
 EPS = 1e-8
 Floats = NDArray[np.float64]
@@ -102,16 +103,19 @@ def train_sharded(
     rates: list[float],
 ) -> RankState:
     """The steps of ``DenseTables.step`` on one rank of a gang, with a lookup for evaluation after each."""
-    embeddings = Embeddings(placement, collectives, RowOptimizerSpec(eps=EPS))
+    options = OwnedOptions(optimizer=RowOptimizerSpec(eps=EPS), seed=0, global_batch_size=64, tier_dir=None)
+    embeddings = Embeddings(placement, collectives, options)
     start = DenseTables.start(placement.tables)
     for number, table in embeddings.local.items():
+        assert isinstance(table, ResidentTable)
         table.weight.copy_(torch.from_numpy(start.weights[number]))
     buffer = torch.zeros(embeddings.gradient_elements)
     features, calls = [], []
     for step, rate in enumerate(rates):
         before = collectives.calls.total()
         bags = global_batch(placement.tables, samples[step], seed=step)
-        lookup = embeddings.lookup(slice_of(bags, cuts[step], collectives.rank), rate)
+        prepared = embeddings.prepare(slice_of(bags, cuts[step], collectives.rank), updates=True)
+        lookup = embeddings.lookup(prepared, rate)
         (lookup.features.square().sum() / 2).backward()
         rows = embeddings.send_gradients(lookup, buffer)
         collectives.all_reduce(buffer)
@@ -119,12 +123,13 @@ def train_sharded(
         features.append(lookup.features.detach().double().numpy())
         calls.append(collectives.calls.total() - before)
         other = global_batch(placement.tables, 5, seed=1_000 + step)
-        embeddings.lookup(slice_of(other, [0, *[5] * collectives.world_size], collectives.rank), None)
-    local = embeddings.local
+        cut = [0, *[5] * collectives.world_size]
+        embeddings.lookup(embeddings.prepare(slice_of(other, cut, collectives.rank), updates=False), None)
+    local = {number: table for number, table in embeddings.local.items() if isinstance(table, ResidentTable)}
     return RankState(
         features=features,
         weights={number: table.weight.numpy().copy() for number, table in local.items()},
-        states={number: table.state.numpy().copy() for number, table in local.items()},
+        states={number: table.state[:, 0].numpy().copy() for number, table in local.items()},
         updated={number: table.updated.numpy().copy() for number, table in local.items()},
         calls=calls,
     )

@@ -5,10 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from typing import Any
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.model import TableSpec
-from dlrm_api.plan import Plan, TablePlan
+from dlrm_api.plan import Plan, TablePlan, TierShare
+from dlrm_api.tiers import RowDtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableGroup:
+    """Tables of one rank that share a kernel: resident ones of one dtype, or a class whose rows share levels."""
+
+    numbers: tuple[int, ...]
+    dtype: RowDtype
+    shares: tuple[TierShare, ...]
+    """Of each table; none has levels, or all have the same tiers, policy and ways, and one dim."""
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether rows of these tables live in a stack of levels."""
+        return bool(self.shares and self.shares[0].levels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,21 +36,41 @@ class Placement:
     tables: tuple[TableSpec, ...]
     owners: tuple[int | None, ...]
     """Rank that holds the whole table; None for a data-parallel table, which every rank holds."""
+    shares: tuple[TierShare, ...]
+    """Where each table's rows live on their rank."""
     world_size: int
+    lookahead: int = 0
+    """Batches whose rows are fetched ahead."""
 
     @cached_property
     def replicated(self) -> tuple[int, ...]:
-        """The data-parallel tables."""
-        return tuple(number for number, owner in enumerate(self.owners) if owner is None)
+        """The data-parallel tables, those of a group side by side."""
+        return tuple(sorted((n for n, owner in enumerate(self.owners) if owner is None), key=self._group_key))
 
     @cached_property
     def owned(self) -> tuple[tuple[int, ...], ...]:
-        """The tables that each rank alone holds."""
+        """The tables that each rank alone holds, those of a group side by side."""
         lists: list[list[int]] = [[] for _ in range(self.world_size)]
         for number, owner in enumerate(self.owners):
             if owner is not None:
                 lists[owner].append(number)
-        return tuple(map(tuple, lists))
+        return tuple(tuple(sorted(numbers, key=self._group_key)) for numbers in lists)
+
+    def groups(self, numbers: Sequence[int]) -> tuple[TableGroup, ...]:
+        """The groups of some tables of one rank, in the order of ``owned`` or ``replicated``."""
+        return tuple(
+            TableGroup(
+                numbers=(members := tuple(each)),
+                dtype=self.tables[members[0]].dtype,
+                shares=tuple(self.shares[number] for number in members),
+            )
+            for _, each in groupby(numbers, key=lambda number: self._group_key(number)[:-1])
+        )
+
+    def _group_key(self, number: int) -> tuple[Any, ...]:
+        table, share = self.tables[number], self.shares[number]
+        tiers = tuple(level.tier for level in share.levels)
+        return (tiers, table.dtype, table.dim if tiers else 0, share.policy, share.ways, number)
 
     @cached_property
     def exchange_order(self) -> tuple[int, ...]:
@@ -64,7 +102,24 @@ def place(tables: Sequence[TableSpec], plan: Plan, world_size: int) -> Placement
         _owner(f"plan.tables[{number}]", table, table_plan, world_size)
         for number, (table, table_plan) in enumerate(zip(tables, plan.tables, strict=True))
     )
-    return Placement(tables=tuple(tables), owners=owners, world_size=world_size)
+    shares = tuple(_share(f"plan.tables[{number}]", table_plan) for number, table_plan in enumerate(plan.tables))
+    return Placement(
+        tables=tuple(tables), owners=owners, shares=shares, world_size=world_size, lookahead=plan.lookahead
+    )
+
+
+def _share(path: str, plan: TablePlan) -> TierShare:
+    share = plan.shards[0].tiers
+    if not share.levels:
+        return TierShare()  # the policy of a table without levels tells no groups apart
+    if plan.shards[0].kind == "data":
+        raise InvalidSpecError(f"{path}.shards", f"table {plan.name}: a data-parallel table is held in one tier, whole")
+    rows = plan.shards[0].row_end - plan.shards[0].row_start
+    if len(share.levels) < 2 or sum(level.rows for level in share.levels) < rows:
+        raise InvalidSpecError(
+            f"{path}.shards[0].tiers", f"table {plan.name}: its levels must be two or more and hold {rows} rows"
+        )
+    return share
 
 
 def _owner(path: str, table: TableSpec, plan: TablePlan, world_size: int) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -58,12 +58,6 @@ class Level(Protocol):
 
     def coldest(self, count: int) -> tuple[Rows, Places]:
         """Which of its rows have been there longest, at most ``count`` of them, longest first."""
-
-    def scan(self) -> Iterator[tuple[Rows, Records]]:
-        """Every record, in the order that suits the medium, in pieces of bounded memory; nothing may change meanwhile.
-
-        The arrays of a piece are good until the next one is asked for.
-        """
 
     def close(self) -> None:
         """Give the memory back."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from dlrm_api.tiers import BLOCK_PAGE_BYTES
+from dlrm_trainer.compiled import compiled
 
 _FEW_SEGMENTS = 64
 """A level of fewer segments makes them smaller, so that rounding to whole ones stays below 2 %."""
@@ -69,12 +69,12 @@ def layout(words: int, places: int, live_places: int, segment_bytes: int) -> Lay
     )
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _start(shape: Shape, index: Any) -> Any:
     return index // shape.page_records * shape.page_words + index % shape.page_records * shape.words
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def pack(shape: Shape, rows: Any, records: Any, image: Any, first: int, owners: Any) -> None:
     """Append records to a segment.
 
@@ -93,7 +93,7 @@ def pack(shape: Shape, rows: Any, records: Any, image: Any, first: int, owners: 
         owners[first + n] = rows[n] + 1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def unpack(shape: Shape, image: Any, owners: Any, rows: Any, records: Any) -> int:
     """Copy a segment's records in use out, and say how many these are."""
     count = 0
@@ -107,7 +107,7 @@ def unpack(shape: Shape, image: Any, owners: Any, rows: Any, records: Any) -> in
     return count
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def move(shape: Shape, image: Any, owners: Any, target: Any, first: int, target_owners: Any, indices: Any) -> int:
     """Append a segment's records in use to another one, where they are in use from now on.
 
@@ -136,7 +136,7 @@ def move(shape: Shape, image: Any, owners: Any, target: Any, first: int, target_
     return count
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def read_buffered(shape: Shape, places: Any, buffer_of: Any, buffers: Any, out: Any, elsewhere: Any) -> int:
     """Copy those records out whose segment is in memory, and list the others.
 
@@ -164,7 +164,7 @@ def read_buffered(shape: Shape, places: Any, buffer_of: Any, buffers: Any, out: 
     return count
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def read_pages(
     shape: Shape, pieces: Any, arrived: Any, buffers: Any, starts: Any, positions: Any, places: Any, out: Any
 ) -> None:
@@ -189,7 +189,7 @@ def read_pages(
                 out[position, word] = page[start + word]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def release(shape: Shape, places: Any, owners: Any, live: Any, written: Any, emptied: Any) -> int:
     """Free places.
 
@@ -217,7 +217,7 @@ def release(shape: Shape, places: Any, owners: Any, live: Any, written: Any, emp
     return count
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def emptiest(live: Any, written: Any) -> int:
     """The segment with fewest records in use of those that take no more."""
     best, fewest = -1, np.iinfo(np.int64).max

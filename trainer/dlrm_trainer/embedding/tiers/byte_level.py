@@ -1,0 +1,159 @@
+"""A level in byte-addressable memory: DDR, or SCM and CXL through a mapping. Records are copied by loads and stores."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.plan import Tier
+from dlrm_trainer.compiled import compiled
+from dlrm_trainer.embedding.tiers.level import Places, Records, Rows
+
+NEWER, OLDER, ROW_LOW, ROW_HIGH, ORDER_WORDS = 0, 1, 2, 3, 4
+"""Words of a place in the order of arrival; links hold place + 1, and 0 at the ends."""
+NEWEST, OLDEST = 0, 1
+
+
+class Storage(Protocol):
+    """Memory for records."""
+
+    @property
+    def records(self) -> Records:
+        """(places, W); pages are taken when they are first written."""
+
+    def ensure(self, places: int) -> None:
+        """Make the first places writable.
+
+        Raises:
+            DeviceError: names the path and the bytes that did not fit.
+        """
+
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes really taken."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class ByteLevel:
+    """Implements ``Level``.
+
+    The coldest record is the one that came first, because whatever is looked up leaves. The last level of a stack
+    needs no order: nothing leaves it but by lookups, and a place given back is the next to be taken, while its
+    memory is still in the processor's cache.
+
+    Args:
+        tier: that the storage lies in.
+        storage: of at least ``places`` records.
+        places: records that the level may hold.
+        ordered: whether ``coldest`` will be asked for.
+    """
+
+    def __init__(self, tier: Tier, storage: Storage, places: int, *, ordered: bool) -> None:
+        self.tier, self.places = tier, places
+        self.used = 0
+        self._storage = storage
+        self._filled = 0
+        self._free = np.zeros(places, np.int32 if places < 2**31 else np.int64)
+        self._order = np.zeros((places if ordered else 0, ORDER_WORDS), np.int32)
+        self._ends = np.zeros(2, np.int64)
+
+    @property
+    def bytes_kept(self) -> dict[Tier, int]:
+        """See ``Level``."""
+        beside = self._free.itemsize + (self._order.itemsize * ORDER_WORDS if len(self._order) else 0)
+        kept: dict[Tier, int] = {"ddr": self._filled * beside}
+        kept[self.tier] = kept.get(self.tier, 0) + self._storage.bytes_kept
+        return kept
+
+    def write(self, rows: Rows, records: Records) -> Places:
+        """See ``Level``."""
+        count = len(rows)
+        again = min(count, self._filled - self.used)
+        places = np.empty(count, np.int64)
+        left = self._filled - self.used - again
+        places[:again] = self._free[left : left + again][::-1]
+        places[again:] = np.arange(self._filled, self._filled + count - again)
+        self._storage.ensure(self._filled + count - again)
+        self._filled += count - again
+        self.used += count
+        if len(self._order):
+            _append(self._order, self._ends, rows, places)
+        _store(self._storage.records, places, records)
+        return places
+
+    def read(self, places: Places, out: Records) -> None:
+        """See ``Level``."""
+        _load(self._storage.records, places, out)
+
+    def free(self, places: Places) -> None:
+        """See ``Level``."""
+        known = self._filled - self.used
+        self._free[known : known + len(places)] = places
+        self.used -= len(places)
+        if len(self._order):
+            _remove(self._order, self._ends, places)
+
+    def coldest(self, count: int) -> tuple[Rows, Places]:
+        """See ``Level``."""
+        places = np.empty(min(count, self.used), np.int64)
+        rows = np.empty_like(places)
+        _oldest(self._order, self._ends, rows, places)
+        return rows, places
+
+    def close(self) -> None:
+        """See ``Level``."""
+        self._storage.close()
+
+
+@compiled
+def _append(order: Any, ends: Any, rows: Any, places: Any) -> None:
+    for n in range(len(places)):
+        place, newest = places[n], ends[NEWEST]
+        order[place, NEWER], order[place, OLDER] = 0, newest
+        order[place, ROW_LOW], order[place, ROW_HIGH] = np.int32(rows[n] & 0xFFFFFFFF), np.int32(rows[n] >> 32)
+        if newest:
+            order[newest - 1, NEWER] = place + 1
+        else:
+            ends[OLDEST] = place + 1
+        ends[NEWEST] = place + 1
+
+
+@compiled
+def _remove(order: Any, ends: Any, places: Any) -> None:
+    for n in range(len(places)):
+        newer, older = order[places[n], NEWER], order[places[n], OLDER]
+        if newer:
+            order[newer - 1, OLDER] = older
+        else:
+            ends[NEWEST] = older
+        if older:
+            order[older - 1, NEWER] = newer
+        else:
+            ends[OLDEST] = newer
+
+
+@compiled
+def _oldest(order: Any, ends: Any, rows: Any, places: Any) -> None:
+    place = ends[OLDEST]
+    for n in range(len(places)):
+        places[n] = place - 1
+        rows[n] = (np.int64(order[place - 1, ROW_HIGH]) << 32) | (np.int64(order[place - 1, ROW_LOW]) & 0xFFFFFFFF)
+        place = order[place - 1, NEWER]
+
+
+@compiled
+def _store(records: NDArray[np.uint32], places: Any, source: Any) -> None:
+    for n in range(len(places)):
+        for word in range(source.shape[1]):
+            records[places[n], word] = source[n, word]
+
+
+@compiled
+def _load(records: NDArray[np.uint32], places: Any, out: Any) -> None:
+    for n in range(len(places)):
+        for word in range(out.shape[1]):
+            out[n, word] = records[places[n], word]

@@ -1,0 +1,381 @@
+"""Which row is in which slot, and which row leaves: compiled loops over the lookups of one batch.
+
+``place_of`` holds one entry a row: 0 where the row is nowhere, else 1 + level + 4 * place. While a batch is looked up,
+a row that must be brought in holds -1 - its number among the batch's missing rows, so that its duplicates find it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_trainer.compiled import compiled
+from dlrm_trainer.embedding.tiers.replacement import (
+    COUNT,
+    EXTRA,
+    FLAGS,
+    FRESH,
+    PINS,
+    STAMP,
+    Replacement,
+    forget,
+    insert,
+    set_row,
+    slot_row,
+    take_slots,
+    touch,
+)
+
+LEVEL_BITS = 2
+NOWHERE = 0
+
+LOOKUPS, ACCESSES, HITS, FRESH_ROWS, EVICTIONS, EXTRA_ROWS, STATS = 0, 1, 2, 3, 4, 5, 6
+"""Columns of the statistics of a table."""
+
+
+class Directory(NamedTuple):
+    """All that the compiled loops know of a class of K tables."""
+
+    place_of: NDArray[Any]
+    """(R,) int32, or int64 where a level has too many places; of all rows of the class."""
+    row_starts: NDArray[np.int64]
+    """(K + 1,) first row of each table."""
+    slot_starts: NDArray[np.int64]
+    """(K + 1,) first slot of each table."""
+    capacity: NDArray[np.int64]
+    """(K,) slots that the policy fills; those after them are extra, for batches that need more."""
+    meta: NDArray[np.int32]
+    """(S, 8) what is known of each slot, half a cache line."""
+    filled: NDArray[np.int64]
+    """(K, 3) slots ever filled, extra slots ever taken, and the first free extra slot + 1."""
+    replacement: Replacement
+    stats: NDArray[np.int64]
+    """(K, STATS) counts since the start."""
+
+
+class Found(NamedTuple):
+    """Room for what one batch looks up; reused by the next batch of its turn."""
+
+    slots: NDArray[np.int64]
+    """(L,) slot of each lookup, numbered from its table's first."""
+    distinct: NDArray[np.int32]
+    """(L,) the first n are the distinct slots, of the class."""
+    missing: NDArray[np.int64]
+    """(L,) the first m are the rows to bring in."""
+    sources: NDArray[np.int64]
+    """(L,) where they are: their entries of ``place_of``."""
+    waiting: NDArray[np.int64]
+    """(L,) lookups whose slot is not known before their row has one."""
+    targets: NDArray[np.int64]
+    """(L,) slots that the missing rows get."""
+    leaving: NDArray[np.int64]
+    """(L,) rows that these slots held; -1 where they were free."""
+
+    def first(self, lookups: int) -> Found:
+        """The part of it that a batch of so many lookups takes."""
+        return Found(
+            self.slots[:lookups],
+            self.distinct[:lookups],
+            self.missing[:lookups],
+            self.sources[:lookups],
+            self.waiting[:lookups],
+            self.targets[:lookups],
+            self.leaving[:lookups],
+        )
+
+
+@compiled
+def find(directory: Directory, ids: Any, ends: Any, batch: int, found: Found) -> tuple[int, int, int]:
+    """Look rows up for training: pins those that are in slots, lists the others.
+
+    Args:
+        directory: of the class.
+        ids: (L,) int64 rows of their tables, table-major.
+        ends: (K,) where each table's lookups end.
+        batch: number of the batch, ascending from 1.
+        found: takes the answer.
+
+    Returns:
+        Distinct slots found, missing rows, and lookups that wait for these.
+    """
+    slots, found_distinct = found.slots, found.distinct  # reads of a tuple in a loop cost reference counts
+    place_of, meta, stats = directory.place_of, directory.meta, directory.stats
+    _read_entries(place_of, directory.row_starts, ids, ends, slots)
+    distinct, missing, waiting, first = 0, 0, 0, 0
+    for table in range(len(ends)):
+        base, slot_start = directory.row_starts[table], directory.slot_starts[table]
+        waiting_before = waiting
+        hits = distinct
+        distinct, waiting = _find_slots(
+            meta, slots, first, ends[table], slot_start, batch, found_distinct, distinct, found.waiting, waiting
+        )
+        touched = found_distinct[hits:distinct]
+        for n in range(len(touched)):
+            meta[touched[n], PINS] += 1
+        touch(directory.replacement, meta, table, touched)
+        before = missing
+        missing = _list_missing(
+            place_of, ids, base, slots, found.waiting[waiting_before:waiting], found.missing, found.sources, missing
+        )
+        stats[table, LOOKUPS] += ends[table] - first
+        stats[table, HITS] += distinct - hits
+        stats[table, ACCESSES] += distinct - hits + missing - before
+        first = ends[table]
+    return distinct, missing, waiting
+
+
+@compiled
+def _read_entries(place_of: Any, row_starts: Any, ids: Any, ends: Any, entries: Any) -> None:
+    """Read every lookup's entry in a loop without branches, whose cache misses overlap."""
+    first = 0
+    for table in range(len(ends)):
+        base = row_starts[table]
+        for i in range(first, ends[table]):
+            entries[i] = place_of[base + ids[i]]
+        first = ends[table]
+
+
+@compiled
+def _find_slots(
+    meta: Any,
+    slots: Any,
+    first: int,
+    end: int,
+    slot_start: int,
+    batch: int,
+    found: Any,
+    distinct: int,
+    waits: Any,
+    waiting: int,
+) -> tuple[int, int]:
+    """Turn entries into slots, list the distinct ones, and the lookups whose row is in none.
+
+    Nothing here depends on a comparison of what was just read from memory: a mispredicted branch would wait for it.
+    """
+    for i in range(first, end):
+        entry = slots[i]
+        if entry > 0 and (entry - 1) & 3 == 0:
+            slot = (entry - 1) >> LEVEL_BITS
+            slots[i] = slot - slot_start
+            found[distinct] = slot
+            distinct += meta[slot, STAMP] != batch
+            meta[slot, STAMP] = batch
+        else:
+            waits[waiting] = i
+            waiting += 1
+    return distinct, waiting
+
+
+@compiled
+def _list_missing(
+    place_of: Any, ids: Any, base: int, slots: Any, waits: Any, missing: Any, sources: Any, count: int
+) -> int:
+    """List each distinct row that waiting lookups need, and leave its number with all of them."""
+    for n in range(len(waits)):
+        row = base + ids[waits[n]]
+        entry = place_of[row]
+        if entry >= 0:
+            missing[count], sources[count] = row, entry
+            count += 1
+            entry = -count
+            place_of[row] = entry
+        slots[waits[n]] = entry
+    return count
+
+
+@compiled
+def admit(directory: Directory, batch: int, found: Found, distinct: int, missing: int) -> int:
+    """Give every missing row a slot, and say which rows leave; their entries are left for whoever moves them.
+
+    Returns:
+        Rows for which no extra slot was left: 0, or the batch is larger than the directory was made for.
+    """
+    first = 0
+    for table in range(len(directory.capacity)):
+        last = first
+        while last < missing and found.missing[last] < directory.row_starts[table + 1]:
+            last += 1
+        part = slice(first, last)
+        take_slots(
+            directory.replacement,
+            directory.meta,
+            directory.filled,
+            table,
+            directory.slot_starts[table],
+            directory.capacity[table],
+            found.missing[part],
+            found.targets[part],
+            found.leaving[part],
+        )
+        short = _settle(directory, table, batch, found, first, last)
+        if short:
+            return short + missing - last
+        first = last
+    found.distinct[distinct : distinct + missing] = found.targets[:missing]
+    return 0
+
+
+@compiled
+def _settle(directory: Directory, table: int, batch: int, found: Found, first: int, last: int) -> int:
+    """Enter one table's missing rows in their slots, or in extra ones; how many found none."""
+    meta, place_of, stats = directory.meta, directory.place_of, directory.stats
+    for m in range(first, last):
+        slot, flags = found.targets[m], 0
+        if slot < 0:
+            slot, flags = _extra(directory, table), EXTRA
+            if slot < 0:
+                return last - m
+            found.targets[m] = slot
+            stats[table, EXTRA_ROWS] += 1
+        stats[table, EVICTIONS] += found.leaving[m] >= 0
+        if found.sources[m] == NOWHERE:
+            flags |= FRESH
+            stats[table, FRESH_ROWS] += 1
+        set_row(meta, slot, found.missing[m])
+        meta[slot, PINS], meta[slot, COUNT], meta[slot, STAMP], meta[slot, FLAGS] = 1, 0, batch, flags
+        place_of[found.missing[m]] = (slot << LEVEL_BITS) + 1
+    return 0
+
+
+@compiled
+def enlist(directory: Directory, targets: Any, counts: Any) -> None:
+    """Tell the policy of rows brought in, whose access counts came with them; ``targets`` in order of their tables."""
+    first = 0
+    for table in range(len(directory.capacity)):
+        last = first
+        while last < len(targets) and targets[last] < directory.slot_starts[table + 1]:
+            last += 1
+        insert(directory.replacement, directory.meta, table, targets[first:last], counts[first:last])
+        first = last
+
+
+@compiled
+def resolve(directory: Directory, ends: Any, found: Found, waiting: int) -> None:
+    """Fill in the slots of lookups that waited for their row."""
+    table = 0
+    for w in range(waiting):
+        i = found.waiting[w]
+        while i >= ends[table]:
+            table += 1
+        found.slots[i] = found.targets[-1 - found.slots[i]] - directory.slot_starts[table]
+
+
+@compiled
+def release(directory: Directory, distinct: Any, updated: bool, leaving: Any) -> int:
+    """Let a batch's rows go: unpins them, and lists the extra slots that nobody needs any more.
+
+    Args:
+        directory: of the class.
+        distinct: (n,) int32 slots of the batch.
+        updated: whether the batch updated its rows; they are no longer fresh then.
+        leaving: (n,) int64; takes extra slots whose rows must move down.
+
+    Returns:
+        How many these are.
+    """
+    meta, count = directory.meta, 0
+    for n in range(len(distinct)):
+        slot = distinct[n]
+        meta[slot, PINS] -= 1
+        if updated:
+            meta[slot, FLAGS] &= ~FRESH
+        if meta[slot, FLAGS] & EXTRA and meta[slot, PINS] == 0:
+            leaving[count] = slot
+            count += 1
+    return count
+
+
+@compiled
+def vacate(directory: Directory, slots: Any) -> None:
+    """Give extra slots back."""
+    table = 0
+    for n in range(len(slots)):
+        slot = slots[n]
+        while slot < directory.slot_starts[table] or slot >= directory.slot_starts[table + 1]:
+            table = (table + 1) % len(directory.capacity)
+        forget(directory.meta, slot)
+        directory.meta[slot, 0] = directory.filled[table, 2]
+        directory.filled[table, 2] = slot + 1
+
+
+@compiled
+def borrow(directory: Directory, ids: Any, ends: Any, found: Found) -> tuple[int, int, int]:
+    """Look rows up for reading alone: rows that are in no slot get extra ones, and all else stays as it is.
+
+    Returns:
+        Rows to read (``missing``, ``sources``, ``targets`` of ``found``), lookups that wait for them, and rows for
+        which no extra slot was left.
+    """
+    missing, waiting, short, first = 0, 0, 0, 0
+    place_of = directory.place_of
+    for table in range(len(ends)):
+        base, slot_start = directory.row_starts[table], directory.slot_starts[table]
+        for i in range(first, ends[table]):
+            row = base + ids[i]
+            entry = place_of[row]
+            if entry > 0 and (entry - 1) & 3 == 0:
+                found.slots[i] = ((entry - 1) >> LEVEL_BITS) - slot_start
+                continue
+            if entry >= 0:
+                slot = _extra(directory, table)
+                if slot < 0:
+                    short += 1
+                    continue
+                found.missing[missing], found.sources[missing], found.targets[missing] = row, entry, slot
+                missing += 1
+                entry = -missing
+                place_of[row] = entry
+            found.slots[i] = entry
+            found.waiting[waiting] = i
+            waiting += 1
+        first = ends[table]
+    for m in range(missing):
+        place_of[found.missing[m]] = found.sources[m]
+    return missing, waiting, short
+
+
+@compiled
+def _extra(directory: Directory, table: int) -> Any:
+    """A free extra slot of a table, -1 where there is none."""
+    filled = directory.filled
+    if filled[table, 2] > 0:
+        slot = filled[table, 2] - 1
+        filled[table, 2] = directory.meta[slot, 0]
+        return slot
+    slot = directory.slot_starts[table] + directory.capacity[table] + filled[table, 1]
+    if slot >= directory.slot_starts[table + 1]:
+        return -1
+    filled[table, 1] += 1
+    return slot
+
+
+@compiled
+def rows_of_slots(meta: Any, slots: Any, rows: Any) -> None:
+    """Rows that slots hold: (n,) int64 each."""
+    for n in range(len(slots)):
+        rows[n] = slot_row(meta, slots[n])
+
+
+@compiled
+def counts_of_slots(meta: Any, slots: Any, counts: Any) -> None:
+    """Access counts of the rows that slots hold: (n,) uint32."""
+    for n in range(len(slots)):
+        counts[n] = meta[slots[n], COUNT]
+
+
+@compiled
+def are_fresh(meta: Any, slots: Any) -> Any:
+    """(n,) bool: whether the slots' rows were never updated."""
+    fresh = np.empty(len(slots), np.bool_)
+    for n in range(len(slots)):
+        fresh[n] = meta[slots[n], FLAGS] & FRESH != 0
+    return fresh
+
+
+@compiled
+def point(place_of: Any, rows: Any, places: Any, level: int) -> None:
+    """Record that rows are now in these places of a level."""
+    for n in range(len(rows)):
+        place_of[rows[n]] = (places[n] << LEVEL_BITS) + level + 1

@@ -1,0 +1,95 @@
+"""The one thread that moves rows: while a batch is computed, it brings in the rows of those that follow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_trainer.embedding.tiers.stack import Fetched, Stack
+
+Answer = TypeVar("Answer")
+Lookups = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""(L,) rows of a class's tables, table-major, and (K,) where each table's end."""
+
+
+class Lookahead:
+    """Does what it is asked, one thing after the other, in a thread of its own.
+
+    After an error nothing more is done: every later request fails with the same error.
+
+    Args:
+        stacks: that no one else uses while requests are under way.
+        processors: to run on, those next to the levels' memory; empty: any.
+    """
+
+    def __init__(self, stacks: Sequence[Stack], processors: frozenset[int] = frozenset()) -> None:
+        self._stacks = tuple(stacks)
+        self._failure: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1, "dlrm-lookahead", initializer=_run_on, initargs=(processors,))
+
+    def fetch(self, lookups: Sequence[Lookups], batch: int) -> Future[list[Fetched]]:
+        """Bring the rows of a batch that will update them into slots: ``Stack.fetch`` of every stack."""
+        return self._submit(
+            lambda: [stack.fetch(*each, batch) for stack, each in zip(self._stacks, lookups, strict=True)]
+        )
+
+    def release(self, fetched: Sequence[Fetched]) -> None:
+        """Let a batch go that has updated its rows."""
+        marks = [stack.memory.mark() for stack in self._stacks]
+
+        def release() -> None:
+            for stack, each, mark in zip(self._stacks, fetched, marks, strict=True):
+                stack.memory.follow(mark)
+                stack.release(each, updated=True)
+
+        self._submit(release)
+
+    def borrow(self, lookups: Sequence[Lookups]) -> Future[list[Fetched]]:
+        """Make the rows of a batch readable that updates nothing: ``Stack.borrow`` of every stack."""
+        return self._submit(lambda: [stack.borrow(*each) for stack, each in zip(self._stacks, lookups, strict=True)])
+
+    def give_back(self, borrowed: Sequence[Fetched]) -> None:
+        """End what ``borrow`` began."""
+        marks = [stack.memory.mark() for stack in self._stacks]
+
+        def give_back() -> None:
+            for stack, each, mark in zip(self._stacks, borrowed, marks, strict=True):
+                stack.memory.follow(mark)
+                stack.give_back(each)
+
+        self._submit(give_back)
+
+    def settle(self) -> None:
+        """Wait until nothing is under way; the caller may use the stacks until its next request.
+
+        Raises:
+            DeviceError: what an earlier request met.
+        """
+        self._submit(lambda: None).result()
+
+    def close(self) -> None:
+        """End the thread, after what it is doing."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self, work: Callable[[], Answer]) -> Future[Answer]:
+        def run() -> Answer:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                return work()
+            except BaseException as error:
+                self._failure = error
+                raise
+
+        return self._thread.submit(run)
+
+
+def _run_on(processors: frozenset[int]) -> None:
+    allowed = processors & os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else frozenset()
+    if allowed:
+        os.sched_setaffinity(0, allowed)  # of this thread alone

@@ -1,0 +1,156 @@
+"""The slots' own memory, where kernels compute: rows and row state go in and come out as records."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dlrm_trainer.compiled import compiled
+from dlrm_trainer.embedding.tiers.level import Records
+
+Slots = NDArray[np.int64]
+Mark: TypeAlias = torch.cuda.Event | None
+
+
+class SlotMemory(Protocol):
+    """Rows and row state of slots. A record's last word is the row's access count, which is kept elsewhere."""
+
+    words: int
+    """Words of a record."""
+
+    def gather(self, slots: Slots, out: Records) -> None:
+        """Copy rows and state of some slots out."""
+
+    def scatter(self, slots: Slots, records: Records) -> None:
+        """Copy records into some slots."""
+
+    def mark(self) -> Mark:
+        """A moment in what kernels have been asked to do so far. For the thread that asks them."""
+
+    def follow(self, mark: Mark) -> None:
+        """Copy nothing from now on before the kernels have come to a mark."""
+
+
+class HostSlots:
+    """Slots in host memory.
+
+    Args:
+        weight: (S, dim) fp32 or fp16, contiguous.
+        state: (S, n) fp32, contiguous.
+    """
+
+    def __init__(self, weight: Tensor, state: Tensor) -> None:
+        self._weight = weight.numpy().view(np.uint32)
+        self._state = state.numpy().view(np.uint32)
+        self.words = self._weight.shape[1] + self._state.shape[1] + 1
+
+    def gather(self, slots: Slots, out: Records) -> None:
+        """See ``SlotMemory``."""
+        _gather(self._weight, self._state, slots, out)
+
+    def scatter(self, slots: Slots, records: Records) -> None:
+        """See ``SlotMemory``."""
+        _scatter(self._weight, self._state, slots, records)
+
+    def mark(self) -> Mark:
+        """See ``SlotMemory``: kernels on the host have ended when they return."""
+
+    def follow(self, mark: Mark) -> None:
+        """See ``SlotMemory``."""
+
+
+class DeviceSlots:
+    """Slots in a GPU's memory: records travel through pinned buffers on a stream of their own.
+
+    Args:
+        weight: (S, dim) fp32 or fp16, contiguous, on the device.
+        state: (S, n) fp32, likewise.
+        most: records that one call moves at most.
+    """
+
+    def __init__(self, weight: Tensor, state: Tensor, most: int) -> None:
+        self._weight, self._state = weight.view(torch.int32), state.view(torch.int32)
+        self._row_words = self._weight.shape[1]
+        self.words = self._row_words + self._state.shape[1] + 1
+        self._device = weight.device
+        self._stream = (
+            torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            if self._device.type == "cuda"
+            else None
+        )
+        pinned = self._stream is not None
+        self._buffer = torch.empty(most, self.words, dtype=torch.int32, pin_memory=pinned)
+        self._slots = torch.empty(most, dtype=torch.int64, pin_memory=pinned)
+
+    def gather(self, slots: Slots, out: Records) -> None:
+        """See ``SlotMemory``."""
+        count = len(slots)
+        with torch.cuda.stream(self._stream):
+            on_device = self._send_slots(slots)
+            found = torch.cat((self._weight[on_device], self._state[on_device]), dim=1)
+            self._buffer[:count, :-1].copy_(found, non_blocking=True)
+        self._wait()
+        out[:, :-1] = self._buffer[:count, :-1].numpy().view(np.uint32)
+
+    def scatter(self, slots: Slots, records: Records) -> None:
+        """See ``SlotMemory``."""
+        count, words = len(slots), self._row_words
+        self._buffer[:count] = torch.from_numpy(records.view(np.int32))
+        with torch.cuda.stream(self._stream):
+            on_device = self._send_slots(slots)
+            found = self._buffer[:count].to(self._device, non_blocking=True)
+            self._weight[on_device] = found[:, :words]
+            self._state[on_device] = found[:, words:-1]
+        self._wait()
+
+    def mark(self) -> Mark:
+        """See ``SlotMemory``."""
+        if self._stream is None:
+            return None
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
+
+    def follow(self, mark: Mark) -> None:
+        """See ``SlotMemory``."""
+        if self._stream is not None and mark is not None:
+            self._stream.wait_event(mark)
+
+    def _wait(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _send_slots(self, slots: Slots) -> Tensor:
+        self._slots[: len(slots)] = torch.from_numpy(slots)
+        return self._slots[: len(slots)].to(self._device, non_blocking=True)
+
+
+def slot_memory(weight: Tensor, state: Tensor, most: int) -> SlotMemory:
+    """The slots' memory where it lies."""
+    return HostSlots(weight, state) if weight.device.type == "cpu" else DeviceSlots(weight, state, most)
+
+
+@compiled
+def _gather(weight: Any, state: Any, slots: Any, out: Any) -> None:
+    words = weight.shape[1]
+    for n in range(len(slots)):
+        slot = slots[n]
+        for word in range(words):
+            out[n, word] = weight[slot, word]
+        for word in range(state.shape[1]):
+            out[n, words + word] = state[slot, word]
+
+
+@compiled
+def _scatter(weight: Any, state: Any, slots: Any, records: Any) -> None:
+    words = weight.shape[1]
+    for n in range(len(slots)):
+        slot = slots[n]
+        for word in range(words):
+            weight[slot, word] = records[n, word]
+        for word in range(state.shape[1]):
+            state[slot, word] = records[n, words + word]

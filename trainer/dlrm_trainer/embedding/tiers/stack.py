@@ -1,0 +1,338 @@
+"""The tables of one class, from their slots down to the level that holds the rest: moves rows between the levels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.plan import Tier, TierShare
+from dlrm_api.tiers import BLOCK_SEGMENT_BYTES, BLOCK_SLACK, SLOT_META_BYTES, RowDtype
+from dlrm_checkpointer.initializer import table_key
+from dlrm_trainer.embedding.tiers import directory as compiled
+from dlrm_trainer.embedding.tiers.directory import LEVEL_BITS, STATS, Directory, Found
+from dlrm_trainer.embedding.tiers.initial import fill_initial
+from dlrm_trainer.embedding.tiers.level import Level, Places, Records, Rows
+from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
+from dlrm_trainer.embedding.tiers.replacement import (
+    LFU,
+    LISTS,
+    LRU,
+    META_WORDS,
+    MIXED,
+    PROTECTED_SHARE,
+    Replacement,
+)
+from dlrm_trainer.embedding.tiers.slot_memory import SlotMemory
+
+CHUNK = 4_096
+"""Records moved at a time: on their way they stay in the processor's cache."""
+MOST_PLACES = 2**29
+"""Places that a four-byte entry of the map can name."""
+POLICIES = {"lru": LRU, "lfu": LFU, "mixed": MIXED}
+BROUGHT = -1
+"""Source of a row whose record the caller has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackTable:
+    """One table of a class."""
+
+    name: str
+    rows: int
+    slots: int
+    """Of the first level."""
+    extra: int
+    """Slots beside these, for batches that need more."""
+    scale: float
+    """Of its initial values (``table_scale``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched:
+    """A batch's rows, all of them in slots."""
+
+    slots: NDArray[np.int64]
+    """(L,) of each lookup, numbered from its table's first."""
+    distinct: NDArray[np.int32]
+    """(n,) slots of the class that the batch holds: pinned, or borrowed extra ones."""
+
+
+class Stack:
+    """Rows of a class of tables: in slots, in levels below, or nowhere as long as they have their initial value.
+
+    One thread at a time uses it.
+
+    Args:
+        tables: of the class.
+        share: their tiers, policy and ways; rows of levels are those of ``levels``.
+        memory: of the slots, table by table, extra slots last in each.
+        seed: of the initial values.
+        dim: columns of a row.
+        dtype: of a row.
+    """
+
+    def __init__(
+        self, tables: Sequence[StackTable], share: TierShare, memory: SlotMemory, seed: int, dim: int, dtype: RowDtype
+    ) -> None:
+        self.tables = tuple(tables)
+        self.memory, self._dim, self._dtype = memory, dim, dtype
+        self.levels: tuple[Level, ...] = ()
+        self._keys = np.array([table_key(seed, table.name) for table in tables], np.uint64)
+        self._scales = np.array([table.scale for table in tables], np.float32)
+        self.directory = _directory(tables, share)
+        self._found = _found(0)
+        self._coming, self._going = (np.empty((CHUNK, memory.words), np.uint32) for _ in range(2))
+        self.moved_rows = np.zeros((len(share.levels), 2), np.int64)
+        """(levels, 2) rows that came to the slots from each level, and that went to it."""
+        self._row_words = memory.words - 1
+        self._coming_from = self._found.missing, self._found.sources
+
+    def attach(self, levels: Sequence[Level]) -> None:
+        """Give the levels below the slots, fastest first; they tell ``relocated`` of moves on their own account."""
+        self.levels = tuple(levels)
+
+    def relocated(self, level: int, rows: Rows, places: Places) -> None:
+        """Record where a level (1 is the first below the slots) has moved rows to.
+
+        Rows that are on their way to a slot are entered there already: it is their source that moves.
+        """
+        coming = (self.directory.place_of[rows].astype(np.int64) - 1) & 3 != level
+        compiled.point(self.directory.place_of, rows[~coming], places[~coming], level)
+        if coming.any():
+            missing, sources = self._coming_from
+            order = np.argsort(missing)
+            found = order[np.searchsorted(missing, rows[coming], sorter=order)]
+            sources[found] = (places[coming] << LEVEL_BITS) + level + 1
+
+    def fetch(self, ids: NDArray[np.int64], ends: NDArray[np.int64], batch: int) -> Fetched:
+        """Bring every row that a batch will update into a slot, and hold it there until ``release``.
+
+        Args:
+            ids: (L,) rows of their tables, table-major.
+            ends: (K,) where each table's lookups end.
+            batch: its number, ascending from 1.
+
+        Raises:
+            DeviceError: a level could not read or write; the stack is of no use any more.
+        """
+        found = self._room(len(ids))
+        distinct, missing, waiting = compiled.find(self.directory, ids, ends, batch, found)
+        short = compiled.admit(self.directory, batch, found, distinct, missing)
+        assert short == 0, f"{short} rows of batch {batch} found no slot: more lookups than the plan allows"
+        compiled.resolve(self.directory, ends, found, waiting)
+        self._exchange(found, missing, None)
+        return Fetched(slots=found.slots.copy(), distinct=found.distinct[: distinct + missing].copy())
+
+    def release(self, fetched: Fetched, *, updated: bool) -> None:
+        """Let a fetched batch go; rows in extra slots that no other batch holds move down."""
+        leaving = np.empty(len(fetched.distinct), np.int64)
+        count = compiled.release(self.directory, fetched.distinct, updated, leaving)
+        for start in range(0, count, CHUNK):
+            slots = leaving[start : min(start + CHUNK, count)]
+            rows = np.empty_like(slots)
+            compiled.rows_of_slots(self.directory.meta, slots, rows)
+            self._demote(rows, self._take(slots, self._going), 0)
+            compiled.vacate(self.directory, slots)
+
+    def borrow(self, ids: NDArray[np.int64], ends: NDArray[np.int64]) -> Fetched:
+        """Copy rows that are in no slot into extra ones, for reading alone; all else stays as it is.
+
+        Every batch that was fetched must be released, or not be fetched before ``give_back``.
+        """
+        found = self._room(len(ids))
+        missing, waiting, short = compiled.borrow(self.directory, ids, ends, found)
+        assert short == 0, f"{short} rows of an evaluation found no slot: more lookups than the plan allows"
+        compiled.resolve(self.directory, ends, found, waiting)
+        for start in range(0, missing, CHUNK):
+            part = slice(start, min(start + CHUNK, missing))
+            records = self._coming[: part.stop - start]
+            self._read(found.missing[part], found.sources[part], records)
+            self.memory.scatter(found.targets[part], records)
+        return Fetched(slots=found.slots.copy(), distinct=found.targets[:missing].astype(np.int32))
+
+    def give_back(self, fetched: Fetched) -> None:
+        """End what ``borrow`` began."""
+        compiled.vacate(self.directory, fetched.distinct)
+
+    def restore(self, table: int, rows: Rows, records: Records) -> None:
+        """Take rows of a table in that are nowhere, with their records; as many as fit stay in slots."""
+        most = min(CHUNK, max(1, self.tables[table].extra))  # all of them may want one set
+        for start in range(0, len(rows), most):
+            part = rows[start : start + most]
+            found = self._room(len(part))
+            found.missing[:], found.sources[:] = part, BROUGHT
+            short = compiled.admit(self.directory, 0, found, 0, len(part))
+            assert short == 0, f"{short} restored rows found no slot"
+            self._exchange(found, len(part), records[start : start + most])
+            self.release(Fetched(slots=found.slots, distinct=found.distinct), updated=True)
+
+    def known(self, table: int, first: int, last: int, *, but: int | None = None) -> Rows:
+        """Rows of the class, of [first, last) of a table, that were ever updated; without those of level ``but``."""
+        start = int(self.directory.row_starts[table])
+        rows = start + first + np.flatnonzero(self.directory.place_of[start + first : start + last])
+        entries = self.directory.place_of[rows].astype(np.int64) - 1
+        level, place = entries & 3, entries >> LEVEL_BITS
+        fresh = np.zeros(len(rows), bool)
+        in_slots = level == 0
+        fresh[in_slots] = compiled.are_fresh(self.directory.meta, place[in_slots])
+        return rows[~fresh if but is None else ~fresh & (level != but)]
+
+    def read(self, rows: Rows) -> Records:
+        """Records of some rows wherever they are, initial ones included; nothing moves."""
+        records = np.empty((len(rows), self.memory.words), np.uint32)
+        sources = self.directory.place_of[rows].astype(np.int64)
+        for start in range(0, len(rows), CHUNK):
+            part = slice(start, start + CHUNK)
+            self._read(rows[part], sources[part], records[part])
+        return records
+
+    def values(self, records: Records) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Rows (N, dim) and row state (N, S) of records, both float32; fp16 rows are exact in it."""
+        row = np.ascontiguousarray(records[:, : self._dim_words])
+        weights = row.view(np.float32 if self._dtype == "fp32" else np.float16).astype(np.float32, copy=False)
+        return weights, np.ascontiguousarray(records[:, self._dim_words : self._row_words]).view(np.float32)
+
+    def records(self, weights: NDArray[np.float32], state: NDArray[np.float32]) -> Records:
+        """Records of rows and their state; the other way round. Access counts start anew."""
+        out = np.zeros((len(weights), self.memory.words), np.uint32)
+        out[:, : self._dim_words] = _row_words(weights, self._dtype)
+        out[:, self._dim_words : self._row_words] = np.ascontiguousarray(state).view(np.uint32)
+        return out
+
+    @property
+    def _dim_words(self) -> int:
+        return self._dim if self._dtype == "fp32" else self._dim // 2
+
+    @property
+    def bytes_kept(self) -> dict[Tier, int]:
+        """Bytes really taken now, by tier, of slots (their rows, states and what is known of them), maps and levels."""
+        filled = int(self.directory.filled[:, :2].sum())
+        slot = self._row_words * 4 + SLOT_META_BYTES
+        kept: dict[Tier, int] = {"ddr": filled * slot + self.directory.place_of.nbytes}
+        for level in self.levels:
+            for tier, size in level.bytes_kept.items():
+                kept[tier] = kept.get(tier, 0) + size
+        return kept
+
+    def close(self) -> None:
+        """Give the levels' memory back."""
+        for level in self.levels:
+            level.close()
+
+    def _room(self, lookups: int) -> Found:
+        if len(self._found.slots) < lookups:
+            self._found = _found(lookups + lookups // 4)
+        return self._found.first(lookups)
+
+    def _exchange(self, found: Found, missing: int, brought: Records | None) -> None:
+        """Move missing rows into their slots, and what was there down."""
+        self._coming_from = found.missing[:missing], found.sources[:missing]
+        for start in range(0, missing, CHUNK):
+            part = slice(start, min(start + CHUNK, missing))
+            if brought is None:
+                records = self._coming[: part.stop - start]
+                self._read(found.missing[part], found.sources[part], records)
+                self._vacate_places(found.sources[part])
+            else:
+                records = brought[part]
+            targets, leaving = found.targets[part], found.leaving[part]
+            left = np.flatnonzero(leaving >= 0)
+            if len(left):
+                self._demote(leaving[left], self._take(targets[left], self._going), 0)
+            self.memory.scatter(targets, records)
+            compiled.enlist(self.directory, targets, records[:, -1])
+
+    def _read(self, rows: Rows, sources: NDArray[np.int64], out: Records) -> None:
+        """Copy records out of wherever they are."""
+        level = np.where(sources > 0, (sources - 1) & 3, -1)
+        for number in np.unique(level).tolist():
+            here = level == number
+            whole = bool(here.all())
+            part = out if whole else np.empty((int(here.sum()), out.shape[1]), np.uint32)
+            places = (sources[here] - 1) >> LEVEL_BITS
+            if number < 0:
+                self._initial(rows[here], part)
+            elif number == 0:
+                self._take(places, part)
+            else:
+                self.levels[number - 1].read(places, part)
+            if not whole:
+                out[here] = part
+
+    def _vacate_places(self, sources: NDArray[np.int64]) -> None:
+        level = np.where(sources > 0, (sources - 1) & 3, 0)
+        for number, below in enumerate(self.levels, start=1):
+            places = (sources[level == number] - 1) >> LEVEL_BITS
+            if len(places):
+                below.free(places)
+                self.moved_rows[number, 0] += len(places)
+
+    def _take(self, slots: NDArray[np.int64], out: Records) -> Records:
+        out = out[: len(slots)]
+        self.memory.gather(slots, out)
+        compiled.counts_of_slots(self.directory.meta, slots, out[:, -1])
+        return out
+
+    def _initial(self, rows: Rows, out: Records) -> None:
+        weights = np.empty((len(rows), self._dim), np.float32)
+        fill_initial(rows, self.directory.row_starts, self._keys, self._scales, weights)
+        out[:, : self._dim_words] = _row_words(weights, self._dtype)
+        out[:, self._dim_words :] = 0
+
+    def _demote(self, rows: Rows, records: Records, above: int) -> None:
+        """Write records into the level below number ``above``, whose coldest make room for them."""
+        level = self.levels[above]
+        over = len(rows) + level.used - level.places
+        if over > 0 and above + 1 < len(self.levels):
+            cold, places = level.coldest(over)
+            if len(cold):
+                moved = np.empty((len(cold), records.shape[1]), np.uint32)
+                level.read(places, moved)
+                level.free(places)
+                self._demote(cold, moved, above + 1)
+            beyond = over - len(cold)
+            if beyond:
+                self._demote(rows[:beyond], records[:beyond], above + 1)
+                rows, records = rows[beyond:], records[beyond:]
+        places = level.write(rows, records)
+        compiled.point(self.directory.place_of, rows, places, above + 1)
+        self.moved_rows[above + 1, 1] += len(rows)
+
+
+def _row_words(weights: NDArray[np.float32], dtype: RowDtype) -> NDArray[np.uint32]:
+    values = weights if dtype == "fp32" else weights.astype(np.float16)
+    return np.ascontiguousarray(values).view(np.uint32)
+
+
+def _found(lookups: int) -> Found:
+    wide = [np.empty(lookups, np.int64) for _ in range(6)]
+    return Found(wide[0], np.empty(lookups, np.int32), *wide[1:])
+
+
+def _directory(tables: Sequence[StackTable], share: TierShare) -> Directory:
+    rows = list(accumulate((table.rows for table in tables), initial=0))
+    slots = list(accumulate((table.slots + table.extra for table in tables), initial=0))
+    most = max(slots[-1], math.ceil(rows[-1] * BLOCK_SLACK) + BLOCK_SEGMENT_BYTES)
+    entry = np.int32 if most < MOST_PLACES else np.int64
+    policy, ways = POLICIES[share.policy], share.ways
+    capacity = np.array([table.slots // ways * ways if ways else table.slots for table in tables], np.int64)
+    return Directory(
+        place_of=untouched_zeros(-(-rows[-1] * np.dtype(entry).itemsize // 8)).view(entry)[: rows[-1]],
+        row_starts=np.array(rows, np.int64),
+        slot_starts=np.array(slots, np.int64),
+        capacity=capacity,
+        meta=untouched_zeros(slots[-1] * META_WORDS // 2).view(np.int32).reshape(slots[-1], META_WORDS),
+        filled=np.zeros((len(tables), 3), np.int64),
+        replacement=Replacement(
+            policy=policy,
+            ways=ways,
+            lists=np.zeros((len(tables), LISTS[policy], 3), np.int64),
+            protected_most=(capacity * PROTECTED_SHARE).astype(np.int64),
+        ),
+        stats=np.zeros((len(tables), STATS), np.int64),
+    )
