@@ -49,7 +49,10 @@ def _shortfall(asked: Question, refusal: Refusal, cause: NoPlacement) -> str:
         )
     batches = asked.spec.trainer.cache.lookahead + 1
     if refusal.least:
-        form = f"with slots for {refusal.least} rows, those of {batches} batches in flight, and the map of all rows"
+        form = (
+            f"with slots for {refusal.least} rows, those of {batches} batches in flight, a scratch pad, and the map of "
+            "all rows"
+        )
     else:
         form = "with row state and hand-off" if refusal.full_cut else "with row state"
     beside = "" if cause.alone else " left beside other tables"

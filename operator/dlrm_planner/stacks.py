@@ -50,7 +50,9 @@ class Stacks:
     slot: Floats
     """DDR of one more slot."""
     fixed: Floats
-    """DDR of the map, and of the places of the last level, which has one for every row."""
+    """DDR of the map, of the places of the last level, which has one for every row, and of the scratch pad."""
+    scratch: Floats
+    """Slots beside the planned ones: rows of a batch that finds its set full, or of an evaluation."""
     record: Floats
     """Bytes of a row in cxl and scm."""
     paged: Floats
@@ -90,12 +92,15 @@ def read_stacks(spec: DLRMJobSpec, tables: Tables, reuse: Reuse, caps: Mapping[S
     dearest = max((META_BYTES[tier] for tier in caps), default=0.0)
     meta = np.array([META_BYTES[SLOW_TIERS[p]] if p >= 0 else dearest for p in pin.tolist()])
     middle = sum(list(caps.values())[:-1])
+    scratch = np.ceil(reuse.accesses)
     return Stacks(
         rows=rows,
         whole=np.array(tables.resident_bytes, np.float64),
         least=np.ceil(reuse.least / max(ways, 1)) * max(ways, 1),
         slot=row + SLOT_META_BYTES,
-        fixed=np.ceil(rows * (MAP_BYTES + meta)) + 2 * PLACE_META_BYTES,  # a place may be left over, or rounded up
+        # a place may be left over, or rounded up
+        fixed=np.ceil(rows * (MAP_BYTES + meta)) + 2 * PLACE_META_BYTES + scratch * (row + SLOT_META_BYTES),
+        scratch=scratch,
         record=record,
         paged=np.array([BLOCK_SLACK * paged_bytes(int(each)) for each in record]),
         between=math.ceil(PLACE_META_BYTES * min(middle / record.min(), rows.sum())),

@@ -35,11 +35,12 @@ class Levels:
     """Rows that each further level may hold, fastest first."""
 
     def ddr_bytes(self, stacks: Stacks, table: int) -> int:
-        """Slots, map, and bookkeeping of the places below."""
+        """Slots and scratch pad, map, and bookkeeping of the places below."""
         per_slot = stacks.record[table] - COUNTER_BYTES + SLOT_META_BYTES
         places = sum(math.ceil(n * BLOCK_SLACK) * BLOCK_PLACE_META_BYTES for tier, n in self.below if tier == "block")
         places += sum(n * PLACE_META_BYTES for tier, n in self.below if tier != "block")
-        return int(self.slots * per_slot + stacks.rows[table] * MAP_BYTES) + places
+        slots = self.slots + stacks.scratch[table]
+        return int(slots * per_slot + stacks.rows[table] * MAP_BYTES) + places
 
     def bytes_below(self, stacks: Stacks, table: int) -> dict[SlowTier, int]:
         """Bytes of each slower tier."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,8 @@ from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, TierShare
 from dlrm_planner import plan_job, working_set_bytes
+from dlrm_planner.reuse import read_reuse
+from dlrm_planner.tables import read_tables
 
 MIB, GIB = 2**20, 2**30
 MakeSpec = Callable[..., DLRMJobSpec]
@@ -62,7 +65,8 @@ def bytes_by_hand(spec: DLRMJobSpec, plan: Plan, pod: int) -> dict[str, float]:
     """Bytes of one pod's tables, from dlrm_api.tiers alone."""
     taken: dict[str, float] = {"ddr": 0.0}
     buffered = set()
-    for planned, asked in zip(plan.tables, spec.model.all_tables(), strict=True):
+    scratch = np.ceil(read_reuse(spec, read_tables(spec, {}), {}).accesses)
+    for planned, asked, pad in zip(plan.tables, spec.model.all_tables(), scratch, strict=True):
         row = (asked.dim, asked.dtype, spec.training.row_optimizer.kind)
         for shard in planned.shards:
             if shard.rank // plan.processes_per_node != pod:
@@ -73,7 +77,7 @@ def bytes_by_hand(spec: DLRMJobSpec, plan: Plan, pod: int) -> dict[str, float]:
                 continue
             buffered.add(shard.rank)
             first, *below = shard.tiers.levels
-            taken["ddr"] += asked.rows * tiers.MAP_BYTES + first.rows * tiers.slot_bytes(*row)
+            taken["ddr"] += asked.rows * tiers.MAP_BYTES + (first.rows + pad) * tiers.slot_bytes(*row)
             for level in below:
                 places = level.rows * tiers.BLOCK_SLACK if level.tier == "block" else level.rows
                 size = tiers.block_place_bytes(*row) if level.tier == "block" else tiers.record_bytes(*row)
@@ -328,7 +332,7 @@ def test_a_table_pinned_to_ddr_is_refused_as_a_whole(make_spec: MakeSpec) -> Non
 
 def test_slots_that_have_no_room_are_mended_by_ddr_or_a_shorter_lookahead(make_spec: MakeSpec) -> None:
     busy = table("busy", 10**7, maxLookups=100, distribution={"prior": "uniform"})
-    tight = {**PLENTY, "ddr": "560Mi"}
+    tight = {**PLENTY, "ddr": "800Mi"}
     with pytest.raises(InfeasiblePlanError) as refused:
         plan_job(make_spec([busy], batch=8_192, tierBudgets=tight))
     more = mend(refused.value.reasons, r"raise trainer\.tierBudgets\.ddr by ")
@@ -336,7 +340,7 @@ def test_slots_that_have_no_room_are_mended_by_ddr_or_a_shorter_lookahead(make_s
     assert re.search(
         r"table busy .*: with slots for \d+ rows, those of 2 batches in flight, .* bytes short", str(refused.value)
     )
-    assert plan_job(make_spec([busy], batch=8_192, tierBudgets={**tight, "ddr": 560 * MIB + more})).lookahead == 1
+    assert plan_job(make_spec([busy], batch=8_192, tierBudgets={**tight, "ddr": 800 * MIB + more})).lookahead == 1
     assert "mend: trainer.cache.lookahead: 0 needs slots for one batch alone, and hides no reads" in (
         refused.value.reasons
     )
