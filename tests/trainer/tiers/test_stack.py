@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from dlrm_api.errors import DeviceError
+from dlrm_api.model import TableSpec
+from dlrm_api.plan import Tier, TierLevel, TierShare
+from dlrm_api.tiers import BLOCK_SLACK
+from dlrm_checkpointer.initializer import initial_rows
+from dlrm_trainer.embedding.tiers import stack as stack_module
+from dlrm_trainer.embedding.tiers.block import BlockLevel
+from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
+from dlrm_trainer.embedding.tiers.directory import ACCESSES, EVICTIONS, EXTRA_ROWS, FRESH_ROWS, HITS
+from dlrm_trainer.embedding.tiers.level import Level
+from dlrm_trainer.embedding.tiers.lookahead import Lookahead
+from dlrm_trainer.embedding.tiers.mapped import AnonymousStorage, MappedStorage
+from dlrm_trainer.embedding.tiers.slot_memory import DeviceSlots, HostSlots, SlotMemory
+from dlrm_trainer.embedding.tiers.stack import Stack, StackTable
+from dlrm_trainer.embedding.tiers.tables import StackedTable, rows_of_stack
+
+DIM, SEED, SCALE = 4, 7, 0.25
+Ids = NDArray[np.int64]
+
+
+class Tables:
+    """Some tables over a stack, and beside it what every row ought to be: its initial value plus its updates."""
+
+    def __init__(
+        self,
+        rows: list[int],
+        slots: int,
+        tiers: tuple[Tier, ...],
+        folder: Path,
+        *,
+        policy: str = "lru",
+        ways: int = 0,
+        extra: int = 200,
+        segment_bytes: int = 4_096,
+        staged: bool = False,
+    ) -> None:
+        self.rows, self.slots = rows, slots
+        members = [StackTable(name=f"t{k}", rows=n, slots=slots, extra=extra, scale=SCALE) for k, n in enumerate(rows)]
+        self.weight = torch.zeros(len(rows) * (slots + extra), DIM)
+        self.state = torch.zeros(len(rows) * (slots + extra), 1)
+        below = tuple(
+            TierLevel(tier=tier, rows=10 if n + 1 < len(tiers) else max(rows)) for n, tier in enumerate(tiers)
+        )
+        share = TierShare.model_validate(
+            {"levels": [TierLevel(tier="ddr", rows=slots), *below], "policy": policy, "ways": ways}
+        )
+        memory: SlotMemory = HostSlots(self.weight, self.state)
+        if staged:
+            memory = DeviceSlots(self.weight, self.state, stack_module.CHUNK)
+        self.stack = Stack(members, share, memory, SEED, DIM, "fp32")
+        self.stack.attach([self._level(tier, n, len(tiers), folder, segment_bytes) for n, tier in enumerate(tiers)])
+        self.updates = [np.zeros(n, np.int64) for n in rows]
+        self.batches = 0
+
+    def _level(self, tier: Tier, number: int, count: int, folder: Path, segment_bytes: int) -> Level:
+        total, words = sum(self.rows), self.stack.memory.words
+        places = total if number + 1 == count else 10 * len(self.rows)
+        if tier == "block":
+
+            def moved(rows: Ids, at: Ids) -> None:
+                self.stack.relocated(number + 1, rows, at)
+
+            return BlockLevel(folder, words, int(places * BLOCK_SLACK), places, moved, segment_bytes)
+        storage = AnonymousStorage(words, places) if tier == "ddr" else MappedStorage(folder, words, places, tier)
+        return ByteLevel(tier, storage, places, ordered=number + 1 < count)
+
+    def lookups(self, ids: list[Ids]) -> tuple[Ids, Ids]:
+        return np.concatenate(ids), np.cumsum([len(each) for each in ids])
+
+    def check(self, ids: list[Ids], slots: Ids) -> None:
+        """The slots hold the rows that were asked for, as they ought to be."""
+        ends, first = np.cumsum([len(each) for each in ids]), 0
+        for table, (mine, end) in enumerate(zip(ids, ends.tolist(), strict=True)):
+            at = slots[first:end] + int(self.stack.directory.slot_starts[table])
+            if np.abs(self.updates[table][mine]).max(initial=0) < 2**20:
+                values = self.weight.numpy()[at] - initial_rows(SEED, f"t{table}", mine, range(DIM), SCALE)
+                assert np.array_equal(
+                    np.rint(values).astype(np.int64), np.repeat(self.updates[table][mine, None], DIM, 1)
+                )
+            assert np.array_equal(self.state.numpy()[at, 0], self.updates[table][mine])
+            first = end
+
+    def update(self, ids: list[Ids], slots: Ids) -> None:
+        """Add one to every distinct row, and count it in its state."""
+        first = 0
+        for table, mine in enumerate(ids):
+            at = np.unique(slots[first : first + len(mine)]) + int(self.stack.directory.slot_starts[table])
+            self.weight.numpy()[at] += 1
+            self.state.numpy()[at] += 1
+            self.updates[table][np.unique(mine)] += 1
+            first += len(mine)
+
+    def places_agree(self) -> None:
+        """Every known row is in one place, and every place holds one row."""
+        entries = self.stack.directory.place_of.astype(np.int64)
+        entries = entries[entries > 0] - 1
+        assert len(np.unique(entries)) == len(entries)
+        for number, level in enumerate(self.stack.levels, start=1):
+            assert (entries & 3 == number).sum() == level.used
+
+
+tier_stacks: st.SearchStrategy[tuple[Tier, ...]] = st.sampled_from(
+    [("ddr",), ("scm",), ("block",), ("ddr", "block"), ("ddr", "scm", "block")]
+)
+
+
+@given(
+    data=st.data(),
+    tiers=tier_stacks,
+    slots=st.integers(1, 40),
+    policy=st.sampled_from(["lru", "lfu", "mixed"]),
+    ways=st.sampled_from([0, 2, 8]),
+    depth=st.integers(0, 2),
+    staged=st.booleans(),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_batch_finds_its_rows_as_updates_left_them(
+    tmp_path: Path,
+    data: st.DataObject,
+    tiers: tuple[Tier, ...],
+    slots: int,
+    policy: str,
+    ways: int,
+    depth: int,
+    staged: bool,
+) -> None:
+    tables = Tables([60, 90], slots, tiers, tmp_path, policy=policy, ways=ways, staged=staged)
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    ahead = []
+    for batch in range(1, 25):
+        ids = [generator.integers(0, n, generator.integers(0, 30)) for n in tables.rows]
+        ahead.append((ids, tables.stack.fetch(*tables.lookups(ids), batch)))
+        if len(ahead) <= depth:
+            continue
+        ids, fetched = ahead.pop(0)
+        tables.check(ids, fetched.slots)
+        tables.update(ids, fetched.slots)
+        tables.stack.release(fetched, updated=True)
+        if batch % 3 == 0:
+            seen = [generator.integers(0, n, 20) for n in tables.rows]
+            before = tables.stack.directory.place_of.copy()
+            borrowed = tables.stack.borrow(*tables.lookups(seen))
+            tables.check(seen, borrowed.slots)
+            tables.stack.give_back(borrowed)
+            assert np.array_equal(before, tables.stack.directory.place_of)
+        tables.places_agree()
+    for table, rows in enumerate(tables.rows):
+        records = tables.stack.read(np.arange(rows) + int(tables.stack.directory.row_starts[table]))
+        assert np.array_equal(tables.stack.values(records)[1][:, 0], tables.updates[table])
+    tables.stack.close()
+
+
+@given(seed=st.integers(0, 2**32), slots=st.integers(1, 50))
+@settings(max_examples=30, deadline=None)
+def test_lru_hits_evictions_and_created_rows_are_those_of_a_simulation(seed: int, slots: int) -> None:
+    generator = np.random.default_rng(seed)
+    tables = Tables([100], slots, ("ddr",), Path())
+    cache: OrderedDict[int, None] = OrderedDict()
+    known: set[int] = set()
+    hits = accesses = evictions = created = 0
+    for batch in range(1, 40):
+        ids = np.unique(generator.integers(0, 100, generator.integers(1, slots + 1))[:slots])
+
+        tables.stack.release(tables.stack.fetch(ids, np.array([len(ids)]), batch), updated=True)
+
+        found = [row for row in ids.tolist() if row in cache]
+        missing = [row for row in ids.tolist() if row not in cache]
+        for row in found:
+            cache.move_to_end(row)
+        for row in missing:
+            if len(cache) == slots:
+                cache.popitem(last=False)
+                evictions += 1
+            cache[row] = None
+        hits, accesses = hits + len(found), accesses + len(ids)
+        created += len(set(missing) - known)
+        known |= set(missing)
+    stats = tables.stack.directory.stats[0]
+    assert (stats[HITS], stats[ACCESSES], stats[EVICTIONS], stats[FRESH_ROWS]) == (hits, accesses, evictions, created)
+    assert stats[EXTRA_ROWS] == 0
+
+
+def test_rows_that_a_level_moves_while_they_are_on_their_way_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack_module, "CHUNK", 50)
+    tables = Tables([4_000], 400, ("block",), tmp_path, extra=600)
+    generator = np.random.default_rng(0)
+
+    for batch in range(1, 120):
+        ids = [generator.integers(0, 4_000, 500)]
+        fetched = tables.stack.fetch(*tables.lookups(ids), batch)
+        tables.check(ids, fetched.slots)
+        tables.update(ids, fetched.slots)
+        tables.stack.release(fetched, updated=True)
+
+    level = tables.stack.levels[0]
+    assert isinstance(level, BlockLevel)
+    assert level.cleaned > 10_000
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "mixed"])
+@pytest.mark.parametrize("ways", [0, 4])
+def test_rows_of_a_batch_in_flight_are_never_victims(policy: str, ways: int) -> None:
+    tables = Tables([200], 16, ("ddr",), Path(), policy=policy, ways=ways)
+    held = np.arange(12)
+    first = tables.stack.fetch(held, np.array([12]), 1)
+
+    for batch in range(2, 20):
+        other = np.arange(20, 60) + batch
+        tables.stack.release(tables.stack.fetch(other, np.array([40]), batch), updated=True)
+
+    again = tables.stack.fetch(held, np.array([12]), 20)
+    assert np.array_equal(first.slots, again.slots)
+
+
+def test_lfu_keeps_what_is_used_often_and_lru_what_was_used_last() -> None:
+    kept = {}
+    for policy in ("lru", "lfu", "mixed"):
+        tables = Tables([100], 10, ("ddr",), Path(), policy=policy)
+        often, batch = np.arange(5), 0
+        for _ in range(4):
+            batch += 1
+            tables.stack.release(tables.stack.fetch(often, np.array([5]), batch), updated=True)
+        for row in range(20, 40):
+            batch += 1
+            tables.stack.release(tables.stack.fetch(np.array([row]), np.array([1]), batch), updated=True)
+        kept[policy] = {int(row) for row in np.flatnonzero((tables.stack.directory.place_of - 1) & 3 == 0)}
+
+    assert kept["lru"] == set(range(30, 40))
+    assert set(range(5)) <= kept["lfu"]
+    assert set(range(5)) <= kept["mixed"]
+
+
+@pytest.mark.parametrize("first", [("ddr",), ("ddr", "block")])
+@pytest.mark.parametrize("second", [("scm",), ("block",), ("ddr", "scm", "block")])
+def test_a_snapshot_fills_another_stack_with_the_same_rows(
+    tmp_path: Path, first: tuple[Tier, ...], second: tuple[Tier, ...]
+) -> None:
+    tables, other = Tables([300, 500], 20, first, tmp_path), Tables([300, 500], 45, second, tmp_path, ways=4)
+    generator = np.random.default_rng(3)
+    for batch in range(1, 15):
+        ids = [generator.integers(0, n, 60) for n in tables.rows]
+        fetched = tables.stack.fetch(*tables.lookups(ids), batch)
+        tables.update(ids, fetched.slots)
+        tables.stack.release(fetched, updated=True)
+    tables.stack.fetch(*tables.lookups([np.arange(60), np.arange(60)]), 15)  # of the next batch: not to be saved
+
+    specs = [TableSpec(name=f"t{k}", rows=n, dim=DIM) for k, n in enumerate(tables.rows)]
+    views = [StackedTable(spec, tables.stack, k) for k, spec in enumerate(specs)]
+    pieces = list(rows_of_stack(tables.stack, views))
+    for k, spec in enumerate(specs):
+        mine = [piece for piece in pieces if piece.shard.table == spec.name]
+        StackedTable(spec, other.stack, k).restore(mine)
+
+        saved = np.concatenate([piece.row_ids for piece in mine])
+        assert sorted(saved.tolist()) == np.flatnonzero(tables.updates[k]).tolist()
+        for a, b in zip(
+            views[k].read_block(0, spec.rows), StackedTable(spec, other.stack, k).read_block(0, spec.rows), strict=True
+        ):
+            assert np.array_equal(a, b)
+    other.places_agree()
+
+
+def test_after_an_error_every_request_fails_with_it_and_the_thread_ends(tmp_path: Path) -> None:
+    tables = Tables([100], 5, ("scm",), tmp_path)
+    ahead = Lookahead([tables.stack])
+    ids = np.arange(40)
+    ahead.release(ahead.fetch([(ids, np.array([40]))], 1).result())
+    ahead.settle()
+
+    def broken(*_: object) -> None:
+        raise DeviceError("cannot read 24 bytes at 0 of /mnt/scm: Input/output error")
+
+    tables.stack.levels[0].read = broken  # type: ignore[method-assign]
+    fetched = ahead.fetch([(ids, np.array([40]))], 2)
+    with pytest.raises(DeviceError, match="cannot read 24 bytes at 0 of /mnt/scm"):
+        fetched.result()
+    with pytest.raises(DeviceError, match="Input/output error"):
+        ahead.settle()
+    ahead.close()
+
+
+def test_bytes_kept_are_those_of_the_rows_that_were_stored(tmp_path: Path) -> None:
+    tables = Tables([20_000], 2_000, ("scm",), tmp_path, extra=4_000)
+    generator = np.random.default_rng(1)
+
+    for batch in range(1, 60):
+        ids = [generator.integers(0, 20_000, 1_500)]
+        tables.stack.release(tables.stack.fetch(*tables.lookups(ids), batch), updated=True)
+
+    kept = tables.stack.bytes_kept
+    stored = len(np.unique(np.flatnonzero(tables.stack.directory.place_of)))
+    assert kept["scm"] >= (stored - 2_000) * 24
+    assert kept["ddr"] == pytest.approx(2_000 * (20 + 32) + 20_000 * 4 + (stored - 2_000) * 4, rel=0.05)
