@@ -67,6 +67,8 @@ class Env:
     """Where rank 0 writes ``progress.jsonl``; unset in pods."""
     LEDGER_DIR = "DLRM_LEDGER_DIR"
     """Where each rank writes the ids of the samples that it trained on, for audits; unset normally."""
+    PROFILE = "DLRM_PROFILE"
+    """1: time the stages of steps and write ``profile.json`` at the end; the same for all pods of a gang."""
     TERMINATION_LOG = "DLRM_TERMINATION_LOG"
     GRACE_S = "DLRM_GRACE_S"
     """Seconds between SIGTERM and SIGKILL, in which a cut must be handed over."""

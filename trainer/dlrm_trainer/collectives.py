@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -35,6 +36,8 @@ class Collectives:
         """Collectives made so far, by kind."""
         self.bytes_sent: Counter[str] = Counter()
         """Bytes that this rank offered to them."""
+        self.seconds = 0.0
+        """Time spent in them, most of it waiting for other ranks."""
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over ranks, in place; the result has the same bits on every rank."""
@@ -85,8 +88,10 @@ class Collectives:
     def _counted(self, kind: str, tensor: Tensor) -> Iterator[None]:
         self.calls[kind] += 1
         self.bytes_sent[kind] += tensor.nbytes
+        start = time.monotonic()
         try:
             yield
+            self.seconds += time.monotonic() - start
         except RuntimeError as error:
             problem = str(error).strip().splitlines()[0]
             raise PeerLostError(f"{self._explain()} ({kind}: {problem})") from error

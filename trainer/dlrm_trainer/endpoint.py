@@ -7,7 +7,7 @@ import hmac
 import json
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class Endpoint:
         control: takes ``POST /cut``.
         collectives: whose counts ``/metrics`` shows.
         token_file: holds what the header must say for a cut; None: no token is asked for.
+        collectors: of more metrics.
 
     Raises:
         TemporaryError: the port is taken.
@@ -52,10 +53,12 @@ class Endpoint:
         control: CutControl,
         collectives: Collectives,
         token_file: Path | None,
+        collectors: Sequence[Collector] = (),
     ) -> None:
         self.board, self.control, self.token_file = board, control, token_file
         self.registry = CollectorRegistry()
-        self.registry.register(TrainerMetrics(board, control, collectives))
+        for collector in (TrainerMetrics(board, control, collectives), *collectors):
+            self.registry.register(collector)
         try:
             self._server = EndpointServer((address, port), _handler(self))
         except OSError as error:

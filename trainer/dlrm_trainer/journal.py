@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrm_api.measured import Profile
+
 PROGRESS_FILE = "progress.jsonl"
 RESULT_FILE = "result.json"
+PROFILE_FILE = "profile.json"
 
 
 class StepJournal:
@@ -20,7 +23,8 @@ class StepJournal:
     def __init__(self, folder: Path, restored_step: int) -> None:
         path = folder / PROGRESS_FILE
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / RESULT_FILE).unlink(missing_ok=True)  # of an earlier end: nobody may take it for this one's
+        for name in (RESULT_FILE, PROFILE_FILE):  # of an earlier end: nobody may take them for this one's
+            (folder / name).unlink(missing_ok=True)
         kept = [line for line in _lines(path) if line.get("step", 0) <= restored_step]
         draft = path.with_suffix(".draft")
         draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
@@ -38,9 +42,18 @@ class StepJournal:
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:
     """Write ``result.json`` whole or not at all."""
-    draft = folder / f".{RESULT_FILE}.draft"
-    draft.write_text(json.dumps(result, indent=2) + "\n")
-    draft.replace(folder / RESULT_FILE)
+    _replace(folder / RESULT_FILE, json.dumps(result, indent=2) + "\n")
+
+
+def write_profile(folder: Path, profile: Profile) -> None:
+    """Write ``profile.json`` whole or not at all."""
+    _replace(folder / PROFILE_FILE, profile.model_dump_json(indent=1, by_alias=False) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(text)
+    draft.replace(path)
 
 
 class Ledger:

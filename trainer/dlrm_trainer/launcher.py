@@ -23,6 +23,7 @@ from dlrm_api.plan import Plan
 from dlrm_api.progress import TerminationMessage
 from dlrm_trainer.rank import STOP_SIGNALS, RankReport, run_rank
 from dlrm_trainer.settings import Settings
+from dlrm_trainer.tier_counters import SharedCounters
 
 CONSEQUENCES_S = 10.0
 """After one rank failed, how long the others may take to notice and say so."""
@@ -57,9 +58,10 @@ class Launcher:
         context = multiprocessing.get_context("fork")
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until each process has its own handlers
         self._ranks: list[RankProcess] = []
-        for rank in range(settings.replica * processes, (settings.replica + 1) * processes):
+        shared = SharedCounters(plan, range(settings.replica * processes, (settings.replica + 1) * processes))
+        for rank in shared.ranks:
             receiver, sender = context.Pipe(duplex=False)
-            arguments = (rank, job, plan, settings, digest, os.getpid(), sender)
+            arguments = (rank, job, plan, settings, digest, os.getpid(), sender, shared)
             process = context.Process(target=run_rank, args=arguments, name=f"rank-{rank}")
             process.start()
             sender.close()

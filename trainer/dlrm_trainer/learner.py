@@ -16,6 +16,7 @@ from dlrm_trainer.embedding import Embeddings, OwnedOptions, Placement, Prepared
 from dlrm_trainer.embedding.collection import Lookup
 from dlrm_trainer.embedding.rows import bad_rows, largest
 from dlrm_trainer.model import build_model, global_mean_loss
+from dlrm_trainer.stages import Stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class Learner:
         placement: of its tables.
         collectives: of all ranks.
         tier_dir: folder of the tiers that need a file system; None where the plan uses none.
+        stages: told where time goes.
 
     Raises:
         InvalidSpecError: the model has an interaction with nothing to work on, or a tier has no folder.
@@ -50,8 +52,9 @@ class Learner:
         placement: Placement,
         collectives: Collectives,
         tier_dir: Path | None = None,
+        stages: Stages | None = None,
     ) -> None:
-        self._collectives = collectives
+        self._collectives, self._stages = collectives, stages or Stages()
         self._row_rate = spec.training.row_optimizer.learning_rate
         self.model = build_model(spec.model, spec.training.seed)
         options = OwnedOptions(
@@ -77,7 +80,9 @@ class Learner:
         Args:
             batch: this rank's slice; may be empty.
         """
-        return self.embeddings.prepare(batch, updates=True)
+        prepared = self.embeddings.prepare(batch, updates=True)
+        self._stages.lap("prepare")
+        return prepared
 
     def forward(self, prepared: Prepared, global_count: int, factor: float) -> Forward:
         """Predict this rank's samples; changes nothing.
@@ -90,20 +95,27 @@ class Learner:
         Raises:
             DeviceError: rows could not be fetched from their tier.
         """
-        batch = prepared.batch
+        batch, waited, sent = prepared.batch, self.embeddings.owned.wait_s, self._collectives.seconds
         lookup = self.embeddings.lookup(prepared, self._row_rate * factor)
+        self._stages.apart("prefetch wait", self.embeddings.owned.wait_s - waited)
+        self._stages.apart("exchange", self._collectives.seconds - sent)
         logits = self.model(batch.dense, lookup.features)
         loss = global_mean_loss(logits, batch.labels, global_count)
+        self._stages.lap("forward")
         return Forward(loss=loss, lookup=lookup, factor=factor)
 
     def learn(self, forward: Forward) -> None:
         """Update every parameter, and every row that the global batch looked up, once."""
         self.dense.zero_gradient()
         forward.loss.backward()  # type: ignore[no-untyped-call]
+        self._stages.lap("backward")
         rows = self.embeddings.send_gradients(forward.lookup, self._table_gradient)
         self._collectives.all_reduce(self._gradient)
+        self._stages.lap("exchange")
         self.embeddings.update(forward.lookup, rows, self._table_gradient)
+        self._stages.lap("row update")
         self.dense.update(forward.factor)
+        self._stages.lap("dense update")
 
     def logits(self, batch: Batch) -> Tensor:
         """(n,) float32 logits of this rank's samples; changes nothing, not even the record of updated rows."""

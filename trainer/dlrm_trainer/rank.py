@@ -24,6 +24,7 @@ from dlrm_trainer.logs import log_to_stderr
 from dlrm_trainer.progress import ProgressBoard
 from dlrm_trainer.rendezvous import Gang
 from dlrm_trainer.settings import Settings, usable_cpus
+from dlrm_trainer.tier_counters import SharedCounters
 from dlrm_trainer.train import train
 
 PR_SET_PDEATHSIG = 1
@@ -49,7 +50,14 @@ class RankReport:
 
 
 def run_rank(
-    rank: int, job: DLRMJob, plan: Plan, settings: Settings, digest: bool, launcher: int, report: Connection
+    rank: int,
+    job: DLRMJob,
+    plan: Plan,
+    settings: Settings,
+    digest: bool,
+    launcher: int,
+    report: Connection,
+    shared: SharedCounters,
 ) -> None:
     """Run one rank in this process, which the launcher has just forked, and exit with the code that says how it went.
 
@@ -61,6 +69,7 @@ def run_rank(
         digest: whether the digest of the final state is wanted.
         launcher: pid of the launcher; the kernel kills this process when that one ends.
         report: takes one ``RankReport``.
+        shared: memory for the counters of the pod's ranks.
     """
     _die_with(launcher)
     log_to_stderr(f"rank {rank}")
@@ -72,7 +81,7 @@ def run_rank(
     torch.set_num_threads(spec.trainer.threads_per_process or max(1, usable_cpus() // processes))
     board = ProgressBoard(settings.attempt, spec.world_size)
     try:
-        code = train(job, plan, settings, gang, control, board, digest)
+        code = train(job, plan, settings, gang, control, board, digest, shared)
         message = ""
     except BaseException as error:
         code, message = _blame(error), str(error) or type(error).__name__

@@ -41,6 +41,8 @@ class Settings:
     credentials_dir: Path | None = None
     tier_dir: Path | None = None
     """Folder of the mounts of tiers that need a file system."""
+    profile: bool = False
+    """Time the stages of steps."""
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
@@ -79,6 +81,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         grace_s=number(Env.GRACE_S, -1.0) if source.get(Env.GRACE_S) else None,
         credentials_dir=path(Env.CREDENTIALS_DIR),
         tier_dir=path(Env.TIER_DIR),
+        profile=bool(number(Env.PROFILE, 0)),
     )
 
 

@@ -16,6 +16,7 @@ from dlrm_trainer.cuts import CutControl
 from dlrm_trainer.data import Reader
 from dlrm_trainer.embedding import Placement
 from dlrm_trainer.learner import Learner
+from dlrm_trainer.observer import Observer
 from dlrm_trainer.progress import ProgressBoard
 from dlrm_trainer.rendezvous import Gang
 from dlrm_trainer.settings import Settings
@@ -50,6 +51,7 @@ class Parts:
     eval_reader: Reader
     learner: Learner
     writer: HandOffWriter | None
+    observer: Observer
 
 
 def restore_newest(parts: Parts) -> tuple[int, int, dict[str, Any]]:

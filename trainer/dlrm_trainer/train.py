@@ -9,7 +9,7 @@ import time
 from contextlib import ExitStack, closing
 from typing import Any
 
-from dlrm_api.errors import DivergedError, TemporaryError
+from dlrm_api.errors import TemporaryError
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
@@ -19,17 +19,20 @@ from dlrm_checkpointer.handoff import CutAbandonedError
 from dlrm_trainer import snapshots
 from dlrm_trainer.cuts import CutControl
 from dlrm_trainer.data import open_reader
+from dlrm_trainer.divergence import diverged
 from dlrm_trainer.embedding import Prepared, place
 from dlrm_trainer.endpoint import Endpoint
 from dlrm_trainer.evaluate import evaluate
 from dlrm_trainer.journal import Ledger, StepJournal, write_result
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.lookahead import prepared_ahead
+from dlrm_trainer.observer import Observer
 from dlrm_trainer.progress import ProgressBoard
 from dlrm_trainer.rendezvous import Gang
 from dlrm_trainer.schedule import Schedule, make_schedule
 from dlrm_trainer.settings import Settings
 from dlrm_trainer.start import Parts, open_writer, restore_newest
+from dlrm_trainer.tier_counters import SharedCounters
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +42,14 @@ READY_POLL_S = 0.02
 
 
 def train(
-    job: DLRMJob, plan: Plan, settings: Settings, gang: Gang, control: CutControl, board: ProgressBoard, digest: bool
+    job: DLRMJob,
+    plan: Plan,
+    settings: Settings,
+    gang: Gang,
+    control: CutControl,
+    board: ProgressBoard,
+    digest: bool,
+    shared: SharedCounters,
 ) -> ExitCode:
     """Train one rank's share of the job to its end, or to the cut that a signal asked for.
 
@@ -51,6 +61,7 @@ def train(
         control: takes requests for cuts; a signal handler already points at it.
         board: shows progress; the pod's first rank serves it.
         digest: whether the digest of the final state is wanted in ``result.json``.
+        shared: memory for the counters of the pod's ranks.
 
     Returns:
         DONE, or TERMINATED where a signal ended it after a cut.
@@ -60,21 +71,23 @@ def train(
     """
     spec, rank, world_size = job.spec, gang.rank, gang.world_size
     placement = place(spec.model.all_tables(), plan, world_size)
+    observer = Observer(placement, spec.training.row_optimizer, rank, shared, profile=settings.profile)
     with ExitStack() as stack:
         reader = stack.enter_context(closing(open_reader(spec, "train", rank, world_size)))
         eval_reader = stack.enter_context(closing(open_reader(spec, "eval", rank, world_size)))
         writer = open_writer(stack, job, plan, settings, rank)
         control.attach(writer)
         if rank % spec.trainer.processes_per_replica == 0:
-            address, port = settings.bind, settings.trainer_port
-            endpoint = Endpoint(address, port, board, control, gang.collectives, settings.token_file)
+            address, port, more = settings.bind, settings.trainer_port, observer.collectors()
+            endpoint = Endpoint(address, port, board, control, gang.collectives, settings.token_file, more)
             stack.callback(endpoint.close)
-        learner = Learner(spec, placement, gang.collectives, settings.tier_dir)
+        learner = Learner(spec, placement, gang.collectives, settings.tier_dir, observer.stages)
         stack.callback(learner.embeddings.close)
+        observer.watch(learner.embeddings.owned)
         learner.start(spec.training.seed)
         gang.meet(settings.rendezvous_timeout_s, settings.collective_timeout_s, control.check_stop)
         board.phase(TrainerPhase.RESTORING)
-        parts = Parts(job, settings, gang, control, board, placement, reader, eval_reader, learner, writer)
+        parts = Parts(job, settings, gang, control, board, placement, reader, eval_reader, learner, writer, observer)
         training = Training(parts, *restore_newest(parts))
         stack.callback(training.close)
         stopped = training.run()
@@ -96,6 +109,7 @@ class Training:
         spec, settings = parts.job.spec, parts.settings
         self.schedule: Schedule = make_schedule(spec, parts.reader.num_samples, parts.reader.batches_per_epoch)
         self.collectives, self.board, self.control = parts.gang.collectives, parts.board, parts.control
+        self.observer, self.stages = parts.observer, parts.observer.stages
         self.board.begin(step, step or None, self.schedule)
         self.loss: float | None = metrics.get("loss")
         self.quality = EvalMetrics.model_validate(metrics["eval"]) if metrics.get("eval") else None
@@ -111,7 +125,8 @@ class Training:
         every = self.parts.job.spec.training.eval_every_steps
         with closing(self.parts.reader.iterate(self.step, self.schedule.total_steps)) as batches:  # type: ignore[type-var]
             mark = time.monotonic()
-            for batch in prepared_ahead(batches, self.parts.learner.prepare, self.parts.placement.lookahead):
+            read = self.stages.after(batches, "read")
+            for batch in prepared_ahead(read, self.parts.learner.prepare, self.parts.placement.lookahead):
                 faulthandler.dump_traceback_later(STALL_S)
                 stop, cut = self.train_step(batch)
                 self.trained_s += time.monotonic() - mark
@@ -122,6 +137,7 @@ class Training:
                         self.evaluate()
                     if cut:
                         self.hand_over()
+                self.observer.stepped(self.step)
                 mark = time.monotonic()
         return False
 
@@ -135,8 +151,9 @@ class Training:
         count = self.parts.reader.global_count(batch.number)
         forward = learner.forward(prepared, count, self.schedule.factor(self.step))
         agreed = self.control.agree(forward.loss.item(), self.step + 1)
+        self.stages.lap("agreement")
         if not math.isfinite(agreed.loss):
-            raise self.diverged(agreed.loss)
+            raise diverged(learner, self.collectives, agreed.loss, self.step + 1)
         learner.learn(forward)
         self.step += 1
         self.loss = agreed.loss
@@ -148,18 +165,8 @@ class Training:
             now = self.board.now
             line = {"step": now.step, "loss": now.loss, "samples_per_s": now.samples_per_second}
             self.journal.write(line | {"samples": now.samples, "epoch": now.epoch, "time": now.time})
+        self.stages.lap("records")
         return agreed.stop, agreed.cut
-
-    def diverged(self, loss: float) -> DivergedError:
-        """Say where the values are that are not finite, as all ranks see it."""
-        learner = self.parts.learner
-        found = [words for part in self.collectives.gather(learner.bad_values()) for words in part]
-        value, place = max(self.collectives.gather(learner.largest_value()))
-        where = f"not finite: {found[0]}" if found else f"every value is finite, the largest is {value:.3g} in {place}"
-        return DivergedError(
-            f"the loss became {loss} in step {self.step + 1}; {where}: lower the learning rates "
-            "(spec.training) or raise warmupSteps; running again goes on from the last snapshot"
-        )
 
     def evaluate(self) -> None:
         """Measure quality on the evaluation set; training state stays as it is."""
@@ -170,6 +177,7 @@ class Training:
         self.board.phase(TrainerPhase.TRAINING)
         if self.journal and self.quality:
             self.journal.write({"step": self.step, "eval": self.quality.model_dump(by_alias=False)})
+        self.stages.lap("evaluation")
 
     def hand_over(self, *, last: bool = False) -> None:
         """Hand a cut of this step over to the checkpointer; one that finds no room in time is given up.
@@ -181,9 +189,8 @@ class Training:
         if writer is None or self.control.last_step == self.step:
             return
         self.board.phase(TrainerPhase.CUTTING)
-        shards = parts.learner.embeddings.rows_to_save()
         patience_s = self.patience_s if last else parts.settings.collective_timeout_s / 2
-        dense = parts.learner.dense.arrays() if rank == 0 else None
+        shards, dense = parts.learner.embeddings.rows_to_save(), parts.learner.dense.arrays() if rank == 0 else None
         try:
             given = writer.put(self.cut_meta(), shards, dense, patience_s=patience_s)
         except CutAbandonedError as error:
@@ -196,6 +203,7 @@ class Training:
             self.board.update(last_cut_step=self.step)
             logger.info("cut handed over at step %d", self.step)
         self.board.phase(TrainerPhase.TRAINING)
+        self.stages.lap("cut")
 
     def cut_meta(self) -> CutMeta:
         """What is the same on all ranks at this step."""
@@ -223,6 +231,7 @@ class Training:
         """
         self.wait_ready()
         self.hand_over(last=True)
+        self.observer.save_profile(self.collectives, self.parts.settings.work_dir)
         logger.info("ending at step %d: a signal asked for it", self.step)
         return ExitCode.TERMINATED
 
@@ -244,9 +253,10 @@ class Training:
                 f"the final cut at step {self.step} was not committed within {self.patience_s:.0f} s: "
                 "see the checkpointer's log; running again goes on from the last snapshot"
             )
+        tiers = self.observer.report(self.collectives, self.step, self.parts.settings.work_dir)
         self.collectives.barrier()
         if self.parts.gang.rank == 0 and self.parts.settings.work_dir:
-            write_result(self.parts.settings.work_dir, self.result(state))
+            write_result(self.parts.settings.work_dir, self.result(state) | ({"tiers": tiers} if tiers else {}))
         self.board.phase(TrainerPhase.DONE)
         return ExitCode.DONE
 

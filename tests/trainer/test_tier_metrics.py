@@ -1,0 +1,101 @@
+"""Metrics of tables and tiers for all ranks of a pod, and the page that documents every metric."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from gangs import small_job
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from stacked import Shape, stacked_plan
+
+from dlrm_api.checkpoint import CheckpointSpec
+from dlrm_api.progress import EvalMetrics
+from dlrm_trainer import tier_counters, tier_metrics
+from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.cuts import CutControl
+from dlrm_trainer.embedding import place
+from dlrm_trainer.endpoint import TrainerMetrics
+from dlrm_trainer.progress import ProgressBoard
+from dlrm_trainer.tier_counters import RankCounters, SharedCounters
+from dlrm_trainer.tier_metrics import TierMetrics
+
+PAGE = Path(__file__).parents[2] / "trainer" / "METRICS.md"
+
+
+def two_ranks(folder: Path, shape: Shape | None) -> TierMetrics:
+    """Metrics of two ranks that have counted: rank r has 10 + r lookups of each of its tables."""
+    job = small_job(folder, 2)
+    plan = stacked_plan(job, shape)
+    placement, shared = place(job.spec.model.all_tables(), plan, 2), SharedCounters(plan, range(2))
+    ranks = [RankCounters(placement, rank, shared.of(rank)) for rank in shared.ranks]
+    for rank in ranks:
+        rank.head[tier_counters.WAIT_NS] = 1_500_000_000
+        for group in rank.groups:
+            group.tables[:, tier_counters.LOOKUPS] = 10 + rank.rank
+            group.levels[:, tier_counters.READ_BYTES] = 100
+    return TierMetrics(placement, job.spec.training.row_optimizer, ranks)
+
+
+def samples(collector: Collector) -> dict[tuple[str, ...], float]:
+    """Values by name, then the labels' values."""
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in collector.collect()
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def test_every_rank_and_table_of_a_pod_has_series(tmp_path: Path) -> None:
+    found = samples(two_ranks(tmp_path, Shape(tiers=("ddr", "scm", "scm"))))
+
+    assert found["dlrm_trainer_table_lookups_total", "0", "users"] == 10
+    assert found["dlrm_trainer_table_lookups_total", "1", "items"] == 11
+    assert ("dlrm_trainer_table_lookups_total", "1", "users") not in found
+    assert not any("small" in key for key in found)  # data-parallel: it has no levels
+    assert found["dlrm_trainer_tier_read_bytes_total", "1", "scm"] == 200
+    assert found["dlrm_trainer_tier_prefetch_wait_seconds_total", "1"] == 1.5
+    assert found["dlrm_trainer_tier_missing_lookups_total", "0"] == 0
+    assert found["dlrm_trainer_tier_planned_bytes", "0", "scm"] > 900 * 4 * 8
+
+
+def test_many_tables_are_added_up_by_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_metrics, "MOST_TABLES", 2)
+
+    found = samples(two_ranks(tmp_path, Shape()))
+
+    tables = {key[1:]: value for key, value in found.items() if key[0] == "dlrm_trainer_table_lookups_total"}
+    assert tables == {("0", "class:0"): 10, ("1", "class:0"): 22}
+
+
+def test_a_plan_without_levels_has_none_of_these_metrics(tmp_path: Path) -> None:
+    assert samples(two_ranks(tmp_path, None)) == {}
+
+
+def rows_of_page(families: Iterable[Metric]) -> list[str]:
+    rows = []
+    for family in families:
+        counter = family.type == "counter"
+        name = family.name + ("_total" if counter else "")
+        labels = list(dict.fromkeys(label for sample in family.samples for label in sample.labels))
+        rows.append(f"| `{name}` | {family.type} | {', '.join(labels)} | {family.documentation} |")
+    return rows
+
+
+def test_the_page_of_metrics_says_what_the_code_says(tmp_path: Path) -> None:
+    collectives = Collectives(0, 1, lambda: "")
+    collectives.calls["all_reduce"], collectives.bytes_sent["all_reduce"] = 1, 8
+    board = ProgressBoard(attempt=0, world_size=1)
+    board.update(loss=0.5, samples_per_second=1.0, last_cut_step=1)
+    board.evaluated(EvalMetrics(step=1, samples=1, log_loss=0.4, ne=0.8, auc=0.7, calibration=1.0))
+    control = CutControl(CheckpointSpec(uri="file:///nowhere"), collectives)
+    collectors = (TrainerMetrics(board, control, collectives), two_ranks(tmp_path, Shape(tiers=("ddr", "block"))))
+
+    expected = rows_of_page(family for collector in collectors for family in collector.collect())
+
+    rows = [line for line in PAGE.read_text().splitlines() if re.match(r"\| `dlrm_", line)]
+    assert rows == expected, "write these rows:\n" + "\n".join(expected)

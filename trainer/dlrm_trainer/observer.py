@@ -1,0 +1,94 @@
+"""What one rank counts and times of itself for others to see: shared counters, and at the end the run's reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.registry import Collector
+
+from dlrm_api.measured import Profile
+from dlrm_api.training import RowOptimizerSpec
+from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.embedding import Placement
+from dlrm_trainer.embedding.owned import OwnedTables
+from dlrm_trainer.journal import write_profile
+from dlrm_trainer.stages import Stages, StepProfile
+from dlrm_trainer.tier_counters import RankCounters, SharedCounters
+from dlrm_trainer.tier_metrics import TierMetrics
+from dlrm_trainer.tier_report import tier_report
+
+EVERY_S = 1.0
+"""Counters are copied for other processes at most this often."""
+
+
+class Observer:
+    """One rank's. Every rank must make the same calls in the same order.
+
+    Args:
+        placement: of the job's tables.
+        optimizer: of their rows.
+        rank: this one.
+        shared: counters of the pod's ranks.
+        profile: whether the stages of steps are timed.
+    """
+
+    def __init__(
+        self, placement: Placement, optimizer: RowOptimizerSpec, rank: int, shared: SharedCounters, *, profile: bool
+    ) -> None:
+        self._placement, self._optimizer, self._shared = placement, optimizer, shared
+        self._counters = RankCounters(placement, rank, shared.of(rank))
+        self._has_levels = any(share.levels for share in placement.shares)
+        self._owned: OwnedTables | None = None
+        self._due = 0.0
+        self._profile = StepProfile(rank) if profile else None
+        self.stages: Stages = self._profile or Stages()
+
+    def collectors(self) -> Sequence[Collector]:
+        """Metrics of all ranks of the pod."""
+        ranks = [RankCounters(self._placement, rank, self._shared.of(rank)) for rank in self._shared.ranks]
+        return [TierMetrics(self._placement, self._optimizer, ranks)]
+
+    def watch(self, owned: OwnedTables) -> None:
+        """Say whose counters they are."""
+        self._owned = owned if self._counters.groups else None
+
+    def stepped(self, step: int) -> None:
+        """Note that a step is over."""
+        self.stages.end_step()
+        if self._owned is not None and time.monotonic() >= self._due:
+            self._copy(step)
+
+    def _copy(self, step: int) -> None:
+        if self._owned is not None:
+            self._counters.copy_from(self._owned)
+            self._due = time.monotonic() + EVERY_S
+            if self._profile is not None:
+                self._profile.served(step, *self._counters.served())
+
+    def report(self, collectives: Collectives, step: int, folder: Path | None) -> dict[str, Any] | None:
+        """Save the profile, and say how all ranks' tables used their tiers; None where the plan has no levels.
+
+        Args:
+            collectives: of all ranks.
+            step: steps done.
+            folder: for the profile.
+        """
+        self.save_profile(collectives, folder)
+        if not self._has_levels:
+            return None
+        self._copy(step)
+        blocks = collectives.gather(self._counters.block)
+        return tier_report(self._placement, self._optimizer, blocks).model_dump(mode="json", by_alias=False)
+
+    def save_profile(self, collectives: Collectives, folder: Path | None) -> None:
+        """Write all ranks' times to ``profile.json``, if they were asked for: of all ranks alike, or of none."""
+        if self._profile is None:
+            return
+        parts = collectives.gather((self._profile.stages(), self._profile.hit_rates()))
+        if collectives.rank == 0 and folder is not None:
+            stages = tuple(each for stages, _ in parts for each in stages)
+            rates = tuple(each for _, rates in parts for each in rates)
+            write_profile(folder, Profile(stages=stages, hit_rates=rates))

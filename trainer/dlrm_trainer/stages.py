@@ -1,0 +1,134 @@
+"""Where the time of steps goes: the main thread says at the end of each stage which one it was."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from typing import Literal, TypeVar, get_args
+
+import numpy as np
+
+from dlrm_api.measured import HitRate, StageTimes
+
+Stage = Literal[
+    "read",
+    "prepare",
+    "prefetch wait",
+    "forward",
+    "agreement",
+    "backward",
+    "exchange",
+    "row update",
+    "dense update",
+    "records",
+    "evaluation",
+    "cut",
+]
+"""In the order of a step: waiting for the reader; sending ids and beginning to fetch rows of a batch to come; waiting
+for rows; forward pass; the small collective of loss and flags, which waits for slower ranks; backward pass; pooled
+rows, their gradients and the dense sum between ranks; updates; progress and ledger."""
+STEP = "step"
+NEWEST_STEPS = 20_000
+"""Steps that medians and percentiles are of."""
+NEWEST_RATES = 10_000
+
+Item = TypeVar("Item")
+
+
+class Stages:
+    """Takes no times: what steps talk to where nobody asked for a profile."""
+
+    def start(self) -> None:
+        """Say that steps begin now."""
+
+    def lap(self, stage: Stage) -> None:
+        """Say that all time since the last call went to this stage."""
+
+    def apart(self, stage: Stage, seconds: float) -> None:
+        """Say that so much of the time until the next lap goes to another stage."""
+
+    def end_step(self) -> None:
+        """Say that a step is over."""
+
+    def after(self, items: Iterable[Item], stage: Stage) -> Iterator[Item]:
+        """The same items; the wait for each is this stage, and steps begin with the wait for the first."""
+        self.start()
+        for item in items:
+            self.lap(stage)
+            yield item
+
+
+class StepProfile(Stages):
+    """Takes the time of every stage of every step of one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._mark = time.monotonic()
+        self._apart = 0.0
+        self._now: dict[str, float] = defaultdict(float)
+        self._total: dict[str, float] = defaultdict(float)
+        self._count: Counter[str] = Counter()
+        self._newest: dict[str, deque[float]] = {}
+        self._rates: deque[HitRate] = deque(maxlen=NEWEST_RATES)
+        self._served = (0, 0)
+
+    def start(self) -> None:
+        """See ``Stages``."""
+        self._mark = time.monotonic()
+
+    def lap(self, stage: Stage) -> None:
+        """See ``Stages``."""
+        now = time.monotonic()
+        self._now[stage] += max(0.0, now - self._mark - self._apart)
+        self._mark, self._apart = now, 0.0
+
+    def apart(self, stage: Stage, seconds: float) -> None:
+        """See ``Stages``."""
+        if seconds > 0:
+            self._now[stage] += seconds
+            self._apart += seconds
+
+    def end_step(self) -> None:
+        """See ``Stages``."""
+        self._now[STEP] = sum(self._now.values())
+        self._enter()
+
+    def _enter(self) -> None:
+        for stage, seconds in self._now.items():
+            self._total[stage] += seconds
+            self._count[stage] += 1
+            self._newest.setdefault(stage, deque(maxlen=NEWEST_STEPS)).append(seconds)
+        self._now.clear()
+
+    def served(self, step: int, accesses: int, hits: int) -> None:
+        """Note the hit rate since the last note, from counts since the start."""
+        before = self._served
+        if accesses > before[0]:
+            since = accesses - before[0]
+            rate = (hits - before[1]) / since
+            self._rates.append(HitRate(rank=self._rank, step=step, accesses=since, hit_rate=rate))
+            self._served = (accesses, hits)
+
+    def stages(self) -> list[StageTimes]:
+        """Every stage that any step had, in the order of a step; the whole step last. What came after it counts too."""
+        self._enter()
+        found = []
+        for stage in (*get_args(Stage), STEP):
+            if stage in self._newest:
+                median, p99 = np.quantile(np.array(self._newest[stage]), [0.5, 0.99]).tolist()
+                found.append(
+                    StageTimes(
+                        rank=self._rank,
+                        stage=stage,
+                        steps=self._count[stage],
+                        mean_seconds=self._total[stage] / self._count[stage],
+                        median_seconds=median,
+                        p99_seconds=p99,
+                    )
+                )
+        return found
+
+    def hit_rates(self) -> list[HitRate]:
+        """The newest notes, oldest first."""
+        return list(self._rates)

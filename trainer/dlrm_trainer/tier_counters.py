@@ -1,0 +1,125 @@
+"""What the ranks of a pod have counted of their tiers, in memory that the pod's processes share.
+
+Each rank copies its counters to a block of its own now and then; any process of the pod may read them. Every number is
+whole; numbers of one block may be a few microseconds apart.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.plan import Plan, Tier
+from dlrm_trainer.embedding.owned import OwnedTables
+from dlrm_trainer.embedding.placement import Placement, TableGroup
+
+if TYPE_CHECKING:
+    from dlrm_trainer.embedding.tiers.level import Level
+    from dlrm_trainer.embedding.tiers.stack import Stack
+
+TIERS: tuple[Tier, ...] = get_args(Tier)
+WAIT_NS, MISSING, KEPT = 0, 1, 2
+HEAD_WORDS = KEPT + len(TIERS)
+LOOKUPS, ACCESSES, HITS, CREATED, EVICTED, SCRATCH, TABLE_WORDS = 0, 1, 2, 3, 4, 5, 6
+"""Columns of a table's counters, as ``embedding.tiers.directory`` keeps them."""
+READ_ROWS, WRITTEN_ROWS, READ_BYTES, WRITTEN_BYTES, DEVICE_READS, DEVICE_WRITES, CLEANED, LEVEL_WORDS = range(8)
+"""Columns of a level's counters."""
+Words = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class GroupCounters:
+    """Counters of one class of tables: views of its rank's block."""
+
+    group: TableGroup
+    tables: Words
+    """(K, TABLE_WORDS)"""
+    levels: Words
+    """(L, LEVEL_WORDS) of the levels below the slots."""
+
+
+class RankCounters:
+    """One rank's block, seen by name.
+
+    Args:
+        placement: of the job's tables.
+        rank: whose block it is.
+        block: (n,) int64; n is at least what ``SharedCounters`` reckons.
+    """
+
+    def __init__(self, placement: Placement, rank: int, block: Words) -> None:
+        self.rank, self.block = rank, block
+        self.head = block[:HEAD_WORDS]
+        self.groups: list[GroupCounters] = []
+        first = HEAD_WORDS
+        for group in placement.groups(placement.owned[rank]):
+            if group.has_levels:
+                levels = len(group.shares[0].levels) - 1
+                middle = first + len(group.numbers) * TABLE_WORDS
+                last = middle + levels * LEVEL_WORDS
+                tables = block[first:middle].reshape(-1, TABLE_WORDS)
+                self.groups.append(GroupCounters(group, tables, block[middle:last].reshape(levels, LEVEL_WORDS)))
+                first = last
+
+    def copy_from(self, owned: OwnedTables) -> None:
+        """Take the rank's newest counters, while other threads may go on counting."""
+        stacks = [group.stack for group in owned.groups if group.stack is not None]
+        self.head[WAIT_NS], self.head[MISSING] = round(owned.wait_s * 1e9), owned.missing
+        kept = np.zeros(len(TIERS), np.int64)
+        for counters, stack in zip(self.groups, stacks, strict=True):
+            counters.tables[:] = stack.directory.stats
+            for number, level in enumerate(stack.levels):
+                counters.levels[number] = _level_counters(stack, number + 1, level)
+            for tier, size in stack.bytes_kept.items():
+                kept[TIERS.index(tier)] += size
+        self.head[KEPT:] = kept
+
+    def served(self) -> tuple[int, int]:
+        """Accesses and hits of all tables."""
+        return tuple(sum(int(each.tables[:, column].sum()) for each in self.groups) for column in (ACCESSES, HITS))  # type: ignore[return-value]
+
+
+class SharedCounters:
+    """Blocks of the ranks of one pod. To be made before these are forked.
+
+    Args:
+        plan: of the job.
+        ranks: of the pod.
+    """
+
+    def __init__(self, plan: Plan, ranks: Sequence[int]) -> None:
+        self._first = ranks[0]
+        words = max(_words(plan, rank) for rank in ranks)
+        memory = mmap.mmap(-1, len(ranks) * words * 8)
+        self._blocks = np.frombuffer(memory, np.int64).reshape(len(ranks), words)
+
+    @property
+    def ranks(self) -> range:
+        """Of the pod."""
+        return range(self._first, self._first + len(self._blocks))
+
+    def of(self, rank: int) -> Words:
+        """(n,) int64, zero until the rank copies its counters there."""
+        block: Words = self._blocks[rank - self._first]
+        return block
+
+
+def _words(plan: Plan, rank: int) -> int:
+    """Enough for a rank, each of whose tables might be a class of its own."""
+    shares = [shard.tiers for table in plan.tables for shard in table.shards if shard.rank == rank]
+    return HEAD_WORDS + sum(TABLE_WORDS + LEVEL_WORDS * len(share.levels) for share in shares if share.levels)
+
+
+def _level_counters(stack: Stack, number: int, level: Level) -> list[int]:
+    from dlrm_trainer.embedding.tiers.block import BlockLevel  # compiled loops: loaded where a plan needs them
+
+    read, written = (int(rows) for rows in stack.moved_rows[number])
+    if isinstance(level, BlockLevel):
+        return [read, written, level.bytes_read, level.bytes_written, level.reads, level.writes, level.cleaned]
+    record = stack.memory.words * 4
+    return [read, written, read * record, written * record, 0, 0, 0]

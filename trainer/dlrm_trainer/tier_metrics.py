@@ -1,0 +1,147 @@
+"""Prometheus metrics of tables and tiers, for all ranks of a pod: read from shared memory when they are scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dlrm_api.training import RowOptimizerSpec
+from dlrm_trainer.embedding.placement import Placement
+from dlrm_trainer.tier_counters import (
+    ACCESSES,
+    CLEANED,
+    CREATED,
+    DEVICE_READS,
+    DEVICE_WRITES,
+    EVICTED,
+    HITS,
+    KEPT,
+    LOOKUPS,
+    MISSING,
+    READ_BYTES,
+    READ_ROWS,
+    SCRATCH,
+    TIERS,
+    WAIT_NS,
+    WRITTEN_BYTES,
+    WRITTEN_ROWS,
+    GroupCounters,
+    RankCounters,
+)
+from dlrm_trainer.tier_report import planned_bytes
+
+MOST_TABLES = 200
+"""Tables of a pod that have series of their own; where there are more, those of a class are added up."""
+_PER_TABLE = f"Tables are added up by class (class:0, ...) where a pod has more than {MOST_TABLES} with levels."
+TABLE_METRICS: tuple[tuple[str, int, str], ...] = (
+    ("lookups", LOOKUPS, "Lookups of tables with levels, duplicates included."),
+    ("accesses", ACCESSES, "Accesses: one for each distinct row of a batch."),
+    ("hits", HITS, "Accesses whose row was in a slot when the batch was looked at."),
+    ("created_rows", CREATED, "Rows looked up for the first time."),
+    ("evicted_rows", EVICTED, "Rows that left a slot for another."),
+    ("scratch_rows", SCRATCH, "Rows served from extra slots, because batches in flight filled all others."),
+)
+TIER_METRICS: tuple[tuple[str, int, str], ...] = (
+    ("read_rows", READ_ROWS, "Records that came up to slots from levels below, by the tier that these lie in."),
+    ("written_rows", WRITTEN_ROWS, "Records that went down to levels below the slots."),
+    ("read_bytes", READ_BYTES, "Bytes of these records; on block storage bytes that the device was asked for."),
+    ("written_bytes", WRITTEN_BYTES, "Bytes of these records; on block storage bytes given to the device."),
+    ("device_reads", DEVICE_READS, "Reads of single pages that reached the block device."),
+    ("device_writes", DEVICE_WRITES, "Segments written to the block device."),
+    ("cleaned_rows", CLEANED, "Records moved within block storage to free a segment."),
+)
+
+
+class TierMetrics(Collector):
+    """All ranks of a pod that have tables with levels; without such a plan there are none of these metrics.
+
+    Args:
+        placement: of the job's tables.
+        optimizer: of their rows.
+        ranks: counters of each rank of the pod.
+    """
+
+    def __init__(self, placement: Placement, optimizer: RowOptimizerSpec, ranks: Sequence[RankCounters]) -> None:
+        self._names = [table.name for table in placement.tables]
+        self._ranks = [each for each in ranks if each.groups]
+        self._each = sum(len(group.group.numbers) for rank in self._ranks for group in rank.groups) <= MOST_TABLES
+        self._planned = {each.rank: planned_bytes(placement, optimizer, each) for each in self._ranks}
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric once."""
+        if self._ranks:
+            yield from self._of_tables()
+            yield from self._of_levels()
+            yield from self._of_ranks()
+
+    def _of_tables(self) -> Iterable[Metric]:
+        families = [
+            CounterMetricFamily(f"dlrm_trainer_table_{name}", f"{words} {_PER_TABLE}", labels=["rank", "table"])
+            for name, _, words in TABLE_METRICS
+        ]
+        for rank in self._ranks:
+            for number, group in enumerate(rank.groups):
+                for table, counts in self._series(number, group):
+                    for family, (_, column, _) in zip(families, TABLE_METRICS, strict=True):
+                        family.add_metric([str(rank.rank), table], counts[column])
+        return families
+
+    def _series(self, number: int, counters: GroupCounters) -> Iterator[tuple[str, list[int]]]:
+        if not self._each:
+            yield f"class:{number}", counters.tables.sum(axis=0).tolist()
+            return
+        for table, counts in zip(counters.group.numbers, counters.tables.tolist(), strict=True):
+            yield self._names[table], counts
+
+    def _of_levels(self) -> Iterable[Metric]:
+        families = [
+            CounterMetricFamily(f"dlrm_trainer_tier_{name}", words, labels=["rank", "tier"])
+            for name, _, words in TIER_METRICS
+        ]
+        for rank in self._ranks:
+            for tier, counts in _by_tier(rank).items():
+                for family, (_, column, _) in zip(families, TIER_METRICS, strict=True):
+                    family.add_metric([str(rank.rank), tier], counts[column])
+        return families
+
+    def _of_ranks(self) -> Iterator[Metric]:
+        kept = GaugeMetricFamily(
+            "dlrm_trainer_tier_kept_bytes",
+            "Bytes that tables with levels really take: slots ever filled, maps, touched memory, file blocks.",
+            labels=["rank", "tier"],
+        )
+        planned = GaugeMetricFamily(
+            "dlrm_trainer_tier_planned_bytes",
+            "Bytes that the plan's rows take in a tier when every level is full.",
+            labels=["rank", "tier"],
+        )
+        waited = CounterMetricFamily(
+            "dlrm_trainer_tier_prefetch_wait_seconds",
+            "Time for which lookups waited for rows from slower tiers.",
+            labels=["rank"],
+        )
+        missing = CounterMetricFamily(
+            "dlrm_trainer_tier_missing_lookups",
+            "Lookups whose row was in no slot when their batch began; anything but 0 is a bug.",
+            labels=["rank"],
+        )
+        for rank in self._ranks:
+            for tier, size in zip(TIERS, rank.head[KEPT:].tolist(), strict=True):
+                if size or self._planned[rank.rank][tier]:
+                    kept.add_metric([str(rank.rank), tier], size)
+                    planned.add_metric([str(rank.rank), tier], self._planned[rank.rank][tier])
+            waited.add_metric([str(rank.rank)], int(rank.head[WAIT_NS]) / 1e9)
+            missing.add_metric([str(rank.rank)], int(rank.head[MISSING]))
+        yield from (kept, planned, waited, missing)
+
+
+def _by_tier(rank: RankCounters) -> dict[str, list[int]]:
+    """Counters of a rank's levels, added up over those in one tier."""
+    found: dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
+    for group in rank.groups:
+        for level, counts in zip(group.group.shares[0].levels[1:], group.levels, strict=True):
+            found[level.tier] = found.get(level.tier, np.zeros_like(counts)) + counts
+    return {tier: counts.tolist() for tier, counts in found.items()}

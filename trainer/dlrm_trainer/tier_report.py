@@ -1,0 +1,95 @@
+"""What a rank's counters say of its tables and tiers, beside what the plan says. Functions from data to data."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from dlrm_api import tiers
+from dlrm_api.measured import LevelUse, RankUse, TableUse, TierBytes, TierReport
+from dlrm_api.model import TableSpec
+from dlrm_api.plan import Tier, TierShare
+from dlrm_api.training import RowOptimizerSpec
+from dlrm_trainer.embedding.placement import Placement
+from dlrm_trainer.tier_counters import KEPT, MISSING, TIERS, WAIT_NS, GroupCounters, RankCounters, Words
+
+
+def tier_report(placement: Placement, optimizer: RowOptimizerSpec, blocks: Iterable[Words]) -> TierReport:
+    """The report of a run.
+
+    Args:
+        placement: of the job's tables.
+        optimizer: of their rows.
+        blocks: counters of every rank, in order.
+    """
+    ranks = (RankCounters(placement, rank, block) for rank, block in enumerate(blocks))
+    return TierReport(ranks=tuple(rank_use(placement, optimizer, each) for each in ranks if each.groups))
+
+
+def rank_use(placement: Placement, optimizer: RowOptimizerSpec, counters: RankCounters) -> RankUse:
+    """What one rank counted."""
+    kept = dict(zip(TIERS, counters.head[KEPT:].tolist(), strict=True))
+    planned = planned_bytes(placement, optimizer, counters)
+    return RankUse(
+        rank=counters.rank,
+        prefetch_wait_seconds=int(counters.head[WAIT_NS]) / 1e9,
+        missing_lookups=int(counters.head[MISSING]),
+        tables=tuple(use for each in counters.groups for use in _tables(placement, each)),
+        levels=tuple(use for number, each in enumerate(counters.groups) for use in _levels(number, each)),
+        tiers=tuple(
+            TierBytes(tier=tier, kept_bytes=kept[tier], planned_bytes=planned[tier])
+            for tier in TIERS
+            if kept[tier] or planned[tier]
+        ),
+    )
+
+
+def planned_bytes(placement: Placement, optimizer: RowOptimizerSpec, counters: RankCounters) -> Counter[Tier]:
+    """Bytes of a rank's stacks by tier when every level is full, by the arithmetic that plans budget with."""
+    planned: Counter[Tier] = Counter()
+    for each in counters.groups:
+        for number, share in zip(each.group.numbers, each.group.shares, strict=True):
+            planned.update(stack_bytes(placement.tables[number], share, optimizer))
+    return planned
+
+
+def stack_bytes(table: TableSpec, share: TierShare, optimizer: RowOptimizerSpec) -> Counter[Tier]:
+    """Bytes of one table with levels, by tier."""
+    row = (table.dim, table.dtype, optimizer.kind)
+    first, *below = share.levels
+    planned: Counter[Tier] = Counter({first.tier: min(first.rows, table.rows) * tiers.slot_bytes(*row)})
+    planned["ddr"] += table.rows * tiers.MAP_BYTES
+    for level in below:
+        if level.tier == "block":
+            places = math.ceil(level.rows * tiers.BLOCK_SLACK)
+            planned["block"] += math.ceil(places * tiers.block_place_bytes(*row))
+            planned["ddr"] += places * tiers.BLOCK_PLACE_META_BYTES
+        else:
+            planned[level.tier] += level.rows * tiers.record_bytes(*row)
+            planned["ddr"] += level.rows * tiers.PLACE_META_BYTES
+    return planned
+
+
+def _tables(placement: Placement, counters: GroupCounters) -> Iterable[TableUse]:
+    columns = ("lookups", "accesses", "hits", "created_rows", "evicted_rows", "scratch_rows")
+    rows = counters.tables.tolist()
+    for number, share, values in zip(counters.group.numbers, counters.group.shares, rows, strict=True):
+        table, expected = placement.tables[number], share.levels[0].expected_hit_rate
+        counts = dict(zip(columns, values, strict=True))
+        yield TableUse(table=table.name, rows=table.rows, expected_hit_rate=expected, **counts)
+
+
+def _levels(number: int, counters: GroupCounters) -> Iterable[LevelUse]:
+    columns = (
+        "read_rows",
+        "written_rows",
+        "read_bytes",
+        "written_bytes",
+        "device_reads",
+        "device_writes",
+        "cleaned_rows",
+    )
+    below = counters.group.shares[0].levels[1:]
+    for depth, (level, values) in enumerate(zip(below, counters.levels.tolist(), strict=True), start=1):
+        yield LevelUse(group=number, level=depth, tier=level.tier, **dict(zip(columns, values, strict=True)))
