@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationInfo, WithJsonSchema
@@ -30,7 +31,7 @@ def parse_bytes(value: Any) -> Any:
     if match is None:
         raise ValueError(f"{value!r} is no byte quantity: write an integer or something like 16Gi or 500M")
     number = value.removesuffix(match[2] or "")
-    return round(float(number) * _FACTORS[match[2]]) if "." in number else int(number) * _FACTORS[match[2]]
+    return round(Decimal(number) * _FACTORS[match[2]])
 
 
 def parse_duration(value: Any, info: ValidationInfo) -> Any:

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from dlrm_api.errors import DeviceError, InvalidSpecError, UsageError
 from dlrm_api.job import DLRMJob
+from dlrm_api.model import TRACE_KEY
 from dlrm_api.trace import Trace, parse_trace
 from dlrm_cli.checks import check_inputs
 from dlrm_cli.display import PLAIN_EVERY_S
@@ -29,7 +30,6 @@ from dlrm_cli.views import WIDTH_OFF_TERMINAL, print_view
 if TYPE_CHECKING:
     from dlrm_trainer.data import Reader
 
-CONFIGMAP_KEY = "trace.json"
 CONFIGMAP_BYTES = 1 << 20
 """Most bytes of data that a ConfigMap may hold."""
 CACHE_SHARES = (0.01, 0.1, 0.5)
@@ -91,7 +91,7 @@ def trace_job(options: TraceOptions) -> None:
 def configmap(name: str, namespace: str | None, text: str) -> str:
     """The manifest of a ConfigMap that holds a trace, for ``distribution.reference: configmap:NAME``."""
     metadata = {"name": name} | ({"namespace": namespace} if namespace else {})
-    manifest = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {CONFIGMAP_KEY: text}}
+    manifest = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {TRACE_KEY: text}}
     return yaml.safe_dump(manifest, sort_keys=False, width=2**31)
 
 
