@@ -26,6 +26,12 @@ class TableUse(ApiModel):
         """Share of accesses that were hits; None before the first."""
         return self.hits / self.accesses if self.accesses else None
 
+    @property
+    def repeat_hit_rate(self) -> float | None:
+        """Share of hits among accesses of rows that were looked up before; None where there are none."""
+        repeats = self.accesses - self.created_rows
+        return self.hits / repeats if repeats else None
+
 
 class LevelUse(ApiModel):
     """One level below the slots, of one class of tables: those of a rank that share levels."""

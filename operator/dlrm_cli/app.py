@@ -98,6 +98,7 @@ def run(
     settings: Settings = None,
     digest: Annotated[bool, typer.Option("--digest", help="Also give the SHA-256 of the final state.")] = False,
     ledger: Annotated[bool, typer.Option("--ledger", help="Keep the ids of all samples, for audits.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Time the stages of steps; show them at the end.")] = False,
     tier_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for rows in slower tiers [<workdir>/tiers].")
     ] = None,
@@ -114,6 +115,7 @@ def run(
         settings=tuple(settings or ()),
         digest=digest,
         ledger=ledger,
+        profile=profile,
         tier_dir=tier_dir,
         as_json=output is TableOrJson.JSON,
     )

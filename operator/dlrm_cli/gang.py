@@ -46,6 +46,7 @@ class Gang:
     ledger: bool
     digest: bool
     tier_dir: Path | None = None
+    profile: bool = False
     programs: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PROGRAMS)
 
     @property
@@ -98,6 +99,8 @@ class Gang:
         }
         if self.tier_dir is not None:
             environment[Env.TIER_DIR] = str(self.tier_dir)
+        if self.profile:
+            environment[Env.PROFILE] = "1"
         if self.ledger:
             environment[Env.LEDGER_DIR] = str(self.workdir.ledger)
         return environment

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dlrm_api.errors import DLRMError
 from dlrm_api.job import DLRMJob
+from dlrm_api.measured import Profile, TierReport
 from dlrm_api.progress import EvalMetrics, SnapshotInfo
 from dlrm_cli.workdir import WorkDir
 
@@ -28,6 +29,8 @@ class TrainerResult(BaseModel):
     eval: EvalMetrics | None
     samples_per_s: float | None
     state_digest: str | None = None
+    tiers: TierReport | None = None
+    """How tables used their tiers in the last attempt; None where the plan has no levels."""
 
 
 class RunResult(TrainerResult):
@@ -55,6 +58,8 @@ class RunResult(TrainerResult):
             body["eval"] = self.eval.model_dump(by_alias=False, include={"log_loss", "ne", "auc", "calibration"})
         if self.state_digest is not None:
             body["state_digest"] = self.state_digest
+        if self.tiers is not None:
+            body["tiers"] = self.tiers.model_dump(mode="json", by_alias=False)
         return json.dumps(body)
 
 
@@ -78,6 +83,14 @@ def read_result(workdir: WorkDir, store: ObjectStore, restarts: int) -> RunResul
     except (OSError, ValidationError) as error:
         raise DLRMError(f"{workdir.result}: the trainer ended well and left no result: {error}") from error
     return RunResult(**dict(said), restarts=restarts, snapshots=committed(store))
+
+
+def read_profile(workdir: WorkDir) -> Profile | None:
+    """The profile of the last attempt; None where it left none."""
+    try:
+        return Profile.model_validate_json(workdir.profile.read_text())
+    except (OSError, ValidationError):
+        return None
 
 
 def read_final(workdir: WorkDir, job: DLRMJob) -> RunResult | None:

@@ -18,7 +18,7 @@ from dlrm_cli.documents import Document, job_document, read_documents
 from dlrm_cli.manifests import parse_job_document
 from dlrm_cli.overrides import with_data
 from dlrm_cli.references import read_references
-from dlrm_cli.result import RunResult, read_final, read_result, write_final
+from dlrm_cli.result import RunResult, read_final, read_profile, read_result, write_final
 from dlrm_cli.snapshots import committed
 from dlrm_cli.supervisor import Outcome, Stop, Supervisor
 from dlrm_cli.workdir import WorkDir, folder_error, locked
@@ -35,6 +35,7 @@ class RunOptions:
     settings: tuple[str, ...]
     digest: bool
     ledger: bool
+    profile: bool
     tier_dir: Path | None
     as_json: bool
 
@@ -61,6 +62,8 @@ def run_job(options: RunOptions) -> int:
             result = LocalRun(job, plan, store, workdir, display, stop, options).result()
     finally:
         restore()
+    if options.profile:
+        _show_profile(WorkDir(root), as_table=not options.as_json)
     if result is None:
         return stop.exit_code
     _print(result, options)
@@ -110,6 +113,7 @@ class LocalRun:
             stop=self.stop,
             ledger=self.options.ledger,
             digest=self.options.digest,
+            profile=self.options.profile,
         )
         try:
             self.workdir.write(self.workdir.job, self.job.model_dump_json(indent=1, exclude_none=True))
@@ -154,6 +158,21 @@ def _how_to_resume(committed_step: int | None) -> str:
     if committed_step is None:
         return f"stopped before a snapshot was committed; to start again: {again}"
     return f"stopped; the snapshot of step {committed_step:,} is committed; to resume: {again}"
+
+
+def _show_profile(workdir: WorkDir, *, as_table: bool) -> None:
+    """Show what the trainers timed, beside the result; with ``-o json`` it stays in its file."""
+    from rich.console import Console
+
+    profile = read_profile(workdir)
+    if profile is None:
+        words = f"{workdir.profile}: no attempt left a profile: it is written as training ends or is stopped"
+        Console(stderr=True).print(words, markup=False, highlight=False, soft_wrap=True)
+    elif as_table:
+        from dlrm_cli.measured import profile_view
+        from dlrm_cli.views import print_view
+
+        print_view(profile_view(profile))
 
 
 def _print(result: RunResult, options: RunOptions) -> None:

@@ -99,6 +99,7 @@ class Supervisor:
     """Where rows in slower tiers lie; None: nowhere."""
     ledger: bool = False
     digest: bool = False
+    profile: bool = False
     programs: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PROGRAMS)
     restarts: int = 0
     """Times that the gang was started again."""
@@ -162,6 +163,7 @@ class Supervisor:
             ledger=self.ledger,
             digest=self.digest,
             tier_dir=self.tier_dir,
+            profile=self.profile,
             programs=self.programs,
         )
         running = Running(gang, scheduler)

@@ -13,6 +13,7 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.model import TableSpec
 from dlrm_api.plan import Plan, TablePlan, TierShare
 from dlrm_api.progress import SnapshotInfo
+from dlrm_cli.measured import tiers_view
 from dlrm_cli.result import RunResult
 
 MOST_TABLES = 60
@@ -95,7 +96,8 @@ def result_view(result: RunResult) -> RenderableType:
         rows.append(("state digest", result.state_digest))
     for name, value in rows:
         table.add_row(name, value)
-    return Group(table, snapshots_view(result.snapshots))
+    tiers = [] if result.tiers is None else [tiers_view(result.tiers)]
+    return Group(table, *tiers, snapshots_view(result.snapshots))
 
 
 def snapshots_view(snapshots: Sequence[SnapshotInfo]) -> RenderableType:

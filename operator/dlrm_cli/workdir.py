@@ -49,6 +49,11 @@ class WorkDir:
         return self.root / "result.json"
 
     @property
+    def profile(self) -> Path:
+        """With ``--profile``: where the time of the last attempt's steps went, written by rank 0."""
+        return self.root / "profile.json"
+
+    @property
     def final(self) -> Path:
         """Result of the job that finished here."""
         return self.root / "final.json"

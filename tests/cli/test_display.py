@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
+from dlrm_api.measured import HitRate, LevelUse, Profile, RankUse, StageTimes, TableUse, TierBytes, TierReport
 from dlrm_api.progress import CheckpointerProgress, EvalMetrics, Progress, SnapshotInfo, TrainerPhase
 from dlrm_cli.display import LiveDisplay, PlainDisplay, progress_text
+from dlrm_cli.measured import profile_view, tiers_view
 from dlrm_cli.result import RunResult
 from dlrm_cli.views import result_view
 from dlrm_cli.watch import Seen
@@ -75,3 +77,94 @@ def test_the_result_table_shows_quality_and_snapshots() -> None:
     shown = written.getvalue()
     for text in ("1,024,000", "0.49120", "0.88040", "0.74170", "84,212", "6,815,744", "file:///s/manifests/500.json"):
         assert text in shown
+
+
+def used_tiers(tables: int, expected: float | None) -> TierReport:
+    uses = tuple(
+        TableUse(
+            table=f"t{number}",
+            rows=1_000 + number,
+            lookups=2_000,
+            accesses=1_000,
+            hits=600 + number,
+            created_rows=50,
+            evicted_rows=30,
+            scratch_rows=number % 2,
+            expected_hit_rate=expected,
+        )
+        for number in range(tables)
+    )
+    level = LevelUse(group=0, level=1, tier="block", read_rows=400, written_rows=300, read_bytes=5 * 10**9)
+    sizes = (
+        TierBytes(tier="ddr", kept_bytes=10**9, planned_bytes=2 * 10**9),
+        TierBytes(tier="block", kept_bytes=4 * 10**9, planned_bytes=8 * 10**9),
+    )
+    ranks = (
+        RankUse(rank=0, prefetch_wait_seconds=0.5, tables=uses, levels=(level,), tiers=sizes),
+        RankUse(rank=1, prefetch_wait_seconds=2.25, tiers=sizes),
+    )
+    return TierReport(ranks=ranks)
+
+
+def shown(view: RenderableType) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(view)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def cells(text: str, first: str) -> list[str]:
+    """The cells of the row whose first cell that is."""
+    rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in text.splitlines()]
+    return next(row for row in rows if row[0] == first)
+
+
+def test_the_tables_over_tiers_show_the_largest_and_the_total_of_all() -> None:
+    text = shown(tiers_view(used_tiers(30, expected=0.55)))
+
+    assert cells(text, "t29") == ["t29", "1,029", "2,000", "1,000", "62.9%", "66.2%", "55.0%", "50", "30", "1"]
+    assert cells(text, "t10")[0] == "t10"
+    assert "t9 " not in text  # the twenty-first by size
+    total = cells(text, "all 30")
+    assert total == ["all 30", "30,435", "60,000", "30,000", "61.5%", "64.7%", "55.0%", "1,500", "900", "15"]
+    assert cells(text, "block") == ["block", "400", "300", "5.0 GB", "0 bytes", "0", "8.0 GB", "16.0 GB"]
+    assert cells(text, "ddr") == ["ddr", "-", "-", "-", "-", "-", "2.0 GB", "4.0 GB"]
+    assert "2.25 s at most, on rank 1; rows missing at a batch's start: 0" in text
+
+
+def test_a_plan_that_expects_nothing_leaves_the_column_out() -> None:
+    assert "expected" in shown(tiers_view(used_tiers(2, expected=0.5)))
+    assert "expected" not in shown(tiers_view(used_tiers(2, expected=None)))
+
+
+def profile_of(ranks: int) -> Profile:
+    def times(rank: int, stage: str, mean: float) -> StageTimes:
+        return StageTimes(
+            rank=rank, stage=stage, steps=10, mean_seconds=mean, median_seconds=mean, p99_seconds=2 * mean
+        )
+
+    stages = [
+        times(rank, stage, seconds)
+        for rank in range(ranks)
+        for stage, seconds in (("forward", 0.001 * (rank + 1)), ("step", 0.02))
+    ]
+    rates = [HitRate(rank=0, step=step, accesses=10, hit_rate=step / 100) for step in range(1, 41)]
+    return Profile(stages=tuple(stages), hit_rates=tuple(rates))
+
+
+def test_a_profile_shows_every_stage_of_every_rank_and_the_hit_rate_over_time() -> None:
+    text = shown(profile_view(profile_of(2)))
+
+    rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in text.splitlines()]
+    assert ["1", "forward", "10", "2.000", "2.000", "4.000", "10.0%"] in rows
+    assert ["0", "step", "10", "20.000", "20.000", "40.000", "100.0%"] in rows
+    assert "hit rate on rank 0: 5.0% to step 5, 10.0% to step 10," in text
+    assert "40.0% to step 40" in text
+
+
+def test_a_profile_of_many_ranks_shows_the_slowest_of_each_stage() -> None:
+    text = shown(profile_view(profile_of(12)))
+
+    rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in text.splitlines()]
+    assert [row[:2] for row in rows if len(row) > 6 and row[1] == "forward"] == [["11", "forward"]]
+    assert "slowest of 12 ranks" in text
