@@ -9,7 +9,7 @@ WORKDIR ?= runs/quickstart
 PYTEST ?= $(BIN)/python -m pytest
 export PYTHONPATH := hack/cluster
 
-.PHONY: help quickstart test test-fast lint format generate lock cluster-up cluster-down clean
+.PHONY: help quickstart test test-fast lint format generate bench lock cluster-up cluster-down clean
 help: ## what each verb does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
@@ -44,9 +44,14 @@ format: $(INSTALLED) ## format and mend what ruff can
 generate: $(INSTALLED) ## write crds/*.yaml from the models
 	$(BIN)/python crds/generate.py
 
+bench: $(INSTALLED) ## measure tiers against their peers (BENCH=--quick tries it; the memory limits need root, fio on PATH)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/python -m benchmarks.tiers $(BENCH)
+	$(BIN)/python -m benchmarks.memory_limit $(filter --quick,$(BENCH))
+
 lock: ## write constraints.txt anew (needs uv)
 	{ echo "# Exact versions that were tested together. Made by: make lock"; \
-	uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url --extra dev pyproject.toml; } \
+	uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url --extra dev --extra bench pyproject.toml; } \
 	> constraints.new && mv constraints.new constraints.txt
 
 cluster-up: $(INSTALLED) ## a real Kubernetes control plane on loopback, built from Go modules

@@ -1,0 +1,127 @@
+"""Two sides on the same batches in turn: what each took, their ratio, and how far it spreads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from benchmarks.shapes import Batches
+from dlrm_trainer.data import Batch
+
+
+class Side(Protocol):
+    """What is measured."""
+
+    def run(self, batches: Sequence[Batch]) -> float:
+        """Seconds in which it trains as many batches as it is given."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a line is about, in the names that it has in the output."""
+
+    backing: str
+    trace: str
+    cache: float = 0.1
+    against: str = "all-in-ddr"
+
+    @property
+    def name(self) -> str:
+        """For choosing lines by a pattern."""
+        return f"{self.backing}/{self.cache}/{self.trace}/{self.against}"
+
+
+@dataclass
+class Pairs:
+    """What two sides measured, repeat by repeat."""
+
+    ours: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+
+    def add(self, ours: float, theirs: float) -> None:
+        """One repeat."""
+        self.ours.append(ours)
+        self.theirs.append(theirs)
+
+    def inverted(self, factor: float) -> Pairs:
+        """The same repeats as a rate: ``factor`` over what was measured."""
+        return Pairs([factor / value for value in self.ours], [factor / value for value in self.theirs])
+
+    @property
+    def ratio(self) -> float:
+        """The median over repeats of ours / theirs."""
+        return float(np.median(self._ratios))
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range of the ratio."""
+        low, high = np.percentile(self._ratios, [25, 75])
+        return float(high - low)
+
+    @property
+    def _ratios(self) -> Any:
+        return np.array(self.ours) / np.array(self.theirs)
+
+
+def report(setting: Setting, metric: str, pairs: Pairs, **more: Any) -> None:
+    """Print one line; ``more`` is put beside under ``measured``."""
+    line: dict[str, Any] = {
+        "benchmark": "tiers",
+        "setting": {"backing": setting.backing, "cache": setting.cache, "trace": setting.trace},
+        "metric": metric,
+        "ours": _short(float(np.median(pairs.ours))),
+        "against": setting.against,
+        "theirs": _short(float(np.median(pairs.theirs))),
+        "ratio": _short(pairs.ratio),
+        "spread": _short(pairs.spread),
+        "repeats": len(pairs.ours),
+    }
+    if more:
+        line["measured"] = {name: _short(value) if isinstance(value, float) else value for name, value in more.items()}
+    print(json.dumps(line), flush=True)
+
+
+def tell(words: str) -> None:
+    """Say what is going on, beside the lines."""
+    print(words, file=sys.stderr, flush=True)
+
+
+def alternate(
+    sides: Mapping[str, Side],
+    batches: Batches,
+    first: int,
+    steps: int,
+    repeats: int,
+    after: Callable[[dict[str, float]], None],
+) -> int:
+    """Every side in turn on the same batches, the order turned round each time.
+
+    Args:
+        sides: by name.
+        batches: drawn ahead of each repeat, outside what is timed.
+        first: number of the first batch.
+        steps: batches of a repeat.
+        repeats: how often.
+        after: told of each repeat's milliseconds a step, by side.
+
+    Returns:
+        The number of the batch after the last.
+    """
+    names = list(sides)
+    for repeat in range(repeats):
+        drawn = batches.draw(first, first + steps)
+        first += steps
+        taken = {}
+        for name in names if repeat % 2 == 0 else names[::-1]:
+            taken[name] = sides[name].run(drawn) * 1000 / steps
+        after(taken)
+    return first
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")

@@ -1,0 +1,146 @@
+"""The model that is measured, plans for it by hand, and its batches: Criteo's shape, whatever the size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dlrm_api.job import DLRMJob, parse_job
+from dlrm_api.plan import parse_plan
+from dlrm_trainer.data import Batch
+from dlrm_trainer.data.hashing import random_bits, stream_key, uniform
+from dlrm_trainer.data.histogram import read_histogram
+from dlrm_trainer.data.popularity import Popularity, Scatter
+from dlrm_trainer.embedding import Placement, place
+
+TRACES = ("zipf-1.05", "production-like")
+HISTOGRAM = "meta-embedding-locality-2021.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The size of a model and of its batches; by default that of Criteo's data, one lookup a table."""
+
+    tables: int = 26
+    rows: int = 400_000
+    dim: int = 64
+    batch: int = 2_048
+    features: int = 13
+    bottom: tuple[int, ...] = (512, 256, 64)
+    top: tuple[int, ...] = (512, 256, 1)
+    row_optimizer: str = "rowwise-adagrad"
+    dense_optimizer: str = "adagrad"
+    seed: int = 7
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of all rows, without state."""
+        return self.tables * self.rows * self.dim * 4
+
+    def without_width(self) -> Shape:
+        """The narrowest model with the same lookups, for what depends on them alone."""
+        return replace(self, dim=4, bottom=(4,), top=(1,))
+
+
+def quick(shape: Shape) -> Shape:
+    """A model small enough to try the program with."""
+    return replace(shape, tables=4, rows=20_000, batch=256, bottom=(32, shape.dim), top=(32, 1))
+
+
+def job_of(shape: Shape) -> DLRMJob:
+    """The job of a shape; nothing is read from its data section."""
+    rates = {"learningRate": 0.01}
+    model = {
+        "denseFeatures": [f"I{number + 1}" for number in range(shape.features)],
+        "bottomMlp": list(shape.bottom),
+        "topMlp": list(shape.top),
+        "tableGroups": [{"name": "table", "count": shape.tables, "template": {"rows": shape.rows, "dim": shape.dim}}],
+    }
+    training = {
+        "rowOptimizer": {"kind": shape.row_optimizer, **rates},
+        "denseOptimizer": {"kind": shape.dense_optimizer, **rates},
+        "seed": shape.seed,
+    }
+    data = {
+        "format": "synthetic",
+        "synthetic": {"samples": shape.batch, "evalSamples": 0},
+        "globalBatchSize": shape.batch,
+        "virtualShards": 1,
+    }
+    spec = {"model": model, "data": data, "training": training, "checkpoint": {"uri": "file:///nowhere"}}
+    return parse_job({"metadata": {"name": "measured"}, "spec": spec})
+
+
+def placement_of(
+    shape: Shape, tiers: Sequence[str], cache: float, policy: str = "lru", lookahead: int = 1
+) -> Placement:
+    """Every table on the one rank: resident where ``tiers`` is empty, else in slots of DDR for a share over tiers."""
+    tables = job_of(shape).spec.model.all_tables()
+    levels: list[dict[str, Any]] = []
+    if tiers:
+        levels = [{"tier": "ddr", "rows": max(1, round(cache * shape.rows))}]
+        levels += [{"tier": tier, "rows": shape.rows} for tier in tiers]
+    shard = {
+        "rank": 0, "kind": "table", "rowStart": 0, "rowEnd": shape.rows, "columnStart": 0, "columnEnd": shape.dim,
+        "tiers": {"levels": levels, "policy": policy, "ways": 0},
+    }  # fmt: skip
+    document = {
+        "worldSize": 1,
+        "processesPerNode": 1,
+        "ranks": [{"rank": 0, "node": 0, "bytesPerTier": {}}],
+        "tables": [{"name": each.name, "columnBlocks": [0, shape.dim], "shards": [shard]} for each in tables],
+        "lookahead": lookahead if tiers else 0,
+        "handoffBytes": [2**26],
+    }
+    return place(tables, parse_plan(json.dumps(document)), 1)
+
+
+def popularity_of(trace: str, rows: int, data_dir: Path) -> Popularity:
+    """How often the rows of a table are looked up.
+
+    Raises:
+        NoInputError: the histogram is not in ``data_dir``.
+    """
+    if trace == "zipf-1.05":
+        return Popularity.zipf(rows, 1.05)
+    return read_histogram(str((data_dir / HISTOGRAM).resolve())).popularity(rows)
+
+
+class Batches:
+    """Batches of a shape, each a pure function of its number; hot rows lie all over their table."""
+
+    def __init__(self, shape: Shape, popularity: Popularity) -> None:
+        self._shape, self._popularity = shape, popularity
+        names = [str(number) for number in range(shape.tables)]
+        self._scatters = [Scatter.of(shape.rows, stream_key(shape.seed, "scatter", name)) for name in names]
+        self._keys = [(stream_key(shape.seed, "step", name), stream_key(shape.seed, "place", name)) for name in names]
+        self._other = stream_key(shape.seed, "dense")
+
+    def draw(self, start: int, stop: int) -> list[Batch]:
+        """Batches [start, stop)."""
+        return [self._batch(number) for number in range(start, stop)]
+
+    def _batch(self, number: int) -> Batch:
+        shape = self._shape
+        samples = np.arange(number * shape.batch, (number + 1) * shape.batch, dtype=np.uint64)
+        values = np.empty((shape.tables, shape.batch), np.uint64)
+        for table, (scatter, (step, where)) in enumerate(zip(self._scatters, self._keys, strict=True)):
+            values[table] = scatter(self._popularity.ranks(random_bits(step, samples), random_bits(where, samples)))
+        width = shape.features + 1
+        size = width * shape.batch
+        cells = np.arange(number * size, (number + 1) * size, dtype=np.uint64)
+        drawn = uniform(random_bits(self._other, cells)).reshape(shape.batch, width).astype(np.float32)
+        return Batch(
+            number=number,
+            sample_ids=torch.from_numpy(samples.view(np.int64)),
+            dense=torch.from_numpy(drawn[:, 1:].copy()),
+            labels=torch.from_numpy((drawn[:, 0] < 0.25).astype(np.float32)),
+            lengths=torch.ones(shape.tables, shape.batch, dtype=torch.int32),
+            values=torch.from_numpy(values.view(np.int64).reshape(-1)),
+        )

@@ -1,0 +1,146 @@
+"""Our trainer as a side: real steps of a learner whose tables live where a plan says."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.shapes import Batches, Shape, job_of
+from dlrm_api.tiers import state_values
+from dlrm_checkpointer.cut import ShardRows
+from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.data import Batch
+from dlrm_trainer.embedding import Placement, Prepared
+from dlrm_trainer.embedding.rows import whole
+from dlrm_trainer.embedding.tiers.directory import ACCESSES, HITS, LOOKUPS
+from dlrm_trainer.embedding.tiers.level import Level
+from dlrm_trainer.embedding.tiers.stack import Stack
+from dlrm_trainer.learner import Learner
+from dlrm_trainer.lookahead import prepared_ahead
+
+PIECE = 1 << 15
+Replace = Callable[[Stack], Sequence[Level]]
+
+
+class Trained:
+    """A learner of one rank that trains whatever batches it is given, those ahead prepared as in a real run.
+
+    It trains as many batches as it is given, but later ones by its lookahead; those that are left wait for the next
+    call. Whatever the lookahead began is waited for, so that all work of a call is in its time.
+
+    Args:
+        shape: of the model.
+        placement: of its tables.
+        tier_dir: folder for tiers.
+        levels: makes other levels below the slots than the placement's.
+    """
+
+    def __init__(
+        self, shape: Shape, placement: Placement, tier_dir: Path | None, levels: Replace | None = None
+    ) -> None:
+        self.shape, self._depth = shape, placement.lookahead
+        self.learner = Learner(job_of(shape).spec, placement, Collectives(0, 1, lambda: ""), tier_dir)
+        if levels is not None:
+            for stack in self.stacks:
+                stack.close()
+                stack.attach(levels(stack))
+        self._queue: deque[Batch] = deque()
+        self._steps = self._ahead()
+        self._started = False
+
+    @property
+    def stacks(self) -> list[Stack]:
+        """Of the learner's tables."""
+        return [group.stack for group in self.learner.embeddings.owned.groups if group.stack is not None]
+
+    def fill(self) -> None:
+        """Give every row of every table a value and a state, so that none starts while time is taken."""
+        random = np.random.default_rng(self.shape.seed)
+        states = state_values(job_of(self.shape).spec.training.row_optimizer.kind, self.shape.dim)
+        rows = random.uniform(-1e-3, 1e-3, (PIECE, self.shape.dim)).astype(np.float32)
+        state = np.full((PIECE, states), 1e-2, np.float32)
+        self.learner.embeddings.settle()
+        for table in self.learner.embeddings.local.values():
+            pieces = (
+                ShardRows(
+                    shard=whole(table.table),
+                    row_ids=np.arange(first, min(first + PIECE, self.shape.rows)),
+                    rows=rows[: self.shape.rows - first],
+                    state=state[: self.shape.rows - first],
+                )
+                for first in range(0, self.shape.rows, PIECE)
+            )
+            table.restore(pieces)
+
+    def look_up(self, batches: Batches, first: int, stop: int) -> int:
+        """Bring the cache to its steady state: rows come and go as in training, but nothing else is computed.
+
+        Returns:
+            ``stop``, the batch to go on with.
+        """
+        owned = self.learner.embeddings.owned
+        for prepared in self._prepared(batches, first, stop):
+            expected = prepared.expected
+            _, pooled = owned.lookup(expected, 0.0)
+            width = self.shape.tables * self.shape.dim
+            owned.update(pooled, torch.zeros(self.shape.batch, width), prepared.batch.number)
+        self.learner.embeddings.settle()
+        return stop
+
+    def run(self, batches: Sequence[Batch]) -> float:
+        """See ``Side``."""
+        self._queue.extend(batches)
+        start = time.perf_counter()
+        for _ in range(len(batches) - (0 if self._started else self._depth)):
+            forward = self.learner.forward(next(self._steps), self.shape.batch, factor=1.0)
+            self.learner.learn(forward)
+        self._started = True
+        self.learner.embeddings.settle()
+        return time.perf_counter() - start
+
+    def counts(self) -> dict[str, int]:
+        """Lookups, accesses (distinct rows of each batch) and hits since the start, over all tables."""
+        totals = sum((stack.directory.stats.sum(axis=0) for stack in self.stacks), np.zeros(1, np.int64))
+        return {"lookups": int(totals[LOOKUPS]), "accesses": int(totals[ACCESSES]), "hits": int(totals[HITS])}
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds for which steps waited for rows, since the start."""
+        return self.learner.embeddings.owned.wait_s
+
+    def close(self) -> None:
+        """Give memory and files back."""
+        self.learner.embeddings.close()
+
+    def _ahead(self) -> Iterator[Prepared]:
+        def queued() -> Iterator[Batch]:
+            while True:
+                yield self._queue.popleft()
+
+        return prepared_ahead(queued(), self.learner.prepare, self._depth)
+
+    def _prepared(self, batches: Batches, first: int, stop: int) -> Iterator[Prepared]:
+        drawn = (batch for number in range(first, stop) for batch in batches.draw(number, number + 1))
+        return prepared_ahead(drawn, self.learner.prepare, self._depth)
+
+
+class Rates:
+    """Shares of lookups and accesses that missed, between two moments."""
+
+    def __init__(self, side: Trained) -> None:
+        self._side, self._before, self._waited = side, side.counts(), side.wait_s
+
+    def measured(self) -> dict[str, float]:
+        """Since the start of this object."""
+        change = {name: count - self._before[name] for name, count in self._side.counts().items()}
+        missing = change["accesses"] - change["hits"]
+        return {
+            "missing_of_lookups": missing / change["lookups"],
+            "missing_of_accesses": missing / change["accesses"],
+            "wait_s": self._side.wait_s - self._waited,
+        }
