@@ -52,7 +52,7 @@ def write_movielens(folder: Path, separator: str, headers: bool, encoding: str) 
 def test_every_example_is_a_valid_job(manifest: Path) -> None:
     job = parse_job(yaml.safe_load(manifest.read_text()))
 
-    assert job.spec.world_size == 2
+    assert job.spec.world_size <= 2
 
 
 def test_the_two_forms_of_movielens_give_the_same_samples_split_by_time(tmp_path: Path) -> None:
