@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dlrm_api.errors import InvalidSpecError
 from dlrm_api.model import TableSpec
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_checkpointer.cut import ShardRows
 from dlrm_trainer.embedding.exchange import OwnedBags
-from dlrm_trainer.embedding.kernels import TableBatch
+from dlrm_trainer.embedding.kernels import HOST, TableBatch
 from dlrm_trainer.embedding.placement import Placement, TableGroup
 from dlrm_trainer.embedding.rows import LocalTable, ResidentTable
 
@@ -48,6 +49,7 @@ class Group:
     """(sum of rows,) bool, of resident tables."""
     row_starts: Tensor
     """(tables,) in ``updated``."""
+    device: torch.device = HOST
     stack: Stack | None = None
     tables: list[StackedTable] = field(default_factory=list)
 
@@ -67,8 +69,6 @@ class Pooled:
 
     pooled: tuple[Tensor, ...]
     """(N, width) of each group."""
-    ids: tuple[Tensor, ...]
-    """(L,) of each group: rows or slots, as its kernel looked them up."""
     expected: Expected
 
 
@@ -109,7 +109,7 @@ class OwnedTables:
         rows = [table.rows for table in tables]
         if plan.has_levels:
             return self._make_stacked(plan, tables, resources)
-        batch = self._make_batch(plan, tables, rows)
+        batch = self._make_batch(plan, tables, rows, HOST)
         updated = torch.zeros(sum(rows), dtype=torch.bool)
         starts = torch.tensor([0, *rows], dtype=torch.int64).cumsum(0)[:-1]
         return Group(plan=plan, batch=batch, updated=updated, row_starts=starts)
@@ -120,18 +120,24 @@ class OwnedTables:
         options = self._options
         most = [table.max_lookups * options.global_batch_size * self._in_flight for table in tables]
         members = stacked.stack_tables(plan, self._tables, most)
-        batch = self._make_batch(plan, tables, [member.slots + member.extra for member in members])
+        device = _device_of(plan)
+        batch = self._make_batch(plan, tables, [member.slots + member.extra for member in members], device)
         stack = stacked.make_stack(plan, members, batch, options.seed, tables[0].dim, options.tier_dir)
         resources.callback(stack.close)
         views = [stacked.StackedTable(table, stack, number) for number, table in enumerate(tables)]
-        empty = torch.empty(0, dtype=torch.bool), torch.empty(0, dtype=torch.int64)
-        return Group(plan=plan, batch=batch, updated=empty[0], row_starts=empty[1], stack=stack, tables=views)
+        flags, starts = torch.empty(0, dtype=torch.bool), torch.empty(0, dtype=torch.int64)
+        return Group(
+            plan=plan, batch=batch, updated=empty[0], row_starts=empty[1], device=device, stack=stack, tables=views
+        )
 
-    def _make_batch(self, plan: TableGroup, tables: Sequence[TableSpec], rows: Sequence[int]) -> TableBatch:
+    def _make_batch(
+        self, plan: TableGroup, tables: Sequence[TableSpec], rows: Sequence[int], device: torch.device
+    ) -> TableBatch:
         return TableBatch(
             [(count, table.dim) for count, table in zip(rows, tables, strict=True)],
             self._options.optimizer,
             dtype=plan.dtype,
+            device=device,
             seed=self._options.seed,
             names=[table.name for table in tables],
         )
@@ -167,16 +173,15 @@ class OwnedTables:
             for group, rows in zip(self.groups, all_ids, strict=True)
         )
         pooled = tuple(
-            group.batch.lookup(each, lengths, learning_rate)
+            group.batch.lookup(each.to(group.device), lengths.to(group.device), learning_rate)
             for group, each, lengths in zip(self.groups, ids, all_lengths, strict=True)
         )
         if not expected.updates and self._ahead is not None and expected.fetched is not None:
             self._ahead.give_back(expected.fetched.result())
         samples = expected.bags.lengths.shape[1]
-        joined = (
-            pooled[0].detach() if len(pooled) == 1 else torch.cat([torch.zeros(samples, 0), *pooled], dim=1).detach()
-        )
-        return joined, Pooled(pooled=pooled, ids=ids, expected=expected)
+        parts = [each.detach().to(HOST) for each in pooled]
+        joined = parts[0] if len(parts) == 1 else torch.cat([torch.zeros(samples, 0), *parts], dim=1)
+        return joined, Pooled(pooled=pooled, expected=expected)
 
     def _wait(self, expected: Expected) -> list[Fetched]:
         if expected.fetched is None:
@@ -200,7 +205,8 @@ class OwnedTables:
         rows, lengths = self._by_group(looked_up.expected.bags)
         parts = torch.split(gradient, [group.batch.dim for group in self.groups], dim=1) if self.groups else ()
         for group, pooled, part, ids, sizes in zip(self.groups, looked_up.pooled, parts, rows, lengths, strict=True):
-            group.batch.update(pooled, part.contiguous(), step=step, rows=None if group.stack is None else ids)
+            global_rows = None if group.stack is None else ids.to(group.device)
+            group.batch.update(pooled, part.contiguous().to(group.device), step=step, rows=global_rows)
             if group.stack is None:
                 counts = sizes.sum(dim=1, dtype=torch.int64)
                 group.updated[ids + torch.repeat_interleave(group.row_starts, counts)] = True
@@ -251,6 +257,15 @@ class OwnedTables:
             return (bags.ids,) * len(self.groups), (bags.lengths,) * len(self.groups)
         lengths = torch.split(bags.lengths, self._counts)
         return torch.split(bags.ids, [int(each.sum()) for each in lengths]), lengths
+
+
+def _device_of(plan: TableGroup) -> torch.device:
+    """Where the slots of a group lie: on this process's GPU, or on the host."""
+    if plan.shares[0].levels[0].tier != "hbm":
+        return HOST
+    if not torch.cuda.is_available():
+        raise InvalidSpecError("plan.tables", "slots in tier hbm need a CUDA device, and this process sees none")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _lookahead(stacks: Sequence[Stack], tier_dir: Path | None) -> Lookahead:
