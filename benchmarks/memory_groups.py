@@ -45,7 +45,7 @@ class MemoryGroup:
         """Let the group have so many bytes, and none of swap beside."""
         self._file("memory.max", "memory.limit_in_bytes").write_text(str(size))
         swap = self._file("memory.swap.max", "memory.memsw.limit_in_bytes")
-        if swap.exists():
+        if swap.exists() and len(Path("/proc/swaps").read_text().splitlines()) > 1:
             swap.write_text("0" if self._second else str(size))
 
     def add(self, pid: int) -> None:
@@ -75,8 +75,7 @@ class MemoryGroup:
             words = dict(line.split() for line in (self.folder / "memory.events").read_text().splitlines())
             return {"limit_met": int(words["max"]), "killed": int(words["oom_kill"])}
         control = dict(line.split() for line in (self.folder / "memory.oom_control").read_text().splitlines())
-        counters = [self.folder / name for name in ("memory.failcnt", "memory.memsw.failcnt")]
-        met = sum(int(file.read_text()) for file in counters if file.exists())
+        met = int((self.folder / "memory.failcnt").read_text())
         return {"limit_met": met, "killed": int(control.get("oom_kill", 0))}
 
     def close(self) -> None:
