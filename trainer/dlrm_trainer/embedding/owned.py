@@ -126,9 +126,7 @@ class OwnedTables:
         resources.callback(stack.close)
         views = [stacked.StackedTable(table, stack, number) for number, table in enumerate(tables)]
         flags, starts = torch.empty(0, dtype=torch.bool), torch.empty(0, dtype=torch.int64)
-        return Group(
-            plan=plan, batch=batch, updated=empty[0], row_starts=empty[1], device=device, stack=stack, tables=views
-        )
+        return Group(plan=plan, batch=batch, updated=flags, row_starts=starts, device=device, stack=stack, tables=views)
 
     def _make_batch(
         self, plan: TableGroup, tables: Sequence[TableSpec], rows: Sequence[int], device: torch.device
