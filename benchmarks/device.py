@@ -16,6 +16,18 @@ class FioError(RuntimeError):
     """The device's limit can't be measured, and none is made up."""
 
 
+def find_fio() -> str:
+    """The program.
+
+    Raises:
+        FioError: it is not installed.
+    """
+    found = shutil.which("fio")
+    if found is None:
+        raise FioError("fio is not on PATH: install it (apt-get install fio, or dnf install fio)")
+    return found
+
+
 class Device:
     """Random reads of one page at a queue depth, with sequential writes beside, both past the page cache.
 
@@ -28,10 +40,7 @@ class Device:
     """
 
     def __init__(self, folder: Path, size: int) -> None:
-        found = shutil.which("fio")
-        if found is None:
-            raise FioError("fio is not on PATH: install it (apt-get install fio, or dnf install fio)")
-        self._fio, self._size = found, size
+        self._fio, self._size = find_fio(), size
         self._reads, self._writes = folder / "fio-reads", folder / "fio-writes"
         self._run(["--name=lay-out", f"--filename={self._reads}", "--rw=write", "--bs=1M", "--end_fsync=1"])
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.contenders import Contender, ContenderError
-from benchmarks.device import Device, FioError
+from benchmarks.device import Device, FioError, find_fio
 from benchmarks.hit_rates import check_hit_rates
 from benchmarks.measure import Pairs, Setting, Side, alternate, report, tell
 from benchmarks.memory_groups import MemoryGroupError
@@ -95,6 +95,7 @@ def in_memory(options: Options, trace: str, settings: Sequence[Setting]) -> None
 
 def on_block(options: Options, trace: str, settings: Sequence[Setting]) -> None:
     """Slots over block storage, against the larger of the all-in-DDR step and what the device allows for its reads."""
+    find_fio()  # before minutes of filling tables
     shape, pairs, (setting,) = options.shape, Pairs(), settings
     batches = Batches(shape, popularity_of(trace, shape.rows, options.data_dir))
     with ExitStack() as stack:
@@ -144,7 +145,8 @@ def against_rocksdb(options: Options, trace: str, settings: Sequence[Setting]) -
             replace_levels: Replace | None = levels
             placement = options.placement(tier, trace, setting.cache)
             sides[name] = stack.enter_context(closing(Trained(shape, placement, options.tier_dir, replace_levels)))
-        first = _warmed(sides, batches, options, settle=lambda: stores[0].settle())
+        fewer = replace(options, warm=options.warm // 2)  # the slots are full of others after a hundred batches
+        first = _warmed(sides, batches, fewer, settle=lambda: stores[0].settle())
         rates = Rates(sides["block"])
         alternate(
             _as_sides(sides), batches, first, max(1, options.steps // 2), options.repeats,
