@@ -7,7 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_trainer.journal import Ledger, StepJournal
+from dlrm_api.measured import Profile
+from dlrm_trainer.journal import Ledger, StepJournal, write_profile, write_result
 
 
 def test_lines_after_the_restored_step_and_a_torn_last_one_are_dropped(tmp_path: Path) -> None:
@@ -20,6 +21,17 @@ def test_lines_after_the_restored_step_and_a_torn_last_one_are_dropped(tmp_path:
     journal.close()
 
     assert [json.loads(line) for line in path.read_text().splitlines()] == [*lines[:3], {"step": 3, "loss": 0.25}]
+
+
+def test_an_attempt_begins_without_the_result_and_the_profile_of_an_earlier_end(tmp_path: Path) -> None:
+    write_result(tmp_path, {"step": 3})
+    write_profile(tmp_path, Profile(stages=()))
+    before = {path.name for path in tmp_path.iterdir()}
+
+    StepJournal(tmp_path, restored_step=3).close()
+
+    assert before == {"result.json", "profile.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"progress.jsonl"}
 
 
 @given(

@@ -20,10 +20,12 @@ def test_an_empty_environment_is_that_of_a_pod() -> None:
 def test_every_variable_is_read_and_an_empty_one_counts_as_unset() -> None:
     settings = read_settings(
         {Env.REPLICA: "2", Env.GRACE_S: "7.5", Env.HANDOFF_DIR: "/dev/shm/x", Env.WORK_DIR: "", Env.TRAINER_PORT: "0"}
+        | {Env.PROFILE: "1"}
     )
 
     assert (settings.replica, settings.grace_s, settings.trainer_port) == (2, 7.5, Port.TRAINER)
     assert (settings.handoff_dir, settings.work_dir) == (Path("/dev/shm/x"), None)
+    assert settings.profile
 
 
 def test_a_value_that_is_no_number_is_named() -> None:
