@@ -53,7 +53,7 @@ class ByteLevel:
     """
 
     def __init__(self, tier: Tier, storage: Storage, places: int, *, ordered: bool) -> None:
-        self.tier, self.places = tier, places
+        self.tier, self.places, self.ordered = tier, places, ordered
         self.used = 0
         self._storage = storage
         self._filled = 0
@@ -64,10 +64,15 @@ class ByteLevel:
     @property
     def bytes_kept(self) -> dict[Tier, int]:
         """See ``Level``."""
-        beside = self._free.itemsize + (self._order.itemsize * ORDER_WORDS if len(self._order) else 0)
+        beside = self._free.itemsize + (self._order.itemsize * ORDER_WORDS if self.ordered else 0)
         kept: dict[Tier, int] = {"ddr": self._filled * beside}
         kept[self.tier] = kept.get(self.tier, 0) + self._storage.bytes_kept
         return kept
+
+    @property
+    def records(self) -> Records:
+        """(places, W) of all places; those in use may be changed in place."""
+        return self._storage.records
 
     def write(self, rows: Rows, records: Records) -> Places:
         """See ``Level``."""
@@ -80,7 +85,7 @@ class ByteLevel:
         self._storage.ensure(self._filled + count - again)
         self._filled += count - again
         self.used += count
-        if len(self._order):
+        if self.ordered:
             _append(self._order, self._ends, rows, places)
         _store(self._storage.records, places, records)
         return places
@@ -94,7 +99,7 @@ class ByteLevel:
         known = self._filled - self.used
         self._free[known : known + len(places)] = places
         self.used -= len(places)
-        if len(self._order):
+        if self.ordered:
             _remove(self._order, self._ends, places)
 
     def coldest(self, count: int) -> tuple[Rows, Places]:

@@ -234,7 +234,7 @@ def _settle(directory: Directory, table: int, batch: int, found: Found, first: i
             flags |= FRESH
             stats[table, FRESH_ROWS] += 1
         set_row(meta, slot, found.missing[m])
-        meta[slot, PINS], meta[slot, COUNT], meta[slot, STAMP], meta[slot, FLAGS] = 1, 0, batch, flags
+        meta[slot, PINS], meta[slot, STAMP], meta[slot, FLAGS] = 1, batch, flags  # the count is still the leaver's
         place_of[found.missing[m]] = (slot << LEVEL_BITS) + 1
     return 0
 

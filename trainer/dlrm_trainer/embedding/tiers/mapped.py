@@ -28,9 +28,12 @@ def untouched_zeros(count: int) -> NDArray[np.int64]:
 
 def _anonymous(size: int) -> mmap.mmap:
     try:
-        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     except OSError as error:
         raise DeviceError(f"cannot map {size:,} bytes of memory for rows: {error.strerror}") from error
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)  # rows are far apart: fewer misses of the processor's page table
+    return memory
 
 
 class AnonymousStorage:
@@ -38,8 +41,6 @@ class AnonymousStorage:
 
     def __init__(self, words: int, places: int) -> None:
         self._memory = _anonymous(places * words * 4)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            self._memory.madvise(mmap.MADV_HUGEPAGE)  # rows are far apart: fewer misses of the processor's page table
         self.records: Records = np.frombuffer(self._memory, np.uint32).reshape(places, words)
         self._touched = 0
 

@@ -44,17 +44,19 @@ class HostSlots:
     """
 
     def __init__(self, weight: Tensor, state: Tensor) -> None:
-        self._weight = weight.numpy().view(np.uint32)
-        self._state = state.numpy().view(np.uint32)
-        self.words = self._weight.shape[1] + self._state.shape[1] + 1
+        self.weight = weight.numpy().view(np.uint32)
+        """(S, words) of the rows."""
+        self.state = state.numpy().view(np.uint32)
+        """(S, n) of their states."""
+        self.words = self.weight.shape[1] + self.state.shape[1] + 1
 
     def gather(self, slots: Slots, out: Records) -> None:
         """See ``SlotMemory``."""
-        _gather(self._weight, self._state, slots, out)
+        _gather(self.weight, self.state, slots, out)
 
     def scatter(self, slots: Slots, records: Records) -> None:
         """See ``SlotMemory``."""
-        _scatter(self._weight, self._state, slots, records)
+        _scatter(self.weight, self.state, slots, records)
 
     def mark(self) -> Mark:
         """See ``SlotMemory``: kernels on the host have ended when they return."""

@@ -28,6 +28,7 @@ from dlrm_trainer.embedding.tiers.replacement import (
     Replacement,
 )
 from dlrm_trainer.embedding.tiers.slot_memory import SlotMemory
+from dlrm_trainer.embedding.tiers.swap import Swap, swap_between
 
 CHUNK = 4_096
 """Records moved at a time: on their way they stay in the processor's cache."""
@@ -82,6 +83,7 @@ class Stack:
         self.tables = tuple(tables)
         self.memory, self._dim, self._dtype = memory, dim, dtype
         self.levels: tuple[Level, ...] = ()
+        self._swap: Swap | None = None
         self._keys = np.array([table_key(seed, table.name) for table in tables], np.uint64)
         self._scales = np.array([table.scale for table in tables], np.float32)
         self.directory = _directory(tables, share)
@@ -95,6 +97,7 @@ class Stack:
     def attach(self, levels: Sequence[Level]) -> None:
         """Give the levels below the slots, fastest first; they tell ``relocated`` of moves on their own account."""
         self.levels = tuple(levels)
+        self._swap = swap_between(self.memory, self.levels)
 
     def relocated(self, level: int, rows: Rows, places: Places) -> None:
         """Record where a level (1 is the first below the slots) has moved rows to.
@@ -231,21 +234,27 @@ class Stack:
 
     def _exchange(self, found: Found, missing: int, brought: Records | None) -> None:
         """Move missing rows into their slots, and what was there down."""
-        self._coming_from = found.missing[:missing], found.sources[:missing]
-        for start in range(0, missing, CHUNK):
-            part = slice(start, min(start + CHUNK, missing))
+        rows, sources = found.missing[:missing], found.sources[:missing]
+        targets, leaving = found.targets[:missing], found.leaving[:missing]
+        self._coming_from = rows, sources
+        counts, left = np.empty(missing, np.uint32), np.arange(missing)
+        if self._swap is not None and brought is None:
+            left = np.flatnonzero(~self._swap.pairs(self.directory, sources, targets, leaving, counts))
+            self.moved_rows[1] += missing - len(left)
+        for start in range(0, len(left), CHUNK):
+            part = left[start : start + CHUNK]
             if brought is None:
-                records = self._coming[: part.stop - start]
-                self._read(found.missing[part], found.sources[part], records)
-                self._vacate_places(found.sources[part])
+                records = self._coming[: len(part)]
+                self._read(rows[part], sources[part], records)
+                self._vacate_places(sources[part])
             else:
                 records = brought[part]
-            targets, leaving = found.targets[part], found.leaving[part]
-            left = np.flatnonzero(leaving >= 0)
-            if len(left):
-                self._demote(leaving[left], self._take(targets[left], self._going), 0)
-            self.memory.scatter(targets, records)
-            compiled.enlist(self.directory, targets, records[:, -1])
+            down = part[leaving[part] >= 0]
+            if len(down):
+                self._demote(leaving[down], self._take(targets[down], self._going), 0)
+            self.memory.scatter(targets[part], records)
+            counts[part] = records[:, -1]
+        compiled.enlist(self.directory, targets, counts)
 
     def _read(self, rows: Rows, sources: NDArray[np.int64], out: Records) -> None:
         """Copy records out of wherever they are."""
