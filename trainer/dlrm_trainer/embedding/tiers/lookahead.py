@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 from dlrm_trainer.embedding.tiers.stack import Fetched, Stack
 
 Answer = TypeVar("Answer")
+LEAST_PRIORITY = 19
 Lookups = tuple[NDArray[np.int64], NDArray[np.int64]]
 """(L,) rows of a class's tables, table-major, and (K,) where each table's end."""
 
@@ -90,6 +93,14 @@ class Lookahead:
 
 
 def _run_on(processors: frozenset[int]) -> None:
+    """Settle this thread beside the levels' memory, and behind those that compute.
+
+    Where there are fewer processors than threads, a compute thread that waits for its turn holds its whole parallel
+    region up, while rows that are fetched ahead can wait for a gap: there is one while the kernels, which gain nothing
+    from a second thread, look rows up.
+    """
     allowed = processors & os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else frozenset()
     if allowed:
         os.sched_setaffinity(0, allowed)  # of this thread alone
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
