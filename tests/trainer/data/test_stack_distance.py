@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dlrm_trainer.compiled import compiled
 from dlrm_trainer.data.hashing import mix64
 from dlrm_trainer.data.reuse import FEWEST_FOLLOWED
 from dlrm_trainer.data.stack_distance import StackDistances
@@ -142,12 +140,3 @@ def test_batches_without_lookups_and_traces_without_batches_count_nothing() -> N
 
     assert nothing.hit_rate(np.array([1, 100])).tolist() == [0, 0]
     assert distances.hit_rate(np.array([1])).tolist() == [0.5]
-
-
-def test_loops_compile_where_no_folder_can_keep_them() -> None:
-    scope: dict[str, Any] = {}
-    exec("def twice(number): return 2 * number", scope)  # of no file, so that numba knows no folder for it
-
-    twice: Callable[[int], int] = compiled(scope["twice"])
-
-    assert twice(21) == 42

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+from dlrm_trainer.compiled import compiled
+from dlrm_trainer.embedding.tiers.initial import fill_initial
+import numpy as np
+out = np.empty((1, 4), np.float32)
+fill_initial(np.zeros(1, np.int64), np.array([0, 1]), np.ones(1, np.uint64), np.ones(1, np.float32), out)
+print(np.isfinite(out).all())
+"""
+
+
+def run(**environment: str) -> str:
+    own = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR")}
+    command = [sys.executable, "-c", PROGRAM]
+    return subprocess.run(command, env=own | environment, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.nbi"))
+
+
+@pytest.mark.slow
+def test_compiled_loops_are_kept_where_the_environment_says_and_used_again(tmp_path: Path) -> None:
+    assert run(NUMBA_CACHE_DIR=str(tmp_path)) == "True"
+    first = {path: path.stat().st_mtime_ns for path in kept(tmp_path)}
+    assert first
+
+    assert run(NUMBA_CACHE_DIR=str(tmp_path)) == "True"
+
+    assert {path: path.stat().st_mtime_ns for path in kept(tmp_path)} == first
+
+
+@pytest.mark.slow
+def test_loops_compile_where_the_users_folders_take_no_file(tmp_path: Path) -> None:
+    nowhere = tmp_path / "file"
+    nowhere.write_text("")
+    (tmp_path / "scratch").mkdir()
+
+    assert run(HOME=str(nowhere), NUMBA_CACHE_DIR=str(nowhere / "cache"), TMPDIR=str(tmp_path / "scratch")) == "True"
+
+    assert kept(tmp_path / "scratch")
