@@ -12,6 +12,9 @@ from dlrm_api.errors import UsageError
 from dlrm_api.names import Env
 
 
+SPIN_COUNT = "30000"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """One launcher's surroundings."""
@@ -83,6 +86,15 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         tier_dir=path(Env.TIER_DIR),
         profile=bool(number(Env.PROFILE, 0)),
     )
+
+
+def spin_briefly() -> None:
+    """Let idle compute threads sleep soon, so that the thread that fetches rows gets their processor.
+
+    To be called before torch is loaded, whose OpenMP reads the variable then. Its own value, ten times this, keeps every
+    processor busy with waiting from one parallel region to the next.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 def usable_cpus() -> int:
