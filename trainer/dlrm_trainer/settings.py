@@ -11,7 +11,6 @@ from dlrm_api import names
 from dlrm_api.errors import UsageError
 from dlrm_api.names import Env
 
-
 SPIN_COUNT = "30000"
 
 
@@ -91,8 +90,8 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
 def spin_briefly() -> None:
     """Let idle compute threads sleep soon, so that the thread that fetches rows gets their processor.
 
-    To be called before torch is loaded, whose OpenMP reads the variable then. Its own value, ten times this, keeps every
-    processor busy with waiting from one parallel region to the next.
+    To be called before torch is loaded, whose OpenMP reads the variable then. Its own value, ten times this, keeps
+    every processor busy with waiting from one parallel region to the next.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 

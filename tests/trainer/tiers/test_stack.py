@@ -58,7 +58,7 @@ class Tables:
         )
         memory: SlotMemory = HostSlots(self.weight, self.state)
         if staged:
-            memory = DeviceSlots(self.weight, self.state, stack_module.CHUNK)
+            memory = DeviceSlots(self.weight, self.state, stack_module.QUEUED_CHUNK)
         self.stack = Stack(members, share, memory, SEED, DIM, "fp32")
         self.stack.attach([self._level(tier, n, len(tiers), folder, segment_bytes) for n, tier in enumerate(tiers)])
         self.updates = [np.zeros(n, np.int64) for n in rows]
@@ -195,7 +195,7 @@ def test_lru_hits_evictions_and_created_rows_are_those_of_a_simulation(seed: int
 def test_rows_that_a_level_moves_while_they_are_on_their_way_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stack_module, "CHUNK", 50)
+    monkeypatch.setattr(stack_module, "QUEUED_CHUNK", 50)
     tables = Tables([4_000], 400, ("block",), tmp_path, extra=600)
     generator = np.random.default_rng(0)
 

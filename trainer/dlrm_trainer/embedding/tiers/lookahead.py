@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
 from dlrm_trainer.embedding.tiers.stack import Fetched, Stack
 
 Answer = TypeVar("Answer")
@@ -33,7 +34,8 @@ class Lookahead:
     def __init__(self, stacks: Sequence[Stack], processors: frozenset[int] = frozenset()) -> None:
         self._stacks = tuple(stacks)
         self._failure: BaseException | None = None
-        self._thread = ThreadPoolExecutor(1, "dlrm-lookahead", initializer=_run_on, initargs=(processors,))
+        copies = all(isinstance(level, ByteLevel) for stack in self._stacks for level in stack.levels)
+        self._thread = ThreadPoolExecutor(1, "dlrm-lookahead", initializer=_run_on, initargs=(processors, copies))
 
     def fetch(self, lookups: Sequence[Lookups], batch: int) -> Future[list[Fetched]]:
         """Bring the rows of a batch that will update them into slots: ``Stack.fetch`` of every stack."""
@@ -92,15 +94,15 @@ class Lookahead:
         return self._thread.submit(run)
 
 
-def _run_on(processors: frozenset[int]) -> None:
-    """Settle this thread beside the levels' memory, and behind those that compute.
+def _run_on(processors: frozenset[int], yielding: bool) -> None:
+    """Settle this thread beside the levels' memory and, where it only copies, behind those that compute.
 
     Where there are fewer processors than threads, a compute thread that waits for its turn holds its whole parallel
     region up, while rows that are fetched ahead can wait for a gap: there is one while the kernels, which gain nothing
-    from a second thread, look rows up.
+    from a second thread, look rows up. A thread that keeps a device's queue full must not wait.
     """
     allowed = processors & os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else frozenset()
     if allowed:
         os.sched_setaffinity(0, allowed)  # of this thread alone
-    if sys.platform == "linux":
+    if yielding and sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)

@@ -14,6 +14,7 @@ from dlrm_api.plan import Tier, TierShare
 from dlrm_api.tiers import BLOCK_SEGMENT_BYTES, BLOCK_SLACK, SLOT_META_BYTES, RowDtype
 from dlrm_checkpointer.initializer import table_key
 from dlrm_trainer.embedding.tiers import directory as compiled
+from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
 from dlrm_trainer.embedding.tiers.directory import LEVEL_BITS, STATS, Directory, Found
 from dlrm_trainer.embedding.tiers.initial import fill_initial
 from dlrm_trainer.embedding.tiers.level import Level, Places, Records, Rows
@@ -31,7 +32,10 @@ from dlrm_trainer.embedding.tiers.slot_memory import SlotMemory
 from dlrm_trainer.embedding.tiers.swap import Swap, swap_between
 
 CHUNK = 4_096
-"""Records moved at a time: on their way they stay in the processor's cache."""
+"""Records moved at a time between byte-addressable levels: on their way they stay in the processor's cache."""
+QUEUED_CHUNK = 16_384
+"""The same where a level is read through a queue: each call fills the queue anew and waits for its last request."""
+QUEUED_CHUNK_BYTES = 8 << 20
 MOST_PLACES = 2**29
 """Places that a four-byte entry of the map can name."""
 POLICIES = {"lru": LRU, "lfu": LFU, "mixed": MIXED}
@@ -88,6 +92,7 @@ class Stack:
         self._scales = np.array([table.scale for table in tables], np.float32)
         self.directory = _directory(tables, share)
         self._found = _found(0)
+        self._chunk = CHUNK
         self._coming, self._going = (np.empty((CHUNK, memory.words), np.uint32) for _ in range(2))
         self.moved_rows = np.zeros((len(share.levels), 2), np.int64)
         """(levels, 2) rows that came to the slots from each level, and that went to it."""
@@ -98,6 +103,9 @@ class Stack:
         """Give the levels below the slots, fastest first; they tell ``relocated`` of moves on their own account."""
         self.levels = tuple(levels)
         self._swap = swap_between(self.memory, self.levels)
+        if not all(isinstance(level, ByteLevel) for level in levels):
+            self._chunk = max(1, min(QUEUED_CHUNK, QUEUED_CHUNK_BYTES // (4 * self.memory.words)))
+            self._coming, self._going = (np.empty((self._chunk, self.memory.words), np.uint32) for _ in range(2))
 
     def relocated(self, level: int, rows: Rows, places: Places) -> None:
         """Record where a level (1 is the first below the slots) has moved rows to.
@@ -135,8 +143,8 @@ class Stack:
         """Let a fetched batch go; rows in extra slots that no other batch holds move down."""
         leaving = np.empty(len(fetched.distinct), np.int64)
         count = compiled.release(self.directory, fetched.distinct, updated, leaving)
-        for start in range(0, count, CHUNK):
-            slots = leaving[start : min(start + CHUNK, count)]
+        for start in range(0, count, self._chunk):
+            slots = leaving[start : min(start + self._chunk, count)]
             rows = np.empty_like(slots)
             compiled.rows_of_slots(self.directory.meta, slots, rows)
             self._demote(rows, self._take(slots, self._going), 0)
@@ -151,8 +159,8 @@ class Stack:
         missing, waiting, short = compiled.borrow(self.directory, ids, ends, found)
         assert short == 0, f"{short} rows of an evaluation found no slot: more lookups than the plan allows"
         compiled.resolve(self.directory, ends, found, waiting)
-        for start in range(0, missing, CHUNK):
-            part = slice(start, min(start + CHUNK, missing))
+        for start in range(0, missing, self._chunk):
+            part = slice(start, min(start + self._chunk, missing))
             records = self._coming[: part.stop - start]
             self._read(found.missing[part], found.sources[part], records)
             self.memory.scatter(found.targets[part], records)
@@ -164,7 +172,7 @@ class Stack:
 
     def restore(self, table: int, rows: Rows, records: Records) -> None:
         """Take rows of a table in that are nowhere, with their records; as many as fit stay in slots."""
-        most = min(CHUNK, max(1, self.tables[table].extra))  # all of them may want one set
+        most = min(self._chunk, max(1, self.tables[table].extra))  # all of them may want one set
         for start in range(0, len(rows), most):
             part = rows[start : start + most]
             found = self._room(len(part))
@@ -189,8 +197,8 @@ class Stack:
         """Records of some rows wherever they are, initial ones included; nothing moves."""
         records = np.empty((len(rows), self.memory.words), np.uint32)
         sources = self.directory.place_of[rows].astype(np.int64)
-        for start in range(0, len(rows), CHUNK):
-            part = slice(start, start + CHUNK)
+        for start in range(0, len(rows), self._chunk):
+            part = slice(start, start + self._chunk)
             self._read(rows[part], sources[part], records[part])
         return records
 
@@ -241,8 +249,8 @@ class Stack:
         if self._swap is not None and brought is None:
             left = np.flatnonzero(~self._swap.pairs(self.directory, sources, targets, leaving, counts))
             self.moved_rows[1] += missing - len(left)
-        for start in range(0, len(left), CHUNK):
-            part = left[start : start + CHUNK]
+        for start in range(0, len(left), self._chunk):
+            part = left[start : start + self._chunk]
             if brought is None:
                 records = self._coming[: len(part)]
                 self._read(rows[part], sources[part], records)

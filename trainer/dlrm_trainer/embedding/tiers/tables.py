@@ -23,7 +23,7 @@ from dlrm_trainer.embedding.tiers.byte_level import ByteLevel, Storage
 from dlrm_trainer.embedding.tiers.level import Level
 from dlrm_trainer.embedding.tiers.mapped import AnonymousStorage, MappedStorage
 from dlrm_trainer.embedding.tiers.slot_memory import slot_memory
-from dlrm_trainer.embedding.tiers.stack import CHUNK, Stack, StackTable
+from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK, Stack, StackTable
 
 SCAN_BYTES = 64 << 20
 """Records of a block level that are sorted by table at a time."""
@@ -59,7 +59,7 @@ def make_stack(
         DeviceError: a level's file can't be made.
     """
     weight, state = batch.storage()
-    stack = Stack(tables, group.shares[0], slot_memory(weight, state, CHUNK), seed, dim, group.dtype)
+    stack = Stack(tables, group.shares[0], slot_memory(weight, state, QUEUED_CHUNK), seed, dim, group.dtype)
     tiers = [level.tier for level in group.shares[0].levels[1:]]
     levels: list[Level] = []
     try:
