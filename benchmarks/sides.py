@@ -17,7 +17,7 @@ from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding import Placement, Prepared
 from dlrm_trainer.embedding.rows import whole
-from dlrm_trainer.embedding.tiers.directory import ACCESSES, HITS, LOOKUPS
+from dlrm_trainer.embedding.tiers.counts import ACCESSES, HITS, LOOKUPS
 from dlrm_trainer.embedding.tiers.level import Level
 from dlrm_trainer.embedding.tiers.stack import Stack
 from dlrm_trainer.learner import Learner

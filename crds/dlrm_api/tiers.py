@@ -6,6 +6,7 @@ it moves to the first; coldest there, it moves down. The first level is the slot
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 RowDtype = Literal["fp32", "fp16"]
@@ -20,16 +21,18 @@ MAP_BYTES = 4
 """Of each row of a shard with levels: the level and place that it is in. Pages of rows never used are never touched."""
 SLOT_META_BYTES = 32
 """Of each slot: its row, links of the replacement policy, access count, pins, flags."""
-PLACE_META_BYTES = 16
-"""Of each place of a byte-addressable level below the first: its row and links."""
+PLACE_META_BYTES = 4
+"""Of each place of a byte-addressable level below the first: an entry of the list of free places."""
+ORDER_META_BYTES = 16
+"""More of each such place where a slower level takes its coldest rows: its row, and links to its neighbours."""
 BLOCK_PAGE_BYTES = 4_096
 """A record on block storage never straddles a page, unless it is larger than one."""
 BLOCK_SEGMENT_BYTES = 1 << 20
 """Block storage is written a segment at a time."""
 BLOCK_SLACK = 1.25
 """Places of a block level over the rows that it may have to hold: segments being written, and holes to be cleaned."""
-BLOCK_PLACE_META_BYTES = 12
-"""Host memory of each place of a block level: its row, and whether it is still in use."""
+BLOCK_PLACE_META_BYTES = 8
+"""Host memory of each place of a block level: its row, or that it is free."""
 TIER_BUFFER_BYTES = 64 << 20
 """Host memory of one rank with levels, for rows on their way: staging, segments being written, pages being read."""
 
@@ -55,6 +58,13 @@ def slot_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
 def record_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
     """A row as it is kept below the first level: row, state and access count in one record."""
     return row_bytes(dim, dtype, optimizer) + COUNTER_BYTES
+
+
+def places_meta_bytes(tier: Literal["hbm", "ddr", "cxl", "scm", "block"], rows: int, *, last: bool) -> int:
+    """Host memory beside the places of a level below the first that may hold ``rows``; ``last``: none is below it."""
+    if tier == "block":
+        return math.ceil(rows * BLOCK_SLACK) * BLOCK_PLACE_META_BYTES
+    return rows * (PLACE_META_BYTES if last else PLACE_META_BYTES + ORDER_META_BYTES)
 
 
 def block_place_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> float:

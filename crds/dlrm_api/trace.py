@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from dlrm_api.base import ApiModel
-from dlrm_api.errors import InvalidSpecError, invalid_spec
+from dlrm_api.errors import invalid_spec
 
 
 class ReuseBin(ApiModel):
@@ -77,15 +77,3 @@ def parse_trace(text: str | bytes) -> Trace:
         return Trace.model_validate_json(text)
     except ValidationError as error:
         raise invalid_spec(error, "trace") from error
-
-
-def trace_of(trace: Trace, table: str) -> TableTrace:
-    """One table's part.
-
-    Raises:
-        InvalidSpecError: the trace does not hold that table.
-    """
-    for each in trace.tables:
-        if each.table == table:
-            return each
-    raise InvalidSpecError("trace.tables", f"table {table} is not in the trace: measure it again with dlrmctl trace")

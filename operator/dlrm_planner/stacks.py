@@ -18,6 +18,7 @@ from dlrm_api.tiers import (
     BLOCK_SLACK,
     COUNTER_BYTES,
     MAP_BYTES,
+    ORDER_META_BYTES,
     PLACE_META_BYTES,
     SLOT_META_BYTES,
     paged_bytes,
@@ -99,11 +100,11 @@ def read_stacks(spec: DLRMJobSpec, tables: Tables, reuse: Reuse, caps: Mapping[S
         least=np.ceil(reuse.least / max(ways, 1)) * max(ways, 1),
         slot=row + SLOT_META_BYTES,
         # a place may be left over, or rounded up
-        fixed=np.ceil(rows * (MAP_BYTES + meta)) + 2 * PLACE_META_BYTES + scratch * (row + SLOT_META_BYTES),
+        fixed=np.ceil(rows * (MAP_BYTES + meta)) + 2 * BLOCK_PLACE_META_BYTES + scratch * (row + SLOT_META_BYTES),
         scratch=scratch,
         record=record,
         paged=np.array([BLOCK_SLACK * paged_bytes(int(each)) for each in record]),
-        between=math.ceil(PLACE_META_BYTES * min(middle / record.min(), rows.sum())),
+        between=math.ceil((PLACE_META_BYTES + ORDER_META_BYTES) * min(middle / record.min(), rows.sum())),
         pin=pin,
         ways=ways,
     )

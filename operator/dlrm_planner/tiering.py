@@ -10,12 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.tiers import (
-    BLOCK_PLACE_META_BYTES,
-    BLOCK_SLACK,
     COUNTER_BYTES,
     MAP_BYTES,
-    PLACE_META_BYTES,
     SLOT_META_BYTES,
+    places_meta_bytes,
 )
 from dlrm_planner.fill import Filled, Wants, fill
 from dlrm_planner.reuse import Floats, Reuse
@@ -37,8 +35,8 @@ class Levels:
     def ddr_bytes(self, stacks: Stacks, table: int) -> int:
         """Slots and scratch pad, map, and bookkeeping of the places below."""
         per_slot = stacks.record[table] - COUNTER_BYTES + SLOT_META_BYTES
-        places = sum(math.ceil(n * BLOCK_SLACK) * BLOCK_PLACE_META_BYTES for tier, n in self.below if tier == "block")
-        places += sum(n * PLACE_META_BYTES for tier, n in self.below if tier != "block")
+        last = len(self.below) - 1
+        places = sum(places_meta_bytes(tier, n, last=k == last) for k, (tier, n) in enumerate(self.below))
         slots = self.slots + stacks.scratch[table]
         return int(slots * per_slot + stacks.rows[table] * MAP_BYTES) + places
 

@@ -78,10 +78,11 @@ def bytes_by_hand(spec: DLRMJobSpec, plan: Plan, pod: int) -> dict[str, float]:
             buffered.add(shard.rank)
             first, *below = shard.tiers.levels
             taken["ddr"] += asked.rows * tiers.MAP_BYTES + (first.rows + pad) * tiers.slot_bytes(*row)
-            for level in below:
+            for number, level in enumerate(below, 1):
                 places = level.rows * tiers.BLOCK_SLACK if level.tier == "block" else level.rows
                 size = tiers.block_place_bytes(*row) if level.tier == "block" else tiers.record_bytes(*row)
-                meta = tiers.BLOCK_PLACE_META_BYTES if level.tier == "block" else tiers.PLACE_META_BYTES
+                order = tiers.ORDER_META_BYTES if number < len(below) else 0
+                meta = tiers.BLOCK_PLACE_META_BYTES if level.tier == "block" else tiers.PLACE_META_BYTES + order
                 taken["ddr"] += places * meta
                 taken[level.tier] = taken.get(level.tier, 0.0) + places * size
     taken["ddr"] += len(buffered) * tiers.TIER_BUFFER_BYTES + plan.handoff_bytes[pod]

@@ -18,6 +18,7 @@ from dlrm_trainer import tier_counters, tier_metrics
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.cuts import CutControl
 from dlrm_trainer.embedding import place
+from dlrm_trainer.embedding.tiers.counts import LOOKUPS
 from dlrm_trainer.endpoint import TrainerMetrics
 from dlrm_trainer.progress import ProgressBoard
 from dlrm_trainer.tier_counters import RankCounters, SharedCounters
@@ -35,7 +36,7 @@ def two_ranks(folder: Path, shape: Shape | None) -> TierMetrics:
     for rank in ranks:
         rank.head[tier_counters.WAIT_NS] = 1_500_000_000
         for group in rank.groups:
-            group.tables[:, tier_counters.LOOKUPS] = 10 + rank.rank
+            group.tables[:, LOOKUPS] = 10 + rank.rank
             group.levels[:, tier_counters.READ_BYTES] = 100
     return TierMetrics(placement, job.spec.training.row_optimizer, ranks)
 

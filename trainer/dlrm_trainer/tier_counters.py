@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from dlrm_api.plan import Plan, Tier
 from dlrm_trainer.embedding.owned import OwnedTables
 from dlrm_trainer.embedding.placement import Placement, TableGroup
+from dlrm_trainer.embedding.tiers.counts import ACCESSES, COUNTS, HITS
 
 if TYPE_CHECKING:
     from dlrm_trainer.embedding.tiers.level import Level
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 TIERS: tuple[Tier, ...] = get_args(Tier)
 WAIT_NS, MISSING, KEPT = 0, 1, 2
 HEAD_WORDS = KEPT + len(TIERS)
-LOOKUPS, ACCESSES, HITS, CREATED, EVICTED, SCRATCH, TABLE_WORDS = 0, 1, 2, 3, 4, 5, 6
-"""Columns of a table's counters, as ``embedding.tiers.directory`` keeps them."""
 READ_ROWS, WRITTEN_ROWS, READ_BYTES, WRITTEN_BYTES, DEVICE_READS, DEVICE_WRITES, CLEANED, LEVEL_WORDS = range(8)
 """Columns of a level's counters."""
 Words = NDArray[np.int64]
@@ -38,7 +37,7 @@ class GroupCounters:
 
     group: TableGroup
     tables: Words
-    """(K, TABLE_WORDS)"""
+    """(K, COUNTS)"""
     levels: Words
     """(L, LEVEL_WORDS) of the levels below the slots."""
 
@@ -60,9 +59,9 @@ class RankCounters:
         for group in placement.groups(placement.owned[rank]):
             if group.has_levels:
                 levels = len(group.shares[0].levels) - 1
-                middle = first + len(group.numbers) * TABLE_WORDS
+                middle = first + len(group.numbers) * COUNTS
                 last = middle + levels * LEVEL_WORDS
-                tables = block[first:middle].reshape(-1, TABLE_WORDS)
+                tables = block[first:middle].reshape(-1, COUNTS)
                 self.groups.append(GroupCounters(group, tables, block[middle:last].reshape(levels, LEVEL_WORDS)))
                 first = last
 
@@ -112,7 +111,7 @@ class SharedCounters:
 def _words(plan: Plan, rank: int) -> int:
     """Enough for a rank, each of whose tables might be a class of its own."""
     shares = [shard.tiers for table in plan.tables for shard in table.shards if shard.rank == rank]
-    return HEAD_WORDS + sum(TABLE_WORDS + LEVEL_WORDS * len(share.levels) for share in shares if share.levels)
+    return HEAD_WORDS + sum(COUNTS + LEVEL_WORDS * len(share.levels) for share in shares if share.levels)
 
 
 def _level_counters(stack: Stack, number: int, level: Level) -> list[int]:

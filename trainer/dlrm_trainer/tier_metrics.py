@@ -10,20 +10,15 @@ from prometheus_client.registry import Collector
 
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.embedding.placement import Placement
+from dlrm_trainer.embedding.tiers.counts import ACCESSES, CREATED, EVICTED, HITS, LOOKUPS, SCRATCH
 from dlrm_trainer.tier_counters import (
-    ACCESSES,
     CLEANED,
-    CREATED,
     DEVICE_READS,
     DEVICE_WRITES,
-    EVICTED,
-    HITS,
     KEPT,
-    LOOKUPS,
     MISSING,
     READ_BYTES,
     READ_ROWS,
-    SCRATCH,
     TIERS,
     WAIT_NS,
     WRITTEN_BYTES,

@@ -62,12 +62,10 @@ def stack_bytes(table: TableSpec, share: TierShare, optimizer: RowOptimizerSpec)
     planned["ddr"] += table.rows * tiers.MAP_BYTES
     for level in below:
         if level.tier == "block":
-            places = math.ceil(level.rows * tiers.BLOCK_SLACK)
-            planned["block"] += math.ceil(places * tiers.block_place_bytes(*row))
-            planned["ddr"] += places * tiers.BLOCK_PLACE_META_BYTES
+            planned["block"] += math.ceil(math.ceil(level.rows * tiers.BLOCK_SLACK) * tiers.block_place_bytes(*row))
         else:
             planned[level.tier] += level.rows * tiers.record_bytes(*row)
-            planned["ddr"] += level.rows * tiers.PLACE_META_BYTES
+        planned["ddr"] += tiers.places_meta_bytes(level.tier, level.rows, last=level is below[-1])
     return planned
 
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gangs import plan_document
 
@@ -91,8 +90,3 @@ def make_learner(collectives: Collectives, job: DLRMJob, shape: Shape | None, fo
     learner = Learner(job.spec, placement, collectives, folder)
     learner.start(job.spec.training.seed)
     return learner
-
-
-def spec_changes(**sections: Any) -> dict[str, Any]:
-    """Changes for ``small_job``, by section."""
-    return sections

@@ -18,7 +18,7 @@ from dlrm_checkpointer.initializer import initial_rows
 from dlrm_trainer.embedding.tiers import stack as stack_module
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
-from dlrm_trainer.embedding.tiers.directory import ACCESSES, EVICTIONS, EXTRA_ROWS, FRESH_ROWS, HITS
+from dlrm_trainer.embedding.tiers.counts import ACCESSES, CREATED, EVICTED, HITS, SCRATCH
 from dlrm_trainer.embedding.tiers.level import Level
 from dlrm_trainer.embedding.tiers.lookahead import Lookahead
 from dlrm_trainer.embedding.tiers.mapped import AnonymousStorage, MappedStorage
@@ -147,7 +147,7 @@ def test_every_batch_finds_its_rows_as_updates_left_them(
         ids, fetched = ahead.pop(0)
         tables.check(ids, fetched.slots)
         tables.update(ids, fetched.slots)
-        tables.stack.release(fetched, updated=True)
+        tables.stack.release(fetched)
         if batch % 3 == 0:
             seen = [generator.integers(0, n, 20) for n in tables.rows]
             before = tables.stack.directory.place_of.copy()
@@ -173,7 +173,7 @@ def test_lru_hits_evictions_and_created_rows_are_those_of_a_simulation(seed: int
     for batch in range(1, 40):
         ids = np.unique(generator.integers(0, 100, generator.integers(1, slots + 1))[:slots])
 
-        tables.stack.release(tables.stack.fetch(ids, np.array([len(ids)]), batch), updated=True)
+        tables.stack.release(tables.stack.fetch(ids, np.array([len(ids)]), batch))
 
         found = [row for row in ids.tolist() if row in cache]
         missing = [row for row in ids.tolist() if row not in cache]
@@ -188,8 +188,8 @@ def test_lru_hits_evictions_and_created_rows_are_those_of_a_simulation(seed: int
         created += len(set(missing) - known)
         known |= set(missing)
     stats = tables.stack.directory.stats[0]
-    assert (stats[HITS], stats[ACCESSES], stats[EVICTIONS], stats[FRESH_ROWS]) == (hits, accesses, evictions, created)
-    assert stats[EXTRA_ROWS] == 0
+    assert (stats[HITS], stats[ACCESSES], stats[EVICTED], stats[CREATED]) == (hits, accesses, evictions, created)
+    assert stats[SCRATCH] == 0
 
 
 def test_rows_that_a_level_moves_while_they_are_on_their_way_are_found(
@@ -204,7 +204,7 @@ def test_rows_that_a_level_moves_while_they_are_on_their_way_are_found(
         fetched = tables.stack.fetch(*tables.lookups(ids), batch)
         tables.check(ids, fetched.slots)
         tables.update(ids, fetched.slots)
-        tables.stack.release(fetched, updated=True)
+        tables.stack.release(fetched)
 
     level = tables.stack.levels[0]
     assert isinstance(level, BlockLevel)
@@ -220,7 +220,7 @@ def test_rows_of_a_batch_in_flight_are_never_victims(policy: str, ways: int) -> 
 
     for batch in range(2, 20):
         other = np.arange(20, 60) + batch
-        tables.stack.release(tables.stack.fetch(other, np.array([40]), batch), updated=True)
+        tables.stack.release(tables.stack.fetch(other, np.array([40]), batch))
 
     again = tables.stack.fetch(held, np.array([12]), 20)
     assert np.array_equal(first.slots, again.slots)
@@ -233,10 +233,10 @@ def test_lfu_keeps_what_is_used_often_and_lru_what_was_used_last() -> None:
         often, batch = np.arange(5), 0
         for _ in range(4):
             batch += 1
-            tables.stack.release(tables.stack.fetch(often, np.array([5]), batch), updated=True)
+            tables.stack.release(tables.stack.fetch(often, np.array([5]), batch))
         for row in range(20, 40):
             batch += 1
-            tables.stack.release(tables.stack.fetch(np.array([row]), np.array([1]), batch), updated=True)
+            tables.stack.release(tables.stack.fetch(np.array([row]), np.array([1]), batch))
         kept[policy] = {int(row) for row in np.flatnonzero((tables.stack.directory.place_of - 1) & 3 == 0)}
 
     assert kept["lru"] == set(range(30, 40))
@@ -255,12 +255,12 @@ def test_a_snapshot_fills_another_stack_with_the_same_rows(
         ids = [generator.integers(0, n, 60) for n in tables.rows]
         fetched = tables.stack.fetch(*tables.lookups(ids), batch)
         tables.update(ids, fetched.slots)
-        tables.stack.release(fetched, updated=True)
+        tables.stack.release(fetched)
     tables.stack.fetch(*tables.lookups([np.arange(60), np.arange(60)]), 15)  # of the next batch: not to be saved
 
     specs = [TableSpec(name=f"t{k}", rows=n, dim=DIM) for k, n in enumerate(tables.rows)]
     views = [StackedTable(spec, tables.stack, k) for k, spec in enumerate(specs)]
-    pieces = list(rows_of_stack(tables.stack, views))
+    pieces = list(rows_of_stack(tables.stack, specs))
     for k, spec in enumerate(specs):
         mine = [piece for piece in pieces if piece.shard.table == spec.name]
         StackedTable(spec, other.stack, k).restore(mine)
@@ -299,7 +299,7 @@ def test_bytes_kept_are_those_of_the_rows_that_were_stored(tmp_path: Path) -> No
 
     for batch in range(1, 60):
         ids = [generator.integers(0, 20_000, 1_500)]
-        tables.stack.release(tables.stack.fetch(*tables.lookups(ids), batch), updated=True)
+        tables.stack.release(tables.stack.fetch(*tables.lookups(ids), batch))
 
     kept = tables.stack.bytes_kept
     stored = len(np.unique(np.flatnonzero(tables.stack.directory.place_of)))

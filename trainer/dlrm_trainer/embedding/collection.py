@@ -114,9 +114,8 @@ class Embeddings:
         Raises:
             DeviceError: rows could not be fetched from their tier.
         """
-        bags = prepared.expected.bags
         pooled, owned = self.owned.lookup(prepared.expected, learning_rate)
-        columns = [self._exchange.send_pooled(pooled, bags.samples)]
+        columns = [self._exchange.send_pooled(pooled, prepared.expected.samples)]
         for group, ids, lengths in zip(self._replicated, *self._by_group(prepared), strict=True):
             columns.append(group.lookup(ids, lengths))
         joined = torch.cat(columns, dim=1) if len(columns) > 1 else columns[0]
@@ -157,7 +156,7 @@ class Embeddings:
             strict=True,
         ):
             group.write_gradient(part, columns, ids, lengths)
-        return self._exchange.send_gradients(sharded, lookup.prepared.expected.bags.samples)
+        return self._exchange.send_gradients(sharded, lookup.prepared.expected.samples)
 
     def update(self, lookup: Lookup, gradient: Tensor, buffer: Tensor) -> None:
         """Update every row that the global batch looked up, once; ``buffer`` is summed over ranks by now."""

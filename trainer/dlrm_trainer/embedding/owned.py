@@ -25,7 +25,6 @@ from dlrm_trainer.embedding.rows import LocalTable, ResidentTable
 if TYPE_CHECKING:
     from dlrm_trainer.embedding.tiers.lookahead import Lookahead
     from dlrm_trainer.embedding.tiers.stack import Fetched, Stack
-    from dlrm_trainer.embedding.tiers.tables import StackedTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,20 +44,25 @@ class Group:
 
     plan: TableGroup
     batch: TableBatch
-    updated: Tensor
-    """(sum of rows,) bool, of resident tables."""
-    row_starts: Tensor
-    """(tables,) in ``updated``."""
+    tables: Sequence[LocalTable]
     device: torch.device = HOST
     stack: Stack | None = None
-    tables: list[StackedTable] = field(default_factory=list)
+    updated: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
+    """(sum of rows,) bool, of resident tables."""
+    row_starts: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """(tables,) in ``updated``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
     """A batch's lookups whose rows are on their way to their slots."""
 
-    bags: OwnedBags
+    samples: tuple[int, ...]
+    """Of each rank."""
+    ids: tuple[Tensor, ...]
+    """(L,) int64 of each group, table-major."""
+    lengths: tuple[Tensor, ...]
+    """(tables, N) int32 of each group."""
     fetched: Future[list[Fetched]] | None
     updates: bool
 
@@ -112,7 +116,13 @@ class OwnedTables:
         batch = self._make_batch(plan, tables, rows, HOST)
         updated = torch.zeros(sum(rows), dtype=torch.bool)
         starts = torch.tensor([0, *rows], dtype=torch.int64).cumsum(0)[:-1]
-        return Group(plan=plan, batch=batch, updated=updated, row_starts=starts)
+        views = [
+            ResidentTable(table=table, weight=weight, state=state, updated=flags)
+            for table, weight, state, flags in zip(
+                tables, batch.weights, batch.states, torch.split(updated, rows), strict=True
+            )
+        ]
+        return Group(plan=plan, batch=batch, tables=views, updated=updated, row_starts=starts)
 
     def _make_stacked(self, plan: TableGroup, tables: Sequence[TableSpec], resources: ExitStack) -> Group:
         from dlrm_trainer.embedding.tiers import tables as stacked  # compiled loops: loaded where a plan needs them
@@ -125,8 +135,7 @@ class OwnedTables:
         stack = stacked.make_stack(plan, members, batch, options.seed, tables[0].dim, options.tier_dir)
         resources.callback(stack.close)
         views = [stacked.StackedTable(table, stack, number) for number, table in enumerate(tables)]
-        flags, starts = torch.empty(0, dtype=torch.bool), torch.empty(0, dtype=torch.int64)
-        return Group(plan=plan, batch=batch, updated=flags, row_starts=starts, device=device, stack=stack, tables=views)
+        return Group(plan=plan, batch=batch, tables=views, device=device, stack=stack)
 
     def _make_batch(
         self, plan: TableGroup, tables: Sequence[TableSpec], rows: Sequence[int], device: torch.device
@@ -148,15 +157,16 @@ class OwnedTables:
             updates: whether an update follows. Where none does, its lookup must be the next.
         """
         fetched = None
+        all_ids, all_lengths = self._by_group(bags)
         if self._ahead is not None:
             lookups = [
                 (ids.numpy(), lengths.sum(dim=1, dtype=torch.int64).cumsum(0).numpy())
-                for group, ids, lengths in zip(self.groups, *self._by_group(bags), strict=True)
+                for group, ids, lengths in zip(self.groups, all_ids, all_lengths, strict=True)
                 if group.stack is not None
             ]
             self._batches += 1
             fetched = self._ahead.fetch(lookups, self._batches) if updates else self._ahead.borrow(lookups)
-        return Expected(bags=bags, fetched=fetched, updates=updates)
+        return Expected(samples=bags.samples, ids=all_ids, lengths=all_lengths, fetched=fetched, updates=updates)
 
     def lookup(self, expected: Expected, learning_rate: float | None) -> tuple[Tensor, Pooled]:
         """Pool the rows of every bag: (N, D_r), group by group, and what the update needs.
@@ -165,20 +175,18 @@ class OwnedTables:
             DeviceError: rows could not be fetched.
         """
         slots = iter(self._wait(expected))
-        all_ids, all_lengths = self._by_group(expected.bags)
         ids = tuple(
             rows if group.stack is None else torch.from_numpy(next(slots).slots)
-            for group, rows in zip(self.groups, all_ids, strict=True)
+            for group, rows in zip(self.groups, expected.ids, strict=True)
         )
         pooled = tuple(
             group.batch.lookup(each.to(group.device), lengths.to(group.device), learning_rate)
-            for group, each, lengths in zip(self.groups, ids, all_lengths, strict=True)
+            for group, each, lengths in zip(self.groups, ids, expected.lengths, strict=True)
         )
         if not expected.updates and self._ahead is not None and expected.fetched is not None:
             self._ahead.give_back(expected.fetched.result())
-        samples = expected.bags.lengths.shape[1]
         parts = [each.detach().to(HOST) for each in pooled]
-        joined = parts[0] if len(parts) == 1 else torch.cat([torch.zeros(samples, 0), *parts], dim=1)
+        joined = parts[0] if len(parts) == 1 else torch.cat([torch.zeros(sum(expected.samples), 0), *parts], dim=1)
         return joined, Pooled(pooled=pooled, expected=expected)
 
     def _wait(self, expected: Expected) -> list[Fetched]:
@@ -200,41 +208,34 @@ class OwnedTables:
             gradient: (N, D_r) of the loss by what ``lookup`` returned.
             step: number of the step.
         """
-        rows, lengths = self._by_group(looked_up.expected.bags)
+        expected = looked_up.expected
         parts = torch.split(gradient, [group.batch.dim for group in self.groups], dim=1) if self.groups else ()
-        for group, pooled, part, ids, sizes in zip(self.groups, looked_up.pooled, parts, rows, lengths, strict=True):
+        for group, pooled, part, ids, sizes in zip(
+            self.groups, looked_up.pooled, parts, expected.ids, expected.lengths, strict=True
+        ):
             global_rows = None if group.stack is None else ids.to(group.device)
             group.batch.update(pooled, part.contiguous().to(group.device), step=step, rows=global_rows)
             if group.stack is None:
                 counts = sizes.sum(dim=1, dtype=torch.int64)
                 group.updated[ids + torch.repeat_interleave(group.row_starts, counts)] = True
-        if self._ahead is not None and looked_up.expected.fetched is not None:
-            self._ahead.release(looked_up.expected.fetched.result())
+        if self._ahead is not None and expected.fetched is not None:
+            self._ahead.release(expected.fetched.result())
 
     def tables(self) -> Iterator[tuple[int, LocalTable]]:
         """Every table that this rank alone holds, by its number in the model's order."""
         for group in self.groups:
-            if group.stack is not None:
-                yield from zip(group.plan.numbers, group.tables, strict=True)
-                continue
-            rows = [weight.shape[0] for weight in group.batch.weights]
-            updated = torch.split(group.updated, rows)
-            for number, weight, state, flags in zip(
-                group.plan.numbers, group.batch.weights, group.batch.states, updated, strict=True
-            ):
-                yield number, ResidentTable(table=self._tables[number], weight=weight, state=state, updated=flags)
+            yield from zip(group.plan.numbers, group.tables, strict=True)
 
     def rows_updated(self) -> Iterator[ShardRows]:
         """Every row of every table that an update ever touched, once."""
-        from_resident = {number: table for number, table in self.tables() if isinstance(table, ResidentTable)}
         for group in self.groups:
             if group.stack is None:
-                for number in group.plan.numbers:
-                    yield from from_resident[number].rows_updated()
+                for table in group.tables:
+                    yield from table.rows_updated()
             else:
                 from dlrm_trainer.embedding.tiers.tables import rows_of_stack
 
-                yield from rows_of_stack(group.stack, group.tables)
+                yield from rows_of_stack(group.stack, [table.table for table in group.tables])
 
     def settle(self) -> None:
         """Wait until no row is on its way, so that tables can be read and restored.

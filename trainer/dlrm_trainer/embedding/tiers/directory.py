@@ -12,11 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_trainer.compiled import compiled
+from dlrm_trainer.embedding.tiers.counts import ACCESSES, CREATED, EVICTED, HITS, LOOKUPS, SCRATCH
 from dlrm_trainer.embedding.tiers.replacement import (
     COUNT,
     EXTRA,
     FLAGS,
     FRESH,
+    NEXT,
     PINS,
     STAMP,
     Replacement,
@@ -30,9 +32,6 @@ from dlrm_trainer.embedding.tiers.replacement import (
 
 LEVEL_BITS = 2
 NOWHERE = 0
-
-LOOKUPS, ACCESSES, HITS, FRESH_ROWS, EVICTIONS, EXTRA_ROWS, STATS = 0, 1, 2, 3, 4, 5, 6
-"""Columns of the statistics of a table."""
 
 
 class Directory(NamedTuple):
@@ -52,7 +51,7 @@ class Directory(NamedTuple):
     """(K, 3) slots ever filled, extra slots ever taken, and the first free extra slot + 1."""
     replacement: Replacement
     stats: NDArray[np.int64]
-    """(K, STATS) counts since the start."""
+    """(K, COUNTS) counts since the start."""
 
 
 class Found(NamedTuple):
@@ -228,11 +227,11 @@ def _settle(directory: Directory, table: int, batch: int, found: Found, first: i
             if slot < 0:
                 return last - m
             found.targets[m] = slot
-            stats[table, EXTRA_ROWS] += 1
-        stats[table, EVICTIONS] += found.leaving[m] >= 0
+            stats[table, SCRATCH] += 1
+        stats[table, EVICTED] += found.leaving[m] >= 0
         if found.sources[m] == NOWHERE:
             flags |= FRESH
-            stats[table, FRESH_ROWS] += 1
+            stats[table, CREATED] += 1
         set_row(meta, slot, found.missing[m])
         meta[slot, PINS], meta[slot, STAMP], meta[slot, FLAGS] = 1, batch, flags  # the count is still the leaver's
         place_of[found.missing[m]] = (slot << LEVEL_BITS) + 1
@@ -263,13 +262,12 @@ def resolve(directory: Directory, ends: Any, found: Found, waiting: int) -> None
 
 
 @compiled
-def release(directory: Directory, distinct: Any, updated: bool, leaving: Any) -> int:
-    """Let a batch's rows go: unpins them, and lists the extra slots that nobody needs any more.
+def release(directory: Directory, distinct: Any, leaving: Any) -> int:
+    """Let the rows go that a batch has updated: unpins them, and lists the extra slots that nobody needs any more.
 
     Args:
         directory: of the class.
         distinct: (n,) int32 slots of the batch.
-        updated: whether the batch updated its rows; they are no longer fresh then.
         leaving: (n,) int64; takes extra slots whose rows must move down.
 
     Returns:
@@ -279,8 +277,7 @@ def release(directory: Directory, distinct: Any, updated: bool, leaving: Any) ->
     for n in range(len(distinct)):
         slot = distinct[n]
         meta[slot, PINS] -= 1
-        if updated:
-            meta[slot, FLAGS] &= ~FRESH
+        meta[slot, FLAGS] &= ~FRESH
         if meta[slot, FLAGS] & EXTRA and meta[slot, PINS] == 0:
             leaving[count] = slot
             count += 1
@@ -296,7 +293,7 @@ def vacate(directory: Directory, slots: Any) -> None:
         while slot < directory.slot_starts[table] or slot >= directory.slot_starts[table + 1]:
             table = (table + 1) % len(directory.capacity)
         forget(directory.meta, slot)
-        directory.meta[slot, 0] = directory.filled[table, 2]
+        directory.meta[slot, NEXT] = directory.filled[table, 2]
         directory.filled[table, 2] = slot + 1
 
 
@@ -342,7 +339,7 @@ def _extra(directory: Directory, table: int) -> Any:
     filled = directory.filled
     if filled[table, 2] > 0:
         slot = filled[table, 2] - 1
-        filled[table, 2] = directory.meta[slot, 0]
+        filled[table, 2] = directory.meta[slot, NEXT]
         return slot
     slot = directory.slot_starts[table] + directory.capacity[table] + filled[table, 1]
     if slot >= directory.slot_starts[table + 1]:

@@ -50,7 +50,7 @@ class Lookahead:
         def release() -> None:
             for stack, each, mark in zip(self._stacks, fetched, marks, strict=True):
                 stack.memory.follow(mark)
-                stack.release(each, updated=True)
+                stack.release(each)
 
         self._submit(release)
 

@@ -15,7 +15,8 @@ from dlrm_api.tiers import BLOCK_SEGMENT_BYTES, BLOCK_SLACK, SLOT_META_BYTES, Ro
 from dlrm_checkpointer.initializer import table_key
 from dlrm_trainer.embedding.tiers import directory as compiled
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
-from dlrm_trainer.embedding.tiers.directory import LEVEL_BITS, STATS, Directory, Found
+from dlrm_trainer.embedding.tiers.counts import COUNTS
+from dlrm_trainer.embedding.tiers.directory import LEVEL_BITS, Directory, Found
 from dlrm_trainer.embedding.tiers.initial import fill_initial
 from dlrm_trainer.embedding.tiers.level import Level, Places, Records, Rows
 from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
@@ -86,6 +87,7 @@ class Stack:
     ) -> None:
         self.tables = tuple(tables)
         self.memory, self._dim, self._dtype = memory, dim, dtype
+        self._slots_tier = share.levels[0].tier
         self.levels: tuple[Level, ...] = ()
         self._swap: Swap | None = None
         self._keys = np.array([table_key(seed, table.name) for table in tables], np.uint64)
@@ -139,10 +141,10 @@ class Stack:
         self._exchange(found, missing, None)
         return Fetched(slots=found.slots.copy(), distinct=found.distinct[: distinct + missing].copy())
 
-    def release(self, fetched: Fetched, *, updated: bool) -> None:
-        """Let a fetched batch go; rows in extra slots that no other batch holds move down."""
+    def release(self, fetched: Fetched) -> None:
+        """Let a fetched batch go that has updated its rows; rows in extra slots that no other batch holds move down."""
         leaving = np.empty(len(fetched.distinct), np.int64)
-        count = compiled.release(self.directory, fetched.distinct, updated, leaving)
+        count = compiled.release(self.directory, fetched.distinct, leaving)
         for start in range(0, count, self._chunk):
             slots = leaving[start : min(start + self._chunk, count)]
             rows = np.empty_like(slots)
@@ -180,7 +182,7 @@ class Stack:
             short = compiled.admit(self.directory, 0, found, 0, len(part))
             assert short == 0, f"{short} restored rows found no slot"
             self._exchange(found, len(part), records[start : start + most])
-            self.release(Fetched(slots=found.slots, distinct=found.distinct), updated=True)
+            self.release(Fetched(slots=found.slots, distinct=found.distinct))
 
     def known(self, table: int, first: int, last: int, *, but: int | None = None) -> Rows:
         """Rows of the class, of [first, last) of a table, that were ever updated; without those of level ``but``."""
@@ -224,7 +226,8 @@ class Stack:
         """Bytes really taken now, by tier, of slots (their rows, states and what is known of them), maps and levels."""
         filled = int(self.directory.filled[:, :2].sum())
         slot = self._row_words * 4 + SLOT_META_BYTES
-        kept: dict[Tier, int] = {"ddr": filled * slot + self.directory.place_of.nbytes}
+        kept: dict[Tier, int] = {"ddr": self.directory.place_of.nbytes}
+        kept[self._slots_tier] = kept.get(self._slots_tier, 0) + filled * slot
         for level in self.levels:
             for tier, size in level.bytes_kept.items():
                 kept[tier] = kept.get(tier, 0) + size
@@ -253,8 +256,7 @@ class Stack:
             part = left[start : start + self._chunk]
             if brought is None:
                 records = self._coming[: len(part)]
-                self._read(rows[part], sources[part], records)
-                self._vacate_places(sources[part])
+                self._read(rows[part], sources[part], records, leave=True)
             else:
                 records = brought[part]
             down = part[leaving[part] >= 0]
@@ -264,8 +266,8 @@ class Stack:
             counts[part] = records[:, -1]
         compiled.enlist(self.directory, targets, counts)
 
-    def _read(self, rows: Rows, sources: NDArray[np.int64], out: Records) -> None:
-        """Copy records out of wherever they are."""
+    def _read(self, rows: Rows, sources: NDArray[np.int64], out: Records, *, leave: bool = False) -> None:
+        """Copy records out of wherever they are; ``leave``: they are no longer there then."""
         level = np.where(sources > 0, (sources - 1) & 3, -1)
         for number in np.unique(level).tolist():
             here = level == number
@@ -278,16 +280,11 @@ class Stack:
                 self._take(places, part)
             else:
                 self.levels[number - 1].read(places, part)
+                if leave:
+                    self.levels[number - 1].free(places)
+                    self.moved_rows[number, 0] += len(places)
             if not whole:
                 out[here] = part
-
-    def _vacate_places(self, sources: NDArray[np.int64]) -> None:
-        level = np.where(sources > 0, (sources - 1) & 3, 0)
-        for number, below in enumerate(self.levels, start=1):
-            places = (sources[level == number] - 1) >> LEVEL_BITS
-            if len(places):
-                below.free(places)
-                self.moved_rows[number, 0] += len(places)
 
     def _take(self, slots: NDArray[np.int64], out: Records) -> Records:
         out = out[: len(slots)]
@@ -351,5 +348,5 @@ def _directory(tables: Sequence[StackTable], share: TierShare) -> Directory:
             lists=np.zeros((len(tables), LISTS[policy], 3), np.int64),
             protected_most=(capacity * PROTECTED_SHARE).astype(np.int64),
         ),
-        stats=np.zeros((len(tables), STATS), np.int64),
+        stats=np.zeros((len(tables), COUNTS), np.int64),
     )

@@ -110,13 +110,10 @@ class StackedTable:
 
     def rows_updated(self) -> Iterator[ShardRows]:
         """See ``LocalTable``."""
-        return self._pieces(but=None)
+        return self.pieces(but=None)
 
-    def rows_updated_above(self, level: int) -> Iterator[ShardRows]:
-        """Those of ``rows_updated`` that are not in a level, which is read another way."""
-        return self._pieces(but=level)
-
-    def _pieces(self, but: int | None) -> Iterator[ShardRows]:
+    def pieces(self, but: int | None) -> Iterator[ShardRows]:
+        """``rows_updated`` without the rows in level ``but``, which is read another way."""
         for first in range(0, self.table.rows, CHUNK_ROWS):
             rows = self.stack.known(self.number, first, min(first + CHUNK_ROWS, self.table.rows), but=but)
             if len(rows):
@@ -138,18 +135,18 @@ class StackedTable:
         return int(self.stack.directory.row_starts[self.number])
 
 
-def rows_of_stack(stack: Stack, tables: Sequence[StackedTable]) -> Iterator[ShardRows]:
+def rows_of_stack(stack: Stack, tables: Sequence[TableSpec]) -> Iterator[ShardRows]:
     """Rows ever updated of all tables of a stack, each once: block storage is read from its start to its end."""
     scanned = next((n for n, level in enumerate(stack.levels, start=1) if isinstance(level, BlockLevel)), None)
-    for table in tables:
-        yield from table.rows_updated() if scanned is None else table.rows_updated_above(scanned)
+    for number, table in enumerate(tables):
+        yield from StackedTable(table, stack, number).pieces(but=scanned)
     if scanned is not None:
         level = stack.levels[scanned - 1]
         assert isinstance(level, BlockLevel)
         yield from _scanned_rows(stack, level, tables)
 
 
-def _scanned_rows(stack: Stack, level: BlockLevel, tables: Sequence[StackedTable]) -> Iterator[ShardRows]:
+def _scanned_rows(stack: Stack, level: BlockLevel, tables: Sequence[TableSpec]) -> Iterator[ShardRows]:
     starts, most = stack.directory.row_starts, max(1, SCAN_BYTES // (4 * stack.memory.words))
     for rows, records in _joined(level, most):
         order = np.argsort(rows)
@@ -159,7 +156,7 @@ def _scanned_rows(stack: Stack, level: BlockLevel, tables: Sequence[StackedTable
             part = order[edges[number] : edges[number + 1]]
             weights, state = stack.values(records[part])
             ids = rows[edges[number] : edges[number + 1]] - starts[number]
-            yield ShardRows(shard=whole(tables[number].table), row_ids=ids, rows=weights, state=state)
+            yield ShardRows(shard=whole(tables[number]), row_ids=ids, rows=weights, state=state)
 
 
 def _joined(level: BlockLevel, most: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint32]]]:
