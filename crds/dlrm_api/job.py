@@ -13,7 +13,7 @@ from dlrm_api.base import ApiModel, Rule, read
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_api.data import DataSpec
 from dlrm_api.lifecycle import LifecycleSpec, SchedulingSpec
-from dlrm_api.model import MAX_TABLES, ModelSpec
+from dlrm_api.model import MAX_FEATURES, MAX_TABLES, ModelSpec
 from dlrm_api.names import API_VERSION
 from dlrm_api.status import DLRMJobStatus
 from dlrm_api.trainer import TrainerSpec
@@ -82,10 +82,19 @@ class DLRMJobSpec(ApiModel):
                 f"model.tables: {len(tables)} tables with tableGroups written out, at most {MAX_TABLES} are allowed"
             )
         _refuse_duplicates("name", [table.name for table in tables])
-        _refuse_duplicates("feature", [table.source for table in tables])
+        features = self.model.all_features()
+        if len(features) > MAX_FEATURES:
+            _refuse(f"model.tables: {len(features)} features over all tables, at most {MAX_FEATURES} are allowed")
+        for table in tables:
+            column, count = Counter(table.sources).most_common(1)[0]
+            if count > 1:
+                _refuse(f"model.tables: table {table.name} has feature {column} {count} times: give it once")
         if self.data.format == "criteo-tsv":
             _refuse_unknown("model.denseFeatures", self.model.dense_features, CRITEO_DENSE)
-            _refuse_unknown("model.tables", tuple(table.source for table in tables), CRITEO_SPARSE)
+            _refuse_unknown("model.tables", tuple(feature.column for feature in features), CRITEO_SPARSE)
+            weighted = next((tables[feature.table] for feature in features if feature.weights), None)
+            if weighted:
+                _refuse(f"model.tables: criteo-tsv has no column of weights: leave weights of {weighted.name} out")
         return self
 
     @property

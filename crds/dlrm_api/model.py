@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from dlrm_api.base import ApiModel, NotBuilt, Rule
 
 MAX_TABLES = 5_000
+MAX_FEATURES = 10_000
 Width = Annotated[int, Field(ge=1, le=65_536)]
 Name = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")]
 ColumnName = Annotated[str, Field(min_length=1, max_length=128)]
@@ -118,26 +120,84 @@ class TableOptions(ApiModel):
     )
     initializer: InitializerSpec = Field(InitializerSpec(), description="Values of rows that were never updated.")
     pin: TablePin | None = Field(None, description="Fixes the sharding or the tier that the planner would choose.")
+    column_block: int | None = Field(
+        None,
+        ge=4,
+        le=4_096,
+        multiple_of=4,
+        description=(
+            "Columns of a block that has a row state of its own and may live on a rank of its own; must divide dim. "
+            "By default dim: one block. A table's snapshots keep its blocks."
+        ),
+    )
     embedding: EmbeddingOptions = Field(EmbeddingOptions(), description="How ids become rows.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            cel="!has(self.columnBlock) || self.dim % self.columnBlock == 0",
+            holds=lambda table: table.column_block is None or table.dim % table.column_block == 0,
+            message="columnBlock must divide dim: change one of them",
+        ),
+    )
 
     @property
     def lookups(self) -> float:
         """Mean ids in one bag, for cost models."""
         return self.max_lookups if self.avg_lookups is None else self.avg_lookups
 
+    @property
+    def block_edges(self) -> tuple[int, ...]:
+        """Edges of the column blocks: (0, dim) for one."""
+        return tuple(range(0, self.dim + 1, self.column_block or self.dim))
+
 
 class TableSpec(TableOptions):
     """One embedding table."""
 
     name: Name = Field(description="Name of the table, unique in the model.")
-    feature: ColumnName | None = Field(
-        None, description="Source column of the ids (C1 to C26 for criteo-tsv); by default the table's name."
+    features: tuple[ColumnName, ...] = Field(
+        (),
+        max_length=256,
+        description=(
+            "Source columns of ids (C1 to C26 for criteo-tsv), each pooled on its own; by default the table's name. "
+            "Several tables may read one column."
+        ),
+    )
+    weights: tuple[ColumnName, ...] = Field(
+        (),
+        max_length=256,
+        description=(
+            "Columns of weights, one for each of features, with a number for each id of a bag: rows are multiplied "
+            "by them before they are pooled. Empty: every weight is 1."
+        ),
+    )
+
+    rules = (
+        *TableOptions.rules,
+        Rule(
+            cel="!has(self.weights) || size(self.weights) == 0 || "
+            "size(self.weights) == (has(self.features) && size(self.features) > 0 ? size(self.features) : 1)",
+            holds=lambda table: len(table.weights) in (0, len(table.sources)),
+            message="weights needs one column for each of features: give as many, or none",
+        ),
     )
 
     @property
-    def source(self) -> str:
-        """The feature that the table reads."""
-        return self.feature or self.name
+    def sources(self) -> tuple[str, ...]:
+        """The columns that the table reads."""
+        return self.features or (self.name,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """One bag of ids a sample, looked up in one table and pooled to one vector."""
+
+    table: int
+    """Number of the table in the model's order."""
+    column: str
+    """Source of the ids."""
+    weights: str | None
+    """Source of a weight for each id; None: 1."""
 
 
 class TableGroup(ApiModel):
@@ -241,3 +301,11 @@ class ModelSpec(ApiModel):
             for i in range(group.count)
         )
         return (*self.tables, *grouped)
+
+    def all_features(self) -> tuple[Feature, ...]:
+        """Every feature, table by table; the order of bags and of pooled vectors."""
+        return tuple(
+            Feature(table=number, column=column, weights=weights)
+            for number, table in enumerate(self.all_tables())
+            for column, weights in zip(table.sources, table.weights or (None,) * len(table.sources), strict=True)
+        )

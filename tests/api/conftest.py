@@ -27,8 +27,8 @@ GOOD: dict[str, Document] = {
                 "bottomMlp": [32, 16],
                 "topMlp": [8, 1],
                 "tables": [
-                    {"name": "ads", "feature": "C1", "rows": 1_000, "dim": 16},
-                    {"name": "sites", "feature": "C2", "rows": 50, "dim": 16, "maxLookups": 3, "pooling": "mean"},
+                    {"name": "ads", "features": ["C1"], "rows": 1_000, "dim": 16},
+                    {"name": "sites", "features": ["C2"], "rows": 50, "dim": 16, "maxLookups": 3, "pooling": "mean"},
                 ],
             },
             "data": {"format": "synthetic"},

@@ -287,13 +287,26 @@ BAD = {
     "two tables of one name": job(
         {"spec.model.tables.1.name": "ads"}, "spec: model.tables: 2 tables have the name ads: give each its own", None
     ),
-    "two tables of one feature": job(
-        {"spec.model.tables.1.feature": "C1"},
-        "spec: model.tables: 2 tables have the feature C1: give each its own",
+    "one feature twice in a table": job(
+        {"spec.model.tables.1.features": ["C1", "C2", "C1"]},
+        "spec: model.tables: table sites has feature C1 2 times: give it once",
         None,
     ),
+    "weights in criteo-tsv": job(
+        {**FILES, "spec.model.tables.1.features": ["C2"], "spec.model.tables.1.weights": ["C3"]},
+        "spec: model.tables: criteo-tsv has no column of weights: leave weights of sites out",
+        None,
+    ),
+    "fewer weights than features": job(
+        {"spec.model.tables.1.features": ["C1", "C2"], "spec.model.tables.1.weights": ["W"]},
+        "spec.model.tables[1]: weights needs one column for each of features: give as many, or none",
+    ),
+    "a block of columns that does not divide them": job(
+        {"spec.model.tables.1.columnBlock": 12},
+        "spec.model.tables[1]: columnBlock must divide dim: change one of them",
+    ),
     "feature that criteo lacks": job(
-        {**FILES, "spec.model.tables.1.feature": "C27"},
+        {**FILES, "spec.model.tables.1.features": ["C27"]},
         "spec: model.tables: criteo-tsv has no feature C27: it has C1 to C26",
         None,
     ),

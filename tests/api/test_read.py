@@ -86,8 +86,9 @@ def test_groups_are_written_out_in_order(good: dict[str, Any]) -> None:
     template = {"rows": 10, "dim": 16, "embedding": {"hash": "mix"}}
     good["DLRMJob"]["spec"]["model"]["tableGroups"] = [{"name": "g", "count": 2, "template": template}]
 
-    tables = DLRMJob.model_validate(good["DLRMJob"]).spec.model.all_tables()
+    model = DLRMJob.model_validate(good["DLRMJob"]).spec.model
+    tables = model.all_tables()
 
     assert [table.name for table in tables] == ["ads", "sites", "g-0", "g-1"]
-    assert [table.source for table in tables] == ["C1", "C2", "g-0", "g-1"]
+    assert [feature.column for feature in model.all_features()] == ["C1", "C2", "g-0", "g-1"]
     assert tables[3].embedding.hash == "mix"

@@ -144,7 +144,7 @@ def with_table(tmp_path: Path, **values: Any) -> DLRMJob:
     ("edit", "named"),
     [
         (lambda path: with_table(path, rows=121), "table bags.rows was 120 and is 121"),
-        (lambda path: with_table(path, name="bag", feature="bags"), "table bag is new"),
+        (lambda path: with_table(path, name="bag", features=["bags"]), "table bag is new"),
         (lambda path: with_table(path, initializer={"kind": "zero"}), "table bags.scale was"),
         (lambda path: with_table(path, dtype="fp16"), "table bags.dtype was fp32 and is fp16"),
         (

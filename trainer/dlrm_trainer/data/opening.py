@@ -37,7 +37,7 @@ def open_reader(
     return Reader(
         source,
         sample_order(spec, split, source.num_samples),
-        spec.model.all_tables(),
+        spec.model,
         len(spec.model.dense_features),
         spec.data.dense,
         rank,
@@ -53,11 +53,11 @@ def _source(spec: DLRMJobSpec, split: Split, cache_folder: Path) -> RowSource:
     if not uris:
         return NoSamples()
     dense = spec.model.dense_features
-    tables = [table.source for table in spec.model.all_tables()]
+    columns = [feature.column for feature in spec.model.all_features()]
     if data.format == "criteo-tsv":
-        return CriteoSource(find_files(uris, CRITEO_SUFFIXES), dense, tables, data.lenient, cache_folder)
-    _check_renames(data.columns.rename, {*dense, *tables})
-    return ParquetSource(find_files(uris, PARQUET_SUFFIXES), data.columns.label, dense, tables, data.columns.rename)
+        return CriteoSource(find_files(uris, CRITEO_SUFFIXES), dense, columns, data.lenient, cache_folder)
+    _check_renames(data.columns.rename, {*dense, *columns})
+    return ParquetSource(find_files(uris, PARQUET_SUFFIXES), data.columns.label, dense, columns, data.columns.rename)
 
 
 def _check_renames(rename: Mapping[str, str], features: Set[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dlrm_api.data import DenseInputSpec
 from dlrm_api.errors import BadDataError
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.model import TableSpec
+from dlrm_api.model import ModelSpec, TableSpec
 from dlrm_trainer.data.batch import Batch, RawRows, RowSource, no_rows
 from dlrm_trainer.data.hashing import rows_of_ids
 from dlrm_trainer.data.order import SampleOrder
@@ -31,7 +31,7 @@ class Reader:
         self,
         source: RowSource,
         order: SampleOrder,
-        tables: Sequence[TableSpec],
+        model: ModelSpec,
         features: int,
         dense: DenseInputSpec,
         rank: int,
@@ -39,7 +39,8 @@ class Reader:
     ) -> None:
         self._source = source
         self._order = order
-        self._tables = tuple(tables)
+        tables = model.all_tables()
+        self._bags = tuple((tables[feature.table], feature.column) for feature in model.all_features())
         self._features = features
         self._dense = dense
         self._rank = rank
@@ -71,7 +72,7 @@ class Reader:
             BadDataError: a row can't be used; the message names the file, the row, the column or table and the mend.
         """
         sample_ids = self._order.sample_ids(batch, self._rank, self._world_size)
-        raw = self._source.rows(sample_ids) if sample_ids.size else no_rows(len(self._tables), self._features)
+        raw = self._source.rows(sample_ids) if sample_ids.size else no_rows(len(self._bags), self._features)
         return Batch(
             number=batch,
             sample_ids=torch.from_numpy(sample_ids),
@@ -93,33 +94,33 @@ class Reader:
         values = np.empty_like(raw.ids)
         stops = np.cumsum(raw.lengths.sum(axis=1, dtype=np.int64))
         start = 0
-        for number, (table, stop) in enumerate(zip(self._tables, stops.tolist(), strict=True)):
+        for number, ((table, column), stop) in enumerate(zip(self._bags, stops.tolist(), strict=True)):
             lengths = raw.lengths[number]
             if lengths.size and (longest := int(lengths.argmax()), lengths.max() > table.max_lookups)[1]:
-                self._refuse_bag(table, int(lengths[longest]), int(sample_ids[longest]))
+                self._refuse_bag(table, column, int(lengths[longest]), int(sample_ids[longest]))
             ids = raw.ids[start:stop]
             values[start:stop], outside = rows_of_ids(ids, table.rows, table.embedding.hash)
             if outside is not None:
                 first = int(outside.argmax())
                 sample = int(np.searchsorted(np.cumsum(lengths), first, side="right"))
-                self._refuse_id(table, int(ids[first]), int(ids.max()), int(sample_ids[sample]))
+                self._refuse_id(table, column, int(ids[first]), int(ids.max()), int(sample_ids[sample]))
             start = stop
         return values
 
-    def _refuse_bag(self, table: TableSpec, length: int, sample_id: int) -> NoReturn:
+    def _refuse_bag(self, table: TableSpec, column: str, length: int, sample_id: int) -> NoReturn:
         raise BadDataError(
-            f"{self._source.where(sample_id)}: the bag of table {table.name} (column {table.source}) has {length} ids, "
+            f"{self._source.where(sample_id)}: the bag of table {table.name} (column {column}) has {length} ids, "
             f"more than maxLookups {table.max_lookups}: raise maxLookups of the table, or shorten the bag"
         )
 
-    def _refuse_id(self, table: TableSpec, value: int, largest: int, sample_id: int) -> NoReturn:
+    def _refuse_id(self, table: TableSpec, column: str, value: int, largest: int, sample_id: int) -> NoReturn:
         mend = (
             f"raise rows to at least {largest + 1}, or set embedding.hash: mix on the table"
             if value >= 0
             else "ids without a hash start at 0: mend the data, or set embedding.hash: mix on the table"
         )
         raise BadDataError(
-            f"{self._source.where(sample_id)}: id {value} of table {table.name} (column {table.source}) "
+            f"{self._source.where(sample_id)}: id {value} of table {table.name} (column {column}) "
             f"is no row of its {table.rows} rows: {mend}"
         )
 
