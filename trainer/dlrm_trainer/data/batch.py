@@ -19,7 +19,8 @@ Fingerprint = Mapping[str, Any]
 class Batch:
     """One rank's slice of one global batch; the slices of ranks 0 to W - 1 in this order are the whole batch.
 
-    ``n`` is the slice's sample count and may be 0; ``T`` counts the model's tables, in the model's order.
+    ``n`` is the slice's sample count and may be 0; ``F`` counts the model's features (bags a sample), in the order of
+    ``ModelSpec.all_features``; feature-major means all bags of one feature, then all of the next.
     """
 
     number: int
@@ -27,13 +28,16 @@ class Batch:
     sample_ids: Tensor
     """(n,) int64 row numbers over all files of the split."""
     dense: Tensor
-    """(n, F) float32, finite, after the transform."""
+    """(n, dense features) float32, finite, after the transform."""
     labels: Tensor
     """(n,) float32, each 0 or 1."""
     lengths: Tensor
-    """(T, n) int32 ids in each bag."""
+    """(F, n) int32 ids in each bag."""
     values: Tensor
-    """(sum of lengths,) int64 rows of the tables, table-major, each in [0, rows) of its table."""
+    """(sum of lengths,) int64 rows of the tables, feature-major, each in [0, rows) of its table."""
+    weights: Tensor | None = None
+    """(sum of lengths,) float32, finite, one for each of ``values``; 1 for features without weights, None where no
+    feature of the model has any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,22 +45,25 @@ class RawRows:
     """Samples as a source holds them: dense values before the transform, ids before the hash."""
 
     dense: NDArray[np.float32]
-    """(n, F), NaN where the field is missing."""
+    """(n, dense features), NaN where the field is missing."""
     labels: NDArray[np.float32]
     """(n,), each 0 or 1."""
     lengths: NDArray[np.int32]
-    """(T, n)."""
+    """(F, n)."""
     ids: NDArray[np.int64]
-    """(sum of lengths,) table-major."""
+    """(sum of lengths,) feature-major."""
+    weights: NDArray[np.float32] | None = None
+    """(sum of lengths,) finite, one for each of ``ids``; None where no feature has weights."""
 
 
-def no_rows(tables: int, features: int) -> RawRows:
+def no_rows(bags: int, dense: int, weighted: bool) -> RawRows:
     """The rows of an empty slice."""
     return RawRows(
-        dense=np.empty((0, features), dtype=np.float32),
+        dense=np.empty((0, dense), dtype=np.float32),
         labels=np.empty(0, dtype=np.float32),
-        lengths=np.empty((tables, 0), dtype=np.int32),
+        lengths=np.empty((bags, 0), dtype=np.int32),
         ids=np.empty(0, dtype=np.int64),
+        weights=np.empty(0, dtype=np.float32) if weighted else None,
     )
 
 

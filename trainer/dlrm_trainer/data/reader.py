@@ -41,6 +41,7 @@ class Reader:
         self._order = order
         tables = model.all_tables()
         self._bags = tuple((tables[feature.table], feature.column) for feature in model.all_features())
+        self._weighted = any(feature.weights for feature in model.all_features())
         self._features = features
         self._dense = dense
         self._rank = rank
@@ -72,7 +73,7 @@ class Reader:
             BadDataError: a row can't be used; the message names the file, the row, the column or table and the mend.
         """
         sample_ids = self._order.sample_ids(batch, self._rank, self._world_size)
-        raw = self._source.rows(sample_ids) if sample_ids.size else no_rows(len(self._bags), self._features)
+        raw = self._source.rows(sample_ids) if sample_ids.size else no_rows(len(self._bags), self._features, self._weighted)
         return Batch(
             number=batch,
             sample_ids=torch.from_numpy(sample_ids),
@@ -80,6 +81,7 @@ class Reader:
             labels=torch.from_numpy(raw.labels),
             lengths=torch.from_numpy(raw.lengths),
             values=torch.from_numpy(self._values(raw, sample_ids)),
+            weights=None if raw.weights is None else torch.from_numpy(raw.weights),
         )
 
     def iterate(self, start: int, stop: int) -> Iterator[Batch]:
