@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from dlrm_api.errors import SnapshotError, UsageError
 from dlrm_checkpointer.cut import TableMeta
-from dlrm_checkpointer.digest import block_digest, join_blocks, state_digest
+from dlrm_checkpointer.digest import combine, state_digest
 from dlrm_checkpointer.folder import raise_device
 from dlrm_checkpointer.restore import Snapshot
 from dlrm_checkpointer.walk import walk_table
@@ -57,16 +57,16 @@ def _write_table(snapshot: Snapshot, table: TableMeta, folder: Path) -> str:
     state_start = 4 * table.rows * table.dim
     width = table.state_width
     header = _header(table, state_start, width)
-    digests = []
+    partials = []
     with (folder / f"{table.name}.safetensors").open("wb") as file:
         file.write(header)
         file.flush()
         for block in walk_table(snapshot, table):
             rows, state = block.fill()
-            digests.append(block_digest(rows, state))
+            partials.append(block.digest(rows, state))
             _write_at(file.fileno(), len(header) + 4 * block.start * table.dim, rows)
             _write_at(file.fileno(), len(header) + state_start + 4 * block.start * width, state)
-    return join_blocks(digests)
+    return combine(partials)
 
 
 def _header(table: TableMeta, state_start: int, width: int) -> bytes:

@@ -67,10 +67,10 @@ def initial_rows(
     pairs = np.arange(first_pair + 1, end_pair + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     key = np.uint64(table_key(seed, table))
     with np.errstate(over="ignore"):
-        keys = _mix(key + row_ids.astype(np.uint64) * np.uint64(GOLDEN))
+        keys = mix(key + row_ids.astype(np.uint64) * np.uint64(GOLDEN))
     block = max(1, BLOCK_VALUES // len(pairs))
     for start in range(0, len(row_ids), block):
-        hashes = _mix(keys[start : start + block, None] + pairs[None, :])
+        hashes = mix(keys[start : start + block, None] + pairs[None, :])
         halves = hashes.astype("<u8", copy=False).view("<u4")[:, skip : skip + len(columns)]
         signed = (halves >> np.uint32(8)).view(np.int32) - np.int32(1 << 23)
         np.multiply(signed.astype(np.float32), np.float32(2.0**-23), out=out[start : start + block])
@@ -78,8 +78,8 @@ def initial_rows(
     return out
 
 
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's output function, in place (wrapping multiplication)."""
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's output function, of each of an array's values in place (wrapping multiplication)."""
     values ^= values >> np.uint64(30)
     values *= np.uint64(MIX_1)
     values ^= values >> np.uint64(27)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
-from dlrm_checkpointer.digest import block_digest, block_ranges, join_blocks, state_digest
+from dlrm_checkpointer.digest import Partial, block_ranges, combine, rows_digest, state_digest
 from dlrm_checkpointer.fetch import fetch_rows, in_parallel
 from dlrm_checkpointer.initializer import initial_rows
 from dlrm_checkpointer.restore import Snapshot, clip
@@ -39,6 +39,10 @@ class Block:
         if table.dtype == "fp16":
             rows = rows.astype(np.float16).astype(np.float32)
         return rows, state
+
+    def digest(self, rows: NDArray[np.float32], state: NDArray[np.float32]) -> Partial:
+        """What its rows, as ``fill`` gave them, add to the table's digest."""
+        return rows_digest(self.table, np.arange(self.start, self.end, dtype=np.int64), 0, rows, state)
 
     def check(self) -> int:
         """Check what is stored, and count the rows.
@@ -88,6 +92,6 @@ def snapshot_digest(snapshot: Snapshot) -> str:
     """The digest of the state that restoring the snapshot gives (``digest.state_digest``); reads every object."""
     tables = []
     for table in snapshot.meta.tables:
-        digest = join_blocks(block_digest(*block.fill()) for block in walk_table(snapshot, table))
+        digest = combine(block.digest(*block.fill()) for block in walk_table(snapshot, table))
         tables.append((table.name, digest))
     return state_digest(tables, snapshot.dense())

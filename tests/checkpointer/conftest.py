@@ -17,7 +17,7 @@ from dlrm_api.errors import StoreUnavailableError
 from dlrm_api.names import ExitCode
 from dlrm_api.tiers import RowDtype
 from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, TableMeta
-from dlrm_checkpointer.digest import state_digest, table_digest
+from dlrm_checkpointer.digest import combine, shard_digest, state_digest
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.handoff import HandedOver, HandOffWriter
 from dlrm_checkpointer.inbox import Inbox
@@ -141,7 +141,7 @@ class Model:
         def read(name: str) -> Callable[[int, int], tuple[NDArray[np.float32], NDArray[np.float32]]]:
             return lambda start, end: (self.rows[name][start:end], self.state[name][start:end])
 
-        tables = [(each.name, table_digest(each.rows, read(each.name))) for each in self.tables]
+        tables = [(each.name, combine([shard_digest(each, each.whole(), read(each.name))])) for each in self.tables]
         return state_digest(tables, self.dense)
 
 

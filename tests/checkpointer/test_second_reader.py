@@ -17,6 +17,7 @@ from dlrm_checkpointer.walk import snapshot_digest
 README = Path(__file__).parents[2] / "checkpointer" / "README.md"
 DTYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "U8": "u1", "BOOL": "?"}
 MASK = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
 
 
 def container(path: Path, sha256: str) -> tuple[dict, dict[str, np.ndarray]]:
@@ -42,12 +43,11 @@ def mix(z: int) -> int:
 def initial(table: dict, row: int) -> list[np.float32]:
     if table["scale"] == 0:
         return [np.float32(0)] * table["dim"]
-    golden = 0x9E3779B97F4A7C15
     text = b"dlrm-initializer-1\0" + table["seed"].to_bytes(8, "little", signed=True) + table["name"].encode()
-    start = mix((int.from_bytes(hashlib.sha256(text).digest()[:8], "little") + row * golden) & MASK)
+    start = mix((int.from_bytes(hashlib.sha256(text).digest()[:8], "little") + row * GOLDEN) & MASK)
     values = []
     for column in range(table["dim"]):
-        word = mix((start + (column // 2 + 1) * golden) & MASK)
+        word = mix((start + (column // 2 + 1) * GOLDEN) & MASK)
         half = word >> 32 if column % 2 else word & 0xFFFFFFFF
         values.append(np.float32((half >> 8) - 2**23) * np.float32(2.0**-23) * np.float32(table["scale"]))
     return values
@@ -75,17 +75,28 @@ def read(root: Path) -> str:
         if table.get("dtype") == "fp16":
             rows[name] = rows[name].astype(np.float16).astype(np.float32)
     _, dense = container(root / manifest["dense"]["key"], manifest["dense"]["sha256"])
-    return digest(rows, state, dense)
+    return digest(tables, rows, state, dense)
 
 
-def digest(rows: dict, state: dict, dense: dict) -> str:
+def digest(metas: dict, rows: dict, state: dict, dense: dict) -> str:
     tables = []
     for name in sorted(rows):
-        whole = hashlib.sha256()
-        for start in range(0, len(rows[name]), 65_536):
-            block = slice(start, start + 65_536)
-            whole.update(hashlib.sha256(rows[name][block].tobytes() + state[name][block].tobytes()).digest())
-        tables.append([name, whole.hexdigest()])
+        meta, lanes = metas[name], []
+        values_of = meta.get("stateColumns", [1] * len(meta["columnBlocks"]))
+        key = int.from_bytes(hashlib.sha256(b"dlrm-digest-2\0" + name.encode()).digest()[:8], "little")
+        for lane in range(4):
+            stream = mix((key + (lane + 1) * GOLDEN) & MASK)
+            keys = [mix((stream + (i + 1) * GOLDEN) & MASK) | 1 for i in range(2 + meta["dim"] + sum(values_of))]
+            total = 0
+            for block, (start, end) in enumerate(meta["columnBlocks"]):
+                places = range(sum(values_of[:block]), sum(values_of[: block + 1]))
+                indices = [*range(start, end), *(meta["dim"] + place for place in places)]
+                words = np.concatenate([rows[name], state[name]], axis=1)[:, indices].view("<u4").tolist()
+                for row, values in enumerate(words):
+                    weighed = sum(value * keys[2 + i] for value, i in zip(values, indices, strict=True))
+                    total += mix(((row + 1) * keys[0] + block * keys[1] + weighed) & MASK)
+            lanes.append(f"{total & MASK:016x}")
+        tables.append([name, "".join(lanes)])
     arrays = [
         [n, a.dtype.name, list(a.shape), hashlib.sha256(a.tobytes()).hexdigest()] for n, a in sorted(dense.items())
     ]

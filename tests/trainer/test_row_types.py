@@ -13,7 +13,7 @@ from gangs import hand_plan, job_document
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.tiers import state_values
 from dlrm_checkpointer.cut import ShardId, ShardRows
-from dlrm_checkpointer.digest import block_digest, join_blocks, state_digest
+from dlrm_checkpointer.digest import combine, state_digest
 from dlrm_checkpointer.objects import decode_rows, encode_rows
 from dlrm_checkpointer.walk import Block
 from dlrm_trainer.collectives import Collectives
@@ -80,7 +80,7 @@ def digest_of_stored(job: DLRMJob, stored: Stored) -> str:
         for piece in pieces:
             piece.check(meta)
         block = Block(table=meta, start=0, end=table.rows, stored=pieces)
-        tables.append((table.name, join_blocks([block_digest(*block.fill())])))
+        tables.append((table.name, combine([block.digest(*block.fill())])))
     return state_digest(tables, stored.dense())
 
 

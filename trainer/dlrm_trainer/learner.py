@@ -56,6 +56,7 @@ class Learner:
     ) -> None:
         self._collectives, self._stages = collectives, stages or Stages()
         self._row_rate = spec.training.row_optimizer.learning_rate
+        self.row_optimizer = spec.training.row_optimizer.kind
         self.model = build_model(spec.model, spec.training.seed)
         options = OwnedOptions(
             optimizer=spec.training.row_optimizer,

@@ -10,7 +10,7 @@ from typing import Any
 from dlrm_api.errors import SnapshotError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_checkpointer.cut import CutMeta, TableMeta
-from dlrm_checkpointer.digest import state_digest, table_digest
+from dlrm_checkpointer.digest import combine, shard_digest, state_digest
 from dlrm_checkpointer.restore import Snapshot, claim_attempt, newest_snapshot, open_snapshot
 from dlrm_checkpointer.store import ObjectStore
 from dlrm_trainer.collectives import Collectives
@@ -139,9 +139,9 @@ def restore(learner: Learner, snapshot: Snapshot) -> None:
 def live_digest(learner: Learner, placement: Placement, collectives: Collectives) -> str:
     """Digest of the whole logical state in memory, on every rank; equal to that of a snapshot at 32 bits."""
     learner.embeddings.settle()
-    digests = [
-        (table.table.name, table_digest(table.table.rows, table.read_block))
-        for number, table in learner.embeddings.local.items()
-        if placement.saver(number) == collectives.rank
-    ]
+    digests = []
+    for number, table in learner.embeddings.local.items():
+        if placement.saver(number) == collectives.rank:
+            meta = table_meta(table.table, 0, learner.row_optimizer)  # the seed is no part of a digest
+            digests.append((meta.name, combine([shard_digest(meta, meta.whole(), table.read_block)])))
     return state_digest([pair for part in collectives.gather(digests) for pair in part], learner.dense.arrays())
