@@ -1,6 +1,6 @@
 """The dense half of a DLRM: bottom MLP, interaction, top MLP to one logit. It knows no parallelism.
 
-Shapes: n samples, F dense features, T tables, D the width of all pooled rows side by side, E one table's width.
+Shapes: n samples, F dense features, T features of ids, D the width of all pooled rows side by side, E one's width.
 
 Source: Naumov et al., Deep Learning Recommendation Model, arXiv 1906.00091; Wang et al., DCN V2, WWW 2021.
 """
@@ -37,17 +37,17 @@ class MLP(nn.Module):
 
 
 class DotInteraction(nn.Module):
-    """Dot products of all pairs of vectors: each table's pooled row, and the bottom MLP's output where there is one.
+    """Dot products of all pairs of vectors: each feature's pooled row, and the bottom MLP's output where there is one.
 
     Without a bottom MLP the pairs are all; with it, its output goes on beside them.
     """
 
-    def __init__(self, tables: int, dim: int, with_dense: bool) -> None:
+    def __init__(self, features: int, dim: int, with_dense: bool) -> None:
         super().__init__()
-        vectors = tables + with_dense
+        vectors = features + with_dense
         if vectors < 2:
             raise InvalidSpecError(
-                "spec.model.interaction", "dot has no pair in a model of one table without dense features: use dcn"
+                "spec.model.interaction", "dot has no pair in a model of one feature without dense ones: use dcn"
             )
         self.dim = dim
         row, column = torch.tril_indices(vectors, vectors, offset=-1)
@@ -88,13 +88,14 @@ class DLRM(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         tables = spec.all_tables()
-        features = len(spec.dense_features)
-        self.bottom = MLP(features, spec.bottom_mlp, last_relu=True) if features else None
+        dims = [tables[feature.table].dim for feature in spec.all_features()]
+        dense = len(spec.dense_features)
+        self.bottom = MLP(dense, spec.bottom_mlp, last_relu=True) if dense else None
         self.interaction: DotInteraction | CrossInteraction
         if spec.interaction == "dot":
-            self.interaction = DotInteraction(len(tables), tables[0].dim, with_dense=bool(features))
+            self.interaction = DotInteraction(len(dims), dims[0], with_dense=bool(dense))
         else:
-            width = sum(table.dim for table in tables) + (spec.bottom_mlp[-1] if features else 0)
+            width = sum(dims) + (spec.bottom_mlp[-1] if dense else 0)
             self.interaction = CrossInteraction(width, spec.cross_layers, spec.cross_rank)
         self.top = MLP(self.interaction.width, spec.top_mlp, last_relu=False)
 
@@ -103,12 +104,27 @@ class DLRM(nn.Module):
 
         Args:
             dense: (n, F) float32; ignored where F is 0.
-            features: (n, D) float32 pooled rows, tables side by side in the model's order.
+            features: (n, D) float32 pooled rows, features side by side in the model's order.
 
         Returns:
             (n,) float32.
         """
-        bottom = None if self.bottom is None else self.bottom(dense)
+        return self.logits(self.bottom_out(dense), features)
+
+    def bottom_out(self, dense: Tensor) -> Tensor | None:
+        """The half of ``forward`` that needs no pooled rows: (n, bottom width), None without dense features."""
+        return None if self.bottom is None else self.bottom(dense)
+
+    def logits(self, bottom: Tensor | None, features: Tensor) -> Tensor:
+        """The other half of ``forward``.
+
+        Args:
+            bottom: from ``bottom_out``.
+            features: (n, D) float32, as for ``forward``.
+
+        Returns:
+            (n,) float32.
+        """
         logits: Tensor = self.top(self.interaction(bottom, features))
         return logits.squeeze(1)
 

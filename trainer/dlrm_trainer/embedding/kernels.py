@@ -1,38 +1,41 @@
-"""fbgemm's table-batched embeddings. The one module that imports fbgemm."""
+"""Tables behind one kernel: compiled loops on the host, fbgemm on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, groupby
+from collections.abc import Sequence
+from typing import Protocol
 
-import numpy as np
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    ComputeDevice,
-    SplitTableBatchedEmbeddingBagsCodegen,
-)
 from torch import Tensor
 
-from dlrm_api.tiers import RowDtype, state_values
+from dlrm_api.tiers import RowDtype
 from dlrm_api.training import RowOptimizerSpec
+from dlrm_trainer.embedding.host import HostKernel
+from dlrm_trainer.embedding.layout import Lookup, Tables, joined
 from dlrm_trainer.embedding.rounding import step_keys, table_key
-from dlrm_trainer.embedding.updates import Rounding, sum_by_row, update_rows
+from dlrm_trainer.embedding.updates import Rounding
 
 HOST = torch.device("cpu")
-ALIGNMENT = 64
-"""Bytes of a cache line: rows of 64 bytes and more straddle as few as they can."""
-TORCH_TYPES: dict[RowDtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16}
-FBGEMM_TYPES = {"fp32": SparseType.FP32, "fp16": SparseType.FP16}
+
+
+class Kernel(Protocol):
+    """Looks up and updates on one device."""
+
+    weights: tuple[Tensor, ...]
+    states: tuple[Tensor, ...]
+
+    def pool(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, learning_rate: float | None) -> Tensor:
+        """(N, dim) sums of bags: see ``TableBatch.lookup``."""
+
+    def update(self, lookup: Lookup, gradient: Tensor, step: int, rows: Tensor) -> None:
+        """Update the rows looked up: see ``TableBatch.update``."""
 
 
 class TableBatch:
     """Row slots of several tables behind one kernel: pooled lookup, and an exact update of the rows looked up.
 
-    Each row that a batch looks up is updated once, by the sum of its gradients in the order of the batch: bits depend
-    neither on threads nor on which slot a row is in.
+    Each row that a batch looks up is updated once, by the sum of its gradients in the order of the batch (feature
+    after feature where a table has several): bits depend neither on threads nor on which slot a row is in.
 
     Memory is that of the rows and states alone; pages are untouched until rows are written.
 
@@ -43,8 +46,11 @@ class TableBatch:
         device: of rows and states, and of all tensors given and returned.
         seed: of the rounding of fp16 rows.
         names: of the tables, for the rounding of fp16 rows.
+        features: the table that each feature looks into, ascending; None: one each.
+        first_columns: where each table's columns begin in the table of its name, for the rounding of fp16 rows;
+            multiples of 4. None: all 0.
 
-    Source: Mudigere et al., ISCA 2022 (exact fused optimizers); FBGEMM.
+    Source: Mudigere et al., ISCA 2022 (exact fused optimizers).
     """
 
     def __init__(
@@ -56,101 +62,66 @@ class TableBatch:
         device: torch.device = HOST,
         seed: int = 0,
         names: Sequence[str] = (),
+        features: Sequence[int] | None = None,
+        first_columns: Sequence[int] | None = None,
     ) -> None:
         assert dtype == "fp32" or len(names) == len(shapes), "rounding of fp16 rows needs the name of every table"
-        self._shapes, self._optimizer, self._device = tuple(shapes), optimizer, device
-        self._fused = dtype == "fp32" and optimizer.kind != "adam"
-        self._pending: _Pending | None = None
-        self.dim = sum(dim for _, dim in shapes)
-        """Columns of a lookup: the tables' dims side by side."""
-        self.weights: tuple[Tensor, ...] = ()
-        """(rows, dim) float32 or float16 of each table, views of one buffer, table by table; zero."""
-        self.states: tuple[Tensor, ...] = ()
-        """(rows, S) float32 of each table, S = ``state_values``; views of one buffer likewise; zero."""
-        self._kernel: SplitTableBatchedEmbeddingBagsCodegen | None = None
-        if shapes:
-            self._kernel = self._make_kernel(dtype)
-            self.weights = tuple(self._kernel.split_embedding_weights())
-            self.states = self._make_states()
         keys = [table_key(seed, name) for name in names] if dtype == "fp16" else []
-        self._keys = torch.tensor(keys, dtype=torch.int64, device=device)
-        self._runs = () if self._fused else tuple(_runs(self._shapes))
-
-    def _make_kernel(self, dtype: RowDtype) -> SplitTableBatchedEmbeddingBagsCodegen:
-        """The kernel over memory of ours on the host (its own is written when it is made), over its own on a GPU."""
-        host = self._device.type == "cpu"
-        where = (EmbeddingLocation.HOST, ComputeDevice.CPU) if host else (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
-        adagrad = self._fused and self._optimizer.kind == "rowwise-adagrad"
-        buffers = None
-        if host:
-            buffers = {"weights": lazy_zeros(sum(rows * dim for rows, dim in self._shapes), TORCH_TYPES[dtype])}
-            if adagrad:
-                buffers["momentum1"] = lazy_zeros(sum(rows for rows, _ in self._shapes), torch.float32)
-        return SplitTableBatchedEmbeddingBagsCodegen(
-            [(rows, dim, *where) for rows, dim in self._shapes],
-            optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD if adagrad else EmbOptimType.EXACT_SGD,
-            weights_precision=FBGEMM_TYPES[dtype],
-            output_dtype=SparseType.FP32,
-            eps=self._optimizer.eps,
-            pooling_mode=PoolingMode.SUM,  # a mean divides by the bag's length over all row shards: not known here
-            stochastic_rounding=False,
-            bounds_check_mode=BoundsCheckMode.NONE,  # the reader has checked every id
-            device=self._device,
-            preallocated_host_buffers=buffers,
+        tables = Tables(
+            shapes=tuple(shapes),
+            features=tuple(range(len(shapes)) if features is None else features),
+            optimizer=optimizer,
+            dtype=dtype,
+            device=device,
+            keys=torch.tensor(keys, dtype=torch.int64, device=device),
+            first_columns=tuple([0] * len(shapes) if first_columns is None else first_columns),
         )
-
-    def _make_states(self) -> tuple[Tensor, ...]:
-        assert self._kernel is not None
-        if self._fused and self._optimizer.kind == "rowwise-adagrad":
-            return tuple(state.unsqueeze(1) for (state,) in self._kernel.split_optimizer_states())
-        values = [state_values(self._optimizer.kind, dim) for _, dim in self._shapes]
-        sizes = [rows * width for (rows, _), width in zip(self._shapes, values, strict=True)]
-        host = self._device.type == "cpu"
-        buffer = lazy_zeros(sum(sizes), torch.float32) if host else torch.zeros(sum(sizes), device=self._device)
-        parts = zip(torch.split(buffer, sizes), self._shapes, values, strict=True)
-        return tuple(part.view(rows, width) for part, (rows, _), width in parts)
+        assert list(tables.features) == sorted(tables.features), "features of one table are to be neighbours"
+        self._tables = tables
+        self._pending: tuple[Tensor, Lookup] | None = None
+        """A lookup whose update is to come, and its pooled rows."""
+        self._kernel = _kernel(tables) if shapes else None
+        self.dim = sum(shapes[table][1] for table in tables.features)
+        """Columns of a lookup: the features' dims side by side."""
+        self.weights: tuple[Tensor, ...] = self._kernel.weights if self._kernel else ()
+        """(rows, dim) float32 or float16 of each table, views of one buffer, table by table; zero."""
+        self.states: tuple[Tensor, ...] = self._kernel.states if self._kernel else ()
+        """(rows, S) float32 of each table, S = ``state_values``; views of one buffer likewise; zero."""
 
     def rounding(self, number: int, step: int, rows: Tensor) -> Rounding | None:
         """What (R,) int64 global rows of a table are rounded with at a step; None for fp32."""
-        if not len(self._keys):
+        if self._tables.dtype == "fp32":
             return None
-        return Rounding(keys=step_keys(self._keys[number], step).expand_as(rows), rows=rows)
+        keys = step_keys(self._tables.keys[number], step).expand_as(rows)
+        return Rounding(keys=keys, rows=rows, first_column=self._tables.first_columns[number])
 
     def storage(self) -> tuple[Tensor, Tensor]:
         """All tables' rows (sum of rows, dim) and states (sum of rows, S) as one, for tables of one dim."""
-        dims = {dim for _, dim in self._shapes}
+        dims = {dim for _, dim in self._tables.shapes}
         assert len(dims) == 1, f"tables of one batch with dims {sorted(dims)} have no common row: group them by dim"
-        return self._joined(0, len(self._shapes))
+        count = len(self._tables.shapes)
+        return joined(self.weights, 0, count), joined(self.states, 0, count)
 
-    def _joined(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Rows and states of tables [start, stop), of one dim, as one: they are neighbours in memory."""
-        rows = sum(rows for rows, _ in self._shapes[start:stop])
-        weight, state = self.weights[start], self.states[start]
-        joined_weight = weight.as_strided((rows, weight.shape[1]), weight.stride())
-        return joined_weight, state.as_strided((rows, state.shape[1]), state.stride())
-
-    def lookup(self, ids: Tensor, lengths: Tensor, learning_rate: float | None = None) -> Tensor:
+    def lookup(
+        self, ids: Tensor, lengths: Tensor, learning_rate: float | None = None, weights: Tensor | None = None
+    ) -> Tensor:
         """Sum the rows of each bag.
 
         Args:
-            ids: (sum of lengths,) int64 row numbers of their tables, table-major.
-            lengths: (T, N) int32 or int64 ids in each bag.
+            ids: (sum of lengths,) int64 row numbers of their tables, feature-major.
+            lengths: (F, N) int32 or int64 ids in each bag.
             learning_rate: of the update that follows, which is fixed here; None: no update follows.
+            weights: (sum of lengths,) float32 by which rows are multiplied, and so are their gradients; None: all 1.
 
         Returns:
-            (N, dim) float32; with a learning rate it carries what ``update`` needs.
+            (N, dim) float32.
         """
         if self._kernel is None:
-            return torch.zeros(lengths.shape[1], 0, device=self._device)
-        offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=self._device)
-        torch.cumsum(lengths.flatten(), 0, out=offsets[1:])
-        fused = self._fused and learning_rate is not None
-        if fused:
-            self._kernel.set_learning_rate(learning_rate)
-        with torch.set_grad_enabled(fused):
-            pooled: Tensor = self._kernel(ids, offsets)
-        if not self._fused and learning_rate is not None:
-            self._pending = _Pending(pooled=pooled, ids=ids, lengths=lengths, learning_rate=learning_rate)
+            return torch.zeros(lengths.shape[1], 0, device=self._tables.device)
+        pooled = self._kernel.pool(ids, lengths, weights, learning_rate)
+        if learning_rate is not None:
+            lookup = Lookup(ids=ids, lengths=lengths, weights=weights, learning_rate=learning_rate)
+            self._pending = (pooled, lookup)
         return pooled
 
     def update(self, pooled: Tensor, gradient: Tensor, *, step: int = 0, rows: Tensor | None = None) -> None:
@@ -165,86 +136,15 @@ class TableBatch:
         """
         if self._kernel is None:
             return
-        if self._fused:
-            pooled.backward(gradient)  # type: ignore[no-untyped-call]
-            return
         pending, self._pending = self._pending, None
         assert pending is not None
-        assert pending.pooled is pooled, "another lookup with a learning rate came between this one and its update"
-        rows = pending.ids if rows is None else rows
-        sizes = pending.lengths.sum(dim=1, dtype=torch.int64).tolist()
-        ids_at = column = 0
-        for run in self._runs:
-            count, width = sum(sizes[run.start : run.stop]), (run.stop - run.start) * run.dim
-            ids = slice(ids_at, ids_at + count)
-            columns = gradient[:, column : column + width].reshape(-1, run.dim)
-            self._update_run(run, pending, pending.ids[ids], columns, step_keys(self._keys, step), rows[ids])
-            ids_at, column = ids_at + count, column + width
-
-    def _update_run(
-        self, run: _Run, pending: _Pending, ids: Tensor, gradient: Tensor, keys: Tensor, rows: Tensor
-    ) -> None:
-        """Update the tables of one run.
-
-        Args:
-            run: the tables.
-            pending: the lookup.
-            ids: (L,) those of the run.
-            gradient: (N * tables of the run, dim), sample-major.
-            keys: of all tables; empty for fp32.
-            rows: (L,) global rows of ``ids``.
-        """
-        lengths = pending.lengths[run.start : run.stop]
-        tables, samples = lengths.shape
-        bags = torch.repeat_interleave(lengths.flatten().to(torch.int64))
-        table, sample = bags // max(samples, 1), bags % max(samples, 1)
-        starts = torch.tensor(run.row_starts, device=self._device)
-        slots, sums, places = sum_by_row(ids + starts[table], gradient.index_select(0, sample * tables + table))
-        rounding = None
-        if len(keys):
-            rounding = Rounding(
-                keys=torch.empty_like(slots).index_put_((places,), keys[run.start : run.stop][table]),
-                rows=torch.empty_like(slots).index_put_((places,), rows),
-            )
-        weight, state = self._joined(run.start, run.stop)
-        update_rows(weight, state, slots, sums, self._optimizer, pending.learning_rate, rounding)
+        assert pending[0] is pooled, "another lookup with a learning rate came between this one and its update"
+        self._kernel.update(pending[1], gradient, step, pending[1].ids if rows is None else rows)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Pending:
-    """A lookup whose update is to come and is not the kernel's."""
+def _kernel(tables: Tables) -> Kernel:
+    if tables.device.type == "cpu":
+        return HostKernel(tables)
+    from dlrm_trainer.embedding.device import DeviceKernel  # loads fbgemm, which takes seconds
 
-    pooled: Tensor
-    ids: Tensor
-    lengths: Tensor
-    learning_rate: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """Neighbouring tables [start, stop) of one dim, whose rows are updated at once."""
-
-    start: int
-    stop: int
-    dim: int
-    row_starts: tuple[int, ...]
-    """Of each table, in the rows of the run."""
-
-
-def _runs(shapes: Sequence[tuple[int, int]]) -> Iterator[_Run]:
-    start = 0
-    for dim, group in groupby(shapes, key=lambda shape: shape[1]):
-        rows = [rows for rows, _ in group]
-        yield _Run(start=start, stop=start + len(rows), dim=dim, row_starts=tuple(accumulate(rows, initial=0))[:-1])
-        start += len(rows)
-
-
-def lazy_zeros(count: int, dtype: torch.dtype) -> Tensor:
-    """(count,) zeros on the host, aligned to a cache line, whose pages take no memory until they are written.
-
-    torch.zeros writes every page.
-    """
-    size = dtype.itemsize
-    bytes_ = torch.from_numpy(np.zeros(count * size + ALIGNMENT, np.uint8))
-    start = -bytes_.data_ptr() % ALIGNMENT
-    return bytes_[start : start + count * size].view(dtype)
+    return DeviceKernel(tables)

@@ -61,18 +61,20 @@ def step_keys(keys: Tensor, step: int) -> Tensor:
     return _mix(keys + _signed(step * GOLDEN))
 
 
-def random_bits(keys: Tensor, rows: Tensor, columns: int) -> Tensor:
-    """The bits b of the first columns of some rows.
+def random_bits(keys: Tensor, rows: Tensor, columns: int, first_column: int | Tensor = 0) -> Tensor:
+    """The bits b of some columns of some rows.
 
     Args:
         keys: (N,) int64, ``step_keys`` of the table of each row.
         rows: (N,) int64 global row numbers.
-        columns: a multiple of 4.
+        columns: how many; a multiple of 4.
+        first_column: the first of them, or (N,) int64 that of each row; a multiple of 4.
 
     Returns:
         (N, columns) uint16.
     """
-    quads = torch.arange(1, columns // COLUMNS_PER_HASH + 1, device=keys.device) * _signed(GOLDEN)
+    first = torch.as_tensor(first_column, device=keys.device).view(-1, 1) // COLUMNS_PER_HASH
+    quads = (first + torch.arange(1, columns // COLUMNS_PER_HASH + 1, device=keys.device)) * _signed(GOLDEN)
     streams = _mix(keys + rows * _signed(GOLDEN))
     return _mix(streams[:, None] + quads).view(torch.uint16)
 

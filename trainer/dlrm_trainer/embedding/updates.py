@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.embedding.rounding import random_bits, round_to_half
+from dlrm_trainer.embedding.row_rules import MOST_UPDATES, Rule, memory_of, rule_of, update_chosen_rows
+from dlrm_trainer.team import share
 
-MOST_UPDATES = 2**24
-"""A row's count of updates stays here: the next integer is no float32, and no decay is slower than that."""
-BLOCK_ELEMENTS = 1 << 18
-"""Elements updated at a time on a CPU: temporaries (1 MiB each) stay near the caches and need little memory."""
+UNIT_ELEMENTS = 1 << 14
+"""Elements that a thread of the host updates at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,8 @@ class Rounding:
 
     keys: Tensor
     rows: Tensor
+    first_column: int | Tensor = 0
+    """Of the rows in their whole table, or (U,) int64 of each; a multiple of 4. One for all on the host."""
 
 
 def sum_by_row(slots: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,23 +66,43 @@ def update_rows(
         learning_rate: of this step.
         rounding: of each of ``slots``; float16 rows need it.
     """
-    count, columns = gradient.shape
-    block = max(1, BLOCK_ELEMENTS // columns) if gradient.device.type == "cpu" else max(1, count)
-    for start in range(0, count, block):
-        part = slice(start, start + block)
-        chosen = slots[part]
-        rows, states = updated(
-            weight.index_select(0, chosen).float(),
-            state.index_select(0, chosen),
-            gradient[part],
-            optimizer,
-            learning_rate,
-        )
-        if weight.dtype == torch.float16:
-            assert rounding is not None
-            rows = round_to_half(rows, random_bits(rounding.keys[part], rounding.rows[part], columns))
-        weight[chosen] = rows
-        state[chosen] = states
+    if weight.device.type == "cpu":
+        _update_on_host(weight, state, slots, gradient, rule_of(optimizer, learning_rate), rounding)
+        return
+    old = weight.index_select(0, slots).float()
+    rows, states = updated(old, state.index_select(0, slots), gradient, optimizer, learning_rate)
+    if weight.dtype == torch.float16:
+        assert rounding is not None
+        bits = random_bits(rounding.keys, rounding.rows, gradient.shape[1], rounding.first_column)
+        rows = round_to_half(rows, bits)
+    weight[slots] = rows
+    state[slots] = states
+
+
+def _update_on_host(
+    weight: Tensor, state: Tensor, slots: Tensor, gradient: Tensor, rule: Rule, rounding: Rounding | None
+) -> None:
+    assert rounding is not None or weight.dtype == torch.float32
+    nothing = np.zeros(0, np.uint64)
+    first_column = 0 if rounding is None else rounding.first_column
+    assert isinstance(first_column, int)
+    share(
+        update_chosen_rows,
+        max(1, gradient.numel() // UNIT_ELEMENTS),
+        memory_of(weight, state),
+        unsigned(slots),
+        gradient.contiguous().numpy(),
+        np.uint64(state.shape[1]),
+        rule,
+        nothing if rounding is None else unsigned(rounding.keys),
+        nothing if rounding is None else unsigned(rounding.rows),
+        np.uint64(first_column),
+    )
+
+
+def unsigned(values: Tensor) -> NDArray[np.uint64]:
+    """int64 values of the host as compiled loops take them: the same memory where they are contiguous."""
+    return values.contiguous().numpy().view(np.uint64)
 
 
 def updated(

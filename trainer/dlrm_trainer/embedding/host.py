@@ -1,0 +1,141 @@
+"""Lookup and update of rows on the host: compiled loops on all threads that torch computes with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dlrm_api.tiers import state_values
+from dlrm_trainer.embedding.bags import fill_offsets, pool
+from dlrm_trainer.embedding.layout import TORCH_TYPES, Lookup, Tables, table_views
+from dlrm_trainer.embedding.rounding import step_keys
+from dlrm_trainer.embedding.row_rules import memory_of, rule_of
+from dlrm_trainer.embedding.row_sums import Layout, Lookups, Work, update_rows_of_bags
+from dlrm_trainer.embedding.updates import unsigned
+from dlrm_trainer.team import share
+
+ALIGNMENT = 64
+"""Bytes of a cache line: rows of 64 bytes and more straddle as few as they can."""
+UNIT_LOOKUPS = 1 << 10
+"""Ids that a thread takes at a time, or more."""
+UNITS_PER_THREAD = 4
+NOTHING = np.zeros(0, np.float32)
+
+
+class HostKernel:
+    """See ``kernels.Kernel``."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        states_of = [(rows, state_values(tables.optimizer.kind, dim)) for rows, dim in tables.shapes]
+        rows = lazy_zeros(_elements(tables.shapes), TORCH_TYPES[tables.dtype])
+        states = lazy_zeros(_elements(states_of), torch.float32)
+        self.weights = table_views(rows, tables.shapes)
+        self.states = table_views(states, states_of)
+        self._memory = memory_of(rows, states)
+        dims = [dim for _, dim in tables.shapes]
+        feature_dims = [dims[table] for table in tables.features]
+        self._width = sum(feature_dims)
+        self._layout = Layout(
+            starts=_starts(math.prod(shape) for shape in tables.shapes)[:-1],
+            dims=np.array(dims, np.uint64),
+            state_starts=_starts(math.prod(shape) for shape in states_of)[:-1],
+            state_widths=np.array([width for _, width in states_of], np.uint64),
+            row_bits=np.array([(rows - 1).bit_length() for rows, _ in tables.shapes], np.uint64),
+            first_features=np.searchsorted(tables.features, np.arange(len(dims) + 1)).astype(np.uint64),
+            columns=_starts(feature_dims)[:-1],
+            first_columns=np.array(tables.first_columns, np.uint64),
+        )
+        tables_of_features = np.array(tables.features, np.int64)
+        self._feature_starts = self._layout.starts[tables_of_features]
+        self._feature_dims = self._layout.dims[tables_of_features]
+
+    def offsets(self, lengths: Tensor) -> NDArray[np.uint64]:
+        """(bags + 1,) of (F, N) lengths."""
+        offsets = np.empty(lengths.numel() + 1, np.uint64)
+        fill_offsets(lengths.contiguous().numpy().reshape(-1), offsets)
+        return offsets
+
+    def pool(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, learning_rate: float | None) -> Tensor:
+        """See ``kernels.Kernel``."""
+        del learning_rate  # the update takes it
+        pooled = torch.empty(lengths.shape[1], self._width)
+        share(
+            pool,
+            max(1, min(len(ids), lengths.numel()) // UNIT_LOOKUPS),
+            *self._memory[:2],
+            self._memory.is_half,
+            self._feature_starts,
+            self._feature_dims,
+            self._layout.columns,
+            unsigned(ids),
+            self.offsets(lengths),
+            _weights(weights),
+            lengths.shape[1],
+            np.uint64(self._width),
+            pooled.view(-1).numpy(),
+        )
+        return pooled
+
+    def update(self, lookup: Lookup, gradient: Tensor, step: int, rows: Tensor) -> None:
+        """See ``kernels.Kernel``."""
+        offsets, samples = self.offsets(lookup.lengths), lookup.lengths.shape[1]
+        edges = offsets[self._layout.first_features * np.uint64(samples)]
+        work = _work(np.diff(edges))
+        keys = unsigned(step_keys(self._tables.keys, step))
+        of_batch = Lookups(
+            ids=unsigned(lookup.ids),
+            numbers=unsigned(rows),
+            offsets=offsets,
+            weights=_weights(lookup.weights),
+            gradient=gradient.contiguous().view(-1).numpy(),
+            samples=samples,
+            width=np.uint64(self._width),
+        )
+        rule = rule_of(self._tables.optimizer, lookup.learning_rate)
+        share(update_rows_of_bags, len(work.tables), work, self._memory, self._layout, of_batch, rule, keys)
+
+
+def _work(sizes: NDArray[np.uint64]) -> Work:
+    """Units of about even size, the largest first: tables, and parts of those that are many threads' work.
+
+    Args:
+        sizes: (T,) ids of each table.
+    """
+    unit = max(UNIT_LOOKUPS, int(sizes.sum()) // (UNITS_PER_THREAD * torch.get_num_threads()))
+    parts = np.maximum(1, sizes.astype(np.int64) // unit)
+    order = np.argsort(-(sizes.astype(np.int64) // parts), kind="stable")
+    tables = np.repeat(order, parts[order])
+    ends = parts[order].cumsum()
+    part = np.arange(len(tables)) - np.repeat(ends - parts[order], parts[order])
+    return Work(tables.astype(np.uint64), part.astype(np.uint64), parts[tables].astype(np.uint64))
+
+
+def _weights(weights: Tensor | None) -> NDArray[np.float32]:
+    return NOTHING if weights is None else np.asarray(weights.contiguous().numpy())
+
+
+def _elements(shapes: Iterable[tuple[int, int]]) -> int:
+    return sum(rows * width for rows, width in shapes)
+
+
+def _starts(sizes: Iterable[int]) -> NDArray[np.uint64]:
+    """(n + 1,) running sums, from 0."""
+    return np.array([*accumulate(sizes, initial=0)], np.uint64)
+
+
+def lazy_zeros(count: int, dtype: torch.dtype) -> Tensor:
+    """(count,) zeros on the host, aligned to a cache line, whose pages take no memory until they are written.
+
+    torch.zeros writes every page.
+    """
+    size = dtype.itemsize
+    bytes_ = torch.from_numpy(np.zeros(count * size + ALIGNMENT, np.uint8))
+    start = -bytes_.data_ptr() % ALIGNMENT
+    return bytes_[start : start + count * size].view(dtype)

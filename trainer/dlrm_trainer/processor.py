@@ -1,0 +1,68 @@
+"""What compiled loops ask of the processor beside arithmetic: atomic counts, prefetches, bits of a number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numba.core.cgutils
+import numba.extending
+from llvmlite import ir
+from numba import types
+
+READ, ALL_LEVELS, DATA = 0, 3, 1
+cgutils: Any = numba.core.cgutils
+
+
+def instruction(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that compiled loops may call, without its first argument; what it is given says what is generated."""
+    return cast(Callable[..., Any], numba.extending.intrinsic(function))
+
+
+@instruction
+def fetch_add(_typing: Any, counts: Any, place: Any, amount: Any) -> Any:  # noqa: ARG001  by its type alone
+    """Add to one of int64 ``counts`` in one step that no thread can come between; returns what it was before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        return builder.atomic_rmw("add", cgutils.gep(builder, array.data, arguments[1]), arguments[2], "seq_cst")
+
+    return types.int64(counts, types.intp, types.int64), generate
+
+
+@instruction
+def prefetch(_typing: Any, array: Any, place: Any) -> Any:  # noqa: ARG001
+    """Begin to bring ``array[place]`` of a one-dimensional array near; any place may be named."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        pointer = builder.bitcast(cgutils.gep(builder, data, arguments[1]), cgutils.voidptr_t)
+        kinds = [ir.IntType(32)] * 3
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *kinds]), "llvm.prefetch.p0"
+        )
+        constants = [ir.Constant(kinds[0], value) for value in (READ, ALL_LEVELS, DATA)]
+        builder.call(function, [pointer, *constants])
+        return context.get_dummy_value()
+
+    return types.void(array, types.uintp), generate
+
+
+@instruction
+def bits_of(_typing: Any, number: Any) -> Any:  # noqa: ARG001
+    """The bits of a float32, as a uint32."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@instruction
+def number_of(_typing: Any, bits: Any) -> Any:  # noqa: ARG001
+    """The float32 with the bits of a uint32."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
