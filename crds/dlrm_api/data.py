@@ -8,6 +8,7 @@ from pydantic import Field
 
 from dlrm_api.base import ApiModel, NotBuilt, Rule
 from dlrm_api.model import ColumnName
+from dlrm_api.quantities import Bytes
 
 Uri = Annotated[str, Field(min_length=1, max_length=2_048)]
 SecretName = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
@@ -101,6 +102,13 @@ class DataSpec(ApiModel):
         ge=1,
         le=65_536,
         description="Equal parts of the data; must divide globalBatchSize; most ranks there can be.",
+    )
+    prefetch_bytes: Bytes = Field(
+        2**30,
+        description=(
+            "Bytes of decoded row groups and of batches that each rank's reader holds ahead of training. Below what a "
+            "batch touches in all virtual shards of a rank, row groups are decoded repeatedly."
+        ),
     )
     credentials_secret: Annotated[SecretName | None, NotBuilt()] = Field(
         None, description="Secret with accessKeyId and secretAccessKey for s3:// data."

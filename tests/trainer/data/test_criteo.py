@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from hypothesis import given, settings
 
 from dlrm_api.errors import BadDataError
 from dlrm_trainer.data import Reader, open_reader
-from dlrm_trainer.data.criteo import COLUMNS, MISSING_ID, CriteoSource
-from dlrm_trainer.data.fields import Fields
+from dlrm_trainer.data.criteo import COLUMNS, CriteoSource
+from dlrm_trainer.data.files import LocalFile
 from dlrm_trainer.data.hashing import rows_of_ids
+from dlrm_trainer.data.lines import MISSING_ID
 
 DENSE, SPARSE = COLUMNS[1:14], COLUMNS[14:]
 
@@ -28,7 +30,7 @@ def line(label: str = "0", dense: str = "7", sparse: str = "0a1b2c3d", **fields:
 
 
 def source(path: Path, cache: Path, lenient: bool = False) -> CriteoSource:
-    return CriteoSource([path], DENSE, SPARSE, lenient, cache)
+    return CriteoSource([LocalFile(path)], DENSE, SPARSE, lenient, cache)
 
 
 @pytest.fixture
@@ -50,26 +52,25 @@ ID = st.one_of(
 @given(st.lists(st.tuples(st.sampled_from("01"), FIELD, ID), min_size=1, max_size=20), st.sampled_from(["\n", "\r\n"]))
 @settings(max_examples=60, deadline=None)
 def test_fields_are_parsed_as_python_parses_them(rows: list[tuple[str, str, str]], ending: str) -> None:
-    text = "".join("\t".join(row) + ending for row in rows)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "day.tsv"
+        path.write_text("".join(line(row[0], I3=row[1], C9=row[2]).replace("\n", ending) for row in rows), newline="")
 
-    fields, counts = Fields.split(np.frombuffer(text.encode(), dtype=np.uint8), 3)
-    integers, bad_integers = fields.select(np.array([1])).integers()
-    ids, bad_ids = fields.select(np.array([2])).hexadecimal()
+        raw = source(path, Path(folder)).batches([np.arange(len(rows))])[0]
 
-    assert counts.tolist() == [3] * len(rows)
-    assert not bad_integers.any()
-    assert not bad_ids.any()
-    expected = [float(row[1]) if row[1] else math.nan for row in rows]
-    np.testing.assert_array_equal(integers[:, 0], expected)
-    assert ids[:, 0].tolist() == [int(row[2] or "0", 16) for row in rows]
+    assert raw.labels.tolist() == [float(row[0]) for row in rows]
+    np.testing.assert_array_equal(raw.dense[:, 2], np.float32([float(row[1]) if row[1] else math.nan for row in rows]))
+    assert raw.ids.reshape(26, -1)[8].tolist() == [int(row[2], 16) if row[2] else MISSING_ID for row in rows]
 
 
 def test_rows_come_back_in_the_order_asked_for_from_several_files(tmp_path: Path) -> None:
     for name, labels in (("a.tsv", "010"), ("b.tsv", "11")):
         (tmp_path / name).write_text("".join(line(label, I1=str(i)) for i, label in enumerate(labels)))
-    lines = CriteoSource([tmp_path / "a.tsv", tmp_path / "b.tsv"], DENSE, SPARSE, False, tmp_path / "cache")
+    lines = CriteoSource(
+        [LocalFile(tmp_path / name) for name in ("a.tsv", "b.tsv")], DENSE, SPARSE, False, tmp_path / "cache"
+    )
 
-    raw = lines.rows(np.array([4, 0, 1, 3]))
+    raw = lines.batches([np.array([4, 0, 1, 3])])[0]
 
     assert raw.labels.tolist() == [1, 0, 1, 1]
     assert raw.dense[:, 0].tolist() == [1, 0, 1, 0]
@@ -82,7 +83,7 @@ def test_rows_come_back_in_the_order_asked_for_from_several_files(tmp_path: Path
 def test_empty_fields_are_missing_values_and_a_missing_id_has_a_row_of_its_own(write: Any, tmp_path: Path) -> None:
     path = write(line(I2="", C3=""), line(I2="-2", C3="ffffffff"))
 
-    raw = source(path, tmp_path / "cache").rows(np.array([0, 1]))
+    raw = source(path, tmp_path / "cache").batches([np.array([0, 1])])[0]
 
     assert math.isnan(raw.dense[0, 1])
     assert raw.dense[1, 1] == -2
@@ -93,7 +94,7 @@ def test_empty_fields_are_missing_values_and_a_missing_id_has_a_row_of_its_own(w
 def test_a_last_line_without_newline_and_carriage_returns_are_read(write: Any, tmp_path: Path) -> None:
     path = write(line("1").replace("\n", "\r\n"), line("1", C26="000000ff").rstrip("\n"))
 
-    raw = source(path, tmp_path / "cache").rows(np.array([0, 1]))
+    raw = source(path, tmp_path / "cache").batches([np.array([0, 1])])[0]
 
     assert raw.labels.tolist() == [1, 1]
     assert raw.ids.reshape(26, 2)[25].tolist() == [0x0A1B2C3D, 0xFF]
@@ -120,7 +121,7 @@ def test_a_bad_line_is_named_with_its_column_and_the_mend(case: str, write: Any,
     lines = source(write(line(), bad, line()), tmp_path / "cache")
 
     with pytest.raises(BadDataError, match=message) as caught:
-        lines.rows(np.array([2, 1, 0]))
+        lines.batches([np.array([2, 1, 0])])[0]
 
     assert "mend or remove the line" in str(caught.value)
 
@@ -129,7 +130,7 @@ def test_a_lenient_reader_pads_lines_that_lost_trailing_fields(write: Any, tmp_p
     short = line("1").rsplit("\t", 3)[0] + "\n"
     lines = source(write(line(), short), tmp_path / "cache", lenient=True)
 
-    ids = lines.rows(np.array([0, 1])).ids.reshape(26, 2)
+    ids = lines.batches([np.array([0, 1])])[0].ids.reshape(26, 2)
 
     assert ids[22:, 1].tolist() == [0x0A1B2C3D] + [MISSING_ID] * 3
     assert ids[22:, 0].tolist() == [0x0A1B2C3D] * 4

@@ -12,7 +12,9 @@ import pytest
 
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError
 from dlrm_trainer.data import Reader, open_reader
+from dlrm_trainer.data.files import LocalFile
 from dlrm_trainer.data.parquet import ParquetSource
+from dlrm_trainer.data.row_group import Columns
 
 Write = Callable[..., str]
 
@@ -22,6 +24,13 @@ COLUMNS: dict[str, Any] = {
     "user": pa.array([3, 1, None, 0, 2]),
     "films": pa.array([[5, 6], [], None, [7], [8, 8, 9]]),
 }
+
+
+def open_source(paths: list[Path], bags: list[str], budget: int) -> ParquetSource:
+    columns = Columns(label="label", dense=["price"], bags=bags, weights=[None] * len(bags))
+    return ParquetSource([LocalFile(path) for path in paths], columns, budget)
+
+
 TABLES = [{"name": "user", "rows": 4, "dim": 4}, {"name": "films", "rows": 10, "dim": 4, "maxLookups": 3}]
 
 
@@ -99,7 +108,7 @@ def test_any_order_over_files_and_row_groups_equals_the_plain_rows(write_parquet
     files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
 
     for budget in (0, 1 << 30):
-        raw = ParquetSource(files, "label", ["price"], ["user", "films"], {}, cache_bytes=budget).rows(order)
+        raw = open_source(files, ["user", "films"], budget).batches([order])[0]
 
         assert raw.dense[:, 0].tolist() == prices[order].tolist()
         assert raw.ids.tolist() == users[order].tolist() + [i for row in order for i in bags[row]]
@@ -109,12 +118,11 @@ def test_any_order_over_files_and_row_groups_equals_the_plain_rows(write_parquet
 def test_decoded_row_groups_stay_within_their_budget(write_parquet: Write, tmp_path: Path) -> None:
     columns = {"label": np.zeros(1_000, np.int8), "price": np.zeros(1_000), "user": np.zeros(1_000, np.int64)}
     write_parquet(columns, row_group_size=100)
-    source = ParquetSource([tmp_path / "data.parquet"], "label", ["price"], ["user"], {}, cache_bytes=10_000)
+    source = open_source([tmp_path / "data.parquet"], ["user"], 10_000)
 
-    source.rows(np.arange(1_000))
+    source.batches([np.arange(1_000)], ahead=np.arange(1_000))
 
-    held = sum(rows.num_bytes for rows in source._decoded.values())
-    assert 0 < held <= 10_000
+    assert 0 < source._decoded.held_bytes <= 10_000
 
 
 BAD_COLUMNS: dict[str, tuple[dict[str, Any], str]] = {
@@ -168,7 +176,10 @@ def test_a_damaged_file_is_refused_by_name(damage: str, write_parquet: Write, op
     flipped[4:200] = bytes(196)
     path.write_bytes({"cut": content[:-20], "text": b"label,price\n0,1\n", "flipped": bytes(flipped)}[damage])
 
-    with pytest.raises(BadDataError, match=r"data\.parquet: not a Parquet file, or a damaged one"):
+    words = {"flipped": r"rows 0 to 2 \(row group 0\) can.t be decoded: damaged"}.get(
+        damage, "not a Parquet file, or a damaged"
+    )
+    with pytest.raises(BadDataError, match=r"data\.parquet: " + words):
         open_file(str(path)).read(0)
 
 

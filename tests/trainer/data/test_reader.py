@@ -109,7 +109,7 @@ def test_an_error_while_reading_ahead_reaches_the_consumer_in_its_place() -> Non
         yield from (1, 2)
         raise NoInputError("gone")
 
-    ahead = prefetched(items(), depth=2)
+    ahead = prefetched(items(), 2, lambda _: 1)
 
     seen = [next(ahead), next(ahead)]
     with pytest.raises(NoInputError, match="gone"):
@@ -126,7 +126,7 @@ def test_closing_the_iterator_ends_its_thread_and_reads_no_more_than_the_depth_a
             made.append(number)
             yield number
 
-    ahead = prefetched(items(), depth=2)
+    ahead = prefetched(items(), 2, lambda _: 1)
     assert next(iter(ahead)) == 0
     ahead.close()  # type: ignore[attr-defined]
 

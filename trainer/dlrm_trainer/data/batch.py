@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -51,7 +51,7 @@ class RawRows:
     lengths: NDArray[np.int32]
     """(F, n)."""
     ids: NDArray[np.int64]
-    """(sum of lengths,) feature-major."""
+    """(sum of lengths,) feature-major; theirs who asked for them."""
     weights: NDArray[np.float32] | None = None
     """(sum of lengths,) finite, one for each of ``ids``; None where no feature has weights."""
 
@@ -78,8 +78,18 @@ class RowSource(Protocol):
     def fingerprint(self) -> Fingerprint:
         """Names, sizes and row counts of what the rows come from."""
 
-    def rows(self, sample_ids: NDArray[np.int64]) -> RawRows:
-        """Fetch some rows, at least one.
+    @property
+    def remade(self) -> int | None:
+        """Blocks that were read or decoded again for want of room; None: the source has none, and each batch is made
+        on its own.
+        """  # noqa: D205
+
+    def batches(self, slices: Sequence[NDArray[np.int64]], ahead: NDArray[np.int64] | None = None) -> list[RawRows]:
+        """Fetch the rows of some batches, which together cost less than one after the other.
+
+        Args:
+            slices: rows of each batch; may be empty.
+            ahead: rows that are asked for next; what they need may be made ready in a thread from now on.
 
         Raises:
             BadDataError: a row can't be used; the message names file, row and column.
@@ -87,6 +97,9 @@ class RowSource(Protocol):
 
     def where(self, sample_id: int) -> str:
         """Where one row comes from, as a user looks it up: file and line."""
+
+    def rest(self) -> None:
+        """Give memory back until rows are asked for again."""
 
     def close(self) -> None:
         """Let go of files."""
@@ -97,14 +110,22 @@ class NoSamples:
 
     num_samples = 0
     fingerprint: Fingerprint = MappingProxyType({"format": "none"})
+    remade = None
 
-    def rows(self, sample_ids: NDArray[np.int64]) -> RawRows:
+    def batches(
+        self,
+        slices: Sequence[NDArray[np.int64]],
+        ahead: NDArray[np.int64] | None = None,  # noqa: ARG002
+    ) -> list[RawRows]:
         """There are none to fetch."""
-        raise IndexError(f"row {sample_ids[0]} of a split without rows")
+        raise IndexError(f"{len(slices)} batches of a split without rows")
 
     def where(self, sample_id: int) -> str:
         """Nowhere."""
         return f"sample {sample_id} of no file"
+
+    def rest(self) -> None:
+        """Nothing is held."""
 
     def close(self) -> None:
         """Nothing is held."""

@@ -1,43 +1,97 @@
-"""Rows over several files: which row number lies in which file."""
+"""Files of a data set, wherever they lie: which row number lies in which file, and whether a file is still the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError
 from dlrm_trainer.data.uris import relative_names
+
+CHANGED = "was changed after this run began to read it: put it back, or start the run anew on the new data"
+
+
+class DataFile(Protocol):
+    """One file, as it was when it was found."""
+
+    @property
+    def name(self) -> str:
+        """As users write it."""
+
+    @property
+    def path(self) -> PurePath:
+        """Its place among the others."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+    @property
+    def stamp(self) -> str:
+        """Another one where another content stands under this name, as far as its store tells."""
+
+    def check(self) -> None:
+        """Find out whether it is still the same.
+
+        Raises:
+            NoInputError: it is gone.
+            BadDataError: it was changed.
+        """
+
+    def open(self) -> BinaryIO:
+        """To be read from anywhere in it; reads raise as ``check`` does."""
+
+
+class LocalFile:
+    """A file of this machine, or mounted here."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = str(path)
+        stat = path.stat()
+        self.size = stat.st_size
+        self.stamp = f"{stat.st_size}\x00{stat.st_mtime_ns}"
+
+    def check(self) -> None:
+        """Compare size and time of change with those when it was found."""
+        try:
+            stat = self.path.stat()
+        except FileNotFoundError as error:
+            raise NoInputError(f"{self.name}: no such file: it was there before, so put it back") from error
+        except PermissionError as error:
+            raise NoPermissionError(f"{self.name}: no permission to look at it: change its owner or mode") from error
+        if stat.st_size < self.size:
+            raise BadDataError(f"{self.name}: shrank from {self.size} to {stat.st_size} bytes; it {CHANGED}")
+        if f"{stat.st_size}\x00{stat.st_mtime_ns}" != self.stamp:
+            raise BadDataError(f"{self.name}: {CHANGED}")
+
+    def open(self) -> BinaryIO:
+        """Open it for reading."""
+        return self.path.open("rb", buffering=0)
 
 
 class FileSet:
     """Files in order, with their row counts. Row numbers run over all of them."""
 
-    def __init__(self, paths: Sequence[Path], row_counts: Sequence[int]) -> None:
-        self._paths = tuple(paths)
-        self._bounds = np.concatenate(([0], np.cumsum(row_counts, dtype=np.int64)))
-        self.num_rows = int(self._bounds[-1])
+    def __init__(self, files: Sequence[DataFile], row_counts: Sequence[int]) -> None:
+        self.files = tuple(files)
+        self.bounds: NDArray[np.int64] = np.concatenate(([0], np.cumsum(row_counts, dtype=np.int64)))
+        self.num_rows = int(self.bounds[-1])
 
     def description(self) -> list[dict[str, Any]]:
         """Name (below the shared folder), bytes and rows of each file, for fingerprints."""
-        counts = np.diff(self._bounds).tolist()
+        counts = np.diff(self.bounds).tolist()
+        names = relative_names([file.path for file in self.files])
         return [
-            {"name": name, "bytes": path.stat().st_size, "rows": rows}
-            for name, path, rows in zip(relative_names(self._paths), self._paths, counts, strict=True)
+            {"name": name, "bytes": file.size, "rows": rows}
+            for name, file, rows in zip(names, self.files, counts, strict=True)
         ]
 
-    def locate(self, row: int) -> tuple[Path, int]:
+    def locate(self, row: int) -> tuple[DataFile, int]:
         """File of a row, and the row's number in it."""
-        number = int(np.searchsorted(self._bounds, row, side="right")) - 1
-        return self._paths[number], row - int(self._bounds[number])
-
-    def runs(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Cut rows, at least one, into runs that lie in one file: the file's number, and the rows' numbers in it."""
-        numbers = np.searchsorted(self._bounds, rows, side="right") - 1
-        edges = np.concatenate(([0], np.flatnonzero(np.diff(numbers)) + 1, [rows.size])).tolist()
-        for start, stop in pairwise(edges):
-            number = int(numbers[start])
-            yield number, rows[start:stop] - self._bounds[number]
+        number = int(np.searchsorted(self.bounds, row, side="right")) - 1
+        return self.files[number], row - int(self.bounds[number])

@@ -10,10 +10,12 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_trainer.data.batch import NoSamples, RowSource
 from dlrm_trainer.data.criteo import SUFFIXES as CRITEO_SUFFIXES
 from dlrm_trainer.data.criteo import CriteoSource
+from dlrm_trainer.data.files import LocalFile
 from dlrm_trainer.data.line_index import default_cache_folder
 from dlrm_trainer.data.parquet import SUFFIXES as PARQUET_SUFFIXES
 from dlrm_trainer.data.parquet import ParquetSource
-from dlrm_trainer.data.reader import Reader, Split, sample_order
+from dlrm_trainer.data.reader import TOGETHER_SHARE, Reader, Split, sample_order
+from dlrm_trainer.data.row_group import Columns
 from dlrm_trainer.data.synthetic import SyntheticSource
 from dlrm_trainer.data.uris import find_files
 
@@ -42,6 +44,7 @@ def open_reader(
         spec.data.dense,
         rank,
         world_size,
+        int(spec.data.prefetch_bytes),
     )
 
 
@@ -52,12 +55,21 @@ def _source(spec: DLRMJobSpec, split: Split, cache_folder: Path) -> RowSource:
     uris = data.train.uris if split == "train" else data.eval.uris
     if not uris:
         return NoSamples()
-    dense = spec.model.dense_features
-    columns = [feature.column for feature in spec.model.all_features()]
+    dense, features = spec.model.dense_features, spec.model.all_features()
+    bags, weights = [each.column for each in features], [each.weights for each in features]
+    budget = int(data.prefetch_bytes) * (TOGETHER_SHARE - 1) // TOGETHER_SHARE
     if data.format == "criteo-tsv":
-        return CriteoSource(find_files(uris, CRITEO_SUFFIXES), dense, columns, data.lenient, cache_folder)
-    _check_renames(data.columns.rename, {*dense, *columns})
-    return ParquetSource(find_files(uris, PARQUET_SUFFIXES), data.columns.label, dense, columns, data.columns.rename)
+        files = [LocalFile(path) for path in find_files(uris, CRITEO_SUFFIXES)]
+        return CriteoSource(files, dense, bags, data.lenient, cache_folder, budget)
+    _check_renames(data.columns.rename, {*dense, *bags, *filter(None, weights)})
+    rename = data.columns.rename
+    columns = Columns(
+        label=data.columns.label,
+        dense=[rename.get(name, name) for name in dense],
+        bags=[rename.get(name, name) for name in bags],
+        weights=[rename.get(name, name) if name else None for name in weights],
+    )
+    return ParquetSource([LocalFile(path) for path in find_files(uris, PARQUET_SUFFIXES)], columns, budget)
 
 
 def _check_renames(rename: Mapping[str, str], features: Set[str]) -> None:

@@ -2,173 +2,171 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError, NoInputError
 from dlrm_trainer.data.batch import Fingerprint, RawRows
-from dlrm_trainer.data.files import FileSet
-from dlrm_trainer.data.ranges import take_ranges
-from dlrm_trainer.data.row_group import DecodedRows, RowGroupDecoder, holds_ids, holds_numbers
+from dlrm_trainer.data.blocks import BlockCache
+from dlrm_trainer.data.files import DataFile, FileSet
+from dlrm_trainer.data.packed import PackedRows, fill_bags
+from dlrm_trainer.data.row_group import Columns, RowGroupDecoder, holds_ids, holds_numbers, holds_weights
+from dlrm_trainer.data.spots import Gathered, Ints, Spots, blocks_of, shares_of
 
 SUFFIXES = (".parquet",)
-
-CACHE_BYTES = 1 << 30
-"""Decoded row groups that one reader keeps. Below what a shuffle window touches, row groups are decoded repeatedly."""
 
 _SHOWN_COLUMNS = 20
 
 
 class ParquetSource:
-    """Rows of Parquet files, in any order. Columns are found by name; others are never read."""
+    """Rows of Parquet files, in any order. Columns are found by name; others are never read.
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        label: str,
-        dense: Sequence[str],
-        tables: Sequence[str],
-        rename: Mapping[str, str],
-        cache_bytes: int = CACHE_BYTES,
-    ) -> None:
-        self._paths = tuple(paths)
-        self._label = label
-        self._dense = [rename.get(name, name) for name in dense]
-        self._tables = [rename.get(name, name) for name in tables]
-        self._footers = [self._footer(path) for path in paths]
-        self._files = FileSet(paths, [footer.num_rows for footer in self._footers])
+    Args:
+        files: in order.
+        columns: that the model reads.
+        budget_bytes: of decoded row groups.
+        threads: that decode row groups ahead.
+    """
+
+    def __init__(self, files: Sequence[DataFile], columns: Columns, budget_bytes: int, threads: int = 1) -> None:
+        self._columns = columns
+        self._footers = [_footer(file, columns) for file in files]
+        self._files = FileSet(files, [footer.num_rows for footer in self._footers])
         self.num_samples = self._files.num_rows
         groups = [(file, group) for file, footer in enumerate(self._footers) for group in range(footer.num_row_groups)]
         sizes = [self._footers[file].row_group(group).num_rows for file, group in groups]
         self._groups = groups
-        self._bounds = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
-        self._cache_bytes = cache_bytes
-        self._decoded: OrderedDict[int, DecodedRows] = OrderedDict()
+        self._bounds: Ints = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+        self._single = True
+        """No row group was met so far that has a bag of other than one id."""
+        self._decoded: BlockCache[PackedRows] = BlockCache(self._decode, budget_bytes, threads)
 
     @property
     def fingerprint(self) -> Fingerprint:
         """Names, sizes and row counts of the files."""
         return {"format": "parquet", "files": self._files.description()}
 
+    @property
+    def remade(self) -> int:
+        """Row groups that were decoded again because the budget had no room for them."""
+        return self._decoded.remade
+
     def where(self, sample_id: int) -> str:
         """File and row, from 0."""
-        path, row = self._files.locate(sample_id)
-        return f"{path}: row {row}"
+        file, row = self._files.locate(sample_id)
+        return f"{file.name}: row {row}"
+
+    def rest(self) -> None:
+        """Drop what is held of them."""
+        self._decoded.clear()
 
     def close(self) -> None:
         """Drop the decoded row groups."""
-        self._decoded.clear()
+        self._decoded.close()
 
-    def rows(self, sample_ids: NDArray[np.int64]) -> RawRows:
-        """Take some rows, decoding the row groups that are not at hand.
+    def batches(self, slices: Sequence[Ints], ahead: Ints | None = None) -> list[RawRows]:
+        """Take the rows of some batches, decoding the row groups that are not at hand.
 
         Raises:
             BadDataError: a row group is damaged, or holds a value that can't be used.
         """
-        numbers = np.searchsorted(self._bounds, sample_ids, side="right") - 1
-        by_group = np.argsort(numbers, kind="stable")
-        edges = np.concatenate(([0], np.flatnonzero(np.diff(numbers[by_group])) + 1, [by_group.size])).tolist()
-        parts = []
-        for start, stop in pairwise(edges):
-            number = int(numbers[by_group[start]])
-            parts.append(_take(self._group(number), sample_ids[by_group[start:stop]] - self._bounds[number]))
-        places = np.empty_like(by_group)
-        places[by_group] = np.arange(by_group.size)
-        lengths = np.concatenate([part.lengths for part in parts])
-        starts = np.cumsum(lengths, dtype=np.int64).reshape(lengths.shape) - lengths
-        table_major = lengths[places].T
-        return RawRows(
-            dense=np.concatenate([part.dense for part in parts])[places],
-            labels=np.concatenate([part.labels for part in parts])[places],
-            lengths=np.ascontiguousarray(table_major),
-            ids=take_ranges(
-                np.concatenate([part.ids for part in parts]), starts[places].T.reshape(-1), table_major.reshape(-1)
-            ),
+        features = len(self._columns.bags)
+        gathered = Gathered.empty(
+            Spots.of([each.size for each in slices], features),
+            len(self._columns.dense),
+            features,
+            weighted=any(self._columns.weights),
         )
+        if not gathered.spots.rows:
+            return gathered.batches()
+        shares = shares_of(np.concatenate(slices), self._bounds)
+        if ahead is not None:
+            self._decoded.plan([*shares.blocks, *blocks_of(ahead, self._bounds)])
+        parts: list[tuple[Ints, PackedRows]] = []
+        for place, number in enumerate(shares.blocks):
+            span = slice(shares.edges[place], shares.edges[place + 1])
+            block, order, rows = self._decoded.take(number), shares.order[span], shares.within[span]
+            if not self._single:
+                parts.append((order, block.some(rows, features)))
+            elif block.single:
+                block.fill(gathered, order, rows)
+            else:
+                self._single = False
+                return self.batches(slices, ahead)
+        return (fill_bags(gathered, parts) if parts else gathered).batches()
 
-    def _group(self, number: int) -> DecodedRows:
-        if number in self._decoded:
-            self._decoded.move_to_end(number)
-            return self._decoded[number]
-        decoded = self._decode(number)
-        self._decoded[number] = decoded
-        held = sum(rows.num_bytes for rows in self._decoded.values())
-        while held > self._cache_bytes and len(self._decoded) > 1:
-            held -= self._decoded.popitem(last=False)[1].num_bytes
-        return decoded
-
-    def _decode(self, number: int) -> DecodedRows:
-        file, group = self._groups[number]
-        path = self._paths[file]
-        columns = list(dict.fromkeys([self._label, *self._dense, *self._tables]))
+    def _decode(self, number: int) -> PackedRows:
+        file_number, group = self._groups[number]
+        file, footer = self._files.files[file_number], self._footers[file_number]
+        first = int(self._bounds[number])
+        last = int(self._bounds[number + 1]) - 1
+        first_row, last_row = (self._files.locate(row)[1] for row in (first, last))
 
         def read() -> Any:
-            with pq.ParquetFile(path, metadata=self._footers[file]) as opened:
-                return opened.read_row_group(group, columns=columns)
+            with file.open() as opened:
+                parquet = pq.ParquetFile(opened, metadata=footer, pre_buffer=True, page_checksum_verification=True)
+                return parquet.read_row_group(group, columns=self._columns.names, use_threads=False)
 
-        first_row = self._files.locate(int(self._bounds[number]))[1]
-        return RowGroupDecoder(path, first_row).decode(_guarded(path, read), self._label, self._dense, self._tables)
-
-    def _footer(self, path: Path) -> Any:
-        """Read a file's footer and check that it has the columns, of types that can be used."""
-        footer = _guarded(path, lambda: pq.read_metadata(path))
-        schema = _guarded(path, footer.schema.to_arrow_schema)
-        for column in [self._label, *self._dense]:
-            kind = _type_of(path, schema, column)
-            if not holds_numbers(kind):
-                raise BadDataError(f"{path}: column {column} is {kind}: labels and dense values must be numbers")
-        for column in self._tables:
-            kind = _type_of(path, schema, column)
-            if not holds_ids(kind):
-                raise BadDataError(
-                    f"{path}: column {column} is {kind}: ids must be integers, or lists of integers: "
-                    "number or hash the values when the file is written"
-                )
-        return footer
+        file.check()
+        data = _guarded(file, f"rows {first_row} to {last_row} (row group {group})", read)
+        return RowGroupDecoder(lambda row: self.where(first + row)).decode(data, self._columns)
 
 
-def _take(group: DecodedRows, rows: NDArray[np.int64]) -> DecodedRows:
-    starts = group.starts[rows]
-    sizes = group.starts[rows + 1] - starts
-    return DecodedRows(
-        dense=group.dense[rows],
-        labels=group.labels[rows],
-        lengths=group.lengths[rows],
-        starts=np.concatenate(([0], np.cumsum(sizes))),
-        ids=take_ranges(group.ids, starts, sizes),
-    )
+def _footer(file: DataFile, columns: Columns) -> Any:
+    """Read a file's footer and check that it has the columns, of types that can be used."""
+
+    def read() -> Any:
+        with file.open() as opened:
+            footer = pq.read_metadata(opened)
+            return footer, footer.schema.to_arrow_schema()
+
+    footer, schema = _guarded(file, "", read)
+    for column in [columns.label, *columns.dense]:
+        kind = _type_of(file, schema, column)
+        if not holds_numbers(kind):
+            raise BadDataError(f"{file.name}: column {column} is {kind}: labels and dense values must be numbers")
+    for column in columns.bags:
+        kind = _type_of(file, schema, column)
+        if not holds_ids(kind):
+            raise BadDataError(
+                f"{file.name}: column {column} is {kind}: ids must be integers, or lists of integers: "
+                "number or hash the values when the file is written"
+            )
+    for column in filter(None, columns.weights):
+        kind = _type_of(file, schema, column)
+        if not holds_weights(kind):
+            raise BadDataError(f"{file.name}: column {column} is {kind}: weights must be numbers, or lists of numbers")
+    return footer
 
 
-def _type_of(path: Path, schema: Any, column: str) -> Any:
+def _type_of(file: DataFile, schema: Any, column: str) -> Any:
     place = schema.get_field_index(column)
     if place < 0:
         names = schema.names
         more = f" and {len(names) - _SHOWN_COLUMNS} more" if len(names) > _SHOWN_COLUMNS else ""
         raise BadDataError(
-            f"{path}: no column {column}: the file has {', '.join(names[:_SHOWN_COLUMNS])}{more}: "
+            f"{file.name}: no column {column}: the file has {', '.join(names[:_SHOWN_COLUMNS])}{more}: "
             "name the right one in data.columns (label, rename)"
         )
     return schema.field(place).type
 
 
-def _guarded(path: Path, read: Callable[[], Any]) -> Any:
-    """Call ``read`` and name the file in what goes wrong."""
+def _guarded(file: DataFile, rows: str, read: Callable[[], Any]) -> Any:
+    """Call ``read`` and name the file, and the rows, in what goes wrong."""
     try:
         return read()
     except FileNotFoundError as error:
-        raise NoInputError(f"{path}: no such file: it was there before, so put it back") from error
+        raise NoInputError(f"{file.name}: no such file: it was there before, so put it back") from error
     except (pa.ArrowException, OSError) as error:
-        _refuse_file(path, error)
+        file.check()  # what changed meanwhile is not damaged
+        _refuse(file, rows, error)
 
 
-def _refuse_file(path: Path, error: Exception) -> NoReturn:
+def _refuse(file: DataFile, rows: str, error: Exception) -> NoReturn:
     reason = str(error).partition("\n")[0][:200]
-    raise BadDataError(f"{path}: not a Parquet file, or a damaged one ({reason}): write or copy it anew") from error
+    what = f"{rows} can't be decoded: damaged" if rows else "not a Parquet file, or a damaged one"
+    raise BadDataError(f"{file.name}: {what} ({reason}): write or copy it anew") from error

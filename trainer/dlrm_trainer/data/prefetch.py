@@ -1,62 +1,94 @@
-"""Computes the next items of an iterator in a background thread while the consumer works on this one."""
+"""Makes the next items of an iterator in a background thread while the consumer works on this one."""
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_POLL_S = 0.1
 _JOIN_S = 30.0
 
 
-@dataclass(frozen=True)
-class _End:
-    """Last thing in the queue: the items ran out, or making one failed."""
+class _Queue(Generic[T]):
+    """Items that are ready, as many as their sizes allow."""
 
-    error: BaseException | None = None
+    def __init__(self, budget_bytes: int, size_of: Callable[[T], int]) -> None:
+        self._budget, self._size_of = budget_bytes, size_of
+        self._changed = threading.Condition()
+        self._items: deque[T] = deque()
+        self._held = 0
+        self._ended = False
+        self._error: BaseException | None = None
+        self._stopped = False
+
+    def put(self, item: T) -> bool:
+        """Add an item once there is room for it, or none is waiting; False when the consumer is gone."""
+        size = self._size_of(item)
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or not self._items or self._held + size <= self._budget)
+            if self._stopped:
+                return False
+            self._items.append(item)
+            self._held += size
+            self._changed.notify_all()
+            return True
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Say that no more items come."""
+        with self._changed:
+            self._ended, self._error = True, error
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Say that no more items are wanted."""
+        with self._changed:
+            self._stopped = True
+            self._items.clear()
+            self._changed.notify_all()
+
+    def get(self) -> tuple[T] | None:
+        """The next item, None at the end.
+
+        Raises:
+            BaseException: what ended the items.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._items) or self._ended)
+            if self._items:
+                item = self._items.popleft()
+                self._held -= self._size_of(item)
+                self._changed.notify_all()
+                return (item,)
+            if self._error is not None:
+                raise self._error
+            return None
 
 
-def prefetched(items: Iterable[T], depth: int) -> Iterator[T]:
-    """Yield ``items`` in order, up to ``depth`` of them made ahead in a thread.
+def prefetched(items: Iterable[T], budget_bytes: int, size_of: Callable[[T], int]) -> Generator[T, None, None]:
+    """Yield ``items`` in order, made ahead in a thread: as many as ``budget_bytes`` hold, and at least one.
 
     An error in making an item reaches the consumer in that item's place. Closing the iterator, or dropping it, stops
     the thread after the item that it is making.
     """
-    ready: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
-    stopped = threading.Event()
-    worker = threading.Thread(target=_fill, args=(items, ready, stopped), name="dlrm-prefetch", daemon=True)
+    queue: _Queue[T] = _Queue(budget_bytes, size_of)
+    worker = threading.Thread(target=_fill, args=(items, queue), name="dlrm-prefetch", daemon=True)
     worker.start()
     try:
-        while not isinstance(item := ready.get(), _End):
-            yield item
-        if item.error is not None:
-            raise item.error
+        while (item := queue.get()) is not None:
+            yield item[0]
     finally:
-        stopped.set()
+        queue.stop()
         worker.join(_JOIN_S)
 
 
-def _fill(items: Iterable[T], ready: queue.Queue[T | _End], stopped: threading.Event) -> None:
+def _fill(items: Iterable[T], queue: _Queue[T]) -> None:
     try:
         for item in items:
-            if not _put(item, ready, stopped):
+            if not queue.put(item):
                 return
-        _put(_End(), ready, stopped)
+        queue.end()
     except BaseException as error:
-        _put(_End(error), ready, stopped)
-
-
-def _put(item: T | _End, ready: queue.Queue[T | _End], stopped: threading.Event) -> bool:
-    """Wait for room; False when the consumer is gone."""
-    while not stopped.is_set():
-        try:
-            ready.put(item, timeout=_POLL_S)
-        except queue.Full:
-            continue
-        return True
-    return False
+        queue.end(error)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -10,18 +12,22 @@ import torch
 from numpy.typing import NDArray
 
 from dlrm_api.data import DenseInputSpec
-from dlrm_api.errors import BadDataError
+from dlrm_api.errors import BadDataError, DLRMError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import ModelSpec, TableSpec
 from dlrm_trainer.data.batch import Batch, RawRows, RowSource, no_rows
-from dlrm_trainer.data.hashing import rows_of_ids
+from dlrm_trainer.data.lookups import GOOD, HASHES, LONG_BAG, hash_bags
 from dlrm_trainer.data.order import SampleOrder
 from dlrm_trainer.data.prefetch import prefetched
 
 Split = Literal["train", "eval"]
 
-PREFETCH_BATCHES = 2
-"""Batches made ahead: one is being sent to its rows' owners while the next is read."""
+FINISHED_SHARE = 16
+"""Of the budget, one part in so many is for batches that are ready and wait."""
+TOGETHER_SHARE = 4
+"""And one part in so many for batches that are made together."""
+TOGETHER = 16
+"""Batches that are made together where the budget has room for all blocks that they need; else more."""
 
 
 class Reader:
@@ -36,14 +42,24 @@ class Reader:
         dense: DenseInputSpec,
         rank: int,
         world_size: int,
+        budget_bytes: int,
     ) -> None:
         self._source = source
         self._order = order
         tables = model.all_tables()
         self._bags = tuple((tables[feature.table], feature.column) for feature in model.all_features())
-        self._weighted = any(feature.weights for feature in model.all_features())
-        self._features = features
         self._dense = dense
+        tables_of = [table for table, _ in self._bags]
+        self._hashing = (
+            np.array([table.rows for table in tables_of], dtype=np.int64),
+            np.array([HASHES[table.embedding.hash] for table in tables_of], dtype=np.int64),
+            np.array([table.max_lookups for table in tables_of], dtype=np.int64),
+        )
+        self._nothing = no_rows(len(self._bags), features, any(each.weights for each in model.all_features()))
+        self._budget = budget_bytes
+        self._most_together = 1
+        self.waited_s = 0.0
+        """Seconds for which those who iterate have waited."""
         self._rank = rank
         self._world_size = world_size
         self.num_samples = order.num_samples
@@ -72,42 +88,84 @@ class Reader:
         Raises:
             BadDataError: a row can't be used; the message names the file, the row, the column or table and the mend.
         """
-        sample_ids = self._order.sample_ids(batch, self._rank, self._world_size)
-        raw = self._source.rows(sample_ids) if sample_ids.size else no_rows(len(self._bags), self._features, self._weighted)
-        return Batch(
-            number=batch,
-            sample_ids=torch.from_numpy(sample_ids),
-            dense=torch.from_numpy(dense_inputs(raw.dense, self._dense)),
-            labels=torch.from_numpy(raw.labels),
-            lengths=torch.from_numpy(raw.lengths),
-            values=torch.from_numpy(self._values(raw, sample_ids)),
-            weights=None if raw.weights is None else torch.from_numpy(raw.weights),
-        )
+        sample_ids = self._sample_ids(batch)
+        raw = self._source.batches([sample_ids])[0] if sample_ids.size else self._nothing
+        return self._batch(batch, sample_ids, raw)
 
-    def iterate(self, start: int, stop: int) -> Iterator[Batch]:
+    def iterate(self, start: int, stop: int) -> Generator[Batch, None, None]:
         """Batches ``start`` to ``stop - 1`` in order, read ahead in a thread; close it to stop early."""
-        return prefetched(map(self.read, range(start, stop)), PREFETCH_BATCHES)
+        ahead = prefetched(self._made(start, stop), self._budget // FINISHED_SHARE, _bytes_of)
+        with closing(ahead):
+            while True:
+                began = time.monotonic()
+                batch = next(ahead, None)
+                self.waited_s += time.monotonic() - began
+                if batch is None:
+                    return
+                yield batch
 
     def close(self) -> None:
         """Let go of the source's files."""
         self._source.close()
 
-    def _values(self, raw: RawRows, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        values = np.empty_like(raw.ids)
-        stops = np.cumsum(raw.lengths.sum(axis=1, dtype=np.int64))
-        start = 0
-        for number, ((table, column), stop) in enumerate(zip(self._bags, stops.tolist(), strict=True)):
-            lengths = raw.lengths[number]
-            if lengths.size and (longest := int(lengths.argmax()), lengths.max() > table.max_lookups)[1]:
-                self._refuse_bag(table, column, int(lengths[longest]), int(sample_ids[longest]))
-            ids = raw.ids[start:stop]
-            values[start:stop], outside = rows_of_ids(ids, table.rows, table.embedding.hash)
-            if outside is not None:
-                first = int(outside.argmax())
-                sample = int(np.searchsorted(np.cumsum(lengths), first, side="right"))
-                self._refuse_id(table, column, int(ids[first]), int(ids.max()), int(sample_ids[sample]))
-            start = stop
-        return values
+    def _made(self, start: int, stop: int) -> Iterator[Batch]:
+        """Batches in order, several at a time: what they need is then read and decoded once for all of them."""
+        together, remade = 1, 0
+        slices = [self._sample_ids(number) for number in range(start, min(start + together, stop))]
+        while start < stop:
+            numbers = range(start, start + len(slices))
+            together = together if self._source.remade is None else min(2 * together, self._most_together)
+            ahead = [self._sample_ids(number) for number in range(numbers.stop, min(numbers.stop + together, stop))]
+            yield from self._some(numbers, slices, ahead)
+            start, slices = numbers.stop, ahead
+            if (self._source.remade or 0) == remade:
+                together = min(together, TOGETHER)
+            remade = self._source.remade or 0
+        self._source.rest()
+
+    def _some(
+        self, numbers: range, slices: Sequence[NDArray[np.int64]], ahead: Sequence[NDArray[np.int64]]
+    ) -> Iterator[Batch]:
+        filled = [each for each in slices if each.size]
+        try:
+            raws = iter(self._source.batches(filled, np.concatenate(ahead) if ahead else None) if filled else ())
+        except DLRMError:
+            if len(numbers) > 1:  # batches before the bad one are good
+                yield from map(self.read, numbers)
+            raise
+        for number, sample_ids in zip(numbers, slices, strict=True):
+            batch = self._batch(number, sample_ids, next(raws) if sample_ids.size else self._nothing)
+            self._most_together = max(1, self._budget // TOGETHER_SHARE // max(1, _bytes_of(batch)))
+            yield batch
+
+    def _sample_ids(self, batch: int) -> NDArray[np.int64]:
+        return self._order.sample_ids(batch, self._rank, self._world_size)
+
+    def _batch(self, number: int, sample_ids: NDArray[np.int64], raw: RawRows) -> Batch:
+        self._hash(raw, sample_ids)
+        return Batch(
+            number=number,
+            sample_ids=torch.from_numpy(sample_ids),
+            dense=torch.from_numpy(dense_inputs(raw.dense, self._dense)),
+            labels=torch.from_numpy(raw.labels),
+            lengths=torch.from_numpy(raw.lengths),
+            values=torch.from_numpy(raw.ids),
+            weights=None if raw.weights is None else torch.from_numpy(raw.weights),
+        )
+
+    def _hash(self, raw: RawRows, sample_ids: NDArray[np.int64]) -> None:
+        """Turn ids into rows of their tables, in place."""
+        problem, number, place = hash_bags(raw.ids, raw.lengths, *self._hashing)
+        if problem == GOOD:
+            return
+        table, column = self._bags[number]
+        if problem == LONG_BAG:
+            self._refuse_bag(table, column, int(raw.lengths[number, place]), int(sample_ids[place]))
+        stops = np.cumsum(raw.lengths, dtype=np.int64)
+        sample = int(np.searchsorted(stops, place, side="right")) - number * sample_ids.size
+        first = int(stops[number * sample_ids.size] - raw.lengths[number, 0])
+        largest = int(raw.ids[first : int(stops[(number + 1) * sample_ids.size - 1])].max())
+        self._refuse_id(table, column, int(raw.ids[place]), largest, int(sample_ids[sample]))
 
     def _refuse_bag(self, table: TableSpec, column: str, length: int, sample_id: int) -> NoReturn:
         raise BadDataError(
@@ -143,3 +201,8 @@ def sample_order(spec: DLRMJobSpec, split: Split, num_samples: int) -> SampleOrd
         block_rows=spec.data.shuffle.block_rows,
         seed=spec.training.seed,
     )
+
+
+def _bytes_of(batch: Batch) -> int:
+    tensors = (batch.sample_ids, batch.dense, batch.labels, batch.lengths, batch.values, batch.weights)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -70,6 +70,8 @@ class ReuseMeter:
         if rate is None:
             most[:] = followed_shares([table.rows for table in tables], MOST_FOLLOWED)
         self.tables = [TableReuse(table, StackDistances(rows, rate)) for table, rows in zip(tables, most, strict=True)]
+        features = np.array([len(table.sources) for table in tables], dtype=np.intp)
+        self._firsts = np.cumsum(features) - features  # a table's features are neighbours in a batch
 
     @property
     def lookups(self) -> int:
@@ -77,8 +79,9 @@ class ReuseMeter:
         return sum(table.lookups for table in self.tables)
 
     def add(self, batch: Batch) -> None:
-        """Count the next global batch, read as the only rank."""
-        stops = np.cumsum(batch.lengths.numpy().sum(axis=1, dtype=np.int64))
+        """Count the next global batch, read as the only rank; a table's features count together."""
+        bags = batch.lengths.numpy().sum(axis=1, dtype=np.int64)
+        stops = np.cumsum(np.add.reduceat(bags, self._firsts))
         for table, values in zip(self.tables, np.split(batch.values.numpy(), stops[:-1]), strict=True):
             table.add(values)
         self.batches += 1

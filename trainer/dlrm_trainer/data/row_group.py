@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -13,57 +12,62 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError
-from dlrm_trainer.data.ranges import range_indexes
+from dlrm_trainer.data.packed import PackedRows, pack_bags, pack_singles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Columns of a file that hold what the model reads."""
+
+    label: str
+    dense: Sequence[str]
+    bags: Sequence[str]
+    """Ids of each feature."""
+    weights: Sequence[str | None]
+    """Weights of each feature."""
+
+    @property
+    def names(self) -> list[str]:
+        """Each once."""
+        return list(dict.fromkeys([self.label, *self.dense, *self.bags, *filter(None, self.weights)]))
 
 
 @dataclass(frozen=True)
-class DecodedRows:
-    """Rows of one row group. Ids lie row by row, and in a row table by table."""
+class _Bags:
+    """One column of bags: their ids one after the other, or one of weights."""
 
-    dense: NDArray[np.float32]
-    """(r, F), NaN where null."""
-    labels: NDArray[np.float32]
-    """(r,)."""
-    lengths: NDArray[np.int32]
-    """(r, T) ids in each bag."""
-    starts: NDArray[np.int64]
-    """(r + 1,) where each row's ids start."""
-    ids: NDArray[np.int64]
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that it holds."""
-        return sum(array.nbytes for array in (self.dense, self.labels, self.lengths, self.starts, self.ids))
+    sizes: NDArray[np.int32] | None
+    """None: one each."""
+    values: NDArray[Any]
 
 
 @dataclass(frozen=True)
 class RowGroupDecoder:
-    """Turns a row group's columns into arrays; ``path`` and ``first_row`` are for messages."""
+    """Turns a row group's columns into arrays; ``where`` names a row of the group, for messages."""
 
-    path: Path
-    first_row: int
+    where: Callable[[int], str]
 
-    def decode(self, data: pa.Table, label: str, dense: Sequence[str], tables: Sequence[str]) -> DecodedRows:
+    def decode(self, data: pa.Table, columns: Columns) -> PackedRows:
         """Check and convert all columns that the model reads.
 
         Raises:
             BadDataError: a value can't be used; the message names file, row and column.
         """
-        values = np.empty((data.num_rows, len(dense)), dtype=np.float32)
-        for place, name in enumerate(dense):
-            values[:, place] = self._dense(data[name], name)
-        bags = [self._bags(data[name], name) for name in tables]
-        lengths = np.stack([sizes for sizes, _ in bags], axis=1)
-        stops: NDArray[np.int64] = np.cumsum(lengths.astype(np.int64)).reshape(lengths.shape)
-        ids = np.empty(int(stops[-1, -1]), dtype=np.int64)
-        for place, (sizes, bag_ids) in enumerate(bags):
-            ids[range_indexes(stops[:, place] - sizes, sizes)] = bag_ids
-        return DecodedRows(
-            dense=values,
-            labels=self._labels(data[label], label),
-            lengths=lengths,
-            starts=np.concatenate(([0], stops[:, -1])),
-            ids=ids,
+        dense = np.empty((1 + len(columns.dense), data.num_rows), dtype=np.float32)
+        dense[0] = self._labels(data[columns.label], columns.label)
+        for place, name in enumerate(columns.dense, start=1):
+            dense[place] = self._dense(data[name], name)
+        read = {name: self._ids(data[name], name) for name in dict.fromkeys(columns.bags)}
+        bags = [read[name] for name in columns.bags]
+        weights = None
+        if any(columns.weights):
+            each_feature = zip(columns.weights, columns.bags, bags, strict=True)
+            weights = np.concatenate([self._weights(data, name, ids, bag) for name, ids, bag in each_feature])
+        if all(each.sizes is None for each in bags):
+            return pack_singles(dense, [each.values for each in bags], weights)
+        sizes = [np.ones(data.num_rows, np.int32) if each.sizes is None else each.sizes for each in bags]
+        return pack_bags(
+            dense, np.stack(sizes), np.concatenate([each.values for each in bags], dtype=np.int64), weights
         )
 
     def _labels(self, column: Any, name: str) -> NDArray[np.float32]:
@@ -74,42 +78,74 @@ class RowGroupDecoder:
         return np.asarray(values, dtype=np.float32)
 
     def _dense(self, column: Any, name: str) -> NDArray[np.float32]:
-        with np.errstate(over="ignore"):
-            values: NDArray[np.float32] = column.cast(pa.float64(), safe=False).to_numpy().astype(np.float32)
-        bad = ~np.isfinite(values)
-        if column.null_count:
-            bad &= column.is_valid().to_numpy()
-        if bad.any():
-            problem = "is not finite (as float32): mend the row, or write null for a missing value"
-            self._refuse(bad, column, name, problem)
+        if column.type == pa.float32() and not column.null_count:
+            values: NDArray[np.float32] = column.to_numpy()
+        else:
+            with np.errstate(over="ignore"):
+                values = column.cast(pa.float64(), safe=False).to_numpy().astype(np.float32)
+        if not np.isfinite(values.sum(dtype=np.float64)):  # one pass where all is well
+            bad = ~np.isfinite(values)
+            if column.null_count:
+                bad &= column.is_valid().to_numpy()
+            if bad.any():
+                problem = "is not finite (as float32): mend the row, or write null for a missing value"
+                self._refuse(bad, column, name, problem)
         return values
 
-    def _bags(self, column: Any, name: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Bag sizes (r,) and ids; a null bag and a null scalar are empty bags."""
+    def _ids(self, column: Any, name: str) -> _Bags:
+        """A column of ids; a null bag and a null scalar are empty bags."""
+        sizes, flat = self._flat(column, name, "ids")
+        if pa.types.is_uint64(flat.type):
+            return _Bags(sizes, flat.to_numpy(zero_copy_only=False).view(np.int64))  # hashes take ids as 64 bits
+        return _Bags(sizes, flat.to_numpy(zero_copy_only=False))
+
+    def _weights(self, data: pa.Table, name: str | None, ids_name: str, ids: _Bags) -> NDArray[np.float32]:
+        """A feature's weights, as long as its ids."""
+        if name is None:
+            return np.ones(ids.values.size, dtype=np.float32)
+        column = data[name]
+        sizes, flat = self._flat(column, name, "weights")
+        ones = np.ones(data.num_rows, dtype=np.int32)
+        own, wanted = (ones if each is None else each for each in (sizes, ids.sizes))
+        if (own != wanted).any():
+            row = int((own != wanted).argmax())
+            problem = f"holds {own[row]} weights for the {wanted[row]} ids of column {ids_name}: give one for each id"
+            self._refuse(own != wanted, column, name, problem)
+        with np.errstate(over="ignore"):
+            values: NDArray[np.float32] = (
+                flat.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float32)
+            )
+        if not np.isfinite(values).all():
+            rows = np.repeat(np.arange(own.size), own)
+            bad = np.zeros(own.size, dtype=bool)
+            bad[rows[~np.isfinite(values)]] = True
+            self._refuse(bad, column, name, "holds a weight that is not finite (as float32): mend the row")
+        return values
+
+    def _flat(self, column: Any, name: str, what: str) -> tuple[NDArray[np.int32] | None, Any]:
+        """Bag sizes (r,), None where all are 1, and what the bags hold, one after the other."""
         array: Any = column.combine_chunks()
         if isinstance(array, pa.ChunkedArray):
             array = pa.concat_arrays(array.chunks)
         if isinstance(array.type, pa.DictionaryType):
             array = array.dictionary_decode()
-        if is_list(array.type):
-            sizes = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int32)
-            flat = array.flatten()
-            if flat.null_count:
-                bags = np.repeat(np.arange(sizes.size), sizes)
-                holed = np.zeros(sizes.size, dtype=bool)
-                holed[bags[flat.is_null().to_numpy(zero_copy_only=False)]] = True
-                self._refuse(holed, column, name, "has a null inside the list: leave missing ids out of the list")
-        else:
-            sizes = array.is_valid().to_numpy(zero_copy_only=False).astype(np.int32)
-            flat = array.drop_null()
-        if pa.types.is_uint64(flat.type):
-            return sizes, flat.to_numpy(zero_copy_only=False).view(np.int64)  # hashes take ids as 64 bits
-        return sizes, flat.cast(pa.int64()).to_numpy(zero_copy_only=False)
+        if not is_list(array.type):
+            if not array.null_count:
+                return None, array
+            return array.is_valid().to_numpy(zero_copy_only=False).astype(np.int32), array.drop_null()
+        sizes = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int32)
+        flat = array.flatten()
+        if flat.null_count:
+            bags = np.repeat(np.arange(sizes.size), sizes)
+            holed = np.zeros(sizes.size, dtype=bool)
+            holed[bags[flat.is_null().to_numpy(zero_copy_only=False)]] = True
+            self._refuse(holed, column, name, f"has a null inside the list: leave missing {what} out of the list")
+        return None if (sizes == 1).all() else sizes, flat
 
     def _refuse(self, bad: NDArray[np.bool_], column: Any, name: str, problem: str) -> NoReturn:
         row = int(bad.argmax())
         value = repr(column[row].as_py())[:60]
-        raise BadDataError(f"{self.path}: row {self.first_row + row}: column {name}: {value} {problem}")
+        raise BadDataError(f"{self.where(row)}: column {name}: {value} {problem}")
 
 
 def is_list(kind: Any) -> bool:
@@ -125,6 +161,11 @@ def holds_numbers(kind: Any) -> bool:
         or pa.types.is_boolean(kind)
         or pa.types.is_decimal(kind)
     )
+
+
+def holds_weights(kind: Any) -> bool:
+    """Whether an Arrow type can be a weight, or a bag of weights."""
+    return holds_numbers(kind.value_type if is_list(kind) else kind)
 
 
 def holds_ids(kind: Any) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.model import TableSpec
-from dlrm_trainer.data.batch import Fingerprint, RawRows
+from dlrm_api.model import Feature, TableSpec
+from dlrm_trainer.data.batch import Fingerprint, RawRows, no_rows
 from dlrm_trainer.data.hashing import random_bits, stream_key, uniform
 from dlrm_trainer.data.histogram import ReuseHistogram, read_histogram
 from dlrm_trainer.data.popularity import Popularity, Scatter
@@ -20,7 +21,7 @@ _PROBE_SAMPLES = 4_096
 
 @dataclass(frozen=True)
 class _Draws:
-    """Keys and distributions of one table's random numbers."""
+    """Keys and distributions of one feature's random numbers."""
 
     table: TableSpec
     popularity: Popularity
@@ -28,6 +29,8 @@ class _Draws:
     length_key: np.uint64
     step_key: np.uint64
     place_key: np.uint64
+    weight_key: np.uint64 | None
+    """None: the feature has no weights."""
     effect_keys: tuple[np.uint64, np.uint64]
 
     def lengths(self, sample_ids: NDArray[np.uint64]) -> NDArray[np.int32]:
@@ -40,18 +43,39 @@ class _Draws:
         rounding = uniform(random_bits(self.length_key, sample_ids * np.uint64(2) + np.uint64(1)))
         return np.floor(mean + spread * (2.0 * wide - 1.0) + rounding).clip(0, most).astype(np.int32)
 
-    def ids(self, sample_ids: NDArray[np.uint64], lengths: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """Ids (sum of lengths,), bag after bag."""
+    def lookups(self, sample_ids: NDArray[np.uint64], lengths: NDArray[np.int32]) -> NDArray[np.uint64]:
+        """A number for each id that no other id of the feature has: (sum of lengths,), bag after bag."""
         starts = np.cumsum(lengths, dtype=np.int64) - lengths
         places_in_bag = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(starts, lengths)
         bags = np.repeat(sample_ids * np.uint64(self.table.max_lookups), lengths)
-        lookups = bags + places_in_bag.view(np.uint64)
+        return bags + places_in_bag.view(np.uint64)
+
+    def ids(self, lookups: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Id of each lookup (k,)."""
         ranks = self.popularity.ranks(random_bits(self.step_key, lookups), random_bits(self.place_key, lookups))
         return self.scatter(ranks)
+
+    def weights(self, lookups: NDArray[np.uint64]) -> NDArray[np.float32]:
+        """Weight of each lookup (k,): uniform in [0.5, 1.5), or 1 for a feature without weights."""
+        if self.weight_key is None:
+            return np.ones(lookups.size, dtype=np.float32)
+        bits = random_bits(self.weight_key, lookups) >> np.uint64(41)  # 23 bits: 0.5 plus them is exact
+        return bits.astype(np.float32) * np.float32(2.0**-23) + np.float32(0.5)
+
+
+@dataclass(frozen=True)
+class _Bags:
+    """What features look up: bag sizes (F, n), and by feature ids and weights (the latter only if any has some)."""
+
+    lengths: NDArray[np.int32]
+    ids: list[NDArray[np.int64]]
+    weights: list[NDArray[np.float32]]
 
 
 class SyntheticSource:
     """Samples with labels from a planted teacher. Training and evaluation differ in samples and share the teacher."""
+
+    remade = None
 
     def __init__(self, spec: DLRMJobSpec, split: str) -> None:
         synthetic, seed = spec.data.synthetic, spec.training.seed
@@ -62,6 +86,7 @@ class SyntheticSource:
         self.num_samples = synthetic.samples if split == "train" else synthetic.eval_samples
         self._histogram = read_histogram(synthetic.reuse_histogram) if synthetic.reuse_histogram else None
         self._draws = _draws(spec, self._histogram, split)
+        self._weighted = any(draws.weight_key is not None for draws in self._draws)
         self._dense_keys = [stream_key(seed, split, "dense", number) for number in range(self._features)]
         self._noise_key, self._label_key = (stream_key(seed, split, what) for what in ("noise", "label"))
         probe = np.arange(_PROBE_SAMPLES, dtype=np.uint64)
@@ -77,33 +102,55 @@ class SyntheticSource:
         """Which sample, in words."""
         return f"synthetic {self._split} sample {sample_id}"
 
+    def rest(self) -> None:
+        """Nothing is held."""
+
     def close(self) -> None:
         """Nothing is held."""
+
+    def batches(
+        self,
+        slices: Sequence[NDArray[np.int64]],
+        ahead: NDArray[np.int64] | None = None,  # noqa: ARG002  nothing to make ready
+    ) -> list[RawRows]:
+        """Compute the samples of some batches."""
+        nothing = no_rows(len(self._draws), self._features, self._weighted)
+        return [self.rows(each) if each.size else nothing for each in slices]
 
     def rows(self, sample_ids: NDArray[np.int64]) -> RawRows:
         """Compute some samples."""
         counters = sample_ids.astype(np.uint64)
-        hidden, lengths, ids = self._hidden(counters)
+        hidden, bags = self._hidden(counters)
         noise = self._spec.noise * gaussian(random_bits(self._noise_key, counters))
         chances = sigmoid(self._teacher.logits(hidden) + noise)
         labels = uniform(random_bits(self._label_key, counters)) < chances
-        return RawRows(dense=self._observed(hidden.dense), labels=labels.astype(np.float32), lengths=lengths, ids=ids)
+        return RawRows(
+            dense=self._observed(hidden.dense),
+            labels=labels.astype(np.float32),
+            lengths=bags.lengths,
+            ids=np.concatenate(bags.ids),
+            weights=np.concatenate(bags.weights) if self._weighted else None,
+        )
 
-    def _hidden(self, counters: NDArray[np.uint64]) -> tuple[Hidden, NDArray[np.int32], NDArray[np.int64]]:
+    def _hidden(self, counters: NDArray[np.uint64]) -> tuple[Hidden, _Bags]:
         shape = (len(self._draws), counters.size)
         effects, factors = np.empty(shape), np.empty(shape)
-        lengths, ids = np.empty(shape, dtype=np.int32), []
+        bags = _Bags(np.empty(shape, dtype=np.int32), [], [])
         for number, draws in enumerate(self._draws):
-            lengths[number] = draws.lengths(counters)
-            rows = draws.ids(counters, lengths[number])
+            lengths = bags.lengths[number] = draws.lengths(counters)
+            lookups = draws.lookups(counters, lengths)
+            rows = draws.ids(lookups)
             first, second = row_effects(draws.effect_keys, rows)
-            effects[number] = _bag_means(first, lengths[number])
-            factors[number] = _bag_means(second, lengths[number])
-            ids.append(rows.view(np.int64))
+            if self._weighted:
+                bags.weights.append(draws.weights(lookups))
+                first, second = first * bags.weights[number], second * bags.weights[number]
+            effects[number] = _bag_means(first, lengths)
+            factors[number] = _bag_means(second, lengths)
+            bags.ids.append(rows.view(np.int64))
         dense = np.empty((counters.size, self._features))
         for column, key in enumerate(self._dense_keys):
             dense[:, column] = (2.0 * uniform(random_bits(key, counters)) - 1.0) * np.sqrt(3.0)
-        return Hidden(effects, factors, dense), lengths, np.concatenate(ids)
+        return Hidden(effects, factors, dense), bags
 
     def _observed(self, latent: NDArray[np.float64]) -> NDArray[np.float32]:
         """Dense fields: the latent values, or heavy-tailed counts that grow with them where log1p will follow."""
@@ -120,17 +167,24 @@ def _draws(spec: DLRMJobSpec, histogram: ReuseHistogram | None, split: str) -> l
         for rows in {table.rows for table in tables}
     }
     return [
-        _Draws(
-            table=table,
-            popularity=popularity[table.rows],
-            scatter=Scatter.of(table.rows, stream_key(seed, "scatter", table.name)),
-            length_key=stream_key(seed, split, "length", table.name),
-            step_key=stream_key(seed, split, "step", table.name),
-            place_key=stream_key(seed, split, "place", table.name),
-            effect_keys=(stream_key(seed, "first", table.name), stream_key(seed, "second", table.name)),
-        )
-        for table in tables
+        _feature_draws(seed, split, tables[feature.table], feature, popularity[tables[feature.table].rows])
+        for feature in spec.model.all_features()
     ]
+
+
+def _feature_draws(seed: int, split: str, table: TableSpec, feature: Feature, popularity: Popularity) -> _Draws:
+    """Draws of a table's first column are named by the table alone, those of further ones by table and column."""
+    name = (table.name,) if feature.column == table.sources[0] else (table.name, feature.column)
+    return _Draws(
+        table=table,
+        popularity=popularity,
+        scatter=Scatter.of(table.rows, stream_key(seed, "scatter", table.name)),
+        length_key=stream_key(seed, split, "length", *name),
+        step_key=stream_key(seed, split, "step", *name),
+        place_key=stream_key(seed, split, "place", *name),
+        weight_key=stream_key(seed, split, "weight", *name) if feature.weights else None,
+        effect_keys=(stream_key(seed, "first", table.name), stream_key(seed, "second", table.name)),
+    )
 
 
 def _bag_means(values: NDArray[np.float64], lengths: NDArray[np.int32]) -> NDArray[np.float64]:

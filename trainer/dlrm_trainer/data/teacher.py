@@ -24,11 +24,11 @@ class Hidden:
     """What the teacher sees of some samples."""
 
     effects: Floats
-    """(T, n) mean first effect of each bag's rows; 0 for an empty bag."""
+    """(F, n) mean first effect of each bag's rows, times their weights; 0 for an empty bag."""
     factors: Floats
-    """(T, n) mean second effect of each bag's rows, of which neighbouring tables' products count."""
+    """(F, n) mean second effect of each bag's rows, of which neighbouring features' products count."""
     dense: Floats
-    """(n, F) latent value of each dense feature, with mean 0 and variance 1."""
+    """(n, D) latent value of each dense feature, with mean 0 and variance 1."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Teacher:
     @classmethod
     def fitted(cls, seed: int, probe: Hidden, noise: float, positive_rate: float) -> Teacher:
         """A teacher whose parts have their proper spread on ``probe`` and whose labels have ``positive_rate``."""
-        tables, features = probe.effects.shape[0], probe.dense.shape[1]
-        row_weights = 1.0 / np.sqrt(1.0 + np.arange(tables))  # some tables matter more than others
-        dense_weights = _signed(random_bits(stream_key("dense", seed), np.arange(features, dtype=np.uint64)))
+        features, dense = probe.effects.shape[0], probe.dense.shape[1]
+        row_weights = 1.0 / np.sqrt(1.0 + np.arange(features))  # some features matter more than others
+        dense_weights = _signed(random_bits(stream_key("dense", seed), np.arange(dense, dtype=np.uint64)))
         bare = cls(row_weights, dense_weights, (1.0, 1.0, 1.0), 0.0)
         spreads = [float(part.std()) for part in bare.parts(probe)]
         row, dense, pair = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from urllib.parse import unquote, urlsplit
 
 from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError
@@ -43,9 +43,9 @@ def find_files(uris: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
     return sorted(found)
 
 
-def relative_names(paths: Sequence[Path]) -> list[str]:
+def relative_names(paths: Sequence[PurePath]) -> list[str]:
     """Names of files below the folder that they share: what stays the same when the folder is mounted elsewhere."""
-    shared = Path(os.path.commonpath([path.parent for path in paths]))
+    shared = PurePath(os.path.commonpath([path.parent for path in paths]))
     return [path.relative_to(shared).as_posix() for path in paths]
 
 

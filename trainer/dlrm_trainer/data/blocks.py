@@ -1,0 +1,134 @@
+"""Blocks of a data set that are costly to make: made once, kept within a budget, made before they are needed."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, Protocol, TypeVar
+
+
+class Sized(Protocol):
+    """Something that takes memory."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it holds."""
+
+
+Block = TypeVar("Block", bound=Sized)
+
+
+class BlockCache(Generic[Block]):
+    """Blocks by number.
+
+    Those that are asked for next are made in threads, as many as the budget has room for; others are dropped for them,
+    the least recently used first. Only a single block may be larger than the budget.
+
+    Args:
+        make: makes a block; called from several threads.
+        budget_bytes: of all blocks that are held.
+        threads: that make blocks ahead.
+    """
+
+    def __init__(self, make: Callable[[int], Block], budget_bytes: int, threads: int = 1) -> None:
+        self._make = make
+        self._budget = budget_bytes
+        self._pool = ThreadPoolExecutor(threads, "dlrm-decode")  # starts no thread before one is needed
+        self._threads = threads
+        self._lock = threading.RLock()  # a block may be done before we ask to be told
+        self._held: OrderedDict[int, Block] = OrderedDict()
+        self._making: dict[int, Future[Block]] = {}
+        self._queue: list[int] = []
+        self._seen: set[int] = set()
+        self._largest = 0
+        self.remade = 0
+        """Blocks that were made again after they had been dropped."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the blocks that are held."""
+        with self._lock:
+            return self._bytes()
+
+    def plan(self, numbers: Sequence[int]) -> None:
+        """Say which blocks are taken next, in order; some are made ahead from now on."""
+        with self._lock:
+            self._queue = list(numbers)
+            self._begin()
+
+    def take(self, number: int) -> Block:
+        """One block, made now if it is not there.
+
+        Raises:
+            DLRMError: what making it raises; asked again, it is made again.
+        """
+        with self._lock:
+            if number in self._queue:
+                del self._queue[: self._queue.index(number) + 1]
+            block, making = self._held.get(number), self._making.get(number)
+            if block is not None:
+                self._held.move_to_end(number)
+                self._begin()
+                return block
+        block = self._make(number) if making is None else making.result()
+        with self._lock:
+            self._keep(number, block)
+            self._begin()
+        return block
+
+    def clear(self) -> None:
+        """Drop all blocks; those that are being made now are dropped when they are done."""
+        with self._lock:
+            self._queue = []
+            self._making.clear()
+            self._held.clear()
+            self._seen.clear()
+
+    def close(self) -> None:
+        """Stop making blocks, and drop all."""
+        self.clear()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _begin(self) -> None:
+        """Begin to make queued blocks while there is room beside the queued ones before them."""
+        room = self._budget
+        for number in dict.fromkeys(self._queue):
+            if len(self._making) >= self._threads:
+                return
+            block = self._held.get(number)
+            room -= self._largest if block is None else block.num_bytes
+            if room < 0 or not self._largest:  # the first block is made by who takes it: it tells how large they are
+                return
+            if block is None and number not in self._making:
+                making = self._pool.submit(self._make, number)
+                self._making[number] = making
+                making.add_done_callback(functools.partial(self._made, number))
+
+    def _made(self, number: int, done: Future[Block]) -> None:
+        with self._lock:
+            if self._making.get(number) is not done:
+                return  # closed meanwhile
+            del self._making[number]
+            if not done.cancelled() and done.exception() is None:  # who takes it makes it again, and sees the error
+                self._keep(number, done.result())
+                self._begin()
+
+    def _keep(self, number: int, block: Block) -> None:
+        if number in self._held:
+            return
+        self.remade += number in self._seen
+        self._seen.add(number)
+        self._largest = max(self._largest, block.num_bytes)
+        self._held[number] = block
+        held, queued = self._bytes(), set(self._queue)
+        for other in [*(each for each in self._held if each not in queued), *reversed(self._queue)]:
+            if held <= self._budget:
+                return
+            if other != number and other in self._held:
+                held -= self._held.pop(other).num_bytes
+
+    def _bytes(self) -> int:
+        return sum(block.num_bytes for block in self._held.values())

@@ -1,0 +1,63 @@
+"""Bags of ids to rows of tables: a whole batch in one compiled loop."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_trainer.compiled import compiled
+
+HASHES = {"none": 0, "modulo": 1, "mix": 2}
+GOOD, LONG_BAG, NO_ROW = 0, 1, 2
+
+_MODULO, _MIX = HASHES["modulo"], HASHES["mix"]
+_GAMMA, _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFT_30, _SHIFT_27, _SHIFT_31 = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+@compiled
+def hash_bags(
+    ids: NDArray[np.int64],
+    lengths: NDArray[np.int32],
+    rows: NDArray[np.int64],
+    hashes: NDArray[np.int64],
+    longest: NDArray[np.int64],
+) -> tuple[int, int, int]:
+    """Replace ids, feature-major, by rows of their tables: those of ``hashing.rows_of_ids``.
+
+    Args:
+        ids: (sum of lengths,), replaced in place.
+        lengths: (F, n).
+        rows: (F,) of each feature's table.
+        hashes: (F,) values of ``HASHES``.
+        longest: (F,) most ids of a bag.
+
+    Returns:
+        what is wrong (``GOOD``, ``LONG_BAG``, ``NO_ROW``), the feature, and the bag's number in it or the id's place in
+        ``ids``. Features before it are replaced then, its own ids are not.
+    """
+    start = 0
+    for feature in range(lengths.shape[0]):
+        stop = start
+        for sample in range(lengths.shape[1]):
+            length = lengths[feature, sample]
+            if length > longest[feature]:
+                return LONG_BAG, feature, sample
+            stop += length
+        size = np.uint64(rows[feature])
+        kind = hashes[feature]
+        if kind == _MIX:
+            for place in range(start, stop):
+                mixed = np.uint64(ids[place]) + _GAMMA
+                mixed = (mixed ^ mixed >> _SHIFT_30) * _FIRST
+                mixed = (mixed ^ mixed >> _SHIFT_27) * _SECOND
+                ids[place] = np.int64((mixed ^ mixed >> _SHIFT_31) % size)
+        elif kind == _MODULO:
+            for place in range(start, stop):
+                ids[place] = np.int64(np.uint64(ids[place]) % size)
+        else:
+            for place in range(start, stop):
+                if np.uint64(ids[place]) >= size:  # negative ids are above all rows then
+                    return NO_ROW, feature, place
+        start = stop
+    return GOOD, 0, 0

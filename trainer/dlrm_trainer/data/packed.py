@@ -1,0 +1,220 @@
+"""Decoded rows, packed row by row: one that is taken from anywhere touches few lines of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_trainer.compiled import compiled
+from dlrm_trainer.data.spots import Gathered, Ints
+
+Numbers = NDArray[np.float32]
+Ids = NDArray[np.int64] | NDArray[np.uint32]
+
+_TILE = 16
+"""Rows that are packed at a time, so that they stay in the nearest cache."""
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows of one block. Ids lie row by row, and in a row feature by feature."""
+
+    numbers: Numbers
+    """(r, 1 + D) labels, then dense values, NaN where null."""
+    ids: Ids
+    """All bags; uint32 where every id fits."""
+    lengths: NDArray[np.int32]
+    """(r, F) ids in each bag; empty where all have one."""
+    starts: Ints
+    """(r + 1,) where each row's ids start; empty where all bags have one id."""
+    weights: Numbers | None
+    """Of each id."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the rows take."""
+        parts = (self.numbers, self.ids, self.lengths, self.starts)
+        return sum(part.nbytes for part in parts) + (0 if self.weights is None else self.weights.nbytes)
+
+    @property
+    def rows(self) -> int:
+        """Of the block."""
+        return int(self.numbers.shape[0])
+
+    @property
+    def single(self) -> bool:
+        """Whether all bags have one id."""
+        return not self.starts.size
+
+    def fill(self, gathered: Gathered, order: Ints, rows: Ints) -> None:
+        """Put ``rows`` of these, whose bags have one id each, at places ``order``."""
+        _put_numbers(self.numbers, rows, order, gathered.dense, gathered.labels)
+        ids, spots = self.ids.reshape(self.rows, -1), gathered.spots
+        _put_singles(ids, rows, order, spots.bases, spots.strides, gathered.ids)
+        if self.weights is not None and gathered.weights is not None:
+            weights = self.weights.reshape(self.rows, -1)
+            _put_singles(weights, rows, order, spots.bases, spots.strides, gathered.weights)
+
+    def some(self, rows: Ints, features: int) -> PackedRows:
+        """A copy of some rows, with lengths written out."""
+        numbers = self.numbers[rows]
+        if self.single:
+            lengths = np.ones((rows.size, features), dtype=np.int32)
+            starts, sizes = rows * features, np.full(rows.size, features, dtype=np.int64)
+        else:
+            lengths, starts = self.lengths[rows], self.starts[rows]
+            sizes = self.starts[rows + 1] - starts
+        stops = np.cumsum(sizes)
+        total = int(stops[-1])
+        ids = np.empty(total, dtype=np.int64)
+        _take_runs(self.ids, starts, sizes, ids)
+        weights = None
+        if self.weights is not None:
+            weights = np.empty(total, dtype=np.float32)
+            _take_runs(self.weights, starts, sizes, weights)
+        return PackedRows(numbers, ids, lengths, np.concatenate(([0], stops)), weights)
+
+
+def pack_singles(numbers: Numbers, ids: Sequence[NDArray[Any]], weights: Numbers | None) -> PackedRows:
+    """Pack rows whose bags have one id each.
+
+    Args:
+        numbers: (1 + D, r) labels and dense values.
+        ids: of each feature (r,), of any integer type.
+        weights: (F * r,) feature-major.
+    """
+    columns = np.empty((len(ids), numbers.shape[1]), dtype=np.uint32 if all(map(_small, ids)) else np.int64)
+    for place, column in enumerate(ids):
+        columns[place] = column
+    return PackedRows(
+        numbers=_packed(numbers),
+        ids=_packed(columns).reshape(-1),
+        lengths=np.empty((0, len(ids)), dtype=np.int32),
+        starts=np.empty(0, dtype=np.int64),
+        weights=None if weights is None else _packed(weights.reshape(columns.shape)).reshape(-1),
+    )
+
+
+def pack_bags(numbers: Numbers, sizes: NDArray[np.int32], ids: Ints, weights: Numbers | None) -> PackedRows:
+    """Pack rows.
+
+    Args:
+        numbers: (1 + D, r) labels and dense values.
+        sizes: (F, r) ids in each bag.
+        ids: (sum of sizes,) feature-major.
+        weights: as ids.
+    """
+    lengths = np.ascontiguousarray(sizes.T)
+    stops: Ints = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
+    packed = np.empty_like(ids)
+    _pack_runs(ids, sizes, packed)
+    packed_weights = None
+    if weights is not None:
+        packed_weights = np.empty_like(weights)
+        _pack_runs(weights, sizes, packed_weights)
+    return PackedRows(_packed(numbers), packed, lengths, np.concatenate(([0], stops)), packed_weights)
+
+
+def fill_bags(gathered: Gathered, parts: Sequence[tuple[Ints, PackedRows]]) -> Gathered:
+    """Put parts, each with the places of its rows and its lengths written out, together: any bags."""
+    spots = gathered.spots
+    for order, part in parts:
+        _put_numbers(part.numbers, np.arange(order.size), order, gathered.dense, gathered.labels)
+        _put_singles(part.lengths, np.arange(order.size), order, spots.bases, spots.strides, gathered.lengths)
+    stops = np.cumsum(gathered.lengths, dtype=np.int64)
+    starts, total = stops - gathered.lengths, int(stops[-1])
+    ids = np.empty(total, dtype=np.int64)
+    weights = None if parts[0][1].weights is None else np.empty(total, dtype=np.float32)
+    for order, part in parts:
+        bases, strides = spots.bases[order], spots.strides[order]
+        _put_bags(part.ids, part.lengths, bases, strides, starts, ids)
+        if weights is not None and part.weights is not None:
+            _put_bags(part.weights, part.lengths, bases, strides, starts, weights)
+    return Gathered(spots, gathered.dense, gathered.labels, gathered.lengths, ids, weights)
+
+
+def _small(ids: NDArray[Any]) -> bool:
+    """Whether every id fits uint32."""
+    if ids.dtype.kind == "u" and ids.dtype.itemsize <= 4:
+        return True
+    return not ids.size or bool(ids.min() >= 0 and ids.max() < 2**32)
+
+
+def _packed(columns: NDArray[Any]) -> NDArray[Any]:
+    """The transpose, contiguous."""
+    packed = np.empty((columns.shape[1], columns.shape[0]), dtype=columns.dtype)
+    _transpose(columns, packed)
+    return packed
+
+
+@compiled
+def _transpose(columns: NDArray[Any], packed: NDArray[Any]) -> None:
+    for first in range(0, columns.shape[1], _TILE):
+        last = min(first + _TILE, columns.shape[1])
+        for column in range(columns.shape[0]):
+            for row in range(first, last):
+                packed[row, column] = columns[column, row]
+
+
+@compiled
+def _pack_runs(values: NDArray[Any], sizes: NDArray[np.int32], packed: NDArray[Any]) -> None:
+    """Feature-major runs to row-major ones."""
+    nexts = np.zeros(sizes.shape[0], dtype=np.int64)
+    start = 0
+    for feature in range(sizes.shape[0]):
+        nexts[feature] = start
+        for row in range(sizes.shape[1]):
+            start += sizes[feature, row]
+    place = 0
+    for row in range(sizes.shape[1]):
+        for feature in range(sizes.shape[0]):
+            for _ in range(sizes[feature, row]):
+                packed[place] = values[nexts[feature]]
+                nexts[feature] += 1
+                place += 1
+
+
+@compiled
+def _take_runs(values: NDArray[Any], starts: Ints, sizes: Ints, taken: NDArray[Any]) -> None:
+    place = 0
+    for run in range(starts.size):
+        for offset in range(sizes[run]):
+            taken[place] = values[starts[run] + offset]
+            place += 1
+
+
+@compiled
+def _put_numbers(numbers: Numbers, rows: Ints, order: Ints, dense: Numbers, labels: Numbers) -> None:
+    for which in range(rows.size):
+        row, place = rows[which], order[which]
+        labels[place] = numbers[row, 0]
+        for column in range(dense.shape[1]):
+            dense[place, column] = numbers[row, column + 1]
+
+
+@compiled
+def _put_singles(
+    values: NDArray[Any], rows: Ints, order: Ints, bases: Ints, strides: Ints, taken: NDArray[Any]
+) -> None:
+    for which in range(rows.size):
+        row, spot, stride = rows[which], bases[order[which]], strides[order[which]]
+        for feature in range(values.shape[1]):
+            taken[spot] = values[row, feature]
+            spot += stride
+
+
+@compiled
+def _put_bags(
+    values: NDArray[Any], lengths: NDArray[np.int32], bases: Ints, strides: Ints, starts: Ints, taken: NDArray[Any]
+) -> None:
+    place = 0
+    for row in range(lengths.shape[0]):
+        for feature in range(lengths.shape[1]):
+            start = starts[bases[row] + feature * strides[row]]
+            for offset in range(lengths[row, feature]):
+                taken[start + offset] = values[place]
+                place += 1
