@@ -81,11 +81,22 @@ class DistributionSpec(ApiModel):
 class TablePin(ApiModel):
     """Takes a table's placement out of the planner's hands."""
 
-    sharding: Annotated[Literal["table", "row", "column", "data", "table-row"] | None, NotBuilt(("table", "data"))] = (
-        Field(None, description="How the table is split over ranks.")
+    sharding: Literal["table", "row", "column", "data", "table-row"] | None = Field(
+        None,
+        description=(
+            "How the table is split over ranks. table: whole on one rank; row: a range of rows on each; column: "
+            "column blocks (needs columnBlock); data: a replica on every rank; table-row: a range of rows on each rank "
+            "of one node. By default the planner decides."
+        ),
     )
     ranks: tuple[Annotated[int, Field(ge=0, le=65_535)], ...] = Field(
-        (), max_length=1_024, description="Ranks that may hold the table's shards; any rank where empty."
+        (),
+        max_length=1_024,
+        description=(
+            "Ranks that hold the table's shards: with sharding row each of them, with column as many as there are "
+            "blocks for, with table-row all ranks of their node, else those that the planner chooses among them; any "
+            "rank where empty."
+        ),
     )
     tier: Annotated[Literal["hbm", "ddr", "cxl", "scm", "block"] | None, NotBuilt(("ddr", "cxl", "scm", "block"))] = (
         Field(
@@ -96,6 +107,11 @@ class TablePin(ApiModel):
             ),
         )
     )
+
+
+def _has_blocks_to_split(table: TableOptions) -> bool:
+    block = table.dim if table.column_block is None else table.column_block
+    return table.pin is None or table.pin.sharding != "column" or block < table.dim
 
 
 class TableOptions(ApiModel):
@@ -137,6 +153,12 @@ class TableOptions(ApiModel):
             cel="!has(self.columnBlock) || self.dim % self.columnBlock == 0",
             holds=lambda table: table.column_block is None or table.dim % table.column_block == 0,
             message="columnBlock must divide dim: change one of them",
+        ),
+        Rule(
+            cel="!has(self.pin) || !has(self.pin.sharding) || self.pin.sharding != 'column' || "
+            "(has(self.columnBlock) && self.columnBlock < self.dim)",
+            holds=_has_blocks_to_split,
+            message="pin.sharding column needs columnBlock below dim: give it, say half of dim for two shards",
         ),
     )
 

@@ -17,8 +17,8 @@ STATE_BYTES = 4
 """Row state is fp32 whatever the row's own type."""
 COUNTER_BYTES = 4
 """A row's access count, which goes down and up with it."""
-MAP_BYTES = 4
-"""Of each row of a shard with levels: the level and place that it is in. Pages of rows never used are never touched."""
+MOST_PLACES = 2**29
+"""Places of a level that 32 bits can name beside the level, its own sign spared."""
 SLOT_META_BYTES = 32
 """Of each slot: its row, links of the replacement policy, access count, pins, flags."""
 PLACE_META_BYTES = 4
@@ -35,6 +35,14 @@ BLOCK_PLACE_META_BYTES = 8
 """Host memory of each place of a block level: its row, or that it is free."""
 TIER_BUFFER_BYTES = 64 << 20
 """Host memory of one rank with levels, for rows on their way: staging, segments being written, pages being read."""
+
+
+def map_entry_bytes(rows: int) -> int:
+    """Of each row of a stack that holds so many: the level and place that it is in.
+
+    The entry can name a place in block storage, which has the most. Pages of rows never used are never touched.
+    """
+    return 4 if math.ceil(rows * BLOCK_SLACK) + BLOCK_SEGMENT_BYTES < MOST_PLACES else 8
 
 
 def state_values(optimizer: RowOptimizerKind, width: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import ModelSpec
-from dlrm_planner.tables import ELEMENT_BYTES
+from dlrm_planner.costs import ELEMENT_BYTES
 
 OPTIMIZER_COPIES = {"sgd": 0, "adagrad": 1, "adam": 2}
 FLOPS_PER_WEIGHT = 6
@@ -15,13 +15,12 @@ FLOPS_PER_WEIGHT = 6
 
 def dense_parameters(model: ModelSpec) -> int:
     """Elements of the MLPs, their biases, and the cross layers."""
-    tables = model.all_tables()
     bottom = _mlp(len(model.dense_features), model.bottom_mlp)
     width = model.bottom_mlp[-1] if model.bottom_mlp else 0
     if model.interaction == "dot":
-        vectors = len(tables) + bool(width)
+        vectors = len(model.all_features()) + bool(width)
         return bottom + _mlp(width + vectors * (vectors - 1) // 2, model.top_mlp)
-    features = width + sum(table.dim for table in tables)
+    features = width + _pooled(model)
     cross = model.cross_layers * (2 * features * model.cross_rank + features)
     return bottom + cross + _mlp(features, model.top_mlp)
 
@@ -34,7 +33,7 @@ def dense_cut_bytes(spec: DLRMJobSpec) -> int:
 
 def step_flops(spec: DLRMJobSpec, samples: int) -> float:
     """Floating-point operations of one step over ``samples``, forward and backward."""
-    vectors = len(spec.model.all_tables()) + bool(spec.model.bottom_mlp)
+    vectors = len(spec.model.all_features()) + bool(spec.model.bottom_mlp)
     dot = vectors * vectors * spec.model.all_tables()[0].dim if spec.model.interaction == "dot" else 0
     return float(FLOPS_PER_WEIGHT * samples * (dense_parameters(spec.model) + dot))
 
@@ -48,11 +47,15 @@ def largest_slice(spec: DLRMJobSpec) -> int:
 def activation_bytes(spec: DLRMJobSpec) -> int:
     """Activations and their gradients of one rank's slice, pooled rows included."""
     model = spec.model
-    vectors = len(model.all_tables()) + bool(model.bottom_mlp)
-    pooled = sum(table.dim for table in model.all_tables())
+    vectors, pooled = len(model.all_features()) + bool(model.bottom_mlp), _pooled(model)
     interaction = vectors * vectors if model.interaction == "dot" else pooled * model.cross_layers
     elements = len(model.dense_features) + sum(model.bottom_mlp) + sum(model.top_mlp) + pooled + interaction
     return 2 * ELEMENT_BYTES * elements * largest_slice(spec)
+
+
+def _pooled(model: ModelSpec) -> int:
+    """Elements of a sample's pooled vectors."""
+    return sum(table.dim * len(table.sources) for table in model.all_tables())
 
 
 def _mlp(inputs: int, widths: Sequence[int]) -> int:

@@ -14,6 +14,10 @@ from dlrm_planner.search import Solution
 from dlrm_planner.tables import Tables
 
 NAMES_SHOWN = 5
+MOST_RANKS = 8
+"""Ranks that are named one by one."""
+SETS_THE_PACE = 1.05
+"""A shard that costs so many times the mean of a rank is named."""
 
 
 def explain(
@@ -28,9 +32,10 @@ def explain(
     tables, placement = found.tables, found.placement
     reasons = [
         f"{spec.world_size} ranks on {spec.replicas} nodes: {len(placement.whole)} tables whole on one rank each, "
-        f"{len(placement.replicated)} replicated on every rank",
+        f"{len(placement.splits)} split over several, {len(placement.replicated)} replicated on every rank",
         *_sharding(spec, tables, placement),
-        *_balance(spec, tables, placement),
+        *_splits(spec, tables, placement),
+        *_balance(spec, found),
         *_tiers(spec, found),
         *([policy_rule] if policy_rule else []),
         *_handoff(spec, found, handoff),
@@ -55,29 +60,59 @@ def _sharding(spec: DLRMJobSpec, tables: Tables, placement: Placement) -> list[s
     return reasons
 
 
-def _balance(spec: DLRMJobSpec, tables: Tables, placement: Placement) -> list[str]:
+def _splits(spec: DLRMJobSpec, tables: Tables, placement: Placement) -> list[str]:
+    """How tables are split, over which ranks and why."""
+    reasons = []
+    shown = dict(list(placement.splits.items())[:NAMES_SHOWN])
+    for i, split in shown.items():
+        how = "by columns" if split.kind == "column" else "by rows"
+        if split.kind == "table-row":
+            how += f" inside node {split.ranks[0] // spec.trainer.processes_per_replica}"
+        reasons.append(f"table {tables.specs[i].name} is split {how} over {_ranks(split.ranks)}: {split.why}")
+    if more := len(placement.splits) - len(shown):
+        reasons.append(f"{_count(more, 'more table')} {'is' if more == 1 else 'are'} split: see the plan's shards")
+    return reasons
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    ordered = sorted(ranks)
+    if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1)):
+        return f"ranks {ordered[0]} to {ordered[-1]}"
+    if len(ordered) > MOST_RANKS:
+        return f"{len(ordered)} ranks from {ordered[0]} to {ordered[-1]}"
+    return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"
+
+
+def _balance(spec: DLRMJobSpec, found: Solution) -> list[str]:
+    placement, shards = found.placement, found.placement.shards
     if spec.world_size == 1:
         return []
     figures = ", ".join(f"{name} {value:.4f}" for name, value in placement.imbalance.items())
-    reasons = [f"placed by {placement.method}; largest over mean cost (lookups x dim) of a rank: {figures}"]
-    mean = float(tables.cost.sum()) / spec.world_size
-    whole = tables.cost[list(placement.whole)]
-    if len(whole) and whole.max() > mean > 0:
-        name = tables.specs[placement.whole[int(np.argmax(whole))]].name
-        reasons.append(f"table {name} alone costs {whole.max() / mean:.2f} times the mean of a rank: it sets the pace")
+    reasons = [
+        f"placed by {placement.method}; largest over mean cost (rows read, bytes exchanged) of a rank: {figures}"
+    ]
+    cost = shards.cost(found.costs)
+    mean = float(cost.sum()) / spec.world_size
+    if len(cost) and cost.max() > SETS_THE_PACE * mean > 0:
+        largest = int(np.argmax(cost))
+        part = "alone" if shards.kinds[largest] == "table" else "with one of its shards"
+        reasons.append(
+            f"table {shards.spec(largest).name} {part} costs {cost.max() / mean:.2f} times the mean of a rank: it sets "
+            "the pace"
+        )
     return reasons
 
 
 def _tiers(spec: DLRMJobSpec, found: Solution) -> list[str]:
     """Where the rows of stacks live, and what share of their accesses each tier serves, by group of like tables."""
-    reuse, groups = found.reuse, dict[tuple[str, ...], list[int]]()
+    reuse, shards, groups = found.reuse, found.placement.shards, dict[tuple[str, ...], list[int]]()
     if reuse is None or not found.levels:
         return []
     for i, levels in sorted(found.levels.items()):
         groups.setdefault(tuple(tier for tier, _ in levels.below), []).append(i)
     reasons = []
     for below, group in groups.items():
-        rows = sum(found.tables.specs[i].rows for i in group)
+        rows = sum(int(shards.rows[i]) for i in group)
         accesses = max(sum(float(reuse.accesses[i]) for i in group), 1e-300)
         slots = sum(found.levels[i].slots for i in group)
         hits = sum(reuse.hits_at(i, found.levels[i].slots) for i in group)
@@ -85,9 +120,10 @@ def _tiers(spec: DLRMJobSpec, found: Solution) -> list[str]:
         for place, tier in enumerate(below):
             held = sum(found.levels[i].below[place][1] for i in group)
             kept.append(f"room for {held / rows:.1%} in {tier}")
-        names = _names(found.tables, group)
-        reasons.append(f"{_count(len(group), 'table')} with levels, {names}: of {rows} rows {', '.join(kept)}")
-    if whole := len(found.tables.specs) - len(found.levels):
+        tables = list(dict.fromkeys(shards.table[group].tolist()))
+        names = _names(found.tables, tables)
+        reasons.append(f"{_count(len(tables), 'table')} with levels, {names}: of {rows} rows {', '.join(kept)}")
+    if whole := len(found.tables.specs) - len(set(shards.table[list(found.levels)].tolist())):
         reasons.append(f"{_count(whole, 'table')} whole in DDR: there a byte spares most reads of slower tiers")
     ahead = spec.trainer.cache.lookahead
     reasons.append(

@@ -8,9 +8,11 @@ from dataclasses import replace
 from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
+from dlrm_planner.costs import read_costs
 from dlrm_planner.memory import MIB, MOST_DDR, Limit, human, pod_limit
-from dlrm_planner.placement import NoPlacement
+from dlrm_planner.needs import NoPlacement
 from dlrm_planner.search import Question, Refusal, Solution, search
+from dlrm_planner.sharding import may_split
 from dlrm_planner.tiering import Short
 
 MOST_REPLICAS = 4_096
@@ -26,15 +28,17 @@ def infeasible(asked: Question, profile: HardwareProfile | None, refusal: Refusa
         reasons = [_shortfall(asked, refusal, cause)]
     if (limit := asked.limit) is not None:
         reasons.insert(1, f"a pod has {max(0, limit.size)} bytes for tables: {limit.source}")
-        more = _enough_memory(asked, limit, 1 if isinstance(cause, Short) else cause.held - cause.room)
+        more = _enough_memory(asked, limit, _missing(cause))
         if more is not None:
             reasons.append(f"mend: raise {limit.field} by {more} bytes ({human(more)})")
     reasons.extend(_other_mends(asked, refusal))
+    if isinstance(cause, NoPlacement):
+        reasons.extend(_unpinned(asked, cause))
     replicas = _enough_replicas(asked, profile)
     if replicas is not None:
         reasons.append(f"mend: trainer.replicas: {replicas} of the same hardware hold all tables")
     else:
-        reasons.append("more replicas do not help: the tables are not split by rows or columns in this version")
+        reasons.append(f"more replicas do not help: {_bound(asked, cause)}")
     return InfeasiblePlanError("spec.trainer", reasons)
 
 
@@ -56,6 +60,12 @@ def _shortfall(asked: Question, refusal: Refusal, cause: NoPlacement) -> str:
     else:
         form = "with row state and hand-off" if refusal.full_cut else "with row state"
     beside = "" if cause.alone else " left beside other tables"
+    if cause.spread:
+        return (
+            f"{what} does not fit, not even split over the ranks of {cause.spread} nodes: {form} it takes {cause.held} "
+            f"bytes, and {cause.room} bytes are free on all of them together{beside}: {cause.held - cause.room} bytes "
+            "short"
+        )
     return (
         f"{what} does not fit on {where}, the roomiest that it may go to: {form} it takes {cause.held} bytes, and "
         f"{cause.room} bytes are free{beside}: {cause.held - cause.room} bytes short"
@@ -89,7 +99,10 @@ def _other_mends(asked: Question, refusal: Refusal) -> Iterator[str]:
     """A slower tier where there is none; fewer batches ahead where slots for them have no room."""
     cache = asked.spec.trainer.cache
     if not asked.caps:
-        rest = sum(asked.tables.resident_bytes) - max(0, asked.limit.size if asked.limit else 0) * asked.spec.replicas
+        rest = (
+            sum(size.resident for size in asked.tables.whole)
+            - max(0, asked.limit.size if asked.limit else 0) * asked.spec.replicas
+        )
         start = max(1, rest // asked.spec.replicas // MIB)
         size = _least(lambda size: _solved(replace(asked, caps={"block": size * MIB})), MOST_BLOCK // MIB, start)
         if size is not None:
@@ -102,6 +115,42 @@ def _other_mends(asked: Question, refusal: Refusal) -> Iterator[str]:
         trainer = asked.spec.trainer.model_copy(update={"cache": shorter})
         if _solved(replace(asked, spec=asked.spec.model_copy(update={"trainer": trainer}))):
             yield "mend: trainer.cache.lookahead: 0 needs slots for one batch alone, and hides no reads"
+
+
+def _missing(cause: NoPlacement | Short) -> int:
+    """Bytes that each pod lacks at least."""
+    if isinstance(cause, Short):
+        return 1
+    return -(-(cause.held - cause.room) // max(1, cause.spread))
+
+
+def _bound(asked: Question, cause: NoPlacement | Short) -> str:
+    """Why a larger gang does not hold the tables."""
+    if isinstance(cause, NoPlacement) and cause.room >= 0:
+        table = asked.tables.specs[cause.table]
+        if table.pin is not None and (table.pin.ranks or not may_split(table)):
+            return f"table {table.name} stays where its pin puts it, and is split no further"
+    most = _most_replicas(asked)
+    return f"{most} are the most that data.virtualShards {asked.spec.data.virtual_shards} allows, and too few"
+
+
+def _most_replicas(asked: Question) -> int:
+    return min(MOST_REPLICAS, asked.spec.data.virtual_shards // asked.spec.trainer.processes_per_replica)
+
+
+def _unpinned(asked: Question, cause: NoPlacement) -> Iterator[str]:
+    """Leaving a table to the planner, which may split it, where that is enough."""
+    table = asked.tables.specs[cause.table]
+    if table.pin is None or not (table.pin.sharding or table.pin.ranks) or cause.room < 0:
+        return
+    free = table.model_copy(update={"pin": table.pin.model_copy(update={"sharding": None, "ranks": ()})})
+    specs = tuple(free if i == cause.table else each for i, each in enumerate(asked.tables.specs))
+    if _solved(replace(asked, tables=replace(asked.tables, specs=specs))):
+        names = [name for name in ("sharding", "ranks") if getattr(table.pin, name)]
+        yield (
+            f"mend: leave out {' and '.join(f'{asked.tables.paths[cause.table]}.pin.{name}' for name in names)}: the "
+            "planner then splits the table over nodes"
+        )
 
 
 def _enough_memory(asked: Question, limit: Limit, short: int) -> int | None:
@@ -117,11 +166,11 @@ def _enough_memory(asked: Question, limit: Limit, short: int) -> int | None:
 def _enough_replicas(asked: Question, profile: HardwareProfile | None) -> int | None:
     """A larger number of replicas at which all tables fit, as small as halving finds one."""
     spec = asked.spec
-    most = min(MOST_REPLICAS, spec.data.virtual_shards // spec.trainer.processes_per_replica) - spec.replicas
+    most = _most_replicas(asked) - spec.replicas
 
     def fits(more: int) -> bool:
         wider = _wider(spec, spec.replicas + more)
-        return _solved(replace(asked, spec=wider, limit=pod_limit(wider, profile)))
+        return _solved(replace(asked, spec=wider, limit=pod_limit(wider, profile), costs=read_costs(wider, profile)))
 
     more = _least(fits, most) if most > 0 else None
     return None if more is None else spec.replicas + more

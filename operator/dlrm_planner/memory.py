@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
+from dlrm_planner.costs import ELEMENT_BYTES
 from dlrm_planner.dense import OPTIMIZER_COPIES, activation_bytes, dense_cut_bytes, dense_parameters
 from dlrm_planner.sharding import replica_bytes
-from dlrm_planner.tables import ELEMENT_BYTES, Tables
+from dlrm_planner.tables import Tables
 
 MIB = 2**20
 RANK_BASE_BYTES = 768 * MIB
@@ -73,7 +74,7 @@ def full_cut_bytes(spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int],
     Replicated tables count once in each pod, whichever rank hands them over; dense state leaves with rank 0.
     """
     dense = dense_cut_bytes(spec) if pod == 0 else 0
-    return _headers(spec, tables) + dense + sum(tables.handoff_bytes[i] for i in replicated) + MIB - 1
+    return _headers(spec, tables) + dense + sum(tables.whole[i].handoff for i in replicated) + MIB - 1
 
 
 def least_handoff_bytes(spec: DLRMJobSpec, tables: Tables) -> int:

@@ -1,126 +1,171 @@
-"""Chooses a rank for every whole table: the best of the partitioners that stays under the memory caps."""
+"""Chooses a rank for every shard: the best of the partitioners that stays under the memory caps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.job import DLRMJobSpec
-from dlrm_planner.memory import Limit, fixed_pod_bytes
+from dlrm_planner.costs import Costs
+from dlrm_planner.needs import Needs, NoPlacement
+from dlrm_planner.packing import pack
 from dlrm_planner.partition import Bins, Items, Misfit, Ranks, greedy, largest_differences, loads, tightest
 from dlrm_planner.repair import repair
+from dlrm_planner.sharding import may_split
+from dlrm_planner.shards import Shards, Split, cut
+from dlrm_planner.splitting import decide
 from dlrm_planner.tables import Tables
 
-UNBOUNDED = 2**62
-"""Room of a node of which nothing is known; items then take no bytes, so that no sum overflows."""
 TIGHTEST = "best fit by bytes"
+PACKED = "best fit by bytes, splitting what fits nowhere whole"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Which tables are replicated, and the rank of each of the others."""
+    """Which tables are replicated, which are split and how, and the rank of each shard."""
 
     replicated: tuple[int, ...]
-    whole: tuple[int, ...]
+    splits: dict[int, Split]
+    shards: Shards
     ranks: Ranks
-    """(len(whole),)"""
+    """(N,) of each shard."""
     method: str
     imbalance: dict[str, float]
     """Largest over mean cost of a rank, by partitioner that found a placement."""
 
     def on_pod(self, pod: int, processes: int) -> NDArray[np.int64]:
-        """Whole tables of one pod."""
-        here = np.flatnonzero(self.ranks // processes == pod)
-        return np.array(self.whole, np.int64)[here]
+        """Shards of one pod."""
+        return np.flatnonzero(self.ranks // processes == pod)
+
+    @cached_property
+    def whole(self) -> tuple[int, ...]:
+        """Tables that are one shard."""
+        return tuple(
+            i for i, kind in zip(self.shards.table.tolist(), self.shards.kinds, strict=True) if kind == "table"
+        )
 
 
-@dataclass(frozen=True, kw_only=True)
-class NoPlacement:
-    """Why no placement was found."""
+class _Attempt:
+    """One set of splits, and the placements of its shards."""
 
-    table: int
-    rank: int
-    held: int
-    """Bytes that the table takes."""
-    room: int
-    """Bytes that were left on the rank's node; negative where it is too small even for what every node holds."""
-    alone: bool
-    """Whether the table would not fit even if it were the only one."""
+    def __init__(
+        self,
+        spec: DLRMJobSpec,
+        tables: Tables,
+        costs: Costs,
+        needs: Needs,
+        splits: dict[int, Split],
+    ) -> None:
+        which = [i for i in range(len(tables.specs)) if i not in set(needs.replicated)]
+        self.shards, self._needs = cut(tables, which, splits), needs
+        self._splits = {i: split for i, split in splits.items() if split.kind != "table"}
+        self.items = Items(
+            cost=self.shards.cost(costs),
+            held_bytes=np.array(
+                needs.measure(self.shards) if needs.bounded else (0,) * len(self.shards.kinds), np.int64
+            ),
+            allowed=self.shards.allowed,
+        )
+        node = np.arange(spec.world_size, dtype=np.int64) // spec.trainer.processes_per_replica
+        self.bins = Bins(node=node, room=np.array(needs.room, np.int64))
+        replicas = np.array(needs.replicated, np.int64)  # whose samples stay on their ranks
+        self._share = float(costs.read(replicas, 1.0, costs.dims[replicas]).sum()) / spec.world_size
 
+    @property
+    def hopeless(self) -> bool:
+        """Whether nodes lack room for all shards together."""
+        return self._needs.bounded and sum(self.items.held_bytes.tolist()) > sum(self._needs.room)
 
-@dataclass(frozen=True, kw_only=True)
-class Needs:
-    """What is placed, and the memory that it has to fit."""
+    def balanced(self) -> Iterator[Placement]:
+        """Placements of the partitioners that keep to the caps, the best balanced first."""
+        found = dict(_balanced(self.items, self.bins))
+        imbalance = {name: self._imbalance(ranks) for name, ranks in found.items()}
+        for method in sorted(found, key=lambda name: imbalance[name]):
+            yield self.placement(method, found[method], imbalance)
 
-    replicated: tuple[int, ...]
-    held: tuple[int, ...]
-    """Bytes that each table of the model takes of its node, if it is placed whole."""
-    room: tuple[int, ...]
-    """Bytes that each node gives to whole tables."""
-    bounded: bool
-    """False: nothing is known of the nodes."""
+    def placement(self, method: str, ranks: Ranks, others: dict[str, float]) -> Placement:
+        """One of them."""
+        return Placement(
+            replicated=self._needs.replicated,
+            splits=self._splits,
+            shards=self.shards,
+            ranks=ranks,
+            method=method,
+            imbalance={**others, method: self._imbalance(ranks)},
+        )
 
-
-def whole_needs(
-    spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], limit: Limit | None, *, beside: int = 0
-) -> Needs:
-    """What tables take that lie whole in DDR; ``beside``: bytes of each pod that are for something else."""
-    if limit is None:
-        room = (UNBOUNDED,) * spec.replicas
-    else:
-        first, other = (fixed_pod_bytes(spec, tables, replicated, pod) + beside for pod in (0, 1))
-        room = tuple(max(limit.size - (first if pod == 0 else other), -UNBOUNDED) for pod in range(spec.replicas))
-    return Needs(replicated=tuple(replicated), held=tables.held_bytes, room=room, bounded=limit is not None)
+    def _imbalance(self, ranks: Ranks) -> float:
+        load = loads(self.items, self.bins, ranks) + self._share
+        mean = float(load.mean())
+        return float(load.max()) / mean if mean > 0 else 1.0
 
 
 def place(
     spec: DLRMJobSpec,
     tables: Tables,
+    costs: Costs,
     needs: Needs,
-    fits: Callable[[Placement], bool] | None = None,
+    fits: Callable[[Placement], bool] = lambda _: True,
     *,
     quick: bool = False,
+    crowded: bool = False,
 ) -> Placement | NoPlacement | None:
     """Place all tables but the replicated ones, by the most balanced partitioner that fits.
 
     Args:
         spec: The job.
         tables: Its tables.
+        costs: Of their shards.
         needs: Their bytes, and the room for them.
         fits: Asked of each placement whether it also fits in every other way.
         quick: Only ask whether there is a placement; the one that is found need not be balanced.
+        crowded: Split also tables that some node could hold, where others leave no room for them whole.
 
     Returns:
         None where the bytes have room, but no placement passes ``fits``.
     """
-    whole = tuple(i for i in range(len(tables.specs)) if i not in set(needs.replicated))
-    bins = _bins(spec, needs)
-    refusal = _first_refusal(tables, needs, whole, bins) if needs.bounded else None
+    which = [i for i in range(len(tables.specs)) if i not in set(needs.replicated)]
+    refusal = _first_refusal(spec, tables, needs, which) if needs.bounded else None
     if refusal is not None:
         return refusal
-    items = _items(tables, needs, whole)
-    hopeless = needs.bounded and sum(items.held_bytes.tolist()) > sum(needs.room)
-    found = {} if quick or hopeless else dict(_balanced(items, bins))
-    share = tables.cost[list(needs.replicated)].sum() / bins.world_size  # a replica's samples stay on their ranks
-    imbalance = {name: _imbalance(loads(items, bins, ranks) + share) for name, ranks in found.items()}
-    for method in sorted(found, key=lambda name: imbalance[name]):
-        placement = Placement(
-            replicated=needs.replicated, whole=whole, ranks=found[method], method=method, imbalance=imbalance
-        )
-        if fits is None or fits(placement):
-            return placement
-    packed = tightest(items, bins)
-    if isinstance(packed, Misfit):
-        if found:
-            return None
-        i = whole[packed.item]
+    attempt = _Attempt(spec, tables, costs, needs, decide(spec, tables, costs, needs, which))
+    imbalance: dict[str, float] = {}
+    if not quick and not attempt.hopeless:
+        for placement in attempt.balanced():
+            imbalance = placement.imbalance
+            if fits(placement):
+                return placement
+    packed = tightest(attempt.items, attempt.bins)
+    if not isinstance(packed, Misfit):
+        placement = attempt.placement(TIGHTEST, packed, imbalance)
+        return placement if fits(placement) else None
+    if imbalance:
+        return None
+    if not crowded:
+        i = int(attempt.shards.table[packed.item])
         return NoPlacement(table=i, rank=packed.rank, held=needs.held[i], room=packed.room, alone=False)
-    imbalance = {**imbalance, TIGHTEST: _imbalance(loads(items, bins, packed) + share)}
-    placement = Placement(replicated=needs.replicated, whole=whole, ranks=packed, method=TIGHTEST, imbalance=imbalance)
-    return placement if fits is None or fits(placement) else None
+    return _packed(spec, tables, costs, needs, which, fits)
+
+
+def _packed(
+    spec: DLRMJobSpec,
+    tables: Tables,
+    costs: Costs,
+    needs: Needs,
+    which: Sequence[int],
+    fits: Callable[[Placement], bool],
+) -> Placement | NoPlacement | None:
+    splits = pack(spec, tables, costs, needs, which)
+    if isinstance(splits, NoPlacement):
+        return splits
+    attempt = _Attempt(spec, tables, costs, needs, splits)
+    ranks = np.array([rank for allowed in attempt.shards.allowed for rank in allowed], np.int64)
+    placement = attempt.placement(PACKED, ranks, {})
+    return placement if fits(placement) else None
 
 
 def _balanced(items: Items, bins: Bins) -> Iterator[tuple[str, Ranks]]:
@@ -130,39 +175,28 @@ def _balanced(items: Items, bins: Bins) -> Iterator[tuple[str, Ranks]]:
         yield "greedy", spread
 
 
-def _bins(spec: DLRMJobSpec, needs: Needs) -> Bins:
-    node = np.arange(spec.world_size, dtype=np.int64) // spec.trainer.processes_per_replica
-    return Bins(node=node, room=np.array(needs.room, np.int64))
-
-
-def _items(tables: Tables, needs: Needs, whole: Sequence[int]) -> Items:
-    pins = [tables.specs[i].pin for i in whole]
-    return Items(
-        cost=tables.cost[list(whole)],
-        held_bytes=np.array([needs.held[i] if needs.bounded else 0 for i in whole], np.int64),
-        allowed=tuple(tuple(sorted(set(pin.ranks))) if pin else () for pin in pins),
-    )
-
-
-def _first_refusal(tables: Tables, needs: Needs, whole: Sequence[int], bins: Bins) -> NoPlacement | None:
-    """A table too large for an empty node, or the largest one where nodes cannot hold what every node must."""
-    held = needs.held
-    node = int(np.argmin(bins.room))
-    if bins.room[node] < 0:
-        largest, rank = max(range(len(held)), key=lambda i: held[i]), int(np.argmax(bins.node == node))
-        return NoPlacement(table=largest, rank=rank, held=held[largest], room=int(bins.room[node]), alone=True)
-    rooms = bins.room[bins.node].tolist()
-    roomiest = max(range(bins.world_size), key=lambda rank: (rooms[rank], -rank))
-    for i in sorted(whole, key=lambda i: -held[i]):
+def _first_refusal(spec: DLRMJobSpec, tables: Tables, needs: Needs, which: Sequence[int]) -> NoPlacement | None:
+    """A table too large for empty nodes, or the largest one where nodes cannot hold what every node must."""
+    held, rooms, processes = needs.held, needs.room, spec.trainer.processes_per_replica
+    node = min(range(len(rooms)), key=lambda node: rooms[node])
+    if rooms[node] < 0:
+        largest = max(range(len(held)), key=lambda i: held[i])
+        return NoPlacement(table=largest, rank=node * processes, held=held[largest], room=rooms[node], alone=True)
+    roomiest, total = max(range(len(rooms)), key=lambda node: (rooms[node], -node)), sum(rooms)
+    for i in sorted(which, key=lambda i: -held[i]):
+        if held[i] <= rooms[roomiest] and tables.specs[i].pin is None:
+            continue
         pin = tables.specs[i].pin
-        pins = sorted(set(pin.ranks)) if pin else []
-        best = max(pins, key=lambda rank: (rooms[rank], -rank)) if pins else roomiest
-        room = int(bins.room[bins.node[best]])
-        if held[i] > room:
-            return NoPlacement(table=i, rank=best, held=held[i], room=room, alone=True)
+        ranks = sorted(set(pin.ranks)) if pin else []
+        best = max(ranks, key=lambda rank: (rooms[rank // processes], -rank)) if ranks else roomiest * processes
+        split = pin is not None and pin.sharding in ("row", "column", "table-row")
+        if split or may_split(tables.specs[i]):
+            nodes = {rank // processes for rank in ranks} or range(len(rooms))
+            there = sum(rooms[node] for node in nodes) if ranks else total
+            if len(nodes) > 1 and (pin is None or pin.sharding != "table-row"):
+                if held[i] > there:
+                    return NoPlacement(table=i, rank=best, held=held[i], room=there, alone=True, spread=len(nodes))
+                continue
+        if held[i] > rooms[best // processes]:
+            return NoPlacement(table=i, rank=best, held=held[i], room=rooms[best // processes], alone=True)
     return None
-
-
-def _imbalance(load: NDArray[np.float64]) -> float:
-    mean = float(load.mean())
-    return float(load.max()) / mean if mean > 0 else 1.0

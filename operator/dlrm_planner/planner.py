@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 
 import numpy as np
 
 from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.plan import Plan, RankPlan, Shard, ShardKind, TablePlan, TierLevel, TierShare
+from dlrm_api.plan import Plan, RankPlan, Shard, TablePlan, TierLevel, TierShare
 from dlrm_api.trace import TableTrace
 from dlrm_planner.explain import explain
 from dlrm_planner.infeasible import infeasible
@@ -25,7 +26,6 @@ def plan_job(
     spec: DLRMJobSpec,
     profile: HardwareProfile | None = None,
     *,
-    column_blocks: Mapping[str, tuple[int, ...]] | None = None,
     traces: Mapping[str, TableTrace] | None = None,
 ) -> Plan:
     """Place every table of the job on ``spec.world_size`` ranks, and its rows in the tiers of their nodes.
@@ -33,7 +33,6 @@ def plan_job(
     Args:
         spec: A validated job; ``trainer.hardware`` names the profile, which the caller looks up.
         profile: What one node gives. Without it and without ``trainer.tierBudgets.ddr`` memory is not checked.
-        column_blocks: Edges of column blocks by table, from the manifest of an earlier snapshot; they are kept.
         traces: How tables whose ``distribution`` refers to a trace are reused, by table
             (:func:`dlrm_planner.traces.read_traces`).
 
@@ -42,11 +41,10 @@ def plan_job(
 
     Raises:
         InfeasiblePlanError: the tables do not fit; the reasons say which, where, by how many bytes, and the mend.
-        InvalidSpecError: a pin names a rank or tier that does not exist, a trace is missing, or the snapshot is of a
-            model of other dims.
+        InvalidSpecError: a pin names a rank, tier or kind of split that there is not, or a trace is missing.
     """
-    tables = read_tables(spec, column_blocks or {})
-    check_pins(tables, spec.world_size)
+    tables = read_tables(spec)
+    check_pins(spec, tables)
     asked = question(spec, profile, tables, traces or {})
     found = search(asked)
     if isinstance(found, Refusal):
@@ -69,9 +67,9 @@ def plan_job(
 
 def _handoff_bytes(spec: DLRMJobSpec, found: Solution, pod: int) -> int:
     """Budget of a pod's shared memory in whole MiB: the user's; or a full cut of all that its ranks hold, or slices."""
-    tables = found.tables
+    tables, shards = found.tables, found.placement.shards
     here: list[int] = found.placement.on_pod(pod, spec.trainer.processes_per_replica).tolist()
-    own = sum(tables.handoff_bytes[i] for i in here)
+    own = sum(shards.handoff_bytes[i] for i in here)
     needed = (own + full_cut_bytes(spec, tables, found.placement.replicated, pod)) // MIB * MIB
     budget = spec.checkpoint.handoff_budget
     if budget is None:
@@ -97,10 +95,10 @@ def _rank_plans(spec: DLRMJobSpec, found: Solution, handoff: tuple[int, ...]) ->
     buffers = buffer_bytes(found, spec.world_size)
     held = [{"ddr": replicas + int(buffers[rank])} for rank in range(spec.world_size)]
     cut = [0] * spec.world_size
-    for i, rank in zip(placement.whole, placement.ranks.tolist(), strict=True):
-        for tier, size in _table_bytes(found, i).items():
+    for shard, rank in enumerate(placement.ranks.tolist()):
+        for tier, size in _shard_bytes(found, shard).items():
             held[rank][tier] = held[rank].get(tier, 0) + size
-        cut[rank] += tables.handoff_bytes[i] if tables.handoff_budget is None else 0
+        cut[rank] += placement.shards.handoff_bytes[shard] if tables.handoff_budget is None else 0
     for pod, budget in enumerate(handoff):
         cut[pod * processes] += budget - sum(cut[pod * processes : (pod + 1) * processes])
     for rank, more in enumerate(cut):
@@ -110,46 +108,52 @@ def _rank_plans(spec: DLRMJobSpec, found: Solution, handoff: tuple[int, ...]) ->
     )
 
 
-def _table_bytes(found: Solution, table: int) -> dict[str, int]:
-    levels = found.levels.get(table)
+def _shard_bytes(found: Solution, shard: int) -> dict[str, int]:
+    levels = found.levels.get(shard)
     if levels is None or found.stacks is None:
-        return {"ddr": found.tables.resident_bytes[table]}
-    held: dict[str, int] = {"ddr": levels.ddr_bytes(found.stacks, table)}
-    held.update(levels.bytes_below(found.stacks, table).items())
+        return {"ddr": found.placement.shards.resident_bytes[shard]}
+    held: dict[str, int] = {"ddr": levels.ddr_bytes(found.stacks, shard)}
+    held.update(levels.bytes_below(found.stacks, shard).items())
     return held
 
 
 def _table_plans(spec: DLRMJobSpec, found: Solution, policy: Policy) -> tuple[TablePlan, ...]:
-    tables, placement = found.tables, found.placement
-    homes = dict(zip(placement.whole, placement.ranks.tolist(), strict=True))
-    everywhere = range(spec.world_size)
-    plans = []
-    for i, table in enumerate(tables.specs):
-        kind: ShardKind = "table" if i in homes else "data"
-        tiers = _tiers(spec, found, i, policy)
-        shards = tuple(
+    shards, ranks = found.placement.shards, found.placement.ranks.tolist()
+    planned: dict[int, tuple[Shard, ...]] = {}
+    for table, group in groupby(range(len(ranks)), key=shards.table.tolist().__getitem__):
+        planned[table] = tuple(
             Shard(
-                rank=rank,
-                kind=kind,
-                row_start=0,
-                row_end=table.rows,
-                column_start=0,
-                column_end=table.dim,
-                tiers=tiers,
+                rank=ranks[k],
+                kind=shards.kinds[k],
+                row_start=shards.rectangles[k][0],
+                row_end=shards.rectangles[k][1],
+                column_start=shards.rectangles[k][2],
+                column_end=shards.rectangles[k][3],
+                tiers=_tiers(spec, found, k, policy),
             )
-            for rank in ((homes[i],) if i in homes else everywhere)
+            for k in group
         )
-        plans.append(TablePlan(name=table.name, column_blocks=tables.column_blocks[i], shards=shards))
-    return tuple(plans)
+    for i in found.placement.replicated:
+        table_spec = found.tables.specs[i]
+        planned[i] = tuple(
+            Shard(
+                rank=rank, kind="data", row_start=0, row_end=table_spec.rows, column_start=0, column_end=table_spec.dim
+            )
+            for rank in range(spec.world_size)
+        )
+    return tuple(
+        TablePlan(name=table.name, column_blocks=table.block_edges, shards=planned[i])
+        for i, table in enumerate(found.tables.specs)
+    )
 
 
-def _tiers(spec: DLRMJobSpec, found: Solution, table: int, policy: Policy) -> TierShare:
-    levels, reuse = found.levels.get(table), found.reuse
+def _tiers(spec: DLRMJobSpec, found: Solution, shard: int, policy: Policy) -> TierShare:
+    levels, reuse = found.levels.get(shard), found.reuse
     if levels is None or reuse is None:
         return TierShare()
     rows = np.cumsum([levels.slots, *(count for _, count in levels.below)])
-    accesses = max(float(reuse.accesses[table]), 1e-300)
-    rates = [min(1.0, reuse.hits_at(table, float(held)) / accesses) for held in rows]
+    accesses = max(float(reuse.accesses[shard]), 1e-300)
+    rates = [min(1.0, reuse.hits_at(shard, float(held)) / accesses) for held in rows]
     each = [("ddr", levels.slots), *levels.below]
     return TierShare(
         levels=tuple(

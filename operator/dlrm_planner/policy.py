@@ -9,7 +9,6 @@ import numpy as np
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.trace import TableTrace
-from dlrm_planner.reuse import Reuse
 from dlrm_planner.search import Solution
 
 Policy = Literal["lru", "lfu", "mixed"]
@@ -29,13 +28,14 @@ def choose_policy(spec: DLRMJobSpec, found: Solution, traces: Mapping[str, Table
     if policy != "auto":
         return policy, f"rows leave the slots by {policy}, as trainer.cache.policy says"
     recent = frequent = total = 0.0
+    shards = found.placement.shards
     for i, levels in found.levels.items():
-        trace = traces.get(found.tables.specs[i].name)
+        trace = traces.get(shards.spec(i).name)
         if trace is None or not trace.histogram:
             continue
         total += float(found.reuse.accesses[i])
         recent += found.reuse.hits_at(i, levels.slots)
-        frequent += _frequent(trace, levels.slots, i, found.reuse)
+        frequent += _frequent(trace, levels.slots, float(found.reuse.accesses[i]), float(shards.share[i]))
     if total == 0:
         return "lru", "rows leave the slots by lru: no table with levels has a trace that speaks for anything else"
     figures = f"the traced tables' most recent rows serve {recent / total:.1%} of accesses, their most frequent ones "
@@ -45,15 +45,15 @@ def choose_policy(spec: DLRMJobSpec, found: Solution, traces: Mapping[str, Table
     return "lru", f"rows leave the slots by lru: {figures}, which is not over {CLEARLY:.0%} more"
 
 
-def _frequent(trace: TableTrace, slots: int, table: int, reuse: Reuse) -> float:
-    """Accesses of a step that the ``slots`` most looked up rows would serve."""
-    rows = np.array([each.rows for each in trace.histogram], np.float64)
-    lookups = np.array([each.lookups for each in trace.histogram], np.float64)
-    batches = trace.accesses / max(float(reuse.accesses[table]), 1e-300)  # of today's size, in the whole trace
-    mean = lookups / np.maximum(rows, 1)
+def _frequent(trace: TableTrace, slots: int, accesses: float, part: float) -> float:
+    """Accesses of a step that the ``slots`` most looked up rows would serve, of a shard with ``part`` of the rows."""
+    rows = part * np.array([each.rows for each in trace.histogram], np.float64)
+    lookups = part * np.array([each.lookups for each in trace.histogram], np.float64)
+    batches = part * trace.accesses / max(accesses, 1e-300)  # of today's size, in the whole trace
+    mean = lookups / np.maximum(rows, 1e-300)
     once = -np.expm1(-mean / max(batches, 1.0)) * rows  # accesses of a step, if lookups come evenly
     order = np.argsort(-mean, kind="stable")
     before = np.cumsum(rows[order]) - rows[order]
-    share = np.clip((slots - before) / np.maximum(rows[order], 1), 0, 1)
-    scale = float(reuse.accesses[table]) / max(float(once.sum()), 1e-300)
+    share = np.clip((slots - before) / np.maximum(rows[order], 1e-300), 0, 1)
+    scale = accesses / max(float(once.sum()), 1e-300)
     return float((share * once[order]).sum()) * scale

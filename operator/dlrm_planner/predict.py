@@ -9,25 +9,23 @@ from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Prediction
 from dlrm_api.tiers import BLOCK_PAGE_BYTES
+from dlrm_planner.costs import ELEMENT_BYTES, ROW_READS, ROW_WRITES, WIRE_BYTES, Costs
 from dlrm_planner.dense import dense_parameters, largest_slice, step_flops
 from dlrm_planner.placement import Placement
 from dlrm_planner.search import Solution
-from dlrm_planner.tables import ELEMENT_BYTES, ROW_ID_BYTES, Tables
 
-ROW_READS, ROW_WRITES = 2, 1
-"""A lookup reads its row forward; the update reads it again and writes it."""
 SECONDS_PER_HOUR = 3_600
 
 
 def predict(spec: DLRMJobSpec, profile: HardwareProfile | None, found: Solution) -> Prediction:
     """Times of the slowest rank by part, one after the other, but for slower tiers: these work for batches ahead."""
-    tables, placement = found.tables, found.placement
+    placement, costs = found.placement, found.costs
     imbalance = placement.imbalance[placement.method]
     if profile is None:
         return Prediction(imbalance=imbalance)
     compute = _compute_seconds(spec, profile)
-    lookups = _lookup_seconds(spec, profile, tables, imbalance)
-    exchange = _communication_seconds(spec, profile, tables, placement)
+    lookups = _lookup_seconds(spec, profile, costs, placement)
+    exchange = _communication_seconds(spec, profile, costs, placement)
     below = _slow_seconds(spec, profile, found)
     timed: dict[str, float | None] = {"ddr": lookups}
     timed.update(below)
@@ -56,13 +54,18 @@ def _compute_seconds(spec: DLRMJobSpec, profile: HardwareProfile) -> float | Non
     return step_flops(spec, largest_slice(spec)) / (flops / spec.trainer.processes_per_replica)
 
 
-def _lookup_seconds(spec: DLRMJobSpec, profile: HardwareProfile, tables: Tables, imbalance: float) -> float | None:
+def _lookup_seconds(spec: DLRMJobSpec, profile: HardwareProfile, costs: Costs, placement: Placement) -> float | None:
     """Reads and writes of the rank with most lookups; its node's bandwidth is shared by the node's ranks."""
     ddr = profile.spec.tiers.ddr
     read, write = ddr.read_bytes_per_second, ddr.write_bytes_per_second or ddr.read_bytes_per_second
     if not read or not write:
         return None
-    moved = imbalance * float(tables.cost.sum()) / spec.world_size * ELEMENT_BYTES
+    shards, replicas = placement.shards, np.array(placement.replicated, np.int64)
+    looked_up = np.bincount(
+        placement.ranks, weights=costs.read(shards.table, shards.share, shards.width), minlength=spec.world_size
+    )
+    own = float(costs.read(replicas, 1.0, costs.dims[replicas]).sum()) / spec.world_size
+    moved = (float(looked_up.max()) + own) * ELEMENT_BYTES
     return moved * (ROW_READS / read + ROW_WRITES / write) * spec.trainer.processes_per_replica
 
 
@@ -76,9 +79,8 @@ def _slow_seconds(spec: DLRMJobSpec, profile: HardwareProfile, found: Solution) 
         return {}
     reads: dict[str, NDArray[np.float64]] = {}
     moved: dict[str, NDArray[np.float64]] = {}
-    homes = dict(zip(found.placement.whole, found.placement.ranks.tolist(), strict=True))
     for i, levels in found.levels.items():
-        pod, held = homes[i] // spec.trainer.processes_per_replica, levels.slots
+        pod, held = int(found.placement.ranks[i]) // spec.trainer.processes_per_replica, levels.slots
         below: tuple[tuple[str, int], ...] = levels.below
         for place, (tier, rows) in enumerate(below):
             last = place == len(below) - 1
@@ -107,7 +109,7 @@ def _tier_seconds(rates: TierSpec | None, reads: float, moved: float) -> float |
 
 
 def _communication_seconds(
-    spec: DLRMJobSpec, profile: HardwareProfile, tables: Tables, placement: Placement
+    spec: DLRMJobSpec, profile: HardwareProfile, costs: Costs, placement: Placement
 ) -> float | None:
     """Bytes that the busiest link carries: the exchange of the rank with most lookups, and the all-reduces."""
     world_size, network = spec.world_size, profile.spec.network
@@ -117,11 +119,11 @@ def _communication_seconds(
     rate = network.inter_node_bytes_per_second if across else network.intra_node_bytes_per_second
     if not rate:
         return None
-    per_sample = np.array([t.lookups * ROW_ID_BYTES + 2 * t.dim * ELEMENT_BYTES for t in tables.specs])
-    by_rank = np.bincount(placement.ranks, weights=per_sample[list(placement.whole)], minlength=world_size)
-    away = (world_size - 1) / world_size
-    exchanged = spec.data.global_batch_size * float(by_rank.max()) * away
-    replicated = sum(tables.specs[i].rows * tables.specs[i].dim for i in placement.replicated)
-    reduced = 2 * away * ELEMENT_BYTES * (dense_parameters(spec.model) + replicated)
+    shards, specs = placement.shards, placement.shards.tables.specs
+    sent = costs.sent(shards.table, shards.share, shards.width)
+    exchanged = float(np.bincount(placement.ranks, weights=sent, minlength=world_size).max())
+    replicated = sum(specs[i].rows * specs[i].dim for i in placement.replicated)
+    dense = WIRE_BYTES[spec.training.communication.dense] * dense_parameters(spec.model)
+    reduced = 2 * costs.away * (dense + ELEMENT_BYTES * replicated)
     sharing = spec.trainer.processes_per_replica if across else 1  # a node's ranks share its link to other nodes
     return (exchanged + reduced) * sharing / rate

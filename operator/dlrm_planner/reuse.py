@@ -19,6 +19,7 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import DistributionSpec
 from dlrm_api.trace import TableTrace
+from dlrm_planner.shards import Shards
 from dlrm_planner.tables import Tables
 
 DEFAULT_ALPHA = 1.05
@@ -31,7 +32,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Reuse:
-    """Curves of tables; hits grow with rows, ever more slowly."""
+    """Curves of tables, or of their shards; hits grow with rows, ever more slowly."""
 
     rows: Floats
     """(T, K) rows that a cache holds, ascending from 0."""
@@ -42,9 +43,19 @@ class Reuse:
     least: Floats
     """(T,) rows of the smallest cache that is planned: those expected of all batches in flight."""
 
-    def hits_at(self, table: int, rows: float) -> float:
+    def hits_at(self, shard: int, rows: float) -> float:
         """Accesses of one step that a cache of ``rows`` serves."""
-        return float(np.interp(rows, self.rows[table], self.hits[table]))
+        return float(np.interp(rows, self.rows[shard], self.hits[shard]))
+
+    def of(self, shards: Shards) -> Reuse:
+        """The curves of shards: hot rows lie anywhere, so a range of rows holds its share of them."""
+        table, share = shards.table, shards.share
+        return Reuse(
+            rows=self.rows[table] * share[:, None],
+            hits=self.hits[table] * share[:, None],
+            accesses=self.accesses[table] * share,
+            least=np.clip(np.ceil(self.least[table] * share), 1, shards.rows),
+        )
 
 
 def read_reuse(spec: DLRMJobSpec, tables: Tables, traces: Mapping[str, TableTrace]) -> Reuse:
@@ -54,7 +65,8 @@ def read_reuse(spec: DLRMJobSpec, tables: Tables, traces: Mapping[str, TableTrac
         InvalidSpecError: a trace that a table refers to was not given, or is of a table of another size.
     """
     in_flight = spec.trainer.cache.lookahead + 1
-    lookups = np.array([spec.data.global_batch_size * table.lookups for table in tables.specs], np.float64)
+    batch = spec.data.global_batch_size
+    lookups = np.array([batch * len(table.sources) * table.lookups for table in tables.specs], np.float64)
     size = np.array([table.rows for table in tables.specs], np.float64)
     kinds = np.stack([size, lookups, np.array([_alpha(table.distribution) for table in tables.specs])], axis=1)
     different, inverse = np.unique(kinds, axis=0, return_inverse=True)

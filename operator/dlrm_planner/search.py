@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,16 +14,21 @@ from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.tiers import TIER_BUFFER_BYTES
 from dlrm_api.trace import TableTrace
+from dlrm_planner.costs import Costs, Floats, read_costs
 from dlrm_planner.memory import Limit, fixed_pod_bytes, pod_limit, slice_bytes
-from dlrm_planner.placement import Needs, NoPlacement, Placement, place, whole_needs
+from dlrm_planner.needs import Needs, NoPlacement, whole_needs
+from dlrm_planner.placement import Placement, place
 from dlrm_planner.reuse import Reuse, read_reuse
 from dlrm_planner.sharding import pinned, worth_replicating
+from dlrm_planner.shards import Shards, cut
 from dlrm_planner.stacks import SlowTier, Stacks, pinned_slow, read_stacks, slow_caps
 from dlrm_planner.tables import Tables
 from dlrm_planner.tiering import Levels, Short, tier_tables
 
 SCALE = 2**40
 """Parts of a node that mixed needs are counted in."""
+MOST_PARTS = 2.0**20
+"""Nodes that one table may take, so that sums stay below 2**63."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +37,7 @@ class Question:
 
     spec: DLRMJobSpec
     tables: Tables
+    costs: Costs
     limit: Limit | None
     caps: Mapping[SlowTier, int]
     """Bytes of each slower tier of a pod, fastest first."""
@@ -50,11 +57,12 @@ class Question:
 class Solution:
     """Where every table goes."""
 
+    costs: Costs
     tables: Tables
     """With the hand-off that the placement allows."""
     placement: Placement
     levels: Mapping[int, Levels]
-    """Of tables that are not whole in DDR."""
+    """Of shards that are not whole in DDR."""
     stacks: Stacks | None = None
     reuse: Reuse | None = None
     """Read only where tables have levels."""
@@ -62,7 +70,7 @@ class Solution:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """Why there is none: a table without room in DDR, or a tier that lacks bytes."""
+    """Why there is none: a table, or a shard of it, without room in DDR, or a tier that lacks bytes."""
 
     cause: NoPlacement | Short
     least: int = 0
@@ -76,32 +84,49 @@ def question(
 ) -> Question:
     """The job's own question."""
     return Question(
-        spec=spec, tables=tables, limit=pod_limit(spec, profile), caps=slow_caps(spec, profile), traces=traces
+        spec=spec,
+        tables=tables,
+        costs=read_costs(spec, profile),
+        limit=pod_limit(spec, profile),
+        caps=slow_caps(spec, profile),
+        traces=traces,
     )
 
 
 def search(asked: Question, *, quick: bool = False) -> Solution | Refusal:
     """The first placement that fits: with hand-offs of full cuts, then of slices, then with rows in slower tiers.
 
-    Each with small tables replicated, or else only those that pins ask for. ``quick``: it need not be balanced.
+    Each with small tables replicated, or else only those that pins ask for, and at first without splitting tables that
+    an empty node could hold. ``quick``: it need not be balanced.
 
     Raises:
         InvalidSpecError: a pin names a tier that is not there, or a trace is missing.
     """
     refusal: Refusal | None = None
     stacked = pinned_slow(asked.tables)
-    for tables in () if stacked else _hand_offs(asked):
-        for replicated in _replications(asked):
-            needs = whole_needs(asked.spec, tables, replicated, asked.limit)
-            placed = place(asked.spec, tables, needs, quick=quick)
-            if isinstance(placed, Placement):
-                return Solution(tables=tables, placement=placed, levels={})
-            assert placed is not None, "nothing but bytes was asked of it"
-            if refusal is None or tables is asked.tables or placed.room >= 0:
-                refusal = Refusal(cause=placed, full_cut=tables.handoff_budget is None)
+    for crowded in () if stacked else (False, True):
+        found = _search_ddr(asked, quick=quick, crowded=crowded)
+        if isinstance(found, Solution):
+            return found
+        refusal = found
     if stacked or asked.caps:
         return _search_tiers(asked, quick=quick)
     assert refusal is not None, "without slower tiers, what did not fit has a reason"
+    return refusal
+
+
+def _search_ddr(asked: Question, *, quick: bool, crowded: bool) -> Solution | Refusal:
+    refusal: Refusal | None = None
+    for tables in _hand_offs(asked):
+        for replicated in _replications(asked):
+            needs = whole_needs(asked.spec, tables, replicated, asked.limit)
+            placed = place(asked.spec, tables, asked.costs, needs, quick=quick, crowded=crowded)
+            if isinstance(placed, Placement):
+                return Solution(costs=asked.costs, tables=tables, placement=placed, levels={})
+            assert placed is not None, "nothing but bytes was asked of it"
+            if refusal is None or tables is asked.tables or placed.room >= 0:
+                refusal = Refusal(cause=placed, full_cut=tables.handoff_budget is None)
+    assert refusal is not None, "there is at least one hand-off and one choice of replicas"
     return refusal
 
 
@@ -116,7 +141,7 @@ def _replications(asked: Question) -> Iterator[tuple[int, ...]]:
     if asked.spec.world_size == 1:
         yield ()  # a replica on the only rank is the whole table
         return
-    by_pin, worth = pinned(asked.tables, "data"), worth_replicating(asked.spec, asked.tables)
+    by_pin, worth = pinned(asked.tables, "data"), worth_replicating(asked.spec, asked.tables, asked.costs)
     yield tuple(np.flatnonzero(by_pin | worth).tolist())
     if worth.any():
         yield tuple(np.flatnonzero(by_pin).tolist())
@@ -126,55 +151,87 @@ def _search_tiers(asked: Question, *, quick: bool) -> Solution | Refusal:
     spec, tables = asked.spec, asked.tables
     if tables.handoff_budget is None:
         tables = tables.sliced(slice_bytes(spec, tables, asked.limit))
-    reuse = asked.reuse()
-    stacks = read_stacks(spec, tables, reuse, asked.caps)
-    tiered = _Tiered(replace(asked, tables=tables), stacks, reuse)
+    tiered = _Tiered(replace(asked, tables=tables))
     cause: NoPlacement | Short | None = None
-    for replicated in _replications(asked):
+    for crowded, replicated in product((False, True), _replications(asked)):
         for turn, needs in enumerate(tiered.needs(replicated)):
-            placed = place(spec, tables, needs, tiered.fits, quick=quick)
+            placed = place(spec, tables, asked.costs, needs, tiered.fits, quick=quick, crowded=crowded)
             if isinstance(placed, Placement):
-                levels = tiered.found
-                return Solution(tables=tables, placement=placed, levels=levels, stacks=stacks, reuse=reuse)
+                return Solution(
+                    costs=asked.costs,
+                    tables=tables,
+                    placement=placed,
+                    levels=tiered.found,
+                    stacks=tiered.stacks,
+                    reuse=tiered.reuse,
+                )
             if turn == 0:  # the other needs are in no bytes
                 cause = tiered.short if placed is None else placed
     assert cause is not None, "there is at least one need"
-    if isinstance(cause, NoPlacement) and stacks.is_stack(cause.table):
-        return Refusal(cause=cause, least=int(stacks.least[cause.table]))
+    if isinstance(cause, NoPlacement) and tiered.whole.is_stack(cause.table):
+        return Refusal(cause=cause, least=int(tiered.whole.least[cause.table]))
     return Refusal(cause=cause)
 
 
 class _Tiered:
-    """Tries placements of tables that may be stacks; keeps what it found last."""
+    """Tries placements of shards that may be stacks; keeps what it found last."""
 
-    def __init__(self, asked: Question, stacks: Stacks, reuse: Reuse) -> None:
-        self._asked, self._stacks, self._reuse = asked, stacks, reuse
+    def __init__(self, asked: Question) -> None:
+        self._asked = asked
+        self._curves = asked.reuse()
+        self.whole, _ = self._sized(cut(asked.tables, range(len(asked.tables.specs)), {}))
         self.found: dict[int, Levels] = {}
-        self.short: Short | None = None
+        self.short: NoPlacement | Short | None = None
+
+    def _sized(self, shards: Shards, ranks: NDArray[np.int64] | None = None) -> tuple[Stacks, Reuse]:
+        reuse = self._curves.of(shards)
+        return read_stacks(self._asked.spec, shards, reuse, self._asked.caps, ranks), reuse
 
     def needs(self, replicated: tuple[int, ...]) -> Iterator[Needs]:
         """By DDR alone, and where tiers of several pods fill unevenly, by the tighter of DDR and all tiers."""
-        asked, stacks = self._asked, self._stacks
-        least = stacks.at_least(bool(asked.caps))
+        asked, stacks = self._asked, self.whole
         beside = TIER_BUFFER_BYTES * asked.spec.trainer.processes_per_replica + stacks.between
         by_ddr = whole_needs(asked.spec, asked.tables, replicated, asked.limit, beside=beside)
-        by_ddr = replace(by_ddr, held=tuple(math.ceil(size) for size in least))
-        yield by_ddr
         room = min(by_ddr.room)
+        more = stacks.slot * (stacks.ways + 4) + TIER_BUFFER_BYTES // 2**16  # what is rounded up
+
+        def least(shards: Shards) -> tuple[int, ...]:
+            return _whole_parts(self._sized(shards)[0].at_least(bool(asked.caps)))
+
+        yield replace(
+            by_ddr, held=_whole_parts(stacks.at_least(bool(asked.caps))), measure=least, extra=_whole_parts(more)
+        )
         if asked.spec.replicas == 1 or room < 0:
             return
-        below = np.where(least < stacks.whole, stacks.rows, 0) * stacks.paged
         slow = float(sum(asked.caps.values())) + max(0, room) * (1 if asked.limit else 0)
-        mixed = np.maximum(least / max(room, 1) if asked.limit else 0.0, (below + least) / max(slow, 1))
-        held = tuple(math.ceil(min(part, 2.0) * SCALE) for part in mixed)
-        yield Needs(replicated=replicated, held=held, room=(SCALE,) * asked.spec.replicas, bounded=True)
+
+        def mixed(sized: Stacks) -> tuple[int, ...]:
+            needed = sized.at_least(bool(asked.caps))
+            below = np.where(needed < sized.whole, sized.rows, 0) * sized.paged
+            parts = np.maximum(needed / max(room, 1) if asked.limit else 0.0, (below + needed) / max(slow, 1))
+            return _whole_parts(np.minimum(parts, MOST_PARTS) * SCALE)
+
+        yield Needs(
+            replicated=replicated,
+            held=mixed(stacks),
+            room=(SCALE,) * asked.spec.replicas,
+            bounded=True,
+            measure=lambda shards: mixed(self._sized(shards)[0]),
+            extra=_whole_parts(more / max(min(room, slow), 1) * SCALE + 2),
+        )
 
     def fits(self, placement: Placement) -> bool:
         """Whether every pod's tiers hold the rows that its DDR does not."""
         asked, found = self._asked, {}
+        self.stacks, self.reuse = self._sized(placement.shards, placement.ranks)
+        least = self.stacks.at_least(bool(asked.caps))
         for pod in range(asked.spec.replicas):
             which = placement.on_pod(pod, asked.spec.trainer.processes_per_replica)
-            levels = tier_tables(which, self._stacks, self._reuse, self._ddr(placement, pod), asked.caps)
+            ddr = self._ddr(placement, pod)
+            if float(least[which].sum()) > ddr + len(which):  # wider maps than each shard alone would need
+                self.short = _too_little(placement, which, least, ddr)
+                return False
+            levels = tier_tables(which, self.stacks, self.reuse, ddr, asked.caps)
             if isinstance(levels, Short):
                 self.short = levels
                 return False
@@ -183,19 +240,33 @@ class _Tiered:
         return True
 
     def _ddr(self, placement: Placement, pod: int) -> float:
-        """Bytes of DDR for the tables placed on a pod."""
+        """Bytes of DDR for the shards placed on a pod."""
         asked = self._asked
         if asked.limit is None:
             return math.inf
         fixed = fixed_pod_bytes(asked.spec, asked.tables, placement.replicated, pod)
         buffers = TIER_BUFFER_BYTES * asked.spec.trainer.processes_per_replica
-        return asked.limit.size - fixed - buffers - self._stacks.between
+        return asked.limit.size - fixed - buffers - max(self.whole.between, self.stacks.between)
+
+
+def _too_little(placement: Placement, which: NDArray[np.int64], least: Floats, ddr: float) -> NoPlacement:
+    largest = int(which[int(np.argmax(least[which]))])
+    held, rest = math.ceil(least[largest]), ddr - float(least[which].sum())
+    return NoPlacement(
+        table=int(placement.shards.table[largest]),
+        rank=int(placement.ranks[largest]),
+        held=held,
+        room=held + math.floor(rest),
+        alone=False,
+    )
+
+
+def _whole_parts(sizes: Floats) -> tuple[int, ...]:
+    return tuple(math.ceil(size) for size in sizes.tolist())
 
 
 def buffer_bytes(solution: Solution, world_size: int) -> NDArray[np.int64]:
     """(W,) host memory of each rank with levels, for rows on their way."""
-    placement, found = solution.placement, np.zeros(world_size, np.int64)
-    for i, rank in zip(placement.whole, placement.ranks.tolist(), strict=True):
-        if i in solution.levels:
-            found[rank] = TIER_BUFFER_BYTES
+    found = np.zeros(world_size, np.int64)
+    found[solution.placement.ranks[list(solution.levels)]] = TIER_BUFFER_BYTES
     return found

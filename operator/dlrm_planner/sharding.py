@@ -1,4 +1,4 @@
-"""Which tables are replicated on every rank and which live whole on one, before any rank is chosen."""
+"""Which tables are replicated on every rank, and which may be split, before any rank is chosen."""
 
 from __future__ import annotations
 
@@ -7,32 +7,61 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
-from dlrm_planner.tables import ELEMENT_BYTES, ROW_ID_BYTES, UPDATED_FLAG_BYTES, Tables
+from dlrm_api.model import TableSpec
+from dlrm_planner.costs import ELEMENT_BYTES, Costs
+from dlrm_planner.tables import UPDATED_FLAG_BYTES, Tables
 
 MAX_REPLICA_BYTES = 4 * 2**20
 """Largest table that is replicated unasked: its gradient is cleared and summed whole in every step, in cache still."""
 
 
-def check_pins(tables: Tables, world_size: int) -> None:
+def check_pins(spec: DLRMJobSpec, tables: Tables) -> None:
     """Refuse pins that no placement can honour.
 
     Raises:
-        InvalidSpecError: a pinned rank does not exist, or replicas are to live on some ranks alone.
+        InvalidSpecError: a pinned rank does not exist, replicas are to live on some ranks alone, or ranges of rows
+            over one node's ranks have no such ranks.
     """
+    world_size = spec.world_size
     for table, path in zip(tables.specs, tables.paths, strict=True):
-        if table.pin is None or not table.pin.ranks:
+        if table.pin is None:
             continue
-        if max(table.pin.ranks) >= world_size:
+        if table.pin.sharding == "table-row":
+            _check_table_row(table, path, spec.trainer.processes_per_replica)
+        if table.pin.ranks and max(table.pin.ranks) >= world_size:
             raise InvalidSpecError(
                 f"{path}.pin.ranks",
                 f"table {table.name} is pinned to rank {max(table.pin.ranks)}, but the job has ranks 0 to "
                 f"{world_size - 1}: name one of these, or raise trainer.replicas",
             )
-        if table.pin.sharding == "data" and len(set(table.pin.ranks)) < world_size:
+        if table.pin.sharding == "data" and 0 < len(set(table.pin.ranks)) < world_size:
             raise InvalidSpecError(
                 f"{path}.pin.ranks",
                 f"table {table.name} is pinned to sharding data, whose shards live on every rank: leave ranks out",
             )
+
+
+def _check_table_row(table: TableSpec, path: str, processes: int) -> None:
+    if processes == 1:
+        raise InvalidSpecError(
+            f"{path}.pin.sharding",
+            f"table {table.name} is pinned to sharding table-row, which splits rows over the ranks of one node, and a "
+            "node has one rank: set trainer.processesPerReplica to 2 or more, or pin to sharding row",
+        )
+    assert table.pin is not None
+    nodes = sorted({rank // processes for rank in table.pin.ranks})
+    if len(nodes) > 1:
+        raise InvalidSpecError(
+            f"{path}.pin.ranks",
+            f"table {table.name} is pinned to sharding table-row on ranks of nodes {', '.join(map(str, nodes))}: name "
+            f"ranks of one node, such as {nodes[0] * processes} to {(nodes[0] + 1) * processes - 1}, or pin to "
+            "sharding row",
+        )
+
+
+def may_split(table: TableSpec) -> bool:
+    """Whether the planner may split a table on its own account."""
+    return table.rows > 1 and (table.pin is None or (table.pin.sharding is None and len(set(table.pin.ranks)) != 1))
 
 
 def pinned(tables: Tables, sharding: str) -> NDArray[np.bool_]:
@@ -40,25 +69,23 @@ def pinned(tables: Tables, sharding: str) -> NDArray[np.bool_]:
     return np.array([t.pin is not None and t.pin.sharding == sharding for t in tables.specs], bool)
 
 
-def worth_replicating(spec: DLRMJobSpec, tables: Tables) -> NDArray[np.bool_]:
+def worth_replicating(spec: DLRMJobSpec, tables: Tables, costs: Costs) -> NDArray[np.bool_]:
     """(T,) small unpinned tables whose gradient costs fewer bytes to all-reduce than their samples to exchange.
 
-    Over all W ranks, a ring all-reduce of R rows moves 2 (W - 1) R D elements; a table-wise exchange of a global
-    batch of B samples with L ids each moves (W - 1) / W of B L ids and, there and back, 2 B D elements.
+    Over all W ranks, a ring all-reduce of R rows moves 2 (W - 1) R D elements; the exchange of a whole table moves the
+    ids of the samples of W - 1 ranks, and their pooled vectors there and back.
     """
-    world_size, batch = spec.world_size, spec.data.global_batch_size
     rows = np.array([table.rows for table in tables.specs], np.float64)
-    dim = np.array([table.dim for table in tables.specs], np.float64)
-    lookups = np.array([table.lookups for table in tables.specs], np.float64)
-    reduced = 2 * (world_size - 1) * rows * dim * ELEMENT_BYTES
-    exchanged = (world_size - 1) / world_size * batch * (lookups * ROW_ID_BYTES + 2 * dim * ELEMENT_BYTES)
+    reduced = 2 * (spec.world_size - 1) * rows * costs.dims * ELEMENT_BYTES
+    exchanged = costs.sent(np.arange(len(rows)), 1.0, costs.dims)
     unpinned = [
         t.pin is None or not (t.pin.sharding or t.pin.ranks or t.pin.tier not in (None, "ddr")) for t in tables.specs
     ]
-    return np.array(unpinned, bool) & (rows * dim * ELEMENT_BYTES <= MAX_REPLICA_BYTES) & (reduced < exchanged)
+    small = rows * costs.dims * ELEMENT_BYTES <= MAX_REPLICA_BYTES
+    return np.array(unpinned, bool) & small & (reduced < exchanged)
 
 
 def replica_bytes(tables: Tables, index: int) -> int:
     """Bytes of one replica on one rank: the table, and the whole gradient that is all-reduced."""
     table = tables.specs[index]
-    return tables.resident_bytes[index] + table.rows * (ELEMENT_BYTES * table.dim + UPDATED_FLAG_BYTES)
+    return tables.whole[index].resident + table.rows * (ELEMENT_BYTES * table.dim + UPDATED_FLAG_BYTES)

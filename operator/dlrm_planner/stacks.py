@@ -17,13 +17,14 @@ from dlrm_api.tiers import (
     BLOCK_PLACE_META_BYTES,
     BLOCK_SLACK,
     COUNTER_BYTES,
-    MAP_BYTES,
     ORDER_META_BYTES,
     PLACE_META_BYTES,
     SLOT_META_BYTES,
+    map_entry_bytes,
     paged_bytes,
 )
 from dlrm_planner.reuse import Floats, Reuse
+from dlrm_planner.shards import Shards
 from dlrm_planner.tables import Tables
 
 SlowTier = Literal["cxl", "scm", "block"]
@@ -41,7 +42,7 @@ UNPINNED, IN_DDR = -2, -1
 
 @dataclass(frozen=True, kw_only=True)
 class Stacks:
-    """(T,) what each table takes as a stack, and whole in DDR."""
+    """(N,) what each shard takes as a stack, and whole in DDR."""
 
     rows: Floats
     whole: Floats
@@ -50,6 +51,8 @@ class Stacks:
     """Slots that it needs at least."""
     slot: Floats
     """DDR of one more slot."""
+    entry: Floats
+    """DDR of a row's map entry."""
     fixed: Floats
     """DDR of the map, of the places of the last level, which has one for every row, and of the scratch pad."""
     scratch: Floats
@@ -64,43 +67,53 @@ class Stacks:
     ways: int
 
     def row_bytes(self, tier: SlowTier) -> Floats:
-        """(T,) bytes that a row takes in a tier."""
+        """(N,) bytes that a row takes in a tier."""
         return self.paged if tier == "block" else self.record
 
-    def is_stack(self, table: int) -> bool:
-        """Whether a table's cheapest form has levels."""
-        cheapest = float(self.at_least(possible=True)[table])
-        return bool(self.pin[table] >= 0) or cheapest < self.whole[table]
+    def is_stack(self, shard: int) -> bool:
+        """Whether a shard's cheapest form has levels."""
+        cheapest = float(self.at_least(possible=True)[shard])
+        return bool(self.pin[shard] >= 0) or cheapest < self.whole[shard]
 
     def at_least(self, possible: bool) -> Floats:
-        """(T,) DDR of each table in its cheapest form; ``possible``: there is a slower tier for its rows."""
+        """(N,) DDR of each shard in its cheapest form; ``possible``: there is a slower tier for its rows."""
         stack = self.fixed + self.least * self.slot
         cheapest = np.minimum(stack, self.whole) if possible else self.whole
         return np.where(self.pin >= 0, stack, np.where(self.pin == IN_DDR, self.whole, cheapest))
 
 
-def read_stacks(spec: DLRMJobSpec, tables: Tables, reuse: Reuse, caps: Mapping[SlowTier, int]) -> Stacks:
-    """Size every table for the slow tiers that there are.
+def read_stacks(
+    spec: DLRMJobSpec,
+    shards: Shards,
+    reuse: Reuse,
+    caps: Mapping[SlowTier, int],
+    ranks: NDArray[np.int64] | None = None,
+) -> Stacks:
+    """Size every shard for the slow tiers that there are; ``ranks`` of the shards, where they are known.
+
+    Like shards of one rank are one stack: the map of many rows needs wider entries than that of each shard would.
 
     Raises:
         InvalidSpecError: a table is pinned to a tier that is not there, or to two things at once.
     """
-    row = np.array(tables.row_bytes, np.float64)
+    row = np.array(shards.row_bytes, np.float64)
     record = row + COUNTER_BYTES
-    rows = np.array([table.rows for table in tables.specs], np.float64)
+    rows = shards.rows
     ways = spec.trainer.cache.ways
-    pin = np.array([_pin(tables, i, caps) for i in range(len(rows))], np.int64)
+    pin = np.array([_pin(shards.tables, i, caps) for i in shards.table.tolist()], np.int64)
     dearest = max((META_BYTES[tier] for tier in caps), default=0.0)
     meta = np.array([META_BYTES[SLOW_TIERS[p]] if p >= 0 else dearest for p in pin.tolist()])
     middle = sum(list(caps.values())[:-1])
     scratch = np.ceil(reuse.accesses)
+    entry = _entries(shards, np.arange(len(rows)) if ranks is None else ranks)
     return Stacks(
         rows=rows,
-        whole=np.array(tables.resident_bytes, np.float64),
+        whole=np.array(shards.resident_bytes, np.float64),
         least=np.ceil(reuse.least / max(ways, 1)) * max(ways, 1),
         slot=row + SLOT_META_BYTES,
         # a place may be left over, or rounded up
-        fixed=np.ceil(rows * (MAP_BYTES + meta)) + 2 * BLOCK_PLACE_META_BYTES + scratch * (row + SLOT_META_BYTES),
+        entry=entry,
+        fixed=np.ceil(rows * (entry + meta)) + 2 * BLOCK_PLACE_META_BYTES + scratch * (row + SLOT_META_BYTES),
         scratch=scratch,
         record=record,
         paged=np.array([BLOCK_SLACK * paged_bytes(int(each)) for each in record]),
@@ -108,6 +121,14 @@ def read_stacks(spec: DLRMJobSpec, tables: Tables, reuse: Reuse, caps: Mapping[S
         pin=pin,
         ways=ways,
     )
+
+
+def _entries(shards: Shards, ranks: NDArray[np.int64]) -> Floats:
+    """(N,) bytes of a row's map entry, where all shards of a rank with rows of one kind are stacks."""
+    half = [shards.spec(k).dtype == "fp16" for k in range(len(ranks))]
+    _, kind = np.unique(np.stack([ranks, shards.width, half]), axis=1, return_inverse=True)
+    rows = np.bincount(kind.ravel(), weights=shards.rows)
+    return np.array([float(map_entry_bytes(int(count))) for count in rows])[kind.ravel()]
 
 
 def slow_caps(spec: DLRMJobSpec, profile: HardwareProfile | None) -> dict[SlowTier, int]:

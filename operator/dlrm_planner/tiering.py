@@ -1,4 +1,4 @@
-"""Which rows of one pod's tables live in which tier, within the bytes that the pod has of each."""
+"""Which rows of one pod's shards live in which tier, within the bytes that the pod has of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from dlrm_api.tiers import (
     COUNTER_BYTES,
-    MAP_BYTES,
     SLOT_META_BYTES,
     places_meta_bytes,
 )
@@ -26,23 +25,23 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Levels:
-    """One table as a stack."""
+    """One shard as a stack."""
 
     slots: int
     below: tuple[tuple[SlowTier, int], ...]
     """Rows that each further level may hold, fastest first."""
 
-    def ddr_bytes(self, stacks: Stacks, table: int) -> int:
+    def ddr_bytes(self, stacks: Stacks, shard: int) -> int:
         """Slots and scratch pad, map, and bookkeeping of the places below."""
-        per_slot = stacks.record[table] - COUNTER_BYTES + SLOT_META_BYTES
+        per_slot = stacks.record[shard] - COUNTER_BYTES + SLOT_META_BYTES
         last = len(self.below) - 1
         places = sum(places_meta_bytes(tier, n, last=k == last) for k, (tier, n) in enumerate(self.below))
-        slots = self.slots + stacks.scratch[table]
-        return int(slots * per_slot + stacks.rows[table] * MAP_BYTES) + places
+        slots = self.slots + stacks.scratch[shard]
+        return int(slots * per_slot + stacks.rows[shard] * stacks.entry[shard]) + places
 
-    def bytes_below(self, stacks: Stacks, table: int) -> dict[SlowTier, int]:
+    def bytes_below(self, stacks: Stacks, shard: int) -> dict[SlowTier, int]:
         """Bytes of each slower tier."""
-        return {tier: math.ceil(n * stacks.row_bytes(tier)[table]) for tier, n in self.below}
+        return {tier: math.ceil(n * stacks.row_bytes(tier)[shard]) for tier, n in self.below}
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,10 @@ class Short:
 def tier_tables(
     which: Indices, stacks: Stacks, reuse: Reuse, ddr: float, caps: Mapping[SlowTier, float]
 ) -> dict[int, Levels] | Short:
-    """Levels of those of the tables ``which`` that are not whole in DDR.
+    """Levels of those of the shards ``which`` that are not whole in DDR.
 
-    DDR goes where a byte gains most expected hits, be it a slot or a whole table; ``ddr`` is inf where nothing is
-    known of it, and holds the cheapest form of every table. Then the next tiers take what is left, fastest first.
+    DDR goes where a byte gains most expected hits, be it a slot or a whole shard; ``ddr`` is inf where nothing is
+    known of it, and holds the cheapest form of every shard. Then the next tiers take what is left, fastest first.
     """
     filled = _slots(which, stacks, reuse, ddr, spend_all=False)
     found = _below(which, filled, stacks, reuse, caps)
@@ -71,7 +70,7 @@ def tier_tables(
 
 
 def _slots(which: Indices, stacks: Stacks, reuse: Reuse, ddr: float, *, spend_all: bool) -> Filled:
-    """Slots of each table, or that it is whole in DDR."""
+    """Slots of each shard, or that it is whole in DDR."""
     pin, whole, least = stacks.pin[which], stacks.whole[which], stacks.least[which]
     floor = stacks.fixed[which] + least * stacks.slot[which]
     bound = (pin == IN_DDR) | ((pin == UNPINNED) & (whole <= floor))
@@ -107,26 +106,26 @@ def _in_sets(rows: Floats, ways: int) -> Floats:
 def _below(
     which: Indices, filled: Filled, stacks: Stacks, reuse: Reuse, caps: Mapping[SlowTier, float]
 ) -> dict[int, Levels] | Short:
-    """Rows of each tier below the slots; pinned tables take theirs first.
+    """Rows of each tier below the slots; pinned shards take theirs first.
 
-    The last level of a table has a place for every row: that is where rows are restored to, where those of a full set
+    The last level of a shard has a place for every row: that is where rows are restored to, where those of a full set
     go while others have room, and what a log fills before it is cleaned.
     """
     stacked = np.flatnonzero(~filled.whole)
-    tables, slots = which[stacked], filled.rows[stacked]
-    total = stacks.rows[tables]
+    shards, slots = which[stacked], filled.rows[stacked]
+    total = stacks.rows[shards]
     rest = np.maximum(total - slots, 1)  # that some level has to take
-    left, held = dict(caps), {tier: np.zeros(len(tables)) for tier in SLOW_TIERS}
+    left, held = dict(caps), {tier: np.zeros(len(shards)) for tier in SLOW_TIERS}
     for tier in (tier for tier in SLOW_TIERS if tier in left):
-        here = stacks.pin[tables] == SLOW_TIERS.index(tier)
+        here = stacks.pin[shards] == SLOW_TIERS.index(tier)
         places = np.where(here, total, 0)
-        taken = float((places * stacks.row_bytes(tier)[tables]).sum())
+        taken = float((places * stacks.row_bytes(tier)[shards]).sum())
         if taken > left[tier]:
             return Short(tier, math.ceil(taken - left[tier]))
         left[tier] -= taken
         held[tier][here], rest[here] = places[here], 0
     for tier in left:
-        size = stacks.row_bytes(tier)[tables]
+        size = stacks.row_bytes(tier)[shards]
         places = np.where(rest > 0, total, 0)
         needed = float((places * size).sum())
         if needed <= left[tier]:
@@ -134,25 +133,25 @@ def _below(
             break
         if tier == list(left)[-1]:
             return Short(tier, math.ceil(needed - left[tier]))
-        got = np.floor(_middle(tables, total - rest, rest, size, reuse, left[tier]))
+        got = np.floor(_middle(shards, total - rest, rest, size, reuse, left[tier]))
         held[tier] += got
         rest = rest - got
     levels = {}
-    for k, i in enumerate(tables.tolist()):
+    for k, i in enumerate(shards.tolist()):
         below = tuple((tier, int(held[tier][k])) for tier in SLOW_TIERS if held[tier][k] > 0)
         levels[i] = Levels(int(slots[k]), below)
     return levels
 
 
-def _middle(tables: Indices, above: Floats, rest: Floats, size: Floats, reuse: Reuse, budget: float) -> Floats:
-    """Rows that a level between the first and the last takes of each table, filling its tier."""
+def _middle(shards: Indices, above: Floats, rest: Floats, size: Floats, reuse: Reuse, budget: float) -> Floats:
+    """Rows that a level between the first and the last takes of each shard, filling its tier."""
     wants = Wants(
-        rows=reuse.rows[tables],
-        hits=reuse.hits[tables],
+        rows=reuse.rows[shards],
+        hits=reuse.hits[shards],
         start=above,
         stop=above + np.maximum(rest - 1, 0),  # so that the last level stays the last
         row_cost=size,
-        whole_cost=np.full(len(tables), np.inf),
-        whole_hits=np.zeros(len(tables)),
+        whole_cost=np.full(len(shards), np.inf),
+        whole_hits=np.zeros(len(shards)),
     )
     return np.asarray(fill(wants, budget, spend_all=True).rows - above)

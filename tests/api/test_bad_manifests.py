@@ -305,6 +305,20 @@ BAD = {
         {"spec.model.tables.1.columnBlock": 12},
         "spec.model.tables[1]: columnBlock must divide dim: change one of them",
     ),
+    "columns that are one block pinned to several ranks": job(
+        {"spec.model.tables.1.pin": {"sharding": "column"}},
+        "spec.model.tables[1]: pin.sharding column needs columnBlock below dim: give it, say half of dim for two "
+        "shards",
+    ),
+    "a block as wide as a group's tables that are split by columns": job(
+        {
+            "spec.model.tableGroups": [
+                {**GROUP, "template": {"rows": 10, "dim": 16, "columnBlock": 16, "pin": {"sharding": "column"}}}
+            ]
+        },
+        "spec.model.tableGroups[0].template: pin.sharding column needs columnBlock below dim: give it, say half of "
+        "dim for two shards",
+    ),
     "feature that criteo lacks": job(
         {**FILES, "spec.model.tables.1.features": ["C27"]},
         "spec: model.tables: criteo-tsv has no feature C27: it has C1 to C26",
@@ -354,12 +368,6 @@ BAD = {
         {"spec.checkpoint.bits": "auto"},
         "spec.checkpoint.bits: bits: only 8, 32 are built in this version: use one of them or leave the field out",
         "bits: only 8, 32 are built in this version: use one of them or leave the field out",
-    ),
-    "sharding": job(
-        {"spec.model.tables.0.pin": {"sharding": "row"}},
-        "spec.model.tables[0].pin.sharding: sharding: only table, data are built in this version: "
-        "use one of them or leave the field out",
-        "spec.model.tables[0].pin.sharding: Invalid value: sharding: only table, data are built in this version",
     ),
     "option of a group's tables": job(
         {"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 16, "embedding": {"pruneRatio": 0.5}}}]},

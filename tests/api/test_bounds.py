@@ -136,7 +136,7 @@ def test_the_marks_are_found_at_all() -> None:
     names = {parameter.id for parameter in NOT_BUILT}
 
     assert len(names) >= 25
-    assert {"CheckpointSpec.bits", "TablePin.sharding", "LifecycleSpec.suspend", "TierBudgets.hbm"} <= names
+    assert {"CheckpointSpec.bits", "TablePin.tier", "LifecycleSpec.suspend", "TierBudgets.hbm"} <= names
 
 
 @pytest.mark.parametrize(

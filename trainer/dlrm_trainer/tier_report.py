@@ -59,7 +59,7 @@ def stack_bytes(table: TableSpec, share: TierShare, optimizer: RowOptimizerSpec)
     row = (table.dim, table.dtype, optimizer.kind)
     first, *below = share.levels
     planned: Counter[Tier] = Counter({first.tier: min(first.rows, table.rows) * tiers.slot_bytes(*row)})
-    planned["ddr"] += table.rows * tiers.MAP_BYTES
+    planned["ddr"] += table.rows * tiers.map_entry_bytes(table.rows)
     for level in below:
         if level.tier == "block":
             planned["block"] += math.ceil(math.ceil(level.rows * tiers.BLOCK_SLACK) * tiers.block_place_bytes(*row))

@@ -119,7 +119,7 @@ def test_bytes_kept_are_those_that_rows_in_use_take_by_the_arithmetic_of_plans(t
     use = use_of(job, shape, learner)
     learner.embeddings.close()
     row = (64, "fp32", "rowwise-adagrad")
-    taken = Counter[str](ddr=slots * tiers.slot_bytes(*row) + rows * tiers.MAP_BYTES)
+    taken = Counter[str](ddr=slots * tiers.slot_bytes(*row) + rows * tiers.map_entry_bytes(rows))
     if tier == "block":  # a log: it fills its file before it is cleaned
         taken["block"] = int(rows * tiers.BLOCK_SLACK * tiers.block_place_bytes(*row))
     else:  # a file is allocated ahead, up to all rows

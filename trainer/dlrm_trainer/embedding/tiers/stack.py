@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.plan import Tier, TierShare
-from dlrm_api.tiers import BLOCK_SEGMENT_BYTES, BLOCK_SLACK, SLOT_META_BYTES, RowDtype
+from dlrm_api.tiers import SLOT_META_BYTES, RowDtype, map_entry_bytes
 from dlrm_checkpointer.initializer import table_key
 from dlrm_trainer.embedding.tiers import directory as compiled
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
@@ -37,8 +36,6 @@ CHUNK = 4_096
 QUEUED_CHUNK = 16_384
 """The same where a level is read through a queue: each call fills the queue anew and waits for its last request."""
 QUEUED_CHUNK_BYTES = 8 << 20
-MOST_PLACES = 2**29
-"""Places that a four-byte entry of the map can name."""
 POLICIES = {"lru": LRU, "lfu": LFU, "mixed": MIXED}
 BROUGHT = -1
 """Source of a row whose record the caller has."""
@@ -331,8 +328,7 @@ def _found(lookups: int) -> Found:
 def _directory(tables: Sequence[StackTable], share: TierShare) -> Directory:
     rows = list(accumulate((table.rows for table in tables), initial=0))
     slots = list(accumulate((table.slots + table.extra for table in tables), initial=0))
-    most = max(slots[-1], math.ceil(rows[-1] * BLOCK_SLACK) + BLOCK_SEGMENT_BYTES)
-    entry = np.int32 if most < MOST_PLACES else np.int64
+    entry = np.int32 if map_entry_bytes(rows[-1]) == np.dtype(np.int32).itemsize else np.int64
     policy, ways = POLICIES[share.policy], share.ways
     capacity = np.array([table.slots // ways * ways if ways else table.slots for table in tables], np.int64)
     return Directory(

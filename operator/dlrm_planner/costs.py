@@ -1,0 +1,92 @@
+"""What a shard costs its rank in one step: rows read, and bytes exchanged with the other ranks.
+
+Source: Mudigere et al., "Software-hardware co-design for fast and scalable training of deep learning recommendation
+models", ISCA 2022; the planner of torchrec, for the rates where a profile gives none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.hardware import HardwareProfile
+from dlrm_api.job import DLRMJobSpec
+from dlrm_api.training import Codec
+
+ELEMENT_BYTES = 4
+"""fp32: what is computed and handed over, whatever the type of the rows."""
+ROW_ID_BYTES = 8
+ROW_READS, ROW_WRITES = 2, 1
+"""A lookup reads its row forward; the update reads it again and writes it."""
+WIRE_BYTES: dict[Codec, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
+INT8_RANGE_BYTES = 8
+"""Scale and least value of a vector that travels as int8."""
+MEMORY_RATE, LINK_RATE = 51 * 2**30, 12.5 * 2**30
+"""Bytes/s of DDR and of the link between nodes where no profile says them; ranks of one node exchange through DDR."""
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """(T,) arrays over the model's tables; a share of a table's rows has that share of its ids."""
+
+    ids: Floats
+    """Ids looked up in one step."""
+    bags: Floats
+    """Pooled vectors of one step: samples x features."""
+    dims: Floats
+    element_bytes: float
+    """Bytes on the wire of one column of a pooled vector and of its gradient."""
+    vector_bytes: float
+    """Bytes beside them, whatever the columns."""
+    away: float
+    """Share of samples that are other ranks'."""
+    exchange: float
+    """Elements that could be looked up while one byte is exchanged."""
+
+    def read(self, table: NDArray[np.int64] | int, share: Floats | float, width: Floats | float) -> Floats:
+        """Elements that shards of ``width`` columns and a ``share`` of the rows of each table read."""
+        return np.asarray(self.ids[table] * share * width)
+
+    def sent(self, table: NDArray[np.int64] | int, share: Floats | float, width: Floats | float) -> Floats:
+        """Bytes that such shards exchange: ids, and pooled vectors and their gradients.
+
+        A shard of some rows sends a vector for each bag that has an id there, the whole table for every bag.
+        """
+        lookups = self.ids[table] / np.maximum(self.bags[table], 1)
+        here = self.bags[table] * (1 - (1 - share) ** lookups)
+        vectors = here * (self.element_bytes * width + self.vector_bytes)
+        return np.asarray(self.away * (self.ids[table] * share * ROW_ID_BYTES + vectors))
+
+    def total(self, table: NDArray[np.int64] | int, share: Floats | float, width: Floats | float) -> Floats:
+        """Cost in elements looked up."""
+        return self.read(table, share, width) + self.exchange * self.sent(table, share, width)
+
+    @property
+    def whole(self) -> Floats:
+        """(T,) cost of each table on one rank."""
+        return self.total(np.arange(len(self.dims)), 1.0, self.dims)
+
+
+def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Costs:
+    """Costs of a job's tables, at the rates of a profile where it gives them."""
+    tables, world_size, batch = spec.model.all_tables(), spec.world_size, spec.data.global_batch_size
+    bags = np.array([batch * len(table.sources) for table in tables], np.float64)
+    directions = (spec.training.communication.forward, spec.training.communication.backward)
+    ddr, network = (profile.spec.tiers.ddr, profile.spec.network) if profile else (None, None)
+    memory = (ddr and ddr.read_bytes_per_second) or MEMORY_RATE
+    if spec.replicas > 1:
+        link = (network and network.inter_node_bytes_per_second) or LINK_RATE
+    else:
+        link = (network and network.intra_node_bytes_per_second) or memory
+    return Costs(
+        ids=bags * [table.lookups for table in tables],
+        bags=bags,
+        dims=np.array([table.dim for table in tables], np.float64),
+        element_bytes=sum(WIRE_BYTES[codec] for codec in directions),
+        vector_bytes=INT8_RANGE_BYTES * directions.count("int8"),
+        away=(world_size - 1) / world_size,
+        exchange=memory / (ELEMENT_BYTES * (ROW_READS + ROW_WRITES) * link),
+    )

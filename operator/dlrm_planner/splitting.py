@@ -1,0 +1,243 @@
+"""Which tables are split, how, and over which ranks: as pinned, where memory asks for it, and where balance does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.job import DLRMJobSpec
+from dlrm_api.plan import ShardKind
+from dlrm_planner.costs import Costs
+from dlrm_planner.needs import Needs
+from dlrm_planner.sharding import may_split
+from dlrm_planner.shards import Split, cut
+from dlrm_planner.tables import Tables
+
+LEAST_ELEMENTS = 2**18
+"""A table whose step costs less (1 MiB read) is not split for balance: another shard is another kernel's start."""
+WORTH = 0.95
+"""Splitting pays where it brings the costliest rank below this part of what it was."""
+NEAR = 1.02
+"""Fewer shards are taken where they come this close to the best balance."""
+PINNED = "as it is pinned"
+Ranks = NDArray[np.int64]
+
+
+class Splitter:
+    """Splits tables one after the other, and knows what their shards leave of each rank and node."""
+
+    def __init__(self, spec: DLRMJobSpec, tables: Tables, costs: Costs, needs: Needs) -> None:
+        self._tables, self._costs, self._needs = tables, costs, needs
+        self.processes, self.world_size, self.nodes = spec.trainer.processes_per_replica, spec.world_size, spec.replicas
+        self._whole = costs.whole
+        self._everywhere = np.arange(spec.world_size)
+        self.load = np.zeros(spec.world_size)
+        self.room = np.array(needs.room, np.int64)
+        self.reserve = 0.0
+        """Of each node, for tables that stay whole."""
+        self.splits: dict[int, Split] = {}
+
+    def add(self, i: int, split: Split | None) -> None:
+        """Take a split over, if there is one."""
+        if split is None:
+            return
+        shards, ranks = cut(self._tables, (i,), {i: split}), np.array(split.ranks)
+        self.splits[i] = split
+        np.add.at(self.load, ranks, shards.cost(self._costs))
+        if self._needs.bounded:
+            np.subtract.at(self.room, ranks // self.processes, np.array(self._needs.measure(shards), np.int64))
+
+    def put(self, i: int, rank: int) -> None:
+        """Give a whole table to a rank."""
+        self.splits[i] = Split(kind="table", ranks=(rank,), edges=(0, self._tables.specs[i].rows), why="")
+        self.load[rank] += self._whole[i]
+        self.room[rank // self.processes] -= self._needs.held[i] if self._needs.bounded else 0
+
+    def allowed(self, i: int) -> Ranks:
+        """Ranks that a table's pin allows."""
+        pin = self._tables.specs[i].pin
+        return np.array(sorted(set(pin.ranks)), np.int64) if pin and pin.ranks else self._everywhere
+
+    def as_pinned(self, i: int) -> Split | None:
+        """The split that a pin asks for; evenly where memory has no room for it anyway. None: the table stays whole."""
+        table, ranks = self._tables.specs[i], self.allowed(i)
+        if table.pin is None or table.pin.sharding not in ("row", "column", "table-row"):
+            return None
+        if table.pin.sharding == "column":
+            blocks = min(len(table.block_edges) - 1, len(ranks))
+            return self.by_columns(i, blocks, ranks, PINNED) or self._columns(i, ranks[:blocks], PINNED)
+        kind: ShardKind = "row"
+        if table.pin.sharding == "table-row":
+            kind, node = "table-row", ranks[0] // self.processes if table.pin.ranks else self._node_for(i)
+            ranks = np.arange(node * self.processes, (node + 1) * self.processes)
+        return self.by_rows(i, ranks, kind, PINNED) or self._evenly(i, ranks, kind)
+
+    def _evenly(self, i: int, ranks: Ranks, kind: ShardKind) -> Split | None:
+        rows = self._tables.specs[i].rows
+        return _row_split(ranks, _even(rows, len(ranks)), kind, PINNED)
+
+    def _node_for(self, i: int) -> int:
+        load = self.load.reshape(self.nodes, self.processes).sum(axis=1)
+        fits = self.room >= self._needs.held[i] if self._needs.bounded else np.ones(self.nodes, bool)
+        return int(np.lexsort((np.arange(self.nodes), load, ~fits))[0])
+
+    def by_rows(self, i: int, ranks: Ranks, kind: ShardKind, why: str) -> Split | None:
+        """Row ranges over these ranks, even as far as their nodes have room; None where they have not."""
+        for reserve in (self.reserve, 0.0):
+            nodes, per = np.unique(ranks // self.processes, return_counts=True)
+            got = spread(self._tables.specs[i].rows, per, self._caps(i, nodes, per, reserve))
+            if got is not None:
+                sizes = [size for rows, count in zip(got, per.tolist(), strict=True) for size in _even(rows, count)]
+                return _row_split(np.sort(ranks), sizes, kind, why)
+        return None
+
+    def _caps(self, i: int, nodes: Ranks, per: Ranks, reserve: float) -> Ranks:
+        """Rows of a table that each node has room for, in ``per`` pieces."""
+        rows, held = self._tables.specs[i].rows, self._needs.held[i]
+        if not self._needs.bounded or held == 0:
+            return np.full(len(nodes), rows, np.int64)
+        room = self.room[nodes] - reserve - per * float(self._needs.extra[i])
+        return np.asarray(np.clip(np.floor(room / held * rows) - 1, 0, rows), np.int64)
+
+    def choose(self, i: int, count: int) -> tuple[Ranks, ShardKind] | None:
+        """At least ``count`` ranks for row ranges of a table: of one node, or else of as few as have room for it."""
+        allowed = self.allowed(i)
+        nodes, sizes = np.unique(allowed // self.processes, return_counts=True)
+        load = np.bincount(np.searchsorted(nodes, allowed // self.processes), weights=self.load[allowed]) / sizes
+        rows = self._tables.specs[i].rows
+        for reserve in (self.reserve, 0.0):
+            caps = self._caps(i, nodes, sizes, reserve)
+            order = np.lexsort((nodes, -caps, load))
+            inside = order[(caps[order] >= rows) & (sizes[order] >= count)]
+            if count > 1 and len(inside):
+                kind: ShardKind = "table-row" if self.nodes > 1 else "row"
+                return self._least_loaded(allowed, nodes[inside[:1]], count), kind
+            least = min(len(nodes), max(2, -(-count // int(sizes.max()))))
+            if int(caps[order[:least]].sum()) < rows:
+                order = np.lexsort((nodes, load, -caps))
+                least = max(least, int(np.searchsorted(np.cumsum(caps[order]), rows)) + 1)
+            if 1 < least <= len(nodes):
+                return self._least_loaded(allowed, nodes[order[:least]], -(-count // least)), "row"
+        return None
+
+    def _least_loaded(self, allowed: Ranks, nodes: Ranks, count: int) -> Ranks:
+        chosen = []
+        for node in nodes:
+            here = allowed[allowed // self.processes == node]
+            chosen.append(here[np.lexsort((here, self.load[here]))[:count]])
+        return np.sort(np.concatenate(chosen))
+
+    def by_columns(self, i: int, count: int, allowed: Ranks, why: str) -> Split | None:
+        """Groups of column blocks on the least loaded of the ranks that have room; None where too few have."""
+        split = self._columns(i, allowed[:count], why)
+        if split is None or not self._needs.bounded:
+            order = allowed[np.lexsort((allowed, self.load[allowed]))]
+            return split and replace(split, ranks=tuple(order[:count].tolist()))
+        room, taken = self.room.copy(), np.zeros(self.world_size, bool)
+        ranks = []
+        for held in self._needs.measure(cut(self._tables, (i,), {i: split})):
+            open_ = allowed[(room[allowed // self.processes] >= held) & ~taken[allowed]]
+            if not len(open_):
+                return None
+            ranks.append(int(open_[np.lexsort((open_, -room[open_ // self.processes], self.load[open_]))[0]]))
+            taken[ranks[-1]], room[ranks[-1] // self.processes] = True, room[ranks[-1] // self.processes] - held
+        return replace(split, ranks=tuple(ranks))
+
+    def _columns(self, i: int, ranks: Ranks, why: str) -> Split | None:
+        blocks = self._tables.specs[i].block_edges
+        if len(ranks) < 2 or len(blocks) < 3:
+            return None
+        ends = np.cumsum(_even(len(blocks) - 1, len(ranks)))
+        edges = (0, *(blocks[end] for end in ends))
+        return Split(kind="column", ranks=tuple(ranks.tolist()), edges=edges, why=why)
+
+    def for_memory(self, i: int) -> Split | None:
+        """A split of a table that no node holds: by columns where that is enough, else by rows."""
+        table, allowed = self._tables.specs[i], self.allowed(i)
+        why = "no node has room for it whole"
+        for count in range(2, min(len(table.block_edges) - 1, len(allowed)) + 1):
+            if self._needs.held[i] / count > self.room.max():
+                continue
+            if (split := self.by_columns(i, count, allowed, why)) is not None:
+                return split
+        chosen = self.choose(i, 1)
+        return chosen and self.by_rows(i, *chosen, why)
+
+    def for_balance(self, i: int, total: float) -> Split | None:
+        """The split of a table that sets the pace, if one brings the costliest rank down; ``total`` cost of all."""
+        costs, table, allowed = self._costs, self._tables.specs[i], self.allowed(i)
+        before, blocks = float(costs.total(i, 1.0, table.dim)), len(table.block_edges) - 1
+        why = f"alone it costs {before / total * self.world_size:.2f} times the mean of a rank"
+        by_rows = np.arange(2, min(len(allowed), table.rows) + 1)
+        by_blocks = np.arange(2, min(len(allowed), blocks) + 1)
+        fixed, whole = float(costs.total(i, 1.0, 0)), before
+        widest = costs.total(i, 1.0, np.asarray(-(-blocks // by_blocks) * (table.dim / blocks), np.float64))
+        parts = costs.total(i, 1 / by_rows, table.dim)
+        rest = total - before
+        column = np.maximum(widest, (rest + whole + (by_blocks - 1) * fixed) / self.world_size)
+        row = np.maximum(parts, (rest + by_rows * parts) / self.world_size)
+        best = min([*column, *row], default=before)
+        if best >= WORTH * before:
+            return None
+        for bounds, counts in ((column, by_blocks), (row, by_rows)):
+            if (near := counts[bounds <= NEAR * best]).size:
+                if bounds is column:
+                    split = self.by_columns(i, int(near[0]), allowed, why)
+                else:
+                    chosen = self.choose(i, int(near[0]))
+                    split = chosen and self.by_rows(i, *chosen, why)
+                if split is not None:
+                    return split
+        return None
+
+
+def decide(spec: DLRMJobSpec, tables: Tables, costs: Costs, needs: Needs, which: Sequence[int]) -> dict[int, Split]:
+    """The splits of those of the tables ``which`` that are to be split; each on ranks of its own choice."""
+    splitter = Splitter(spec, tables, costs, needs)
+    if spec.world_size == 1:
+        return {}
+    for i in which:
+        splitter.add(i, splitter.as_pinned(i))
+    free = [i for i in which if i not in splitter.splits and may_split(tables.specs[i])]
+    if needs.bounded:
+        larger = [i for i in free if needs.held[i] > max(needs.room)]
+        rest = sum(needs.held[i] for i in which if i not in splitter.splits) - sum(needs.held[i] for i in larger)
+        splitter.reserve = rest / spec.replicas
+        for i in sorted(larger, key=lambda i: -needs.held[i]):
+            splitter.add(i, splitter.for_memory(i))
+    whole = costs.whole
+    total = float(whole[list(which)].sum())
+    for i in sorted((i for i in free if i not in splitter.splits), key=lambda i: -whole[i]):
+        if whole[i] <= total / spec.world_size or whole[i] < LEAST_ELEMENTS:
+            break
+        splitter.add(i, splitter.for_balance(i, total))
+    return splitter.splits
+
+
+def spread(rows: int, weights: Ranks, caps: Ranks) -> list[int] | None:
+    """Rows in proportion to the weights, as far as the caps allow; None where they do not hold all."""
+    if int(caps.sum()) < rows:
+        return None
+    got = np.zeros(len(caps), np.int64)
+    while (left := rows - int(got.sum())) > 0:
+        open_ = np.flatnonzero(got < caps)
+        share = np.floor(left * (weights[open_] / weights[open_].sum())).astype(np.int64)
+        share[: left - int(share.sum())] += 1 if not share.any() else 0
+        got[open_] = np.minimum(got[open_] + share, caps[open_])
+    return got.tolist()
+
+
+def _even(count: int, parts: int) -> list[int]:
+    return [count // parts + (part < count % parts) for part in range(parts)]
+
+
+def _row_split(ranks: Ranks, sizes: Sequence[int], kind: ShardKind, why: str) -> Split | None:
+    """Consecutive ranges of these sizes; ranks without rows hold no shard. None where one rank holds all."""
+    held = [(rank, size) for rank, size in zip(ranks.tolist(), sizes, strict=True) if size]
+    if len(held) < 2:
+        return None
+    edges = (0, *np.cumsum([size for _, size in held]).tolist())
+    return Split(kind=kind, ranks=tuple(rank for rank, _ in held), edges=edges, why=why)
