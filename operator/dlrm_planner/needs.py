@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_planner.memory import Limit, fixed_pod_bytes
@@ -29,6 +30,17 @@ class Needs:
     """What each shard takes of its node."""
     extra: tuple[int, ...]
     """What a range of a table's rows may take beyond its share of the table."""
+
+    @cached_property
+    def placed(self) -> tuple[int, ...]:
+        """Tables that are not replicated."""
+        replicated = set(self.replicated)
+        return tuple(i for i in range(len(self.held)) if i not in replicated)
+
+    @cached_property
+    def hopeless(self) -> bool:
+        """Whether all nodes together have too little room, however tables are split."""
+        return self.bounded and sum(self.held[i] for i in self.placed) > sum(self.room)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_planner.costs import Costs
+from dlrm_planner.levelling import levelled
 from dlrm_planner.needs import Needs, NoPlacement
 from dlrm_planner.packing import pack
 from dlrm_planner.partition import Bins, Items, Misfit, Ranks, greedy, largest_differences, loads, tightest
+from dlrm_planner.partition import fits as fits_caps
 from dlrm_planner.repair import repair
 from dlrm_planner.sharding import may_split
 from dlrm_planner.shards import Shards, Split, cut
@@ -60,7 +62,7 @@ class _Attempt:
         needs: Needs,
         splits: dict[int, Split],
     ) -> None:
-        which = [i for i in range(len(tables.specs)) if i not in set(needs.replicated)]
+        which = needs.placed
         self.shards, self._needs = cut(tables, which, splits), needs
         self._splits = {i: split for i, split in splits.items() if split.kind != "table"}
         self.items = Items(
@@ -74,11 +76,6 @@ class _Attempt:
         self.bins = Bins(node=node, room=np.array(needs.room, np.int64))
         replicas = np.array(needs.replicated, np.int64)  # whose samples stay on their ranks
         self._share = float(costs.read(replicas, 1.0, costs.dims[replicas]).sum()) / spec.world_size
-
-    @property
-    def hopeless(self) -> bool:
-        """Whether nodes lack room for all shards together."""
-        return self._needs.bounded and sum(self.items.held_bytes.tolist()) > sum(self._needs.room)
 
     def balanced(self) -> Iterator[Placement]:
         """Placements of the partitioners that keep to the caps, the best balanced first."""
@@ -128,15 +125,18 @@ def place(
     Returns:
         None where the bytes have room, but no placement passes ``fits``.
     """
-    which = [i for i in range(len(tables.specs)) if i not in set(needs.replicated)]
+    which = needs.placed
     refusal = _first_refusal(spec, tables, needs, which) if needs.bounded else None
     if refusal is not None:
         return refusal
     attempt = _Attempt(spec, tables, costs, needs, decide(spec, tables, costs, needs, which))
     imbalance: dict[str, float] = {}
-    if not quick and not attempt.hopeless:
+    if not quick and not needs.hopeless:
         for placement in attempt.balanced():
             imbalance = placement.imbalance
+            better = _levelled(spec, costs, needs, placement, attempt.items.cost)
+            if better is not None and fits(better):
+                return better
             if fits(placement):
                 return placement
     packed = tightest(attempt.items, attempt.bins)
@@ -149,6 +149,25 @@ def place(
         i = int(attempt.shards.table[packed.item])
         return NoPlacement(table=i, rank=packed.rank, held=needs.held[i], room=packed.room, alone=False)
     return _packed(spec, tables, costs, needs, which, fits)
+
+
+def _levelled(
+    spec: DLRMJobSpec, costs: Costs, needs: Needs, placement: Placement, cost: NDArray[np.float64]
+) -> Placement | None:
+    """The same placement with row ranges that level the ranks' loads, where nodes have room for them."""
+    shards, ranks = placement.shards, placement.ranks
+    splits = levelled(placement.splits, shards, ranks, cost, spec.world_size)
+    if splits == placement.splits:
+        return None
+    attempt = _Attempt(spec, shards.tables, costs, needs, splits)
+    home = dict(zip(shards.table.tolist(), ranks.tolist(), strict=True))
+    chosen = [
+        allowed[0] if i in splits else home[i]
+        for i, allowed in zip(attempt.shards.table.tolist(), attempt.shards.allowed, strict=True)
+    ]
+    better = attempt.placement(placement.method, np.array(chosen, np.int64), placement.imbalance)
+    room = fits_caps(attempt.items, attempt.bins, better.ranks)
+    return better if room and better.imbalance[better.method] < placement.imbalance[placement.method] else None
 
 
 def _packed(

@@ -108,25 +108,27 @@ def search(asked: Question, *, quick: bool = False) -> Solution | Refusal:
         found = _search_ddr(asked, quick=quick, crowded=crowded)
         if isinstance(found, Solution):
             return found
-        refusal = found
+        refusal = found or refusal
     if stacked or asked.caps:
         return _search_tiers(asked, quick=quick)
     assert refusal is not None, "without slower tiers, what did not fit has a reason"
     return refusal
 
 
-def _search_ddr(asked: Question, *, quick: bool, crowded: bool) -> Solution | Refusal:
+def _search_ddr(asked: Question, *, quick: bool, crowded: bool) -> Solution | Refusal | None:
+    """None where there is too little memory, and more to try before a reason is needed."""
     refusal: Refusal | None = None
     for tables in _hand_offs(asked):
         for replicated in _replications(asked):
             needs = whole_needs(asked.spec, tables, replicated, asked.limit)
+            if needs.hopeless and (asked.caps or not crowded):
+                continue
             placed = place(asked.spec, tables, asked.costs, needs, quick=quick, crowded=crowded)
             if isinstance(placed, Placement):
                 return Solution(costs=asked.costs, tables=tables, placement=placed, levels={})
             assert placed is not None, "nothing but bytes was asked of it"
             if refusal is None or tables is asked.tables or placed.room >= 0:
                 refusal = Refusal(cause=placed, full_cut=tables.handoff_budget is None)
-    assert refusal is not None, "there is at least one hand-off and one choice of replicas"
     return refusal
 
 

@@ -22,6 +22,8 @@ WORTH = 0.95
 """Splitting pays where it brings the costliest rank below this part of what it was."""
 NEAR = 1.02
 """Fewer shards are taken where they come this close to the best balance."""
+NEAR_BY_COLUMNS = 1.1
+"""So much worse a balance is taken for columns, whose vectors are sums of whole bags."""
 PINNED = "as it is pinned"
 Ranks = NDArray[np.int64]
 
@@ -166,8 +168,12 @@ class Splitter:
         chosen = self.choose(i, 1)
         return chosen and self.by_rows(i, *chosen, why)
 
-    def for_balance(self, i: int, total: float) -> Split | None:
-        """The split of a table that sets the pace, if one brings the costliest rank down; ``total`` cost of all."""
+    def for_balance(self, i: int, total: float, other: float) -> Split | None:
+        """The split of a table that sets the pace, if one brings the costliest rank down.
+
+        ``total`` is the cost of all tables, ``other`` of the costliest other one: it goes to a rank that has no part of
+        the table, or beside a group of its columns. Rows give way to it, columns in whole blocks alone.
+        """
         costs, table, allowed = self._costs, self._tables.specs[i], self.allowed(i)
         before, blocks = float(costs.total(i, 1.0, table.dim)), len(table.block_edges) - 1
         why = f"alone it costs {before / total * self.world_size:.2f} times the mean of a rank"
@@ -177,17 +183,18 @@ class Splitter:
         widest = costs.total(i, 1.0, np.asarray(-(-blocks // by_blocks) * (table.dim / blocks), np.float64))
         parts = costs.total(i, 1 / by_rows, table.dim)
         rest = total - before
-        column = np.maximum(widest, (rest + whole + (by_blocks - 1) * fixed) / self.world_size)
+        beside = np.where(by_blocks < self.world_size, np.maximum(widest, other), widest + other)
+        column = np.maximum(beside, (rest + whole + (by_blocks - 1) * fixed) / self.world_size)
         row = np.maximum(parts, (rest + by_rows * parts) / self.world_size)
         best = min([*column, *row], default=before)
         if best >= WORTH * before:
             return None
-        for bounds, counts in ((column, by_blocks), (row, by_rows)):
-            if (near := counts[bounds <= NEAR * best]).size:
+        for bounds, counts, near in ((column, by_blocks, NEAR_BY_COLUMNS), (row, by_rows, NEAR)):
+            if (close := counts[bounds <= near * best]).size:
                 if bounds is column:
-                    split = self.by_columns(i, int(near[0]), allowed, why)
+                    split = self.by_columns(i, int(close[0]), allowed, why)
                 else:
-                    chosen = self.choose(i, int(near[0]))
+                    chosen = self.choose(i, int(close[0]))
                     split = chosen and self.by_rows(i, *chosen, why)
                 if split is not None:
                     return split
@@ -213,7 +220,8 @@ def decide(spec: DLRMJobSpec, tables: Tables, costs: Costs, needs: Needs, which:
     for i in sorted((i for i in free if i not in splitter.splits), key=lambda i: -whole[i]):
         if whole[i] <= total / spec.world_size or whole[i] < LEAST_ELEMENTS:
             break
-        splitter.add(i, splitter.for_balance(i, total))
+        others = whole[list(which)][np.array(which) != i]
+        splitter.add(i, splitter.for_balance(i, total, float(others.max(initial=0.0))))
     return splitter.splits
 
 
