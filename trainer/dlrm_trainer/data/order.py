@@ -14,9 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_trainer.data.hashing import random_bits, stream_key
-from dlrm_trainer.data.permutation import permute
-
-UInts = NDArray[np.uint64]
+from dlrm_trainer.data.permutation import shuffle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +66,13 @@ class SampleOrder:
         offsets = positions[column]
         if self.window_rows and offsets.size:
             keys = random_bits(stream_key("order", self.seed, epoch), np.arange(mine.start, mine.stop, dtype=np.uint64))
-            mixed = self._shuffle(offsets.view(np.uint64), sizes[shard].view(np.uint64), keys[shard])
+            mixed = shuffle(
+                offsets.view(np.uint64),
+                sizes[shard].view(np.uint64),
+                keys[shard],
+                np.uint64(self.window_rows),
+                np.uint64(self.block_rows),
+            )
             offsets = mixed.view(np.int64)
         return bounds[shard] + offsets
 
@@ -76,25 +80,3 @@ class SampleOrder:
         """First row of each shard: floor(shard * num_samples / V) without overflow."""
         whole, rest = divmod(self.num_samples, self.virtual_shards)
         return shards * whole + shards * rest // self.virtual_shards
-
-    def _shuffle(self, positions: UInts, sizes: UInts, keys: UInts) -> UInts:
-        """Row within its shard that stands at each position of the shard's shuffled sequence."""
-        window = np.uint64(self.window_rows)
-        numbers = positions // window
-        starts = numbers * window
-        lengths = np.minimum(sizes - starts, window)
-        in_window = permute(positions - starts, lengths, random_bits(keys, numbers + np.uint64(2)))
-        return self._permute_blocks(starts + in_window, sizes, keys)
-
-    def _permute_blocks(self, positions: UInts, sizes: UInts, keys: UInts) -> UInts:
-        """Permute the full blocks; the shorter tail keeps its rows together and goes between two of them."""
-        block = np.uint64(self.block_rows)
-        full, tails = np.divmod(sizes, block)
-        tail_start = random_bits(keys, np.zeros_like(keys)) % (full + np.uint64(1)) * block
-        after = positions >= tail_start + tails
-        in_tail = (positions >= tail_start) & ~after
-        squeezed = np.where(after, positions - tails, positions)
-        slots, offsets = np.divmod(squeezed, block)
-        slots[in_tail] = 0  # any valid slot: these positions are answered by the tail
-        images = permute(slots, np.maximum(full, np.uint64(1)), random_bits(keys, np.ones_like(keys)))
-        return np.where(in_tail, full * block + positions - tail_start, images * block + offsets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +88,7 @@ def pack_singles(numbers: Numbers, ids: Sequence[NDArray[Any]], weights: Numbers
         ids: of each feature (r,), of any integer type.
         weights: (F * r,) feature-major.
     """
-    columns = np.empty((len(ids), numbers.shape[1]), dtype=np.uint32 if all(map(_small, ids)) else np.int64)
+    columns = scratch("ids", (len(ids), numbers.shape[1]), np.uint32 if all(map(_small, ids)) else np.int64)
     for place, column in enumerate(ids):
         columns[place] = column
     return PackedRows(
@@ -137,6 +138,25 @@ def fill_bags(gathered: Gathered, parts: Sequence[tuple[Ints, PackedRows]]) -> G
     return Gathered(spots, gathered.dense, gathered.labels, gathered.lengths, ids, weights)
 
 
+class _Scratch(threading.local):
+    """Memory of one thread that is used again: fresh pages cost more than what is written to them."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, NDArray[Any]] = {}
+
+
+_scratch = _Scratch()
+
+
+def scratch(name: str, shape: tuple[int, int], kind: type[np.generic]) -> NDArray[Any]:
+    """An array of this thread, with any content, until it is asked for by the same name again."""
+    count = shape[0] * shape[1]
+    held = _scratch.arrays.get(name)
+    if held is None or held.dtype != kind or held.size < count:
+        held = _scratch.arrays[name] = np.empty(count, dtype=kind)
+    return held[:count].reshape(shape)
+
+
 def _small(ids: NDArray[Any]) -> bool:
     """Whether every id fits uint32."""
     if ids.dtype.kind == "u" and ids.dtype.itemsize <= 4:
@@ -153,11 +173,16 @@ def _packed(columns: NDArray[Any]) -> NDArray[Any]:
 
 @compiled
 def _transpose(columns: NDArray[Any], packed: NDArray[Any]) -> None:
-    for first in range(0, columns.shape[1], _TILE):
-        last = min(first + _TILE, columns.shape[1])
+    whole = columns.shape[1] // _TILE * _TILE
+    for first in range(0, whole, _TILE):
+        rows = packed[first : first + _TILE]
         for column in range(columns.shape[0]):
-            for row in range(first, last):
-                packed[row, column] = columns[column, row]
+            values = columns[column, first : first + _TILE]
+            for row in range(_TILE):
+                rows[row, column] = values[row]
+    for column in range(columns.shape[0]):
+        for row in range(whole, columns.shape[1]):
+            packed[row, column] = columns[column, row]
 
 
 @compiled

@@ -5,14 +5,18 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_trainer.data.hashing import random_bits
+from dlrm_trainer.compiled import compiled
 
-_ROUNDS = 5
-_HALF = np.uint64(32)
-_ONE = np.uint64(1)
+UInts = NDArray[np.uint64]
+
+_ROUNDS = np.uint64(5)
+_ZERO, _ONE, _TWO, _HALF = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(32)
+_GAMMA, _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFT_30, _SHIFT_27, _SHIFT_31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
-def permute(positions: NDArray[np.uint64], sizes: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+@compiled
+def permute(positions: UInts, sizes: UInts, keys: UInts) -> UInts:
     """Image of each position under the permutation of ``range(size)`` that its key names.
 
     A Feistel network over a square grid of at least ``size`` cells, walked until it lands inside the range, which
@@ -25,19 +29,67 @@ def permute(positions: NDArray[np.uint64], sizes: NDArray[np.uint64], keys: NDAr
 
     Source: Black and Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002.
     """
-    sides = np.ceil(np.sqrt(sizes.astype(np.float64))).astype(np.uint64)
-    sides += (sides * sides < sizes).astype(np.uint64)
-    images = _feistel(positions, sides, keys)
-    astray = np.flatnonzero(images >= sizes)
-    while astray.size:
-        images[astray] = _feistel(images[astray], sides[astray], keys[astray])
-        astray = astray[images[astray] >= sizes[astray]]
+    images = np.empty_like(positions)
+    for place in range(positions.size):
+        images[place] = _image(positions[place], sizes[place], keys[place])
     return images
 
 
-def _feistel(cells: NDArray[np.uint64], sides: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    left, right = np.divmod(cells, sides)
-    for turn in range(_ROUNDS):
-        noise = random_bits(keys + np.uint64(turn), right + _ONE) >> _HALF  # short enough to add without overflow
-        left, right = right, (left + noise) % sides
-    return left * sides + right
+@compiled
+def shuffle(positions: UInts, sizes: UInts, keys: UInts, window: np.uint64, block: np.uint64) -> UInts:
+    """Row within its shard that stands at each position of the shard's shuffled sequence.
+
+    Full blocks are permuted, and the shorter tail goes, in one piece, between two of them; then positions in windows.
+
+    Args:
+        positions: (n,), each below its size.
+        sizes: (n,) rows of the shard.
+        keys: (n,) of the shard and epoch.
+        window: positions that are mixed together, at least 1.
+        block: rows that stay together.
+    """
+    rows = np.empty_like(positions)
+    for place in range(positions.size):
+        size, key = sizes[place], keys[place]
+        number = positions[place] // window
+        start = number * window
+        length = min(size - start, window)
+        position = start + _image(positions[place] - start, length, _bits(key, number + _TWO))
+        full = size // block
+        tail = size - full * block
+        tail_start = _bits(key, _ZERO) % (full + _ONE) * block
+        if position < tail_start or position >= tail_start + tail:
+            squeezed = position - tail if position >= tail_start + tail else position
+            slot = squeezed // block
+            rows[place] = _image(slot, full, _bits(key, _ONE)) * block + (squeezed - slot * block)
+        else:
+            rows[place] = full * block + position - tail_start
+    return rows
+
+
+@compiled
+def _image(position: np.uint64, size: np.uint64, key: np.uint64) -> np.uint64:
+    side = np.uint64(np.ceil(np.sqrt(np.float64(size))))
+    if side * side < size:
+        side += _ONE
+    cell = position
+    while True:
+        left = cell // side
+        right = cell - left * side
+        turn = _ZERO
+        while turn < _ROUNDS:
+            noise = _bits(key + turn, right + _ONE) >> _HALF  # short enough to add without overflow
+            left, right = right, (left + noise) % side
+            turn += _ONE
+        cell = left * side + right
+        if cell < size:
+            return cell
+
+
+@compiled
+def _bits(key: np.uint64, counter: np.uint64) -> np.uint64:
+    """Those of ``hashing.random_bits``."""
+    mixed = key + counter * _GAMMA + _GAMMA
+    mixed = (mixed ^ mixed >> _SHIFT_30) * _FIRST
+    mixed = (mixed ^ mixed >> _SHIFT_27) * _SECOND
+    return mixed ^ mixed >> _SHIFT_31

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError
-from dlrm_trainer.data.packed import PackedRows, pack_bags, pack_singles
+from dlrm_trainer.data.packed import PackedRows, pack_bags, pack_singles, scratch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class RowGroupDecoder:
         Raises:
             BadDataError: a value can't be used; the message names file, row and column.
         """
-        dense = np.empty((1 + len(columns.dense), data.num_rows), dtype=np.float32)
+        dense = scratch("dense", (1 + len(columns.dense), data.num_rows), np.float32)
         dense[0] = self._labels(data[columns.label], columns.label)
         for place, name in enumerate(columns.dense, start=1):
             dense[place] = self._dense(data[name], name)
@@ -78,18 +78,15 @@ class RowGroupDecoder:
         return np.asarray(values, dtype=np.float32)
 
     def _dense(self, column: Any, name: str) -> NDArray[np.float32]:
-        if column.type == pa.float32() and not column.null_count:
-            values: NDArray[np.float32] = column.to_numpy()
-        else:
-            with np.errstate(over="ignore"):
-                values = column.cast(pa.float64(), safe=False).to_numpy().astype(np.float32)
-        if not np.isfinite(values.sum(dtype=np.float64)):  # one pass where all is well
+        with np.errstate(over="ignore"):
+            exact = column if column.type == pa.float32() else column.cast(pa.float64(), safe=False)
+            values: NDArray[np.float32] = exact.to_numpy().astype(np.float32, copy=False)
+        if values.size - np.count_nonzero(np.isfinite(values)) != column.null_count:
             bad = ~np.isfinite(values)
             if column.null_count:
                 bad &= column.is_valid().to_numpy()
-            if bad.any():
-                problem = "is not finite (as float32): mend the row, or write null for a missing value"
-                self._refuse(bad, column, name, problem)
+            problem = "is not finite (as float32): mend the row, or write null for a missing value"
+            self._refuse(bad, column, name, problem)
         return values
 
     def _ids(self, column: Any, name: str) -> _Bags:

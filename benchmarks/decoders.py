@@ -1,0 +1,131 @@
+"""What other libraries make of the files: tables in memory, ids as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from benchmarks.samples import DENSE, IDS
+
+NAMES = ("label", *DENSE, *IDS)
+MISSING_ID = 2**32
+_DIGITS = np.zeros(256, dtype=np.uint8)
+_DIGITS[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A file's content; missing dense values are 0, missing ids ``MISSING_ID``."""
+
+    labels: NDArray[Any]
+    dense: NDArray[np.float32]
+    """(13, rows)."""
+    ids: NDArray[np.int64]
+    """(26, rows)."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Decoded columns, as the library holds them."""
+
+    num_rows: int
+    column: Callable[[str], Any]
+    """A column as an Arrow array."""
+
+    def contents(self) -> Decoded:
+        """For comparison, not timed."""
+
+        def filled(name: str, value: int) -> NDArray[Any]:
+            column = self.column(name)
+            array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+            return np.asarray(array.cast(pa.float64()).fill_null(value).to_numpy(zero_copy_only=False))
+
+        return Decoded(
+            labels=filled("label", 0),
+            dense=np.stack([filled(name, 0) for name in DENSE]).astype(np.float32),
+            ids=np.stack([filled(name, MISSING_ID) for name in IDS]).astype(np.int64),
+        )
+
+
+def polars_parquet(path: Path) -> Columns:
+    """The whole file, on all threads."""
+    import polars
+
+    frame = polars.read_parquet(path)
+    return Columns(frame.height, lambda name: frame[name].to_arrow())
+
+
+def pyarrow_parquet(path: Path) -> Columns:
+    """The whole file, on all threads."""
+    table = pq.read_table(path)
+    return Columns(table.num_rows, table.column)
+
+
+def duckdb_parquet(path: Path) -> Columns:
+    """The whole file, on all threads."""
+    return _duckdb(f"select * from read_parquet('{path}')")
+
+
+def polars_tsv(path: Path) -> Columns:
+    """Read as text and integers, then hexadecimal to numbers."""
+    import polars
+
+    kinds = {name: polars.String if name in IDS else polars.Int64 for name in NAMES}
+    frame = polars.read_csv(path, separator="\t", has_header=False, schema=kinds)
+    frame = frame.with_columns(polars.col(*IDS).str.to_integer(base=16, dtype=polars.UInt32))
+    return Columns(frame.height, lambda name: frame[name].to_arrow())
+
+
+def pyarrow_tsv(path: Path) -> Columns:
+    """Read as text and integers, then hexadecimal to numbers, vectorised."""
+    kinds = {name: pa.string() if name in IDS else pa.int64() for name in NAMES}
+    table = pa.csv.read_csv(
+        path,
+        pa.csv.ReadOptions(column_names=NAMES),
+        pa.csv.ParseOptions(delimiter="\t", quote_char=False),
+        pa.csv.ConvertOptions(column_types=kinds, strings_can_be_null=True, null_values=[""]),
+    )
+    ids = {name: pa.chunked_array([_from_hexadecimal(part) for part in table[name].chunks]) for name in IDS}
+    return Columns(table.num_rows, lambda name: ids[name] if name in ids else table[name])
+
+
+def duckdb_tsv(path: Path) -> Columns:
+    """Read as text and integers, then hexadecimal to numbers."""
+    kinds = ", ".join(f"'{name}': '{'VARCHAR' if name in IDS else 'BIGINT'}'" for name in NAMES)
+    numbers = ", ".join(f"('0x' || {name})::UINTEGER AS {name}" for name in IDS)
+    source = f"read_csv('{path}', delim='\t', header=false, quote='', columns={{{kinds}}})"
+    return _duckdb(f"select label, {', '.join(DENSE)}, {numbers} from {source}")
+
+
+DECODERS: dict[str, dict[str, Callable[[Path], Columns]]] = {
+    "parquet": {"polars": polars_parquet, "pyarrow": pyarrow_parquet, "duckdb": duckdb_parquet},
+    "criteo-tsv": {"polars": polars_tsv, "pyarrow": pyarrow_tsv, "duckdb": duckdb_tsv},
+}
+
+
+def _duckdb(query: str) -> Columns:
+    import duckdb
+
+    table = duckdb.sql(query).to_arrow_table()
+    return Columns(table.num_rows, table.column)
+
+
+def _from_hexadecimal(text: pa.StringArray) -> pa.Array:
+    """Ids of eight digits, straight from the array's bytes."""
+    present = text.drop_null()
+    start = present.offset
+    offsets = np.frombuffer(present.buffers()[1], np.int32)[start : start + len(present) + 1]
+    digits = _DIGITS[np.frombuffer(present.buffers()[2], np.uint8)[offsets[0] : offsets[-1]]].reshape(-1, 8)
+    pairs = digits[:, 0::2] << np.uint8(4) | digits[:, 1::2]
+    ids = np.zeros(len(text), np.uint32)
+    valid = text.is_valid().to_numpy(zero_copy_only=False)
+    ids[valid] = np.ascontiguousarray(pairs).view(">u4")[:, 0]
+    return pa.array(ids, mask=~valid)
