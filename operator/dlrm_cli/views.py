@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -11,13 +13,15 @@ from rich.text import Text
 from dlrm_api import tiers
 from dlrm_api.job import DLRMJob
 from dlrm_api.model import TableSpec
-from dlrm_api.plan import Plan, TablePlan, TierShare
+from dlrm_api.plan import Plan, Shard, TablePlan
 from dlrm_api.progress import SnapshotInfo
 from dlrm_cli.measured import tiers_view
 from dlrm_cli.result import RunResult
 
 MOST_TABLES = 60
 """Tables of a plan that are shown one by one."""
+MOST_SHARDS = 8
+"""Shards of a table that are shown one by one."""
 WIDTH_OFF_TERMINAL = 200
 
 
@@ -63,7 +67,7 @@ def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:
             str(spec.dim),
             table.shards[0].kind,
             _ranks(table, plan.world_size),
-            "\n".join(_levels(job, spec, table.shards[0].tiers)),
+            "\n".join(_levels(job, spec, table.shards)),
         )
     if len(largest) > MOST_TABLES:
         tables.add_row(f"and {len(largest) - MOST_TABLES} smaller ones", "", "", "", "", "-o json shows all")
@@ -115,18 +119,34 @@ def snapshots_view(snapshots: Sequence[SnapshotInfo]) -> RenderableType:
     return table
 
 
-def _levels(job: DLRMJob, table: TableSpec, share: TierShare) -> Iterator[str]:
-    """A line for each level: rows, bytes, and the share of accesses that it and those above should serve."""
-    row = (table.dim, table.dtype, job.spec.training.row_optimizer.kind)
-    if not share.levels:
-        yield f"ddr: all, {_size(table.rows * tiers.row_bytes(*row))}"
-    for number, level in enumerate(share.levels):
-        size: float = tiers.slot_bytes(*row) if number == 0 else tiers.record_bytes(*row)
-        if level.tier == "block":
-            size = tiers.BLOCK_SLACK * tiers.block_place_bytes(*row)
-        hits = "" if level.expected_hit_rate is None else f", hit rate {level.expected_hit_rate:.1%}"
-        kept = f" ({share.policy})" if number == 0 else ""
-        yield f"{level.tier}{kept}: {level.rows:,} rows, {_size(level.rows * size)}{hits}"
+def _levels(job: DLRMJob, table: TableSpec, shards: Sequence[Shard]) -> Iterator[str]:
+    """A line for each tier: rows and bytes of all shards, and the share of accesses that it and those above serve."""
+    rows, sizes, served, weights = Counter[str](), Counter[str](), dict[str, float | None](), Counter[str]()
+    for shard in shards[:1] if shards[0].kind == "data" else shards:
+        width = shard.column_end - shard.column_start
+        blocks = width // (table.column_block or table.dim)
+        row = (width, table.dtype, job.spec.training.row_optimizer.kind, blocks)
+        count = shard.row_end - shard.row_start
+        if not shard.tiers.levels:
+            rows["ddr"] += count
+            sizes["ddr"] += count * tiers.row_bytes(*row)
+        for number, level in enumerate(shard.tiers.levels):
+            size: float = tiers.slot_bytes(*row) if number == 0 else tiers.record_bytes(*row)
+            if level.tier == "block":
+                size = tiers.BLOCK_SLACK * tiers.block_place_bytes(*row)
+            rows[level.tier] += level.rows
+            sizes[level.tier] += math.ceil(level.rows * size)
+            weights[level.tier] += count
+            before, rate = served.get(level.tier, 0.0), level.expected_hit_rate
+            served[level.tier] = None if before is None or rate is None else before + count * rate
+    if not weights:
+        yield f"ddr: all, {_size(sizes['ddr'])}"
+        return
+    for number, (tier, count) in enumerate(rows.items()):
+        kept = f" ({shards[0].tiers.policy})" if number == 0 else ""
+        hits = served.get(tier)
+        rate_shown = "" if hits is None else f", hit rate {hits / weights[tier]:.1%}"
+        yield f"{tier}{kept}: {count:,} rows, {_size(sizes[tier])}{rate_shown}"
 
 
 def _size(count: float) -> str:
@@ -138,8 +158,19 @@ def _size(count: float) -> str:
 
 
 def _ranks(table: TablePlan, world_size: int) -> str:
-    ranks = sorted({shard.rank for shard in table.shards})
-    return "all" if len(ranks) == world_size > 1 else ", ".join(map(str, ranks))
+    """The ranks of a table's shards; what each holds of a table that is split over a few."""
+    shards = table.shards
+    if len(shards) == 1 or shards[0].kind == "data":
+        return "all" if len(shards) == world_size > 1 else str(shards[0].rank)
+    if len(shards) > MOST_SHARDS:
+        return f"{len(shards)} of {world_size}: {', '.join(str(shard.rank) for shard in shards[:MOST_SHARDS])}, ..."
+    return "\n".join(f"{shard.rank}: {_part(shard)}" for shard in shards)
+
+
+def _part(shard: Shard) -> str:
+    if shard.kind == "column":
+        return f"columns {shard.column_start} to {shard.column_end - 1}"
+    return f"rows {shard.row_start:,} to {shard.row_end - 1:,}"
 
 
 def _number(value: float | None) -> str:

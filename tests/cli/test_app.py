@@ -173,6 +173,30 @@ spec:
 """
 
 
+def test_a_plan_as_a_table_shows_what_each_rank_holds_of_a_split_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = [
+        {"name": "C1", "rows": 1_000_000, "dim": 64, "pin": {"sharding": "row"}},
+        {"name": "C2", "rows": 1_000, "dim": 64, "columnBlock": 16, "pin": {"sharding": "column", "ranks": [0, 1]}},
+        {"name": "C3", "rows": 10, "dim": 64},
+    ]
+    large = yaml.safe_load(LARGE)
+    large["spec"] |= {"model": {"tables": tables}, "trainer": {"replicas": 4}}
+    path = tmp_path / "split.yaml"
+    path.write_text(yaml.safe_dump(large))
+
+    code = app.main(["plan", str(path)])
+
+    shown = capsys.readouterr().out
+    assert code == ExitCode.DONE
+    for part in ("0: rows 0 to 249,999", "3: rows 750,000 to 999,999", "0: columns 0 to 31", "1: columns 32 to 63"):
+        assert part in shown
+    assert "ddr: all, 260.0 MB" in shown
+    assert "ddr: all, 272.0 kB" in shown  # a row state for each block
+    assert "- table C1 is split by rows over ranks 0 to 3: as it is pinned" in shown
+
+
 def test_a_plan_as_a_table_shows_the_levels_of_each_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "large.yaml"
     path.write_text(LARGE)
