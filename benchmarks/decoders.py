@@ -89,11 +89,13 @@ def pyarrow_tsv(path: Path) -> Columns:
     kinds = {name: pa.string() if name in IDS else pa.int64() for name in NAMES}
     table = pa.csv.read_csv(
         path,
-        pa.csv.ReadOptions(column_names=NAMES),
+        pa.csv.ReadOptions(column_names=list(NAMES)),
         pa.csv.ParseOptions(delimiter="\t", quote_char=False),
         pa.csv.ConvertOptions(column_types=kinds, strings_can_be_null=True, null_values=[""]),
     )
-    ids = {name: pa.chunked_array([_from_hexadecimal(part) for part in table[name].chunks]) for name in IDS}
+    ids: dict[str, Any] = {
+        name: pa.chunked_array([_from_hexadecimal(part) for part in table[name].chunks]) for name in IDS
+    }
     return Columns(table.num_rows, lambda name: ids[name] if name in ids else table[name])
 
 
@@ -114,11 +116,12 @@ DECODERS: dict[str, dict[str, Callable[[Path], Columns]]] = {
 def _duckdb(query: str) -> Columns:
     import duckdb
 
-    table = duckdb.sql(query).to_arrow_table()
+    relation: Any = duckdb.sql(query)
+    table = relation.to_arrow_table()
     return Columns(table.num_rows, table.column)
 
 
-def _from_hexadecimal(text: pa.StringArray) -> pa.Array:
+def _from_hexadecimal(text: Any) -> Any:
     """Ids of eight digits, straight from the array's bytes."""
     present = text.drop_null()
     start = present.offset

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
 import sys
 import tempfile
 import time
@@ -19,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.decoders import DECODERS, Decoded
+from benchmarks.decoders import DECODERS, Columns, Decoded
 from benchmarks.measure import Pairs, report, tell
 from benchmarks.samples import DENSE, IDS, write_samples
 from dlrm_api.job import DLRMJobSpec, parse_job
@@ -109,7 +110,7 @@ def measure_lines(format_: str, path: Path, repeats: int, chosen: Callable[[Sett
 
 
 def alternated(
-    spec: DLRMJobSpec, path: Path, peers: Mapping[str, Callable[[Path], Any]], repeats: int
+    spec: DLRMJobSpec, path: Path, peers: Mapping[str, Callable[[Path], Columns]], repeats: int
 ) -> Iterator[dict[str, float]]:
     """Rows a second of each side by turns, the order turned round each time; the first repeat warms up."""
 
@@ -118,7 +119,7 @@ def alternated(
             return read_epoch(reader)
 
     sides: dict[str, Callable[[], int]] = {"ours": ours}
-    sides |= {name: (lambda decode=decode: decode(path).num_rows) for name, decode in peers.items()}
+    sides |= {name: functools.partial(_decoded_rows, decode, path) for name, decode in peers.items()}
     for repeat in range(repeats + 1):
         taken = {}
         for name in sides if repeat % 2 == 0 else reversed(sides):
@@ -127,6 +128,10 @@ def alternated(
             taken[name] = rows / (time.perf_counter() - began)
         if repeat:
             yield taken
+
+
+def _decoded_rows(decode: Callable[[Path], Columns], path: Path) -> int:
+    return decode(path).num_rows
 
 
 def _known(name: str) -> bool:

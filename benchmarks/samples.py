@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,7 @@ from dlrm_trainer.data.popularity import Popularity
 DENSE = tuple(f"I{i}" for i in range(1, 14))
 IDS = tuple(f"C{i}" for i in range(1, 27))
 ROW_GROUP_ROWS = 65_536
-_SIZES = (1_460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5_683, 8_351_593, 3_194)
+_SIZES: tuple[int, ...] = (1_460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5_683, 8_351_593, 3_194)
 _SIZES += (27, 14_992, 5_461_306, 10, 5_652, 2_173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572)
 """Distinct ids of each column of Criteo's display advertising challenge."""
 
@@ -33,7 +34,7 @@ def write_samples(format_: str, folder: Path, rows: int, data_dir: Path | None) 
     labels, dense, missing = _numbers(rows, data_dir)
     ids = [_ids(rows, number, size) for number, size in enumerate(_SIZES)]
     if format_ == "parquet":
-        columns = {"label": pa.array(labels)}
+        columns: dict[str, Any] = {"label": pa.array(labels)}
         columns |= {name: pa.array(dense[i], mask=missing[i]) for i, name in enumerate(DENSE)}
         columns |= {name: pa.array(ids[i]) for i, name in enumerate(IDS)}
         path = folder / "samples.parquet"
@@ -69,7 +70,7 @@ def _ids(rows: int, number: int, size: int) -> NDArray[np.uint32]:
     return (mix64(ranks) >> np.uint64(32)).astype(np.uint32)
 
 
-def _hexadecimal(ids: NDArray[np.uint32], missing: NDArray[np.bool_]) -> pa.Array:
+def _hexadecimal(ids: NDArray[np.uint32], missing: NDArray[np.bool_]) -> Any:
     digits = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)
     places = (ids[:, None] >> np.arange(28, -1, -4, dtype=np.uint32)) & np.uint32(15)
     text = np.ascontiguousarray(digits[places]).view("S8")[:, 0]
