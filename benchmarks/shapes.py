@@ -81,7 +81,8 @@ def placement_of(
     shape: Shape, tiers: Sequence[str], cache: float, policy: str = "lru", lookahead: int = 1
 ) -> Placement:
     """Every table on the one rank: resident where ``tiers`` is empty, else in slots of DDR for a share over tiers."""
-    tables = job_of(shape).spec.model.all_tables()
+    model = job_of(shape).spec.model
+    names = [table.name for table in model.all_tables()]
     levels: list[dict[str, Any]] = []
     if tiers:
         levels = [{"tier": "ddr", "rows": max(1, round(cache * shape.rows))}]
@@ -94,11 +95,11 @@ def placement_of(
         "worldSize": 1,
         "processesPerNode": 1,
         "ranks": [{"rank": 0, "node": 0, "bytesPerTier": {}}],
-        "tables": [{"name": each.name, "columnBlocks": [0, shape.dim], "shards": [shard]} for each in tables],
+        "tables": [{"name": name, "columnBlocks": [0, shape.dim], "shards": [shard]} for name in names],
         "lookahead": lookahead if tiers else 0,
         "handoffBytes": [2**26],
     }
-    return place(tables, parse_plan(json.dumps(document)), 1)
+    return place(model, parse_plan(json.dumps(document)), 1)
 
 
 def popularity_of(trace: str, rows: int, data_dir: Path) -> Popularity:

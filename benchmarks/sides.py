@@ -16,7 +16,6 @@ from dlrm_checkpointer.cut import ShardRows
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding import Placement, Prepared
-from dlrm_trainer.embedding.rows import whole
 from dlrm_trainer.embedding.tiers.counts import ACCESSES, HITS, LOOKUPS
 from dlrm_trainer.embedding.tiers.level import Level
 from dlrm_trainer.embedding.tiers.stack import Stack
@@ -65,17 +64,17 @@ class Trained:
         rows = random.uniform(-1e-3, 1e-3, (PIECE, self.shape.dim)).astype(np.float32)
         state = np.full((PIECE, states), 1e-2, np.float32)
         self.learner.embeddings.settle()
-        for table in self.learner.embeddings.local.values():
+        for part in self.learner.embeddings.local:
             pieces = (
                 ShardRows(
-                    shard=whole(table.table),
+                    shard=part.shard,
                     row_ids=np.arange(first, min(first + PIECE, self.shape.rows)),
                     rows=rows[: self.shape.rows - first],
                     state=state[: self.shape.rows - first],
                 )
                 for first in range(0, self.shape.rows, PIECE)
             )
-            table.restore(pieces)
+            part.restore(pieces)
 
     def look_up(self, batches: Batches, first: int, stop: int) -> int:
         """Bring the cache to its steady state: rows come and go as in training, but nothing else is computed.
@@ -86,9 +85,8 @@ class Trained:
         owned = self.learner.embeddings.owned
         for prepared in self._prepared(batches, first, stop):
             expected = prepared.expected
-            _, pooled = owned.lookup(expected, 0.0)
-            width = self.shape.tables * self.shape.dim
-            owned.update(pooled, torch.zeros(self.shape.batch, width), prepared.batch.number)
+            pooled = owned.lookup(expected, 0.0)
+            owned.update(pooled, [torch.zeros_like(each) for each in pooled.pooled], prepared.batch.number)
         self.learner.embeddings.settle()
         return stop
 
@@ -122,11 +120,11 @@ class Trained:
             while True:
                 yield self._queue.popleft()
 
-        return prepared_ahead(queued(), self.learner.prepare, self._depth)
+        return prepared_ahead(queued(), self.learner.send, self.learner.prepare, depth=self._depth)
 
     def _prepared(self, batches: Batches, first: int, stop: int) -> Iterator[Prepared]:
         drawn = (batch for number in range(first, stop) for batch in batches.draw(number, number + 1))
-        return prepared_ahead(drawn, self.learner.prepare, self._depth)
+        return prepared_ahead(drawn, self.learner.send, self.learner.prepare, depth=self._depth)
 
 
 class Rates:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from dlrm_api.base import ApiModel, NotBuilt, Rule
+from dlrm_api.base import ApiModel, Rule
 
 Codec = Literal["fp32", "fp16", "bf16", "int8"]
 
@@ -40,9 +40,9 @@ class DenseOptimizerSpec(ApiModel):
 class CommunicationSpec(ApiModel):
     """Number formats on the wire, per direction."""
 
-    forward: Annotated[Codec, NotBuilt(("fp32",))] = Field("fp32", description="Pooled rows.")
-    backward: Annotated[Codec, NotBuilt(("fp32",))] = Field("fp32", description="Gradients of pooled rows.")
-    dense: Annotated[Codec, NotBuilt(("fp32",))] = Field("fp32", description="Gradients of dense parameters.")
+    forward: Codec = Field("fp32", description="Pooled rows.")
+    backward: Codec = Field("fp32", description="Gradients of pooled rows.")
+    dense: Codec = Field("fp32", description="Gradients of dense parameters.")
 
 
 class TrainingSpec(ApiModel):

@@ -145,7 +145,7 @@ def _measured(job: DLRMJob, options: TraceOptions) -> Trace:
     with contextlib.closing(open_reader(job.spec, "train", 0, 1)) as reader:
         batches = options.batches or _batches(job, reader)
         meter = ReuseMeter(job.spec.model.all_tables(), options.rate)
-        read = contextlib.closing(reader.iterate(0, batches))  # type: ignore[type-var]
+        read = contextlib.closing(reader.iterate(0, batches))
         with _TraceDisplay(batches) as display, read as each_batch:
             for batch in each_batch:
                 meter.add(batch)

@@ -135,7 +135,7 @@ def test_a_field_that_is_not_built_is_refused_by_its_name(model: type[ApiModel],
 def test_the_marks_are_found_at_all() -> None:
     names = {parameter.id for parameter in NOT_BUILT}
 
-    assert len(names) >= 25
+    assert len(names) >= 20
     assert {"CheckpointSpec.bits", "TablePin.tier", "LifecycleSpec.suspend", "TierBudgets.hbm"} <= names
 
 

@@ -13,7 +13,8 @@ from dlrm_trainer.compiled import compiled
 from dlrm_trainer.embedding.tiers.initial import fill_initial
 import numpy as np
 out = np.empty((1, 4), np.float32)
-fill_initial(np.zeros(1, np.int64), np.array([0, 1]), np.ones(1, np.uint64), np.ones(1, np.float32), out)
+firsts = np.zeros((1, 2), np.int64)
+fill_initial(np.zeros(1, np.int64), np.array([0, 1]), firsts, np.ones(1, np.uint64), np.ones(1, np.float32), out)
 print(np.isfinite(out).all())
 """
 

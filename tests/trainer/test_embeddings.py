@@ -3,92 +3,87 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gangs import run_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from reference import DenseTables, RankState, global_batch, train_sharded
+from shardings import random_model, random_plan
 
-from dlrm_api.model import TableSpec
-from dlrm_api.plan import TierShare
+from dlrm_api.model import ModelSpec
 from dlrm_trainer.collectives import Collectives
-from dlrm_trainer.embedding import Placement
+from dlrm_trainer.embedding import Placement, place
 
 STEPS = 6
 
 
-def random_tables(generator: np.random.Generator, count: int) -> tuple[TableSpec, ...]:
-    return tuple(
-        TableSpec(
-            name=f"t{number}",
-            rows=int(generator.integers(1, 60)),
-            dim=int(4 * generator.integers(1, 5)),
-            pooling="mean" if generator.random() < 0.4 else "sum",
-            max_lookups=4,
-        )
-        for number in range(count)
-    )
-
-
-def random_placement(generator: np.random.Generator, world_size: int, count: int = 7) -> Placement:
-    owners = [int(owner) for owner in generator.integers(-1, world_size, count)]
-    return Placement(
-        tables=random_tables(generator, count),
-        owners=tuple(None if owner < 0 else owner for owner in owners),
-        shares=(TierShare(),) * count,
-        world_size=world_size,
-    )
-
-
-def check_against_reference(
-    placement: Placement, ranks: list[RankState], samples: list[int], rates: list[float]
-) -> None:
-    reference = DenseTables.start(placement.tables)
+def check_against_reference(model: ModelSpec, ranks: list[RankState], samples: list[int], rates: list[float]) -> None:
+    reference = DenseTables.start(model)
     for step, rate in enumerate(rates):
-        expected = reference.step(global_batch(placement.tables, samples[step], seed=step), rate)
+        expected = reference.step(global_batch(model, samples[step], seed=step), rate)
         seen = np.concatenate([rank.features[step] for rank in ranks])
         np.testing.assert_allclose(seen, expected, rtol=1e-4, atol=1e-5)
-    for number in range(len(placement.tables)):
-        holders = [rank for rank in ranks if number in rank.weights]
-        for holder in holders:
-            np.testing.assert_allclose(holder.weights[number], reference.weights[number], rtol=1e-4, atol=1e-5)
-            np.testing.assert_allclose(holder.states[number], reference.states[number], rtol=1e-4, atol=1e-6)
-            assert set(np.flatnonzero(holder.updated[number])) == reference.touched[number]
-            assert np.array_equal(holder.weights[number], holders[0].weights[number])  # data-parallel: bit for bit
-            assert np.array_equal(holder.states[number], holders[0].states[number])
-        assert len(holders) == (1 if placement.owners[number] is not None else placement.world_size)
+    held = {table.name: np.zeros((table.rows, table.dim), int) for table in model.all_tables()}
+    numbers = {table.name: number for number, table in enumerate(model.all_tables())}
+    for rank in ranks:
+        for place_, (shard, weight, state, updated) in enumerate(rank.parts):
+            number, rows = numbers[shard.table], slice(shard.row_start, shard.row_end)
+            columns = slice(shard.column_start, shard.column_end)
+            block = model.all_tables()[number].block_edges.index(shard.column_start)
+            np.testing.assert_allclose(weight, reference.weights[number][rows, columns], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(state[:, 0], reference.states[number][rows, block], rtol=1e-4, atol=1e-6)
+            touched = {row - shard.row_start for row in reference.touched[number] if row in range(*rows.indices(10**9))}
+            assert set(np.flatnonzero(updated)) == touched
+            if place_ < len(rank.parts) - rank.replicas or rank is ranks[0]:
+                held[shard.table][rows, columns] += 1
+    assert all((count == 1).all() for count in held.values())
+    replicas = [rank.parts[len(rank.parts) - rank.replicas :] for rank in ranks]
+    for others in replicas[1:]:
+        for (_, *mine), (_, *theirs) in zip(replicas[0], others, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))  # bit for bit
+
+
+def random_case(seed: int, world_size: int, count: int = 7) -> tuple[ModelSpec, Placement]:
+    generator = np.random.default_rng(seed)
+    model = random_model(generator, count, weighted=seed % 2 == 1)
+    return model, place(model, random_plan(generator, model, world_size), world_size)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
-def test_random_plans_agree_with_dense_float64_tables_with_uneven_and_empty_slices(seed: int) -> None:
-    generator = np.random.default_rng(seed)
+@pytest.mark.parametrize("seed", range(9))
+def test_any_mixture_of_shardings_agrees_with_dense_float64_tables_with_uneven_and_empty_slices(seed: int) -> None:
     world_size = 2 + seed % 3
-    placement = random_placement(generator, world_size)
+    model, placement = random_case(seed, world_size)
+    generator = np.random.default_rng(seed)
     samples = [int(count) for count in generator.integers(0, 12, STEPS)]
     cuts = [[0, *sorted(generator.integers(0, count + 1, world_size - 1).tolist()), count] for count in samples]
     rates = [0.1, 0.05, 0.2, 0.1, 0.0, 0.1]
 
-    ranks = run_ranks(world_size, train_sharded, placement, cuts, samples, rates)
+    ranks = run_ranks(world_size, train_sharded, model, placement, cuts, samples, rates)
 
-    check_against_reference(placement, ranks, samples, rates)
+    check_against_reference(model, ranks, samples, rates)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10_000))
 def test_one_rank_agrees_with_dense_float64_tables(seed: int) -> None:
-    placement = random_placement(np.random.default_rng(seed), world_size=1)
+    model, placement = random_case(seed, world_size=1)
     samples, rates = [5, 0, 8, 1], [0.1, 0.05, 0.2, 0.1]
 
-    state = train_sharded(Collectives(0, 1, lambda: ""), placement, [[0, count] for count in samples], samples, rates)
+    cuts = [[0, count] for count in samples]
+    state = train_sharded(Collectives(0, 1, lambda: ""), model, placement, cuts, samples, rates)
 
-    check_against_reference(placement, [state], samples, rates)
+    check_against_reference(model, [state], samples, rates)
     assert state.calls == [0, 0, 0, 0]
 
 
 @pytest.mark.slow
-def test_the_number_of_collectives_does_not_grow_with_the_number_of_tables() -> None:
+def test_the_number_of_collectives_does_not_grow_with_the_number_of_features() -> None:
     calls = []
     for count in (2, 40):
-        placement = random_placement(np.random.default_rng(1), world_size=2, count=count)
+        model, placement = random_case(3, 2, count)
 
-        ranks = run_ranks(2, train_sharded, placement, [[0, 4, 9]] * 2, [9, 9], [0.1, 0.1])
+        ranks = run_ranks(2, train_sharded, model, placement, [[0, 4, 9]] * 2, [9, 9], [0.1, 0.1])
 
         calls.append([rank.calls for rank in ranks])
     assert calls[0] == calls[1]
-    assert calls[0][0] == [6, 6]  # header, lengths, values, pooled rows, their gradients, data-parallel gradients
+    # header, lengths, ids and weights, pooled rows, their gradients, data-parallel gradients
+    assert calls[0][0] == [7, 7]

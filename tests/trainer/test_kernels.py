@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_api.training import RowOptimizerSpec
-from dlrm_trainer.embedding.exchange import pick_segments
 from dlrm_trainer.embedding.kernels import TableBatch
-from dlrm_trainer.embedding.replicated import ReplicatedTables
+from dlrm_trainer.embedding.replicated import ReplicatedParts
+from dlrm_trainer.embedding.segments import pick_segments
 
 EPS = 1e-8
 ADAGRAD = RowOptimizerSpec(eps=EPS)
@@ -76,7 +76,7 @@ def test_the_kernel_agrees_with_a_dense_float64_optimizer(seed: int, samples: in
 @given(seed=st.integers(0, 2**31), samples=st.integers(0, 30))
 def test_data_parallel_tables_follow_the_same_rule(seed: int, samples: int) -> None:
     generator = np.random.default_rng(seed)
-    tables = ReplicatedTables(SHAPES, ADAGRAD)
+    tables = ReplicatedParts(SHAPES, ADAGRAD)
     weights, states = fill(tables.batch, seed), [np.zeros(rows) for rows, _ in SHAPES]
     buffer = torch.full((tables.gradient_elements,), float("nan"))
 
@@ -100,7 +100,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     for threads in (1, 2, 2):
         torch.set_num_threads(threads)
         generator = np.random.default_rng(5)
-        sharded, replicated = TableBatch(SHAPES, ADAGRAD), ReplicatedTables(SHAPES, ADAGRAD)
+        sharded, replicated = TableBatch(SHAPES, ADAGRAD), ReplicatedParts(SHAPES, ADAGRAD)
         fill(sharded, 1)
         fill(replicated.batch, 1)
         buffer = torch.empty(replicated.gradient_elements)

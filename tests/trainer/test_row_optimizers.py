@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dlrm_api.tiers import RowDtype, state_values
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.embedding.kernels import TableBatch
-from dlrm_trainer.embedding.replicated import ReplicatedTables
+from dlrm_trainer.embedding.replicated import ReplicatedParts
 from dlrm_trainer.embedding.updates import MOST_UPDATES, updated
 
 SHAPES = [(40, 4), (7, 4), (30, 16), (1, 8)]
@@ -93,7 +93,7 @@ class Replicated(Owned):
         self, kind: str, dtype: RowDtype, device: str = "cpu", shapes: Any = SHAPES, names: Any = NAMES
     ) -> None:
         options = {"dtype": dtype, "device": torch.device(device), "seed": 5, "names": names}
-        self.tables = ReplicatedTables(shapes, OPTIMIZERS[kind], **options)
+        self.tables = ReplicatedParts(shapes, OPTIMIZERS[kind], **options)
         self.batch, self.device = self.tables.batch, device
         self.buffer = torch.full((self.tables.gradient_elements,), float("nan"), device=device)
 

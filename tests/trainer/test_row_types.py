@@ -52,7 +52,7 @@ def job_of(folder: Path, kind: str, types: str, **training: Any) -> DLRMJob:
 
 
 def learner_of(job: DLRMJob) -> Learner:
-    learner = Learner(job.spec, place(job.spec.model.all_tables(), hand_plan(job), 1), ALONE)
+    learner = Learner(job.spec, place(job.spec.model, hand_plan(job), 1), ALONE)
     learner.start(job.spec.training.seed)
     return learner
 
@@ -61,7 +61,8 @@ def train(job: DLRMJob, learner: Learner, start: int, stop: int) -> list[float]:
     reader = open_reader(job.spec, "train", 0, 1)
     losses = []
     for number in range(start, stop):
-        forward = learner.forward(learner.prepare(reader.read(number)), reader.global_count(number), factor=1.0)
+        prepared = learner.prepare(learner.send(reader.read(number)))
+        forward = learner.forward(prepared, reader.global_count(number), factor=1.0)
         learner.learn(forward)
         losses.append(float(forward.loss.detach()))
     reader.close()
@@ -69,7 +70,7 @@ def train(job: DLRMJob, learner: Learner, start: int, stop: int) -> list[float]:
 
 
 def digest_of(job: DLRMJob, learner: Learner) -> str:
-    return live_digest(learner, place(job.spec.model.all_tables(), hand_plan(job), 1), ALONE)
+    return live_digest(learner, ALONE)
 
 
 def digest_of_stored(job: DLRMJob, stored: Stored) -> str:

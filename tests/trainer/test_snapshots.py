@@ -14,7 +14,7 @@ from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.embedding import place
-from dlrm_trainer.embedding.rows import ResidentTable, table_meta, whole
+from dlrm_trainer.embedding.rows import ResidentPart, table_meta
 from dlrm_trainer.evaluate import evaluate
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.snapshots import check_unchanged, first_change, live_digest, model_document, restore
@@ -36,8 +36,7 @@ class Memory:
 
 
 def learner_of(job: DLRMJob) -> Learner:
-    tables = job.spec.model.all_tables()
-    learner = Learner(job.spec, place(tables, hand_plan(job), 1), ALONE)
+    learner = Learner(job.spec, place(job.spec.model, hand_plan(job), 1), ALONE)
     learner.start(job.spec.training.seed)
     return learner
 
@@ -45,12 +44,19 @@ def learner_of(job: DLRMJob) -> Learner:
 def train(job: DLRMJob, learner: Learner, start: int, stop: int) -> None:
     reader = open_reader(job.spec, "train", 0, 1)
     for number in range(start, stop):
-        learner.learn(learner.forward(learner.prepare(reader.read(number)), reader.global_count(number), factor=1.0))
+        prepared = learner.prepare(learner.send(reader.read(number)))
+        learner.learn(learner.forward(prepared, reader.global_count(number), factor=1.0))
     reader.close()
 
 
 def digest_of(job: DLRMJob, learner: Learner) -> str:
-    return live_digest(learner, place(job.spec.model.all_tables(), hand_plan(job), 1), ALONE)
+    return live_digest(learner, ALONE)
+
+
+def part_of(learner: Learner, table: str) -> ResidentPart:
+    (part,) = (part for part in learner.embeddings.local if part.table.name == table)
+    assert isinstance(part, ResidentPart)
+    return part
 
 
 def cut_of(job: DLRMJob, learner: Learner) -> Memory:
@@ -82,15 +88,14 @@ def test_a_cut_holds_exactly_the_rows_that_were_ever_updated_in_pieces_that_agre
     metas = {table.name: table_meta(table, seed, "rowwise-adagrad") for table in tables}
     for piece in pieces:
         piece.check(metas[piece.shard.table])
-    for table in learner.embeddings.local.values():
-        start = next(each for each in fresh.embeddings.local.values() if each.table == table.table)
-        assert isinstance(table, ResidentTable)
-        assert isinstance(start, ResidentTable)
-        saved = [row for piece in pieces if piece.shard == whole(table.table) for row in piece.row_ids.tolist()]
-        changed = np.flatnonzero((table.weight != start.weight).any(dim=1).numpy())
+    for part, start in zip(learner.embeddings.local, fresh.embeddings.local, strict=True):
+        assert isinstance(part, ResidentPart)
+        assert isinstance(start, ResidentPart)
+        saved = [row for piece in pieces if piece.shard == part.shard for row in piece.row_ids.tolist()]
+        changed = np.flatnonzero((part.weight != start.weight).any(dim=1).numpy())
         assert set(changed) <= set(saved)
-        assert set(np.flatnonzero(table.state[:, 0].numpy())) <= set(saved)
-        assert len(saved) < table.table.rows
+        assert set(np.flatnonzero(part.state[:, 0].numpy())) <= set(saved)
+        assert len(saved) < part.table.rows
     assert len(pieces) == 4
 
 
@@ -110,20 +115,18 @@ def test_an_evaluation_changes_no_byte_and_marks_no_row(tmp_path: Path) -> None:
 
 def test_a_value_that_is_not_finite_is_found_where_it_is(tmp_path: Path) -> None:
     learner = learner_of(small_job(tmp_path))
-    table = learner.embeddings.local[3]
-    assert isinstance(table, ResidentTable)
-    table.weight[17, 2] = float("nan")
-    table.state[40] = float("inf")
-    table.updated[[17, 40]] = True
+    part = part_of(learner, "items")
+    part.weight[17, 2] = float("nan")
+    part.state[40] = float("inf")
+    part.updated[[17, 40]] = True
 
     assert learner.bad_values() == ["2 rows of table items, the first is row 17"]
 
 
 def test_the_largest_value_is_found_where_it_is(tmp_path: Path) -> None:
     learner = learner_of(small_job(tmp_path))
-    table = learner.embeddings.local[0]
-    assert isinstance(table, ResidentTable)
-    table.weight[800, 3], table.updated[800] = -1e20, True
+    part = part_of(learner, "users")
+    part.weight[800, 3], part.updated[800] = -1e20, True
 
     assert learner.largest_value() == (pytest.approx(1e20), "table users, row 800")
 
@@ -201,17 +204,23 @@ def test_lists_and_tuples_of_json_are_the_same() -> None:
         (lambda plan: plan.model_copy(update={"world_size": 2}), "plan.worldSize: the plan is for 2 ranks"),
         (lambda plan: plan.model_copy(update={"tables": plan.tables[1:]}), "table users is not in the plan"),
         (lambda plan: plan.model_copy(update={"tables": plan.tables[::-1]}), "not the model's, in its order"),
-        (lambda plan: _with_shard(plan, kind="row"), "sharding row is not built here"),
-        (lambda plan: _with_shard(plan, row_end=5), "a table shard must cover the whole table"),
-        (lambda plan: _with_shard(plan, rank=3), "table users: give one table shard on a rank of the job"),
-        (lambda plan: _with_table(plan, column_blocks=(0, 4, 8)), "table users: one block (0, 8) is all"),
+        (lambda plan: _with_shard(plan, column_end=4), "table users: columns 0 to 4 are no whole column blocks"),
+        (
+            lambda plan: _with_shard(plan, row_end=5),
+            "table users: rows 5 to 900 of columns from 0 on are not the table's, or are in no shard",
+        ),
+        (lambda plan: _with_shard(plan, rank=3), "table users: there are ranks 0 to 0 alone"),
+        (
+            lambda plan: _with_table(plan, column_blocks=(0, 4, 8)),
+            "table users: the job has column blocks with edges (0, 8): plan the job again",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_executed_is_refused_by_field_and_table(tmp_path: Path, edit: Any, named: str) -> None:
     job = small_job(tmp_path)
 
     with pytest.raises(InvalidSpecError) as caught:
-        place(job.spec.model.all_tables(), edit(hand_plan(job)), 1)
+        place(job.spec.model, edit(hand_plan(job)), 1)
 
     assert named in str(caught.value)
 

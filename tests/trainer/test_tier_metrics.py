@@ -31,7 +31,7 @@ def two_ranks(folder: Path, shape: Shape | None) -> TierMetrics:
     """Metrics of two ranks that have counted: rank r has 10 + r lookups of each of its tables."""
     job = small_job(folder, 2)
     plan = stacked_plan(job, shape)
-    placement, shared = place(job.spec.model.all_tables(), plan, 2), SharedCounters(plan, range(2))
+    placement, shared = place(job.spec.model, plan, 2), SharedCounters(plan, range(2))
     ranks = [RankCounters(placement, rank, shared.of(rank)) for rank in shared.ranks]
     for rank in ranks:
         rank.head[tier_counters.WAIT_NS] = 1_500_000_000

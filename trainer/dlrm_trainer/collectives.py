@@ -7,21 +7,55 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_api.errors import PeerLostError
+from dlrm_api.training import Codec
+from dlrm_trainer.codecs import message_bytes, read_message, write_message
 
 T = TypeVar("T")
+Traffic = Literal["lengths", "ids", "weights", "pooled", "gradients", "dense", "small"]
+"""What travels: bags' lengths, their ids and weights; pooled rows and their gradients; the dense gradient; the rest."""
+
+
+REDUCED_WIDTH = 64
+"""Values of the dense gradient that int8 gives a range of their own."""
+
+
+class Arriving:
+    """What a collective will have brought once it is waited for."""
+
+    def __init__(self, output: Tensor, wait: Callable[[], None] | None = None) -> None:
+        self._output, self._wait = output, wait
+        self._after: list[Callable[[Tensor], Tensor]] = []
+
+    def then(self, finish: Callable[[Tensor], Tensor]) -> Arriving:
+        """What ``finish`` makes of what came, when it is waited for."""
+        self._after.append(finish)
+        return self
+
+    def wait(self) -> Tensor:
+        """The numbers that came, rank by rank.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        if self._wait is not None:
+            self._wait()
+        for finish in self._after:
+            self._output = finish(self._output)
+        self._wait, self._after = None, []
+        return self._output
 
 
 class Collectives:
     """The collectives that training needs. At world size 1 nothing is sent and no process group is needed.
 
-    Every rank must make the same calls in the same order.
+    Every rank must make the same calls in the same order; only one thread may make them.
 
     Args:
         rank: of this process.
@@ -32,36 +66,66 @@ class Collectives:
     def __init__(self, rank: int, world_size: int, explain: Callable[[], str]) -> None:
         self.rank, self.world_size = rank, world_size
         self._explain = explain
+        self._group: Any = None
         self.calls: Counter[str] = Counter()
         """Collectives made so far, by kind."""
         self.bytes_sent: Counter[str] = Counter()
-        """Bytes that this rank offered to them."""
+        """Bytes that this rank sent to others, by ``Traffic``."""
         self.seconds = 0.0
         """Time spent in them, most of it waiting for other ranks."""
 
+    def use(self, group: Any) -> None:
+        """Run in this process group from now on, beside those of other threads."""
+        self._group = group
+
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over ranks, in place; the result has the same bits on every rank."""
+        """Sum a few numbers over ranks, in place; the result has the same bits on every rank.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
         if self.world_size > 1:
-            with self._counted("all_reduce", tensor):
-                dist.all_reduce(tensor)
+            self._start_sum("small", tensor).wait()
+
+    def start_sum(self, tensor: Tensor, codec: Codec = "fp32") -> Arriving:
+        """Begin to sum over ranks, in place; the result has the same bits on every rank.
+
+        Args:
+            tensor: (k,) float32; must be left alone until it is waited for.
+            codec: of what travels; the sum of other formats than fp32 is made in float32, in the order of ranks.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        if self.world_size == 1:
+            return Arriving(tensor)
+        if codec != "fp32":
+            return self._start_encoded(tensor, codec)
+        return self._start_sum("dense", tensor)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """(k,) on each rank to (W, k) on all of them."""
-        if self.world_size == 1:
-            return tensor.unsqueeze(0)
-        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        with self._counted("all_gather", tensor):
-            dist.all_gather(gathered, tensor)
-        return torch.stack(gathered)
+        return tensor.unsqueeze(0) if self.world_size == 1 else torch.stack(self._gathered("small", tensor))
 
-    def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def all_to_all(self, what: Traffic, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send ``sent[s]`` elements of a flat tensor to each rank s; return what came, ``received[s]`` from each."""
+        return self.start_all_to_all(what, tensor, sent, received).wait()
+
+    def start_all_to_all(self, what: Traffic, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Arriving:
+        """Begin ``all_to_all``; the tensor must stay as it is until what comes is waited for.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
         if self.world_size == 1:
-            return tensor
+            return Arriving(tensor)
         output = tensor.new_empty(sum(received))
-        with self._counted("all_to_all", tensor):
-            dist.all_to_all_single(output, tensor.contiguous(), list(received), list(sent))
-        return output
+        self.bytes_sent[what] += (sum(sent) - sent[self.rank]) * tensor.element_size()
+        with self._counted("all_to_all"):
+            work = dist.all_to_all_single(
+                output, tensor.contiguous(), list(received), list(sent), group=self._group, async_op=True
+            )
+        return Arriving(output, self._waiting("all_to_all", work))
 
     def gather(self, value: T) -> list[T]:
         """One small picklable value of each rank, on every rank; for starts, ends and evaluations, not for steps."""
@@ -85,9 +149,7 @@ class Collectives:
         self.all_reduce(torch.zeros(1))
 
     @contextlib.contextmanager
-    def _counted(self, kind: str, tensor: Tensor) -> Iterator[None]:
-        self.calls[kind] += 1
-        self.bytes_sent[kind] += tensor.nbytes
+    def _watched(self, kind: str) -> Iterator[None]:
         start = time.monotonic()
         try:
             yield
@@ -95,3 +157,53 @@ class Collectives:
         except RuntimeError as error:
             problem = str(error).strip().splitlines()[0]
             raise PeerLostError(f"{self._explain()} ({kind}: {problem})") from error
+
+    def _waiting(self, kind: str, work: Any) -> Callable[[], None]:
+        def wait() -> None:
+            with self._watched(kind):
+                work.wait()
+
+        return wait
+
+    def _gathered(self, what: Traffic, tensor: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        self.bytes_sent[what] += tensor.nbytes * (self.world_size - 1)
+        with self._counted("all_gather"):
+            dist.all_gather(gathered, tensor, group=self._group)
+        return gathered
+
+    @contextlib.contextmanager
+    def _counted(self, kind: str) -> Iterator[None]:
+        self.calls[kind] += 1
+        with self._watched(kind):
+            yield
+
+    def _start_sum(self, what: Traffic, tensor: Tensor) -> Arriving:
+        self.bytes_sent[what] += 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
+        with self._counted("all_reduce"):
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        return Arriving(tensor, self._waiting("all_reduce", work))
+
+    def _start_encoded(self, tensor: Tensor, codec: Codec) -> Arriving:
+        """Each rank sums one slice of what all send it, in the order of ranks, and sends the sum to all."""
+        ranks = self.world_size
+        rows = -(-tensor.numel() // (ranks * REDUCED_WIDTH))
+        padded = tensor.new_zeros(ranks, rows, REDUCED_WIDTH)
+        padded.view(-1)[: tensor.numel()] = tensor
+        shape = (rows, REDUCED_WIDTH)
+        size = message_bytes(codec, [shape])
+        message = torch.empty(ranks, size, dtype=torch.uint8)
+        for part, out in zip(padded, message, strict=True):
+            write_message(codec, [part], out)
+        arriving = self.start_all_to_all("dense", message.view(-1), [size] * ranks, [size] * ranks)
+
+        def finish(came: Tensor) -> Tensor:
+            total = tensor.new_zeros(rows, REDUCED_WIDTH)
+            for part in torch.split(came, size):
+                total += read_message(codec, part, [shape])[0]
+            summed = torch.empty(size, dtype=torch.uint8)
+            write_message(codec, [total], summed)
+            whole = torch.cat([read_message(codec, part, [shape])[0] for part in self._gathered("dense", summed)])
+            return tensor.copy_(whole.view(-1)[: tensor.numel()])
+
+        return arriving.then(finish)

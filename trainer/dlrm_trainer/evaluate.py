@@ -43,5 +43,7 @@ def gather_first(values: Tensor, collectives: Collectives) -> NDArray[np.float64
     sizes = collectives.all_gather(torch.tensor([len(values)])).flatten().tolist()
     others = collectives.world_size - 1
     received = sizes if collectives.rank == 0 else [0] * len(sizes)
-    gathered: NDArray[np.float64] = collectives.all_to_all(values, [len(values), *[0] * others], received).numpy()
+    gathered: NDArray[np.float64] = collectives.all_to_all(
+        "small", values, [len(values), *[0] * others], received
+    ).numpy()
     return gathered

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from dlrm_api.job import DLRMJobSpec
-from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.collectives import Arriving, Collectives
 from dlrm_trainer.data import Batch
 from dlrm_trainer.dense import DenseParameters
-from dlrm_trainer.embedding import Embeddings, OwnedOptions, Placement, Prepared
+from dlrm_trainer.embedding import Embeddings, OwnedOptions, Placement, Prepared, Sent
 from dlrm_trainer.embedding.collection import Lookup
+from dlrm_trainer.embedding.exchange import Travelling
 from dlrm_trainer.embedding.rows import bad_rows, largest
 from dlrm_trainer.model import build_model, global_mean_loss
 from dlrm_trainer.stages import Stages
@@ -40,6 +41,7 @@ class Learner:
         collectives: of all ranks.
         tier_dir: folder of the tiers that need a file system; None where the plan uses none.
         stages: told where time goes.
+        id_collectives: of all ranks, for a thread that sends ids; None: ids are sent like the rest, at once.
 
     Raises:
         InvalidSpecError: the model has an interaction with nothing to work on, or a tier has no folder.
@@ -53,6 +55,8 @@ class Learner:
         collectives: Collectives,
         tier_dir: Path | None = None,
         stages: Stages | None = None,
+        *,
+        id_collectives: Collectives | None = None,
     ) -> None:
         self._collectives, self._stages = collectives, stages or Stages()
         self._row_rate = spec.training.row_optimizer.learning_rate
@@ -63,25 +67,37 @@ class Learner:
             seed=spec.training.seed,
             global_batch_size=spec.data.global_batch_size,
             tier_dir=tier_dir,
+            communication=spec.training.communication,
         )
-        self.embeddings = Embeddings(placement, collectives, options)
+        self._dense_codec = spec.training.communication.dense
+        self.embeddings = Embeddings(placement, collectives, options, id_collectives)
         dense = DenseParameters.elements(self.model)
         self._gradient = torch.zeros(dense + self.embeddings.gradient_elements)
-        self._table_gradient = self._gradient[dense:]
-        self.dense = DenseParameters(self.model, spec.training.dense_optimizer, self._gradient[:dense])
+        self._dense_gradient, self._table_gradient = self._gradient[:dense], self._gradient[dense:]
+        self.dense = DenseParameters(self.model, spec.training.dense_optimizer, self._dense_gradient)
 
     def start(self, seed: int) -> None:
         """Set all rows to their initial values."""
-        for table in self.embeddings.local.values():
-            table.start(seed)
+        for part in self.embeddings.local:
+            part.start(seed)
 
-    def prepare(self, batch: Batch) -> Prepared:
-        """Begin with a batch that will be trained on, after those prepared before it: its rows are fetched meanwhile.
+    def send(self, batch: Batch) -> Sent:
+        """Begin to send the ids of a batch that will be trained on, after those sent before it.
 
         Args:
             batch: this rank's slice; may be empty.
         """
-        prepared = self.embeddings.prepare(batch, updates=True)
+        sent = self.embeddings.send(batch)
+        self._stages.lap("prepare")
+        return sent
+
+    def prepare(self, sent: Sent) -> Prepared:
+        """Begin to fetch the rows of a batch, after those prepared before it.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        prepared = self.embeddings.prepare(sent, updates=True)
         self._stages.lap("prepare")
         return prepared
 
@@ -97,23 +113,40 @@ class Learner:
             DeviceError: rows could not be fetched from their tier.
         """
         batch, waited, sent = prepared.batch, self.embeddings.owned.wait_s, self._collectives.seconds
-        lookup = self.embeddings.lookup(prepared, self._row_rate * factor)
+        pooling = self.embeddings.pool(prepared, self._row_rate * factor)
+        bottom = self.model.bottom_out(batch.dense)  # while pooled rows travel
+        lookup = self.embeddings.lookup(pooling)
         self._stages.apart("prefetch wait", self.embeddings.owned.wait_s - waited)
         self._stages.apart("exchange", self._collectives.seconds - sent)
-        logits = self.model(batch.dense, lookup.features)
+        logits = self.model.logits(bottom, lookup.features)
         loss = global_mean_loss(logits, batch.labels, global_count)
         self._stages.lap("forward")
         return Forward(loss=loss, lookup=lookup, factor=factor)
 
     def learn(self, forward: Forward) -> None:
         """Update every parameter, and every row that the global batch looked up, once."""
+        lookup, sent = forward.lookup, self._collectives.seconds
+        travelling: list[Travelling] = []
+
+        def send(features: Tensor) -> None:
+            assert features.grad is not None
+            travelling.append(self.embeddings.send_gradients(lookup, features.grad, self._table_gradient))
+
         self.dense.zero_gradient()
+        # Before the bottom MLP's backward pass.
+        lookup.features.register_post_accumulate_grad_hook(send)  # type: ignore[no-untyped-call]
         forward.loss.backward()  # type: ignore[no-untyped-call]
+        self._stages.apart("exchange", self._collectives.seconds - sent)
         self._stages.lap("backward")
-        rows = self.embeddings.send_gradients(forward.lookup, self._table_gradient)
-        self._collectives.all_reduce(self._gradient)
+        summing = self._start_sums()
+        sent = self._collectives.seconds
+        self.embeddings.update(lookup, travelling[0])
+        self._stages.apart("exchange", self._collectives.seconds - sent)
+        self._stages.lap("row update")
+        for each in summing:
+            each.wait()
         self._stages.lap("exchange")
-        self.embeddings.update(forward.lookup, rows, self._table_gradient)
+        self.embeddings.update_replicated(lookup, self._table_gradient)
         self._stages.lap("row update")
         self.dense.update(forward.factor)
         self._stages.lap("dense update")
@@ -121,17 +154,27 @@ class Learner:
     def logits(self, batch: Batch) -> Tensor:
         """(n,) float32 logits of this rank's samples; changes nothing, not even the record of updated rows."""
         with torch.no_grad():
-            lookup = self.embeddings.lookup(self.embeddings.prepare(batch, updates=False), None)
+            prepared = self.embeddings.prepare(self.embeddings.send(batch), updates=False)
+            lookup = self.embeddings.lookup(self.embeddings.pool(prepared, None))
             logits: Tensor = self.model(batch.dense, lookup.features)
             return logits
+
+    def _start_sums(self) -> list[Arriving]:
+        """Begin to sum gradients over ranks, while rows are updated; those of tables are always sent in fp32."""
+        if self._dense_codec == "fp32":
+            return [self._collectives.start_sum(self._gradient)]
+        sums = [self._collectives.start_sum(self._dense_gradient, self._dense_codec)]
+        if self._table_gradient.numel():
+            sums.append(self._collectives.start_sum(self._table_gradient))
+        return sums
 
     def bad_values(self) -> list[str]:
         """What this rank holds that is not finite, in words: tables first, then dense parameters."""
         words = []
         self.embeddings.settle()
-        for table in self.embeddings.local.values():
-            if rows := bad_rows(table):
-                words.append(f"{len(rows)} rows of table {table.table.name}, the first is row {rows[0]}")
+        for part in self.embeddings.local:
+            if rows := bad_rows(part):
+                words.append(f"{len(rows)} rows of table {part.table.name}, the first is row {rows[0]}")
         return words + [f"dense parameter {name}" for name in self.dense.bad_parameters()]
 
     def largest_value(self) -> tuple[float, str]:
@@ -139,7 +182,7 @@ class Learner:
         value, name = self.dense.largest()
         found = [(value, f"dense parameter {name}")]
         self.embeddings.settle()
-        for table in self.embeddings.local.values():
-            value, row = largest(table)
-            found.append((value, f"table {table.table.name}, row {row}"))
+        for part in self.embeddings.local:
+            value, row = largest(part)
+            found.append((value, f"table {part.table.name}, row {row}"))
         return max(found)

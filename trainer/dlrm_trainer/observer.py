@@ -13,7 +13,7 @@ from dlrm_api.measured import Profile
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.embedding import Placement
-from dlrm_trainer.embedding.owned import OwnedTables
+from dlrm_trainer.embedding.owned import OwnedParts
 from dlrm_trainer.journal import write_profile
 from dlrm_trainer.stages import Stages, StepProfile
 from dlrm_trainer.tier_counters import RankCounters, SharedCounters
@@ -40,8 +40,8 @@ class Observer:
     ) -> None:
         self._placement, self._optimizer, self._shared = placement, optimizer, shared
         self._counters = RankCounters(placement, rank, shared.of(rank))
-        self._has_levels = any(share.levels for share in placement.shares)
-        self._owned: OwnedTables | None = None
+        self._has_levels = placement.has_levels
+        self._owned: OwnedParts | None = None
         self._due = 0.0
         self._profile = StepProfile(rank) if profile else None
         self.stages: Stages = self._profile or Stages()
@@ -51,7 +51,7 @@ class Observer:
         ranks = [RankCounters(self._placement, rank, self._shared.of(rank)) for rank in self._shared.ranks]
         return [TierMetrics(self._placement, self._optimizer, ranks)]
 
-    def watch(self, owned: OwnedTables) -> None:
+    def watch(self, owned: OwnedParts) -> None:
         """Say whose counters they are."""
         self._owned = owned if self._counters.groups else None
 

@@ -37,6 +37,8 @@ class Gang:
         self._host, self._port, self._bind = host, port, bind
         self._store: TCPStore | None = None
         self.collectives = Collectives(rank, world_size, self._who_is_gone)
+        self.id_collectives = Collectives(rank, world_size, self._who_is_gone)
+        """For the thread that sends ids."""
 
     def meet(self, rendezvous_timeout_s: float, collective_timeout_s: float, keep_on: Callable[[], None]) -> None:
         """Wait until all ranks are here.
@@ -70,6 +72,7 @@ class Gang:
             world_size=self.world_size,
             timeout=timedelta(seconds=collective_timeout_s),
         )
+        self.id_collectives.use(dist.new_group(timeout=timedelta(seconds=collective_timeout_s)))
 
     def leave(self, last_words: str) -> None:
         """Tell the others that this rank ends, and why; empty words: it ended well."""

@@ -10,12 +10,11 @@ from typing import Any
 from dlrm_api.errors import SnapshotError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_checkpointer.cut import CutMeta, TableMeta
-from dlrm_checkpointer.digest import combine, shard_digest, state_digest
+from dlrm_checkpointer.digest import Partial, add, combine, shard_digest, state_digest
 from dlrm_checkpointer.restore import Snapshot, claim_attempt, newest_snapshot, open_snapshot
 from dlrm_checkpointer.store import ObjectStore
 from dlrm_trainer.collectives import Collectives
-from dlrm_trainer.embedding import Placement
-from dlrm_trainer.embedding.rows import table_meta, whole
+from dlrm_trainer.embedding.rows import table_meta
 from dlrm_trainer.learner import Learner
 
 
@@ -131,17 +130,20 @@ def restore(learner: Learner, snapshot: Snapshot) -> None:
         SnapshotError: an object is absent or corrupt.
     """
     learner.embeddings.settle()
-    for table in learner.embeddings.local.values():
-        table.restore(snapshot.shard_rows(whole(table.table)))
+    for part in learner.embeddings.local:
+        part.restore(snapshot.shard_rows(part.shard))
     learner.dense.restore(snapshot.dense())
 
 
-def live_digest(learner: Learner, placement: Placement, collectives: Collectives) -> str:
+def live_digest(learner: Learner, collectives: Collectives) -> str:
     """Digest of the whole logical state in memory, on every rank; equal to that of a snapshot at 32 bits."""
     learner.embeddings.settle()
-    digests = []
-    for number, table in learner.embeddings.local.items():
-        if placement.saver(number) == collectives.rank:
-            meta = table_meta(table.table, 0, learner.row_optimizer)  # the seed is no part of a digest
-            digests.append((meta.name, combine([shard_digest(meta, meta.whole(), table.read_block)])))
-    return state_digest([pair for part in collectives.gather(digests) for pair in part], learner.dense.arrays())
+    mine: dict[str, list[Partial]] = {}
+    for part in learner.embeddings.saved:
+        meta = table_meta(part.table, 0, learner.row_optimizer)  # the seed is no part of a digest
+        mine.setdefault(meta.name, []).append(shard_digest(meta, part.shard, part.read_block))
+    partials: dict[str, list[Partial]] = {}
+    for found in collectives.gather({name: add(each) for name, each in mine.items()}):
+        for name, partial in found.items():
+            partials.setdefault(name, []).append(partial)
+    return state_digest([(name, combine(each)) for name, each in partials.items()], learner.dense.arrays())

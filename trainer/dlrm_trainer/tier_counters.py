@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.plan import Plan, Tier
-from dlrm_trainer.embedding.owned import OwnedTables
-from dlrm_trainer.embedding.placement import Placement, TableGroup
+from dlrm_trainer.embedding.owned import OwnedParts
+from dlrm_trainer.embedding.placement import PartGroup, Placement
 from dlrm_trainer.embedding.tiers.counts import ACCESSES, COUNTS, HITS
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ Words = NDArray[np.int64]
 class GroupCounters:
     """Counters of one class of tables: views of its rank's block."""
 
-    group: TableGroup
+    group: PartGroup
     tables: Words
     """(K, COUNTS)"""
     levels: Words
@@ -56,16 +56,16 @@ class RankCounters:
         self.head = block[:HEAD_WORDS]
         self.groups: list[GroupCounters] = []
         first = HEAD_WORDS
-        for group in placement.groups(placement.owned[rank]):
+        for group in placement.groups[rank]:
             if group.has_levels:
-                levels = len(group.shares[0].levels) - 1
-                middle = first + len(group.numbers) * COUNTS
+                levels = len(group.parts[0].share.levels) - 1
+                middle = first + len(group.parts) * COUNTS
                 last = middle + levels * LEVEL_WORDS
                 tables = block[first:middle].reshape(-1, COUNTS)
                 self.groups.append(GroupCounters(group, tables, block[middle:last].reshape(levels, LEVEL_WORDS)))
                 first = last
 
-    def copy_from(self, owned: OwnedTables) -> None:
+    def copy_from(self, owned: OwnedParts) -> None:
         """Take the rank's newest counters, while other threads may go on counting."""
         stacks = [group.stack for group in owned.groups if group.stack is not None]
         self.head[WAIT_NS], self.head[MISSING] = round(owned.wait_s * 1e9), owned.missing
@@ -109,9 +109,14 @@ class SharedCounters:
 
 
 def _words(plan: Plan, rank: int) -> int:
-    """Enough for a rank, each of whose tables might be a class of its own."""
-    shares = [shard.tiers for table in plan.tables for shard in table.shards if shard.rank == rank]
-    return HEAD_WORDS + sum(COUNTS + LEVEL_WORDS * len(share.levels) for share in shares if share.levels)
+    """Enough for a rank, each of whose parts might be a class of its own."""
+    words = HEAD_WORDS
+    for table in plan.tables:
+        for shard in table.shards:
+            if shard.rank == rank and shard.tiers.levels:
+                blocks = sum(shard.column_start <= edge < shard.column_end for edge in table.column_blocks)
+                words += blocks * (COUNTS + LEVEL_WORDS * len(shard.tiers.levels))
+    return words
 
 
 def _level_counters(stack: Stack, number: int, level: Level) -> list[int]:

@@ -23,8 +23,8 @@ from dlrm_trainer.tier_counters import (
     WAIT_NS,
     WRITTEN_BYTES,
     WRITTEN_ROWS,
-    GroupCounters,
     RankCounters,
+    Words,
 )
 from dlrm_trainer.tier_report import planned_bytes
 
@@ -62,8 +62,8 @@ class TierMetrics(Collector):
     def __init__(self, placement: Placement, optimizer: RowOptimizerSpec, ranks: Sequence[RankCounters]) -> None:
         self._names = [table.name for table in placement.tables]
         self._ranks = [each for each in ranks if each.groups]
-        self._each = sum(len(group.group.numbers) for rank in self._ranks for group in rank.groups) <= MOST_TABLES
-        self._planned = {each.rank: planned_bytes(placement, optimizer, each) for each in self._ranks}
+        self._each = sum(len(group.group.parts) for rank in self._ranks for group in rank.groups) <= MOST_TABLES
+        self._planned = {each.rank: planned_bytes(optimizer, each) for each in self._ranks}
 
     def collect(self) -> Iterator[Metric]:
         """Every metric once."""
@@ -78,18 +78,19 @@ class TierMetrics(Collector):
             for name, _, words in TABLE_METRICS
         ]
         for rank in self._ranks:
-            for number, group in enumerate(rank.groups):
-                for table, counts in self._series(number, group):
-                    for family, (_, column, _) in zip(families, TABLE_METRICS, strict=True):
-                        family.add_metric([str(rank.rank), table], counts[column])
+            for table, counts in self._series(rank).items():
+                for family, (_, column, _) in zip(families, TABLE_METRICS, strict=True):
+                    family.add_metric([str(rank.rank), table], counts[column])
         return families
 
-    def _series(self, number: int, counters: GroupCounters) -> Iterator[tuple[str, list[int]]]:
-        if not self._each:
-            yield f"class:{number}", counters.tables.sum(axis=0).tolist()
-            return
-        for table, counts in zip(counters.group.numbers, counters.tables.tolist(), strict=True):
-            yield self._names[table], counts
+    def _series(self, rank: RankCounters) -> dict[str, Words]:
+        """Counts of a rank by table, over all its parts of it; by class where there are too many tables."""
+        found: dict[str, Words] = {}
+        for number, group in enumerate(rank.groups):
+            for part, counts in zip(group.group.parts, group.tables, strict=True):
+                name = self._names[part.table] if self._each else f"class:{number}"
+                found[name] = found[name] + counts if name in found else counts
+        return found
 
     def _of_levels(self) -> Iterable[Metric]:
         families = [
@@ -137,6 +138,6 @@ def _by_tier(rank: RankCounters) -> dict[str, list[int]]:
     """Counters of a rank's levels, added up over those in one tier."""
     found: dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
     for group in rank.groups:
-        for level, counts in zip(group.group.shares[0].levels[1:], group.levels, strict=True):
+        for level, counts in zip(group.group.parts[0].share.levels[1:], group.levels, strict=True):
             found[level.tier] = found.get(level.tier, np.zeros_like(counts)) + counts
     return {tier: counts.tolist() for tier, counts in found.items()}

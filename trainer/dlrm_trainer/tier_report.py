@@ -8,10 +8,9 @@ from collections.abc import Iterable
 
 from dlrm_api import tiers
 from dlrm_api.measured import LevelUse, RankUse, TableUse, TierBytes, TierReport
-from dlrm_api.model import TableSpec
-from dlrm_api.plan import Tier, TierShare
+from dlrm_api.plan import Tier
 from dlrm_api.training import RowOptimizerSpec
-from dlrm_trainer.embedding.placement import Placement
+from dlrm_trainer.embedding.placement import Part, Placement
 from dlrm_trainer.tier_counters import KEPT, MISSING, TIERS, WAIT_NS, GroupCounters, RankCounters, Words
 
 
@@ -30,7 +29,7 @@ def tier_report(placement: Placement, optimizer: RowOptimizerSpec, blocks: Itera
 def rank_use(placement: Placement, optimizer: RowOptimizerSpec, counters: RankCounters) -> RankUse:
     """What one rank counted."""
     kept = dict(zip(TIERS, counters.head[KEPT:].tolist(), strict=True))
-    planned = planned_bytes(placement, optimizer, counters)
+    planned = planned_bytes(optimizer, counters)
     return RankUse(
         rank=counters.rank,
         prefetch_wait_seconds=int(counters.head[WAIT_NS]) / 1e9,
@@ -45,21 +44,21 @@ def rank_use(placement: Placement, optimizer: RowOptimizerSpec, counters: RankCo
     )
 
 
-def planned_bytes(placement: Placement, optimizer: RowOptimizerSpec, counters: RankCounters) -> Counter[Tier]:
+def planned_bytes(optimizer: RowOptimizerSpec, counters: RankCounters) -> Counter[Tier]:
     """Bytes of a rank's stacks by tier when every level is full, by the arithmetic that plans budget with."""
     planned: Counter[Tier] = Counter()
     for each in counters.groups:
-        for number, share in zip(each.group.numbers, each.group.shares, strict=True):
-            planned.update(stack_bytes(placement.tables[number], share, optimizer))
+        for part in each.group.parts:
+            planned.update(stack_bytes(part, each.group.dtype, optimizer))
     return planned
 
 
-def stack_bytes(table: TableSpec, share: TierShare, optimizer: RowOptimizerSpec) -> Counter[Tier]:
-    """Bytes of one table with levels, by tier."""
-    row = (table.dim, table.dtype, optimizer.kind)
-    first, *below = share.levels
-    planned: Counter[Tier] = Counter({first.tier: min(first.rows, table.rows) * tiers.slot_bytes(*row)})
-    planned["ddr"] += table.rows * tiers.map_entry_bytes(table.rows)
+def stack_bytes(part: Part, dtype: tiers.RowDtype, optimizer: RowOptimizerSpec) -> Counter[Tier]:
+    """Bytes of one part with levels, by tier."""
+    row = (part.width, dtype, optimizer.kind)
+    first, *below = part.share.levels
+    planned: Counter[Tier] = Counter({first.tier: min(first.rows, part.rows) * tiers.slot_bytes(*row)})
+    planned["ddr"] += part.rows * tiers.map_entry_bytes(part.rows)
     for level in below:
         if level.tier == "block":
             planned["block"] += math.ceil(math.ceil(level.rows * tiers.BLOCK_SLACK) * tiers.block_place_bytes(*row))
@@ -72,10 +71,10 @@ def stack_bytes(table: TableSpec, share: TierShare, optimizer: RowOptimizerSpec)
 def _tables(placement: Placement, counters: GroupCounters) -> Iterable[TableUse]:
     columns = ("lookups", "accesses", "hits", "created_rows", "evicted_rows", "scratch_rows")
     rows = counters.tables.tolist()
-    for number, share, values in zip(counters.group.numbers, counters.group.shares, rows, strict=True):
-        table, expected = placement.tables[number], share.levels[0].expected_hit_rate
+    for part, values in zip(counters.group.parts, rows, strict=True):
+        name, expected = placement.tables[part.table].name, part.share.levels[0].expected_hit_rate
         counts = dict(zip(columns, values, strict=True))
-        yield TableUse(table=table.name, rows=table.rows, expected_hit_rate=expected, **counts)
+        yield TableUse(table=name, rows=part.rows, expected_hit_rate=expected, **counts)
 
 
 def _levels(number: int, counters: GroupCounters) -> Iterable[LevelUse]:
@@ -88,6 +87,6 @@ def _levels(number: int, counters: GroupCounters) -> Iterable[LevelUse]:
         "device_writes",
         "cleaned_rows",
     )
-    below = counters.group.shares[0].levels[1:]
+    below = counters.group.parts[0].share.levels[1:]
     for depth, (level, values) in enumerate(zip(below, counters.levels.tolist(), strict=True), start=1):
         yield LevelUse(group=number, level=depth, tier=level.tier, **dict(zip(columns, values, strict=True)))

@@ -70,7 +70,7 @@ def train(
         DLRMError: of the class that says who can act.
     """
     spec, rank, world_size = job.spec, gang.rank, gang.world_size
-    placement = place(spec.model.all_tables(), plan, world_size)
+    placement = place(spec.model, plan, world_size)
     observer = Observer(placement, spec.training.row_optimizer, rank, shared, profile=settings.profile)
     with ExitStack() as stack:
         reader = stack.enter_context(closing(open_reader(spec, "train", rank, world_size)))
@@ -81,7 +81,9 @@ def train(
             address, port, more = settings.bind, settings.trainer_port, observer.collectors()
             endpoint = Endpoint(address, port, board, control, gang.collectives, settings.token_file, more)
             stack.callback(endpoint.close)
-        learner = Learner(spec, placement, gang.collectives, settings.tier_dir, observer.stages)
+        learner = Learner(
+            spec, placement, gang.collectives, settings.tier_dir, observer.stages, id_collectives=gang.id_collectives
+        )
         stack.callback(learner.embeddings.close)
         observer.watch(learner.embeddings.owned)
         learner.start(spec.training.seed)
@@ -123,10 +125,12 @@ class Training:
     def run(self) -> bool:
         """Train to the last step; True where a signal asked for the end before it."""
         every = self.parts.job.spec.training.eval_every_steps
-        with closing(self.parts.reader.iterate(self.step, self.schedule.total_steps)) as batches:  # type: ignore[type-var]
+        with closing(self.parts.reader.iterate(self.step, self.schedule.total_steps)) as batches:
             mark = time.monotonic()
             read = self.stages.after(batches, "read")
-            for batch in prepared_ahead(read, self.parts.learner.prepare, self.parts.placement.lookahead):
+            learner, depth = self.parts.learner, self.parts.placement.lookahead
+            ahead = 1 if self.parts.gang.world_size > 1 else 0
+            for batch in prepared_ahead(read, learner.send, learner.prepare, depth=depth, sent_ahead=ahead):
                 faulthandler.dump_traceback_later(STALL_S)
                 stop, cut = self.train_step(batch)
                 self.trained_s += time.monotonic() - mark
@@ -247,7 +251,7 @@ class Training:
         self.wait_ready()
         self.hand_over(last=True)
         self.board.phase(TrainerPhase.FINISHING)
-        state = snapshots.live_digest(self.parts.learner, self.parts.placement, self.collectives) if digest else None
+        state = snapshots.live_digest(self.parts.learner, self.collectives) if digest else None
         if self.parts.writer and not self.parts.writer.wait_idle(self.patience_s):
             raise TemporaryError(
                 f"the final cut at step {self.step} was not committed within {self.patience_s:.0f} s: "

@@ -4,44 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dlrm_api.model import TableSpec
-from dlrm_api.training import RowOptimizerSpec
+from dlrm_api.model import ModelSpec
+from dlrm_api.training import CommunicationSpec, RowOptimizerSpec
+from dlrm_checkpointer.cut import ShardId
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding import Embeddings, OwnedOptions, Placement
-from dlrm_trainer.embedding.rows import ResidentTable
+from dlrm_trainer.embedding.rows import ResidentPart
 
 EPS = 1e-8
 Floats = NDArray[np.float64]
+Bag = list[tuple[int, float]]
+"""Ids with their weights."""
 
 
-def global_batch(tables: Sequence[TableSpec], samples: int, seed: int) -> list[list[list[int]]]:
-    """Random bags: the ids of each sample of each table; some bags are empty, some ids repeat."""
-    generator = np.random.default_rng(seed)
-    return [
-        [generator.integers(0, table.rows, generator.integers(0, 4)).tolist() for _ in range(samples)]
-        for table in tables
-    ]
+def global_batch(model: ModelSpec, samples: int, seed: int) -> list[list[Bag]]:
+    """Random bags of each feature; some are empty, some ids repeat. Features without weights have weights of 1."""
+    generator, tables = np.random.default_rng(seed), model.all_tables()
+    found = []
+    for feature in model.all_features():
+        rows, bags = tables[feature.table].rows, []
+        for _ in range(samples):
+            ids = generator.integers(0, rows, generator.integers(0, 4)).tolist()
+            weights = (
+                generator.normal(size=len(ids)).astype(np.float32).tolist() if feature.weights else [1.0] * len(ids)
+            )
+            bags.append(list(zip(ids, weights, strict=True)))
+        found.append(bags)
+    return found
 
 
-def slice_of(bags: list[list[list[int]]], cuts: Sequence[int], rank: int) -> Batch:
+def slice_of(model: ModelSpec, features: list[list[Bag]], cuts: Sequence[int], rank: int) -> Batch:
     """One rank's samples ``cuts[rank]`` to ``cuts[rank + 1]`` of a global batch."""
     start, stop = cuts[rank], cuts[rank + 1]
-    mine = [table[start:stop] for table in bags]
-    lengths = torch.tensor([[len(bag) for bag in table] for table in mine], dtype=torch.int32).view(len(bags), -1)
-    values = [row for table in mine for bag in table for row in bag]
+    mine = [bags[start:stop] for bags in features]
+    lookups = [lookup for bags in mine for bag in bags for lookup in bag]
+    weighted = any(feature.weights for feature in model.all_features())
     return Batch(
         number=0,
         sample_ids=torch.arange(start, stop),
         dense=torch.zeros(stop - start, 0),
         labels=torch.zeros(stop - start),
-        lengths=lengths,
-        values=torch.tensor(values, dtype=torch.int64),
+        lengths=torch.tensor([[len(bag) for bag in bags] for bags in mine], dtype=torch.int32).view(len(mine), -1),
+        values=torch.tensor([row for row, _ in lookups], dtype=torch.int64),
+        weights=torch.tensor([weight for _, weight in lookups], dtype=torch.float32) if weighted else None,
     )
 
 
@@ -49,37 +61,47 @@ def slice_of(bags: list[list[list[int]]], cuts: Sequence[int], rank: int) -> Bat
 class DenseTables:
     """Weights and row states of whole tables."""
 
-    tables: Sequence[TableSpec]
+    model: ModelSpec
     weights: list[Floats]
     states: list[Floats]
+    """(rows, blocks) of each table."""
     touched: list[set[int]]
 
     @classmethod
-    def start(cls, tables: Sequence[TableSpec]) -> DenseTables:
+    def start(cls, model: ModelSpec) -> DenseTables:
         """Weights that differ from row to row and column to column."""
+        tables = model.all_tables()
         weights = [
             np.cos(np.arange(table.rows * table.dim, dtype=np.float64) + 7 * number).reshape(table.rows, table.dim)
             for number, table in enumerate(tables)
         ]
-        states = [np.zeros(table.rows) for table in tables]
-        return cls(tables, weights, states, [set() for _ in tables])
+        states = [np.zeros((table.rows, len(table.block_edges) - 1)) for table in tables]
+        return cls(model, weights, states, [set() for _ in tables])
 
-    def step(self, bags: list[list[list[int]]], rate: float) -> Floats:
+    def step(self, features: list[list[Bag]], rate: float) -> Floats:
         """Pooled rows, then one row-wise Adagrad step for the loss ``sum(pooled ** 2) / 2``."""
-        columns = []
-        for table, weight, state, touched, samples in zip(
-            self.tables, self.weights, self.states, self.touched, bags, strict=True
-        ):
-            shares = [1.0 / max(len(bag), 1) if table.pooling == "mean" else 1.0 for bag in samples]
-            pooled = np.array([share * weight[bag].sum(axis=0) for bag, share in zip(samples, shares, strict=True)])
-            gradient = np.zeros_like(weight)
-            for bag, share, output in zip(samples, shares, pooled, strict=True):
-                np.add.at(gradient, bag, share * output)
-            for row in {row for bag in samples for row in bag}:
-                touched.add(row)
-                state[row] += np.mean(gradient[row] ** 2)
-                weight[row] -= rate * gradient[row] / (np.sqrt(state[row]) + EPS)
-            columns.append(pooled.reshape(len(samples), table.dim))
+        tables, columns = self.model.all_tables(), []
+        gradients = [np.zeros_like(weight) for weight in self.weights]
+        found: list[set[int]] = [set() for _ in tables]
+        for feature, bags in zip(self.model.all_features(), features, strict=True):
+            table, weight = tables[feature.table], self.weights[feature.table]
+            pooled = np.zeros((len(bags), table.dim))
+            for output, bag in zip(pooled, bags, strict=True):
+                share = 1.0 / max(len(bag), 1) if table.pooling == "mean" else 1.0
+                for row, factor in bag:
+                    output += share * factor * weight[row]
+                for row, factor in bag:
+                    gradients[feature.table][row] += share * factor * output
+                    found[feature.table].add(row)
+            columns.append(pooled)
+        for number, table in enumerate(tables):
+            self.touched[number] |= found[number]
+            for row in found[number]:
+                for block, (first, last) in enumerate(pairwise(table.block_edges)):
+                    gradient = gradients[number][row, first:last]
+                    self.states[number][row, block] += np.mean(gradient**2)
+                    factor = rate / (np.sqrt(self.states[number][row, block]) + EPS)
+                    self.weights[number][row, first:last] -= factor * gradient
         return np.concatenate(columns, axis=1)
 
 
@@ -88,48 +110,62 @@ class RankState:
     """What one rank saw and held."""
 
     features: list[Floats]
-    weights: dict[int, NDArray[np.float32]]
-    states: dict[int, NDArray[np.float32]]
-    updated: dict[int, NDArray[np.bool_]]
+    parts: list[tuple[ShardId, NDArray[np.float32], NDArray[np.float32], NDArray[np.bool_]]]
+    """Weights, state and flags of each part; those of data-parallel tables last."""
+    replicas: int
     calls: list[int]
     """Collectives of each step."""
+    bytes_sent: dict[str, int]
 
 
 def train_sharded(
     collectives: Collectives,
+    model: ModelSpec,
     placement: Placement,
     cuts: list[list[int]],
     samples: list[int],
     rates: list[float],
+    communication: CommunicationSpec | None = None,
 ) -> RankState:
     """The steps of ``DenseTables.step`` on one rank of a gang, with a lookup for evaluation after each."""
-    options = OwnedOptions(optimizer=RowOptimizerSpec(eps=EPS), seed=0, global_batch_size=64, tier_dir=None)
+    options = OwnedOptions(
+        optimizer=RowOptimizerSpec(eps=EPS),
+        seed=0,
+        global_batch_size=64,
+        tier_dir=None,
+        communication=communication or CommunicationSpec(),
+    )
     embeddings = Embeddings(placement, collectives, options)
-    start = DenseTables.start(placement.tables)
-    for number, table in embeddings.local.items():
-        assert isinstance(table, ResidentTable)
-        table.weight.copy_(torch.from_numpy(start.weights[number]))
+    start = DenseTables.start(model)
+    numbers = {table.name: number for number, table in enumerate(model.all_tables())}
+    for part in embeddings.local:
+        assert isinstance(part, ResidentPart)
+        shard = part.shard
+        whole = start.weights[numbers[shard.table]]
+        part.weight.copy_(
+            torch.from_numpy(whole[shard.row_start : shard.row_end, shard.column_start : shard.column_end])
+        )
     buffer = torch.zeros(embeddings.gradient_elements)
     features, calls = [], []
     for step, rate in enumerate(rates):
         before = collectives.calls.total()
-        bags = global_batch(placement.tables, samples[step], seed=step)
-        prepared = embeddings.prepare(slice_of(bags, cuts[step], collectives.rank), updates=True)
-        lookup = embeddings.lookup(prepared, rate)
+        batch = slice_of(model, global_batch(model, samples[step], seed=step), cuts[step], collectives.rank)
+        prepared = embeddings.prepare(embeddings.send(batch), updates=True)
+        lookup = embeddings.lookup(embeddings.pool(prepared, rate))
         (lookup.features.square().sum() / 2).backward()
-        rows = embeddings.send_gradients(lookup, buffer)
+        assert lookup.features.grad is not None
+        travelling = embeddings.send_gradients(lookup, lookup.features.grad, buffer)
+        embeddings.update(lookup, travelling)
         collectives.all_reduce(buffer)
-        embeddings.update(lookup, rows, buffer)
+        embeddings.update_replicated(lookup, buffer)
         features.append(lookup.features.detach().double().numpy())
         calls.append(collectives.calls.total() - before)
-        other = global_batch(placement.tables, 5, seed=1_000 + step)
         cut = [0, *[5] * collectives.world_size]
-        embeddings.lookup(embeddings.prepare(slice_of(other, cut, collectives.rank), updates=False), None)
-    local = {number: table for number, table in embeddings.local.items() if isinstance(table, ResidentTable)}
-    return RankState(
-        features=features,
-        weights={number: table.weight.numpy().copy() for number, table in local.items()},
-        states={number: table.state[:, 0].numpy().copy() for number, table in local.items()},
-        updated={number: table.updated.numpy().copy() for number, table in local.items()},
-        calls=calls,
-    )
+        other = slice_of(model, global_batch(model, 5, seed=1_000 + step), cut, collectives.rank)
+        embeddings.lookup(embeddings.pool(embeddings.prepare(embeddings.send(other), updates=False), None))
+    parts = [
+        (part.shard, part.weight.numpy().copy(), part.state.numpy().copy(), part.updated.numpy().copy())
+        for part in embeddings.local
+        if isinstance(part, ResidentPart)
+    ]
+    return RankState(features, parts, len(embeddings.replicas), calls, dict(collectives.bytes_sent))

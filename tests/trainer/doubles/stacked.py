@@ -65,11 +65,10 @@ def train_run(
     """Train some steps with evaluations between them, on every rank."""
     learner, losses, evaluations = make_learner(collectives, job, shape, folder), [], []
     plan = stacked_plan(job, shape)
-    placement = place(job.spec.model.all_tables(), plan, job.spec.world_size)
     reader = open_reader(job.spec, "train", collectives.rank, job.spec.world_size)
     eval_reader = open_reader(job.spec, "eval", collectives.rank, job.spec.world_size)
     batches = (reader.read(number) for number in range(steps))
-    for prepared in prepared_ahead(batches, learner.prepare, plan.lookahead):
+    for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=plan.lookahead, sent_ahead=1):
         number = prepared.batch.number
         forward = learner.forward(prepared, reader.global_count(number), factor=1.0)
         losses.append(forward.loss.item())
@@ -78,7 +77,7 @@ def train_run(
             quality = evaluate(learner, eval_reader, collectives, number)
             assert quality is not None
             evaluations.append((quality.log_loss, quality.auc))
-    digest = live_digest(learner, placement, collectives)
+    digest = live_digest(learner, collectives)
     assert learner.embeddings.owned.missing == 0
     learner.embeddings.close()
     return Run(losses, evaluations, digest)
@@ -86,7 +85,7 @@ def train_run(
 
 def make_learner(collectives: Collectives, job: DLRMJob, shape: Shape | None, folder: Path) -> Learner:
     """A learner at its start."""
-    placement = place(job.spec.model.all_tables(), stacked_plan(job, shape), job.spec.world_size)
+    placement = place(job.spec.model, stacked_plan(job, shape), job.spec.world_size)
     learner = Learner(job.spec, placement, collectives, folder)
     learner.start(job.spec.training.seed)
     return learner

@@ -11,7 +11,6 @@ from dlrm_checkpointer.cut import ShardRows
 from dlrm_planner import plan_job
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.embedding import place
-from dlrm_trainer.embedding.rows import whole
 from dlrm_trainer.learner import Learner
 
 ROWS, DIM = 200_000, 64
@@ -32,15 +31,14 @@ def test_rows_of_every_table_fit_the_planned_bytes(tmp_path: Path, budgets: dict
     model = {"tables": tables, "interaction": "dcn", "topMlp": [1], "denseFeatures": [], "bottomMlp": []}
     job = small_job(tmp_path, model=model, trainer={"tierBudgets": budgets, "cache": {"ways": ways}})
     plan = plan_job(job.spec)
-    learner = Learner(job.spec, place(job.spec.model.all_tables(), plan, 1), Collectives(0, 1, lambda: ""), tmp_path)
+    learner = Learner(job.spec, place(job.spec.model, plan, 1), Collectives(0, 1, lambda: ""), tmp_path)
     learner.start(0)
 
-    for number, table in learner.embeddings.owned.tables():
-        shard = whole(job.spec.model.all_tables()[number])
+    for part in learner.embeddings.owned.parts():
         for first in range(0, ROWS, PIECE):
             ids = np.arange(first, first + PIECE)
             rows, state = np.ones((PIECE, DIM), np.float32), np.ones((PIECE, 1), np.float32)
-            table.restore([ShardRows(shard=shard, row_ids=ids, rows=rows, state=state)])
+            part.restore([ShardRows(shard=part.shard, row_ids=ids, rows=rows, state=state)])
     kept: dict[str, int] = {}
     for group in learner.embeddings.owned.groups:
         assert group.stack is not None

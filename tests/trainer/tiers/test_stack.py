@@ -15,6 +15,7 @@ from dlrm_api.model import TableSpec
 from dlrm_api.plan import Tier, TierLevel, TierShare
 from dlrm_api.tiers import BLOCK_SLACK
 from dlrm_checkpointer.initializer import initial_rows
+from dlrm_trainer.embedding.rows import table_meta
 from dlrm_trainer.embedding.tiers import stack as stack_module
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
@@ -24,7 +25,7 @@ from dlrm_trainer.embedding.tiers.lookahead import Lookahead
 from dlrm_trainer.embedding.tiers.mapped import AnonymousStorage, MappedStorage
 from dlrm_trainer.embedding.tiers.slot_memory import DeviceSlots, HostSlots, SlotMemory
 from dlrm_trainer.embedding.tiers.stack import Stack, StackTable
-from dlrm_trainer.embedding.tiers.tables import StackedTable, rows_of_stack
+from dlrm_trainer.embedding.tiers.tables import StackedPart, rows_of_stack
 
 DIM, SEED, SCALE = 4, 7, 0.25
 Ids = NDArray[np.int64]
@@ -259,17 +260,17 @@ def test_a_snapshot_fills_another_stack_with_the_same_rows(
     tables.stack.fetch(*tables.lookups([np.arange(60), np.arange(60)]), 15)  # of the next batch: not to be saved
 
     specs = [TableSpec(name=f"t{k}", rows=n, dim=DIM) for k, n in enumerate(tables.rows)]
-    views = [StackedTable(spec, tables.stack, k) for k, spec in enumerate(specs)]
-    pieces = list(rows_of_stack(tables.stack, specs))
+    shards = [table_meta(spec, 0, "rowwise-adagrad").whole() for spec in specs]
+    views = [StackedPart(spec, shards[k], tables.stack, k) for k, spec in enumerate(specs)]
+    others = [StackedPart(spec, shards[k], other.stack, k) for k, spec in enumerate(specs)]
+    pieces = list(rows_of_stack(tables.stack, views))
     for k, spec in enumerate(specs):
         mine = [piece for piece in pieces if piece.shard.table == spec.name]
-        StackedTable(spec, other.stack, k).restore(mine)
+        others[k].restore(mine)
 
         saved = np.concatenate([piece.row_ids for piece in mine])
         assert sorted(saved.tolist()) == np.flatnonzero(tables.updates[k]).tolist()
-        for a, b in zip(
-            views[k].read_block(0, spec.rows), StackedTable(spec, other.stack, k).read_block(0, spec.rows), strict=True
-        ):
+        for a, b in zip(views[k].read_block(0, spec.rows), others[k].read_block(0, spec.rows), strict=True):
             assert np.array_equal(a, b)
     other.places_agree()
 

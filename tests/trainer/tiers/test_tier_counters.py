@@ -58,13 +58,13 @@ class SimulatedLru:
 
 
 def trained(learner: Learner, batch: Batch) -> None:
-    learner.learn(learner.forward(learner.prepare(batch), batch.lengths.shape[1], 1.0))
+    learner.learn(learner.forward(learner.prepare(learner.send(batch)), batch.lengths.shape[1], 1.0))
 
 
 def use_of(job: DLRMJob, shape: Shape, learner: Learner) -> RankUse:
     """The report of rank 0 by way of shared memory, as a run makes it."""
     plan = stacked_plan(job, shape)
-    placement = place(job.spec.model.all_tables(), plan, 1)
+    placement = place(job.spec.model, plan, 1)
     counters = RankCounters(placement, 0, SharedCounters(plan, [0]).of(0))
     learner.embeddings.settle()
     counters.copy_from(learner.embeddings.owned)
@@ -137,7 +137,7 @@ def test_bytes_kept_are_those_that_rows_in_use_take_by_the_arithmetic_of_plans(t
 def test_a_forked_rank_s_counters_are_seen_by_its_pod(tmp_path: Path) -> None:
     plan = stacked_plan(small_job(tmp_path, 2), Shape(tiers=("ddr", "ddr", "scm")))
     shared = SharedCounters(plan, range(2))
-    placement = place(small_job(tmp_path, 2).spec.model.all_tables(), plan, 2)
+    placement = place(small_job(tmp_path, 2).spec.model, plan, 2)
 
     def count() -> None:
         RankCounters(placement, 1, shared.of(1)).groups[0].levels[1, tier_counters.READ_ROWS] = 7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +12,22 @@ from torch import Tensor
 from dlrm_checkpointer.cut import ShardRows
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch
-from dlrm_trainer.embedding.exchange import Exchange, pick_segments
-from dlrm_trainer.embedding.owned import Expected, OwnedOptions, OwnedTables, Pooled
+from dlrm_trainer.embedding.exchange import Exchange, OwnedBags, Travelling
+from dlrm_trainer.embedding.owned import Expected, OwnedOptions, OwnedParts, Pooled
 from dlrm_trainer.embedding.placement import Placement
-from dlrm_trainer.embedding.replicated import ReplicatedTables
-from dlrm_trainer.embedding.rows import LocalTable, ResidentTable
+from dlrm_trainer.embedding.replicated import ReplicatedParts
+from dlrm_trainer.embedding.rows import LocalPart, ResidentPart
+from dlrm_trainer.embedding.segments import Bags, pick_bags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """A batch whose ids are on their way to the owners of their rows."""
+
+    batch: Batch
+    bags: Future[OwnedBags]
+    replicated: Bags
+    """Those of data-parallel groups, column-major."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +36,17 @@ class Prepared:
 
     batch: Batch
     expected: Expected
-    replicated_ids: Tensor
-    replicated_lengths: Tensor
+    replicated: Bags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooling:
+    """A batch whose pooled rows are on their way to its samples."""
+
+    prepared: Prepared
+    owned: Pooled
+    travelling: Travelling
+    learning_rate: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +54,7 @@ class Lookup:
     """Pooled rows of one batch, and what the update of those rows needs."""
 
     features: Tensor
-    """(n, D) float32, tables side by side in the model's order; a leaf that wants a gradient when training."""
+    """(n, D) float32, vectors side by side in the model's order; a leaf that wants a gradient when training."""
     prepared: Prepared
     owned: Pooled
     learning_rate: float | None
@@ -42,146 +63,198 @@ class Lookup:
 
 
 class Embeddings:
-    """Table-wise and data-parallel tables behind one lookup. Every rank must make the same calls in the same order.
+    """Tables of any sharding behind one lookup. Every rank must make the same calls in the same order.
 
     Only ``update`` changes rows, their state and the record of rows ever updated; ``prepare`` moves rows between tiers.
+
+    Args:
+        placement: of all tables.
+        collectives: for pooled rows and gradients.
+        options: see there.
+        id_collectives: for ids, in a thread that this object makes; None: ids travel like the rest, at once.
 
     Raises:
         InvalidSpecError: the plan asks for a tier and no folder was given for it.
         DeviceError: a tier's file can't be made.
     """
 
-    def __init__(self, placement: Placement, collectives: Collectives, options: OwnedOptions) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        collectives: Collectives,
+        options: OwnedOptions,
+        id_collectives: Collectives | None = None,
+    ) -> None:
         tables = placement.tables
         self._placement, self._rank = placement, collectives.rank
-        self._exchange = Exchange(placement, collectives)
-        self.owned = OwnedTables(placement, collectives.rank, options)
+        scale = 2.0 ** (options.global_batch_size.bit_length() - 1)  # a loss is the mean over the global batch
+        self._exchange = Exchange(placement, collectives, id_collectives or collectives, options.communication, scale)
+        self._sender = None
+        if id_collectives is not None and id_collectives.world_size > 1:
+            self._sender = ThreadPoolExecutor(1, thread_name_prefix="dlrm-ids")
+        self.owned = OwnedParts(placement, collectives.rank, options)
+        groups = placement.replicated_groups
         self._replicated = [
-            ReplicatedTables(
-                [(tables[number].rows, tables[number].dim) for number in group.numbers],
+            ReplicatedParts(
+                [(part.rows, part.width) for part in group.parts],
                 options.optimizer,
+                features=[part for part, _ in group.columns],
                 dtype=group.dtype,
                 seed=options.seed,
-                names=[tables[number].name for number in group.numbers],
+                names=[tables[part.table].name for part in group.parts],
+                first_columns=[part.column_start for part in group.parts],
             )
-            for group in placement.groups(placement.replicated)
+            for group in groups
         ]
+        self._replicated_columns = [len(group.columns) for group in groups]
         self.gradient_elements = sum(group.gradient_elements for group in self._replicated)
         """float32 elements that this object needs in the buffer of summed gradients."""
-        self._replicated_tables = torch.tensor(placement.replicated, dtype=torch.int64)
-        self._set_columns(placement)
-        rows = [tables[number].rows for number in placement.replicated]
-        flags = torch.split(torch.zeros(sum(rows), dtype=torch.bool), rows)
+        self._mean_of_column, self._feature_of_column = _means(placement)
+        self.replicas = self._views(placement)
+        """Column blocks of data-parallel tables, which every rank holds alike."""
+
+    def _views(self, placement: Placement) -> tuple[ResidentPart, ...]:
         weights = [weight for group in self._replicated for weight in group.batch.weights]
         states = [state for group in self._replicated for state in group.batch.states]
-        self._updated = dict(zip(placement.replicated, flags, strict=True))
-        self.local: dict[int, LocalTable] = dict(self.owned.tables())
-        """Tables that this rank holds, by number in the model's order; settle before they are read."""
-        for number, weight, state in zip(placement.replicated, weights, states, strict=True):
-            self.local[number] = ResidentTable(
-                table=tables[number], weight=weight, state=state, updated=self._updated[number]
+        return tuple(
+            ResidentPart(
+                table=placement.tables[part.table],
+                shard=placement.shard(part),
+                weight=weight,
+                state=state,
+                updated=torch.zeros(part.rows, dtype=torch.bool),
             )
+            for part, weight, state in zip(placement.replicated, weights, states, strict=True)
+        )
 
-    def _set_columns(self, placement: Placement) -> None:
-        dims = [table.dim for table in placement.tables]
-        order = placement.exchange_order
-        self._reorders = order != tuple(range(len(dims)))
-        self._exchange_order, self._model_order = order, tuple(sorted(range(len(order)), key=order.__getitem__))
-        self._model_dims, self._exchange_dims = dims, [dims[number] for number in order]
-        self._sharded_width = sum(dims) - sum(dims[number] for number in placement.replicated)
-        means = torch.tensor([table.pooling == "mean" for table in placement.tables])
-        self._mean_of_column: Tensor | None = None
-        if bool(means.any()):
-            widths = torch.tensor(dims)
-            self._mean_of_column = torch.repeat_interleave(means, widths)
-            self._table_of_column = torch.repeat_interleave(torch.arange(len(dims)), widths)
+    @property
+    def local(self) -> tuple[LocalPart, ...]:
+        """Parts that this rank holds; settle before they are read."""
+        return (*self.owned.parts(), *self.replicas)
 
-    def prepare(self, batch: Batch, *, updates: bool) -> Prepared:
-        """Send the ids of this rank's samples to their owners, which begin to fetch what is not at hand.
+    @property
+    def saved(self) -> Iterator[LocalPart]:
+        """Parts that this rank hands over: its own, and its turn of the data-parallel ones. Each is one rank's."""
+        yield from self.owned.parts()
+        for number, part in enumerate(self.replicas):
+            if self._placement.saver(number) == self._rank:
+                yield part
+
+    def send(self, batch: Batch) -> Sent:
+        """Begin to send the ids of this rank's samples to the owners of their rows."""
+        bags = Bags(lengths=batch.lengths, ids=batch.values, weights=batch.weights)
+        replicated = pick_bags(bags, self._exchange.routes.replicated_features)
+        if self._sender is not None:
+            return Sent(batch=batch, bags=self._sender.submit(self._exchange.send_ids, bags), replicated=replicated)
+        sent: Future[OwnedBags] = Future()
+        sent.set_result(self._exchange.send_ids(bags))
+        return Sent(batch=batch, bags=sent, replicated=replicated)
+
+    def prepare(self, sent: Sent, *, updates: bool) -> Prepared:
+        """Wait for the ids that are looked up here, and begin to fetch what is not at hand.
 
         Args:
-            batch: this rank's slice.
+            sent: from ``send``, in the order of sending.
             updates: whether an update follows; lookups without one must follow at once.
-        """
-        bags = self._exchange.send_ids(batch.lengths, batch.values)
-        ids, lengths = self._replicated_bags(batch)
-        expected = self.owned.expect(bags, updates=updates)
-        return Prepared(batch=batch, expected=expected, replicated_ids=ids, replicated_lengths=lengths)
 
-    def lookup(self, prepared: Prepared, learning_rate: float | None) -> Lookup:
-        """Pool the rows of this rank's samples; ``learning_rate`` is that of the update to follow, None for none.
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        expected = self.owned.expect(sent.bags.result(), updates=updates)
+        return Prepared(batch=sent.batch, expected=expected, replicated=sent.replicated)
+
+    def pool(self, prepared: Prepared, learning_rate: float | None) -> Pooling:
+        """Pool rows and begin to send them; ``learning_rate`` is that of the update to follow, None for none.
 
         Raises:
             DeviceError: rows could not be fetched from their tier.
+            PeerLostError: a rank is gone.
         """
-        pooled, owned = self.owned.lookup(prepared.expected, learning_rate)
-        columns = [self._exchange.send_pooled(pooled, prepared.expected.samples)]
-        for group, ids, lengths in zip(self._replicated, *self._by_group(prepared), strict=True):
-            columns.append(group.lookup(ids, lengths))
-        joined = torch.cat(columns, dim=1) if len(columns) > 1 else columns[0]
-        features = self._reorder(joined, self._exchange_dims, self._model_order)
+        owned = self.owned.lookup(prepared.expected, learning_rate)
+        rows = [each.detach().to("cpu") for each in owned.pooled]
+        travelling = self._exchange.send_pooled(rows, prepared.expected.bags)
+        return Pooling(prepared=prepared, owned=owned, travelling=travelling, learning_rate=learning_rate)
+
+    def lookup(self, pooling: Pooling) -> Lookup:
+        """Wait for the pooled rows of this rank's samples.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        prepared = pooling.prepared
+        replicated = [
+            group.lookup(bags.ids, bags.lengths, bags.weights)
+            for group, bags in zip(self._replicated, self._by_group(prepared), strict=True)
+        ]
+        features = self._exchange.features(pooling.travelling, replicated)
         scale = self._scale(prepared.batch.lengths)
         if scale is not None:
             features = features * scale
         return Lookup(
-            features=features.requires_grad_(learning_rate is not None),
+            features=features.requires_grad_(pooling.learning_rate is not None),
             prepared=prepared,
-            owned=owned,
+            owned=pooling.owned,
             scale=scale,
-            learning_rate=learning_rate,
+            learning_rate=pooling.learning_rate,
         )
 
-    def send_gradients(self, lookup: Lookup, buffer: Tensor) -> Tensor:
-        """Send the features' gradient to the tables' owners, and write that of data-parallel tables into ``buffer``.
+    def send_gradients(self, lookup: Lookup, gradient: Tensor, buffer: Tensor) -> Travelling:
+        """Begin to send the features' gradient to the parts' owners; write that of data-parallel tables to ``buffer``.
 
         Args:
-            lookup: of this step, after the model's backward pass.
+            lookup: of this step.
+            gradient: (n, D) of the loss by the features.
             buffer: (gradient_elements,) float32; the caller sums it over ranks before ``update``.
 
-        Returns:
-            (N, D_r): gradient of the pooled rows that this rank owns.
+        Raises:
+            PeerLostError: a rank is gone.
         """
-        assert lookup.features.grad is not None
-        gradient = lookup.features.grad
         if lookup.scale is not None:
             gradient = gradient * lookup.scale
-        gradient = self._reorder(gradient, self._model_dims, self._exchange_order)
-        sharded, replicated = gradient[:, : self._sharded_width], gradient[:, self._sharded_width :]
-        widths = [group.batch.dim for group in self._replicated]
-        for group, part, ids, lengths, columns in zip(
-            self._replicated,
-            self._buffers(buffer),
-            *self._by_group(lookup.prepared),
-            torch.split(replicated, widths, dim=1) if widths else (),
-            strict=True,
+        travelling = self._exchange.send_gradients(gradient, lookup.prepared.expected.bags)
+        rows = self._exchange.replicated_gradients(gradient)
+        for group, part, columns, bags in zip(
+            self._replicated, self._buffers(buffer), rows, self._by_group(lookup.prepared), strict=True
         ):
-            group.write_gradient(part, columns, ids, lengths)
-        return self._exchange.send_gradients(sharded, lookup.prepared.expected.samples)
+            group.write_gradient(part, columns, bags.ids, bags.lengths, bags.weights)
+        return travelling
 
-    def update(self, lookup: Lookup, gradient: Tensor, buffer: Tensor) -> None:
-        """Update every row that the global batch looked up, once; ``buffer`` is summed over ranks by now."""
+    def update(self, lookup: Lookup, travelling: Travelling) -> None:
+        """Wait for gradients and update every row of this rank's own parts that the global batch looked up, once.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        self.owned.update(lookup.owned, self._exchange.gradients(travelling), lookup.prepared.batch.number)
+
+    def update_replicated(self, lookup: Lookup, buffer: Tensor) -> None:
+        """Update every row of data-parallel tables that the global batch looked up, once.
+
+        Args:
+            lookup: of this step.
+            buffer: (gradient_elements,) summed over ranks.
+        """
         assert lookup.learning_rate is not None
         step = lookup.prepared.batch.number
-        self.owned.update(lookup.owned, gradient, step)
         updated = (
             rows
             for group, part in zip(self._replicated, self._buffers(buffer), strict=True)
             for rows in group.update(part, lookup.learning_rate, step=step)
         )
-        for number, rows in zip(self._placement.replicated, updated, strict=True):
-            self._updated[number][rows] = True
+        for view, rows in zip(self.replicas, updated, strict=True):
+            view.updated[rows] = True
 
     def rows_to_save(self) -> Iterator[ShardRows]:
-        """The rows ever updated that this rank hands over: its own tables', and its turn of the data-parallel ones.
+        """The rows ever updated that this rank hands over: those of ``saved``.
 
         Raises:
             DeviceError: rows could not be read from their tier.
         """
-        self.owned.settle()
+        self.settle()
         yield from self.owned.rows_updated()
-        for number in self._placement.replicated:
+        for number, part in enumerate(self.replicas):
             if self._placement.saver(number) == self._rank:
-                yield from self.local[number].rows_updated()
+                yield from part.rows_updated()
 
     def settle(self) -> None:
         """Wait until no row is on its way, so that ``local`` can be read and restored.
@@ -194,34 +267,34 @@ class Embeddings:
     def close(self) -> None:
         """Give the tiers' memory back."""
         self.owned.close()
+        if self._sender is not None:
+            self._sender.shutdown(wait=False, cancel_futures=True)
 
-    def _by_group(self, prepared: Prepared) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Ids and lengths of each group of data-parallel tables."""
-        counts = [len(group.batch.weights) for group in self._replicated]
-        if not counts:
-            return (), ()
-        lengths = torch.split(prepared.replicated_lengths, counts)
-        return torch.split(prepared.replicated_ids, [int(each.sum()) for each in lengths]), lengths
+    def _by_group(self, prepared: Prepared) -> Sequence[Bags]:
+        """Bags of each group of data-parallel tables."""
+        if not self._replicated:
+            return ()
+        bags = prepared.replicated
+        lengths = torch.split(bags.lengths, self._replicated_columns)
+        sizes = [int(each.sum()) for each in lengths]
+        weights = (None,) * len(sizes) if bags.weights is None else torch.split(bags.weights, sizes)
+        ids = torch.split(bags.ids, sizes)
+        return [Bags(lengths=a, ids=b, weights=c) for a, b, c in zip(lengths, ids, weights, strict=True)]
 
     def _buffers(self, buffer: Tensor) -> Sequence[Tensor]:
         sizes = [group.gradient_elements for group in self._replicated]
         return torch.split(buffer, sizes) if sizes else ()
 
-    def _reorder(self, columns: Tensor, dims: Sequence[int], order: Sequence[int]) -> Tensor:
-        """Put the tables' columns of (n, D) in another order; ``dims`` are their widths as they stand."""
-        if not self._reorders:
-            return columns
-        parts = torch.split(columns, list(dims), dim=1)
-        return torch.cat([parts[place] for place in order], dim=1)
-
-    def _replicated_bags(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        sizes = batch.lengths.sum(dim=1, dtype=torch.int64)
-        starts = sizes.cumsum(0) - sizes
-        mine = self._replicated_tables
-        return pick_segments(batch.values, starts[mine], sizes[mine]), batch.lengths[mine]
-
     def _scale(self, lengths: Tensor) -> Tensor | None:
         if self._mean_of_column is None:
             return None
-        shares = 1.0 / lengths.clamp(min=1).t().to(torch.float32)  # (n, T)
-        return shares.index_select(1, self._table_of_column).where(self._mean_of_column, 1.0)
+        shares = 1.0 / lengths.clamp(min=1).t().to(torch.float32)  # (n, F)
+        return shares.index_select(1, self._feature_of_column).where(self._mean_of_column, 1.0)
+
+
+def _means(placement: Placement) -> tuple[Tensor | None, Tensor]:
+    """(D,) which columns are means, None if none is; and the feature of each."""
+    dims = torch.tensor([placement.tables[feature.table].dim for feature in placement.features])
+    means = torch.tensor([placement.tables[feature.table].pooling == "mean" for feature in placement.features])
+    feature_of_column = torch.repeat_interleave(torch.arange(len(dims)), dims)
+    return (means[feature_of_column] if bool(means.any()) else None), feature_of_column

@@ -1,128 +1,324 @@
-"""How ids reach the owners of their rows, and pooled rows and gradients travel: four all-to-alls, however many tables.
+"""How ids reach the owners of their rows, and pooled rows and gradients travel: a collective each, however many tables.
 
-Shapes: n samples of this rank, n_s of rank s, N of all; T tables, T_r of them this rank's; D_r the width of its tables.
+Shapes: n samples of this rank, n_s of rank s, N of all; F features; C columns of this rank, C_g of its group g, w_g the
+width of their rows; V_w vectors of width w; D the columns of all vectors side by side, in the model's order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dlrm_trainer.collectives import Collectives
+from dlrm_api.training import Codec, CommunicationSpec
+from dlrm_trainer.codecs import message_bytes, read_message, write_message
+from dlrm_trainer.collectives import Arriving, Collectives
 from dlrm_trainer.embedding.placement import Placement
+from dlrm_trainer.embedding.routes import GroupRoute, routes
+from dlrm_trainer.embedding.segments import Bags, pick_bags, pick_segments, split_bags
+from dlrm_trainer.embedding.vectors import Landed, join_vectors, pick_vectors, split_vectors
 
-
-def pick_segments(values: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
-    """Join ``values[start : start + length]`` of every segment, in the order given; (S,) int64 each."""
-    stops = lengths.cumsum(0)
-    shifts = torch.repeat_interleave(starts - (stops - lengths), lengths)
-    return values[shifts + torch.arange(len(shifts))]
+NOWHERE = torch.empty(0, dtype=torch.int64)
+NARROW_ROWS = 2**31
+"""Tables of fewer rows send ids of four bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnedBags:
-    """The bags of the global batch that look into this rank's tables."""
+    """The bags of the global batch that look into this rank's parts."""
 
     ids: Tensor
-    """(sum of lengths,) int64, table-major; within a table in the order of the global batch, at any world size."""
+    """(L,) int64 rows of the parts, column-major; within a column in the order of the global batch, at any W."""
     lengths: Tensor
-    """(T_r, N) int32."""
+    """(C, N) int32."""
+    weights: Tensor | None
+    """(L,) float32."""
     samples: tuple[int, ...]
     """n_s of each rank."""
+    filled: tuple[tuple[Tensor, ...], ...]
+    """Of each rank s and group: (k,) int64 places, in its samples' (n_s * C_g) vectors, of split columns' vectors of
+    bags that have ids in the part: no others travel."""
+    landing: tuple[tuple[Tensor, ...], ...]
+    """Of each rank and group of that: (k,) int64 places in this rank's (n * V_w) vectors where those it pools land."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Travelling:
+    """Vectors on their way to this rank. Pieces are those of whole columns and of split ones, group by group."""
+
+    own: list[Tensor]
+    """Pieces that stay here."""
+    rank: int
+    """This one."""
+    codec: Codec
+    expected: Sequence[Sequence[tuple[int, int]]]
+    """Rows and width of each piece, of each rank."""
+    arriving: Arriving | None
+    sizes: tuple[int, ...]
+    """Bytes from each rank."""
+    bags: OwnedBags
+
+    def wait(self) -> list[list[Tensor]]:
+        """The pieces from each rank.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        if self.arriving is None:
+            return [self.own]
+        return [
+            self.own if rank == self.rank else read_message(self.codec, part, shapes)
+            for rank, (part, shapes) in enumerate(
+                zip(torch.split(self.arriving.wait(), list(self.sizes)), self.expected, strict=True)
+            )
+        ]
 
 
 class Exchange:
-    """One rank's part in the exchanges."""
+    """One rank's part in the exchanges.
 
-    def __init__(self, placement: Placement, collectives: Collectives) -> None:
-        self._collectives = collectives
-        self._table_counts = [len(numbers) for numbers in placement.owned]
-        self._widths = [sum(placement.tables[number].dim for number in numbers) for numbers in placement.owned]
-        self._mine = collectives.rank
-        sharded = [number for numbers in placement.owned for number in numbers]
-        self._tables = torch.tensor(sharded, dtype=torch.int64)
-        self._owners = torch.tensor([placement.owners[number] for number in sharded], dtype=torch.int64)
+    Args:
+        placement: of all tables.
+        collectives: for vectors and their gradients.
+        id_collectives: for ids; may be used by another thread.
+        formats: of what travels.
+        gradient_scale: power of two that brings usual gradients near 1.
+    """
 
-    def send_ids(self, lengths: Tensor, values: Tensor) -> OwnedBags:
-        """Send every bag to its table's owner.
+    def __init__(
+        self,
+        placement: Placement,
+        collectives: Collectives,
+        id_collectives: Collectives,
+        formats: CommunicationSpec,
+        gradient_scale: float,
+    ) -> None:
+        self._collectives, self._ids, self._formats = collectives, id_collectives, formats
+        self._gradient_scale = gradient_scale
+        self._rank, self._world_size = collectives.rank, collectives.world_size
+        self.routes = routes(placement, self._rank)
+        most_rows = max((table.rows for table in placement.tables), default=0)
+        self._id_type = torch.int32 if most_rows < NARROW_ROWS else torch.int64
+        longest = max((table.max_lookups for table in placement.tables), default=0)
+        self._length_type = torch.uint8 if longest < 2**8 else torch.int16 if longest < 2**15 else torch.int32
+        self._as_is = torch.equal(self.routes.units, torch.arange(self.routes.features)) and self._world_size == 1
 
-        Args:
-            lengths: (T, n) int32 ids in each bag.
-            values: (sum of lengths,) int64, table-major.
+    def send_ids(self, bags: Bags) -> OwnedBags:
+        """Send every bag, or what of it lies in a range of rows, to the owners of those rows.
+
+        Raises:
+            PeerLostError: a rank is gone.
         """
-        sizes = lengths.sum(dim=1, dtype=torch.int64)
-        starts = sizes.cumsum(0) - sizes
-        sent_sizes = sizes[self._tables]
-        world_size = self._collectives.world_size
-        header = torch.zeros(1 + world_size, dtype=torch.int64)
-        header[0] = lengths.shape[1]
-        header[1:].index_add_(0, self._owners, sent_sizes)
-        headers = self._collectives.all_gather(header).tolist()
-        samples = [row[0] for row in headers]
-        received_lengths = self._collectives.all_to_all(
-            lengths[self._tables].flatten(),
-            [count * lengths.shape[1] for count in self._table_counts],
-            [self._table_counts[self._mine] * count for count in samples],
+        table = self.routes
+        bags = split_bags(bags, table.splits)
+        sent = bags if self._as_is else pick_bags(bags, table.units)
+        received, samples = self._send(sent)
+        if not torch.equal(table.own_columns, torch.arange(len(received.lengths))):
+            received = pick_bags(received, table.own_columns)
+        return OwnedBags(
+            ids=received.ids,
+            lengths=received.lengths,
+            weights=received.weights,
+            samples=samples,
+            filled=self._filled(received.lengths, samples),
+            landing=tuple(tuple(self._landing(bags.lengths, each) for each in groups) for groups in table.groups),
         )
-        received = self._collectives.all_to_all(
-            pick_segments(values, starts[self._tables], sent_sizes),
-            headers[self._mine][1:],
-            [row[1 + self._mine] for row in headers],
-        )
-        return _by_table(received_lengths, received, self._table_counts[self._mine], samples)
 
-    def send_pooled(self, pooled: Tensor, samples: Sequence[int]) -> Tensor:
-        """Send pooled rows back to where their samples are.
+    def _send(self, bags: Bags) -> tuple[Bags, tuple[int, ...]]:
+        """Bags of each unit to its rank: what comes is unit-major over the global batch."""
+        if self._world_size == 1:
+            return bags, (bags.lengths.shape[1],)
+        counts, own = self.routes.unit_counts, self.routes.unit_counts[self._rank]
+        samples_here = bags.lengths.shape[1]
+        header = torch.zeros(1 + self._world_size, dtype=torch.int64)
+        header[0] = samples_here
+        header[1:].index_add_(0, self.routes.unit_owners, bags.sizes)
+        headers = self._ids.all_gather(header).tolist()
+        samples = tuple(row[0] for row in headers)
+        lengths = self._ids.all_to_all(
+            "lengths",
+            bags.lengths.flatten().to(self._length_type),
+            [count * samples_here for count in counts],
+            [own * count for count in samples],
+        ).to(torch.int32)
+        sent, received = headers[self._rank][1:], [row[1 + self._rank] for row in headers]
+        ids = self._ids.all_to_all("ids", bags.ids.to(self._id_type), sent, received).to(torch.int64)
+        weights = None
+        if bags.weights is not None:
+            weights = self._ids.all_to_all("weights", bags.weights, sent, received)
+        return _by_unit(lengths, ids, weights, own, samples), samples
+
+    def _filled(self, lengths: Tensor, samples: Sequence[int]) -> tuple[tuple[Tensor, ...], ...]:
+        groups = self.routes.groups[self._rank]
+        if not any(len(group.split_slots) for group in groups):
+            return ((NOWHERE,) * len(groups),) * self._world_size
+        of_ranks = []
+        for part in torch.split(lengths, list(samples), dim=1):
+            places, first = [], 0
+            for group in groups:
+                whole, last = len(group.whole_slots), first + group.columns
+                sample, column = (part[first + whole : last] > 0).t().nonzero(as_tuple=True)
+                places.append(sample * group.columns + whole + column)
+                first = last
+            of_ranks.append(tuple(places))
+        return tuple(of_ranks)
+
+    def _landing(self, lengths: Tensor, group: GroupRoute) -> Tensor:
+        """Where those of a group's split columns that have ids among this rank's samples land."""
+        if not len(group.split_slots):
+            return NOWHERE
+        sample, column = (lengths[group.split_units] > 0).t().nonzero(as_tuple=True)
+        return sample * self.routes.vector_counts[self.routes.widths.index(group.width)] + group.split_slots[column]
+
+    def send_pooled(self, pooled: Sequence[Tensor], bags: OwnedBags) -> Travelling:
+        """Begin to send pooled rows back to where their samples are.
 
         Args:
-            pooled: (N, D_r) of this rank's tables.
-            samples: n_s of each rank.
+            pooled: (N, C_g * w_g) of each of this rank's groups.
+            bags: that were pooled.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        table, here = self.routes, bags.samples[self._rank]
+        sent: list[list[Tensor]] = [[] for _ in bags.samples]
+        for place, (group, rows) in enumerate(zip(table.groups[self._rank], pooled, strict=True)):
+            of_ranks = torch.split(rows.view(len(rows), group.columns, group.width), list(bags.samples))
+            for vectors, filled, pieces in zip(of_ranks, bags.filled, sent, strict=True):
+                flat = vectors.reshape(-1, group.width)
+                pieces += [vectors[:, : len(group.whole_slots)], flat.index_select(0, filled[place])]
+        expected = [_shapes(groups, here, landing) for groups, landing in zip(table.groups, bags.landing, strict=True)]
+        return self._start("pooled", self._formats.forward, sent, expected, 1.0, bags)
+
+    def features(self, travelling: Travelling, replicated: Sequence[Tensor]) -> Tensor:
+        """Wait for pooled rows and put every vector into its place.
+
+        Args:
+            travelling: from ``send_pooled``.
+            replicated: (n, C_g * w_g) of each data-parallel group.
 
         Returns:
-            (n, D) of all sharded tables, owner by owner.
-        """
-        if self._collectives.world_size == 1:
-            return pooled
-        own = samples[self._mine]
-        flat = self._collectives.all_to_all(
-            pooled.flatten(),
-            [count * self._widths[self._mine] for count in samples],
-            [own * width for width in self._widths],
-        )
-        parts = torch.split(flat, [own * width for width in self._widths])
-        return torch.cat([part.view(own, width) for part, width in zip(parts, self._widths, strict=True)], dim=1)
+            (n, D).
 
-    def send_gradients(self, gradient: Tensor, samples: Sequence[int]) -> Tensor:
-        """Send the gradients of pooled rows to the tables' owners: the way of ``send_pooled`` in reverse.
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        table, bags = self.routes, travelling.bags
+        here, came = bags.samples[self._rank], travelling.wait()
+        found: list[Landed] = []
+        for groups, pieces, landings in zip(table.groups, came, bags.landing, strict=True):
+            for place, (group, landing) in enumerate(zip(groups, landings, strict=True)):
+                whole, parts = pieces[2 * place : 2 * place + 2]
+                found.append(Landed(group, whole.reshape(here, len(group.whole_slots), group.width), landing, parts))
+        for group, rows in zip(table.replicated, replicated, strict=True):
+            found.append(Landed(group, rows.view(here, group.columns, group.width)))
+        return join_vectors(found, table, here)
+
+    def send_gradients(self, gradient: Tensor, bags: OwnedBags) -> Travelling:
+        """Begin to send the gradients of vectors to those that pooled them: the way of ``send_pooled`` in reverse.
 
         Args:
-            gradient: (n, D) of all sharded tables, owner by owner.
-            samples: n_s of each rank.
+            gradient: (n, D).
+            bags: that were pooled.
 
-        Returns:
-            (N, D_r) of this rank's tables.
+        Raises:
+            PeerLostError: a rank is gone.
         """
-        if self._collectives.world_size == 1:
-            return gradient.contiguous()
-        own, width = samples[self._mine], self._widths[self._mine]
-        flat = self._collectives.all_to_all(
-            torch.cat([part.flatten() for part in torch.split(gradient, self._widths, dim=1)]),
-            [own * each for each in self._widths],
-            [count * width for count in samples],
+        table = self.routes
+        by_width = split_vectors(gradient, table)
+        sent: list[list[Tensor]] = []
+        for groups, landings in zip(table.groups, bags.landing, strict=True):
+            pieces = []
+            for group, landing in zip(groups, landings, strict=True):
+                vectors = by_width[group.width]
+                flat = vectors.reshape(-1, group.width)
+                pieces += [pick_vectors(vectors, group.whole_slots), flat.index_select(0, landing)]
+            sent.append(pieces)
+        groups = table.groups[self._rank]
+        expected = [_shapes(groups, count, filled) for count, filled in zip(bags.samples, bags.filled, strict=True)]
+        return self._start("gradients", self._formats.backward, sent, expected, self._gradient_scale, bags)
+
+    def gradients(self, travelling: Travelling) -> list[Tensor]:
+        """Wait for gradients: (N, C_g * w_g) of each of this rank's groups; zero where a bag has no ids in the part.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        bags, came, found = travelling.bags, travelling.wait(), []
+        for place, group in enumerate(self.routes.groups[self._rank]):
+            wide = len(group.whole_slots) * group.width
+            wholes = [pieces[2 * place].reshape(count, wide) for pieces, count in zip(came, bags.samples, strict=True)]
+            if not len(group.split_slots):
+                found.append(wholes[0] if len(wholes) == 1 else torch.cat(wholes))
+                continue
+            rows = torch.zeros(sum(bags.samples), group.columns * group.width)
+            for part, whole, filled, pieces in zip(
+                torch.split(rows, list(bags.samples)), wholes, bags.filled, came, strict=True
+            ):
+                part[:, :wide] = whole
+                part.view(-1, group.width)[filled[place]] = pieces[2 * place + 1]
+            found.append(rows)
+        return found
+
+    def replicated_gradients(self, gradient: Tensor) -> list[Tensor]:
+        """(n, C_g * w_g) of each data-parallel group, from (n, D)."""
+        if not self.routes.replicated:
+            return []
+        by_width = split_vectors(gradient, self.routes)
+        return [pick_vectors(by_width[group.width], group.whole_slots).flatten(1) for group in self.routes.replicated]
+
+    def _start(
+        self,
+        what: Literal["pooled", "gradients"],
+        codec: Codec,
+        sent: Sequence[list[Tensor]],
+        expected: Sequence[list[tuple[int, int]]],
+        scale: float,
+        bags: OwnedBags,
+    ) -> Travelling:
+        """Send pieces to the other ranks; those for this one stay as they are, in full precision."""
+        if self._world_size == 1:
+            return Travelling(own=sent[0], rank=0, codec=codec, expected=expected, arriving=None, sizes=(0,), bags=bags)
+        shapes = [[(piece.numel() // max(piece.shape[-1], 1), piece.shape[-1]) for piece in pieces] for pieces in sent]
+        going = [0 if rank == self._rank else message_bytes(codec, each) for rank, each in enumerate(shapes)]
+        coming = [0 if rank == self._rank else message_bytes(codec, each) for rank, each in enumerate(expected)]
+        message = torch.empty(sum(going), dtype=torch.uint8)
+        for rank, out in enumerate(torch.split(message, going)):
+            if rank != self._rank:
+                write_message(codec, sent[rank], out, scale)
+        return Travelling(
+            own=sent[self._rank],
+            rank=self._rank,
+            codec=codec,
+            expected=expected,
+            arriving=self._collectives.start_all_to_all(what, message, going, coming),
+            sizes=tuple(coming),
+            bags=bags,
         )
-        return flat.view(sum(samples), width)
 
 
-def _by_table(lengths: Tensor, values: Tensor, tables: int, samples: Sequence[int]) -> OwnedBags:
-    """Turn what came source by source, table-major within each, into table-major over the global batch."""
-    blocks = [
-        block.view(tables, count)
-        for block, count in zip(torch.split(lengths, [tables * count for count in samples]), samples, strict=True)
+def _shapes(groups: Sequence[GroupRoute], samples: int, split_places: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Rows and width of each piece that carries some samples' vectors of some groups."""
+    return [
+        shape
+        for group, places in zip(groups, split_places, strict=True)
+        for shape in ((samples * len(group.whole_slots), group.width), (len(places), group.width))
     ]
-    sizes = torch.stack([block.sum(dim=1, dtype=torch.int64) for block in blocks])  # (W, T_r), the order they came in
-    starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes)
-    ids = pick_segments(values, starts.t().flatten(), sizes.t().flatten()) if len(blocks) > 1 else values
-    return OwnedBags(ids=ids, lengths=torch.cat(blocks, dim=1), samples=tuple(samples))
+
+
+def _by_unit(lengths: Tensor, ids: Tensor, weights: Tensor | None, units: int, samples: Sequence[int]) -> Bags:
+    """Turn what came rank by rank, unit-major within each, into unit-major over the global batch."""
+    blocks = [
+        block.view(units, count)
+        for block, count in zip(torch.split(lengths, [units * count for count in samples]), samples, strict=True)
+    ]
+    sizes = torch.stack([block.sum(dim=1, dtype=torch.int64) for block in blocks])  # (W, U), the order they came in
+    starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes).t().flatten()
+    return Bags(
+        lengths=torch.cat(blocks, dim=1),
+        ids=pick_segments(ids, starts, sizes.t().flatten()),
+        weights=None if weights is None else pick_segments(weights, starts, sizes.t().flatten()),
+    )

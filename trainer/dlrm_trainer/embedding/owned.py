@@ -1,4 +1,4 @@
-"""The tables that one rank alone holds: resident ones, and ones whose rows are fetched ahead into slots."""
+"""The parts that one rank alone holds: resident ones, and ones whose rows are fetched ahead into slots."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.model import TableSpec
-from dlrm_api.training import RowOptimizerSpec
+from dlrm_api.training import CommunicationSpec, RowOptimizerSpec
 from dlrm_checkpointer.cut import ShardRows
 from dlrm_trainer.embedding.exchange import OwnedBags
 from dlrm_trainer.embedding.kernels import HOST, TableBatch
-from dlrm_trainer.embedding.placement import Placement, TableGroup
-from dlrm_trainer.embedding.rows import LocalTable, ResidentTable
+from dlrm_trainer.embedding.placement import PartGroup, Placement
+from dlrm_trainer.embedding.rows import LocalPart, ResidentPart
 
 if TYPE_CHECKING:
     from dlrm_trainer.embedding.tiers.lookahead import Lookahead
@@ -29,40 +28,45 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnedOptions:
-    """What a rank's tables need to know beside the model and the plan."""
+    """What a rank's parts need to know beside the model and the plan."""
 
     optimizer: RowOptimizerSpec
     seed: int
     global_batch_size: int
     tier_dir: Path | None
     """Folder of the tiers' mounts; None where the plan needs none."""
+    communication: CommunicationSpec = field(default_factory=CommunicationSpec)
+    """Number formats on the wire."""
 
 
 @dataclass
 class Group:
-    """Tables behind one kernel, over slots of a stack or resident."""
+    """Parts behind one kernel, over slots of a stack or resident."""
 
-    plan: TableGroup
+    plan: PartGroup
     batch: TableBatch
-    tables: Sequence[LocalTable]
+    parts: Sequence[LocalPart]
+    first_rows: Tensor
+    """(C_g,) int64 first row, in its table, of each column's part."""
+    shifts: Tensor
+    """(C_g,) int64 of resident parts: where each column's rows begin in ``updated``."""
+    updated: Tensor
+    """(sum of rows,) bool, of resident parts."""
     device: torch.device = HOST
     stack: Stack | None = None
-    updated: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
-    """(sum of rows,) bool, of resident tables."""
-    row_starts: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """(tables,) in ``updated``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
     """A batch's lookups whose rows are on their way to their slots."""
 
-    samples: tuple[int, ...]
-    """Of each rank."""
+    bags: OwnedBags
     ids: tuple[Tensor, ...]
-    """(L,) int64 of each group, table-major."""
+    """(L,) int64 of each group, column-major."""
     lengths: tuple[Tensor, ...]
-    """(tables, N) int32 of each group."""
+    """(C_g, N) int32 of each group."""
+    weights: tuple[Tensor | None, ...]
+    """(L,) float32 of each group."""
     fetched: Future[list[Fetched]] | None
     updates: bool
 
@@ -72,12 +76,12 @@ class Pooled:
     """Pooled rows of one batch, and what their update needs."""
 
     pooled: tuple[Tensor, ...]
-    """(N, width) of each group."""
+    """(N, C_g * w_g) of each group."""
     expected: Expected
 
 
-class OwnedTables:
-    """Looks up and updates the tables of one rank, group by group.
+class OwnedParts:
+    """Looks up and updates the parts of one rank, group by group.
 
     Args:
         placement: of all tables.
@@ -90,7 +94,7 @@ class OwnedTables:
     """
 
     def __init__(self, placement: Placement, rank: int, options: OwnedOptions) -> None:
-        self._options = options
+        self._options, self._placement = options, placement
         self._tables = placement.tables
         self._in_flight = placement.lookahead + 2  # those ahead, the one computed, and an evaluation's
         self._batches = 0
@@ -99,54 +103,79 @@ class OwnedTables:
         self.missing = 0
         """Lookups whose row was in no slot when their batch began: none, ever."""
         with ExitStack() as resources:
-            self.groups = [self._make_group(group, resources) for group in placement.groups(placement.owned[rank])]
+            self.groups = [self._make_group(group, resources) for group in placement.groups[rank]]
             self._resources = resources.pop_all()
-        self._counts = [len(group.plan.numbers) for group in self.groups]
+        self._counts = [len(group.plan.columns) for group in self.groups]
         self._ahead: Lookahead | None = None
         stacks = [group.stack for group in self.groups if group.stack]
         if stacks:
             self._ahead = _lookahead(stacks, options.tier_dir)
             self._resources.callback(self._ahead.close)
 
-    def _make_group(self, plan: TableGroup, resources: ExitStack) -> Group:
-        tables = [self._tables[number] for number in plan.numbers]
-        rows = [table.rows for table in tables]
+    def _make_group(self, plan: PartGroup, resources: ExitStack) -> Group:
         if plan.has_levels:
-            return self._make_stacked(plan, tables, resources)
-        batch = self._make_batch(plan, tables, rows, HOST)
+            return self._make_stacked(plan, resources)
+        rows = [part.rows for part in plan.parts]
+        batch = self._make_batch(plan, rows, HOST)
         updated = torch.zeros(sum(rows), dtype=torch.bool)
         starts = torch.tensor([0, *rows], dtype=torch.int64).cumsum(0)[:-1]
-        views = [
-            ResidentTable(table=table, weight=weight, state=state, updated=flags)
-            for table, weight, state, flags in zip(
-                tables, batch.weights, batch.states, torch.split(updated, rows), strict=True
+        parts = [
+            ResidentPart(
+                table=self._tables[part.table],
+                shard=self._placement.shard(part),
+                weight=weight,
+                state=state,
+                updated=flags,
+            )
+            for part, weight, state, flags in zip(
+                plan.parts, batch.weights, batch.states, torch.split(updated, rows), strict=True
             )
         ]
-        return Group(plan=plan, batch=batch, tables=views, updated=updated, row_starts=starts)
+        return self._group(plan, batch, parts, starts, updated)
 
-    def _make_stacked(self, plan: TableGroup, tables: Sequence[TableSpec], resources: ExitStack) -> Group:
+    def _make_stacked(self, plan: PartGroup, resources: ExitStack) -> Group:
         from dlrm_trainer.embedding.tiers import tables as stacked  # compiled loops: loaded where a plan needs them
 
-        options = self._options
-        most = [table.max_lookups * options.global_batch_size * self._in_flight for table in tables]
+        options, features = self._options, self._placement.features_of
+        most = [
+            self._tables[part.table].max_lookups
+            * len(features[part.table])
+            * options.global_batch_size
+            * self._in_flight
+            for part in plan.parts
+        ]
         members = stacked.stack_tables(plan, self._tables, most)
         device = _device_of(plan)
-        batch = self._make_batch(plan, tables, [member.slots + member.extra for member in members], device)
-        stack = stacked.make_stack(plan, members, batch, options.seed, tables[0].dim, options.tier_dir)
+        batch = self._make_batch(plan, [member.slots + member.extra for member in members], device)
+        stack = stacked.make_stack(plan, members, batch, options.seed, options.tier_dir)
         resources.callback(stack.close)
-        views = [stacked.StackedTable(table, stack, number) for number, table in enumerate(tables)]
-        return Group(plan=plan, batch=batch, tables=views, device=device, stack=stack)
+        parts = [
+            stacked.StackedPart(self._tables[part.table], self._placement.shard(part), stack, number)
+            for number, part in enumerate(plan.parts)
+        ]
+        group = self._group(plan, batch, parts, torch.zeros(len(parts), dtype=torch.int64), torch.empty(0))
+        group.device, group.stack = device, stack
+        return group
 
-    def _make_batch(
-        self, plan: TableGroup, tables: Sequence[TableSpec], rows: Sequence[int], device: torch.device
-    ) -> TableBatch:
+    def _group(
+        self, plan: PartGroup, batch: TableBatch, parts: Sequence[LocalPart], starts: Tensor, updated: Tensor
+    ) -> Group:
+        part_of = torch.tensor([part for part, _ in plan.columns], dtype=torch.int64)
+        firsts = torch.tensor([part.row_start for part in plan.parts], dtype=torch.int64)
+        return Group(
+            plan=plan, batch=batch, parts=parts, first_rows=firsts[part_of], shifts=starts[part_of], updated=updated
+        )
+
+    def _make_batch(self, plan: PartGroup, rows: Sequence[int], device: torch.device) -> TableBatch:
         return TableBatch(
-            [(count, table.dim) for count, table in zip(rows, tables, strict=True)],
+            [(count, plan.width) for count in rows],
             self._options.optimizer,
             dtype=plan.dtype,
             device=device,
             seed=self._options.seed,
-            names=[table.name for table in tables],
+            names=[self._tables[part.table].name for part in plan.parts],
+            features=[part for part, _ in plan.columns],
+            first_columns=[part.column_start for part in plan.parts],
         )
 
     def expect(self, bags: OwnedBags, *, updates: bool) -> Expected:
@@ -157,37 +186,36 @@ class OwnedTables:
             updates: whether an update follows. Where none does, its lookup must be the next.
         """
         fetched = None
-        all_ids, all_lengths = self._by_group(bags)
+        ids, lengths, weights = self._by_group(bags)
         if self._ahead is not None:
             lookups = [
-                (ids.numpy(), lengths.sum(dim=1, dtype=torch.int64).cumsum(0).numpy())
-                for group, ids, lengths in zip(self.groups, all_ids, all_lengths, strict=True)
+                (each.numpy(), _part_ends(group.plan, bag_lengths).numpy())
+                for group, each, bag_lengths in zip(self.groups, ids, lengths, strict=True)
                 if group.stack is not None
             ]
             self._batches += 1
             fetched = self._ahead.fetch(lookups, self._batches) if updates else self._ahead.borrow(lookups)
-        return Expected(samples=bags.samples, ids=all_ids, lengths=all_lengths, fetched=fetched, updates=updates)
+        return Expected(bags=bags, ids=ids, lengths=lengths, weights=weights, fetched=fetched, updates=updates)
 
-    def lookup(self, expected: Expected, learning_rate: float | None) -> tuple[Tensor, Pooled]:
-        """Pool the rows of every bag: (N, D_r), group by group, and what the update needs.
+    def lookup(self, expected: Expected, learning_rate: float | None) -> Pooled:
+        """Pool the rows of every bag, and keep what the update needs.
 
         Raises:
             DeviceError: rows could not be fetched.
         """
         slots = iter(self._wait(expected))
-        ids = tuple(
-            rows if group.stack is None else torch.from_numpy(next(slots).slots)
-            for group, rows in zip(self.groups, expected.ids, strict=True)
-        )
-        pooled = tuple(
-            group.batch.lookup(each.to(group.device), lengths.to(group.device), learning_rate)
-            for group, each, lengths in zip(self.groups, ids, expected.lengths, strict=True)
-        )
+        pooled = []
+        for group, ids, lengths, weights in zip(
+            self.groups, expected.ids, expected.lengths, expected.weights, strict=True
+        ):
+            rows = ids if group.stack is None else torch.from_numpy(next(slots).slots)
+            on_device = None if weights is None else weights.to(group.device)
+            pooled.append(
+                group.batch.lookup(rows.to(group.device), lengths.to(group.device), learning_rate, weights=on_device)
+            )
         if not expected.updates and self._ahead is not None and expected.fetched is not None:
             self._ahead.give_back(expected.fetched.result())
-        parts = [each.detach().to(HOST) for each in pooled]
-        joined = parts[0] if len(parts) == 1 else torch.cat([torch.zeros(sum(expected.samples), 0), *parts], dim=1)
-        return joined, Pooled(pooled=pooled, expected=expected)
+        return Pooled(pooled=tuple(pooled), expected=expected)
 
     def _wait(self, expected: Expected) -> list[Fetched]:
         if expected.fetched is None:
@@ -200,42 +228,42 @@ class OwnedTables:
         assert missing == 0, f"{missing} lookups of a batch that begins have no row in a slot"
         return fetched
 
-    def update(self, looked_up: Pooled, gradient: Tensor, step: int) -> None:
+    def update(self, looked_up: Pooled, gradients: Sequence[Tensor], step: int) -> None:
         """Update every row that ``lookup`` pooled, once.
 
         Args:
             looked_up: from a lookup with a learning rate.
-            gradient: (N, D_r) of the loss by what ``lookup`` returned.
+            gradients: (N, C_g * w_g) of each group, of the loss by what ``lookup`` pooled.
             step: number of the step.
         """
         expected = looked_up.expected
-        parts = torch.split(gradient, [group.batch.dim for group in self.groups], dim=1) if self.groups else ()
-        for group, pooled, part, ids, sizes in zip(
-            self.groups, looked_up.pooled, parts, expected.ids, expected.lengths, strict=True
+        for group, pooled, gradient, ids, lengths in zip(
+            self.groups, looked_up.pooled, gradients, expected.ids, expected.lengths, strict=True
         ):
-            global_rows = None if group.stack is None else ids.to(group.device)
-            group.batch.update(pooled, part.contiguous().to(group.device), step=step, rows=global_rows)
+            sizes = lengths.sum(dim=1, dtype=torch.int64)
+            moved = group.stack is not None or bool(group.first_rows.any())
+            rows = (ids + torch.repeat_interleave(group.first_rows, sizes)).to(group.device) if moved else None
+            group.batch.update(pooled, gradient.to(group.device), step=step, rows=rows)
             if group.stack is None:
-                counts = sizes.sum(dim=1, dtype=torch.int64)
-                group.updated[ids + torch.repeat_interleave(group.row_starts, counts)] = True
+                group.updated[ids + torch.repeat_interleave(group.shifts, sizes)] = True
         if self._ahead is not None and expected.fetched is not None:
             self._ahead.release(expected.fetched.result())
 
-    def tables(self) -> Iterator[tuple[int, LocalTable]]:
-        """Every table that this rank alone holds, by its number in the model's order."""
+    def parts(self) -> Iterator[LocalPart]:
+        """Every part that this rank alone holds."""
         for group in self.groups:
-            yield from zip(group.plan.numbers, group.tables, strict=True)
+            yield from group.parts
 
     def rows_updated(self) -> Iterator[ShardRows]:
-        """Every row of every table that an update ever touched, once."""
+        """Every row of every part that an update ever touched, once."""
         for group in self.groups:
             if group.stack is None:
-                for table in group.tables:
-                    yield from table.rows_updated()
+                for part in group.parts:
+                    yield from part.rows_updated()
             else:
-                from dlrm_trainer.embedding.tiers.tables import rows_of_stack
+                from dlrm_trainer.embedding.tiers.tables import StackedPart, rows_of_stack
 
-                yield from rows_of_stack(group.stack, [table.table for table in group.tables])
+                yield from rows_of_stack(group.stack, [part for part in group.parts if isinstance(part, StackedPart)])
 
     def settle(self) -> None:
         """Wait until no row is on its way, so that tables can be read and restored.
@@ -250,17 +278,27 @@ class OwnedTables:
         """End the lookahead and give the tiers' files back."""
         self._resources.close()
 
-    def _by_group(self, bags: OwnedBags) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Ids and lengths of each group."""
+    def _by_group(self, bags: OwnedBags) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+        """Ids, lengths and weights of each group."""
         if len(self.groups) < 2:
-            return (bags.ids,) * len(self.groups), (bags.lengths,) * len(self.groups)
+            count = len(self.groups)
+            return (bags.ids,) * count, (bags.lengths,) * count, (bags.weights,) * count
         lengths = torch.split(bags.lengths, self._counts)
-        return torch.split(bags.ids, [int(each.sum()) for each in lengths]), lengths
+        sizes = [int(each.sum()) for each in lengths]
+        weights = (None,) * len(sizes) if bags.weights is None else torch.split(bags.weights, sizes)
+        return torch.split(bags.ids, sizes), lengths, weights
 
 
-def _device_of(plan: TableGroup) -> torch.device:
+def _part_ends(plan: PartGroup, lengths: Tensor) -> Tensor:
+    """(K,) where the lookups of each part end, from (C_g, N) lengths of bags, part by part."""
+    part_of = torch.tensor([part for part, _ in plan.columns], dtype=torch.int64)
+    sizes = torch.zeros(len(plan.parts), dtype=torch.int64)
+    return sizes.index_add_(0, part_of, lengths.sum(dim=1, dtype=torch.int64)).cumsum(0)
+
+
+def _device_of(plan: PartGroup) -> torch.device:
     """Where the slots of a group lie: on this process's GPU, or on the host."""
-    if plan.shares[0].levels[0].tier != "hbm":
+    if plan.parts[0].share.levels[0].tier != "hbm":
         return HOST
     if not torch.cuda.is_available():
         raise InvalidSpecError("plan.tables", "slots in tier hbm need a CUDA device, and this process sees none")

@@ -1,148 +1,152 @@
-"""Which table lives where, read from the plan: pure data that every rank derives alike."""
+"""Which rows and columns live where: pure data that every rank derives alike from the plan.
+
+A *part* is what a kernel takes for a table: a range of rows of one column block, on one rank. A *vector* is what a
+sample gets from one feature and one column block.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from dlrm_api.errors import InvalidSpecError
-from dlrm_api.model import TableSpec
-from dlrm_api.plan import Plan, TablePlan, TierShare
-from dlrm_api.tiers import RowDtype
+from dlrm_api.model import Feature, TableSpec
+from dlrm_api.plan import TierShare
+from dlrm_api.tiers import RowDtype, map_entry_bytes
+from dlrm_checkpointer.cut import ShardId
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableGroup:
-    """Tables of one rank that share a kernel: resident ones of one dtype, or a class whose rows share levels."""
+class Part:
+    """Rows [row_start, row_end) of the columns [column_start, column_end) of a table, which are one column block."""
 
-    numbers: tuple[int, ...]
+    table: int
+    row_start: int
+    row_end: int
+    column_start: int
+    column_end: int
+    row_split: bool
+    """Whether other rows of these columns are in other parts."""
+    share: TierShare
+
+    @property
+    def rows(self) -> int:
+        """Rows of the part."""
+        return self.row_end - self.row_start
+
+    @property
+    def width(self) -> int:
+        """Columns of the part."""
+        return self.column_end - self.column_start
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartGroup:
+    """Parts of one rank that share a kernel: resident ones of one type and width, or a class whose rows share levels.
+
+    A group's *columns* are pairs of a part and a feature that reads it, part by part: the bags that it pools.
+    """
+
+    parts: tuple[Part, ...]
     dtype: RowDtype
-    shares: tuple[TierShare, ...]
-    """Of each table; none has levels, or all have the same tiers, policy and ways, and one dim."""
+    columns: tuple[tuple[int, int], ...]
+    """Part of the group, and feature of the model; those of parts with ``row_split`` come last."""
 
     @property
     def has_levels(self) -> bool:
-        """Whether rows of these tables live in a stack of levels."""
-        return bool(self.shares and self.shares[0].levels)
+        """Whether rows of these parts live in a stack of levels."""
+        return bool(self.parts[0].share.levels)
+
+    @property
+    def width(self) -> int:
+        """Columns of a row, equal in all parts."""
+        return self.parts[0].width
+
+    @property
+    def whole_columns(self) -> int:
+        """Columns whose pooled rows are all there is of their vector: the first ones."""
+        return sum(not self.parts[part].row_split for part, _ in self.columns)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The owner of every table. Tables are named by their number in the model's order."""
+    """The parts of every rank. Tables and features are named by their number in the model's order."""
 
     tables: tuple[TableSpec, ...]
-    owners: tuple[int | None, ...]
-    """Rank that holds the whole table; None for a data-parallel table, which every rank holds."""
-    shares: tuple[TierShare, ...]
-    """Where each table's rows live on their rank."""
+    features: tuple[Feature, ...]
+    parts: tuple[tuple[Part, ...], ...]
+    """Those that each rank alone holds, those of a group side by side."""
+    replicated: tuple[Part, ...]
+    """Those that every rank holds: column blocks of data-parallel tables, those of a group side by side."""
     world_size: int
     lookahead: int = 0
     """Batches whose rows are fetched ahead."""
 
     @cached_property
-    def replicated(self) -> tuple[int, ...]:
-        """The data-parallel tables, those of a group side by side."""
-        return tuple(sorted((n for n, owner in enumerate(self.owners) if owner is None), key=self._group_key))
+    def features_of(self) -> tuple[tuple[int, ...], ...]:
+        """The features that read each table."""
+        found: list[list[int]] = [[] for _ in self.tables]
+        for number, feature in enumerate(self.features):
+            found[feature.table].append(number)
+        return tuple(map(tuple, found))
 
     @cached_property
-    def owned(self) -> tuple[tuple[int, ...], ...]:
-        """The tables that each rank alone holds, those of a group side by side."""
-        lists: list[list[int]] = [[] for _ in range(self.world_size)]
-        for number, owner in enumerate(self.owners):
-            if owner is not None:
-                lists[owner].append(number)
-        return tuple(tuple(sorted(numbers, key=self._group_key)) for numbers in lists)
+    def has_levels(self) -> bool:
+        """Whether any part's rows live in levels."""
+        return any(part.share.levels for parts in self.parts for part in parts)
 
-    def groups(self, numbers: Sequence[int]) -> tuple[TableGroup, ...]:
-        """The groups of some tables of one rank, in the order of ``owned`` or ``replicated``."""
-        return tuple(
-            TableGroup(
-                numbers=(members := tuple(each)),
-                dtype=self.tables[members[0]].dtype,
-                shares=tuple(self.shares[number] for number in members),
-            )
-            for _, each in groupby(numbers, key=lambda number: self._group_key(number)[:-1])
+    @cached_property
+    def groups(self) -> tuple[tuple[PartGroup, ...], ...]:
+        """The groups of each rank, in the order of ``parts``."""
+        return tuple(tuple(self._groups(parts)) for parts in self.parts)
+
+    @cached_property
+    def replicated_groups(self) -> tuple[PartGroup, ...]:
+        """The groups of ``replicated``."""
+        return tuple(self._groups(self.replicated))
+
+    def shard(self, part: Part) -> ShardId:
+        """The part as snapshots name it."""
+        return ShardId(
+            table=self.tables[part.table].name,
+            row_start=part.row_start,
+            row_end=part.row_end,
+            column_start=part.column_start,
+            column_end=part.column_end,
         )
-
-    def _group_key(self, number: int) -> tuple[Any, ...]:
-        table, share = self.tables[number], self.shares[number]
-        tiers = tuple(level.tier for level in share.levels)
-        return (tiers, table.dtype, table.dim if tiers else 0, share.policy, share.ways, number)
-
-    @cached_property
-    def exchange_order(self) -> tuple[int, ...]:
-        """Tables in the order of their columns after the exchange: owner by owner, then data-parallel ones."""
-        return (*(number for numbers in self.owned for number in numbers), *self.replicated)
 
     def saver(self, number: int) -> int:
-        """Rank that hands a table's rows over at a cut: the owner, or one for each data-parallel table in turn."""
-        owner = self.owners[number]
-        return number % self.world_size if owner is None else owner
+        """Rank that hands ``replicated[number]`` over at a cut: each in turn."""
+        return number % self.world_size
+
+    def _groups(self, parts: Sequence[Part]) -> Iterator[PartGroup]:
+        for _, alike in groupby(parts, key=lambda part: kernel_key(self.tables, part)):
+            for members in _classes(alike):
+                columns = (
+                    (place, feature) for place, part in enumerate(members) for feature in self.features_of[part.table]
+                )
+                dtype = self.tables[members[0].table].dtype
+                yield PartGroup(parts=tuple(members), dtype=dtype, columns=tuple(columns))
 
 
-def place(tables: Sequence[TableSpec], plan: Plan, world_size: int) -> Placement:
-    """Read the owners from a plan.
-
-    Raises:
-        InvalidSpecError: the plan is of another job or world size, or asks for a sharding that is not built.
-    """
-    if plan.world_size != world_size:
-        raise InvalidSpecError(
-            "plan.worldSize", f"the plan is for {plan.world_size} ranks, the job for {world_size}: plan it again"
-        )
-    names, planned = [table.name for table in tables], [table.name for table in plan.tables]
-    if names != planned:
-        odd = next((name for name in names if name not in planned), None)
-        what = f"table {odd} is not in the plan" if odd else "the plan's tables are not the model's, in its order"
-        raise InvalidSpecError("plan.tables", f"{what}: plan the job again")
-    owners = tuple(
-        _owner(f"plan.tables[{number}]", table, table_plan, world_size)
-        for number, (table, table_plan) in enumerate(zip(tables, plan.tables, strict=True))
-    )
-    shares = tuple(_share(f"plan.tables[{number}]", table_plan) for number, table_plan in enumerate(plan.tables))
-    return Placement(
-        tables=tuple(tables), owners=owners, shares=shares, world_size=world_size, lookahead=plan.lookahead
-    )
+def kernel_key(tables: Sequence[TableSpec], part: Part) -> tuple[Any, ...]:
+    """Parts of equal keys can share a kernel."""
+    share = part.share
+    tiers = tuple(level.tier for level in share.levels)
+    return (tiers, tables[part.table].dtype, part.width, share.policy, share.ways)
 
 
-def _share(path: str, plan: TablePlan) -> TierShare:
-    share = plan.shards[0].tiers
-    if not share.levels:
-        return TierShare()  # the policy of a table without levels tells no groups apart
-    if plan.shards[0].kind == "data":
-        raise InvalidSpecError(f"{path}.shards", f"table {plan.name}: a data-parallel table is held in one tier, whole")
-    rows = plan.shards[0].row_end - plan.shards[0].row_start
-    if len(share.levels) < 2 or sum(level.rows for level in share.levels) < rows:
-        raise InvalidSpecError(
-            f"{path}.shards[0].tiers", f"table {plan.name}: its levels must be two or more and hold {rows} rows"
-        )
-    return share
-
-
-def _owner(path: str, table: TableSpec, plan: TablePlan, world_size: int) -> int | None:
-    if plan.column_blocks != (0, table.dim):
-        raise InvalidSpecError(
-            f"{path}.columnBlocks", f"table {table.name}: one block (0, {table.dim}) is all that this version builds"
-        )
-    ranks = sorted(shard.rank for shard in plan.shards)
-    for number, shard in enumerate(plan.shards):
-        if shard.kind not in ("table", "data"):
-            raise InvalidSpecError(
-                f"{path}.shards[{number}].kind", f"table {table.name}: sharding {shard.kind} is not built here"
-            )
-        extent = (shard.row_start, shard.row_end, shard.column_start, shard.column_end)
-        if extent != (0, table.rows, 0, table.dim):
-            raise InvalidSpecError(
-                f"{path}.shards[{number}]", f"table {table.name}: a {shard.kind} shard must cover the whole table"
-            )
-    kinds = {shard.kind for shard in plan.shards}
-    if kinds == {"table"} and len(ranks) == 1 and ranks[0] < world_size:
-        return ranks[0]
-    if kinds == {"data"} and ranks == list(range(world_size)):
-        return None
-    raise InvalidSpecError(
-        f"{path}.shards", f"table {table.name}: give one table shard on a rank of the job, or a data shard on each rank"
-    )
+def _classes(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Runs of parts whose rows share a map of narrow entries; parts without levels have no map."""
+    members: list[Part] = []
+    rows = 0
+    for part in parts:
+        if members and part.share.levels and map_entry_bytes(rows + part.rows) > map_entry_bytes(1):
+            yield members
+            members, rows = [], 0
+        members.append(part)
+        rows += part.rows
+    if members:
+        yield members

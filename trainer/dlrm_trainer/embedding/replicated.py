@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -13,15 +14,16 @@ from dlrm_trainer.embedding.kernels import HOST, TableBatch
 from dlrm_trainer.embedding.updates import update_rows
 
 
-class ReplicatedTables:
+class ReplicatedParts:
     """Small tables whose dense gradient is cheaper to sum over ranks than their pooled rows are to send.
 
     Their rows stay bit-equal on all ranks: the sum is, and so is the update made from it.
 
     Args:
-        shapes: (rows, dim) of each table.
+        shapes: (rows, width) of each part.
         optimizer: of the rows.
-        dtype, device, seed, names: see ``TableBatch``.
+        features: the part that each column of a lookup reads, ascending; None: one column each.
+        dtype, device, seed, names, first_columns: see ``TableBatch``.
     """
 
     def __init__(
@@ -29,38 +31,59 @@ class ReplicatedTables:
         shapes: Sequence[tuple[int, int]],
         optimizer: RowOptimizerSpec,
         *,
+        features: Sequence[int] | None = None,
         dtype: RowDtype = "fp32",
         device: torch.device = HOST,
         seed: int = 0,
         names: Sequence[str] = (),
+        first_columns: Sequence[int] | None = None,
     ) -> None:
-        self.batch = TableBatch(shapes, optimizer, dtype=dtype, device=device, seed=seed, names=names)
         self._shapes, self._optimizer = tuple(shapes), optimizer
-        self.gradient_elements = sum(rows * (dim + 1) for rows, dim in shapes)
-        """float32 elements that ranks sum: of each table its gradient, then how many ranks touched each row."""
+        read = Counter(range(len(shapes)) if features is None else features)
+        self._columns = [read[part] for part in range(len(shapes))]
+        self.batch = TableBatch(
+            shapes,
+            optimizer,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            names=names,
+            features=features,
+            first_columns=first_columns,
+        )
+        self.gradient_elements = sum(rows * (width + 1) for rows, width in shapes)
+        """float32 elements that ranks sum: of each part its gradient, then how many ranks touched each row."""
 
-    def lookup(self, ids: Tensor, lengths: Tensor) -> Tensor:
+    def lookup(self, ids: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Tensor:
         """Sum the rows of each bag: see ``TableBatch.lookup``."""
-        return self.batch.lookup(ids, lengths)
+        return self.batch.lookup(ids, lengths, weights=weights)
 
-    def write_gradient(self, buffer: Tensor, gradient: Tensor, ids: Tensor, lengths: Tensor) -> None:
+    def write_gradient(
+        self, buffer: Tensor, gradient: Tensor, ids: Tensor, lengths: Tensor, weights: Tensor | None = None
+    ) -> None:
         """Fill this rank's gradient in.
 
         Args:
             buffer: (gradient_elements,) float32, overwritten.
-            gradient: (n, dim) float32, of the loss by the lookup.
-            ids: (sum of lengths,) int64, table-major, as looked up.
-            lengths: (T, n), as looked up.
+            gradient: (n, sum of the columns' widths) float32, of the loss by the lookup.
+            ids: (L,) int64, column-major, as looked up.
+            lengths: (C, n), as looked up.
+            weights: (L,) float32 of the ids.
         """
-        sizes = lengths.sum(dim=1, dtype=torch.int64).tolist()
-        columns = torch.split(gradient, [dim for _, dim in self._shapes], dim=1)
-        for (rows, _), table_ids, bags, column, (dense, touched) in zip(
-            self._shapes, torch.split(ids, sizes), lengths, columns, self._views(buffer), strict=True
+        column = place = start = 0
+        for count, (rows, width), (dense, touched) in zip(
+            self._columns, self._shapes, self._views(buffer), strict=True
         ):
-            each = torch.repeat_interleave(column, bags, dim=0)
-            dense.copy_(torch.ops.aten.embedding_dense_backward(each, table_ids, rows, -1, False))
+            bags = lengths[column : column + count]
+            stop = start + int(bags.sum())
+            by_sample = gradient[:, place : place + count * width].view(len(gradient), count, width)
+            each = torch.repeat_interleave(by_sample.transpose(0, 1).reshape(-1, width), bags.flatten(), dim=0)
+            if weights is not None:
+                each = each * weights[start:stop, None]
+            dense.copy_(torch.ops.aten.embedding_dense_backward(each, ids[start:stop], rows, -1, False))
             touched.zero_()
-            touched[table_ids] = 1.0
+            touched[ids[start:stop]] = 1.0
+            column, place, start = column + count, place + count * width, stop
 
     def update(self, buffer: Tensor, learning_rate: float, *, step: int = 0) -> list[Tensor]:
         """Update every row that any rank touched.
@@ -71,7 +94,7 @@ class ReplicatedTables:
             step: number of the step, for the rounding of fp16 rows.
 
         Returns:
-            The rows updated of each table, (R,) int64 ascending.
+            The rows updated of each part, (R,) int64 ascending.
         """
         updated = []
         for number, (dense, touched) in enumerate(self._views(buffer)):
@@ -89,5 +112,5 @@ class ReplicatedTables:
         return updated
 
     def _views(self, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
-        parts = torch.split(buffer, [size for rows, dim in self._shapes for size in (rows * dim, rows)])
+        parts = torch.split(buffer, [size for rows, width in self._shapes for size in (rows * width, rows)])
         return [(parts[2 * number].view(shape), parts[2 * number + 1]) for number, shape in enumerate(self._shapes)]

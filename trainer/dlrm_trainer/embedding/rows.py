@@ -1,9 +1,10 @@
-"""One table's rows on this rank: how they leave for a cut and come back from a snapshot, wherever they live."""
+"""Rows of one part of a table on this rank: how they leave for a cut and come back from a snapshot."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -20,12 +21,16 @@ CHUNK_ROWS = 65_536
 """Rows copied at a time, so that a cut or a start needs little memory beside the table."""
 
 
-class LocalTable(Protocol):
-    """A whole table that this rank holds."""
+class LocalPart(Protocol):
+    """Rows of one column block of a table that this rank holds."""
 
     @property
     def table(self) -> TableSpec:
         """The table."""
+
+    @property
+    def shard(self) -> ShardId:
+        """Which rows and columns of it."""
 
     def start(self, seed: int) -> None:
         """Set every row to its initial value."""
@@ -34,76 +39,72 @@ class LocalTable(Protocol):
         """Every row ever updated, once, in pieces of at most ``CHUNK_ROWS``; copies, good while training goes on."""
 
     def restore(self, pieces: Iterable[ShardRows]) -> None:
-        """Take rows of a snapshot over a table that has just started."""
+        """Take rows of a snapshot over a part that has just started."""
 
     def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Rows [start, end) (n, dim) and their state (n, S), for a digest."""
+        """Rows [start, end) of the table (n, width) and their state (n, S), for a digest."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResidentTable:
-    """A table all of whose rows are in the kernel's memory."""
+class ResidentPart:
+    """A part all of whose rows are in the kernel's memory."""
 
     table: TableSpec
+    shard: ShardId
     weight: Tensor
-    """(rows, dim) float32 or float16."""
+    """(rows, width) float32 or float16."""
     state: Tensor
     """(rows, S) float32 row optimizer state; 0 in a row that was never updated."""
     updated: Tensor
     """(rows,) bool on the host: rows that an update ever touched; lookups leave it alone."""
 
     def start(self, seed: int) -> None:
-        """See ``LocalTable``."""
+        """See ``LocalPart``."""
         scale = table_scale(self.table.initializer, self.table.rows)
-        for first in range(0, self.table.rows, CHUNK_ROWS):
-            ids = np.arange(first, min(first + CHUNK_ROWS, self.table.rows), dtype=np.int64)
-            values = initial_rows(seed, self.table.name, ids, range(self.table.dim), scale)
-            self.weight[first : first + CHUNK_ROWS] = torch.from_numpy(values)
+        shard, columns = self.shard, range(self.shard.column_start, self.shard.column_end)
+        for first in range(shard.row_start, shard.row_end, CHUNK_ROWS):
+            ids = np.arange(first, min(first + CHUNK_ROWS, shard.row_end), dtype=np.int64)
+            values = torch.from_numpy(initial_rows(seed, self.table.name, ids, columns, scale))
+            self.weight[first - shard.row_start : first - shard.row_start + len(ids)] = values
         self.state.zero_()
         self.updated.zero_()
 
     def rows_updated(self) -> Iterator[ShardRows]:
-        """See ``LocalTable``."""
+        """See ``LocalPart``."""
         for ids in torch.split(torch.from_numpy(np.flatnonzero(self.updated.numpy())), CHUNK_ROWS):
             if len(ids):
                 rows = self.weight[ids].to("cpu", torch.float32).numpy()
                 state = self.state[ids].cpu().numpy()
-                yield ShardRows(shard=whole(self.table), row_ids=ids.numpy(), rows=rows, state=state)
+                global_ids = ids.numpy() + self.shard.row_start
+                yield ShardRows(shard=self.shard, row_ids=global_ids, rows=rows, state=state)
 
     def restore(self, pieces: Iterable[ShardRows]) -> None:
-        """See ``LocalTable``."""
+        """See ``LocalPart``."""
         for piece in pieces:
-            ids, columns = (
-                torch.from_numpy(piece.row_ids.copy()),
-                slice(piece.shard.column_start, piece.shard.column_end),
-            )
-            self.weight[ids, columns] = torch.from_numpy(piece.rows.copy()).to(self.weight.dtype)
+            ids = torch.from_numpy(piece.row_ids - self.shard.row_start)
+            self.weight[ids] = torch.from_numpy(piece.rows.copy()).to(self.weight.dtype)
             self.state[ids] = torch.from_numpy(piece.state.copy())
             self.updated[ids] = True
 
     def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """See ``LocalTable``."""
-        return self.weight[start:end].to("cpu", torch.float32).numpy(), self.state[start:end].cpu().numpy()
+        """See ``LocalPart``."""
+        rows = slice(start - self.shard.row_start, end - self.shard.row_start)
+        return self.weight[rows].to("cpu", torch.float32).numpy(), self.state[rows].cpu().numpy()
 
 
-def whole(table: TableSpec) -> ShardId:
-    """The rectangle that is the whole table."""
-    return ShardId(table=table.name, row_start=0, row_end=table.rows, column_start=0, column_end=table.dim)
-
-
-def bad_rows(table: LocalTable) -> list[int]:
+def bad_rows(part: LocalPart) -> list[int]:
     """Rows ever updated that hold a NaN or an infinity, in a value or in their state."""
     found: list[int] = []
-    for piece in table.rows_updated():
+    for piece in part.rows_updated():
         good = np.isfinite(piece.rows).all(axis=1) & np.isfinite(piece.state).all(axis=1)
         found += piece.row_ids[~good].tolist()
     return sorted(found)
 
 
-def largest(table: LocalTable) -> tuple[float, int]:
+def largest(part: LocalPart) -> tuple[float, int]:
     """The largest absolute value of any row ever updated, and that row; (-1, 0) where none was."""
     found = (-1.0, 0)
-    for piece in table.rows_updated():
+    for piece in part.rows_updated():
         values = np.abs(piece.rows).max(axis=1)
         place = int(values.argmax())
         found = max(found, (float(values[place]), int(piece.row_ids[place])))
@@ -118,7 +119,7 @@ def table_meta(table: TableSpec, seed: int, optimizer: RowOptimizerKind) -> Tabl
         dim=table.dim,
         seed=seed,
         scale=table_scale(table.initializer, table.rows),
-        column_blocks=((0, table.dim),),
-        state_columns=(state_values(optimizer, table.dim),),
+        column_blocks=tuple(pairwise(table.block_edges)),
+        state_columns=tuple(state_values(optimizer, end - start) for start, end in pairwise(table.block_edges)),
         dtype=table.dtype,
     )

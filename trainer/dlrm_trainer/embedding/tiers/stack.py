@@ -43,7 +43,7 @@ BROUGHT = -1
 
 @dataclass(frozen=True, kw_only=True)
 class StackTable:
-    """One table of a class."""
+    """One table of a class: rows of one column block of a table of the model."""
 
     name: str
     rows: int
@@ -53,6 +53,9 @@ class StackTable:
     """Slots beside these, for batches that need more."""
     scale: float
     """Of its initial values (``table_scale``)."""
+    first_row: int = 0
+    """In the table of the model."""
+    first_column: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +91,7 @@ class Stack:
         self.levels: tuple[Level, ...] = ()
         self._swap: Swap | None = None
         self._keys = np.array([table_key(seed, table.name) for table in tables], np.uint64)
+        self._firsts = np.array([(table.first_row, table.first_column) for table in tables], np.int64)
         self._scales = np.array([table.scale for table in tables], np.float32)
         self.directory = _directory(tables, share)
         self._found = _found(0)
@@ -291,7 +295,7 @@ class Stack:
 
     def _initial(self, rows: Rows, out: Records) -> None:
         weights = np.empty((len(rows), self._dim), np.float32)
-        fill_initial(rows, self.directory.row_starts, self._keys, self._scales, weights)
+        fill_initial(rows, self.directory.row_starts, self._firsts, self._keys, self._scales, weights)
         out[:, : self._dim_words] = _row_words(weights, self._dtype)
         out[:, self._dim_words :] = 0
 

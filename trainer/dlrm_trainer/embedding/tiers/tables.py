@@ -1,4 +1,4 @@
-"""Tables of one rank whose rows live in stacks of levels: made as the plan says, and seen table by table."""
+"""Parts of tables whose rows live in stacks of levels: made as the plan says, and seen part by part."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.model import TableSpec
 from dlrm_api.plan import Tier
 from dlrm_api.tiers import BLOCK_SLACK
-from dlrm_checkpointer.cut import ShardRows
+from dlrm_checkpointer.cut import ShardId, ShardRows
 from dlrm_checkpointer.initializer import table_scale
 from dlrm_trainer.embedding.kernels import TableBatch
-from dlrm_trainer.embedding.placement import TableGroup
-from dlrm_trainer.embedding.rows import CHUNK_ROWS, whole
+from dlrm_trainer.embedding.placement import PartGroup
+from dlrm_trainer.embedding.rows import CHUNK_ROWS
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel, Storage
 from dlrm_trainer.embedding.tiers.level import Level
@@ -29,28 +29,30 @@ SCAN_BYTES = 64 << 20
 """Records of a block level that are sorted by table at a time."""
 
 
-def stack_tables(group: TableGroup, tables: Sequence[TableSpec], most_lookups: Sequence[int]) -> list[StackTable]:
-    """Slots of each table of a group: those of its plan, and extra ones for whatever batches in flight may need.
+def stack_tables(group: PartGroup, tables: Sequence[TableSpec], most_lookups: Sequence[int]) -> list[StackTable]:
+    """Slots of each part of a group: those of its plan, and extra ones for whatever batches in flight may need.
 
     Args:
         group: with levels.
         tables: all tables of the model.
-        most_lookups: of each table of the group, over all batches that may be in flight at once.
+        most_lookups: of each part of the group, over all batches that may be in flight at once.
     """
     return [
         StackTable(
-            name=tables[number].name,
-            rows=tables[number].rows,
-            slots=min(share.levels[0].rows, tables[number].rows),
-            extra=min(tables[number].rows, most),
-            scale=table_scale(tables[number].initializer, tables[number].rows),
+            name=tables[part.table].name,
+            rows=part.rows,
+            slots=min(part.share.levels[0].rows, part.rows),
+            extra=min(part.rows, most),
+            scale=table_scale(tables[part.table].initializer, tables[part.table].rows),
+            first_row=part.row_start,
+            first_column=part.column_start,
         )
-        for number, share, most in zip(group.numbers, group.shares, most_lookups, strict=True)
+        for part, most in zip(group.parts, most_lookups, strict=True)
     ]
 
 
 def make_stack(
-    group: TableGroup, tables: Sequence[StackTable], batch: TableBatch, seed: int, dim: int, tier_dir: Path | None
+    group: PartGroup, tables: Sequence[StackTable], batch: TableBatch, seed: int, tier_dir: Path | None
 ) -> Stack:
     """The stack of a group over the slots of its kernel.
 
@@ -59,12 +61,13 @@ def make_stack(
         DeviceError: a level's file can't be made.
     """
     weight, state = batch.storage()
-    stack = Stack(tables, group.shares[0], slot_memory(weight, state, QUEUED_CHUNK), seed, dim, group.dtype)
-    tiers = [level.tier for level in group.shares[0].levels[1:]]
+    share = group.parts[0].share
+    stack = Stack(tables, share, slot_memory(weight, state, QUEUED_CHUNK), seed, group.width, group.dtype)
+    tiers = [level.tier for level in share.levels[1:]]
     levels: list[Level] = []
     try:
         for number, tier in enumerate(tiers, start=1):
-            planned = sum(share.levels[number].rows for share in group.shares)
+            planned = sum(part.share.levels[number].rows for part in group.parts)
             last = number == len(tiers)
             levels.append(_make_level(tier, stack, number, planned, tier_dir, last=last))
     except BaseException:
@@ -97,66 +100,68 @@ def _make_level(tier: Tier, stack: Stack, number: int, planned: int, tier_dir: P
 
 
 @dataclass(frozen=True)
-class StackedTable:
-    """A table of a stack; implements ``LocalTable``. Nothing may be under way in the stack meanwhile."""
+class StackedPart:
+    """A part in a stack; implements ``LocalPart``. Nothing may be under way in the stack meanwhile."""
 
     table: TableSpec
+    shard: ShardId
     stack: Stack
     number: int
     """In the stack."""
 
     def start(self, seed: int) -> None:
-        """See ``LocalTable``: the stack knows the seed, and rows start when they are first looked up."""
+        """See ``LocalPart``: the stack knows the seed, and rows start when they are first looked up."""
 
     def rows_updated(self) -> Iterator[ShardRows]:
-        """See ``LocalTable``."""
+        """See ``LocalPart``."""
         return self.pieces(but=None)
 
     def pieces(self, but: int | None) -> Iterator[ShardRows]:
         """``rows_updated`` without the rows in level ``but``, which is read another way."""
-        for first in range(0, self.table.rows, CHUNK_ROWS):
-            rows = self.stack.known(self.number, first, min(first + CHUNK_ROWS, self.table.rows), but=but)
+        count = self.shard.row_end - self.shard.row_start
+        for first in range(0, count, CHUNK_ROWS):
+            rows = self.stack.known(self.number, first, min(first + CHUNK_ROWS, count), but=but)
             if len(rows):
                 weights, state = self.stack.values(self.stack.read(rows))
-                yield ShardRows(shard=whole(self.table), row_ids=rows - self._first, rows=weights, state=state)
+                yield ShardRows(shard=self.shard, row_ids=rows - self._shift, rows=weights, state=state)
 
     def restore(self, pieces: Iterable[ShardRows]) -> None:
-        """See ``LocalTable``."""
+        """See ``LocalPart``."""
         for piece in pieces:
-            assert piece.shard.width == self.table.dim, "one column block a table"
-            self.stack.restore(self.number, piece.row_ids + self._first, self.stack.records(piece.rows, piece.state))
+            self.stack.restore(self.number, piece.row_ids + self._shift, self.stack.records(piece.rows, piece.state))
 
     def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """See ``LocalTable``."""
-        return self.stack.values(self.stack.read(np.arange(self._first + start, self._first + end)))
+        """See ``LocalPart``."""
+        return self.stack.values(self.stack.read(np.arange(self._shift + start, self._shift + end)))
 
     @property
-    def _first(self) -> int:
-        return int(self.stack.directory.row_starts[self.number])
+    def _shift(self) -> int:
+        """What a row of the table has to be added to for its number in the class."""
+        return int(self.stack.directory.row_starts[self.number]) - self.shard.row_start
 
 
-def rows_of_stack(stack: Stack, tables: Sequence[TableSpec]) -> Iterator[ShardRows]:
-    """Rows ever updated of all tables of a stack, each once: block storage is read from its start to its end."""
+def rows_of_stack(stack: Stack, parts: Sequence[StackedPart]) -> Iterator[ShardRows]:
+    """Rows ever updated of all parts of a stack, each once: block storage is read from its start to its end."""
     scanned = next((n for n, level in enumerate(stack.levels, start=1) if isinstance(level, BlockLevel)), None)
-    for number, table in enumerate(tables):
-        yield from StackedTable(table, stack, number).pieces(but=scanned)
+    for part in parts:
+        yield from part.pieces(but=scanned)
     if scanned is not None:
         level = stack.levels[scanned - 1]
         assert isinstance(level, BlockLevel)
-        yield from _scanned_rows(stack, level, tables)
+        yield from _scanned_rows(stack, level, parts)
 
 
-def _scanned_rows(stack: Stack, level: BlockLevel, tables: Sequence[TableSpec]) -> Iterator[ShardRows]:
+def _scanned_rows(stack: Stack, level: BlockLevel, parts: Sequence[StackedPart]) -> Iterator[ShardRows]:
     starts, most = stack.directory.row_starts, max(1, SCAN_BYTES // (4 * stack.memory.words))
     for rows, records in _joined(level, most):
         order = np.argsort(rows)
         rows = rows[order]
         edges = np.searchsorted(rows, starts)
         for number in np.flatnonzero(np.diff(edges)).tolist():
-            part = order[edges[number] : edges[number + 1]]
-            weights, state = stack.values(records[part])
-            ids = rows[edges[number] : edges[number + 1]] - starts[number]
-            yield ShardRows(shard=whole(tables[number]), row_ids=ids, rows=weights, state=state)
+            here = slice(edges[number], edges[number + 1])
+            weights, state = stack.values(records[order[here]])
+            ids = rows[here] - starts[number] + parts[number].shard.row_start
+            yield ShardRows(shard=parts[number].shard, row_ids=ids, rows=weights, state=state)
 
 
 def _joined(level: BlockLevel, most: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint32]]]:

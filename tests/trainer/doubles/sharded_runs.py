@@ -1,0 +1,97 @@
+"""Training runs of small jobs over plans that split tables in any way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from dlrm_api.job import DLRMJob
+from dlrm_api.plan import Plan
+from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
+from dlrm_checkpointer.restore import clip
+from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.data import open_reader
+from dlrm_trainer.embedding import place
+from dlrm_trainer.embedding.rows import table_meta
+from dlrm_trainer.learner import Learner
+from dlrm_trainer.lookahead import prepared_ahead
+from dlrm_trainer.snapshots import live_digest, restore
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A snapshot in memory."""
+
+    pieces: Sequence[ShardRows]
+    arrays: dict[str, Any]
+    metas: dict[str, TableMeta]
+
+    def shard_rows(self, shard: ShardId) -> Iterator[ShardRows]:
+        """See ``Snapshot``."""
+        for piece in self.pieces:
+            if piece.shard.table == shard.table and _overlap(piece.shard, shard):
+                part = clip(piece, shard, self.metas[shard.table])
+                if len(part.row_ids):
+                    yield part
+
+    def dense(self) -> dict[str, Any]:
+        """See ``Snapshot``."""
+        return self.arrays
+
+
+def _overlap(a: ShardId, b: ShardId) -> bool:
+    return a.column_start < b.column_end and b.column_start < a.column_end
+
+
+@dataclass(frozen=True)
+class ShardedRun:
+    """What one rank saw and left."""
+
+    losses: list[float]
+    """This rank's shares."""
+    digest: str
+    pieces: list[ShardRows]
+    arrays: dict[str, Any]
+    bytes_sent: dict[str, int]
+
+
+def train_plan(
+    collectives: Collectives,
+    job: DLRMJob,
+    plan: Plan,
+    steps: range,
+    folder: Path,
+    saved: Saved | None = None,
+    pipelined: bool = False,
+) -> ShardedRun:
+    """Train some steps, from a snapshot where there is one."""
+    placement, ids = place(job.spec.model, plan, collectives.world_size), None
+    if pipelined:
+        ids = Collectives(collectives.rank, collectives.world_size, lambda: "")
+        ids.use(dist.new_group())
+    learner = Learner(job.spec, placement, collectives, folder, id_collectives=ids)
+    learner.start(job.spec.training.seed)
+    if saved is not None:
+        restore(learner, saved)  # type: ignore[arg-type]
+    reader = open_reader(job.spec, "train", collectives.rank, collectives.world_size)
+    batches, losses = (reader.read(number) for number in steps), []
+    ahead = 1 if pipelined else 0
+    for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=plan.lookahead, sent_ahead=ahead):
+        forward = learner.forward(prepared, reader.global_count(prepared.batch.number), factor=1.0)
+        losses.append(forward.loss.item())
+        learner.learn(forward)
+    digest = live_digest(learner, collectives)
+    pieces = list(learner.embeddings.rows_to_save())
+    learner.embeddings.close()
+    return ShardedRun(losses, digest, pieces, learner.dense.arrays(), dict(collectives.bytes_sent))
+
+
+def saved_of(job: DLRMJob, runs: Sequence[ShardedRun]) -> Saved:
+    """The snapshot that all ranks make together."""
+    seed, kind = job.spec.training.seed, job.spec.training.row_optimizer.kind
+    metas = {table.name: table_meta(table, seed, kind) for table in job.spec.model.all_tables()}
+    return Saved([piece for run in runs for piece in run.pieces], runs[0].arrays, metas)

@@ -1,0 +1,94 @@
+"""Training over plans that split tables in any way: the same losses, exact restarts, the same bits with tiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gangs import run_ranks, small_job
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from sharded_runs import ShardedRun, saved_of, train_plan
+from shardings import random_plan, without_levels
+
+from dlrm_api.job import DLRMJob
+from dlrm_trainer.collectives import Collectives
+
+ALONE = Collectives(0, 1, lambda: "")
+NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # a run takes a second: shrinking would take minutes
+QUIET = [HealthCheck.function_scoped_fixture]
+STEPS = 12
+
+
+def job_of(folder: Path, world_size: int, kind: str = "rowwise-adagrad", **training: Any) -> DLRMJob:
+    """Blocks, several features of a table, several tables of a feature, means, weights, both types of rows."""
+    tables = [
+        {"name": "users", "rows": 900, "dim": 16, "columnBlock": 8, "features": ["u", "v"]},
+        {"name": "bags", "rows": 120, "dim": 16, "columnBlock": 4, "pooling": "mean", "maxLookups": 4, "avgLookups": 2},
+        {"name": "small", "rows": 30, "dim": 16, "features": ["u2"]},
+        {"name": "items", "rows": 400, "dim": 16, "maxLookups": 3, "features": ["u2", "i"], "weights": ["a", "b"]},
+        {"name": "half", "rows": 300, "dim": 16, "columnBlock": 8, "maxLookups": 3, "dtype": "fp16"},
+    ]
+    model = {"denseFeatures": ["a", "b"], "bottomMlp": [16], "topMlp": [16, 1], "tables": tables}
+    row_optimizer = {"kind": kind, "learningRate": 0.01}
+    return small_job(folder, world_size, model=model, training={"rowOptimizer": row_optimizer, **training})
+
+
+def losses_of(runs: list[ShardedRun]) -> np.ndarray:
+    return np.sum([run.losses for run in runs], axis=0)
+
+
+@settings(max_examples=4, deadline=None, phases=NO_SHRINKING, suppress_health_check=QUIET)
+@given(seed=st.integers(0, 10_000), kind=st.sampled_from(["rowwise-adagrad", "sgd", "adam"]))
+def test_levels_change_no_bit_whatever_the_sharding(tmp_path: Path, seed: int, kind: str) -> None:
+    job = job_of(tmp_path, 1, kind)
+    plan = random_plan(np.random.default_rng(seed), job.spec.model, 1, ("ddr", "ddr", "block"), lookahead=seed % 3)
+
+    resident = train_plan(ALONE, job, without_levels(plan), range(STEPS), tmp_path)
+    stacked = train_plan(ALONE, job, plan, range(STEPS), tmp_path)
+
+    assert stacked.losses == resident.losses
+    assert stacked.digest == resident.digest
+
+
+@settings(max_examples=4, deadline=None, phases=NO_SHRINKING, suppress_health_check=QUIET)
+@given(seed=st.integers(0, 10_000), kind=st.sampled_from(["rowwise-adagrad", "sgd", "adam"]))
+def test_a_snapshot_is_restored_bit_for_bit_by_any_other_sharding(tmp_path: Path, seed: int, kind: str) -> None:
+    job, generator = job_of(tmp_path, 1, kind), np.random.default_rng(seed)
+    first, second = (random_plan(generator, job.spec.model, 1) for _ in range(2))
+    third = random_plan(generator, job.spec.model, 1, ("ddr", "scm"))
+
+    run = train_plan(ALONE, job, first, range(STEPS), tmp_path)
+    saved = saved_of(job, [run])
+
+    for plan in (second, third):
+        assert train_plan(ALONE, job, plan, range(0), tmp_path, saved).digest == run.digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_losses_and_restarts_do_not_depend_on_ranks_or_sharding(tmp_path: Path, seed: int) -> None:
+    generator, world_size = np.random.default_rng(seed), 2 + 2 * (seed % 2)
+    alone, gang = job_of(tmp_path, 1), job_of(tmp_path, world_size)
+    whole = train_plan(ALONE, alone, random_plan(generator, alone.spec.model, 1), range(STEPS), tmp_path)
+    tiers = ("ddr", "ddr", "block") if seed > 1 else ()
+    plan = random_plan(generator, gang.spec.model, world_size, tiers, lookahead=1 if tiers else 0)
+
+    runs = run_ranks(world_size, train_plan, gang, plan, range(STEPS), tmp_path)
+    plain = run_ranks(world_size, train_plan, gang, plan, range(STEPS), tmp_path, None, False)
+    halfway = run_ranks(world_size, train_plan, gang, plan, range(STEPS // 2), tmp_path, None, True)
+    rest = run_ranks(
+        world_size, train_plan, gang, plan, range(STEPS // 2, STEPS), tmp_path, saved_of(gang, halfway), True
+    )
+    moved = train_plan(
+        ALONE, alone, random_plan(generator, alone.spec.model, 1), range(0), tmp_path, saved_of(gang, runs)
+    )
+
+    np.testing.assert_allclose(losses_of(runs), whole.losses, rtol=1e-5)
+    assert len({run.digest for run in runs}) == 1
+    assert [(run.losses, run.digest) for run in plain] == [(run.losses, run.digest) for run in runs]
+    assert [run.digest for run in rest] == [run.digest for run in runs]
+    assert losses_of(halfway).tolist() + losses_of(rest).tolist() == losses_of(runs).tolist()
+    assert moved.digest == runs[0].digest
