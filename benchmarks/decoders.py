@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
+import pyarrow.fs
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -19,6 +19,51 @@ NAMES = ("label", *DENSE, *IDS)
 MISSING_ID = 2**32
 _DIGITS = np.zeros(256, dtype=np.uint8)
 _DIGITS[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """An S3 service."""
+
+    endpoint: str
+    access_key: str
+    secret_key: str
+    region: str
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a file is."""
+
+    uri: str
+    """A path, or ``s3://bucket/key``."""
+    service: Service | None = None
+
+    @property
+    def storage_options(self) -> dict[str, str]:
+        """As polars takes them."""
+        if self.service is None:
+            return {}
+        return {
+            "aws_endpoint_url": self.service.endpoint,
+            "aws_access_key_id": self.service.access_key,
+            "aws_secret_access_key": self.service.secret_key,
+            "aws_region": self.service.region,
+            "aws_allow_http": "true",
+        }
+
+    @property
+    def filesystem(self) -> tuple[pa.fs.FileSystem, str]:
+        """As pyarrow takes it, and the path there."""
+        if self.service is None:
+            return pa.fs.LocalFileSystem(), self.uri
+        service = pa.fs.S3FileSystem(
+            access_key=self.service.access_key,
+            secret_key=self.service.secret_key,
+            endpoint_override=self.service.endpoint,
+            region=self.service.region,
+        )
+        return service, self.uri.removeprefix("s3://")
 
 
 @dataclass(frozen=True)
@@ -55,59 +100,66 @@ class Columns:
         )
 
 
-def polars_parquet(path: Path) -> Columns:
+def polars_parquet(origin: Origin) -> Columns:
     """The whole file, on all threads."""
     import polars
 
-    frame = polars.read_parquet(path)
+    frame = polars.read_parquet(origin.uri, storage_options=origin.storage_options or None)
     return Columns(frame.height, lambda name: frame[name].to_arrow())
 
 
-def pyarrow_parquet(path: Path) -> Columns:
+def pyarrow_parquet(origin: Origin) -> Columns:
     """The whole file, on all threads."""
-    table = pq.read_table(path)
+    filesystem, path = origin.filesystem
+    table = pq.read_table(path, filesystem=filesystem)
     return Columns(table.num_rows, table.column)
 
 
-def duckdb_parquet(path: Path) -> Columns:
+def duckdb_parquet(origin: Origin) -> Columns:
     """The whole file, on all threads."""
-    return _duckdb(f"select * from read_parquet('{path}')")
+    return _duckdb(f"select * from read_parquet('{origin.uri}')")
 
 
-def polars_tsv(path: Path) -> Columns:
+def polars_tsv(origin: Origin) -> Columns:
     """Read as text and integers, then hexadecimal to numbers."""
     import polars
 
     kinds = {name: polars.String if name in IDS else polars.Int64 for name in NAMES}
-    frame = polars.read_csv(path, separator="\t", has_header=False, schema=kinds)
-    frame = frame.with_columns(polars.col(*IDS).str.to_integer(base=16, dtype=polars.UInt32))
+    how: dict[str, Any] = {"separator": "\t", "has_header": False, "schema": kinds}
+    scanned = polars.scan_csv(origin.uri, **how, storage_options=origin.storage_options or None)
+    frame = scanned.collect().with_columns(polars.col(*IDS).str.to_integer(base=16, dtype=polars.UInt32))
     return Columns(frame.height, lambda name: frame[name].to_arrow())
 
 
-def pyarrow_tsv(path: Path) -> Columns:
+def pyarrow_tsv(origin: Origin) -> Columns:
     """Read as text and integers, then hexadecimal to numbers, vectorised."""
     kinds = {name: pa.string() if name in IDS else pa.int64() for name in NAMES}
-    table = pa.csv.read_csv(
-        path,
-        pa.csv.ReadOptions(column_names=list(NAMES)),
-        pa.csv.ParseOptions(delimiter="\t", quote_char=False),
-        pa.csv.ConvertOptions(column_types=kinds, strings_can_be_null=True, null_values=[""]),
-    )
+    filesystem, path = origin.filesystem
+    stream: Any
+    with filesystem.open_input_stream(path) as stream:
+        table = pa.csv.read_csv(
+            stream,
+            pa.csv.ReadOptions(column_names=list(NAMES)),
+            pa.csv.ParseOptions(delimiter="\t", quote_char=False),
+            pa.csv.ConvertOptions(column_types=kinds, strings_can_be_null=True, null_values=[""]),
+        )
     ids: dict[str, Any] = {
         name: pa.chunked_array([_from_hexadecimal(part) for part in table[name].chunks]) for name in IDS
     }
     return Columns(table.num_rows, lambda name: ids[name] if name in ids else table[name])
 
 
-def duckdb_tsv(path: Path) -> Columns:
+def duckdb_tsv(origin: Origin) -> Columns:
     """Read as text and integers, then hexadecimal to numbers."""
     kinds = ", ".join(f"'{name}': '{'VARCHAR' if name in IDS else 'BIGINT'}'" for name in NAMES)
     numbers = ", ".join(f"('0x' || {name})::UINTEGER AS {name}" for name in IDS)
-    source = f"read_csv('{path}', delim='\t', header=false, quote='', columns={{{kinds}}})"
+    source = f"read_csv('{origin.uri}', delim='\t', header=false, quote='', columns={{{kinds}}})"
     return _duckdb(f"select label, {', '.join(DENSE)}, {numbers} from {source}")
 
 
-DECODERS: dict[str, dict[str, Callable[[Path], Columns]]] = {
+FILES_ALONE = ("duckdb",)
+"""Would have to install something to read S3."""
+DECODERS: dict[str, dict[str, Callable[[Origin], Columns]]] = {
     "parquet": {"polars": polars_parquet, "pyarrow": pyarrow_parquet, "duckdb": duckdb_parquet},
     "criteo-tsv": {"polars": polars_tsv, "pyarrow": pyarrow_tsv, "duckdb": duckdb_tsv},
 }

@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import functools
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,11 +21,15 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.decoders import DECODERS, Columns, Decoded
+from benchmarks.decoders import DECODERS, FILES_ALONE, Columns, Decoded, Origin, Service
 from benchmarks.measure import Pairs, report, tell
 from benchmarks.samples import DENSE, IDS, write_samples
 from dlrm_api.job import DLRMJobSpec, parse_job
+from dlrm_api.names import Env
+from dlrm_checkpointer.store import StoreOptions, open_store
 from dlrm_trainer.data import Reader, open_reader
+
+BUCKET = "samples"
 
 ORDERS = {"file": 0, "shuffled": 65_536}
 """Rows of a shuffle window."""
@@ -51,11 +56,13 @@ class Setting:
         return f"{self.format}/{self.uri}/{self.order}/{self.against}"
 
 
-def job_spec(format_: str, path: Path, window_rows: int, *, hashed: bool) -> DLRMJobSpec:
+def job_spec(format_: str, origin: Origin, window_rows: int, *, hashed: bool) -> DLRMJobSpec:
     """A job that reads 13 dense values and 26 ids a sample, 2,048 samples a batch."""
     options = {"rows": 100_000, "embedding": {"hash": "mix"}} if hashed else {"rows": 2**33}
     tables = [{"name": name, "dim": 4, **options} for name in IDS]
-    data = {"format": format_, "train": {"uris": [str(path)]}, "shuffle": {"windowRows": window_rows}}
+    data = {"format": format_, "train": {"uris": [origin.uri]}, "shuffle": {"windowRows": window_rows}}
+    if origin.service is not None:
+        data["s3"] = {"endpoint": origin.service.endpoint, "region": origin.service.region}
     spec = {
         "model": {"denseFeatures": list(DENSE), "bottomMlp": [4], "topMlp": [1], "tables": tables},
         "data": data,
@@ -64,13 +71,13 @@ def job_spec(format_: str, path: Path, window_rows: int, *, hashed: bool) -> DLR
     return parse_job({"metadata": {"name": "reading"}, "spec": spec}).spec
 
 
-def check_equal(format_: str, path: Path, decoded: Decoded) -> None:
+def check_equal(format_: str, origin: Origin, decoded: Decoded) -> None:
     """Compare an epoch's samples with the peer's rows.
 
     Raises:
         AssertionError: they differ.
     """
-    with closing(open_reader(job_spec(format_, path, ORDERS["shuffled"], hashed=False), "train", 0, 1)) as reader:
+    with closing(open_reader(job_spec(format_, origin, ORDERS["shuffled"], hashed=False), "train", 0, 1)) as reader:
         batches = list(reader.iterate(0, reader.batches_per_epoch))
     rows = np.concatenate([batch.sample_ids.numpy() for batch in batches])
     where = np.argsort(rows)
@@ -89,20 +96,24 @@ def read_epoch(reader: Reader) -> int:
     return sum(batch.labels.numel() for batch in reader.iterate(0, reader.batches_per_epoch))
 
 
-def measure_lines(format_: str, path: Path, repeats: int, chosen: Callable[[Setting], bool]) -> None:
-    """Print the lines of one format."""
+def measure_lines(format_: str, origin: Origin, repeats: int, chosen: Callable[[Setting], bool]) -> None:
+    """Print the lines of one file."""
+    uri = "file" if origin.service is None else "s3"
     peers = {name: decode for name, decode in DECODERS[format_].items() if _known(name)}
-    for name, decode in peers.items():
-        check_equal(format_, path, decode(path).contents())
-        tell(f"{format_}: {name} and we read the same")
+    if origin.service is not None:
+        peers = {name: decode for name, decode in peers.items() if name not in FILES_ALONE}
+    wanted = [Setting(format=format_, uri=uri, order=order, against=name) for order in ORDERS for name in peers]
+    wanted = [setting for setting in wanted if chosen(setting)]
+    for name in {setting.against for setting in wanted}:
+        check_equal(format_, origin, peers[name](origin).contents())
+        tell(f"{format_}, {uri}: {name} and we read the same")
     for order, window_rows in ORDERS.items():
-        settings = [Setting(format=format_, uri="file", order=order, against=name) for name in peers]
-        settings = [setting for setting in settings if chosen(setting)]
-        pairs = {setting.against: Pairs() for setting in settings}
-        if not pairs:
+        settings = [setting for setting in wanted if setting.order == order]
+        if not settings:
             continue
-        spec = job_spec(format_, path, window_rows, hashed=True)
-        for taken in alternated(spec, path, {name: peers[name] for name in pairs}, repeats):
+        pairs = {setting.against: Pairs() for setting in settings}
+        spec = job_spec(format_, origin, window_rows, hashed=True)
+        for taken in alternated(spec, origin, {name: peers[name] for name in pairs}, repeats):
             for name, pair in pairs.items():
                 pair.add(taken["ours"], taken[name])
         for setting in settings:
@@ -110,7 +121,7 @@ def measure_lines(format_: str, path: Path, repeats: int, chosen: Callable[[Sett
 
 
 def alternated(
-    spec: DLRMJobSpec, path: Path, peers: Mapping[str, Callable[[Path], Columns]], repeats: int
+    spec: DLRMJobSpec, origin: Origin, peers: Mapping[str, Callable[[Origin], Columns]], repeats: int
 ) -> Iterator[dict[str, float]]:
     """Rows a second of each side by turns, the order turned round each time; the first repeat warms up."""
 
@@ -119,7 +130,7 @@ def alternated(
             return read_epoch(reader)
 
     sides: dict[str, Callable[[], int]] = {"ours": ours}
-    sides |= {name: functools.partial(_decoded_rows, decode, path) for name, decode in peers.items()}
+    sides |= {name: functools.partial(_decoded_rows, decode, origin) for name, decode in peers.items()}
     for repeat in range(repeats + 1):
         taken = {}
         for name in sides if repeat % 2 == 0 else reversed(sides):
@@ -130,8 +141,48 @@ def alternated(
             yield taken
 
 
-def _decoded_rows(decode: Callable[[Path], Columns], path: Path) -> int:
-    return decode(path).num_rows
+def _decoded_rows(decode: Callable[[Origin], Columns], origin: Origin) -> int:
+    return decode(origin).num_rows
+
+
+@contextmanager
+def served(root: Path) -> Iterator[Service | None]:
+    """An S3 server on this machine; None where there is none."""
+    try:
+        from dlrm_cluster.errors import ClusterError
+        from dlrm_cluster.s3 import VersityGateway
+    except ModuleNotFoundError:
+        tell("NOT MEASURED: s3: run with hack/cluster on PYTHONPATH")
+        yield None
+        return
+    server = VersityGateway(root / "server")
+    try:
+        server.root.mkdir()
+        server.start()
+    except ClusterError as error:
+        tell(f"NOT MEASURED: s3: {error}")
+        yield None
+        return
+    keys = root / "keys"
+    keys.mkdir()
+    (keys / "accessKeyId").write_text(server.access_key)
+    (keys / "secretAccessKey").write_text(server.secret_key)
+    os.environ[Env.DATA_CREDENTIALS_DIR] = str(keys)
+    (server.data / BUCKET).mkdir(parents=True, exist_ok=True)
+    with server:
+        yield Service(
+            endpoint=server.endpoint,
+            access_key=server.access_key,
+            secret_key=server.secret_key,
+            region=server.region,
+        )
+
+
+def upload(path: Path, service: Service, keys: Path) -> Origin:
+    """Put a file into the bucket."""
+    options = StoreOptions(endpoint=service.endpoint, credentials_dir=keys)
+    open_store(f"s3://{BUCKET}", options).put(path.name, path.read_bytes())
+    return Origin(f"s3://{BUCKET}/{path.name}", service)
 
 
 def _known(name: str) -> bool:
@@ -154,11 +205,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     rows, repeats = (50_000, 2) if options.quick else (options.rows, options.repeats)
     missing = [name for name in ("polars", "duckdb") if not _known(name)]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name, served(Path(name)) as service:
+        folder = Path(name)
         for format_ in DECODERS:
             tell(f"{format_}: writing {rows:,} rows")
-            path = write_samples(format_, Path(folder), rows, options.data_dir)
-            measure_lines(format_, path, repeats, lambda setting: fnmatch.fnmatch(setting.name, options.only))
+            path = write_samples(format_, folder, rows, options.data_dir)
+            origins = [Origin(str(path))] + ([upload(path, service, folder / "keys")] if service else [])
+            for origin in origins:
+                measure_lines(format_, origin, repeats, lambda setting: fnmatch.fnmatch(setting.name, options.only))
+        missing += [] if service else ["s3"]
     return 1 if missing else 0
 
 

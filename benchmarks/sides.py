@@ -95,8 +95,8 @@ class Trained:
         self._queue.extend(batches)
         start = time.perf_counter()
         for _ in range(len(batches) - (0 if self._started else self._depth)):
-            forward = self.learner.forward(next(self._steps), self.shape.batch, factor=1.0)
-            self.learner.learn(forward)
+            computed = self.learner.compute(next(self._steps), self.shape.batch, factor=1.0)
+            self.learner.apply(computed)
         self._started = True
         self.learner.embeddings.settle()
         return time.perf_counter() - start

@@ -68,7 +68,7 @@ class S3Store:
     """
 
     def __init__(self, bucket: str, prefix: str, options: StoreOptions) -> None:
-        self._place = Place(bucket=bucket, endpoint=options.endpoint or "AWS")
+        self._place = Place(bucket=bucket, endpoint=options.endpoint or "AWS", fields=options.fields)
         self._prefix = f"{prefix}/" if prefix else ""
         self._options = options
         self._lock = threading.Lock()
@@ -104,6 +104,20 @@ class S3Store:
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Bytes [start, start + length), fewer at the object's end."""
         return self._read(key, f"bytes={start}-{start + length - 1}") if length else b""
+
+    def get_range_of(self, key: str, etag: str, start: int, length: int) -> bytes | None:
+        """Bytes [start, start + length) of the very object that a listing showed; None where another one is there.
+
+        Raises:
+            NoInputError: there is none.
+        """
+        wanted = {"Range": f"bytes={start}-{start + length - 1}", "IfMatch": etag}
+        try:
+            return self._read_body(Bucket=self._bucket, Key=self._prefix + key, **wanted)
+        except (ClientError, BotoCoreError) as error:
+            if status_of(error) in (412, 416):
+                return None
+            raise translate(error, self._place, key) from error
 
     def _read(self, key: str, byte_range: str | None) -> bytes:
         wanted = {"Range": byte_range} if byte_range else {}
@@ -191,7 +205,12 @@ class S3Store:
             for page in pages:
                 for item in page.get("Contents", ()):
                     key = item["Key"].removeprefix(self._prefix)
-                    yield ObjectInfo(key=key, size=item["Size"], modified=item["LastModified"].timestamp())
+                    yield ObjectInfo(
+                        key=key,
+                        size=item["Size"],
+                        modified=item["LastModified"].timestamp(),
+                        etag=item["ETag"],
+                    )
         except (ClientError, BotoCoreError) as error:
             raise translate(error, self._place, prefix) from error
 
@@ -248,7 +267,7 @@ def _connect(options: StoreOptions, place: Place) -> S3Client:
         InvalidSpecError: the endpoint is no URL.
     """
     if options.ca_file and not Path(options.ca_file).is_file():
-        raise NoInputError(f"spec.checkpoint.caFile: {options.ca_file}: there is no such file")
+        raise NoInputError(f"{place.fields.service}.caFile: {options.ca_file}: there is no such file")
     keys: dict[str, Any] = _credentials(options.credentials_dir, place) if options.credentials_dir else {}
     session = boto3.session.Session(**keys)
     try:
@@ -260,7 +279,7 @@ def _connect(options: StoreOptions, place: Place) -> S3Client:
             config=CONFIG.merge(Config(s3={"addressing_style": "path"})) if options.endpoint else CONFIG,
         )
     except ValueError as error:
-        raise InvalidSpecError("spec.checkpoint.endpoint", str(error)) from error
+        raise InvalidSpecError(f"{place.fields.service}.endpoint", str(error)) from error
 
 
 def _credentials(folder: Path, place: Place) -> dict[str, str]:

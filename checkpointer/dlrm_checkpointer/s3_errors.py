@@ -12,6 +12,7 @@ from dlrm_api.errors import (
     NoPermissionError,
     StoreUnavailableError,
 )
+from dlrm_checkpointer.store import CHECKPOINT_FIELDS, FieldNames
 
 REFUSED = frozenset(
     {
@@ -37,6 +38,7 @@ class Place:
 
     bucket: str
     endpoint: str
+    fields: FieldNames = CHECKPOINT_FIELDS
 
 
 def status_of(error: Exception) -> int:
@@ -55,7 +57,7 @@ def translate(error: Exception, place: Place, key: str) -> DLRMError:
     detail = f"{code}: {answer.get('Message', '')}".strip(": ")
     if code == "NoSuchBucket":
         return NoInputError(
-            f"bucket {place.bucket} is not there at {place.endpoint}: create it, or mend spec.checkpoint.uri"
+            f"bucket {place.bucket} is not there at {place.endpoint}: create it, or mend {place.fields.uri}"
         )
     if status in {401, 403} or code in REFUSED:
         return NoPermissionError(
@@ -71,21 +73,23 @@ def translate(error: Exception, place: Place, key: str) -> DLRMError:
     if status == 404:
         return NoInputError(f"s3://{place.bucket}/...{key}: there is no such object")
     if status in {301, 307} or code in {"AuthorizationHeaderMalformed", "PermanentRedirect"}:
-        return InvalidSpecError("spec.checkpoint.region", f"bucket {place.bucket} is of another region: {detail}")
-    return InvalidSpecError("spec.checkpoint", f"{place.endpoint}, bucket {place.bucket} refused {key}: {detail}")
+        return InvalidSpecError(
+            f"{place.fields.service}.region", f"bucket {place.bucket} is of another region: {detail}"
+        )
+    return InvalidSpecError(place.fields.service, f"{place.endpoint}, bucket {place.bucket} refused {key}: {detail}")
 
 
 def _without_answer(error: Exception, kind: str, place: Place) -> DLRMError:
     if kind in NO_CREDENTIALS:
         return NoPermissionError(
             f"no credentials for bucket {place.bucket} at {place.endpoint} ({error}): "
-            "set spec.checkpoint.credentialsSecret, or boto3's own environment variables or files"
+            f"set {place.fields.credentials}, or boto3's own environment variables or files"
         )
     if kind == "SSLError":
         return InvalidSpecError(
-            "spec.checkpoint.caFile",
+            f"{place.fields.service}.caFile",
             f"the certificate of {place.endpoint} is not trusted ({error}): give its authority",
         )
     if kind in {"ParamValidationError", "InvalidEndpointURLError"} or isinstance(error, ValueError):
-        return InvalidSpecError("spec.checkpoint", f"bucket {place.bucket} at {place.endpoint}: {error}")
+        return InvalidSpecError(place.fields.service, f"bucket {place.bucket} at {place.endpoint}: {error}")
     return StoreUnavailableError(f"{place.endpoint} did not answer for bucket {place.bucket} ({kind}: {error})")

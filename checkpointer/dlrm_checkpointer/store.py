@@ -21,6 +21,21 @@ class ObjectInfo:
     size: int
     modified: float
     """When it was written, by the store's clock (Unix seconds)."""
+    etag: str = ""
+    """Another one where the object was written anew; of S3 alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldNames:
+    """Fields of a job that say where objects are and how they are reached."""
+
+    uri: str = "spec.checkpoint.uri"
+    service: str = "spec.checkpoint"
+    """Holds ``endpoint``, ``region`` and ``caFile``."""
+    credentials: str = "spec.checkpoint.credentialsSecret"
+
+
+CHECKPOINT_FIELDS = FieldNames()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +50,8 @@ class StoreOptions:
     credentials_dir: Path | None = None
     """Folder with ``accessKeyId``, ``secretAccessKey`` and optionally ``sessionToken``, read again when it changes;
     boto3's own chain where None."""
+    fields: FieldNames = CHECKPOINT_FIELDS
+    """What messages call all this."""
 
 
 class ObjectStore(Protocol):

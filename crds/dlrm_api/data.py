@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dlrm_api.base import ApiModel, NotBuilt, Rule
+from dlrm_api.base import ApiModel, Rule
 from dlrm_api.model import ColumnName
 from dlrm_api.quantities import Bytes
 
@@ -25,14 +25,9 @@ class SplitSpec(ApiModel):
     uris: tuple[Uri, ...] = Field(
         (),
         max_length=10_000,
-        description="Files, folders or glob patterns: file:///data/*.parquet or a plain path. Read in order of name.",
-    )
-
-    rules = (
-        Rule(
-            cel="!has(self.uris) || self.uris.all(u, !u.startsWith('s3://'))",
-            holds=lambda split: not any(is_s3(uri) for uri in split.uris),
-            message="uris: reading s3:// is not built in this version: mount the files and give their path",
+        description=(
+            "Files, folders or glob patterns: file:///data/*.parquet, s3://bucket/prefix/*.parquet or a plain path. "
+            "Read in order of name."
         ),
     )
 
@@ -82,6 +77,25 @@ class DenseInputSpec(ApiModel):
     missing: float = Field(0.0, ge=-1e9, le=1e9, description="Value of an empty field, before the transform.")
 
 
+class S3Spec(ApiModel):
+    """Where an S3 service is; AWS by default."""
+
+    endpoint: str | None = Field(
+        None,
+        min_length=1,
+        max_length=2_048,
+        pattern=r"^https?://",
+        description="URL of the S3 service; AWS by default.",
+    )
+    region: str | None = Field(None, min_length=1, max_length=64, description="S3 region.")
+    ca_file: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1_024,
+        description="PEM file of the authority that signed the endpoint's certificate.",
+    )
+
+
 class DataSpec(ApiModel):
     """``spec.data``."""
 
@@ -110,9 +124,13 @@ class DataSpec(ApiModel):
             "batch touches in all virtual shards of a rank, row groups are decoded repeatedly."
         ),
     )
-    credentials_secret: Annotated[SecretName | None, NotBuilt()] = Field(
-        None, description="Secret with accessKeyId and secretAccessKey for s3:// data."
+    credentials_secret: SecretName | None = Field(
+        None,
+        description=(
+            "Secret with accessKeyId, secretAccessKey and optionally sessionToken, with which s3:// data is read."
+        ),
     )
+    s3: S3Spec = Field(S3Spec(), description="Service of s3:// data.")
 
     rules = (
         Rule(

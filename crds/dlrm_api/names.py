@@ -74,6 +74,8 @@ class Env:
     """Seconds between SIGTERM and SIGKILL, in which a cut must be handed over."""
     CREDENTIALS_DIR = "DLRM_CREDENTIALS_DIR"
     """Folder with ``accessKeyId``, ``secretAccessKey`` and optionally ``sessionToken``: a mounted Secret."""
+    DATA_CREDENTIALS_DIR = "DLRM_DATA_CREDENTIALS_DIR"
+    """The same for the data that is read."""
     TIER_DIR = "DLRM_TIER_DIR"
     """Folder with one folder a memory tier that needs a file system: ``scm``, ``cxl``, ``block``."""
 
@@ -96,6 +98,7 @@ class Path:
     """The folder of the plan's parts (``dlrm_api.plan.plan_from_parts``)."""
     TOKEN = "/etc/dlrm-token/token"  # noqa: S105  a path
     CREDENTIALS = "/etc/dlrm-credentials"
+    DATA_CREDENTIALS = "/etc/dlrm-data-credentials"
     HANDOFF = "/dev/dlrm-handoff"
     TIERS = "/var/lib/dlrm/tiers"
     """The volumes of the tiers that need a file system, each mounted at its tier's name."""

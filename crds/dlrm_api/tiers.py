@@ -53,19 +53,19 @@ def state_values(optimizer: RowOptimizerKind, width: int) -> int:
     return {"rowwise-adagrad": 1, "sgd": 0, "adam": 2 * width + 1}[optimizer]
 
 
-def row_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind, blocks: int = 1) -> int:
-    """A row of ``blocks`` column blocks, ``dim`` columns in all, and its state, as the kernels hold them."""
-    return dim * ELEMENT_BYTES[dtype] + STATE_BYTES * blocks * state_values(optimizer, dim // blocks)
+def row_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
+    """A row of one column block and its state, as the kernels hold them; each block of a table is held by itself."""
+    return dim * ELEMENT_BYTES[dtype] + STATE_BYTES * state_values(optimizer, dim)
 
 
-def slot_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind, blocks: int = 1) -> int:
+def slot_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
     """One slot of the first level."""
-    return row_bytes(dim, dtype, optimizer, blocks) + SLOT_META_BYTES
+    return row_bytes(dim, dtype, optimizer) + SLOT_META_BYTES
 
 
-def record_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind, blocks: int = 1) -> int:
+def record_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
     """A row as it is kept below the first level: row, state and access count in one record."""
-    return row_bytes(dim, dtype, optimizer, blocks) + COUNTER_BYTES
+    return row_bytes(dim, dtype, optimizer) + COUNTER_BYTES
 
 
 def places_meta_bytes(tier: Literal["hbm", "ddr", "cxl", "scm", "block"], rows: int, *, last: bool) -> int:
@@ -75,9 +75,9 @@ def places_meta_bytes(tier: Literal["hbm", "ddr", "cxl", "scm", "block"], rows: 
     return rows * (PLACE_META_BYTES if last else PLACE_META_BYTES + ORDER_META_BYTES)
 
 
-def block_place_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind, blocks: int = 1) -> float:
+def block_place_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> float:
     """Bytes of a block device that one place takes, the rest of its page and segment included."""
-    return paged_bytes(record_bytes(dim, dtype, optimizer, blocks))
+    return paged_bytes(record_bytes(dim, dtype, optimizer))
 
 
 def paged_bytes(record: int) -> float:

@@ -71,6 +71,15 @@ class TrainingSpec(ApiModel):
         False,
         description="Bit-reproducible runs on GPUs, at some cost; CPU runs always are bit-reproducible.",
     )
+    micro_batch_size: int | None = Field(
+        None,
+        ge=1,
+        le=2**26,
+        description=(
+            "Samples of a rank whose activations are held at a time; the gradients of a global batch are summed and "
+            "applied once all the same. By default the rank's whole share."
+        ),
+    )
     communication: CommunicationSpec = Field(CommunicationSpec(), description="Number formats on the wire.")
 
     rules = (

@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 import psutil
 
+from dlrm_api.data import is_s3
 from dlrm_api.errors import DeviceError, InvalidSpecError, NoInputError, NoPermissionError
 from dlrm_api.hardware import HardwareProfile, HardwareProfileSpec, ProfileMeta, TierSpec, TiersSpec
 from dlrm_api.job import DLRMJob, DLRMJobSpec
@@ -36,6 +37,8 @@ def check_inputs(spec: DLRMJobSpec) -> None:
                 _check_file(f"spec.data.{split}.uris[{i}]", uri, f"give the data with {option}")
     elif spec.data.synthetic.reuse_histogram is not None:
         _check_file("spec.data.synthetic.reuseHistogram", spec.data.synthetic.reuse_histogram, "mend the path")
+    if spec.data.s3.ca_file is not None:
+        _check_file("spec.data.s3.caFile", spec.data.s3.ca_file, "mend the path")
     if spec.checkpoint.ca_file is not None:
         _check_file("spec.checkpoint.caFile", spec.checkpoint.ca_file, "mend the path")
 
@@ -97,8 +100,12 @@ def make_tier_folders(folder: Path, plan: Plan) -> None:
 
 def _check_file(field: str, uri: str, mend: str) -> None:
     parts = urlsplit(uri)
+    samples = ".uris[" in field
+    if is_s3(uri) and samples:
+        return  # the trainer asks the service
     if "://" in uri and (parts.scheme != "file" or parts.netloc not in ("", "localhost")):
-        raise InvalidSpecError(field, f"{uri}: only files of this machine can be read: give a path or file:///path")
+        more = ", or s3://bucket/prefix" if samples else ""
+        raise InvalidSpecError(field, f"{uri}: can't be read from there: give a path or file:///path{more}")
     path = Path(unquote(parts.path)) if "://" in uri else Path(uri).expanduser()
     if not PATTERN & set(str(path)) and not path.exists():
         raise NoInputError(f"{field}: {path}: no such file or folder: {mend}")

@@ -125,17 +125,17 @@ def _levels(job: DLRMJob, table: TableSpec, shards: Sequence[Shard]) -> Iterator
     for shard in shards[:1] if shards[0].kind == "data" else shards:
         width = shard.column_end - shard.column_start
         blocks = width // (table.column_block or table.dim)
-        row = (width, table.dtype, job.spec.training.row_optimizer.kind, blocks)
+        row = (width // blocks, table.dtype, job.spec.training.row_optimizer.kind)
         count = shard.row_end - shard.row_start
         if not shard.tiers.levels:
             rows["ddr"] += count
-            sizes["ddr"] += count * tiers.row_bytes(*row)
+            sizes["ddr"] += count * blocks * tiers.row_bytes(*row)
         for number, level in enumerate(shard.tiers.levels):
             size: float = tiers.slot_bytes(*row) if number == 0 else tiers.record_bytes(*row)
             if level.tier == "block":
                 size = tiers.BLOCK_SLACK * tiers.block_place_bytes(*row)
             rows[level.tier] += level.rows
-            sizes[level.tier] += math.ceil(level.rows * size)
+            sizes[level.tier] += math.ceil(level.rows * blocks * size)
             weights[level.tier] += count
             before, rate = served.get(level.tier, 0.0), level.expected_hit_rate
             served[level.tier] = None if before is None or rate is None else before + count * rate

@@ -102,13 +102,16 @@ def _trainer(attempt: Attempt, index: int) -> Manifest:
     }
     if tier_bytes(attempt.plan, index):
         env[Env.TIER_DIR] = Path.TIERS
+    own = [{"name": "token", "mountPath": Path.TOKEN.rpartition("/")[0], "readOnly": True}]
+    if job.spec.data.credentials_secret:
+        env[Env.DATA_CREDENTIALS_DIR] = Path.DATA_CREDENTIALS
+        own.append({"name": "data-credentials", "mountPath": Path.DATA_CREDENTIALS, "readOnly": True})
     ports = [
         {"name": "trainer", "containerPort": Port.TRAINER},
         {"name": "rendezvous", "containerPort": Port.RENDEZVOUS},
     ]
     container = _container(attempt, index, command, env, ports)
-    token = {"name": "token", "mountPath": Path.TOKEN.rpartition("/")[0], "readOnly": True}
-    container["volumeMounts"] = [*container["volumeMounts"], token, *tier_mounts(attempt.plan, index)]
+    container["volumeMounts"] = [*container["volumeMounts"], *own, *tier_mounts(attempt.plan, index)]
     return {
         "name": Container.TRAINER,
         "image": trainer.image or attempt.images.trainer,
@@ -177,6 +180,8 @@ def _volumes(attempt: Attempt, index: int, config: Manifest) -> list[Manifest]:
     ]
     if secret := job.spec.checkpoint.credentials_secret:
         volumes.append({"name": "credentials", "secret": {"secretName": secret}})
+    if secret := job.spec.data.credentials_secret:
+        volumes.append({"name": "data-credentials", "secret": {"secretName": secret}})
     return volumes + tier_volumes(attempt.plan, index, attempt.profile)
 
 

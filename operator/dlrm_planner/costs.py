@@ -17,7 +17,9 @@ from dlrm_api.training import Codec
 
 ELEMENT_BYTES = 4
 """fp32: what is computed and handed over, whatever the type of the rows."""
-ROW_ID_BYTES = 8
+NARROW_ROWS = 2**31
+"""Where all tables have fewer rows, ids of four bytes travel, else of eight."""
+WEIGHT_BYTES = 4
 ROW_READS, ROW_WRITES = 2, 1
 """A lookup reads its row forward; the update reads it again and writes it."""
 WIRE_BYTES: dict[Codec, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
@@ -26,6 +28,7 @@ INT8_RANGE_BYTES = 8
 MEMORY_RATE, LINK_RATE = 51 * 2**30, 12.5 * 2**30
 """Bytes/s of DDR and of the link between nodes where no profile says them; ranks of one node exchange through DDR."""
 Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +38,14 @@ class Costs:
     ids: Floats
     """Ids looked up in one step."""
     bags: Floats
-    """Pooled vectors of one step: samples x features."""
+    """Bags of one step: samples x features."""
     dims: Floats
+    blocks: Floats
+    """Column blocks of each table: each is a vector of its own."""
+    id_bytes: Floats
+    """Bytes on the wire of an id, and its weight where it has one."""
+    length_bytes: int
+    """Bytes on the wire of a bag's length."""
     element_bytes: float
     """Bytes on the wire of one column of a pooled vector and of its gradient."""
     vector_bytes: float
@@ -46,28 +55,32 @@ class Costs:
     exchange: float
     """Elements that could be looked up while one byte is exchanged."""
 
-    def read(self, table: NDArray[np.int64] | int, share: Floats | float, width: Floats | float) -> Floats:
+    def read(self, table: Indices | int, share: Floats | float, width: Floats | float) -> Floats:
         """Elements that shards of ``width`` columns and a ``share`` of the rows of each table read."""
         return np.asarray(self.ids[table] * share * width)
 
-    def sent(self, table: NDArray[np.int64] | int, share: Floats | float, width: Floats | float) -> Floats:
-        """Bytes that such shards exchange: ids, and pooled vectors and their gradients.
+    def sent(
+        self, table: Indices | int, share: Floats | float, width: Floats | float, blocks: Floats | float
+    ) -> Floats:
+        """Bytes that such shards of so many column blocks exchange: bags, and pooled vectors and their gradients.
 
-        A shard of some rows sends a vector for each bag that has an id there, the whole table for every bag.
+        A shard of some rows sends vectors for each bag that has an id there, the whole table for every bag.
         """
         lookups = self.ids[table] / np.maximum(self.bags[table], 1)
         here = self.bags[table] * (1 - (1 - share) ** lookups)
-        vectors = here * (self.element_bytes * width + self.vector_bytes)
-        return np.asarray(self.away * (self.ids[table] * share * ROW_ID_BYTES + vectors))
+        bags = self.ids[table] * share * self.id_bytes[table] + self.bags[table] * self.length_bytes
+        return np.asarray(self.away * (bags + here * (self.element_bytes * width + self.vector_bytes * blocks)))
 
-    def total(self, table: NDArray[np.int64] | int, share: Floats | float, width: Floats | float) -> Floats:
+    def total(
+        self, table: Indices | int, share: Floats | float, width: Floats | float, blocks: Floats | float
+    ) -> Floats:
         """Cost in elements looked up."""
-        return self.read(table, share, width) + self.exchange * self.sent(table, share, width)
+        return self.read(table, share, width) + self.exchange * self.sent(table, share, width, blocks)
 
     @property
     def whole(self) -> Floats:
         """(T,) cost of each table on one rank."""
-        return self.total(np.arange(len(self.dims)), 1.0, self.dims)
+        return self.total(np.arange(len(self.dims)), 1.0, self.dims, self.blocks)
 
 
 def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Costs:
@@ -81,10 +94,15 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Costs:
         link = (network and network.inter_node_bytes_per_second) or LINK_RATE
     else:
         link = (network and network.intra_node_bytes_per_second) or memory
+    id_bytes = 4 if max(table.rows for table in tables) < NARROW_ROWS else 8
+    longest = max(table.max_lookups for table in tables)
     return Costs(
         ids=bags * [table.lookups for table in tables],
         bags=bags,
         dims=np.array([table.dim for table in tables], np.float64),
+        blocks=np.array([len(table.block_edges) - 1 for table in tables], np.float64),
+        id_bytes=np.array([id_bytes + (WEIGHT_BYTES if table.weights else 0) for table in tables], np.float64),
+        length_bytes=1 if longest < 2**8 else 2 if longest < 2**15 else 4,
         element_bytes=sum(WIRE_BYTES[codec] for codec in directions),
         vector_bytes=INT8_RANGE_BYTES * directions.count("int8"),
         away=(world_size - 1) / world_size,

@@ -74,5 +74,5 @@ def whole_needs(
         room=room,
         bounded=limit is not None,
         measure=lambda shards: shards.held_bytes,
-        extra=(CUT_HEADER_BYTES,) * len(tables.specs),
+        extra=tuple(CUT_HEADER_BYTES * (len(table.block_edges) - 1) for table in tables.specs),
     )

@@ -120,7 +120,7 @@ def _communication_seconds(
     if not rate:
         return None
     shards, specs = placement.shards, placement.shards.tables.specs
-    sent = costs.sent(shards.table, shards.share, shards.width)
+    sent = costs.sent(shards.table, shards.share, shards.width, shards.blocks)
     exchanged = float(np.bincount(placement.ranks, weights=sent, minlength=world_size).max())
     replicated = sum(specs[i].rows * specs[i].dim for i in placement.replicated)
     dense = WIRE_BYTES[spec.training.communication.dense] * dense_parameters(spec.model)

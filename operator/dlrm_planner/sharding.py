@@ -77,7 +77,7 @@ def worth_replicating(spec: DLRMJobSpec, tables: Tables, costs: Costs) -> NDArra
     """
     rows = np.array([table.rows for table in tables.specs], np.float64)
     reduced = 2 * (spec.world_size - 1) * rows * costs.dims * ELEMENT_BYTES
-    exchanged = costs.sent(np.arange(len(rows)), 1.0, costs.dims)
+    exchanged = costs.sent(np.arange(len(rows)), 1.0, costs.dims, costs.blocks)
     unpinned = [
         t.pin is None or not (t.pin.sharding or t.pin.ranks or t.pin.tier not in (None, "ddr")) for t in tables.specs
     ]

@@ -48,6 +48,8 @@ class Shards:
     share: Floats
     """Of its table's rows."""
     width: Floats
+    blocks: Floats
+    """Column blocks, each of which is held by itself."""
     row_bytes: tuple[int, ...]
     """A row and its state, as the kernels hold them."""
     resident_bytes: tuple[int, ...]
@@ -68,7 +70,7 @@ class Shards:
 
     def cost(self, costs: Costs) -> Floats:
         """(N,) cost of one step."""
-        return costs.total(self.table, self.share, self.width)
+        return costs.total(self.table, self.share, self.width, self.blocks)
 
 
 def cut(tables: Tables, which: Collection[int], splits: Mapping[int, Split]) -> Shards:
@@ -94,7 +96,7 @@ def cut(tables: Tables, which: Collection[int], splits: Mapping[int, Split]) -> 
             table.append(i)
             sizes.append(tables.whole[i])
     edges = np.array(rectangles, np.float64).reshape(-1, 4)
-    rows = edges[:, 1] - edges[:, 0]
+    rows, width = edges[:, 1] - edges[:, 0], edges[:, 3] - edges[:, 2]
     return Shards(
         tables=tables,
         table=np.array(table, np.int64),
@@ -103,7 +105,8 @@ def cut(tables: Tables, which: Collection[int], splits: Mapping[int, Split]) -> 
         allowed=tuple(allowed),
         rows=rows,
         share=rows / [tables.specs[i].rows for i in table],
-        width=edges[:, 3] - edges[:, 2],
+        width=width,
+        blocks=width / [tables.specs[i].column_block or tables.specs[i].dim for i in table],
         row_bytes=tuple(size.row for size in sizes),
         resident_bytes=tuple(size.resident for size in sizes),
         handoff_bytes=tuple(size.handoff for size in sizes),

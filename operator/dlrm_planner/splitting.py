@@ -175,16 +175,16 @@ class Splitter:
         the table, or beside a group of its columns. Rows give way to it, columns in whole blocks alone.
         """
         costs, table, allowed = self._costs, self._tables.specs[i], self.allowed(i)
-        before, blocks = float(costs.total(i, 1.0, table.dim)), len(table.block_edges) - 1
+        before, blocks = float(self._whole[i]), len(table.block_edges) - 1
         why = f"alone it costs {before / total * self.world_size:.2f} times the mean of a rank"
         by_rows = np.arange(2, min(len(allowed), table.rows) + 1)
         by_blocks = np.arange(2, min(len(allowed), blocks) + 1)
-        fixed, whole = float(costs.total(i, 1.0, 0)), before
-        widest = costs.total(i, 1.0, np.asarray(-(-blocks // by_blocks) * (table.dim / blocks), np.float64))
-        parts = costs.total(i, 1 / by_rows, table.dim)
+        largest = np.asarray(-(-blocks // by_blocks), np.float64)
+        fixed, widest = float(costs.total(i, 1.0, 0, 0)), costs.total(i, 1.0, largest * (table.dim / blocks), largest)
+        parts = costs.total(i, 1 / by_rows, table.dim, blocks)
         rest = total - before
         beside = np.where(by_blocks < self.world_size, np.maximum(widest, other), widest + other)
-        column = np.maximum(beside, (rest + whole + (by_blocks - 1) * fixed) / self.world_size)
+        column = np.maximum(beside, (total + (by_blocks - 1) * fixed) / self.world_size)
         row = np.maximum(parts, (rest + by_rows * parts) / self.world_size)
         best = min([*column, *row], default=before)
         if best >= WORTH * before:

@@ -45,6 +45,8 @@ class Stacks:
     """(N,) what each shard takes as a stack, and whole in DDR."""
 
     rows: Floats
+    blocks: Floats
+    """Column blocks: each is a stack of as many rows; what a row takes counts all of them."""
     whole: Floats
     """DDR of all its rows, as a table without levels."""
     least: Floats
@@ -96,9 +98,9 @@ def read_stacks(
     Raises:
         InvalidSpecError: a table is pinned to a tier that is not there, or to two things at once.
     """
+    rows, blocks = shards.rows, shards.blocks
     row = np.array(shards.row_bytes, np.float64)
-    record = row + COUNTER_BYTES
-    rows = shards.rows
+    record, slot = row + blocks * COUNTER_BYTES, row + blocks * SLOT_META_BYTES
     ways = spec.trainer.cache.ways
     pin = np.array([_pin(shards.tables, i, caps) for i in shards.table.tolist()], np.int64)
     dearest = max((META_BYTES[tier] for tier in caps), default=0.0)
@@ -108,26 +110,29 @@ def read_stacks(
     entry = _entries(shards, np.arange(len(rows)) if ranks is None else ranks)
     return Stacks(
         rows=rows,
+        blocks=blocks,
         whole=np.array(shards.resident_bytes, np.float64),
         least=np.ceil(reuse.least / max(ways, 1)) * max(ways, 1),
-        slot=row + SLOT_META_BYTES,
+        slot=slot,
         # a place may be left over, or rounded up
         entry=entry,
-        fixed=np.ceil(rows * (entry + meta)) + 2 * BLOCK_PLACE_META_BYTES + scratch * (row + SLOT_META_BYTES),
+        fixed=blocks * (np.ceil(rows * (entry + meta)) + 2 * BLOCK_PLACE_META_BYTES) + scratch * slot,
         scratch=scratch,
         record=record,
-        paged=np.array([BLOCK_SLACK * paged_bytes(int(each)) for each in record]),
-        between=math.ceil((PLACE_META_BYTES + ORDER_META_BYTES) * min(middle / record.min(), rows.sum())),
+        paged=BLOCK_SLACK * blocks * np.array([paged_bytes(each) for each in (record / blocks).astype(int).tolist()]),
+        between=math.ceil(
+            (PLACE_META_BYTES + ORDER_META_BYTES) * min(middle / (record / blocks).min(), (rows * blocks).sum())
+        ),
         pin=pin,
         ways=ways,
     )
 
 
 def _entries(shards: Shards, ranks: NDArray[np.int64]) -> Floats:
-    """(N,) bytes of a row's map entry, where all shards of a rank with rows of one kind are stacks."""
+    """(N,) bytes of a row's map entry in one block, where all shards of a rank with rows of one kind are one stack."""
     half = [shards.spec(k).dtype == "fp16" for k in range(len(ranks))]
-    _, kind = np.unique(np.stack([ranks, shards.width, half]), axis=1, return_inverse=True)
-    rows = np.bincount(kind.ravel(), weights=shards.rows)
+    _, kind = np.unique(np.stack([ranks, shards.width / shards.blocks, half]), axis=1, return_inverse=True)
+    rows = np.bincount(kind.ravel(), weights=shards.rows * shards.blocks)
     return np.array([float(map_entry_bytes(int(count))) for count in rows])[kind.ravel()]
 
 

@@ -8,8 +8,10 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TableSpec
 from dlrm_api.tiers import ELEMENT_BYTES as BYTES_OF
 from dlrm_api.tiers import STATE_BYTES, state_values
-from dlrm_planner.costs import ELEMENT_BYTES, ROW_ID_BYTES
+from dlrm_planner.costs import ELEMENT_BYTES
 
+ROW_ID_BYTES = 8
+"""Of each row of a cut."""
 CUT_PIECE_ROWS, CUT_HEADER_BYTES = 65_536, 512
 """A cut lists its pieces; a piece of fewer rows than this would be waste, and its entry is shorter than that."""
 UPDATED_FLAG_BYTES = 1
@@ -66,15 +68,13 @@ def read_tables(spec: DLRMJobSpec) -> Tables:
 
 
 def part_bytes(table: TableSpec, block_state: int, row_start: int, row_end: int, start: int, end: int) -> PartBytes:
-    """Bytes of rows [row_start, row_end) of columns [start, end), which are whole blocks."""
-    rows, width, state = (
-        row_end - row_start,
-        end - start,
-        block_state * ((end - start) // (table.column_block or table.dim)),
-    )
-    row = BYTES_OF[table.dtype] * width + state
-    handoff = rows * (ELEMENT_BYTES * width + state + ROW_ID_BYTES) + CUT_HEADER_BYTES * -(-rows // CUT_PIECE_ROWS)
-    return PartBytes(row, rows * (row + UPDATED_FLAG_BYTES), handoff)
+    """Bytes of rows [row_start, row_end) of columns [start, end), which are whole blocks: each is held by itself."""
+    width = table.column_block or table.dim
+    rows, blocks = row_end - row_start, (end - start) // width
+    row = BYTES_OF[table.dtype] * width + block_state
+    pieces = CUT_HEADER_BYTES * -(-rows // CUT_PIECE_ROWS)
+    handoff = rows * (ELEMENT_BYTES * width + block_state + ROW_ID_BYTES) + pieces
+    return PartBytes(blocks * row, blocks * rows * (row + UPDATED_FLAG_BYTES), blocks * handoff)
 
 
 def table_paths(spec: DLRMJobSpec) -> tuple[str, ...]:

@@ -9,11 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_api.tiers import (
-    COUNTER_BYTES,
-    SLOT_META_BYTES,
-    places_meta_bytes,
-)
+from dlrm_api.tiers import places_meta_bytes
 from dlrm_planner.fill import Filled, Wants, fill
 from dlrm_planner.reuse import Floats, Reuse
 from dlrm_planner.stacks import IN_DDR, SLOW_TIERS, UNPINNED, SlowTier, Stacks
@@ -33,11 +29,10 @@ class Levels:
 
     def ddr_bytes(self, stacks: Stacks, shard: int) -> int:
         """Slots and scratch pad, map, and bookkeeping of the places below."""
-        per_slot = stacks.record[shard] - COUNTER_BYTES + SLOT_META_BYTES
         last = len(self.below) - 1
         places = sum(places_meta_bytes(tier, n, last=k == last) for k, (tier, n) in enumerate(self.below))
-        slots = self.slots + stacks.scratch[shard]
-        return int(slots * per_slot + stacks.rows[shard] * stacks.entry[shard]) + places
+        slots = (self.slots + stacks.scratch[shard]) * stacks.slot[shard]
+        return int(slots + stacks.blocks[shard] * (stacks.rows[shard] * stacks.entry[shard] + places))
 
     def bytes_below(self, stacks: Stacks, shard: int) -> dict[SlowTier, int]:
         """Bytes of each slower tier."""

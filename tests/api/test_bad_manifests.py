@@ -279,9 +279,10 @@ BAD = {
         {"spec.data.format": "parquet"},
         "spec.data: train.uris is empty: say where the training data is, or use format synthetic",
     ),
-    "data in an object store": job(
-        {"spec.data.format": "parquet", "spec.data.train.uris": ["s3://bucket/data"]},
-        "spec.data.train: uris: reading s3:// is not built in this version: mount the files and give their path",
+    "an S3 service that is no URL": job(
+        {"spec.data.s3": {"endpoint": "minio:9000"}},
+        "spec.data.s3.endpoint: 'minio:9000' does not match ^https?://",
+        "spec.data.s3.endpoint in body should match '^https?://'",
     ),
     # over all tables: too much for CEL
     "two tables of one name": job(

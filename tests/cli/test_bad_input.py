@@ -104,7 +104,7 @@ JOB_CASES: list[tuple[str, Change, int, tuple[str, ...]]] = [
     ("a missing evaluation file", both(tsv("train", "/dev/null"), tsv("eval", "/no.tsv")), 66,
      ("spec.data.eval.uris[0]", "/no.tsv", "--eval-data")),
     ("data on another machine", tsv("train", "hdfs://host/x"), 78, ("spec.data.train.uris[0]", "hdfs://host/x")),
-    ("data in s3", tsv("train", "s3://bucket/x"), 78, ("uris", "s3://", "mount")),
+    ("data elsewhere", tsv("train", "gs://bucket/x"), 78, ("uris", "gs://", "s3://bucket/prefix")),
     ("a missing histogram", put("spec.data.synthetic.reuseHistogram", "/no.txt"), 66, ("reuseHistogram", "/no.txt")),
     ("a missing authority", put("spec.checkpoint.caFile", "/no.pem"), 66, ("spec.checkpoint.caFile", "/no.pem")),
     ("an endpoint that does not answer", put("spec.checkpoint", {"uri": "s3://b/x", "endpoint": NOBODY}), 75,

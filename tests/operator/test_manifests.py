@@ -215,6 +215,18 @@ def test_credentials_and_priority_reach_the_pods() -> None:
         assert env(container)[Env.CREDENTIALS_DIR] == names.Path.CREDENTIALS
 
 
+def test_credentials_of_data_reach_the_trainer_alone() -> None:
+    uris = {"uris": ["s3://bucket/*.parquet"]}
+    data = {"format": "parquet", "train": uris, "credentialsSecret": "reader", "globalBatchSize": 64}
+
+    pod = rendered(job(data=data | {"virtualShards": 64}))["Pod"][0]
+
+    volume = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "data-credentials")
+    assert volume["secret"]["secretName"] == "reader"
+    mounted = {container["name"]: env(container).get(Env.DATA_CREDENTIALS_DIR) for container in containers(pod)}
+    assert mounted == {"trainer": names.Path.DATA_CREDENTIALS, "checkpointer": None}
+
+
 def test_additions_of_the_user_join_ours() -> None:
     overlay = {
         "metadata": {"labels": {"team": "ads"}, "annotations": {"note": "x"}},

@@ -201,7 +201,7 @@ def test_each_column_block_has_a_row_state_of_its_own(make_spec: MakeSpec) -> No
 
     assert [planned.column_blocks for planned in plan.tables] == [(0, 8, 16, 24, 32), (0, 32)]
     more = plan.ranks[0].bytes_per_tier["ddr"] - plain.ranks[0].bytes_per_tier["ddr"]
-    assert more - (plan.handoff_bytes[0] - plain.handoff_bytes[0]) == 1_000 * 3 * 4
+    assert more - (plan.handoff_bytes[0] - plain.handoff_bytes[0]) == 1_000 * 3 * (4 + 1)  # and a flag
 
 
 def test_five_thousand_tables_over_sixty_four_ranks(make_spec: MakeSpec) -> None:

@@ -42,7 +42,7 @@ def test_communication_of_two_ranks_takes_the_link_between_them(
 ) -> None:
     predicted = plan_job(make_spec(TABLES, batch=1_024, **trainer), make_profile(DDR, **RATES)).predicted
 
-    exchanged = 1_024 * (2 * 8 + 2 * 16 * 4) / 2
+    exchanged = 1_024 * (2 * 4 + 1 + 2 * 16 * 4) / 2  # ids of four bytes, a length of one, a vector there and back
     reduced = 4 * DENSE
     assert predicted.communication_seconds == pytest.approx((exchanged + reduced) / rate)
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrm_api import tiers
 from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
@@ -334,7 +335,68 @@ def test_a_range_of_rows_sends_a_vector_for_each_bag_that_has_ids_there(
 
     for lookups in (1, 3):
         bags = 1_024 * (1 - 0.75**lookups)
-        assert sent(lookups) == pytest.approx(0.75 * (1_024 * lookups / 4 * 8 + bags * 2 * 64 * 4))
+        assert sent(lookups) == pytest.approx(0.75 * (1_024 * (lookups / 4 * 4 + 1) + bags * 2 * 64 * 4))
+
+
+@pytest.mark.parametrize(
+    ("codec", "vector"), [("fp32", 64 * 4), ("fp16", 64 * 2), ("bf16", 64 * 2), ("int8", 64 + 4 * 8)]
+)
+def test_codecs_weights_and_wide_ids_are_counted_on_the_wire(
+    make_spec: MakeSpec, make_profile: MakeProfile, codec: str, vector: int
+) -> None:
+    profile = make_profile("8Ti", network={"interNodeBytesPerSecond": 1e9})
+    asked = table("t", 2**31, maxLookups=300, features=["a", "b"], weights=["v", "w"], columnBlock=16)
+    spec = make_spec([{**asked, "pin": {"sharding": "table"}}], batch=1_024, replicas=2)
+    communication = spec.training.communication.model_copy(update={"forward": codec, "backward": codec})
+    training = spec.training.model_copy(update={"communication": communication})
+
+    seconds = plan_job(spec.model_copy(update={"training": training}), profile).predicted.communication_seconds
+
+    dense = 4 * (2 * 128 + 128 + 128 + 1)
+    bags = 2 * 1_024
+    assert seconds is not None
+    assert seconds * 1e9 - dense == pytest.approx(bags * (300 * (8 + 4) + 2 + 2 * vector) / 2)
+
+
+def test_each_column_block_of_a_table_with_levels_is_a_stack_of_its_own(make_spec: MakeSpec) -> None:
+    budgets = {"block": "100Gi", "scm": "1Gi"}
+    asked = table("t", 10**6, columnBlock=16, pin={"tier": "block"})
+    spec = make_spec([asked], tierBudgets=budgets)
+
+    plan = plan_job(spec)
+
+    slots, places = (level.rows for level in shards(plan)[0].tiers.levels)
+    row = (16, "fp32", "rowwise-adagrad")
+    block = places * tiers.BLOCK_SLACK * tiers.block_place_bytes(*row)
+    ddr = (
+        slots * tiers.slot_bytes(*row)
+        + 10**6 * tiers.map_entry_bytes(10**6)
+        + tiers.places_meta_bytes("block", places, last=True)
+    )
+    held = plan.ranks[0].bytes_per_tier
+    assert held["block"] == pytest.approx(4 * block)
+    beside = plan.handoff_bytes[0] + tiers.TIER_BUFFER_BYTES
+    scratch = 4 * 2_048 * tiers.slot_bytes(*row)
+    assert 4 * ddr <= held["ddr"] - beside <= 4 * ddr + scratch
+
+
+def test_a_map_of_many_rows_has_wider_entries(make_spec: MakeSpec) -> None:
+    def entry(found: list[dict[str, Any]], ranks: int = 1) -> float:
+        spec = make_spec(found, replicas=ranks, tierBudgets={"block": "1000Ti"})
+        plan = plan_job(spec)
+        rows = sum(each["rows"] for each in found)
+        slots = sum(level.rows for t in plan.tables for shard in t.shards for level in shard.tiers.levels[:1])
+        held = sum(rank.bytes_per_tier["ddr"] for rank in plan.ranks) - sum(plan.handoff_bytes)
+        held -= slots * tiers.slot_bytes(4, "fp32", "rowwise-adagrad") + rows * 8 * tiers.BLOCK_SLACK
+        return held / rows
+
+    def one(name: str, rows: int) -> dict[str, Any]:
+        return table(name, rows, dim=4, pin={"tier": "block", "sharding": "table"})
+
+    assert entry([one("t", 4 * 10**8)]) == pytest.approx(4, abs=0.5)
+    assert entry([one("t", 5 * 10**8)]) == pytest.approx(8, abs=0.5)
+    assert entry([one("t", 3 * 10**8), one("u", 3 * 10**8)]) == pytest.approx(8, abs=0.5)
+    assert entry([one("t", 3 * 10**8), one("u", 3 * 10**8)], ranks=2) == pytest.approx(4, abs=0.7)
 
 
 @given(

@@ -77,7 +77,7 @@ def test_losses_and_restarts_do_not_depend_on_ranks_or_sharding(tmp_path: Path, 
     plan = random_plan(generator, gang.spec.model, world_size, tiers, lookahead=1 if tiers else 0)
 
     runs = run_ranks(world_size, train_plan, gang, plan, range(STEPS), tmp_path)
-    plain = run_ranks(world_size, train_plan, gang, plan, range(STEPS), tmp_path, None, False)
+    pipelined = run_ranks(world_size, train_plan, gang, plan, range(STEPS), tmp_path, None, True)
     halfway = run_ranks(world_size, train_plan, gang, plan, range(STEPS // 2), tmp_path, None, True)
     rest = run_ranks(
         world_size, train_plan, gang, plan, range(STEPS // 2, STEPS), tmp_path, saved_of(gang, halfway), True
@@ -88,7 +88,21 @@ def test_losses_and_restarts_do_not_depend_on_ranks_or_sharding(tmp_path: Path, 
 
     np.testing.assert_allclose(losses_of(runs), whole.losses, rtol=1e-5)
     assert len({run.digest for run in runs}) == 1
-    assert [(run.losses, run.digest) for run in plain] == [(run.losses, run.digest) for run in runs]
+    assert [(run.losses, run.digest) for run in pipelined] == [(run.losses, run.digest) for run in runs]
     assert [run.digest for run in rest] == [run.digest for run in runs]
     assert losses_of(halfway).tolist() + losses_of(rest).tolist() == losses_of(runs).tolist()
     assert moved.digest == runs[0].digest
+
+
+@settings(max_examples=4, deadline=None, phases=NO_SHRINKING, suppress_health_check=QUIET)
+@given(seed=st.integers(0, 10_000), most=st.integers(1, 70))
+def test_a_batch_computed_piece_by_piece_is_updated_once(tmp_path: Path, seed: int, most: int) -> None:
+    whole, pieces = job_of(tmp_path, 1), job_of(tmp_path, 1, microBatchSize=most)
+    plan = random_plan(np.random.default_rng(seed), whole.spec.model, 1)
+
+    expected = train_plan(ALONE, whole, plan, range(STEPS), tmp_path)
+    found = train_plan(ALONE, pieces, plan, range(STEPS), tmp_path)
+
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+    assert [piece.row_ids.tolist() for piece in found.pieces] == [piece.row_ids.tolist() for piece in expected.pieces]
+    assert (found.digest == expected.digest) == (most >= 64)  # one piece: bit for bit

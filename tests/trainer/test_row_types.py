@@ -62,9 +62,9 @@ def train(job: DLRMJob, learner: Learner, start: int, stop: int) -> list[float]:
     losses = []
     for number in range(start, stop):
         prepared = learner.prepare(learner.send(reader.read(number)))
-        forward = learner.forward(prepared, reader.global_count(number), factor=1.0)
-        learner.learn(forward)
-        losses.append(float(forward.loss.detach()))
+        computed = learner.compute(prepared, reader.global_count(number), factor=1.0)
+        learner.apply(computed)
+        losses.append(computed.loss)
     reader.close()
     return losses
 

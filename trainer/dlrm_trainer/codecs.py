@@ -78,6 +78,12 @@ def read_message(codec: Codec, data: Tensor, shapes: Sequence[tuple[int, int]]) 
     return found
 
 
+def is_finite(codec: Codec, data: Tensor) -> bool:
+    """Whether all values of a message are finite, as far as its header tells: that of fp16 does."""
+    start = header_bytes(codec) if data.numel() else 0
+    return not start or math.isfinite(float(data[:start].view(torch.float32)))
+
+
 def _scale(pieces: Sequence[Tensor], wanted: float) -> float:
     """A power of two, at most the one wanted, by which fp16 can hold all values; NaN where one is not finite."""
     bounds = [bound for piece in pieces if piece.numel() for bound in torch.aminmax(piece)]

@@ -22,11 +22,32 @@ def compiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Res
     What was compiled is kept in a folder named after the sources of all such functions, because numba looks at the
     one file of a function and not at those of the functions that it calls. The package's own folder may be read-only.
     """
+    return _compiled(function, frozenset())
+
+
+def compiled_freely(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """As ``compiled``, and sums may be made in any order and a product and a sum be rounded as one.
+
+    Results have the same bits in every run on one processor, but not on processors with other vectors, as those of
+    any BLAS.
+    """
+    return _compiled(function, frozenset({"reassoc", "contract", "nsz"}))
+
+
+def compiled_in_place(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """As ``compiled``, for what loops call for every row: its lines are put where it is called.
+
+    A call that stays one counts a reference to each array before and after, with an atomic instruction each.
+    """
+    return cast(Callable[Parameters, Result], numba.njit(nogil=True, inline="always")(function))
+
+
+def _compiled(function: Callable[Parameters, Result], freedom: frozenset[str]) -> Callable[Parameters, Result]:
     config = vars(numba.config)
     before = config["CACHE_DIR"]
     config["CACHE_DIR"] = str(_folder())
     try:
-        loop = numba.njit(nogil=True, cache=True)(function)
+        loop = numba.njit(nogil=True, cache=True, fastmath=set(freedom))(function)
     finally:
         config["CACHE_DIR"] = before
     return cast(Callable[Parameters, Result], loop)

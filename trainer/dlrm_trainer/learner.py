@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +22,13 @@ from dlrm_trainer.stages import Stages
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forward:
-    """A forward pass whose backward pass is still to come."""
+class Computed:
+    """A step whose gradients are known, or on their way, and not applied yet."""
 
-    loss: Tensor
-    """() float32, this rank's share of the global batch's mean log loss."""
+    loss: float
+    """This rank's share of the global batch's mean log loss."""
     lookup: Lookup
+    travelling: Travelling
     factor: float
 
 
@@ -70,6 +72,7 @@ class Learner:
             communication=spec.training.communication,
         )
         self._dense_codec = spec.training.communication.dense
+        self._micro_batch = spec.training.micro_batch_size
         self.embeddings = Embeddings(placement, collectives, options, id_collectives)
         dense = DenseParameters.elements(self.model)
         self._gradient = torch.zeros(dense + self.embeddings.gradient_elements)
@@ -101,8 +104,8 @@ class Learner:
         self._stages.lap("prepare")
         return prepared
 
-    def forward(self, prepared: Prepared, global_count: int, factor: float) -> Forward:
-        """Predict this rank's samples; changes nothing.
+    def compute(self, prepared: Prepared, global_count: int, factor: float) -> Computed:
+        """Predict this rank's samples and find every gradient; changes no parameter and no row.
 
         Args:
             prepared: this rank's slice; may be empty.
@@ -111,44 +114,76 @@ class Learner:
 
         Raises:
             DeviceError: rows could not be fetched from their tier.
+            DivergedError: a gradient that is to travel in fp16 is not finite.
+            PeerLostError: a rank is gone.
         """
-        batch, waited, sent = prepared.batch, self.embeddings.owned.wait_s, self._collectives.seconds
+        batch, owned, collectives = prepared.batch, self.embeddings.owned, self._collectives
+        waited, sent = owned.wait_s, collectives.seconds
+        self.dense.zero_gradient()
         pooling = self.embeddings.pool(prepared, self._row_rate * factor)
-        bottom = self.model.bottom_out(batch.dense)  # while pooled rows travel
+        pieces = _pieces(len(batch.labels), self._micro_batch)
+        bottom = self.model.bottom_out(batch.dense) if len(pieces) == 1 else None  # while pooled rows travel
         lookup = self.embeddings.lookup(pooling)
-        self._stages.apart("prefetch wait", self.embeddings.owned.wait_s - waited)
-        self._stages.apart("exchange", self._collectives.seconds - sent)
-        logits = self.model.logits(bottom, lookup.features)
-        loss = global_mean_loss(logits, batch.labels, global_count)
-        self._stages.lap("forward")
-        return Forward(loss=loss, lookup=lookup, factor=factor)
+        self._stages.apart("prefetch wait", owned.wait_s - waited)
+        self._stages.apart("exchange", collectives.seconds - sent)
+        if len(pieces) == 1:
+            loss, travelling = self._whole(lookup, bottom, global_count)
+        else:
+            loss, travelling = self._piecewise(lookup, pieces, global_count)
+        return Computed(loss=loss, lookup=lookup, travelling=travelling, factor=factor)
 
-    def learn(self, forward: Forward) -> None:
-        """Update every parameter, and every row that the global batch looked up, once."""
-        lookup, sent = forward.lookup, self._collectives.seconds
+    def _whole(self, lookup: Lookup, bottom: Tensor | None, global_count: int) -> tuple[float, Travelling]:
+        """All samples at once: their features' gradient leaves while the bottom MLP's backward pass goes on."""
         travelling: list[Travelling] = []
 
         def send(features: Tensor) -> None:
             assert features.grad is not None
             travelling.append(self.embeddings.send_gradients(lookup, features.grad, self._table_gradient))
 
-        self.dense.zero_gradient()
-        # Before the bottom MLP's backward pass.
-        lookup.features.register_post_accumulate_grad_hook(send)  # type: ignore[no-untyped-call]
-        forward.loss.backward()  # type: ignore[no-untyped-call]
+        features = lookup.features.requires_grad_()
+        features.register_post_accumulate_grad_hook(send)  # type: ignore[no-untyped-call]
+        loss = global_mean_loss(self.model.logits(bottom, features), lookup.prepared.batch.labels, global_count)
+        self._stages.lap("forward")
+        sent = self._collectives.seconds
+        loss.backward()  # type: ignore[no-untyped-call]
         self._stages.apart("exchange", self._collectives.seconds - sent)
         self._stages.lap("backward")
-        summing = self._start_sums()
-        sent = self._collectives.seconds
-        self.embeddings.update(lookup, travelling[0])
+        return loss.item(), travelling[0]
+
+    def _piecewise(self, lookup: Lookup, pieces: Sequence[slice], global_count: int) -> tuple[float, Travelling]:
+        """Some samples at a time, so that the activations of no more are held; gradients add up."""
+        batch, total = lookup.prepared.batch, 0.0
+        gradient = torch.empty_like(lookup.features)
+        for piece in pieces:
+            features = lookup.features[piece].detach().requires_grad_()
+            loss = global_mean_loss(self.model(batch.dense[piece], features), batch.labels[piece], global_count)
+            self._stages.lap("forward")
+            loss.backward()  # type: ignore[no-untyped-call]
+            assert features.grad is not None
+            gradient[piece] = features.grad
+            total += loss.item()
+            self._stages.lap("backward")
+        travelling = self.embeddings.send_gradients(lookup, gradient, self._table_gradient)
+        self._stages.lap("exchange")
+        return total, travelling
+
+    def apply(self, computed: Computed) -> None:
+        """Update every parameter, and every row that the global batch looked up, once.
+
+        Raises:
+            DivergedError: a gradient that came in fp16 is not finite; nothing was updated.
+            PeerLostError: a rank is gone.
+        """
+        summing, sent = self._start_sums(), self._collectives.seconds
+        self.embeddings.update(computed.lookup, computed.travelling)
         self._stages.apart("exchange", self._collectives.seconds - sent)
         self._stages.lap("row update")
         for each in summing:
             each.wait()
         self._stages.lap("exchange")
-        self.embeddings.update_replicated(lookup, self._table_gradient)
+        self.embeddings.update_replicated(computed.lookup, self._table_gradient)
         self._stages.lap("row update")
-        self.dense.update(forward.factor)
+        self.dense.update(computed.factor)
         self._stages.lap("dense update")
 
     def logits(self, batch: Batch) -> Tensor:
@@ -186,3 +221,9 @@ class Learner:
             value, row = largest(part)
             found.append((value, f"table {part.table.name}, row {row}"))
         return max(found)
+
+
+def _pieces(samples: int, most: int | None) -> list[slice]:
+    """Slices of at most ``most`` samples; one even where there is no sample."""
+    step = max(1, most or samples)
+    return [slice(start, start + step) for start in range(0, max(samples, 1), step)]

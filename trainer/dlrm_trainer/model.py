@@ -15,13 +15,19 @@ from torch import Tensor, nn
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.model import ModelSpec
+from dlrm_trainer.layers import Layers
+from dlrm_trainer.pairs import Pairs
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them; ``last_relu`` adds one at the end."""
+    """Linear layers with ReLU between them; ``last_relu`` adds one at the end.
 
-    def __init__(self, width: int, widths: Sequence[int], last_relu: bool) -> None:
+    ``dtype`` is that of the products; parameters, inputs and outputs are float32.
+    """
+
+    def __init__(self, width: int, widths: Sequence[int], last_relu: bool, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
+        self.dtype = dtype
         self.layers = nn.ModuleList(
             nn.Linear(before, after) for before, after in zip((width, *widths), widths, strict=False)
         )
@@ -29,11 +35,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, width) to (n, widths[-1])."""
-        for number, layer in enumerate(self.layers, start=1):
-            x = layer(x)
-            if self.last_relu or number < len(self.layers):
-                x = torch.relu(x)
-        return x
+        out: Tensor = Layers.apply(x, self.last_relu, self.dtype, *self.parameters())  # type: ignore[no-untyped-call]
+        return out
 
 
 class DotInteraction(nn.Module):
@@ -50,18 +53,12 @@ class DotInteraction(nn.Module):
                 "spec.model.interaction", "dot has no pair in a model of one feature without dense ones: use dcn"
             )
         self.dim = dim
-        row, column = torch.tril_indices(vectors, vectors, offset=-1)
-        self.register_buffer("pairs", row * vectors + column, persistent=False)
-        self.width = len(row) + (dim if with_dense else 0)
+        self.width = vectors * (vectors - 1) // 2 + (dim if with_dense else 0)
 
     def forward(self, bottom: Tensor | None, features: Tensor) -> Tensor:
         """(n, E) and (n, T * E) to (n, width): ``bottom`` first, then the lower triangle row by row."""
-        samples = features.shape[0]
-        vectors = features if bottom is None else torch.cat((bottom, features), dim=1)
-        vectors = vectors.view(samples, -1, self.dim)
-        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-        pairs = products.index_select(1, self.get_buffer("pairs"))
-        return pairs if bottom is None else torch.cat((bottom, pairs), dim=1)
+        out: Tensor = Pairs.apply(bottom, features, self.dim)  # type: ignore[no-untyped-call]
+        return out
 
 
 class CrossInteraction(nn.Module):

@@ -31,6 +31,24 @@ def fetch_add(_typing: Any, counts: Any, place: Any, amount: Any) -> Any:  # noq
 
 
 @instruction
+def lent(_typing: Any, array: Any) -> Any:
+    """The same array, whose references are not counted: each count is an atomic write to one place for all threads.
+
+    Something else must hold the array for as long as this one is used, as the caller of a compiled function does.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        make = context.make_array(signature.args[0])
+        given, lending = make(context, builder, arguments[0]), make(context, builder)
+        cgutils.copy_struct(lending, given)
+        lending.meminfo = cgutils.get_null_value(lending.meminfo.type)
+        lending.parent = cgutils.get_null_value(lending.parent.type)
+        return lending._getvalue()
+
+    return array(array), generate
+
+
+@instruction
 def prefetch(_typing: Any, array: Any, place: Any) -> Any:  # noqa: ARG001
     """Begin to bring ``array[place]`` of a one-dimensional array near; any place may be named."""
 

@@ -41,6 +41,7 @@ class Settings:
     grace_s: float | None = None
     """None: what the job's lifecycle says."""
     credentials_dir: Path | None = None
+    data_credentials_dir: Path | None = None
     tier_dir: Path | None = None
     """Folder of the mounts of tiers that need a file system."""
     profile: bool = False
@@ -82,6 +83,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         termination_log=path(Env.TERMINATION_LOG),
         grace_s=number(Env.GRACE_S, -1.0) if source.get(Env.GRACE_S) else None,
         credentials_dir=path(Env.CREDENTIALS_DIR),
+        data_credentials_dir=path(Env.DATA_CREDENTIALS_DIR),
         tier_dir=path(Env.TIER_DIR),
         profile=bool(number(Env.PROFILE, 0)),
     )

@@ -153,12 +153,12 @@ class Training:
         """
         learner, batch = self.parts.learner, prepared.batch
         count = self.parts.reader.global_count(batch.number)
-        forward = learner.forward(prepared, count, self.schedule.factor(self.step))
-        agreed = self.control.agree(forward.loss.item(), self.step + 1)
+        computed = learner.compute(prepared, count, self.schedule.factor(self.step))
+        agreed = self.control.agree(computed.loss, self.step + 1)
         self.stages.lap("agreement")
         if not math.isfinite(agreed.loss):
             raise diverged(learner, self.collectives, agreed.loss, self.step + 1)
-        learner.learn(forward)
+        learner.apply(computed)
         self.step += 1
         self.loss = agreed.loss
         self.trained_samples += count

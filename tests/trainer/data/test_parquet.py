@@ -210,3 +210,18 @@ def test_hashed_ids_of_any_size_and_sign_find_a_row(hashing: str, write_parquet:
     assert int(values.max()) < 4
     if hashing == "modulo":
         assert values.tolist() == [(2**64 - 1) % 4, (2**63 - 1) % 4, 2**63 % 4, 0, 0]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 1_000])
+@pytest.mark.parametrize("kind", [pa.float32(), pa.float64(), pa.int16(), pa.float16()])
+def test_nulls_are_told_from_values_in_every_type(
+    kind: pa.DataType, rows: int, write_parquet: Write, open_file: Any
+) -> None:
+    random = np.random.default_rng(rows)
+    prices = [None if random.random() < 0.4 else float(random.integers(-99, 99)) for _ in range(rows)]
+    columns = {"label": [1] * rows, "price": pa.array(prices).cast(kind), "user": [1] * rows}
+    path = write_parquet(columns, row_group_size=300)
+
+    batch = open_file(path, TABLES[:1], dense={"missing": 0.5}, globalBatchSize=1_000).read(0)
+
+    assert batch.dense[:, 0].tolist() == [0.5 if price is None else price for price in prices]

@@ -81,9 +81,9 @@ def train_plan(
     batches, losses = (reader.read(number) for number in steps), []
     ahead = 1 if pipelined else 0
     for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=plan.lookahead, sent_ahead=ahead):
-        forward = learner.forward(prepared, reader.global_count(prepared.batch.number), factor=1.0)
-        losses.append(forward.loss.item())
-        learner.learn(forward)
+        computed = learner.compute(prepared, reader.global_count(prepared.batch.number), factor=1.0)
+        losses.append(computed.loss)
+        learner.apply(computed)
     digest = live_digest(learner, collectives)
     pieces = list(learner.embeddings.rows_to_save())
     learner.embeddings.close()

@@ -70,9 +70,9 @@ def train_run(
     batches = (reader.read(number) for number in range(steps))
     for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=plan.lookahead, sent_ahead=1):
         number = prepared.batch.number
-        forward = learner.forward(prepared, reader.global_count(number), factor=1.0)
-        losses.append(forward.loss.item())
-        learner.learn(forward)
+        computed = learner.compute(prepared, reader.global_count(number), factor=1.0)
+        losses.append(computed.loss)
+        learner.apply(computed)
         if eval_every and number % eval_every == 0:
             quality = evaluate(learner, eval_reader, collectives, number)
             assert quality is not None

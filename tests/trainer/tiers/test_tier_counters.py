@@ -58,7 +58,7 @@ class SimulatedLru:
 
 
 def trained(learner: Learner, batch: Batch) -> None:
-    learner.learn(learner.forward(learner.prepare(learner.send(batch)), batch.lengths.shape[1], 1.0))
+    learner.apply(learner.compute(learner.prepare(learner.send(batch)), batch.lengths.shape[1], 1.0))
 
 
 def use_of(job: DLRMJob, shape: Shape, learner: Learner) -> RankUse:

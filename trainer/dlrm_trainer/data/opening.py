@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
+from dlrm_api.data import DataSpec, is_s3
 from dlrm_api.errors import BadDataError, InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_trainer.data.batch import NoSamples, RowSource
 from dlrm_trainer.data.criteo import SUFFIXES as CRITEO_SUFFIXES
 from dlrm_trainer.data.criteo import CriteoSource
-from dlrm_trainer.data.files import LocalFile
+from dlrm_trainer.data.files import DataFile, LocalFile
 from dlrm_trainer.data.line_index import default_cache_folder
 from dlrm_trainer.data.parquet import SUFFIXES as PARQUET_SUFFIXES
 from dlrm_trainer.data.parquet import ParquetSource
@@ -18,6 +19,9 @@ from dlrm_trainer.data.reader import TOGETHER_SHARE, Reader, Split, sample_order
 from dlrm_trainer.data.row_group import Columns
 from dlrm_trainer.data.synthetic import SyntheticSource
 from dlrm_trainer.data.uris import find_files
+from dlrm_trainer.settings import read_settings
+
+REMOTE_THREADS = 4
 
 
 def open_reader(
@@ -59,8 +63,8 @@ def _source(spec: DLRMJobSpec, split: Split, cache_folder: Path) -> RowSource:
     bags, weights = [each.column for each in features], [each.weights for each in features]
     budget = int(data.prefetch_bytes) * (TOGETHER_SHARE - 1) // TOGETHER_SHARE
     if data.format == "criteo-tsv":
-        files = [LocalFile(path) for path in find_files(uris, CRITEO_SUFFIXES)]
-        return CriteoSource(files, dense, bags, data.lenient, cache_folder, budget)
+        files = _files(data, uris, CRITEO_SUFFIXES)
+        return CriteoSource(files, dense, bags, data.lenient, cache_folder, budget, _threads(uris))
     _check_renames(data.columns.rename, {*dense, *bags, *filter(None, weights)})
     rename = data.columns.rename
     columns = Columns(
@@ -69,7 +73,24 @@ def _source(spec: DLRMJobSpec, split: Split, cache_folder: Path) -> RowSource:
         bags=[rename.get(name, name) for name in bags],
         weights=[rename.get(name, name) if name else None for name in weights],
     )
-    return ParquetSource([LocalFile(path) for path in find_files(uris, PARQUET_SUFFIXES)], columns, budget)
+    return ParquetSource(_files(data, uris, PARQUET_SUFFIXES), columns, budget, _threads(uris))
+
+
+def _files(data: DataSpec, uris: Sequence[str], suffixes: Sequence[str]) -> list[DataFile]:
+    """Files that the URIs name, in order of name."""
+    local = [uri for uri in uris if not is_s3(uri)]
+    files: list[DataFile] = [LocalFile(path) for path in find_files(local, suffixes)]
+    if len(local) < len(uris):
+        from dlrm_trainer.data.objects import find_objects  # only where it is needed: it loads the store
+
+        remote = [uri for uri in uris if is_s3(uri)]
+        files += find_objects(remote, suffixes, data.s3, read_settings().data_credentials_dir)
+    return sorted(files, key=lambda file: file.path)
+
+
+def _threads(uris: Sequence[str]) -> int:
+    """That make blocks ahead: on this machine one keeps up with training, elsewhere they mostly wait for answers."""
+    return REMOTE_THREADS if any(map(is_s3, uris)) else 1
 
 
 def _check_renames(rename: Mapping[str, str], features: Set[str]) -> None:

@@ -18,6 +18,8 @@ Ids = NDArray[np.int64] | NDArray[np.uint32]
 
 _TILE = 16
 """Rows that are packed at a time, so that they stay in the nearest cache."""
+_BITS = 8
+_ZERO, _ONE, _NAN = np.uint32(0), np.uint32(1), np.uint32(0x7FC00000)
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,21 @@ def _packed(columns: NDArray[Any]) -> NDArray[Any]:
     packed = np.empty((columns.shape[1], columns.shape[0]), dtype=columns.dtype)
     _transpose(columns, packed)
     return packed
+
+
+@compiled
+def put_valid(values: NDArray[np.uint32], validity: NDArray[np.uint8], taken: NDArray[np.uint32]) -> None:
+    """Copy the bits of float32 values, those of NaN where the bit of ``validity`` (lowest first) is 0."""
+    whole = taken.size // _BITS * _BITS
+    for first in range(0, whole, _BITS):
+        valid = np.uint32(validity[first // _BITS])
+        given, put = values[first : first + _BITS], taken[first : first + _BITS]
+        for bit in range(_BITS):
+            keep = _ZERO - (valid >> np.uint32(bit) & _ONE)
+            put[bit] = given[bit] & keep | _NAN & ~keep
+    for row in range(whole, taken.size):
+        valid = np.uint32(validity[row // _BITS])
+        taken[row] = values[row] if valid >> np.uint32(row % _BITS) & _ONE else _NAN
 
 
 @compiled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any, Literal, NoReturn
 
@@ -92,7 +92,7 @@ class Reader:
         raw = self._source.batches([sample_ids])[0] if sample_ids.size else self._nothing
         return self._batch(batch, sample_ids, raw)
 
-    def iterate(self, start: int, stop: int) -> Iterator[Batch]:
+    def iterate(self, start: int, stop: int) -> Generator[Batch, None, None]:
         """Batches ``start`` to ``stop - 1`` in order, read ahead in a thread; close it to stop early."""
         ahead = prefetched(self._made(start, stop), self._budget // FINISHED_SHARE, _bytes_of)
         with closing(ahead):

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError
-from dlrm_trainer.data.packed import PackedRows, pack_bags, pack_singles, scratch
+from dlrm_trainer.data.packed import PackedRows, pack_bags, pack_singles, put_valid, scratch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class RowGroupDecoder:
         dense = scratch("dense", (1 + len(columns.dense), data.num_rows), np.float32)
         dense[0] = self._labels(data[columns.label], columns.label)
         for place, name in enumerate(columns.dense, start=1):
-            dense[place] = self._dense(data[name], name)
+            self._dense(data[name], name, dense[place])
         read = {name: self._ids(data[name], name) for name in dict.fromkeys(columns.bags)}
         bags = [read[name] for name in columns.bags]
         weights = None
@@ -77,17 +77,24 @@ class RowGroupDecoder:
             self._refuse(bad, column, name, "is no label: it must be 0 or 1")
         return np.asarray(values, dtype=np.float32)
 
-    def _dense(self, column: Any, name: str) -> NDArray[np.float32]:
-        with np.errstate(over="ignore"):
-            exact = column if column.type == pa.float32() else column.cast(pa.float64(), safe=False)
-            values: NDArray[np.float32] = exact.to_numpy().astype(np.float32, copy=False)
+    def _dense(self, column: Any, name: str, values: NDArray[np.float32]) -> None:
+        """Put a column's values into ``values`` (r,), NaN where null."""
+        if column.type == pa.float32() and column.num_chunks == 1 and not column.chunk(0).offset:
+            validity, numbers = column.chunk(0).buffers()
+            held = np.frombuffer(numbers, dtype=np.uint32, count=values.size)
+            if column.null_count:
+                put_valid(held, np.frombuffer(validity, dtype=np.uint8), values.view(np.uint32))
+            else:
+                values[:] = held.view(np.float32)
+        else:
+            with np.errstate(over="ignore"):
+                values[:] = column.cast(pa.float64(), safe=False).to_numpy()
         if values.size - np.count_nonzero(np.isfinite(values)) != column.null_count:
             bad = ~np.isfinite(values)
             if column.null_count:
                 bad &= column.is_valid().to_numpy()
             problem = "is not finite (as float32): mend the row, or write null for a missing value"
             self._refuse(bad, column, name, problem)
-        return values
 
     def _ids(self, column: Any, name: str) -> _Bags:
         """A column of ids; a null bag and a null scalar are empty bags."""

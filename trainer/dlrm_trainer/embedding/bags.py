@@ -11,7 +11,8 @@ import numpy as np
 
 from dlrm_trainer.compiled import compiled
 from dlrm_trainer.embedding.half import widened
-from dlrm_trainer.processor import prefetch
+from dlrm_trainer.processor import lent, prefetch
+from dlrm_trainer.sizes import value_of
 from dlrm_trainer.team import finish, take
 
 U64 = np.uint64
@@ -36,11 +37,10 @@ def fill_offsets(lengths: Any, offsets: Any) -> None:
 def pool(
     counts: Any,
     units: int,
-    rows: Any,
-    halves: Any,
-    is_half: bool,
+    size: Any,
+    chosen: Any,
+    memory: Any,
     starts: Any,
-    dims: Any,
     columns: Any,
     ids: Any,
     offsets: Any,
@@ -49,16 +49,15 @@ def pool(
     width: Any,
     out: Any,
 ) -> None:
-    """Sum the rows of each bag, in their order.
+    """Sum the rows of each bag, in their order, for features of one dim.
 
     Args:
         counts: see ``team.share``.
         units: see there.
-        rows: (elements,) float32, of all tables.
-        halves: the same memory as uint16.
-        is_half: which of these the rows are.
+        size: ``size_of`` the dim.
+        chosen: (C,) int64 features of that dim.
+        memory: ``row_rules.Memory`` of all tables.
         starts: (F,) uint64, element at which the table of each feature begins.
-        dims: (F,) uint64, of a row of each feature.
         columns: (F,) uint64, in a sample's output.
         ids: (L,) uint64 rows of their tables, feature-major.
         offsets: (F * N + 1,) uint64, of the bags.
@@ -67,41 +66,34 @@ def pool(
         width: uint64, of a sample's output.
         out: (N * width,) float32, written.
     """
-    bags = len(offsets) - 1
-    last_id = U64(len(ids) - 1)
+    dim = value_of(size)
+    bags, last_id = len(chosen) * samples, U64(len(ids) - 1)
+    rows, halves, is_half = lent(memory.rows), lent(memory.halves), value_of(memory.half) > ZERO
+    total = np.empty(dim, np.float32)
     while True:
         unit = take(counts)
         if unit >= units:
             return
-        for bag in range(bags * unit // units, bags * (unit + 1) // units):
-            feature = bag // samples
-            start, dim = starts[feature], dims[feature]
-            at = U64(bag - feature * samples) * width + columns[feature]
-            if offsets[bag] == offsets[bag + 1]:
-                for c in range(dim):
-                    out[at + c] = np.float32(0)
+        for number in range(bags * unit // units, bags * (unit + 1) // units):
+            which = number // samples
+            sample = number - which * samples
+            feature = chosen[which]
+            bag, start = feature * samples + sample, starts[feature]
+            for c in range(dim):
+                total[c] = np.float32(0)
             for place in range(offsets[bag], offsets[bag + 1]):
                 coming = start + ids[min(place + AHEAD, last_id)] * dim
                 for line in range(ZERO, dim, LINE):
                     prefetch(rows, (coming >> ONE if is_half else coming) + line)
-                weight = weights[place] if len(weights) else np.float32(1)
                 row = start + ids[place] * dim
+                weight = weights[place] if len(weights) else np.float32(1)
                 if is_half:
-                    _add_half(out, at, halves, row, dim, weight, place == offsets[bag])
-                elif place == offsets[bag]:
                     for c in range(dim):
-                        out[at + c] = rows[row + c] * weight
+                        total[c] += widened(halves[row + c]) * weight
                 else:
                     for c in range(dim):
-                        out[at + c] += rows[row + c] * weight
+                        total[c] += rows[row + c] * weight
+            at = U64(sample) * width + columns[feature]
+            for c in range(dim):
+                out[at + c] = total[c]
         finish(counts)
-
-
-@compiled
-def _add_half(out: Any, at: Any, halves: Any, row: Any, dim: Any, weight: Any, is_first: bool) -> None:
-    if is_first:
-        for c in range(dim):
-            out[at + c] = widened(halves[row + c]) * weight
-    else:
-        for c in range(dim):
-            out[at + c] += widened(halves[row + c]) * weight

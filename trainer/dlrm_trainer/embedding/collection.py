@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dlrm_api.errors import DivergedError
 from dlrm_checkpointer.cut import ShardRows
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch
@@ -54,7 +55,7 @@ class Lookup:
     """Pooled rows of one batch, and what the update of those rows needs."""
 
     features: Tensor
-    """(n, D) float32, vectors side by side in the model's order; a leaf that wants a gradient when training."""
+    """(n, D) float32, vectors side by side in the model's order; a leaf."""
     prepared: Prepared
     owned: Pooled
     learning_rate: float | None
@@ -191,7 +192,7 @@ class Embeddings:
         if scale is not None:
             features = features * scale
         return Lookup(
-            features=features.requires_grad_(pooling.learning_rate is not None),
+            features=features,
             prepared=prepared,
             owned=pooling.owned,
             scale=scale,
@@ -207,17 +208,29 @@ class Embeddings:
             buffer: (gradient_elements,) float32; the caller sums it over ranks before ``update``.
 
         Raises:
+            DivergedError: the gradient is to travel in fp16 and is not finite.
             PeerLostError: a rank is gone.
         """
         if lookup.scale is not None:
             gradient = gradient * lookup.scale
         travelling = self._exchange.send_gradients(gradient, lookup.prepared.expected.bags)
+        if not travelling.finite:
+            raise DivergedError(f"step {lookup.prepared.batch.number + 1}: {self._bad_gradient(gradient)}")
         rows = self._exchange.replicated_gradients(gradient)
         for group, part, columns, bags in zip(
             self._replicated, self._buffers(buffer), rows, self._by_group(lookup.prepared), strict=True
         ):
             group.write_gradient(part, columns, bags.ids, bags.lengths, bags.weights)
         return travelling
+
+    def _bad_gradient(self, gradient: Tensor) -> str:
+        column = int((~torch.isfinite(gradient)).any(dim=0).nonzero()[0])
+        feature = self._placement.features[int(self._feature_of_column[column])]
+        return (
+            f"the gradient of feature {feature.column} of table {self._placement.tables[feature.table].name} is not "
+            "finite: lower the learning rates (spec.training) or raise warmupSteps; running again goes on from the "
+            "last snapshot"
+        )
 
     def update(self, lookup: Lookup, travelling: Travelling) -> None:
         """Wait for gradients and update every row of this rank's own parts that the global batch looked up, once.

@@ -13,8 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dlrm_api.errors import DivergedError
 from dlrm_api.training import Codec, CommunicationSpec
-from dlrm_trainer.codecs import message_bytes, read_message, write_message
+from dlrm_trainer.codecs import is_finite, message_bytes, read_message, write_message
 from dlrm_trainer.collectives import Arriving, Collectives
 from dlrm_trainer.embedding.placement import Placement
 from dlrm_trainer.embedding.routes import GroupRoute, routes
@@ -60,21 +61,24 @@ class Travelling:
     sizes: tuple[int, ...]
     """Bytes from each rank."""
     bags: OwnedBags
+    finite: bool = True
+    """False: a value that this rank sends in fp16 is not."""
 
     def wait(self) -> list[list[Tensor]]:
         """The pieces from each rank.
 
         Raises:
+            DivergedError: a value that came in fp16 is not finite.
             PeerLostError: a rank is gone.
         """
         if self.arriving is None:
             return [self.own]
-        return [
-            self.own if rank == self.rank else read_message(self.codec, part, shapes)
-            for rank, (part, shapes) in enumerate(
-                zip(torch.split(self.arriving.wait(), list(self.sizes)), self.expected, strict=True)
-            )
-        ]
+        messages, found = torch.split(self.arriving.wait(), list(self.sizes)), []
+        for rank, (message, shapes) in enumerate(zip(messages, self.expected, strict=True)):
+            if rank != self.rank and not is_finite(self.codec, message):
+                raise DivergedError(f"rank {rank} sent values that are not finite: see its log")
+            found.append(self.own if rank == self.rank else read_message(self.codec, message, shapes))
+        return found
 
 
 class Exchange:
@@ -286,9 +290,11 @@ class Exchange:
         going = [0 if rank == self._rank else message_bytes(codec, each) for rank, each in enumerate(shapes)]
         coming = [0 if rank == self._rank else message_bytes(codec, each) for rank, each in enumerate(expected)]
         message = torch.empty(sum(going), dtype=torch.uint8)
+        finite = True
         for rank, out in enumerate(torch.split(message, going)):
             if rank != self._rank:
                 write_message(codec, sent[rank], out, scale)
+                finite = finite and is_finite(codec, out)
         return Travelling(
             own=sent[self._rank],
             rank=self._rank,
@@ -297,6 +303,7 @@ class Exchange:
             arriving=self._collectives.start_all_to_all(what, message, going, coming),
             sizes=tuple(coming),
             bags=bags,
+            finite=finite,
         )
 
 

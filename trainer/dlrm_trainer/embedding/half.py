@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_trainer.compiled import compiled
+from dlrm_trainer.compiled import compiled_in_place
 from dlrm_trainer.embedding.rounding import COLUMNS_PER_HASH, GOLDEN, MIX_1, MIX_2
 from dlrm_trainer.processor import bits_of, number_of
+from dlrm_trainer.sizes import value_of
 
 U32 = np.uint32
 SIGN, MAGNITUDE, EXPONENT = U32(0x8000), U32(0x7FFF), U32(0x7C00)
@@ -31,7 +32,7 @@ SHIFTS = (U64(30), U64(27), U64(31))
 ONE, QUAD, WORD, LOW = U64(1), U64(COLUMNS_PER_HASH), U64(16), U64(0xFFFF)
 
 
-@compiled
+@compiled_in_place
 def widened(half: Any) -> Any:
     """The float32 that equals an fp16 number; uint16 bits."""
     bits = U32(half)
@@ -43,7 +44,7 @@ def widened(half: Any) -> Any:
     return number_of(U32(magnitude | ((bits & SIGN) << SIGN_SHIFT)))
 
 
-@compiled
+@compiled_in_place
 def narrowed(value: Any, random: Any) -> Any:
     """fp16 bits of a float32, rounded up in magnitude where ``random`` (16 bits) says so."""
     whole = bits_of(value)
@@ -60,7 +61,7 @@ def narrowed(value: Any, random: Any) -> Any:
     return np.uint16(sign | (infinite if bits >= TOO_LARGE else finite))
 
 
-@compiled
+@compiled_in_place
 def mix(z: Any) -> Any:
     """SplitMix64's output function."""
     z = (z ^ (z >> SHIFTS[0])) * MIX_1_64
@@ -68,11 +69,12 @@ def mix(z: Any) -> Any:
     return z ^ (z >> SHIFTS[2])
 
 
-@compiled
-def fill_random(key: Any, row: Any, first_column: Any, random: Any) -> None:
+@compiled_in_place
+def fill_random(size: Any, key: Any, row: Any, first_column: Any, random: Any) -> None:
     """The random bits of a row's columns.
 
     Args:
+        size: ``size_of`` the dim.
         key: uint64, ``step_keys`` of the table.
         row: uint64, global.
         first_column: uint64, of the row's first column in its whole table; a multiple of 4.
@@ -80,7 +82,7 @@ def fill_random(key: Any, row: Any, first_column: Any, random: Any) -> None:
     """
     stream = mix(key + row * GOLDEN_64)
     quad = first_column // QUAD
-    for at in range(U64(0), U64(len(random)), QUAD):
+    for at in range(U64(0), value_of(size), QUAD):
         quad += ONE
         word = mix(stream + quad * GOLDEN_64)
         for lane in range(U64(0), QUAD):

@@ -18,12 +18,13 @@ from dlrm_trainer.embedding.rounding import step_keys
 from dlrm_trainer.embedding.row_rules import memory_of, rule_of
 from dlrm_trainer.embedding.row_sums import Layout, Lookups, Work, update_rows_of_bags
 from dlrm_trainer.embedding.updates import unsigned
+from dlrm_trainer.sizes import size_of
 from dlrm_trainer.team import share
 
 ALIGNMENT = 64
 """Bytes of a cache line: rows of 64 bytes and more straddle as few as they can."""
-UNIT_LOOKUPS = 1 << 10
-"""Ids that a thread takes at a time, or more."""
+UNIT_LOOKUPS, UNIT_BAGS = 1 << 10, 1 << 9
+"""What a thread takes at a time, or more."""
 UNITS_PER_THREAD = 4
 NOTHING = np.zeros(0, np.float32)
 
@@ -44,7 +45,6 @@ class HostKernel:
         self._width = sum(feature_dims)
         self._layout = Layout(
             starts=_starts(math.prod(shape) for shape in tables.shapes)[:-1],
-            dims=np.array(dims, np.uint64),
             state_starts=_starts(math.prod(shape) for shape in states_of)[:-1],
             state_widths=np.array([width for _, width in states_of], np.uint64),
             row_bits=np.array([(rows - 1).bit_length() for rows, _ in tables.shapes], np.uint64),
@@ -54,7 +54,11 @@ class HostKernel:
         )
         tables_of_features = np.array(tables.features, np.int64)
         self._feature_starts = self._layout.starts[tables_of_features]
-        self._feature_dims = self._layout.dims[tables_of_features]
+        self._by_dim = [
+            (size_of(dim), np.flatnonzero(np.array(feature_dims) == dim), np.flatnonzero(np.array(dims) == dim))
+            for dim in sorted(set(dims))
+        ]
+        """Of each dim its features and its tables."""
 
     def offsets(self, lengths: Tensor) -> NDArray[np.uint64]:
         """(bags + 1,) of (F, N) lengths."""
@@ -65,29 +69,32 @@ class HostKernel:
     def pool(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, learning_rate: float | None) -> Tensor:
         """See ``kernels.Kernel``."""
         del learning_rate  # the update takes it
-        pooled = torch.empty(lengths.shape[1], self._width)
-        share(
-            pool,
-            max(1, min(len(ids), lengths.numel()) // UNIT_LOOKUPS),
-            *self._memory[:2],
-            self._memory.is_half,
-            self._feature_starts,
-            self._feature_dims,
-            self._layout.columns,
-            unsigned(ids),
-            self.offsets(lengths),
-            _weights(weights),
-            lengths.shape[1],
-            np.uint64(self._width),
-            pooled.view(-1).numpy(),
-        )
+        samples = lengths.shape[1]
+        pooled = torch.empty(samples, self._width)
+        offsets, out = self.offsets(lengths), pooled.view(-1).numpy()
+        for size, features, _ in self._by_dim:
+            share(
+                pool,
+                max(1, len(features) * min(samples, len(ids)) // UNIT_BAGS),
+                size,
+                features,
+                self._memory,
+                self._feature_starts,
+                self._layout.columns,
+                unsigned(ids),
+                offsets,
+                _weights(weights),
+                samples,
+                np.uint64(self._width),
+                out,
+            )
         return pooled
 
     def update(self, lookup: Lookup, gradient: Tensor, step: int, rows: Tensor) -> None:
         """See ``kernels.Kernel``."""
         offsets, samples = self.offsets(lookup.lengths), lookup.lengths.shape[1]
         edges = offsets[self._layout.first_features * np.uint64(samples)]
-        work = _work(np.diff(edges))
+        sizes = np.diff(edges).astype(np.int64)
         keys = unsigned(step_keys(self._tables.keys, step))
         of_batch = Lookups(
             ids=unsigned(lookup.ids),
@@ -99,22 +106,25 @@ class HostKernel:
             width=np.uint64(self._width),
         )
         rule = rule_of(self._tables.optimizer, lookup.learning_rate)
-        share(update_rows_of_bags, len(work.tables), work, self._memory, self._layout, of_batch, rule, keys)
+        for size, _, tables in self._by_dim:
+            work = _work(tables, sizes[tables])
+            units = len(work.tables)
+            share(update_rows_of_bags, units, size, work, self._memory, self._layout, of_batch, rule, keys)
 
 
-def _work(sizes: NDArray[np.uint64]) -> Work:
+def _work(tables: NDArray[np.int64], sizes: NDArray[np.int64]) -> Work:
     """Units of about even size, the largest first: tables, and parts of those that are many threads' work.
 
     Args:
-        sizes: (T,) ids of each table.
+        tables: (T,) numbers.
+        sizes: (T,) ids of each.
     """
     unit = max(UNIT_LOOKUPS, int(sizes.sum()) // (UNITS_PER_THREAD * torch.get_num_threads()))
-    parts = np.maximum(1, sizes.astype(np.int64) // unit)
-    order = np.argsort(-(sizes.astype(np.int64) // parts), kind="stable")
-    tables = np.repeat(order, parts[order])
-    ends = parts[order].cumsum()
-    part = np.arange(len(tables)) - np.repeat(ends - parts[order], parts[order])
-    return Work(tables.astype(np.uint64), part.astype(np.uint64), parts[tables].astype(np.uint64))
+    parts = np.maximum(1, sizes // unit)
+    order = np.argsort(-(sizes // parts), kind="stable")
+    parts = parts[order]
+    part = np.arange(parts.sum()) - np.repeat(parts.cumsum() - parts, parts)
+    return Work(*(each.astype(np.uint64) for each in (np.repeat(tables[order], parts), part, np.repeat(parts, parts))))
 
 
 def _weights(weights: Tensor | None) -> NDArray[np.float32]:

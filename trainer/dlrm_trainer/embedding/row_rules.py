@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from dlrm_api.training import RowOptimizerSpec
-from dlrm_trainer.compiled import compiled
+from dlrm_trainer.compiled import compiled, compiled_in_place
 from dlrm_trainer.embedding.half import fill_random, narrowed, widened
+from dlrm_trainer.processor import lent
+from dlrm_trainer.sizes import Size, size_of, value_of
 from dlrm_trainer.team import finish, take
 
 U64 = np.uint64
 ZERO, EIGHT = U64(0), U64(8)
-SGD, ADAGRAD, ADAM = 0, 1, 2
-KINDS = {"sgd": SGD, "rowwise-adagrad": ADAGRAD, "adam": ADAM}
+SGD, ADAGRAD, ADAM = U64(0), U64(1), U64(2)
+KINDS = {"sgd": 0, "rowwise-adagrad": 1, "adam": 2}
 F32_ONE = np.float32(1)
 MOST_UPDATES = 2**24
 """A row's count of updates stays here: the next integer is no float32, and no decay is slower than that."""
@@ -32,13 +34,21 @@ class Memory(NamedTuple):
     """uint16, the same memory as ``rows``."""
     states: Any
     """float32."""
-    is_half: bool
+    half: Size
+    """``size_of`` 1 where rows are fp16, of 0 elsewhere."""
+
+
+@compiled
+def lent_memory(memory: Any) -> Any:
+    """The same memory by ``processor.lent``."""
+    return Memory(lent(memory.rows), lent(memory.halves), lent(memory.states), memory.half)
 
 
 class Rule(NamedTuple):
     """An optimizer's constants as its steps use them."""
 
-    kind: int
+    kind: Size
+    """``size_of`` its number."""
     rate: np.float32
     eps: np.float32
     beta1: np.float32
@@ -53,14 +63,14 @@ def memory_of(weight: Tensor, state: Tensor) -> Memory:
     """Rows and states on the host, float32 or float16 and float32, each contiguous."""
     rows = weight.detach().reshape(-1).numpy()
     states = state.detach().reshape(-1).numpy()
-    return Memory(rows.view(np.float32), rows.view(np.uint16), states, weight.dtype == torch.float16)
+    return Memory(rows.view(np.float32), rows.view(np.uint16), states, size_of(int(weight.dtype == torch.float16)))
 
 
 def rule_of(optimizer: RowOptimizerSpec, learning_rate: float) -> Rule:
     """The constants at a learning rate."""
     beta1, beta2 = optimizer.beta1, optimizer.beta2
     return Rule(
-        kind=KINDS[optimizer.kind],
+        kind=size_of(KINDS[optimizer.kind]),
         rate=np.float32(learning_rate),
         eps=np.float32(optimizer.eps),
         beta1=np.float32(beta1),
@@ -73,72 +83,94 @@ def rule_of(optimizer: RowOptimizerSpec, learning_rate: float) -> Rule:
 
 
 @compiled
-def update_row(memory: Any, row: Any, state: Any, gradient: Any, rule: Any, value: Any) -> None:
+def update_row(
+    size: Any,
+    rows: Any,
+    halves: Any,
+    half: Any,
+    states: Any,
+    row: Any,
+    state: Any,
+    gradient: Any,
+    rule: Any,
+    value: Any,
+) -> None:
     """Update a row and its state; a row of fp16 is left in ``value``, to be rounded.
 
     Args:
-        memory: of all tables.
+        size: ``size_of`` the dim.
+        rows: see ``Memory``.
+        halves: see there.
+        half: see there.
+        states: see there.
         row: uint64, the row's first element.
         state: uint64, its state's.
         gradient: (d,) float32.
         rule: the optimizer.
         value: (d,) float32, overwritten.
     """
-    dim = U64(len(gradient))
-    if memory.is_half:
+    dim, kind, is_half = value_of(size), value_of(rule.kind), value_of(half) > ZERO
+    if is_half:
         for c in range(dim):
-            value[c] = widened(memory.halves[row + c])
-    else:
+            value[c] = widened(halves[row + c])
+    elif kind == ADAM:
         for c in range(dim):
-            value[c] = memory.rows[row + c]
-    if rule.kind == ADAM:
-        _adam(memory.states, state, gradient, rule, value)
-    else:
-        factor = rule.rate
-        if rule.kind == ADAGRAD:
-            total = memory.states[state] + _squares(gradient) / np.float32(dim)
-            memory.states[state] = total
-            factor = rule.rate * (F32_ONE / (np.sqrt(total) + rule.eps))
+            value[c] = rows[row + c]
+    if kind == ADAM:
+        _adam(size, states, state, gradient, rule, value)
+        if not is_half:
+            for c in range(dim):
+                rows[row + c] = value[c]
+        return
+    factor = rule.rate
+    if kind == ADAGRAD:
+        total = states[state] + _squares(size, gradient) / np.float32(dim)
+        states[state] = total
+        factor = rule.rate * (F32_ONE / (np.sqrt(total) + rule.eps))
+    if is_half:
         for c in range(dim):
             value[c] -= factor * gradient[c]
-    if not memory.is_half:
+    else:
         for c in range(dim):
-            memory.rows[row + c] = value[c]
+            rows[row + c] -= factor * gradient[c]
 
 
-@compiled
-def store_half(memory: Any, row: Any, value: Any, random: Any, key: Any, number: Any, first_column: Any) -> None:
+@compiled_in_place
+def store_half(
+    size: Any, halves: Any, row: Any, value: Any, random: Any, key: Any, number: Any, first_column: Any
+) -> None:
     """Round a row to fp16; ``key``, ``number`` and ``first_column`` as for ``half.fill_random``."""
-    fill_random(key, number, first_column, random)
-    for c in range(U64(len(value))):
-        memory.halves[row + c] = narrowed(value[c], random[c])
+    fill_random(size, key, number, first_column, random)
+    for c in range(value_of(size)):
+        halves[row + c] = narrowed(value[c], random[c])
 
 
-@compiled
-def _squares(gradient: Any) -> Any:
+@compiled_in_place
+def _squares(size: Any, gradient: Any) -> Any:
     """The sum of squares, in eight sums of every eighth column: the same order on every processor."""
+    dim = value_of(size)
     a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = np.float32(0)
-    end = len(gradient) - len(gradient) % 8
-    for c in range(0, end, 8):
+    whole = dim // EIGHT * EIGHT
+    for c in range(ZERO, whole, EIGHT):
         a0 += gradient[c] * gradient[c]
-        a1 += gradient[c + 1] * gradient[c + 1]
-        a2 += gradient[c + 2] * gradient[c + 2]
-        a3 += gradient[c + 3] * gradient[c + 3]
-        a4 += gradient[c + 4] * gradient[c + 4]
-        a5 += gradient[c + 5] * gradient[c + 5]
-        a6 += gradient[c + 6] * gradient[c + 6]
-        a7 += gradient[c + 7] * gradient[c + 7]
-    if end < len(gradient):  # four are left
-        a0 += gradient[end] * gradient[end]
-        a1 += gradient[end + 1] * gradient[end + 1]
-        a2 += gradient[end + 2] * gradient[end + 2]
-        a3 += gradient[end + 3] * gradient[end + 3]
+        a1 += gradient[c + U64(1)] * gradient[c + U64(1)]
+        a2 += gradient[c + U64(2)] * gradient[c + U64(2)]
+        a3 += gradient[c + U64(3)] * gradient[c + U64(3)]
+        a4 += gradient[c + U64(4)] * gradient[c + U64(4)]
+        a5 += gradient[c + U64(5)] * gradient[c + U64(5)]
+        a6 += gradient[c + U64(6)] * gradient[c + U64(6)]
+        a7 += gradient[c + U64(7)] * gradient[c + U64(7)]
+    if whole < dim:  # four are left
+        a0 += gradient[whole] * gradient[whole]
+        a1 += gradient[whole + U64(1)] * gradient[whole + U64(1)]
+        a2 += gradient[whole + U64(2)] * gradient[whole + U64(2)]
+        a3 += gradient[whole + U64(3)] * gradient[whole + U64(3)]
     return ((a0 + a4) + (a1 + a5)) + ((a2 + a6) + (a3 + a7))
 
 
-@compiled
-def _adam(states: Any, state: Any, gradient: Any, rule: Any, value: Any) -> None:
-    dim = U64(len(gradient))
+@compiled_in_place
+def _adam(size: Any, states: Any, state: Any, gradient: Any, rule: Any, value: Any) -> None:
+    dim = value_of(size)
     first, second, counted = state, state + dim, state + dim + dim
     count = min(states[counted] + F32_ONE, MOST)
     states[counted] = count
@@ -169,6 +201,7 @@ def _correction(decay: Any, count: Any) -> Any:
 def update_chosen_rows(
     counts: Any,
     units: int,
+    size: Any,
     memory: Any,
     slots: Any,
     gradient: Any,
@@ -183,24 +216,30 @@ def update_chosen_rows(
     Args:
         counts: see ``team.share``.
         units: see there.
+        size: ``size_of`` the dim.
         memory: of the table.
         slots: (U,) uint64 distinct rows.
-        gradient: (U, d) float32.
+        gradient: (U * d,) float32.
         state_width: uint64, of a row's state.
         rule: the optimizer.
         keys: (U,) uint64 ``step_keys``, for rounding; empty for fp32.
         numbers: (U,) uint64 global rows, likewise.
         first_column: uint64, of the rows in the whole table.
     """
-    rows, dim = gradient.shape
-    value, random = np.empty(dim, np.float32), np.empty(dim, np.uint32)
+    rows, dim = len(slots), value_of(size)
+    memory = lent_memory(memory)
+    memory_rows, halves, states, half = memory.rows, memory.halves, memory.states, memory.half
+    total, value, random = np.empty(dim, np.float32), np.empty(dim, np.float32), np.empty(dim, np.uint32)
     while True:
         unit = take(counts)
         if unit >= units:
             return
         for at in range(rows * unit // units, rows * (unit + 1) // units):
-            row = slots[at] * U64(dim)
-            update_row(memory, row, slots[at] * state_width, gradient[at], rule, value)
-            if memory.is_half:
-                store_half(memory, row, value, random, keys[at], numbers[at], first_column)
+            row, start = slots[at] * dim, U64(at) * dim
+            for c in range(dim):
+                total[c] = gradient[start + c]
+            state = slots[at] * state_width
+            update_row(size, memory_rows, halves, half, states, row, state, total, rule, value)
+            if value_of(half) > ZERO:
+                store_half(size, halves, row, value, random, keys[at], numbers[at], first_column)
         finish(counts)

@@ -7,14 +7,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlrm_trainer.compiled import compiled
-from dlrm_trainer.embedding.row_rules import store_half, update_row
-from dlrm_trainer.processor import prefetch
+from dlrm_trainer.embedding.row_rules import lent_memory, store_half, update_row
+from dlrm_trainer.processor import lent, prefetch
+from dlrm_trainer.sizes import value_of
 from dlrm_trainer.team import finish, take
 
 U64 = np.uint64
 ZERO, ONE = U64(0), U64(1)
-AHEAD = 4
-"""Rows asked for before their turn."""
+AHEAD, ROWS_AHEAD = U64(8), 8
+"""Sums and rows asked for before their turn."""
+OTHERS = -1
+"""Group of a lookup of another part."""
 LINE = U64(16)
 """float32 elements of a cache line."""
 DIGIT_BITS = U64(11)
@@ -25,8 +28,6 @@ class Layout(NamedTuple):
 
     starts: Any
     """(T,) element at which each table's rows begin."""
-    dims: Any
-    """(T,) of a row."""
     state_starts: Any
     """(T,) element at which each table's states begin."""
     state_widths: Any
@@ -69,13 +70,14 @@ class Work(NamedTuple):
 
 @compiled
 def update_rows_of_bags(
-    counts: Any, units: int, work: Any, memory: Any, layout: Any, lookups: Any, rule: Any, keys: Any
+    counts: Any, units: int, size: Any, work: Any, memory: Any, layout: Any, lookups: Any, rule: Any, keys: Any
 ) -> None:
-    """Update every row looked up, once.
+    """Update every row looked up in tables of one dim, once.
 
     Args:
         counts: see ``team.share``.
         units: see there.
+        size: ``size_of`` the dim.
         work: of each unit.
         memory: of the tables.
         layout: of them.
@@ -83,17 +85,45 @@ def update_rows_of_bags(
         rule: the optimizer.
         keys: (T,) uint64 ``step_keys``; empty for fp32.
     """
+    memory, layout, lookups = lent_memory(memory), _lent_layout(layout), _lent_lookups(lookups)
     while True:
         unit = take(counts)
         if unit >= units:
             return
-        _update_part(work.tables[unit], work.part[unit], work.parts[unit], memory, layout, lookups, rule, keys)
+        table = work.tables[unit]
+        _update_part(size, table, work.part[unit], work.parts[unit], memory, layout, lookups, rule, keys)
         finish(counts)
 
 
 @compiled
+def _lent_layout(layout: Any) -> Any:
+    return Layout(
+        lent(layout.starts),
+        lent(layout.state_starts),
+        lent(layout.state_widths),
+        lent(layout.row_bits),
+        lent(layout.first_features),
+        lent(layout.columns),
+        lent(layout.first_columns),
+    )
+
+
+@compiled
+def _lent_lookups(lookups: Any) -> Any:
+    return Lookups(
+        lent(lookups.ids),
+        lent(lookups.numbers),
+        lent(lookups.offsets),
+        lent(lookups.weights),
+        lent(lookups.gradient),
+        lookups.samples,
+        lookups.width,
+    )
+
+
+@compiled
 def _update_part(
-    table: Any, part: Any, parts: Any, memory: Any, layout: Any, lookups: Any, rule: Any, keys: Any
+    size: Any, table: Any, part: Any, parts: Any, memory: Any, layout: Any, lookups: Any, rule: Any, keys: Any
 ) -> None:
     samples = U64(lookups.samples)
     first_bag, last_bag = layout.first_features[table] * samples, layout.first_features[table + ONE] * samples
@@ -104,25 +134,27 @@ def _update_part(
     place_bits = ONE
     while (length >> place_bits) > ZERO:
         place_bits += ONE
-    bags, pairs = np.empty(length, np.uint32), np.empty(length, np.uint64)
-    found = _fill_pairs(lookups, first_bag, last_bag, part, parts, place_bits, bags, pairs)
+    pairs = np.empty(length, np.uint64)
+    found = _fill_pairs(lookups.ids, base, part, parts, place_bits, pairs)
     pairs = sorted_by_row(pairs[:found], place_bits, layout.row_bits[table])
-    _update_groups(table, base, place_bits, bags, pairs, memory, layout, lookups, rule, keys)
+    groups, firsts = np.empty(length, np.int32), np.empty(found, np.uint64)
+    if parts > ONE:
+        groups[:] = OTHERS
+    count = _fill_groups(pairs, place_bits, groups, firsts)
+    totals = np.empty(U64(count) * value_of(size), np.float32)
+    _sum_groups(size, table, groups, firsts, layout, lookups, totals)
+    _update_groups(size, table, firsts[:count], totals, memory, layout, lookups, rule, keys)
 
 
 @compiled
-def _fill_pairs(
-    lookups: Any, first_bag: Any, last_bag: Any, part: Any, parts: Any, place_bits: Any, bags: Any, pairs: Any
-) -> int:
-    """The bag of each lookup, and (row, place) in one integer of each of this part; returns how many these are."""
-    base, found = lookups.offsets[first_bag], 0
-    for bag in range(first_bag, last_bag):
-        for place in range(lookups.offsets[bag], lookups.offsets[bag + ONE]):
-            row, at = lookups.ids[place], place - base
-            bags[at] = bag - first_bag
-            if parts == ONE or row % parts == part:
-                pairs[found] = (row << place_bits) | at
-                found += 1
+def _fill_pairs(ids: Any, base: Any, part: Any, parts: Any, place_bits: Any, pairs: Any) -> int:
+    """(row, place) in one integer, of each lookup of this part; returns how many these are."""
+    found = 0
+    for place in range(U64(len(pairs))):
+        row = ids[base + place]
+        if parts == ONE or row % parts == part:
+            pairs[found] = (row << place_bits) | place
+            found += 1
     return found
 
 
@@ -153,67 +185,66 @@ def sorted_by_row(pairs: Any, shift: Any, bits: Any) -> Any:
 
 
 @compiled
-def _update_groups(
-    table: Any,
-    base: Any,
-    place_bits: Any,
-    bags: Any,
-    pairs: Any,
-    memory: Any,
-    layout: Any,
-    lookups: Any,
-    rule: Any,
-    keys: Any,
-) -> None:
-    """Sum and update, row after row of sorted (row, place) pairs."""
-    dim, start = layout.dims[table], layout.starts[table]
-    total, value, random = np.empty(dim, np.float32), np.empty(dim, np.float32), np.empty(dim, np.uint32)
-    low = (ONE << place_bits) - ONE
-    at = 0
-    while at < len(pairs):
-        id_ = pairs[at] >> place_bits
-        coming = start + (pairs[min(at + AHEAD, len(pairs) - 1)] >> place_bits) * dim
-        for line in range(ZERO, dim, LINE):
-            prefetch(memory.rows, (coming >> ONE if memory.is_half else coming) + line)
-        place = base + (pairs[at] & low)
-        _sum_group(table, base, low, bags, pairs, at, id_, place_bits, layout, lookups, total)
-        while at < len(pairs) and pairs[at] >> place_bits == id_:
-            at += 1
-        row = start + id_ * dim
-        update_row(memory, row, layout.state_starts[table] + id_ * layout.state_widths[table], total, rule, value)
-        if memory.is_half:
-            number, column = lookups.numbers[place], layout.first_columns[table]
-            store_half(memory, row, value, random, keys[table], number, column)
+def _fill_groups(pairs: Any, place_bits: Any, groups: Any, firsts: Any) -> int:
+    """The number of each place's row among the distinct ones, and the first place of each; returns how many."""
+    low, group = (ONE << place_bits) - ONE, -1
+    for at in range(len(pairs)):
+        place = pairs[at] & low
+        if at == 0 or pairs[at] >> place_bits != pairs[at - 1] >> place_bits:
+            group += 1
+            firsts[group] = place
+        groups[place] = group
+    return group + 1
 
 
 @compiled
-def _sum_group(
-    table: Any,
-    base: Any,
-    low: Any,
-    bags: Any,
-    pairs: Any,
-    at: int,
-    id_: Any,
-    place_bits: Any,
-    layout: Any,
-    lookups: Any,
-    total: Any,
+def _sum_groups(size: Any, table: Any, groups: Any, firsts: Any, layout: Any, lookups: Any, totals: Any) -> None:
+    """Sum the gradients of each group, bag after bag: what is read is read once, and sums of hot rows stay near."""
+    dim, samples = value_of(size), U64(lookups.samples)
+    offsets, weights, gradient, width = lookups.offsets, lookups.weights, lookups.gradient, lookups.width
+    first_features, columns = layout.first_features, layout.columns
+    base, last = offsets[first_features[table] * samples], U64(len(groups) - 1)
+    for feature in range(first_features[table], first_features[table + ONE]):
+        for sample in range(samples):
+            from_ = sample * width + columns[feature]
+            bag = feature * samples + sample
+            for place in range(offsets[bag] - base, offsets[bag + ONE] - base):
+                if groups[place] == OTHERS:
+                    continue
+                coming = U64(groups[min(place + AHEAD, last)]) * dim
+                for line in range(ZERO, dim, LINE):
+                    prefetch(totals, coming + line)
+                group = U64(groups[place])
+                into = group * dim
+                weight = weights[base + place] if len(weights) else np.float32(1)
+                if firsts[group] == place:
+                    for c in range(dim):
+                        totals[into + c] = gradient[from_ + c] * weight
+                else:
+                    for c in range(dim):
+                        totals[into + c] += gradient[from_ + c] * weight
+
+
+@compiled
+def _update_groups(
+    size: Any, table: Any, firsts: Any, totals: Any, memory: Any, layout: Any, lookups: Any, rule: Any, keys: Any
 ) -> None:
-    """Sum the gradients of one row, whose pairs begin at ``at``."""
-    first_feature, samples = layout.first_features[table], U64(lookups.samples)
-    is_first = True
-    while at < len(pairs) and pairs[at] >> place_bits == id_:
-        place = pairs[at] & low
-        bag = U64(bags[place])
-        feature = bag // samples
-        from_ = (bag - feature * samples) * lookups.width + layout.columns[first_feature + feature]
-        weight = lookups.weights[base + place] if len(lookups.weights) else np.float32(1)
-        if is_first:
-            for c in range(U64(len(total))):
-                total[c] = lookups.gradient[from_ + c] * weight
-        else:
-            for c in range(U64(len(total))):
-                total[c] += lookups.gradient[from_ + c] * weight
-        is_first = False
-        at += 1
+    """Update row after row. Arrays are taken out of their tuples before: that counts references, one thread a time."""
+    dim, start, samples = value_of(size), layout.starts[table], U64(lookups.samples)
+    states_at, state_width, column = layout.state_starts[table], layout.state_widths[table], layout.first_columns[table]
+    rows, halves, states = memory.rows, memory.halves, memory.states
+    is_half = value_of(memory.half) > ZERO
+    ids, numbers, last = lookups.ids, lookups.numbers, len(firsts) - 1
+    base = lookups.offsets[layout.first_features[table] * samples]
+    value, random = np.empty(dim, np.float32), np.empty(dim, np.uint32)
+    for group in range(len(firsts)):
+        id_, next_id = ids[base + firsts[group]], ids[base + firsts[min(group + ROWS_AHEAD, last)]]
+        coming = start + next_id * dim
+        for line in range(ZERO, dim, LINE):
+            prefetch(rows, (coming >> ONE if is_half else coming) + line)
+        prefetch(states, states_at + next_id * state_width)
+        total = totals[U64(group) * dim : U64(group + 1) * dim]
+        row, state = start + id_ * dim, states_at + id_ * state_width
+        update_row(size, rows, halves, memory.half, states, row, state, total, rule, value)
+        if is_half:
+            store_half(size, halves, row, value, random, keys[table], numbers[base + firsts[group]], column)

@@ -15,6 +15,7 @@ from torch import Tensor
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.embedding.rounding import random_bits, round_to_half
 from dlrm_trainer.embedding.row_rules import MOST_UPDATES, Rule, memory_of, rule_of, update_chosen_rows
+from dlrm_trainer.sizes import size_of
 from dlrm_trainer.team import share
 
 UNIT_ELEMENTS = 1 << 14
@@ -89,9 +90,10 @@ def _update_on_host(
     share(
         update_chosen_rows,
         max(1, gradient.numel() // UNIT_ELEMENTS),
+        size_of(weight.shape[1]),
         memory_of(weight, state),
         unsigned(slots),
-        gradient.contiguous().numpy(),
+        gradient.reshape(-1).numpy(),
         np.uint64(state.shape[1]),
         rule,
         nothing if rounding is None else unsigned(rounding.keys),

@@ -1,0 +1,225 @@
+"""What reading ahead promises: a budget in bytes, errors in their place, files that stay the same, no thread left."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from dlrm_api.errors import BadDataError, NoInputError
+from dlrm_trainer.data import Batch, Reader, open_reader
+from dlrm_trainer.data.blocks import BlockCache
+from dlrm_trainer.data.prefetch import prefetched
+
+Write = Callable[..., str]
+ROWS, GROUP_ROWS = 3_000, 50
+LINE = "\t".join(["1", *["7"] * 13, *["0a1b2c3d"] * 26]) + "\n"
+
+
+@dataclass(frozen=True)
+class Piece:
+    number: int
+    num_bytes: int
+
+
+class Maker:
+    """Makes pieces of some sizes, counts them, and waits where it is told to."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes, self.made = sizes, list[int]()
+        self.go = threading.Event()
+        self.go.set()
+
+    def __call__(self, number: int) -> Piece:
+        self.go.wait(10)
+        self.made.append(number)
+        return Piece(number, self.sizes[number])
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    st.lists(st.lists(st.integers(0, 11), max_size=8), max_size=6),
+    st.integers(0, 120),
+    st.integers(1, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_blocks_are_the_right_ones_and_stay_within_the_budget(
+    sizes: list[int], stretches: list[list[int]], budget: int, threads: int
+) -> None:
+    blocks = BlockCache(Maker(sizes), budget, threads)
+    asked = [sorted({number % len(sizes) for number in stretch}) for stretch in stretches]
+
+    for now, ahead in pairwise([*asked, []]):
+        blocks.plan([*now, *ahead])
+        for number in now:
+            assert blocks.take(number).number == number
+            assert blocks.held_bytes <= max(budget, max(sizes))
+    blocks.close()
+
+    assert blocks.held_bytes == 0
+
+
+def test_a_block_is_made_once_where_there_is_room_and_again_where_there_was_none() -> None:
+    roomy, narrow = Maker([10] * 4), Maker([10] * 4)
+    large, small = BlockCache(roomy, 40), BlockCache(narrow, 20)
+
+    for _ in range(3):
+        for number in range(4):
+            large.take(number)
+            small.take(number)
+
+    assert roomy.made == [0, 1, 2, 3]
+    assert large.remade == 0
+    assert len(narrow.made) == 12
+    assert small.remade == 8
+
+
+def test_blocks_ahead_are_made_before_they_are_taken_and_no_more_than_there_is_room_for() -> None:
+    maker = Maker([10] * 8)
+    blocks = BlockCache(maker, 40)
+    blocks.take(0)
+
+    blocks.plan(range(1, 8))
+    blocks._pool.shutdown(wait=True)  # what was begun is done
+
+    assert 1 in maker.made
+    assert len(maker.made) <= 5
+    assert blocks.held_bytes <= 40
+
+
+def test_a_block_that_fails_ahead_is_told_to_who_takes_it_alone() -> None:
+    def make(number: int) -> Piece:
+        if number == 1:
+            raise BadDataError("rows 50 to 99 are damaged")
+        return Piece(number, 10)
+
+    blocks = BlockCache(make, 100)
+    blocks.take(0)
+    blocks.plan([0, 1, 2])
+
+    assert blocks.take(0).number == 0
+    with pytest.raises(BadDataError, match="rows 50 to 99"):
+        blocks.take(1)
+    assert blocks.take(2).number == 2
+
+
+def test_items_ahead_hold_no_more_bytes_than_the_budget() -> None:
+    held, most = [0], [0]
+
+    def items() -> Iterator[int]:
+        for size in [30, 10, 50, 10, 20, 40] * 20:
+            held[0] += size
+            most[0] = max(most[0], held[0])
+            yield size
+
+    for size in prefetched(items(), 100, int):
+        held[0] -= size
+
+    assert held[0] == 0
+    assert most[0] <= 100 + 2 * 50  # one that is made and one that was just taken
+
+
+def test_an_item_above_the_budget_comes_all_the_same() -> None:
+    assert list(prefetched([500, 600], 100, int)) == [500, 600]
+
+
+@pytest.fixture
+def open_rows(make_spec: Any, write_parquet: Write) -> Callable[..., Reader]:
+    def open_with(columns: dict[str, Any] | None = None, **data: Any) -> Reader:
+        random = np.random.default_rng(0)
+        held = {
+            "label": random.integers(0, 2, ROWS),
+            "price": random.random(ROWS),
+            "user": np.arange(ROWS),
+            "films": [random.integers(0, 9, random.integers(0, 4)).tolist() for _ in range(ROWS)],
+        }
+        path = write_parquet(held | (columns or {}), row_group_size=GROUP_ROWS)
+        tables = [{"name": "user", "rows": ROWS, "dim": 4}, {"name": "films", "rows": 9, "dim": 4, "maxLookups": 3}]
+        document = {"format": "parquet", "train": {"uris": [path]}, "globalBatchSize": 120, "virtualShards": 6}
+        return open_reader(make_spec(document | data, tables, ["price"]), "train", 0, 1)
+
+    return open_with
+
+
+def same(left: Batch, right: Batch) -> bool:
+    fields = ("sample_ids", "dense", "labels", "lengths", "values")
+    return all(torch.equal(getattr(left, field), getattr(right, field)) for field in fields)
+
+
+@pytest.mark.parametrize("budget", [1, 20_000, "1Gi"])
+@pytest.mark.parametrize("window", [0, 64])
+def test_batches_are_the_same_whatever_is_held_ahead(budget: Any, window: int, open_rows: Any) -> None:
+    reader = open_rows(prefetchBytes=budget, shuffle={"windowRows": window, "blockRows": 16})
+
+    ahead = list(reader.iterate(0, 2 * reader.batches_per_epoch))
+
+    assert [batch.number for batch in ahead] == list(range(2 * reader.batches_per_epoch))
+    assert all(same(batch, reader.read(batch.number)) for batch in ahead)
+    assert reader.waited_s > 0
+
+
+def test_a_bad_row_is_told_in_the_place_of_its_batch(open_rows: Any) -> None:
+    prices = np.zeros(ROWS)
+    prices[ROWS - 1] = np.inf
+    reader = open_rows({"price": prices}, shuffle={"windowRows": 0}, virtualShards=1)
+    batches = reader.iterate(0, reader.batches_per_epoch)
+
+    read = [next(batches) for _ in range(reader.batches_per_epoch - 1)]
+    with pytest.raises(BadDataError, match=f"row {ROWS - 1}: column price: inf is not finite"):
+        next(batches)
+
+    assert len(read) == reader.batches_per_epoch - 1
+
+
+def test_closing_a_reader_ends_its_threads(open_rows: Any) -> None:
+    reader = open_rows()
+    batches = reader.iterate(0, reader.batches_per_epoch)
+    next(batches)
+
+    batches.close()
+    reader.close()
+
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dlrm-")]
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "shrunk": (lambda path: os.truncate(path, 100), BadDataError, r"shrank from \d+ to 100 bytes; it was changed"),
+    "longer": (
+        lambda path: path.write_bytes(path.read_bytes() + b"\n"),
+        BadDataError,
+        r"was changed after this run began to read it: put it back, or start the run anew",
+    ),
+    "gone": (lambda path: path.unlink(), NoInputError, r"no such file: it was there before, so put it back"),
+}
+
+
+@pytest.mark.parametrize("format_", ["parquet", "criteo-tsv"])
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_file_that_changes_while_training_is_named(
+    case: str, format_: str, make_spec: Any, write_parquet: Write, tmp_path: Path
+) -> None:
+    change, error, message = CHANGES[case]
+    path = tmp_path / "data.parquet"
+    data = {"format": format_, "train": {"uris": [str(path)]}, "globalBatchSize": 8, "virtualShards": 1}
+    if format_ == "parquet":
+        write_parquet({"label": [0, 1] * 20, "user": [1] * 40}, row_group_size=4)
+        spec = make_spec(data, [{"name": "user", "rows": 9, "dim": 4}], [])
+    else:
+        path.write_text(LINE * 40)
+        spec = make_spec(data)
+    reader = open_reader(spec, "train", 0, 1, tmp_path / "cache")
+    reader.read(0)
+    change(path)
+
+    with pytest.raises(error, match=r"data\.parquet: " + message):
+        list(map(reader.read, range(reader.batches_per_epoch)))

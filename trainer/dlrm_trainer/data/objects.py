@@ -1,0 +1,170 @@
+"""Objects of an S3 service as files of a data set: read by ranges, each of the very object that was found at first."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, BinaryIO, cast
+from urllib.parse import urlsplit
+
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_random_exponential
+
+from dlrm_api.data import S3Spec
+from dlrm_api.errors import BadDataError, NoInputError, StoreUnavailableError
+from dlrm_checkpointer.store import FieldNames, ObjectInfo, StoreOptions
+from dlrm_trainer.data.files import CHANGED
+
+if TYPE_CHECKING:
+    from dlrm_checkpointer.s3 import S3Store
+
+FIELDS = FieldNames(
+    uri="data.train.uris and data.eval.uris", service="spec.data.s3", credentials="spec.data.credentialsSecret"
+)
+PATIENCE_S = 300.0
+"""How long a service that does not answer is asked again."""
+_MAGIC = re.compile(r"[*?\[]")
+_PATTERNS = {"**/": r"(?:[^/]+/)*", "**": r".*", "*": r"[^/]*", "?": r"[^/]"}
+
+
+class S3Object:
+    """One object, as a listing showed it."""
+
+    def __init__(self, store: S3Store, bucket: str, found: ObjectInfo) -> None:
+        self._store, self._key, self._etag = store, found.key, found.etag
+        self.path = PurePosixPath("/", bucket, found.key)
+        self.name = f"s3://{bucket}/{found.key}"
+        self.size = found.size
+        self.stamp = f"{found.size}\x00{found.etag}"
+
+    def check(self) -> None:
+        """Ask for one byte of it."""
+        self.read(0, 1)
+
+    def open(self) -> BinaryIO:
+        """To be read by ranges."""
+        return cast(BinaryIO, _Ranges(self.size, self.read))
+
+    @retry(
+        retry=retry_if_exception_type(StoreUnavailableError),
+        stop=stop_after_delay(PATIENCE_S),
+        wait=wait_random_exponential(0.5, max=15),
+        reraise=True,
+    )
+    def read(self, start: int, length: int) -> bytes:
+        """Some bytes.
+
+        Raises:
+            NoInputError: it is gone.
+            BadDataError: it was changed.
+            NoPermissionError: it may not be read, or not any longer.
+            StoreUnavailableError: the service did not answer for a long time.
+        """
+        try:
+            body = self._store.get_range_of(self._key, self._etag, start, length)
+        except NoInputError as error:
+            raise NoInputError(f"{self.name}: it was there before and is gone: put it back ({error})") from error
+        if body is None:
+            raise BadDataError(f"{self.name}: its ETag is not {self._etag} any longer: it {CHANGED}")
+        return body
+
+
+class _Ranges(io.RawIOBase):
+    """A file that is read by ranges."""
+
+    def __init__(self, size: int, read: Callable[[int, int], bytes]) -> None:
+        self._size, self._read, self._at = size, read, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        wanted = left if size < 0 else min(size, left)
+        body = self._read(self._at, wanted) if wanted else b""
+        self._at += len(body)
+        return body
+
+
+def find_objects(
+    uris: Sequence[str], suffixes: Sequence[str], s3: S3Spec, credentials_dir: Path | None
+) -> list[S3Object]:
+    """Objects that ``s3://`` URIs name, each once.
+
+    A URI that names no object is a folder: it stands for all objects below it that end in one of ``suffixes``; hidden
+    ones are passed over.
+
+    Raises:
+        NoInputError: a URI names nothing, or its bucket is not there.
+        NoPermissionError: the credentials don't allow to list or to read.
+        StoreUnavailableError: the service does not answer.
+    """
+    found: dict[str, S3Object] = {}
+    for uri in uris:
+        for item in _expand(uri, suffixes, s3, credentials_dir):
+            found.setdefault(item.name, item)
+    return list(found.values())
+
+
+def _expand(uri: str, suffixes: Sequence[str], s3: S3Spec, credentials_dir: Path | None) -> list[S3Object]:
+    from dlrm_checkpointer.s3 import S3Store  # boto3 takes most of a second to load
+
+    parts = urlsplit(uri, allow_fragments=False)
+    bucket, key = parts.netloc, uri.removeprefix(f"s3://{parts.netloc}").lstrip("/")
+    if not bucket:
+        raise NoInputError(f"{uri}: no bucket: write s3://bucket/prefix")
+    options = StoreOptions(
+        endpoint=s3.endpoint, region=s3.region, ca_file=s3.ca_file, credentials_dir=credentials_dir, fields=FIELDS
+    )
+    store = S3Store(bucket, "", options)
+    magic = _MAGIC.search(key)
+    prefix = key[: magic.start()] if magic else key.rstrip("/")
+    listed = _listed(store, prefix)
+    if magic:
+        chosen = [item for item in listed if re.fullmatch(_expression(key), item.key)]
+        problem = "no object matches the pattern"
+    elif chosen := [item for item in listed if item.key == key]:
+        return [S3Object(store, bucket, chosen[0])]
+    else:
+        folder = f"{prefix}/" if prefix else ""
+        chosen = [item for item in listed if item.key.startswith(folder) and _wanted(item.key[len(folder) :], suffixes)]
+        problem = f"no such object, and below it is none that ends in {' or '.join(suffixes)}"
+    if not chosen:
+        raise NoInputError(f"{uri}: {problem}: check data.train.uris and data.eval.uris")
+    return [S3Object(store, bucket, item) for item in chosen]
+
+
+@retry(
+    retry=retry_if_exception_type(StoreUnavailableError),
+    stop=stop_after_delay(60),
+    wait=wait_random_exponential(0.5, max=15),
+    reraise=True,
+)
+def _listed(store: S3Store, prefix: str) -> list[ObjectInfo]:
+    return list(store.list(prefix))
+
+
+def _wanted(name: str, suffixes: Sequence[str]) -> bool:
+    hidden = any(part.startswith((".", "_")) for part in name.split("/"))
+    return name.endswith(tuple(suffixes)) and not hidden
+
+
+def _expression(pattern: str) -> str:
+    """A regular expression for a pattern in which ``*`` and ``?`` stop at slashes and ``**`` does not."""
+    pieces = re.split(r"(\*\*/|\*\*|\*|\?|\[!?[^\]]+\])", pattern)
+    return "".join(
+        _PATTERNS.get(piece) or (piece.replace("[!", "[^") if piece.startswith("[") else re.escape(piece))
+        for piece in pieces
+    )
