@@ -54,6 +54,7 @@ class Launcher:
         self._stopped_at: float | None = None
         self._failed_at: float | None = None
         self._first_failure: dict[int, float] = {}
+        self._ended_here: set[int] = set()
         processes = job.spec.trainer.processes_per_replica
         context = multiprocessing.get_context("fork")
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until each process has its own handlers
@@ -90,7 +91,9 @@ class Launcher:
             late = self._failed_at is not None and now - self._failed_at > CONSEQUENCES_S
             if late or (self._stopped_at is not None and now - self._stopped_at > self._grace_s):
                 for each in running:
-                    each.process.kill()
+                    if each.process.exitcode is None:
+                        self._ended_here.add(each.rank)
+                        each.process.kill()
         return self._verdict()
 
     def _verdict(self) -> TerminationMessage:
@@ -108,13 +111,20 @@ class Launcher:
         """The rank's own words, or what its exit code says where it had no time for any."""
         with contextlib.suppress(EOFError, OSError):
             return RankReport(**json.loads(each.report.recv_bytes()))
-        code = each.process.exitcode or 0
-        words = {ExitCode.DONE: ("Done", "training is done"), ExitCode.TERMINATED: ("Terminated", "ended by a signal")}
+        code, lost = each.process.exitcode or 0, False
+        words = {
+            ExitCode.DONE: ("Done", "training is done"),
+            ExitCode.TERMINATED: ("Terminated", "ended by a signal"),
+            ExitCode.TEMPORARY: ("Hung", f"rank {each.rank} hung while others waited: its log has its stacks"),
+        }
         reason, message = words.get(ExitCode(code), ("", "")) if code in words else ("", "")
         if code < 0:
             name = signal.Signals(-code).name
             code, reason, message = 128 - code, "Killed", f"rank {each.rank} was killed by {name}"
+            if each.rank in self._ended_here:
+                lost = True
+                message = f"rank {each.rank} did not end in time, after another or a signal, and was killed"
         elif not reason:
             reason, message = "Crashed", f"rank {each.rank} ended with exit code {code}: see its log"
         when = self._first_failure.get(each.rank, time.monotonic())
-        return RankReport(exit_code=code, reason=reason, message=message, step=0, time=when)
+        return RankReport(exit_code=code, reason=reason, message=message, step=0, time=when, peer_lost=lost)

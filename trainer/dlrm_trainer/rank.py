@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from types import FrameType
+from typing import NoReturn
 
 import torch
 
@@ -82,22 +84,32 @@ def run_rank(
     board = ProgressBoard(settings.attempt, spec.world_size)
     try:
         code = train(job, plan, settings, gang, control, board, digest, shared)
-        message = ""
+        gang.leave("")
     except BaseException as error:
         code, message = _blame(error), str(error) or type(error).__name__
         if code == ExitCode.INTERNAL:
             traceback.print_exc()
-        gang.leave(message)
+        lost = isinstance(error, PeerLostError)
+        gang.leave("" if lost else message)
         body = RankReport(
             exit_code=code,
             reason=type(error).__name__.removesuffix("Error"),
             message=message,
             step=board.now.step,
             time=time.monotonic(),
-            peer_lost=isinstance(error, PeerLostError),
+            peer_lost=lost,
         )
         report.send_bytes(body.encode())
+        _end_at_once(code)
     sys.exit(int(code))
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """End without the threads that may still wait for a rank that is lost."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def _blame(error: BaseException) -> ExitCode:

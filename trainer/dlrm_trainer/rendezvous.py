@@ -1,8 +1,7 @@
-"""How ranks find each other, and how the ones that are left find out who is gone."""
+"""How ranks find each other, and what they say of those that they lose."""
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -13,12 +12,11 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from dlrm_api.errors import PeerLostError, TemporaryError
 from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.roll_call import RollCall, name_ranks
 
 RETRY_S = 0.1
 STORE_TIMEOUT_S = 30
 ANY_ADDRESS = "0.0.0.0"  # noqa: S104  compared, not bound
-LAST_WORDS_S = 2.0
-"""How long ranks that lost a peer wait for each other's last words, to tell who is silent."""
 
 
 class Gang:
@@ -36,6 +34,7 @@ class Gang:
         self.rank, self.world_size = rank, world_size
         self._host, self._port, self._bind = host, port, bind
         self._store: TCPStore | None = None
+        self._roll_call: RollCall | None = None
         self.collectives = Collectives(rank, world_size, self._who_is_gone)
         self.id_collectives = Collectives(rank, world_size, self._who_is_gone)
         """For the thread that sends ids."""
@@ -61,7 +60,7 @@ class Gang:
         while absent := [rank for rank in absent if not self._said("here", rank)]:
             if time.monotonic() > deadline:
                 raise PeerLostError(
-                    f"{_ranks(absent)} did not come within {rendezvous_timeout_s:.0f} s: see the logs of its pod"
+                    f"{name_ranks(absent)} did not come within {rendezvous_timeout_s:.0f} s: see the logs of its pod"
                 )
             keep_on()
             time.sleep(RETRY_S / 5)
@@ -73,12 +72,20 @@ class Gang:
             timeout=timedelta(seconds=collective_timeout_s),
         )
         self.id_collectives.use(dist.new_group(timeout=timedelta(seconds=collective_timeout_s)))
+        self._call_roll(collective_timeout_s)
 
     def leave(self, last_words: str) -> None:
-        """Tell the others that this rank ends, and why; empty words: it ended well."""
-        if self._store is not None and last_words:
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"left/{self.rank}", last_words)
+        """Tell the others that this rank ends, and why; empty words: it ended well, or another rank is to blame."""
+        if self._roll_call is not None:
+            self._roll_call.close(last_words)
+
+    def _call_roll(self, collective_timeout_s: float) -> None:
+        assert self._store is not None
+
+        def made() -> int:
+            return sum(sum(tuple(each.calls.values())) for each in (self.collectives, self.id_collectives))
+
+        self._roll_call = RollCall(self._store.clone(), self.rank, self.world_size, made, collective_timeout_s)
 
     def _serve(self) -> TCPStore:
         try:
@@ -119,24 +126,5 @@ class Gang:
             raise PeerLostError(f"rank 0 at {self._host}:{self._port} is gone: {error}") from error
 
     def _who_is_gone(self) -> str:
-        """Ranks that say nothing any more, or what the first of those that left had to say."""
-        self.leave("a peer was lost")
-        silent = [rank for rank in range(self.world_size) if rank != self.rank]
-        deadline = time.monotonic() + LAST_WORDS_S
-        try:
-            while silent and time.monotonic() < deadline:
-                silent = [rank for rank in silent if not self._said("left", rank)]
-                time.sleep(RETRY_S / 5)
-            if silent:
-                return f"{_ranks(silent)} died or fell silent"
-            assert self._store is not None
-            words = {rank: self._store.get(f"left/{rank}").decode() for rank in range(self.world_size)}
-        except (RuntimeError, PeerLostError):
-            return f"rank 0 at {self._host}:{self._port} died or fell silent"
-        causes = [f"rank {rank} ended: {said}" for rank, said in words.items() if said != "a peer was lost"]
-        return causes[0] if causes else "the connection between ranks broke"
-
-
-def _ranks(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-    return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}"
+        """Ranks that are dead or hang, or what the first of those that ended had to say."""
+        return "" if self._roll_call is None else self._roll_call.who_is_missed()

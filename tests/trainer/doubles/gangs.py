@@ -137,6 +137,7 @@ class Pod:
             "OMP_NUM_THREADS": "1",
             **environment,
         }
+        self.module = "dlrm_trainer"
         self.launcher: subprocess.Popen[str] | None = None
         self.checkpointer: subprocess.Popen[str] | None = None
 
@@ -145,7 +146,7 @@ class Pod:
         (self.folder / "trainer-termination.json").unlink(missing_ok=True)
         if checkpointer:
             self.checkpointer = self._open("dlrm_checkpointer", "checkpointer.log")
-        self.launcher = self._open("dlrm_trainer", "trainer.log", "--plan", str(self.folder / "plan.json"), "--digest")
+        self.launcher = self._open(self.module, "trainer.log", "--plan", str(self.folder / "plan.json"), "--digest")
 
     def _open(self, module: str, log: str, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", module, "--job", str(self.folder / "job.json"), *arguments]

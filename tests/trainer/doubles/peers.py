@@ -1,0 +1,70 @@
+"""Ranks that do nothing but collectives, in the main thread and in one that sends ids, until they lose a peer."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+
+from dlrm_api.errors import PeerLostError
+from dlrm_cluster.ports import LOOPBACK, free_port
+
+PAUSE_S = 0.01
+
+
+def start_peers(world_size: int, timeout_s: float, hangs: int | None) -> list[tuple[ForkServerProcess, Connection]]:
+    """Start ranks and wait until all have met; each sends its last words, an empty string first.
+
+    Args:
+        world_size: number of ranks.
+        timeout_s: of collectives.
+        hangs: the rank whose main thread sleeps after a few steps.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dlrm_trainer.learner"])  # torch and fbgemm load once
+    port = free_port()
+    peers = []
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_peer, args=(rank, world_size, port, timeout_s, rank == hangs, sender))
+        process.start()
+        sender.close()
+        peers.append((process, receiver))
+    assert [pipe.recv() for _, pipe in peers] == [""] * world_size
+    return peers
+
+
+def _peer(rank: int, world_size: int, port: int, timeout_s: float, hangs: bool, words: Connection) -> None:
+    import torch
+
+    from dlrm_trainer.rendezvous import Gang
+
+    torch.set_num_threads(1)
+    gang = Gang(rank, world_size, LOOPBACK, port, LOOPBACK)
+    gang.meet(60.0, timeout_s, lambda: None)
+    words.send("")
+    thread = ThreadPoolExecutor(1)
+    ones = [1] * world_size
+
+    def send_ids() -> None:
+        gang.id_collectives.all_to_all("ids", torch.ones(world_size), ones, ones)
+
+    try:
+        sent = thread.submit(send_ids)
+        for step in range(100_000):
+            if hangs and step == 20:
+                time.sleep(3_600)
+            sending, sent = sent, thread.submit(send_ids)
+            sending.result()
+            time.sleep(PAUSE_S * (1 + rank))  # ranks come to collectives at moments of their own
+            arriving = gang.collectives.start_all_to_all("pooled", torch.ones(world_size), ones, ones)
+            summing = gang.collectives.start_sum(torch.ones(1_000))
+            arriving.wait()
+            summing.wait()
+    except PeerLostError as error:
+        gang.leave("")
+        words.send(str(error))
+        os._exit(error.exit_code)

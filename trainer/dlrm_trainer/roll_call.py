@@ -1,0 +1,163 @@
+"""Who is missed: ranks that lost a peer ask every rank where it is, and all of them give the same answer.
+
+A rank whose main thread hangs still answers, from a thread that does nothing else; one that is dead or stopped does
+not. Everything passes through rank 0's store, on a connection of its own, so that no other call can hold it up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from torch._C._distributed_c10d import TCPStore
+
+from dlrm_api.names import ExitCode
+
+POLL_S = 0.5
+"""How often every rank looks whether one was missed."""
+ANSWERS_S = 2.0
+"""How long an answer is waited for; no answer is one too."""
+STORE_S = 2.0
+"""How long rank 0's store may take beyond that before rank 0 itself counts as lost."""
+LEAVE_S = 10.0
+"""A rank that still runs so long after it heard who was missed is stuck, and ends itself."""
+ALARM, VERDICT = "alarm", "verdict"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Where a rank is."""
+
+    made: int
+    """Collectives that it began."""
+    still_s: float
+    """Seconds since the last of them."""
+
+
+class RollCall:
+    """One rank's part in it, from a thread of its own until it is closed.
+
+    Args:
+        store: on a connection that nobody else uses.
+        rank: of this process.
+        world_size: number of ranks.
+        made: collectives that this rank began so far, in all groups.
+        timeout_s: of collectives.
+    """
+
+    def __init__(self, store: TCPStore, rank: int, world_size: int, made: Callable[[], int], timeout_s: float) -> None:
+        self._store, self._rank, self._world_size, self._made = store, rank, world_size, made
+        self._timeout_s = timeout_s
+        self._verdict = ""
+        self._last, self._since = made(), time.monotonic()
+        self._closed = threading.Event()
+        threading.Thread(target=self._listen, name="dlrm-roll-call", daemon=True).start()
+
+    def close(self, last_words: str) -> None:
+        """Answer no more; words say why this rank ends where nobody else is to blame, and are empty otherwise."""
+        self._closed.set()
+        if last_words:
+            self._in_time(lambda: self._store.set(f"left/{self._rank}", last_words))
+
+    def who_is_missed(self) -> str:
+        """The ranks to blame for a failed collective, in words; the same on every rank."""
+        if not self._verdict:
+            self._in_time(self._agree)
+        if not self._verdict:
+            return f"{name_ranks([0])} died or fell silent"
+        self._in_time(self._let_others_hear)
+        return self._verdict
+
+    def _in_time(self, call: Callable[[], object]) -> None:
+        """Talk to the store for as long as an answer is waited for: it says nothing where its process is stopped."""
+
+        def talk() -> None:
+            with contextlib.suppress(RuntimeError):
+                call()
+
+        thread = threading.Thread(target=talk, daemon=True)
+        thread.start()
+        thread.join(ANSWERS_S + STORE_S)
+
+    def _agree(self) -> None:
+        self._store.set(ALARM, "1")
+        self._answer()
+        verdict = _verdict(*self._ask(), self._rank, self._timeout_s)
+        self._verdict = self._store.compare_set(VERDICT, "", verdict).decode()
+
+    def _answer(self) -> None:
+        answer = Answer(made=self._last, still_s=time.monotonic() - self._since)
+        self._store.set(f"answer/{self._rank}", json.dumps(asdict(answer)))
+
+    def _ask(self) -> tuple[Mapping[int, Answer], Mapping[int, str], Sequence[int]]:
+        """Where ranks are that answer, last words of those that ended, and who says nothing."""
+        silent = list(range(self._world_size))
+        deadline = time.monotonic() + ANSWERS_S
+        while silent and time.monotonic() < deadline:
+            silent = [rank for rank in silent if not self._has(f"answer/{rank}") and not self._has(f"left/{rank}")]
+            time.sleep(POLL_S / 20)
+        ranks = range(self._world_size)
+        answers = {rank: self._store.get(f"answer/{rank}") for rank in ranks if self._has(f"answer/{rank}")}
+        words = {rank: self._store.get(f"left/{rank}").decode() for rank in ranks if self._has(f"left/{rank}")}
+        return {rank: Answer(**json.loads(body)) for rank, body in answers.items()}, words, silent
+
+    def _let_others_hear(self) -> None:
+        """Stay, with the store if it is here, until all who answered know the verdict."""
+        deadline = time.monotonic() + ANSWERS_S
+        waiting = [rank for rank in range(self._world_size) if self._has(f"answer/{rank}")]
+        while waiting and time.monotonic() < deadline:
+            waiting = [rank for rank in waiting if not self._has(f"heard/{rank}") and not self._has(f"left/{rank}")]
+            time.sleep(POLL_S / 20)
+
+    def _listen(self) -> None:
+        answered = heard = False
+        while not heard and not self._closed.wait(POLL_S):
+            if self._made() != self._last:
+                self._last, self._since = self._made(), time.monotonic()
+            with contextlib.suppress(RuntimeError):  # rank 0 is gone: the next collective will say so
+                if not answered and self._has(ALARM):
+                    self._answer()
+                    answered = True
+                if answered and self._has(VERDICT):
+                    self._verdict = self._store.get(VERDICT).decode()
+                    self._store.set(f"heard/{self._rank}", "1")
+                    heard = True
+        if not self._closed.wait(LEAVE_S):
+            faulthandler.dump_traceback()
+            os._exit(ExitCode.TEMPORARY)
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+
+def _verdict(
+    answers: Mapping[int, Answer], words: Mapping[int, str], silent: Sequence[int], asking: int, timeout_s: float
+) -> str:
+    """Who ended comes before who is silent, and that before who hangs: the later ones may be consequences."""
+    if words:
+        rank = min(words)
+        return f"rank {rank} ended: {words[rank]}"
+    if silent:
+        return f"{name_ranks(silent)} died or fell silent"
+    first = max(each.made for each in answers.values())
+    last = min(each.made for each in answers.values())
+    if first == last or answers[asking].still_s < timeout_s / 2:
+        return "the connection between ranks broke"
+    behind = [rank for rank, each in answers.items() if each.made == last]
+    still_s = max(answers[rank].still_s for rank in behind)
+    return (
+        f"{name_ranks(behind)} hung: alive, but in no collective for {still_s:.0f} s and {first - last} behind: "
+        "see the stacks in the log"
+    )
+
+
+def name_ranks(numbers: Sequence[int]) -> str:
+    """Ranks in words, the first few of many."""
+    shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}"
