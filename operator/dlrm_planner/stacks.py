@@ -116,18 +116,21 @@ def read_stacks(
         whole=np.array(shards.resident_bytes, np.float64),
         least=np.ceil(reuse.least / max(ways, 1)) * max(ways, 1),
         slot=slot,
-        # a place may be left over, or rounded up
         entry=entry,
+        # a place may be left over, or rounded up
         fixed=blocks * (np.ceil(rows * (entry + meta)) + 2 * BLOCK_PLACE_META_BYTES) + scratch * slot,
         scratch=scratch,
         record=record,
         paged=BLOCK_SLACK * blocks * np.array([paged_bytes(each) for each in (record / blocks).astype(int).tolist()]),
-        between=math.ceil(
-            (PLACE_META_BYTES + ORDER_META_BYTES) * min(middle / (record / blocks).min(), (rows * blocks).sum())
-        ),
+        between=_between(middle, record / blocks, rows * blocks),
         pin=pin,
         ways=ways,
     )
+
+
+def _between(size: int, record: Floats, rows: Floats) -> int:
+    """DDR for places in so many bytes of middle tiers, if they hold the smallest records there are, or all rows."""
+    return math.ceil((PLACE_META_BYTES + ORDER_META_BYTES) * min(size / float(record.min()), float(rows.sum())))
 
 
 def _entries(shards: Shards, ranks: NDArray[np.int64] | None, world_size: int) -> Floats:
