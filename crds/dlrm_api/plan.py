@@ -36,7 +36,7 @@ class TierLevel(ApiModel):
 
 
 class TierShare(ApiModel):
-    """Where the rows of one shard live."""
+    """Where the rows of one shard live. Each of its column blocks has levels of its own, of these sizes."""
 
     levels: tuple[TierLevel, ...] = Field(
         (),

@@ -31,7 +31,8 @@ def explain(
     """Why the plan is as it is: sharding, balance, tiers, hand-off, memory."""
     tables, placement = found.tables, found.placement
     reasons = [
-        f"{spec.world_size} ranks on {spec.replicas} nodes: {len(placement.whole)} tables whole on one rank each, "
+        f"{spec.world_size} ranks on {_count(spec.replicas, 'node')}: {_count(len(placement.whole), 'table')} whole on "
+        "one rank each, "
         f"{len(placement.splits)} split over several, {len(placement.replicated)} replicated on every rank",
         *_sharding(spec, tables, placement),
         *_splits(spec, tables, placement),

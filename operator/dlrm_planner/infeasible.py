@@ -11,7 +11,7 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_planner.costs import read_costs
 from dlrm_planner.memory import MIB, MOST_DDR, Limit, human, pod_limit
 from dlrm_planner.needs import NoPlacement
-from dlrm_planner.search import Question, Refusal, Solution, search
+from dlrm_planner.search import Question, Refusal, solved
 from dlrm_planner.sharding import may_split
 from dlrm_planner.tiering import Short
 
@@ -85,7 +85,7 @@ def _tier_mends(asked: Question, cause: Short) -> Iterator[str]:
     has = asked.caps[cause.tier]
 
     def fits(more: int) -> bool:
-        return _solved(replace(asked, caps={**asked.caps, cause.tier: has + more * MIB}))
+        return solved(replace(asked, caps={**asked.caps, cause.tier: has + more * MIB}))
 
     if (more := _least(fits, MOST_BLOCK // MIB, -(-cause.missing // MIB))) is not None:
         size = has + more * MIB
@@ -104,7 +104,7 @@ def _other_mends(asked: Question, refusal: Refusal) -> Iterator[str]:
             - max(0, asked.limit.size if asked.limit else 0) * asked.spec.replicas
         )
         start = max(1, rest // asked.spec.replicas // MIB)
-        size = _least(lambda size: _solved(replace(asked, caps={"block": size * MIB})), MOST_BLOCK // MIB, start)
+        size = _least(lambda size: solved(replace(asked, caps={"block": size * MIB})), MOST_BLOCK // MIB, start)
         if size is not None:
             yield (
                 f"mend: trainer.tierBudgets.block: {size * MIB} ({human(size * MIB)}) puts rows that DDR does not hold "
@@ -113,7 +113,7 @@ def _other_mends(asked: Question, refusal: Refusal) -> Iterator[str]:
     elif refusal.least and cache.lookahead > 0:
         shorter = cache.model_copy(update={"lookahead": 0})
         trainer = asked.spec.trainer.model_copy(update={"cache": shorter})
-        if _solved(replace(asked, spec=asked.spec.model_copy(update={"trainer": trainer}))):
+        if solved(replace(asked, spec=asked.spec.model_copy(update={"trainer": trainer}))):
             yield "mend: trainer.cache.lookahead: 0 needs slots for one batch alone, and hides no reads"
 
 
@@ -145,7 +145,7 @@ def _unpinned(asked: Question, cause: NoPlacement) -> Iterator[str]:
         return
     free = table.model_copy(update={"pin": table.pin.model_copy(update={"sharding": None, "ranks": ()})})
     specs = tuple(free if i == cause.table else each for i, each in enumerate(asked.tables.specs))
-    if _solved(replace(asked, tables=replace(asked.tables, specs=specs))):
+    if solved(replace(asked, tables=replace(asked.tables, specs=specs))):
         names = [name for name in ("sharding", "ranks") if getattr(table.pin, name)]
         yield (
             f"mend: leave out {' and '.join(f'{asked.tables.paths[cause.table]}.pin.{name}' for name in names)}: the "
@@ -157,7 +157,7 @@ def _enough_memory(asked: Question, limit: Limit, short: int) -> int | None:
     """Bytes to add to each pod, to within a MiB, after which all tables fit at this number of replicas."""
 
     def fits(more: int) -> bool:
-        return _solved(replace(asked, limit=Limit(limit.size + more * MIB, limit.source, limit.field)))
+        return solved(replace(asked, limit=Limit(limit.size + more * MIB, limit.source, limit.field)))
 
     more = _least(fits, (MOST_DDR - limit.size) // MIB, -(-short // MIB))
     return None if more is None else more * MIB
@@ -170,7 +170,7 @@ def _enough_replicas(asked: Question, profile: HardwareProfile | None) -> int | 
 
     def fits(more: int) -> bool:
         wider = _wider(spec, spec.replicas + more)
-        return _solved(replace(asked, spec=wider, limit=pod_limit(wider, profile), costs=read_costs(wider, profile)))
+        return solved(replace(asked, spec=wider, limit=pod_limit(wider, profile), costs=read_costs(wider, profile)))
 
     more = _least(fits, most) if most > 0 else None
     return None if more is None else spec.replicas + more
@@ -178,10 +178,6 @@ def _enough_replicas(asked: Question, profile: HardwareProfile | None) -> int | 
 
 def _wider(spec: DLRMJobSpec, replicas: int) -> DLRMJobSpec:
     return spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"replicas": replicas})})
-
-
-def _solved(asked: Question) -> bool:
-    return isinstance(search(asked, quick=True), Solution)
 
 
 def _least(holds: Callable[[int], bool], most: int, start: int = 1) -> int | None:

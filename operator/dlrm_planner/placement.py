@@ -95,6 +95,11 @@ class _Attempt:
             imbalance={**others, method: self._imbalance(ranks)},
         )
 
+    def misfit(self, found: Misfit) -> NoPlacement:
+        """Why there is none of these splits."""
+        i = int(self.shards.table[found.item])
+        return NoPlacement(table=i, rank=found.rank, held=self._needs.held[i], room=found.room, alone=False)
+
     def _imbalance(self, ranks: Ranks) -> float:
         load = loads(self.items, self.bins, ranks) + self._share
         mean = float(load.mean())
@@ -111,7 +116,7 @@ def place(
     quick: bool = False,
     crowded: bool = False,
 ) -> Placement | NoPlacement | None:
-    """Place all tables but the replicated ones, by the most balanced partitioner that fits.
+    """Place all tables but the replicated ones, by the most balanced partitioner that fits; None if only bytes fit.
 
     Args:
         spec: The job.
@@ -121,34 +126,26 @@ def place(
         fits: Asked of each placement whether it also fits in every other way.
         quick: Only ask whether there is a placement; the one that is found need not be balanced.
         crowded: Split also tables that some node could hold, where others leave no room for them whole.
-
-    Returns:
-        None where the bytes have room, but no placement passes ``fits``.
     """
     which = needs.placed
     refusal = _first_refusal(spec, tables, needs, which) if needs.bounded else None
     if refusal is not None:
         return refusal
     attempt = _Attempt(spec, tables, costs, needs, decide(spec, tables, costs, needs, which))
-    imbalance: dict[str, float] = {}
-    if not quick and not needs.hopeless:
-        for placement in attempt.balanced():
-            imbalance = placement.imbalance
-            better = _levelled(spec, costs, needs, placement, attempt.items.cost)
-            if better is not None and fits(better):
-                return better
-            if fits(placement):
-                return placement
+    balanced = () if quick or needs.hopeless else tuple(attempt.balanced())
+    for placement in balanced:
+        better = _levelled(spec, costs, needs, placement, attempt.items.cost)
+        if better is not None and fits(better):
+            return better
+        if fits(placement):
+            return placement
     packed = tightest(attempt.items, attempt.bins)
     if not isinstance(packed, Misfit):
-        placement = attempt.placement(TIGHTEST, packed, imbalance)
+        placement = attempt.placement(TIGHTEST, packed, balanced[0].imbalance if balanced else {})
         return placement if fits(placement) else None
-    if imbalance:
+    if balanced:
         return None
-    if not crowded:
-        i = int(attempt.shards.table[packed.item])
-        return NoPlacement(table=i, rank=packed.rank, held=needs.held[i], room=packed.room, alone=False)
-    return _packed(spec, tables, costs, needs, which, fits)
+    return _packed(spec, tables, costs, needs, which, fits) if crowded else attempt.misfit(packed)
 
 
 def _levelled(

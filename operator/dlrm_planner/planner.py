@@ -23,10 +23,7 @@ from dlrm_planner.tables import read_tables
 
 
 def plan_job(
-    spec: DLRMJobSpec,
-    profile: HardwareProfile | None = None,
-    *,
-    traces: Mapping[str, TableTrace] | None = None,
+    spec: DLRMJobSpec, profile: HardwareProfile | None = None, *, traces: Mapping[str, TableTrace] | None = None
 ) -> Plan:
     """Place every table of the job on ``spec.world_size`` ranks, and its rows in the tiers of their nodes.
 

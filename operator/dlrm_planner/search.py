@@ -93,15 +93,26 @@ def question(
     )
 
 
-def search(asked: Question, *, quick: bool = False) -> Solution | Refusal:
+def search(asked: Question) -> Solution | Refusal:
     """The first placement that fits: with hand-offs of full cuts, then of slices, then with rows in slower tiers.
 
     Each with small tables replicated, or else only those that pins ask for, and at first without splitting tables that
-    an empty node could hold. ``quick``: it need not be balanced.
+    an empty node could hold.
 
     Raises:
         InvalidSpecError: a pin names a tier that is not there, or a trace is missing.
     """
+    found = _search(asked, quick=False)
+    assert found is not None, "what did not fit has a reason"
+    return found
+
+
+def solved(asked: Question) -> bool:
+    """Whether there is a placement, be it balanced or not."""
+    return isinstance(_search(asked, quick=True), Solution)
+
+
+def _search(asked: Question, *, quick: bool) -> Solution | Refusal | None:
     refusal: Refusal | None = None
     stacked = pinned_slow(asked.tables)
     for crowded in () if stacked else (False, True):
@@ -111,7 +122,6 @@ def search(asked: Question, *, quick: bool = False) -> Solution | Refusal:
         refusal = found or refusal
     if stacked or asked.caps:
         return _search_tiers(asked, quick=quick)
-    assert refusal is not None, "without slower tiers, what did not fit has a reason"
     return refusal
 
 
@@ -121,7 +131,7 @@ def _search_ddr(asked: Question, *, quick: bool, crowded: bool) -> Solution | Re
     for tables in _hand_offs(asked):
         for replicated in _replications(asked):
             needs = whole_needs(asked.spec, tables, replicated, asked.limit)
-            if needs.hopeless and (asked.caps or not crowded):
+            if needs.hopeless and (asked.caps or quick or not crowded):
                 continue
             placed = place(asked.spec, tables, asked.costs, needs, quick=quick, crowded=crowded)
             if isinstance(placed, Placement):
@@ -149,14 +159,17 @@ def _replications(asked: Question) -> Iterator[tuple[int, ...]]:
         yield tuple(np.flatnonzero(by_pin).tolist())
 
 
-def _search_tiers(asked: Question, *, quick: bool) -> Solution | Refusal:
+def _search_tiers(asked: Question, *, quick: bool) -> Solution | Refusal | None:
     spec, tables = asked.spec, asked.tables
     if tables.handoff_budget is None:
         tables = tables.sliced(slice_bytes(spec, tables, asked.limit))
     tiered = _Tiered(replace(asked, tables=tables))
     cause: NoPlacement | Short | None = None
+    misfits: set[tuple[tuple[int, ...], int]] = set()
     for crowded, replicated in product((False, True), _replications(asked)):
         for turn, needs in enumerate(tiered.needs(replicated)):
+            if (quick and needs.hopeless) or (crowded and (replicated, turn) not in misfits):
+                continue
             placed = place(spec, tables, asked.costs, needs, tiered.fits, quick=quick, crowded=crowded)
             if isinstance(placed, Placement):
                 return Solution(
@@ -167,9 +180,12 @@ def _search_tiers(asked: Question, *, quick: bool) -> Solution | Refusal:
                     stacks=tiered.stacks,
                     reuse=tiered.reuse,
                 )
+            if isinstance(placed, NoPlacement):
+                misfits.add((replicated, turn))
             if turn == 0:  # the other needs are in no bytes
                 cause = tiered.short if placed is None else placed
-    assert cause is not None, "there is at least one need"
+    if cause is None:
+        return None
     if isinstance(cause, NoPlacement) and tiered.whole.is_stack(cause.table):
         return Refusal(cause=cause, least=int(tiered.whole.least[cause.table]))
     return Refusal(cause=cause)
@@ -258,7 +274,7 @@ def _too_little(placement: Placement, which: NDArray[np.int64], least: Floats, d
         table=int(placement.shards.table[largest]),
         rank=int(placement.ranks[largest]),
         held=held,
-        room=held + math.floor(rest),
+        room=max(0, held + math.floor(rest)),
         alone=False,
     )
 

@@ -36,6 +36,8 @@ META_BYTES: Mapping[SlowTier, float] = {
     "block": BLOCK_PLACE_META_BYTES * BLOCK_SLACK,
 }
 """DDR that a row's place in this tier takes, beside its map entry."""
+UNEVEN = 1.1
+"""Rows of the rank that has most of a kind, over the mean, as long as nothing is placed."""
 UNPINNED, IN_DDR = -2, -1
 """What :attr:`Stacks.pin` says of a table that has no pin of its tier, or one to DDR; else an index of SLOW_TIERS."""
 
@@ -107,33 +109,43 @@ def read_stacks(
     meta = np.array([META_BYTES[SLOW_TIERS[p]] if p >= 0 else dearest for p in pin.tolist()])
     middle = sum(list(caps.values())[:-1])
     scratch = np.ceil(reuse.accesses)
-    entry = _entries(shards, np.arange(len(rows)) if ranks is None else ranks)
+    entry = _entries(shards, ranks, spec.world_size)
     return Stacks(
         rows=rows,
         blocks=blocks,
         whole=np.array(shards.resident_bytes, np.float64),
         least=np.ceil(reuse.least / max(ways, 1)) * max(ways, 1),
         slot=slot,
-        # a place may be left over, or rounded up
         entry=entry,
+        # a place may be left over, or rounded up
         fixed=blocks * (np.ceil(rows * (entry + meta)) + 2 * BLOCK_PLACE_META_BYTES) + scratch * slot,
         scratch=scratch,
         record=record,
         paged=BLOCK_SLACK * blocks * np.array([paged_bytes(each) for each in (record / blocks).astype(int).tolist()]),
-        between=math.ceil(
-            (PLACE_META_BYTES + ORDER_META_BYTES) * min(middle / (record / blocks).min(), (rows * blocks).sum())
-        ),
+        between=_between(middle, record / blocks, rows * blocks),
         pin=pin,
         ways=ways,
     )
 
 
-def _entries(shards: Shards, ranks: NDArray[np.int64]) -> Floats:
-    """(N,) bytes of a row's map entry in one block, where all shards of a rank with rows of one kind are one stack."""
-    half = [shards.spec(k).dtype == "fp16" for k in range(len(ranks))]
-    _, kind = np.unique(np.stack([ranks, shards.width / shards.blocks, half]), axis=1, return_inverse=True)
-    rows = np.bincount(kind.ravel(), weights=shards.rows * shards.blocks)
-    return np.array([float(map_entry_bytes(int(count))) for count in rows])[kind.ravel()]
+def _between(size: int, record: Floats, rows: Floats) -> int:
+    """DDR for places in so many bytes of middle tiers, if they hold the smallest records there are, or all rows."""
+    return math.ceil((PLACE_META_BYTES + ORDER_META_BYTES) * min(size / float(record.min()), float(rows.sum())))
+
+
+def _entries(shards: Shards, ranks: NDArray[np.int64] | None, world_size: int) -> Floats:
+    """(N,) bytes of a row's map entry in one block, if all shards of a rank with rows of one kind are one stack.
+
+    Where ranks are not known yet, each has its part of all rows of that kind, and a little more.
+    """
+    half = np.array([table.dtype == "fp16" for table in shards.tables.specs], np.float64)[shards.table]
+    where = np.zeros(len(half)) if ranks is None else ranks
+    _, kind = np.unique(np.stack([where, shards.width / shards.blocks, half]), axis=1, return_inverse=True)
+    own = shards.rows * shards.blocks
+    together = np.bincount(kind.ravel(), weights=own)[kind.ravel()]
+    rows = np.maximum(own, together * UNEVEN / world_size) if ranks is None else together
+    different, inverse = np.unique(rows, return_inverse=True)
+    return np.array([float(map_entry_bytes(int(count))) for count in different])[inverse]
 
 
 def slow_caps(spec: DLRMJobSpec, profile: HardwareProfile | None) -> dict[SlowTier, int]:

@@ -10,8 +10,8 @@ import pytest
 from gangs import run_ranks, small_job
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from sharded_runs import ShardedRun, saved_of, train_plan
-from shardings import random_plan, without_levels
+from sharded_runs import ShardedRun, saved_of, train_plan, words_of_bad_gradient
+from shardings import random_plan, whole_plan, without_levels
 
 from dlrm_api.job import DLRMJob
 from dlrm_trainer.collectives import Collectives
@@ -106,3 +106,33 @@ def test_a_batch_computed_piece_by_piece_is_updated_once(tmp_path: Path, seed: i
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
     assert [piece.row_ids.tolist() for piece in found.pieces] == [piece.row_ids.tolist() for piece in expected.pieces]
     assert (found.digest == expected.digest) == (most >= 64)  # one piece: bit for bit
+
+
+@pytest.mark.slow
+def test_fewer_bits_on_the_wire_take_fewer_bytes_and_train_nearly_the_same(tmp_path: Path) -> None:
+    plan = random_plan(np.random.default_rng(2), job_of(tmp_path, 2).spec.model, 2)
+    runs = {}
+    for codec in ("fp32", "fp16", "bf16", "int8"):
+        formats = dict.fromkeys(("forward", "backward", "dense"), codec)
+        runs[codec] = run_ranks(2, train_plan, job_of(tmp_path, 2, communication=formats), plan, range(STEPS), tmp_path)
+
+    sent = {codec: runs[codec][0].bytes_sent for codec in runs}
+    for codec, share in {"fp16": 0.51, "bf16": 0.51, "int8": 0.8}.items():  # of rows as narrow as 4 here, which take 12
+        np.testing.assert_allclose(losses_of(runs[codec]), losses_of(runs["fp32"]), rtol=0.02)
+        assert sent[codec]["pooled"] < share * sent["fp32"]["pooled"]
+        assert sent[codec]["gradients"] < share * sent["fp32"]["gradients"]
+        assert sent[codec]["ids"] == sent["fp32"]["ids"]
+        assert len({run.digest for run in runs[codec]}) == 1
+
+
+@pytest.mark.slow
+def test_a_gradient_that_fp16_cannot_send_ends_every_rank_by_name_before_any_update(tmp_path: Path) -> None:
+    job = job_of(tmp_path, 2, communication={"backward": "fp16"})
+    plan = whole_plan(job.spec.model, owner=0, world_size=2)
+
+    words = run_ranks(2, words_of_bad_gradient, job, plan, tmp_path)
+
+    assert words[0] == "rank 1 sent values that are not finite: see its log"
+    assert words[1].startswith(
+        "step 1: the gradient of feature i of table items is not finite: lower the learning rate"
+    )

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from dlrm_api.errors import DivergedError
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
 from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
@@ -95,3 +97,23 @@ def saved_of(job: DLRMJob, runs: Sequence[ShardedRun]) -> Saved:
     seed, kind = job.spec.training.seed, job.spec.training.row_optimizer.kind
     metas = {table.name: table_meta(table, seed, kind) for table in job.spec.model.all_tables()}
     return Saved([piece for run in runs for piece in run.pieces], runs[0].arrays, metas)
+
+
+def words_of_bad_gradient(collectives: Collectives, job: DLRMJob, plan: Plan, folder: Path) -> str:
+    """What ends each rank where rank 1's gradient of feature 5 holds an infinity; nothing may be updated."""
+    learner = Learner(job.spec, place(job.spec.model, plan, collectives.world_size), collectives, folder)
+    learner.start(job.spec.training.seed)
+    embeddings = learner.embeddings
+    reader = open_reader(job.spec, "train", collectives.rank, collectives.world_size)
+    lookup = embeddings.lookup(embeddings.pool(embeddings.prepare(embeddings.send(reader.read(0)), updates=True), 0.1))
+    gradient = torch.ones_like(lookup.features)
+    if collectives.rank == 1:
+        gradient[3, 5 * 16 + 2] = torch.inf
+    try:
+        embeddings.update(
+            lookup, embeddings.send_gradients(lookup, gradient, torch.zeros(embeddings.gradient_elements))
+        )
+    except DivergedError as error:
+        assert not list(embeddings.owned.rows_updated())
+        return str(error)
+    return "nothing"

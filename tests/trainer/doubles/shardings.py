@@ -55,6 +55,20 @@ def random_plan(
             shards = random_shards(generator, table.rows, table.block_edges, world_size)
             shards = [shard.model_copy(update={"tiers": _levels(generator, shard, tiers)}) for shard in shards]
         tables.append(TablePlan(name=table.name, column_blocks=table.block_edges, shards=tuple(shards)))
+    return _plan(tables, world_size, lookahead)
+
+
+def whole_plan(model: ModelSpec, owner: int, world_size: int) -> Plan:
+    """Every table whole on one rank."""
+    tables = []
+    for table in model.all_tables():
+        extent = {"row_start": 0, "row_end": table.rows, "column_start": 0, "column_end": table.dim}
+        shard = Shard(rank=owner, kind="table", **extent)
+        tables.append(TablePlan(name=table.name, column_blocks=table.block_edges, shards=(shard,)))
+    return _plan(tables, world_size, lookahead=0)
+
+
+def _plan(tables: Sequence[TablePlan], world_size: int, lookahead: int) -> Plan:
     return Plan(
         world_size=world_size,
         processes_per_node=world_size,

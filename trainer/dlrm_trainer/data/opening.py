@@ -73,7 +73,8 @@ def _source(spec: DLRMJobSpec, split: Split, cache_folder: Path) -> RowSource:
         bags=[rename.get(name, name) for name in bags],
         weights=[rename.get(name, name) if name else None for name in weights],
     )
-    return ParquetSource(_files(data, uris, PARQUET_SUFFIXES), columns, budget, _threads(uris))
+    mixed = split == "train" and data.shuffle.window_rows > 0
+    return ParquetSource(_files(data, uris, PARQUET_SUFFIXES), columns, budget, _threads(uris), packed=mixed)
 
 
 def _files(data: DataSpec, uris: Sequence[str], suffixes: Sequence[str]) -> list[DataFile]:

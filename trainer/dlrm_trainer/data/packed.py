@@ -1,4 +1,4 @@
-"""Decoded rows, packed row by row: one that is taken from anywhere touches few lines of memory."""
+"""Decoded rows; packed row by row where they are taken from anywhere, so that one touches few lines of memory."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ _ZERO, _ONE, _NAN = np.uint32(0), np.uint32(1), np.uint32(0x7FC00000)
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows of one block. Ids lie row by row, and in a row feature by feature."""
+    """Rows of one block."""
 
     numbers: Numbers
     """(r, 1 + D) labels, then dense values, NaN where null."""
     ids: Ids
-    """All bags; uint32 where every id fits."""
+    """(r, F) where all bags have one id; else all bags, row by row, and in a row feature by feature. uint32 where every
+    id fits."""
     lengths: NDArray[np.int32]
     """(r, F) ids in each bag; empty where all have one."""
     starts: Ints
     """(r + 1,) where each row's ids start; empty where all bags have one id."""
     weights: Numbers | None
-    """Of each id."""
+    """As ids."""
 
     @property
     def num_bytes(self) -> int:
@@ -56,21 +57,21 @@ class PackedRows:
     def fill(self, gathered: Gathered, order: Ints, rows: Ints) -> None:
         """Put ``rows`` of these, whose bags have one id each, at places ``order``."""
         _put_numbers(self.numbers, rows, order, gathered.dense, gathered.labels)
-        ids, spots = self.ids.reshape(self.rows, -1), gathered.spots
-        _put_singles(ids, rows, order, spots.bases, spots.strides, gathered.ids)
+        spots = gathered.spots
+        _put_singles(self.ids, rows, order, spots.bases, spots.strides, gathered.ids)
         if self.weights is not None and gathered.weights is not None:
-            weights = self.weights.reshape(self.rows, -1)
-            _put_singles(weights, rows, order, spots.bases, spots.strides, gathered.weights)
+            _put_singles(self.weights, rows, order, spots.bases, spots.strides, gathered.weights)
 
     def some(self, rows: Ints, features: int) -> PackedRows:
         """A copy of some rows, with lengths written out."""
         numbers = self.numbers[rows]
         if self.single:
             lengths = np.ones((rows.size, features), dtype=np.int32)
-            starts, sizes = rows * features, np.full(rows.size, features, dtype=np.int64)
-        else:
-            lengths, starts = self.lengths[rows], self.starts[rows]
-            sizes = self.starts[rows + 1] - starts
+            stops = np.arange(rows.size + 1) * features
+            weights = None if self.weights is None else self.weights[rows].reshape(-1)
+            return PackedRows(numbers, self.ids[rows].reshape(-1), lengths, stops, weights)
+        lengths, starts = self.lengths[rows], self.starts[rows]
+        sizes = self.starts[rows + 1] - starts
         stops = np.cumsum(sizes)
         total = int(stops[-1])
         ids = np.empty(total, dtype=np.int64)
@@ -82,23 +83,25 @@ class PackedRows:
         return PackedRows(numbers, ids, lengths, np.concatenate(([0], stops)), weights)
 
 
-def pack_singles(numbers: Numbers, ids: Sequence[NDArray[Any]], weights: Numbers | None) -> PackedRows:
-    """Pack rows whose bags have one id each.
+def pack_singles(numbers: Numbers, ids: Sequence[NDArray[Any]], weights: Numbers | None, *, packed: bool) -> PackedRows:
+    """Rows whose bags have one id each.
 
     Args:
         numbers: (1 + D, r) labels and dense values.
         ids: of each feature (r,), of any integer type.
         weights: (F * r,) feature-major.
+        packed: row by row; else column by column, which costs less where rows are taken in order.
     """
-    columns = scratch("ids", (len(ids), numbers.shape[1]), np.uint32 if all(map(_small, ids)) else np.int64)
+    shape, kind = (len(ids), numbers.shape[1]), np.uint32 if all(map(_small, ids)) else np.int64
+    columns = scratch("ids", shape, kind) if packed else np.empty(shape, dtype=kind)
     for place, column in enumerate(ids):
         columns[place] = column
     return PackedRows(
-        numbers=_packed(numbers),
-        ids=_packed(columns).reshape(-1),
+        numbers=_packed(numbers) if packed else numbers.T.copy(order="F"),
+        ids=_packed(columns) if packed else columns.T,
         lengths=np.empty((0, len(ids)), dtype=np.int32),
         starts=np.empty(0, dtype=np.int64),
-        weights=None if weights is None else _packed(weights.reshape(columns.shape)).reshape(-1),
+        weights=None if weights is None else _packed(weights.reshape(shape)),
     )
 
 

@@ -30,10 +30,20 @@ class ParquetSource:
         columns: that the model reads.
         budget_bytes: of decoded row groups.
         threads: that decode row groups ahead.
+        packed: whether rows are taken in any order; False: rather one after the other.
     """
 
-    def __init__(self, files: Sequence[DataFile], columns: Columns, budget_bytes: int, threads: int = 1) -> None:
+    def __init__(
+        self,
+        files: Sequence[DataFile],
+        columns: Columns,
+        budget_bytes: int,
+        threads: int = 1,
+        *,
+        packed: bool = True,
+    ) -> None:
         self._columns = columns
+        self._packed = packed
         self._footers = [_footer(file, columns) for file in files]
         self._files = FileSet(files, [footer.num_rows for footer in self._footers])
         self.num_samples = self._files.num_rows
@@ -113,7 +123,7 @@ class ParquetSource:
 
         file.check()
         data = _guarded(file, f"rows {first_row} to {last_row} (row group {group})", read)
-        return RowGroupDecoder(lambda row: self.where(first + row)).decode(data, self._columns)
+        return RowGroupDecoder(lambda row: self.where(first + row), self._packed).decode(data, self._columns)
 
 
 def _footer(file: DataFile, columns: Columns) -> Any:

@@ -46,6 +46,8 @@ class RowGroupDecoder:
     """Turns a row group's columns into arrays; ``where`` names a row of the group, for messages."""
 
     where: Callable[[int], str]
+    packed: bool = True
+    """Row by row, where rows have one id in each bag."""
 
     def decode(self, data: pa.Table, columns: Columns) -> PackedRows:
         """Check and convert all columns that the model reads.
@@ -64,7 +66,7 @@ class RowGroupDecoder:
             each_feature = zip(columns.weights, columns.bags, bags, strict=True)
             weights = np.concatenate([self._weights(data, name, ids, bag) for name, ids, bag in each_feature])
         if all(each.sizes is None for each in bags):
-            return pack_singles(dense, [each.values for each in bags], weights)
+            return pack_singles(dense, [each.values for each in bags], weights, packed=self.packed)
         sizes = [np.ones(data.num_rows, np.int32) if each.sizes is None else each.sizes for each in bags]
         return pack_bags(
             dense, np.stack(sizes), np.concatenate([each.values for each in bags], dtype=np.int64), weights

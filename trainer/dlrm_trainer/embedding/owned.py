@@ -20,6 +20,7 @@ from dlrm_trainer.embedding.exchange import OwnedBags
 from dlrm_trainer.embedding.kernels import HOST, TableBatch
 from dlrm_trainer.embedding.placement import PartGroup, Placement
 from dlrm_trainer.embedding.rows import LocalPart, ResidentPart
+from dlrm_trainer.embedding.segment_loops import mark_rows
 
 if TYPE_CHECKING:
     from dlrm_trainer.embedding.tiers.lookahead import Lookahead
@@ -245,7 +246,7 @@ class OwnedParts:
             rows = (ids + torch.repeat_interleave(group.first_rows, sizes)).to(group.device) if moved else None
             group.batch.update(pooled, gradient.to(group.device), step=step, rows=rows)
             if group.stack is None:
-                group.updated[ids + torch.repeat_interleave(group.shifts, sizes)] = True
+                mark_rows(group.updated.numpy(), ids.numpy(), sizes.numpy(), group.shifts.numpy())
         if self._ahead is not None and expected.fetched is not None:
             self._ahead.release(expected.fetched.result())
 

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dlrm_trainer.embedding.routes import Split
+from dlrm_trainer.embedding.segment_loops import copy_segments, split_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,20 +36,16 @@ class Bags:
 
 def pick_segments(values: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
     """Join ``values[start : start + length]`` of every segment, in the order given; (S,) int64 each."""
-    return values[_places(starts, lengths)]
-
-
-def _places(starts: Tensor, lengths: Tensor) -> Tensor:
-    stops = lengths.cumsum(0)
-    shifts = torch.repeat_interleave(starts - (stops - lengths), lengths)
-    return shifts + torch.arange(len(shifts))
+    out = values.new_empty(int(lengths.sum()))
+    copy_segments(values.numpy(), starts.numpy(), lengths.numpy(), out.numpy())
+    return out
 
 
 def pick_bags(bags: Bags, units: Tensor) -> Bags:
     """Some units' bags, in the order given; a unit may come several times."""
-    places = _places((bags.sizes.cumsum(0) - bags.sizes)[units], bags.sizes[units])
-    weights = None if bags.weights is None else bags.weights[places]
-    return Bags(lengths=bags.lengths[units], ids=bags.ids[places], weights=weights)
+    starts, sizes = (bags.sizes.cumsum(0) - bags.sizes)[units], bags.sizes[units]
+    weights = None if bags.weights is None else pick_segments(bags.weights, starts, sizes)
+    return Bags(lengths=bags.lengths[units], ids=pick_segments(bags.ids, starts, sizes), weights=weights)
 
 
 def split_bags(bags: Bags, splits: Sequence[Split]) -> Bags:
@@ -57,22 +55,13 @@ def split_bags(bags: Bags, splits: Sequence[Split]) -> Bags:
     """
     if not splits:
         return bags
-    samples = bags.lengths.shape[1]
     chosen = pick_bags(bags, torch.tensor([split.feature for split in splits]))
-    # Every split's rows get numbers of their own, so that one search serves all.
-    spans = torch.tensor([split.edges[-1] for split in splits])
-    offsets = spans.cumsum(0) - spans
-    firsts = torch.cat([torch.tensor(split.edges[:-1]) + int(offset) for split, offset in zip(splits, offsets)])  # noqa: B905
-    numbers = chosen.ids + torch.repeat_interleave(offsets, chosen.sizes)
-    unit = torch.searchsorted(firsts, numbers, right=True) - 1
-    bag = torch.repeat_interleave(torch.arange(samples).repeat(len(splits)), chosen.lengths.flatten().to(torch.int64))
-    order = torch.argsort(unit, stable=True)
-    lengths = torch.bincount(unit * samples + bag, minlength=len(firsts) * samples).view(len(firsts), samples)
+    edges = np.concatenate([np.array(split.edges, np.int64) for split in splits])
+    starts = np.cumsum([0, *(len(split.edges) for split in splits)])
+    lengths = torch.zeros(len(edges) - len(splits), bags.lengths.shape[1], dtype=torch.int32)
+    ids, order = torch.empty_like(chosen.ids), torch.empty_like(chosen.ids)
+    split_ids(chosen.ids.numpy(), chosen.lengths.numpy(), edges, starts, lengths.numpy(), ids.numpy(), order.numpy())
     weights = None
     if bags.weights is not None and chosen.weights is not None:
         weights = torch.cat((bags.weights, chosen.weights[order]))
-    return Bags(
-        lengths=torch.cat((bags.lengths, lengths.to(torch.int32))),
-        ids=torch.cat((bags.ids, (numbers - firsts[unit])[order])),
-        weights=weights,
-    )
+    return Bags(lengths=torch.cat((bags.lengths, lengths)), ids=torch.cat((bags.ids, ids)), weights=weights)
