@@ -173,6 +173,10 @@ def _show_profile(workdir: WorkDir, *, as_table: bool) -> None:
         from dlrm_cli.views import print_view
 
         print_view(profile_view(profile))
+        if workdir.trace.exists():
+            Console(stderr=True).print(
+                f"what each thread did when: {workdir.trace}", markup=False, highlight=False, soft_wrap=True
+            )
 
 
 def _print(result: RunResult, options: RunOptions) -> None:

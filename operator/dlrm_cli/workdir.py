@@ -54,6 +54,11 @@ class WorkDir:
         return self.root / "profile.json"
 
     @property
+    def trace(self) -> Path:
+        """With ``--profile``: the newest steps of all ranks as a Chrome trace."""
+        return self.root / "trace.json"
+
+    @property
     def final(self) -> Path:
         """Result of the job that finished here."""
         return self.root / "final.json"

@@ -63,7 +63,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     control = CutControl(CheckpointSpec(uri="file:///nowhere", interval_steps=1_000), collectives)
     control.attach(Idle())  # type: ignore[arg-type]
     board.begin(3, 3, SCHEDULE)
-    endpoint = Endpoint(LOOPBACK, free_port(), board, control, collectives, tmp_path / "token")
+    endpoint = Endpoint(LOOPBACK, free_port(), board, control, tmp_path / "token")
     yield Served(endpoint, board, control)
     endpoint.close()
 
@@ -175,7 +175,7 @@ def test_other_paths_are_not_found(served: Served, method: str, path: str) -> No
 
 def test_a_port_that_is_taken_is_named(served: Served) -> None:
     with pytest.raises(TemporaryError, match=str(served.endpoint.port)):
-        Endpoint(LOOPBACK, served.endpoint.port, served.board, served.control, Collectives(0, 1, lambda: ""), None)
+        Endpoint(LOOPBACK, served.endpoint.port, served.board, served.control, None)
 
 
 def test_a_client_that_goes_away_leaves_no_traceback(served: Served, capfd: pytest.CaptureFixture[str]) -> None:

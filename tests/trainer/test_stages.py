@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from itertools import pairwise
+
+import numpy as np
 import pytest
 
+from dlrm_trainer import spans as spans_module
 from dlrm_trainer import stages as stages_module
-from dlrm_trainer.stages import STEP, StepProfile
+from dlrm_trainer.spans import NEWEST_STEPS, Spans, each_spanned, keep_spans, spanned
+from dlrm_trainer.stages import NUMBERS, STAGES, STEP, Stages, StepProfile
+
+
+@pytest.fixture(autouse=True)
+def keep_nothing_after_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans_module, "_kept", None)
 
 
 class Clock:
@@ -56,3 +67,55 @@ def test_hit_rates_are_of_the_accesses_since_the_note_before() -> None:
 
     found = [(each.step, each.accesses, each.hit_rate) for each in profile.hit_rates()]
     assert found == [(10, 100, 0.2), (30, 200, 0.75)]
+
+
+def test_totals_of_stages_are_added_up_without_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, totals = Clock(monkeypatch), np.zeros(len(STAGES), np.int64)
+    stages = Stages(totals)
+
+    for _ in range(3):
+        clock.now += 2
+        stages.apart("exchange", 0.5)
+        stages.lap("forward")
+        stages.end_step()
+
+    assert totals[NUMBERS["forward"]] == 4_500_000_000
+    assert totals[NUMBERS["exchange"]] == 1_500_000_000
+    assert totals.sum() == 6_000_000_000
+
+
+def test_a_trace_shows_what_every_thread_did_in_the_newest_steps() -> None:
+    profile = StepProfile(rank=3)
+
+    @spanned("send ids")
+    def send() -> None:
+        profile.trace()
+
+    def work() -> None:
+        for _ in each_spanned(range(2), "read"):
+            send()
+
+    for _ in profile.after(range(NEWEST_STEPS + 5), "read"):
+        profile.lap("forward")
+        profile.end_step()
+    thread = threading.Thread(target=work, name="dlrm-ids_0")
+    thread.start()
+    thread.join()
+
+    events = profile.trace()
+    threads = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    spans = [(threads[each["tid"]], each["name"]) for each in events if each["ph"] == "X"]
+    assert {each["pid"] for each in events} == {3}
+    assert spans.count(("training", "forward")) == NEWEST_STEPS - 1  # whole steps since the end of the oldest
+    assert spans.count(("ids", "send ids")) == spans.count(("ids", "read")) == 2
+    times = [(each["ts"], each["dur"]) for each in events if each["ph"] == "X" and threads[each["tid"]] == "training"]
+    assert all(start + length <= after + 1 for (start, length), (after, _) in pairwise(times))
+
+
+def test_spans_are_kept_only_where_they_were_asked_for() -> None:
+    double = spanned("double")(lambda number: 2 * number)
+    before = double(2)
+    kept: Spans = keep_spans()
+
+    assert (before, double(3)) == (4, 6)
+    assert [each["name"] for each in kept.events(0) if each["ph"] == "X"] == ["double"]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from gangs import small_job
 from prometheus_client.core import Metric
@@ -21,6 +22,8 @@ from dlrm_trainer.embedding import place
 from dlrm_trainer.embedding.tiers.counts import LOOKUPS
 from dlrm_trainer.endpoint import TrainerMetrics
 from dlrm_trainer.progress import ProgressBoard
+from dlrm_trainer.stages import Stages
+from dlrm_trainer.step_counters import WORDS, StepCounters, StepMetrics
 from dlrm_trainer.tier_counters import RankCounters, SharedCounters
 from dlrm_trainer.tier_metrics import TierMetrics
 
@@ -77,6 +80,28 @@ def test_a_plan_without_levels_has_none_of_these_metrics(tmp_path: Path) -> None
     assert samples(two_ranks(tmp_path, None)) == {}
 
 
+def step_metrics() -> StepMetrics:
+    """Of two ranks: rank r waited 1.5 + r seconds for others, and sent r bytes of ids in each of two threads."""
+    ranks = [StepCounters(rank, np.zeros(WORDS, np.int64)) for rank in range(2)]
+    for rank in ranks:
+        stages = Stages(rank.stage_ns)
+        stages.apart("agreement", 1.5 + rank.rank)
+        channels = [Collectives(rank.rank, 2, lambda: "") for _ in range(2)]
+        for each in channels:
+            each.bytes_sent["ids"], each.calls["all_to_all"] = rank.rank, 1
+        rank.copy_from(channels)
+    return StepMetrics(ranks)
+
+
+def test_every_rank_of_a_pod_says_where_its_time_went_and_what_it_sent() -> None:
+    found = samples(step_metrics())
+
+    assert found["dlrm_trainer_stage_seconds_total", "1", "agreement"] == 2.5
+    assert found["dlrm_trainer_stage_seconds_total", "0", "read"] == 0
+    assert found["dlrm_trainer_sent_bytes_total", "1", "ids"] == 2
+    assert found["dlrm_trainer_collectives_total", "0", "all_to_all"] == 2
+
+
 def rows_of_page(families: Iterable[Metric]) -> list[str]:
     rows = []
     for family in families:
@@ -89,12 +114,11 @@ def rows_of_page(families: Iterable[Metric]) -> list[str]:
 
 def test_the_page_of_metrics_says_what_the_code_says(tmp_path: Path) -> None:
     collectives = Collectives(0, 1, lambda: "")
-    collectives.calls["all_reduce"], collectives.bytes_sent["all_reduce"] = 1, 8
     board = ProgressBoard(attempt=0, world_size=1)
     board.update(loss=0.5, samples_per_second=1.0, last_cut_step=1)
     board.evaluated(EvalMetrics(step=1, samples=1, log_loss=0.4, ne=0.8, auc=0.7, calibration=1.0))
     control = CutControl(CheckpointSpec(uri="file:///nowhere"), collectives)
-    collectors = (TrainerMetrics(board, control, collectives), two_ranks(tmp_path, Shape(tiers=("ddr", "block"))))
+    collectors = (TrainerMetrics(board, control), step_metrics(), two_ranks(tmp_path, Shape(tiers=("ddr", "block"))))
 
     expected = rows_of_page(family for collector in collectors for family in collector.collect())
 

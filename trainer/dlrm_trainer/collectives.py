@@ -16,6 +16,7 @@ from torch import Tensor
 from dlrm_api.errors import PeerLostError
 from dlrm_api.training import Codec
 from dlrm_trainer.codecs import message_bytes, read_message, write_message
+from dlrm_trainer.spans import add_span
 
 T = TypeVar("T")
 Traffic = Literal["lengths", "ids", "weights", "pooled", "gradients", "dense", "small"]
@@ -153,7 +154,9 @@ class Collectives:
         start = time.monotonic()
         try:
             yield
-            self.seconds += time.monotonic() - start
+            end = time.monotonic()
+            self.seconds += end - start
+            add_span(kind, start, end)
         except RuntimeError as error:
             problem = str(error).strip().splitlines()[0]
             raise PeerLostError(f"{self._explain()} ({kind}: {problem})") from error

@@ -20,7 +20,6 @@ from dlrm_api.errors import TemporaryError
 from dlrm_api.names import TOKEN_HEADER
 from dlrm_api.progress import TrainerPhase
 from dlrm_checkpointer.serving import EndpointHandler, EndpointServer
-from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.cuts import CutControl
 from dlrm_trainer.progress import ProgressBoard
 
@@ -37,7 +36,6 @@ class Endpoint:
         port: to listen on.
         board: what ``/progress`` shows.
         control: takes ``POST /cut``.
-        collectives: whose counts ``/metrics`` shows.
         token_file: holds what the header must say for a cut; None: no token is asked for.
         collectors: of more metrics.
 
@@ -51,13 +49,12 @@ class Endpoint:
         port: int,
         board: ProgressBoard,
         control: CutControl,
-        collectives: Collectives,
         token_file: Path | None,
         collectors: Sequence[Collector] = (),
     ) -> None:
         self.board, self.control, self.token_file = board, control, token_file
         self.registry = CollectorRegistry()
-        for collector in (TrainerMetrics(board, control, collectives), *collectors):
+        for collector in (TrainerMetrics(board, control), *collectors):
             self.registry.register(collector)
         try:
             self._server = EndpointServer((address, port), _handler(self))
@@ -99,8 +96,8 @@ class Endpoint:
 class TrainerMetrics(Collector):
     """Prometheus metrics, read from the progress board when they are scraped."""
 
-    def __init__(self, board: ProgressBoard, control: CutControl, collectives: Collectives) -> None:
-        self._board, self._control, self._collectives = board, control, collectives
+    def __init__(self, board: ProgressBoard, control: CutControl) -> None:
+        self._board, self._control = board, control
 
     def collect(self) -> Iterator[Metric]:
         """Every metric once."""
@@ -138,13 +135,6 @@ class TrainerMetrics(Collector):
         for name, (words, value) in gauges.items():
             if value is not None:
                 yield GaugeMetricFamily(f"dlrm_trainer_{name}", words, value)
-        sent = CounterMetricFamily("dlrm_trainer_collective_bytes", "Bytes offered to collectives.", labels=["kind"])
-        calls = CounterMetricFamily("dlrm_trainer_collectives", "Collectives made.", labels=["kind"])
-        for kind, count in tuple(self._collectives.calls.items()):
-            calls.add_metric([kind], count)
-            sent.add_metric([kind], self._collectives.bytes_sent[kind])
-        yield sent
-        yield calls
 
 
 def stacks() -> bytes:

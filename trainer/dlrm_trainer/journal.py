@@ -15,6 +15,7 @@ from dlrm_api.measured import Profile
 PROGRESS_FILE = "progress.jsonl"
 RESULT_FILE = "result.json"
 PROFILE_FILE = "profile.json"
+TRACE_FILE = "trace.json"
 
 
 class StepJournal:
@@ -23,7 +24,7 @@ class StepJournal:
     def __init__(self, folder: Path, restored_step: int) -> None:
         path = folder / PROGRESS_FILE
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (RESULT_FILE, PROFILE_FILE):  # of an earlier end: nobody may take them for this one's
+        for name in (RESULT_FILE, PROFILE_FILE, TRACE_FILE):  # of an earlier end: nobody may take them for this one's
             (folder / name).unlink(missing_ok=True)
         kept = [line for line in _lines(path) if line.get("step", 0) <= restored_step]
         draft = path.with_suffix(".draft")
@@ -48,6 +49,20 @@ def write_result(folder: Path, result: dict[str, Any]) -> None:
 def write_profile(folder: Path, profile: Profile) -> None:
     """Write ``profile.json`` whole or not at all."""
     _replace(folder / PROFILE_FILE, profile.model_dump_json(indent=1, by_alias=False) + "\n")
+
+
+def write_trace_part(folder: Path, rank: int, events: list[dict[str, Any]]) -> None:
+    """Write one rank's events of a Chrome trace."""
+    _replace(folder / f"trace-{rank}.json", json.dumps(events) + "\n")
+
+
+def join_trace(folder: Path, world_size: int) -> None:
+    """Make ``trace.json`` of the ranks' parts that are in this folder: all ranks' that write to the same one."""
+    parts = [path for rank in range(world_size) if (path := folder / f"trace-{rank}.json").exists()]
+    events = [event for path in parts for event in json.loads(path.read_text())]
+    _replace(folder / TRACE_FILE, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+    for path in parts:
+        path.unlink()
 
 
 def _replace(path: Path, text: str) -> None:

@@ -100,6 +100,8 @@ class Learner:
         Raises:
             PeerLostError: a rank is gone.
         """
+        sent.bags.exception()  # ids that come late are another rank's or a link's doing
+        self._stages.lap("exchange")
         prepared = self.embeddings.prepare(sent, updates=True)
         self._stages.lap("prepare")
         return prepared

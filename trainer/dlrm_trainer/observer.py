@@ -14,8 +14,9 @@ from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.embedding import Placement
 from dlrm_trainer.embedding.owned import OwnedParts
-from dlrm_trainer.journal import write_profile
+from dlrm_trainer.journal import join_trace, write_profile, write_trace_part
 from dlrm_trainer.stages import Stages, StepProfile
+from dlrm_trainer.step_counters import StepCounters, StepMetrics
 from dlrm_trainer.tier_counters import RankCounters, SharedCounters
 from dlrm_trainer.tier_metrics import TierMetrics
 from dlrm_trainer.tier_report import tier_report
@@ -43,28 +44,33 @@ class Observer:
         self._has_levels = placement.has_levels
         self._owned: OwnedParts | None = None
         self._due = 0.0
-        self._profile = StepProfile(rank) if profile else None
-        self.stages: Stages = self._profile or Stages()
+        self._steps = StepCounters(rank, shared.steps_of(rank))
+        self._channels: Sequence[Collectives] = ()
+        self._profile = StepProfile(rank, self._steps.stage_ns) if profile else None
+        self.stages: Stages = self._profile or Stages(self._steps.stage_ns)
 
     def collectors(self) -> Sequence[Collector]:
         """Metrics of all ranks of the pod."""
         ranks = [RankCounters(self._placement, rank, self._shared.of(rank)) for rank in self._shared.ranks]
-        return [TierMetrics(self._placement, self._optimizer, ranks)]
+        steps = [StepCounters(rank, self._shared.steps_of(rank)) for rank in self._shared.ranks]
+        return [StepMetrics(steps), TierMetrics(self._placement, self._optimizer, ranks)]
 
-    def watch(self, owned: OwnedParts) -> None:
-        """Say whose counters they are."""
+    def watch(self, owned: OwnedParts, channels: Sequence[Collectives]) -> None:
+        """Say whose counters they are; ``channels`` are those of all threads."""
+        self._channels = channels
         self._owned = owned if self._counters.groups else None
 
     def stepped(self, step: int) -> None:
         """Note that a step is over."""
         self.stages.end_step()
-        if self._owned is not None and time.monotonic() >= self._due:
+        if time.monotonic() >= self._due:
             self._copy(step)
 
     def _copy(self, step: int) -> None:
+        self._due = time.monotonic() + EVERY_S
+        self._steps.copy_from(self._channels)
         if self._owned is not None:
             self._counters.copy_from(self._owned)
-            self._due = time.monotonic() + EVERY_S
             if self._profile is not None:
                 self._profile.served(step, *self._counters.served())
 
@@ -84,11 +90,14 @@ class Observer:
         return tier_report(self._placement, self._optimizer, blocks).model_dump(mode="json", by_alias=False)
 
     def save_profile(self, collectives: Collectives, folder: Path | None) -> None:
-        """Write all ranks' times to ``profile.json``, if they were asked for: of all ranks alike, or of none."""
+        """Write all ranks' times to ``profile.json`` and ``trace.json``, if asked for: of all ranks, or of none."""
         if self._profile is None:
             return
+        if folder is not None:
+            write_trace_part(folder, collectives.rank, self._profile.trace())
         parts = collectives.gather((self._profile.stages(), self._profile.hit_rates()))
         if collectives.rank == 0 and folder is not None:
             stages = tuple(each for stages, _ in parts for each in stages)
             rates = tuple(each for _, rates in parts for each in rates)
+            join_trace(folder, collectives.world_size)
             write_profile(folder, Profile(stages=stages, hit_rates=rates))

@@ -85,7 +85,8 @@ class Gang:
         def made() -> int:
             return sum(sum(tuple(each.calls.values())) for each in (self.collectives, self.id_collectives))
 
-        self._roll_call = RollCall(self._store.clone(), self.rank, self.world_size, made, collective_timeout_s)
+        line: TCPStore = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
+        self._roll_call = RollCall(line, self.rank, self.world_size, made, collective_timeout_s)
 
     def _serve(self) -> TCPStore:
         try:

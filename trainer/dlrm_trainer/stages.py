@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dlrm_api.measured import HitRate, StageTimes
+from dlrm_trainer.spans import add_span, keep_spans
 
 Stage = Literal[
     "read",
@@ -28,6 +30,8 @@ Stage = Literal[
 """In the order of a step: waiting for the reader; sending ids and beginning to fetch rows of a batch to come; waiting
 for rows; forward pass; the small collective of loss and flags, which waits for slower ranks; backward pass; pooled
 rows, their gradients and the dense sum between ranks; updates; progress and ledger."""
+STAGES: tuple[Stage, ...] = get_args(Stage)
+NUMBERS = {stage: number for number, stage in enumerate(STAGES)}
 STEP = "step"
 NEWEST_STEPS = 20_000
 """Steps that medians and percentiles are of."""
@@ -37,16 +41,33 @@ Item = TypeVar("Item")
 
 
 class Stages:
-    """Takes no times: what steps talk to where nobody asked for a profile."""
+    """Adds up the time of every stage of one rank.
+
+    Args:
+        totals: (stages,) int64 nanoseconds to add to, in the order of ``STAGES``; others may read them.
+    """
+
+    def __init__(self, totals: NDArray[np.int64] | None = None) -> None:
+        self._totals = np.zeros(len(STAGES), np.int64) if totals is None else totals
+        self._mark = time.monotonic()
+        self._apart = 0.0
 
     def start(self) -> None:
         """Say that steps begin now."""
+        self._mark, self._apart = time.monotonic(), 0.0
 
     def lap(self, stage: Stage) -> None:
         """Say that all time since the last call went to this stage."""
+        now = time.monotonic()
+        self._spend(stage, max(0.0, now - self._mark - self._apart))
+        add_span(stage, self._mark, now)
+        self._mark, self._apart = now, 0.0
 
     def apart(self, stage: Stage, seconds: float) -> None:
         """Say that so much of the time until the next lap goes to another stage."""
+        if seconds > 0:
+            self._spend(stage, seconds)
+            self._apart += seconds
 
     def end_step(self) -> None:
         """Say that a step is over."""
@@ -58,14 +79,17 @@ class Stages:
             self.lap(stage)
             yield item
 
+    def _spend(self, stage: Stage, seconds: float) -> None:
+        self._totals[NUMBERS[stage]] += round(seconds * 1e9)
+
 
 class StepProfile(Stages):
-    """Takes the time of every stage of every step of one rank."""
+    """Keeps the time of every stage of every step besides, and spans of all threads."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, totals: NDArray[np.int64] | None = None) -> None:
+        super().__init__(totals)
         self._rank = rank
-        self._mark = time.monotonic()
-        self._apart = 0.0
+        self._spans = keep_spans()
         self._now: dict[str, float] = defaultdict(float)
         self._total: dict[str, float] = defaultdict(float)
         self._count: Counter[str] = Counter()
@@ -73,26 +97,15 @@ class StepProfile(Stages):
         self._rates: deque[HitRate] = deque(maxlen=NEWEST_RATES)
         self._served = (0, 0)
 
-    def start(self) -> None:
-        """See ``Stages``."""
-        self._mark = time.monotonic()
-
-    def lap(self, stage: Stage) -> None:
-        """See ``Stages``."""
-        now = time.monotonic()
-        self._now[stage] += max(0.0, now - self._mark - self._apart)
-        self._mark, self._apart = now, 0.0
-
-    def apart(self, stage: Stage, seconds: float) -> None:
-        """See ``Stages``."""
-        if seconds > 0:
-            self._now[stage] += seconds
-            self._apart += seconds
-
     def end_step(self) -> None:
         """See ``Stages``."""
         self._now[STEP] = sum(self._now.values())
         self._enter()
+        self._spans.end_step()
+
+    def _spend(self, stage: Stage, seconds: float) -> None:
+        super()._spend(stage, seconds)
+        self._now[stage] += seconds
 
     def _enter(self) -> None:
         for stage, seconds in self._now.items():
@@ -100,6 +113,10 @@ class StepProfile(Stages):
             self._count[stage] += 1
             self._newest.setdefault(stage, deque(maxlen=NEWEST_STEPS)).append(seconds)
         self._now.clear()
+
+    def trace(self) -> list[dict[str, Any]]:
+        """What each thread of this rank did in the newest steps, as events of a Chrome trace."""
+        return self._spans.events(self._rank)
 
     def served(self, step: int, accesses: int, hits: int) -> None:
         """Note the hit rate since the last note, from counts since the start."""
@@ -114,7 +131,7 @@ class StepProfile(Stages):
         """Every stage that any step had, in the order of a step; the whole step last. What came after it counts too."""
         self._enter()
         found = []
-        for stage in (*get_args(Stage), STEP):
+        for stage in (*STAGES, STEP):
             if stage in self._newest:
                 median, p99 = np.quantile(np.array(self._newest[stage]), [0.5, 0.99]).tolist()
                 found.append(

@@ -18,6 +18,7 @@ from dlrm_api.plan import Plan, Tier
 from dlrm_trainer.embedding.owned import OwnedParts
 from dlrm_trainer.embedding.placement import PartGroup, Placement
 from dlrm_trainer.embedding.tiers.counts import ACCESSES, COUNTS, HITS
+from dlrm_trainer.step_counters import WORDS as STEP_WORDS
 
 if TYPE_CHECKING:
     from dlrm_trainer.embedding.tiers.level import Level
@@ -96,6 +97,8 @@ class SharedCounters:
         words = max(_words(plan, rank) for rank in ranks)
         memory = mmap.mmap(-1, len(ranks) * words * 8)
         self._blocks = np.frombuffer(memory, np.int64).reshape(len(ranks), words)
+        memory = mmap.mmap(-1, len(ranks) * STEP_WORDS * 8)
+        self._steps = np.frombuffer(memory, np.int64).reshape(len(ranks), STEP_WORDS)
 
     @property
     def ranks(self) -> range:
@@ -106,6 +109,11 @@ class SharedCounters:
         """(n,) int64, zero until the rank copies its counters there."""
         block: Words = self._blocks[rank - self._first]
         return block
+
+    def steps_of(self, rank: int) -> Words:
+        """(n,) int64: where the rank's time went, and what it sent."""
+        words: Words = self._steps[rank - self._first]
+        return words
 
 
 def _words(plan: Plan, rank: int) -> int:

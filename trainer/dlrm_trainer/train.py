@@ -79,13 +79,13 @@ def train(
         control.attach(writer)
         if rank % spec.trainer.processes_per_replica == 0:
             address, port, more = settings.bind, settings.trainer_port, observer.collectors()
-            endpoint = Endpoint(address, port, board, control, gang.collectives, settings.token_file, more)
+            endpoint = Endpoint(address, port, board, control, settings.token_file, more)
             stack.callback(endpoint.close)
         learner = Learner(
             spec, placement, gang.collectives, settings.tier_dir, observer.stages, id_collectives=gang.id_collectives
         )
         stack.callback(learner.embeddings.close)
-        observer.watch(learner.embeddings.owned)
+        observer.watch(learner.embeddings.owned, (gang.collectives, gang.id_collectives))
         learner.start(spec.training.seed)
         gang.meet(settings.rendezvous_timeout_s, settings.collective_timeout_s, control.check_stop)
         board.phase(TrainerPhase.RESTORING)

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import Generic, TypeVar
 
+from dlrm_trainer.spans import each_spanned
+
 T = TypeVar("T")
 
 _JOIN_S = 30.0
@@ -86,7 +88,7 @@ def prefetched(items: Iterable[T], budget_bytes: int, size_of: Callable[[T], int
 
 def _fill(items: Iterable[T], queue: _Queue[T]) -> None:
     try:
-        for item in items:
+        for item in each_spanned(items, "read"):
             if not queue.put(item):
                 return
         queue.end()

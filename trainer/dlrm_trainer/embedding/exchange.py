@@ -21,6 +21,7 @@ from dlrm_trainer.embedding.placement import Placement
 from dlrm_trainer.embedding.routes import GroupRoute, routes
 from dlrm_trainer.embedding.segments import Bags, pick_bags, pick_segments, split_bags
 from dlrm_trainer.embedding.vectors import Landed, join_vectors, pick_vectors, split_vectors
+from dlrm_trainer.spans import spanned
 
 NOWHERE = torch.empty(0, dtype=torch.int64)
 NARROW_ROWS = 2**31
@@ -110,6 +111,7 @@ class Exchange:
         self._length_type = torch.uint8 if longest < 2**8 else torch.int16 if longest < 2**15 else torch.int32
         self._as_is = torch.equal(self.routes.units, torch.arange(self.routes.features)) and self._world_size == 1
 
+    @spanned("send ids")
     def send_ids(self, bags: Bags) -> OwnedBags:
         """Send every bag, or what of it lies in a range of rows, to the owners of those rows.
 

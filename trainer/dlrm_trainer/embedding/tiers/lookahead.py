@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
 from dlrm_trainer.embedding.tiers.stack import Fetched, Stack
+from dlrm_trainer.spans import spanned
 
 Answer = TypeVar("Answer")
 LEAST_PRIORITY = 19
@@ -82,6 +83,7 @@ class Lookahead:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _submit(self, work: Callable[[], Answer]) -> Future[Answer]:
+        @spanned("move rows")
         def run() -> Answer:
             if self._failure is not None:
                 raise self._failure

@@ -1,0 +1,70 @@
+"""A rank whose reader is slow: its own time says so, and that of the others says that they wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gangs import Pod, job_document, plan_document, small_job
+from prometheus_client.parser import text_string_to_metric_families
+
+from dlrm_api.measured import Profile
+from dlrm_api.names import Env, ExitCode
+
+SLOW, STEPS, DELAY_S = 1, 40, 0.15
+
+
+def stage_seconds(pod: Pod) -> dict[tuple[str, ...], float]:
+    """Seconds by rank and stage, as Prometheus sees them."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{pod.port}/metrics", timeout=20) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {
+            (sample.labels["rank"], sample.labels["stage"]): sample.value
+            for family in families
+            if family.name == "dlrm_trainer_stage_seconds"
+            for sample in family.samples
+            if sample.name.endswith("_total")
+        }
+
+
+@pytest.mark.slow
+def test_a_slow_reader_shows_on_its_rank_and_as_waiting_on_the_other(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"training": {"maxSteps": STEPS}}
+    environment = {
+        Env.HANDOFF_DIR: "",
+        Env.LEDGER_DIR: "",
+        Env.PROFILE: "1",
+        "FAULT": f"{SLOW} read 0 {DELAY_S}",
+        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parent / "doubles"), os.environ.get("PYTHONPATH", ""))),
+    }
+    plan = plan_document(small_job(tmp_path, 2, **changes))
+    pod = Pod(tmp_path, job_document(tmp_path, 2, **changes), plan, **environment)
+    pod.module = "slow_trainer"
+
+    pod.start(checkpointer=False)
+    pod.wait_for_step(10)  # the first ones compile
+    before = stage_seconds(pod)
+    pod.wait_for_step(STEPS - 5)
+    after = stage_seconds(pod)
+    assert pod.wait() == ExitCode.DONE, pod.log()
+
+    profile = Profile.model_validate_json((pod.work / "profile.json").read_text())
+    of_a_step = {(str(each.rank), each.stage): each.median_seconds for each in profile.stages}
+    since = {key: seconds - before[key] for key, seconds in after.items()}
+    slow, other = str(SLOW), str(1 - SLOW)
+    for times in (since, of_a_step):
+        assert times[slow, "read"] > 3 * times[other, "read"], times
+        assert times[other, "exchange"] + times[other, "agreement"] > 0.5 * times[slow, "read"], times
+    assert of_a_step[slow, "read"] > DELAY_S / 2
+    events = json.loads((pod.work / "trace.json").read_text())["traceEvents"]
+    threads = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    spans = {(each["pid"], threads[each["pid"], each["tid"]], each["name"]) for each in events if each["ph"] == "X"}
+    for rank in (0, 1):
+        assert {(rank, "training", "forward"), (rank, "ids", "send ids"), (rank, "reader", "read")} <= spans
+    read = [each["dur"] for each in events if (each["pid"], each["name"]) == (SLOW, "read")]
+    assert max(read) > DELAY_S * 1e6
+    assert not list(pod.work.glob("trace-*.json"))
