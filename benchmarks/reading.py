@@ -30,7 +30,7 @@ from dlrm_checkpointer.store import StoreOptions, open_store
 from dlrm_trainer.data import Reader, open_reader
 
 BUCKET = "samples"
-
+VIRTUAL_SHARDS = 8
 ORDERS = {"file": 0, "shuffled": 65_536}
 """Rows of a shuffle window."""
 
@@ -60,7 +60,8 @@ def job_spec(format_: str, origin: Origin, window_rows: int, *, hashed: bool) ->
     """A job that reads 13 dense values and 26 ids a sample, 2,048 samples a batch."""
     options = {"rows": 100_000, "embedding": {"hash": "mix"}} if hashed else {"rows": 2**33}
     tables = [{"name": name, "dim": 4, **options} for name in IDS]
-    data = {"format": format_, "train": {"uris": [origin.uri]}, "shuffle": {"windowRows": window_rows}}
+    data: dict[str, Any] = {"format": format_, "train": {"uris": [origin.uri]}, "virtualShards": VIRTUAL_SHARDS}
+    data["shuffle"] = {"windowRows": window_rows}
     if origin.service is not None:
         data["s3"] = {"endpoint": origin.service.endpoint, "region": origin.service.region}
     spec = {
@@ -200,8 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="few rows: does it run here?")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="FORMAT/URI/ORDER/AGAINST")
     parser.add_argument("--data-dir", type=Path, help="folder with criteo-1k.tsv: its lines are drawn from")
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--rows", type=int, default=2_000_000)
+    parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
     rows, repeats = (50_000, 2) if options.quick else (options.rows, options.repeats)
     missing = [name for name in ("polars", "duckdb") if not _known(name)]

@@ -21,7 +21,7 @@ from dlrm_trainer.data.synthetic import SyntheticSource
 from dlrm_trainer.data.uris import find_files
 from dlrm_trainer.settings import read_settings
 
-REMOTE_THREADS = 4
+LOCAL_THREADS, REMOTE_THREADS = 2, 4
 
 
 def open_reader(
@@ -90,8 +90,8 @@ def _files(data: DataSpec, uris: Sequence[str], suffixes: Sequence[str]) -> list
 
 
 def _threads(uris: Sequence[str]) -> int:
-    """That make blocks ahead: on this machine one keeps up with training, elsewhere they mostly wait for answers."""
-    return REMOTE_THREADS if any(map(is_s3, uris)) else 1
+    """That make blocks ahead. More where files are elsewhere: they mostly wait for answers."""
+    return REMOTE_THREADS if any(map(is_s3, uris)) else LOCAL_THREADS
 
 
 def _check_renames(rename: Mapping[str, str], features: Set[str]) -> None:
