@@ -17,7 +17,7 @@ ROWS, DIM = 200_000, 64
 PIECE = 40_000
 
 
-@pytest.mark.parametrize("ways", [0, 8])
+@pytest.mark.parametrize(("ways", "column_block"), [(0, DIM), (8, DIM), (0, DIM // 4)])
 @pytest.mark.parametrize(
     "budgets",
     [
@@ -26,8 +26,10 @@ PIECE = 40_000
         {"ddr": "160Mi", "scm": "20Mi", "block": "1Gi"},
     ],
 )
-def test_rows_of_every_table_fit_the_planned_bytes(tmp_path: Path, budgets: dict[str, str], ways: int) -> None:
-    tables = [{"name": f"t{i}", "rows": ROWS, "dim": DIM} for i in range(2)]
+def test_rows_of_every_table_fit_the_planned_bytes(
+    tmp_path: Path, budgets: dict[str, str], ways: int, column_block: int
+) -> None:
+    tables = [{"name": f"t{i}", "rows": ROWS, "dim": DIM, "columnBlock": column_block} for i in range(2)]
     model = {"tables": tables, "interaction": "dcn", "topMlp": [1], "denseFeatures": [], "bottomMlp": []}
     job = small_job(tmp_path, model=model, trainer={"tierBudgets": budgets, "cache": {"ways": ways}})
     plan = plan_job(job.spec)
@@ -37,7 +39,7 @@ def test_rows_of_every_table_fit_the_planned_bytes(tmp_path: Path, budgets: dict
     for part in learner.embeddings.owned.parts():
         for first in range(0, ROWS, PIECE):
             ids = np.arange(first, first + PIECE)
-            rows, state = np.ones((PIECE, DIM), np.float32), np.ones((PIECE, 1), np.float32)
+            rows, state = np.ones((PIECE, part.shard.width), np.float32), np.ones((PIECE, 1), np.float32)
             part.restore([ShardRows(shard=part.shard, row_ids=ids, rows=rows, state=state)])
     kept: dict[str, int] = {}
     for group in learner.embeddings.owned.groups:
