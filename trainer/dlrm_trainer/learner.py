@@ -14,9 +14,9 @@ from dlrm_trainer.collectives import Arriving, Collectives
 from dlrm_trainer.data import Batch
 from dlrm_trainer.dense import DenseParameters
 from dlrm_trainer.embedding import Embeddings, OwnedOptions, Placement, Prepared, Sent
-from dlrm_trainer.embedding.collection import Lookup
-from dlrm_trainer.embedding.exchange import Travelling
 from dlrm_trainer.embedding.rows import bad_rows, largest
+from dlrm_trainer.embedding.travelling import Travelling
+from dlrm_trainer.embedding.under_way import Lookup
 from dlrm_trainer.model import build_model, global_mean_loss
 from dlrm_trainer.stages import Stages
 

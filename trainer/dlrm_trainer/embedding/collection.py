@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,54 +12,15 @@ from dlrm_api.errors import DivergedError
 from dlrm_checkpointer.cut import ShardRows
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch
-from dlrm_trainer.embedding.exchange import Exchange, OwnedBags, Travelling
-from dlrm_trainer.embedding.owned import Expected, OwnedOptions, OwnedParts, Pooled
+from dlrm_trainer.embedding.exchange import Exchange
+from dlrm_trainer.embedding.groups import OwnedOptions
+from dlrm_trainer.embedding.owned import OwnedParts
 from dlrm_trainer.embedding.placement import Placement
 from dlrm_trainer.embedding.replicated import ReplicatedParts
 from dlrm_trainer.embedding.rows import LocalPart, ResidentPart
 from dlrm_trainer.embedding.segments import Bags, pick_bags
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sent:
-    """A batch whose ids are on their way to the owners of their rows."""
-
-    batch: Batch
-    bags: Future[OwnedBags]
-    replicated: Bags
-    """Those of data-parallel groups, column-major."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A batch whose ids are with the owners of their rows, which fetch them where they must."""
-
-    batch: Batch
-    expected: Expected
-    replicated: Bags
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pooling:
-    """A batch whose pooled rows are on their way to its samples."""
-
-    prepared: Prepared
-    owned: Pooled
-    travelling: Travelling
-    learning_rate: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lookup:
-    """Pooled rows of one batch, and what the update of those rows needs."""
-
-    features: Tensor
-    """(n, D) float32, vectors side by side in the model's order; a leaf."""
-    prepared: Prepared
-    owned: Pooled
-    learning_rate: float | None
-    scale: Tensor | None
-    """(n, D) one over the bag's length in columns of mean tables, 1 elsewhere; None without mean tables."""
+from dlrm_trainer.embedding.travelling import OwnedBags, Travelling
+from dlrm_trainer.embedding.under_way import Lookup, Pooling, Prepared, Sent
 
 
 class Embeddings:

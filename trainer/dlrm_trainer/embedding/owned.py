@@ -6,55 +6,23 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dlrm_api.errors import InvalidSpecError
-from dlrm_api.training import CommunicationSpec, RowOptimizerSpec
 from dlrm_checkpointer.cut import ShardRows
-from dlrm_trainer.embedding.exchange import OwnedBags
-from dlrm_trainer.embedding.kernels import HOST, TableBatch
+from dlrm_trainer.embedding.groups import OwnedOptions, make_group
 from dlrm_trainer.embedding.placement import PartGroup, Placement
-from dlrm_trainer.embedding.rows import LocalPart, ResidentPart
+from dlrm_trainer.embedding.rows import LocalPart
 from dlrm_trainer.embedding.segment_loops import mark_rows
+from dlrm_trainer.embedding.travelling import OwnedBags
 
 if TYPE_CHECKING:
     from dlrm_trainer.embedding.tiers.lookahead import Lookahead
     from dlrm_trainer.embedding.tiers.stack import Fetched, Stack
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnedOptions:
-    """What a rank's parts need to know beside the model and the plan."""
-
-    optimizer: RowOptimizerSpec
-    seed: int
-    global_batch_size: int
-    tier_dir: Path | None
-    """Folder of the tiers' mounts; None where the plan needs none."""
-    communication: CommunicationSpec = field(default_factory=CommunicationSpec)
-    """Number formats on the wire."""
-
-
-@dataclass
-class Group:
-    """Parts behind one kernel, over slots of a stack or resident."""
-
-    plan: PartGroup
-    batch: TableBatch
-    parts: Sequence[LocalPart]
-    first_rows: Tensor
-    """(C_g,) int64 first row, in its table, of each column's part."""
-    shifts: Tensor
-    """(C_g,) int64 of resident parts: where each column's rows begin in ``updated``."""
-    updated: Tensor
-    """(sum of rows,) bool, of resident parts."""
-    device: torch.device = HOST
-    stack: Stack | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,16 +63,13 @@ class OwnedParts:
     """
 
     def __init__(self, placement: Placement, rank: int, options: OwnedOptions) -> None:
-        self._options, self._placement = options, placement
-        self._tables = placement.tables
-        self._in_flight = placement.lookahead + 2  # those ahead, the one computed, and an evaluation's
         self._batches = 0
         self.wait_s = 0.0
         """Seconds for which training waited for rows."""
         self.missing = 0
         """Lookups whose row was in no slot when their batch began: none, ever."""
         with ExitStack() as resources:
-            self.groups = [self._make_group(group, resources) for group in placement.groups[rank]]
+            self.groups = [make_group(placement, group, options, resources) for group in placement.groups[rank]]
             self._resources = resources.pop_all()
         self._counts = [len(group.plan.columns) for group in self.groups]
         self._ahead: Lookahead | None = None
@@ -112,72 +77,6 @@ class OwnedParts:
         if stacks:
             self._ahead = _lookahead(stacks, options.tier_dir)
             self._resources.callback(self._ahead.close)
-
-    def _make_group(self, plan: PartGroup, resources: ExitStack) -> Group:
-        if plan.has_levels:
-            return self._make_stacked(plan, resources)
-        rows = [part.rows for part in plan.parts]
-        batch = self._make_batch(plan, rows, HOST)
-        updated = torch.zeros(sum(rows), dtype=torch.bool)
-        starts = torch.tensor([0, *rows], dtype=torch.int64).cumsum(0)[:-1]
-        parts = [
-            ResidentPart(
-                table=self._tables[part.table],
-                shard=self._placement.shard(part),
-                weight=weight,
-                state=state,
-                updated=flags,
-            )
-            for part, weight, state, flags in zip(
-                plan.parts, batch.weights, batch.states, torch.split(updated, rows), strict=True
-            )
-        ]
-        return self._group(plan, batch, parts, starts, updated)
-
-    def _make_stacked(self, plan: PartGroup, resources: ExitStack) -> Group:
-        from dlrm_trainer.embedding.tiers import tables as stacked  # compiled loops: loaded where a plan needs them
-
-        options, features = self._options, self._placement.features_of
-        most = [
-            self._tables[part.table].max_lookups
-            * len(features[part.table])
-            * options.global_batch_size
-            * self._in_flight
-            for part in plan.parts
-        ]
-        members = stacked.stack_tables(plan, self._tables, most)
-        device = _device_of(plan)
-        batch = self._make_batch(plan, [member.slots + member.extra for member in members], device)
-        stack = stacked.make_stack(plan, members, batch, options.seed, options.tier_dir)
-        resources.callback(stack.close)
-        parts = [
-            stacked.StackedPart(self._tables[part.table], self._placement.shard(part), stack, number)
-            for number, part in enumerate(plan.parts)
-        ]
-        group = self._group(plan, batch, parts, torch.zeros(len(parts), dtype=torch.int64), torch.empty(0))
-        group.device, group.stack = device, stack
-        return group
-
-    def _group(
-        self, plan: PartGroup, batch: TableBatch, parts: Sequence[LocalPart], starts: Tensor, updated: Tensor
-    ) -> Group:
-        part_of = torch.tensor([part for part, _ in plan.columns], dtype=torch.int64)
-        firsts = torch.tensor([part.row_start for part in plan.parts], dtype=torch.int64)
-        return Group(
-            plan=plan, batch=batch, parts=parts, first_rows=firsts[part_of], shifts=starts[part_of], updated=updated
-        )
-
-    def _make_batch(self, plan: PartGroup, rows: Sequence[int], device: torch.device) -> TableBatch:
-        return TableBatch(
-            [(count, plan.width) for count in rows],
-            self._options.optimizer,
-            dtype=plan.dtype,
-            device=device,
-            seed=self._options.seed,
-            names=[self._tables[part.table].name for part in plan.parts],
-            features=[part for part, _ in plan.columns],
-            first_columns=[part.column_start for part in plan.parts],
-        )
 
     def expect(self, bags: OwnedBags, *, updates: bool) -> Expected:
         """Say which rows a batch will look up, so that they are fetched while others are computed.
@@ -295,15 +194,6 @@ def _part_ends(plan: PartGroup, lengths: Tensor) -> Tensor:
     part_of = torch.tensor([part for part, _ in plan.columns], dtype=torch.int64)
     sizes = torch.zeros(len(plan.parts), dtype=torch.int64)
     return sizes.index_add_(0, part_of, lengths.sum(dim=1, dtype=torch.int64)).cumsum(0)
-
-
-def _device_of(plan: PartGroup) -> torch.device:
-    """Where the slots of a group lie: on this process's GPU, or on the host."""
-    if plan.parts[0].share.levels[0].tier != "hbm":
-        return HOST
-    if not torch.cuda.is_available():
-        raise InvalidSpecError("plan.tables", "slots in tier hbm need a CUDA device, and this process sees none")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _lookahead(stacks: Sequence[Stack], tier_dir: Path | None) -> Lookahead:

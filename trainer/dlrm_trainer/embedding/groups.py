@@ -1,0 +1,142 @@
+"""Parts of one rank behind one kernel, over slots of a stack or resident, made as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.training import CommunicationSpec, RowOptimizerSpec
+from dlrm_trainer.embedding.kernels import HOST, TableBatch
+from dlrm_trainer.embedding.placement import PartGroup, Placement
+from dlrm_trainer.embedding.rows import LocalPart, ResidentPart
+
+if TYPE_CHECKING:
+    from dlrm_trainer.embedding.tiers.stack import Stack
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnedOptions:
+    """What a rank's parts need to know beside the model and the plan."""
+
+    optimizer: RowOptimizerSpec
+    seed: int
+    global_batch_size: int
+    tier_dir: Path | None
+    """Folder of the tiers' mounts; None where the plan needs none."""
+    communication: CommunicationSpec = field(default_factory=CommunicationSpec)
+    """Number formats on the wire."""
+
+
+@dataclass
+class Group:
+    """Parts behind one kernel, over slots of a stack or resident."""
+
+    plan: PartGroup
+    batch: TableBatch
+    parts: Sequence[LocalPart]
+    first_rows: Tensor
+    """(C_g,) int64 first row, in its table, of each column's part."""
+    shifts: Tensor
+    """(C_g,) int64 of resident parts: where each column's rows begin in ``updated``."""
+    updated: Tensor
+    """(sum of rows,) bool, of resident parts."""
+    device: torch.device = HOST
+    stack: Stack | None = None
+
+
+def make_group(placement: Placement, plan: PartGroup, options: OwnedOptions, resources: ExitStack) -> Group:
+    """A group as its plan says.
+
+    Args:
+        placement: of all tables.
+        plan: of the group.
+        options: see there.
+        resources: gets what must be closed at the end.
+
+    Raises:
+        InvalidSpecError: the plan asks for a tier and no folder was given for it.
+        DeviceError: a tier's file can't be made.
+    """
+    if plan.has_levels:
+        return _make_stacked(placement, plan, options, resources)
+    rows = [part.rows for part in plan.parts]
+    batch = _make_batch(placement, plan, options, rows, HOST)
+    updated = torch.zeros(sum(rows), dtype=torch.bool)
+    starts = torch.tensor([0, *rows], dtype=torch.int64).cumsum(0)[:-1]
+    parts = [
+        ResidentPart(
+            table=placement.tables[part.table],
+            shard=placement.shard(part),
+            weight=weight,
+            state=state,
+            updated=flags,
+        )
+        for part, weight, state, flags in zip(
+            plan.parts, batch.weights, batch.states, torch.split(updated, rows), strict=True
+        )
+    ]
+    return _group(plan, batch, parts, starts, updated)
+
+
+def _make_stacked(placement: Placement, plan: PartGroup, options: OwnedOptions, resources: ExitStack) -> Group:
+    from dlrm_trainer.embedding.tiers import tables as stacked  # compiled loops: loaded where a plan needs them
+
+    in_flight = placement.lookahead + 2  # those ahead, the one computed, and an evaluation's
+    most = [
+        placement.tables[part.table].max_lookups
+        * len(placement.features_of[part.table])
+        * options.global_batch_size
+        * in_flight
+        for part in plan.parts
+    ]
+    members = stacked.stack_tables(plan, placement.tables, most)
+    device = _device_of(plan)
+    batch = _make_batch(placement, plan, options, [member.slots + member.extra for member in members], device)
+    stack = stacked.make_stack(plan, members, batch, options.seed, options.tier_dir)
+    resources.callback(stack.close)
+    parts = [
+        stacked.StackedPart(placement.tables[part.table], placement.shard(part), stack, number)
+        for number, part in enumerate(plan.parts)
+    ]
+    group = _group(plan, batch, parts, torch.zeros(len(parts), dtype=torch.int64), torch.empty(0))
+    group.device, group.stack = device, stack
+    return group
+
+
+def _group(plan: PartGroup, batch: TableBatch, parts: Sequence[LocalPart], starts: Tensor, updated: Tensor) -> Group:
+    part_of = torch.tensor([part for part, _ in plan.columns], dtype=torch.int64)
+    firsts = torch.tensor([part.row_start for part in plan.parts], dtype=torch.int64)
+    return Group(
+        plan=plan, batch=batch, parts=parts, first_rows=firsts[part_of], shifts=starts[part_of], updated=updated
+    )
+
+
+def _make_batch(
+    placement: Placement, plan: PartGroup, options: OwnedOptions, rows: Sequence[int], device: torch.device
+) -> TableBatch:
+    return TableBatch(
+        [(count, plan.width) for count in rows],
+        options.optimizer,
+        dtype=plan.dtype,
+        device=device,
+        seed=options.seed,
+        names=[placement.tables[part.table].name for part in plan.parts],
+        features=[part for part, _ in plan.columns],
+        first_columns=[part.column_start for part in plan.parts],
+    )
+
+
+def _device_of(plan: PartGroup) -> torch.device:
+    """Where the slots of a group lie: on this process's GPU, or on the host."""
+    if plan.parts[0].share.levels[0].tier != "hbm":
+        return HOST
+    if not torch.cuda.is_available():
+        raise InvalidSpecError("plan.tables", "slots in tier hbm need a CUDA device, and this process sees none")
+    return torch.device("cuda", torch.cuda.current_device())
