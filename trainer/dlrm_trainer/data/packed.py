@@ -18,6 +18,8 @@ Ids = NDArray[np.int64] | NDArray[np.uint32]
 
 _TILE = 16
 """Rows that are packed at a time, so that they stay in the nearest cache."""
+_RUN = 64
+"""Rows of which one feature after the other is taken, so that what they read and write stays in the nearest cache."""
 _BITS = 8
 _ZERO, _ONE, _NAN = np.uint32(0), np.uint32(1), np.uint32(0x7FC00000)
 
@@ -245,11 +247,19 @@ def _put_numbers(numbers: Numbers, rows: Ints, order: Ints, dense: Numbers, labe
 def _put_singles(
     values: NDArray[Any], rows: Ints, order: Ints, bases: Ints, strides: Ints, taken: NDArray[Any]
 ) -> None:
-    for which in range(rows.size):
-        row, spot, stride = rows[which], bases[order[which]], strides[order[which]]
+    spots = np.empty(_RUN, dtype=np.uint64)  # unsigned: no test for places counted from the end
+    sources, steps = np.empty_like(spots), np.empty_like(spots)
+    for first in range(0, rows.size, _RUN):
+        size = min(_RUN, rows.size - first)
+        for offset in range(size):
+            place = order[first + offset]
+            sources[offset] = np.uint64(rows[first + offset])
+            spots[offset], steps[offset] = np.uint64(bases[place]), np.uint64(strides[place])
         for feature in range(values.shape[1]):
-            taken[spot] = values[row, feature]
-            spot += stride
+            column = np.uint64(feature)
+            for offset in range(size):
+                taken[spots[offset]] = values[sources[offset], column]
+                spots[offset] += steps[offset]
 
 
 @compiled
