@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dlrm_api.base import ApiModel, NotBuilt, Rule
+from dlrm_api.base import ApiModel, Rule
 from dlrm_api.tables import (
     TRACE_KEY,
     ColumnName,
@@ -84,8 +84,12 @@ class ModelSpec(ApiModel):
     )
     cross_layers: int = Field(3, ge=1, le=32, description="Cross layers of the dcn interaction.")
     cross_rank: int = Field(64, ge=1, le=16_384, description="Rank of each cross layer's matrix.")
-    precision: Annotated[Literal["fp32", "bf16"], NotBuilt(("fp32",))] = Field(
-        "fp32", description="Compute type of MLPs and interaction; weights stay fp32."
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description=(
+            "Compute type of MLPs and interaction; weights stay fp32. bf16 computes in fp32 on a processor without "
+            "bf16 instructions, where it would be slower."
+        ),
     )
     tables: tuple[TableSpec, ...] = Field((), max_length=MAX_TABLES, description="Embedding tables.")
     table_groups: tuple[TableGroup, ...] = Field((), max_length=256, description="Groups of alike tables.")

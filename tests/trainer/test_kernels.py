@@ -1,13 +1,21 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrm_api.tiers import RowDtype
 from dlrm_api.training import RowOptimizerSpec
-from dlrm_trainer.embedding.kernels import TableBatch
+from dlrm_trainer.embedding.device import DeviceKernel
+from dlrm_trainer.embedding.host import HostKernel
+from dlrm_trainer.embedding.kernels import HOST, TableBatch
+from dlrm_trainer.embedding.layout import Lookup, Tables
 from dlrm_trainer.embedding.replicated import ReplicatedParts
+from dlrm_trainer.embedding.rounding import table_key
 from dlrm_trainer.embedding.segments import pick_segments
 
 EPS = 1e-8
@@ -127,6 +135,7 @@ def test_a_rank_without_tables_looks_nothing_up() -> None:
     assert batch.weights == ()
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 6), max_size=20), st.randoms(use_true_random=False))
 def test_picking_segments_equals_joining_slices(lengths: list[int], shuffler: object) -> None:
     values = torch.arange(sum(lengths))
@@ -139,3 +148,129 @@ def test_picking_segments_equals_joining_slices(lengths: list[int], shuffler: ob
 
     expected = [int(value) for number in order for value in values[starts[number] : starts[number] + sizes[number]]]
     assert picked.tolist() == expected
+
+
+FEATURES = [0, 0, 1, 2, 2, 2]
+"""Of ``SHAPES``: the tables of six features."""
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**31), samples=st.integers(0, 20), weighted=st.booleans())
+def test_features_of_one_table_pool_apart_and_update_each_row_once_by_weighted_sums(
+    seed: int, samples: int, weighted: bool
+) -> None:
+    generator = np.random.default_rng(seed)
+    batch = TableBatch(SHAPES, ADAGRAD, features=FEATURES)
+    rows = fill(batch, seed)
+    lengths = generator.integers(0, 5, (len(FEATURES), samples))
+    ids = np.concatenate(
+        [generator.integers(0, SHAPES[t][0], n) for t, n in zip(FEATURES, lengths.sum(1), strict=True)]
+    )
+    weights = generator.normal(size=len(ids)).astype(np.float32) if weighted else np.ones(len(ids), np.float32)
+    given_weights = torch.from_numpy(weights) if weighted else None
+
+    pooled = batch.lookup(torch.from_numpy(ids), torch.from_numpy(lengths.astype(np.int32)), 0.1, given_weights)
+    gradient = generator.normal(size=pooled.shape).astype(np.float32)
+    batch.update(pooled, torch.from_numpy(gradient))
+
+    place = column = 0
+    sums = [np.zeros_like(each) for each in rows]
+    expected = np.zeros(pooled.shape)
+    for feature, table in enumerate(FEATURES):
+        columns = slice(column, column + SHAPES[table][1])
+        for sample, length in enumerate(lengths[feature]):
+            for id_, weight in zip(ids[place : place + length], weights[place : place + length], strict=True):
+                expected[sample, columns] += weight * rows[table][id_]
+                sums[table][id_] += weight * gradient[sample, columns].astype(np.float64)
+            place += length
+        column = columns.stop
+    np.testing.assert_allclose(pooled.numpy(), expected, rtol=1e-5, atol=1e-5)
+    for weight_, row, total in zip(batch.weights, rows, sums, strict=True):
+        squares = (total**2).mean(axis=1, keepdims=True)
+        np.testing.assert_allclose(weight_.numpy(), row - 0.1 * total / (np.sqrt(squares) + EPS), rtol=1e-5, atol=1e-5)
+
+
+def column_blocks(dtype: RowDtype, first_columns: list[int] | None) -> list[torch.Tensor]:
+    """Two steps on a table of 16 columns, whole or as four blocks of 4; fp16 rows are rounded."""
+    generator = torch.Generator().manual_seed(4)
+    start, ids = torch.randn(30, 16, generator=generator), torch.randint(0, 30, (40,), generator=generator)
+    count = 1 if first_columns is None else len(first_columns)
+    batch = TableBatch(
+        [(30, 16 // count)] * count,
+        RowOptimizerSpec(kind="sgd"),
+        dtype=dtype,
+        names=["t"] * count,
+        first_columns=first_columns,
+    )
+    for weight, block in zip(batch.weights, start.chunk(count, dim=1), strict=True):
+        weight.copy_(block)
+    for step in range(2):
+        pooled = batch.lookup(ids.repeat(count), torch.ones(count, 40, dtype=torch.int32), 0.1)
+        batch.update(pooled, torch.randn(40, 16, generator=generator), step=step)
+    return [torch.cat(list(batch.weights), dim=1)]
+
+
+def test_fp16_rows_are_rounded_to_the_same_bits_whole_and_by_column_blocks() -> None:
+    whole, blocks = column_blocks("fp16", None), column_blocks("fp16", [0, 4, 8, 12])
+
+    assert torch.equal(whole[0], blocks[0])
+    assert not torch.equal(whole[0], column_blocks("fp16", [0, 0, 0, 0])[0])
+
+
+def test_a_row_that_all_samples_look_up_has_the_same_bits_on_one_and_two_threads() -> None:
+    threads_before = torch.get_num_threads()
+    results = []
+    for threads in (1, 2, 2):
+        torch.set_num_threads(threads)
+        generator = torch.Generator().manual_seed(1)
+        batch = TableBatch([(5, 16)], ADAGRAD)
+        ids = torch.randint(0, 2, (20_000,), generator=generator) * 3
+        lengths = torch.full((1, 2_000), 10, dtype=torch.int32)
+        for _ in range(3):
+            pooled = batch.lookup(ids, lengths, 0.1)
+            batch.update(pooled, torch.randn(2_000, 16, generator=generator))
+        results.append([batch.weights[0].clone(), batch.states[0].clone()])
+    torch.set_num_threads(threads_before)
+
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    assert results[0][0][[1, 2, 4]].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("kind", ["rowwise-adagrad", "sgd", "adam"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_the_kernels_of_a_gpu_do_on_the_host_what_the_compiled_loops_do(kind: Any, dtype: RowDtype) -> None:
+    generator = np.random.default_rng(6)
+    names = [f"t{number}" for number in range(len(SHAPES))]
+    keys = [table_key(0, name) for name in names] if dtype == "fp16" else []
+    tables = Tables(
+        shapes=tuple(SHAPES),
+        features=tuple(FEATURES),
+        optimizer=RowOptimizerSpec(kind=kind),
+        dtype=dtype,
+        device=HOST,
+        keys=torch.tensor(keys, dtype=torch.int64),
+        first_columns=(0, 4, 8),
+    )
+    kernels = [HostKernel(tables), DeviceKernel(tables)]
+    for kernel in kernels:
+        for number, weight in enumerate(kernel.weights):
+            weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)))
+
+    for step in range(3):
+        lengths = generator.integers(0, 5, (len(FEATURES), 15))
+        counts = zip(FEATURES, lengths.sum(axis=1), strict=True)
+        ids = torch.from_numpy(np.concatenate([generator.integers(0, SHAPES[table][0], n) for table, n in counts]))
+        weights = torch.from_numpy(generator.normal(size=len(ids)).astype(np.float32))
+        lookup = Lookup(ids=ids, lengths=torch.from_numpy(lengths), weights=weights, learning_rate=0.1)
+        pooled = [kernel.pool(ids, lookup.lengths, weights, 0.1) for kernel in kernels]
+        gradient = torch.from_numpy(generator.normal(size=pooled[0].shape).astype(np.float32))
+        for kernel in kernels:
+            kernel.update(lookup, gradient, step, ids)
+        torch.testing.assert_close(pooled[0], pooled[1], rtol=1e-4, atol=1e-3)
+
+    tolerance = 1e-5 if dtype == "fp32" else 2e-3
+    for ours, theirs in zip(
+        (*kernels[0].weights, *kernels[0].states), (*kernels[1].weights, *kernels[1].states), strict=True
+    ):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=tolerance, atol=tolerance)

@@ -15,7 +15,7 @@ from dlrm_api.plan import Plan, parse_plan, plan_from_parts
 from dlrm_api.progress import TerminationMessage
 from dlrm_checkpointer.settings import read_job
 from dlrm_trainer.logs import log_to_stderr
-from dlrm_trainer.settings import Settings, read_settings, spin_briefly
+from dlrm_trainer.settings import Settings, keep_memory, read_settings, spin_briefly
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,6 +26,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: list[str] | None = None) -> int:
     """Run the launcher; the exit code is one of ``dlrm_api.names.ExitCode`` or a crashed rank's."""
     spin_briefly()
+    keep_memory()
     log_to_stderr("launcher")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end_before_the_start)

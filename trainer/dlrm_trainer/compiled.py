@@ -34,14 +34,6 @@ def compiled_freely(function: Callable[Parameters, Result]) -> Callable[Paramete
     return _compiled(function, frozenset({"reassoc", "contract", "nsz"}))
 
 
-def compiled_in_place(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """As ``compiled``, for what loops call for every row: its lines are put where it is called.
-
-    A call that stays one counts a reference to each array before and after, with an atomic instruction each.
-    """
-    return cast(Callable[Parameters, Result], numba.njit(nogil=True, inline="always")(function))
-
-
 def _compiled(function: Callable[Parameters, Result], freedom: frozenset[str]) -> Callable[Parameters, Result]:
     config = vars(numba.config)
     before = config["CACHE_DIR"]

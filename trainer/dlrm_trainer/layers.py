@@ -54,7 +54,7 @@ class Layers(torch.autograd.Function):
 
 
 def _times(gradient: Tensor, weight: Tensor) -> Tensor:
-    """A product with weights whose rows are made to begin on cache lines: products take half as long again elsewhere."""
+    """A product with weights whose rows are made to begin on cache lines: it takes half as long again elsewhere."""
     columns = weight.shape[1]
     if columns % ALIGNED == 0 or gradient.dtype != torch.float32:
         return torch.mm(gradient, weight)

@@ -61,11 +61,19 @@ class DotInteraction(nn.Module):
         return out
 
 
+def product_type(precision: str) -> torch.dtype:
+    """What products are computed in on this processor: emulated bf16 is several times slower than fp32."""
+    if precision == "bf16" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+        return torch.bfloat16
+    return torch.float32
+
+
 class CrossInteraction(nn.Module):
     """DCN V2's cross layers with low-rank matrices: x <- x0 * (U V x + b) + x."""
 
-    def __init__(self, width: int, layers: int, rank: int) -> None:
+    def __init__(self, width: int, layers: int, rank: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
+        self.dtype = dtype
         self.down = nn.ModuleList(nn.Linear(width, rank, bias=False) for _ in range(layers))
         self.up = nn.ModuleList(nn.Linear(rank, width) for _ in range(layers))
         self.width = width
@@ -75,7 +83,9 @@ class CrossInteraction(nn.Module):
         start = features if bottom is None else torch.cat((bottom, features), dim=1)
         x = start
         for down, up in zip(self.down, self.up, strict=True):
-            x = start * up(down(x)) + x
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+                added = up(down(x))
+            x = start * added.float() + x
         return x
 
 
@@ -87,14 +97,15 @@ class DLRM(nn.Module):
         tables = spec.all_tables()
         dims = [tables[feature.table].dim for feature in spec.all_features()]
         dense = len(spec.dense_features)
-        self.bottom = MLP(dense, spec.bottom_mlp, last_relu=True) if dense else None
+        dtype = product_type(spec.precision)
+        self.bottom = MLP(dense, spec.bottom_mlp, last_relu=True, dtype=dtype) if dense else None
         self.interaction: DotInteraction | CrossInteraction
         if spec.interaction == "dot":
             self.interaction = DotInteraction(len(dims), dims[0], with_dense=bool(dense))
         else:
             width = sum(dims) + (spec.bottom_mlp[-1] if dense else 0)
-            self.interaction = CrossInteraction(width, spec.cross_layers, spec.cross_rank)
-        self.top = MLP(self.interaction.width, spec.top_mlp, last_relu=False)
+            self.interaction = CrossInteraction(width, spec.cross_layers, spec.cross_rank, dtype)
+        self.top = MLP(self.interaction.width, spec.top_mlp, last_relu=False, dtype=dtype)
 
     def forward(self, dense: Tensor, features: Tensor) -> Tensor:
         """Logits.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +14,10 @@ from dlrm_api.errors import UsageError
 from dlrm_api.names import Env
 
 SPIN_COUNT = "30000"
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+LARGEST_PIECE_BYTES = 64 << 20
+"""Larger ones, such as tables, are mapped alone: their pages take no memory until they are written."""
+KEPT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +102,17 @@ def spin_briefly() -> None:
     every processor busy with waiting from one parallel region to the next.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+
+
+def keep_memory() -> None:
+    """Let this process keep the memory that a step gives back, for the next step.
+
+    glibc would return large pieces to the kernel at once, which then clears and maps every page of them again.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_PIECE_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def usable_cpus() -> int:

@@ -68,7 +68,7 @@ def pool(
     """
     dim = value_of(size)
     bags, last_id = len(chosen) * samples, U64(len(ids) - 1)
-    rows, halves, is_half = lent(memory.rows), lent(memory.halves), value_of(memory.half) > ZERO
+    rows, halves, is_half = lent(memory.rows), lent(memory.halves), memory.half
     total = np.empty(dim, np.float32)
     while True:
         unit = take(counts)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_trainer.compiled import compiled_in_place
+from dlrm_trainer.compiled import compiled
 from dlrm_trainer.embedding.rounding import COLUMNS_PER_HASH, GOLDEN, MIX_1, MIX_2
 from dlrm_trainer.processor import bits_of, number_of
 from dlrm_trainer.sizes import value_of
@@ -32,7 +32,7 @@ SHIFTS = (U64(30), U64(27), U64(31))
 ONE, QUAD, WORD, LOW = U64(1), U64(COLUMNS_PER_HASH), U64(16), U64(0xFFFF)
 
 
-@compiled_in_place
+@compiled
 def widened(half: Any) -> Any:
     """The float32 that equals an fp16 number; uint16 bits."""
     bits = U32(half)
@@ -44,7 +44,7 @@ def widened(half: Any) -> Any:
     return number_of(U32(magnitude | ((bits & SIGN) << SIGN_SHIFT)))
 
 
-@compiled_in_place
+@compiled
 def narrowed(value: Any, random: Any) -> Any:
     """fp16 bits of a float32, rounded up in magnitude where ``random`` (16 bits) says so."""
     whole = bits_of(value)
@@ -61,7 +61,7 @@ def narrowed(value: Any, random: Any) -> Any:
     return np.uint16(sign | (infinite if bits >= TOO_LARGE else finite))
 
 
-@compiled_in_place
+@compiled
 def mix(z: Any) -> Any:
     """SplitMix64's output function."""
     z = (z ^ (z >> SHIFTS[0])) * MIX_1_64
@@ -69,7 +69,7 @@ def mix(z: Any) -> Any:
     return z ^ (z >> SHIFTS[2])
 
 
-@compiled_in_place
+@compiled
 def fill_random(size: Any, key: Any, row: Any, first_column: Any, random: Any) -> None:
     """The random bits of a row's columns.
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from dlrm_api.training import RowOptimizerSpec
-from dlrm_trainer.compiled import compiled, compiled_in_place
+from dlrm_trainer.compiled import compiled
 from dlrm_trainer.embedding.half import fill_random, narrowed, widened
 from dlrm_trainer.processor import lent
-from dlrm_trainer.sizes import Size, size_of, value_of
+from dlrm_trainer.sizes import value_of
 from dlrm_trainer.team import finish, take
 
 U64 = np.uint64
 ZERO, EIGHT = U64(0), U64(8)
-SGD, ADAGRAD, ADAM = U64(0), U64(1), U64(2)
-KINDS = {"sgd": 0, "rowwise-adagrad": 1, "adam": 2}
+SGD, ADAGRAD, ADAM = 0, 1, 2
+KINDS = {"sgd": SGD, "rowwise-adagrad": ADAGRAD, "adam": ADAM}
 F32_ONE = np.float32(1)
 MOST_UPDATES = 2**24
 """A row's count of updates stays here: the next integer is no float32, and no decay is slower than that."""
@@ -34,8 +34,8 @@ class Memory(NamedTuple):
     """uint16, the same memory as ``rows``."""
     states: Any
     """float32."""
-    half: Size
-    """``size_of`` 1 where rows are fp16, of 0 elsewhere."""
+    half: bool
+    """Whether rows are fp16."""
 
 
 @compiled
@@ -47,8 +47,7 @@ def lent_memory(memory: Any) -> Any:
 class Rule(NamedTuple):
     """An optimizer's constants as its steps use them."""
 
-    kind: Size
-    """``size_of`` its number."""
+    kind: int
     rate: np.float32
     eps: np.float32
     beta1: np.float32
@@ -63,14 +62,14 @@ def memory_of(weight: Tensor, state: Tensor) -> Memory:
     """Rows and states on the host, float32 or float16 and float32, each contiguous."""
     rows = weight.detach().reshape(-1).numpy()
     states = state.detach().reshape(-1).numpy()
-    return Memory(rows.view(np.float32), rows.view(np.uint16), states, size_of(int(weight.dtype == torch.float16)))
+    return Memory(rows.view(np.float32), rows.view(np.uint16), states, weight.dtype == torch.float16)
 
 
 def rule_of(optimizer: RowOptimizerSpec, learning_rate: float) -> Rule:
     """The constants at a learning rate."""
     beta1, beta2 = optimizer.beta1, optimizer.beta2
     return Rule(
-        kind=size_of(KINDS[optimizer.kind]),
+        kind=KINDS[optimizer.kind],
         rate=np.float32(learning_rate),
         eps=np.float32(optimizer.eps),
         beta1=np.float32(beta1),
@@ -109,8 +108,8 @@ def update_row(
         rule: the optimizer.
         value: (d,) float32, overwritten.
     """
-    dim, kind, is_half = value_of(size), value_of(rule.kind), value_of(half) > ZERO
-    if is_half:
+    dim, kind = value_of(size), rule.kind
+    if half:
         for c in range(dim):
             value[c] = widened(halves[row + c])
     elif kind == ADAM:
@@ -118,7 +117,7 @@ def update_row(
             value[c] = rows[row + c]
     if kind == ADAM:
         _adam(size, states, state, gradient, rule, value)
-        if not is_half:
+        if not half:
             for c in range(dim):
                 rows[row + c] = value[c]
         return
@@ -127,7 +126,7 @@ def update_row(
         total = states[state] + _squares(size, gradient) / np.float32(dim)
         states[state] = total
         factor = rule.rate * (F32_ONE / (np.sqrt(total) + rule.eps))
-    if is_half:
+    if half:
         for c in range(dim):
             value[c] -= factor * gradient[c]
     else:
@@ -135,7 +134,7 @@ def update_row(
             rows[row + c] -= factor * gradient[c]
 
 
-@compiled_in_place
+@compiled
 def store_half(
     size: Any, halves: Any, row: Any, value: Any, random: Any, key: Any, number: Any, first_column: Any
 ) -> None:
@@ -145,7 +144,7 @@ def store_half(
         halves[row + c] = narrowed(value[c], random[c])
 
 
-@compiled_in_place
+@compiled
 def _squares(size: Any, gradient: Any) -> Any:
     """The sum of squares, in eight sums of every eighth column: the same order on every processor."""
     dim = value_of(size)
@@ -168,7 +167,7 @@ def _squares(size: Any, gradient: Any) -> Any:
     return ((a0 + a4) + (a1 + a5)) + ((a2 + a6) + (a3 + a7))
 
 
-@compiled_in_place
+@compiled
 def _adam(size: Any, states: Any, state: Any, gradient: Any, rule: Any, value: Any) -> None:
     dim = value_of(size)
     first, second, counted = state, state + dim, state + dim + dim
@@ -209,7 +208,7 @@ def update_chosen_rows(
     rule: Any,
     keys: Any,
     numbers: Any,
-    first_column: Any,
+    first_columns: Any,
 ) -> None:
     """Update some rows of one table.
 
@@ -224,7 +223,7 @@ def update_chosen_rows(
         rule: the optimizer.
         keys: (U,) uint64 ``step_keys``, for rounding; empty for fp32.
         numbers: (U,) uint64 global rows, likewise.
-        first_column: uint64, of the rows in the whole table.
+        first_columns: (U,) uint64, of each row in its whole table.
     """
     rows, dim = len(slots), value_of(size)
     memory = lent_memory(memory)
@@ -240,6 +239,6 @@ def update_chosen_rows(
                 total[c] = gradient[start + c]
             state = slots[at] * state_width
             update_row(size, memory_rows, halves, half, states, row, state, total, rule, value)
-            if value_of(half) > ZERO:
-                store_half(size, halves, row, value, random, keys[at], numbers[at], first_column)
+            if half:
+                store_half(size, halves, row, value, random, keys[at], numbers[at], first_columns[at])
         finish(counts)

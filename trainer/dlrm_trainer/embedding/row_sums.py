@@ -233,7 +233,7 @@ def _update_groups(
     dim, start, samples = value_of(size), layout.starts[table], U64(lookups.samples)
     states_at, state_width, column = layout.state_starts[table], layout.state_widths[table], layout.first_columns[table]
     rows, halves, states = memory.rows, memory.halves, memory.states
-    is_half = value_of(memory.half) > ZERO
+    is_half = memory.half
     ids, numbers, last = lookups.ids, lookups.numbers, len(firsts) - 1
     base = lookups.offsets[layout.first_features[table] * samples]
     value, random = np.empty(dim, np.float32), np.empty(dim, np.uint32)

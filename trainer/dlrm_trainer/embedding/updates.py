@@ -29,7 +29,7 @@ class Rounding:
     keys: Tensor
     rows: Tensor
     first_column: int | Tensor = 0
-    """Of the rows in their whole table, or (U,) int64 of each; a multiple of 4. One for all on the host."""
+    """Of the rows in their whole table, or (U,) int64 of each; a multiple of 4."""
 
 
 def sum_by_row(slots: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,8 +85,7 @@ def _update_on_host(
 ) -> None:
     assert rounding is not None or weight.dtype == torch.float32
     nothing = np.zeros(0, np.uint64)
-    first_column = 0 if rounding is None else rounding.first_column
-    assert isinstance(first_column, int)
+    columns = torch.as_tensor(0 if rounding is None else rounding.first_column)
     share(
         update_chosen_rows,
         max(1, gradient.numel() // UNIT_ELEMENTS),
@@ -98,7 +97,7 @@ def _update_on_host(
         rule,
         nothing if rounding is None else unsigned(rounding.keys),
         nothing if rounding is None else unsigned(rounding.rows),
-        np.uint64(first_column),
+        unsigned(columns.expand(len(slots))),
     )
 
 
