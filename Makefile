@@ -46,6 +46,8 @@ generate: $(INSTALLED) ## write crds/*.yaml from the models
 
 bench: $(INSTALLED) ## measure tiers against their peers (BENCH=--quick tries it; the memory limits need root, fio on PATH)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps torchrec==1.8.0
+	$(BIN)/python -m benchmarks.training $(BENCH)
 	$(BIN)/python -m benchmarks.tiers $(BENCH)
 	$(BIN)/python -m benchmarks.memory_limit $(filter --quick,$(BENCH))
 

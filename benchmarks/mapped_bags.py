@@ -12,12 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.shapes import Shape, job_of
+from benchmarks.shapes import RATE, Shape, job_of
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding.tiers.scratch import ScratchFile
 from dlrm_trainer.model import build_model, global_mean_loss
-
-RATE = 0.01
 
 
 class MappedBags:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -21,14 +21,36 @@ class Side(Protocol):
         """Seconds in which it trains as many batches as it is given."""
 
 
+class Described(Protocol):
+    """What a line is about, in the names that it has in the output."""
+
+    @property
+    def benchmark(self) -> str:
+        """The program."""
+
+    @property
+    def against(self) -> str:
+        """The peer."""
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The setting, without the peer."""
+
+
 @dataclass(frozen=True)
 class Setting:
-    """What a line is about, in the names that it has in the output."""
+    """Of a line about tiers."""
 
     backing: str
     trace: str
     cache: float = 0.1
     against: str = "all-in-ddr"
+    benchmark: ClassVar[str] = "tiers"
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """See ``Described``."""
+        return {"backing": self.backing, "cache": self.cache, "trace": self.trace}
 
     @property
     def name(self) -> str:
@@ -68,11 +90,11 @@ class Pairs:
         return np.array(self.ours) / np.array(self.theirs)
 
 
-def report(setting: Setting, metric: str, pairs: Pairs, **more: Any) -> None:
+def report(setting: Described, metric: str, pairs: Pairs, **more: Any) -> None:
     """Print one line; ``more`` is put beside under ``measured``."""
     line: dict[str, Any] = {
-        "benchmark": "tiers",
-        "setting": {"backing": setting.backing, "cache": setting.cache, "trace": setting.trace},
+        "benchmark": setting.benchmark,
+        "setting": setting.shown,
         "metric": metric,
         "ours": _short(float(np.median(pairs.ours))),
         "against": setting.against,

@@ -19,6 +19,8 @@ from dlrm_trainer.data.histogram import read_histogram
 from dlrm_trainer.data.popularity import Popularity, Scatter
 from dlrm_trainer.embedding import Placement, place
 
+RATE = 0.001
+"""Learning rate of rows and of dense parameters: small, so that two sides that round apart stay together."""
 TRACES = ("zipf-1.05", "production-like")
 HISTOGRAM = "meta-embedding-locality-2021.txt"
 
@@ -31,6 +33,13 @@ class Shape:
     rows: int = 400_000
     dim: int = 64
     batch: int = 2_048
+    pooling: int = 1
+    """Ids in each bag."""
+    precision: str = "fp32"
+    codec: str = "fp32"
+    """Of pooled rows and their gradients."""
+    blocks: int = 1
+    """Column blocks of each table."""
     features: int = 13
     bottom: tuple[int, ...] = (512, 256, 64)
     top: tuple[int, ...] = (512, 256, 1)
@@ -55,17 +64,22 @@ def quick(shape: Shape) -> Shape:
 
 def job_of(shape: Shape) -> DLRMJob:
     """The job of a shape; nothing is read from its data section."""
-    rates = {"learningRate": 0.01}
+    rates = {"learningRate": RATE}
+    table: dict[str, Any] = {"rows": shape.rows, "dim": shape.dim, "maxLookups": shape.pooling}
+    if shape.blocks > 1:
+        table["columnBlock"] = shape.dim // shape.blocks
     model = {
         "denseFeatures": [f"I{number + 1}" for number in range(shape.features)],
         "bottomMlp": list(shape.bottom),
         "topMlp": list(shape.top),
-        "tableGroups": [{"name": "table", "count": shape.tables, "template": {"rows": shape.rows, "dim": shape.dim}}],
+        "precision": shape.precision,
+        "tableGroups": [{"name": "table", "count": shape.tables, "template": table}],
     }
     training = {
         "rowOptimizer": {"kind": shape.row_optimizer, **rates},
         "denseOptimizer": {"kind": shape.dense_optimizer, **rates},
         "seed": shape.seed,
+        "communication": {"forward": shape.codec, "backward": shape.codec},
     }
     data = {
         "format": "synthetic",
@@ -102,6 +116,33 @@ def placement_of(
     return place(model, parse_plan(json.dumps(document)), 1)
 
 
+def split_placement(shape: Shape, ranks: int, sharding: str) -> Placement:
+    """Every table in memory, split over some ranks: by table, row or column; mixed: in turn."""
+    model = job_of(shape).spec.model
+    tables = []
+    for number, table in enumerate(model.all_tables()):
+        kind = ("table", "row", "column")[number % 3] if sharding == "mixed" else sharding
+        count = 1 if kind == "table" else ranks
+        shards = []
+        for part in range(count):
+            rows, columns = (0, shape.rows), (0, shape.dim)
+            if kind == "row":
+                rows = (shape.rows * part // count, shape.rows * (part + 1) // count)
+            elif kind == "column":
+                columns = (shape.dim * part // count, shape.dim * (part + 1) // count)
+            extent = {"rowStart": rows[0], "rowEnd": rows[1], "columnStart": columns[0], "columnEnd": columns[1]}
+            shards.append({"rank": number % ranks if kind == "table" else part, "kind": kind, **extent})
+        tables.append({"name": table.name, "columnBlocks": list(table.block_edges), "shards": shards})
+    document = {
+        "worldSize": ranks,
+        "processesPerNode": ranks,
+        "ranks": [{"rank": rank, "node": 0, "bytesPerTier": {}} for rank in range(ranks)],
+        "tables": tables,
+        "handoffBytes": [2**26],
+    }
+    return place(model, parse_plan(json.dumps(document)), ranks)
+
+
 def popularity_of(trace: str, rows: int, data_dir: Path) -> Popularity:
     """How often the rows of a table are looked up.
 
@@ -129,19 +170,35 @@ class Batches:
 
     def _batch(self, number: int) -> Batch:
         shape = self._shape
-        samples = np.arange(number * shape.batch, (number + 1) * shape.batch, dtype=np.uint64)
-        values = np.empty((shape.tables, shape.batch), np.uint64)
+        samples = np.arange(number * shape.batch, (number + 1) * shape.batch, dtype=np.int64)
+        lookups = shape.batch * shape.pooling
+        drawn_at = np.arange(number * lookups, (number + 1) * lookups, dtype=np.uint64)
+        values = np.empty((shape.tables, lookups), np.uint64)
         for table, (scatter, (step, where)) in enumerate(zip(self._scatters, self._keys, strict=True)):
-            values[table] = scatter(self._popularity.ranks(random_bits(step, samples), random_bits(where, samples)))
+            values[table] = scatter(self._popularity.ranks(random_bits(step, drawn_at), random_bits(where, drawn_at)))
         width = shape.features + 1
         size = width * shape.batch
         cells = np.arange(number * size, (number + 1) * size, dtype=np.uint64)
         drawn = uniform(random_bits(self._other, cells)).reshape(shape.batch, width).astype(np.float32)
         return Batch(
             number=number,
-            sample_ids=torch.from_numpy(samples.view(np.int64)),
+            sample_ids=torch.from_numpy(samples),
             dense=torch.from_numpy(drawn[:, 1:].copy()),
             labels=torch.from_numpy((drawn[:, 0] < 0.25).astype(np.float32)),
-            lengths=torch.ones(shape.tables, shape.batch, dtype=torch.int32),
+            lengths=torch.full((shape.tables, shape.batch), shape.pooling, dtype=torch.int32),
             values=torch.from_numpy(values.view(np.int64).reshape(-1)),
         )
+
+
+def slice_of(batch: Batch, rank: int, ranks: int) -> Batch:
+    """The samples of one rank, of bags that are all of one length."""
+    samples, tables = len(batch.labels), len(batch.lengths)
+    part = slice(samples * rank // ranks, samples * (rank + 1) // ranks)
+    return Batch(
+        number=batch.number,
+        sample_ids=batch.sample_ids[part],
+        dense=batch.dense[part],
+        labels=batch.labels[part],
+        lengths=batch.lengths[:, part].contiguous(),
+        values=batch.values.view(tables, samples, -1)[:, part].reshape(-1),
+    )

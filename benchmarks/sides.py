@@ -37,13 +37,19 @@ class Trained:
         placement: of its tables.
         tier_dir: folder for tiers.
         levels: makes other levels below the slots than the placement's.
+        collectives: of all ranks; None: there is no other.
     """
 
     def __init__(
-        self, shape: Shape, placement: Placement, tier_dir: Path | None, levels: Replace | None = None
+        self,
+        shape: Shape,
+        placement: Placement,
+        tier_dir: Path | None,
+        levels: Replace | None = None,
+        collectives: Collectives | None = None,
     ) -> None:
         self.shape, self._depth = shape, placement.lookahead
-        self.learner = Learner(job_of(shape).spec, placement, Collectives(0, 1, lambda: ""), tier_dir)
+        self.learner = Learner(job_of(shape).spec, placement, collectives or Collectives(0, 1, lambda: ""), tier_dir)
         if levels is not None:
             for stack in self.stacks:
                 stack.close()
@@ -95,11 +101,20 @@ class Trained:
         self._queue.extend(batches)
         start = time.perf_counter()
         for _ in range(len(batches) - (0 if self._started else self._depth)):
-            computed = self.learner.compute(next(self._steps), self.shape.batch, factor=1.0)
-            self.learner.apply(computed)
+            self._step()
         self._started = True
         self.learner.embeddings.settle()
         return time.perf_counter() - start
+
+    def losses(self, batches: Sequence[Batch]) -> list[float]:
+        """This rank's share of the loss of each batch, trained on; for a side without lookahead."""
+        self._queue.extend(batches)
+        return [self._step() for _ in batches]
+
+    def _step(self) -> float:
+        computed = self.learner.compute(next(self._steps), self.shape.batch, factor=1.0)
+        self.learner.apply(computed)
+        return computed.loss
 
     def counts(self) -> dict[str, int]:
         """Lookups, accesses (distinct rows of each batch) and hits since the start, over all tables."""

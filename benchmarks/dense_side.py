@@ -1,0 +1,56 @@
+"""The dense half alone: what a step takes whose rows cost nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from benchmarks.shapes import Shape, job_of
+from dlrm_trainer.data import Batch
+from dlrm_trainer.dense import DenseParameters
+from dlrm_trainer.model import build_model, global_mean_loss
+
+
+class DenseSide:
+    """Our dense half, its optimizer, and pooled rows that are there already.
+
+    Args:
+        shape: of the model.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        spec = job_of(shape).spec
+        self._shape = shape
+        self._model = build_model(spec.model, spec.training.seed)
+        gradient = torch.zeros(DenseParameters.elements(self._model))
+        self._dense = DenseParameters(self._model, spec.training.dense_optimizer, gradient)
+        self._features = torch.rand(shape.batch, shape.tables * shape.dim) * 1e-3
+
+    def run(self, batches: Sequence[Batch]) -> float:
+        """See ``Side``."""
+        start = time.perf_counter()
+        for batch in batches:
+            self._dense.zero_gradient()
+            features = self._features.detach().requires_grad_()
+            loss = global_mean_loss(self._model(batch.dense, features), batch.labels, self._shape.batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._dense.update(1.0)
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    @property
+    def flops(self) -> float:
+        """Of a step: two for each multiplication of a weight or of two vectors' elements, forward, and twice backward.
+
+        No gradient of the dense features is needed; of the symmetric products, half.
+        """
+        shape, vectors = self._shape, self._shape.tables + 1
+        pairs = vectors * (vectors - 1) // 2
+        widths = [(shape.features, *shape.bottom), (shape.bottom[-1] + pairs, *shape.top)]
+        layers = [a * b for each in widths for a, b in pairwise(each)]
+        return 2.0 * shape.batch * (3 * (sum(layers) + pairs * shape.dim) - shape.features * shape.bottom[0])

@@ -1,0 +1,160 @@
+"""torchrec's DistributedModelParallel as a side: its own DLRM, or its tables under our dense half."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingPlan
+from torchrec.models import dlrm
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from benchmarks.shapes import RATE, Shape, job_of
+from dlrm_api.model import TableSpec
+from dlrm_checkpointer.initializer import initial_rows, table_scale
+from dlrm_trainer.data import Batch
+from dlrm_trainer.model import DLRM, build_model, global_mean_loss
+
+HOST = torch.device("cpu")
+FUSED = "fused"
+"""Rows are updated in the backward pass; on a CPU they are dense parameters unless one asks for this."""
+EPS = 1e-8
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class TheirTables(nn.Module):
+    """Their tables under our dense half."""
+
+    def __init__(self, tables: EmbeddingBagCollection, dense: DLRM) -> None:
+        super().__init__()
+        self.tables, self.dense = tables, dense
+
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        """(n,) logits."""
+        logits: Tensor = self.dense(dense, self.tables(features).values())
+        return logits
+
+
+class TorchrecSide:
+    """One rank that trains as torchrec does: fused row-wise Adagrad, and torch's fused Adagrad for the dense half.
+
+    Args:
+        shape: of the model.
+        ranks: how many there are; their process group is initialised by now.
+        sharding: table, row or column, of every table; mixed: in turn.
+        our_dense: whether our dense half computes instead of theirs.
+    """
+
+    def __init__(self, shape: Shape, ranks: int, sharding: str, our_dense: bool = False) -> None:
+        self._shape, self._ranks = shape, ranks
+        self._dtype = TYPES[shape.precision]
+        self._our_dense = our_dense
+        spec = job_of(shape).spec
+        self._names = [table.name for table in spec.model.all_tables()]
+        bags = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(name=name, embedding_dim=shape.dim, num_embeddings=shape.rows, feature_names=[name])
+                for name in self._names
+            ],
+            device=torch.device("meta"),
+        )
+        ours = build_model(spec.model, spec.training.seed)
+        model = TheirTables(bags, ours) if our_dense else _their_model(bags, shape, ours)
+        fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": RATE, "eps": EPS}
+        sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+        per_table = {name: _sharding(sharding, number, ranks) for number, name in enumerate(self._names)}
+        plan = construct_module_sharding_plan(bags, per_table, sharder, ranks, ranks, "cpu")
+        path = "tables" if our_dense else "sparse_arch.embedding_bag_collection"
+        self._model = DistributedModelParallel(
+            model,
+            device=HOST,
+            plan=ShardingPlan(plan={path: plan}),
+            sharders=[sharder],
+            init_data_parallel=ranks > 1,  # alone it needs no gradients of others: a favour to it
+        )
+        _fill(self._model, spec.model.all_tables(), spec.training.seed)
+        dense = [each for name, each in self._model.named_parameters() if "embedding_bags" not in name]
+        self._optimizer = torch.optim.Adagrad(dense, lr=RATE, eps=EPS, fused=True)
+
+    def run(self, batches: Sequence[Batch]) -> float:
+        """See ``Side``."""
+        start = time.perf_counter()
+        for batch in batches:
+            self.step(batch)
+        return time.perf_counter() - start
+
+    def losses(self, batches: Sequence[Batch]) -> list[float]:
+        """This rank's share of the loss of each batch, trained on."""
+        return [float(self.step(batch)) for batch in batches]
+
+    def step(self, batch: Batch) -> Tensor:
+        """Train on a batch."""
+        self._optimizer.zero_grad()
+        features = KeyedJaggedTensor(
+            keys=self._names, values=batch.values, lengths=batch.lengths.view(-1), stride=len(batch.labels)
+        )
+        # our dense half has a precision of its own
+        with torch.autocast("cpu", dtype=self._dtype, enabled=self._dtype != torch.float32 and not self._our_dense):
+            logits = self._model(batch.dense, features).view(-1)
+        local = global_mean_loss(logits.float(), batch.labels, len(batch.labels))
+        local.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        return local.detach() * (len(batch.labels) / self._shape.batch)
+
+    def close(self) -> None:
+        """Leave the others."""
+        dist.destroy_process_group()
+
+
+def _their_model(bags: EmbeddingBagCollection, shape: Shape, ours: DLRM) -> nn.Module:
+    model = dlrm.DLRM(bags, shape.features, list(shape.bottom), list(shape.top), dense_device=HOST)
+    theirs = [each for name, each in model.named_parameters() if "embedding_bags" not in name]
+    assert ours.bottom is not None
+    weights = [*ours.bottom.parameters(), *ours.top.parameters()]
+    with torch.no_grad():
+        for their, our in zip(theirs, weights, strict=True):
+            their.copy_(our)
+        first, width = ours.top.layers[0].weight, shape.bottom[-1]
+        assert isinstance(first, Tensor)
+        theirs[2 * len(shape.bottom)][:, width:] = first[:, width:][:, _pairs(shape.tables + 1)]
+    return cast(nn.Module, model)
+
+
+def _pairs(vectors: int) -> Tensor:
+    """Place in our lower triangle, row by row, of each pair of their upper triangle, row by row."""
+    row, column = torch.triu_indices(vectors, vectors, offset=1)
+    places: Tensor = column * (column - 1) // 2 + row
+    return places
+
+
+def _sharding(kind: str, number: int, ranks: int) -> Any:
+    if kind == "mixed":
+        kind = ("table", "row", "column")[number % 3]
+    if kind == "row":
+        return row_wise(compute_kernel=FUSED)
+    if kind == "column":
+        return column_wise(ranks=list(range(ranks)), compute_kernel=FUSED)
+    return table_wise(rank=number % ranks, compute_kernel=FUSED)
+
+
+def _fill(model: DistributedModelParallel, tables: Sequence[TableSpec], seed: int) -> None:
+    """Give every row the value that it starts with in our tables."""
+    state = model.state_dict()
+    of_table = {key.split(".")[-2]: value for key, value in state.items() if "embedding_bags" in key}
+    for table in tables:
+        scale = table_scale(table.initializer, table.rows)
+        for shard in of_table[table.name].local_shards():
+            (row, column), (rows, width) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            values = initial_rows(seed, table.name, np.arange(row, row + rows), range(column, column + width), scale)
+            shard.tensor.copy_(torch.from_numpy(values))
