@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
 import socket
+import stat
 import struct
 import traceback
 from collections.abc import Callable
@@ -127,15 +129,14 @@ def _serve(pipe: Connection, make: Callable[..., Any], shape: Shape, rank: int, 
 def _bytes_sent() -> int:
     """Over all TCP connections of this process."""
     total = 0
-    for number in sorted(int(entry.name) for entry in Path("/proc/self/fd").iterdir()):
-        try:
-            connection = socket.socket(fileno=os.dup(number))
-        except OSError:
-            continue
-        with connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                body = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
-                total += struct.unpack_from("=Q", body, BYTES_SENT_AT)[0]
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # what the scan itself has open is gone
+            if not stat.S_ISSOCK(Path(entry.path).stat().st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                    body = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+                    total += struct.unpack_from("=Q", body, BYTES_SENT_AT)[0]
     return total
 
 
