@@ -92,14 +92,23 @@ def job_of(shape: Shape) -> DLRMJob:
 
 
 def placement_of(
-    shape: Shape, tiers: Sequence[str], cache: float, policy: str = "lru", lookahead: int = 1
+    shape: Shape, tiers: Sequence[str], cache: float, policy: str = "lru", lookahead: int = 1, slots: str = "ddr"
 ) -> Placement:
-    """Every table on the one rank: resident where ``tiers`` is empty, else in slots of DDR for a share over tiers."""
+    """Every table on the one rank: resident where ``tiers`` is empty, else in slots for a share of its rows over tiers.
+
+    Args:
+        shape: of the model.
+        tiers: below the slots.
+        cache: share of the rows that the slots hold.
+        policy: of the slots.
+        lookahead: batches.
+        slots: tier of the slots.
+    """
     model = job_of(shape).spec.model
     names = [table.name for table in model.all_tables()]
     levels: list[dict[str, Any]] = []
     if tiers:
-        levels = [{"tier": "ddr", "rows": max(1, round(cache * shape.rows))}]
+        levels = [{"tier": slots, "rows": max(1, round(cache * shape.rows))}]
         levels += [{"tier": tier, "rows": shape.rows} for tier in tiers]
     shard = {
         "rank": 0, "kind": "table", "rowStart": 0, "rowEnd": shape.rows, "columnStart": 0, "columnEnd": shape.dim,

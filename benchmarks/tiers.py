@@ -93,6 +93,24 @@ def in_memory(options: Options, trace: str, settings: Sequence[Setting]) -> None
         report(setting, "step_ms", pairs, policy=options.policy_of(trace), **rates[setting.backing].measured())
 
 
+def in_hbm(options: Options, trace: str, settings: Sequence[Setting]) -> None:
+    """Slots in a GPU's memory for a share of the rows, over DDR, against slots there for all of them."""
+    batches, (setting,) = Batches(options.shape, popularity_of(trace, options.shape.rows, options.data_dir)), settings
+    pairs, policy = Pairs(), options.policy_of(trace)
+    with ExitStack() as stack:
+        sides = {}
+        for name, cache in (("hbm", setting.cache), ("all-in-hbm", 1.0)):
+            placement = placement_of(options.shape, ("ddr",), cache, policy, slots="hbm")
+            sides[name] = stack.enter_context(closing(Trained(options.shape, placement, None)))
+        first = _warmed(sides, batches, options)
+        rates = Rates(sides["hbm"])
+        alternate(
+            _as_sides(sides), batches, first, options.steps, options.repeats,
+            lambda taken: pairs.add(taken["hbm"], taken["all-in-hbm"]),
+        )  # fmt: skip
+        report(setting, "step_ms", pairs, policy=policy, **rates.measured())
+
+
 def on_block(options: Options, trace: str, settings: Sequence[Setting]) -> None:
     """Slots over block storage, against the larger of the all-in-DDR step and what the device allows for its reads."""
     find_fio()  # before minutes of filling tables
@@ -197,6 +215,7 @@ def everything() -> Iterator[tuple[Measure, str, list[Setting]]]:
     for trace in TRACES:
         memory = [("ddr", "all-in-ddr"), ("scm-emulated", "all-in-ddr"), ("scm-emulated", "ddr-backed")]
         yield in_memory, trace, [Setting(backing, trace, against=against) for backing, against in memory]
+        yield in_hbm, trace, [Setting("hbm", trace, against="all-in-hbm")]
         yield on_block, trace, [Setting("block", trace, against="limit")]
         yield against_mapped_bags, trace, [Setting("block", trace, against="mmap-embeddingbag")]
         yield against_rocksdb, trace, [Setting("block", trace, against="rocksdb")]
