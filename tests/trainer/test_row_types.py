@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,3 +135,17 @@ def test_fp16_rows_learn_what_fp32_rows_learn_but_for_rounding(tmp_path: Path, k
     assert losses["fp16"] != losses["fp32"]
     np.testing.assert_allclose(np.mean(losses["fp16"]), np.mean(losses["fp32"]), atol=1e-3)
     assert np.mean(losses["fp16"][-10:]) < np.mean(losses["fp16"][:10])
+
+
+def test_a_step_leaves_none_of_its_features_in_memory(tmp_path: Path) -> None:
+    job = job_of(tmp_path, "sgd", "fp32")
+    learner, reader = learner_of(job), open_reader(job.spec, "train", 0, 1)
+
+    computed = learner.compute(learner.prepare(learner.send(reader.read(0))), reader.global_count(0), factor=1.0)
+    features = weakref.ref(computed.lookup.features)
+    learner.apply(computed)
+    del computed
+    gc.collect()
+
+    assert features() is None
+    reader.close()

@@ -143,11 +143,12 @@ class Learner:
             travelling.append(self.embeddings.send_gradients(lookup, features.grad, self._table_gradient))
 
         features = lookup.features.requires_grad_()
-        features.register_post_accumulate_grad_hook(send)  # type: ignore[no-untyped-call]
+        hook = features.register_post_accumulate_grad_hook(send)  # type: ignore[no-untyped-call]
         loss = global_mean_loss(self.model.logits(bottom, features), lookup.prepared.batch.labels, global_count)
         self._stages.lap("forward")
         sent = self._collectives.seconds
         loss.backward()  # type: ignore[no-untyped-call]
+        hook.remove()  # it and the features hold each other, out of the garbage collector's sight
         self._stages.apart("exchange", self._collectives.seconds - sent)
         self._stages.lap("backward")
         return loss.item(), travelling[0]
