@@ -49,3 +49,14 @@ def test_loops_compile_where_the_users_folders_take_no_file(tmp_path: Path) -> N
     assert run(HOME=str(nowhere), NUMBA_CACHE_DIR=str(nowhere / "cache"), TMPDIR=str(tmp_path / "scratch")) == "True"
 
     assert kept(tmp_path / "scratch")
+
+
+@pytest.mark.slow
+def test_loops_run_where_there_is_no_room_to_keep_them(tmp_path: Path) -> None:
+    limited = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n" + PROGRAM
+    command, environment = [sys.executable, "-c", limited], os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "True"
+    assert not list(tmp_path.rglob("*.nbc"))

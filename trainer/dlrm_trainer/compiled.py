@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 
@@ -39,10 +40,21 @@ def _compiled(function: Callable[Parameters, Result], freedom: frozenset[str]) -
     before = config["CACHE_DIR"]
     config["CACHE_DIR"] = str(_folder())
     try:
-        loop = numba.njit(nogil=True, cache=True, fastmath=set(freedom))(function)
+        loop: Any = numba.njit(nogil=True, cache=True, fastmath=set(freedom))(function)
     finally:
         config["CACHE_DIR"] = before
+    loop._cache.save_overload = _unless_refused(loop._cache.save_overload)
     return cast(Callable[Parameters, Result], loop)
+
+
+def _unless_refused(save: Callable[..., None]) -> Callable[..., None]:
+    """Do without keeping what was compiled where there is no room for it: training needs it in memory alone."""
+
+    def attempt(*arguments: Any) -> None:
+        with contextlib.suppress(OSError):
+            save(*arguments)
+
+    return attempt
 
 
 @functools.cache
