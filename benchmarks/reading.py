@@ -26,6 +26,7 @@ from benchmarks.measure import Pairs, report, tell
 from benchmarks.samples import DENSE, IDS, write_samples
 from dlrm_api.job import DLRMJobSpec, parse_job
 from dlrm_api.names import Env
+from dlrm_api.objects import S3Spec
 from dlrm_checkpointer.store import StoreOptions, open_store
 from dlrm_trainer.data import Reader, open_reader
 
@@ -181,7 +182,7 @@ def served(root: Path) -> Iterator[Service | None]:
 
 def upload(path: Path, service: Service, keys: Path) -> Origin:
     """Put a file into the bucket."""
-    options = StoreOptions(endpoint=service.endpoint, credentials_dir=keys)
+    options = StoreOptions(s3=S3Spec(endpoint=service.endpoint), credentials_dir=keys)
     open_store(f"s3://{BUCKET}", options).put(path.name, path.read_bytes())
     return Origin(f"s3://{BUCKET}/{path.name}", service)
 

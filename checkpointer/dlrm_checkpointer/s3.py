@@ -68,7 +68,7 @@ class S3Store:
     """
 
     def __init__(self, bucket: str, prefix: str, options: StoreOptions) -> None:
-        self._place = Place(bucket=bucket, endpoint=options.endpoint or "AWS", fields=options.fields)
+        self._place = Place(bucket=bucket, endpoint=options.s3.endpoint or "AWS", fields=options.fields)
         self._prefix = f"{prefix}/" if prefix else ""
         self._options = options
         self._lock = threading.Lock()
@@ -266,17 +266,18 @@ def _connect(options: StoreOptions, place: Place) -> S3Client:
         NoInputError: the authority's file is missing.
         InvalidSpecError: the endpoint is no URL.
     """
-    if options.ca_file and not Path(options.ca_file).is_file():
-        raise NoInputError(f"{place.fields.service}.caFile: {options.ca_file}: there is no such file")
+    s3 = options.s3
+    if s3.ca_file and not Path(s3.ca_file).is_file():
+        raise NoInputError(f"{place.fields.service}.caFile: {s3.ca_file}: there is no such file")
     keys: dict[str, Any] = _credentials(options.credentials_dir, place) if options.credentials_dir else {}
     session = boto3.session.Session(**keys)
     try:
         return session.client(
             "s3",
-            endpoint_url=options.endpoint,
-            region_name=options.region or session.region_name or "us-east-1",
-            verify=options.ca_file,
-            config=CONFIG.merge(Config(s3={"addressing_style": "path"})) if options.endpoint else CONFIG,
+            endpoint_url=s3.endpoint,
+            region_name=s3.region or session.region_name or "us-east-1",
+            verify=s3.ca_file,
+            config=CONFIG.merge(Config(s3={"addressing_style": "path"})) if s3.endpoint else CONFIG,
         )
     except ValueError as error:
         raise InvalidSpecError(f"{place.fields.service}.endpoint", str(error)) from error

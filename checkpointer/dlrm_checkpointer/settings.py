@@ -68,13 +68,8 @@ def read_settings(job_file: Path, env: Mapping[str, str]) -> Settings:
 
 def store_options(job: DLRMJob, env: Mapping[str, str]) -> StoreOptions:
     """How the job's store is reached, in any process of the job."""
-    checkpoint, folder = job.spec.checkpoint, env.get(Env.CREDENTIALS_DIR)
-    return StoreOptions(
-        endpoint=checkpoint.endpoint,
-        region=checkpoint.region,
-        ca_file=checkpoint.ca_file,
-        credentials_dir=Path(folder) if folder else None,
-    )
+    folder = env.get(Env.CREDENTIALS_DIR)
+    return StoreOptions(s3=job.spec.checkpoint.s3, credentials_dir=Path(folder) if folder else None)
 
 
 def read_job(path: Path) -> DLRMJob:

@@ -9,6 +9,7 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from dlrm_api.errors import InvalidSpecError
+from dlrm_api.objects import S3Spec
 
 Body = bytes | memoryview
 
@@ -30,23 +31,20 @@ class FieldNames:
     """Fields of a job that say where objects are and how they are reached."""
 
     uri: str = "spec.checkpoint.uri"
-    service: str = "spec.checkpoint"
+    service: str = "spec.checkpoint.s3"
     """Holds ``endpoint``, ``region`` and ``caFile``."""
     credentials: str = "spec.checkpoint.credentialsSecret"
 
 
 CHECKPOINT_FIELDS = FieldNames()
+AWS = S3Spec()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
     """How to reach an S3 service; a file store needs none of it."""
 
-    endpoint: str | None = None
-    """URL of the service; AWS where None."""
-    region: str | None = None
-    ca_file: str | None = None
-    """PEM file of the authority that signed the endpoint's certificate."""
+    s3: S3Spec = AWS
     credentials_dir: Path | None = None
     """Folder with ``accessKeyId``, ``secretAccessKey`` and optionally ``sessionToken``, read again when it changes;
     boto3's own chain where None."""

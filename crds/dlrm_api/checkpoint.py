@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dlrm_api.base import ApiModel, NotBuilt, Rule
-from dlrm_api.data import SecretName, Uri
+from dlrm_api.objects import S3Spec, SecretName, Uri
 from dlrm_api.quantities import Bytes, Duration
 
 Bits = Literal[2, 3, 4, 8, 16, 32]
@@ -53,20 +53,7 @@ class CheckpointSpec(ApiModel):
     credentials_secret: SecretName | None = Field(
         None, description="Secret with accessKeyId, secretAccessKey and optionally sessionToken."
     )
-    endpoint: str | None = Field(
-        None,
-        min_length=1,
-        max_length=2_048,
-        pattern=r"^https?://",
-        description="URL of the S3 service; AWS by default.",
-    )
-    region: str | None = Field(None, min_length=1, max_length=64, description="S3 region.")
-    ca_file: str | None = Field(
-        None,
-        min_length=1,
-        max_length=1_024,
-        description="PEM file of the authority that signed the endpoint's certificate.",
-    )
+    s3: S3Spec = Field(S3Spec(), description="Service of s3:// snapshots.")
     handoff_budget: Bytes | None = Field(
         None, description="Bytes of shared memory that a pod's cuts may take; by default sized by the plan."
     )

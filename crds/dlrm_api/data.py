@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from dlrm_api.base import ApiModel, Rule
 from dlrm_api.model import ColumnName
+from dlrm_api.objects import S3Spec, SecretName, Uri
 from dlrm_api.quantities import Bytes
-
-Uri = Annotated[str, Field(min_length=1, max_length=2_048)]
-SecretName = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
-
-
-def is_s3(uri: str) -> bool:
-    """Whether the URI names an object store."""
-    return uri.startswith("s3://")
 
 
 class SplitSpec(ApiModel):
@@ -75,25 +68,6 @@ class DenseInputSpec(ApiModel):
         "none", description="log1p: log(1 + max(x, 0)), as is usual for Criteo's counts."
     )
     missing: float = Field(0.0, ge=-1e9, le=1e9, description="Value of an empty field, before the transform.")
-
-
-class S3Spec(ApiModel):
-    """Where an S3 service is; AWS by default."""
-
-    endpoint: str | None = Field(
-        None,
-        min_length=1,
-        max_length=2_048,
-        pattern=r"^https?://",
-        description="URL of the S3 service; AWS by default.",
-    )
-    region: str | None = Field(None, min_length=1, max_length=64, description="S3 region.")
-    ca_file: str | None = Field(
-        None,
-        min_length=1,
-        max_length=1_024,
-        description="PEM file of the authority that signed the endpoint's certificate.",
-    )
 
 
 class DataSpec(ApiModel):

@@ -10,10 +10,10 @@ from urllib.parse import unquote, urlsplit
 
 import psutil
 
-from dlrm_api.data import is_s3
 from dlrm_api.errors import DeviceError, InvalidSpecError, NoInputError, NoPermissionError
 from dlrm_api.hardware import HardwareProfile, HardwareProfileSpec, ProfileMeta, TierSpec, TiersSpec
 from dlrm_api.job import DLRMJob, DLRMJobSpec
+from dlrm_api.objects import is_s3
 from dlrm_api.plan import Plan
 from dlrm_checkpointer.settings import store_options
 from dlrm_checkpointer.store import ObjectStore, open_store
@@ -37,10 +37,9 @@ def check_inputs(spec: DLRMJobSpec) -> None:
                 _check_file(f"spec.data.{split}.uris[{i}]", uri, f"give the data with {option}")
     elif spec.data.synthetic.reuse_histogram is not None:
         _check_file("spec.data.synthetic.reuseHistogram", spec.data.synthetic.reuse_histogram, "mend the path")
-    if spec.data.s3.ca_file is not None:
-        _check_file("spec.data.s3.caFile", spec.data.s3.ca_file, "mend the path")
-    if spec.checkpoint.ca_file is not None:
-        _check_file("spec.checkpoint.caFile", spec.checkpoint.ca_file, "mend the path")
+    for field, s3 in (("spec.data.s3", spec.data.s3), ("spec.checkpoint.s3", spec.checkpoint.s3)):
+        if s3.ca_file is not None:
+            _check_file(f"{field}.caFile", s3.ca_file, "mend the path")
 
 
 def reach_store(job: DLRMJob) -> ObjectStore:

@@ -151,18 +151,14 @@ def _store(
         NoInputError: a file or folder that the options name is not there.
         InvalidSpecError: the URI is neither file:/// nor s3://.
     """
+    from dlrm_api.objects import S3Spec
     from dlrm_checkpointer.store import StoreOptions, open_store
 
     for option, path in (("--ca-file", ca_file), ("--credentials-dir", credentials_dir)):
         if path is not None and not path.exists():
             raise NoInputError(f"{option}: {path}: no such file or folder: mend the path")
-    options = StoreOptions(
-        endpoint=endpoint,
-        region=region,
-        ca_file=None if ca_file is None else str(ca_file),
-        credentials_dir=credentials_dir,
-    )
-    return open_store(uri, options)
+    s3 = S3Spec(endpoint=endpoint, region=region, ca_file=None if ca_file is None else str(ca_file))
+    return open_store(uri, StoreOptions(s3=s3, credentials_dir=credentials_dir))
 
 
 def _description(snapshot: Snapshot) -> dict[str, Any]:

@@ -87,9 +87,9 @@ BAD = {
         "spec.training.deterministic in body must be of type boolean",
     ),
     "number for a text": job(
-        {"spec.checkpoint.region": 5},
-        "spec.checkpoint.region: Input should be a valid string",
-        "spec.checkpoint.region in body must be of type string",
+        {"spec.checkpoint.s3.region": 5},
+        "spec.checkpoint.s3.region: Input should be a valid string",
+        "spec.checkpoint.s3.region in body must be of type string",
     ),
     "list for an object": job(
         {"spec.data": []}, "spec.data: Input should be an object", "spec.data in body must be of type object"
@@ -209,9 +209,9 @@ BAD = {
         "spec.checkpoint.credentialsSecret in body should match",
     ),
     "endpoint without a scheme": job(
-        {"spec.checkpoint.endpoint": "minio:9000"},
-        "spec.checkpoint.endpoint: 'minio:9000' does not match ^https?://",
-        "spec.checkpoint.endpoint in body should match '^https?://'",
+        {"spec.checkpoint.s3.endpoint": "minio:9000"},
+        "spec.checkpoint.s3.endpoint: 'minio:9000' does not match ^https?://",
+        "spec.checkpoint.s3.endpoint in body should match '^https?://'",
     ),
     "name of a table": job(
         {"spec.model.tables.0.name": "ads/1"},

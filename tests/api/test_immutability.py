@@ -39,7 +39,7 @@ def set_phase(server: Any, job: str, phase: str) -> None:
         {"checkpoint": {"uri": "s3://bucket/other"}},
         {"checkpoint": {"bits": 8}},
         {"checkpoint": {"region": None}},
-        {"checkpoint": {"endpoint": "https://store"}},
+        {"checkpoint": {"s3": {"endpoint": "https://store"}}},
         {"lifecycle": {"terminationGracePeriod": "1m"}},
         {"scheduling": {"priorityClass": "high"}},
     ],

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import StoreUnavailableError
 from dlrm_api.names import ExitCode
+from dlrm_api.objects import S3Spec
 from dlrm_api.tiers import RowDtype
 from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, TableMeta
 from dlrm_checkpointer.digest import combine, shard_digest, state_digest
@@ -311,7 +312,9 @@ def s3_store(server: Any, folder: Path, bucket: str = "snapshots") -> ObjectStor
         aws_secret_access_key=server.secret_key,
     )
     client.create_bucket(Bucket=bucket)
-    return open_store(f"s3://{bucket}/jobs/a", StoreOptions(endpoint=server.endpoint, credentials_dir=folder))
+    return open_store(
+        f"s3://{bucket}/jobs/a", StoreOptions(s3=S3Spec(endpoint=server.endpoint), credentials_dir=folder)
+    )
 
 
 STORES = [

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from dlrm_api.errors import DLRMError, InvalidSpecError, NoInputError, NoPermissionError, StoreUnavailableError
 from dlrm_api.names import ExitCode
+from dlrm_api.objects import S3Spec
 from dlrm_checkpointer.s3_errors import Place, translate
 from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
 from dlrm_cluster.ports import free_port
@@ -31,7 +32,7 @@ def write_keys(folder: Path, access: str, secret: str) -> Path:
 
 
 def open_at(endpoint: str, folder: Path, uri: str = "s3://bucket/a") -> ObjectStore:
-    return open_store(uri, StoreOptions(endpoint=endpoint, credentials_dir=folder))
+    return open_store(uri, StoreOptions(s3=S3Spec(endpoint=endpoint), credentials_dir=folder))
 
 
 def test_an_endpoint_that_does_not_answer_is_named_and_may_be_tried_again(tmp_path: Path):
@@ -69,16 +70,16 @@ def test_without_any_credentials_the_message_says_where_to_set_them(monkeypatch,
             monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    store = open_store("s3://bucket/a", StoreOptions(endpoint="http://127.0.0.1:1"))
+    store = open_store("s3://bucket/a", StoreOptions(s3=S3Spec(endpoint="http://127.0.0.1:1")))
 
     with pytest.raises(NoPermissionError, match=r"no credentials for bucket bucket .* set spec\.checkpoint"):
         store.get("x")
 
 
 def test_a_missing_authority_file_is_named(tmp_path: Path):
-    options = StoreOptions(endpoint="https://127.0.0.1:1", ca_file=f"{tmp_path}/ca.pem")
+    options = StoreOptions(s3=S3Spec(endpoint="https://127.0.0.1:1", ca_file=f"{tmp_path}/ca.pem"))
 
-    with pytest.raises(NoInputError, match=r"spec\.checkpoint\.caFile: .*/ca\.pem: there is no such file"):
+    with pytest.raises(NoInputError, match=r"spec\.checkpoint\.s3\.caFile: .*/ca\.pem: there is no such file"):
         open_store("s3://bucket/a", options).get("x")
 
 
@@ -215,7 +216,7 @@ def test_a_certificate_that_is_not_trusted_names_the_field():
     known = translate(SSLError("self-signed"), Place(bucket="b", endpoint="https://s3"), "key")
 
     assert isinstance(known, InvalidSpecError)
-    assert known.path == "spec.checkpoint.caFile"
+    assert known.path == "spec.checkpoint.s3.caFile"
 
 
 class NoSuchKey(BaseHTTPRequestHandler):
@@ -265,9 +266,11 @@ def tls_server(tmp_path: Path) -> Iterator[str]:
 
 def test_an_endpoint_of_an_unknown_authority_is_trusted_only_with_its_file(tls_server: str, tmp_path: Path):
     keys = write_keys(tmp_path / "keys", "a", "b")
-    trusting = StoreOptions(endpoint=tls_server, credentials_dir=keys, ca_file=str(tmp_path / "ca.pem"))
+    trusting = StoreOptions(s3=S3Spec(endpoint=tls_server, ca_file=str(tmp_path / "ca.pem")), credentials_dir=keys)
 
-    with pytest.raises(InvalidSpecError, match=r"spec\.checkpoint\.caFile: the certificate of https.* is not trusted"):
+    with pytest.raises(
+        InvalidSpecError, match=r"spec\.checkpoint\.s3\.caFile: the certificate of https.* is not trusted"
+    ):
         open_at(tls_server, keys).get("x")
     with pytest.raises(NoInputError, match="x: there is no such object"):
         open_store("s3://bucket/a", trusting).get("x")

@@ -106,8 +106,8 @@ JOB_CASES: list[tuple[str, Change, int, tuple[str, ...]]] = [
     ("data on another machine", tsv("train", "hdfs://host/x"), 78, ("spec.data.train.uris[0]", "hdfs://host/x")),
     ("data elsewhere", tsv("train", "gs://bucket/x"), 78, ("uris", "gs://", "s3://bucket/prefix")),
     ("a missing histogram", put("spec.data.synthetic.reuseHistogram", "/no.txt"), 66, ("reuseHistogram", "/no.txt")),
-    ("a missing authority", put("spec.checkpoint.caFile", "/no.pem"), 66, ("spec.checkpoint.caFile", "/no.pem")),
-    ("an endpoint that does not answer", put("spec.checkpoint", {"uri": "s3://b/x", "endpoint": NOBODY}), 75,
+    ("a missing authority", put("spec.checkpoint.s3.caFile", "/no.pem"), 66, ("spec.checkpoint.s3.caFile", "/no.pem")),
+    ("an endpoint that does not answer", put("spec.checkpoint", {"uri": "s3://b/x", "s3": {"endpoint": NOBODY}}), 75,
      (NOBODY, "did not answer")),
 ]  # fmt: skip
 
@@ -161,7 +161,7 @@ def test_a_job_without_credentials_is_refused_before_anything_starts(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(folder / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(folder / "none"))
     body = document(folder)
-    body["spec"]["checkpoint"] = {"uri": "s3://b/x", "endpoint": NOBODY}
+    body["spec"]["checkpoint"] = {"uri": "s3://b/x", "s3": {"endpoint": NOBODY}}
     (folder / "job.yaml").write_text(yaml.safe_dump(body))
 
     got = app.main(["run", "job.yaml"])

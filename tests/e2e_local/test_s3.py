@@ -27,7 +27,7 @@ def keys(server: Any, secret: str | None = None) -> dict[str, str]:
 
 def use(local: Any, server: Any, bucket: str = "bucket") -> str:
     uri = f"s3://{bucket}/jobs/tiny"
-    local.write(checkpoint={"uri": uri, "endpoint": server.endpoint, "intervalSteps": 60})
+    local.write(checkpoint={"uri": uri, "s3": {"endpoint": server.endpoint}, "intervalSteps": 60})
     return uri
 
 

@@ -64,14 +64,9 @@ def restore_newest(parts: Parts) -> tuple[int, int, dict[str, Any]]:
         SnapshotError: none can be used, or it is of another model or of other data.
     """
     checkpoint = parts.job.spec.checkpoint
-    options = StoreOptions(
-        endpoint=checkpoint.endpoint,
-        region=checkpoint.region,
-        ca_file=checkpoint.ca_file,
-        credentials_dir=parts.settings.credentials_dir,
-    )
     if parts.writer is None:
         return 0, 0, {}
+    options = StoreOptions(s3=checkpoint.s3, credentials_dir=parts.settings.credentials_dir)
     store = open_store(checkpoint.uri, options)
     note = f"{parts.job.metadata.name}, attempt {parts.settings.attempt}"
     start = snapshots.choose_start(store, parts.gang.collectives, note)

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from dlrm_api.data import S3Spec
 from dlrm_api.errors import BadDataError, NoInputError, StoreUnavailableError
+from dlrm_api.objects import S3Spec
 from dlrm_checkpointer.store import FieldNames, ObjectInfo, StoreOptions
 from dlrm_trainer.data.files import CHANGED
 
@@ -125,10 +125,7 @@ def _expand(uri: str, suffixes: Sequence[str], s3: S3Spec, credentials_dir: Path
     bucket, key = parts.netloc, uri.removeprefix(f"s3://{parts.netloc}").lstrip("/")
     if not bucket:
         raise NoInputError(f"{uri}: no bucket: write s3://bucket/prefix")
-    options = StoreOptions(
-        endpoint=s3.endpoint, region=s3.region, ca_file=s3.ca_file, credentials_dir=credentials_dir, fields=FIELDS
-    )
-    store = S3Store(bucket, "", options)
+    store = S3Store(bucket, "", StoreOptions(s3=s3, credentials_dir=credentials_dir, fields=FIELDS))
     magic = _MAGIC.search(key)
     prefix = key[: magic.start()] if magic else key.rstrip("/")
     listed = _listed(store, prefix)

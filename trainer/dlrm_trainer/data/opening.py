@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
-from dlrm_api.data import DataSpec, is_s3
+from dlrm_api.data import DataSpec
 from dlrm_api.errors import BadDataError, InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
+from dlrm_api.objects import is_s3
 from dlrm_trainer.data.batch import NoSamples, RowSource
 from dlrm_trainer.data.criteo import SUFFIXES as CRITEO_SUFFIXES
 from dlrm_trainer.data.criteo import CriteoSource

@@ -1,0 +1,36 @@
+"""Where objects are and how they are reached: URIs, S3 services, and the secrets that open them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from dlrm_api.base import ApiModel
+
+Uri = Annotated[str, Field(min_length=1, max_length=2_048)]
+SecretName = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
+
+
+def is_s3(uri: str) -> bool:
+    """Whether the URI names an object store."""
+    return uri.startswith("s3://")
+
+
+class S3Spec(ApiModel):
+    """Where an S3 service is; AWS by default."""
+
+    endpoint: str | None = Field(
+        None,
+        min_length=1,
+        max_length=2_048,
+        pattern=r"^https?://",
+        description="URL of the S3 service; AWS by default.",
+    )
+    region: str | None = Field(None, min_length=1, max_length=64, description="S3 region.")
+    ca_file: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1_024,
+        description="PEM file of the authority that signed the endpoint's certificate.",
+    )
