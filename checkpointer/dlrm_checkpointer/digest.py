@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_checkpointer.cut import ShardId, TableMeta
-from dlrm_checkpointer.initializer import GOLDEN, mix
+from dlrm_checkpointer.splitmix import GOLDEN, mix
 
 DOMAIN = b"dlrm-digest-2\0"
 LANES = 4

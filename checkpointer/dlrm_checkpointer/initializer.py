@@ -14,12 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.model import InitializerSpec
+from dlrm_checkpointer.splitmix import GOLDEN, mix
 
 DOMAIN = b"dlrm-initializer-1\0"
-GOLDEN = 0x9E3779B97F4A7C15
-"""2**64 over the golden ratio: the step of SplitMix64."""
-MIX_1 = 0xBF58476D1CE4E5B9
-MIX_2 = 0x94D049BB133111EB
 BLOCK_VALUES = 1 << 16
 """Hashes of one pass: its temporaries (0.5 MiB each) stay in the cache."""
 
@@ -56,8 +53,7 @@ def initial_rows(
     Returns:
         (N, len(columns)) float32, C order.
 
-    Source: SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014), one
-    stream a row; each output serves two neighbouring columns.
+    One stream of SplitMix64 a row; each output serves two neighbouring columns.
     """
     out = np.zeros((len(row_ids), len(columns)), np.float32)
     if not out.size or scale == 0.0:
@@ -76,13 +72,3 @@ def initial_rows(
         np.multiply(signed.astype(np.float32), np.float32(2.0**-23), out=out[start : start + block])
     out *= np.float32(scale)
     return out
-
-
-def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's output function, of each of an array's values in place (wrapping multiplication)."""
-    values ^= values >> np.uint64(30)
-    values *= np.uint64(MIX_1)
-    values ^= values >> np.uint64(27)
-    values *= np.uint64(MIX_2)
-    values ^= values >> np.uint64(31)
-    return values

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from dlrm_trainer.data.order import SampleOrder
-from dlrm_trainer.data.permutation import permute
+from dlrm_trainer.data.permutation import UInts, shuffle
 
 
 @st.composite
@@ -103,11 +103,16 @@ def test_any_batch_of_a_trillion_samples_is_found_at_once() -> None:
     assert ids.max() < 2**40
 
 
+def permuted(positions: UInts, sizes: UInts, keys: UInts) -> UInts:
+    """Blocks of one row, in windows of one."""
+    return shuffle(positions, sizes, keys, np.uint64(1), np.uint64(1))
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 1_000, 65_537])
 def test_a_permutation_hits_every_number_once(size: int) -> None:
     positions = np.arange(size, dtype=np.uint64)
 
-    images = permute(positions, np.full_like(positions, size), np.full_like(positions, 12_345))
+    images = permuted(positions, np.full_like(positions, size), np.full_like(positions, 12_345))
 
     assert np.sort(images).tolist() == positions.tolist()
 
@@ -115,7 +120,7 @@ def test_a_permutation_hits_every_number_once(size: int) -> None:
 def test_a_permutation_puts_each_number_in_each_place_equally_often() -> None:
     keys = np.arange(60_000, dtype=np.uint64)
     counts = np.stack([
-        np.bincount(permute(np.full_like(keys, place), np.full_like(keys, 6), keys).astype(np.int64), minlength=6)
+        np.bincount(permuted(np.full_like(keys, place), np.full_like(keys, 6), keys).astype(np.int64), minlength=6)
         for place in range(6)
     ])  # fmt: skip
 
@@ -125,7 +130,7 @@ def test_a_permutation_puts_each_number_in_each_place_equally_often() -> None:
 def test_neighbours_do_not_stay_neighbours() -> None:
     positions = np.arange(4_096, dtype=np.uint64)
 
-    images = permute(positions, np.full_like(positions, 4_096), np.full_like(positions, 7)).astype(np.int64)
+    images = permuted(positions, np.full_like(positions, 4_096), np.full_like(positions, 7)).astype(np.int64)
 
     correlation = np.corrcoef(images[:-1], images[1:])[0, 1]
     assert abs(correlation) < 0.08

@@ -8,28 +8,15 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-GAMMA = 0x9E3779B97F4A7C15
-"""The odd integer nearest to 2**64 over the golden ratio: steps of it visit every 64-bit number."""
+from dlrm_checkpointer.splitmix import GOLDEN, mix
 
-_GAMMA = np.uint64(GAMMA)
-_FIRST = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND = np.uint64(0x94D049BB133111EB)
-_SHIFT_30, _SHIFT_27, _SHIFT_31 = np.uint64(30), np.uint64(27), np.uint64(31)
+_GOLDEN = np.uint64(GOLDEN)
 _SHIFT_11 = np.uint64(11)
 
 
 def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix each 64-bit number into one that looks random: a bijection on [0, 2**64).
-
-    Source: Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014 (SplitMix64).
-    """
-    mixed = values + _GAMMA
-    mixed ^= mixed >> _SHIFT_30
-    mixed *= _FIRST
-    mixed ^= mixed >> _SHIFT_27
-    mixed *= _SECOND
-    mixed ^= mixed >> _SHIFT_31
-    return mixed
+    """Mix each 64-bit number into one that looks random: a bijection on [0, 2**64)."""
+    return mix(values + _GOLDEN)
 
 
 def stream_key(*labels: str | int) -> np.uint64:
@@ -40,7 +27,7 @@ def stream_key(*labels: str | int) -> np.uint64:
 
 def random_bits(key: np.uint64 | NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """64 random bits for each counter of the stream ``key``: a pure function of both."""
-    return mix64(key + counters * _GAMMA)
+    return mix64(key + counters * _GOLDEN)
 
 
 def uniform(bits: NDArray[np.uint64]) -> NDArray[np.float64]:

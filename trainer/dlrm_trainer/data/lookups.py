@@ -6,13 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_trainer.compiled import compiled
+from dlrm_trainer.splitmix import GOLDEN, mix
 
 HASHES = {"none": 0, "modulo": 1, "mix": 2}
 GOOD, LONG_BAG, NO_ROW = 0, 1, 2
 
 _MODULO, _MIX = HASHES["modulo"], HASHES["mix"]
-_GAMMA, _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_SHIFT_30, _SHIFT_27, _SHIFT_31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 @compiled
@@ -48,10 +47,7 @@ def hash_bags(
         kind = hashes[feature]
         if kind == _MIX:
             for place in range(start, stop):
-                mixed = np.uint64(ids[place]) + _GAMMA
-                mixed = (mixed ^ mixed >> _SHIFT_30) * _FIRST
-                mixed = (mixed ^ mixed >> _SHIFT_27) * _SECOND
-                ids[place] = np.int64((mixed ^ mixed >> _SHIFT_31) % size)
+                ids[place] = np.int64(mix(np.uint64(ids[place]) + GOLDEN) % size)
         elif kind == _MODULO:
             for place in range(start, stop):
                 ids[place] = np.int64(np.uint64(ids[place]) % size)

@@ -6,33 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_trainer.compiled import compiled
+from dlrm_trainer.splitmix import GOLDEN, mix
 
 UInts = NDArray[np.uint64]
 
 _ROUNDS = np.uint64(5)
 _ZERO, _ONE, _TWO, _HALF = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(32)
-_GAMMA, _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_SHIFT_30, _SHIFT_27, _SHIFT_31 = np.uint64(30), np.uint64(27), np.uint64(31)
-
-
-@compiled
-def permute(positions: UInts, sizes: UInts, keys: UInts) -> UInts:
-    """Image of each position under the permutation of ``range(size)`` that its key names.
-
-    A Feistel network over a square grid of at least ``size`` cells, walked until it lands inside the range, which
-    keeps it a bijection. The grid exceeds the range by less than 2 sqrt(size) + 1 cells, so walks are rare.
-
-    Args:
-        positions: (n,), each below its size.
-        sizes: (n,) between 1 and 2**60.
-        keys: (n,).
-
-    Source: Black and Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002.
-    """
-    images = np.empty_like(positions)
-    for place in range(positions.size):
-        images[place] = _image(positions[place], sizes[place], keys[place])
-    return images
 
 
 @compiled
@@ -69,6 +48,13 @@ def shuffle(positions: UInts, sizes: UInts, keys: UInts, window: np.uint64, bloc
 
 @compiled
 def _image(position: np.uint64, size: np.uint64, key: np.uint64) -> np.uint64:
+    """Image of a position under the permutation of ``range(size)`` that the key names; size at most 2**60.
+
+    A Feistel network over a square grid of at least ``size`` cells, walked until it lands inside the range, which
+    keeps it a bijection. The grid exceeds the range by less than 2 sqrt(size) + 1 cells, so walks are rare.
+
+    Source: Black and Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002.
+    """
     side = np.uint64(np.ceil(np.sqrt(np.float64(size))))
     if side * side < size:
         side += _ONE
@@ -89,7 +75,4 @@ def _image(position: np.uint64, size: np.uint64, key: np.uint64) -> np.uint64:
 @compiled
 def _bits(key: np.uint64, counter: np.uint64) -> np.uint64:
     """Those of ``hashing.random_bits``."""
-    mixed = key + counter * _GAMMA + _GAMMA
-    mixed = (mixed ^ mixed >> _SHIFT_30) * _FIRST
-    mixed = (mixed ^ mixed >> _SHIFT_27) * _SECOND
-    return mixed ^ mixed >> _SHIFT_31
+    return mix(key + (counter + _ONE) * GOLDEN)

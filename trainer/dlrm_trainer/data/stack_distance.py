@@ -24,11 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_trainer.compiled import compiled
+from dlrm_trainer.splitmix import GOLDEN, mix
 
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_FIRST = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND = np.uint64(0x94D049BB133111EB)
-_SHIFT_30, _SHIFT_27, _SHIFT_31, _SHIFT_11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
+_SHIFT_11 = np.uint64(11)
 _HASH_BITS = 53
 _SMALLEST = 1 << 10
 _FREE = -1
@@ -57,10 +55,7 @@ class _Stack(NamedTuple):
 @compiled
 def _mixed(row: int) -> int:
     """53 bits that look random; :func:`dlrm_trainer.data.hashing.mix64` without its last 11 bits."""
-    mixed = np.uint64(row) + _GAMMA
-    mixed = (mixed ^ (mixed >> _SHIFT_30)) * _FIRST
-    mixed = (mixed ^ (mixed >> _SHIFT_27)) * _SECOND
-    return np.int64((mixed ^ (mixed >> _SHIFT_31)) >> _SHIFT_11)  # type: ignore[return-value]  # numba has no int
+    return np.int64(mix(np.uint64(row) + GOLDEN) >> _SHIFT_11)  # type: ignore[return-value]  # numba has no int
 
 
 @compiled

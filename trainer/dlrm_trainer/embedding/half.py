@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 
 from dlrm_trainer.compiled import compiled
-from dlrm_trainer.embedding.rounding import COLUMNS_PER_HASH, GOLDEN, MIX_1, MIX_2
+from dlrm_trainer.embedding.rounding import COLUMNS_PER_HASH
 from dlrm_trainer.processor import bits_of, number_of
 from dlrm_trainer.sizes import value_of
+from dlrm_trainer.splitmix import GOLDEN, mix
 
 U32 = np.uint32
 SIGN, MAGNITUDE, EXPONENT = U32(0x8000), U32(0x7FFF), U32(0x7C00)
 """Of the bits of an fp16 number."""
 MANTISSA_SHIFT, SIGN_SHIFT = U32(13), U32(16)
 REBIAS = U32((127 - 15) << 23)
-ONE_EXPONENT = U32(1 << 23)
 LEAST_NORMAL_BITS = U32(113 << 23)
 LEAST_NORMAL = np.float32(2.0**-14)
 INFINITE = U32(0x7F800000)
@@ -27,8 +27,6 @@ TOO_LARGE = U32((127 + 16) << 23)
 """65536: fp16 has infinity there."""
 NOT_A_NUMBER = U32(0x7E00)
 U64 = np.uint64
-GOLDEN_64, MIX_1_64, MIX_2_64 = U64(GOLDEN), U64(MIX_1), U64(MIX_2)
-SHIFTS = (U64(30), U64(27), U64(31))
 ONE, QUAD, WORD, LOW = U64(1), U64(COLUMNS_PER_HASH), U64(16), U64(0xFFFF)
 
 
@@ -62,14 +60,6 @@ def narrowed(value: Any, random: Any) -> Any:
 
 
 @compiled
-def mix(z: Any) -> Any:
-    """SplitMix64's output function."""
-    z = (z ^ (z >> SHIFTS[0])) * MIX_1_64
-    z = (z ^ (z >> SHIFTS[1])) * MIX_2_64
-    return z ^ (z >> SHIFTS[2])
-
-
-@compiled
 def fill_random(size: Any, key: Any, row: Any, first_column: Any, random: Any) -> None:
     """The random bits of a row's columns.
 
@@ -80,10 +70,10 @@ def fill_random(size: Any, key: Any, row: Any, first_column: Any, random: Any) -
         first_column: uint64, of the row's first column in its whole table; a multiple of 4.
         random: (d,) uint32, written.
     """
-    stream = mix(key + row * GOLDEN_64)
+    stream = mix(key + row * GOLDEN)
     quad = first_column // QUAD
     for at in range(U64(0), value_of(size), QUAD):
         quad += ONE
-        word = mix(stream + quad * GOLDEN_64)
+        word = mix(stream + quad * GOLDEN)
         for lane in range(U64(0), QUAD):
             random[at + lane] = (word >> (WORD * lane)) & LOW

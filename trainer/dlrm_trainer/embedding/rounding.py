@@ -38,9 +38,9 @@ import hashlib
 import torch
 from torch import Tensor
 
+from dlrm_checkpointer.splitmix import GOLDEN, MIX_1, MIX_2
+
 DOMAIN = b"dlrm-rounding-1\0"
-GOLDEN = 0x9E3779B97F4A7C15
-MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 LEAST_EXPONENT = 113
 """fp32's exponent field of 2**-14, the least normal fp16 number."""
 EXPONENT_BITS, MANTISSA_BITS = 0xFF, 23

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_checkpointer.initializer import GOLDEN, MIX_1, MIX_2
 from dlrm_trainer.compiled import compiled
+from dlrm_trainer.splitmix import GOLDEN, mix
 
-_GOLDEN, _MIX_1, _MIX_2 = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
 _UNIT = np.float32(2.0**-23)
 
 
@@ -34,17 +33,10 @@ def fill_initial(rows: Any, row_starts: Any, firsts: Any, keys: Any, scales: Any
         if scale == 0:
             out[n, :] = 0
             continue
-        key = _mix(keys[part] + np.uint64(row - row_starts[part] + firsts[part, 0]) * _GOLDEN)
+        key = mix(keys[part] + np.uint64(row - row_starts[part] + firsts[part, 0]) * GOLDEN)
         first_pair = firsts[part, 1] // 2
         for pair in range(out.shape[1] // 2):
-            word = _mix(key + np.uint64(first_pair + pair + 1) * _GOLDEN)
+            word = mix(key + np.uint64(first_pair + pair + 1) * GOLDEN)
             low, high = np.int64(word & np.uint64(0xFFFFFFFF)), np.int64(word >> np.uint64(32))
             out[n, 2 * pair] = np.float32(np.float32((low >> 8) - 8388608) * _UNIT) * scale
             out[n, 2 * pair + 1] = np.float32(np.float32((high >> 8) - 8388608) * _UNIT) * scale
-
-
-@compiled
-def _mix(value: Any) -> Any:
-    value = (value ^ (value >> np.uint64(30))) * _MIX_1
-    value = (value ^ (value >> np.uint64(27))) * _MIX_2
-    return value ^ (value >> np.uint64(31))

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_trainer.compiled import compiled
+from dlrm_trainer.splitmix import GOLDEN
 
 PREVIOUS, NEXT, STAMP, COUNT, PINS, FLAGS, ROW_LOW, ROW_HIGH, META_WORDS = 0, 1, 2, 3, 4, 5, 6, 7, 8
 """Words of a slot. Links hold slot + 1, and 0 at the end; a row holds itself + 1, and 0 in a slot without one."""
@@ -162,7 +163,7 @@ def _slot_in_set(replacement: Replacement, meta: Any, start: int, capacity: int,
     ways, policy = replacement.ways, replacement.policy
     if capacity < ways:
         return -1, -1
-    mixed = (np.uint64(row) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
+    mixed = (np.uint64(row) * GOLDEN) >> np.uint64(32)
     first = start + np.int64(mixed % np.uint64(capacity // ways)) * ways
     best: Any = np.int64(-1)
     oldest_protected: Any = np.int64(-1)
