@@ -19,7 +19,7 @@ from dlrm_trainer.embedding.placement import Placement
 from dlrm_trainer.embedding.routes import GroupRoute, routes
 from dlrm_trainer.embedding.segments import Bags, pick_bags, pick_segments, split_bags
 from dlrm_trainer.embedding.travelling import NOWHERE, OwnedBags, Travelling
-from dlrm_trainer.embedding.vectors import Landed, join_vectors, pick_vectors, split_vectors
+from dlrm_trainer.embedding.vectors import Landed, join_vectors, split_vectors
 from dlrm_trainer.spans import spanned
 
 NARROW_ROWS = 2**31
@@ -66,7 +66,7 @@ class Exchange:
         bags = split_bags(bags, table.splits)
         sent = bags if self._as_is else pick_bags(bags, table.units)
         received, samples = self._send(sent)
-        if not torch.equal(table.own_columns, torch.arange(len(received.lengths))):
+        if table.own_columns is not None:
             received = pick_bags(received, table.own_columns)
         return OwnedBags(
             ids=received.ids,
@@ -109,7 +109,7 @@ class Exchange:
         for part in torch.split(lengths, list(samples), dim=1):
             places, first = [], 0
             for group in groups:
-                whole, last = len(group.whole_slots), first + group.columns
+                whole, last = group.whole, first + group.columns
                 sample, column = (part[first + whole : last] > 0).t().nonzero(as_tuple=True)
                 places.append(sample * group.columns + whole + column)
                 first = last
@@ -121,7 +121,7 @@ class Exchange:
         if not len(group.split_slots):
             return NOWHERE
         sample, column = (lengths[group.split_units] > 0).t().nonzero(as_tuple=True)
-        return sample * self.routes.vector_counts[self.routes.widths.index(group.width)] + group.split_slots[column]
+        return sample * group.vectors + group.split_slots[column]
 
     def send_pooled(self, pooled: Sequence[Tensor], bags: OwnedBags) -> Travelling:
         """Begin to send pooled rows back to where their samples are.
@@ -139,7 +139,7 @@ class Exchange:
             of_ranks = torch.split(rows.view(len(rows), group.columns, group.width), list(bags.samples))
             for vectors, filled, pieces in zip(of_ranks, bags.filled, sent, strict=True):
                 flat = vectors.reshape(-1, group.width)
-                pieces += [vectors[:, : len(group.whole_slots)], flat.index_select(0, filled[place])]
+                pieces += [vectors[:, : group.whole], flat.index_select(0, filled[place])]
         expected = [_shapes(groups, here, landing) for groups, landing in zip(table.groups, bags.landing, strict=True)]
         return self._start("pooled", self._formats.forward, sent, expected, 1.0, bags)
 
@@ -162,7 +162,7 @@ class Exchange:
         for groups, pieces, landings in zip(table.groups, came, bags.landing, strict=True):
             for place, (group, landing) in enumerate(zip(groups, landings, strict=True)):
                 whole, parts = pieces[2 * place : 2 * place + 2]
-                found.append(Landed(group, whole.reshape(here, len(group.whole_slots), group.width), landing, parts))
+                found.append(Landed(group, whole.reshape(here, group.whole, group.width), landing, parts))
         for group, rows in zip(table.replicated, replicated, strict=True):
             found.append(Landed(group, rows.view(here, group.columns, group.width)))
         return join_vectors(found, table, here)
@@ -185,7 +185,7 @@ class Exchange:
             for group, landing in zip(groups, landings, strict=True):
                 vectors = by_width[group.width]
                 flat = vectors.reshape(-1, group.width)
-                pieces += [pick_vectors(vectors, group.whole_slots), flat.index_select(0, landing)]
+                pieces += [vectors[:, group.whole_slots], flat.index_select(0, landing)]
             sent.append(pieces)
         groups = table.groups[self._rank]
         expected = [_shapes(groups, count, filled) for count, filled in zip(bags.samples, bags.filled, strict=True)]
@@ -199,7 +199,7 @@ class Exchange:
         """
         bags, came, found = travelling.bags, travelling.wait(), []
         for place, group in enumerate(self.routes.groups[self._rank]):
-            wide = len(group.whole_slots) * group.width
+            wide = group.whole * group.width
             wholes = [pieces[2 * place].reshape(count, wide) for pieces, count in zip(came, bags.samples, strict=True)]
             if not len(group.split_slots):
                 found.append(wholes[0] if len(wholes) == 1 else torch.cat(wholes))
@@ -218,7 +218,7 @@ class Exchange:
         if not self.routes.replicated:
             return []
         by_width = split_vectors(gradient, self.routes)
-        return [pick_vectors(by_width[group.width], group.whole_slots).flatten(1) for group in self.routes.replicated]
+        return [by_width[group.width][:, group.whole_slots].flatten(1) for group in self.routes.replicated]
 
     def _start(
         self,
@@ -258,7 +258,7 @@ def _shapes(groups: Sequence[GroupRoute], samples: int, split_places: Sequence[T
     return [
         shape
         for group, places in zip(groups, split_places, strict=True)
-        for shape in ((samples * len(group.whole_slots), group.width), (len(places), group.width))
+        for shape in ((samples * group.whole, group.width), (len(places), group.width))
     ]
 
 

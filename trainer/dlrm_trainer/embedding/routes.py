@@ -7,7 +7,8 @@ one column block; vectors of one width lie side by side, in the model's order, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -36,8 +37,12 @@ class GroupRoute:
     """Where the columns of one group of one rank belong."""
 
     width: int
-    whole_slots: Tensor
-    """(C_w,) int64 slots of its whole columns, which come first."""
+    vectors: int
+    """Vectors of this width in the whole model."""
+    whole: int
+    """Its whole columns, which come first."""
+    whole_slots: Tensor | slice
+    """(C_w,) int64 slots of those; a slice where they follow one another."""
     split_slots: Tensor
     """(C_s,) int64 slots of its other columns, which hold the sums of some of a bag's rows."""
     split_units: Tensor
@@ -46,7 +51,12 @@ class GroupRoute:
     @property
     def columns(self) -> int:
         """Columns of the group."""
-        return len(self.whole_slots) + len(self.split_slots)
+        return self.whole + len(self.split_slots)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether its whole columns are all vectors of this width, as they lie."""
+        return self.whole_slots == slice(0, self.vectors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +71,8 @@ class Routes:
     """Units sent to each rank."""
     unit_owners: Tensor
     """(U,) int64 rank that each of ``units`` goes to."""
-    own_columns: Tensor
-    """(C,) int64 place, among the units sent to this rank, of each of its columns."""
+    own_columns: Tensor | None
+    """(C,) int64 place, among the units sent to this rank, of each of its columns; None where they come in order."""
     groups: tuple[tuple[GroupRoute, ...], ...]
     """Of each rank."""
     replicated: tuple[GroupRoute, ...]
@@ -84,15 +94,15 @@ def routes(placement: Placement, rank: int) -> Routes:
     splits, unit_of = _units(placement)
     units: list[int] = []
     counts: list[int] = []
-    own: list[int] = []
+    own: Tensor | None = None
     for owner, groups in enumerate(placement.groups):
         wanted = [unit_of[_unit_key(group.parts[part], feature)] for group in groups for part, feature in group.columns]
         sent = list(dict.fromkeys(wanted))  # column blocks of one rank share their ids
         if owner == rank:
-            own = [sent.index(unit) for unit in wanted] if len(sent) < len(wanted) else list(range(len(sent)))
+            own = None if sent == wanted else _index(sent.index(unit) for unit in wanted)
         units += sent
         counts.append(len(sent))
-    vectors = [sum(1 for width, _ in slots.values() if width == each) for each in widths]
+    vectors = Counter(width for width, _ in slots.values())
     split_widths = {part.width for parts in placement.parts for part in parts if part.row_split}
     return Routes(
         features=len(placement.features),
@@ -100,12 +110,12 @@ def routes(placement: Placement, rank: int) -> Routes:
         units=_index(units),
         unit_counts=tuple(counts),
         unit_owners=torch.repeat_interleave(torch.arange(placement.world_size), _index(counts)),
-        own_columns=_index(own),
-        groups=tuple(tuple(_route(group, slots, unit_of) for group in groups) for groups in placement.groups),
-        replicated=tuple(_route(group, slots, unit_of) for group in placement.replicated_groups),
+        own_columns=own,
+        groups=tuple(tuple(_route(group, slots, unit_of, vectors) for group in groups) for groups in placement.groups),
+        replicated=tuple(_route(group, slots, unit_of, vectors) for group in placement.replicated_groups),
         replicated_features=_index(feature for group in placement.replicated_groups for _, feature in group.columns),
         widths=widths,
-        vector_counts=tuple(vectors),
+        vector_counts=tuple(vectors[width] for width in widths),
         summed=tuple(width in split_widths for width in widths),
         runs=_runs(placement, widths, slots),
     )
@@ -113,6 +123,14 @@ def routes(placement: Placement, rank: int) -> Routes:
 
 def _index(values: Iterable[int]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.int64)
+
+
+def _slice(values: Sequence[int]) -> Tensor | slice:
+    """The values as a slice where they follow one another."""
+    first = values[0] if values else 0
+    if list(values) == list(range(first, first + len(values))):
+        return slice(first, first + len(values))
+    return _index(values)
 
 
 def _vectors(placement: Placement) -> list[tuple[VectorKey, int]]:
@@ -161,7 +179,10 @@ def _units(placement: Placement) -> tuple[tuple[Split, ...], dict[tuple[int, int
 
 
 def _route(
-    group: PartGroup, slots: dict[VectorKey, tuple[int, int]], unit_of: dict[tuple[int, int, int], int]
+    group: PartGroup,
+    slots: Mapping[VectorKey, tuple[int, int]],
+    unit_of: Mapping[tuple[int, int, int], int],
+    vectors: Mapping[int, int],
 ) -> GroupRoute:
     columns = [(group.parts[part], feature) for part, feature in group.columns]
     at = [slots[feature, part.column_start][1] for part, feature in columns]
@@ -169,7 +190,9 @@ def _route(
     whole = group.whole_columns
     return GroupRoute(
         width=group.width,
-        whole_slots=_index(at[:whole]),
+        vectors=vectors[group.width],
+        whole=whole,
+        whole_slots=_slice(at[:whole]),
         split_slots=_index(at[whole:]),
         split_units=_index(units[whole:]),
     )

@@ -33,13 +33,13 @@ def join_vectors(landed: Iterable[Landed], table: Routes, samples: int) -> Tenso
     of_widths = []
     for width, count, summed in zip(table.widths, table.vector_counts, table.summed, strict=True):
         mine = [each for each in landed if each.group.width == width]
-        if len(mine) == 1 and not summed and _in_order(mine[0].group.whole_slots):
+        if len(mine) == 1 and not summed and mine[0].group.in_order:
             of_widths.append(mine[0].whole)
             continue
         vectors = (torch.zeros if summed else torch.empty)(samples, count, width)
         for each in mine:
             if each.whole.shape[1]:
-                vectors[:, _places(each.group.whole_slots)] = each.whole
+                vectors[:, each.group.whole_slots] = each.whole
         for each in mine:
             if each.parts is not None and each.places is not None and len(each.places):
                 vectors.view(-1, width).index_add_(0, each.places, each.parts)
@@ -62,19 +62,3 @@ def split_vectors(rows: Tensor, table: Routes) -> dict[int, Tensor]:
         width: torch.cat(parts[width], dim=1).view(samples, count, width)
         for width, count in zip(table.widths, table.vector_counts, strict=True)
     }
-
-
-def pick_vectors(vectors: Tensor, slots: Tensor) -> Tensor:
-    """(n, k, w) of (n, V_w, w): a view where the slots follow one another."""
-    return vectors[:, _places(slots)]
-
-
-def _in_order(slots: Tensor) -> bool:
-    return bool(torch.equal(slots, torch.arange(len(slots))))
-
-
-def _places(slots: Tensor) -> Tensor | slice:
-    """The slots as a slice where they follow one another."""
-    if len(slots) and torch.equal(slots, torch.arange(int(slots[0]), int(slots[0]) + len(slots))):
-        return slice(int(slots[0]), int(slots[0]) + len(slots))
-    return slots
