@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_api.measured import Profile
+from dlrm_api.progress import EvalMetrics, Progress
 from dlrm_trainer.journal import Ledger, StepJournal, write_profile, write_result
 
 
@@ -17,10 +18,14 @@ def test_lines_after_the_restored_step_and_a_torn_last_one_are_dropped(tmp_path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo')
 
     journal = StepJournal(tmp_path, restored_step=2)
-    journal.write({"step": 3, "loss": 0.25})
+    journal.stepped(Progress(step=3, loss=0.25, time=9.0))
+    journal.evaluated(3, EvalMetrics(step=3, log_loss=0.2))
     journal.close()
 
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [*lines[:3], {"step": 3, "loss": 0.25}]
+    *kept, step, evaluation = [json.loads(line) for line in path.read_text().splitlines()]
+    assert kept == lines[:3]
+    assert step == {"step": 3, "loss": 0.25, "samples_per_s": None, "samples": 0, "epoch": 0, "time": 9.0}
+    assert (evaluation["step"], evaluation["eval"]["log_loss"]) == (3, 0.2)
 
 
 def test_an_attempt_begins_without_the_result_and_the_profile_of_an_earlier_end(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.measured import Profile
+from dlrm_api.progress import EvalMetrics, Progress
 
 PROGRESS_FILE = "progress.jsonl"
 RESULT_FILE = "result.json"
@@ -32,8 +33,16 @@ class StepJournal:
         draft.replace(path)
         self._file = path.open("a", buffering=1)
 
-    def write(self, line: dict[str, Any]) -> None:
-        """Append one line, which readers see at once."""
+    def stepped(self, now: Progress) -> None:
+        """Append a line about a step, which readers see at once."""
+        line = {"step": now.step, "loss": now.loss, "samples_per_s": now.samples_per_second}
+        self._write(line | {"samples": now.samples, "epoch": now.epoch, "time": now.time})
+
+    def evaluated(self, step: int, quality: EvalMetrics) -> None:
+        """Append a line about an evaluation after a step."""
+        self._write({"step": step, "eval": quality.model_dump(by_alias=False)})
+
+    def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:

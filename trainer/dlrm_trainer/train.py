@@ -166,9 +166,7 @@ class Training:
         if self.ledger:
             self.ledger.write(self.step, batch.sample_ids.numpy())
         if self.journal:
-            now = self.board.now
-            line = {"step": now.step, "loss": now.loss, "samples_per_s": now.samples_per_second}
-            self.journal.write(line | {"samples": now.samples, "epoch": now.epoch, "time": now.time})
+            self.journal.stepped(self.board.now)
         self.stages.lap("records")
         return agreed.stop, agreed.cut
 
@@ -180,7 +178,7 @@ class Training:
         self.board.evaluated(self.quality)
         self.board.phase(TrainerPhase.TRAINING)
         if self.journal and self.quality:
-            self.journal.write({"step": self.step, "eval": self.quality.model_dump(by_alias=False)})
+            self.journal.evaluated(self.step, self.quality)
         self.stages.lap("evaluation")
 
     def hand_over(self, *, last: bool = False) -> None:
