@@ -1,7 +1,8 @@
-"""The dense half alone: what a step takes whose rows cost nothing."""
+"""The dense half alone: what a step takes whose rows cost nothing, and what its multiplications alone would take."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,6 +13,9 @@ from benchmarks.shapes import Shape, job_of
 from dlrm_trainer.data import Batch
 from dlrm_trainer.dense import DenseParameters
 from dlrm_trainer.model import build_model, global_mean_loss
+
+PRODUCT = (2_048, 512, 512)
+"""Rows of the left matrix, its columns, and columns of the right one: those of a wide layer."""
 
 
 class DenseSide:
@@ -43,14 +47,38 @@ class DenseSide:
     def close(self) -> None:
         """Nothing is held."""
 
-    @property
-    def flops(self) -> float:
-        """Of a step: two for each multiplication of a weight or of two vectors' elements, forward, and twice backward.
 
-        No gradient of the dense features is needed; of the symmetric products, half.
-        """
-        shape, vectors = self._shape, self._shape.tables + 1
-        pairs = vectors * (vectors - 1) // 2
-        widths = [(shape.features, *shape.bottom), (shape.bottom[-1] + pairs, *shape.top)]
-        layers = [a * b for each in widths for a, b in pairwise(each)]
-        return 2.0 * shape.batch * (3 * (sum(layers) + pairs * shape.dim) - shape.features * shape.bottom[0])
+class Products:
+    """As many multiplications as the dense half's step has, all in products of matrices that torch is fastest with.
+
+    Args:
+        shape: of the model.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self._flops = step_flops(shape)
+        self._left, self._right = torch.rand(PRODUCT[0], PRODUCT[1]), torch.rand(PRODUCT[1], PRODUCT[2])
+        self._out = torch.empty(PRODUCT[0], PRODUCT[2])
+
+    def run(self, batches: Sequence[Batch]) -> float:
+        """See ``Side``."""
+        wanted = self._flops * len(batches) / (2 * math.prod(PRODUCT))
+        start = time.perf_counter()
+        for _ in range(math.ceil(wanted)):
+            torch.mm(self._left, self._right, out=self._out)
+        return (time.perf_counter() - start) * wanted / math.ceil(wanted)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def step_flops(shape: Shape) -> float:
+    """Of the dense half's step: two for each multiplication of a weight or of two vectors' elements, and twice backward.
+
+    No gradient of the dense features is needed; of the symmetric products, half.
+    """
+    vectors = shape.tables + 1
+    pairs = vectors * (vectors - 1) // 2
+    widths = [(shape.features, *shape.bottom), (shape.bottom[-1] + pairs, *shape.top)]
+    layers = [a * b for each in widths for a, b in pairwise(each)]
+    return 2.0 * shape.batch * (3 * (sum(layers) + pairs * shape.dim) - shape.features * shape.bottom[0])

@@ -24,6 +24,8 @@ COMPARED = 6
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 """Largest difference of losses, relative. Their bf16 rounds at other places than ours."""
 WARM = 20
+PARTS_OF_A_STEP = ("dense-only", "flop-bound")
+"""Against which no loss can be compared. The second is not beside our step but beside its dense half."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,14 @@ def dense_only(shape: Shape, _rank: int, _ranks: int, _port: int) -> Any:
     return DenseSide(shape)
 
 
+def products(shape: Shape, _rank: int, _ranks: int, _port: int) -> Any:
+    """The multiplications of our dense half alone, likewise."""
+    _as_a_rank_starts()
+    from benchmarks.dense_side import Products
+
+    return Products(shape)
+
+
 def _as_a_rank_starts() -> None:
     """What a rank does before torch is loaded."""
     from dlrm_trainer.settings import keep_memory, spin_briefly
@@ -114,18 +124,19 @@ def measure(options: Options, setting: Setting) -> None:
         "torchrec": partial(torchrec, sharding=setting.sharding, our_dense=False),
         "torchrec-our-dense": partial(torchrec, sharding=setting.sharding, our_dense=True),
         "dense-only": dense_only,
+        "flop-bound": products,
         "fp32": partial(ours, sharding=setting.sharding),
     }
     with ExitStack() as stack:
         sides = [
             stack.enter_context(closing(_gang(make, each, setting.ranks)))
             for make, each in (
-                (partial(ours, sharding=setting.sharding), shape),
+                (dense_only if setting.against == "flop-bound" else partial(ours, sharding=setting.sharding), shape),
                 (makers[setting.against], plain if setting.against == "fp32" else shape),
             )
         ]
         first = COMPARED
-        if setting.against != "dense-only":
+        if setting.against not in PARTS_OF_A_STEP:
             _compare(sides, setting)
         for side in sides:
             side.draw(first, first + WARM)
@@ -144,7 +155,7 @@ def measure(options: Options, setting: Setting) -> None:
             sent.add(taken[0][1], taken[1][1])
     rates = pairs.inverted(shape.batch * 1000)
     more = {"our_step_ms": float(np.median(pairs.ours)), "their_step_ms": float(np.median(pairs.theirs))}
-    if setting.against == "dense-only":
+    if setting.against in PARTS_OF_A_STEP:
         report(setting, "step_ms", pairs)
     else:
         report(setting, "samples_per_s", rates, **more)
@@ -174,6 +185,7 @@ def settings() -> Iterator[Setting]:
             for against in ("torchrec", "torchrec-our-dense"):
                 yield Setting(pooling=pooling, precision=precision, against=against)
         yield Setting(pooling=1, precision=precision, against="dense-only")
+    yield Setting(pooling=1, against="flop-bound")
     yield Setting(pooling=1, precision="bf16", against="fp32")
     for sharding in ("table", "row", "column", "mixed"):
         yield Setting(pooling=1, ranks=2, sharding=sharding)

@@ -88,7 +88,7 @@ class ModelSpec(ApiModel):
         "fp32",
         description=(
             "Compute type of MLPs and interaction; weights stay fp32. bf16 computes in fp32 on a processor without "
-            "bf16 instructions, where it would be slower."
+            "AMX, where it would be slower."
         ),
     )
     tables: tuple[TableSpec, ...] = Field((), max_length=MAX_TABLES, description="Embedding tables.")

@@ -123,11 +123,10 @@ def test_layers_in_bf16_stay_near_those_in_fp32_and_give_float32_gradients() -> 
         assert float((ours - exact).norm() / exact.norm()) < 0.2  # where a ReLU is on one side alone
 
 
-def test_products_are_in_bf16_where_the_job_asks_and_the_processor_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+def test_products_are_in_bf16_where_the_job_asks_and_the_processor_has_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     assert product_type("bf16") == torch.bfloat16
     assert product_type("fp32") == torch.float32
 
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     assert product_type("bf16") == torch.float32

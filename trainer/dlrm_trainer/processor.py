@@ -7,10 +7,15 @@ from typing import Any, cast
 
 import numba.core.cgutils
 import numba.extending
+import numpy as np
 from llvmlite import ir
 from numba import types
 
+from dlrm_trainer.compiled import compiled
+
 READ, ALL_LEVELS, DATA = 0, 3, 1
+LINE = np.uint64(16)
+"""float32 elements of a cache line."""
 cgutils: Any = numba.core.cgutils
 
 
@@ -64,6 +69,13 @@ def prefetch(_typing: Any, array: Any, place: Any) -> Any:  # noqa: ARG001
         return context.get_dummy_value()
 
     return types.void(array, types.uintp), generate
+
+
+@compiled
+def prefetch_lines(array: Any, first: Any, stop: Any) -> None:
+    """``prefetch`` of every cache line of float32 ``array[first:stop]``; uint64 both."""
+    for line in range(first, stop, LINE):
+        prefetch(array, line)
 
 
 @instruction

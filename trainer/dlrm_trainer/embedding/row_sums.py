@@ -8,18 +8,16 @@ import numpy as np
 
 from dlrm_trainer.compiled import compiled
 from dlrm_trainer.embedding.row_rules import lent_memory, store_half, update_row
-from dlrm_trainer.processor import lent, prefetch
+from dlrm_trainer.processor import lent, prefetch, prefetch_lines
 from dlrm_trainer.sizes import value_of
 from dlrm_trainer.team import finish, take
 
 U64 = np.uint64
 ZERO, ONE = U64(0), U64(1)
 AHEAD, ROWS_AHEAD = U64(8), 8
-"""Sums and rows asked for before their turn."""
+"""Gradients, sums and rows asked for before their turn."""
 OTHERS = -1
 """Group of a lookup of another part."""
-LINE = U64(16)
-"""float32 elements of a cache line."""
 DIGIT_BITS = U64(11)
 
 
@@ -208,12 +206,13 @@ def _sum_groups(size: Any, table: Any, groups: Any, firsts: Any, layout: Any, lo
         for sample in range(samples):
             from_ = sample * width + columns[feature]
             bag = feature * samples + sample
+            coming = from_ + AHEAD * width  # of another sample: too far away for the processor to foresee
+            prefetch_lines(gradient, coming, coming + dim)
             for place in range(offsets[bag] - base, offsets[bag + ONE] - base):
                 if groups[place] == OTHERS:
                     continue
                 coming = U64(groups[min(place + AHEAD, last)]) * dim
-                for line in range(ZERO, dim, LINE):
-                    prefetch(totals, coming + line)
+                prefetch_lines(totals, coming, coming + dim)
                 group = U64(groups[place])
                 into = group * dim
                 weight = weights[base + place] if len(weights) else np.float32(1)
@@ -233,18 +232,18 @@ def _update_groups(
     dim, start, samples = value_of(size), layout.starts[table], U64(lookups.samples)
     states_at, state_width, column = layout.state_starts[table], layout.state_widths[table], layout.first_columns[table]
     rows, halves, states = memory.rows, memory.halves, memory.states
-    is_half = memory.half
+    totals = lent(totals)  # parts of it are taken
+    is_half, half_shift = memory.half, ONE if memory.half else ZERO
     ids, numbers, last = lookups.ids, lookups.numbers, len(firsts) - 1
     base = lookups.offsets[layout.first_features[table] * samples]
     value, random = np.empty(dim, np.float32), np.empty(dim, np.uint32)
     for group in range(len(firsts)):
         id_, next_id = ids[base + firsts[group]], ids[base + firsts[min(group + ROWS_AHEAD, last)]]
-        coming = start + next_id * dim
-        for line in range(ZERO, dim, LINE):
-            prefetch(rows, (coming >> ONE if is_half else coming) + line)
+        coming = (start + next_id * dim) >> half_shift
+        prefetch_lines(rows, coming, coming + (dim >> half_shift))
         prefetch(states, states_at + next_id * state_width)
         total = totals[U64(group) * dim : U64(group + 1) * dim]
         row, state = start + id_ * dim, states_at + id_ * state_width
-        update_row(size, rows, halves, memory.half, states, row, state, total, rule, value)
+        update_row(size, rows, halves, is_half, states, row, state, total, rule, value)
         if is_half:
             store_half(size, halves, row, value, random, keys[table], numbers[base + firsts[group]], column)
