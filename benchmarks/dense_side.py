@@ -73,7 +73,7 @@ class Products:
 
 
 def step_flops(shape: Shape) -> float:
-    """Of the dense half's step: two for each multiplication of a weight or of two vectors' elements, and twice backward.
+    """Of the dense half's step: two for each product of a weight or of two vectors' elements, and twice that backward.
 
     No gradient of the dense features is needed; of the symmetric products, half.
     """
