@@ -69,7 +69,6 @@ class Options:
 
 def ours(shape: Shape, rank: int, ranks: int, port: int, sharding: str) -> Any:
     """Our trainer, in a process of its own."""
-    _as_a_rank_starts()
     from benchmarks.ranks import trained
 
     return trained(shape, rank, ranks, port, sharding)
@@ -84,7 +83,6 @@ def torchrec(shape: Shape, rank: int, ranks: int, port: int, sharding: str, our_
 
 def dense_only(shape: Shape, _rank: int, _ranks: int, _port: int) -> Any:
     """Our dense half alone, likewise."""
-    _as_a_rank_starts()
     from benchmarks.dense_side import DenseSide
 
     return DenseSide(shape)
@@ -92,18 +90,9 @@ def dense_only(shape: Shape, _rank: int, _ranks: int, _port: int) -> Any:
 
 def products(shape: Shape, _rank: int, _ranks: int, _port: int) -> Any:
     """The multiplications of our dense half alone, likewise."""
-    _as_a_rank_starts()
     from benchmarks.dense_side import Products
 
     return Products(shape)
-
-
-def _as_a_rank_starts() -> None:
-    """What a rank does before torch is loaded."""
-    from dlrm_trainer.settings import keep_memory, spin_briefly
-
-    spin_briefly()
-    keep_memory()
 
 
 def measure(options: Options, setting: Setting) -> None:
