@@ -23,7 +23,7 @@ from rocksdict import (
 )
 
 from dlrm_api.plan import Tier
-from dlrm_trainer.embedding.tiers.level import Places, Records, Rows
+from dlrm_trainer.embedding.tiers.level import Finish, Places, Records, Rows, finished
 
 BLOOM_BITS = 10
 WRITE_BUFFER = 64 << 20
@@ -70,12 +70,13 @@ class RocksLevel:
         self.used += len(rows)
         return rows.copy()
 
-    def read(self, places: Places, out: Records) -> None:
+    def read(self, places: Places, out: Records) -> Finish:
         """See ``Level``."""
         order = np.argsort(places)  # neighbours share blocks
         parts = [part for part in np.array_split(order, self._readers) if len(part)]
         for part, found in zip(parts, self._threads.map(self._get, (places[part] for part in parts)), strict=True):
             out[part] = found
+        return finished
 
     def _get(self, places: Places) -> Records:
         found: Any = self._database.get([*_parts(places)])

@@ -28,7 +28,7 @@ def records(rows: np.ndarray) -> np.ndarray:
 
 def read(level: BlockLevel, places: np.ndarray) -> np.ndarray:
     out = np.zeros((len(places), WORDS), np.uint32)
-    level.read(places, out)
+    level.read(places, out)()
     return out
 
 

@@ -89,8 +89,19 @@ class BlockModel(RuleBasedStateMachine):
     def read(self, seed: int, count: int) -> None:
         rows = self.some(True, seed, count)
         out = np.zeros((len(rows), self.words), np.uint32)
-        self.level.read(self.place[rows], out)
+        self.level.read(self.place[rows], out)()
         np.testing.assert_array_equal(out, self.records(rows))
+
+    @rule(seed=st.integers(0, 2**32), count=st.integers(0, 300), rounds=st.integers(1, 8))
+    def take_out_while_others_come(self, seed: int, count: int, rounds: int) -> None:
+        rows = self.some(True, seed, count)
+        wanted, out = self.records(rows), np.zeros((len(rows), self.words), np.uint32)
+        finish = self.level.read(self.place[rows], out)
+        self.level.free(self.place[rows])
+        self.place[rows] = -1
+        self.churn(seed, rounds)
+        finish()
+        np.testing.assert_array_equal(out, wanted)
 
     @rule(seed=st.integers(0, 2**32), rounds=st.integers(1, 8))
     def churn(self, seed: int, rounds: int) -> None:
@@ -162,7 +173,7 @@ def test_records_of_one_page_cost_one_read(direct_folder: Path) -> None:
     rows = np.arange(live)
     with closing(BlockLevel(direct_folder, words, live, live, lambda *_: None, 64 << 10)) as level:
         places = level.write(rows, np.zeros((live, words), np.uint32))
-        level.read(places[:45], np.empty((45, words), np.uint32))
+        level.read(places[:45], np.empty((45, words), np.uint32))()
         reads, read_bytes = level.reads, level.bytes_read
 
     assert reads == 3  # 15 records of 264 bytes to a page
@@ -173,7 +184,7 @@ def test_rows_on_their_way_out_are_read_from_memory(direct_folder: Path) -> None
     with closing(BlockLevel(direct_folder, 66, 10_000, 8_000, lambda *_: None)) as level:
         places = level.write(np.arange(100), np.full((100, 66), 7, np.uint32))
         out = np.zeros((100, 66), np.uint32)
-        level.read(places, out)
+        level.read(places, out)()
 
     assert (out == 7).all()
     assert level.reads == level.writes == 0
@@ -191,7 +202,7 @@ def test_a_segment_is_not_written_again_before_its_last_write_ended(
             held[row] = level.write(np.array([row]), np.full((1, 1_024), row, np.uint32))
             for other, place in held.items():
                 out = np.zeros((1, 1_024), np.uint32)
-                level.read(place, out)
+                level.read(place, out)()
                 assert (out == other).all()
 
 

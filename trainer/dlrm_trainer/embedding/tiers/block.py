@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from dlrm_api.plan import Tier
 from dlrm_api.tiers import BLOCK_SEGMENT_BYTES
 from dlrm_trainer.embedding.tiers import pages
 from dlrm_trainer.embedding.tiers.aio import DirectReader, DirectWriter, page_aligned
-from dlrm_trainer.embedding.tiers.level import Moved, Places, Records, Rows
+from dlrm_trainer.embedding.tiers.level import Finish, Moved, Places, Records, Rows, finished
 from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
 from dlrm_trainer.embedding.tiers.scratch import ScratchFile
 
@@ -26,6 +27,10 @@ READ_BUFFER_BYTES = 8 << 20
 WRITE_BUFFERS = 4
 """Segments in memory: the one that takes records, and those on their way out."""
 SCAN_DEPTH = 4
+SPARE_SEGMENTS, SPARE_SHARE = 8, 64
+"""That are kept free, and at most one in so many, for what is written while others are read."""
+FULL_SHARE = 0.75
+"""Of the open segment: what more than fills it is not moved there as long as another segment is free."""
 STEP_BYTES = 64 << 20
 """The file grows by this much at a time, while the device has room."""
 
@@ -35,8 +40,9 @@ class BlockLevel:
 
     New records go to the open segment, in memory; a full one is written behind the caller's back and served from memory
     until the device has it. Where no segment is free, the one with fewest records in use is read, these are appended to
-    the open one, and it is free: never before they are in memory that stays until the device has them too. Record
-    buffers take about 7 MiB at most for records up to a page, beside 5 MiB while a scan lasts.
+    the open one, and it is free: never before they are in memory that stays until the device has them too. Pages are
+    read in a thread of their own; a segment that becomes free meanwhile is not written to before all of them are there.
+    Record buffers take about 7 MiB at most for records up to a page, beside 5 MiB while a scan lasts.
 
     Args:
         folder: existing one, on the device.
@@ -72,6 +78,7 @@ class BlockLevel:
             depth = max(8, min(READ_DEPTH, READ_BUFFER_BYTES // layout.page_bytes))
             self._reader = stack.enter_context(closing(DirectReader(self._file, depth, layout.page_bytes)))
             self._writer = stack.enter_context(closing(DirectWriter(self._file, WRITE_BUFFERS, layout.segment_bytes)))
+            self._thread = stack.enter_context(ThreadPoolExecutor(1, "dlrm-block"))
             self._resources = stack.pop_all()
         self._victim = page_aligned(1, layout.segment_bytes // 4)[0]
         self._owners = untouched_zeros(layout.places)
@@ -81,6 +88,9 @@ class BlockLevel:
         self._segment_in = [-1] * WRITE_BUFFERS
         self._idle = list(range(WRITE_BUFFERS))
         self._free: deque[int] = deque()
+        self._held: list[int] = []  # free, but maybe still being read
+        self._reading: Future[None] | None = None
+        self._spare = max(1, min(SPARE_SEGMENTS, layout.segments // SPARE_SHARE))
         self._segments = 0  # that the device has allocated
         self._touched = 0  # segments ever opened, counted from the file's start
         self._open, self._filled = -1, layout.shape.segment_records
@@ -125,7 +135,7 @@ class BlockLevel:
     def _reserve(self, count: int) -> None:
         """Have the device allocate segments for records to come, and one more, as long as the file may grow."""
         rest = max(0, count - (self._shape.segment_records - self._filled))
-        wanted = -(-rest // self._shape.segment_records) + 1 - len(self._free)
+        wanted = -(-rest // self._shape.segment_records) + 1 - len(self._free) - len(self._held)
         size = self._layout.segment_bytes
         target = min(self._segments + max(0, wanted), self._layout.segments)
         self._file.ensure(target * size, max(STEP_BYTES, size), self._layout.segments * size)
@@ -133,13 +143,15 @@ class BlockLevel:
         self._free.extend(range(self._segments, allocated))
         self._segments = allocated
         if self._open >= 0:
-            self._keep_one_free()  # cleaning that failed is made up for
+            self._keep_free()  # cleaning that failed is made up for
 
     def _open_next(self) -> None:
         """Start to write the open segment and open a free one, after which another one is free."""
         if self._open >= 0 and self._live[self._open] == 0:
             self._filled = 0
             return
+        if not self._free:
+            self._finish_reading()
         segment = self._free[0]
         if self._open >= 0:
             full, self._open = self._open, -1
@@ -153,11 +165,19 @@ class BlockLevel:
         self._buffer_of[segment], self._segment_in[buffer] = buffer, segment
         self._open, self._filled = self._free.popleft(), 0
         self._touched = max(self._touched, segment + 1)
-        self._keep_one_free()
+        self._keep_free()
 
-    def _keep_one_free(self) -> None:
-        while not self._free:
-            self._clean(pages.emptiest(self._live, self._written))
+    def _keep_free(self) -> None:
+        """Have one segment free, and as many as are to spare where that leaves the open one room for what comes."""
+        while (free := len(self._free) + len(self._held)) < self._spare:
+            segment, room = pages.emptiest(self._live, self._written), self._shape.segment_records - self._filled
+            if free and (segment < 0 or self._live[segment] > room * FULL_SHARE):
+                return
+            self._clean(segment)
+
+    def _give_up(self, segments: list[int]) -> None:
+        """Take segments as free that hold no record in use."""
+        (self._free if self._reading is None else self._held).extend(segments)
 
     def _clean(self, segment: int) -> None:
         """Append a segment's records in use to the open one, which has room for them, and free it."""
@@ -173,7 +193,7 @@ class BlockLevel:
         self._filled += count
         self._live[target] += count
         self._live[segment] = self._written[segment] = 0
-        self._free.append(segment)
+        self._give_up([segment])
         self.cleaned += count
         self._tell(segment * size + indices[:count], target * size + first, owners[first : first + count] - 1)
 
@@ -200,22 +220,38 @@ class BlockLevel:
         if self._writer.failure is not None:
             raise self._writer.failure
 
-    def read(self, places: Places, out: Records) -> None:
+    def read(self, places: Places, out: Records) -> Finish:
         """See ``Level``."""
+        assert self._reading is None, "a copy begins before the last one is finished"
         elsewhere = np.empty(len(places), np.int64)
         count = pages.read_buffered(self._shape, places, self._buffer_of, self._writer.buffers, out, elsewhere)
         if count == 0:
-            return
+            return finished
         page_of = places[elsewhere[:count]] // self._shape.page_records
         order = np.argsort(page_of)
         positions, page_of = elsewhere[:count][order], page_of[order]
         starts = np.concatenate(([0], np.flatnonzero(np.diff(page_of)) + 1, [count]))
         offsets = page_of[starts[:-1]] * self._layout.page_bytes
-        with closing(self._reader.pieces(offsets)) as pieces:
-            for which, buffers in pieces:
-                pages.read_pages(self._shape, which, buffers, self._reader.buffers, starts, positions, places, out)
         self.reads += len(offsets)
         self.bytes_read += len(offsets) * self._layout.page_bytes
+
+        def copy() -> None:
+            with closing(self._reader.pieces(offsets)) as pieces:
+                for which, buffers in pieces:
+                    pages.read_pages(self._shape, which, buffers, self._reader.buffers, starts, positions, places, out)
+
+        self._reading = self._thread.submit(copy)
+        return self._finish_reading
+
+    def _finish_reading(self) -> None:
+        """Wait for the pages that are being read, if any are; what became free meanwhile may be written to then."""
+        reading, self._reading = self._reading, None
+        try:
+            if reading is not None:
+                reading.result()
+        finally:
+            self._free.extend(self._held)
+            self._held.clear()
 
     def free(self, places: Places) -> None:
         """See ``Level``."""
@@ -223,7 +259,7 @@ class BlockLevel:
         count = pages.release(self._shape, places, self._owners, self._live, self._written, emptied)
         assert count >= 0, "a place was freed that is not in use"
         self._written[emptied[:count]] = 0
-        self._free.extend(emptied[:count].tolist())
+        self._give_up(emptied[:count].tolist())
         self.used -= len(places)
 
     def coldest(self, count: int) -> tuple[Rows, Places]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.plan import Tier
 from dlrm_trainer.compiled import compiled
-from dlrm_trainer.embedding.tiers.level import Places, Records, Rows
+from dlrm_trainer.embedding.tiers.level import Finish, Places, Records, Rows, finished
 
 NEWER, OLDER, ROW_LOW, ROW_HIGH, ORDER_WORDS = 0, 1, 2, 3, 4
 """Words of a place in the order of arrival; links hold place + 1, and 0 at the ends."""
@@ -90,9 +90,10 @@ class ByteLevel:
         _store(self._storage.records, places, records)
         return places
 
-    def read(self, places: Places, out: Records) -> None:
+    def read(self, places: Places, out: Records) -> Finish:
         """See ``Level``."""
         _load(self._storage.records, places, out)
+        return finished
 
     def free(self, places: Places) -> None:
         """See ``Level``."""

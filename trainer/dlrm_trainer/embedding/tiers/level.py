@@ -19,6 +19,13 @@ Records = NDArray[np.uint32]
 Moved = Callable[[Rows, Places], None]
 """Told by a level that moves records on its own account: the rows, and the places where they are now."""
 
+Finish = Callable[[], None]
+"""Waits until all of a copy is there; to be called once. Raises DeviceError as what began it."""
+
+
+def finished() -> None:
+    """Of a copy that was all there when it began."""
+
 
 class Level(Protocol):
     """Keeps records of W words. One thread at a time uses it; every array of places has no place twice."""
@@ -46,8 +53,11 @@ class Level(Protocol):
             DeviceError: names the path and the bytes that could not be written.
         """
 
-    def read(self, places: Places, out: Records) -> None:
-        """Copy the records of some places out; they stay where they are.
+    def read(self, places: Places, out: Records) -> Finish:
+        """Begin to copy the records of some places out; they stay where they are.
+
+        Until the copy is finished, which it must be before the next one begins, places may be freed, those of these
+        records too, and others written; neither array may change.
 
         Raises:
             DeviceError: names the path and the bytes that could not be read.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -17,7 +18,7 @@ from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
 from dlrm_trainer.embedding.tiers.counts import COUNTS
 from dlrm_trainer.embedding.tiers.directory import LEVEL_BITS, Directory, Found
 from dlrm_trainer.embedding.tiers.initial import fill_initial
-from dlrm_trainer.embedding.tiers.level import Level, Places, Records, Rows
+from dlrm_trainer.embedding.tiers.level import Finish, Level, Places, Records, Rows
 from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
 from dlrm_trainer.embedding.tiers.replacement import (
     LFU,
@@ -165,7 +166,7 @@ class Stack:
         for start in range(0, missing, self._chunk):
             part = slice(start, min(start + self._chunk, missing))
             records = self._coming[: part.stop - start]
-            self._read(found.missing[part], found.sources[part], records)
+            self._copy(found.missing[part], found.sources[part], records)
             self.memory.scatter(found.targets[part], records)
         return Fetched(slots=found.slots.copy(), distinct=found.targets[:missing].astype(np.int32))
 
@@ -202,7 +203,7 @@ class Stack:
         sources = self.directory.place_of[rows].astype(np.int64)
         for start in range(0, len(rows), self._chunk):
             part = slice(start, start + self._chunk)
-            self._read(rows[part], sources[part], records[part])
+            self._copy(rows[part], sources[part], records[part])
         return records
 
     def values(self, records: Records) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -255,20 +256,28 @@ class Stack:
             self.moved_rows[1] += missing - len(left)
         for start in range(0, len(left), self._chunk):
             part = left[start : start + self._chunk]
+            copying: list[Finish] = []
             if brought is None:
                 records = self._coming[: len(part)]
-                self._read(rows[part], sources[part], records, leave=True)
+                copying = list(self._begin(rows[part], sources[part], records, leave=True))
             else:
                 records = brought[part]
             down = part[leaving[part] >= 0]
             if len(down):
                 self._demote(leaving[down], self._take(targets[down], self._going), 0)
+            for finish in copying:
+                finish()
             self.memory.scatter(targets[part], records)
             counts[part] = records[:, -1]
         compiled.enlist(self.directory, targets, counts)
 
-    def _read(self, rows: Rows, sources: NDArray[np.int64], out: Records, *, leave: bool = False) -> None:
-        """Copy records out of wherever they are; ``leave``: they are no longer there then."""
+    def _copy(self, rows: Rows, sources: NDArray[np.int64], out: Records) -> None:
+        """Copy records out of wherever they are."""
+        for finish in list(self._begin(rows, sources, out, leave=False)):
+            finish()
+
+    def _begin(self, rows: Rows, sources: NDArray[np.int64], out: Records, *, leave: bool) -> Iterator[Finish]:
+        """Begin to copy records out of wherever they are; ``leave``: they are no longer there then."""
         level = np.where(sources > 0, (sources - 1) & 3, -1)
         for number in np.unique(level).tolist():
             here = level == number
@@ -280,10 +289,12 @@ class Stack:
             elif number == 0:
                 self._take(places, part)
             else:
-                self.levels[number - 1].read(places, part)
+                finish = self.levels[number - 1].read(places, part)
+                yield finish if whole else partial(_finish_part, finish, out, here, part)
                 if leave:
                     self.levels[number - 1].free(places)
                     self.moved_rows[number, 0] += len(places)
+                continue
             if not whole:
                 out[here] = part
 
@@ -307,7 +318,7 @@ class Stack:
             cold, places = level.coldest(over)
             if len(cold):
                 moved = np.empty((len(cold), records.shape[1]), np.uint32)
-                level.read(places, moved)
+                level.read(places, moved)()
                 level.free(places)
                 self._demote(cold, moved, above + 1)
             beyond = over - len(cold)
@@ -317,6 +328,11 @@ class Stack:
         places = level.write(rows, records)
         compiled.point(self.directory.place_of, rows, places, above + 1)
         self.moved_rows[above + 1, 1] += len(rows)
+
+
+def _finish_part(finish: Finish, out: Records, here: NDArray[np.bool_], part: Records) -> None:
+    finish()
+    out[here] = part
 
 
 def _row_words(weights: NDArray[np.float32], dtype: RowDtype) -> NDArray[np.uint32]:
