@@ -133,9 +133,9 @@ class BlockLevel:
         return np.arange(start, start + count)
 
     def _reserve(self, count: int) -> None:
-        """Have the device allocate segments for records to come, and one more, as long as the file may grow."""
+        """Have the device allocate segments for records to come, and those to spare, as long as the file may grow."""
         rest = max(0, count - (self._shape.segment_records - self._filled))
-        wanted = -(-rest // self._shape.segment_records) + 1 - len(self._free) - len(self._held)
+        wanted = -(-rest // self._shape.segment_records) + self._spare - len(self._free) - len(self._held)
         size = self._layout.segment_bytes
         target = min(self._segments + max(0, wanted), self._layout.segments)
         self._file.ensure(target * size, max(STEP_BYTES, size), self._layout.segments * size)
