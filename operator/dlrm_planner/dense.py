@@ -9,6 +9,7 @@ from dlrm_api.model import ModelSpec
 from dlrm_planner.costs import ELEMENT_BYTES
 
 OPTIMIZER_COPIES = {"sgd": 0, "adagrad": 1, "adam": 2}
+EXCHANGED_COPIES = 4
 FLOPS_PER_WEIGHT = 6
 """A multiply and an add forward, twice that backward (gradients of the input and of the weight)."""
 
@@ -51,6 +52,17 @@ def activation_bytes(spec: DLRMJobSpec) -> int:
     interaction = vectors * vectors if model.interaction == "dot" else pooled * model.cross_layers
     elements = len(model.dense_features) + sum(model.bottom_mlp) + sum(model.top_mlp) + pooled + interaction
     return 2 * ELEMENT_BYTES * elements * largest_slice(spec)
+
+
+def exchange_bytes(spec: DLRMJobSpec) -> int:
+    """What travels between ranks, of one of them, at its largest.
+
+    Of evenly spread columns a rank pools as many elements as its slice of the batch takes: those, their gradients, and
+    the message that leaves and the one that comes.
+    """
+    if spec.world_size == 1:
+        return 0
+    return EXCHANGED_COPIES * ELEMENT_BYTES * _pooled(spec.model) * largest_slice(spec)
 
 
 def _pooled(model: ModelSpec) -> int:

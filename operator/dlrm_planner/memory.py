@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_planner.costs import ELEMENT_BYTES
-from dlrm_planner.dense import OPTIMIZER_COPIES, activation_bytes, dense_cut_bytes, dense_parameters
+from dlrm_planner.dense import OPTIMIZER_COPIES, activation_bytes, dense_cut_bytes, dense_parameters, exchange_bytes
 from dlrm_planner.sharding import replica_bytes
 from dlrm_planner.tables import Tables
 
 MIB = 2**20
 RANK_BASE_BYTES = 768 * MIB
-"""Python, torch, the kernels and the reader of one rank."""
+"""Python, torch, the kernels and a reader of synthetic samples, of one rank."""
 CHECKPOINTER_BASE_BYTES = 512 * MIB
 """Python, the store's client and the chunks in flight of one checkpointer."""
 CUT_BYTES_PER_RANK = MIB
@@ -47,8 +47,15 @@ def working_set_bytes(spec: DLRMJobSpec) -> int:
     """Memory of one pod beside tables and hand-off: its processes, dense parameters, and batches in flight."""
     copies = 2 + OPTIMIZER_COPIES[spec.training.dense_optimizer.kind]  # the parameters and their gradient
     dense = ELEMENT_BYTES * copies * dense_parameters(spec.model)
-    rank = RANK_BASE_BYTES + dense + activation_bytes(spec)
+    rank = RANK_BASE_BYTES + dense + activation_bytes(spec) + exchange_bytes(spec) + reading_bytes(spec)
     return CHECKPOINTER_BASE_BYTES + spec.trainer.processes_per_replica * rank
+
+
+def reading_bytes(spec: DLRMJobSpec) -> int:
+    """What a rank's readers of files may hold ahead: that of evaluation beside the one that training goes on with."""
+    if spec.data.format == "synthetic":
+        return 0
+    return int(spec.data.prefetch_bytes) * (1 + bool(spec.data.eval.uris))
 
 
 def pod_limit(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Limit | None:
@@ -57,9 +64,8 @@ def pod_limit(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Limit | Non
     if profile is not None:
         ddr, working = profile.spec.tiers.ddr.bytes, working_set_bytes(spec)
         name = profile.metadata.name
-        source = (
-            f"{human(ddr)} DDR of a {name} node less {human(working)} for processes, dense parameters and activations"
-        )
+        beside = "processes, dense parameters, activations and data read ahead"
+        source = f"{human(ddr)} DDR of a {name} node less {human(working)} for {beside}"
         limits.append(Limit(min(ddr, MOST_DDR) - working, source, f"DDR per node (HardwareProfile {name})"))
     budget = spec.trainer.tier_budgets.ddr
     if budget is not None:

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrm_api.data import DataSpec
 from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, parse_plan, plan_from_parts, plan_to_parts
 from dlrm_planner import plan_job, working_set_bytes
+from dlrm_planner.dense import exchange_bytes
 
 MIB, GIB = 2**20, 2**30
 MakeSpec = Callable[..., DLRMJobSpec]
@@ -313,3 +315,18 @@ def test_the_working_set_counts_processes_dense_parameters_and_activations(make_
 
     assert one > 768 * MIB + 512 * MIB
     assert 768 * MIB < two - one < 769 * MIB
+
+
+def test_the_working_set_counts_what_files_are_read_ahead_and_what_travels(make_spec: MakeSpec) -> None:
+    synthetic = make_spec([table("t", 10)])
+    files = {"format": "parquet", "train": {"uris": ["/train"]}, "prefetchBytes": 64 * MIB}
+    trained, evaluated = (
+        synthetic.model_copy(update={"data": DataSpec.model_validate(files | more)})
+        for more in ({}, {"eval": {"uris": ["/eval"]}})
+    )
+    lone, gang = (make_spec([table("t", 10, dim=256)], batch=2**16, replicas=n) for n in (1, 2))
+
+    assert working_set_bytes(trained) - working_set_bytes(synthetic) == 64 * MIB
+    assert working_set_bytes(evaluated) - working_set_bytes(synthetic) == 128 * MIB
+    assert exchange_bytes(lone) == 0
+    assert exchange_bytes(gang) == 4 * 4 * 256 * 2**15
