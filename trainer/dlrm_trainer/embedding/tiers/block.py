@@ -19,6 +19,7 @@ from dlrm_trainer.embedding.tiers.aio import DirectReader, DirectWriter, page_al
 from dlrm_trainer.embedding.tiers.level import Finish, Moved, Places, Records, Rows, finished
 from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
 from dlrm_trainer.embedding.tiers.scratch import ScratchFile
+from dlrm_trainer.spans import spanned
 
 READ_DEPTH = 128
 """A quarter of it is waited for at once, so that the device always has 96 requests."""
@@ -235,6 +236,7 @@ class BlockLevel:
         self.reads += len(offsets)
         self.bytes_read += len(offsets) * self._layout.page_bytes
 
+        @spanned("read pages")
         def copy() -> None:
             with closing(self._reader.pieces(offsets)) as pieces:
                 for which, buffers in pieces:
