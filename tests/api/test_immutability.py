@@ -17,7 +17,7 @@ FROZEN = (
 @pytest.fixture
 def job(server: Any, good: dict[str, dict[str, Any]], request: pytest.FixtureRequest) -> str:
     good["DLRMJob"]["metadata"]["name"] = "frozen"
-    good["DLRMJob"]["spec"]["checkpoint"]["region"] = "eu-1"
+    good["DLRMJob"]["spec"]["checkpoint"]["s3"] = {"region": "eu-1"}
     server.create(good["DLRMJob"], dry_run=False)
     request.addfinalizer(lambda: server.call("DELETE", f"{JOBS}/frozen"))  # noqa: PT021
     return f"{JOBS}/frozen"
@@ -38,7 +38,7 @@ def set_phase(server: Any, job: str, phase: str) -> None:
         {"trainer": {"podTemplate": {"metadata": {"labels": {"team": "ads"}}}}},
         {"checkpoint": {"uri": "s3://bucket/other"}},
         {"checkpoint": {"bits": 8}},
-        {"checkpoint": {"region": None}},
+        {"checkpoint": {"s3": {"region": None}}},
         {"checkpoint": {"s3": {"endpoint": "https://store"}}},
         {"lifecycle": {"terminationGracePeriod": "1m"}},
         {"scheduling": {"priorityClass": "high"}},
