@@ -21,8 +21,9 @@ from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
 from dlrm_trainer.embedding.tiers.scratch import ScratchFile
 from dlrm_trainer.spans import spanned
 
-READ_DEPTH = 128
-"""A quarter of it is waited for at once, so that the device always has 96 requests."""
+READ_DEPTH = 256
+"""A quarter of it is waited for at once, so that the device always has 192 requests: a thread that wakes while others
+compute may have to wait for a processor longer than a fast device takes for 96."""
 READ_BUFFER_BYTES = 8 << 20
 """Fewer reads are under way where each takes a large record in."""
 WRITE_BUFFERS = 4
