@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -18,7 +18,7 @@ from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
 from dlrm_trainer.embedding.tiers.counts import COUNTS
 from dlrm_trainer.embedding.tiers.directory import LEVEL_BITS, Directory, Found
 from dlrm_trainer.embedding.tiers.initial import fill_initial
-from dlrm_trainer.embedding.tiers.level import Finish, Level, Places, Records, Rows
+from dlrm_trainer.embedding.tiers.level import Finish, Level, Places, Records, Rows, finished
 from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
 from dlrm_trainer.embedding.tiers.replacement import (
     LFU,
@@ -259,7 +259,7 @@ class Stack:
             copying: list[Finish] = []
             if brought is None:
                 records = self._coming[: len(part)]
-                copying = list(self._begin(rows[part], sources[part], records, leave=True))
+                copying = self._begin(rows[part], sources[part], records, leave=True)
             else:
                 records = brought[part]
             down = part[leaving[part] >= 0]
@@ -273,30 +273,29 @@ class Stack:
 
     def _copy(self, rows: Rows, sources: NDArray[np.int64], out: Records) -> None:
         """Copy records out of wherever they are."""
-        for finish in list(self._begin(rows, sources, out, leave=False)):
+        for finish in self._begin(rows, sources, out, leave=False):
             finish()
 
-    def _begin(self, rows: Rows, sources: NDArray[np.int64], out: Records, *, leave: bool) -> Iterator[Finish]:
+    def _begin(self, rows: Rows, sources: NDArray[np.int64], out: Records, *, leave: bool) -> list[Finish]:
         """Begin to copy records out of wherever they are; ``leave``: they are no longer there then."""
+        copying: list[Finish] = []
         level = np.where(sources > 0, (sources - 1) & 3, -1)
         for number in np.unique(level).tolist():
             here = level == number
             whole = bool(here.all())
             part = out if whole else np.empty((int(here.sum()), out.shape[1]), np.uint32)
-            places = (sources[here] - 1) >> LEVEL_BITS
+            places, finish = (sources[here] - 1) >> LEVEL_BITS, finished
             if number < 0:
                 self._initial(rows[here], part)
             elif number == 0:
                 self._take(places, part)
             else:
                 finish = self.levels[number - 1].read(places, part)
-                yield finish if whole else partial(_finish_part, finish, out, here, part)
                 if leave:
                     self.levels[number - 1].free(places)
                     self.moved_rows[number, 0] += len(places)
-                continue
-            if not whole:
-                out[here] = part
+            copying.append(finish if whole else partial(_finish_part, finish, out, here, part))
+        return copying
 
     def _take(self, slots: NDArray[np.int64], out: Records) -> Records:
         out = out[: len(slots)]
