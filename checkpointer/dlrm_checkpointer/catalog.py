@@ -31,7 +31,7 @@ class Listed:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all its objects."""
+        """Bytes of its own objects."""
         return self.manifest.total_bytes if self.manifest else 0
 
 
@@ -102,12 +102,12 @@ def verify_snapshot(snapshot: Snapshot) -> Verified:
     for name, array in snapshot.dense().items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise SnapshotError(f"{snapshot.uri}: dense {name} holds a value that is not finite")
-    manifest = snapshot.manifest
+    objects = snapshot.objects
     return Verified(
         step=snapshot.step,
         attempt=snapshot.attempt,
-        objects=len(manifest.objects),
-        bytes=manifest.total_bytes,
+        objects=len(objects),
+        bytes=sum(entry.bytes for entry in objects),
         rows=rows,
     )
 

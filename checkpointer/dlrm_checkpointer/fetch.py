@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from dlrm_api.errors import NoInputError, SnapshotError
-from dlrm_checkpointer.cut import ShardRows, TableMeta
-from dlrm_checkpointer.manifest import ChunkEntry, Manifest, ObjectEntry
+from dlrm_checkpointer.codes import CodedRows
+from dlrm_checkpointer.cut import TableMeta
+from dlrm_checkpointer.manifest import ChunkEntry, ObjectEntry
 from dlrm_checkpointer.objects import decode_rows
 from dlrm_checkpointer.store import ObjectStore
 
@@ -36,20 +37,24 @@ def fetch(store: ObjectStore, entry: ObjectEntry) -> bytes:
     return body
 
 
-def fetch_rows(store: ObjectStore, entry: ChunkEntry, table: TableMeta) -> ShardRows:
+def fetch_rows(store: ObjectStore, entry: ChunkEntry, table: TableMeta) -> CodedRows:
     """A chunk's rows.
 
     Raises:
         SnapshotError: the object is missing, corrupt, or not the rows that the manifest says.
     """
-    piece = decode_rows(fetch(store, entry), f"{store.uri}/{entry.key}")
-    ids = piece.row_ids
-    try:
-        piece.check(table)
-    except ValueError as error:
-        raise SnapshotError(f"{store.uri}/{entry.key}: {error}") from error
-    if piece.shard != entry.shard or len(ids) != entry.rows or (ids[0], ids[-1]) != (entry.first_row, entry.last_row):
-        raise SnapshotError(f"{store.uri}/{entry.key}: its rows are not those that the manifest says")
+    key = f"{store.uri}/{entry.key}"
+    piece = decode_rows(fetch(store, entry), key)
+    ids, shard = piece.row_ids, piece.shard
+    if shard != entry.shard or len(ids) != entry.rows or (ids[0], ids[-1]) != (entry.first_row, entry.last_row):
+        raise SnapshotError(f"{key}: its rows are not those that the manifest says")
+    if shard.table != table.name or shard.row_end > table.rows or shard.column_end > table.dim:
+        raise SnapshotError(f"{key}: {shard} is no part of a table of {table.rows} rows x {table.dim} columns")
+    if ids[0] < shard.row_start or ids[-1] >= shard.row_end:
+        raise SnapshotError(f"{key}: rows {ids[0]} to {ids[-1]} lie outside {shard}")
+    values = len(table.state_of(shard.column_start, shard.column_end))
+    if piece.state.shape[1] != values:
+        raise SnapshotError(f"{key}: rows have {piece.state.shape[1]} values of state, their table has {values}")
     return piece
 
 
@@ -69,15 +74,15 @@ def in_parallel(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
                 task.cancel()
 
 
-def check_present(store: ObjectStore, manifest: Manifest) -> None:
+def check_present(store: ObjectStore, objects: Sequence[ObjectEntry]) -> None:
     """Check that every object is there with its size; reads no object.
 
     Raises:
         SnapshotError: names the first that isn't.
     """
-    folders = {"/".join(entry.key.split("/")[:3]) + "/" for entry in manifest.objects}
+    folders = {"/".join(entry.key.split("/")[:3]) + "/" for entry in objects}
     sizes = {info.key: info.size for folder in sorted(folders) for info in store.list(folder)}
-    for entry in manifest.objects:
+    for entry in objects:
         size = sizes.get(entry.key)
         if size is None:
             raise SnapshotError(f"{store.uri}/{entry.key}: an object of the snapshot is missing")
@@ -85,11 +90,16 @@ def check_present(store: ObjectStore, manifest: Manifest) -> None:
             raise SnapshotError(f"{store.uri}/{entry.key}: {size} bytes, the manifest says {entry.bytes}")
 
 
-def check_bytes(store: ObjectStore, manifest: Manifest) -> None:
-    """Read every object and check its SHA-256: costs one read of the snapshot.
+def check_bytes(store: ObjectStore, objects: Iterable[ObjectEntry], on_whole: Callable[[str], None]) -> None:
+    """Read objects and check their SHA-256: costs one read of them.
+
+    Args:
+        store: where they are.
+        objects: to be read.
+        on_whole: told the key of each that is as it should be.
 
     Raises:
         SnapshotError: names the first that is missing or corrupt.
     """
-    for _ in in_parallel(lambda entry: len(fetch(store, entry)), manifest.objects):
-        pass
+    for entry, _ in in_parallel(lambda entry: (entry, len(fetch(store, entry))), objects):
+        on_whole(entry.key)

@@ -11,12 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.cut import CutMeta, ShardId
+from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFESTS = "manifests/"
 PARTS = "parts/"
 CHUNKS = "chunks/"
+Kind = Literal["full", "incremental"]
 _KEY = re.compile(r"manifests/(\d{16})-(\d{8})\.json")
 
 
@@ -68,13 +69,56 @@ class ChunkEntry(ObjectEntry):
         )
 
 
+class ChainLink(FormatModel):
+    """A snapshot that another one's rows go over; ``sha256`` is that of its manifest's bytes."""
+
+    step: int = Field(ge=0)
+    attempt: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+    @property
+    def name(self) -> SnapshotName:
+        """Which snapshot it is."""
+        return SnapshotName(self.step, self.attempt)
+
+
+class Growth(FormatModel):
+    """Measured sizes of a full snapshot and of the increments that followed it: they decide when the next is due.
+
+    Bytes are those of all objects that hold rows.
+    """
+
+    base_bytes: int = Field(ge=0)
+    base_time: float
+    """When it was cut (Unix seconds)."""
+    increments: int = Field(0, ge=0)
+    increment_bytes: int = Field(0, ge=0)
+    """Of all increments together."""
+    last_bytes: int = Field(0, ge=0)
+    """Of the newest."""
+
+    def after(self, size: int) -> Growth:
+        """With one more increment."""
+        return Growth(
+            base_bytes=self.base_bytes,
+            base_time=self.base_time,
+            increments=self.increments + 1,
+            increment_bytes=self.increment_bytes + size,
+            last_bytes=size,
+        )
+
+
 class PartList(FormatModel):
     """What one rank put into the store at one cut: ``parts/<step>/<attempt>/<rank>.json``."""
 
     format: Literal["dlrm-part"] = "dlrm-part"
     version: int = FORMAT_VERSION
     rank: int = Field(ge=0)
+    kind: Kind
     bits: int
+    chain: tuple[ChainLink, ...]
+    before: Growth | None
+    """Of the newest of the chain; None where the snapshot is full."""
     meta: dict[str, Any]
     chunks: tuple[ChunkEntry, ...]
     dense: ObjectEntry | None
@@ -85,11 +129,19 @@ class Manifest(FormatModel):
 
     format: Literal["dlrm-snapshot"] = "dlrm-snapshot"
     version: int = FORMAT_VERSION
-    kind: Literal["full"] = "full"
+    kind: Kind
     bits: int
+    chain: tuple[ChainLink, ...]
+    """Snapshots whose rows hold where this one has none, oldest first: a full one, then increments."""
+    growth: Growth
     meta: dict[str, Any]
     chunks: tuple[ChunkEntry, ...]
     dense: ObjectEntry
+
+    @property
+    def name(self) -> SnapshotName:
+        """Which snapshot it is."""
+        return SnapshotName(int(self.meta["step"]), int(self.meta["attempt"]))
 
     @property
     def cut(self) -> CutMeta:
@@ -98,7 +150,7 @@ class Manifest(FormatModel):
 
     @property
     def objects(self) -> tuple[ObjectEntry, ...]:
-        """Every object that the snapshot needs."""
+        """Every object of its own; its chain's come beside."""
         return (*self.chunks, self.dense)
 
     @property
@@ -121,12 +173,23 @@ class Manifest(FormatModel):
         if [part.rank for part in ordered] != list(range(cut.world_size)):
             raise SnapshotConflictError(f"{where}: part lists are not those of ranks 0 to {cut.world_size - 1}")
         for part in ordered:
-            if part.meta != first.meta or part.bits != first.bits:
+            if part.meta != first.meta:
                 raise SnapshotConflictError(f"{where}: rank {part.rank} handed over another cut than rank 0")
+            if (part.kind, part.bits, part.chain, part.before) != (first.kind, first.bits, first.chain, first.before):
+                raise SnapshotConflictError(f"{where}: rank {part.rank} stored its rows in another way than rank 0")
         if len(dense) != 1:
             raise SnapshotConflictError(f"{where}: {len(dense)} ranks handed over dense state, not one")
         chunks = tuple(chunk for part in ordered for chunk in part.chunks)
-        return cls(bits=first.bits, meta=first.meta, chunks=chunks, dense=dense[0])
+        size = sum(chunk.bytes for chunk in chunks)
+        return cls(
+            kind=first.kind,
+            bits=first.bits,
+            chain=first.chain,
+            growth=first.before.after(size) if first.before else Growth(base_bytes=size, base_time=cut.time),
+            meta=first.meta,
+            chunks=chunks,
+            dense=dense[0],
+        )
 
 
 M = TypeVar("M", PartList, Manifest)
@@ -181,6 +244,8 @@ def parse_manifest(body: bytes, key: str) -> Manifest:
         raise SnapshotError(f"{key}: meta is not as the format says: {error!r}") from error
     if parse_manifest_key(key) != (cut.step, cut.attempt):
         raise SnapshotError(f"{key}: says that it is step {cut.step} of attempt {cut.attempt}")
+    if (manifest.kind == "full") != (not manifest.chain):
+        raise SnapshotError(f"{key}: is {manifest.kind} with a chain of {len(manifest.chain)}")
     unknown = sorted({chunk.table for chunk in manifest.chunks} - tables)
     if unknown:
         raise SnapshotError(f"{key}: holds rows of a table {unknown[0]} that its model does not have")
@@ -193,10 +258,9 @@ def _parse(model: type[M], body: bytes, key: str) -> M:
         version = int(value["version"])
     except (ValueError, KeyError, TypeError) as error:
         raise SnapshotError(f"{key}: not JSON of this format: {error!r}") from error
-    if version > FORMAT_VERSION:
-        raise SnapshotError(
-            f"{key}: format version {version}, this program reads up to {FORMAT_VERSION}: use a newer dlrm-operator"
-        )
+    if version != FORMAT_VERSION:
+        mend = "use a newer dlrm-operator" if version > FORMAT_VERSION else "that version was never released"
+        raise SnapshotError(f"{key}: format version {version}, this program reads version {FORMAT_VERSION}: {mend}")
     try:
         return model.model_validate(value)
     except ValidationError as error:

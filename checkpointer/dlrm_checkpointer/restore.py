@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,14 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.attempts import Attempt, claim_attempt, in_lineage, read_attempts
-from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, TableMeta
+from dlrm_checkpointer.chain import Chain, load_chain
+from dlrm_checkpointer.codes import CodedRows, decode_rows
+from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, SnapshotName, TableMeta
 from dlrm_checkpointer.fetch import check_bytes, check_present, fetch, fetch_rows, in_parallel
-from dlrm_checkpointer.manifest import MANIFESTS, ChunkEntry, Manifest, manifest_key, parse_manifest, parse_manifest_key
+from dlrm_checkpointer.manifest import MANIFESTS, ObjectEntry, manifest_key, parse_manifest_key
+from dlrm_checkpointer.merge import overlapping
 from dlrm_checkpointer.objects import decode_dense
+from dlrm_checkpointer.seen import SeenRows
 from dlrm_checkpointer.store import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -27,12 +32,12 @@ class Snapshot:
 
     Args:
         store: where it is.
-        manifest: what it consists of.
+        chain: its manifest and those below it.
     """
 
-    def __init__(self, store: ObjectStore, manifest: Manifest) -> None:
-        self.store, self.manifest = store, manifest
-        self.meta: CutMeta = manifest.cut
+    def __init__(self, store: ObjectStore, chain: Chain) -> None:
+        self.store, self.chain, self.manifest = store, chain, chain.newest
+        self.meta: CutMeta = self.manifest.cut
         self._tables = {table.name: table for table in self.meta.tables}
 
     @property
@@ -46,9 +51,20 @@ class Snapshot:
         return self.meta.attempt
 
     @property
+    def name(self) -> SnapshotName:
+        """Step and attempt."""
+        return self.manifest.name
+
+    @property
     def uri(self) -> str:
         """URI of its manifest."""
         return f"{self.store.uri}/{manifest_key(self.step, self.attempt)}"
+
+    @property
+    def objects(self) -> tuple[ObjectEntry, ...]:
+        """Every object that reading it needs, those of its chain first."""
+        below = (chunk for manifest in self.chain.manifests[:-1] for chunk in manifest.chunks)
+        return (*below, *self.manifest.objects)
 
     def table(self, name: str) -> TableMeta:
         """What the snapshot says of a table.
@@ -66,12 +82,12 @@ class Snapshot:
         return decode_dense(fetch(self.store, entry), f"{self.store.uri}/{entry.key}")
 
     def shard_rows(self, shard: ShardId) -> Iterator[ShardRows]:
-        """The rows of a rectangle that were ever updated, chunk by chunk, in no order.
+        """The rows of a rectangle that were ever updated, chunk by chunk, in no order; each row and column once.
 
         Each piece fills a part of the rectangle (``piece.shard``): where the snapshot was written with the
         table's columns split otherwise, a row comes in several pieces. Rows that come in no piece have their
         initial values and zero state. Rows of fp16 tables are to be rounded to the nearest fp16 value, which changes
-        nothing at 32 bits. Memory is that of a few chunks.
+        nothing at 32 bits. Memory is that of a few chunks, and where there is a chain a bit a row and column block.
 
         Raises:
             SnapshotError: no such rows in the model, a cut column block, or an object that is missing or corrupt.
@@ -80,43 +96,30 @@ class Snapshot:
         if shard.row_end > table.rows or shard.column_end > table.dim:
             raise SnapshotError(f"{self.uri}: {shard} lies outside the table's {table.rows} rows x {table.dim} columns")
         table.blocks_of(shard.column_start, shard.column_end)
-        entries = [entry for entry in self.manifest.chunks if _overlaps(entry, shard)]
-        for piece in in_parallel(lambda entry: fetch_rows(self.store, entry, table), entries):
-            part = clip(piece, shard, table)
-            if len(part.row_ids):
-                yield part
+        layers = [overlapping(entries, shard) for entries in reversed(self.chain.chunks(table.name))]
+        pieces = in_parallel(
+            lambda entry: fetch_rows(self.store, entry, table).clip(shard, table), [e for each in layers for e in each]
+        )
+        if sum(bool(entries) for entries in layers) < 2:
+            yield from (decode_rows(piece) for piece in pieces if len(piece.row_ids))
+            return
+        seen = SeenRows(shard, table)
+        for piece in pieces:
+            for part in _by_block(piece, table):
+                fresh = seen.unseen(part.row_ids, part.shard.column_start)
+                if fresh.any():
+                    yield decode_rows(part if fresh.all() else part.take(np.flatnonzero(fresh)))
 
 
-def _overlaps(entry: ChunkEntry, shard: ShardId) -> bool:
-    return (
-        entry.table == shard.table
-        and entry.first_row < shard.row_end
-        and entry.last_row >= shard.row_start
-        and entry.column_start < shard.column_end
-        and entry.column_end > shard.column_start
-    )
-
-
-def clip(piece: ShardRows, shard: ShardId, table: TableMeta) -> ShardRows:
-    """The part of a piece that lies in a rectangle; views where possible."""
-    begin, end = np.searchsorted(piece.row_ids, (shard.row_start, shard.row_end))
-    first = max(piece.shard.column_start, shard.column_start)
-    last = min(piece.shard.column_end, shard.column_end)
-    held = table.state_of(piece.shard.column_start, piece.shard.column_end)
-    wanted = table.state_of(first, last)
-    part = ShardId(
-        table=table.name,
-        row_start=max(piece.shard.row_start, shard.row_start),
-        row_end=min(piece.shard.row_end, shard.row_end),
-        column_start=first,
-        column_end=last,
-    )
-    return ShardRows(
-        shard=part,
-        row_ids=piece.row_ids[begin:end],
-        rows=piece.rows[begin:end, first - piece.shard.column_start : last - piece.shard.column_start],
-        state=piece.state[begin:end, wanted.start - held.start : wanted.stop - held.start],
-    )
+def _by_block(piece: CodedRows, table: TableMeta) -> Iterator[CodedRows]:
+    """A piece's column blocks, each by itself."""
+    blocks = table.blocks_of(piece.shard.column_start, piece.shard.column_end)
+    if len(blocks) == 1:
+        yield piece
+        return
+    for block in blocks:
+        start, end = table.column_blocks[block]
+        yield piece.clip(replace(piece.shard, column_start=start, column_end=end), table)
 
 
 def snapshot_keys(store: ObjectStore) -> list[tuple[int, int]]:
@@ -126,7 +129,7 @@ def snapshot_keys(store: ObjectStore) -> list[tuple[int, int]]:
 
 
 def open_snapshot(store: ObjectStore, step: int, attempt: int) -> Snapshot:
-    """Open one snapshot; checks that all its objects are there with their sizes.
+    """Open one snapshot with its chain; checks that all objects are there with their sizes.
 
     Every object is checked against its SHA-256 when it is read.
 
@@ -134,14 +137,9 @@ def open_snapshot(store: ObjectStore, step: int, attempt: int) -> Snapshot:
         NoInputError: there is no such snapshot.
         SnapshotError: it can't be used.
     """
-    key = manifest_key(step, attempt)
-    try:
-        body = store.get(key)
-    except NoInputError as error:
-        raise NoInputError(f"{store.uri}: there is no snapshot of step {step} by attempt {attempt}") from error
-    manifest = parse_manifest(body, key)
-    check_present(store, manifest)
-    return Snapshot(store, manifest)
+    snapshot = Snapshot(store, load_chain(store, SnapshotName(step, attempt)))
+    check_present(store, snapshot.objects)
+    return snapshot
 
 
 def newest_snapshot(store: ObjectStore, *, verify: bool = True) -> tuple[Snapshot | None, list[str]]:
@@ -162,6 +160,7 @@ def newest_snapshot(store: ObjectStore, *, verify: bool = True) -> tuple[Snapsho
     keys = snapshot_keys(store)
     attempts = read_attempts(store, min((attempt for _, attempt in keys), default=0)) if keys else []
     reasons: list[str] = []
+    whole: set[str] = set()
     broken = 0
     for step, attempt in keys:
         if not in_lineage(step, attempt, attempts):
@@ -170,7 +169,7 @@ def newest_snapshot(store: ObjectStore, *, verify: bool = True) -> tuple[Snapsho
         try:
             snapshot = open_snapshot(store, step, attempt)
             if verify:
-                check_bytes(store, snapshot.manifest)
+                check_bytes(store, [entry for entry in snapshot.objects if entry.key not in whole], whole.add)
         except (SnapshotError, NoInputError) as error:
             broken += 1
             reasons.append(str(error))

@@ -7,94 +7,195 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.attempts import RETIRED, Attempt, in_lineage, newest_attempt, read_attempts
-from dlrm_checkpointer.manifest import CHUNKS, MANIFESTS, PARTS, cut_prefix, manifest_key
+from dlrm_checkpointer.cut import SnapshotName
+from dlrm_checkpointer.manifest import CHUNKS, MANIFESTS, PARTS, manifest_key, parse_manifest
 from dlrm_checkpointer.restore import snapshot_keys
-from dlrm_checkpointer.store import ObjectStore
+from dlrm_checkpointer.store import ObjectInfo, ObjectStore
 
 logger = logging.getLogger(__name__)
 
 ABANDONED_UPLOAD_S = 24 * 3_600
 """Unfinished uploads older than this have no writer any more."""
+ORPHAN_S = 3_600.0
+"""Objects without a manifest stay for so long, by the store's clock: somebody may be looking into what happened."""
 PARALLEL_DELETES = 8
-Key = tuple[int, int]
-"""(step, attempt)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What the job asks to be kept."""
+
+    keep_last: int
+    """Newest snapshots of the lineage."""
+    keep_every_s: float | None = None
+    """Beside them the newest of each period of this length, counted from 1970."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A manifest that is there."""
+
+    name: SnapshotName
+    time: float = 0.0
+    """Of the cut (Unix seconds)."""
+    below: tuple[SnapshotName, ...] = ()
+    """Its chain."""
+    objects: frozenset[str] = frozenset()
+    """Keys of its own objects."""
+    readable: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """What retention does with the manifests that are there."""
 
-    keep: tuple[Key, ...]
-    retire: tuple[Key, ...]
+    keep: tuple[SnapshotName, ...]
+    """For themselves, newest first."""
+    needed: frozenset[SnapshotName]
+    """Below these, or below cuts that are on their way."""
+    retire: tuple[SnapshotName, ...]
 
 
-def decide(keys: Iterable[Key], attempts: Sequence[Attempt], keep_last: int) -> Decision:
-    """Keep the newest ``keep_last`` steps of the lineage, of each the newest attempt's; retire the rest."""
-    newest_first = sorted(keys, reverse=True)
-    keep: dict[int, Key] = {}
-    for step, attempt in newest_first:
-        if len(keep) < keep_last and step not in keep and in_lineage(step, attempt, attempts):
-            keep[step] = (step, attempt)
-    kept = tuple(keep.values())
-    return Decision(keep=kept, retire=tuple(key for key in newest_first if key not in kept))
+def decide(found: Iterable[Found], attempts: Sequence[Attempt], rule: Rule, in_use: Iterable[SnapshotName]) -> Decision:
+    """Keep what the rule says of the lineage, of each step the newest attempt's, with all chains; retire the rest.
+
+    Manifests that can't be read count for nothing and stay: something may mend them.
+
+    Args:
+        found: every manifest.
+        attempts: all.
+        rule: of the job.
+        in_use: snapshots that cuts on their way are relative to.
+    """
+    newest_first = sorted(found, key=lambda each: each.name, reverse=True)
+    keep: dict[int, Found] = {}
+    periods: set[int] = set()
+    for each in newest_first:
+        name = each.name
+        if not each.readable or name.step in keep or not in_lineage(name.step, name.attempt, attempts):
+            continue
+        period = None if rule.keep_every_s is None else int(each.time // rule.keep_every_s)
+        if len(keep) < rule.keep_last or (period is not None and period not in periods):
+            keep[name.step] = each
+        if period is not None:
+            periods.add(period)
+    used = set(in_use)
+    held = [*keep.values(), *(each for each in newest_first if each.name in used)]
+    kept = tuple(each.name for each in keep.values())
+    needed = frozenset(used.union(*(each.below for each in held))) - set(kept)
+    stay = {*kept, *needed, *(each.name for each in newest_first if not each.readable)}
+    return Decision(keep=kept, needed=needed, retire=tuple(each.name for each in newest_first if each.name not in stay))
 
 
-def is_orphan(cut: Key, manifests: Iterable[Key], kept: Sequence[Key], attempts: Sequence[Attempt]) -> bool:
-    """Whether objects of a cut without a manifest can go: no live writer may still make a snapshot of them.
+def is_orphan(cut: SnapshotName, kept: Sequence[SnapshotName], attempts: Sequence[Attempt]) -> bool:
+    """Whether objects of a cut that belong to no manifest can go: no live writer may still make a snapshot of them.
 
     A cut newer than the oldest kept snapshot may still be on its way, unless its attempt was given up before it.
     """
-    if cut in manifests or not kept:
-        return False
-    return cut[0] < min(kept)[0] or not in_lineage(*cut, attempts)
+    return bool(kept) and (cut.step < min(kept).step or not in_lineage(cut.step, cut.attempt, attempts))
 
 
-def apply_retention(store: ObjectStore, attempt: int, keep_last: int) -> int:
-    """Remove what ``keep_last`` doesn't keep, and orphans; return how many snapshots went. Safe to repeat or cut off.
+class Retention:
+    """Applies a rule to a store again and again; what it read of manifests, which never change, it remembers.
 
-    Only the newest attempt removes anything. A snapshot is marked as retired before the attempts are read again,
-    and a new attempt looks for the mark after it announced itself: one of the two sees the other, so a snapshot
-    that a new attempt goes on from is never removed. The manifest goes first, then its objects.
+    Args:
+        store: the job's store.
+        rule: of the job.
+        orphan_s: see ``ORPHAN_S``.
     """
-    if newest_attempt(store) != attempt:
-        return 0
-    keys = snapshot_keys(store)
-    attempts = read_attempts(store, 0)
-    decision = decide(keys, attempts, keep_last)
-    for key in decision.retire:
-        store.put(_mark(key), b"")
-    if newest_attempt(store) != attempt:
-        for key in decision.retire:
-            store.delete(_mark(key))
-        return 0
-    for key in decision.retire:
-        store.delete(manifest_key(*key))
-        _delete_all(store, [key])
-    present = {cut for kind in (CHUNKS, PARTS) for cut in _cuts(store, kind)}
-    _delete_all(store, sorted(cut for cut in present if is_orphan(cut, keys, decision.keep, attempts)))
-    for info in list(store.list(RETIRED)):
-        store.delete(info.key)
-    store.sweep_uploads(ABANDONED_UPLOAD_S)
-    if decision.retire:
-        logger.info("snapshots retired", extra={"steps": [step for step, _ in decision.retire]})
-    return len(decision.retire)
+
+    def __init__(self, store: ObjectStore, rule: Rule, orphan_s: float = ORPHAN_S) -> None:
+        self._store, self._rule, self._orphan_s = store, rule, orphan_s
+        self._known: dict[SnapshotName, Found] = {}
+
+    def decide(self, in_use: Iterable[SnapshotName] = ()) -> Decision:
+        """What would go now; nothing is removed."""
+        return decide(self._found(), read_attempts(self._store, 0), self._rule, in_use)
+
+    def apply(self, attempt: int, in_use: Iterable[SnapshotName] = ()) -> int:
+        """Remove what the rule doesn't keep, and orphans; return how many snapshots went. Safe to repeat or cut off.
+
+        Only the newest attempt removes anything. A snapshot is marked as retired before the attempts are read again,
+        and a new attempt looks for the mark after it announced itself: one of the two sees the other, so a snapshot
+        that a new attempt goes on from is never removed. The manifest goes first, then its objects.
+
+        Args:
+            attempt: on whose behalf.
+            in_use: snapshots that cuts on their way are relative to.
+        """
+        store = self._store
+        if newest_attempt(store) != attempt:
+            return 0
+        found, attempts = self._found(), read_attempts(store, 0)
+        decision = decide(found, attempts, self._rule, in_use)
+        for name in decision.retire:
+            store.put(_mark(name), b"")
+        if newest_attempt(store) != attempt:
+            for name in decision.retire:
+                store.delete(_mark(name))
+            return 0
+        for name in decision.retire:
+            store.delete(manifest_key(name.step, name.attempt))
+            self._known.pop(name, None)
+        self._sweep([each for each in found if each.name not in decision.retire], decision, attempts)
+        for info in list(store.list(RETIRED)):
+            store.delete(info.key)
+        store.sweep_uploads(ABANDONED_UPLOAD_S)
+        if decision.retire:
+            logger.info("snapshots retired", extra={"steps": [name.step for name in decision.retire]})
+        return len(decision.retire)
+
+    def _found(self) -> list[Found]:
+        found = [self._known.get(name) or self._read(name) for name in self._names()]
+        self._known = {each.name: each for each in found if each.readable}
+        return found
+
+    def _names(self) -> list[SnapshotName]:
+        return [SnapshotName(step, attempt) for step, attempt in snapshot_keys(self._store)]
+
+    def _read(self, name: SnapshotName) -> Found:
+        key = manifest_key(name.step, name.attempt)
+        try:
+            manifest = parse_manifest(self._store.get(key), key)
+        except (SnapshotError, NoInputError) as error:
+            logger.warning("manifest can't be read: it stays", extra={"key": key, "problem": str(error)})
+            return Found(name=name, readable=False)
+        return Found(
+            name=name,
+            time=manifest.cut.time,
+            below=tuple(link.name for link in manifest.chain),
+            objects=frozenset(entry.key for entry in manifest.objects),
+        )
+
+    def _sweep(self, found: Sequence[Found], decision: Decision, attempts: Sequence[Attempt]) -> None:
+        """Remove objects of no manifest: at once those of snapshots that are retired, others when they are old."""
+        there = {each.name: each for each in found}
+        infos = [info for kind in (PARTS, CHUNKS) for info in self._store.list(kind)]
+        now = max((info.modified for info in infos), default=0.0)
+        retired = set(decision.retire)
+
+        def goes(info: ObjectInfo) -> bool:
+            name = _cut_of(info.key)
+            if name is None or name in retired:
+                return name is not None
+            if name in there:
+                own = there[name].objects
+                stray = there[name].readable and info.key.startswith(CHUNKS) and info.key not in own
+                return stray and now - info.modified >= self._orphan_s
+            return is_orphan(name, decision.keep, attempts) and now - info.modified >= self._orphan_s
+
+        gone = [info.key for info in infos if goes(info)]
+        with ThreadPoolExecutor(PARALLEL_DELETES, "delete") as pool:
+            list(pool.map(self._store.delete, gone))
 
 
-def _mark(key: Key) -> str:
-    return RETIRED + manifest_key(*key).removeprefix(MANIFESTS)
+def _mark(name: SnapshotName) -> str:
+    return RETIRED + manifest_key(name.step, name.attempt).removeprefix(MANIFESTS)
 
 
-def _cuts(store: ObjectStore, kind: str) -> set[Key]:
-    """(step, attempt) of every cut that has objects of a kind."""
-    paths = (info.key.split("/") for info in store.list(kind))
-    return {(int(path[1]), int(path[2])) for path in paths if path[1].isdigit() and path[2].isdigit()}
-
-
-def _delete_all(store: ObjectStore, cuts: Sequence[Key]) -> None:
-    """Remove the part lists, then the objects of cuts."""
-    with ThreadPoolExecutor(PARALLEL_DELETES, "delete") as pool:
-        for cut in cuts:
-            for kind in (PARTS, CHUNKS):
-                keys = [info.key for info in store.list(cut_prefix(kind, *cut))]
-                list(pool.map(store.delete, keys))
+def _cut_of(key: str) -> SnapshotName | None:
+    """The cut that an object or a part list is of."""
+    path = key.split("/")
+    return SnapshotName(int(path[1]), int(path[2])) if path[1].isdigit() and path[2].isdigit() else None

@@ -1,44 +1,55 @@
-"""From a cut in shared memory to durable parts: encode, put in parallel, then the part list."""
+"""From a cut in shared memory to durable parts: code, merge with older snapshots, put in parallel, then the part list."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
-
+from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import NoInputError
-from dlrm_checkpointer.cut import ShardRows
+from dlrm_checkpointer.chain import Basis, layers
+from dlrm_checkpointer.codes import CodedRows
+from dlrm_checkpointer.cut import TableMeta
+from dlrm_checkpointer.delta import Delta, deltas
+from dlrm_checkpointer.fetch import in_parallel
 from dlrm_checkpointer.inbox import Durable, ReadyCut
 from dlrm_checkpointer.manifest import ChunkEntry, ObjectEntry, PartList, chunk_key, parse_part, part_key
+from dlrm_checkpointer.merge import coded_chunks, merged_chunks
 from dlrm_checkpointer.objects import encode_dense, encode_rows
 from dlrm_checkpointer.store import ObjectStore
 
-CHUNK_BYTES = 32 << 20
-"""Bytes of float32 rows in one chunk: bounds the memory of upload and restore, and is read as one object."""
-PARALLEL_PUTS = 4
+Load = Callable[[], Sequence[CodedRows]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How the rows of a cut are stored."""
+
+    bits: Bits
+    basis: Basis
 
 
 class Upload:
     """One rank's cut, or a slice of one, on its way into the store.
 
-    ``run`` and ``run_slice`` may be repeated after an outage and go on where they were.
+    ``run`` and ``run_slice`` may be repeated after an outage: what is there already is not put again.
 
     Args:
         store: the job's store.
         cut: one rank's cut or slice.
-        before: what is durable of the slices before it.
-        bits: 8 or 32; what is durable already decides for the whole cut.
+        before: what is durable of the slices before it; its bits hold for the whole cut.
+        way: how its rows are stored.
         on_bytes: called with the bytes of each object that went up.
     """
 
     def __init__(
-        self, store: ObjectStore, cut: ReadyCut, before: Durable, bits: int, on_bytes: Callable[[int], None]
+        self, store: ObjectStore, cut: ReadyCut, before: Durable, way: Way, on_bytes: Callable[[int], None]
     ) -> None:
         self._store, self._cut, self._before, self._on_bytes = store, cut, before, on_bytes
-        self._bits = before.bits or bits
-        self._chunks: dict[int, ChunkEntry] = {}
+        self._basis, self._bits = way.basis, before.bits or way.bits
+        self._put_already: dict[int, tuple[ChunkEntry, ...]] = {}
         self._dense: ObjectEntry | None = None
 
     def run(self) -> PartList:
@@ -48,20 +59,25 @@ class Upload:
         is the same whoever commits it.
 
         Raises:
-            SnapshotError: the cut can never be stored; names the table and the row.
+            SnapshotError: the cut can never be stored; names the table and the row, or the older object that is gone.
             StoreUnavailableError: call again.
         """
-        name = self._cut.name
+        name, basis = self._cut.name, self._basis
         key = part_key(name.step, name.attempt, name.rank)
         known = _get_part(self._store, key)
         if known:
             return known
-        self._put_objects()
+        self._put_dense()
+        mine = deltas(self._cut.owned, self._cut.pieces())
+        chunks = self._put_merged(mine) if basis.merged else (*self._before.chunks, *self._put_chunks(self._coded(mine)))
         part = PartList(
             rank=name.rank,
+            kind=basis.kind,
             bits=self._bits,
+            chain=basis.chain,
+            before=basis.growth,
             meta=self._cut.meta.to_json(),
-            chunks=self._all_chunks(),
+            chunks=chunks,
             dense=self._dense,
         )
         if self._store.put_if_absent(key, part.encode()):
@@ -75,46 +91,48 @@ class Upload:
             SnapshotError: the cut can never be stored; names the table and the row.
             StoreUnavailableError: call again.
         """
-        self._put_objects()
-        return Durable(slices=self._cut.number + 1, chunks=self._all_chunks(), bits=self._bits)
+        put = self._put_chunks(self._coded(deltas(self._cut.owned, self._cut.pieces())))
+        return Durable(slices=self._cut.number + 1, chunks=(*self._before.chunks, *put), bits=self._bits)
 
-    def _all_chunks(self) -> tuple[ChunkEntry, ...]:
-        return (*self._before.chunks, *(self._chunks[number] for number in sorted(self._chunks)))
+    def _coded(self, mine: Sequence[Delta]) -> Iterator[Load]:
+        for delta in mine:
+            yield from coded_chunks(delta, self._bits)
 
-    def _put_objects(self) -> None:
-        with ThreadPoolExecutor(PARALLEL_PUTS, "upload") as pool:
-            tasks: list[Future[None]] = [] if self._dense else [pool.submit(self._put_dense)]
-            for number, pieces in enumerate(chunk_pieces(self._cut.pieces()), len(self._before.chunks)):
-                if number not in self._chunks:
-                    tasks.append(pool.submit(self._put_chunk, number, pieces))
-            try:
-                for task in tasks:
-                    task.result()
-            except BaseException:
-                for task in tasks:
-                    task.cancel()
-                wait(tasks)
-                raise
+    def _put_merged(self, mine: Sequence[Delta]) -> tuple[ChunkEntry, ...]:
+        return self._put_chunks(load for delta in mine for load in self._merged(delta))
+
+    def _merged(self, delta: Delta) -> Iterator[Load]:
+        table = self._tables[delta.shard.table]
+        slices = tuple(chunk for chunk in self._before.chunks if chunk.shard == delta.shard)
+        older = (*layers(self._basis.merged, table.name), slices)
+        for chunk in merged_chunks(self._store, table, delta, older, self._bits):
+            yield partial(_as_it_is, chunk)
+
+    @property
+    def _tables(self) -> dict[str, TableMeta]:
+        return {table.name: table for table in self._cut.meta.tables}
 
     def _put_dense(self) -> None:
         arrays = self._cut.dense()
-        if arrays is not None:
-            body = encode_dense(arrays)
-            self._dense = ObjectEntry.model_validate(self._put("dense", body))
+        if arrays is not None and self._dense is None:
+            self._dense = ObjectEntry.model_validate(self._put("dense", encode_dense(arrays)))
 
-    def _put_chunk(self, number: int, pieces: Sequence[ShardRows]) -> None:
-        piece = join(pieces)
-        body = encode_rows(piece, self._bits)
-        entry = self._put(f"{number:06d}", body)
-        self._chunks[number] = ChunkEntry.model_validate(
-            {
-                **entry,
-                **vars(piece.shard),
-                "rows": len(piece.row_ids),
-                "first_row": int(piece.row_ids[0]),
-                "last_row": int(piece.row_ids[-1]),
-            }
-        )
+    def _put_chunks(self, loads: Iterator[Load]) -> tuple[ChunkEntry, ...]:
+        """Put what is loaded, a few at a time; entries in its order."""
+        numbered = enumerate(loads, len(self._before.chunks))
+        entries = in_parallel(lambda task: self._put_chunk(*task), numbered)
+        return tuple(entry for found in entries for entry in found)
+
+    def _put_chunk(self, number: int, load: Load) -> tuple[ChunkEntry, ...]:
+        if number not in self._put_already:
+            self._put_already[number] = tuple(self._put_rows(number, rows) for rows in load())
+        return self._put_already[number]
+
+    def _put_rows(self, number: int, rows: CodedRows) -> ChunkEntry:
+        entry = self._put(f"{number:06d}", encode_rows(rows))
+        ids = rows.row_ids
+        found = {"rows": len(ids), "first_row": int(ids[0]), "last_row": int(ids[-1])}
+        return ChunkEntry.model_validate({**entry, **vars(rows.shard), **found})
 
     def _put(self, name: str, body: bytes) -> dict[str, str | int]:
         sha256 = hashlib.sha256(body).hexdigest()
@@ -124,41 +142,8 @@ class Upload:
         return {"key": key, "bytes": len(body), "sha256": sha256}
 
 
-def chunk_pieces(pieces: Iterable[ShardRows]) -> Iterator[tuple[ShardRows, ...]]:
-    """Rows, chunk by chunk: pieces that follow each other in one shard in ascending order, to be joined.
-
-    A chunk has at most ``CHUNK_BYTES`` of weights and is never empty; the pieces are views.
-    """
-    chunk: list[ShardRows] = []
-    room = 0
-    for piece in pieces:
-        if chunk and (piece.shard != chunk[-1].shard or piece.row_ids[0] <= chunk[-1].row_ids[-1]):
-            yield tuple(chunk)
-            chunk = []
-        start, size = 0, max(1, CHUNK_BYTES // (4 * piece.shard.width))
-        while start < len(piece.row_ids):
-            room = room if chunk else size
-            part = piece.part(start, start + room)
-            chunk.append(part)
-            room -= len(part.row_ids)
-            start += len(part.row_ids)
-            if not room:
-                yield tuple(chunk)
-                chunk = []
-    if chunk:
-        yield tuple(chunk)
-
-
-def join(pieces: Sequence[ShardRows]) -> ShardRows:
-    """One piece of several of one shard, in their order; a copy unless there is just one."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return ShardRows(
-        shard=pieces[0].shard,
-        row_ids=np.concatenate([piece.row_ids for piece in pieces]),
-        rows=np.concatenate([piece.rows for piece in pieces]),
-        state=np.concatenate([piece.state for piece in pieces]),
-    )
+def _as_it_is(chunk: CodedRows) -> Sequence[CodedRows]:
+    return (chunk,)
 
 
 def _get_part(store: ObjectStore, key: str) -> PartList | None:

@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
+from dlrm_checkpointer.codes import decode_rows
+from dlrm_checkpointer.cut import ShardRows, TableMeta
 from dlrm_checkpointer.digest import Partial, block_ranges, combine, rows_digest, state_digest
-from dlrm_checkpointer.fetch import fetch_rows, in_parallel
 from dlrm_checkpointer.initializer import initial_rows
-from dlrm_checkpointer.restore import Snapshot, clip
+from dlrm_checkpointer.restore import Snapshot
+from dlrm_checkpointer.sweep import stored, sweep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,8 @@ class Block:
     table: TableMeta
     start: int
     end: int
-    stored: tuple[ShardRows, ...]
+    stored: tuple[tuple[int, ShardRows], ...]
+    """Of each snapshot of the chain, oldest first: its number there, and rows."""
 
     def fill(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """All rows (n, dim) and their state (n, state values): stored ones, and initial values elsewhere."""
@@ -31,7 +33,7 @@ class Block:
         ids = np.arange(self.start, self.end, dtype=np.int64)
         rows = initial_rows(table.seed, table.name, ids, range(table.dim), table.scale)
         state = np.zeros((len(ids), table.state_width), np.float32)
-        for piece in self.stored:
+        for _, piece in self.stored:
             shard = piece.shard
             places = table.state_of(shard.column_start, shard.column_end)
             rows[piece.row_ids - self.start, shard.column_start : shard.column_end] = piece.rows
@@ -48,10 +50,12 @@ class Block:
         """Check what is stored, and count the rows.
 
         Raises:
-            SnapshotError: names the table and the row that is stored twice or holds a value that is not finite.
+            SnapshotError: names the table and the row that one snapshot holds twice, or whose value is not finite.
         """
-        seen = np.zeros((self.end - self.start, len(self.table.column_blocks)), bool)
-        for piece in self.stored:
+        layers = 1 + max((layer for layer, _ in self.stored), default=0)
+        every = np.zeros((layers, self.end - self.start, len(self.table.column_blocks)), bool)
+        for layer, piece in self.stored:
+            seen = every[layer]
             blocks = self.table.blocks_of(piece.shard.column_start, piece.shard.column_end)
             local = piece.row_ids - self.start
             twice = seen[local, blocks.start : blocks.stop].any(axis=1)
@@ -61,7 +65,7 @@ class Block:
                     row = int(piece.row_ids[int(np.argmax(bad))])
                     raise SnapshotError(f"table {self.table.name}, row {row}: {problem}")
             seen[local, blocks.start : blocks.stop] = True
-        return int(seen.any(axis=1).sum())
+        return int(every.any(axis=(0, 2)).sum())
 
 
 def walk_table(snapshot: Snapshot, table: TableMeta) -> Iterator[Block]:
@@ -72,20 +76,12 @@ def walk_table(snapshot: Snapshot, table: TableMeta) -> Iterator[Block]:
     Raises:
         SnapshotError: an object is missing, corrupt, or not of this table.
     """
-    entries = sorted(
-        (entry for entry in snapshot.manifest.chunks if entry.table == table.name), key=lambda entry: entry.first_row
-    )
-    starts = [entry.first_row for entry in entries]
-    pieces = in_parallel(lambda entry: fetch_rows(snapshot.store, entry, table), entries)
-    active: list[ShardRows] = []
-    taken = 0
-    for start, end in block_ranges(table.rows):
-        while taken < len(entries) and starts[taken] < end:
-            active.append(next(pieces))
-            taken += 1
-        band = ShardId(table=table.name, row_start=start, row_end=end, column_start=0, column_end=table.dim)
-        yield Block(table=table, start=start, end=end, stored=tuple(clip(piece, band, table) for piece in active))
-        active = [piece for piece in active if piece.row_ids[-1] >= end]
+    layers = enumerate(snapshot.chain.chunks(table.name))
+    sources = [source for number, entries in layers for source in stored(snapshot.store, table, number, entries)]
+    ends = [end for _, end in block_ranges(table.rows)]
+    for band in sweep(sources, ends, 0):
+        pieces = tuple((layer, decode_rows(piece)) for layer, piece in band.parts)
+        yield Block(table=table, start=band.start, end=band.end, stored=pieces)
 
 
 def snapshot_digest(snapshot: Snapshot) -> str:

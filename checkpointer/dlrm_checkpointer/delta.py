@@ -1,0 +1,61 @@
+"""One shard's rows of a cut in shared memory, in ascending order whatever the order in which the rank gave them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_checkpointer.cut import ShardId, ShardRows
+
+
+class Delta:
+    """Rows that a cut hands over of one shard; each row once.
+
+    Args:
+        shard: the rectangle.
+        pieces: of it, each with ascending rows.
+    """
+
+    def __init__(self, shard: ShardId, pieces: Iterable[ShardRows]) -> None:
+        self.shard = shard
+        self._pieces: Sequence[ShardRows] = sorted(
+            (piece for piece in pieces if len(piece.row_ids)), key=lambda piece: int(piece.row_ids[0])
+        )
+        sizes = [len(piece.row_ids) for piece in self._pieces]
+        self._starts = np.cumsum([0, *sizes])
+        self._order: NDArray[np.int64] | None = None
+        """Places, among those of all pieces, in ascending order of rows; None where they are in it."""
+        ids = [piece.row_ids for piece in self._pieces]
+        self.row_ids: NDArray[np.int64] = np.concatenate(ids) if ids else np.empty(0, np.int64)
+        """(N,) ascending."""
+        if not bool((self.row_ids[1:] > self.row_ids[:-1]).all()):
+            self._order = np.argsort(self.row_ids, kind="stable")
+            self.row_ids = self.row_ids[self._order]
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    def rows(self, begin: int, end: int) -> ShardRows:
+        """The rows at places [begin, end) of ``row_ids``; views where they are of one piece."""
+        places = np.arange(begin, end) if self._order is None else self._order[begin:end]
+        numbers = np.searchsorted(self._starts, places, side="right") - 1
+        if self._order is None and numbers[0] == numbers[-1]:
+            first = int(self._starts[numbers[0]])
+            return self._pieces[int(numbers[0])].part(begin - first, end - first)
+        rows = np.empty((end - begin, self.shard.width), np.float32)
+        state = np.empty((end - begin, self._pieces[0].state.shape[1]), np.float32)
+        for number in np.unique(numbers).tolist():
+            here = numbers == number
+            at = places[here] - self._starts[number]
+            rows[here], state[here] = self._pieces[number].rows[at], self._pieces[number].state[at]
+        return ShardRows(shard=self.shard, row_ids=self.row_ids[begin:end], rows=rows, state=state)
+
+
+def deltas(owned: Iterable[ShardId], pieces: Iterable[ShardRows]) -> list[Delta]:
+    """The rows of each shard that a rank stores, in the order of ``owned``; some have none."""
+    found: dict[ShardId, list[ShardRows]] = {shard: [] for shard in owned}
+    for piece in pieces:
+        found[piece.shard].append(piece)
+    return [Delta(shard, each) for shard, each in found.items()]

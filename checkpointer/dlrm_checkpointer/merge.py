@@ -1,0 +1,163 @@
+"""A shard's rows of several snapshots and of a cut, as one: of each row the newest value, its codes as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.checkpoint import Bits
+from dlrm_checkpointer.codes import CodedRows, Form, code_rows, joined
+from dlrm_checkpointer.cut import ShardId, TableMeta
+from dlrm_checkpointer.delta import Delta
+from dlrm_checkpointer.manifest import ChunkEntry
+from dlrm_checkpointer.store import ObjectStore
+from dlrm_checkpointer.sweep import Band, Source, stored, sweep
+
+CHUNK_BYTES = 32 << 20
+"""Bytes of float32 rows in one chunk: bounds the memory of upload and restore, and is read as one object."""
+
+
+def chunk_rows(width: int) -> int:
+    """Most rows of so many columns in one chunk."""
+    return max(1, CHUNK_BYTES // (4 * width))
+
+
+def coded_chunks(delta: Delta, bits: Bits) -> Iterator[Callable[[], Sequence[CodedRows]]]:
+    """What codes the rows of a cut, chunk by chunk: to be called in any thread."""
+    size = chunk_rows(delta.shard.width)
+    for begin in range(0, len(delta), size):
+        yield partial(_code, delta, begin, min(begin + size, len(delta)), bits)
+
+
+def _code(delta: Delta, begin: int, end: int, bits: Bits) -> Sequence[CodedRows]:
+    return code_rows(delta.rows(begin, end), bits)
+
+
+def overlapping(entries: Sequence[ChunkEntry], shard: ShardId) -> tuple[ChunkEntry, ...]:
+    """The chunks that may hold rows of a rectangle."""
+    return tuple(
+        entry
+        for entry in entries
+        if entry.table == shard.table
+        and entry.first_row < shard.row_end
+        and entry.last_row >= shard.row_start
+        and entry.column_start < shard.column_end
+        and entry.column_end > shard.column_start
+    )
+
+
+def merged_chunks(
+    store: ObjectStore, table: TableMeta, delta: Delta, older: Sequence[Sequence[ChunkEntry]], bits: Bits
+) -> Iterator[CodedRows]:
+    """The rows of a shard, in chunks of ascending rows for each form that occurs.
+
+    Where older snapshots split the table's columns otherwise, chunks are of parts of the shard's columns: a row's
+    codes of different snapshots have scales of their own.
+
+    Args:
+        store: of the older chunks.
+        table: of the shard.
+        delta: rows of the cut; newest.
+        older: chunks, layer by layer, oldest first; only what lies in the shard is taken.
+        bits: for the rows of the cut.
+
+    Raises:
+        SnapshotError: an older chunk is missing or corrupt, or a row of the cut can't be stored.
+    """
+    shard = delta.shard
+    layers = [overlapping(entries, shard) for entries in older]
+    sources = [
+        source for number, entries in enumerate(layers) for source in stored(store, table, number, entries)
+    ]
+    edges = {entry.last_row + 1 for entries in layers for entry in entries}
+    for begin, code in enumerate(coded_chunks(delta, bits)):
+        first = begin * chunk_rows(shard.width)
+        last = min(first + chunk_rows(shard.width), len(delta)) - 1
+        ids = delta.row_ids
+        sources.append(Source(layer=len(layers), first_row=int(ids[first]), last_row=int(ids[last]), load=code))
+        edges.add(int(ids[last]) + 1)
+    inner = sorted(edge for edge in edges if shard.row_start < edge < shard.row_end)
+    columns = _columns(shard, layers)
+    outputs = [_Output(part, chunk_rows(part.column_end - part.column_start)) for part in columns]
+    for band in sweep(sources, [*inner, shard.row_end], shard.row_start):
+        for part, output in zip(columns, outputs, strict=True):
+            yield from output.add(_newest(band, part, table))
+    for output in outputs:
+        yield from output.rest()
+
+
+def _columns(shard: ShardId, layers: Sequence[Sequence[ChunkEntry]]) -> list[ShardId]:
+    """The shard, cut where any chunk's columns begin or end."""
+    edges = {shard.column_start, shard.column_end}
+    for entries in layers:
+        for entry in entries:
+            edges |= {edge for edge in (entry.column_start, entry.column_end)}
+    inside = sorted(edge for edge in edges if shard.column_start <= edge <= shard.column_end)
+    return [
+        ShardId(
+            table=shard.table,
+            row_start=shard.row_start,
+            row_end=shard.row_end,
+            column_start=start,
+            column_end=end,
+        )
+        for start, end in pairwise(inside)
+    ]
+
+
+def _newest(band: Band, part: ShardId, table: TableMeta) -> list[CodedRows]:
+    """Of each row of a band the newest piece of it, cut to some columns."""
+    pieces = [
+        piece
+        for _, piece in reversed(band.parts)
+        if piece.shard.column_start < part.column_end and piece.shard.column_end > part.column_start
+    ]
+    if len(pieces) > 1:
+        kept = _first_of_each([piece.row_ids for piece in pieces])
+        pieces = [piece.take(index) for piece, index in zip(pieces, kept, strict=True)]
+    return [replace(piece.clip(part, table), shard=part) for piece in pieces if len(piece.row_ids)]
+
+
+def _first_of_each(row_ids: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
+    """Places in each array of the rows that no array before it has."""
+    every = np.concatenate(row_ids)
+    order = np.argsort(every, kind="stable")
+    ascending = every[order]
+    first = np.ones(len(every), bool)
+    first[1:] = ascending[1:] != ascending[:-1]
+    kept = np.zeros(len(every), bool)
+    kept[order[first]] = True
+    starts = np.cumsum([len(ids) for ids in row_ids])[:-1]
+    return [np.flatnonzero(each) for each in np.split(kept, starts)]
+
+
+class _Output:
+    """Rows of ascending bands, gathered to chunks of one form each."""
+
+    def __init__(self, shard: ShardId, size: int) -> None:
+        self._shard, self._size = shard, size
+        self._waiting: dict[Form, list[CodedRows]] = {}
+
+    def add(self, pieces: Sequence[CodedRows]) -> Iterator[CodedRows]:
+        """Take a band's pieces; gives the chunks that are full."""
+        for piece in pieces:
+            self._waiting.setdefault(piece.form, []).append(piece)
+        for form, waiting in self._waiting.items():
+            if sum(len(piece.row_ids) for piece in waiting) >= self._size:
+                whole = joined(waiting)
+                full = len(whole.row_ids) // self._size * self._size
+                for begin in range(0, full, self._size):
+                    yield whole.take(slice(begin, begin + self._size))
+                rest = whole.take(slice(full, len(whole.row_ids)))
+                self._waiting[form] = [rest] if len(rest.row_ids) else []
+
+    def rest(self) -> Iterator[CodedRows]:
+        """What filled no chunk."""
+        for waiting in self._waiting.values():
+            if waiting:
+                yield joined(waiting)
