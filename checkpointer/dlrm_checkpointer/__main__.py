@@ -62,9 +62,9 @@ def _run(settings: Settings, stop: threading.Event) -> int:
     endpoint = Endpoint(settings.bind, settings.port, status)
     inbox = Inbox(settings.handoff, settings.ranks)
     policy = Policy(
-        bits=settings.bits,
-        keep_last=settings.keep_last,
-        single_pod=settings.single_pod,
+        bits=8 if settings.checkpoint.bits == 8 else 32,
+        keep_last=settings.checkpoint.retention.keep_last,
+        single_pod=settings.pods == 1,
         grace_s=settings.grace_s,
     )
     try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_api.errors import BadDataError, NoInputError, UsageError
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Env, Port
@@ -25,10 +26,11 @@ class Settings:
     handoff: Path
     ranks: range
     """Global ranks of this pod."""
-    single_pod: bool
-    """Whether these are all ranks of the gang."""
-    bits: int
-    keep_last: int
+    pods: int
+    """Pods of the gang."""
+    checkpoint: CheckpointSpec
+    expected_restores: int
+    """Restores in the job's life that ``bits: auto`` goes by."""
     grace_s: float
     """Seconds that the end of the trainers leaves for the last upload."""
     bind: str
@@ -56,9 +58,9 @@ def read_settings(job_file: Path, env: Mapping[str, str]) -> Settings:
         options=store_options(job, env),
         handoff=Path(env[Env.HANDOFF_DIR]),
         ranks=range(first, first + per_pod),
-        single_pod=spec.replicas == 1,
-        bits=8 if spec.checkpoint.bits == 8 else 32,
-        keep_last=spec.checkpoint.retention.keep_last,
+        pods=spec.replicas,
+        checkpoint=spec.checkpoint,
+        expected_restores=spec.expected_restores,
         grace_s=_number(env, Env.GRACE_S, DEFAULT_GRACE_S),
         bind=env.get(Env.BIND, "127.0.0.1"),
         port=int(_number(env, Env.CHECKPOINTER_PORT, 0)) or Port.CHECKPOINTER,

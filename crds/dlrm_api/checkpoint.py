@@ -1,32 +1,57 @@
-"""``spec.checkpoint``: where snapshots go, how often, how exact, and how many are kept."""
+"""``spec.checkpoint``: where snapshots go, how often, how whole, how exact, and how many are kept."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from dlrm_api.base import ApiModel, NotBuilt, Rule
-from dlrm_api.objects import S3Spec, SecretName, Uri
+from dlrm_api.base import ApiModel, Rule
+from dlrm_api.objects import SecretName, SnapshotS3Spec, Uri
 from dlrm_api.quantities import Bytes, Duration
 
 Bits = Literal[2, 3, 4, 8, 16, 32]
+
+
+PLACES = ("s3://", "file:///")
+"""How URIs of folders start."""
+
+
+def _place_rule(field: str, name: str, *, optional: bool = False) -> Rule:
+    """What a URI of a folder must start with; ``field`` as YAML says it, ``name`` as Python does."""
+    absent = f"!has(self.{field}) || " if optional else ""
+    return Rule(
+        cel=f"{absent}self.{field}.startsWith('s3://') || self.{field}.startsWith('file:///')",
+        holds=lambda spec: getattr(spec, name) is None or getattr(spec, name).startswith(PLACES),
+        message=f"{field} must start with s3:// or file:///",
+    )
 
 
 class RetentionSpec(ApiModel):
     """Which snapshots are kept."""
 
     keep_last: int = Field(3, ge=1, le=1_000, description="Newest snapshots that are never removed.")
-    keep_every: Annotated[Duration | None, NotBuilt()] = Field(
+    keep_every: Duration | None = Field(
         None, description="Beside them one snapshot for each period of this length is kept."
+    )
+
+    rules = (
+        Rule(
+            cel="!has(self.keepEvery) || self.keepEvery.matches('[1-9]')",
+            holds=lambda retention: retention.keep_every is None or retention.keep_every > 0,
+            message="keepEvery must be longer than 0s: leave it out to keep none for each period",
+        ),
     )
 
 
 class PublishSpec(ApiModel):
     """Deltas for inference caches."""
 
-    uri: Uri = Field(description="Where deltas are put.")
+    uri: Uri = Field(description="Folder where deltas are put: s3://bucket/prefix or file:///path.")
     bits: Literal[8, 16, 32] = Field(16, description="Bits of one element of a published row.")
+    keep_last: int = Field(100, ge=1, le=1_000_000, description="Newest deltas that are never removed.")
+
+    rules = (_place_rule("uri", "uri"),)
 
 
 class CheckpointSpec(ApiModel):
@@ -37,27 +62,59 @@ class CheckpointSpec(ApiModel):
         None, description="Time between two cuts; by default 30m where intervalSteps is absent."
     )
     interval_steps: int | None = Field(None, ge=1, le=2**40, description="Steps between two cuts.")
-    policy: Annotated[Literal["full", "one-shot", "consecutive", "intermittent"], NotBuilt(("full",))] = Field(
-        "full", description="When a snapshot holds all rows and when only changed ones."
+    policy: Literal["full", "one-shot", "consecutive", "intermittent"] = Field(
+        "intermittent",
+        description=(
+            "What a snapshot holds. full: all rows ever updated, which makes it a base; one-shot: after the first base "
+            "rows updated since it; consecutive: rows updated since the snapshot before; intermittent: rows updated "
+            "since the newest base, and a new base once that is expected to write fewer bytes."
+        ),
     )
-    bits: Annotated[Literal["auto", 2, 3, 4, 8, 16, 32], NotBuilt((8, 32))] = Field(
-        32, description="Bits of one stored element; 32 restores exactly."
+    bits: Literal["auto", 2, 3, 4, 8, 16, 32] = Field(
+        32,
+        description=(
+            "Bits of one stored element; 32 restores exactly. auto: 2, 3 or 4 by the restores to expect, and 8 where "
+            "they are many or turn out to be more."
+        ),
     )
-    expected_restores: Annotated[int | None, NotBuilt()] = Field(
-        None, ge=0, le=1_000_000, description="Restores to expect in the job's life, for bits: auto."
+    expected_restores: int | None = Field(
+        None,
+        ge=0,
+        le=1_000_000,
+        description=("Restores to expect in the job's life, for bits: auto; by default lifecycle.restart.maxRestarts."),
+    )
+    base_every: Duration | None = Field(
+        None, description="Longest time from the cut of one base to that of the next; no limit by default."
+    )
+    max_chain: int = Field(
+        24, ge=1, le=1_000, description="Most snapshots that one may go over; what would exceed it becomes a base."
+    )
+    max_restore_time: Duration | None = Field(
+        None,
+        description=(
+            "Longest time that reading a snapshot with all below it may take, as restoreBandwidth estimates it; what "
+            "would exceed it becomes a base. No limit by default."
+        ),
+    )
+    restore_bandwidth: Bytes = Field(
+        200_000_000, description="Bytes that one pod reads from the store in a second, for maxRestoreTime."
     )
     retention: RetentionSpec = Field(RetentionSpec(), description="Which snapshots are kept.")
-    restore_from: Annotated[Uri | None, NotBuilt()] = Field(
-        None, description="Snapshots of another job to start from where uri holds none."
+    restore_from: Uri | None = Field(
+        None,
+        description=(
+            "Snapshots of another job to start from where uri holds none: s3://bucket/prefix or file:///path, reached "
+            "by the same s3 and credentialsSecret."
+        ),
     )
     credentials_secret: SecretName | None = Field(
         None, description="Secret with accessKeyId, secretAccessKey and optionally sessionToken."
     )
-    s3: S3Spec = Field(S3Spec(), description="Service of s3:// snapshots.")
+    s3: SnapshotS3Spec = Field(SnapshotS3Spec(), description="Service of s3:// snapshots.")
     handoff_budget: Bytes | None = Field(
         None, description="Bytes of shared memory that a pod's cuts may take; by default sized by the plan."
     )
-    publish: Annotated[PublishSpec | None, NotBuilt()] = Field(None, description="Deltas for inference caches.")
+    publish: PublishSpec | None = Field(None, description="Deltas for inference caches.")
 
     rules = (
         Rule(
@@ -65,9 +122,14 @@ class CheckpointSpec(ApiModel):
             holds=lambda checkpoint: checkpoint.interval is None or checkpoint.interval_steps is None,
             message="interval and intervalSteps are two ways to say one thing: give one of them",
         ),
+        _place_rule("uri", "uri"),
+        _place_rule("restoreFrom", "restore_from", optional=True),
         Rule(
-            cel="self.uri.startsWith('s3://') || self.uri.startsWith('file:///')",
-            holds=lambda checkpoint: checkpoint.uri.startswith(("s3://", "file:///")),
-            message="uri must start with s3:// or file:///",
+            cel=(
+                "type(self.restoreBandwidth) == int ? self.restoreBandwidth >= 1 "
+                ": self.restoreBandwidth.matches('[1-9]')"
+            ),
+            holds=lambda checkpoint: checkpoint.restore_bandwidth >= 1,
+            message="restoreBandwidth must be at least 1 byte a second",
         ),
     )

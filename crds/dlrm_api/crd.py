@@ -13,7 +13,16 @@ from dlrm_api.names import GROUP, VERSION
 from dlrm_api.structural import Schema, structural
 
 MUTABLE_LIFECYCLE = ("restart",)
-MUTABLE_CHECKPOINT = ("interval", "intervalSteps", "retention")
+MUTABLE_CHECKPOINT = (
+    "interval",
+    "intervalSteps",
+    "expectedRestores",
+    "baseEvery",
+    "maxChain",
+    "maxRestoreTime",
+    "restoreBandwidth",
+    "retention",
+)
 
 JOB_COLUMNS = (
     ("Phase", "string", ".status.phase", "Where the job is in its life.", 0),

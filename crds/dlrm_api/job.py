@@ -107,6 +107,12 @@ class DLRMJobSpec(ApiModel):
         """Ranks that the spec asks for."""
         return self.replicas * self.trainer.processes_per_replica
 
+    @property
+    def expected_restores(self) -> int:
+        """Restores that ``checkpoint.bits: auto`` goes by: those that the user expects, else the restart budget."""
+        given = self.checkpoint.expected_restores
+        return self.lifecycle.restart.max_restarts if given is None else given
+
 
 class DLRMJob(ApiModel):
     """A training job of a deep-learning recommendation model."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dlrm_api.base import ApiModel
+from dlrm_api.base import ApiModel, Rule
 
 Uri = Annotated[str, Field(min_length=1, max_length=2_048)]
 SecretName = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
@@ -33,4 +33,30 @@ class S3Spec(ApiModel):
         min_length=1,
         max_length=1_024,
         description="PEM file of the authority that signed the endpoint's certificate.",
+    )
+
+
+class SnapshotS3Spec(S3Spec):
+    """Where an S3 service that is written to is, and how it keeps what is written."""
+
+    encryption: Literal["none", "AES256", "aws:kms"] = Field(
+        "none",
+        description=(
+            "Encryption that every write asks of the service: AES256 by the service's own key, aws:kms by a key of its "
+            "key management; none: what the bucket does by itself."
+        ),
+    )
+    kms_key_id: str | None = Field(
+        None,
+        min_length=1,
+        max_length=2_048,
+        description="Key for encryption aws:kms: its id, ARN or alias; the service's default key where absent.",
+    )
+
+    rules = (
+        Rule(
+            cel="!has(self.kmsKeyId) || self.encryption == 'aws:kms'",
+            holds=lambda s3: s3.kms_key_id is None or s3.encryption == "aws:kms",
+            message="kmsKeyId needs encryption aws:kms: give that, or leave kmsKeyId out",
+        ),
     )

@@ -61,7 +61,7 @@ class SnapshotInfo(ApiModel):
     """One committed snapshot."""
 
     step: int = Field(ge=0, description="Step of the cut.")
-    kind: str = Field("full", description="full or incremental.")
+    kind: str = Field("full", description="full or increment.")
     bits: int = Field(ge=2, le=32, description="Bits of one element.")
     bytes: int = Field(ge=0, description="Bytes of all its objects.")
     uri: str = Field(description="Its manifest.")

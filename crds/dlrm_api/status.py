@@ -86,7 +86,7 @@ class SnapshotStatus(ApiModel):
 
     step: int = Field(ge=0, le=MOST, description="Step of the cut.")
     time: Time = Field(description="When it was committed.")
-    kind: str = Field(max_length=32, description="full or incremental.")
+    kind: str = Field(max_length=32, description="full or increment.")
     bits: int = Field(ge=2, le=32, description="Bits of one element.")
     bytes: int = Field(ge=0, le=MOST, description="Bytes written.")
     uri: str = Field(max_length=2_048, description="Its manifest.")

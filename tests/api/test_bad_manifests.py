@@ -125,6 +125,17 @@ BAD = {
         "spec.checkpoint.bits: Input should be 'auto', 2, 3, 4, 8, 16 or 32",
         'spec.checkpoint.bits: Invalid value: "8": use one of auto, 2, 3, 4, 8, 16, 32',
     ),
+    "policy of another name": job(
+        {"spec.checkpoint.policy": "incremental"},
+        "spec.checkpoint.policy: Input should be 'full', 'one-shot', 'consecutive' or 'intermittent'",
+        'spec.checkpoint.policy: Unsupported value: "incremental": '
+        'supported values: "full", "one-shot", "consecutive", "intermittent"',
+    ),
+    "encryption of another name": job(
+        {"spec.checkpoint.s3": {"encryption": "aes256"}},
+        "spec.checkpoint.s3.encryption: Input should be 'none', 'AES256' or 'aws:kms'",
+        'spec.checkpoint.s3.encryption: Unsupported value: "aes256": supported values: "none", "AES256", "aws:kms"',
+    ),
     # unknown fields
     "misspelt field": job(
         {"spec.trainer.replica": 2},
@@ -255,6 +266,45 @@ BAD = {
     "shards that do not divide the batch": job(
         {"spec.data.globalBatchSize": 1_000}, "spec.data: virtualShards must divide globalBatchSize: change one of them"
     ),
+    "snapshots of another job by ftp": job(
+        {"spec.checkpoint.restoreFrom": "ftp://host/x"},
+        "spec.checkpoint: restoreFrom must start with s3:// or file:///",
+    ),
+    "deltas to a relative path": job(
+        {"spec.checkpoint.publish": {"uri": "deltas"}},
+        "spec.checkpoint.publish: uri must start with s3:// or file:///",
+    ),
+    "deltas at too few bits": job(
+        {"spec.checkpoint.publish": {"uri": "s3://bucket/deltas", "bits": 4}},
+        "spec.checkpoint.publish.bits: Input should be 8, 16 or 32",
+        'spec.checkpoint.publish.bits: Unsupported value: 4: supported values: "8", "16", "32"',
+    ),
+    "a key without encryption by it": job(
+        {"spec.checkpoint.s3": {"encryption": "AES256", "kmsKeyId": "alias/snapshots"}},
+        "spec.checkpoint.s3: kmsKeyId needs encryption aws:kms: give that, or leave kmsKeyId out",
+    ),
+    "encryption of data that is only read": job(
+        {"spec.data.s3": {"encryption": "AES256"}},
+        "spec.data.s3.encryption: unknown field: check its spelling and its place",
+        'unknown field "spec.data.s3.encryption"',
+    ),
+    "a period of no length": job(
+        {"spec.checkpoint.retention": {"keepEvery": "0h0m"}},
+        "spec.checkpoint.retention: keepEvery must be longer than 0s: leave it out to keep none for each period",
+    ),
+    "no bandwidth": job(
+        {"spec.checkpoint.restoreBandwidth": 0},
+        "spec.checkpoint: restoreBandwidth must be at least 1 byte a second",
+    ),
+    "no bandwidth, in megabytes": job(
+        {"spec.checkpoint.restoreBandwidth": "0.0M"},
+        "spec.checkpoint: restoreBandwidth must be at least 1 byte a second",
+    ),
+    "no snapshot above a base": job(
+        {"spec.checkpoint.maxChain": 0},
+        "spec.checkpoint.maxChain: Input should be greater than or equal to 1",
+        "spec.checkpoint.maxChain in body should be greater than or equal to 1",
+    ),
     "prior beside a trace": job(
         {"spec.model.tables.0.distribution": {"prior": "uniform", "reference": "configmap:reuse"}},
         "spec.model.tables[0].distribution: prior and reference are two ways to say one thing: give one of them",
@@ -360,15 +410,10 @@ BAD = {
         "spec.trainer.podTemplate.spec.volumes in body must be of type array",
     ),
     # what this version lacks
-    "policy": job(
-        {"spec.checkpoint.policy": "consecutive"},
-        "spec.checkpoint.policy: policy: only full is built in this version: use it or leave the field out",
-        "policy: only full is built in this version: use it or leave the field out",
-    ),
-    "bits auto": job(
-        {"spec.checkpoint.bits": "auto"},
-        "spec.checkpoint.bits: bits: only 8, 32 are built in this version: use one of them or leave the field out",
-        "bits: only 8, 32 are built in this version: use one of them or leave the field out",
+    "gang that is not built": job(
+        {"spec.scheduling": {"gang": "kueue"}},
+        "spec.scheduling.gang: gang: only none is built in this version: use it or leave the field out",
+        "gang: only none is built in this version: use it or leave the field out",
     ),
     "option of a group's tables": job(
         {"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 16, "embedding": {"pruneRatio": 0.5}}}]},

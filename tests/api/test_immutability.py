@@ -9,7 +9,9 @@ pytestmark = pytest.mark.cluster
 JOBS = "namespaces/default/dlrmjobs"
 FROZEN = (
     "spec: Forbidden: spec cannot change once the job has left phase Pending, but for spec.checkpoint.interval, "
-    "spec.checkpoint.intervalSteps, spec.checkpoint.retention, spec.lifecycle.restart: "
+    "spec.checkpoint.intervalSteps, spec.checkpoint.expectedRestores, spec.checkpoint.baseEvery, "
+    "spec.checkpoint.maxChain, spec.checkpoint.maxRestoreTime, spec.checkpoint.restoreBandwidth, "
+    "spec.checkpoint.retention, spec.lifecycle.restart: "
     "delete the job and apply it anew, it goes on from its newest snapshot"
 )
 
@@ -38,6 +40,10 @@ def set_phase(server: Any, job: str, phase: str) -> None:
         {"trainer": {"podTemplate": {"metadata": {"labels": {"team": "ads"}}}}},
         {"checkpoint": {"uri": "s3://bucket/other"}},
         {"checkpoint": {"bits": 8}},
+        {"checkpoint": {"policy": "full"}},
+        {"checkpoint": {"restoreFrom": "s3://bucket/other"}},
+        {"checkpoint": {"publish": {"uri": "s3://bucket/deltas"}}},
+        {"checkpoint": {"s3": {"encryption": "AES256"}}},
         {"checkpoint": {"s3": {"region": None}}},
         {"checkpoint": {"s3": {"endpoint": "https://store"}}},
         {"lifecycle": {"terminationGracePeriod": "1m"}},
@@ -58,7 +64,9 @@ def test_what_a_running_job_cannot_take_over_is_refused(server: Any, job: str, c
     [
         {"checkpoint": {"intervalSteps": 7}},
         {"checkpoint": {"intervalSteps": None, "interval": "5m"}},
-        {"checkpoint": {"retention": {"keepLast": 9}}},
+        {"checkpoint": {"retention": {"keepLast": 9, "keepEvery": "1d"}}},
+        {"checkpoint": {"expectedRestores": 40}},
+        {"checkpoint": {"baseEvery": "12h", "maxChain": 4, "maxRestoreTime": "5m", "restoreBandwidth": "1G"}},
         {"lifecycle": {"restart": {"maxRestarts": 0}}},
     ],
 )

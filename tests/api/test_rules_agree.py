@@ -59,7 +59,21 @@ data = st.fixed_dictionaries(
         "virtualShards": st.sampled_from([1, 3, 64]),
     },
 )
-checkpoints = st.fixed_dictionaries({"uri": uris}, optional={"interval": st.just("5m"), "intervalSteps": st.just(5)})
+services = st.fixed_dictionaries(
+    {}, optional={"encryption": st.sampled_from(["none", "AES256", "aws:kms"]), "kmsKeyId": st.just("alias/key")}
+)
+checkpoints = st.fixed_dictionaries(
+    {"uri": uris},
+    optional={
+        "interval": st.just("5m"),
+        "intervalSteps": st.just(5),
+        "restoreFrom": uris,
+        "restoreBandwidth": st.sampled_from([0, 1, "0", "0M", "1k", "0.5M", "200M"]),
+        "retention": st.fixed_dictionaries({}, optional={"keepEvery": st.sampled_from(["0s", "0d0h", "10m", "1d0h"])}),
+        "s3": services,
+        "publish": st.fixed_dictionaries({"uri": uris}),
+    },
+)
 trainers = st.fixed_dictionaries({}, optional={"replicas": counts, "processesPerReplica": counts})
 trainings = st.fixed_dictionaries({}, optional={"maxSteps": st.just(1), "maxSamples": st.just(1)})
 tiers = st.fixed_dictionaries(

@@ -83,7 +83,7 @@ JOB_CASES: list[tuple[str, Change, int, tuple[str, ...]]] = [
     ("no rows", put("spec.model.tables.0.rows", 0), 78, ("spec.model.tables[0].rows", "1")),
     ("words for a number", put("spec.data.epochs", "many"), 78, ("spec.data.epochs", "integer")),
     ("a duration without unit", put("spec.checkpoint.interval", "soon"), 78, ("spec.checkpoint.interval", "30m")),
-    ("a behaviour that is not built", put("spec.checkpoint.bits", 4), 78, ("bits", "8, 32")),
+    ("a behaviour that is not built", put("spec.scheduling", {"gang": "kueue"}), 78, ("gang", "only none")),
     ("a top MLP without logit", put("spec.model.topMlp", [16, 2]), 78, ("topMlp must end in 1",)),
     ("dims that dot can't multiply", put("spec.model.tables.0.dim", 16), 78, ("dim", "bottomMlp")),
     ("dense features without MLP", put("spec.model.bottomMlp", []), 78, ("denseFeatures and bottomMlp",)),
