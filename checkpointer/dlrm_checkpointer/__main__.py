@@ -17,8 +17,10 @@ from dlrm_api.progress import CheckpointerProgress
 from dlrm_checkpointer.endpoint import Endpoint
 from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.logs import log_to_stderr
+from dlrm_checkpointer.policy import ChainPolicy
+from dlrm_checkpointer.retention import Rule
 from dlrm_checkpointer.settings import Settings, read_settings
-from dlrm_checkpointer.sidecar import Policy, Sidecar
+from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.store import open_store
 
@@ -61,19 +63,33 @@ def _run(settings: Settings, stop: threading.Event) -> int:
     status = Status()
     endpoint = Endpoint(settings.bind, settings.port, status)
     inbox = Inbox(settings.handoff, settings.ranks)
-    policy = Policy(
-        bits=8 if settings.checkpoint.bits == 8 else 32,
-        keep_last=settings.checkpoint.retention.keep_last,
-        single_pod=settings.pods == 1,
-        grace_s=settings.grace_s,
-    )
     try:
-        code = Sidecar(inbox, open_store(settings.uri, settings.options), status, policy).run(stop)
+        code = Sidecar(inbox, open_store(settings.uri, settings.options), status, duties(settings)).run(stop)
     finally:
         inbox.close()
         endpoint.close()
     _leave(status.progress, settings.termination_log)
     return int(code)
+
+
+def duties(settings: Settings) -> Duties:
+    """What the settings ask of the sidecar."""
+    checkpoint = settings.checkpoint
+    chains = ChainPolicy(
+        name=checkpoint.policy,
+        base_every_s=checkpoint.base_every,
+        max_chain=checkpoint.max_chain,
+        max_restore_s=checkpoint.max_restore_time,
+        restore_bytes_per_s=float(checkpoint.restore_bandwidth * settings.pods),
+    )
+    return Duties(
+        bits=checkpoint.bits,
+        expected_restores=settings.expected_restores,
+        chains=chains,
+        retention=Rule(keep_last=checkpoint.retention.keep_last, keep_every_s=checkpoint.retention.keep_every),
+        single_pod=settings.pods == 1,
+        grace_s=settings.grace_s,
+    )
 
 
 def _leave(progress: CheckpointerProgress, path: Path | None) -> None:

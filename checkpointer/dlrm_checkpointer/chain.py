@@ -13,6 +13,10 @@ from dlrm_checkpointer.policy import PolicyName
 from dlrm_checkpointer.store import ObjectStore
 
 
+class BrokenChainError(SnapshotError):
+    """What a cut goes over is gone or damaged: the cut can't be stored, and its rows come again with a later one."""
+
+
 @dataclass(frozen=True)
 class Chain:
     """A snapshot's manifest with those below it, oldest first; a row is that of the newest one that holds it."""

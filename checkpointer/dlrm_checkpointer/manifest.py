@@ -17,7 +17,7 @@ FORMAT_VERSION = 2
 MANIFESTS = "manifests/"
 PARTS = "parts/"
 CHUNKS = "chunks/"
-Kind = Literal["full", "incremental"]
+Kind = Literal["full", "increment"]
 _KEY = re.compile(r"manifests/(\d{16})-(\d{8})\.json")
 
 

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.checkpoint import Bits
+from dlrm_api.errors import SnapshotError
+from dlrm_checkpointer.chain import BrokenChainError
 from dlrm_checkpointer.codes import CodedRows, Form, code_rows, joined
 from dlrm_checkpointer.cut import ShardId, TableMeta
 from dlrm_checkpointer.delta import Delta
@@ -52,7 +54,12 @@ def overlapping(entries: Sequence[ChunkEntry], shard: ShardId) -> tuple[ChunkEnt
 
 
 def merged_chunks(
-    store: ObjectStore, table: TableMeta, delta: Delta, older: Sequence[Sequence[ChunkEntry]], bits: Bits
+    store: ObjectStore,
+    table: TableMeta,
+    delta: Delta,
+    older: Sequence[Sequence[ChunkEntry]],
+    bits: Bits,
+    on_read: Callable[[int], None],
 ) -> Iterator[CodedRows]:
     """The rows of a shard, in chunks of ascending rows for each form that occurs.
 
@@ -65,14 +72,18 @@ def merged_chunks(
         delta: rows of the cut; newest.
         older: chunks, layer by layer, oldest first; only what lies in the shard is taken.
         bits: for the rows of the cut.
+        on_read: called with the bytes of each older chunk that was read.
 
     Raises:
-        SnapshotError: an older chunk is missing or corrupt, or a row of the cut can't be stored.
+        BrokenChainError: an older chunk is missing or corrupt.
+        SnapshotError: a row of the cut can't be stored.
     """
     shard = delta.shard
     layers = [overlapping(entries, shard) for entries in older]
     sources = [
-        source for number, entries in enumerate(layers) for source in stored(store, table, number, entries)
+        replace(source, load=partial(_load_older, source.load, entry.bytes, on_read))
+        for number, entries in enumerate(layers)
+        for source, entry in zip(stored(store, table, number, entries), entries, strict=True)
     ]
     edges = {entry.last_row + 1 for entries in layers for entry in entries}
     for begin, code in enumerate(coded_chunks(delta, bits)):
@@ -91,12 +102,23 @@ def merged_chunks(
         yield from output.rest()
 
 
+def _load_older(
+    load: Callable[[], Sequence[CodedRows]], size: int, on_read: Callable[[int], None]
+) -> Sequence[CodedRows]:
+    try:
+        rows = load()
+    except SnapshotError as error:
+        raise BrokenChainError(str(error)) from error
+    on_read(size)
+    return rows
+
+
 def _columns(shard: ShardId, layers: Sequence[Sequence[ChunkEntry]]) -> list[ShardId]:
     """The shard, cut where any chunk's columns begin or end."""
     edges = {shard.column_start, shard.column_end}
     for entries in layers:
         for entry in entries:
-            edges |= {edge for edge in (entry.column_start, entry.column_end)}
+            edges |= {entry.column_start, entry.column_end}
     inside = sorted(edge for edge in edges if shard.column_start <= edge <= shard.column_end)
     return [
         ShardId(

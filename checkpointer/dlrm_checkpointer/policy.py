@@ -63,7 +63,7 @@ def choose_kind(policy: ChainPolicy, growth: Growth | None, chain_length: int, t
         return Choice(kind="full", reason=f"restoring it would take about {restore_s:.0f} s")
     if policy.name == "intermittent" and (reason := _base_pays(growth)):
         return Choice(kind="full", reason=reason)
-    return Choice(kind="incremental", reason=f"the policy is {policy.name}")
+    return Choice(kind="increment", reason=f"the policy is {policy.name}")
 
 
 def _base_pays(growth: Growth) -> str:

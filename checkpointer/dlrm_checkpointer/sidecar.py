@@ -6,21 +6,25 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from typing import Literal
 
-from dlrm_api.errors import DLRMError, SnapshotError, TemporaryError
+from dlrm_api.checkpoint import Bits
+from dlrm_api.errors import DLRMError, NoInputError, SnapshotError, TemporaryError
 from dlrm_api.names import ExitCode
 from dlrm_api.progress import SnapshotInfo
 from dlrm_checkpointer.attempts import in_lineage, newest_attempt, read_attempts
+from dlrm_checkpointer.chain import Basis, BrokenChainError, basis, load_chain
 from dlrm_checkpointer.commit import try_commit
 from dlrm_checkpointer.folder import CutName, SliceName
 from dlrm_checkpointer.inbox import Durable, Inbox, ReadyCut, UploadedCut
 from dlrm_checkpointer.life import Backoff, Life
 from dlrm_checkpointer.manifest import Manifest, manifest_key
+from dlrm_checkpointer.policy import ChainPolicy, bits_in_use, choose_kind
 from dlrm_checkpointer.restore import snapshot_keys
-from dlrm_checkpointer.retention import apply_retention
+from dlrm_checkpointer.retention import Retention, Rule
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.store import ObjectStore
-from dlrm_checkpointer.upload import Upload
+from dlrm_checkpointer.upload import Traffic, Upload, Way
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +34,13 @@ LONGEST_LOOK_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
-    """What the job asks of its snapshots."""
+class Duties:
+    """What the job asks of its snapshots, and the place in it of this pod."""
 
-    bits: int
-    keep_last: int
+    bits: Bits | Literal["auto"]
+    expected_restores: int
+    chains: ChainPolicy
+    retention: Rule
     single_pod: bool
     """Whether all ranks of the gang hand over into this folder."""
     grace_s: float
@@ -47,9 +53,12 @@ class Sidecar:
     a cut leaves the folder after its part list is durable, a note of it after its manifest is.
     """
 
-    def __init__(self, inbox: Inbox, store: ObjectStore, status: Status, policy: Policy) -> None:
-        self._inbox, self._store, self._status, self._policy = inbox, store, status, policy
-        self._life, self._backoff = Life(policy.grace_s), Backoff()
+    def __init__(self, inbox: Inbox, store: ObjectStore, status: Status, duties: Duties) -> None:
+        self._inbox, self._store, self._status, self._duties = inbox, store, status, duties
+        self._life, self._backoff = Life(duties.grace_s), Backoff()
+        self._retention = Retention(store, duties.retention)
+        self._traffic = Traffic(put=status.uploaded_bytes.inc, read=status.merged_bytes.inc)
+        self._bits: dict[int, Bits] = {}
         self._uploads: dict[CutName | SliceName, Upload] = {}
         self._looks: dict[UploadedCut, tuple[float, float]] = {}
         self._committed: tuple[int, int] | None = None
@@ -128,6 +137,8 @@ class Sidecar:
         """Make one rank's cut, or a slice of it, durable and give its memory back."""
         try:
             self._store_cut(name)
+        except BrokenChainError as error:
+            self._drop(name, str(error))
         except SnapshotError as error:
             if self._inbox.has(name):
                 self._refuse(name, error)
@@ -154,10 +165,38 @@ class Sidecar:
     def _upload(self, cut: ReadyCut, before: Durable) -> Upload:
         """The cut's way into the store, which an outage may have cut short before."""
         if cut.name not in self._uploads:
+            bits = self._bits_of(cut.name.attempt)
+            way = Way(bits=bits, basis=Basis(kind="full") if isinstance(cut.name, SliceName) else self._basis(cut))
             self._status.handed_over_bytes.inc(cut.nbytes)
-            count = self._status.uploaded_bytes.inc
-            self._uploads[cut.name] = Upload(self._store, cut, before, self._policy.bits, on_bytes=count)
+            self._uploads[cut.name] = Upload(self._store, cut, before, way, self._traffic)
         return self._uploads[cut.name]
+
+    def _basis(self, cut: ReadyCut) -> Basis:
+        """What the cut's snapshot goes over: a function of the cut, its parent and the job, so all pods agree.
+
+        Raises:
+            BrokenChainError: its parent can't be read.
+        """
+        parent, chains = cut.meta.parent, self._duties.chains
+        try:
+            chain = None if parent is None else load_chain(self._store, parent)
+        except (NoInputError, SnapshotError) as error:
+            raise BrokenChainError(str(error)) from error
+        growth, length = (chain.newest.growth, len(chain.links) - 1) if chain else (None, 0)
+        choice = choose_kind(chains, growth, length, cut.meta.time)
+        said = {"step": cut.name.step, "kind": choice.kind, "why": choice.reason}
+        logger.info("kind of snapshot chosen", extra=said)
+        return basis(choice.kind, chains.name, chain)
+
+    def _bits_of(self, attempt: int) -> Bits:
+        """Bits for rows of an attempt's cuts, the same in all pods."""
+        if attempt not in self._bits:
+            earlier = [each for each in read_attempts(self._store, 0) if each.number <= attempt]
+            restores = sum(each.restored_step is not None for each in earlier)
+            bits, why = bits_in_use(self._duties.bits, self._duties.expected_restores, restores)
+            logger.info("bits chosen", extra={"bits": bits, "why": why})
+            self._bits[attempt] = bits
+        return self._bits[attempt]
 
     def _refuse(self, name: CutName | SliceName, error: SnapshotError) -> None:
         logger.error("cut refused", extra={"cut": str(name), "problem": str(error)})
@@ -186,20 +225,20 @@ class Sidecar:
             manifest = None if why else try_commit(self._store, cut.step, cut.attempt, cut.world_size)
         except SnapshotError as error:
             self._refusal, why = error, str(error)
-        if manifest:
-            self._announce(cut, manifest)
-        elif why := why or self._hopeless(cut):
-            self._drop(cut, why)
-        else:
+        if not manifest and not (why := why or self._hopeless(cut)):
             return
         self._inbox.forget_uploaded(cut)
+        if manifest:
+            self._announce(cut, manifest)
+        else:
+            self._drop(cut, why)
         self._looks.pop(cut, None)
 
     def _hopeless(self, cut: UploadedCut) -> str:
         """Why the missing part lists of a cut will never come, or aren't worth waiting for; empty while they may."""
         if self._committed and self._committed >= (cut.attempt, cut.step):
             return "a later cut is committed"
-        if self._life.ended and self._policy.single_pod and not self._inbox.ready():
+        if self._life.ended and self._duties.single_pod and not self._inbox.ready():
             return "the gang ended before all its ranks had handed over"
         return ""
 
@@ -214,11 +253,11 @@ class Sidecar:
             time=time.time(),
         )
         self._committed = max(self._committed or (0, 0), (cut.attempt, cut.step))
-        self._status.committed(snapshot, cut.time)
+        self._status.committed(snapshot, cut.time, len(manifest.chain))
         self._inbox.publish_committed(cut.step, cut.attempt)
         if 0 in self._inbox.ranks:
             try:
-                self._status.retired.inc(apply_retention(self._store, cut.attempt, self._policy.keep_last))
+                self._status.retired.inc(self._retention.apply(cut.attempt, self._inbox.parents_in_flight()))
             except DLRMError as error:  # what is left goes with the next snapshot
                 self._fail(error)
 

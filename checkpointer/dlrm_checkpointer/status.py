@@ -31,11 +31,23 @@ class Status:
         )
         self._failing = Gauge(prefix + "store_failing", "1 while the store's last call failed.", registry=registry)
         self.uploaded_bytes = Counter(prefix + "uploaded_bytes", "Bytes of objects put.", registry=registry)
+        self.merged_bytes = Counter(
+            prefix + "merged_bytes", "Bytes of older objects read to be stored with a cut.", registry=registry
+        )
         self.handed_over_bytes = Counter(prefix + "handed_over_bytes", "Bytes of cuts taken over.", registry=registry)
         self.slices = Counter(
             prefix + "slices", "Slices of cuts above the hand-off budget made durable.", registry=registry
         )
-        self.commits = Counter(prefix + "commits", "Snapshots seen committed.", registry=registry)
+        self._chain = Gauge(
+            prefix + "chain_length", "Snapshots that the newest one goes over; 0: it is full.", registry=registry
+        )
+        self._bits = Gauge(prefix + "bits", "Bits of an element of the newest snapshot's rows.", registry=registry)
+        self._snapshot_bytes = Gauge(
+            prefix + "snapshot_bytes", "Bytes of the newest snapshot's own objects.", registry=registry
+        )
+        self.commits = Counter(
+            prefix + "commits", "Snapshots seen committed, by kind.", ["kind"], registry=registry
+        )
         self.store_errors = Counter(prefix + "store_errors", "Failed rounds of store calls.", registry=registry)
         self.refused_cuts = Counter(prefix + "refused_cuts", "Cuts that can never be stored.", registry=registry)
         self.dropped_cuts = Counter(
@@ -69,13 +81,16 @@ class Status:
         self._update(committed_step=step)
         self._committed.set(step)
 
-    def committed(self, snapshot: SnapshotInfo, handed_over: float) -> None:
+    def committed(self, snapshot: SnapshotInfo, handed_over: float, chain_length: int) -> None:
         """A snapshot is committed."""
         self._update(committed_step=snapshot.step, last_snapshot=snapshot)
         self._committed.set(snapshot.step)
         self._commit_time.set(snapshot.time)
         self._commit_seconds.observe(max(0.0, snapshot.time - handed_over))
-        self.commits.inc()
+        self._chain.set(chain_length)
+        self._bits.set(snapshot.bits)
+        self._snapshot_bytes.set(snapshot.bytes)
+        self.commits.labels(snapshot.kind).inc()
 
     def store_failed(self, error: DLRMError) -> None:
         """The store's last call failed."""

@@ -31,6 +31,15 @@ class Way:
     basis: Basis
 
 
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Told, in any thread, of the bytes of each object."""
+
+    put: Callable[[int], None]
+    read: Callable[[int], None]
+    """Older ones, to be merged with a cut."""
+
+
 class Upload:
     """One rank's cut, or a slice of one, on its way into the store.
 
@@ -41,13 +50,11 @@ class Upload:
         cut: one rank's cut or slice.
         before: what is durable of the slices before it; its bits hold for the whole cut.
         way: how its rows are stored.
-        on_bytes: called with the bytes of each object that went up.
+        traffic: what is told of bytes.
     """
 
-    def __init__(
-        self, store: ObjectStore, cut: ReadyCut, before: Durable, way: Way, on_bytes: Callable[[int], None]
-    ) -> None:
-        self._store, self._cut, self._before, self._on_bytes = store, cut, before, on_bytes
+    def __init__(self, store: ObjectStore, cut: ReadyCut, before: Durable, way: Way, traffic: Traffic) -> None:
+        self._store, self._cut, self._before, self._traffic = store, cut, before, traffic
         self._basis, self._bits = way.basis, before.bits or way.bits
         self._put_already: dict[int, tuple[ChunkEntry, ...]] = {}
         self._dense: ObjectEntry | None = None
@@ -59,7 +66,8 @@ class Upload:
         is the same whoever commits it.
 
         Raises:
-            SnapshotError: the cut can never be stored; names the table and the row, or the older object that is gone.
+            SnapshotError: the cut can never be stored; names the table and the row.
+            BrokenChainError: what it goes over is gone or damaged; names the object.
             StoreUnavailableError: call again.
         """
         name, basis = self._cut.name, self._basis
@@ -105,7 +113,7 @@ class Upload:
         table = self._tables[delta.shard.table]
         slices = tuple(chunk for chunk in self._before.chunks if chunk.shard == delta.shard)
         older = (*layers(self._basis.merged, table.name), slices)
-        for chunk in merged_chunks(self._store, table, delta, older, self._bits):
+        for chunk in merged_chunks(self._store, table, delta, older, self._bits, self._traffic.read):
             yield partial(_as_it_is, chunk)
 
     @property
@@ -138,7 +146,7 @@ class Upload:
         sha256 = hashlib.sha256(body).hexdigest()
         key = chunk_key(self._cut.meta, self._cut.name.rank, name, sha256)
         self._store.put(key, body)
-        self._on_bytes(len(body))
+        self._traffic.put(len(body))
         return {"key": key, "bytes": len(body), "sha256": sha256}
 
 
