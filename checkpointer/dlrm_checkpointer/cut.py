@@ -12,6 +12,19 @@ from numpy.typing import NDArray
 from dlrm_api.errors import SnapshotError
 
 
+@dataclass(frozen=True, order=True)
+class SnapshotName:
+    """A snapshot of a store: the step of its cut and the store's attempt that made it; order is step, attempt."""
+
+    step: int
+    attempt: int
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any] | None) -> Self | None:
+        """Read ``asdict``'s form, or nothing."""
+        return None if value is None else cls(step=int(value["step"]), attempt=int(value["attempt"]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardId:
     """A rectangle of a table: rows [row_start, row_end) and columns [column_start, column_end)."""
@@ -173,6 +186,10 @@ class CutMeta:
     world_size: int
     attempt: int
     """The store's attempt number, from ``claim_attempt``."""
+    parent: SnapshotName | None = None
+    """Rows that no update touched since this snapshot are not handed over; None: since the initial values."""
+    time: float = 0.0
+    """When the cut was made, by rank 0's clock (Unix seconds)."""
     reader: dict[str, Any] = field(default_factory=dict)
     """``next_batch`` (global batch number), ``fingerprint`` of the data and ``seed``."""
     model: dict[str, Any] = field(default_factory=dict)
@@ -200,6 +217,8 @@ class CutMeta:
             samples=int(value["samples"]),
             world_size=int(value["worldSize"]),
             attempt=int(value["attempt"]),
+            parent=SnapshotName.from_json(value["parent"]),
+            time=float(value["time"]),
             reader=dict(value["reader"]),
             model=dict(value["model"]),
             metrics=dict(value["metrics"]),

@@ -3,6 +3,7 @@
 rank-<r>.lock                        held by rank r for its whole life (flock)
 closed-<r>.json                      why rank r ended; absent after a kill
 budget.lock                          held for a moment by whoever takes room, moves or frees an entry (flock)
+parent-<r>.json                      the snapshot that the cut of rank r goes on from, until that cut is whole
 writing-<r>/                         a cut, or a slice of one, that rank r is still copying
 slice-<step>-<attempt>-<r>-<n>-<put>/  slice n of a cut that isn't whole yet; as a whole cut, but not the last of it
 durable-<r>.json                     what the sidecar made durable of rank r's slices: it outlives them
@@ -47,7 +48,7 @@ POLL_S = 0.02
 
 _READY = re.compile(r"ready-(\d+)-(\d+)-(\d+)")
 _SLICE = re.compile(r"slice-(\d+)-(\d+)-(\d+)-(\d+)-(\d+)")
-_UNFINISHED = re.compile(r"(?:writing|durable)-(\d+)(?:\.json)?")
+_UNFINISHED = re.compile(r"(?:writing|durable|parent)-(\d+)(?:\.json)?")
 
 
 @dataclass(frozen=True, order=True)
@@ -103,6 +104,11 @@ def durable_path(folder: Path, rank: int) -> Path:
     return folder / f"{DURABLE_PREFIX}{rank}.json"
 
 
+def parent_path(folder: Path, rank: int) -> Path:
+    """Where a rank says which snapshot the cut that it is handing over goes on from."""
+    return folder / f"parent-{rank}.json"
+
+
 def ready_cuts(folder: Path) -> list[CutName]:
     """Every whole cut in the folder, oldest step first."""
     names = (CutName.parse(entry.name) for entry in folder.iterdir())
@@ -139,6 +145,7 @@ def discard_unfinished(folder: Path, rank: int) -> None:
             if name.rank == rank:
                 (folder / str(name)).rename(dead_path(folder))
         durable_path(folder, rank).unlink(missing_ok=True)
+        parent_path(folder, rank).unlink(missing_ok=True)
     shutil.rmtree(folder / f"{WRITING_PREFIX}{rank}", ignore_errors=True)
 
 

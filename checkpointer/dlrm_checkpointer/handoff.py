@@ -6,22 +6,25 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError, DivergedError, TemporaryError
-from dlrm_checkpointer.cut import CutMeta, ShardRows
+from dlrm_checkpointer.cut import CutMeta, ShardRows, SnapshotName
 from dlrm_checkpointer.draft import Budget
 from dlrm_checkpointer.folder import (
     COMMITTED_FILE,
     POLL_S,
     REFUSED_FILE,
     CutName,
+    budget_lock,
     closed_path,
     discard_unfinished,
     lock_path,
+    parent_path,
     raise_device,
     read_json,
     ready_cuts,
@@ -55,6 +58,7 @@ class HandOffWriter:
         self.folder, self.rank = folder, rank
         self._budget = Budget(folder, budget_bytes, ranks_here)
         self._last: CutName | None = None
+        self._restored: SnapshotName | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock: int | None = take_lock(lock_path(folder, rank), f"rank {rank}")
@@ -66,6 +70,33 @@ class HandOffWriter:
     def ready(self) -> bool:
         """Whether a cut can be handed over now: False while an earlier one of this rank waits for the sidecar."""
         return all(name.rank != self.rank for name in ready_cuts(self.folder))
+
+    def restored(self, name: SnapshotName | None) -> None:
+        """Say which snapshot of the job's own store the state was restored from; None: none."""
+        self._restored = name
+
+    def begin(self, attempt: int) -> SnapshotName | None:
+        """The parent of a cut that is about to be made; retention keeps it until that cut is committed or given up.
+
+        For rank 0, whose answer all ranks take: ``put`` follows, of a cut whose ``CutMeta`` names it.
+
+        Args:
+            attempt: the store's number of this attempt.
+
+        Returns:
+            The newest snapshot of the attempt that the sidecar committed, else the one that was restored from; None:
+            neither is there.
+
+        Raises:
+            DeviceError: the folder can't be written.
+        """
+        with budget_lock(self.folder):  # the sidecar looks for parents under it, after it has told of a commit
+            known = read_json(self.folder / COMMITTED_FILE)
+            own = known is not None and known["attempt"] == attempt
+            parent = SnapshotName.from_json(known) if own else self._restored
+            if parent is not None:
+                write_json(parent_path(self.folder, self.rank), asdict(parent))
+        return parent
 
     def put(
         self,

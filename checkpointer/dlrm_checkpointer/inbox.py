@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows
+from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, SnapshotName
 from dlrm_checkpointer.folder import (
     COMMITTED_FILE,
     DEAD_PREFIX,
@@ -111,7 +111,7 @@ class Durable(BaseModel):
         return cls.model_validate_json(zlib.decompress(base64.b85decode(text)))
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class UploadedCut:
     """A cut whose local parts are durable."""
 
@@ -120,6 +120,8 @@ class UploadedCut:
     world_size: int
     time: float
     """When a rank handed it over (Unix seconds)."""
+    parent: SnapshotName | None = None
+    """See ``CutMeta``."""
 
 
 class Inbox:
@@ -231,7 +233,8 @@ class Inbox:
 
     def note_uploaded(self, cut: ReadyCut) -> None:
         """Remember, over a restart of the sidecar, that this cut's parts are durable and wait for the manifest."""
-        note = {"worldSize": cut.meta.world_size, "time": cut.index["time"]}
+        parent = cut.index["meta"]["parent"]
+        note = {"worldSize": cut.meta.world_size, "time": cut.index["time"], "parent": parent}
         write_json(self.folder / f"uploaded-{cut.name.step}-{cut.name.attempt}.json", note)
 
     def uploaded(self) -> list[UploadedCut]:
@@ -240,8 +243,25 @@ class Inbox:
         for path in self.folder.glob("uploaded-*.json"):
             match, value = _UPLOADED.fullmatch(path.name), read_json(path)
             if match and value:
-                found.append(UploadedCut(int(match[1]), int(match[2]), int(value["worldSize"]), float(value["time"])))
-        return sorted(found)
+                parent = SnapshotName.from_json(value["parent"])
+                world_size, handed_over = int(value["worldSize"]), float(value["time"])
+                found.append(UploadedCut(int(match[1]), int(match[2]), world_size, handed_over, parent))
+        return sorted(found, key=lambda cut: (cut.step, cut.attempt))
+
+    def parents_in_flight(self) -> set[SnapshotName]:
+        """Parents of the cuts of this pod's ranks that are not committed yet, which must stay in the store till then.
+
+        A snapshot that a rank will name as a parent is among them, or newer than all that were told of before the call.
+        """
+        with budget_lock(self.folder):
+            notes = [read_json(path) for path in self.folder.glob("parent-*.json")]
+        found = {SnapshotName.from_json(note) for note in notes if note}
+        for name in self.ready():  # a cut is here before its parent's file is gone, and uploaded before it is not here
+            index = read_json(self.folder / str(name) / INDEX_FILE)
+            if index:
+                found.add(SnapshotName.from_json(index["meta"]["parent"]))
+        found.update(cut.parent for cut in self.uploaded())
+        return {name for name in found if name is not None}
 
     def forget_uploaded(self, cut: UploadedCut) -> None:
         """The manifest is there, or will never be."""

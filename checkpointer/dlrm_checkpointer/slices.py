@@ -23,6 +23,7 @@ from dlrm_checkpointer.folder import (
     SliceName,
     discard_unfinished,
     durable_path,
+    parent_path,
     read_json,
 )
 
@@ -111,6 +112,7 @@ class SlicedCut:
                 raise self._abandoned("the checkpointer dropped its slices, because a newer attempt has started")
             note.rename(self._path / DURABLE_FILE)
         self._draft.flip(self._folder / str(self._name), self._flipped)
+        parent_path(self._folder, self._name.rank).unlink(missing_ok=True)  # the whole cut names it
         return HandedOver(nbytes=self._nbytes, slices=self._flipped + 1, waited_s=self._waited_s)
 
     def withdraw(self) -> None:

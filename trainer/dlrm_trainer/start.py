@@ -9,6 +9,7 @@ from typing import Any
 
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
+from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.handoff import HandOffWriter
 from dlrm_checkpointer.store import StoreOptions, open_store
 from dlrm_trainer import snapshots
@@ -79,5 +80,6 @@ def restore_newest(parts: Parts) -> tuple[int, int, dict[str, Any]]:
     model = snapshots.model_document(parts.job.spec, parts.learner)
     snapshots.check_unchanged(snapshot.meta, model, parts.reader.fingerprint, snapshot.uri)
     snapshots.restore(parts.learner, snapshot)
+    parts.writer.restored(SnapshotName(snapshot.step, snapshot.attempt))
     logger.info("restored step %d from %s", snapshot.step, snapshot.uri)
     return start.attempt, snapshot.step, snapshot.meta.metrics

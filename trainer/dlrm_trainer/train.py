@@ -14,7 +14,7 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics, TrainerPhase
-from dlrm_checkpointer.cut import CutMeta
+from dlrm_checkpointer.cut import CutMeta, SnapshotName
 from dlrm_checkpointer.handoff import CutAbandonedError
 from dlrm_trainer import snapshots
 from dlrm_trainer.cuts import CutControl
@@ -191,10 +191,12 @@ class Training:
         if writer is None or self.control.last_step == self.step:
             return
         self.board.phase(TrainerPhase.CUTTING)
+        begun = (writer.begin(self.attempt), time.time()) if rank == 0 else None
+        parent, now = self.collectives.broadcast(begun)
         patience_s = self.patience_s if last else parts.settings.collective_timeout_s / 2
         shards, dense = parts.learner.embeddings.rows_to_save(), parts.learner.dense.arrays() if rank == 0 else None
         try:
-            given = writer.put(self.cut_meta(), shards, dense, patience_s=patience_s)
+            given = writer.put(self.cut_meta(parent, now), shards, dense, patience_s=patience_s)
         except CutAbandonedError as error:
             self.control.abandoned(error.waited_s)
             if last:
@@ -207,8 +209,8 @@ class Training:
         self.board.phase(TrainerPhase.TRAINING)
         self.stages.lap("cut")
 
-    def cut_meta(self) -> CutMeta:
-        """What is the same on all ranks at this step."""
+    def cut_meta(self, parent: SnapshotName | None, now: float) -> CutMeta:
+        """What is the same on all ranks at this step; ``now`` is rank 0's clock."""
         spec = self.parts.job.spec
         quality = None if self.quality is None else self.quality.model_dump(by_alias=False)
         return CutMeta(
@@ -216,6 +218,8 @@ class Training:
             samples=self.schedule.samples_after(self.step),
             world_size=self.parts.gang.world_size,
             attempt=self.attempt,
+            parent=parent,
+            time=now,
             reader={
                 "next_batch": self.step,
                 "fingerprint": self.parts.reader.fingerprint,
