@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_trainer.compiled import compiled, compiled_freely
+from dlrm_checkpointer.compiled import compiled, compiled_freely
 from dlrm_trainer.sizes import Size, size_of, value_of
 from dlrm_trainer.team import finish, share, take
 

@@ -11,7 +11,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from dlrm_trainer.compiled import compiled
+from dlrm_checkpointer.compiled import compiled
 
 READ, ALL_LEVELS, DATA = 0, 3, 1
 LINE = np.uint64(16)

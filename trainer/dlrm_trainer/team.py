@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlrm_trainer.compiled import compiled
+from dlrm_checkpointer.compiled import compiled
 from dlrm_trainer.processor import fetch_add
 
 TAKEN, DONE = 0, 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_trainer.compiled import compiled
+from dlrm_checkpointer.compiled import compiled
 from dlrm_trainer.splitmix import GOLDEN, mix
 
 HASHES = {"none": 0, "modulo": 1, "mix": 2}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_trainer.compiled import compiled
+from dlrm_checkpointer.compiled import compiled
 from dlrm_trainer.data.spots import Gathered, Ints
 
 Numbers = NDArray[np.float32]

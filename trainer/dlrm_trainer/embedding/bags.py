@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_trainer.compiled import compiled
+from dlrm_checkpointer.compiled import compiled
 from dlrm_trainer.embedding.half import widened
 from dlrm_trainer.processor import lent, prefetch_lines
 from dlrm_trainer.sizes import value_of

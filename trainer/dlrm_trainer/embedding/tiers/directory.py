@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_trainer.compiled import compiled
+from dlrm_checkpointer.compiled import compiled
 from dlrm_trainer.embedding.tiers.counts import ACCESSES, CREATED, EVICTED, HITS, LOOKUPS, SCRATCH
 from dlrm_trainer.embedding.tiers.replacement import (
     COUNT,

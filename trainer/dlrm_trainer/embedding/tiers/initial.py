@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_trainer.compiled import compiled
+from dlrm_checkpointer.compiled import compiled
 from dlrm_trainer.splitmix import GOLDEN, mix
 
 _UNIT = np.float32(2.0**-23)

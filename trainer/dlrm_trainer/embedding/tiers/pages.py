@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlrm_api.tiers import BLOCK_PAGE_BYTES
-from dlrm_trainer.compiled import compiled
+from dlrm_checkpointer.compiled import compiled
 
 _FEW_SEGMENTS = 64
 """A level of fewer segments makes them smaller, so that rounding to whole ones stays below 2 %."""

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_trainer.compiled import compiled
+from dlrm_checkpointer.compiled import compiled
 from dlrm_trainer.embedding.tiers.level import Records
 
 Slots = NDArray[np.int64]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_trainer.compiled import compiled
+from dlrm_checkpointer.compiled import compiled
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
 from dlrm_trainer.embedding.tiers.directory import Directory
 from dlrm_trainer.embedding.tiers.level import Level

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import sys
-from dlrm_trainer.compiled import compiled
+from dlrm_checkpointer.compiled import compiled
 from dlrm_trainer.embedding.tiers.initial import fill_initial
 import numpy as np
 out = np.empty((1, 4), np.float32)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +16,15 @@ import numba
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+OWN_PACKAGE = __name__.partition(".")[0]
 
 
 def compiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Compile a function when it is first called; it lets other threads run meanwhile (no GIL).
 
-    What was compiled is kept in a folder named after the sources of all such functions, because numba looks at the
-    one file of a function and not at those of the functions that it calls. The package's own folder may be read-only.
+    What was compiled is kept in a folder named after the sources of all such functions in the function's package and
+    in this one, because numba looks at the one file of a function and not at those of the functions that it calls.
+    The package's own folder may be read-only.
     """
     return _compiled(function, frozenset())
 
@@ -38,7 +41,7 @@ def compiled_freely(function: Callable[Parameters, Result]) -> Callable[Paramete
 def _compiled(function: Callable[Parameters, Result], freedom: frozenset[str]) -> Callable[Parameters, Result]:
     config = vars(numba.config)
     before = config["CACHE_DIR"]
-    config["CACHE_DIR"] = str(_folder())
+    config["CACHE_DIR"] = str(_folder(function.__module__.partition(".")[0]))
     try:
         loop: Any = numba.njit(nogil=True, cache=True, fastmath=set(freedom))(function)
     finally:
@@ -58,14 +61,14 @@ def _unless_refused(save: Callable[..., None]) -> Callable[..., None]:
 
 
 @functools.cache
-def _folder() -> Path:
+def _folder(package: str) -> Path:
     """``NUMBA_CACHE_DIR``, else the user's cache folder, else one for temporary files: the first that takes a file."""
-    root = Path(__file__).parent
     digest = hashlib.sha256()
-    for source in sorted(root.rglob("*.py")):
-        body = source.read_bytes()
-        if b"@compiled" in body:
-            digest.update(body)
+    for root in sorted({package, OWN_PACKAGE}):
+        for source in sorted(Path(str(sys.modules[root].__file__)).parent.rglob("*.py")):
+            body = source.read_bytes()
+            if b"@compiled" in body:
+                digest.update(body)
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     name = f"compiled-{digest.hexdigest()[:16]}"
     for folder in (base, tempfile.gettempdir()):
