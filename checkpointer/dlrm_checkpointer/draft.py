@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError
-from dlrm_checkpointer.cut import CutMeta, ShardRows
+from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows
 from dlrm_checkpointer.folder import DURABLE_PREFIX, INDEX_FILE, ROWS_FILE, boot_id, budget_lock
 
 ALIGNMENT = 64
@@ -110,13 +110,15 @@ class Draft:
         path: its folder, made by ``start``.
         meta: of the cut.
         rank: global rank.
+        owned: what the rank stores, of whose rows the cut holds those that changed.
     """
 
-    def __init__(self, path: Path, meta: CutMeta, rank: int) -> None:
+    def __init__(self, path: Path, meta: CutMeta, rank: int, owned: Sequence[ShardId]) -> None:
         self._path, self._rows, self._index_file = path, path / ROWS_FILE, path / INDEX_FILE
         self._pieces: list[dict[str, Any]] = []
         self._dense: list[dict[str, Any]] | None = None
-        self._head = {"meta": meta.to_json(), "rank": rank, "boot": boot_id()}
+        shards = [vars(shard) for shard in owned]
+        self._head = {"meta": meta.to_json(), "rank": rank, "boot": boot_id(), "owned": shards}
         self.head_bytes = HEAD_BYTES + len(json.dumps(self._head))
         self.end = 0
         """Bytes of rows.bin that are written."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError, DivergedError, TemporaryError
-from dlrm_checkpointer.cut import CutMeta, ShardRows, SnapshotName
+from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, SnapshotName
 from dlrm_checkpointer.draft import Budget
 from dlrm_checkpointer.folder import (
     COMMITTED_FILE,
@@ -104,6 +104,7 @@ class HandOffWriter:
         shards: Iterable[ShardRows],
         dense: Mapping[str, NDArray[Any]] | None,
         *,
+        owned: Sequence[ShardId],
         patience_s: float,
     ) -> HandedOver:
         """Hand over this rank's part of a cut; it is whole from the rename that ends this call, absent before.
@@ -113,8 +114,9 @@ class HandOffWriter:
 
         Args:
             meta: the same on all ranks.
-            shards: this rank's rows in any number of pieces, copied one by one, so that a generator keeps memory small.
+            shards: this rank's rows that changed since the cut's parent, in any number of pieces, copied one by one, so that a generator keeps memory small.
             dense: dense parameters and optimizer state (float32 or int64) on global rank 0, None elsewhere.
+            owned: all that the rank stores, also what has no row in the cut; over all ranks each row and column once.
             patience_s: seconds from now after which a cut that doesn't fit is given up; one that fits never waits.
 
         Raises:
@@ -128,7 +130,7 @@ class HandOffWriter:
             raise TemporaryError(f"rank {self.rank}: an earlier cut still waits for the checkpointer")
         name = CutName(meta.step, meta.attempt, self.rank)
         tables = {table.name: table for table in meta.tables}
-        cut = SlicedCut(self.folder, name, meta, self._budget, patience_s)
+        cut = SlicedCut(self.folder, name, meta, owned, self._budget, patience_s)
         try:
             cut.start()
             for piece in shards:

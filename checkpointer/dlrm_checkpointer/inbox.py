@@ -65,6 +65,11 @@ class ReadyCut:
     index: dict[str, Any]
     data: memoryview
 
+    @property
+    def owned(self) -> list[ShardId]:
+        """All that the rank stores, also what has no row here."""
+        return [ShardId(**shard) for shard in self.index["owned"]]
+
     def pieces(self) -> Iterator[ShardRows]:
         """The rows, in the order in which the rank gave them."""
         for piece in self.index["pieces"]:

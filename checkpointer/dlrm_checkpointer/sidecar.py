@@ -227,12 +227,14 @@ class Sidecar:
             self._refusal, why = error, str(error)
         if not manifest and not (why := why or self._hopeless(cut)):
             return
-        self._inbox.forget_uploaded(cut)
         if manifest:
             self._announce(cut, manifest)
         else:
             self._drop(cut, why)
+        self._inbox.forget_uploaded(cut)
         self._looks.pop(cut, None)
+        if manifest and 0 in self._inbox.ranks:
+            self._retain(cut.attempt)
 
     def _hopeless(self, cut: UploadedCut) -> str:
         """Why the missing part lists of a cut will never come, or aren't worth waiting for; empty while they may."""
@@ -255,11 +257,13 @@ class Sidecar:
         self._committed = max(self._committed or (0, 0), (cut.attempt, cut.step))
         self._status.committed(snapshot, cut.time, len(manifest.chain))
         self._inbox.publish_committed(cut.step, cut.attempt)
-        if 0 in self._inbox.ranks:
-            try:
-                self._status.retired.inc(self._retention.apply(cut.attempt, self._inbox.parents_in_flight()))
-            except DLRMError as error:  # what is left goes with the next snapshot
-                self._fail(error)
+
+    def _retain(self, attempt: int) -> None:
+        """Remove what need not be kept; the ranks know of the newest snapshot already, so no new cut needs an older."""
+        try:
+            self._status.retired.inc(self._retention.apply(attempt, self._inbox.parents_in_flight()))
+        except DLRMError as error:  # what is left goes with the next snapshot
+            self._fail(error)
 
     def _fail(self, error: DLRMError) -> None:
         logger.warning("the store failed", extra={"problem": str(error)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DivergedError, TemporaryError
-from dlrm_checkpointer.cut import CutMeta, ShardRows
+from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows
 from dlrm_checkpointer.draft import Budget, Draft, dense_bytes
 from dlrm_checkpointer.folder import (
     DURABLE_FILE,
@@ -59,16 +59,25 @@ class SlicedCut:
         folder: the hand-off folder.
         name: of the cut.
         meta: of the cut.
+        owned: see ``Draft``.
         budget: of the folder.
         patience_s: seconds from now after which it waits no longer.
     """
 
-    def __init__(self, folder: Path, name: CutName, meta: CutMeta, budget: Budget, patience_s: float) -> None:
-        self._folder, self._name, self._meta, self._budget = folder, name, meta, budget
+    def __init__(
+        self,
+        folder: Path,
+        name: CutName,
+        meta: CutMeta,
+        owned: Sequence[ShardId],
+        budget: Budget,
+        patience_s: float,
+    ) -> None:
+        self._folder, self._name, self._meta, self._owned, self._budget = folder, name, meta, owned, budget
         self._began, self._put = time.monotonic(), time.monotonic_ns()
         self._patience_s = patience_s
         self._path = folder / f"{WRITING_PREFIX}{name.rank}"
-        self._draft = Draft(self._path, meta, name.rank)
+        self._draft = Draft(self._path, meta, name.rank, owned)
         self._flipped = self._sliced_bytes = 0
         self._nbytes = 0
         self._waited_s = 0.0
@@ -144,7 +153,7 @@ class SlicedCut:
         self._draft.flip(path, self._flipped)
         self._flipped += 1
         self._sliced_bytes += self._draft.end
-        self._draft = Draft(self._path, self._meta, name.rank)
+        self._draft = Draft(self._path, self._meta, name.rank, self._owned)
         self._draft.start()
         return path
 

@@ -6,24 +6,27 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import boto3
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import StoreUnavailableError
 from dlrm_api.names import ExitCode
 from dlrm_api.objects import S3Spec
 from dlrm_api.tiers import RowDtype
-from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, TableMeta
+from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, SnapshotName, TableMeta
 from dlrm_checkpointer.digest import combine, shard_digest, state_digest
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.handoff import HandedOver, HandOffWriter
 from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.initializer import initial_rows
-from dlrm_checkpointer.sidecar import Policy, Sidecar
+from dlrm_checkpointer.policy import ChainPolicy, PolicyName
+from dlrm_checkpointer.retention import Rule
+from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.store import Body, ObjectInfo, ObjectStore, StoreOptions, open_store
 
@@ -71,6 +74,9 @@ class Model:
     rows: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     state: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     touched: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
+    """Rows ever updated."""
+    touched_at: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    """Step of each row's last update; 0: none."""
     dense: dict[str, NDArray[Any]] = field(default_factory=dict)
     step: int = 0
 
@@ -81,6 +87,7 @@ class Model:
             self.rows[each.name] = kept_as(each, initial)
             self.state[each.name] = np.zeros((each.rows, each.state_width), np.float32)
             self.touched[each.name] = np.zeros(each.rows, bool)
+            self.touched_at[each.name] = np.zeros(each.rows, np.int64)
         self.dense = {"top.0.weight": np.zeros((3, 5), np.float32), "opt.step": np.zeros((), np.int64)}
 
     def train(self, steps: int = 1) -> Model:
@@ -93,16 +100,19 @@ class Model:
                 self.rows[each.name] = kept_as(each, self.rows[each.name])
                 self.state[each.name][ids] += draw.random((len(ids), each.state_width), np.float32)
                 self.touched[each.name][ids] = True
+                self.touched_at[each.name][ids] = self.step
             self.dense["top.0.weight"] += draw.normal(0, 0.1, (3, 5)).astype(np.float32)
             self.dense["opt.step"] = np.asarray(self.step, np.int64)
         return self
 
-    def meta(self, world_size: int, attempt: int = 1) -> CutMeta:
+    def meta(self, world_size: int, attempt: int = 1, parent: SnapshotName | None = None) -> CutMeta:
         return CutMeta(
             step=self.step,
             samples=self.step * 64,
             world_size=world_size,
             attempt=attempt,
+            parent=parent,
+            time=1_000.0 * self.step,
             reader={"next_batch": self.step, "fingerprint": {"files": [["a", 1]]}, "seed": 7},
             model={"tables": [each.to_json() for each in self.tables], "rowOptimizer": "rowwise-adagrad"},
             metrics={"ne": 0.9},
@@ -126,10 +136,12 @@ class Model:
                 )
         return found
 
-    def pieces(self, rank: int, world_size: int) -> Iterator[ShardRows]:
+    def pieces(self, rank: int, world_size: int, parent: SnapshotName | None = None) -> Iterator[ShardRows]:
+        """Rows that changed since the parent."""
+        since = 0 if parent is None else parent.step
         metas = {each.name: each for each in self.tables}
         for shard in self.shards(rank, world_size):
-            ids = np.flatnonzero(self.touched[shard.table][shard.row_start : shard.row_end]) + shard.row_start
+            ids = np.flatnonzero(self.touched_at[shard.table][shard.row_start : shard.row_end] > since) + shard.row_start
             places = metas[shard.table].state_of(shard.column_start, shard.column_end)
             yield ShardRows(
                 shard=shard,
@@ -154,8 +166,12 @@ class Pod:
     store: ObjectStore
     world_size: int = 1
     ranks: range = range(1)
-    bits: int = 32
+    bits: Bits | Literal["auto"] = 32
     keep_last: int = 3
+    keep_every_s: float | None = None
+    policy: PolicyName = "full"
+    max_chain: int = 24
+    expected_restores: int = 3
     grace_s: float = 5.0
     budget_bytes: int | None = None
 
@@ -169,14 +185,18 @@ class Pod:
         self.writers = {rank: HandOffWriter(self.folder, rank, size, count) for rank in self.ranks}
 
     def cut(self, model: Model, attempt: int = 1, only: range | None = None) -> None:
+        parent = self.writers[0].begin(attempt) if 0 in self.ranks else None
         for rank in only or self.ranks:
-            self.cut_of(rank, model, attempt)
+            self.cut_of(rank, model, attempt, parent=parent)
 
-    def cut_of(self, rank: int, model: Model, attempt: int = 1, patience_s: float = 20) -> HandedOver:
+    def cut_of(
+        self, rank: int, model: Model, attempt: int = 1, patience_s: float = 20, parent: SnapshotName | None = None
+    ) -> HandedOver:
         """One rank's part; where it is above the budget, a sidecar must run meanwhile."""
         dense = model.dense if rank == 0 else None
-        pieces = model.pieces(rank, self.world_size)
-        return self.writers[rank].put(model.meta(self.world_size, attempt), pieces, dense, patience_s=patience_s)
+        meta, pieces = model.meta(self.world_size, attempt, parent), model.pieces(rank, self.world_size, parent)
+        owned = model.shards(rank, self.world_size)
+        return self.writers[rank].put(meta, pieces, dense, owned=owned, patience_s=patience_s)
 
     def end(self, reason: str = "done") -> None:
         for writer in self.writers.values():
@@ -184,13 +204,22 @@ class Pod:
 
     def sidecar(self) -> tuple[Inbox, Sidecar]:
         inbox = Inbox(self.folder, self.ranks)
-        policy = Policy(
+        chains = ChainPolicy(
+            name=self.policy,
+            base_every_s=None,
+            max_chain=self.max_chain,
+            max_restore_s=None,
+            restore_bytes_per_s=1e8,
+        )
+        duties = Duties(
             bits=self.bits,
-            keep_last=self.keep_last,
+            expected_restores=self.expected_restores,
+            chains=chains,
+            retention=Rule(keep_last=self.keep_last, keep_every_s=self.keep_every_s),
             single_pod=len(self.ranks) == self.world_size,
             grace_s=self.grace_s,
         )
-        return inbox, Sidecar(inbox, self.store, self.status, policy)
+        return inbox, Sidecar(inbox, self.store, self.status, duties)
 
     def finish(self) -> ExitCode:
         """Run a sidecar over what is there, as if the trainers had just ended."""

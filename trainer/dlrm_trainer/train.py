@@ -194,9 +194,10 @@ class Training:
         begun = (writer.begin(self.attempt), time.time()) if rank == 0 else None
         parent, now = self.collectives.broadcast(begun)
         patience_s = self.patience_s if last else parts.settings.collective_timeout_s / 2
+        owned = [part.shard for part in parts.learner.embeddings.saved]
         shards, dense = parts.learner.embeddings.rows_to_save(), parts.learner.dense.arrays() if rank == 0 else None
         try:
-            given = writer.put(self.cut_meta(parent, now), shards, dense, patience_s=patience_s)
+            given = writer.put(self.cut_meta(parent, now), shards, dense, owned=owned, patience_s=patience_s)
         except CutAbandonedError as error:
             self.control.abandoned(error.waited_s)
             if last:
