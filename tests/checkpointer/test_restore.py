@@ -141,7 +141,7 @@ def test_any_rectangle_along_the_blocks_comes_back_whole_and_nothing_beside_it(s
 def test_rows_cut_into_many_small_chunks_come_back_the_same(
     tmp_path: Path, files: FileStore, new_model, new_pod, monkeypatch, small_tables, chunk_bytes: int
 ):
-    monkeypatch.setattr("dlrm_checkpointer.upload.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("dlrm_checkpointer.merge.CHUNK_BYTES", chunk_bytes)
     model = new_model(tables=small_tables).train(2)
     new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2)).commit(model)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from hypothesis import given, settings
@@ -7,43 +9,83 @@ from hypothesis import strategies as st
 
 from dlrm_checkpointer.attempts import Attempt, claim_attempt, in_lineage
 from dlrm_checkpointer.catalog import list_snapshots
+from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.restore import newest_snapshot
-from dlrm_checkpointer.retention import apply_retention, decide, is_orphan
+from dlrm_checkpointer.retention import Found, Retention, Rule, decide, is_orphan
 from dlrm_checkpointer.walk import snapshot_digest
 
-KEYS = st.sets(st.tuples(st.integers(1, 12), st.integers(1, 3)), max_size=15)
+NAMES = st.sets(st.builds(SnapshotName, st.integers(1, 12), st.integers(1, 3)), max_size=15)
+
+
+def found(names: Iterable[SnapshotName]) -> list[Found]:
+    return [Found(name=name) for name in names]
 
 
 @settings(deadline=None)
-@given(keys=KEYS, restored=st.integers(0, 12), keep_last=st.integers(1, 5))
-def test_what_is_kept_is_the_newest_of_the_lineage_and_all_else_goes(keys, restored, keep_last):
+@given(names=NAMES, restored=st.integers(0, 12), keep_last=st.integers(1, 5))
+def test_what_is_kept_is_the_newest_of_the_lineage_and_all_else_goes(names, restored, keep_last):
     attempts = [Attempt(2, restored)]
 
-    decision = decide(keys, attempts, keep_last)
+    decision = decide(found(names), attempts, Rule(keep_last=keep_last), ())
 
-    counted = sorted({step for step, attempt in keys if in_lineage(step, attempt, attempts)}, reverse=True)
-    assert [step for step, _ in decision.keep] == counted[:keep_last]
-    assert set(decision.keep) | set(decision.retire) == keys
+    counted = sorted({name.step for name in names if in_lineage(name.step, name.attempt, attempts)}, reverse=True)
+    assert [name.step for name in decision.keep] == counted[:keep_last]
+    assert set(decision.keep) | set(decision.retire) == names
     assert not set(decision.keep) & set(decision.retire)
 
 
-def test_a_step_committed_twice_counts_once_and_the_newer_attempts_stays():
-    decision = decide([(5, 1), (5, 2), (4, 1)], [Attempt(2, 5)], keep_last=2)
+@settings(deadline=None)
+@given(data=st.data(), keep_last=st.integers(1, 4), every=st.one_of(st.none(), st.floats(1, 50)))
+def test_nothing_below_what_stays_ever_goes(data, keep_last, every):
+    manifests: list[Found] = []
+    for step in range(1, data.draw(st.integers(1, 12)) + 1):
+        below = data.draw(st.sampled_from([(), *((*each.below, each.name) for each in manifests)]))
+        manifests.append(Found(name=SnapshotName(step, 1), time=10.0 * step, below=below))
+    in_use = data.draw(st.sets(st.sampled_from([each.name for each in manifests]), max_size=2))
 
-    assert decision.keep == ((5, 2), (4, 1))
-    assert decision.retire == ((5, 1),)
+    decision = decide(manifests, [], Rule(keep_last=keep_last, keep_every_s=every), in_use)
+
+    stay = {each.name for each in manifests} - set(decision.retire)
+    assert set(decision.keep) | in_use <= stay
+    assert all(set(each.below) <= stay for each in manifests if each.name in {*decision.keep, *in_use})
+    assert decision.needed <= stay
+
+
+def test_one_snapshot_of_each_period_stays_beside_the_newest():
+    manifests = [Found(name=SnapshotName(step, 1), time=100.0 * step) for step in range(1, 13)]
+
+    decision = decide(manifests, [], Rule(keep_last=2, keep_every_s=400), ())
+
+    assert [name.step for name in decision.keep] == [12, 11, 7, 3]
+
+
+def test_a_manifest_that_cannot_be_read_neither_counts_nor_goes():
+    broken = Found(name=SnapshotName(9, 1), readable=False)
+
+    decision = decide([broken, *found([SnapshotName(8, 1), SnapshotName(7, 1)])], [], Rule(keep_last=1), ())
+
+    assert decision.keep == (SnapshotName(8, 1),)
+    assert decision.retire == (SnapshotName(7, 1),)
+
+
+def test_a_step_committed_twice_counts_once_and_the_newer_attempts_stays():
+    names = [SnapshotName(5, 1), SnapshotName(5, 2), SnapshotName(4, 1)]
+
+    decision = decide(found(names), [Attempt(2, 5)], Rule(keep_last=2), ())
+
+    assert decision.keep == (SnapshotName(5, 2), SnapshotName(4, 1))
+    assert decision.retire == (SnapshotName(5, 1),)
 
 
 def test_objects_that_may_still_become_a_snapshot_are_no_orphans():
-    kept, attempts = [(100, 2), (150, 2)], [Attempt(2, 100)]
+    kept, attempts = [SnapshotName(100, 2), SnapshotName(150, 2)], [Attempt(2, 100)]
 
-    assert not is_orphan((200, 2), [*kept], kept, attempts), "the newest attempt's next cut"
-    assert not is_orphan((120, 2), [*kept], kept, attempts), "a slow pod of the newest attempt"
-    assert not is_orphan((100, 2), [*kept], kept, attempts), "a kept snapshot"
-    assert is_orphan((120, 1), [*kept], kept, attempts), "of a history that was given up"
-    assert is_orphan((50, 1), [*kept], kept, attempts), "older than all that is kept"
-    assert not is_orphan((1, 1), [], [], attempts), "nothing is committed yet"
+    assert not is_orphan(SnapshotName(200, 2), kept, attempts), "the newest attempt's next cut"
+    assert not is_orphan(SnapshotName(120, 2), kept, attempts), "a slow pod of the newest attempt"
+    assert is_orphan(SnapshotName(120, 1), kept, attempts), "of a history that was given up"
+    assert is_orphan(SnapshotName(50, 1), kept, attempts), "older than all that is kept"
+    assert not is_orphan(SnapshotName(1, 1), [], attempts), "nothing is committed yet"
 
 
 def test_the_last_n_stay_and_their_state_is_untouched(tmp_path: Path, files: FileStore, new_model, new_pod):
@@ -69,7 +111,7 @@ def test_only_the_newest_attempt_removes_anything(tmp_path: Path, files: FileSto
         pod.commit(model.train(), attempt)
     claim_attempt(files, 3, "new")
 
-    removed = apply_retention(files, attempt, keep_last=1)
+    removed = Retention(files, Rule(keep_last=1), orphan_s=0).apply(attempt)
 
     assert removed == 0
     assert [each.step for each in list_snapshots(files)] == [3, 2, 1]
@@ -87,7 +129,21 @@ def test_what_a_live_writer_is_uploading_stays_and_what_a_lost_one_left_goes(
     files.put(abandoned, b"x")
     files.put(uploading, b"x")
 
-    apply_retention(files, attempt, keep_last=1)
+    Retention(files, Rule(keep_last=1), orphan_s=0).apply(attempt)
 
     assert files.size(uploading) == 1
     assert files.size(abandoned) is None
+
+
+def test_orphans_stay_for_their_safety_age_by_the_stores_clock(tmp_path: Path, files: FileStore, new_model, new_pod):
+    model, pod = new_model(), new_pod(tmp_path / "pod", files)
+    lost = claim_attempt(files, None, "lost")
+    attempt = claim_attempt(files, None, "live")
+    young, old = (f"chunks/{9:016d}/{lost:08d}/000000/00000{n}-aa.safetensors" for n in range(2))
+    files.put(old, b"x")
+    os.utime(files.root / old, (0, 0))
+    files.put(young, b"x")
+    pod.commit(model.train(), attempt)
+
+    assert files.size(old) is None
+    assert files.size(young) == 1

@@ -201,7 +201,7 @@ def test_small_pieces_are_joined_while_their_rows_ascend(new_model, sizes: list[
     given_ids = [np.arange(start, start + size) for start, size in zip(starts.tolist(), sizes, strict=True)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dlrm_checkpointer.upload.CHUNK_BYTES", 4 * 16 * most)
+        patch.setattr("dlrm_checkpointer.merge.CHUNK_BYTES", 4 * 16 * most)
         chunks = [join(pieces) for pieces in chunk_pieces(pieces_of(model, given_ids))]
 
     for chunk in chunks:
