@@ -29,7 +29,6 @@ from dlrm_checkpointer.handoff import CutAbandonedError, HandedOver
 from dlrm_checkpointer.manifest import CHUNKS
 from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.store import Body
-from dlrm_checkpointer.upload import chunk_pieces, join
 from dlrm_checkpointer.walk import snapshot_digest
 
 UNSHRUNK = [Phase.explicit, Phase.generate]
@@ -189,29 +188,6 @@ def test_any_pieces_pass_through_any_budget_and_never_above_it(
     assert committed
     assert snapshot_digest(newest_snapshot(pod.store)[0]) == model.digest()
     assert 0 < seen[0] <= budget
-
-
-@settings(max_examples=50, deadline=None, suppress_health_check=STATELESS)
-@given(sizes=st.lists(st.integers(1, 60), max_size=30), most=st.integers(1, 100), seed=st.integers(0, 99))
-def test_small_pieces_are_joined_while_their_rows_ascend(new_model, sizes: list[int], most: int, seed: int):
-    model, draw = new_model(), np.random.default_rng(seed)
-    starts = np.sort(draw.choice(1_000, len(sizes), replace=False)) * 60
-    if seed % 3 == 0:
-        draw.shuffle(starts)
-    given_ids = [np.arange(start, start + size) for start, size in zip(starts.tolist(), sizes, strict=True)]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dlrm_checkpointer.merge.CHUNK_BYTES", 4 * 16 * most)
-        chunks = [join(pieces) for pieces in chunk_pieces(pieces_of(model, given_ids))]
-
-    for chunk in chunks:
-        chunk.check(model.tables[1])
-        assert 1 <= len(chunk.row_ids) <= most
-        np.testing.assert_array_equal(chunk.rows, model.rows["items"][chunk.row_ids])
-    got = [each for chunk in chunks for each in chunk.row_ids.tolist()]
-    assert got == [each for ids in given_ids for each in ids.tolist()]
-    for one, two in pairwise(chunks):
-        assert len(one.row_ids) == most or two.row_ids[0] < one.row_ids[-1]
 
 
 def test_a_store_that_is_down_ends_the_cut_in_time_and_the_next_one_is_whole(tmp_path: Path, new_model, new_pod):
