@@ -9,9 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from dlrm_api.errors import NoInputError, SnapshotError
+from dlrm_checkpointer import codes, objects
 from dlrm_checkpointer.cut import ShardRows, TableMeta
 from dlrm_checkpointer.manifest import ChunkEntry, Manifest, ObjectEntry
-from dlrm_checkpointer.objects import decode_rows
 from dlrm_checkpointer.store import ObjectStore
 
 PARALLEL_GETS = 4
@@ -42,7 +42,7 @@ def fetch_rows(store: ObjectStore, entry: ChunkEntry, table: TableMeta) -> Shard
     Raises:
         SnapshotError: the object is missing, corrupt, or not the rows that the manifest says.
     """
-    piece = decode_rows(fetch(store, entry), f"{store.uri}/{entry.key}")
+    piece = codes.decode_rows(objects.decode_rows(fetch(store, entry), f"{store.uri}/{entry.key}"))
     ids = piece.row_ids
     try:
         piece.check(table)

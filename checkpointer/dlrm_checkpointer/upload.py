@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import cast
 
 import numpy as np
 
+from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import NoInputError
+from dlrm_checkpointer.codes import code_rows
 from dlrm_checkpointer.cut import ShardRows
 from dlrm_checkpointer.inbox import Durable, ReadyCut
 from dlrm_checkpointer.manifest import ChunkEntry, ObjectEntry, PartList, chunk_key, parse_part, part_key
@@ -37,8 +40,8 @@ class Upload:
         self, store: ObjectStore, cut: ReadyCut, before: Durable, bits: int, on_bytes: Callable[[int], None]
     ) -> None:
         self._store, self._cut, self._before, self._on_bytes = store, cut, before, on_bytes
-        self._bits = before.bits or bits
-        self._chunks: dict[int, ChunkEntry] = {}
+        self._bits = cast(Bits, before.bits or bits)
+        self._chunks: dict[int, tuple[ChunkEntry, ...]] = {}
         self._dense: ObjectEntry | None = None
 
     def run(self) -> PartList:
@@ -79,7 +82,7 @@ class Upload:
         return Durable(slices=self._cut.number + 1, chunks=self._all_chunks(), bits=self._bits)
 
     def _all_chunks(self) -> tuple[ChunkEntry, ...]:
-        return (*self._before.chunks, *(self._chunks[number] for number in sorted(self._chunks)))
+        return (*self._before.chunks, *(entry for number in sorted(self._chunks) for entry in self._chunks[number]))
 
     def _put_objects(self) -> None:
         with ThreadPoolExecutor(PARALLEL_PUTS, "upload") as pool:
@@ -104,17 +107,16 @@ class Upload:
 
     def _put_chunk(self, number: int, pieces: Sequence[ShardRows]) -> None:
         piece = join(pieces)
-        body = encode_rows(piece, self._bits)
-        entry = self._put(f"{number:06d}", body)
-        self._chunks[number] = ChunkEntry.model_validate(
-            {
-                **entry,
-                **vars(piece.shard),
-                "rows": len(piece.row_ids),
-                "first_row": int(piece.row_ids[0]),
-                "last_row": int(piece.row_ids[-1]),
+        entries = []
+        for place, coded in enumerate(code_rows(piece, self._bits)):
+            entry = self._put(f"{number:06d}" + (f"-{place}" if place else ""), encode_rows(coded))
+            rows = {
+                "rows": len(coded.row_ids),
+                "first_row": int(coded.row_ids[0]),
+                "last_row": int(coded.row_ids[-1]),
             }
-        )
+            entries.append(ChunkEntry.model_validate({**entry, **vars(piece.shard), **rows}))
+        self._chunks[number] = tuple(entries)
 
     def _put(self, name: str, body: bytes) -> dict[str, str | int]:
         sha256 = hashlib.sha256(body).hexdigest()
