@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
+import numba.extending
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -36,6 +37,11 @@ def compiled_freely(function: Callable[Parameters, Result]) -> Callable[Paramete
     any BLAS.
     """
     return _compiled(function, frozenset({"reassoc", "contract", "nsz"}))
+
+
+def instruction(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that compiled loops may call, without its first argument; what it is given says what is generated."""
+    return cast(Callable[..., Any], numba.extending.intrinsic(function))
 
 
 def _compiled(function: Callable[Parameters, Result], freedom: frozenset[str]) -> Callable[Parameters, Result]:
@@ -67,7 +73,7 @@ def _folder(package: str) -> Path:
     for root in sorted({package, OWN_PACKAGE}):
         for source in sorted(Path(str(sys.modules[root].__file__)).parent.rglob("*.py")):
             body = source.read_bytes()
-            if b"@compiled" in body:
+            if b"@compiled" in body or b"@instruction" in body:
                 digest.update(body)
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     name = f"compiled-{digest.hexdigest()[:16]}"

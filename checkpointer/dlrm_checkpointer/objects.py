@@ -4,56 +4,108 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
+from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.cut import ShardId, ShardRows
-from dlrm_checkpointer.quantize import dequantize_rows, quantize_rows
+from dlrm_checkpointer.codes import EXPONENTS, CodedRows, Form, body_shape
+from dlrm_checkpointer.cut import ShardId
+from dlrm_checkpointer.row_ids import decode_ids, encode_ids
 
-OBJECT_VERSION = 1
+OBJECT_VERSION = 2
 METADATA_KEY = "dlrm"
 """The one entry of the container's metadata, a JSON object: with more than one their order would be left to chance."""
-LARGEST_AT_8_BITS = np.float32(2.0**126)
-DTYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "U8": "|u1", "BOOL": "|b1"}
+DTYPES = {
+    "F16": "<f2",
+    "F32": "<f4",
+    "F64": "<f8",
+    "U8": "|u1",
+    "U16": "<u2",
+    "U32": "<u4",
+    "U64": "<u8",
+    "I32": "<i4",
+    "I64": "<i8",
+    "BOOL": "|b1",
+}
 """safetensors' names of the types that occur, as numpy's."""
 HEADER_LENGTH_BYTES = 8
 
 
-def encode_rows(piece: ShardRows, bits: int) -> bytes:
-    """One chunk. Equal rows give equal bytes.
-
-    Raises:
-        SnapshotError: names the table and the row of a value that can't be stored.
-    """
-    _check_finite(piece, bits)
-    arrays: dict[str, NDArray[Any]] = {"row_ids": piece.row_ids, "state": piece.state}
-    if bits == 32:
-        arrays["rows"] = piece.rows
+def encode_rows(coded: CodedRows) -> bytes:
+    """One chunk, of at least one row. Equal rows give equal bytes."""
+    form = coded.form
+    arrays: dict[str, NDArray[Any]] = {"state": coded.state, **encode_ids(coded.row_ids)}
+    if form.bits <= 8:
+        arrays |= {"codes": coded.body, "scale": coded.scale, "low": coded.low}
     else:
-        arrays["codes"], arrays["step"], arrays["low"] = quantize_rows(piece.rows)
-    meta = {"version": OBJECT_VERSION, "kind": "rows", "bits": bits, **shard_json(piece.shard)}
+        arrays["rows"] = coded.body
+    meta = {
+        "version": OBJECT_VERSION,
+        "kind": "rows",
+        "bits": form.bits,
+        "exponent": form.exponent,
+        "firstRow": int(coded.row_ids[0]),
+        "rows": len(coded.row_ids),
+        **shard_json(coded.shard),
+    }
     return _save(arrays, meta)
 
 
-def decode_rows(body: bytes, key: str) -> ShardRows:
-    """Read a chunk; the arrays of a 32-bit chunk are views of ``body``.
+def decode_rows(body: bytes, key: str) -> CodedRows:
+    """Read a chunk; its arrays but for the row numbers are views of ``body``.
 
     Raises:
         SnapshotError: names the object and what is wrong with it.
     """
     meta, arrays = _load(body, key, "rows")
     try:
-        exact = meta["bits"] == 32
-        rows = arrays["rows"] if exact else dequantize_rows(*(arrays[name] for name in ("codes", "step", "low")))
-        shard = shard_of(meta)
-        piece = ShardRows(shard=shard, row_ids=arrays["row_ids"], rows=rows, state=arrays["state"])
-    except (KeyError, TypeError, ValueError) as error:
+        return _coded_rows(meta, arrays)
+    except (LookupError, OverflowError, TypeError, ValueError) as error:
         raise SnapshotError(f"{key}: not a chunk of rows as the format says: {error!r}") from error
-    return piece
+
+
+def _coded_rows(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> CodedRows:
+    shard, count = shard_of(meta), int(meta["rows"])
+    form = Form(meta["bits"], int(meta["exponent"]))
+    if (
+        type(form.bits) is not int
+        or form.bits not in get_args(Bits)
+        or form.exponent not in (EXPONENTS if form.bits < 32 else (0,))
+    ):
+        raise ValueError(f"{form.bits} bits with exponent {form.exponent}")
+    if shard.width < 1 or shard.row_start < 0 or shard.column_start < 0:
+        raise ValueError(f"{shard} is no shard")
+    first = int(meta["firstRow"])
+    if first < shard.row_start:
+        raise ValueError(f"row {first} lies outside {shard}")
+    coded = form.bits <= 8
+    halves = (np.float16, (count,)), (np.float16, (count,))
+    body_type = {16: np.float16, 32: np.float32}.get(form.bits, np.uint8)
+    wanted: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "codes" if coded else "rows": (body_type, body_shape(form.bits, count, shard.width)),
+        "state": (np.float32, (count, arrays["state"].shape[-1])),
+        **(dict(zip(("scale", "low"), halves, strict=True)) if coded else {}),
+    }
+    for name, (kind, shape) in wanted.items():
+        array = arrays[name]
+        if array.dtype != kind or array.shape != shape:
+            raise ValueError(f"{name} is {array.dtype}{array.shape}, not {np.dtype(kind)}{shape}")
+        if name in ("scale", "low") and not np.isfinite(array).all():
+            raise ValueError(f"{name} is not finite")
+    none = np.empty(0, np.float16)
+    return CodedRows(
+        shard=shard,
+        row_ids=decode_ids(arrays, first, count, shard.row_end),
+        form=form,
+        body=arrays["codes" if coded else "rows"],
+        scale=arrays.get("scale", none) if coded else none,
+        low=arrays.get("low", none) if coded else none,
+        state=arrays["state"],
+    )
 
 
 def encode_dense(arrays: Mapping[str, NDArray[Any]]) -> bytes:
@@ -121,22 +173,8 @@ def _load(body: bytes, key: str, kind: str) -> tuple[dict[str, Any], dict[str, N
         raise SnapshotError(
             f"{key}: object version {version}, this program reads up to {OBJECT_VERSION}: use a newer dlrm-operator"
         )
+    if version < OBJECT_VERSION:
+        raise SnapshotError(f"{key}: object version {version}, which was never released, is not read any more")
     if found != kind:
         raise SnapshotError(f"{key}: holds {found}, not {kind}")
     return meta, arrays
-
-
-def _check_finite(piece: ShardRows, bits: int) -> None:
-    for name, array in (("a weight", piece.rows), ("its optimizer state", piece.state)):
-        finite = np.isfinite(array)
-        if not finite.all():
-            row = piece.row_ids[int(np.argmin(finite.all(axis=1)))]
-            raise SnapshotError(f"table {piece.shard.table}, row {row}: {name} is not finite: the cut is not stored")
-    if bits < 32 and piece.rows.size:
-        large = np.abs(piece.rows).max(axis=1) >= LARGEST_AT_8_BITS
-        if large.any():
-            row = piece.row_ids[int(np.argmax(large))]
-            raise SnapshotError(
-                f"table {piece.shard.table}, row {row}: a weight of 2**126 or more does not fit {bits} bits: "
-                "the model has diverged, or use spec.checkpoint.bits 32"
-            )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_api.errors import SnapshotError
+from dlrm_checkpointer import codes
+from dlrm_checkpointer.codes import code_rows, row_bytes
 from dlrm_checkpointer.cut import ShardId, ShardRows
 from dlrm_checkpointer.objects import decode_dense, decode_rows, encode_dense, encode_rows
+
+ALL = [2, 3, 4, 8, 16, 32]
 
 
 def piece(ids: list[int], width: int, blocks: int) -> ShardRows:
@@ -24,35 +29,62 @@ def piece(ids: list[int], width: int, blocks: int) -> ShardRows:
     )
 
 
-@settings(deadline=None)
-@given(
-    ids=st.lists(st.integers(0, 9_999), min_size=1, max_size=40, unique=True).map(sorted),
-    width=st.integers(1, 20),
-    blocks=st.integers(1, 3),
+IDS = st.one_of(
+    st.lists(st.integers(0, 9_999), min_size=1, max_size=40, unique=True).map(sorted),
+    st.tuples(st.integers(0, 9_000), st.integers(1, 900)).map(lambda span: list(range(span[0], span[0] + span[1]))),
+    st.lists(st.integers(100, 400), min_size=1, max_size=200, unique=True).map(sorted),
 )
-def test_rows_at_32_bits_come_back_bit_for_bit(ids: list[int], width: int, blocks: int):
-    given_rows = piece(ids, width, blocks)
-
-    body = encode_rows(given_rows, 32)
-    back = decode_rows(body, "key")
-
-    assert back.shard == given_rows.shard
-    for name in ("row_ids", "rows", "state"):
-        np.testing.assert_array_equal(getattr(back, name), getattr(given_rows, name))
-    assert body == encode_rows(given_rows, 32)
-    assert set(safetensors.numpy.load(body)) == {"row_ids", "rows", "state"}
 
 
-def test_rows_at_8_bits_take_a_quarter_and_keep_their_state_exactly():
-    given_rows = piece(list(range(0, 9_000, 3)), 64, 1)
+@pytest.mark.parametrize("bits", ALL)
+@settings(max_examples=60, deadline=None)
+@given(ids=IDS, width=st.integers(1, 20), blocks=st.integers(0, 3))
+def test_coded_rows_come_back_bit_for_bit(bits: Any, ids: list[int], width: int, blocks: int):
+    for coded in code_rows(piece(ids, width, blocks), bits):
+        body = encode_rows(coded)
+        back = decode_rows(body, "key")
 
-    body = encode_rows(given_rows, 8)
-    back = decode_rows(body, "key")
+        assert (back.shard, back.form) == (coded.shard, coded.form)
+        for name in ("row_ids", "body", "scale", "low", "state"):
+            first, second = getattr(back, name), getattr(coded, name)
+            assert first.dtype == second.dtype
+            np.testing.assert_array_equal(first, second)
+        assert body == encode_rows(coded)
 
-    assert len(body) < 0.35 * len(encode_rows(given_rows, 32))
-    np.testing.assert_array_equal(back.state, given_rows.state)
-    spread = np.ptp(given_rows.rows, axis=1)
-    assert (np.abs(back.rows - given_rows.rows).max(axis=1) <= spread / 255 * 0.501).all()
+
+@pytest.mark.parametrize("bits", ALL)
+@pytest.mark.parametrize("width", [1, 7, 64])
+@pytest.mark.parametrize("state", [0, 1, 9])
+def test_a_row_takes_the_bytes_of_the_formula(bits: Any, width: int, state: int):
+    given_rows = piece(list(range(50, 350)), width, state)
+    given_rows.rows[:] = 1.5
+    body = encode_rows(code_rows(given_rows, bits)[0])
+
+    data = len(body) - 8 - int.from_bytes(body[:8], "little")
+
+    assert data == 300 * row_bytes(bits, width, state)
+
+
+@pytest.mark.parametrize(
+    ("ids", "names", "extra"),
+    [
+        (range(7, 107), set(), 0),
+        ([5], set(), 0),
+        ([*range(100), *range(101, 201)], {"row_bitmap"}, 26),
+        (range(0, 700, 7), {"row_bitmap"}, 87),
+        (range(0, 900, 9), {"row_gaps"}, 99),
+        (range(0, 9_900, 300), {"row_gaps"}, 64),
+    ],
+)
+def test_row_numbers_are_left_out_or_written_the_shorter_way(ids: Any, names: set[str], extra: int):
+    given_rows = piece(list(ids), 4, 1)
+
+    body = encode_rows(code_rows(given_rows, 32)[0])
+
+    arrays = safetensors.numpy.load(body)
+    assert set(arrays) - {"rows", "state"} == names
+    assert sum(arrays[name].nbytes for name in names) == extra
+    np.testing.assert_array_equal(decode_rows(body, "key").row_ids, list(ids))
 
 
 def test_dense_arrays_keep_name_type_shape_and_bytes():
@@ -72,55 +104,106 @@ def test_dense_arrays_keep_name_type_shape_and_bytes():
         np.testing.assert_array_equal(back[name], array)
 
 
-@pytest.mark.parametrize("bits", [8, 32])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_is_refused_by_table_and_row(bits: int, bad: float):
-    rows = piece([3, 77, 500], 4, 1)
-    rows.rows[1, 2] = bad
-
-    with pytest.raises(SnapshotError, match=r"table t, row 77: a weight is not finite"):
-        encode_rows(rows, bits)
-
-
-def test_a_state_that_is_not_finite_is_refused_by_table_and_row():
-    rows = piece([3, 77, 500], 4, 1)
-    rows.state[2, 0] = np.inf
-
-    with pytest.raises(SnapshotError, match=r"table t, row 500: its optimizer state is not finite"):
-        encode_rows(rows, 32)
-
-
-def test_a_weight_beyond_8_bits_is_refused_and_stored_at_32():
-    rows = piece([3], 4, 1)
-    rows.rows[0, 0] = 2.0**127
-
-    with pytest.raises(SnapshotError, match=r"row 3: a weight of 2\*\*126 or more"):
-        encode_rows(rows, 8)
-    assert decode_rows(encode_rows(rows, 32), "key").rows[0, 0] == 2.0**127
-
-
 def test_a_dense_array_that_is_not_finite_is_refused_by_name():
     with pytest.raises(SnapshotError, match=r"top\.0"):
         encode_dense({"top.0": np.array([1, np.nan], np.float32)})
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize("bits", ALL)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_a_damaged_chunk_is_refused_or_read_as_rows_but_never_crashes(data: st.DataObject):
-    body = bytearray(encode_rows(piece([1, 2, 9], 4, 1), 8))
+def test_a_damaged_chunk_is_refused_or_read_as_rows_but_never_crashes(bits: Any, data: st.DataObject):
+    ids = data.draw(st.sampled_from([[1, 2, 9], [1, 2, 3], [1, 500, 9_000]]))
+    body = bytearray(encode_rows(code_rows(piece(ids, 4, 1), bits)[0]))
     position = data.draw(st.integers(0, len(body) - 1))
     body[position] ^= data.draw(st.integers(1, 255))
     cut = data.draw(st.integers(0, len(body)))
 
     for damaged in (bytes(body), bytes(body[:cut])):
         with contextlib.suppress(SnapshotError):
-            assert decode_rows(damaged, "chunks/x").row_ids.dtype == np.int64
+            coded = decode_rows(damaged, "chunks/x")
+            assert (np.diff(coded.row_ids) > 0).all()
+            assert coded.row_ids[0] >= coded.shard.row_start
+            assert coded.row_ids[-1] < coded.shard.row_end
+            assert codes.decode_rows(coded).rows.shape == (len(coded.row_ids), coded.shard.width)
 
 
-def test_an_object_of_a_newer_version_is_refused_by_its_version():
+def rewritten(body: bytes, arrays: dict[str, np.ndarray] | None = None, **meta: object) -> bytes:
+    """A chunk with other arrays (None: left out) and other entries of its metadata."""
+    length = int.from_bytes(body[:8], "little")
+    header = json.loads(body[8 : 8 + length])
+    held = safetensors.numpy.load(body) | (arrays or {})
+    kept = {name: array for name, array in held.items() if array is not None}
+    text = json.dumps(json.loads(header["__metadata__"]["dlrm"]) | meta)
+    return safetensors.numpy.save(kept, {"dlrm": text})
+
+
+@pytest.mark.parametrize(
+    ("bits", "arrays", "meta"),
+    [
+        (8, {"codes": np.zeros((3, 5), np.uint8)}, {}),
+        (8, {"codes": np.zeros((3, 4), np.float32)}, {}),
+        (8, {"codes": None}, {}),
+        (8, {"scale": np.zeros(2, np.float16)}, {}),
+        (8, {"low": np.zeros(3, np.float32)}, {}),
+        (8, {"state": np.zeros((2, 1), np.float32)}, {}),
+        (8, {"state": np.zeros(3, np.float32)}, {}),
+        (8, {"scale": np.array([1, np.nan, 1], np.float16)}, {}),
+        (8, {"low": np.array([1, 1, -np.inf], np.float16)}, {}),
+        (16, {"rows": np.zeros((3, 4), np.float32)}, {}),
+        (8, {}, {"bits": 5}),
+        (8, {}, {"bits": "8"}),
+        (8, {}, {"bits": 8.0}),
+        (8, {}, {"exponent": 1}),
+        (8, {}, {"exponent": 128}),
+        (32, {}, {"exponent": 16}),
+        (8, {}, {"rows": 4}),
+        (8, {}, {"rows": 0}),
+        (8, {}, {"rows": -1}),
+        (8, {}, {"firstRow": 9_992}),
+        (8, {}, {"firstRow": -1}),
+        (8, {}, {"rowStart": 2}),
+        (8, {}, {"rowEnd": 9}),
+        (8, {}, {"columnEnd": 4}),
+        (8, {}, {"columnStart": "x"}),
+        (8, {"row_gaps": None}, {"rowEnd": 3}),
+        (8, {"row_gaps": None, "row_bitmap": np.array([0b110, 3], np.uint8)}, {}),
+        (8, {"row_gaps": None, "row_bitmap": np.array([0b111, 1], np.uint8)}, {}),
+        (8, {"row_gaps": None, "row_bitmap": np.array([0b11, 1], np.uint16)}, {}),
+        (8, {"row_bitmap": np.array([0b11, 1], np.uint8)}, {}),
+        (8, {"row_gaps": np.array([0, 9_999], np.uint16)}, {}),
+        (8, {"row_gaps": np.array([0, 2**64 - 1], np.uint64)}, {}),
+        (8, {"row_gaps": np.array([2**63 - 1, 2**63 - 1], np.uint64)}, {"rowEnd": 2**63 - 1}),
+        (8, {"row_gaps": np.array([0, 6], np.int64)}, {}),
+    ],
+)
+def test_a_chunk_that_is_not_as_the_format_says_is_refused_by_its_key(bits: Any, arrays: Any, meta: Any):
+    body = encode_rows(code_rows(piece([1, 2, 9], 4, 1), bits)[0])
+
+    with pytest.raises(SnapshotError, match="chunks/7: not a chunk of rows as the format says"):
+        decode_rows(rewritten(body, arrays, **meta), "chunks/7")
+
+
+@pytest.mark.parametrize(
+    ("version", "problem"),
+    [
+        (9, "key: object version 9, this program reads up to 2: use a newer dlrm-operator"),
+        (1, "key: object version 1, which was never released, is not read any more"),
+    ],
+)
+def test_an_object_of_another_version_is_refused_by_its_version(version: int, problem: str):
     body = safetensors.numpy.save(
-        {"rows": np.zeros((1, 4), np.float32)}, {"dlrm": json.dumps({"version": 9, "kind": "rows"})}
+        {"rows": np.zeros((1, 4), np.float32)}, {"dlrm": json.dumps({"version": version, "kind": "rows"})}
     )
 
-    with pytest.raises(SnapshotError, match="object version 9, this program reads up to 1"):
+    with pytest.raises(SnapshotError, match=problem):
         decode_rows(body, "key")
+
+
+def test_dense_state_is_no_chunk_of_rows_and_the_other_way_round():
+    rows = encode_rows(code_rows(piece([3], 4, 1), 4)[0])
+
+    with pytest.raises(SnapshotError, match="key: holds dense, not rows"):
+        decode_rows(encode_dense({"w": np.zeros(3, np.float32)}), "key")
+    with pytest.raises(SnapshotError, match="key: holds rows, not dense"):
+        decode_dense(rows, "key")

@@ -15,7 +15,18 @@ from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.walk import snapshot_digest
 
 README = Path(__file__).parents[2] / "checkpointer" / "README.md"
-DTYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "U8": "u1", "BOOL": "?"}
+DTYPES = {
+    "U16": "<u2",
+    "U32": "<u4",
+    "U64": "<u8",
+    "F16": "<f2",
+    "F32": "<f4",
+    "F64": "<f8",
+    "I64": "<i8",
+    "I32": "<i4",
+    "U8": "u1",
+    "BOOL": "?",
+}
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -38,6 +49,39 @@ def mix(z: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
     return z ^ (z >> 31)
+
+
+def row_numbers(meta: dict, arrays: dict[str, np.ndarray]) -> list[int]:
+    first, count = meta["firstRow"], meta["rows"]
+    if "row_bitmap" in arrays:
+        bits = [(byte >> bit) & 1 for byte in arrays["row_bitmap"].tolist() for bit in range(8)]
+        return [first + place for place, bit in enumerate(bits) if bit]
+    ids = [first]
+    for gap in arrays["row_gaps"].tolist() if "row_gaps" in arrays else [0] * (count - 1):
+        ids.append(ids[-1] + gap + 1)
+    return ids
+
+
+def weights(meta: dict, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    bits, factor = meta["bits"], np.float32(2.0 ** meta["exponent"])
+    if bits == 32:
+        return arrays["rows"]
+    if bits == 16:
+        return arrays["rows"].astype(np.float32) * factor
+    step, low = arrays["scale"].astype(np.float32) * factor, arrays["low"].astype(np.float32) * factor
+    columns = range(meta["columnEnd"] - meta["columnStart"])
+    codes = np.array([[code(row, c, bits, len(columns)) for c in columns] for row in arrays["codes"].tolist()])
+    return codes.astype(np.float32) * step[:, None] + low[:, None]
+
+
+def code(row: list[int], column: int, bits: int, width: int) -> int:
+    def planes(data: list[int], each: int, plane: int) -> int:
+        return data[column % plane] >> (column // plane * each) & (2**each - 1)
+
+    if bits == 3:
+        plane = -(-width // 4)
+        return planes(row, 2, plane) + 4 * planes(row[plane:], 1, -(-width // 8))
+    return planes(row, bits, -(-width * bits // 8))
 
 
 def initial(table: dict, row: int) -> list[np.float32]:
@@ -63,12 +107,10 @@ def read(root: Path) -> str:
     state = {n: np.zeros((t["rows"], sum(values_of[n])), np.float32) for n, t in tables.items()}
     for entry in manifest["chunks"]:
         meta, arrays = container(root / entry["key"], entry["sha256"])
-        values = arrays.get("rows")
-        if meta["bits"] == 8:
-            values = arrays["codes"].astype(np.float32) * arrays["step"][:, None] + arrays["low"][:, None]
+        values = weights(meta, arrays)
         starts = [start for start, _ in tables[entry["table"]]["columnBlocks"]]
         first = sum(values_of[entry["table"]][: starts.index(entry["columnStart"])])
-        ids = arrays["row_ids"]
+        ids = row_numbers(meta, arrays)
         rows[entry["table"]][ids, entry["columnStart"] : entry["columnEnd"]] = values
         state[entry["table"]][ids, first : first + arrays["state"].shape[1]] = arrays["state"]
     for name, table in tables.items():
@@ -104,7 +146,7 @@ def digest(metas: dict, rows: dict, state: dict, dense: dict) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, 16, 32])
 def test_a_reader_written_from_the_readme_gets_the_same_state(
     tmp_path: Path, files: FileStore, new_model, new_pod, bits: int, small_tables
 ):

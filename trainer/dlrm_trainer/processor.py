@@ -1,27 +1,20 @@
-"""What compiled loops ask of the processor beside arithmetic: atomic counts, prefetches, bits of a number."""
+"""What compiled loops ask of the processor beside arithmetic: atomic counts, prefetches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numba.core.cgutils
-import numba.extending
 import numpy as np
 from llvmlite import ir
 from numba import types
 
-from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.compiled import compiled, instruction
 
 READ, ALL_LEVELS, DATA = 0, 3, 1
 LINE = np.uint64(16)
 """float32 elements of a cache line."""
 cgutils: Any = numba.core.cgutils
-
-
-def instruction(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that compiled loops may call, without its first argument; what it is given says what is generated."""
-    return cast(Callable[..., Any], numba.extending.intrinsic(function))
 
 
 @instruction
@@ -76,23 +69,3 @@ def prefetch_lines(array: Any, first: Any, stop: Any) -> None:
     """``prefetch`` of every cache line of float32 ``array[first:stop]``; uint64 both."""
     for line in range(first, stop, LINE):
         prefetch(array, line)
-
-
-@instruction
-def bits_of(_typing: Any, number: Any) -> Any:  # noqa: ARG001
-    """The bits of a float32, as a uint32."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.uint32(types.float32), generate
-
-
-@instruction
-def number_of(_typing: Any, bits: Any) -> Any:  # noqa: ARG001
-    """The float32 with the bits of a uint32."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.uint32), generate

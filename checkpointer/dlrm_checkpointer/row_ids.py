@@ -1,0 +1,79 @@
+"""Row numbers of a chunk in few bytes: nothing where they follow each other, else a bitmap or the gaps between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BITMAP, GAPS = "row_bitmap", "row_gaps"
+GAP_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
+
+
+def encode_ids(row_ids: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    """The arrays of a chunk that say its row numbers, beside the first and how many; the smaller of both ways.
+
+    Args:
+        row_ids: (N,) strictly ascending, N >= 1.
+
+    Returns:
+        nothing where they follow each other; ``row_bitmap`` uint8, bit i of byte j (the least significant first) for
+        the first row + 8 j + i; or, unless that is smaller, ``row_gaps`` (N - 1,) of the smallest unsigned type, the
+        numbers left out between each row and the next.
+    """
+    count, first = len(row_ids), int(row_ids[0])
+    span = int(row_ids[-1]) - first + 1
+    if span == count:
+        return {}
+    gaps = np.diff(row_ids)
+    gaps -= 1
+    kind = next(kind for kind in GAP_TYPES if int(gaps.max()) <= np.iinfo(kind).max)
+    if -(-span // 8) < (count - 1) * np.dtype(kind).itemsize:
+        present = np.zeros(span, bool)
+        present[row_ids - first] = True
+        return {BITMAP: np.packbits(present, bitorder="little")}
+    return {GAPS: gaps.astype(kind)}
+
+
+def decode_ids(arrays: Mapping[str, NDArray[Any]], first: int, count: int, end: int) -> NDArray[np.int64]:
+    """Row numbers of a chunk.
+
+    Args:
+        arrays: what ``encode_ids`` made, among others.
+        first: the first row.
+        count: rows of the chunk.
+        end: the row after the shard's last.
+
+    Raises:
+        ValueError: the arrays say something else than ``count`` rows from ``first`` on, below ``end``.
+    """
+    if not (0 <= first < end and 1 <= count <= end - first):
+        raise ValueError(f"{count} rows from row {first} on do not lie below row {end}")
+    if BITMAP in arrays and GAPS in arrays:
+        raise ValueError("row numbers are there twice")
+    if BITMAP in arrays:
+        ids = _of_bitmap(arrays[BITMAP])
+    elif GAPS in arrays:
+        ids = _of_gaps(arrays[GAPS])
+    else:
+        return np.arange(first, first + count, dtype=np.int64)
+    if len(ids) != count or ids[0] != 0 or ids[-1] >= end - first or not (ids[1:] > ids[:-1]).all():
+        raise ValueError(f"row numbers are not those of {count} rows from row {first} on, below row {end}")
+    ids += first
+    return ids
+
+
+def _of_bitmap(bitmap: NDArray[Any]) -> NDArray[np.int64]:
+    if bitmap.dtype != np.uint8 or bitmap.ndim != 1:
+        raise ValueError(f"{BITMAP} is {bitmap.dtype}{bitmap.shape}")
+    return np.flatnonzero(np.unpackbits(bitmap, bitorder="little")).astype(np.int64, copy=False)
+
+
+def _of_gaps(gaps: NDArray[Any]) -> NDArray[np.int64]:
+    if gaps.dtype not in GAP_TYPES or gaps.ndim != 1:
+        raise ValueError(f"{GAPS} is {gaps.dtype}{gaps.shape}")
+    ids = np.zeros(len(gaps) + 1, np.int64)
+    np.cumsum(gaps.astype(np.int64) + 1, out=ids[1:])  # a sum that wraps does not ascend, which the caller sees
+    return ids
