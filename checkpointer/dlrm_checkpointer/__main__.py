@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -68,7 +69,8 @@ def _run(settings: Settings, stop: threading.Event) -> int:
         grace_s=settings.grace_s,
     )
     try:
-        code = Sidecar(inbox, open_store(settings.uri, settings.options), status, policy).run(stop)
+        options = replace(settings.options, on_repeat=status.store_repeated)
+        code = Sidecar(inbox, open_store(settings.uri, options), status, policy).run(stop)
     finally:
         inbox.close()
         endpoint.close()
