@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -64,7 +65,8 @@ def _run(settings: Settings, stop: threading.Event) -> int:
     endpoint = Endpoint(settings.bind, settings.port, status)
     inbox = Inbox(settings.handoff, settings.ranks)
     try:
-        code = Sidecar(inbox, open_store(settings.uri, settings.options), status, duties(settings)).run(stop)
+        options = replace(settings.options, on_repeat=status.store_repeated)
+        code = Sidecar(inbox, open_store(settings.uri, options), status, duties(settings)).run(stop)
     finally:
         inbox.close()
         endpoint.close()

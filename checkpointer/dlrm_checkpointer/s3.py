@@ -1,61 +1,37 @@
-"""Object store over S3: the one module that knows boto3."""
+"""Object store over S3: whole objects in parallel parts and ranges, repeated within a budget."""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import logging
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import boto3
-from botocore.config import Config
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    IncompleteReadError,
-    ReadTimeoutError,
-    ResponseStreamingError,
-)
-from tenacity import (
-    retry,
-    retry_if_exception,
-    retry_if_exception_type,
-    stop_after_attempt,
-    wait_random_exponential,
-)
-
-from dlrm_api.errors import InvalidSpecError, NoInputError, NoPermissionError
-from dlrm_checkpointer.s3_errors import Place, status_of, translate
+from dlrm_api.errors import DLRMError, NoInputError, StoreUnavailableError
+from dlrm_api.objects import S3Spec, SnapshotS3Spec
+from dlrm_checkpointer.repeats import Repeats
+from dlrm_checkpointer.s3_client import ERRORS, Clients
+from dlrm_checkpointer.s3_errors import REFUSED, Place, code_of, repeat_reason, status_of, translate
+from dlrm_checkpointer.s3_ranges import Version, read, read_into
 from dlrm_checkpointer.store import Body, ObjectInfo, StoreOptions
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
-    from mypy_boto3_s3.type_defs import CompletedPartTypeDef
+    from mypy_boto3_s3.type_defs import CompletedMultipartUploadTypeDef, CompletedPartTypeDef
 
 logger = logging.getLogger(__name__)
 
-PART_BYTES = 16 << 20
-"""Objects above this go up in parts of at least this, in parallel."""
+PART_BYTES = 8 << 20
+"""Objects above this go up in parts of at least this, and come back in ranges of it, in parallel."""
 MAX_PARTS = 10_000
-PARALLEL_PARTS = 4
-CREDENTIALS_CHECK_S = 1.0
-BROKEN_OFF = (ResponseStreamingError, IncompleteReadError, ReadTimeoutError)
-JITTER = wait_random_exponential(0.1, max=2)
-KEY_FILES = {"accessKeyId": "aws_access_key_id", "secretAccessKey": "aws_secret_access_key"}
-TOKEN_FILE = ("sessionToken", "aws_session_token")
-CONFIG = Config(
-    retries={"mode": "standard", "total_max_attempts": 4},
-    connect_timeout=5,
-    read_timeout=60,
-    max_pool_connections=32,
-    request_checksum_calculation="when_required",  # we send SHA-256 ourselves; not every store takes trailers
-    response_checksum_validation="when_required",
-)
+PARALLEL_PARTS = 8
+"""Parts of one store's objects on their way at a time, each with a copy of its bytes."""
+PARALLEL_RANGES = 16
+R = TypeVar("R")
 
 
 class S3Store:
@@ -70,40 +46,102 @@ class S3Store:
     def __init__(self, bucket: str, prefix: str, options: StoreOptions) -> None:
         self._place = Place(bucket=bucket, endpoint=options.s3.endpoint or "AWS", fields=options.fields)
         self._prefix = f"{prefix}/" if prefix else ""
-        self._options = options
-        self._lock = threading.Lock()
-        self._client: S3Client | None = None
-        self._stamp: tuple[int, ...] = ()
-        self._checked = 0.0
+        self._clients = Clients(options, self._place)
+        self._repeats = Repeats(repeat_reason, options.on_repeat)
+        self._writers = ThreadPoolExecutor(PARALLEL_PARTS, "s3-part")
+        self._readers = ThreadPoolExecutor(PARALLEL_RANGES, "s3-range")
+        self._encryption = _encryption(options.s3)
 
     @property
     def uri(self) -> str:
         """Where the keys live, without a trailing slash."""
-        return f"s3://{self._place.bucket}/{self._prefix}".rstrip("/")
+        return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
     @property
     def _bucket(self) -> str:
         return self._place.bucket
 
-    @property
-    def _s3(self) -> S3Client:
-        """The client; made anew when the mounted credentials change, so that they rotate without a restart."""
-        with self._lock:
-            folder = self._options.credentials_dir
-            if self._client is None or (folder and time.monotonic() - self._checked > CREDENTIALS_CHECK_S):
-                stamp = _stamp(folder) if folder else ()
-                if self._client is None or stamp != self._stamp:
-                    self._client, self._stamp = _connect(self._options, self._place), stamp
-                self._checked = time.monotonic()
-            return self._client
+    def _call(self, operation: Callable[[S3Client], R]) -> R:
+        """Make a call, with repeats; at once where refused credentials turn out to have rotated meanwhile."""
+
+        def attempt() -> R:
+            client = self._clients.current()
+            try:
+                return operation(client)
+            except ERRORS as error:
+                newer = self._clients.newer_than(client) if code_of(error) in REFUSED else None
+                if newer is None:
+                    raise
+                return operation(newer)
+
+        return self._repeats.run(attempt)
+
+    @contextlib.contextmanager
+    def _known(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except ERRORS as error:
+            raise translate(error, self._place, key) from error
+
+    def _object(self, key: str) -> dict[str, Any]:
+        return {"Bucket": self._bucket, "Key": self._prefix + key}
 
     def get(self, key: str) -> bytes:
         """The object's bytes."""
-        return self._read(key, None)
+        with self._known(key):
+            try:
+                first, version = self._call(lambda s3: read(s3, self._place, self._object(key), 0, PART_BYTES))
+            except ERRORS as error:
+                if status_of(error) == 416:  # no range can start in an object without bytes
+                    return b""
+                raise
+            if len(first) == version.size:
+                return first
+            whole = bytearray(version.size)
+            whole[: len(first)] = first
+            self._read_rest(key, memoryview(whole), len(first), version)
+        return bytes(whole)
+
+    def get_into(self, key: str, buffer: memoryview) -> int:
+        """Fill a buffer with the object's first bytes, in parallel ranges; returns the object's size."""
+        view = buffer.cast("B")
+        if not view:
+            size = self.size(key)
+            if size is None:
+                raise NoInputError(f"{self.uri}/{key}: there is no such object")
+            return size
+        with self._known(key):
+            return self._read_rest(key, view, 0, None)
+
+    def _read_rest(self, key: str, view: memoryview, start: int, version: Version | None) -> int:
+        """Fill ``view`` from ``start`` on; ``version`` is what the bytes before are of."""
+        places = range(start, len(view), PART_BYTES)
+        found = list(self._readers.map(lambda at: self._read_into(key, view[at : at + PART_BYTES], at), places))
+        versions = {one for one in (version, *found) if one is not None}
+        if len(versions) > 1:
+            raise StoreUnavailableError(f"{self.uri}/{key}: replaced while it was read")
+        return versions.pop().size if versions else 0
+
+    def _read_into(self, key: str, view: memoryview, start: int) -> Version | None:
+        """Fill ``view`` with bytes from ``start`` on, as far as there are any; None where there are none."""
+        try:
+            return self._call(lambda s3: read_into(s3, self._place, self._object(key), start, view))
+        except ERRORS as error:
+            if status_of(error) == 416:
+                return None
+            raise
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Bytes [start, start + length), fewer at the object's end."""
-        return self._read(key, f"bytes={start}-{start + length - 1}") if length else b""
+        if not length:
+            return b""
+        with self._known(key):
+            try:
+                return self._call(lambda s3: read(s3, self._place, self._object(key), start, length))[0]
+            except ERRORS as error:
+                if status_of(error) == 416:  # the range starts at or after the end
+                    return b""
+                raise
 
     def get_range_of(self, key: str, etag: str, start: int, length: int) -> bytes | None:
         """Bytes [start, start + length) of the very object that a listing showed; None where another one is there.
@@ -111,186 +149,141 @@ class S3Store:
         Raises:
             NoInputError: there is none.
         """
-        wanted = {"Range": f"bytes={start}-{start + length - 1}", "IfMatch": etag}
-        try:
-            return self._read_body(Bucket=self._bucket, Key=self._prefix + key, **wanted)
-        except (ClientError, BotoCoreError) as error:
-            if status_of(error) in (412, 416):
-                return None
-            raise translate(error, self._place, key) from error
-
-    def _read(self, key: str, byte_range: str | None) -> bytes:
-        wanted = {"Range": byte_range} if byte_range else {}
-        try:
-            return self._read_body(Bucket=self._bucket, Key=self._prefix + key, **wanted)
-        except (ClientError, BotoCoreError) as error:
-            if status_of(error) == 416:  # the range starts at or after the end
-                return b""
-            raise translate(error, self._place, key) from error
-
-    @retry(retry=retry_if_exception_type(BROKEN_OFF), stop=stop_after_attempt(4), wait=JITTER, reraise=True)
-    def _read_body(self, **wanted: Any) -> bytes:
-        """Read with repeats: botocore repeats requests, not bodies that break off."""
-        return self._s3.get_object(**wanted)["Body"].read()
+        wanted = {**self._object(key), "IfMatch": etag}
+        with self._known(key):
+            try:
+                return self._call(lambda s3: read(s3, self._place, wanted, start, length))[0]
+            except ERRORS as error:
+                if status_of(error) in (412, 416):
+                    return None
+                raise
 
     def put(self, key: str, body: Body) -> None:
         """Write the object whole: at once, or in parallel parts that are given back if one fails."""
-        try:
+        with self._known(key):
             if len(body) > PART_BYTES:
-                self._put_parts(self._prefix + key, memoryview(body))
+                self._put_parts(key, memoryview(body))
             else:
-                self._s3.put_object(
-                    Bucket=self._bucket, Key=self._prefix + key, Body=bytes(body), ChecksumSHA256=_checksum(body)
-                )
-        except (ClientError, BotoCoreError) as error:
-            raise translate(error, self._place, key) from error
-
-    def _put_parts(self, key: str, body: memoryview) -> None:
-        size = max(PART_BYTES, -(-len(body) // MAX_PARTS))
-        parts = [body[start : start + size] for start in range(0, len(body), size)]
-        s3 = self._s3
-        upload = s3.create_multipart_upload(Bucket=self._bucket, Key=key, ChecksumAlgorithm="SHA256")["UploadId"]
-
-        def put_part(number: int) -> CompletedPartTypeDef:
-            part = bytes(parts[number - 1])
-            checksum = _checksum(part)
-            answer = s3.upload_part(
-                Bucket=self._bucket, Key=key, UploadId=upload, PartNumber=number, Body=part, ChecksumSHA256=checksum
-            )
-            done: CompletedPartTypeDef = {"ETag": answer["ETag"], "PartNumber": number}
-            if "ChecksumSHA256" in answer:  # the service took it: have it checked over the whole
-                done["ChecksumSHA256"] = checksum
-            return done
-
-        try:
-            with ThreadPoolExecutor(PARALLEL_PARTS, "s3-part") as pool:
-                done = list(pool.map(put_part, range(1, len(parts) + 1)))
-            s3.complete_multipart_upload(Bucket=self._bucket, Key=key, UploadId=upload, MultipartUpload={"Parts": done})
-        except BaseException:
-            self._abort(key, upload)
-            raise
-
-    def _abort(self, key: str, upload: str) -> None:
-        try:
-            self._s3.abort_multipart_upload(Bucket=self._bucket, Key=key, UploadId=upload)
-        except (ClientError, BotoCoreError, NoPermissionError, NoInputError) as error:
-            logger.warning("open multipart upload left for the sweep", extra={"key": key, "error": str(error)})
+                self._put_whole(key, body)
 
     def put_if_absent(self, key: str, body: Body) -> bool:
         """Write the object unless one is there (``If-None-Match: *``)."""
-        try:
-            self._put_new(self._prefix + key, body)
-        except (ClientError, BotoCoreError) as error:
-            if status_of(error) == 412:
-                return False
-            raise translate(error, self._place, key) from error
+        with self._known(key):
+            try:
+                self._put_whole(key, body, IfNoneMatch="*")
+            except ERRORS as error:
+                if status_of(error) == 412:
+                    return False
+                raise
         return True
 
-    @retry(
-        retry=retry_if_exception(lambda error: isinstance(error, Exception) and status_of(error) == 409),
-        stop=stop_after_attempt(5),
-        wait=JITTER,
-        reraise=True,
-    )
-    def _put_new(self, key: str, body: Body) -> None:
-        """Write on condition, again where another conditional write of the key was under way."""
-        self._s3.put_object(
-            Bucket=self._bucket, Key=key, Body=bytes(body), IfNoneMatch="*", ChecksumSHA256=_checksum(body)
+    def _put_whole(self, key: str, body: Body, **condition: Any) -> None:
+        arguments = {**self._object(key), **self._encryption, **condition}
+        content, checksum = bytes(body), _checksum(body)
+        self._call(lambda s3: s3.put_object(Body=content, ChecksumSHA256=checksum, **arguments))
+
+    def _put_parts(self, key: str, body: memoryview) -> None:
+        size = max(PART_BYTES, -(-len(body) // MAX_PARTS))
+        place = self._object(key)
+        begun = self._call(
+            lambda s3: s3.create_multipart_upload(ChecksumAlgorithm="SHA256", **place, **self._encryption)
         )
+        upload = {**place, "UploadId": begun["UploadId"]}
+        starts = range(0, len(body), size)
+        tasks = [
+            self._writers.submit(self._put_part, upload, number, body[start : start + size])
+            for number, start in enumerate(starts, start=1)
+        ]
+        try:
+            parts: CompletedMultipartUploadTypeDef = {"Parts": [task.result() for task in tasks]}
+            self._call(lambda s3: s3.complete_multipart_upload(MultipartUpload=parts, **upload))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            for task in tasks:
+                if not task.cancelled():
+                    task.exception()  # a part that is under way would outlive the upload
+            self._abort(upload)
+            raise
+
+    def _put_part(self, upload: dict[str, Any], number: int, body: memoryview) -> CompletedPartTypeDef:
+        content, checksum = bytes(body), _checksum(body)
+        answer = self._call(
+            lambda s3: s3.upload_part(PartNumber=number, Body=content, ChecksumSHA256=checksum, **upload)
+        )
+        done: CompletedPartTypeDef = {"ETag": answer["ETag"], "PartNumber": number}
+        if "ChecksumSHA256" in answer:  # the service took it: have it checked over the whole
+            done["ChecksumSHA256"] = checksum
+        return done
+
+    def _abort(self, upload: dict[str, Any]) -> None:
+        try:
+            self._call(lambda s3: s3.abort_multipart_upload(**upload))
+        except (*ERRORS, DLRMError) as error:
+            logger.warning(
+                "open multipart upload left for the sweep", extra={"key": upload["Key"], "error": str(error)}
+            )
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key starts with ``prefix``, in ascending order of their keys."""
-        pages = self._s3.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix + prefix)
-        try:
-            for page in pages:
-                for item in page.get("Contents", ()):
-                    key = item["Key"].removeprefix(self._prefix)
-                    yield ObjectInfo(
-                        key=key,
-                        size=item["Size"],
-                        modified=item["LastModified"].timestamp(),
-                        etag=item["ETag"],
-                    )
-        except (ClientError, BotoCoreError) as error:
-            raise translate(error, self._place, prefix) from error
+        wanted: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+        more = True
+        while more:
+            with self._known(prefix):
+                page = self._call(lambda s3: s3.list_objects_v2(**wanted))
+            for item in page.get("Contents", ()):
+                yield ObjectInfo(
+                    key=item["Key"].removeprefix(self._prefix),
+                    size=item["Size"],
+                    modified=item["LastModified"].timestamp(),
+                    etag=item["ETag"],
+                )
+            more = page.get("IsTruncated", False)
+            wanted["ContinuationToken"] = page.get("NextContinuationToken")
 
     def delete(self, key: str) -> None:
         """Remove the object; removing what is not there is success."""
-        try:
-            self._s3.delete_object(Bucket=self._bucket, Key=self._prefix + key)
-        except (ClientError, BotoCoreError) as error:
-            known = translate(error, self._place, key)
-            if not isinstance(known, NoInputError):
-                raise known from error
+        with contextlib.suppress(NoInputError), self._known(key):
+            self._call(lambda s3: s3.delete_object(**self._object(key)))
 
     def size(self, key: str) -> int | None:
         """The object's bytes, None where there is none."""
-        try:
-            return self._s3.head_object(Bucket=self._bucket, Key=self._prefix + key)["ContentLength"]
-        except (ClientError, BotoCoreError) as error:
-            known = translate(error, self._place, key)
-            if isinstance(known, NoInputError):
-                return None
-            raise known from error
+        with contextlib.suppress(NoInputError), self._known(key):
+            return self._call(lambda s3: s3.head_object(**self._object(key)))["ContentLength"]
+        return None
 
     def sweep_uploads(self, older_than_s: float) -> int:
         """Abort multipart uploads below our prefix that were begun longer ago than this."""
         removed = 0
-        try:
-            pages = self._s3.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=self._prefix)
-            for page in pages:
-                for upload in page.get("Uploads", ()):
-                    if time.time() - upload["Initiated"].timestamp() > older_than_s:
-                        self._abort(upload["Key"], upload["UploadId"])
-                        removed += 1
-        except (ClientError, BotoCoreError) as error:
-            if status_of(error) not in {404, 405, 501}:  # a service without such a list has nothing to sweep
-                raise translate(error, self._place, self._prefix) from error
+        for upload in self._uploads():
+            if time.time() - upload["Initiated"].timestamp() > older_than_s:
+                self._abort({"Bucket": self._bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]})
+                removed += 1
         return removed
+
+    def _uploads(self) -> Iterator[Any]:
+        wanted: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix}
+        more = True
+        while more:
+            with self._known(self._prefix):
+                try:
+                    page = self._call(lambda s3: s3.list_multipart_uploads(**wanted))
+                except ERRORS as error:
+                    if status_of(error) in {404, 405, 501}:  # a service without such a list has nothing to sweep
+                        return
+                    raise
+            yield from page.get("Uploads", ())
+            more = page.get("IsTruncated", False)
+            wanted.update(KeyMarker=page.get("NextKeyMarker"), UploadIdMarker=page.get("NextUploadIdMarker"))
+
+
+def _encryption(s3: S3Spec) -> dict[str, Any]:
+    """What every request that begins an object asks for."""
+    if not isinstance(s3, SnapshotS3Spec) or s3.encryption == "none":
+        return {}
+    key = {"SSEKMSKeyId": s3.kms_key_id} if s3.kms_key_id else {}
+    return {"ServerSideEncryption": s3.encryption, **key}
 
 
 def _checksum(body: Body) -> str:
     return base64.b64encode(hashlib.sha256(body).digest()).decode()
-
-
-def _stamp(folder: Path) -> tuple[int, ...]:
-    names = (*KEY_FILES, TOKEN_FILE[0])
-    return tuple((folder / name).stat().st_mtime_ns if (folder / name).exists() else 0 for name in names)
-
-
-def _connect(options: StoreOptions, place: Place) -> S3Client:
-    """Make a client.
-
-    Raises:
-        NoPermissionError: a credentials file is missing or unreadable.
-        NoInputError: the authority's file is missing.
-        InvalidSpecError: the endpoint is no URL.
-    """
-    s3 = options.s3
-    if s3.ca_file and not Path(s3.ca_file).is_file():
-        raise NoInputError(f"{place.fields.service}.caFile: {s3.ca_file}: there is no such file")
-    keys: dict[str, Any] = _credentials(options.credentials_dir, place) if options.credentials_dir else {}
-    session = boto3.session.Session(**keys)
-    try:
-        return session.client(
-            "s3",
-            endpoint_url=s3.endpoint,
-            region_name=s3.region or session.region_name or "us-east-1",
-            verify=s3.ca_file,
-            config=CONFIG.merge(Config(s3={"addressing_style": "path"})) if s3.endpoint else CONFIG,
-        )
-    except ValueError as error:
-        raise InvalidSpecError(f"{place.fields.service}.endpoint", str(error)) from error
-
-
-def _credentials(folder: Path, place: Place) -> dict[str, str]:
-    try:
-        keys = {argument: (folder / name).read_text().strip() for name, argument in KEY_FILES.items()}
-        if (folder / TOKEN_FILE[0]).exists():
-            keys[TOKEN_FILE[1]] = (folder / TOKEN_FILE[0]).read_text().strip()
-    except OSError as error:
-        raise NoPermissionError(
-            f"{error.filename}: cannot be read: {error.strerror}; the credentials Secret for bucket {place.bucket} "
-            f"needs the keys {' and '.join(KEY_FILES)}"
-        ) from error
-    return keys

@@ -12,23 +12,40 @@ from dlrm_api.errors import (
     NoPermissionError,
     StoreUnavailableError,
 )
+from dlrm_checkpointer.repeats import Reason
 from dlrm_checkpointer.store import CHECKPOINT_FIELDS, FieldNames
 
-REFUSED = frozenset(
+REFUSED = frozenset(  # by the credentials, which may rotate
     {
         "AccessDenied",
         "AllAccessDisabled",
         "ExpiredToken",
         "InvalidAccessKeyId",
         "InvalidToken",
-        "RequestTimeTooSkewed",
         "SignatureDoesNotMatch",
         "TokenRefreshRequired",
     }
 )
 NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"})
-TEMPORARY = frozenset(
-    {"NoSuchUpload", "RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests"}
+THROTTLED = frozenset(
+    {"RequestLimitExceeded", "RequestThrottled", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests"}
+)
+CORRUPTED = frozenset({"BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"})
+"""The service got other bytes than we sent."""
+FAILED = frozenset({"ConditionalRequestConflict", "InternalError", "OperationAborted", "RequestTimeout"})
+TEMPORARY = THROTTLED | CORRUPTED | FAILED | {"NoSuchUpload"}
+BROKEN_OFF = frozenset(
+    {
+        "ConnectTimeoutError",
+        "ConnectionClosedError",
+        "ConnectionError",
+        "EndpointConnectionError",
+        "HTTPClientError",
+        "IncompleteReadError",
+        "ProxyConnectionError",
+        "ReadTimeoutError",
+        "ResponseStreamingError",
+    }
 )
 
 
@@ -47,10 +64,28 @@ def status_of(error: Exception) -> int:
     return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
+def code_of(error: Exception) -> str:
+    """The service's word for what went wrong, empty where it gave none."""
+    answer = getattr(error, "response", None) or {}
+    return str(answer.get("Error", {}).get("Code", ""))
+
+
+def repeat_reason(error: Exception) -> Reason | None:
+    """Why the same call may work in a moment; None where it will not."""
+    code, status = code_of(error), status_of(error)
+    if status in {429, 503} or code in THROTTLED:
+        return "throttled"
+    if status in {409, 500, 502, 504} or code in FAILED:
+        return "failed"
+    if code in CORRUPTED or isinstance(error, StoreUnavailableError) or type(error).__name__ in BROKEN_OFF:
+        return "broken"
+    return None
+
+
 def translate(error: Exception, place: Place, key: str) -> DLRMError:
     """The error that says who can act, for one of botocore's."""
     answer = (getattr(error, "response", None) or {}).get("Error", {})
-    code, status = str(answer.get("Code", "")), status_of(error)
+    code, status = code_of(error), status_of(error)
     kind = type(error).__name__
     if not status and not code:
         return _without_answer(error, kind, place)
@@ -59,12 +94,17 @@ def translate(error: Exception, place: Place, key: str) -> DLRMError:
         return NoInputError(
             f"bucket {place.bucket} is not there at {place.endpoint}: create it, or mend {place.fields.uri}"
         )
+    if code == "RequestTimeTooSkewed":
+        return NoPermissionError(
+            f"bucket {place.bucket} at {place.endpoint} refused {key}: the clock of this machine or of the service is "
+            "wrong: set it, both must be within 15 minutes"
+        )
     if status in {401, 403} or code in REFUSED:
         return NoPermissionError(
             f"bucket {place.bucket} at {place.endpoint} refused {key}: {detail or status}; "
             "mend the credentials Secret or the bucket's policy"
         )
-    if status in {408, 429} or code in TEMPORARY:
+    if status in {408, 409, 429} or code in TEMPORARY:
         return StoreUnavailableError(f"{place.endpoint}, bucket {place.bucket}: {detail or status}")
     if status == 507 or code in {"InsufficientStorage", "QuotaExceeded"}:
         return DeviceError(f"{place.endpoint}, bucket {place.bucket} is full ({detail}): free space there")

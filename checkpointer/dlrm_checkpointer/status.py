@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from dlrm_api.errors import DLRMError
 from dlrm_api.progress import CheckpointerProgress, SnapshotInfo
+from dlrm_checkpointer.repeats import Reason
 
 STORE_ERROR_LENGTH = 1_024
 COMMIT_BUCKETS_S = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1_800, 3_600)
@@ -49,6 +50,9 @@ class Status:
             prefix + "commits", "Snapshots seen committed, by kind.", ["kind"], registry=registry
         )
         self.store_errors = Counter(prefix + "store_errors", "Failed rounds of store calls.", registry=registry)
+        self._store_repeats = Counter(
+            prefix + "store_repeats", "Calls of the store made again.", ["reason"], registry=registry
+        )
         self.refused_cuts = Counter(prefix + "refused_cuts", "Cuts that can never be stored.", registry=registry)
         self.dropped_cuts = Counter(
             prefix + "dropped_cuts", "Cuts given up: incomplete or overtaken.", registry=registry
@@ -103,6 +107,10 @@ class Status:
         if self.progress.store_error:
             self._update(store_error="")
             self._failing.set(0)
+
+    def store_repeated(self, reason: Reason) -> None:
+        """A call of the store is made again."""
+        self._store_repeats.labels(reason).inc()
 
     def ended(self, reason: str) -> None:
         """The sidecar is about to end."""

@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.objects import S3Spec
+from dlrm_checkpointer.repeats import OnRepeat, count_nothing
 
 Body = bytes | memoryview
 
@@ -45,11 +46,14 @@ class StoreOptions:
     """How to reach an S3 service; a file store needs none of it."""
 
     s3: S3Spec = AWS
+    """A ``SnapshotS3Spec`` also says how what is written is encrypted."""
     credentials_dir: Path | None = None
     """Folder with ``accessKeyId``, ``secretAccessKey`` and optionally ``sessionToken``, read again when it changes;
     boto3's own chain where None."""
     fields: FieldNames = CHECKPOINT_FIELDS
     """What messages call all this."""
+    on_repeat: OnRepeat = count_nothing
+    """Told of each call that is repeated, in the thread that makes it."""
 
 
 class ObjectStore(Protocol):
@@ -65,6 +69,14 @@ class ObjectStore(Protocol):
 
     def get(self, key: str) -> bytes:
         """The object's bytes. Raises NoInputError where there is none."""
+        ...
+
+    def get_into(self, key: str, buffer: memoryview) -> int:
+        """Fill a contiguous, writable buffer with the object's first bytes; returns the object's size.
+
+        The size tells whether the object is as long as the buffer. What is in the buffer after an error, or beyond
+        the object's end, is not defined. Raises NoInputError where there is none.
+        """
         ...
 
     def get_range(self, key: str, start: int, length: int) -> bytes:

@@ -262,6 +262,10 @@ class DyingStore:
         self._alive()
         return self._store.get(key)
 
+    def get_into(self, key: str, buffer: memoryview) -> int:
+        self._alive()
+        return self._store.get_into(key, buffer)
+
     def get_range(self, key: str, start: int, length: int) -> bytes:
         self._alive()
         return self._store.get_range(key, start, length)

@@ -1,0 +1,106 @@
+"""Clients of an S3 service, made anew when credentials rotate: the one module that knows boto3."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from dlrm_api.errors import InvalidSpecError, NoInputError, NoPermissionError
+from dlrm_checkpointer.s3_errors import Place
+from dlrm_checkpointer.store import StoreOptions
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
+
+ERRORS = (ClientError, BotoCoreError)
+"""All that a call of a client raises."""
+CREDENTIALS_CHECK_S = 1.0
+CONNECTIONS = 64
+KEY_FILES = {"accessKeyId": "aws_access_key_id", "secretAccessKey": "aws_secret_access_key"}
+TOKEN_FILE = ("sessionToken", "aws_session_token")
+CONFIG = Config(
+    retries={"mode": "standard", "total_max_attempts": 1},  # repeats are ours: see repeats.py
+    connect_timeout=5,
+    read_timeout=60,
+    max_pool_connections=CONNECTIONS,
+    request_checksum_calculation="when_required",  # we send SHA-256 ourselves; not every store takes trailers
+    response_checksum_validation="when_required",
+)
+
+
+class Clients:
+    """The client of one store, for any thread."""
+
+    def __init__(self, options: StoreOptions, place: Place) -> None:
+        self._options, self._place = options, place
+        self._lock = threading.Lock()
+        self._client: S3Client | None = None
+        self._stamp: tuple[int, ...] = ()
+        self._checked = 0.0
+
+    def current(self) -> S3Client:
+        """The client; another one when the mounted credentials change, so that they rotate without a restart.
+
+        Raises:
+            NoPermissionError: a credentials file is missing or unreadable.
+            NoInputError: the authority's file is missing.
+            InvalidSpecError: the endpoint is no URL.
+        """
+        with self._lock:
+            folder = self._options.credentials_dir
+            if self._client is None or (folder and time.monotonic() - self._checked > CREDENTIALS_CHECK_S):
+                stamp = _stamp(folder) if folder else ()
+                if self._client is None or stamp != self._stamp:
+                    self._client, self._stamp = _connect(self._options, self._place), stamp
+                self._checked = time.monotonic()
+            return self._client
+
+    def newer_than(self, client: S3Client) -> S3Client | None:
+        """The client after one whose credentials were refused; None where they have not changed."""
+        with self._lock:
+            if self._client is client:
+                self._checked = float("-inf")
+        newer = self.current()
+        return None if newer is client else newer
+
+
+def _stamp(folder: Path) -> tuple[int, ...]:
+    names = (*KEY_FILES, TOKEN_FILE[0])
+    return tuple((folder / name).stat().st_mtime_ns if (folder / name).exists() else 0 for name in names)
+
+
+def _connect(options: StoreOptions, place: Place) -> S3Client:
+    s3 = options.s3
+    if s3.ca_file and not Path(s3.ca_file).is_file():
+        raise NoInputError(f"{place.fields.service}.caFile: {s3.ca_file}: there is no such file")
+    keys: dict[str, Any] = _credentials(options.credentials_dir, place) if options.credentials_dir else {}
+    session = boto3.session.Session(**keys)
+    try:
+        return session.client(
+            "s3",
+            endpoint_url=s3.endpoint,
+            region_name=s3.region or session.region_name or "us-east-1",
+            verify=s3.ca_file,
+            config=CONFIG.merge(Config(s3={"addressing_style": "path"})) if s3.endpoint else CONFIG,
+        )
+    except ValueError as error:
+        raise InvalidSpecError(f"{place.fields.service}.endpoint", str(error)) from error
+
+
+def _credentials(folder: Path, place: Place) -> dict[str, str]:
+    try:
+        keys = {argument: (folder / name).read_text().strip() for name, argument in KEY_FILES.items()}
+        if (folder / TOKEN_FILE[0]).exists():
+            keys[TOKEN_FILE[1]] = (folder / TOKEN_FILE[0]).read_text().strip()
+    except OSError as error:
+        raise NoPermissionError(
+            f"{error.filename}: cannot be read: {error.strerror}; the credentials Secret for bucket {place.bucket} "
+            f"needs the keys {' and '.join(KEY_FILES)}"
+        ) from error
+    return keys
