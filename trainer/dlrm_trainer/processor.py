@@ -96,3 +96,23 @@ def number_of(_typing: Any, bits: Any) -> Any:  # noqa: ARG001
         return builder.bitcast(arguments[0], ir.FloatType())
 
     return types.float32(types.uint32), generate
+
+
+@instruction
+def bit_count(_typing: Any, number: Any) -> Any:  # noqa: ARG001
+    """How many bits of a uint64 are set, as a uint64."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.uint64(types.uint64), generate
+
+
+@instruction
+def lowest_bit(_typing: Any, number: Any) -> Any:  # noqa: ARG001
+    """The place of the lowest bit of a uint64 that is set, as a uint64; 64 where none is."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(types.uint64), generate
