@@ -116,7 +116,7 @@ def test_fp16_rows_start_and_stay_at_values_of_fp16_also_from_a_cut_at_8_bits(tm
 
     train(job, learner, 0, 3)
     cut = Stored(learner, 8)
-    restore(second, cut)  # type: ignore[arg-type]
+    restore(second, cut, mark=True)  # type: ignore[arg-type]
 
     assert start.pieces == []
     assert any((piece.rows != piece.rows.astype(np.float16)).any() for piece in cut.pieces)

@@ -118,7 +118,6 @@ def test_a_value_that_is_not_finite_is_found_where_it_is(tmp_path: Path) -> None
     part = part_of(learner, "items")
     part.weight[17, 2] = float("nan")
     part.state[40] = float("inf")
-    part.updated[[17, 40]] = True
 
     assert learner.bad_values() == ["2 rows of table items, the first is row 17"]
 
@@ -126,7 +125,7 @@ def test_a_value_that_is_not_finite_is_found_where_it_is(tmp_path: Path) -> None
 def test_the_largest_value_is_found_where_it_is(tmp_path: Path) -> None:
     learner = learner_of(small_job(tmp_path))
     part = part_of(learner, "users")
-    part.weight[800, 3], part.updated[800] = -1e20, True
+    part.weight[800, 3] = -1e20
 
     assert learner.largest_value() == (pytest.approx(1e20), "table users, row 800")
 

@@ -69,3 +69,23 @@ def prefetch_lines(array: Any, first: Any, stop: Any) -> None:
     """``prefetch`` of every cache line of float32 ``array[first:stop]``; uint64 both."""
     for line in range(first, stop, LINE):
         prefetch(array, line)
+
+
+@instruction
+def bit_count(_typing: Any, number: Any) -> Any:  # noqa: ARG001
+    """How many bits of a uint64 are set, as a uint64."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.uint64(types.uint64), generate
+
+
+@instruction
+def lowest_bit(_typing: Any, number: Any) -> Any:  # noqa: ARG001
+    """The place of the lowest bit of a uint64 that is set, as a uint64; 64 where none is."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(types.uint64), generate

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dlrm_api.errors import SnapshotError
 from dlrm_api.job import DLRMJobSpec
-from dlrm_checkpointer.cut import CutMeta, TableMeta
+from dlrm_checkpointer.cut import CutMeta, ShardRows, TableMeta
 from dlrm_checkpointer.digest import Partial, add, combine, shard_digest, state_digest
 from dlrm_checkpointer.restore import Snapshot, claim_attempt, newest_snapshot, open_snapshot
 from dlrm_checkpointer.store import ObjectStore
 from dlrm_trainer.collectives import Collectives
-from dlrm_trainer.embedding.rows import table_meta
+from dlrm_trainer.embedding.rows import LocalPart, table_meta
 from dlrm_trainer.learner import Learner
 
 
@@ -123,16 +123,28 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def restore(learner: Learner, snapshot: Snapshot) -> None:
+def restore(learner: Learner, snapshot: Snapshot, *, mark: bool = False) -> None:
     """Take a snapshot over a learner that has just started; at 32 bits every byte is as it was.
+
+    Args:
+        learner: at its start.
+        snapshot: of the same model.
+        mark: whether the next cut is to hold every row of it: it is of another store, and can't be a cut's parent.
 
     Raises:
         SnapshotError: an object is absent or corrupt.
     """
     learner.embeddings.settle()
     for part in learner.embeddings.local:
-        part.restore(snapshot.shard_rows(part.shard))
+        pieces = snapshot.shard_rows(part.shard)
+        part.restore(_marking(part, pieces) if mark else pieces)
     learner.dense.restore(snapshot.dense())
+
+
+def _marking(part: LocalPart, pieces: Iterable[ShardRows]) -> Iterator[ShardRows]:
+    for piece in pieces:
+        part.dirty.mark(piece.row_ids - part.shard.row_start)
+        yield piece
 
 
 def live_digest(learner: Learner, collectives: Collectives) -> str:

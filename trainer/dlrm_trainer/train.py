@@ -193,6 +193,7 @@ class Training:
         self.board.phase(TrainerPhase.CUTTING)
         begun = (writer.begin(self.attempt), time.time()) if rank == 0 else None
         parent, now = self.collectives.broadcast(begun)
+        parts.learner.embeddings.begin_cut(self.step, None if parent is None else parent.step)
         patience_s = self.patience_s if last else parts.settings.collective_timeout_s / 2
         owned = [part.shard for part in parts.learner.embeddings.saved]
         shards, dense = parts.learner.embeddings.rows_to_save(), parts.learner.dense.arrays() if rank == 0 else None

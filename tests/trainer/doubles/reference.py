@@ -110,8 +110,8 @@ class RankState:
     """What one rank saw and held."""
 
     features: list[Floats]
-    parts: list[tuple[ShardId, NDArray[np.float32], NDArray[np.float32], NDArray[np.bool_]]]
-    """Weights, state and flags of each part; those of data-parallel tables last."""
+    parts: list[tuple[ShardId, NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]]
+    """Weights, state and changed rows of each part; those of data-parallel tables last."""
     replicas: int
     calls: list[int]
     """Collectives of each step."""
@@ -162,7 +162,7 @@ def train_sharded(
         other = slice_of(model, global_batch(model, 5, seed=1_000 + step), cut, collectives.rank)
         embeddings.lookup(embeddings.pool(embeddings.prepare(embeddings.send(other), updates=False), None))
     parts = [
-        (part.shard, part.weight.numpy().copy(), part.state.numpy().copy(), part.updated.numpy().copy())
+        (part.shard, part.weight.numpy().copy(), part.state.numpy().copy(), part.dirty.all())
         for part in embeddings.local
         if isinstance(part, ResidentPart)
     ]

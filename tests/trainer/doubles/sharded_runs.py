@@ -114,6 +114,6 @@ def words_of_bad_gradient(collectives: Collectives, job: DLRMJob, plan: Plan, fo
             lookup, embeddings.send_gradients(lookup, gradient, torch.zeros(embeddings.gradient_elements))
         )
     except DivergedError as error:
-        assert not list(embeddings.owned.rows_updated())
+        assert not list(embeddings.owned.saved_rows())
         return str(error)
     return "nothing"

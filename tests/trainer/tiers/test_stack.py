@@ -15,6 +15,7 @@ from dlrm_api.model import TableSpec
 from dlrm_api.plan import Tier, TierLevel, TierShare
 from dlrm_api.tiers import BLOCK_SLACK
 from dlrm_checkpointer.initializer import initial_rows
+from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.rows import table_meta
 from dlrm_trainer.embedding.tiers import stack as stack_module
 from dlrm_trainer.embedding.tiers.block import BlockLevel
@@ -245,10 +246,15 @@ def test_lfu_keeps_what_is_used_often_and_lru_what_was_used_last() -> None:
     assert set(range(5)) <= kept["mixed"]
 
 
+@pytest.mark.parametrize("scan_share", [0, np.inf])
 @pytest.mark.parametrize("first", [("ddr",), ("ddr", "block")])
 @pytest.mark.parametrize("second", [("scm",), ("block",), ("ddr", "scm", "block")])
 def test_a_snapshot_fills_another_stack_with_the_same_rows(
-    tmp_path: Path, first: tuple[Tier, ...], second: tuple[Tier, ...]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: tuple[Tier, ...],
+    second: tuple[Tier, ...],
+    scan_share: float,
 ) -> None:
     tables, other = Tables([300, 500], 20, first, tmp_path), Tables([300, 500], 45, second, tmp_path, ways=4)
     generator = np.random.default_rng(3)
@@ -261,8 +267,13 @@ def test_a_snapshot_fills_another_stack_with_the_same_rows(
 
     specs = [TableSpec(name=f"t{k}", rows=n, dim=DIM) for k, n in enumerate(tables.rows)]
     shards = [table_meta(spec, 0, "rowwise-adagrad").whole() for spec in specs]
-    views = [StackedPart(spec, shards[k], tables.stack, k) for k, spec in enumerate(specs)]
-    others = [StackedPart(spec, shards[k], other.stack, k) for k, spec in enumerate(specs)]
+    dirty = DirtyRows(tables.rows)
+    parts = [DirtyPart(dirty, k) for k in range(len(specs))]
+    views = [StackedPart(spec, shards[k], tables.stack, k, parts[k]) for k, spec in enumerate(specs)]
+    others = [StackedPart(spec, shards[k], other.stack, k, parts[k]) for k, spec in enumerate(specs)]
+    for part, updates in zip(parts, tables.updates, strict=True):
+        part.mark(np.flatnonzero(updates))
+    monkeypatch.setattr("dlrm_trainer.embedding.tiers.tables.SCAN_SHARE", scan_share)
     pieces = list(rows_of_stack(tables.stack, views))
     for k, spec in enumerate(specs):
         mine = [piece for piece in pieces if piece.shard.table == spec.name]

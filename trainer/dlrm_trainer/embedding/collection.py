@@ -12,12 +12,13 @@ from dlrm_api.errors import DivergedError
 from dlrm_checkpointer.cut import ShardRows
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch
+from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.exchange import Exchange
 from dlrm_trainer.embedding.groups import OwnedOptions
 from dlrm_trainer.embedding.owned import OwnedParts
 from dlrm_trainer.embedding.placement import Placement
 from dlrm_trainer.embedding.replicated import ReplicatedParts
-from dlrm_trainer.embedding.rows import LocalPart, ResidentPart
+from dlrm_trainer.embedding.rows import LocalPart, ResidentPart, saved_rows
 from dlrm_trainer.embedding.segments import Bags, pick_bags
 from dlrm_trainer.embedding.travelling import OwnedBags, Travelling
 from dlrm_trainer.embedding.under_way import Lookup, Pooling, Prepared, Sent
@@ -26,7 +27,7 @@ from dlrm_trainer.embedding.under_way import Lookup, Pooling, Prepared, Sent
 class Embeddings:
     """Tables of any sharding behind one lookup. Every rank must make the same calls in the same order.
 
-    Only ``update`` changes rows, their state and the record of rows ever updated; ``prepare`` moves rows between tiers.
+    Only ``update`` changes rows, their state and the record of changed rows; ``prepare`` moves rows between tiers.
 
     Args:
         placement: of all tables.
@@ -77,15 +78,16 @@ class Embeddings:
     def _views(self, placement: Placement) -> tuple[ResidentPart, ...]:
         weights = [weight for group in self._replicated for weight in group.batch.weights]
         states = [state for group in self._replicated for state in group.batch.states]
+        dirty = DirtyRows([part.rows for part in placement.replicated])
         return tuple(
             ResidentPart(
                 table=placement.tables[part.table],
                 shard=placement.shard(part),
                 weight=weight,
                 state=state,
-                updated=torch.zeros(part.rows, dtype=torch.bool),
+                dirty=DirtyPart(dirty, number),
             )
-            for part, weight, state in zip(placement.replicated, weights, states, strict=True)
+            for number, (part, weight, state) in enumerate(zip(placement.replicated, weights, states, strict=True))
         )
 
     @property
@@ -215,19 +217,36 @@ class Embeddings:
             for rows in group.update(part, lookup.learning_rate, step=step)
         )
         for view, rows in zip(self.replicas, updated, strict=True):
-            view.updated[rows] = True
+            view.dirty.mark(rows.numpy())
+
+    def begin_cut(self, step: int, parent: int | None) -> None:
+        """Begin the record of changed rows anew: ``rows_to_save`` goes on telling of what changed until now.
+
+        Args:
+            step: of the cut.
+            parent: step of the snapshot that the cut goes on from: rows that changed before are let go of; None: none
+                are.
+        """
+        for dirty in self._records:
+            if parent is not None:
+                dirty.forget(parent)
+            dirty.cut(step)
 
     def rows_to_save(self) -> Iterator[ShardRows]:
-        """The rows ever updated that this rank hands over: those of ``saved``.
+        """The rows that changed since the parent and that this rank hands over: those of ``saved``, each once.
 
         Raises:
             DeviceError: rows could not be read from their tier.
         """
         self.settle()
-        yield from self.owned.rows_updated()
+        yield from self.owned.saved_rows()
         for number, part in enumerate(self.replicas):
             if self._placement.saver(number) == self._rank:
-                yield from part.rows_updated()
+                yield from saved_rows(part)
+
+    @property
+    def _records(self) -> set[DirtyRows]:
+        return {part.dirty.rows for part in self.local}
 
     def settle(self) -> None:
         """Wait until no row is on its way, so that ``local`` can be read and restored.

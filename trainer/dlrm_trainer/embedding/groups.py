@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.training import CommunicationSpec, RowOptimizerSpec
+from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.kernels import HOST, TableBatch
 from dlrm_trainer.embedding.placement import PartGroup, Placement
 from dlrm_trainer.embedding.rows import LocalPart, ResidentPart
@@ -43,10 +46,9 @@ class Group:
     parts: Sequence[LocalPart]
     first_rows: Tensor
     """(C_g,) int64 first row, in its table, of each column's part."""
-    shifts: Tensor
-    """(C_g,) int64 of resident parts: where each column's rows begin in ``updated``."""
-    updated: Tensor
-    """(sum of rows,) bool, of resident parts."""
+    dirty: DirtyRows
+    starts: NDArray[np.int64]
+    """(C_g,) where the rows of each column's part begin in ``dirty``."""
     device: torch.device = HOST
     stack: Stack | None = None
 
@@ -68,21 +70,18 @@ def make_group(placement: Placement, plan: PartGroup, options: OwnedOptions, res
         return _make_stacked(placement, plan, options, resources)
     rows = [part.rows for part in plan.parts]
     batch = _make_batch(placement, plan, options, rows, HOST)
-    updated = torch.zeros(sum(rows), dtype=torch.bool)
-    starts = torch.tensor([0, *rows], dtype=torch.int64).cumsum(0)[:-1]
+    dirty = DirtyRows(rows)
     parts = [
         ResidentPart(
             table=placement.tables[part.table],
             shard=placement.shard(part),
             weight=weight,
             state=state,
-            updated=flags,
+            dirty=DirtyPart(dirty, number),
         )
-        for part, weight, state, flags in zip(
-            plan.parts, batch.weights, batch.states, torch.split(updated, rows), strict=True
-        )
+        for number, (part, weight, state) in enumerate(zip(plan.parts, batch.weights, batch.states, strict=True))
     ]
-    return _group(plan, batch, parts, starts, updated)
+    return _group(plan, batch, parts, dirty)
 
 
 def _make_stacked(placement: Placement, plan: PartGroup, options: OwnedOptions, resources: ExitStack) -> Group:
@@ -101,21 +100,23 @@ def _make_stacked(placement: Placement, plan: PartGroup, options: OwnedOptions, 
     batch = _make_batch(placement, plan, options, [member.slots + member.extra for member in members], device)
     stack = stacked.make_stack(plan, members, batch, options.seed, options.tier_dir)
     resources.callback(stack.close)
+    dirty = DirtyRows([part.rows for part in plan.parts])
     parts = [
-        stacked.StackedPart(placement.tables[part.table], placement.shard(part), stack, number)
+        stacked.StackedPart(
+            placement.tables[part.table], placement.shard(part), stack, number, DirtyPart(dirty, number)
+        )
         for number, part in enumerate(plan.parts)
     ]
-    group = _group(plan, batch, parts, torch.zeros(len(parts), dtype=torch.int64), torch.empty(0))
+    group = _group(plan, batch, parts, dirty)
     group.device, group.stack = device, stack
     return group
 
 
-def _group(plan: PartGroup, batch: TableBatch, parts: Sequence[LocalPart], starts: Tensor, updated: Tensor) -> Group:
+def _group(plan: PartGroup, batch: TableBatch, parts: Sequence[LocalPart], dirty: DirtyRows) -> Group:
     part_of = torch.tensor([part for part, _ in plan.columns], dtype=torch.int64)
     firsts = torch.tensor([part.row_start for part in plan.parts], dtype=torch.int64)
-    return Group(
-        plan=plan, batch=batch, parts=parts, first_rows=firsts[part_of], shifts=starts[part_of], updated=updated
-    )
+    starts = dirty.starts[part_of.numpy()]
+    return Group(plan=plan, batch=batch, parts=parts, first_rows=firsts[part_of], dirty=dirty, starts=starts)
 
 
 def _make_batch(

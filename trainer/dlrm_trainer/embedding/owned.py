@@ -16,8 +16,7 @@ from torch import Tensor
 from dlrm_checkpointer.cut import ShardRows
 from dlrm_trainer.embedding.groups import OwnedOptions, make_group
 from dlrm_trainer.embedding.placement import PartGroup, Placement
-from dlrm_trainer.embedding.rows import LocalPart
-from dlrm_trainer.embedding.segment_loops import mark_rows
+from dlrm_trainer.embedding.rows import LocalPart, saved_rows
 from dlrm_trainer.embedding.travelling import OwnedBags
 
 if TYPE_CHECKING:
@@ -144,8 +143,7 @@ class OwnedParts:
             moved = group.stack is not None or bool(group.first_rows.any())
             rows = (ids + torch.repeat_interleave(group.first_rows, sizes)).to(group.device) if moved else None
             group.batch.update(pooled, gradient.to(group.device), step=step, rows=rows)
-            if group.stack is None:
-                mark_rows(group.updated.numpy(), ids.numpy(), sizes.numpy(), group.shifts.numpy())
+            group.dirty.mark(ids.numpy(), sizes.numpy(), group.starts)
         if self._ahead is not None and expected.fetched is not None:
             self._ahead.release(expected.fetched.result())
 
@@ -154,12 +152,12 @@ class OwnedParts:
         for group in self.groups:
             yield from group.parts
 
-    def rows_updated(self) -> Iterator[ShardRows]:
-        """Every row of every part that an update ever touched, once."""
+    def saved_rows(self) -> Iterator[ShardRows]:
+        """Every row of every part that changed since the parent of the next cut, once."""
         for group in self.groups:
             if group.stack is None:
                 for part in group.parts:
-                    yield from part.rows_updated()
+                    yield from saved_rows(part)
             else:
                 from dlrm_trainer.embedding.tiers.tables import StackedPart, rows_of_stack
 

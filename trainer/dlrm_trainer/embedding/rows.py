@@ -16,6 +16,7 @@ from dlrm_api.model import TableSpec
 from dlrm_api.tiers import RowOptimizerKind, state_values
 from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
 from dlrm_checkpointer.initializer import initial_rows, table_scale
+from dlrm_trainer.embedding.dirty import DirtyPart
 
 CHUNK_ROWS = 65_536
 """Rows copied at a time, so that a cut or a start needs little memory beside the table."""
@@ -35,11 +36,22 @@ class LocalPart(Protocol):
     def start(self, seed: int) -> None:
         """Set every row to its initial value."""
 
-    def rows_updated(self) -> Iterator[ShardRows]:
-        """Every row ever updated, once, in pieces of at most ``CHUNK_ROWS``; copies, good while training goes on."""
+    @property
+    def dirty(self) -> DirtyPart:
+        """Which of its rows changed since the parent of the next cut."""
+
+    def copies(self, rows: NDArray[np.int64]) -> Iterator[ShardRows]:
+        """Some of its rows, in pieces of at most ``CHUNK_ROWS``.
+
+        Args:
+            rows: (N,) counted from the part's first row, ascending.
+        """
+
+    def held(self) -> Iterator[ShardRows]:
+        """Every row that may have changed since its start, in such pieces."""
 
     def restore(self, pieces: Iterable[ShardRows]) -> None:
-        """Take rows of a snapshot over a part that has just started."""
+        """Take rows of a snapshot over a part that has just started; marks none of them as changed."""
 
     def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Rows [start, end) of the table (n, width) and their state (n, S), for a digest."""
@@ -55,8 +67,8 @@ class ResidentPart:
     """(rows, width) float32 or float16."""
     state: Tensor
     """(rows, S) float32 row optimizer state; 0 in a row that was never updated."""
-    updated: Tensor
-    """(rows,) bool on the host: rows that an update ever touched; lookups leave it alone."""
+    dirty: DirtyPart
+    """Set by updates; lookups leave it alone."""
 
     def start(self, seed: int) -> None:
         """See ``LocalPart``."""
@@ -67,16 +79,22 @@ class ResidentPart:
             values = torch.from_numpy(initial_rows(seed, self.table.name, ids, columns, scale))
             self.weight[first - shard.row_start : first - shard.row_start + len(ids)] = values
         self.state.zero_()
-        self.updated.zero_()
+        self.dirty.clear()
 
-    def rows_updated(self) -> Iterator[ShardRows]:
+    def copies(self, rows: NDArray[np.int64]) -> Iterator[ShardRows]:
         """See ``LocalPart``."""
-        for ids in torch.split(torch.from_numpy(np.flatnonzero(self.updated.numpy())), CHUNK_ROWS):
-            if len(ids):
-                rows = self.weight[ids].to("cpu", torch.float32).numpy()
-                state = self.state[ids].cpu().numpy()
-                global_ids = ids.numpy() + self.shard.row_start
-                yield ShardRows(shard=self.shard, row_ids=global_ids, rows=rows, state=state)
+        for start in range(0, len(rows), CHUNK_ROWS):
+            chosen = rows[start : start + CHUNK_ROWS]
+            ids = torch.from_numpy(chosen)
+            values = self.weight[ids].to("cpu", torch.float32).numpy()
+            state = self.state[ids].cpu().numpy()
+            yield ShardRows(shard=self.shard, row_ids=chosen + self.shard.row_start, rows=values, state=state)
+
+    def held(self) -> Iterator[ShardRows]:
+        """See ``LocalPart``: all of them."""
+        count = self.shard.row_end - self.shard.row_start
+        for first in range(0, count, CHUNK_ROWS):
+            yield from self.copies(np.arange(first, min(first + CHUNK_ROWS, count)))
 
     def restore(self, pieces: Iterable[ShardRows]) -> None:
         """See ``LocalPart``."""
@@ -84,7 +102,6 @@ class ResidentPart:
             ids = torch.from_numpy(piece.row_ids - self.shard.row_start)
             self.weight[ids] = torch.from_numpy(piece.rows.copy()).to(self.weight.dtype)
             self.state[ids] = torch.from_numpy(piece.state.copy())
-            self.updated[ids] = True
 
     def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See ``LocalPart``."""
@@ -92,19 +109,25 @@ class ResidentPart:
         return self.weight[rows].to("cpu", torch.float32).numpy(), self.state[rows].cpu().numpy()
 
 
+def saved_rows(part: LocalPart) -> Iterator[ShardRows]:
+    """Every row of a part that changed since the parent of the next cut, once; copies."""
+    for rows in part.dirty.windows():
+        yield from part.copies(rows)
+
+
 def bad_rows(part: LocalPart) -> list[int]:
-    """Rows ever updated that hold a NaN or an infinity, in a value or in their state."""
+    """Rows that hold a NaN or an infinity, in a value or in their state."""
     found: list[int] = []
-    for piece in part.rows_updated():
+    for piece in part.held():
         good = np.isfinite(piece.rows).all(axis=1) & np.isfinite(piece.state).all(axis=1)
         found += piece.row_ids[~good].tolist()
     return sorted(found)
 
 
 def largest(part: LocalPart) -> tuple[float, int]:
-    """The largest absolute value of any row ever updated, and that row; (-1, 0) where none was."""
+    """The largest absolute value of any row that may have changed, and that row; (-1, 0) where none has."""
     found = (-1.0, 0)
-    for piece in part.rows_updated():
+    for piece in part.held():
         values = np.abs(piece.rows).max(axis=1)
         place = int(values.argmax())
         found = max(found, (float(values[place]), int(piece.row_ids[place])))

@@ -24,17 +24,6 @@ def copy_segments(values: Any, starts: Any, lengths: Any, out: Any) -> None:
 
 
 @compiled
-def mark_rows(marks: Any, ids: Any, sizes: Any, shifts: Any) -> None:
-    """Set ``marks[shift + id]`` for the ids of each segment; (S,) int64 sizes and shifts."""
-    first = 0
-    for segment in range(len(sizes)):
-        shift = shifts[segment]
-        for n in range(first, first + sizes[segment]):
-            marks[shift + ids[n]] = True
-        first += sizes[segment]
-
-
-@compiled
 def split_ids(ids: Any, lengths: Any, edges: Any, edge_starts: Any, counts: Any, out: Any, order: Any) -> None:
     """Sort ids by range of rows, in the order of their bags within a range, and count those of each bag.
 

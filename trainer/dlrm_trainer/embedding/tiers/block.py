@@ -103,6 +103,16 @@ class BlockLevel:
         """See ``Level``; buffers count among those of the rank, not here."""
         return {"block": self._file.bytes_kept, "ddr": self._touched * self._shape.segment_records * 8}
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes that are read for one record."""
+        return self._layout.page_bytes
+
+    @property
+    def bytes_stored(self) -> int:
+        """Bytes of the segments that hold records."""
+        return int(np.count_nonzero(self._live)) * self._layout.segment_bytes
+
     def write(self, rows: Rows, records: Records) -> Places:
         """See ``Level``. On an error none of these rows is kept; those written before are where they were, or moved."""
         assert self.used + len(rows) <= self.live_places, f"{self.used} + {len(rows)} of {self.live_places} records"

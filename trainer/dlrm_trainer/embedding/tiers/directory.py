@@ -17,7 +17,6 @@ from dlrm_trainer.embedding.tiers.replacement import (
     COUNT,
     EXTRA,
     FLAGS,
-    FRESH,
     NEXT,
     PINS,
     STAMP,
@@ -230,7 +229,6 @@ def _settle(directory: Directory, table: int, batch: int, found: Found, first: i
             stats[table, SCRATCH] += 1
         stats[table, EVICTED] += found.leaving[m] >= 0
         if found.sources[m] == NOWHERE:
-            flags |= FRESH
             stats[table, CREATED] += 1
         set_row(meta, slot, found.missing[m])
         meta[slot, PINS], meta[slot, STAMP], meta[slot, FLAGS] = 1, batch, flags  # the count is still the leaver's
@@ -277,7 +275,6 @@ def release(directory: Directory, distinct: Any, leaving: Any) -> int:
     for n in range(len(distinct)):
         slot = distinct[n]
         meta[slot, PINS] -= 1
-        meta[slot, FLAGS] &= ~FRESH
         if meta[slot, FLAGS] & EXTRA and meta[slot, PINS] == 0:
             leaving[count] = slot
             count += 1
@@ -360,15 +357,6 @@ def counts_of_slots(meta: Any, slots: Any, counts: Any) -> None:
     """Access counts of the rows that slots hold: (n,) uint32."""
     for n in range(len(slots)):
         counts[n] = meta[slots[n], COUNT]
-
-
-@compiled
-def are_fresh(meta: Any, slots: Any) -> Any:
-    """(n,) bool: whether the slots' rows were never updated."""
-    fresh = np.empty(len(slots), np.bool_)
-    for n in range(len(slots)):
-        fresh[n] = meta[slots[n], FLAGS] & FRESH != 0
-    return fresh
 
 
 @compiled

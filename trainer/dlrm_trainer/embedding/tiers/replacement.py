@@ -21,8 +21,8 @@ from dlrm_trainer.splitmix import GOLDEN
 
 PREVIOUS, NEXT, STAMP, COUNT, PINS, FLAGS, ROW_LOW, ROW_HIGH, META_WORDS = 0, 1, 2, 3, 4, 5, 6, 7, 8
 """Words of a slot. Links hold slot + 1, and 0 at the end; a row holds itself + 1, and 0 in a slot without one."""
-FRESH, EXTRA, PROTECTED = 1, 2, 4
-"""Flags of a slot: its row was never updated; the policy doesn't own it; mixed: its row was looked up twice."""
+EXTRA, PROTECTED = 2, 4
+"""Flags of a slot: the policy doesn't own it; mixed: its row was looked up twice."""
 LIST_SHIFT: Final = 8
 """A slot's list is kept above its flags."""
 LRU, LFU, MIXED = 0, 1, 2

@@ -186,16 +186,16 @@ class Stack:
             self._exchange(found, len(part), records[start : start + most])
             self.release(Fetched(slots=found.slots, distinct=found.distinct))
 
-    def known(self, table: int, first: int, last: int, *, but: int | None = None) -> Rows:
-        """Rows of the class, of [first, last) of a table, that were ever updated; without those of level ``but``."""
+    def known(self, table: int, first: int, last: int) -> Rows:
+        """Rows of the class, of [first, last) of a table, that are anywhere."""
         start = int(self.directory.row_starts[table])
-        rows = start + first + np.flatnonzero(self.directory.place_of[start + first : start + last])
+        return start + first + np.flatnonzero(self.directory.place_of[start + first : start + last])
+
+    def places_in(self, level: int, rows: Rows) -> tuple[NDArray[np.bool_], Places]:
+        """Which of some rows are in a level below the slots, 1 being the first; and the places of these."""
         entries = self.directory.place_of[rows].astype(np.int64) - 1
-        level, place = entries & 3, entries >> LEVEL_BITS
-        fresh = np.zeros(len(rows), bool)
-        in_slots = level == 0
-        fresh[in_slots] = compiled.are_fresh(self.directory.meta, place[in_slots])
-        return rows[~fresh if but is None else ~fresh & (level != but)]
+        here = (entries >= 0) & (entries & 3 == level)
+        return here, entries[here] >> LEVEL_BITS
 
     def read(self, rows: Rows) -> Records:
         """Records of some rows wherever they are, initial ones included; nothing moves."""

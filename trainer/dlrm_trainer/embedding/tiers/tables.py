@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from dlrm_api.plan import Tier
 from dlrm_api.tiers import BLOCK_SLACK
 from dlrm_checkpointer.cut import ShardId, ShardRows
 from dlrm_checkpointer.initializer import table_scale
+from dlrm_trainer.embedding.dirty import DirtyPart
 from dlrm_trainer.embedding.kernels import TableBatch
 from dlrm_trainer.embedding.placement import PartGroup
 from dlrm_trainer.embedding.rows import CHUNK_ROWS
@@ -27,6 +29,11 @@ from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK, Stack, StackTable
 
 SCAN_BYTES = 64 << 20
 """Records of a block level that are sorted by table at a time."""
+SCAN_SHARE = 0.5
+"""All of a block level is read, by large reads, where the pages of the rows wanted may be this share of it."""
+Values = TypeVar("Values", NDArray[np.int64], NDArray[np.uint32])
+Found: TypeAlias = tuple[NDArray[np.int64], NDArray[np.uint32]]
+"""Rows of a class, and their records."""
 
 
 def stack_tables(group: PartGroup, tables: Sequence[TableSpec], most_lookups: Sequence[int]) -> list[StackTable]:
@@ -108,77 +115,122 @@ class StackedPart:
     stack: Stack
     number: int
     """In the stack."""
+    dirty: DirtyPart
 
     def start(self, seed: int) -> None:
         """See ``LocalPart``: the stack knows the seed, and rows start when they are first looked up."""
 
-    def rows_updated(self) -> Iterator[ShardRows]:
+    def copies(self, rows: NDArray[np.int64]) -> Iterator[ShardRows]:
         """See ``LocalPart``."""
-        return self.pieces(but=None)
+        for start in range(0, len(rows), CHUNK_ROWS):
+            part = rows[start : start + CHUNK_ROWS]
+            weights, state = self.stack.values(self.stack.read(part + self.first))
+            yield ShardRows(shard=self.shard, row_ids=part + self.shard.row_start, rows=weights, state=state)
 
-    def pieces(self, but: int | None) -> Iterator[ShardRows]:
-        """``rows_updated`` without the rows in level ``but``, which is read another way."""
+    def held(self) -> Iterator[ShardRows]:
+        """See ``LocalPart``: those that were ever looked up."""
         count = self.shard.row_end - self.shard.row_start
         for first in range(0, count, CHUNK_ROWS):
-            rows = self.stack.known(self.number, first, min(first + CHUNK_ROWS, count), but=but)
-            if len(rows):
-                weights, state = self.stack.values(self.stack.read(rows))
-                yield ShardRows(shard=self.shard, row_ids=rows - self._shift, rows=weights, state=state)
+            rows = self.stack.known(self.number, first, min(first + CHUNK_ROWS, count))
+            yield from self.copies(rows - self.first)
 
     def restore(self, pieces: Iterable[ShardRows]) -> None:
         """See ``LocalPart``."""
         for piece in pieces:
-            self.stack.restore(self.number, piece.row_ids + self._shift, self.stack.records(piece.rows, piece.state))
+            rows = piece.row_ids - self.shard.row_start + self.first
+            self.stack.restore(self.number, rows, self.stack.records(piece.rows, piece.state))
 
     def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See ``LocalPart``."""
-        return self.stack.values(self.stack.read(np.arange(self._shift + start, self._shift + end)))
+        shift = self.first - self.shard.row_start
+        return self.stack.values(self.stack.read(np.arange(shift + start, shift + end)))
 
     @property
-    def _shift(self) -> int:
-        """What a row of the table has to be added to for its number in the class."""
-        return int(self.stack.directory.row_starts[self.number]) - self.shard.row_start
+    def first(self) -> int:
+        """Its first row, in the class."""
+        return int(self.stack.directory.row_starts[self.number])
 
 
 def rows_of_stack(stack: Stack, parts: Sequence[StackedPart]) -> Iterator[ShardRows]:
-    """Rows ever updated of all parts of a stack, each once: block storage is read from its start to its end."""
-    scanned = next((n for n, level in enumerate(stack.levels, start=1) if isinstance(level, BlockLevel)), None)
+    """The changed rows of all parts of a stack, each once; those on block storage last, in the order they lie there."""
+    number = next((n for n, level in enumerate(stack.levels, start=1) if isinstance(level, BlockLevel)), None)
+    stored = 0
     for part in parts:
-        yield from part.pieces(but=scanned)
-    if scanned is not None:
-        level = stack.levels[scanned - 1]
+        for rows in part.dirty.windows():
+            if number is not None:
+                here, places = stack.places_in(number, rows + part.first)
+                stored += len(places)
+                rows = rows[~here]
+            yield from part.copies(rows)
+    if number is not None and stored:
+        level = stack.levels[number - 1]
         assert isinstance(level, BlockLevel)
-        yield from _scanned_rows(stack, level, parts)
+        most = max(1, SCAN_BYTES // (4 * stack.memory.words))
+        scans = stored * level.page_bytes >= SCAN_SHARE * level.bytes_stored
+        found = _scanned(level, parts, most) if scans else _picked(stack, number, level, parts, most)
+        for rows, records in found:
+            yield from _by_part(stack, parts, rows, records)
 
 
-def _scanned_rows(stack: Stack, level: BlockLevel, parts: Sequence[StackedPart]) -> Iterator[ShardRows]:
-    starts, most = stack.directory.row_starts, max(1, SCAN_BYTES // (4 * stack.memory.words))
-    for rows, records in _joined(level, most):
-        order = np.argsort(rows)
-        rows = rows[order]
-        edges = np.searchsorted(rows, starts)
-        for number in np.flatnonzero(np.diff(edges)).tolist():
-            here = slice(edges[number], edges[number + 1])
-            weights, state = stack.values(records[order[here]])
-            ids = rows[here] - starts[number] + parts[number].shard.row_start
-            yield ShardRows(shard=parts[number].shard, row_ids=ids, rows=weights, state=state)
+def _by_part(
+    stack: Stack, parts: Sequence[StackedPart], rows: NDArray[np.int64], records: NDArray[np.uint32]
+) -> Iterator[ShardRows]:
+    """Rows of the class in any order, sorted part by part."""
+    order = np.argsort(rows)
+    rows = rows[order]
+    edges = np.searchsorted(rows, stack.directory.row_starts)
+    for number in np.flatnonzero(np.diff(edges)).tolist():
+        part, here = parts[number], slice(edges[number], edges[number + 1])
+        weights, state = stack.values(records[order[here]])
+        ids = rows[here] - part.first + part.shard.row_start
+        yield ShardRows(shard=part.shard, row_ids=ids, rows=weights, state=state)
 
 
-def _joined(level: BlockLevel, most: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint32]]]:
-    """The records of a scan, ``most`` at a time or a few more."""
-    waiting: list[tuple[NDArray[np.int64], NDArray[np.uint32]]] = []
+def _scanned(level: BlockLevel, parts: Sequence[StackedPart], most: int) -> Iterator[Found]:
+    """The changed rows of a block level by reading all of it from its start to its end."""
+    dirty = parts[0].dirty.rows
+    firsts = np.array([part.first for part in parts])
+    for rows, records in _joined(level.scan(), most):
+        part = np.searchsorted(firsts, rows, side="right") - 1
+        changed = dirty.are_marked(part, rows - firsts[part])
+        yield rows[changed], records[changed]
+
+
+def _picked(stack: Stack, number: int, level: BlockLevel, parts: Sequence[StackedPart], most: int) -> Iterator[Found]:
+    """The changed rows of a block level by reading their pages, in the order in which they lie."""
+    for rows, places in _joined(_stored(stack, number, parts), most):
+        order = np.argsort(places)
+        rows, places = rows[order], places[order]
+        records = np.empty((len(rows), stack.memory.words), np.uint32)
+        for start in range(0, len(rows), QUEUED_CHUNK):
+            level.read(places[start : start + QUEUED_CHUNK], records[start : start + QUEUED_CHUNK])()
+        yield rows, records
+
+
+def _stored(
+    stack: Stack, number: int, parts: Sequence[StackedPart]
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    for part in parts:
+        for rows in part.dirty.windows():
+            here, places = stack.places_in(number, rows + part.first)
+            yield rows[here] + part.first, places
+
+
+def _joined(
+    pieces: Iterable[tuple[NDArray[np.int64], Values]], most: int
+) -> Iterator[tuple[NDArray[np.int64], Values]]:
+    """Rows and what comes with them, ``most`` at a time or a few more."""
+    waiting: list[tuple[NDArray[np.int64], Values]] = []
     count = 0
-    for rows, records in level.scan():
-        waiting.append((rows.copy(), records.copy()))
+    for rows, values in pieces:
+        waiting.append((rows.copy(), values.copy()))
         count += len(rows)
         if count >= most:
             yield _concatenated(waiting)
             waiting, count = [], 0
-    if waiting:
+    if count:
         yield _concatenated(waiting)
 
 
-def _concatenated(
-    parts: Sequence[tuple[NDArray[np.int64], NDArray[np.uint32]]],
-) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-    return np.concatenate([rows for rows, _ in parts]), np.concatenate([records for _, records in parts])
+def _concatenated(parts: Sequence[tuple[NDArray[np.int64], Values]]) -> tuple[NDArray[np.int64], Values]:
+    return np.concatenate([rows for rows, _ in parts]), np.concatenate([values for _, values in parts])

@@ -1,0 +1,71 @@
+"""The record of changed rows: one bit a row, which comes back where no snapshot took it."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlrm_trainer.embedding.dirty import MOST_KEPT, DirtyPart, DirtyRows, rows_of_bits
+
+SIZES = [1, 63, 64, 65, 200]
+marks = st.lists(st.tuples(st.integers(0, len(SIZES) - 1), st.integers(0, 10_000)), max_size=20)
+
+
+def marked(dirty: DirtyRows, rows: list[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Mark rows (modulo their part's size), all in one call; returns them."""
+    rows = sorted((part, row % SIZES[part]) for part, row in rows)
+    sizes = np.bincount([part for part, _ in rows], minlength=len(SIZES))
+    dirty.mark(np.array([row for _, row in rows], np.int64), sizes, dirty.starts)
+    return set(rows)
+
+
+def told(dirty: DirtyRows) -> set[tuple[int, int]]:
+    parts = [DirtyPart(dirty, number) for number in range(len(SIZES))]
+    return {(number, row) for number, part in enumerate(parts) for row in part.all().tolist()}
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), cuts=st.lists(marks, max_size=MOST_KEPT + 3))
+def test_a_cut_tells_of_all_that_changed_since_its_parent_whatever_became_of_the_cuts_between(
+    data: st.DataObject, cuts: list[list[tuple[int, int]]]
+):
+    dirty, history, parent = DirtyRows(SIZES), [], 0
+    for step, rows in enumerate(cuts, 1):
+        history.append(marked(dirty, rows))
+        parent = data.draw(st.integers(parent, step - 1), "parent")
+        dirty.forget(parent)
+        dirty.cut(step)
+
+        found = told(dirty)
+
+        changed = set().union(*history[parent:])
+        assert changed <= found <= set().union(*history)
+        if step - parent <= MOST_KEPT:
+            assert found == changed
+        for number, size in enumerate(SIZES):
+            here = np.arange(size)
+            flags = dirty.are_marked(np.full(size, number), here)
+            assert set(here[flags].tolist()) == {row for part, row in found if part == number}
+            assert DirtyPart(dirty, number).count() == flags.sum()
+
+
+def test_a_part_that_starts_anew_is_unchanged_and_its_neighbours_are_not():
+    dirty = DirtyRows(SIZES)
+    marked(dirty, [(1, 62), (2, 0), (2, 63), (3, 0)])
+    dirty.cut(1)
+    marked(dirty, [(1, 0), (2, 1), (3, 64)])
+
+    DirtyPart(dirty, 2).clear()
+
+    assert told(dirty) == {(1, 62), (3, 0), (1, 0), (3, 64)}
+
+
+@settings(max_examples=50, deadline=None)
+@given(size=st.integers(0, 200_000), share=st.floats(0, 1), seed=st.integers(0, 99), first=st.integers(0, 2**40))
+def test_rows_are_listed_in_order_on_any_number_of_threads(size: int, share: float, seed: int, first: int):
+    flags = np.random.default_rng(seed).random(-(-size // 64) * 64) < share
+
+    rows = rows_of_bits(np.packbits(flags, bitorder="little").view(np.uint64), first)
+
+    np.testing.assert_array_equal(rows, first + np.flatnonzero(flags))

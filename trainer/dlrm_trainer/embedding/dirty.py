@@ -1,0 +1,191 @@
+"""Rows that updates touched: one bit a row, kept until a snapshot is committed that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_trainer.compiled import compiled
+from dlrm_trainer.processor import bit_count, lowest_bit
+from dlrm_trainer.team import finish, share, take
+
+U64 = np.uint64
+WORD = 64
+"""Rows of a word."""
+MOST_KEPT = 3
+"""Sets of words kept for cuts that no snapshot holds yet; more are joined."""
+WINDOW_ROWS = 1 << 20
+"""Rows looked through at a time."""
+UNIT_WORDS = 1 << 9
+"""Words that a thread lists the rows of at a time."""
+Words = NDArray[np.uint64]
+
+
+class DirtyRows:
+    """Which rows of some parts changed since the parent of the next cut.
+
+    A cut takes the words away and leaves zeroed ones, whose pages are untouched. They are kept, with the cut's step,
+    until a snapshot of that step or a later one is a cut's parent: so what a lost cut held comes back by itself. A
+    superset of the changed rows is always right.
+
+    One thread marks; nothing marks while another method runs.
+
+    Args:
+        sizes: rows of each part.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = tuple(sizes)
+        words = [*accumulate((-(-size // WORD) for size in sizes), initial=0)]
+        self.starts = np.array(words, np.int64)[:-1] * WORD
+        """(K,) the bit of each part's first row."""
+        self._marked: Words = np.zeros(words[-1], U64)
+        self._kept: list[tuple[int, Words]] = []
+
+    def mark(self, ids: NDArray[np.int64], sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
+        """Mark the rows of each segment of ids.
+
+        Args:
+            ids: (L,) rows of their parts, segment after segment.
+            sizes: (S,) ids of each segment.
+            starts: (S,) of each segment's part.
+        """
+        _mark(self._marked, ids, sizes, starts)
+
+    def cut(self, step: int) -> None:
+        """Begin anew, and keep what was marked up to this step."""
+        if len(self._kept) == MOST_KEPT:
+            (_, old), (newer, words) = self._kept[:2]
+            self._kept[:2] = [(newer, old | words)]
+        self._kept.append((step, self._marked))
+        self._marked = np.zeros_like(self._marked)
+
+    def forget(self, step: int) -> None:
+        """Let go of what a snapshot of this step holds."""
+        self._kept = [(kept, words) for kept, words in self._kept if kept > step]
+
+    def clear(self, part: int) -> None:
+        """Take a part's rows as unchanged."""
+        first, last = self._words_of(part, 0, self.sizes[part])
+        for words in (self._marked, *(words for _, words in self._kept)):
+            words[first:last] = 0
+
+    def bits(self, part: int, first: int, last: int) -> Words:
+        """The words of rows [first, last) of a part, ``first`` a multiple of 64: since the parent."""
+        start, stop = self._words_of(part, first, last)
+        found: Words = self._marked[start:stop].copy()
+        for _, words in self._kept:
+            np.bitwise_or(found, words[start:stop], out=found)
+        return found
+
+    def are_marked(self, parts: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """(N,) whether rows of parts changed since the parent; (N,) each."""
+        bits = self.starts[parts] + rows
+        found = self._marked[bits // WORD]
+        for _, words in self._kept:
+            found = found | words[bits // WORD]
+        answer: NDArray[np.bool_] = (found >> (bits % WORD).astype(U64)) & U64(1) != 0
+        return answer
+
+    def _words_of(self, part: int, first: int, last: int) -> tuple[int, int]:
+        start = int(self.starts[part]) + first
+        return start // WORD, -(-(start + last - first) // WORD)
+
+
+@dataclass(frozen=True)
+class DirtyPart:
+    """One part's share of ``DirtyRows``."""
+
+    rows: DirtyRows
+    number: int
+
+    def mark(self, ids: NDArray[np.int64]) -> None:
+        """Mark (N,) rows of the part."""
+        self.rows.mark(ids, np.array([len(ids)]), self.rows.starts[self.number : self.number + 1])
+
+    def clear(self) -> None:
+        """Take all rows as unchanged."""
+        self.rows.clear(self.number)
+
+    def windows(self) -> Iterator[NDArray[np.int64]]:
+        """The changed rows of the part, ascending: those of each window that has any."""
+        size = self.rows.sizes[self.number]
+        for first in range(0, size, WINDOW_ROWS):
+            bits = self.rows.bits(self.number, first, min(size, first + WINDOW_ROWS))
+            found = rows_of_bits(bits, first)
+            if len(found):
+                yield found
+
+    def count(self) -> int:
+        """How many rows of the part changed."""
+        size = self.rows.sizes[self.number]
+        firsts = range(0, size, WINDOW_ROWS)
+        return sum(int(_count(self.rows.bits(self.number, first, min(size, first + WINDOW_ROWS)))) for first in firsts)
+
+    def all(self) -> NDArray[np.int64]:
+        """The changed rows of the part, ascending."""
+        return np.concatenate([np.empty(0, np.int64), *self.windows()])
+
+
+def rows_of_bits(bits: Words, first: int) -> NDArray[np.int64]:
+    """(N,) rows whose bit is set, ascending; the first bit is that of row ``first``."""
+    units = max(1, -(-len(bits) // UNIT_WORDS))
+    ends = np.zeros(units + 1, np.int64)
+    share(_count_units, units, bits, ends)
+    np.cumsum(ends, out=ends)
+    rows = np.empty(int(ends[-1]), np.int64)
+    if len(rows):
+        share(_list_units, units, bits, ends, first, rows)
+    return rows
+
+
+@compiled
+def _mark(words: Any, ids: Any, sizes: Any, starts: Any) -> None:
+    first = 0
+    for segment in range(len(sizes)):
+        start = U64(starts[segment])
+        for n in range(first, first + sizes[segment]):
+            bit = start + U64(ids[n])
+            words[bit >> U64(6)] |= U64(1) << (bit & U64(63))
+        first += sizes[segment]
+
+
+@compiled
+def _count(bits: Any) -> Any:
+    total = np.int64(0)
+    for word in bits:
+        total += np.int64(bit_count(word))
+    return total
+
+
+@compiled
+def _count_units(counts: Any, units: int, bits: Any, ends: Any) -> None:
+    """Leave the number of rows of each unit in ``ends[unit + 1]``."""
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        ends[unit + 1] = _count(bits[unit * UNIT_WORDS : (unit + 1) * UNIT_WORDS])
+        finish(counts)
+
+
+@compiled
+def _list_units(counts: Any, units: int, bits: Any, starts: Any, first: int, rows: Any) -> None:
+    """Write the rows of each unit from ``starts[unit]`` on."""
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        at = starts[unit]
+        for place in range(unit * UNIT_WORDS, min(len(bits), (unit + 1) * UNIT_WORDS)):
+            word, base = bits[place], first + place * WORD
+            while word:
+                rows[at] = base + np.int64(lowest_bit(word))
+                word &= word - U64(1)
+                at += 1
+        finish(counts)
