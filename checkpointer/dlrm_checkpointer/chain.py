@@ -63,7 +63,9 @@ def load_chain(store: ObjectStore, name: SnapshotName) -> Chain:
     try:
         body = store.get(key)
     except NoInputError as error:
-        raise NoInputError(f"{store.uri}: there is no snapshot of step {name.step} by attempt {name.attempt}") from error
+        raise NoInputError(
+            f"{store.uri}: there is no snapshot of step {name.step} by attempt {name.attempt}"
+        ) from error
     newest = parse_manifest(body, key)
     below = tuple(_load(store, link, key) for link in newest.chain)
     if below and below[0].kind != "full":

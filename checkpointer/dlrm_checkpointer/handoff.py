@@ -114,7 +114,8 @@ class HandOffWriter:
 
         Args:
             meta: the same on all ranks.
-            shards: this rank's rows that changed since the cut's parent, in any number of pieces, copied one by one, so that a generator keeps memory small.
+            shards: this rank's rows that changed since the cut's parent, in any number of pieces, copied one by one, so
+                that a generator keeps memory small.
             dense: dense parameters and optimizer state (float32 or int64) on global rank 0, None elsewhere.
             owned: all that the rank stores, also what has no row in the cut; over all ranks each row and column once.
             patience_s: seconds from now after which a cut that doesn't fit is given up; one that fits never waits.
@@ -134,6 +135,8 @@ class HandOffWriter:
         try:
             cut.start()
             for piece in shards:
+                if piece.shard not in owned:
+                    raise ValueError(f"{piece.shard}: is nothing that rank {self.rank} stores")
                 piece.check(tables[piece.shard.table])
                 cut.add_rows(piece)
             if dense is not None:

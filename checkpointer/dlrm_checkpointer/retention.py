@@ -31,6 +31,7 @@ class Rule:
     """Newest snapshots of the lineage."""
     keep_every_s: float | None = None
     """Beside them the newest of each period of this length, counted from 1970."""
+    orphan_s: float = ORPHAN_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +104,10 @@ class Retention:
     Args:
         store: the job's store.
         rule: of the job.
-        orphan_s: see ``ORPHAN_S``.
     """
 
-    def __init__(self, store: ObjectStore, rule: Rule, orphan_s: float = ORPHAN_S) -> None:
-        self._store, self._rule, self._orphan_s = store, rule, orphan_s
+    def __init__(self, store: ObjectStore, rule: Rule) -> None:
+        self._store, self._rule = store, rule
         self._known: dict[SnapshotName, Found] = {}
 
     def decide(self, in_use: Iterable[SnapshotName] = ()) -> Decision:
@@ -183,8 +183,8 @@ class Retention:
             if name in there:
                 own = there[name].objects
                 stray = there[name].readable and info.key.startswith(CHUNKS) and info.key not in own
-                return stray and now - info.modified >= self._orphan_s
-            return is_orphan(name, decision.keep, attempts) and now - info.modified >= self._orphan_s
+                return stray and now - info.modified >= self._rule.orphan_s
+            return is_orphan(name, decision.keep, attempts) and now - info.modified >= self._rule.orphan_s
 
         gone = [info.key for info in infos if goes(info)]
         with ThreadPoolExecutor(PARALLEL_DELETES, "delete") as pool:

@@ -46,9 +46,7 @@ class Status:
         self._snapshot_bytes = Gauge(
             prefix + "snapshot_bytes", "Bytes of the newest snapshot's own objects.", registry=registry
         )
-        self.commits = Counter(
-            prefix + "commits", "Snapshots seen committed, by kind.", ["kind"], registry=registry
-        )
+        self.commits = Counter(prefix + "commits", "Snapshots seen committed, by kind.", ["kind"], registry=registry)
         self.store_errors = Counter(prefix + "store_errors", "Failed rounds of store calls.", registry=registry)
         self._store_repeats = Counter(
             prefix + "store_repeats", "Calls of the store made again.", ["reason"], registry=registry

@@ -1,4 +1,4 @@
-"""Rows of many sources in ascending order, band by band: each source is loaded once, ahead of the band that needs it."""
+"""Rows of many sources in ascending order, band by band: each source is loaded once, just ahead of its band."""
 
 from __future__ import annotations
 

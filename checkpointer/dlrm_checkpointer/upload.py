@@ -1,4 +1,4 @@
-"""From a cut in shared memory to durable parts: code, merge with older snapshots, put in parallel, then the part list."""
+"""From a cut in shared memory to durable parts: code, merge with older snapshots, put, then the part list."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ class Upload:
             return known
         self._put_dense()
         mine = deltas(self._cut.owned, self._cut.pieces())
-        chunks = self._put_merged(mine) if basis.merged else (*self._before.chunks, *self._put_chunks(self._coded(mine)))
+        chunks = (
+            self._put_merged(mine) if basis.merged else (*self._before.chunks, *self._put_chunks(self._coded(mine)))
+        )
         part = PartList(
             rank=name.rank,
             kind=basis.kind,

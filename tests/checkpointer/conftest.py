@@ -25,7 +25,7 @@ from dlrm_checkpointer.handoff import HandedOver, HandOffWriter
 from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.initializer import initial_rows
 from dlrm_checkpointer.policy import ChainPolicy, PolicyName
-from dlrm_checkpointer.retention import Rule
+from dlrm_checkpointer.retention import ORPHAN_S, Rule
 from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.store import Body, ObjectInfo, ObjectStore, StoreOptions, open_store
@@ -141,7 +141,9 @@ class Model:
         since = 0 if parent is None else parent.step
         metas = {each.name: each for each in self.tables}
         for shard in self.shards(rank, world_size):
-            ids = np.flatnonzero(self.touched_at[shard.table][shard.row_start : shard.row_end] > since) + shard.row_start
+            ids = (
+                np.flatnonzero(self.touched_at[shard.table][shard.row_start : shard.row_end] > since) + shard.row_start
+            )
             places = metas[shard.table].state_of(shard.column_start, shard.column_end)
             yield ShardRows(
                 shard=shard,
@@ -169,6 +171,7 @@ class Pod:
     bits: Bits | Literal["auto"] = 32
     keep_last: int = 3
     keep_every_s: float | None = None
+    orphan_s: float = ORPHAN_S
     policy: PolicyName = "full"
     max_chain: int = 24
     expected_restores: int = 3
@@ -215,7 +218,7 @@ class Pod:
             bits=self.bits,
             expected_restores=self.expected_restores,
             chains=chains,
-            retention=Rule(keep_last=self.keep_last, keep_every_s=self.keep_every_s),
+            retention=Rule(keep_last=self.keep_last, keep_every_s=self.keep_every_s, orphan_s=self.orphan_s),
             single_pod=len(self.ranks) == self.world_size,
             grace_s=self.grace_s,
         )

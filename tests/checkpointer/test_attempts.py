@@ -136,7 +136,7 @@ def test_retention_stops_when_a_new_attempt_appears_between_its_mark_and_its_del
     for _ in range(3):
         pod.commit(model.train(), 1)
 
-    removed = Retention(Interrupted(files.root), Rule(keep_last=1), orphan_s=0).apply(1)
+    removed = Retention(Interrupted(files.root), Rule(keep_last=1, orphan_s=0)).apply(1)
 
     assert removed == 0
     assert [each.step for each in list_snapshots(files)] == [3, 2, 1]

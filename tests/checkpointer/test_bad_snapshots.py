@@ -57,7 +57,7 @@ def change_manifest(files: FileStore, **changes: object) -> None:
 
 
 def newer_version(files: FileStore) -> None:
-    change_manifest(files, version=2, somethingNew={})
+    change_manifest(files, version=3, somethingNew={})
 
 
 def torn_manifest(files: FileStore) -> None:
@@ -96,7 +96,7 @@ DAMAGES = {
     truncate: r"chunks/.*: \d+ bytes, the manifest says \d+",
     delete: r"chunks/.*: an object of the snapshot is missing",
     lose_the_dense_state: r"dense-.*: an object of the snapshot is missing",
-    newer_version: r"0000000000000002-00000001\.json: format version 2, this program reads up to 1: use a newer",
+    newer_version: r"0000000000000002-00000001\.json: format version 3, this program reads version 2: use a newer",
     torn_manifest: r"0000000000000002-00000001\.json: not JSON of this format",
     empty_manifest: r"0000000000000002-00000001\.json: not JSON of this format",
     wrong_kind: r"0000000000000002-00000001\.json: kind: Input should be 'full'",
@@ -194,7 +194,7 @@ def test_a_row_stored_twice_is_found_by_table_and_row(tmp_path: Path, files: Fil
     pod = new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2))
     for rank in range(2):  # both ranks hand over rank 0's rows
         dense = model.dense if rank == 0 else None
-        pod.writers[rank].put(model.meta(2), model.pieces(0, 2), dense, patience_s=1)
+        pod.writers[rank].put(model.meta(2), model.pieces(0, 2), dense, owned=model.shards(0, 2), patience_s=1)
     pod.finish()
 
     with pytest.raises(SnapshotError, match=r"table users, row \d+: is stored twice"):

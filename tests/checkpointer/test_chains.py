@@ -49,9 +49,7 @@ def test_every_snapshot_of_a_job_holds_its_steps_state_whatever_the_policy(
     assert ("increment" in kinds) == (policy != "full")
 
 
-def test_a_chain_names_the_manifests_that_are_read_and_no_others(
-    tmp_path: Path, files: FileStore, new_model, new_pod
-):
+def test_a_chain_names_the_manifests_that_are_read_and_no_others(tmp_path: Path, files: FileStore, new_model, new_pod):
     chains = {}
     for policy in ("one-shot", "consecutive"):
         store = FileStore(tmp_path / policy)

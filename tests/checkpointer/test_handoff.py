@@ -22,7 +22,7 @@ from dlrm_checkpointer.inbox import Inbox
 def test_what_a_rank_hands_over_the_sidecar_reads(tmp_path: Path, new_model):
     model = new_model().train(2)
     writer = HandOffWriter(tmp_path, 1, None)
-    writer.put(model.meta(2), model.pieces(1, 2), None, patience_s=1)
+    writer.put(model.meta(2), model.pieces(1, 2), None, owned=model.shards(1, 2), patience_s=1)
     inbox = Inbox(tmp_path, range(2))
 
     (name,) = inbox.ready()
@@ -41,11 +41,11 @@ def test_what_a_rank_hands_over_the_sidecar_reads(tmp_path: Path, new_model):
 
 def test_one_cut_waits_at_most_and_freeing_it_makes_room(tmp_path: Path, new_model):
     model, writer = new_model().train(), HandOffWriter(tmp_path, 0, None)
-    writer.put(model.meta(1), model.pieces(0, 1), model.dense, patience_s=1)
+    writer.put(model.meta(1), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), patience_s=1)
     waiting = writer.ready()
 
     with pytest.raises(TemporaryError, match="rank 0: an earlier cut still waits"):
-        writer.put(model.train().meta(1), model.pieces(0, 1), model.dense, patience_s=1)
+        writer.put(model.train().meta(1), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), patience_s=1)
     inbox = Inbox(tmp_path, range(1))
     inbox.free(inbox.ready()[0])
     inbox.close()
@@ -61,7 +61,7 @@ def test_a_budget_that_cannot_hold_one_row_is_refused_and_nothing_is_left(tmp_pa
     with pytest.raises(
         DeviceError, match=r"\d+ bytes have to be handed over at once, above .* 2000 bytes .* raise spec"
     ):
-        writer.put(model.meta(2), model.pieces(0, 2), model.dense, patience_s=1)
+        writer.put(model.meta(2), model.pieces(0, 2), model.dense, owned=model.shards(0, 2), patience_s=1)
 
     assert ready_cuts(tmp_path) == []
     assert not list(tmp_path.glob("writing-*"))
@@ -80,12 +80,12 @@ def test_a_full_device_is_named_with_the_bytes_and_leaves_nothing(tmp_path: Path
 
     monkeypatch.setattr(os, "write", write)
     with pytest.raises(DeviceError, match=rf"cannot write \d+ bytes to {tmp_path}: No space left on device; free"):
-        writer.put(model.meta(1), model.pieces(0, 1), model.dense, patience_s=1)
+        writer.put(model.meta(1), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), patience_s=1)
     monkeypatch.undo()
 
     assert ready_cuts(tmp_path) == []
     assert not list(tmp_path.glob("writing-*"))
-    writer.put(model.meta(1), model.pieces(0, 1), model.dense, patience_s=1)
+    writer.put(model.meta(1), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), patience_s=1)
     assert not writer.ready()
 
 
@@ -97,7 +97,7 @@ def test_an_error_of_the_gather_leaves_nothing_behind(tmp_path: Path, new_model)
         raise RuntimeError("the gather failed")
 
     with pytest.raises(RuntimeError, match="the gather failed"):
-        writer.put(model.meta(1), gather(), model.dense, patience_s=1)
+        writer.put(model.meta(1), gather(), model.dense, owned=model.shards(0, 1), patience_s=1)
 
     assert writer.ready()
     assert not list(tmp_path.glob("writing-*"))
@@ -109,7 +109,7 @@ def test_rows_that_are_not_of_their_shard_are_refused(tmp_path: Path, new_model)
     object.__setattr__(piece, "row_ids", piece.row_ids[::-1].copy())
 
     with pytest.raises(ValueError, match="row ids"):
-        writer.put(model.meta(1), [piece], model.dense, patience_s=1)
+        writer.put(model.meta(1), [piece], model.dense, owned=model.shards(0, 1), patience_s=1)
 
 
 def test_a_second_process_of_the_same_rank_is_refused_with_the_pid(tmp_path: Path):
@@ -153,7 +153,7 @@ def test_a_rank_that_closes_says_why(tmp_path: Path):
 @pytest.mark.parametrize("damage", ["shorter", "other boot", "no index"])
 def test_a_cut_that_cannot_be_whole_is_refused(tmp_path: Path, new_model, damage: str):
     model, writer = new_model().train(), HandOffWriter(tmp_path, 0, None)
-    writer.put(model.meta(1), model.pieces(0, 1), model.dense, patience_s=1)
+    writer.put(model.meta(1), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), patience_s=1)
     inbox = Inbox(tmp_path, range(1))
     folder = tmp_path / str(inbox.ready()[0])
     index = folder / "index.json"
@@ -210,7 +210,7 @@ def test_a_file_size_limit_is_a_full_device_too(tmp_path: Path, new_model):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
         with pytest.raises(DeviceError, match="File too large; free space there or raise its size"):
-            writer.put(model.meta(1), model.pieces(0, 1), model.dense, patience_s=1)
+            writer.put(model.meta(1), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), patience_s=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)

@@ -55,7 +55,13 @@ def test_a_parent_is_in_flight_from_the_beginning_of_its_cut_until_that_is_commi
 
     parent = writer.begin(attempt=3)
     seen.append(inbox.parents_in_flight())
-    writer.put(replace(model.meta(1, 3), parent=parent), model.pieces(0, 1), model.dense, patience_s=1)
+    writer.put(
+        replace(model.meta(1, 3), parent=parent),
+        model.pieces(0, 1),
+        model.dense,
+        owned=model.shards(0, 1),
+        patience_s=1,
+    )
     seen.append(inbox.parents_in_flight())
     cut = inbox.open(inbox.ready()[0])
     inbox.note_uploaded(cut)
@@ -82,7 +88,13 @@ def test_the_parent_of_a_cut_that_never_came_about_is_let_go_of(
 
     if ended == "given up":
         with pytest.raises(CutAbandonedError):
-            writer.put(replace(model.meta(1), parent=parent), model.pieces(0, 1), model.dense, patience_s=0)
+            writer.put(
+                replace(model.meta(1), parent=parent),
+                model.pieces(0, 1),
+                model.dense,
+                owned=model.shards(0, 1),
+                patience_s=0,
+            )
     else:
         pod.end()
         assert inbox.drop_unfinished() == [0]

@@ -111,7 +111,7 @@ def test_only_the_newest_attempt_removes_anything(tmp_path: Path, files: FileSto
         pod.commit(model.train(), attempt)
     claim_attempt(files, 3, "new")
 
-    removed = Retention(files, Rule(keep_last=1), orphan_s=0).apply(attempt)
+    removed = Retention(files, Rule(keep_last=1, orphan_s=0)).apply(attempt)
 
     assert removed == 0
     assert [each.step for each in list_snapshots(files)] == [3, 2, 1]
@@ -129,7 +129,7 @@ def test_what_a_live_writer_is_uploading_stays_and_what_a_lost_one_left_goes(
     files.put(abandoned, b"x")
     files.put(uploading, b"x")
 
-    Retention(files, Rule(keep_last=1), orphan_s=0).apply(attempt)
+    Retention(files, Rule(keep_last=1, orphan_s=0)).apply(attempt)
 
     assert files.size(uploading) == 1
     assert files.size(abandoned) is None

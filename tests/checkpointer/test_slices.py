@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +119,8 @@ def test_a_cut_that_fits_is_one_slice_and_waits_for_nobody(tmp_path: Path, files
     model = new_model().train()
     pod = new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2), budget_bytes=400_000)
 
-    most = pod.writers[0].put(model.meta(2), model.pieces(0, 1), model.dense, patience_s=0)
-    rest = pod.writers[1].put(model.meta(2), [], None, patience_s=0)
+    most = pod.writers[0].put(model.meta(2), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), patience_s=0)
+    rest = pod.writers[1].put(model.meta(2), [], None, owned=[], patience_s=0)
 
     assert (most.slices, most.waited_s) == (rest.slices, rest.waited_s) == (1, 0)
     assert most.nbytes > 400_000 // 2
@@ -175,7 +174,9 @@ def test_any_pieces_pass_through_any_budget_and_never_above_it(
 
     def put(rank: int) -> HandedOver:
         dense = model.dense if rank == 0 else None
-        return pod.writers[rank].put(model.meta(ranks), pieces_of(model, ids[rank]), dense, patience_s=20)
+        return pod.writers[rank].put(
+            model.meta(ranks), pieces_of(model, ids[rank]), dense, owned=[ITEMS], patience_s=20
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("grow", "_append", "flip"):
@@ -290,7 +291,7 @@ def test_slices_of_an_attempt_that_was_given_up_are_dropped_and_so_is_its_cut(
 
 def test_the_objects_of_a_cut_that_was_given_up_are_swept(tmp_path: Path, new_model, new_pod):
     store = Outage(tmp_path / "store")
-    model, pod = new_model().train(), new_pod(tmp_path / "pod", store, budget_bytes=BUDGET, keep_last=1)
+    model, pod = new_model().train(), new_pod(tmp_path / "pod", store, budget_bytes=BUDGET, keep_last=1, orphan_s=0)
     attempt = claim_attempt(store, None, "test")
     store.pause_s = 0.1
     with running(pod):
