@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
+from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, SnapshotName
 from dlrm_checkpointer.folder import (
@@ -103,7 +104,7 @@ class Durable(BaseModel):
 
     slices: int = 0
     chunks: tuple[ChunkEntry, ...] = ()
-    bits: int | None = None
+    bits: Bits | None = None
     """Of these chunks, and so of the whole cut; None where there are none."""
 
     def pack(self) -> str:
