@@ -37,6 +37,8 @@ HALF_UNITS, HALF_UNIT = F32(2.0**24), F32(2.0**-24)
 HALF_SIGN = U16(0x8000)
 TO_WHOLE = F32(1.5 * 2.0**23)
 """Added and taken away again, it rounds a number below 2**22 in magnitude to a whole one, half to even."""
+TO_WHOLE_WORD = U32(0x4B400000)
+"""The bits of ``TO_WHOLE``."""
 ZERO, ONE = F32(0), F32(1)
 SIGN_SHIFT = I32(31)
 TWICE_BIAS_WORD = U32(2 * 127 << 23)
@@ -159,7 +161,8 @@ def half_size(value: Any, up: Any) -> Any:
     normal = number_of(U32((word + up) & ~HALF_DROPPED))
     size = number_of(word)
     scaled = min(size, HALF_LEAST_NORMAL) * HALF_UNITS
-    units = F32(I32(scaled))
+    nearest = (scaled + TO_WHOLE) - TO_WHOLE
+    units = nearest - (ONE if nearest > scaled else ZERO)
     units += ONE if up != U32(0) and units < scaled else ZERO
     return units * HALF_UNIT if size < HALF_LEAST_NORMAL else normal
 
@@ -168,8 +171,14 @@ def half_size(value: Any, up: Any) -> Any:
 def half_bits(size: Any) -> Any:
     """The bits of an fp16 number that is not below 0."""
     normal = U32((bits_of(size) - HALF_REBIAS) >> HALF_SHIFT)
-    subnormal = U32(I32(min(size, HALF_LEAST_NORMAL) * HALF_UNITS))
+    subnormal = U32(whole_number(min(size, HALF_LEAST_NORMAL) * HALF_UNITS))
     return U16(subnormal if size < HALF_LEAST_NORMAL else normal)
+
+
+@compiled
+def whole_number(value: Any) -> Any:
+    """The nearest integer, half to even, of a float32 below 2**22 in magnitude."""
+    return I32(bits_of(value + TO_WHOLE) - TO_WHOLE_WORD)
 
 
 @compiled
@@ -177,7 +186,7 @@ def code_row(values: Any, start: Any, width: Any, low: Any, step: Any, top: Any,
     """Codes of one row, whose weights are ``values`` from ``start`` on, one a byte from ``place`` on."""
     divisor = step if step > ZERO else ONE
     for j in range(width):
-        code = I32((values[start + j] - low) / divisor + TO_WHOLE - TO_WHOLE)
+        code = whole_number((values[start + j] - low) / divisor)
         codes[place + j] = U8(min(max(code, I32(0)), top))
 
 
