@@ -190,7 +190,7 @@ def _codes(piece: ShardRows, bits: Bits) -> list[CodedRows]:
     scale, low = np.empty(len(rows), np.float16), np.empty(len(rows), np.float16)
     exponents = np.empty(len(rows), np.int8)
     halves = scale.view(np.uint16), low.view(np.uint16)
-    bad = quantize.code_rows(rows, rows.view(np.int32), bits, bins, shrinks, body, *halves, exponents)
+    bad = quantize.code_rows(rows, bits, bins, shrinks, body, *halves, exponents)
     if bad >= 0:
         _refuse(piece, rows[bad], int(piece.row_ids[bad]), bits)
     return _by_exponent(_coded(piece, Form(bits, 0), body, scale=scale, low=low), exponents)
@@ -215,7 +215,7 @@ def _halves(piece: ShardRows) -> list[CodedRows]:
 
     rows = np.ascontiguousarray(piece.rows)
     words = np.empty(len(rows), np.int32)
-    quantize.largest_words(rows.view(np.int32), words)
+    quantize.largest_words(rows, words)
     large = words >= LARGEST_WORD
     if large.any():
         bad = int(np.argmax(large))
@@ -274,7 +274,7 @@ def _check_words(piece: ShardRows, values: NDArray[np.float32], limit: int, prob
     from dlrm_checkpointer import quantize
 
     words = np.empty(len(values), np.int32)
-    quantize.largest_words(np.ascontiguousarray(values).view(np.int32), words)
+    quantize.largest_words(np.ascontiguousarray(values), words)
     bad = words >= limit
     if bad.any():
         raise SnapshotError(f"table {piece.shard.table}, row {piece.row_ids[int(np.argmax(bad))]}: {problem}")

@@ -12,78 +12,70 @@ import numpy as np
 
 from dlrm_checkpointer.compiled import compiled
 
-U8, F32 = np.uint8, np.float32
+U8, U64, F32 = np.uint8, np.uint64, np.float32
+ZERO, ONE, TWO, THREE, FOUR, SEVEN, EIGHT = U64(0), U64(1), U64(2), U64(3), U64(4), U64(7), U64(8)
+SPARE = EIGHT
+"""Bytes that a row's codes need beyond twice its width, so that planes may end past its last column."""
 
 
 @compiled
-def pack_row(codes: Any, width: Any, bits: Any, body: Any) -> None:
-    """Pack a row's ``width`` codes, one a byte, into its bytes.
+def pack_row(codes: Any, width: Any, bits: Any, packed: Any, start: Any) -> None:
+    """Pack a row's codes, one a byte, into ``packed`` from ``start`` on.
 
     Args:
-        codes: (C,) uint8, C >= width + 8, zeros from ``width`` on.
-        width: columns.
-        bits: 2, 3, 4 or 8.
-        body: (P,) uint8, written.
+        codes: (2 * width + 8,) uint8, zeros from ``width`` on.
+        width: columns, a uint64.
+        bits: 2, 3 or 4.
+        packed: uint8, written.
+        start: the row's first byte, a uint64.
     """
-    if bits == 8:
-        for i in range(width):
-            body[i] = codes[i]
-        return
     if bits == 4:
-        plane = (width + 1) // 2
-        second = codes[plane:]
+        plane = (width + ONE) // TWO
         for i in range(plane):
-            body[i] = codes[i] | U8(second[i] << U8(4))
+            packed[start + i] = U8(codes[i] | (codes[plane + i] << U8(4)))
         return
-    plane = (width + 3) // 4
-    second, third, fourth = codes[plane:], codes[2 * plane :], codes[3 * plane :]
+    plane = (width + THREE) // FOUR
     for i in range(plane):
-        pair = (codes[i] & U8(3)) | U8((second[i] & U8(3)) << U8(2))
-        body[i] = pair | U8((third[i] & U8(3)) << U8(4)) | U8((fourth[i] & U8(3)) << U8(6))
+        first, second = codes[i] & U8(3), codes[plane + i] & U8(3)
+        third, fourth = codes[TWO * plane + i] & U8(3), codes[THREE * plane + i] & U8(3)
+        packed[start + i] = U8(first | (second << U8(2)) | (third << U8(4)) | (fourth << U8(6)))
     if bits == 3:
-        tops, plane = body[plane:], (width + 7) // 8
-        for i in range(plane):
-            tops[i] = U8(0)
-        for k in range(8):
-            part, place = codes[min(k * plane, width) :], U8(k)
-            for i in range(plane):
-                tops[i] |= U8(U8(part[i] >> U8(2)) << place)
+        tops, first_top = (width + SEVEN) // EIGHT, start + plane
+        for i in range(tops):
+            packed[first_top + i] = U8(0)
+        for k in range(EIGHT):
+            for i in range(tops):
+                packed[first_top + i] |= U8((codes[k * tops + i] >> U8(2)) << U8(k))
 
 
 @compiled
-def unpack_row(body: Any, width: Any, bits: Any, codes: Any) -> None:
-    """The other way round: ``codes`` (C,) uint8, C >= width + 8, of which ``width`` mean something afterwards."""
-    if bits == 8:
-        for i in range(width):
-            codes[i] = body[i]
-        return
+def unpack_row(packed: Any, start: Any, width: Any, bits: Any, codes: Any) -> None:
+    """The other way round; of ``codes``, (2 * width + 8,), the first ``width`` mean something afterwards."""
     if bits == 4:
-        plane = (width + 1) // 2
-        second = codes[plane:]
+        plane = (width + ONE) // TWO
         for i in range(plane):
-            codes[i] = body[i] & U8(15)
-            second[i] = body[i] >> U8(4)
+            codes[i] = packed[start + i] & U8(15)
+        for i in range(plane):
+            codes[plane + i] = packed[start + i] >> U8(4)
         return
-    plane = (width + 3) // 4
-    for k in range(4):
-        part, place = codes[k * plane :], U8(2 * k)
+    plane = (width + THREE) // FOUR
+    for k in range(FOUR):
         for i in range(plane):
-            part[i] = U8(body[i] >> place) & U8(3)
+            codes[k * plane + i] = U8(packed[start + i] >> U8(TWO * k)) & U8(3)
     if bits == 3:
-        tops, plane = body[plane:], (width + 7) // 8
-        for k in range(8):
-            part, place = codes[min(k * plane, width) :], U8(k)
-            for i in range(plane):
-                part[i] |= U8(U8(U8(tops[i] >> place) & U8(1)) << U8(2))
+        tops, first_top = (width + SEVEN) // EIGHT, start + plane
+        for k in range(EIGHT):
+            for i in range(tops):
+                codes[k * tops + i] |= U8((U8(packed[first_top + i] >> U8(k)) & U8(1)) << U8(2))
 
 
 @compiled
 def unpack(body: Any, bits: Any, codes: Any) -> None:
-    """Codes of rows, one a byte: ``body`` (N, P) uint8 into ``codes`` (N, W) uint8."""
-    width = codes.shape[1]
-    scratch = np.empty(2 * width + 8, np.uint8)
-    for row in range(codes.shape[0]):
-        unpack_row(body[row], width, bits, scratch)
+    """Codes of rows, one a byte: ``body`` (N, P) uint8 into ``codes`` (N, W) uint8, at 2, 3 or 4 bits."""
+    width, plane, packed = U64(codes.shape[1]), U64(body.shape[1]), body.reshape(body.size)
+    scratch = np.empty(TWO * width + SPARE, np.uint8)
+    for row in range(U64(codes.shape[0])):
+        unpack_row(packed, row * plane, width, bits, scratch)
         for i in range(width):
             codes[row, i] = scratch[i]
 
@@ -91,12 +83,12 @@ def unpack(body: Any, bits: Any, codes: Any) -> None:
 @compiled
 def pack(codes: Any, bits: Any, body: Any) -> None:
     """The other way round."""
-    width = codes.shape[1]
-    scratch = np.zeros(2 * width + 8, np.uint8)
-    for row in range(codes.shape[0]):
+    width, plane, packed = U64(codes.shape[1]), U64(body.shape[1]), body.reshape(body.size)
+    scratch = np.zeros(TWO * width + SPARE, np.uint8)
+    for row in range(U64(codes.shape[0])):
         for i in range(width):
             scratch[i] = codes[row, i]
-        pack_row(scratch, width, bits, body[row])
+        pack_row(scratch, width, bits, packed, row * plane)
 
 
 @compiled
@@ -110,10 +102,19 @@ def decode(body: Any, bits: Any, steps: Any, lows: Any, rows: Any) -> None:
         lows: (N,) float32.
         rows: (N, W) float32, written.
     """
-    width = rows.shape[1]
-    codes = np.empty(2 * width + 8, np.uint8)
-    for i in range(rows.shape[0]):
-        step, low, row = steps[i], lows[i], rows[i]
-        unpack_row(body[i], width, bits, codes)
-        for j in range(width):
-            row[j] = F32(codes[j]) * step + low
+    width, plane = U64(rows.shape[1]), U64(body.shape[1])
+    packed, weights = body.reshape(body.size), rows.reshape(rows.size)
+    codes = np.empty(TWO * width + SPARE, np.uint8)
+    for i in range(U64(rows.shape[0])):
+        if bits == 8:
+            fill_row(packed, i * plane, width, steps[i], lows[i], weights, i * width)
+        else:
+            unpack_row(packed, i * plane, width, bits, codes)
+            fill_row(codes, ZERO, width, steps[i], lows[i], weights, i * width)
+
+
+@compiled
+def fill_row(codes: Any, place: Any, width: Any, step: Any, low: Any, weights: Any, start: Any) -> None:
+    """Weights of one row from ``start`` on, of codes from ``place`` on, one a byte."""
+    for j in range(width):
+        weights[start + j] = F32(codes[place + j]) * step + low
