@@ -1,0 +1,121 @@
+"""Training that cuts at every step, and what each cut must hold: all that was looked up since its parent, as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from dlrm_api.job import DLRMJob
+from dlrm_api.plan import Plan
+from dlrm_checkpointer.cut import ShardId, ShardRows
+from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.data import Batch, open_reader
+from dlrm_trainer.embedding import place
+from dlrm_trainer.embedding.dirty import MOST_KEPT
+from dlrm_trainer.embedding.rows import LocalPart
+from dlrm_trainer.learner import Learner
+from dlrm_trainer.lookahead import prepared_ahead
+
+Block = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""Rows and their state."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """What one rank's cuts held."""
+
+    rows: int
+    """Of all cuts together."""
+    largest: int
+
+
+def cut_every_step(
+    collectives: Collectives, job: DLRMJob, plan: Plan, steps: int, folder: Path, seed: int, pipelined: bool = False
+) -> Cuts:
+    """Train, cut after each step, and check every cut against the state; some cuts are committed, at any later step."""
+    learner = learner_of(collectives, job, plan, folder, pipelined)
+    embeddings, draw = learner.embeddings, np.random.default_rng(seed)
+    reader = open_reader(job.spec, "train", collectives.rank, collectives.world_size)
+    whole = open_reader(job.spec, "train", 0, 1)
+    looked_up: list[dict[str, set[int]]] = []
+    states = [state_of(embeddings.saved)]
+    parent = rows = largest = 0
+    ahead = 1 if pipelined else 0
+    batches = (reader.read(number) for number in range(steps))
+    for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=plan.lookahead, sent_ahead=ahead):
+        number = prepared.batch.number
+        learner.apply(learner.compute(prepared, reader.global_count(number), factor=1.0))
+        looked_up.append(rows_of_batch(job, whole.read(number)))
+        if draw.random() < 0.4:
+            parent = int(draw.integers(parent, number + 1))
+        embeddings.begin_cut(number + 1, parent or None)
+        pieces = list(embeddings.rows_to_save())
+        states.append(state_of(embeddings.saved))
+        check_cut(pieces, states[parent], states[-1], looked_up, parent)
+        rows += sum(len(piece.row_ids) for piece in pieces)
+        largest = max(largest, number + 1 - parent)
+    embeddings.close()
+    return Cuts(rows, largest)
+
+
+def learner_of(collectives: Collectives, job: DLRMJob, plan: Plan, folder: Path, pipelined: bool = False) -> Learner:
+    """A learner at its start."""
+    ids = None
+    if pipelined:
+        ids = Collectives(collectives.rank, collectives.world_size, lambda: "")
+        ids.use(dist.new_group())
+    placement = place(job.spec.model, plan, collectives.world_size)
+    learner = Learner(job.spec, placement, collectives, folder, id_collectives=ids)
+    learner.start(job.spec.training.seed)
+    return learner
+
+
+def rows_of_batch(job: DLRMJob, batch: Batch) -> dict[str, set[int]]:
+    """Rows of each table that a global batch looks up."""
+    tables, first = job.spec.model.all_tables(), 0
+    found: dict[str, set[int]] = {table.name: set() for table in tables}
+    for feature, lengths in zip(job.spec.model.all_features(), batch.lengths.tolist(), strict=True):
+        found[tables[feature.table].name].update(batch.values[first : first + sum(lengths)].tolist())
+        first += sum(lengths)
+    return found
+
+
+def state_of(parts: Iterator[LocalPart]) -> dict[str, tuple[ShardId, Block]]:
+    """Copies of all rows of parts."""
+    found = {}
+    for part in parts:
+        rows, state = part.read_block(part.shard.row_start, part.shard.row_end)
+        found[str(part.shard)] = part.shard, (rows.copy(), state.copy())
+    return found
+
+
+def check_cut(
+    pieces: list[ShardRows],
+    before: dict[str, tuple[ShardId, Block]],
+    now: dict[str, tuple[ShardId, Block]],
+    looked_up: list[dict[str, set[int]]],
+    parent: int,
+) -> None:
+    """Each row that was looked up since the parent is there once and as it is; no other is, but for older cuts'."""
+    held = {name: [piece for piece in pieces if str(piece.shard) == name] for name in now}
+    assert sum(len(each) for each in held.values()) == len(pieces)
+    for name, (shard, (rows, state)) in now.items():
+        ids = np.concatenate([np.empty(0, np.int64), *(piece.row_ids for piece in held[name])])
+        places, found = ids - shard.row_start, set(ids.tolist())
+        assert len(found) == len(ids)
+        for got, wanted in ((("rows", rows)), (("state", state))):
+            for piece in held[name]:
+                np.testing.assert_array_equal(getattr(piece, got), wanted[piece.row_ids - shard.row_start])
+        changed = (rows != before[name][1][0]).any(axis=1) | (state != before[name][1][1]).any(axis=1)
+        changed[places] = False
+        assert not changed.any()
+        mine = set(range(shard.row_start, shard.row_end))
+        wanted_rows = set().union(*(batch[shard.table] for batch in looked_up[parent:])) & mine
+        assert wanted_rows <= found <= set().union(*(batch[shard.table] for batch in looked_up))
+        if len(looked_up) - parent <= MOST_KEPT:
+            assert found == wanted_rows
