@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WHOLE_BYTES = 16 << 20
+"""Objects above this go up in parallel parts."""
 PART_BYTES = 8 << 20
-"""Objects above this go up in parts of at least this, and come back in ranges of it, in parallel."""
+RANGE_BYTES = 16 << 20
+"""Objects come back in ranges of this, in parallel, where they go into a buffer."""
 MAX_PARTS = 10_000
 PARALLEL_PARTS = 8
 """Parts of one store's objects on their way at a time, each with a copy of its bytes."""
@@ -51,6 +54,8 @@ class S3Store:
         self._writers = ThreadPoolExecutor(PARALLEL_PARTS, "s3-part")
         self._readers = ThreadPoolExecutor(PARALLEL_RANGES, "s3-range")
         self._encryption = _encryption(options.s3)
+        self._signs_bodies = (options.s3.endpoint or "").startswith("http://")
+        """Signatures of requests without TLS cover the SHA-256 of the body, which the service checks."""
 
     @property
     def uri(self) -> str:
@@ -87,20 +92,9 @@ class S3Store:
         return {"Bucket": self._bucket, "Key": self._prefix + key}
 
     def get(self, key: str) -> bytes:
-        """The object's bytes."""
+        """The object's bytes, by one request: ``get_into`` reads large objects faster."""
         with self._known(key):
-            try:
-                first, version = self._call(lambda s3: read(s3, self._place, self._object(key), 0, PART_BYTES))
-            except ERRORS as error:
-                if status_of(error) == 416:  # no range can start in an object without bytes
-                    return b""
-                raise
-            if len(first) == version.size:
-                return first
-            whole = bytearray(version.size)
-            whole[: len(first)] = first
-            self._read_rest(key, memoryview(whole), len(first), version)
-        return bytes(whole)
+            return self._call(lambda s3: s3.get_object(**self._object(key))["Body"].read())
 
     def get_into(self, key: str, buffer: memoryview) -> int:
         """Fill a buffer with the object's first bytes, in parallel ranges; returns the object's size."""
@@ -110,14 +104,10 @@ class S3Store:
             if size is None:
                 raise NoInputError(f"{self.uri}/{key}: there is no such object")
             return size
+        places = range(0, len(view), RANGE_BYTES)
         with self._known(key):
-            return self._read_rest(key, view, 0, None)
-
-    def _read_rest(self, key: str, view: memoryview, start: int, version: Version | None) -> int:
-        """Fill ``view`` from ``start`` on; ``version`` is what the bytes before are of."""
-        places = range(start, len(view), PART_BYTES)
-        found = list(self._readers.map(lambda at: self._read_into(key, view[at : at + PART_BYTES], at), places))
-        versions = {one for one in (version, *found) if one is not None}
+            parts = self._readers.map(lambda at: self._read_into(key, view[at : at + RANGE_BYTES], at), places)
+            versions = {version for version in parts if version is not None}
         if len(versions) > 1:
             raise StoreUnavailableError(f"{self.uri}/{key}: replaced while it was read")
         return versions.pop().size if versions else 0
@@ -161,7 +151,7 @@ class S3Store:
     def put(self, key: str, body: Body) -> None:
         """Write the object whole: at once, or in parallel parts that are given back if one fails."""
         with self._known(key):
-            if len(body) > PART_BYTES:
+            if len(body) > WHOLE_BYTES:
                 self._put_parts(key, memoryview(body))
             else:
                 self._put_whole(key, body)
@@ -179,15 +169,20 @@ class S3Store:
 
     def _put_whole(self, key: str, body: Body, **condition: Any) -> None:
         arguments = {**self._object(key), **self._encryption, **condition}
-        content, checksum = bytes(body), _checksum(body)
-        self._call(lambda s3: s3.put_object(Body=content, ChecksumSHA256=checksum, **arguments))
+        content, checksum = bytes(body), self._checksum(body)
+        self._call(lambda s3: s3.put_object(Body=content, **checksum, **arguments))
+
+    def _checksum(self, body: Body) -> dict[str, Any]:
+        """SHA-256 for the service to check."""
+        if self._signs_bodies:
+            return {}
+        return {"ChecksumSHA256": base64.b64encode(hashlib.sha256(body).digest()).decode()}
 
     def _put_parts(self, key: str, body: memoryview) -> None:
         size = max(PART_BYTES, -(-len(body) // MAX_PARTS))
         place = self._object(key)
-        begun = self._call(
-            lambda s3: s3.create_multipart_upload(ChecksumAlgorithm="SHA256", **place, **self._encryption)
-        )
+        algorithm: dict[str, Any] = {} if self._signs_bodies else {"ChecksumAlgorithm": "SHA256"}
+        begun = self._call(lambda s3: s3.create_multipart_upload(**algorithm, **place, **self._encryption))
         upload = {**place, "UploadId": begun["UploadId"]}
         starts = range(0, len(body), size)
         tasks = [
@@ -207,13 +202,11 @@ class S3Store:
             raise
 
     def _put_part(self, upload: dict[str, Any], number: int, body: memoryview) -> CompletedPartTypeDef:
-        content, checksum = bytes(body), _checksum(body)
-        answer = self._call(
-            lambda s3: s3.upload_part(PartNumber=number, Body=content, ChecksumSHA256=checksum, **upload)
-        )
+        content, checksum = bytes(body), self._checksum(body)
+        answer = self._call(lambda s3: s3.upload_part(PartNumber=number, Body=content, **checksum, **upload))
         done: CompletedPartTypeDef = {"ETag": answer["ETag"], "PartNumber": number}
         if "ChecksumSHA256" in answer:  # the service took it: have it checked over the whole
-            done["ChecksumSHA256"] = checksum
+            done["ChecksumSHA256"] = answer["ChecksumSHA256"]
         return done
 
     def _abort(self, upload: dict[str, Any]) -> None:
@@ -283,7 +276,3 @@ def _encryption(s3: S3Spec) -> dict[str, Any]:
         return {}
     key = {"SSEKMSKeyId": s3.kms_key_id} if s3.kms_key_id else {}
     return {"ServerSideEncryption": s3.encryption, **key}
-
-
-def _checksum(body: Body) -> str:
-    return base64.b64encode(hashlib.sha256(body).digest()).decode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from dlrm_api.errors import NoInputError
@@ -42,6 +43,42 @@ def test_a_large_object_goes_up_in_parts_and_comes_back_whole(store: ObjectStore
     assert store.get("chunks/large") == LARGE
     assert store.get_range("chunks/large", len(LARGE) - 3, 10) == LARGE[-3:]
     assert [info.key for info in store.list("")] == ["chunks/large"]
+
+
+@pytest.mark.parametrize("size", [0, 1, 1_000, 9 << 20, len(LARGE)])
+def test_an_object_is_read_into_a_buffer_of_its_size(store: ObjectStore, size: int):
+    store.put("a", LARGE[:size])
+    buffer = bytearray(size)
+
+    assert store.get_into("a", memoryview(buffer)) == size
+    assert buffer == LARGE[:size]
+
+
+@pytest.mark.parametrize("size", [3, 20 << 20])
+@pytest.mark.parametrize("room", [0, 1, 17 << 20])
+def test_a_buffer_of_another_size_gets_the_first_bytes_and_learns_the_size(store: ObjectStore, size: int, room: int):
+    store.put("a", LARGE[:size])
+    buffer = bytearray(room)
+
+    found = store.get_into("a", memoryview(buffer))
+
+    assert found == size
+    assert buffer[: min(size, room)] == LARGE[: min(size, room)]
+
+
+def test_a_buffer_may_hold_numbers(store: ObjectStore):
+    rows = np.arange(6, dtype=np.float32).reshape(2, 3)
+    store.put("a", rows.tobytes())
+    found = np.zeros_like(rows)
+
+    assert store.get_into("a", memoryview(found)) == rows.nbytes
+    assert np.array_equal(found, rows)
+
+
+@pytest.mark.parametrize("room", [0, 1, 20 << 20])
+def test_what_is_absent_is_read_into_no_buffer(store: ObjectStore, room: int):
+    with pytest.raises(NoInputError, match="a/c"):
+        store.get_into("a/c", memoryview(bytearray(room)))
 
 
 def test_an_object_without_bytes_is_an_object(store: ObjectStore):
