@@ -1,4 +1,4 @@
-"""``dlrmctl snapshots``: list, show, verify and restore what a job has committed."""
+"""``dlrmctl snapshots``: list, show, verify, restore and prune what a job has committed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlrm_api.errors import NoInputError
+from dlrm_api.errors import NoInputError, TemporaryError
 
 if TYPE_CHECKING:
     from dlrm_api.progress import SnapshotInfo
     from dlrm_checkpointer.catalog import Listed
     from dlrm_checkpointer.restore import Snapshot
+    from dlrm_checkpointer.retention import Decision
     from dlrm_checkpointer.store import ObjectStore
 
 snapshots = typer.Typer(name="snapshots", help="Look after committed snapshots.", no_args_is_help=True)
+
+
+class Encryption(enum.StrEnum):
+    """Encryption that writes ask of an S3 service, as ``spec.checkpoint.s3.encryption`` says it."""
+
+    NONE = "none"
+    AES256 = "AES256"
+    KMS = "aws:kms"
 
 
 class Form(enum.StrEnum):
@@ -37,6 +46,12 @@ Credentials = Annotated[
     typer.Option(metavar="FOLDER", envvar="DLRM_CREDENTIALS_DIR", help="Folder with accessKeyId and secretAccessKey."),
 ]
 Step = Annotated[int | None, typer.Option(min=0, help="Step of the snapshot; the newest by default.")]
+KeepLast = Annotated[
+    int, typer.Option(min=1, max=1_000, help="Newest snapshots that stay, as spec.checkpoint.retention.keepLast.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would go; remove nothing.")]
+Encrypted = Annotated[Encryption, typer.Option("--encryption", help="As spec.checkpoint.s3.encryption.")]
+KmsKey = Annotated[str | None, typer.Option("--kms-key-id", metavar="KEY", help="Key for encryption aws:kms.")]
 Output = Annotated[Form, typer.Option("--output", "-o", help="Form of the answer.")]
 
 
@@ -115,6 +130,49 @@ def restore(
     print(digest)
 
 
+@snapshots.command()
+def prune(
+    uri: Uri,
+    keep_last: KeepLast = 3,
+    dry_run: DryRun = False,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    ca_file: CaFile = None,
+    credentials_dir: Credentials = None,
+    encryption: Encrypted = Encryption.NONE,
+    kms_key_id: KmsKey = None,
+    output: Output = Form.TABLE,
+) -> None:
+    """Remove what retention does not keep, now, also while the job runs; and objects that no snapshot needs."""
+    from dlrm_checkpointer.attempts import newest_attempt, read_attempts
+    from dlrm_checkpointer.restore import snapshot_keys
+    from dlrm_checkpointer.retention import apply_retention, decide
+
+    store = _store(uri, endpoint, region, ca_file, credentials_dir, encryption, kms_key_id)
+    attempt = newest_attempt(store)
+    decision = decide(snapshot_keys(store), read_attempts(store, 0), keep_last)
+    if not decision.keep:
+        raise NoInputError(
+            f"{store.uri}: no snapshot is there that attempt {attempt} could go on from: nothing is removed"
+        )
+    if not dry_run:
+        apply_retention(store, attempt, keep_last)
+        if newest_attempt(store) != attempt:
+            raise TemporaryError(f"{store.uri}: a new attempt started meanwhile: run the command again")
+    _print_decision(decision, "would go" if dry_run else "removed", output)
+
+
+def _print_decision(decision: Decision, gone: str, output: Form) -> None:
+    words = {"kept": decision.keep, gone: decision.retire}
+    if output is Form.JSON:
+        named = {word: [{"step": step, "attempt": attempt} for step, attempt in keys] for word, keys in words.items()}
+        print(json.dumps(named))
+        return
+    for word, keys in words.items():
+        for step, attempt in keys:
+            print(f"{word}: step {step}, attempt {attempt}")
+
+
 def committed(store: ObjectStore) -> tuple[SnapshotInfo, ...]:
     """Snapshots that can be restored from, oldest first."""
     from dlrm_checkpointer.catalog import list_snapshots
@@ -143,21 +201,35 @@ def _snapshot(store: ObjectStore, step: int | None) -> Snapshot:
 
 
 def _store(
-    uri: str, endpoint: str | None, region: str | None, ca_file: Path | None, credentials_dir: Path | None
+    uri: str,
+    endpoint: str | None,
+    region: str | None,
+    ca_file: Path | None,
+    credentials_dir: Path | None,
+    encryption: Encryption = Encryption.NONE,
+    kms_key_id: str | None = None,
 ) -> ObjectStore:
     """Open the store.
 
     Raises:
         NoInputError: a file or folder that the options name is not there.
-        InvalidSpecError: the URI is neither file:/// nor s3://.
+        InvalidSpecError: the URI is neither file:/// nor s3://, or the options do not describe an S3 service.
     """
-    from dlrm_api.objects import S3Spec
+    from dlrm_api.base import read
+    from dlrm_api.objects import SnapshotS3Spec
     from dlrm_checkpointer.store import StoreOptions, open_store
 
     for option, path in (("--ca-file", ca_file), ("--credentials-dir", credentials_dir)):
         if path is not None and not path.exists():
             raise NoInputError(f"{option}: {path}: no such file or folder: mend the path")
-    s3 = S3Spec(endpoint=endpoint, region=region, ca_file=None if ca_file is None else str(ca_file))
+    given = {
+        "endpoint": endpoint,
+        "region": region,
+        "caFile": ca_file,
+        "encryption": encryption.value,
+        "kmsKeyId": kms_key_id,
+    }
+    s3 = read(SnapshotS3Spec, {name: value for name, value in given.items() if value is not None})
     return open_store(uri, StoreOptions(s3=s3, credentials_dir=credentials_dir))
 
 
