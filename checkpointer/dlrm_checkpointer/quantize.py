@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dlrm_checkpointer.codes import OF_NO_CLASS
 from dlrm_checkpointer.compiled import compiled
 from dlrm_checkpointer.number_bits import bits_of, number_of
 from dlrm_checkpointer.packing import SPARE, pack_row
@@ -28,8 +29,6 @@ LARGEST_WORD = I32((127 + 126) << 23)
 """2**126 as a float32's bits: with larger ones a range, or what comes back, would overflow."""
 LEAST_EXPONENT = I32(-112)
 """Below it, multiples of fp16's smallest number would no longer be float32 numbers."""
-OF_NO_CLASS = np.int8(-128)
-"""The exponent of a row of zeros: any will do."""
 BIAS, MANTISSA_BITS, CLASS_BITS = I32(127), I32(23), I32(4)
 HALF_LEAST_NORMAL = F32(2.0**-14)
 HALF_REBIAS, HALF_SHIFT, HALF_DROPPED = U32((127 - 15) << 23), U32(13), U32(0x1FFF)
@@ -46,18 +45,16 @@ TWICE_BIAS_WORD = U32(2 * 127 << 23)
 
 
 @compiled
-def largest_words(rows: Any, out: Any) -> None:
-    """The bits of each row's largest magnitude, int32 ``out`` (N,), of float32 ``rows`` (N, W); not finite is more."""
-    width, words = U64(rows.shape[1]), rows.reshape(rows.size).view(np.int32)
-    for i in range(U64(rows.shape[0])):
-        most = I32(0)
-        for j in range(i * width, i * width + width):
-            most = max(most, I32(words[j] & MAGNITUDE))
-        out[i] = most
+def largest_word(words: Any) -> Any:
+    """The bits of the largest magnitude of float32 numbers, given as int32 ``words`` (V,); not finite: more."""
+    most = I32(0)
+    for j in range(U64(words.shape[0])):
+        most = max(most, I32(words[j] & MAGNITUDE))
+    return most
 
 
 @compiled
-def code_rows(rows: Any, bits: Any, bins: Any, shrinks: Any, body: Any, scale: Any, low: Any, exponents: Any) -> int:
+def code_rows(rows: Any, bits: Any, bins: Any, shrinks: Any, body: Any, scale: Any, low: Any, exponents: Any) -> Any:
     """Quantize each row over its own range, or over the best range inside it.
 
     Args:
@@ -118,12 +115,12 @@ def find_ranges(words: Any, first: Any, count: Any, width: Any, lanes: Any) -> N
 
 
 @compiled
-def find_exponents(lanes: Any, first: Any, count: Any, exponents: Any) -> int:
+def find_exponents(lanes: Any, first: Any, count: Any, exponents: Any) -> Any:
     """Each row's exponent and 2**-exponent; the first row that can't be coded, or -1.
 
     With E = floor(log2 m) of the row's largest magnitude m: 16 * floor((E + 1) / 16), at least -112.
     """
-    bad = -1
+    bad = I64(-1)
     for i in range(count):
         least, most = bits_of(lanes[OF_LEAST + i]), bits_of(lanes[OF_MOST + i])
         word = max(I32(least & MAGNITUDE), I32(most & MAGNITUDE))
