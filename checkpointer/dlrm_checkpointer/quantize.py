@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 
 from dlrm_checkpointer.codes import OF_NO_CLASS
-from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.compiled import compiled, compiled_dividing
 from dlrm_checkpointer.number_bits import bits_of, number_of
 from dlrm_checkpointer.packing import SPARE, pack_row
 
 U8, U16, U32, U64, I32, I64, F32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.int64, np.float32
 BLOCK = 64
 """Rows of one pass: they stay in the cache between passes, and numbers of each lie side by side in vectors."""
-OF_LEAST, OF_MOST, OF_LEFT, OF_RIGHT, OF_FACTOR, OF_LOW, OF_STEP = (np.uint64(BLOCK * place) for place in range(7))
+OF_LEAST, OF_MOST, OF_LEFT, OF_RIGHT, OF_FACTOR, OF_LOW, OF_INVERSE = (np.uint64(BLOCK * place) for place in range(7))
 """Where ``lanes`` (7 * BLOCK,) float32 has, of each row of a block: minimum and maximum, bins that the search leaves
-out at both sides, 2**-exponent, low and scale times 2**exponent. It is one array because of several the compiler must
-fear that one is another."""
+out at both sides, 2**-exponent, low times 2**exponent, and one over the scale, or 0. It is one array because of several
+the compiler must fear that one is another."""
 MAGNITUDE = I32(0x7FFFFFFF)
 LEAST, MOST = I32(-(2**31)), I32(2**31 - 1)
 LARGEST_WORD = I32((127 + 126) << 23)
@@ -92,9 +92,9 @@ def code_rows(rows: Any, bits: Any, bins: Any, shrinks: Any, body: Any, scale: A
             low[first + i], scale[first + i] = halves[i], halves[size + i]
             start = (first + i) * width
             if bits == 8:
-                code_row(values, start, width, lanes[OF_LOW + i], lanes[OF_STEP + i], top, packed, start)
+                code_row(values, start, width, lanes, i, top, packed, start)
             else:
-                code_row(values, start, width, lanes[OF_LOW + i], lanes[OF_STEP + i], top, codes, U64(0))
+                code_row(values, start, width, lanes, i, top, codes, U64(0))
                 pack_row(codes, width, bits, packed, (first + i) * plane)
     return -1
 
@@ -133,9 +133,9 @@ def find_exponents(lanes: Any, first: Any, count: Any, exponents: Any) -> Any:
     return bad
 
 
-@compiled
+@compiled_dividing
 def find_scales(lanes: Any, bins: Any, top: Any, halves: Any) -> None:
-    """fp16 bits of all rows' lows (rounded down) and then scales (rounded up), and the float32 numbers of weights."""
+    """fp16 bits of all rows' lows (rounded down) and then scales (rounded up), and what ``code_row`` needs."""
     for i in range(U64(BLOCK)):
         least, most, factor = lanes[OF_LEAST + i], lanes[OF_MOST + i], lanes[OF_FACTOR + i]
         part = (most - least) / F32(bins)
@@ -146,9 +146,9 @@ def find_scales(lanes: Any, bins: Any, top: Any, halves: Any) -> None:
         distance = (most - lanes[OF_RIGHT + i] * part) * factor - bottom
         size = half_size(max(distance, ZERO) / F32(top), HALF_DROPPED)
         halves[U64(BLOCK) + i] = half_bits(size)
-        inverse = number_of(U32(TWICE_BIAS_WORD - bits_of(factor)))
-        lanes[OF_STEP + i] = size * inverse
-        lanes[OF_LOW + i] = bottom * inverse
+        power = number_of(U32(TWICE_BIAS_WORD - bits_of(factor)))
+        lanes[OF_LOW + i] = bottom * power
+        lanes[OF_INVERSE + i] = ONE / size if size > ZERO else ZERO
 
 
 @compiled
@@ -179,11 +179,11 @@ def whole_number(value: Any) -> Any:
 
 
 @compiled
-def code_row(values: Any, start: Any, width: Any, low: Any, step: Any, top: Any, codes: Any, place: Any) -> None:
+def code_row(values: Any, start: Any, width: Any, lanes: Any, lane: Any, top: Any, codes: Any, place: Any) -> None:
     """Codes of one row, whose weights are ``values`` from ``start`` on, one a byte from ``place`` on."""
-    divisor = step if step > ZERO else ONE
+    low, factor, inverse = lanes[OF_LOW + lane], lanes[OF_FACTOR + lane], lanes[OF_INVERSE + lane]
     for j in range(width):
-        code = whole_number((values[start + j] - low) / divisor)
+        code = whole_number((values[start + j] - low) * factor * inverse)
         codes[place + j] = U8(min(max(code, I32(0)), top))
 
 
