@@ -195,7 +195,7 @@ class Training:
         parent, now = self.collectives.broadcast(begun)
         parts.learner.embeddings.begin_cut(self.step, None if parent is None else parent.step)
         patience_s = self.patience_s if last else parts.settings.collective_timeout_s / 2
-        shards, dense = parts.learner.embeddings.rows_to_save(), parts.learner.dense.arrays() if rank == 0 else None
+        shards, dense = parts.learner.embeddings.rows_in_place(), parts.learner.dense.arrays() if rank == 0 else None
         try:
             given = writer.put(self.cut_meta(parent, now), shards, dense, patience_s=patience_s)
         except CutAbandonedError as error:
