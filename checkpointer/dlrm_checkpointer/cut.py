@@ -59,6 +59,11 @@ class ShardRows:
     state: NDArray[np.float32]
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the three arrays."""
+        return self.row_ids.nbytes + self.rows.nbytes + self.state.nbytes
+
+    @property
     def state_values(self) -> int:
         """Values of a row's state."""
         return int(self.state.shape[1])

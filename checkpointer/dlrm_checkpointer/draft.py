@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError
-from dlrm_checkpointer.cut import CutMeta, RowsInPlace, row_bytes
+from dlrm_checkpointer.cut import CutMeta, RowsInPlace
 from dlrm_checkpointer.folder import (
     DURABLE_PREFIX,
     FULL,
@@ -103,7 +103,7 @@ class Budget:
             fixed = ENTRY_BYTES + (0 if draft.taken else draft.head_bytes)
             count = wanted if self.size is None else self._units(self.size, draft, unit, wanted, fixed, shared=shared)
             if count > 0:
-                self._grow(draft, count * unit + ALIGNMENT, fixed - ALIGNMENT)
+                self._grow(draft, count * unit + 2 * ALIGNMENT, fixed - 2 * ALIGNMENT)
             return count
 
     def keeps(self) -> int:
@@ -245,14 +245,15 @@ class Draft:
     def add_rows(self, place: RowsInPlace, start: int, end: int) -> None:
         """Copy rows [start, end) of some."""
         count, width, values = end - start, place.shard.width, place.state_values
-        offset = self._next(count * row_bytes(place))
-        rows_at = offset + 8 * count
+        ids = 8 * count + -8 * count % ALIGNMENT
+        offset = self._next(ids + 4 * count * (width + values))
+        rows_at = offset + ids
         memory = self._maps.of(self._rows)
         np.frombuffer(memory, np.int64, count, offset)[:] = place.row_ids[start:end]
         rows = np.frombuffer(memory, np.float32, count * width, rows_at).reshape(count, width)
         state = np.frombuffer(memory, np.float32, count * values, rows_at + rows.nbytes).reshape(count, values)
         place.copy_to(start, end, rows, state)
-        shape = {"rows": count, "stateColumns": values, "offset": offset}
+        shape = {"rows": count, "stateColumns": values, "offset": offset, "rowsOffset": rows_at}
         self._pieces.append({"shard": vars(place.shard), **shape})
 
     def add_dense(self, arrays: Mapping[str, NDArray[Any]]) -> None:

@@ -68,12 +68,12 @@ class ReadyCut:
         """The rows, in the order in which the rank gave them."""
         for piece in self.index["pieces"]:
             shard, count, state = ShardId(**piece["shard"]), piece["rows"], piece["stateColumns"]
-            ids_end = piece["offset"] + 8 * count
-            rows_end = ids_end + 4 * count * shard.width
+            rows_at = piece["rowsOffset"]
+            rows_end = rows_at + 4 * count * shard.width
             yield ShardRows(
                 shard=shard,
                 row_ids=np.frombuffer(self.data, "<i8", count, piece["offset"]),
-                rows=np.frombuffer(self.data, "<f4", count * shard.width, ids_end).reshape(count, shard.width),
+                rows=np.frombuffer(self.data, "<f4", count * shard.width, rows_at).reshape(count, shard.width),
                 state=np.frombuffer(self.data, "<f4", count * state, rows_end).reshape(count, state),
             )
 

@@ -14,14 +14,16 @@ from torch import Tensor
 from dlrm_trainer.compiled import compiled
 from dlrm_trainer.embedding.half import widened
 from dlrm_trainer.embedding.row_rules import lent_memory, memory_of
-from dlrm_trainer.processor import lent, prefetch, prefetch_lines
+from dlrm_trainer.processor import lent, prefetch, prefetch_lines, stream_four
 from dlrm_trainer.sizes import size_of, value_of
 from dlrm_trainer.team import finish, share, take
 
 U64 = np.uint64
-ONE, NONE = U64(1), U64(0)
+NONE, ONE, FOUR = U64(0), U64(1), U64(4)
 UNIT_ROWS = 1 << 12
 """Rows that a thread copies at a time."""
+ALIGNMENT = 16
+"""Of what is written past the caches."""
 AHEAD = 12
 """Rows asked for before their turn."""
 
@@ -49,14 +51,23 @@ def gather(
         U64(state.shape[1]),
         out.reshape(-1),
         out_state.reshape(-1),
+        out.ctypes.data % ALIGNMENT == 0 and weight.shape[1] % 4 == 0,
     )
 
 
 @compiled
 def _gather_units(
-    counts: Any, units: int, size: Any, memory: Any, chosen: Any, width: Any, out: Any, out_state: Any
+    counts: Any,
+    units: int,
+    size: Any,
+    memory: Any,
+    chosen: Any,
+    width: Any,
+    out: Any,
+    out_state: Any,
+    streams: bool,
 ) -> None:
-    dim, memory, chosen = value_of(size), lent_memory(memory), lent(chosen)
+    dim, memory, chosen, out = value_of(size), lent_memory(memory), lent(chosen), lent(out)
     rows, halves, states, half = memory.rows, memory.halves, memory.states, memory.half
     shift, last = ONE if half else NONE, len(chosen) - 1
     while True:
@@ -72,6 +83,9 @@ def _gather_units(
             if half:
                 for c in range(dim):
                     out[into + c] = widened(halves[row + c])
+            elif streams:
+                for c in range(NONE, dim, FOUR):
+                    stream_four(out, into + c, rows, row + c)
             else:
                 for c in range(dim):
                     out[into + c] = rows[row + c]
