@@ -5,12 +5,13 @@ from __future__ import annotations
 import enum
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlrm_api.errors import NoInputError, TemporaryError
+from dlrm_api.errors import NoInputError, TemporaryError, UsageError
 
 if TYPE_CHECKING:
     from dlrm_api.progress import SnapshotInfo
@@ -48,6 +49,10 @@ Credentials = Annotated[
 Step = Annotated[int | None, typer.Option(min=0, help="Step of the snapshot; the newest by default.")]
 KeepLast = Annotated[
     int, typer.Option(min=1, max=1_000, help="Newest snapshots that stay, as spec.checkpoint.retention.keepLast.")
+]
+KeepEvery = Annotated[
+    str | None,
+    typer.Option(metavar="DURATION", help="Beside them one of each such period, as retention.keepEvery."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would go; remove nothing.")]
 Encrypted = Annotated[Encryption, typer.Option("--encryption", help="As spec.checkpoint.s3.encryption.")]
@@ -134,6 +139,7 @@ def restore(
 def prune(
     uri: Uri,
     keep_last: KeepLast = 3,
+    keep_every: KeepEvery = None,
     dry_run: DryRun = False,
     endpoint: Endpoint = None,
     region: Region = None,
@@ -144,33 +150,48 @@ def prune(
     output: Output = Form.TABLE,
 ) -> None:
     """Remove what retention does not keep, now, also while the job runs; and objects that no snapshot needs."""
-    from dlrm_checkpointer.attempts import newest_attempt, read_attempts
-    from dlrm_checkpointer.restore import snapshot_keys
-    from dlrm_checkpointer.retention import apply_retention, decide
+    from dlrm_checkpointer.attempts import newest_attempt
+    from dlrm_checkpointer.retention import Retention, Rule
 
     store = _store(uri, endpoint, region, ca_file, credentials_dir, encryption, kms_key_id)
     attempt = newest_attempt(store)
-    decision = decide(snapshot_keys(store), read_attempts(store, 0), keep_last)
+    retention = Retention(store, Rule(keep_last=keep_last, keep_every_s=_seconds(keep_every)))
+    decision = retention.decide()
     if not decision.keep:
         raise NoInputError(
             f"{store.uri}: no snapshot is there that attempt {attempt} could go on from: nothing is removed"
         )
     if not dry_run:
-        apply_retention(store, attempt, keep_last)
+        retention.apply(attempt)
         if newest_attempt(store) != attempt:
             raise TemporaryError(f"{store.uri}: a new attempt started meanwhile: run the command again")
     _print_decision(decision, "would go" if dry_run else "removed", output)
 
 
+def _seconds(keep_every: str | None) -> float | None:
+    """The length of a period as a manifest writes it.
+
+    Raises:
+        UsageError: it is no duration.
+    """
+    from pydantic import ValidationError
+
+    from dlrm_api.checkpoint import RetentionSpec
+
+    try:
+        return RetentionSpec.model_validate({"keepEvery": keep_every}).keep_every
+    except ValidationError as error:
+        raise UsageError(f"--keep-every: {keep_every}: {error.errors(include_url=False)[0]['msg']}") from error
+
+
 def _print_decision(decision: Decision, gone: str, output: Form) -> None:
-    words = {"kept": decision.keep, gone: decision.retire}
+    words = {"kept": decision.keep, "needed": sorted(decision.needed, reverse=True), gone: decision.retire}
     if output is Form.JSON:
-        named = {word: [{"step": step, "attempt": attempt} for step, attempt in keys] for word, keys in words.items()}
-        print(json.dumps(named))
+        print(json.dumps({word: [asdict(name) for name in names] for word, names in words.items()}))
         return
-    for word, keys in words.items():
-        for step, attempt in keys:
-            print(f"{word}: step {step}, attempt {attempt}")
+    for word, names in words.items():
+        for name in names:
+            print(f"{word}: step {name.step}, attempt {name.attempt}")
 
 
 def committed(store: ObjectStore) -> tuple[SnapshotInfo, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +39,7 @@ def open_writer(stack: ExitStack, job: DLRMJob, plan: Plan, settings: Settings, 
     if budget is None and settings.replica < len(plan.handoff_bytes):
         budget = plan.handoff_bytes[settings.replica]
     writer = HandOffWriter(settings.handoff_dir, rank, budget or None, job.spec.trainer.processes_per_replica)
+    threading.Thread(target=writer.touch, name="touch hand-off", daemon=True).start()
     stack.push(lambda kind, error, _trace: writer.close("ended" if error is None else f"{kind.__name__}: {error}"))
     return writer
 
