@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from gangs import hand_plan, job_document
 
+from dlrm_api.checkpoint import Bits
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.tiers import state_values
+from dlrm_checkpointer import codes, objects
 from dlrm_checkpointer.cut import ShardId, ShardRows
 from dlrm_checkpointer.digest import combine, state_digest
-from dlrm_checkpointer.objects import decode_rows, encode_rows
 from dlrm_checkpointer.walk import Block
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import open_reader
@@ -33,9 +34,13 @@ TYPES = {"fp32": ["fp32"] * 4, "fp16": ["fp16"] * 4, "mixed": ["fp16", "fp32", "
 class Stored:
     """A snapshot in memory whose rows went through the format at some number of bits."""
 
-    def __init__(self, learner: Learner, bits: int) -> None:
+    def __init__(self, learner: Learner, bits: Bits) -> None:
         pieces = list(learner.embeddings.rows_to_save())
-        self.pieces = [decode_rows(encode_rows(piece, bits), "here") for piece in pieces]
+        self.pieces = [
+            codes.decode_rows(objects.decode_rows(objects.encode_rows(coded), "here"))
+            for piece in pieces
+            for coded in codes.code_rows(piece, bits)
+        ]
         self.arrays = {name: array.copy() for name, array in learner.dense.arrays().items()}
 
     def shard_rows(self, shard: ShardId) -> Iterator[ShardRows]:
