@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_trainer.compiled import compiled
+from dlrm_checkpointer.compiled import compiled
 from dlrm_trainer.embedding.half import widened
 from dlrm_trainer.embedding.row_rules import lent_memory, memory_of
 from dlrm_trainer.processor import lent, prefetch, prefetch_lines, stream_four
