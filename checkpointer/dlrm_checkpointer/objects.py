@@ -165,7 +165,7 @@ def _load(body: bytes, key: str, kind: str) -> tuple[dict[str, Any], dict[str, N
         arrays = {}
         for name, entry in header.items():
             begin, end = (start + offset for offset in entry["data_offsets"])
-            arrays[name] = np.frombuffer(body[begin:end], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+            arrays[name] = np.frombuffer(memoryview(body)[begin:end], DTYPES[entry["dtype"]]).reshape(entry["shape"])
         version, found = int(meta["version"]), meta["kind"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SnapshotError(f"{key}: not a safetensors container of this format: {error!r}") from error
