@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from benchmarks.loopback import Service
 from benchmarks.measure import Line, Pairs, tell
 from benchmarks.metered_store import MeteredStore
 from benchmarks.saved_job import SavedJob, tables_of
@@ -67,14 +68,15 @@ class Life:
             yield Line(setting=setting, metric=metric, pairs=Pairs([ours], [full]), measured=times_less | self.measured)
 
 
-def lines(store: ObjectStore, quick: bool) -> Iterator[Line]:
+def lines(service: Service, quick: bool) -> Iterator[Line]:
     """Lives of a job with each share of touched rows and each number of bits; first full-fp32 itself, for a check.
 
     Args:
-        store: of nobody else; it is emptied after each life.
+        service: where snapshots are put.
         quick: few rows and snapshots.
     """
     rows, intervals = (4_000, 8) if quick else (50_000, INTERVALS)
+    store = service.store("bytes")
     check = Setting(bits=32, policy="full", trace=Trace(exponent=EXPONENT, share=SHARES[0]).name)
     yield from live(store, check.bits, check.policy, SHARES[0], rows, CHECKED).lines(check)
     for bits in BITS:
@@ -86,7 +88,7 @@ def lines(store: ObjectStore, quick: bool) -> Iterator[Line]:
 
 
 def live(store: ObjectStore, bits: Bits, policy: PolicyName, share: float, rows: int, intervals: int) -> Life:
-    """Make the snapshots of one job, one after the other."""
+    """Make the snapshots of one job, one after the other, in a store of nobody else; it is empty afterwards."""
     metered = MeteredStore(store)
     trace = Trace(exponent=EXPONENT, share=share)
     touched: list[float] = []
