@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlrm_api.errors import DivergedError
-from dlrm_checkpointer.cut import ShardRows
+from dlrm_checkpointer.cut import RowsInPlace, ShardRows, loaded
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
@@ -233,7 +233,13 @@ class Embeddings:
             dirty.cut(step)
 
     def rows_to_save(self) -> Iterator[ShardRows]:
+        """Copies of ``rows_in_place``."""
+        return map(loaded, self.rows_in_place())
+
+    def rows_in_place(self) -> Iterator[RowsInPlace]:
         """The rows that changed since the parent and that this rank hands over: those of ``saved``, each once.
+
+        They are to be copied before anything else is asked of this object.
 
         Raises:
             DeviceError: rows could not be read from their tier.
