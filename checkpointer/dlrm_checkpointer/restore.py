@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,9 @@ from dlrm_checkpointer.seen import SeenRows
 from dlrm_checkpointer.store import ObjectStore
 
 logger = logging.getLogger(__name__)
+
+PARALLEL_DECODES = 2
+"""Chunks decoded at a time, beside those that are read: each takes up to 32 MiB more."""
 
 __all__ = ["Snapshot", "claim_attempt", "newest_snapshot", "open_snapshot", "snapshot_keys"]
 
@@ -90,6 +93,10 @@ class Snapshot:
         return decode_dense(fetch(self.store, entry), f"{self.store.uri}/{entry.key}")
 
     def shard_rows(self, shard: ShardId) -> Iterator[ShardRows]:
+        """``shard_codes``, decoded."""
+        return in_parallel(decode_rows, self.shard_codes(shard), PARALLEL_DECODES)
+
+    def shard_codes(self, shard: ShardId) -> Iterator[CodedRows]:
         """The rows of a rectangle that were ever updated, chunk by chunk, in no order; each row and column once.
 
         Each piece fills a part of the rectangle (``piece.shard``): where the snapshot was written with the
@@ -105,18 +112,19 @@ class Snapshot:
         table = self.table(shard.table)
         table.blocks_of(shard.column_start, shard.column_end)
         layers = [overlapping(entries, shard) for entries in reversed(self.chain.chunks(table.name))]
-        pieces = in_parallel(
-            lambda entry: fetch_rows(self.store, entry, table).clip(shard, table), [e for each in layers for e in each]
-        )
-        if sum(bool(entries) for entries in layers) < 2:
-            yield from (decode_rows(piece) for piece in pieces if len(piece.row_ids))
-            return
-        seen = SeenRows(shard, table)
-        for piece in pieces:
-            for part in _by_block(piece, table):
-                fresh = seen.unseen(part.row_ids, part.shard.column_start)
-                if fresh.any():
-                    yield decode_rows(part if fresh.all() else part.take(np.flatnonzero(fresh)))
+        entries = [entry for layer in layers for entry in layer]
+        fetched = in_parallel(lambda entry: fetch_rows(self.store, entry, table).clip(shard, table), entries)
+        is_chain = sum(bool(layer) for layer in layers) > 1
+        newest = _newest(fetched, SeenRows(shard, table), table) if is_chain else fetched
+        yield from (piece for piece in newest if len(piece.row_ids))
+
+
+def _newest(pieces: Iterable[CodedRows], seen: SeenRows, table: TableMeta) -> Iterator[CodedRows]:
+    """What no piece before holds, of pieces that come newest first."""
+    for piece in pieces:
+        for part in _by_block(piece, table):
+            fresh = seen.unseen(part.row_ids, part.shard.column_start)
+            yield part if fresh.all() else part.take(np.flatnonzero(fresh))
 
 
 def _by_block(piece: CodedRows, table: TableMeta) -> Iterator[CodedRows]:
