@@ -1,0 +1,52 @@
+"""``dlrmctl snapshots`` for what leaves the job: differences, exports, deltas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrm_api.names import ExitCode
+from dlrm_checkpointer.attempts import claim_attempt
+from dlrm_checkpointer.files import FileStore
+from dlrm_cli import app
+
+
+@pytest.fixture
+def trained(tmp_path: Path, files: FileStore, new_model, new_pod) -> Any:
+    """A model of which steps 1 to 3 are committed."""
+    model, pod = new_model(), new_pod(tmp_path / "pod", files, policy="consecutive", keep_last=9)
+    attempt = claim_attempt(files, None, "test")
+    for _ in range(3):
+        pod.commit(model.train(), attempt)
+    return model
+
+
+def test_diff_counts_rows_by_table(files: FileStore, trained, capsys: pytest.CaptureFixture[str]):
+    code = app.main(["snapshots", "diff", files.uri, "1", "3-1", "-o", "json"])
+
+    assert code == ExitCode.DONE
+    users = next(each for each in json.loads(capsys.readouterr().out) if each["table"] == "users")
+    touched = trained.touched_at["users"]
+    assert users["changed"] + users["new"] == (touched > 1).sum()
+    assert users["gone"] == 0
+    assert 0 < users["largest_change"] <= users["change_norm"]
+
+
+def test_diff_prints_a_table(files: FileStore, trained, capsys: pytest.CaptureFixture[str]):
+    assert app.main(["snapshots", "diff", files.uri, "2", "2"]) == ExitCode.DONE
+
+    printed = capsys.readouterr().out
+    assert "rows that differ" in printed
+    assert next(line.split() for line in printed.splitlines() if "users" in line)[3] == "0"
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "code"),
+    [("last", "last: is neither STEP", ExitCode.USAGE), ("7", "no snapshot of step 7", ExitCode.NO_INPUT)],
+)
+def test_diff_says_which_snapshot_it_cannot_find(files: FileStore, trained, capsys, name, says, code):
+    assert app.main(["snapshots", "diff", files.uri, "1", name]) == code
+    assert says in capsys.readouterr().err
