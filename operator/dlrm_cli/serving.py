@@ -1,16 +1,19 @@
-"""``dlrmctl snapshots diff``: how two snapshots differ."""
+"""``dlrmctl snapshots`` for what leaves a job: how snapshots differ, and tables for serving."""
 
 from __future__ import annotations
 
+import enum
 import json
 import re
+import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dlrm_api.errors import UsageError
-from dlrm_cli.snapshots import CaFile, Credentials, Endpoint, Form, Output, Region, Uri, store_of
+from dlrm_cli.snapshots import CaFile, Credentials, Endpoint, Form, Output, Region, Step, Uri, store_of
 
 if TYPE_CHECKING:
     from dlrm_checkpointer.restore import Snapshot
@@ -20,6 +23,22 @@ serving = typer.Typer()
 
 NAME = re.compile(r"(\d+)(?:-(\d+))?")
 Which = "step of a snapshot, or STEP-ATTEMPT"
+
+
+class FileFormat(enum.StrEnum):
+    """Kinds of files that tables are exported to."""
+
+    PARQUET = "parquet"
+    SAFETENSORS = "safetensors"
+
+
+class Numbers(enum.StrEnum):
+    """Precisions of exported rows."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    INT8 = "int8"
 
 
 @serving.command()
@@ -44,6 +63,38 @@ def diff(
         from dlrm_cli.views import diff_view, print_view
 
         print_view(diff_view(found))
+
+
+@serving.command()
+def export(
+    uri: Uri,
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder for one file a table.")],
+    format: Annotated[FileFormat, typer.Option(help="Kind of the files.")] = FileFormat.SAFETENSORS,  # noqa: A002
+    precision: Annotated[Numbers, typer.Option(help="Precision of rows; int8: codes with scale and low a row.")] = (
+        Numbers.FP32
+    ),
+    step: Step = None,
+    table: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this table. May be repeated.")] = None,
+    updated_only: Annotated[bool, typer.Option("--updated-only", help="Leave rows out never updated.")] = False,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    ca_file: CaFile = None,
+    credentials_dir: Credentials = None,
+) -> None:
+    """Write one snapshot's tables for serving: without optimizer state, all rows filled in."""
+    from dlrm_checkpointer.catalog import find_snapshot
+    from dlrm_checkpointer.serving_export import Wanted, export_tables
+    from dlrm_checkpointer.table_files import Safetensors, TableFormat
+
+    form: TableFormat = Safetensors()
+    if format is FileFormat.PARQUET:
+        from dlrm_cli.parquet import Parquet
+
+        form = Parquet()
+    wanted = Wanted(form=form, precision=precision.value, tables=tuple(table or ()), updated_only=updated_only)
+    snapshot = find_snapshot(store_of(uri, endpoint, region, ca_file, credentials_dir), step)
+    rows = export_tables(snapshot, to, wanted)
+    print(f"step {snapshot.step} is in {to}: {rows:,} rows", file=sys.stderr)
 
 
 def _named(store: ObjectStore, name: str) -> Snapshot:

@@ -50,3 +50,15 @@ def test_diff_prints_a_table(files: FileStore, trained, capsys: pytest.CaptureFi
 def test_diff_says_which_snapshot_it_cannot_find(files: FileStore, trained, capsys, name, says, code):
     assert app.main(["snapshots", "diff", files.uri, "1", name]) == code
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["parquet", "safetensors"])
+def test_export_writes_one_file_a_table_and_a_manifest(tmp_path: Path, files: FileStore, trained, form):
+    out = tmp_path / "out"
+    command = ["snapshots", "export", files.uri, "--to", str(out), "--format", form, "--precision", "int8"]
+
+    assert app.main([*command, "--step", "2", "--table", "users", "--updated-only"]) == ExitCode.DONE
+
+    said = json.loads((out / "export.json").read_text())
+    assert (said["step"], said["fileFormat"]) == (2, form)
+    assert [each["file"] for each in said["tables"]] == [f"tables/users.{form}"]
