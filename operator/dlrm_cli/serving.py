@@ -1,4 +1,4 @@
-"""``dlrmctl snapshots`` for what leaves a job: how snapshots differ, and tables for serving."""
+"""``dlrmctl snapshots`` for what leaves a job: how snapshots differ, tables for serving, and deltas followed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import enum
 import json
 import re
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlrm_api.errors import UsageError
+from dlrm_api.errors import NoInputError, TemporaryError, UsageError
 from dlrm_cli.snapshots import CaFile, Credentials, Endpoint, Form, Output, Region, Step, Uri, store_of
 
 if TYPE_CHECKING:
@@ -95,6 +96,40 @@ def export(
     snapshot = find_snapshot(store_of(uri, endpoint, region, ca_file, credentials_dir), step)
     rows = export_tables(snapshot, to, wanted)
     print(f"step {snapshot.step} is in {to}: {rows:,} rows", file=sys.stderr)
+
+
+@serving.command()
+def follow(
+    uri: Annotated[str, typer.Argument(metavar="URI", help="spec.checkpoint.publish.uri of the job.")],
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the tables; kept from run to run.")],
+    once: Annotated[bool, typer.Option("--once", help="End when the newest delta is applied.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Time between two looks.")] = 10.0,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    ca_file: CaFile = None,
+    credentials_dir: Credentials = None,
+) -> None:
+    """Keep tables in a folder at the newest published delta, and say what was applied; a gap starts them anew."""
+    from dlrm_checkpointer.follow import Follower
+
+    follower = Follower(store_of(uri, endpoint, region, ca_file, credentials_dir), to)
+    said = ""
+    while True:
+        try:
+            did = [str(each) for each in follower.catch_up()]
+        except TemporaryError as error:
+            if once:
+                raise
+            did = [f"waiting: {error}"]
+        for line in did:
+            if line != said:
+                print(line, flush=True)
+            said = line
+        if once:
+            break
+        time.sleep(interval)
+    if follower.state is None:
+        raise NoInputError(f"{uri}: no delta is there")
 
 
 def _named(store: ObjectStore, name: str) -> Snapshot:
