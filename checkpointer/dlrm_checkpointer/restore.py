@@ -155,7 +155,8 @@ def newest_snapshot(store: ObjectStore, *, verify: bool = True) -> tuple[Snapsho
         the snapshot, None where the lineage holds none; and why each newer one was passed over.
 
     Raises:
-        SnapshotError: snapshots are there and none can be used: starting from step 0 must be a decision.
+        SnapshotError: snapshots are there and none can be used, or the newest attempt went on from one and none is
+            there: starting from step 0 must be a decision.
     """
     whole: set[str] = set()
     while True:
@@ -168,7 +169,23 @@ def newest_snapshot(store: ObjectStore, *, verify: bool = True) -> tuple[Snapsho
             f"{store.uri}: no snapshot can be used ({'; '.join(reasons)}): mend the store, "
             "or give an empty spec.checkpoint.uri to start from step 0"
         )
+    if snapshot is None:
+        _check_beginning(store)
     return snapshot, reasons
+
+
+def _check_beginning(store: ObjectStore) -> None:
+    """Refuse to begin anew where the newest attempt did not.
+
+    Raises:
+        SnapshotError: it went on from a snapshot.
+    """
+    newest = max(read_attempts(store, 0), default=None)
+    if newest and newest.restored_step is not None:
+        raise SnapshotError(
+            f"{store.uri}: attempt {newest.number} went on from step {newest.restored_step}, and no snapshot of its "
+            "history is there: mend the store, or give an empty spec.checkpoint.uri to start from step 0"
+        )
 
 
 def _newest_of(

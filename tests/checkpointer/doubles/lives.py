@@ -1,4 +1,4 @@
-"""A job's life in one thread's worth of turns: gangs, their sidecars and what goes wrong, and what must be true then."""
+"""A job's life in turns: its gangs and their sidecars, what goes wrong, and what must be true whatever does."""
 
 from __future__ import annotations
 
