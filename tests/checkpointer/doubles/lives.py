@@ -15,14 +15,15 @@ from numpy.typing import NDArray
 from turns import Actor, Clock, FailingStore, MemoryStore
 
 from dlrm_api.errors import SnapshotError, TemporaryError
-from dlrm_checkpointer.attempts import ATTEMPTS, claim_attempt, in_lineage, read_attempts
+from dlrm_checkpointer.attempts import claim_attempt, read_attempts
 from dlrm_checkpointer.chain import load_chain
 from dlrm_checkpointer.codes import code_rows, decode_rows
 from dlrm_checkpointer.cut import ShardRows, SnapshotName
 from dlrm_checkpointer.fetch import check_present
 from dlrm_checkpointer.folder import COMMITTED_FILE, read_json
 from dlrm_checkpointer.manifest import Manifest, manifest_key, parse_manifest
-from dlrm_checkpointer.restore import Snapshot, newest_snapshot, open_snapshot, snapshot_keys
+from dlrm_checkpointer.restore import Snapshot, newest_snapshot, open_snapshot
+from dlrm_checkpointer.retention import Retention, Rule
 from dlrm_checkpointer.slices import CutAbandonedError
 from dlrm_checkpointer.walk import walk_table
 
@@ -111,6 +112,8 @@ class Life:
         self.keep_last = self.draw.choice([1, 1, 2, 3])
         self.bits = self.draw.choice([2, 3, 4, 8, 16, 32, 32, "auto"])
         self.policy = self.draw.choice(["full", "one-shot", "consecutive", "consecutive", "intermittent"])
+        self.max_chain = self.draw.choice([1, 3, 24])
+        self.keep_every_s = self.draw.choice([None, None, 5_000.0])
         self.gangs: list[Gang] = []
         self.handed: dict[SnapshotName, Handed] = {}
         self.acknowledged: set[SnapshotName] = set()
@@ -146,10 +149,13 @@ class Life:
         gang = self.start()
         if gang is None:
             return None
-        for _ in range(self.draw.randint(0, 5)):
-            self._train(gang)
+        for _ in range(self.draw.randint(0, 6)):
+            if not gang.trains:
+                break
+            each = self.draw.choice([gang, gang, gang, *(other for other in self.gangs if other.trains)])
+            self._train(each)
             if self.draw.random() < 0.8:
-                self.cut(gang)
+                self.cut(each)
             self.go_on(self.draw.choice([0, 3, 10, 40]))
             if self.draw.random() < 0.1:
                 self.clock.now += 7_200
@@ -178,12 +184,15 @@ class Life:
 
             actor = self.until_ended(Actor(claim))
             self._note_attempts(chosen[0] if chosen else None)
+            if self.damaged:  # what was whole may be retired by now
+                least &= self.usable()
             if actor.error is None:
                 break
             if isinstance(actor.error, SnapshotError) and self.damaged and not least:
                 return None
             if not isinstance(actor.error, TemporaryError):
                 raise actor.error
+            self.clock.now += 120  # a gang is not started again at once
         else:
             raise AssertionError(f"no attempt could be claimed: {actor.error!r}")
         self.failing.share = share
@@ -195,12 +204,8 @@ class Life:
         return self._gang(attempt, snapshot)
 
     def _note_attempts(self, chosen: SnapshotName | None) -> None:
-        for info in self.store.list(ATTEMPTS):
-            number = int(info.key.removeprefix(ATTEMPTS).removesuffix(".json"))
-            if number not in self.restored and info.key not in self.damaged:
-                for each in read_attempts(self.store, number - 1)[:1]:
-                    assert each.number == number
-                    self.restored[number] = chosen
+        for attempt in read_attempts(self.store, 0):
+            self.restored.setdefault(attempt.number, chosen)
 
     def _gang(self, attempt: int, snapshot: Snapshot | None) -> Gang:
         model = self.new_model(self.tables)
@@ -227,6 +232,7 @@ class Life:
                 keep_last=self.keep_last,
                 policy=self.policy,
                 max_chain=self.max_chain,
+                keep_every_s=self.keep_every_s,
                 grace_s=20.0,
                 budget_bytes=self.draw.choice([None, None, 12_000 * each]),
             )
@@ -238,8 +244,6 @@ class Life:
         gang = Gang(attempt, model, made)
         self.gangs.append(gang)
         return gang
-
-    max_chain = 24
 
     def _train(self, gang: Gang) -> None:
         model, draw = gang.model, np.random.default_rng(self.draw.getrandbits(32))
@@ -419,12 +423,11 @@ class Life:
             self.check_chains()
 
     def check_chains(self) -> None:
-        """Every snapshot that counts can be read, with all below it."""
-        attempts = read_attempts(self.store, 0)
-        for step, attempt in snapshot_keys(self.store):
-            if in_lineage(step, attempt, attempts):
-                chain = load_chain(self.store, SnapshotName(step, attempt))
-                check_present(self.store, Snapshot(self.store, chain).objects)
+        """Every snapshot that retention keeps can be read, with all below it."""
+        rule = Rule(keep_last=self.keep_last, keep_every_s=self.keep_every_s)
+        for name in Retention(self.store, rule).decide().keep:
+            chain = load_chain(self.store, name)
+            check_present(self.store, Snapshot(self.store, chain).objects)
 
     def damage(self) -> None:
         """Flip a bit of one object, cut it short, or remove it."""

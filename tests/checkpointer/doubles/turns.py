@@ -181,7 +181,9 @@ class FailingStore:
         self.store, self._draw = store, draw
         self.uri = store.uri
         self.share = 0.0
-        """Of calls that fail."""
+        """Of calls that fail; some of them begin an outage."""
+        self._down = 0
+        """Calls until the outage is over."""
         self.calls = 0
         self.before: Callable[[int], None] = lambda number: None
         """Called with the number of each call, to end it there."""
@@ -191,9 +193,10 @@ class FailingStore:
         self.before(self.calls)
         self.calls += 1
         fate = self._draw.random()
-        if fate < self.share:
-            if fate < self.share / 3:  # the answer is what gets lost
+        if self.share and (self._down or fate < self.share):
+            if not self._down and fate < self.share / 3:  # the answer is what gets lost
                 work(*arguments)
+            self._down = max(0, self._down - 1) if self._down or fate < self.share * 0.9 else self._draw.randint(1, 30)
             raise StoreUnavailableError("no answer")
         result = work(*arguments)
         Actor.pause()
