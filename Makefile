@@ -56,6 +56,7 @@ bench: $(INSTALLED) ## measure tiers against their peers (BENCH=--quick tries it
 	$(BIN)/python -m benchmarks.training $(BENCH)
 	$(BIN)/python -m benchmarks.tiers $(BENCH)
 	$(BIN)/python -m benchmarks.memory_limit $(filter --quick,$(BENCH))
+	$(BIN)/python -m benchmarks.quantizing $(filter --quick,$(BENCH))
 
 lock: ## write constraints.txt anew (needs uv)
 	{ echo "# Exact versions that were tested together. Made by: make lock"; \

@@ -13,22 +13,13 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from benchmarks.loopback import Service
 from benchmarks.samples import DENSE, IDS
 
 NAMES = ("label", *DENSE, *IDS)
 MISSING_ID = 2**32
 _DIGITS = np.zeros(256, dtype=np.uint8)
 _DIGITS[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Service:
-    """An S3 service."""
-
-    endpoint: str
-    access_key: str
-    secret_key: str
-    region: str
 
 
 @dataclass(frozen=True)

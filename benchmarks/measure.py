@@ -90,6 +90,20 @@ class Pairs:
         return np.array(self.ours) / np.array(self.theirs)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One result, to be printed by ``show``."""
+
+    setting: Described
+    metric: str
+    pairs: Pairs
+    measured: Mapping[str, Any] = field(default_factory=dict)
+
+    def show(self) -> None:
+        """Print it."""
+        report(self.setting, self.metric, self.pairs, **self.measured)
+
+
 def report(setting: Described, metric: str, pairs: Pairs, **more: Any) -> None:
     """Print one line; ``more`` is put beside under ``measured``."""
     line: dict[str, Any] = {

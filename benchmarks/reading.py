@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,13 +21,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.decoders import DECODERS, FILES_ALONE, Columns, Decoded, Origin, Service
+from benchmarks.decoders import DECODERS, FILES_ALONE, Columns, Decoded, Origin
+from benchmarks.loopback import Service, served
 from benchmarks.measure import Pairs, report, tell
 from benchmarks.samples import DENSE, IDS, write_samples
 from dlrm_api.job import DLRMJobSpec, parse_job
 from dlrm_api.names import Env
-from dlrm_api.objects import S3Spec
-from dlrm_checkpointer.store import StoreOptions, open_store
 from dlrm_trainer.data import Reader, open_reader
 
 BUCKET = "samples"
@@ -147,44 +146,10 @@ def _decoded_rows(decode: Callable[[Origin], Columns], origin: Origin) -> int:
     return decode(origin).num_rows
 
 
-@contextmanager
-def served(root: Path) -> Iterator[Service | None]:
-    """An S3 server on this machine; None where there is none."""
-    try:
-        from dlrm_cluster.errors import ClusterError
-        from dlrm_cluster.s3 import VersityGateway
-    except ModuleNotFoundError:
-        tell("NOT MEASURED: s3: run with hack/cluster on PYTHONPATH")
-        yield None
-        return
-    server = VersityGateway(root / "server")
-    try:
-        server.root.mkdir()
-        server.start()
-    except ClusterError as error:
-        tell(f"NOT MEASURED: s3: {error}")
-        yield None
-        return
-    keys = root / "keys"
-    keys.mkdir()
-    (keys / "accessKeyId").write_text(server.access_key)
-    (keys / "secretAccessKey").write_text(server.secret_key)
-    os.environ[Env.DATA_CREDENTIALS_DIR] = str(keys)
-    (server.data / BUCKET).mkdir(parents=True, exist_ok=True)
-    with server:
-        yield Service(
-            endpoint=server.endpoint,
-            access_key=server.access_key,
-            secret_key=server.secret_key,
-            region=server.region,
-        )
-
-
-def upload(path: Path, service: Service, keys: Path) -> Origin:
+def upload(path: Path, service: Service) -> Origin:
     """Put a file into the bucket."""
-    options = StoreOptions(s3=S3Spec(endpoint=service.endpoint), credentials_dir=keys)
-    open_store(f"s3://{BUCKET}", options).put(path.name, path.read_bytes())
-    return Origin(f"s3://{BUCKET}/{path.name}", service)
+    service.store().put(path.name, path.read_bytes())
+    return Origin(f"s3://{service.bucket}/{path.name}", service)
 
 
 def _known(name: str) -> bool:
@@ -207,12 +172,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     rows, repeats = (50_000, 2) if options.quick else (options.rows, options.repeats)
     missing = [name for name in ("polars", "duckdb") if not _known(name)]
-    with tempfile.TemporaryDirectory() as name, served(Path(name)) as service:
+    with tempfile.TemporaryDirectory() as name, served(Path(name), BUCKET) as service:
         folder = Path(name)
+        if service:
+            os.environ[Env.DATA_CREDENTIALS_DIR] = str(service.keys)
         for format_ in DECODERS:
             tell(f"{format_}: writing {rows:,} rows")
             path = write_samples(format_, folder, rows, options.data_dir)
-            origins = [Origin(str(path))] + ([upload(path, service, folder / "keys")] if service else [])
+            origins = [Origin(str(path))] + ([upload(path, service)] if service else [])
             for origin in origins:
                 measure_lines(format_, origin, repeats, lambda setting: fnmatch.fnmatch(setting.name, options.only))
         missing += [] if service else ["s3"]

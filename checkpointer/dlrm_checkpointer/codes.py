@@ -18,12 +18,13 @@ SEARCHES: dict[Bits, tuple[int, int]] = {2: (25, 24), 3: (25, 24), 4: (45, 9), 8
 out. All but one at 2 and 3 bits, a fifth at 4; at 8 bits the whole range is as good."""
 EXPONENTS = range(-112, 113, 16)
 """Of weights that are scaled by a power of two: with smaller ones a weight would not be a float32 number."""
-LARGEST_HALF_WORD = 0x7FE000
-"""The mantissa bits, as a float32's, of 65504, the largest fp16 number."""
-LARGEST_WORD = (127 + 126) << 23
+OF_NO_CLASS = np.int8(-128)
+"""In place of the exponent of a row of zeros, for which any will do."""
 INFINITE_WORD = 255 << 23
-BLOCK_VALUES = 1 << 16
-"""Elements of one pass of numpy: its temporaries stay in the cache."""
+"""The bits of infinity as a float32; NaN is more."""
+NOT_FINITE = "a weight is not finite: the cut is not stored"
+TOO_LARGE = "a weight of 2**126 or more does not fit {} bits: the model has diverged, or use spec.checkpoint.bits 32"
+NOTHING = np.empty(0, np.float16)
 
 
 @dataclass(frozen=True, order=True)
@@ -108,7 +109,7 @@ def row_bytes(bits: Bits, width: int, state_values: int) -> int:
     return weights + 4 * state_values
 
 
-def code_rows(piece: ShardRows, bits: Bits) -> list[CodedRows]:
+def code_rows(piece: ShardRows, bits: Bits, out: NDArray[np.uint8] | None = None) -> list[CodedRows]:
     """Code rows: one ``CodedRows`` for each form that occurs, nearly always one. Equal rows give equal bits.
 
     At 2 to 8 bits a weight that lies in the range of its row's codes comes back within half a scale, plus float
@@ -120,24 +121,38 @@ def code_rows(piece: ShardRows, bits: Bits) -> list[CodedRows]:
     that what is stored is below 2**15; at 16 bits 16 * floor(E / 16), and 16 more where m would pass 65504 then; at
     least -112. Rows of zeros have the exponent that occurs most, of several the least.
 
+    Args:
+        piece: the rows, at least one column wide.
+        bits: of each weight.
+        out: bytes that the codes may be written to, where they are enough: memory that was used before is faster
+            than new memory. What is returned is valid until they are used again.
+
     Raises:
         SnapshotError: names the table and the row of a value that can't be stored.
 
     Source: Eisenman et al., Check-N-Run, NSDI 2022; Guan et al., Post-Training 4-bit Quantization on Embedding
     Tables, 2019.
     """
-    _check_words(piece, piece.state, INFINITE_WORD, "its optimizer state is not finite: the cut is not stored")
+    _check_finite(piece, piece.state, "its optimizer state is not finite: the cut is not stored")
     if bits == 32:
-        _check_words(piece, piece.rows, INFINITE_WORD, NOT_FINITE)
+        _check_finite(piece, piece.rows, NOT_FINITE)
         return [_coded(piece, Form(bits, 0), piece.rows)]
-    if bits == 16:
-        return _halves(piece)
-    return _codes(piece, bits)
+    rows = np.ascontiguousarray(piece.rows)
+    exponents = np.empty(len(rows), np.int8)
+    coded = _halves(piece, rows, exponents, out) if bits == 16 else _codes(piece, rows, bits, exponents, out)
+    return _by_exponent(coded, exponents)
 
 
-def decode_rows(coded: CodedRows) -> ShardRows:
-    """The rows that the codes stand for; at 32 bits a view."""
-    return ShardRows(shard=coded.shard, row_ids=coded.row_ids, rows=_weights(coded), state=coded.state)
+def decode_rows(coded: CodedRows, out: NDArray[np.float32] | None = None) -> ShardRows:
+    """The rows that the codes stand for.
+
+    Args:
+        coded: the codes.
+        out: (at least N, width) memory that the rows are written to; else they are in new memory, and at 32 bits, a
+            view of what is given.
+    """
+    rows = _weights(coded, None if out is None else out[: len(coded.row_ids)])
+    return ShardRows(shard=coded.shard, row_ids=coded.row_ids, rows=rows, state=coded.state)
 
 
 def joined(pieces: Sequence[CodedRows]) -> CodedRows:
@@ -169,11 +184,6 @@ def joined(pieces: Sequence[CodedRows]) -> CodedRows:
     return whole
 
 
-NOT_FINITE = "a weight is not finite: the cut is not stored"
-TOO_LARGE = "a weight of 2**126 or more does not fit {} bits: the model has diverged, or use spec.checkpoint.bits 32"
-NOTHING = np.empty(0, np.float16)
-
-
 def _coded(piece: ShardRows, form: Form, body: NDArray[Any], **more: NDArray[np.float16]) -> CodedRows:
     empty = {"scale": NOTHING, "low": NOTHING}
     return CodedRows(
@@ -181,74 +191,71 @@ def _coded(piece: ShardRows, form: Form, body: NDArray[Any], **more: NDArray[np.
     )
 
 
-def _codes(piece: ShardRows, bits: Bits) -> list[CodedRows]:
+def _room(out: NDArray[np.uint8] | None, shape: tuple[int, int], kind: type[np.generic]) -> NDArray[Any]:
+    size = shape[0] * shape[1] * np.dtype(kind).itemsize
+    if out is None or out.nbytes < size:
+        return np.empty(shape, kind)
+    return out[:size].view(kind).reshape(shape)
+
+
+def _codes(
+    piece: ShardRows, rows: NDArray[np.float32], bits: Bits, exponents: NDArray[np.int8], out: NDArray[np.uint8] | None
+) -> CodedRows:
     from dlrm_checkpointer import quantize  # numba: loaded where there are rows
 
-    rows = np.ascontiguousarray(piece.rows)
-    bins, shrinks = SEARCHES[bits]
-    body = np.empty(body_shape(bits, *rows.shape), np.uint8)
+    body = _room(out, body_shape(bits, *rows.shape), np.uint8)
     scale, low = np.empty(len(rows), np.float16), np.empty(len(rows), np.float16)
-    exponents = np.empty(len(rows), np.int8)
-    halves = scale.view(np.uint16), low.view(np.uint16)
-    bad = quantize.code_rows(rows, bits, bins, shrinks, body, *halves, exponents)
+    bad = quantize.code_rows(rows, bits, *SEARCHES[bits], body, scale.view(np.uint16), low.view(np.uint16), exponents)
     if bad >= 0:
-        _refuse(piece, rows[bad], int(piece.row_ids[bad]), bits)
-    return _by_exponent(_coded(piece, Form(bits, 0), body, scale=scale, low=low), exponents)
+        _refuse(piece, bad, bits)
+    return _coded(piece, Form(bits, 0), body, scale=scale, low=low)
+
+
+def _halves(
+    piece: ShardRows, rows: NDArray[np.float32], exponents: NDArray[np.int8], out: NDArray[np.uint8] | None
+) -> CodedRows:
+    from dlrm_checkpointer import halves
+
+    body = _room(out, body_shape(16, *rows.shape), np.uint16)
+    bad = halves.code_halves(rows, body, exponents)
+    if bad >= 0:
+        _refuse(piece, bad, 16)
+    return _coded(piece, Form(16, 0), body.view(np.float16))
 
 
 def _by_exponent(coded: CodedRows, exponents: NDArray[np.int8]) -> list[CodedRows]:
     """Rows apart by their exponents; those of ``OF_NO_CLASS`` go with the most."""
     bits = coded.form.bits
-    counts = np.bincount(exponents.astype(np.int64) + 128, minlength=256)
+    if len(exponents) and exponents.min() == exponents.max() > OF_NO_CLASS:
+        return [replace(coded, form=Form(bits, int(exponents[0])))]
+    counts = np.bincount(exponents.astype(np.int64) - int(OF_NO_CLASS), minlength=256)
     without, counts[0] = counts[0], 0
-    found = np.flatnonzero(counts) - 128
-    common = int(np.argmax(counts)) - 128 if len(found) else 0
+    found = np.flatnonzero(counts) + int(OF_NO_CLASS)
+    common = int(np.argmax(counts)) + int(OF_NO_CLASS) if len(found) else 0
     if len(found) <= 1:
         return [replace(coded, form=Form(bits, common))]
     if without:
-        exponents = np.where(exponents == -128, np.int8(common), exponents)
+        exponents = np.where(exponents == OF_NO_CLASS, np.int8(common), exponents)
     return [replace(coded.take(np.flatnonzero(exponents == each)), form=Form(bits, int(each))) for each in found]
 
 
-def _halves(piece: ShardRows) -> list[CodedRows]:
-    from dlrm_checkpointer import quantize
-
-    rows = np.ascontiguousarray(piece.rows)
-    words = np.empty(len(rows), np.int32)
-    quantize.largest_words(rows, words)
-    large = words >= LARGEST_WORD
-    if large.any():
-        bad = int(np.argmax(large))
-        _refuse(piece, rows[bad], int(piece.row_ids[bad]), 16)
-    power = (words >> 23) - 127
-    above = (power % 16 == 15) & ((words & 0x7FFFFF) > LARGEST_HALF_WORD)
-    exponents = np.maximum((power >> 4) + above << 4, EXPONENTS[0]).astype(np.int8)
-    exponents[words == 0] = -128
-    pieces = _by_exponent(_coded(piece, Form(16, 0), rows), exponents)
-    return [replace(each, body=_narrowed(each.body, each.form.exponent)) for each in pieces]
-
-
-def _narrowed(rows: NDArray[np.float32], exponent: int) -> NDArray[np.float16]:
-    halves = np.empty(rows.shape, np.float16)
-    for span in _spans(rows):
-        halves[span] = rows[span] * np.float32(2.0**-exponent) if exponent else rows[span]
-    return halves
-
-
-def _weights(coded: CodedRows) -> NDArray[np.float32]:
+def _weights(coded: CodedRows, out: NDArray[np.float32] | None) -> NDArray[np.float32]:
     form = coded.form
-    if form.bits == 32:
+    if form.bits == 32 and out is None:
         return coded.body
-    factor = np.float32(2.0**form.exponent)
-    rows = np.empty((len(coded.row_ids), coded.shard.width), np.float32)
-    if form.bits == 16:
-        for span in _spans(rows):
-            np.multiply(coded.body[span], factor, out=rows[span], dtype=np.float32)
-        return rows
-    from dlrm_checkpointer import packing
+    rows = np.empty((len(coded.row_ids), coded.shard.width), np.float32) if out is None else out
+    body, factor = np.ascontiguousarray(coded.body), np.float32(2.0**form.exponent)
+    if form.bits == 32:
+        rows[:] = body
+    elif form.bits == 16:
+        from dlrm_checkpointer import halves
 
-    steps, lows = coded.scale.astype(np.float32) * factor, coded.low.astype(np.float32) * factor
-    packing.decode(np.ascontiguousarray(coded.body), form.bits, steps, lows, rows)
+        halves.decode_halves(body.view(np.uint16), factor, rows)
+    else:
+        from dlrm_checkpointer import packing
+
+        steps, lows = coded.scale.astype(np.float32) * factor, coded.low.astype(np.float32) * factor
+        packing.decode(body, form.bits, steps, lows, rows)
     return rows
 
 
@@ -265,21 +272,14 @@ def _columns(coded: CodedRows, first: int, last: int) -> NDArray[Any]:
     return body
 
 
-def _spans(rows: NDArray[Any]) -> list[slice]:
-    block = max(1, BLOCK_VALUES // max(rows.shape[1], 1))
-    return [slice(start, start + block) for start in range(0, len(rows), block)]
-
-
-def _check_words(piece: ShardRows, values: NDArray[np.float32], limit: int, problem: str) -> None:
+def _check_finite(piece: ShardRows, values: NDArray[np.float32], problem: str) -> None:
     from dlrm_checkpointer import quantize
 
-    words = np.empty(len(values), np.int32)
-    quantize.largest_words(np.ascontiguousarray(values), words)
-    bad = words >= limit
-    if bad.any():
-        raise SnapshotError(f"table {piece.shard.table}, row {piece.row_ids[int(np.argmax(bad))]}: {problem}")
+    if quantize.largest_word(np.ascontiguousarray(values).reshape(-1).view(np.int32)) >= INFINITE_WORD:
+        bad = piece.row_ids[int(np.argmin(np.isfinite(values).all(axis=1)))]
+        raise SnapshotError(f"table {piece.shard.table}, row {bad}: {problem}")
 
 
-def _refuse(piece: ShardRows, weights: NDArray[np.float32], row: int, bits: Bits) -> None:
-    problem = TOO_LARGE.format(bits) if np.isfinite(weights).all() else NOT_FINITE
-    raise SnapshotError(f"table {piece.shard.table}, row {row}: {problem}")
+def _refuse(piece: ShardRows, place: int, bits: Bits) -> None:
+    problem = TOO_LARGE.format(bits) if np.isfinite(piece.rows[place]).all() else NOT_FINITE
+    raise SnapshotError(f"table {piece.shard.table}, row {piece.row_ids[place]}: {problem}")

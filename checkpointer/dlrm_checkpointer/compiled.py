@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import numba
 import numba.extending
@@ -30,6 +30,11 @@ def compiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Res
     return _compiled(function, frozenset())
 
 
+def compiled_dividing(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """As ``compiled``, and a number divided by zero is infinite or NaN: no branch is in the way of vectors."""
+    return _compiled(function, frozenset(), error_model="numpy")
+
+
 def compiled_freely(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """As ``compiled``, and sums may be made in any order and a product and a sum be rounded as one.
 
@@ -44,12 +49,14 @@ def instruction(function: Callable[..., Any]) -> Callable[..., Any]:
     return cast(Callable[..., Any], numba.extending.intrinsic(function))
 
 
-def _compiled(function: Callable[Parameters, Result], freedom: frozenset[str]) -> Callable[Parameters, Result]:
+def _compiled(
+    function: Callable[Parameters, Result], freedom: frozenset[str], error_model: Literal["python", "numpy"] = "python"
+) -> Callable[Parameters, Result]:
     config = vars(numba.config)
     before = config["CACHE_DIR"]
     config["CACHE_DIR"] = str(_folder(function.__module__.partition(".")[0]))
     try:
-        loop: Any = numba.njit(nogil=True, cache=True, fastmath=set(freedom))(function)
+        loop: Any = numba.njit(nogil=True, cache=True, fastmath=set(freedom), error_model=error_model)(function)
     finally:
         config["CACHE_DIR"] = before
     loop._cache.save_overload = _unless_refused(loop._cache.save_overload)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,15 @@ class ShardRows:
         """Bytes of the three arrays."""
         return self.row_ids.nbytes + self.rows.nbytes + self.state.nbytes
 
+    @property
+    def state_values(self) -> int:
+        """Values of a row's state."""
+        return int(self.state.shape[1])
+
+    def copy_to(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
+        """See ``RowsInPlace``."""
+        rows[:], state[:] = self.rows[start:end], self.state[start:end]
+
     def part(self, start: int, end: int) -> ShardRows:
         """Rows [start, end) of these, counted from 0; views."""
         span = slice(start, end)
@@ -76,8 +85,6 @@ class ShardRows:
             SnapshotError: the shard cuts a column block in two.
         """
         shard, count = self.shard, self.row_ids.shape[0]
-        if shard.table != table.name or shard.row_end > table.rows or shard.column_end > table.dim:
-            raise ValueError(f"{shard}: is no part of table {table.name} of {table.rows} rows x {table.dim} columns")
         values = len(table.state_of(shard.column_start, shard.column_end))
         wanted = {"row_ids": (count,), "rows": (count, shard.width), "state": (count, values)}
         types = {"row_ids": np.int64, "rows": np.float32, "state": np.float32}
@@ -85,10 +92,40 @@ class ShardRows:
             array = getattr(self, name)
             if array.shape != shape or array.dtype != types[name]:
                 raise ValueError(f"{shard}: {name} is {array.dtype}{array.shape}, not {types[name].__name__}{shape}")
-        if count and not (shard.row_start <= self.row_ids[0] and self.row_ids[-1] < shard.row_end):
-            raise ValueError(f"{shard}: row ids {self.row_ids[0]} to {self.row_ids[-1]} lie outside the shard")
-        if count > 1 and not bool((self.row_ids[1:] > self.row_ids[:-1]).all()):
-            raise ValueError(f"{shard}: row ids are not strictly ascending")
+        check_rows(self, table)
+
+
+class RowsInPlace(Protocol):
+    """Some rows of one shard that are still where the trainer keeps them; ``ShardRows`` are such rows too."""
+
+    @property
+    def shard(self) -> ShardId:
+        """The shard."""
+
+    @property
+    def row_ids(self) -> NDArray[np.int64]:
+        """(N,) global row numbers, strictly ascending and inside the shard."""
+
+    @property
+    def state_values(self) -> int:
+        """Values of a row's state."""
+
+    def copy_to(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
+        """Copy rows [start, end) of these, counted from 0, into (end - start, width) and (end - start, S)."""
+
+
+def loaded(place: RowsInPlace) -> ShardRows:
+    """A copy of rows."""
+    count = len(place.row_ids)
+    rows = np.empty((count, place.shard.width), np.float32)
+    state = np.empty((count, place.state_values), np.float32)
+    place.copy_to(0, count, rows, state)
+    return ShardRows(shard=place.shard, row_ids=place.row_ids, rows=rows, state=state)
+
+
+def row_bytes(place: RowsInPlace) -> int:
+    """Bytes of one row, its number and its state."""
+    return 8 + 4 * (place.shard.width + place.state_values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +210,25 @@ class TableMeta:
         """
         blocks = self.blocks_of(column_start, column_end)
         return range(sum(self.state_columns[: blocks.start]), sum(self.state_columns[: blocks.stop]))
+
+
+def check_rows(place: RowsInPlace, table: TableMeta) -> None:
+    """Refuse rows that are not of their table.
+
+    Raises:
+        ValueError: names the shard and what is wrong with it.
+        SnapshotError: the shard cuts a column block in two.
+    """
+    shard, ids = place.shard, place.row_ids
+    if shard.table != table.name or shard.row_end > table.rows or shard.column_end > table.dim:
+        raise ValueError(f"{shard}: is no part of table {table.name} of {table.rows} rows x {table.dim} columns")
+    values = len(table.state_of(shard.column_start, shard.column_end))
+    if place.state_values != values:
+        raise ValueError(f"{shard}: rows have {place.state_values} values of state, not {values}")
+    if len(ids) and not (shard.row_start <= ids[0] and ids[-1] < shard.row_end):
+        raise ValueError(f"{shard}: row ids {ids[0]} to {ids[-1]} lie outside the shard")
+    if len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all()):
+        raise ValueError(f"{shard}: row ids are not strictly ascending")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError
-from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows
-from dlrm_checkpointer.folder import DURABLE_PREFIX, INDEX_FILE, ROWS_FILE, boot_id, budget_lock
+from dlrm_checkpointer.cut import CutMeta, RowsInPlace, ShardId
+from dlrm_checkpointer.folder import (
+    DURABLE_PREFIX,
+    FULL,
+    INDEX_FILE,
+    ROWS_FILE,
+    SPARE_PREFIX,
+    WRITING_PREFIX,
+    boot_id,
+    budget_lock,
+    drop_spare,
+    spare_path,
+)
 
 ALIGNMENT = 64
 ENTRY_BYTES = 512
@@ -25,6 +38,12 @@ HEAD_BYTES = 1_024
 """What an index takes beside its entries and the cut's description."""
 LARGEST_SPARE = 1 << 20
 """Bytes for each rank that rows never take: files are rounded up to pages, and the sidecar writes notes."""
+
+
+TOUCH_BYTES = 256 << 20
+"""Bytes that are allocated ahead at a time."""
+MOST_MAPS = 2
+"""Files that a rank's entries take turns with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +55,8 @@ class Room:
     free: int
     share: int
     """What is one rank's, however much the others want."""
+    spare: int
+    """Part of what is free that is allocated all the same."""
 
 
 class Budget:
@@ -52,6 +73,15 @@ class Budget:
 
     def __init__(self, folder: Path, size: int | None, ranks: int) -> None:
         self.folder, self.size, self.ranks = folder, size, ranks
+        self.maps = Maps()
+
+    def start(self, draft: Draft) -> None:
+        """Make the draft's folder, with the memory of the rank's last entry in it, at most its share of that."""
+        with budget_lock(self.folder):
+            spare = spare_path(self.folder, draft.rank)
+            if self.size is not None and _size(spare) > (share := self._measure(self.size).share):
+                os.truncate(spare, share)
+            draft.start(spare)
 
     def take(self, draft: Draft, unit: int, wanted: int, *, shared: bool) -> int:
         """Take room in the draft for an entry of up to ``wanted`` units (rows) of ``unit`` bytes.
@@ -67,40 +97,86 @@ class Budget:
 
         Raises:
             DeviceError: the budget holds not even one unit.
+            OSError: the device holds no more.
         """
-        if self.size is None:
-            return wanted
         with budget_lock(self.folder):
-            room = self._measure(self.size)
             fixed = ENTRY_BYTES + (0 if draft.taken else draft.head_bytes)
-            least = unit + ENTRY_BYTES + draft.head_bytes
-            if least > room.total:
-                raise DeviceError(
-                    f"{self.folder}: {least} bytes have to be handed over at once, above what the hand-off budget of "
-                    f"{self.size} bytes leaves for them: raise spec.checkpoint.handoffBudget"
-                )
-            free = room.free
-            if shared:
-                most = max(room.share, least)
-                if not draft.taken and free < most:
-                    return 0
-                free = min(free, most - draft.taken)
-            count = min(wanted, (free - fixed) // unit)
-            if count < 1:
-                return 0
-            draft.grow(count * unit + ALIGNMENT, fixed - ALIGNMENT)
+            count = wanted if self.size is None else self._units(self.size, draft, unit, wanted, fixed, shared=shared)
+            if count > 0:
+                self._grow(draft, count * unit + 2 * ALIGNMENT, fixed - 2 * ALIGNMENT)
             return count
 
+    def keeps(self) -> int:
+        """Bytes that one rank's whole cut may hold on to, though it needs less."""
+        if self.size is None:
+            return sys.maxsize
+        with budget_lock(self.folder):
+            return self._measure(self.size).share
+
+    def touch(self, rank: int) -> None:
+        """Have the device allocate a rank's share ahead of its first cut, as far as there is room; returns when it has.
+
+        Pages that a cut must first be given take several times as long to fill. Safe in a thread beside the rank.
+        """
+        if self.size is None:
+            return
+        spare, size = spare_path(self.folder, rank), 0
+        with contextlib.suppress(OSError):
+            while True:
+                with budget_lock(self.folder):
+                    room = self._measure(self.size)
+                    end = min(size + TOUCH_BYTES, room.share)
+                    begun = (self.folder / f"{WRITING_PREFIX}{rank}").exists() or _size(spare) != size
+                    if begun or end == size or end - size + room.spare > room.free:
+                        return
+                    _allocate(spare, size, end)
+                    size = end
+
+    def _units(self, size: int, draft: Draft, unit: int, wanted: int, fixed: int, *, shared: bool) -> int:
+        room = self._measure(size)
+        least = unit + ENTRY_BYTES + draft.head_bytes
+        if least > room.total:
+            raise DeviceError(
+                f"{self.folder}: {least} bytes have to be handed over at once, above what the hand-off budget of "
+                f"{size} bytes leaves for them: raise spec.checkpoint.handoffBudget"
+            )
+        free = room.free + draft.slack
+        if shared:
+            most = max(room.share, least)
+            if not draft.taken and free < most:
+                return 0
+            free = min(free, most - draft.taken)
+        return max(0, min(wanted, (free - fixed) // unit))
+
+    def _grow(self, draft: Draft, rows: int, index: int) -> None:
+        """Grow a draft; spare memory of other ranks, which counts as free, is given back where it stands in the way."""
+        fresh = max(0, rows - draft.slack) + index
+        spares = sorted(self.folder.glob(f"{SPARE_PREFIX}*"), key=_size)
+        if self.size is not None:
+            room = self._measure(self.size)
+            while spares and fresh + sum(map(_size, spares)) > room.free:
+                drop_spare(spares.pop())
+        try:
+            draft.grow(rows, index)
+        except OSError as error:
+            if error.errno not in FULL or not spares:
+                raise
+            for spare in spares:
+                drop_spare(spare)
+            draft.allocate()
+
     def _measure(self, size: int) -> Room:
-        used = noted = 0
+        used = noted = spare = 0
         for entry in self.folder.iterdir():
             if entry.name.startswith(DURABLE_PREFIX):
                 noted += 2 * _size(entry)  # it is written anew beside the old one
+            elif entry.name.startswith(SPARE_PREFIX):
+                spare += _size(entry)
             elif entry.is_dir():
                 with contextlib.suppress(FileNotFoundError):  # the sidecar is removing it
                     used += sum(_size(file) for file in entry.iterdir())
         total = size - self.ranks * min(LARGEST_SPARE, size // (16 * self.ranks)) - noted
-        return Room(total=total, free=total - used, share=total // self.ranks)
+        return Room(total=total, free=total - used, share=total // self.ranks, spare=spare)
 
 
 class Draft:
@@ -111,10 +187,12 @@ class Draft:
         meta: of the cut.
         rank: global rank.
         owned: what the rank stores, of whose rows the cut holds those that changed.
+        maps: the rank's mappings.
     """
 
-    def __init__(self, path: Path, meta: CutMeta, rank: int, owned: Sequence[ShardId]) -> None:
+    def __init__(self, path: Path, meta: CutMeta, rank: int, owned: Sequence[ShardId], maps: Maps) -> None:
         self._path, self._rows, self._index_file = path, path / ROWS_FILE, path / INDEX_FILE
+        self.rank, self._maps = rank, maps
         self._pieces: list[dict[str, Any]] = []
         self._dense: list[dict[str, Any]] | None = None
         shards = [vars(shard) for shard in owned]
@@ -123,60 +201,131 @@ class Draft:
         self.end = 0
         """Bytes of rows.bin that are written."""
         self.taken = 0
-        """Bytes of the budget."""
-        self._taken_rows = 0
+        """Bytes of the budget that it needs."""
+        self._taken_rows = self._allocated = 0
 
-    def start(self) -> None:
-        """Make its folder."""
+    def start(self, spare: Path) -> None:
+        """Make its folder; takes spare memory along where there is some."""
         self._path.mkdir()
+        with contextlib.suppress(FileNotFoundError):
+            spare.rename(self._rows)
         self._rows.touch()
         self._index_file.touch()
+        self._allocated = _size(self._rows)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was copied yet."""
         return not self._pieces and self._dense is None
 
+    @property
+    def slack(self) -> int:
+        """Bytes of rows.bin that the budget counts and it doesn't need."""
+        return self._allocated - self._taken_rows
+
     def grow(self, rows: int, index: int) -> None:
-        """Make the files larger by so many bytes; what isn't written yet reads as zeros."""
+        """Make the files larger by so many bytes, but for what rows.bin has already.
+
+        Raises:
+            OSError: the device is full; ``allocate`` tries again.
+        """
         self.taken += rows + index
         self._taken_rows += rows
-        os.truncate(self._rows, self._taken_rows)
         os.truncate(self._index_file, self.taken - self._taken_rows)
+        self.allocate()
 
-    def add_rows(self, piece: ShardRows) -> None:
-        """Copy a piece."""
-        offset = self._append((piece.row_ids, piece.rows, piece.state))
-        shape = {"rows": len(piece.row_ids), "stateColumns": piece.state.shape[1], "offset": offset}
-        self._pieces.append({"shard": vars(piece.shard), **shape})
+    def allocate(self) -> None:
+        """Have the device allocate what was taken of rows.bin: a mapped page without memory would end the process.
+
+        Raises:
+            OSError: the device is full.
+        """
+        if self._taken_rows > self._allocated:
+            _allocate(self._rows, self._allocated, self._taken_rows)
+            self._allocated = self._taken_rows
+
+    def add_rows(self, place: RowsInPlace, start: int, end: int) -> None:
+        """Copy rows [start, end) of some."""
+        count, width, values = end - start, place.shard.width, place.state_values
+        ids = 8 * count + -8 * count % ALIGNMENT
+        offset = self._next(ids + 4 * count * (width + values))
+        rows_at = offset + ids
+        memory = self._maps.of(self._rows)
+        np.frombuffer(memory, np.int64, count, offset)[:] = place.row_ids[start:end]
+        rows = np.frombuffer(memory, np.float32, count * width, rows_at).reshape(count, width)
+        state = np.frombuffer(memory, np.float32, count * values, rows_at + rows.nbytes).reshape(count, values)
+        place.copy_to(start, end, rows, state)
+        shape = {"rows": count, "stateColumns": values, "offset": offset, "rowsOffset": rows_at}
+        self._pieces.append({"shard": vars(place.shard), **shape})
 
     def add_dense(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Copy the dense state."""
-        self._dense = [
-            {"name": name, "dtype": array.dtype.name, "shape": list(array.shape), "offset": self._append((array,))}
-            for name, array in arrays.items()
-        ]
+        self._dense = []
+        for name, array in arrays.items():
+            offset = self._next(array.nbytes)
+            if array.size:
+                memory = np.frombuffer(self._maps.of(self._rows), array.dtype, array.size, offset)
+                memory[:] = array.reshape(-1)
+            shape = {"dtype": array.dtype.name, "shape": list(array.shape)}
+            self._dense.append({"name": name, **shape, "offset": offset})
 
-    def flip(self, target: Path, number: int) -> None:
-        """Make it slice ``number`` of its cut, whole from the rename that ends this call."""
-        os.truncate(self._rows, self.end)
+    def flip(self, target: Path, number: int, keep: int = 0) -> None:
+        """Make it slice ``number`` of its cut, whole from the rename that ends this call.
+
+        Args:
+            target: its name from then on.
+            number: of the slice.
+            keep: bytes of rows.bin that may stay though it needs less.
+        """
+        os.truncate(self._rows, max(self.end, min(self._allocated, keep)))
         content = {"pieces": self._pieces, "dense": self._dense, "bytes": self.end}
         self._index_file.write_text(json.dumps(self._head | content | {"slice": number, "time": time.time()}))
         with budget_lock(self._path.parent):
             self._path.rename(target)
 
-    def _append(self, arrays: tuple[NDArray[Any], ...]) -> int:
-        """Write arrays one after the other from the next aligned offset, which is returned."""
+    def _next(self, size: int) -> int:
+        """The next aligned offset, of an array that ends the file so far."""
         start = -(-self.end // ALIGNMENT) * ALIGNMENT
-        with self._rows.open("r+b", buffering=0) as file:
-            file.seek(start)
-            for array in arrays:
-                little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-                rest = little.reshape(-1).view(np.uint8).data
-                while rest:
-                    rest = rest[os.write(file.fileno(), rest) :]
-            self.end = max(self.end, file.tell())
+        self.end = start + size
         return start
+
+
+class Maps:
+    """A rank's mappings of its files, which stay from cut to cut: renamed files are the same memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], mmap.mmap] = {}
+
+    def of(self, path: Path) -> mmap.mmap:
+        """All of a file that is not empty, to be written to."""
+        with path.open("r+b") as file:
+            status = os.fstat(file.fileno())
+            key = status.st_dev, status.st_ino
+            memory = self._known.pop(key, None)
+            if memory is not None and len(memory) != status.st_size:
+                memory = _resized(memory, status.st_size)
+            if memory is None:
+                memory = mmap.mmap(file.fileno(), status.st_size)
+        self._known[key] = memory
+        while len(self._known) > MOST_MAPS:
+            self._known.pop(next(iter(self._known)))
+        return memory
+
+
+def _resized(memory: mmap.mmap, size: int) -> mmap.mmap | None:
+    try:
+        memory.resize(size)
+    except BufferError:  # somebody still has a view
+        return None
+    return memory
+
+
+def _allocate(path: Path, start: int, end: int) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.posix_fallocate(descriptor, start, end - start)
+    finally:
+        os.close(descriptor)
 
 
 def dense_bytes(arrays: Mapping[str, NDArray[Any]]) -> int:

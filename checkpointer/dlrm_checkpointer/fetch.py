@@ -20,18 +20,19 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def fetch(store: ObjectStore, entry: ObjectEntry) -> bytes:
+def fetch(store: ObjectStore, entry: ObjectEntry) -> bytearray:
     """An object's bytes.
 
     Raises:
         SnapshotError: it is not there, or is not what the manifest says.
     """
+    body = bytearray(entry.bytes)
     try:
-        body = store.get(entry.key)
+        size = store.get_into(entry.key, memoryview(body))
     except NoInputError as error:
         raise SnapshotError(f"{store.uri}/{entry.key}: an object of the snapshot is missing") from error
-    if len(body) != entry.bytes:
-        raise SnapshotError(f"{store.uri}/{entry.key}: {len(body)} bytes, the manifest says {entry.bytes}")
+    if size != entry.bytes:
+        raise SnapshotError(f"{store.uri}/{entry.key}: {size} bytes, the manifest says {entry.bytes}")
     if hashlib.sha256(body).hexdigest() != entry.sha256:
         raise SnapshotError(f"{store.uri}/{entry.key}: corrupt: its SHA-256 is not the manifest's")
     return body

@@ -9,7 +9,8 @@ slice-<step>-<attempt>-<r>-<n>-<put>/  slice n of a cut that isn't whole yet; as
 durable-<r>.json                     what the sidecar made durable of rank r's slices: it outlives them
 ready-<step>-<attempt>-<r>/          a whole cut: rows.bin, and index.json that says what lies where; or the last
                                      slice of one, with durable.json of those before
-dead-*/                              freed or withdrawn, about to be removed by the sidecar
+dead-<r>-*/                          freed or withdrawn, about to be removed by the sidecar
+spare-<r>.bin                        memory of an entry of rank r that was removed, for its next one: it counts as free
 committed.json                       newest committed snapshot: step, attempt
 refused.json                         a cut that can never be stored: step, attempt, problem
 """
@@ -39,6 +40,7 @@ REFUSED_FILE = "refused.json"
 WRITING_PREFIX = "writing-"
 DURABLE_PREFIX = "durable-"
 DEAD_PREFIX = "dead-"
+SPARE_PREFIX = "spare-"
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors that say that a device, a quota or a file's size limit is full."""
 
@@ -143,15 +145,42 @@ def discard_unfinished(folder: Path, rank: int) -> None:
     with budget_lock(folder):
         for name in ready_slices(folder):
             if name.rank == rank:
-                (folder / str(name)).rename(dead_path(folder))
+                (folder / str(name)).rename(dead_path(folder, rank))
         durable_path(folder, rank).unlink(missing_ok=True)
         parent_path(folder, rank).unlink(missing_ok=True)
-    shutil.rmtree(folder / f"{WRITING_PREFIX}{rank}", ignore_errors=True)
+    remove_entry(folder / f"{WRITING_PREFIX}{rank}", rank)
 
 
-def dead_path(folder: Path) -> Path:
-    """A fresh name for what is to be removed."""
-    return folder / f"{DEAD_PREFIX}{time.monotonic_ns()}-{os.getpid()}"
+def dead_path(folder: Path, rank: int) -> Path:
+    """A fresh name for an entry of a rank that is to be removed."""
+    return folder / f"{DEAD_PREFIX}{rank}-{time.monotonic_ns()}-{os.getpid()}"
+
+
+def spare_path(folder: Path, rank: int) -> Path:
+    """Where the memory of a rank's removed entry is kept."""
+    return folder / f"{SPARE_PREFIX}{rank}.bin"
+
+
+def remove_entry(path: Path, rank: int) -> None:
+    """Remove an entry that nobody reads any more, and keep its memory for the rank's next one."""
+    rows, spare = path / ROWS_FILE, spare_path(path.parent, rank)
+    with budget_lock(path.parent), contextlib.suppress(FileNotFoundError):
+        if not spare.exists() or spare.stat().st_size < rows.stat().st_size:
+            rows.rename(spare)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def sweep_dead(folder: Path) -> None:
+    """Remove every entry that was freed or withdrawn."""
+    for path in folder.glob(f"{DEAD_PREFIX}*"):
+        remove_entry(path, int(path.name.split("-")[1]))
+
+
+def drop_spare(path: Path) -> None:
+    """Give the memory of a spare file back at once, though its rank may have it mapped; under the budget's lock."""
+    with contextlib.suppress(FileNotFoundError):
+        os.truncate(path, 0)
+        path.unlink()
 
 
 def take_lock(path: Path, who: str) -> int:

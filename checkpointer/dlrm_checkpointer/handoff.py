@@ -13,7 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError, DivergedError, TemporaryError
-from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, SnapshotName
+from dlrm_checkpointer.cut import CutMeta, RowsInPlace, ShardId, SnapshotName, check_rows
 from dlrm_checkpointer.draft import Budget
 from dlrm_checkpointer.folder import (
     COMMITTED_FILE,
@@ -71,6 +71,15 @@ class HandOffWriter:
         """Whether a cut can be handed over now: False while an earlier one of this rank waits for the sidecar."""
         return all(name.rank != self.rank for name in ready_cuts(self.folder))
 
+    @property
+    def share(self) -> int | None:
+        """Bytes of the budget that are this rank's, however much the pod's others want; None: there is no budget."""
+        return None if self._budget.size is None else self._budget.size // self._budget.ranks
+
+    def touch(self) -> None:
+        """Have the device allocate this rank's share of the budget, lest the first cut takes longer than later ones."""
+        self._budget.touch(self.rank)
+
     def restored(self, name: SnapshotName | None) -> None:
         """Say which snapshot of the job's own store the state was restored from; None: none."""
         self._restored = name
@@ -101,7 +110,7 @@ class HandOffWriter:
     def put(
         self,
         meta: CutMeta,
-        shards: Iterable[ShardRows],
+        shards: Iterable[RowsInPlace],
         dense: Mapping[str, NDArray[Any]] | None,
         *,
         owned: Sequence[ShardId],
@@ -114,8 +123,8 @@ class HandOffWriter:
 
         Args:
             meta: the same on all ranks.
-            shards: this rank's rows that changed since the cut's parent, in any number of pieces, copied one by one, so
-                that a generator keeps memory small.
+            shards: this rank's rows that changed since the cut's parent, in any number of pieces, which are copied one
+                by one straight into the folder's memory: a generator of rows that are still in place takes no other.
             dense: dense parameters and optimizer state (float32 or int64) on global rank 0, None elsewhere.
             owned: all that the rank stores, also what has no row in the cut; over all ranks each row and column once.
             patience_s: seconds from now after which a cut that doesn't fit is given up; one that fits never waits.
@@ -134,11 +143,11 @@ class HandOffWriter:
         cut = SlicedCut(self.folder, name, meta, owned, self._budget, patience_s)
         try:
             cut.start()
-            for piece in shards:
-                if piece.shard not in owned:
-                    raise ValueError(f"{piece.shard}: is nothing that rank {self.rank} stores")
-                piece.check(tables[piece.shard.table])
-                cut.add_rows(piece)
+            for place in shards:
+                if place.shard not in owned:
+                    raise ValueError(f"{place.shard}: is nothing that rank {self.rank} stores")
+                check_rows(place, tables[place.shard.table])
+                cut.add_rows(place)
             if dense is not None:
                 cut.add_dense(dense)
             given = cut.finish()

@@ -9,7 +9,6 @@ import json
 import mmap
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, SnapshotName
 from dlrm_checkpointer.folder import (
     COMMITTED_FILE,
-    DEAD_PREFIX,
     DURABLE_FILE,
     INDEX_FILE,
     REFUSED_FILE,
@@ -44,6 +42,7 @@ from dlrm_checkpointer.folder import (
     read_json,
     ready_cuts,
     ready_slices,
+    sweep_dead,
     take_lock,
     write_json,
 )
@@ -75,12 +74,12 @@ class ReadyCut:
         """The rows, in the order in which the rank gave them."""
         for piece in self.index["pieces"]:
             shard, count, state = ShardId(**piece["shard"]), piece["rows"], piece["stateColumns"]
-            ids_end = piece["offset"] + 8 * count
-            rows_end = ids_end + 4 * count * shard.width
+            rows_at = piece["rowsOffset"]
+            rows_end = rows_at + 4 * count * shard.width
             yield ShardRows(
                 shard=shard,
                 row_ids=np.frombuffer(self.data, "<i8", count, piece["offset"]),
-                rows=np.frombuffer(self.data, "<f4", count * shard.width, ids_end).reshape(count, shard.width),
+                rows=np.frombuffer(self.data, "<f4", count * shard.width, rows_at).reshape(count, shard.width),
                 state=np.frombuffer(self.data, "<f4", count * state, rows_end).reshape(count, state),
             )
 
@@ -172,7 +171,7 @@ class Inbox:
         try:
             index = json.loads((path / INDEX_FILE).read_text())
             meta, number = CutMeta.from_json(index["meta"]), int(index["slice"])
-            data = _map(path / ROWS_FILE)
+            data = _map(path / ROWS_FILE, int(index["bytes"]))
             whole = len(data) == index["bytes"] and index["boot"] == boot_id()
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SnapshotError(f"{path}: not a whole cut: {error!r}") from error
@@ -194,12 +193,11 @@ class Inbox:
 
     def _kill(self, name: CutName | SliceName) -> None:
         with contextlib.suppress(FileNotFoundError):
-            (self.folder / str(name)).rename(dead_path(self.folder))
+            (self.folder / str(name)).rename(dead_path(self.folder, name.rank))
 
     def sweep(self) -> None:
         """Remove what was freed here, or withdrawn by its rank."""
-        for path in self.folder.glob(f"{DEAD_PREFIX}*"):
-            shutil.rmtree(path, ignore_errors=True)
+        sweep_dead(self.folder)
 
     def durable(self, cut: ReadyCut) -> Durable:
         """What is durable of the slices before this one, or of more where this one was seen to already.
@@ -297,11 +295,11 @@ class Inbox:
         return {rank: str(value["reason"]) for rank, value in markers.items() if value}
 
 
-def _map(path: Path) -> memoryview:
+def _map(path: Path, size: int) -> memoryview:
+    """The first bytes of a file, or all where it is shorter; what follows them is memory kept for later cuts."""
     with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        size = min(size, os.fstat(file.fileno()).st_size)
+        return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)) if size else memoryview(b"")
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ def encode_rows(coded: CodedRows) -> bytes:
     return _save(arrays, meta)
 
 
-def decode_rows(body: bytes, key: str) -> CodedRows:
+def decode_rows(body: bytes | bytearray, key: str) -> CodedRows:
     """Read a chunk; its arrays but for the row numbers are views of ``body``.
 
     Raises:
@@ -120,7 +120,7 @@ def encode_dense(arrays: Mapping[str, NDArray[Any]]) -> bytes:
     return _save(dict(arrays), {"version": OBJECT_VERSION, "kind": "dense"})
 
 
-def decode_dense(body: bytes, key: str) -> dict[str, NDArray[Any]]:
+def decode_dense(body: bytes | bytearray, key: str) -> dict[str, NDArray[Any]]:
     """Read the dense state.
 
     Raises:
@@ -156,7 +156,7 @@ def _save(arrays: dict[str, NDArray[Any]], meta: dict[str, Any]) -> bytes:
     return bytes(save(little, {METADATA_KEY: json.dumps(meta, sort_keys=True, separators=(",", ":"))}))
 
 
-def _load(body: bytes, key: str, kind: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+def _load(body: bytes | bytearray, key: str, kind: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """Header and arrays (views of ``body``); the library would copy, and hides the metadata."""
     try:
         start = HEADER_LENGTH_BYTES + int.from_bytes(body[:HEADER_LENGTH_BYTES], "little")
@@ -165,7 +165,7 @@ def _load(body: bytes, key: str, kind: str) -> tuple[dict[str, Any], dict[str, N
         arrays = {}
         for name, entry in header.items():
             begin, end = (start + offset for offset in entry["data_offsets"])
-            arrays[name] = np.frombuffer(body[begin:end], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+            arrays[name] = np.frombuffer(memoryview(body)[begin:end], DTYPES[entry["dtype"]]).reshape(entry["shape"])
         version, found = int(meta["version"]), meta["kind"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SnapshotError(f"{key}: not a safetensors container of this format: {error!r}") from error

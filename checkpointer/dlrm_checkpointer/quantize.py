@@ -11,25 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.codes import OF_NO_CLASS
+from dlrm_checkpointer.compiled import compiled, compiled_dividing
 from dlrm_checkpointer.number_bits import bits_of, number_of
 from dlrm_checkpointer.packing import SPARE, pack_row
 
 U8, U16, U32, U64, I32, I64, F32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.int64, np.float32
 BLOCK = 64
 """Rows of one pass: they stay in the cache between passes, and numbers of each lie side by side in vectors."""
-OF_LEAST, OF_MOST, OF_LEFT, OF_RIGHT, OF_FACTOR, OF_LOW, OF_STEP = (np.uint64(BLOCK * place) for place in range(7))
+OF_LEAST, OF_MOST, OF_LEFT, OF_RIGHT, OF_FACTOR, OF_LOW, OF_INVERSE = (np.uint64(BLOCK * place) for place in range(7))
 """Where ``lanes`` (7 * BLOCK,) float32 has, of each row of a block: minimum and maximum, bins that the search leaves
-out at both sides, 2**-exponent, low and scale times 2**exponent. It is one array because of several the compiler must
-fear that one is another."""
+out at both sides, 2**-exponent, low times 2**exponent, and one over the scale, or 0. It is one array because of several
+the compiler must fear that one is another."""
 MAGNITUDE = I32(0x7FFFFFFF)
 LEAST, MOST = I32(-(2**31)), I32(2**31 - 1)
 LARGEST_WORD = I32((127 + 126) << 23)
 """2**126 as a float32's bits: with larger ones a range, or what comes back, would overflow."""
 LEAST_EXPONENT = I32(-112)
 """Below it, multiples of fp16's smallest number would no longer be float32 numbers."""
-OF_NO_CLASS = np.int8(-128)
-"""The exponent of a row of zeros: any will do."""
 BIAS, MANTISSA_BITS, CLASS_BITS = I32(127), I32(23), I32(4)
 HALF_LEAST_NORMAL = F32(2.0**-14)
 HALF_REBIAS, HALF_SHIFT, HALF_DROPPED = U32((127 - 15) << 23), U32(13), U32(0x1FFF)
@@ -46,18 +45,16 @@ TWICE_BIAS_WORD = U32(2 * 127 << 23)
 
 
 @compiled
-def largest_words(rows: Any, out: Any) -> None:
-    """The bits of each row's largest magnitude, int32 ``out`` (N,), of float32 ``rows`` (N, W); not finite is more."""
-    width, words = U64(rows.shape[1]), rows.reshape(rows.size).view(np.int32)
-    for i in range(U64(rows.shape[0])):
-        most = I32(0)
-        for j in range(i * width, i * width + width):
-            most = max(most, I32(words[j] & MAGNITUDE))
-        out[i] = most
+def largest_word(words: Any) -> Any:
+    """The bits of the largest magnitude of float32 numbers, given as int32 ``words`` (V,); not finite: more."""
+    most = I32(0)
+    for j in range(U64(words.shape[0])):
+        most = max(most, I32(words[j] & MAGNITUDE))
+    return most
 
 
 @compiled
-def code_rows(rows: Any, bits: Any, bins: Any, shrinks: Any, body: Any, scale: Any, low: Any, exponents: Any) -> int:
+def code_rows(rows: Any, bits: Any, bins: Any, shrinks: Any, body: Any, scale: Any, low: Any, exponents: Any) -> Any:
     """Quantize each row over its own range, or over the best range inside it.
 
     Args:
@@ -95,9 +92,9 @@ def code_rows(rows: Any, bits: Any, bins: Any, shrinks: Any, body: Any, scale: A
             low[first + i], scale[first + i] = halves[i], halves[size + i]
             start = (first + i) * width
             if bits == 8:
-                code_row(values, start, width, lanes[OF_LOW + i], lanes[OF_STEP + i], top, packed, start)
+                code_row(values, start, width, lanes, i, top, packed, start)
             else:
-                code_row(values, start, width, lanes[OF_LOW + i], lanes[OF_STEP + i], top, codes, U64(0))
+                code_row(values, start, width, lanes, i, top, codes, U64(0))
                 pack_row(codes, width, bits, packed, (first + i) * plane)
     return -1
 
@@ -118,12 +115,12 @@ def find_ranges(words: Any, first: Any, count: Any, width: Any, lanes: Any) -> N
 
 
 @compiled
-def find_exponents(lanes: Any, first: Any, count: Any, exponents: Any) -> int:
+def find_exponents(lanes: Any, first: Any, count: Any, exponents: Any) -> Any:
     """Each row's exponent and 2**-exponent; the first row that can't be coded, or -1.
 
     With E = floor(log2 m) of the row's largest magnitude m: 16 * floor((E + 1) / 16), at least -112.
     """
-    bad = -1
+    bad = I64(-1)
     for i in range(count):
         least, most = bits_of(lanes[OF_LEAST + i]), bits_of(lanes[OF_MOST + i])
         word = max(I32(least & MAGNITUDE), I32(most & MAGNITUDE))
@@ -136,9 +133,9 @@ def find_exponents(lanes: Any, first: Any, count: Any, exponents: Any) -> int:
     return bad
 
 
-@compiled
+@compiled_dividing
 def find_scales(lanes: Any, bins: Any, top: Any, halves: Any) -> None:
-    """fp16 bits of all rows' lows (rounded down) and then scales (rounded up), and the float32 numbers of weights."""
+    """fp16 bits of all rows' lows (rounded down) and then scales (rounded up), and what ``code_row`` needs."""
     for i in range(U64(BLOCK)):
         least, most, factor = lanes[OF_LEAST + i], lanes[OF_MOST + i], lanes[OF_FACTOR + i]
         part = (most - least) / F32(bins)
@@ -149,9 +146,9 @@ def find_scales(lanes: Any, bins: Any, top: Any, halves: Any) -> None:
         distance = (most - lanes[OF_RIGHT + i] * part) * factor - bottom
         size = half_size(max(distance, ZERO) / F32(top), HALF_DROPPED)
         halves[U64(BLOCK) + i] = half_bits(size)
-        inverse = number_of(U32(TWICE_BIAS_WORD - bits_of(factor)))
-        lanes[OF_STEP + i] = size * inverse
-        lanes[OF_LOW + i] = bottom * inverse
+        power = number_of(U32(TWICE_BIAS_WORD - bits_of(factor)))
+        lanes[OF_LOW + i] = bottom * power
+        lanes[OF_INVERSE + i] = ONE / size if size > ZERO else ZERO
 
 
 @compiled
@@ -182,11 +179,11 @@ def whole_number(value: Any) -> Any:
 
 
 @compiled
-def code_row(values: Any, start: Any, width: Any, low: Any, step: Any, top: Any, codes: Any, place: Any) -> None:
+def code_row(values: Any, start: Any, width: Any, lanes: Any, lane: Any, top: Any, codes: Any, place: Any) -> None:
     """Codes of one row, whose weights are ``values`` from ``start`` on, one a byte from ``place`` on."""
-    divisor = step if step > ZERO else ONE
+    low, factor, inverse = lanes[OF_LOW + lane], lanes[OF_FACTOR + lane], lanes[OF_INVERSE + lane]
     for j in range(width):
-        code = whole_number((values[start + j] - low) / divisor)
+        code = whole_number((values[start + j] - low) * factor * inverse)
         codes[place + j] = U8(min(max(code, I32(0)), top))
 
 

@@ -16,6 +16,8 @@ from typing import Literal, TypeVar
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 MOST_TRIES = 6
+LONGEST_RUN_S = 60.0
+"""No repeat begins later: a store that hangs holds nobody up for as many timeouts as there are tries."""
 TOKENS = 100.0
 GIVEN_BACK = 0.2
 """Tokens for a call that worked: in the long run at most one call of six is a repeat."""
@@ -36,7 +38,8 @@ class Repeats:
     Args:
         reason_of: why a call that raised this is worth another try; None: it is not.
         on_repeat: told of each repeat before its pause.
-        sleep, draw: the clock and the source of numbers in [0, 1).
+        sleep, clock: how time passes (seconds).
+        draw: the source of numbers in [0, 1).
     """
 
     def __init__(
@@ -45,21 +48,23 @@ class Repeats:
         on_repeat: OnRepeat = count_nothing,
         *,
         sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        self._reason_of, self._on_repeat, self._sleep, self._draw = reason_of, on_repeat, sleep, draw
+        self._reason_of, self._on_repeat = reason_of, on_repeat
+        self._sleep, self._clock, self._draw = sleep, clock, draw
         self._lock = threading.Lock()
         self._tokens = TOKENS
 
     def run(self, call: Callable[[], R]) -> R:
-        """The call's result; what its last try raised, where tries or tokens ran out or another try would not help."""
-        pause = FIRST_PAUSE_S
+        """The call's result; what its last try raised, where tries, time or tokens ran out or none would help."""
+        pause, until = FIRST_PAUSE_S, self._clock() + LONGEST_RUN_S
         for tries_left in reversed(range(MOST_TRIES)):
             try:
                 result = call()
             except Exception as error:
                 reason = self._reason_of(error)
-                if reason is None or not tries_left or not self._take():
+                if reason is None or not tries_left or self._clock() >= until or not self._take():
                     raise
                 self._on_repeat(reason)
                 self._sleep(self._draw() * pause)

@@ -76,6 +76,14 @@ class Snapshot:
             raise SnapshotError(f"{self.uri}: has no table {name}: it is of another model")
         return self._tables[name]
 
+    def last_rows(self) -> dict[str, int]:
+        """Of each table the last row that was ever updated; tables without one are absent."""
+        found: dict[str, int] = {}
+        for manifest in self.chain.manifests:
+            for chunk in manifest.chunks:
+                found[chunk.table] = max(found.get(chunk.table, -1), chunk.last_row)
+        return found
+
     def dense(self) -> dict[str, NDArray[Any]]:
         """Dense parameters and dense optimizer state."""
         entry = self.manifest.dense
@@ -86,15 +94,15 @@ class Snapshot:
 
         Each piece fills a part of the rectangle (``piece.shard``): where the snapshot was written with the
         table's columns split otherwise, a row comes in several pieces. Rows that come in no piece have their
-        initial values and zero state. Rows of fp16 tables are to be rounded to the nearest fp16 value, which changes
-        nothing at 32 bits. Memory is that of a few chunks, and where there is a chain a bit a row and column block.
+        initial values and zero state, those beyond the snapshot's table too. Rows of fp16 tables are to be rounded to
+        the nearest fp16 value, which changes nothing at 32 bits. Memory is that of a few chunks, and where there is a
+        chain a bit a row and column block.
 
         Raises:
-            SnapshotError: no such rows in the model, a cut column block, or an object that is missing or corrupt.
+            SnapshotError: no such table or columns in the model, a cut column block, or an object that is missing or
+                corrupt.
         """
         table = self.table(shard.table)
-        if shard.row_end > table.rows or shard.column_end > table.dim:
-            raise SnapshotError(f"{self.uri}: {shard} lies outside the table's {table.rows} rows x {table.dim} columns")
         table.blocks_of(shard.column_start, shard.column_end)
         layers = [overlapping(entries, shard) for entries in reversed(self.chain.chunks(table.name))]
         pieces = in_parallel(

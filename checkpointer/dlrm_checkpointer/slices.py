@@ -12,7 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DivergedError, TemporaryError
-from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows
+from dlrm_checkpointer.cut import CutMeta, RowsInPlace, ShardId, row_bytes
 from dlrm_checkpointer.draft import Budget, Draft, dense_bytes
 from dlrm_checkpointer.folder import (
     DURABLE_FILE,
@@ -77,7 +77,7 @@ class SlicedCut:
         self._began, self._put = time.monotonic(), time.monotonic_ns()
         self._patience_s = patience_s
         self._path = folder / f"{WRITING_PREFIX}{name.rank}"
-        self._draft = Draft(self._path, meta, name.rank, owned)
+        self._draft = Draft(self._path, meta, name.rank, owned, budget.maps)
         self._flipped = self._sliced_bytes = 0
         self._nbytes = 0
         self._waited_s = 0.0
@@ -85,22 +85,21 @@ class SlicedCut:
 
     def start(self) -> None:
         """Begin to copy."""
-        self._draft.start()
+        self._budget.start(self._draft)
 
-    def add_rows(self, piece: ShardRows) -> None:
-        """Copy a piece, over several slices where it must be.
+    def add_rows(self, place: RowsInPlace) -> None:
+        """Copy rows, over several slices where it must be.
 
         Raises:
             CutAbandonedError: there was no room in time.
             DeviceError: the budget does not hold one row.
         """
-        count = len(piece.row_ids)
-        row_bytes, start = piece.nbytes // max(1, count), 0
+        count, size, start = len(place.row_ids), row_bytes(place), 0
         while start < count:
-            end = start + self._take(row_bytes, count - start)
-            self._draft.add_rows(piece.part(start, end))
+            end = start + self._take(size, count - start)
+            self._draft.add_rows(place, start, end)
             start = end
-        self._nbytes += piece.nbytes
+        self._nbytes += count * size
 
     def add_dense(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Copy the dense state, which stays whole."""
@@ -120,7 +119,8 @@ class SlicedCut:
             if known is None or known["put"] != self._put:
                 raise self._abandoned("the checkpointer dropped its slices, because a newer attempt has started")
             note.rename(self._path / DURABLE_FILE)
-        self._draft.flip(self._folder / str(self._name), self._flipped)
+        keep = 0 if self._flipped else self._budget.keeps()
+        self._draft.flip(self._folder / str(self._name), self._flipped, keep)
         parent_path(self._folder, self._name.rank).unlink(missing_ok=True)  # the whole cut names it
         return HandedOver(nbytes=self._nbytes, slices=self._flipped + 1, waited_s=self._waited_s)
 
@@ -153,8 +153,8 @@ class SlicedCut:
         self._draft.flip(path, self._flipped)
         self._flipped += 1
         self._sliced_bytes += self._draft.end
-        self._draft = Draft(self._path, self._meta, name.rank, self._owned)
-        self._draft.start()
+        self._draft = Draft(self._path, self._meta, name.rank, self._owned, self._budget.maps)
+        self._budget.start(self._draft)
         return path
 
     def _wait(self) -> None:

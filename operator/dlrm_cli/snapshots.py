@@ -1,24 +1,34 @@
-"""``dlrmctl snapshots``: list, show, verify and restore what a job has committed."""
+"""``dlrmctl snapshots``: list, show, verify, restore and prune what a job has committed."""
 
 from __future__ import annotations
 
 import enum
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlrm_api.errors import NoInputError
+from dlrm_api.errors import NoInputError, TemporaryError, UsageError
 
 if TYPE_CHECKING:
     from dlrm_api.progress import SnapshotInfo
     from dlrm_checkpointer.catalog import Listed
     from dlrm_checkpointer.restore import Snapshot
+    from dlrm_checkpointer.retention import Decision
     from dlrm_checkpointer.store import ObjectStore
 
 snapshots = typer.Typer(name="snapshots", help="Look after committed snapshots.", no_args_is_help=True)
+
+
+class Encryption(enum.StrEnum):
+    """Encryption that writes ask of an S3 service, as ``spec.checkpoint.s3.encryption`` says it."""
+
+    NONE = "none"
+    AES256 = "AES256"
+    KMS = "aws:kms"
 
 
 class Form(enum.StrEnum):
@@ -37,6 +47,16 @@ Credentials = Annotated[
     typer.Option(metavar="FOLDER", envvar="DLRM_CREDENTIALS_DIR", help="Folder with accessKeyId and secretAccessKey."),
 ]
 Step = Annotated[int | None, typer.Option(min=0, help="Step of the snapshot; the newest by default.")]
+KeepLast = Annotated[
+    int, typer.Option(min=1, max=1_000, help="Newest snapshots that stay, as spec.checkpoint.retention.keepLast.")
+]
+KeepEvery = Annotated[
+    str | None,
+    typer.Option(metavar="DURATION", help="Beside them one of each such period, as retention.keepEvery."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would go; remove nothing.")]
+Encrypted = Annotated[Encryption, typer.Option("--encryption", help="As spec.checkpoint.s3.encryption.")]
+KmsKey = Annotated[str | None, typer.Option("--kms-key-id", metavar="KEY", help="Key for encryption aws:kms.")]
 Output = Annotated[Form, typer.Option("--output", "-o", help="Form of the answer.")]
 
 
@@ -115,6 +135,65 @@ def restore(
     print(digest)
 
 
+@snapshots.command()
+def prune(
+    uri: Uri,
+    keep_last: KeepLast = 3,
+    keep_every: KeepEvery = None,
+    dry_run: DryRun = False,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    ca_file: CaFile = None,
+    credentials_dir: Credentials = None,
+    encryption: Encrypted = Encryption.NONE,
+    kms_key_id: KmsKey = None,
+    output: Output = Form.TABLE,
+) -> None:
+    """Remove what retention does not keep, now, also while the job runs; and objects that no snapshot needs."""
+    from dlrm_checkpointer.attempts import newest_attempt
+    from dlrm_checkpointer.retention import Retention, Rule
+
+    store = _store(uri, endpoint, region, ca_file, credentials_dir, encryption, kms_key_id)
+    attempt = newest_attempt(store)
+    retention = Retention(store, Rule(keep_last=keep_last, keep_every_s=_seconds(keep_every)))
+    decision = retention.decide()
+    if not decision.keep:
+        raise NoInputError(
+            f"{store.uri}: no snapshot is there that attempt {attempt} could go on from: nothing is removed"
+        )
+    if not dry_run:
+        retention.apply(attempt)
+        if newest_attempt(store) != attempt:
+            raise TemporaryError(f"{store.uri}: a new attempt started meanwhile: run the command again")
+    _print_decision(decision, "would go" if dry_run else "removed", output)
+
+
+def _seconds(keep_every: str | None) -> float | None:
+    """The length of a period as a manifest writes it.
+
+    Raises:
+        UsageError: it is no duration.
+    """
+    from pydantic import ValidationError
+
+    from dlrm_api.checkpoint import RetentionSpec
+
+    try:
+        return RetentionSpec.model_validate({"keepEvery": keep_every}).keep_every
+    except ValidationError as error:
+        raise UsageError(f"--keep-every: {keep_every}: {error.errors(include_url=False)[0]['msg']}") from error
+
+
+def _print_decision(decision: Decision, gone: str, output: Form) -> None:
+    words = {"kept": decision.keep, "needed": sorted(decision.needed, reverse=True), gone: decision.retire}
+    if output is Form.JSON:
+        print(json.dumps({word: [asdict(name) for name in names] for word, names in words.items()}))
+        return
+    for word, names in words.items():
+        for name in names:
+            print(f"{word}: step {name.step}, attempt {name.attempt}")
+
+
 def committed(store: ObjectStore) -> tuple[SnapshotInfo, ...]:
     """Snapshots that can be restored from, oldest first."""
     from dlrm_checkpointer.catalog import list_snapshots
@@ -143,21 +222,35 @@ def _snapshot(store: ObjectStore, step: int | None) -> Snapshot:
 
 
 def _store(
-    uri: str, endpoint: str | None, region: str | None, ca_file: Path | None, credentials_dir: Path | None
+    uri: str,
+    endpoint: str | None,
+    region: str | None,
+    ca_file: Path | None,
+    credentials_dir: Path | None,
+    encryption: Encryption = Encryption.NONE,
+    kms_key_id: str | None = None,
 ) -> ObjectStore:
     """Open the store.
 
     Raises:
         NoInputError: a file or folder that the options name is not there.
-        InvalidSpecError: the URI is neither file:/// nor s3://.
+        InvalidSpecError: the URI is neither file:/// nor s3://, or the options do not describe an S3 service.
     """
-    from dlrm_api.objects import S3Spec
+    from dlrm_api.base import read
+    from dlrm_api.objects import SnapshotS3Spec
     from dlrm_checkpointer.store import StoreOptions, open_store
 
     for option, path in (("--ca-file", ca_file), ("--credentials-dir", credentials_dir)):
         if path is not None and not path.exists():
             raise NoInputError(f"{option}: {path}: no such file or folder: mend the path")
-    s3 = S3Spec(endpoint=endpoint, region=region, ca_file=None if ca_file is None else str(ca_file))
+    given = {
+        "endpoint": endpoint,
+        "region": region,
+        "caFile": ca_file,
+        "encryption": encryption.value,
+        "kmsKeyId": kms_key_id,
+    }
+    s3 = read(SnapshotS3Spec, {name: value for name, value in given.items() if value is not None})
     return open_store(uri, StoreOptions(s3=s3, credentials_dir=credentials_dir))
 
 

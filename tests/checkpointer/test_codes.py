@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +18,7 @@ from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.codes import CodedRows, Form, body_shape, code_rows, decode_rows, joined
 from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
 
+README = Path(__file__).parents[2] / "checkpointer" / "README.md"
 QUANTIZED = [2, 3, 4, 8]
 ALL = [*QUANTIZED, 16, 32]
 FINITE = st.floats(-(2.0**125), 2.0**125, width=32, allow_subnormal=True)
@@ -277,6 +283,81 @@ def test_the_search_lowers_the_error_below_that_of_plain_codes(draw: str, bits: 
 
     error = np.linalg.norm(decode_rows(coded).rows - rows, axis=1).mean()
     assert error <= (1 - gain) * np.linalg.norm(plain - rows, axis=1).mean()
+
+
+@pytest.mark.parametrize("bits", ALL)
+def test_codes_are_those_of_the_readmes_example(bits: Any):
+    coded = code_rows(piece(np.array([[0, 0.1, -0.25, 1, 0.5]])), bits)[0]
+    line = next(line for line in README.read_text().splitlines() if re.match(rf"\| {bits} \| [\d ]*\| `", line))
+    codes, body, scale, low, back = (cell.strip(" `") for cell in line.split("|")[2:-1])
+
+    assert coded.form.exponent == 0
+    assert coded.body.tobytes().hex(" ") == body
+    assert decode_rows(coded).rows[0].tolist() == [float(value) for value in back.split(",")]
+    if bits <= 8:
+        assert unpacked(coded)[0].tolist() == [int(code) for code in codes.split()]
+        assert [f"{half.view(np.uint16)[0]:04x}" for half in (coded.scale, coded.low)] == [scale, low]
+
+
+@pytest.mark.parametrize("bits", ALL)
+def test_memory_that_was_used_before_takes_codes_and_rows(bits: Any):
+    rows = np.random.default_rng(3).uniform(1, 2, (9, 13)).astype(np.float32)
+    out, weights = np.full(10_000, 255, np.uint8), np.full((20, 13), np.nan, np.float32)
+
+    coded, fresh = code_rows(piece(rows), bits, out)[0], code_rows(piece(rows), bits)[0]
+    decoded = decode_rows(coded, weights)
+
+    assert bits == 32 or np.shares_memory(coded.body, out)
+    assert np.shares_memory(decoded.rows, weights)
+    np.testing.assert_array_equal(coded.body, fresh.body)
+    np.testing.assert_array_equal(decoded.rows, decode_rows(fresh).rows)
+    np.testing.assert_array_equal(code_rows(piece(rows), bits, out[:3])[0].body, fresh.body)
+
+
+CODING = """
+import hashlib
+import numpy as np
+from dlrm_checkpointer.codes import code_rows, decode_rows
+from dlrm_checkpointer.cut import ShardId, ShardRows
+
+digest = hashlib.sha256()
+draw = np.random.default_rng(4)
+for width in (1, 7, 64, 100):
+    rows = (draw.laplace(size=(2_000, width)) * 2.0 ** draw.integers(-30, 30, (2_000, 1))).astype(np.float32)
+    shard = ShardId(table="t", row_start=0, row_end=2_000, column_start=0, column_end=width)
+    ids, state = np.arange(2_000), np.ones((2_000, 1), np.float32)
+    for bits in (2, 3, 4, 8, 16):
+        for coded in code_rows(ShardRows(shard=shard, row_ids=ids, rows=rows, state=state), bits):
+            for array in (coded.body, coded.scale, coded.low, decode_rows(coded).rows):
+                digest.update(array.tobytes())
+print(digest.hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_codes_and_weights_have_the_same_bits_on_processors_with_other_vectors():
+    processors = [{}, {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}]
+
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", CODING], env=os.environ | each, capture_output=True, text=True, check=True
+        ).stdout
+        for each in processors
+    ]
+
+    assert len(set(runs)) == 1
+
+
+@pytest.mark.slow
+def test_numba_is_loaded_with_the_first_rows_and_not_before():
+    program = """
+import sys
+import dlrm_checkpointer.__main__
+print("numba" in sys.modules)
+"""
+    command = [sys.executable, "-c", program]
+
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["False"]
 
 
 def test_bytes_are_those_of_the_arrays():

@@ -70,15 +70,15 @@ def test_a_budget_that_cannot_hold_one_row_is_refused_and_nothing_is_left(tmp_pa
 
 def test_a_full_device_is_named_with_the_bytes_and_leaves_nothing(tmp_path: Path, new_model, monkeypatch):
     model, writer = new_model().train(), HandOffWriter(tmp_path, 0, None)
-    real, left = os.write, [3]
+    real, left = os.posix_fallocate, [3]
 
-    def write(descriptor: int, data: bytes) -> int:
+    def allocate(descriptor: int, start: int, size: int) -> None:
         left[0] -= 1
         if left[0] < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(descriptor, data)
+        real(descriptor, start, size)
 
-    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
     with pytest.raises(DeviceError, match=rf"cannot write \d+ bytes to {tmp_path}: No space left on device; free"):
         writer.put(model.meta(1), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), patience_s=1)
     monkeypatch.undo()

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_checkpointer.repeats import FIRST_PAUSE_S, GIVEN_BACK, LONGEST_PAUSE_S, MOST_TRIES, TOKENS, Reason, Repeats
+from dlrm_checkpointer.repeats import (
+    FIRST_PAUSE_S,
+    GIVEN_BACK,
+    LONGEST_PAUSE_S,
+    LONGEST_RUN_S,
+    MOST_TRIES,
+    TOKENS,
+    Reason,
+    Repeats,
+)
 
 
 class OutageError(Exception):
@@ -20,10 +29,13 @@ class Store:
         self.calls, self.failures_left = 0, 0
         self.pauses: list[float] = []
         self.told: list[Reason] = []
-        self.repeats = Repeats(reason_of, self.told.append, sleep=self.pauses.append, draw=lambda: draw)
+        self.now, self.call_s = 0.0, 0.0
+        clock = {"sleep": self.pauses.append, "clock": lambda: self.now}
+        self.repeats = Repeats(reason_of, self.told.append, draw=lambda: draw, **clock)
 
     def call(self) -> int:
         self.calls += 1
+        self.now += self.call_s
         if self.failures_left:
             self.failures_left -= 1
             raise OutageError
@@ -69,6 +81,15 @@ def test_the_last_error_is_raised_when_all_tries_failed():
     with pytest.raises(OutageError):
         store.run(failures=MOST_TRIES)
     assert store.calls == MOST_TRIES
+
+
+def test_a_store_that_hangs_holds_a_caller_up_for_a_bounded_time():
+    store = Store()
+    store.call_s = LONGEST_RUN_S * 0.7
+
+    with pytest.raises(OutageError):
+        store.run(failures=MOST_TRIES)
+    assert store.calls == 2
 
 
 def test_what_another_try_would_not_mend_is_raised_at_once():

@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +20,7 @@ from dlrm_api.errors import DLRMError, NoPermissionError, StoreUnavailableError
 from dlrm_api.objects import S3Spec
 from dlrm_checkpointer import repeats
 from dlrm_checkpointer.repeats import MOST_TRIES, TOKENS
+from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
 
 pytestmark = pytest.mark.cluster
@@ -348,6 +350,36 @@ def test_a_server_that_ignores_ranges_is_refused_by_the_name_of_its_field(store:
 
     with pytest.raises(DLRMError, match=r"spec\.checkpoint\.s3: .* does not answer with ranges"):
         read_into(store, "x", 5)
+
+
+def test_a_read_takes_little_memory_beside_its_buffer(versitygw: Any, tmp_path: Path):
+    (versitygw.data / "bucket").mkdir(parents=True, exist_ok=True)
+    write_keys(tmp_path, versitygw.access_key, versitygw.secret_key)
+    options = StoreOptions(s3=S3Spec(endpoint=versitygw.endpoint), credentials_dir=tmp_path)
+    store = open_store("s3://bucket/job", options)
+    store.put("x", LARGE)
+    buffer = memoryview(bytearray(len(LARGE)))
+    store.get_into("x", buffer)
+    tracemalloc.start()
+
+    store.get_into("x", buffer)
+
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 6 << 20  # two ranges of pieces of 1 MiB, each in a buffer or two on its way
+
+
+def test_the_sidecar_counts_repeats_by_their_reason(plan: Plan, versitygw: Any, tmp_path: Path):
+    status = Status()
+    write_keys(tmp_path, versitygw.access_key, versitygw.secret_key)
+    options = StoreOptions(s3=S3Spec(endpoint=plan.endpoint), credentials_dir=tmp_path, on_repeat=status.store_repeated)
+    plan.faults += [Fault("PUT", refuse(503, "SlowDown")), Fault("PUT", break_before_asking)]
+
+    open_store("s3://bucket/job", options).put("x", b"1")
+
+    for reason in ("throttled", "broken"):
+        name = "dlrm_checkpointer_store_repeats_total"
+        assert status.registry.get_sample_value(name, {"reason": reason}) == 1
 
 
 def test_ranges_of_one_object_are_read_at_the_same_time(store: ObjectStore, plan: Plan):

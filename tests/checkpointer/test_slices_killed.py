@@ -23,7 +23,8 @@ KILLED, FAILED = 9, 1
 NEVER = 1_000_000
 """The trainer changes files about 350 times, the sidecar about 180 times."""
 CHANGES = frozenset({"os.rename", "os.truncate", "os.remove", "os.rmdir", "os.mkdir", "os.link"})
-TIDY = ["budget.lock", "committed.json", "rank-0.lock", "rank-1.lock", "sidecar.lock"]
+SPARES = {"spare-0.bin", "spare-1.bin"}
+TIDY = ["budget.lock", "committed.json", "rank-0.lock", "rank-1.lock", "sidecar.lock", *SPARES]
 """All that a folder holds when nothing waits; markers of ranks that ended well aside."""
 
 
@@ -32,7 +33,7 @@ def in_a_process(work: Callable[[], object], dies_at: int) -> int:
     if pid := os.fork():
         return pid
     try:
-        left, write = [dies_at], os.write
+        left, write, allocate = [dies_at], os.write, os.posix_fallocate
 
         def change(event: str, arguments: tuple[Any, ...]) -> None:
             opened = event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_CREAT
@@ -45,8 +46,14 @@ def in_a_process(work: Callable[[], object], dies_at: int) -> int:
             change("os.link", ())
             return write(descriptor, data[: max(1, len(data) // 2)])
 
+        def allocate_later(descriptor: int, start: int, size: int) -> None:
+            change("os.link", ())
+            allocate(descriptor, start, size)
+            change("os.link", ())
+
         sys.addaudithook(change)
         os.write = write_half  # type: ignore[assignment]
+        os.posix_fallocate = allocate_later
         work()
         os._exit(0)
     except BaseException:

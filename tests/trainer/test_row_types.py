@@ -14,9 +14,10 @@ from gangs import hand_plan, job_document
 
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.tiers import state_values
+from dlrm_checkpointer import objects
+from dlrm_checkpointer.codes import code_rows, decode_rows
 from dlrm_checkpointer.cut import ShardId, ShardRows
 from dlrm_checkpointer.digest import combine, state_digest
-from dlrm_checkpointer.objects import decode_rows, encode_rows
 from dlrm_checkpointer.walk import Block
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import open_reader
@@ -35,7 +36,8 @@ class Stored:
 
     def __init__(self, learner: Learner, bits: int) -> None:
         pieces = list(learner.embeddings.rows_to_save())
-        self.pieces = [decode_rows(encode_rows(piece, bits), "here") for piece in pieces]
+        coded = [each for piece in pieces for each in code_rows(piece, bits)]
+        self.pieces = [decode_rows(objects.decode_rows(objects.encode_rows(each), "here")) for each in coded]
         self.arrays = {name: array.copy() for name, array in learner.dense.arrays().items()}
 
     def shard_rows(self, shard: ShardId) -> Iterator[ShardRows]:
@@ -82,7 +84,7 @@ def digest_of_stored(job: DLRMJob, stored: Stored) -> str:
         pieces = tuple(piece for piece in stored.pieces if piece.shard.table == table.name)
         for piece in pieces:
             piece.check(meta)
-        block = Block(table=meta, start=0, end=table.rows, stored=pieces)
+        block = Block(table=meta, start=0, end=table.rows, stored=tuple((0, piece) for piece in pieces))
         tables.append((table.name, combine([block.digest(*block.fill())])))
     return state_digest(tables, stored.dense())
 

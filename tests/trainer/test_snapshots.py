@@ -12,12 +12,13 @@ from dlrm_api.errors import InvalidSpecError, SnapshotError
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows
 from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.compatible import check_data, check_model, first_change
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.embedding import place
 from dlrm_trainer.embedding.rows import ResidentPart, table_meta
 from dlrm_trainer.evaluate import evaluate
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.snapshots import check_unchanged, first_change, live_digest, model_document, restore
+from dlrm_trainer.snapshots import live_digest, model_document, restore
 
 ALONE = Collectives(0, 1, lambda: "")
 
@@ -142,10 +143,47 @@ def with_table(tmp_path: Path, **values: Any) -> DLRMJob:
     return changed(tmp_path, "model", tables=tables)
 
 
+def check(meta: CutMeta, job: DLRMJob, last_rows: dict[str, int] | None = None) -> bool:
+    """Whether the snapshot's tables have other sizes in the job; raises where it does not fit."""
+    model = model_document(job.spec, learner_of(job))
+    return check_model(meta, last_rows or {}, model, job.spec.model.all_tables(), "file:///store/m.json")
+
+
+def test_a_table_may_get_more_rows_or_lose_ones_that_were_never_trained(tmp_path: Path) -> None:
+    same = {"initializer": {"scale": 0.25}}
+    job = with_table(tmp_path, **same)
+    meta = CutMeta(step=1, samples=64, world_size=1, attempt=1, model=model_document(job.spec, learner_of(job)))
+
+    assert check(meta, with_table(tmp_path, rows=500, **same), {"bags": 119})
+    assert check(meta, with_table(tmp_path, rows=100, **same), {"bags": 99})
+    assert not check(meta, job, {"bags": 119})
+
+
+@pytest.mark.parametrize(
+    ("values", "last_row", "problem"),
+    [
+        ({"rows": 100}, 110, "row 110 was trained and would be lost: give at least 111 rows"),
+        ({"rows": 200, "initializer": {}}, 5, "give initializer.scale 0.25, which is that of the snapshot's 120 rows"),
+        ({"rows": 200, "embedding": {"hash": "mix"}}, 5, "embedding.hash mix gives each id another row"),
+    ],
+)
+def test_another_number_of_rows_is_refused_where_it_would_change_what_was_trained(
+    tmp_path: Path, values: Any, last_row: int, problem: str
+) -> None:
+    job = with_table(tmp_path, initializer={"scale": 0.25})
+    meta = CutMeta(step=1, samples=64, world_size=1, attempt=1, model=model_document(job.spec, learner_of(job)))
+    other = with_table(tmp_path, **({"initializer": {"scale": 0.25}} | values))
+
+    with pytest.raises(SnapshotError) as caught:
+        check(meta, other, {"bags": last_row})
+
+    assert f"table bags has {values['rows']} rows now: " in str(caught.value)
+    assert problem in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("edit", "named"),
     [
-        (lambda path: with_table(path, rows=121), "table bags.rows was 120 and is 121"),
         (lambda path: with_table(path, name="bag", features=["bags"]), "table bag is new"),
         (lambda path: with_table(path, initializer={"kind": "zero"}), "table bags.scale was"),
         (lambda path: with_table(path, dtype="fp16"), "table bags.dtype was fp32 and is fp16"),
@@ -163,7 +201,7 @@ def test_another_model_is_refused_by_the_name_of_what_changed(tmp_path: Path, ed
     meta = CutMeta(step=1, samples=64, world_size=1, attempt=1, model=model_document(job.spec, learner_of(job)))
 
     with pytest.raises(SnapshotError) as caught:
-        check_unchanged(meta, model_document(other.spec, learner_of(other)), {}, "file:///store/m.json")
+        check(meta, other)
 
     assert named in str(caught.value)
     assert "spec.checkpoint.uri" in str(caught.value)
@@ -176,7 +214,7 @@ def test_a_snapshot_from_before_tables_said_their_state_and_type_is_of_an_unchan
 
     meta = CutMeta(step=1, samples=64, world_size=1, attempt=1, model={**model, "tables": older})
 
-    check_unchanged(meta, model, {}, "here")
+    assert not check(meta, job)
 
 
 def test_changed_data_is_refused_and_an_unchanged_job_is_not(tmp_path: Path) -> None:
@@ -186,9 +224,10 @@ def test_changed_data_is_refused_and_an_unchanged_job_is_not(tmp_path: Path) -> 
     reader = {"fingerprint": fingerprint}
     meta = CutMeta(step=1, samples=64, world_size=1, attempt=1, model=model, reader=reader)
 
-    check_unchanged(meta, model, fingerprint, "here")
+    check_data(meta, fingerprint, "here")
+    assert not check(meta, job)
     with pytest.raises(SnapshotError, match=r"data\.files\[0\]\.bytes was 5 and is 6"):
-        check_unchanged(meta, model, {"samples": 10, "files": [{"name": "a", "bytes": 6}]}, "here")
+        check_data(meta, {"samples": 10, "files": [{"name": "a", "bytes": 6}]}, "here")
 
 
 def test_lists_and_tuples_of_json_are_the_same() -> None:

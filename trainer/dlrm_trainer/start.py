@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from dlrm_api.errors import NoInputError
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
 from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.handoff import HandOffWriter
-from dlrm_checkpointer.store import StoreOptions, open_store
+from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
+from dlrm_checkpointer.store import FieldNames, StoreOptions, open_store
 from dlrm_trainer import snapshots
+from dlrm_trainer.compatible import check_data, check_model
 from dlrm_trainer.cuts import CutControl
 from dlrm_trainer.data import Reader
 from dlrm_trainer.embedding import Placement
@@ -24,6 +28,8 @@ from dlrm_trainer.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+RESTORE_FROM_FIELDS = FieldNames(uri="spec.checkpoint.restoreFrom")
+
 
 def open_writer(stack: ExitStack, job: DLRMJob, plan: Plan, settings: Settings, rank: int) -> HandOffWriter | None:
     """The rank's way to the checkpointer, which learns at the end why the rank left; None: no snapshots are taken."""
@@ -34,6 +40,7 @@ def open_writer(stack: ExitStack, job: DLRMJob, plan: Plan, settings: Settings, 
     if budget is None and settings.replica < len(plan.handoff_bytes):
         budget = plan.handoff_bytes[settings.replica]
     writer = HandOffWriter(settings.handoff_dir, rank, budget or None, job.spec.trainer.processes_per_replica)
+    threading.Thread(target=writer.touch, name="touch hand-off", daemon=True).start()
     stack.push(lambda kind, error, _trace: writer.close("ended" if error is None else f"{kind.__name__}: {error}"))
     return writer
 
@@ -63,8 +70,10 @@ def restore_newest(parts: Parts) -> tuple[int, int, dict[str, Any]]:
 
     Raises:
         SnapshotError: none can be used, or it is of another model or of other data.
+        NoInputError: there is none, and none in ``restoreFrom``.
     """
-    checkpoint = parts.job.spec.checkpoint
+    spec = parts.job.spec
+    checkpoint = spec.checkpoint
     if parts.writer is None:
         return 0, 0, {}
     options = StoreOptions(s3=checkpoint.s3, credentials_dir=parts.settings.credentials_dir)
@@ -75,11 +84,40 @@ def restore_newest(parts: Parts) -> tuple[int, int, dict[str, Any]]:
         logger.warning("snapshot passed over: %s", reason)
     snapshot = snapshots.open_start(store, start)
     if snapshot is None:
-        logger.info("no snapshot in %s: starting from step 0", checkpoint.uri)
+        if checkpoint.restore_from is not None:
+            begin_from(parts, checkpoint.restore_from, options)
+        else:
+            logger.info("no snapshot in %s: starting from step 0", checkpoint.uri)
         return start.attempt, 0, {}
-    model = snapshots.model_document(parts.job.spec, parts.learner)
-    snapshots.check_unchanged(snapshot.meta, model, parts.reader.fingerprint, snapshot.uri)
-    snapshots.restore(parts.learner, snapshot)
-    parts.writer.restored(SnapshotName(snapshot.step, snapshot.attempt))
+    check_data(snapshot.meta, parts.reader.fingerprint, snapshot.uri)
+    model = snapshots.model_document(spec, parts.learner)
+    resized = check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)
+    snapshots.restore(parts.learner, snapshot, mark=resized)
+    parts.writer.restored(None if resized else snapshot.name)
     logger.info("restored step %d from %s", snapshot.step, snapshot.uri)
     return start.attempt, snapshot.step, snapshot.meta.metrics
+
+
+def begin_from(parts: Parts, uri: str, options: StoreOptions) -> None:
+    """Take rows, dense parameters and optimizer state of another job's newest snapshot; steps and data begin anew.
+
+    Raises:
+        NoInputError: there is none.
+        SnapshotError: it can't be used, or is of another model.
+    """
+    other = open_store(uri, replace(options, fields=RESTORE_FROM_FIELDS))
+    found: tuple[SnapshotName, ...] | None = None
+    if parts.gang.rank == 0:
+        newest, reasons = newest_snapshot(other)
+        for reason in reasons:
+            logger.warning("snapshot passed over: %s", reason)
+        found = () if newest is None else (newest.name,)
+    names = parts.gang.collectives.broadcast(found)
+    if not names:
+        raise NoInputError(f"spec.checkpoint.restoreFrom: {other.uri} holds no snapshot: mend the URI or leave it out")
+    snapshot = open_snapshot(other, names[0].step, names[0].attempt)
+    spec = parts.job.spec
+    model = snapshots.model_document(spec, parts.learner)
+    check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)
+    snapshots.restore(parts.learner, snapshot, mark=True)
+    logger.info("starting from step 0 with the model of %s", snapshot.uri)

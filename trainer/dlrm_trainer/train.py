@@ -116,6 +116,7 @@ class Training:
         self.loss: float | None = metrics.get("loss")
         self.quality = EvalMetrics.model_validate(metrics["eval"]) if metrics.get("eval") else None
         self.board.update(loss=self.loss, evaluation=self.quality)
+        self.control.watch(parts.learner.embeddings.changed_bytes)
         self.control.restored(step or None)
         first, rank = parts.gang.rank == 0, parts.gang.rank
         self.journal = StepJournal(settings.work_dir, step) if first and settings.work_dir else None
@@ -196,7 +197,7 @@ class Training:
         parts.learner.embeddings.begin_cut(self.step, None if parent is None else parent.step)
         patience_s = self.patience_s if last else parts.settings.collective_timeout_s / 2
         owned = [part.shard for part in parts.learner.embeddings.saved]
-        shards, dense = parts.learner.embeddings.rows_to_save(), parts.learner.dense.arrays() if rank == 0 else None
+        shards, dense = parts.learner.embeddings.rows_in_place(), parts.learner.dense.arrays() if rank == 0 else None
         try:
             given = writer.put(self.cut_meta(parent, now), shards, dense, owned=owned, patience_s=patience_s)
         except CutAbandonedError as error:

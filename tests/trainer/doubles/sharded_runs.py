@@ -13,8 +13,8 @@ import torch.distributed as dist
 from dlrm_api.errors import DivergedError
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
+from dlrm_checkpointer.codes import code_rows, decode_rows
 from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
-from dlrm_checkpointer.restore import clip
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.embedding import place
@@ -36,7 +36,7 @@ class Saved:
         """See ``Snapshot``."""
         for piece in self.pieces:
             if piece.shard.table == shard.table and _overlap(piece.shard, shard):
-                part = clip(piece, shard, self.metas[shard.table])
+                part = decode_rows(code_rows(piece, 32)[0].clip(shard, self.metas[shard.table]))
                 if len(part.row_ids):
                     yield part
 

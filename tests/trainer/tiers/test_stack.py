@@ -14,6 +14,7 @@ from dlrm_api.errors import DeviceError
 from dlrm_api.model import TableSpec
 from dlrm_api.plan import Tier, TierLevel, TierShare
 from dlrm_api.tiers import BLOCK_SLACK
+from dlrm_checkpointer.cut import loaded
 from dlrm_checkpointer.initializer import initial_rows
 from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.rows import table_meta
@@ -274,7 +275,7 @@ def test_a_snapshot_fills_another_stack_with_the_same_rows(
     for part, updates in zip(parts, tables.updates, strict=True):
         part.mark(np.flatnonzero(updates))
     monkeypatch.setattr("dlrm_trainer.embedding.tiers.tables.SCAN_SHARE", scan_share)
-    pieces = list(rows_of_stack(tables.stack, views))
+    pieces = [loaded(each) for each in rows_of_stack(tables.stack, views)]
     for k, spec in enumerate(specs):
         mine = [piece for piece in pieces if piece.shard.table == spec.name]
         others[k].restore(mine)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dlrm_checkpointer.cut import ShardRows
+from dlrm_checkpointer.cut import RowsInPlace
 from dlrm_trainer.embedding.groups import OwnedOptions, make_group
 from dlrm_trainer.embedding.placement import PartGroup, Placement
 from dlrm_trainer.embedding.rows import LocalPart, saved_rows
@@ -152,7 +152,7 @@ class OwnedParts:
         for group in self.groups:
             yield from group.parts
 
-    def saved_rows(self) -> Iterator[ShardRows]:
+    def saved_rows(self) -> Iterator[RowsInPlace]:
         """Every row of every part that changed since the parent of the next cut, once."""
         for group in self.groups:
             if group.stack is None:

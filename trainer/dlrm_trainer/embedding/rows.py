@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Protocol
 
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from dlrm_api.model import TableSpec
 from dlrm_api.tiers import RowOptimizerKind, state_values
-from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
+from dlrm_checkpointer.cut import RowsInPlace, ShardId, ShardRows, TableMeta, loaded
 from dlrm_checkpointer.initializer import initial_rows, table_scale
 from dlrm_trainer.embedding.dirty import DirtyPart
+from dlrm_trainer.embedding.gather import gather
 
 CHUNK_ROWS = 65_536
 """Rows copied at a time, so that a cut or a start needs little memory beside the table."""
@@ -40,15 +42,15 @@ class LocalPart(Protocol):
     def dirty(self) -> DirtyPart:
         """Which of its rows changed since the parent of the next cut."""
 
-    def copies(self, rows: NDArray[np.int64]) -> Iterator[ShardRows]:
-        """Some of its rows, in pieces of at most ``CHUNK_ROWS``.
+    def in_place(self, rows: NDArray[np.int64]) -> RowsInPlace:
+        """Some of its rows, to be copied before any of them is updated.
 
         Args:
             rows: (N,) counted from the part's first row, ascending.
         """
 
-    def held(self) -> Iterator[ShardRows]:
-        """Every row that may have changed since its start, in such pieces."""
+    def held(self) -> Iterator[NDArray[np.int64]]:
+        """Every row that may have changed since its start, as for ``in_place``, at most ``CHUNK_ROWS`` at a time."""
 
     def restore(self, pieces: Iterable[ShardRows]) -> None:
         """Take rows of a snapshot over a part that has just started; marks none of them as changed."""
@@ -81,20 +83,15 @@ class ResidentPart:
         self.state.zero_()
         self.dirty.clear()
 
-    def copies(self, rows: NDArray[np.int64]) -> Iterator[ShardRows]:
+    def in_place(self, rows: NDArray[np.int64]) -> RowsInPlace:
         """See ``LocalPart``."""
-        for start in range(0, len(rows), CHUNK_ROWS):
-            chosen = rows[start : start + CHUNK_ROWS]
-            ids = torch.from_numpy(chosen)
-            values = self.weight[ids].to("cpu", torch.float32).numpy()
-            state = self.state[ids].cpu().numpy()
-            yield ShardRows(shard=self.shard, row_ids=chosen + self.shard.row_start, rows=values, state=state)
+        return ResidentRows(self, rows)
 
-    def held(self) -> Iterator[ShardRows]:
+    def held(self) -> Iterator[NDArray[np.int64]]:
         """See ``LocalPart``: all of them."""
         count = self.shard.row_end - self.shard.row_start
         for first in range(0, count, CHUNK_ROWS):
-            yield from self.copies(np.arange(first, min(first + CHUNK_ROWS, count)))
+            yield np.arange(first, min(first + CHUNK_ROWS, count))
 
     def restore(self, pieces: Iterable[ShardRows]) -> None:
         """See ``LocalPart``."""
@@ -109,16 +106,43 @@ class ResidentPart:
         return self.weight[rows].to("cpu", torch.float32).numpy(), self.state[rows].cpu().numpy()
 
 
-def saved_rows(part: LocalPart) -> Iterator[ShardRows]:
-    """Every row of a part that changed since the parent of the next cut, once; copies."""
+@dataclass(frozen=True)
+class ResidentRows:
+    """Some rows of a resident part; implements ``RowsInPlace``."""
+
+    part: ResidentPart
+    rows: NDArray[np.int64]
+
+    @property
+    def shard(self) -> ShardId:
+        """See ``RowsInPlace``."""
+        return self.part.shard
+
+    @cached_property
+    def row_ids(self) -> NDArray[np.int64]:
+        """See ``RowsInPlace``."""
+        return self.rows + self.part.shard.row_start if self.part.shard.row_start else self.rows
+
+    @property
+    def state_values(self) -> int:
+        """See ``RowsInPlace``."""
+        return self.part.state.shape[1]
+
+    def copy_to(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
+        """See ``RowsInPlace``."""
+        gather(self.part.weight, self.part.state, self.rows[start:end], rows, state)
+
+
+def saved_rows(part: LocalPart) -> Iterator[RowsInPlace]:
+    """Every row of a part that changed since the parent of the next cut, once."""
     for rows in part.dirty.windows():
-        yield from part.copies(rows)
+        yield part.in_place(rows)
 
 
 def bad_rows(part: LocalPart) -> list[int]:
     """Rows that hold a NaN or an infinity, in a value or in their state."""
     found: list[int] = []
-    for piece in part.held():
+    for piece in map(loaded, map(part.in_place, part.held())):
         good = np.isfinite(piece.rows).all(axis=1) & np.isfinite(piece.state).all(axis=1)
         found += piece.row_ids[~good].tolist()
     return sorted(found)
@@ -127,7 +151,7 @@ def bad_rows(part: LocalPart) -> list[int]:
 def largest(part: LocalPart) -> tuple[float, int]:
     """The largest absolute value of any row that may have changed, and that row; (-1, 0) where none has."""
     found = (-1.0, 0)
-    for piece in part.held():
+    for piece in map(loaded, map(part.in_place, part.held())):
         values = np.abs(piece.rows).max(axis=1)
         place = int(values.argmax())
         found = max(found, (float(values[place]), int(piece.row_ids[place])))

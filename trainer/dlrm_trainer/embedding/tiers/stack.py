@@ -220,6 +220,11 @@ class Stack:
         return out
 
     @property
+    def state_values(self) -> int:
+        """Values of a row's state."""
+        return self._row_words - self._dim_words
+
+    @property
     def _dim_words(self) -> int:
         return self._dim if self._dtype == "fp32" else self._dim // 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -14,7 +15,7 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.model import TableSpec
 from dlrm_api.plan import Tier
 from dlrm_api.tiers import BLOCK_SLACK
-from dlrm_checkpointer.cut import ShardId, ShardRows
+from dlrm_checkpointer.cut import RowsInPlace, ShardId, ShardRows
 from dlrm_checkpointer.initializer import table_scale
 from dlrm_trainer.embedding.dirty import DirtyPart
 from dlrm_trainer.embedding.kernels import TableBatch
@@ -120,19 +121,15 @@ class StackedPart:
     def start(self, seed: int) -> None:
         """See ``LocalPart``: the stack knows the seed, and rows start when they are first looked up."""
 
-    def copies(self, rows: NDArray[np.int64]) -> Iterator[ShardRows]:
+    def in_place(self, rows: NDArray[np.int64]) -> RowsInPlace:
         """See ``LocalPart``."""
-        for start in range(0, len(rows), CHUNK_ROWS):
-            part = rows[start : start + CHUNK_ROWS]
-            weights, state = self.stack.values(self.stack.read(part + self.first))
-            yield ShardRows(shard=self.shard, row_ids=part + self.shard.row_start, rows=weights, state=state)
+        return StackedRows(self, rows)
 
-    def held(self) -> Iterator[ShardRows]:
+    def held(self) -> Iterator[NDArray[np.int64]]:
         """See ``LocalPart``: those that were ever looked up."""
         count = self.shard.row_end - self.shard.row_start
         for first in range(0, count, CHUNK_ROWS):
-            rows = self.stack.known(self.number, first, min(first + CHUNK_ROWS, count))
-            yield from self.copies(rows - self.first)
+            yield self.stack.known(self.number, first, min(first + CHUNK_ROWS, count)) - self.first
 
     def restore(self, pieces: Iterable[ShardRows]) -> None:
         """See ``LocalPart``."""
@@ -151,7 +148,37 @@ class StackedPart:
         return int(self.stack.directory.row_starts[self.number])
 
 
-def rows_of_stack(stack: Stack, parts: Sequence[StackedPart]) -> Iterator[ShardRows]:
+@dataclass(frozen=True)
+class StackedRows:
+    """Some rows of a part in a stack; implements ``RowsInPlace``. Nothing may be under way in the stack meanwhile."""
+
+    part: StackedPart
+    rows: NDArray[np.int64]
+
+    @property
+    def shard(self) -> ShardId:
+        """See ``RowsInPlace``."""
+        return self.part.shard
+
+    @cached_property
+    def row_ids(self) -> NDArray[np.int64]:
+        """See ``RowsInPlace``."""
+        return self.rows + self.part.shard.row_start
+
+    @property
+    def state_values(self) -> int:
+        """See ``RowsInPlace``."""
+        return self.part.stack.state_values
+
+    def copy_to(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
+        """See ``RowsInPlace``."""
+        stack, chosen = self.part.stack, self.rows[start:end] + self.part.first
+        for first in range(0, len(chosen), CHUNK_ROWS):
+            part = slice(first, first + CHUNK_ROWS)
+            rows[part], state[part] = stack.values(stack.read(chosen[part]))
+
+
+def rows_of_stack(stack: Stack, parts: Sequence[StackedPart]) -> Iterator[RowsInPlace]:
     """The changed rows of all parts of a stack, each once; those on block storage last, in the order they lie there."""
     number = next((n for n, level in enumerate(stack.levels, start=1) if isinstance(level, BlockLevel)), None)
     stored = 0
@@ -161,7 +188,8 @@ def rows_of_stack(stack: Stack, parts: Sequence[StackedPart]) -> Iterator[ShardR
                 here, places = stack.places_in(number, rows + part.first)
                 stored += len(places)
                 rows = rows[~here]
-            yield from part.copies(rows)
+            if len(rows):
+                yield part.in_place(rows)
     if number is not None and stored:
         level = stack.levels[number - 1]
         assert isinstance(level, BlockLevel)

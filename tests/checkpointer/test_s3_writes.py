@@ -1,14 +1,16 @@
-"""Every write asks for the encryption that the job names, whatever way it goes up."""
+"""What every write carries, whatever way it goes up: the encryption that the job names, and a checksum."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
 from moto import mock_aws
 
+from dlrm_api.errors import StoreUnavailableError
 from dlrm_api.objects import SnapshotS3Spec
 from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
@@ -59,15 +61,51 @@ def test_every_write_names_the_encryption(service: Any, encryption: dict[str, st
     assert (store.get("whole"), store.get("parts"), store.get("new")) == (b"1", LARGE, b"2")
 
 
-def test_without_encryption_no_write_names_any(service: Any):
-    asked: list[str] = []
+def headers_of(store: ObjectStore) -> list[tuple[str, dict[str, Any]]]:
+    """Operation and headers of each call that the store will make; a mocked service shows them no other way."""
+    seen: list[tuple[str, dict[str, Any]]] = []
 
     def look(model: Any, params: dict[str, Any], **_: Any) -> None:
-        asked.extend(name for name in params["headers"] if "server-side-encryption" in name.lower())
+        seen.append((model.name, {name.lower(): value for name, value in params["headers"].items()}))
 
+    store._clients.current().meta.events.register("before-call.s3", look)
+    return seen
+
+
+def test_without_encryption_no_write_names_any(service: Any):
     store = opened()
-    store._clients.current().meta.events.register("before-call.s3", look)  # the one way to see headers of a mocked call
+    seen = headers_of(store)
 
     write_all_ways(store)
 
-    assert asked == []
+    assert [name for _, headers in seen for name in headers if "server-side-encryption" in name] == []
+
+
+def test_over_tls_every_body_travels_with_its_checksum(service: Any):
+    store = opened()
+    seen = headers_of(store)
+
+    write_all_ways(store)
+
+    bodies = [(name, headers) for name, headers in seen if name in ("PutObject", "UploadPart")]
+    assert {name for name, _ in bodies} == {"PutObject", "UploadPart"}
+    assert all("x-amz-checksum-sha256" in headers for _, headers in bodies)
+    begun = [headers for name, headers in seen if name == "CreateMultipartUpload"]
+    assert [headers["x-amz-checksum-algorithm"] for headers in begun] == ["SHA256"]
+
+
+@pytest.mark.cluster
+def test_a_checksum_that_does_not_fit_is_noticed_by_a_real_service(versitygw: Any, tmp_path: Path):
+    (versitygw.data / "bucket").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "accessKeyId").write_text(versitygw.access_key)
+    (tmp_path / "secretAccessKey").write_text(versitygw.secret_key)
+    options = StoreOptions(s3=SnapshotS3Spec(endpoint=versitygw.endpoint), credentials_dir=tmp_path)
+    store = open_store("s3://bucket/job", options)
+    store._signs_bodies = False  # as over TLS
+
+    store.put("parts", LARGE)
+    store._checksum = lambda body: {"ChecksumSHA256": "A" * 43 + "="}
+
+    assert store.get("parts") == LARGE
+    with pytest.raises(StoreUnavailableError, match=r"checksum|Digest"):
+        store.put("whole", b"1")

@@ -1,0 +1,72 @@
+"""A store that knows what was written to it and the most that was ever in it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+from dlrm_checkpointer.store import Body, ObjectInfo, ObjectStore
+
+
+class MeteredStore:
+    """Passes everything on; looks what is there after each object that was put.
+
+    Args:
+        store: the job's.
+    """
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store, self._lock = store, threading.Lock()
+        self.written_bytes = 0
+        self.peak_bytes = 0
+        """Most that a listing ever showed."""
+
+    @property
+    def uri(self) -> str:
+        """The store's own."""
+        return self._store.uri
+
+    def _wrote(self, size: int) -> None:
+        with self._lock:
+            self.written_bytes += size
+            self.peak_bytes = max(self.peak_bytes, sum(info.size for info in self._store.list("")))
+
+    def get(self, key: str) -> bytes:
+        """See ``ObjectStore``, as for all that follows."""
+        return self._store.get(key)
+
+    def get_into(self, key: str, buffer: memoryview) -> int:
+        """Passed on."""
+        return self._store.get_into(key, buffer)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Passed on."""
+        return self._store.get_range(key, start, length)
+
+    def put(self, key: str, body: Body) -> None:
+        """Passed on, and counted."""
+        self._store.put(key, body)
+        self._wrote(len(body))
+
+    def put_if_absent(self, key: str, body: Body) -> bool:
+        """Passed on, and counted where it wrote."""
+        written = self._store.put_if_absent(key, body)
+        if written:
+            self._wrote(len(body))
+        return written
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Passed on."""
+        return self._store.list(prefix)
+
+    def delete(self, key: str) -> None:
+        """Passed on."""
+        self._store.delete(key)
+
+    def size(self, key: str) -> int | None:
+        """Passed on."""
+        return self._store.size(key)
+
+    def sweep_uploads(self, older_than_s: float) -> int:
+        """Passed on."""
+        return self._store.sweep_uploads(older_than_s)

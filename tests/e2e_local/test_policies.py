@@ -1,0 +1,98 @@
+"""Whole jobs under each policy of snapshots, from other jobs' snapshots, and with tables of other sizes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from dlrm_api.names import ExitCode
+from dlrm_checkpointer.catalog import find_snapshot, verify_snapshot
+from dlrm_checkpointer.restore import newest_snapshot
+from dlrm_checkpointer.store import open_store
+from dlrm_checkpointer.walk import snapshot_digest
+
+TABLES = [
+    {"name": "C1", "rows": 300, "dim": 8, "initializer": {"scale": 0.05}},
+    {"name": "C2", "rows": 2_000, "dim": 8, "initializer": {"scale": 0.05}},
+    {"name": "C3", "rows": 50, "dim": 8, "initializer": {"scale": 0.05}},
+]
+
+
+def kinds(local: Any) -> list[str]:
+    listed = json.loads(local.run("list", local.store.as_uri(), "-o", "json", command="snapshots").stdout)
+    return [each["kind"] for each in listed]
+
+
+@pytest.mark.parametrize("policy", ["full", "one-shot", "consecutive", "intermittent"])
+def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one_whatever_the_policy(local: Any, policy: str) -> None:
+    local.write(checkpoint={"policy": policy, "intervalSteps": 5, "retention": {"keepLast": 2}}, data={"epochs": 1})
+    whole = local.done(
+        "--digest", "--workdir", str(local.folder / "other"), "--set", f"spec.checkpoint.uri={local.folder.as_uri()}/o"
+    )
+    process = local.start()
+    deadline = time.monotonic() + 60
+    while len(local.steps()) < 12:
+        assert time.monotonic() < deadline, local.logs()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+
+    resumed = local.done("--digest")
+
+    assert resumed["state_digest"] == whole["state_digest"]
+    snapshot = find_snapshot(open_store(local.store.as_uri()))
+    verify_snapshot(snapshot)
+    assert snapshot_digest(snapshot) == whole["state_digest"]
+    assert ("increment" in kinds(local)) == (policy != "full")
+
+
+def test_a_job_starts_from_another_jobs_snapshot_and_its_own_hold_all_of_it(local: Any) -> None:
+    local.write(data={"epochs": 1})
+    local.done()
+    old, _ = newest_snapshot(open_store(local.store.as_uri()))
+    own = local.folder / "own"
+    local.write(
+        data={"epochs": 1},
+        checkpoint={"uri": own.as_uri(), "restoreFrom": local.store.as_uri(), "intervalSteps": 1_000},
+        training={"maxSteps": 1},
+    )
+
+    result = local.done("--digest", "--workdir", str(local.folder / "second"))
+
+    new, reasons = newest_snapshot(open_store(own.as_uri()))
+    assert (reasons, new.step, new.manifest.kind, new.meta.parent) == ([], 1, "full", None)
+    assert snapshot_digest(new) == result["state_digest"]
+    assert verify_snapshot(new).rows.items() >= verify_snapshot(old).rows.items()
+
+
+def test_a_job_that_is_to_start_from_an_empty_store_says_so(local: Any) -> None:
+    local.write(checkpoint={"restoreFrom": (local.folder / "nowhere").as_uri()})
+
+    finished = local.run()
+
+    assert finished.code == ExitCode.NO_INPUT
+    assert "spec.checkpoint.restoreFrom: " in finished.stderr
+    assert "holds no snapshot" in finished.stderr
+
+
+def test_tables_get_more_rows_between_two_runs_and_lose_none_that_were_trained(local: Any) -> None:
+    local.write(model={"tables": TABLES}, data={"epochs": 1}, training={"maxSteps": 10})
+    local.done()
+    larger = [*TABLES[:1], TABLES[1] | {"rows": 5_000}, TABLES[2]]
+    local.write(model={"tables": larger}, data={"epochs": 1}, training={"maxSteps": 20})
+
+    result = local.done("--digest")
+
+    snapshot, reasons = newest_snapshot(open_store(local.store.as_uri()))
+    assert (reasons, snapshot.step) == ([], 20)
+    assert snapshot.table("C2").rows == 5_000
+    assert snapshot_digest(snapshot) == result["state_digest"]
+
+    local.write(model={"tables": TABLES}, data={"epochs": 1}, training={"maxSteps": 30})
+    refused = local.run()
+    assert refused.code != ExitCode.DONE
+    assert "table C2 has 2000 rows now: row " in refused.stderr

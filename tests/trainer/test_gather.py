@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlrm_trainer.embedding.gather import gather
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dim=st.sampled_from([4, 8, 12, 16, 64]),
+    values=st.integers(0, 9),
+    half=st.booleans(),
+    chosen=st.sets(st.integers(0, 9_999), max_size=300),
+    copies=st.integers(0, 40),
+    shift=st.integers(0, 3),
+)
+def test_chosen_rows_and_their_state_are_copied_bit_for_bit_wherever_they_go(
+    dim: int, values: int, half: bool, chosen: set[int], copies: int, shift: int
+):
+    generator = torch.Generator().manual_seed(dim)
+    weight = torch.randn(10_000, dim, generator=generator).to(torch.float16 if half else torch.float32)
+    state = torch.randn(10_000, values, generator=generator)
+    rows = np.repeat(np.array(sorted(chosen), np.int64), copies)
+    memory = np.full(len(rows) * dim + shift + 1, np.nan, np.float32)
+    out, out_state = memory[shift:-1].reshape(len(rows), dim), np.empty((len(rows), values), np.float32)
+
+    gather(weight, state, rows, out, out_state)
+
+    np.testing.assert_array_equal(out, weight.float().numpy()[rows])
+    np.testing.assert_array_equal(out_state, state.numpy()[rows])
+    assert np.isnan([*memory[:shift], memory[-1]]).all()
