@@ -335,6 +335,17 @@ def small_tables() -> tuple[TableMeta, ...]:
 
 
 @pytest.fixture
+def few_rows() -> tuple[TableMeta, ...]:
+    """Fewer still, for tests that make hundreds of snapshots."""
+    return (
+        table("users", 60, 4),
+        table("items", 30, 8, blocks=2, state=3),
+        table("zero", 5, 4, scale=0, state=0),
+        table("half", 20, 4, dtype="fp16"),
+    )
+
+
+@pytest.fixture
 def all_tables() -> tuple[TableMeta, ...]:
     """Large tables and small ones, of every row optimizer and type."""
     return (*TABLES, *OTHER_TABLES)
