@@ -27,6 +27,8 @@ class Service:
     bucket: str
     keys: Path
     """Folder with the two keys, as a mounted Secret has them."""
+    process: int
+    """Its number."""
 
     def store(self, prefix: str = "", endpoint: str = "") -> ObjectStore:
         """Keys below a prefix of the bucket, reached at another place than the service's own where one is given."""
@@ -53,6 +55,7 @@ def served(root: Path, bucket: str) -> Iterator[Service | None]:
     """A server with an empty bucket; None, and a word about it, where there is none."""
     try:
         from dlrm_cluster.errors import ClusterError
+        from dlrm_cluster.process import ProcessId
         from dlrm_cluster.s3 import VersityGateway
     except ModuleNotFoundError:
         tell("NOT MEASURED: s3: run with hack/cluster on PYTHONPATH")
@@ -72,6 +75,8 @@ def served(root: Path, bucket: str) -> Iterator[Service | None]:
     (keys / "secretAccessKey").write_text(server.secret_key)
     (server.data / bucket).mkdir(parents=True, exist_ok=True)
     with server:
+        identity = ProcessId.read(server.root / f"{server.name}.pid")
+        assert identity is not None, "it runs"
         yield Service(
             endpoint=server.endpoint,
             access_key=server.access_key,
@@ -79,4 +84,5 @@ def served(root: Path, bucket: str) -> Iterator[Service | None]:
             region=server.region,
             bucket=bucket,
             keys=keys,
+            process=identity.pid,
         )

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import restoring, stored_bytes
+from benchmarks import restoring, stored_bytes, uploading
 from benchmarks.loopback import Service, served
 from benchmarks.measure import Line
 
@@ -16,6 +16,7 @@ BUCKET = "snapshots"
 PARTS: dict[str, Callable[[Service, bool], Iterator[Line]]] = {
     "bytes": stored_bytes.lines,
     "restoring": restoring.lines,
+    "uploading": uploading.lines,
 }
 
 

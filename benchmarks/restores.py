@@ -1,0 +1,144 @@
+"""What restores from few bits cost in quality: ``python -m benchmarks.restores [--quick] [--seeds N]``.
+
+For each seed a model is trained once without any restore, and once with each number of restores at each number of bits:
+training stops at evenly spaced steps, rows that changed since the last restore are replaced by what their codes stand
+for, as a snapshot gives them back, and training goes on. Data, order and start are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from scipy import stats
+
+from benchmarks.measure import tell
+from benchmarks.shapes import Shape, job_of, split_placement
+from dlrm_api.checkpoint import Bits
+from dlrm_api.job import DLRMJobSpec
+from dlrm_checkpointer.codes import code_rows, decode_rows
+from dlrm_checkpointer.cut import ShardId, ShardRows
+from dlrm_checkpointer.policy import bits_for
+from dlrm_trainer import metrics
+from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.data import Batch, open_reader
+from dlrm_trainer.embedding.rows import loaded
+from dlrm_trainer.learner import Learner
+
+SHAPE = Shape(tables=8, rows=50_000, batch=1_024, bottom=(64, 64), top=(64, 1))
+ROW_RATE, DENSE_RATE = 0.05, 0.02
+SAMPLES, EVAL_SAMPLES = 400_000, 100_000
+BITS: tuple[Bits, ...] = (2, 3, 4, 8)
+RESTORES = (0, 1, 3, 20)
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Data:
+    """Drawn once for all runs of a seed."""
+
+    train: Sequence[Batch]
+    evaluation: Sequence[Batch]
+
+
+def spec_of(seed: int, samples: int, eval_samples: int) -> DLRMJobSpec:
+    """The job: row-wise Adagrad, labels from a planted teacher."""
+    spec = job_of(SHAPE).spec
+    training, data = spec.training, spec.data
+    rows = training.row_optimizer.model_copy(update={"learning_rate": ROW_RATE})
+    dense = training.dense_optimizer.model_copy(update={"learning_rate": DENSE_RATE})
+    training = training.model_copy(update={"row_optimizer": rows, "dense_optimizer": dense, "seed": seed})
+    synthetic = data.synthetic.model_copy(update={"samples": samples, "eval_samples": eval_samples})
+    data = data.model_copy(update={"synthetic": synthetic})
+    return spec.model_copy(update={"training": training, "data": data})
+
+
+def draw(spec: DLRMJobSpec) -> Data:
+    """All batches of an epoch and of the evaluation set."""
+    found = []
+    for split in ("train", "eval"):
+        with closing(open_reader(spec, split, 0, 1)) as reader:
+            found.append(list(reader.iterate(0, reader.batches_per_epoch)))
+    return Data(*found)
+
+
+def train(spec: DLRMJobSpec, data: Data, bits: Bits, restores: int) -> float:
+    """Normalized entropy of the evaluation set after an epoch with so many restores."""
+    learner = Learner(spec, split_placement(SHAPE, 1, "table"), Collectives(0, 1, lambda: ""))
+    learner.start(spec.training.seed)
+    stops = [len(data.train) * number // (restores + 1) for number in range(restores + 2)]
+    before: int | None = None
+    for begin, end in pairwise(stops):
+        for batch in data.train[begin:end]:
+            prepared = learner.prepare(learner.send(batch))
+            learner.apply(learner.compute(prepared, len(batch.labels), factor=1.0))
+        if end < len(data.train):
+            restore(learner, end, before, bits)
+            before = end
+    logits = torch.cat([learner.logits(batch) for batch in data.evaluation]).double().numpy()
+    labels = torch.cat([batch.labels for batch in data.evaluation]).double().numpy()
+    learner.embeddings.close()
+    return metrics.evaluate(logits, labels, len(data.train)).ne
+
+
+def restore(learner: Learner, step: int, before: int | None, bits: Bits) -> None:
+    """Give each row that changed since the last restore the value of its codes; others have theirs already."""
+    learner.embeddings.begin_cut(step, before)
+    pieces: dict[ShardId, list[ShardRows]] = {}
+    for place in learner.embeddings.rows_to_save():
+        pieces.setdefault(place.shard, []).extend(map(decode_rows, code_rows(loaded(place), bits)))
+    for part in learner.embeddings.local:
+        part.restore(pieces.get(part.shard, ()))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """One line a number of bits and of restores: the quality that it loses against fp32 with the same seed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few samples and seeds: does it run here?")
+    parser.add_argument("--seeds", type=int, default=5)
+    options = parser.parse_args(arguments)
+    samples, eval_samples, seeds = (30_000, 5_000, 2) if options.quick else (SAMPLES, EVAL_SAMPLES, options.seeds)
+    found: dict[tuple[Bits, int], list[float]] = {(bits, count): [] for bits in BITS for count in RESTORES}
+    exact = []
+    for seed in range(seeds):
+        spec = spec_of(seed, samples, eval_samples)
+        data = draw(spec)
+        exact.append(train(spec, data, 32, 0))
+        tell(f"seed {seed}: normalized entropy {exact[-1]:.5f}")
+        assert train(spec, data, 32, max(RESTORES)) == exact[-1], "a restore at 32 bits changes nothing"
+        for (bits, restores), entropies in found.items():
+            entropies.append(train(spec, data, bits, restores) if restores else exact[-1])
+    for (bits, restores), entropies in found.items():
+        print(json.dumps(line(bits, restores, entropies, exact, samples)), flush=True)
+    return 0
+
+
+def line(
+    bits: Bits, restores: int, entropies: Sequence[float], exact: Sequence[float], samples: int
+) -> dict[str, object]:
+    """What is printed of some restores at some bits: entropies, and those without a restore, seed by seed."""
+    gaps = np.array(entropies) / np.array(exact) - 1
+    return {
+        "benchmark": "restores",
+        "setting": {"bits": bits, "restores": restores, "dim": SHAPE.dim, "samples": samples},
+        "metric": "normalized_entropy",
+        "ours": round(float(np.mean(entropies)), 5),
+        "against": "uninterrupted-fp32",
+        "theirs": round(float(np.mean(exact)), 5),
+        "gap_percent": round(100 * float(gaps.mean()), 4),
+        "gap_percent_error": round(100 * float(stats.t.ppf((1 + CONFIDENCE) / 2, len(gaps) - 1) * stats.sem(gaps)), 4),
+        "seed_noise_percent": round(100 * float(np.std(exact, ddof=1) / np.mean(exact)), 4),
+        "rule_chooses_bits": bits_for(restores),
+        "seeds": len(exact),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

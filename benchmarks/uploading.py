@@ -1,0 +1,310 @@
+"""What training loses to a snapshot until it is durable, and to a slow store: a part of ``benchmarks.snapshots``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import psutil
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+
+from benchmarks.loopback import Service
+from benchmarks.measure import Line, Pairs, tell
+from benchmarks.saved_job import SHARED_MEMORY
+from benchmarks.shapes import Batches, Shape, job_of, popularity_of, quick, split_placement
+from benchmarks.sides import Trained
+from benchmarks.slow_link import LOOPBACK, slow_link
+from dlrm_api.checkpoint import Bits
+from dlrm_api.names import Env
+from dlrm_checkpointer.attempts import claim_attempt
+from dlrm_checkpointer.cut import CutMeta
+from dlrm_checkpointer.handoff import HandOffWriter
+from dlrm_checkpointer.restore import newest_snapshot
+from dlrm_trainer.data import Batch
+from dlrm_trainer.embedding.rows import table_meta
+from dlrm_trainer.learner import Learner
+
+BITS: Bits = 8
+TOUCHED = 0.26
+"""Of the rows, between two cuts; evenly drawn."""
+AFTER = 10
+"""Steps that still count once a snapshot is durable: what comes behind it may take time too."""
+SLOWED = 10
+"""Times that the slow store takes what the other does."""
+PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Of a line about training beside an upload."""
+
+    rows: int
+    tables: int
+    against: str
+    dim: int = 64
+    bits: Bits = BITS
+    policy: str = "intermittent"
+    benchmark: ClassVar[str] = "snapshots"
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """See ``measure.Described``."""
+        return {
+            "bits": self.bits,
+            "policy": self.policy,
+            "dim": self.dim,
+            "tables": self.tables,
+            "rows": self.rows,
+            "touched": TOUCHED,
+            "threads": torch.get_num_threads(),
+        }
+
+
+class Saving(Protocol):
+    """A way to save a model."""
+
+    def begin(self) -> None:
+        """Do what training waits for."""
+
+    def durable(self) -> bool:
+        """Whether all that was begun would survive a crash."""
+
+
+class Training:
+    """Real steps of one rank, all rows in memory, on a few batches in turn; every row has a value and a state."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._side = Trained(shape, split_placement(shape, 1, "table"), None)
+        self._side.learner.start(shape.seed)
+        self._side.fill()
+        batches = Batches(shape, popularity_of("zipf-1.05", shape.rows, Path()))
+        self._batches: Sequence[Batch] = batches.draw(0, 16)
+        self._random = np.random.default_rng(shape.seed)
+        self.shape, self.steps = shape, 0
+
+    @property
+    def learner(self) -> Learner:
+        """What is trained."""
+        return self._side.learner
+
+    def step(self) -> float:
+        """Train on one batch: seconds."""
+        batch = self._batches[self.steps % len(self._batches)]
+        self.steps += 1
+        return self._side.run([batch])
+
+    def touch(self) -> None:
+        """Have a share of all rows count as updated, beside those that steps did update."""
+        for part in self.learner.embeddings.local:
+            part.dirty.mark(np.flatnonzero(self._random.random(self.shape.rows) < TOUCHED))
+
+    def undisturbed_s(self, steps: int) -> float:
+        """Seconds of a step beside which nothing is saved: the mean, since that is what a long run is made of."""
+        return float(np.mean([self.step() for _ in range(steps)]))
+
+    def beside(self, saving: Saving) -> tuple[float, list[float]]:
+        """Save, and train until it is durable and a little longer: seconds in all, and those of each step."""
+        self.touch()
+        taken: list[float] = []
+        started, left = time.perf_counter(), AFTER
+        saving.begin()
+        while left:
+            taken.append(self.step())
+            left -= saving.durable()
+        return time.perf_counter() - started, taken
+
+    def lost_s(self, saving: Saving, steps: int) -> float:
+        """Seconds of training that a save costs, by the steps before it."""
+        alone = self.undisturbed_s(steps)
+        seconds, taken = self.beside(saving)
+        return seconds - len(taken) * alone
+
+
+class Sidecar:
+    """Cuts, and the checkpointer in a process of its own that stores them.
+
+    Args:
+        training: whose cuts.
+        service: with the store.
+        prefix: of the store's keys.
+        endpoint: where the service is reached.
+    """
+
+    def __init__(self, training: Training, service: Service, prefix: str, endpoint: str) -> None:
+        self._training, self._learner = training, training.learner
+        self._attempt = claim_attempt(service.store(prefix), None, "")
+        self.folder = Path(tempfile.mkdtemp(dir=SHARED_MEMORY))
+        size = training.shape.table_bytes * 3 // 2 + (64 << 20)
+        self._writer = HandOffWriter(self.folder, 0, size)
+        self._writer.touch()
+        job = job_of(training.shape).model_dump(mode="json", by_alias=True, exclude_none=True)
+        job["spec"]["checkpoint"] |= {
+            "uri": f"s3://{service.bucket}/{prefix}",
+            "s3": {"endpoint": endpoint},
+            "bits": BITS,
+            "policy": "intermittent",
+            "retention": {"keepLast": 1},
+        }
+        (self.folder / "job.json").write_text(json.dumps(job))
+        env = {Env.HANDOFF_DIR: str(self.folder), Env.CREDENTIALS_DIR: str(service.keys)}
+        command = [sys.executable, "-m", "dlrm_checkpointer", "--job", str(self.folder / "job.json")]
+        port = {Env.CHECKPOINTER_PORT: str(_free_port())}
+        self._process = subprocess.Popen(command, env={**os.environ, **env, **port}, stderr=subprocess.DEVNULL)
+        self._step, self._began = 0, 0.0
+        self.took_s = 0.0
+        """From the newest cut to its commit."""
+
+    def begin(self) -> None:
+        """As a rank makes a cut."""
+        shape, learner = self._training.shape, self._learner
+        self._step, self._began, self.took_s = self._training.steps, time.monotonic(), 0.0
+        parent = self._writer.begin(self._attempt)
+        learner.embeddings.begin_cut(self._step, None if parent is None else parent.step)
+        tables = [table_meta(part.table, shape.seed, learner.row_optimizer) for part in learner.embeddings.local]
+        meta = CutMeta(
+            step=self._step,
+            samples=self._step * shape.batch,
+            world_size=1,
+            attempt=self._attempt,
+            parent=parent,
+            time=time.time(),
+            model={"tables": [table.to_json() for table in tables]},
+        )
+        owned = [part.shard for part in learner.embeddings.saved]
+        shards, dense = learner.embeddings.rows_to_save(), learner.dense.arrays()
+        self._writer.put(meta, shards, dense, owned=owned, patience_s=PATIENCE_S)
+
+    def durable(self) -> bool:
+        """Whether the snapshot is committed."""
+        if self._process.poll() is not None:
+            raise RuntimeError(f"the checkpointer ended with {self._process.returncode}")
+        committed = self._writer.committed_step() == self._step
+        if committed and not self.took_s:
+            self.took_s = time.monotonic() - self._began
+        return committed
+
+    @property
+    def cpu_s(self) -> float:
+        """Of the checkpointer, since its start."""
+        return cpu_s(self._process.pid)
+
+    def close(self) -> None:
+        """End the checkpointer, give the memory back."""
+        self._writer.close("measured")
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(PATIENCE_S)
+        self._process.kill()
+        self._process.wait()
+        shutil.rmtree(self.folder)
+
+
+class AsyncSave:
+    """``torch.distributed.checkpoint.async_save`` of all of the model into files that are synced."""
+
+    def __init__(self, learner: Learner, folder: Path) -> None:
+        self._folder = folder
+        self._state: dict[str, Any] = {"dense": {n: torch.from_numpy(a) for n, a in learner.dense.arrays().items()}}
+        for part in learner.embeddings.local:
+            self._state[part.table.name] = {"weight": part.weight, "state": part.state}  # type: ignore[attr-defined]
+        self._done: Callable[[], bool] = lambda: True
+
+    def begin(self) -> None:
+        """Until it returns."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        saving = async_save(self._state, storage_writer=FileSystemWriter(self._folder), no_dist=True)
+        assert not isinstance(saving, AsyncSaveResponse)
+        self._done = saving.done
+
+    def durable(self) -> bool:
+        """Whether all files are written and synced."""
+        return self._done()
+
+
+def lines(service: Service, quick_run: bool) -> Iterator[Line]:
+    """Time lost to a save against that of dcp, in turn; then steps beside an upload to a slow store.
+
+    Args:
+        service: with the store.
+        quick_run: a small model.
+    """
+    shape = quick(Shape()) if quick_run else replace(Shape(), rows=100_000)
+    steps, repeats = (10, 2) if quick_run else (30, 5)
+    training = Training(shape)
+    training.undisturbed_s(steps)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        ours = Sidecar(training, service, "uploading/fast", service.endpoint)
+        stack.callback(ours.close)
+        setting = Setting(rows=shape.rows, tables=shape.tables, against="dcp-async-save")
+        tell(f"time lost until a snapshot is durable: {shape.tables * shape.rows:,} rows")
+        yield lost(training, ours, AsyncSave(training.learner, scratch / "dcp"), service, setting, steps, repeats)
+        snapshot, _ = newest_snapshot(service.store("uploading/fast"), verify=False)
+        assert snapshot is not None, "it was committed just now"
+        rate = snapshot.manifest.total_bytes / ours.took_s
+        slow = stack.enter_context(slow_link(service.endpoint, rate / SLOWED))
+        late = Sidecar(training, service, "uploading/slow", slow)
+        stack.callback(late.close)
+        tell(f"steps beside an upload at {rate / SLOWED / 1e6:.1f} MB/s")
+        yield beside_slow(training, late, replace(setting, against="undisturbed"), repeats)
+
+
+def lost(
+    training: Training, ours: Sidecar, theirs: AsyncSave, service: Service, setting: Setting, steps: int, repeats: int
+) -> Line:
+    """The line of time lost; the first round, whose snapshot is full, is not counted.
+
+    What the server itself computes is no part of a real training machine's work: it is taken off, as if all cores could
+    have trained meanwhile, and shown.
+    """
+    pairs, spent = Pairs(), {"server_cpu_ms": [0.0], "sidecar_cpu_ms": [0.0], "durable_after_ms": [0.0]}
+    for repeat in range(-1, repeats):
+        before = cpu_s(service.process), ours.cpu_s
+        mine = training.lost_s(ours, steps)
+        server, sidecar = cpu_s(service.process) - before[0], ours.cpu_s - before[1]
+        other = training.lost_s(theirs, steps)
+        if repeat < 0:
+            continue
+        pairs.add(1_000 * (mine - server / len(os.sched_getaffinity(0))), 1_000 * other)
+        for name, seconds in zip(spent, (server, sidecar, ours.took_s), strict=True):
+            spent[name].append(1_000 * seconds)
+    measured = {name: float(np.median(each[1:])) for name, each in spent.items()}
+    return Line(setting=setting, metric="lost_ms", pairs=pairs, measured=measured)
+
+
+def beside_slow(training: Training, late: Sidecar, setting: Setting, repeats: int) -> Line:
+    """The line of step times beside an upload that takes long, the cut itself not counted."""
+    pairs, uploads = Pairs(), []
+    training.beside(late)
+    for _ in range(repeats):
+        _, taken = training.beside(late)
+        alone = training.undisturbed_s(len(taken))
+        pairs.add(1_000 * float(np.mean(taken)), 1_000 * alone)
+        uploads.append(1_000 * late.took_s)
+    measured = {"durable_after_ms": float(np.median(uploads)), "slowed": SLOWED}
+    return Line(setting=setting, metric="step_ms", pairs=pairs, measured=measured)
+
+
+def cpu_s(process: int) -> float:
+    """Seconds of processor time that a process took."""
+    times = psutil.Process(process).cpu_times()
+    return float(times.user + times.system)
+
+
+def _free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as server:
+        return int(server.getsockname()[1])
