@@ -14,7 +14,7 @@ from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.chain import Chain, load_chain
 from dlrm_checkpointer.codes import CodedRows, code_rows
 from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
-from dlrm_checkpointer.diff import updates
+from dlrm_checkpointer.differences import updates
 from dlrm_checkpointer.fetch import fetch, in_parallel
 from dlrm_checkpointer.manifest import CHUNKS, PARTS, ChunkEntry, ObjectEntry
 from dlrm_checkpointer.merge import chunk_rows
@@ -193,11 +193,11 @@ class _Part:
         entry = self._put_object(f"gone-{len(self._tombstones):06d}", encode_row_numbers(table.name, numbers))
         self._tombstones.append(GoneEntry.model_validate({**entry, "table": table.name, "rows": len(numbers)}))
 
-    def _put_object(self, name: str, body: bytes) -> dict[str, str | int]:
+    def _put_object(self, name: str, body: bytes | bytearray) -> dict[str, str | int]:
         self._place.before_put()
         sha256 = hashlib.sha256(body).hexdigest()
         key = delta_object_key(self._plan, self._place.pod, name, sha256)
-        self._place.target.put(key, body)
+        self._place.target.put(key, memoryview(body))
         self._place.on_put(len(body))
         return {"key": key, "bytes": len(body), "sha256": sha256}
 

@@ -23,6 +23,7 @@ from dlrm_checkpointer.life import Backoff
 from dlrm_checkpointer.publication import (
     PLAN_KEY,
     TRIES,
+    Delta,
     DeltaPlan,
     Published,
     delta_key,
@@ -79,6 +80,7 @@ class Publisher:
         self._wanted: SnapshotName | None = None
         self._used: frozenset[SnapshotName] | None = None
         self._plan: DeltaPlan | None = None
+        self._tried: SnapshotName | None = None
         self._look_s = FIRST_LOOK_S
         self._thread = threading.Thread(target=self._work, name="publisher", daemon=True)
         self._thread.start()
@@ -139,7 +141,7 @@ class Publisher:
                 self._note_used(None)
                 pause = backoff.next(hurried=False)
                 if not isinstance(error, TemporaryError):
-                    self._forget()
+                    self._forget(self._tried)
             self._wake.wait(pause)
             self._wake.clear()
 
@@ -148,10 +150,10 @@ class Publisher:
         sequence, newest = newest_delta(self._target)
         self._note_used(newest)
         with self._lock:
-            wanted = self._wanted
+            wanted = self._tried = self._wanted
         if wanted is None:
             return None
-        if newest and _order(newest.delta.name) >= _order(wanted):
+        if newest and _order(newest.delta.name) >= _order(wanted) and self._is_there(newest.delta):
             self._plan = None
             self._note_used(newest)
             if self._terms.pod == 0:
@@ -183,9 +185,10 @@ class Publisher:
         mine = (wanted.attempt, self._terms.pods, sequence + 1, newest.link if newest else None)
         return (plan.attempt, plan.pods, plan.sequence, plan.previous) == mine
 
-    def _is_there(self, plan: DeltaPlan) -> bool:
+    def _is_there(self, published: DeltaPlan | Delta) -> bool:
+        """Whether its snapshot is one of the job's store: deltas may be older than the store is."""
         try:
-            return load_chain(self._snapshots, plan.name).links[-1].sha256 == plan.snapshot
+            return load_chain(self._snapshots, published.name).links[-1].sha256 == published.snapshot
         except (NoInputError, SnapshotError):
             return False
 
@@ -245,16 +248,17 @@ class Publisher:
         if parts is None:
             return False
         problems = [part.problem for part in parts if part.problem]
-        if problems and plan.full:
+        if problems and plan.full and plan.name == wanted:
             raise SnapshotError(f"step {plan.step} is not published: {problems[0]}")
         if problems:
-            logger.warning("the delta is made full", extra={"step": plan.step, "why": problems[0]})
-            self._make_plan(wanted, *newest_delta(self._target), full=True)
+            logger.warning("the delta is planned anew", extra={"step": plan.step, "why": problems[0]})
+            self._make_plan(wanted, *newest_delta(self._target), full=plan.name == wanted)
             return True
         delta = delta_of(plan, load_chain(self._snapshots, plan.name), parts)
         if newest_attempt(self._snapshots) > plan.attempt:
             return True
-        if self._target.put_if_absent(delta_key(delta.sequence), delta.encode()):
+        key, body = delta_key(delta.sequence), delta.encode()
+        if self._target.put_if_absent(key, body) or self._target.get(key) == body:
             logger.info("delta published", extra={"sequence": delta.sequence, "step": delta.step, "full": delta.full})
             self._status.published(delta)
         return True
@@ -268,10 +272,10 @@ class Publisher:
                     used.add(link.name)
             self._used = frozenset(used)
 
-    def _forget(self, name: SnapshotName | None = None) -> None:
-        """Nothing is left to be done for a snapshot, or for any."""
+    def _forget(self, name: SnapshotName | None) -> None:
+        """Nothing is left to be done for a snapshot; a newer one may have come meanwhile."""
         with self._lock:
-            if name is None or self._wanted == name:
+            if self._wanted == name:
                 self._wanted = None
 
 

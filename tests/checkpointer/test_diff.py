@@ -15,7 +15,8 @@ from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.catalog import list_snapshots
 from dlrm_checkpointer.cut import SnapshotName
-from dlrm_checkpointer.diff import diff_snapshots, differences, updates
+from dlrm_checkpointer.diff import diff_snapshots
+from dlrm_checkpointer.differences import differences, updates
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.restore import Snapshot, open_snapshot
 from dlrm_checkpointer.walk import walk_table
@@ -42,7 +43,7 @@ def test_differences_are_those_of_every_row_and_updates_lead_from_one_snapshot_t
 ):
     """Random policies, shardings and a rollback, so that either snapshot may be the older one or of another life."""
     monkeypatch.setattr("dlrm_checkpointer.merge.CHUNK_BYTES", data.draw(st.sampled_from([700, 32 << 20])))
-    monkeypatch.setattr("dlrm_checkpointer.diff.BLOCK_ROWS", data.draw(st.sampled_from([7, 64, 65_536])))
+    monkeypatch.setattr("dlrm_checkpointer.differences.BLOCK_ROWS", data.draw(st.sampled_from([7, 64, 65_536])))
     root = tmp_path_factory.mktemp("diff")
     store, model, at = FileStore(root / "store"), new_model(small_tables), None
     bits = data.draw(st.sampled_from([32, 8]))
@@ -123,6 +124,10 @@ class Counted:
     def get(self, key: str) -> bytes:
         self.read.add(key)
         return self._store.get(key)
+
+    def get_into(self, key: str, buffer: memoryview) -> int:
+        self.read.add(key)
+        return self._store.get_into(key, buffer)
 
 
 def test_what_a_chain_grew_by_is_all_that_updates_read(tmp_path: Path, files: FileStore, new_model, new_pod):

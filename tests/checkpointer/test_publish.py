@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from dlrm_api.errors import StoreUnavailableError, UsageError
+from dlrm_api.errors import NoPermissionError, StoreUnavailableError, UsageError
 from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.catalog import find_snapshot
 from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.follow import Follower
-from dlrm_checkpointer.publication import newest_delta, read_delta, sequences
+from dlrm_checkpointer.publication import newest_delta, read_delta, read_plan, sequences
 from dlrm_checkpointer.restore import Snapshot, open_snapshot, snapshot_keys
 from dlrm_checkpointer.walk import walk_table
 
@@ -83,7 +83,7 @@ def test_random_lives_rollbacks_and_lost_deltas_end_with_the_snapshot_that_was_p
     data, tmp_path_factory, new_model, new_pod, small_tables, monkeypatch
 ):
     monkeypatch.setattr("dlrm_checkpointer.merge.CHUNK_BYTES", data.draw(st.sampled_from([700, 32 << 20])))
-    monkeypatch.setattr("dlrm_checkpointer.diff.BLOCK_ROWS", data.draw(st.sampled_from([7, 65_536])))
+    monkeypatch.setattr("dlrm_checkpointer.differences.BLOCK_ROWS", data.draw(st.sampled_from([7, 65_536])))
     root = tmp_path_factory.mktemp("lives")
     store, target = FileStore(root / "store"), FileStore(root / "deltas")
     keep_last = data.draw(st.sampled_from([1, 2, 3, 100]))
@@ -310,7 +310,7 @@ def test_a_sidecar_ends_in_time_while_the_publishers_store_is_away(
 ):
     failing = Failing(target)
     failing.away.set()
-    pod = new_pod(tmp_path / "pod", files, target=failing, grace_s=0.3)
+    pod = new_pod(tmp_path / "pod", files, target=failing, grace_s=1)
 
     pod.commit(new_model(small_tables).train(), claim_attempt(files, None, "test"))
 
@@ -378,6 +378,83 @@ def test_a_previous_snapshot_that_is_damaged_makes_the_next_delta_full(
 
     assert (did[0].what, did[0].sequence) == ("full", 2)
     assert_is(tmp_path / "out", find_snapshot(files))
+
+
+def test_deltas_go_on_where_the_jobs_store_was_begun_anew(
+    tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
+):
+    """Steps and attempts of the store before were greater: they say nothing of the new one's."""
+    for store, steps in ((FileStore(tmp_path / "before"), 3), (files, 1)):
+        model = new_model(small_tables)
+        pod = new_pod(tmp_path / f"pod{steps}", store, policy="consecutive", target=target)
+        attempt = claim_attempt(store, None, "test")
+        for _ in range(steps):
+            pod.commit(model.train(), attempt)
+        pod.end()
+
+    did = Follower(target, tmp_path / "out").catch_up()
+
+    assert [(each.what, each.sequence, each.step) for each in did] == [("full", 4, 1)]
+    assert_is(tmp_path / "out", find_snapshot(files))
+
+
+@pytest.mark.slow
+def test_a_publisher_killed_at_any_write_goes_on_to_the_same_tables(
+    tmp_path: Path, new_model, new_pod, dying, small_tables
+):
+    """Enumerated: its store answers nothing more after one write, after two, and so on; then it starts again."""
+
+    class Dead(dying):
+        def _alive(self) -> None:
+            if self.writes_left < 0:
+                raise NoPermissionError("gone for good: nobody waits for it")
+
+    tables = tuple(replace(table, rows=min(table.rows, 20)) for table in small_tables[:2])
+    deaths = 0
+    while True:
+        root = tmp_path / str(deaths)
+        store, target = FileStore(root / "store"), FileStore(root / "deltas")
+        model, attempt = new_model(tables), claim_attempt(store, None, "test")
+        pod = new_pod(root / "pod", store, policy="consecutive", target=target, publish_keep_last=2)
+        for _ in range(2):
+            pod.commit(model.train(), attempt)
+        pod.target = Dead(target, deaths)
+        pod.commit(model.train(), attempt)
+        survived = pod.target.writes_left >= 0
+        pod.target = target
+        pod.commit(model.train(), attempt)
+
+        Follower(target, root / "out").catch_up()
+
+        assert_is(root / "out", find_snapshot(store))
+        assert len(sequences(target)) == 2
+        keys = {e.key for number in sequences(target) for e in objects_of(read_delta(target, number).delta)}
+        assert {info.key for info in target.list("chunks/")} == keys
+        if survived:
+            break
+        deaths += 1
+
+    assert deaths > 5
+
+
+def test_no_object_of_a_delta_is_put_while_a_cut_is_stored(
+    tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
+):
+    pod = new_pod(tmp_path / "pod", files)
+    attempt = claim_attempt(files, None, "test")
+    pod.commit(new_model(small_tables).train(), attempt)
+    pod.target = target
+    publisher = pod.publisher()
+
+    with publisher.held_back():
+        publisher.offer(SnapshotName(1, attempt))
+        wait_for(lambda: read_plan(target) is not None)
+        time.sleep(0.2)
+        during = list(target.list("chunks/"))
+    wait_for(lambda: sequences(target) == [1])
+    publisher.close()
+
+    assert during == []
 
 
 def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path, target: FileStore):

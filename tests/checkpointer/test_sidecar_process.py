@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from dlrm_api.progress import CheckpointerProgress
 from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.catalog import list_snapshots, verify_snapshot
 from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.follow import Follower
 from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
 from dlrm_checkpointer.walk import snapshot_digest
 
@@ -44,11 +46,11 @@ def job(uri: str, processes: int = 1, **checkpoint: object) -> dict[str, object]
 class Started:
     """One sidecar process on ``<root>/pod`` and ``<root>/store``."""
 
-    def __init__(self, root: Path, processes: int = 1, **env: str) -> None:
+    def __init__(self, root: Path, processes: int = 1, checkpoint: dict[str, object] | None = None, **env: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
-        (root / "job.json").write_text(json.dumps(job(f"file://{root}/store", processes)))
+        (root / "job.json").write_text(json.dumps(job(f"file://{root}/store", processes, **(checkpoint or {}))))
         self.log = root / "termination.json"
         settings = {
             "DLRM_HANDOFF_DIR": str(root / "pod"),
@@ -88,7 +90,7 @@ class Started:
 def start(tmp_path: Path) -> Iterator:
     started: list[Started] = []
 
-    def run(**env: str) -> Started:
+    def run(**env: Any) -> Started:
         started.append(Started(tmp_path, **env))
         return started[-1]
 
@@ -121,6 +123,23 @@ def test_it_commits_answers_and_ends_with_its_trainer(tmp_path: Path, files: Fil
     assert "checkpointer INFO snapshot committed step=1 attempt=1 bytes=" in errors
     left = CheckpointerProgress.model_validate_json(sidecar.log.read_text())
     assert (left.committed_step, left.reason) == (1, "TrainersEnded: rank 0: done")
+
+
+def test_it_publishes_where_the_job_asks_for_it(tmp_path: Path, files: FileStore, new_model, new_pod, start):
+    model, pod = new_model(), new_pod(tmp_path / "pod", files)
+    attempt = claim_attempt(files, None, "test")
+    sidecar = start(checkpoint={"publish": {"uri": f"file://{tmp_path}/deltas", "bits": 8}})
+    for _ in range(2):
+        pod.cut(model.train(), attempt)
+        assert pod.writers[0].wait_idle(20)
+    pod.end("done")
+    code, errors = sidecar.end()
+
+    did = Follower(FileStore(tmp_path / "deltas"), tmp_path / "out").catch_up()
+
+    assert code == 0, errors
+    assert did[-1].step == 2
+    assert "checkpointer INFO delta published" in errors
 
 
 @pytest.mark.slow
@@ -159,6 +178,7 @@ def test_kill_9_of_the_sidecar_at_random_moments_loses_no_cut(
 TRAINER = """
 import importlib.util, sys, time
 from pathlib import Path
+from typing import Any
 spec = importlib.util.spec_from_file_location("helpers", sys.argv[1])
 helpers = importlib.util.module_from_spec(spec)
 sys.modules["helpers"] = helpers
