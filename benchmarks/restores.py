@@ -23,13 +23,12 @@ from benchmarks.measure import tell
 from benchmarks.shapes import Shape, job_of, split_placement
 from dlrm_api.checkpoint import Bits
 from dlrm_api.job import DLRMJobSpec
-from dlrm_checkpointer.codes import code_rows, decode_rows
-from dlrm_checkpointer.cut import ShardId, ShardRows
+from dlrm_checkpointer.codes import CodedRows, code_rows
+from dlrm_checkpointer.cut import ShardId, loaded
 from dlrm_checkpointer.policy import bits_for
 from dlrm_trainer import metrics
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch, open_reader
-from dlrm_trainer.embedding.rows import loaded
 from dlrm_trainer.learner import Learner
 
 SHAPE = Shape(tables=8, rows=50_000, batch=1_024, bottom=(64, 64), top=(64, 1))
@@ -85,15 +84,17 @@ def train(spec: DLRMJobSpec, data: Data, bits: Bits, restores: int) -> float:
     logits = torch.cat([learner.logits(batch) for batch in data.evaluation]).double().numpy()
     labels = torch.cat([batch.labels for batch in data.evaluation]).double().numpy()
     learner.embeddings.close()
-    return metrics.evaluate(logits, labels, len(data.train)).ne
+    quality = metrics.evaluate(logits, labels, len(data.train)).ne
+    assert quality is not None, "both labels occur"
+    return quality
 
 
 def restore(learner: Learner, step: int, before: int | None, bits: Bits) -> None:
     """Give each row that changed since the last restore the value of its codes; others have theirs already."""
     learner.embeddings.begin_cut(step, before)
-    pieces: dict[ShardId, list[ShardRows]] = {}
-    for place in learner.embeddings.rows_to_save():
-        pieces.setdefault(place.shard, []).extend(map(decode_rows, code_rows(loaded(place), bits)))
+    pieces: dict[ShardId, list[CodedRows]] = {}
+    for place in learner.embeddings.rows_in_place():
+        pieces.setdefault(place.shard, []).extend(code_rows(loaded(place), bits))
     for part in learner.embeddings.local:
         part.restore(pieces.get(part.shard, ()))
 
