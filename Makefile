@@ -9,7 +9,10 @@ WORKDIR ?= runs/quickstart
 PYTEST ?= $(BIN)/python -m pytest
 export PYTHONPATH := hack/cluster
 
-.PHONY: help quickstart test test-fast lint format generate bench lock cluster-up cluster-down clean
+SCHEDULES ?= 5000
+SEED ?= 0
+
+.PHONY: help quickstart test test-fast soak lint format generate bench lock cluster-up cluster-down clean
 help: ## what each verb does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
@@ -29,6 +32,9 @@ test: $(INSTALLED) ## every test: the quick ones on all cores, then the slow one
 
 test-fast: $(INSTALLED) ## the quick tests alone
 	$(PYTEST) -m "not slow and not e2e" -n 2
+
+soak: $(INSTALLED) ## jobs in random faults: SCHEDULES of them from SEED on
+	SOAK_SCHEDULES=$(SCHEDULES) SOAK_SEED=$(SEED) $(PYTEST) -s --show-capture=no tests/checkpointer/test_soak.py
 
 lint: $(INSTALLED) ## formatting, lints, types, import contracts, generated files
 	$(BIN)/ruff format --check .
@@ -50,6 +56,7 @@ bench: $(INSTALLED) ## measure tiers against their peers (BENCH=--quick tries it
 	$(BIN)/python -m benchmarks.training $(BENCH)
 	$(BIN)/python -m benchmarks.tiers $(BENCH)
 	$(BIN)/python -m benchmarks.memory_limit $(filter --quick,$(BENCH))
+	$(BIN)/python -m benchmarks.quantizing $(filter --quick,$(BENCH))
 
 lock: ## write constraints.txt anew (needs uv)
 	{ echo "# Exact versions that were tested together. Made by: make lock"; \

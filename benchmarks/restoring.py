@@ -124,7 +124,7 @@ def part_of(table: TableMeta) -> ResidentPart:
 def restore(snapshot: Snapshot, parts: Sequence[ResidentPart]) -> None:
     """As a rank does that starts."""
     for part in parts:
-        part.restore(snapshot.shard_rows(part.shard))
+        part.restore(snapshot.shard_codes(part.shard))
     snapshot.dense()
 
 

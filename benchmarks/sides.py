@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.shapes import Batches, Shape, job_of
 from dlrm_api.tiers import state_values
+from dlrm_checkpointer.codes import code_rows
 from dlrm_checkpointer.cut import ShardRows
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch
@@ -72,12 +73,15 @@ class Trained:
         self.learner.embeddings.settle()
         for part in self.learner.embeddings.local:
             pieces = (
-                ShardRows(
-                    shard=part.shard,
-                    row_ids=np.arange(first, min(first + PIECE, self.shape.rows)),
-                    rows=rows[: self.shape.rows - first],
-                    state=state[: self.shape.rows - first],
-                )
+                code_rows(
+                    ShardRows(
+                        shard=part.shard,
+                        row_ids=np.arange(first, min(first + PIECE, self.shape.rows)),
+                        rows=rows[: self.shape.rows - first],
+                        state=state[: self.shape.rows - first],
+                    ),
+                    32,
+                )[0]
                 for first in range(0, self.shape.rows, PIECE)
             )
             part.restore(pieces)

@@ -19,11 +19,12 @@ from dlrm_checkpointer.endpoint import Endpoint
 from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.logs import log_to_stderr
 from dlrm_checkpointer.policy import ChainPolicy
+from dlrm_checkpointer.publisher import Publisher, Terms
 from dlrm_checkpointer.retention import Rule
 from dlrm_checkpointer.settings import Settings, read_settings
 from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.store import open_store
+from dlrm_checkpointer.store import StoreOptions, open_store
 
 LONGEST_REASON = 512
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -64,14 +65,27 @@ def _run(settings: Settings, stop: threading.Event) -> int:
     status = Status()
     endpoint = Endpoint(settings.bind, settings.port, status)
     inbox = Inbox(settings.handoff, settings.ranks)
+    publisher = None
     try:
         options = replace(settings.options, on_repeat=status.store_repeated)
-        code = Sidecar(inbox, open_store(settings.uri, options), status, duties(settings)).run(stop)
+        publisher = _publisher(settings, options, status)
+        code = Sidecar(inbox, open_store(settings.uri, options), status, duties(settings), publisher).run(stop)
     finally:
+        if publisher:
+            publisher.close()
         inbox.close()
         endpoint.close()
     _leave(status.progress, settings.termination_log)
     return int(code)
+
+
+def _publisher(settings: Settings, options: StoreOptions, status: Status) -> Publisher | None:
+    wanted = settings.checkpoint.publish
+    if wanted is None:
+        return None
+    pod = settings.ranks.start // len(settings.ranks)
+    terms = Terms(bits=wanted.bits, keep_last=wanted.keep_last, pod=pod, pods=settings.pods)
+    return Publisher(open_store(settings.uri, options), open_store(wanted.uri, options), terms, status)
 
 
 def duties(settings: Settings) -> Duties:

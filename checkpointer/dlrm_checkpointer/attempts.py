@@ -1,6 +1,7 @@
 """Attempts and the lineage: which gang may add to a job's history, and which manifests count.
 
-An attempt announces itself with ``attempts/<n>.json`` and the step that it goes on from. A manifest of an
+An attempt announces itself with ``attempts/<n>.json`` and the step that it goes on from, and says so once more when it
+is sure of that snapshot: one that is pending stops older attempts, and rules on no manifest. A manifest of an
 earlier attempt with a later step is of a history that was given up (a lost node that committed late): it is
 ignored for ever, so the lineage can't fork. Listings must see every finished write, as S3 and files do.
 """
@@ -15,8 +16,9 @@ import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from dlrm_api.errors import SnapshotError, TemporaryError
+from dlrm_api.errors import NoInputError, SnapshotError, TemporaryError
 from dlrm_checkpointer.manifest import MANIFESTS, parse_manifest_key
 from dlrm_checkpointer.store import ObjectStore
 
@@ -27,6 +29,8 @@ CLAIMS = "claims/"
 RETIRED = "retired/"
 PROBES = "probe/"
 JITTER_S = 0.2
+DEAD_MARK_S = 600.0
+"""A retention that marked a snapshot removes it in moments: a mark that is so much older than a claim has no owner."""
 _ATTEMPT = re.compile(r"attempts/(\d+)\.json")
 _CLAIM = re.compile(r"claims/(\d+)\.[0-9a-f]+\.json")
 
@@ -55,17 +59,18 @@ def attempt_key(number: int) -> str:
 
 
 def newest_attempt(store: ObjectStore) -> int:
-    """Number of the newest announced attempt, 0 before the first."""
+    """Number of the newest announced attempt, pending or not; 0 before the first."""
     return max(_numbers(store, ATTEMPTS, _ATTEMPT), default=0)
 
 
 def read_attempts(store: ObjectStore, after: int) -> list[Attempt]:
-    """Attempts with a number above ``after``: those that can rule on a manifest of attempt ``after``.
+    """Attempts with a number above ``after``: those that can rule on a manifest of attempt ``after``; no pending ones.
 
     Raises:
         SnapshotError: an announcement can't be read.
     """
-    return [_read(store, number) for number in sorted(_numbers(store, ATTEMPTS, _ATTEMPT)) if number > after]
+    found = (_read(store, number) for number in sorted(_numbers(store, ATTEMPTS, _ATTEMPT)) if number > after)
+    return [attempt for attempt in found if attempt]
 
 
 def honours_conditions(store: ObjectStore) -> bool:
@@ -93,13 +98,15 @@ def claim_attempt(store: ObjectStore, restored_step: int | None, note: str) -> i
         TemporaryError: that snapshot is being removed by an older attempt's retention: choose again.
     """
     token = secrets.token_hex(8)
-    body = json.dumps({"restoredStep": restored_step, "note": note, "token": token, "time": time.time()}).encode()
+    said = {"restoredStep": restored_step, "note": note, "token": token, "time": time.time()}
+    body = _encode({**said, "pending": True})
     number = (
         _claim_by_condition(store, token, body) if honours_conditions(store) else _claim_by_rank(store, token, body)
     )
-    if restored_step is not None and not _still_there(store, restored_step):
-        store.delete(attempt_key(number))
+    if restored_step is not None and not _still_there(store, restored_step, number):
+        store.delete(attempt_key(number))  # where this fails it is pending for ever, which rules on nothing
         raise TemporaryError(f"{store.uri}: the snapshot of step {restored_step} is being removed: choose again")
+    store.put(attempt_key(number), _encode(said))
     logger.info("attempt claimed", extra={"attempt": number, "restored_step": restored_step})
     return number
 
@@ -111,7 +118,7 @@ def _claim_by_condition(store: ObjectStore, token: str, body: bytes) -> int:
         key = attempt_key(number)
         if store.put_if_absent(key, body):
             return number
-        if json.loads(store.get(key)).get("token") == token:
+        if _token(store, key) == token:
             return number  # our own write, whose answer was lost
 
 
@@ -134,10 +141,18 @@ def _claim_by_rank(store: ObjectStore, token: str, body: bytes) -> int:
         time.sleep(random.uniform(0, JITTER_S))  # noqa: S311  jitter
 
 
-def _still_there(store: ObjectStore, step: int) -> bool:
-    """Whether a snapshot of this step is there that no retention has marked for removal."""
+def _still_there(store: ObjectStore, step: int, number: int) -> bool:
+    """Whether a snapshot of this step is there that no living retention has marked for removal.
+
+    Args:
+        store: the job's store.
+        step: of the snapshot.
+        number: of the attempt that was announced just now: its time is the store's present.
+    """
     prefix = f"{MANIFESTS}{step:016d}-"
-    retired = {info.key.removeprefix(RETIRED) for info in store.list(f"{RETIRED}{step:016d}-")}
+    now = max((info.modified for info in store.list(attempt_key(number))), default=0.0)
+    marks = [info for info in store.list(f"{RETIRED}{step:016d}-") if now - info.modified < DEAD_MARK_S]
+    retired = {info.key.removeprefix(RETIRED) for info in marks}
     keys = [info.key for info in store.list(prefix) if parse_manifest_key(info.key)]
     return any(key.removeprefix(MANIFESTS) not in retired for key in keys)
 
@@ -147,10 +162,26 @@ def _numbers(store: ObjectStore, prefix: str, pattern: re.Pattern[str]) -> list[
     return [int(match[1]) for match in matches if match]
 
 
-def _read(store: ObjectStore, number: int) -> Attempt:
+def _read(store: ObjectStore, number: int) -> Attempt | None:
+    """None where it is pending, or was taken back since it was listed."""
     key = attempt_key(number)
     try:
-        restored = json.loads(store.get(key))["restoredStep"]
-        return Attempt(number, None if restored is None else int(restored))
-    except (ValueError, KeyError, TypeError) as error:
+        said = json.loads(store.get(key))
+        restored = said["restoredStep"]
+        return None if said.get("pending") else Attempt(number, None if restored is None else int(restored))
+    except NoInputError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SnapshotError(f"{store.uri}/{key}: not an attempt's announcement: {error!r}") from error
+
+
+def _token(store: ObjectStore, key: str) -> str:
+    """Who announced an attempt; nobody where that was taken back."""
+    try:
+        return str(json.loads(store.get(key)).get("token"))
+    except (NoInputError, ValueError, AttributeError):
+        return ""
+
+
+def _encode(said: dict[str, Any]) -> bytes:
+    return json.dumps(said).encode()

@@ -22,6 +22,9 @@ OF_NO_CLASS = np.int8(-128)
 """In place of the exponent of a row of zeros, for which any will do."""
 INFINITE_WORD = 255 << 23
 """The bits of infinity as a float32; NaN is more."""
+NOT_FINITE = "a weight is not finite: the cut is not stored"
+TOO_LARGE = "a weight of 2**126 or more does not fit {} bits: the model has diverged, or use spec.checkpoint.bits 32"
+NOTHING = np.empty(0, np.float16)
 
 
 @dataclass(frozen=True, order=True)
@@ -179,11 +182,6 @@ def joined(pieces: Sequence[CodedRows]) -> CodedRows:
     if not (whole.row_ids[1:] > whole.row_ids[:-1]).all():
         raise ValueError(f"{first.shard}: a row is in two pieces")
     return whole
-
-
-NOT_FINITE = "a weight is not finite: the cut is not stored"
-TOO_LARGE = "a weight of 2**126 or more does not fit {} bits: the model has diverged, or use spec.checkpoint.bits 32"
-NOTHING = np.empty(0, np.float16)
 
 
 def _coded(piece: ShardRows, form: Form, body: NDArray[Any], **more: NDArray[np.float16]) -> CodedRows:

@@ -15,12 +15,12 @@ from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.digest import combine, state_digest
 from dlrm_checkpointer.folder import raise_device
 from dlrm_checkpointer.restore import Snapshot
+from dlrm_checkpointer.table_files import little_endian, safetensors_header
 from dlrm_checkpointer.walk import walk_table
 
 META_FILE = "meta.json"
 DENSE_FILE = "dense.safetensors"
 TABLES_FOLDER = "tables"
-HEADER_ALIGNMENT = 8
 
 
 def restore_to_folder(snapshot: Snapshot, folder: Path) -> str:
@@ -54,9 +54,9 @@ def _write_table(snapshot: Snapshot, table: TableMeta, folder: Path) -> str:
     """Write one table block by block and return its digest; the library could write it only from memory."""
     if Path(table.name).name != table.name:
         raise SnapshotError(f"{snapshot.uri}: {table.name!r} is no name of a table")
-    state_start = 4 * table.rows * table.dim
-    width = table.state_width
-    header = _header(table, state_start, width)
+    state_start, width = 4 * table.rows * table.dim, table.state_width
+    floats = np.dtype(np.float32)
+    header = safetensors_header({"weights": (floats, (table.rows, table.dim)), "state": (floats, (table.rows, width))})
     partials = []
     with (folder / f"{table.name}.safetensors").open("wb") as file:
         file.write(header)
@@ -69,22 +69,8 @@ def _write_table(snapshot: Snapshot, table: TableMeta, folder: Path) -> str:
     return combine(partials)
 
 
-def _header(table: TableMeta, state_start: int, width: int) -> bytes:
-    arrays = {
-        "weights": (0, state_start, [table.rows, table.dim]),
-        "state": (state_start, state_start + 4 * table.rows * width, [table.rows, width]),
-    }
-    entries = {
-        name: {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
-        for name, (begin, end, shape) in arrays.items()
-    }
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % HEADER_ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
 def _write_at(descriptor: int, offset: int, array: NDArray[np.float32]) -> None:
-    rest = np.ascontiguousarray(array, "<f4").reshape(-1).view(np.uint8).data
+    rest = little_endian(array)
     while rest:
         done = os.pwrite(descriptor, rest, offset)
         rest, offset = rest[done:], offset + done

@@ -59,14 +59,14 @@ def fetch_rows(store: ObjectStore, entry: ChunkEntry, table: TableMeta) -> Coded
     return piece
 
 
-def in_parallel(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+def in_parallel(work: Callable[[T], R], items: Iterable[T], at_once: int = PARALLEL_GETS) -> Iterator[R]:
     """Results in order, a few items at work at a time: that many results are in memory, however many items come."""
-    with ThreadPoolExecutor(PARALLEL_GETS, "fetch") as pool:
+    with ThreadPoolExecutor(at_once, "fetch") as pool:
         waiting: deque[Future[R]] = deque()
         try:
             for item in items:
                 waiting.append(pool.submit(work, item))
-                if len(waiting) >= PARALLEL_GETS:
+                if len(waiting) >= at_once:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()

@@ -71,6 +71,11 @@ class HandOffWriter:
         """Whether a cut can be handed over now: False while an earlier one of this rank waits for the sidecar."""
         return all(name.rank != self.rank for name in ready_cuts(self.folder))
 
+    @property
+    def share(self) -> int | None:
+        """Bytes of the budget that are this rank's, however much the pod's others want; None: there is no budget."""
+        return None if self._budget.size is None else self._budget.size // self._budget.ranks
+
     def touch(self) -> None:
         """Have the device allocate this rank's share of the budget, lest the first cut takes longer than later ones."""
         self._budget.touch(self.rank)

@@ -108,6 +108,33 @@ def _coded_rows(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
     )
 
 
+def encode_row_numbers(table: str, row_ids: NDArray[np.int64]) -> bytes:
+    """Row numbers alone: at least one, strictly ascending. Equal ones give equal bytes."""
+    meta = {
+        "version": OBJECT_VERSION,
+        "kind": "row-numbers",
+        "table": table,
+        "firstRow": int(row_ids[0]),
+        "rows": len(row_ids),
+    }
+    return _save(encode_ids(row_ids), meta)
+
+
+def decode_row_numbers(body: bytes, key: str, table: str, rows: int) -> NDArray[np.int64]:
+    """Read row numbers of a table with so many rows: (N,) strictly ascending.
+
+    Raises:
+        SnapshotError: names the object and what is wrong with it.
+    """
+    meta, arrays = _load(body, key, "row-numbers")
+    try:
+        if meta["table"] != table:
+            raise ValueError(f"is of table {meta['table']}, not {table}")
+        return decode_ids(arrays, int(meta["firstRow"]), int(meta["rows"]), rows)
+    except (LookupError, OverflowError, TypeError, ValueError) as error:
+        raise SnapshotError(f"{key}: not row numbers as the format says: {error!r}") from error
+
+
 def encode_dense(arrays: Mapping[str, NDArray[Any]]) -> bytes:
     """The dense parameters and dense optimizer state, as they are.
 

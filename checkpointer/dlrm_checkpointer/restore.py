@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,9 @@ from dlrm_checkpointer.seen import SeenRows
 from dlrm_checkpointer.store import ObjectStore
 
 logger = logging.getLogger(__name__)
+
+PARALLEL_DECODES = 2
+"""Chunks decoded at a time, beside those that are read: each takes up to 32 MiB more."""
 
 __all__ = ["Snapshot", "claim_attempt", "newest_snapshot", "open_snapshot", "snapshot_keys"]
 
@@ -90,6 +93,10 @@ class Snapshot:
         return decode_dense(fetch(self.store, entry), f"{self.store.uri}/{entry.key}")
 
     def shard_rows(self, shard: ShardId) -> Iterator[ShardRows]:
+        """``shard_codes``, decoded."""
+        return in_parallel(decode_rows, self.shard_codes(shard), PARALLEL_DECODES)
+
+    def shard_codes(self, shard: ShardId) -> Iterator[CodedRows]:
         """The rows of a rectangle that were ever updated, chunk by chunk, in no order; each row and column once.
 
         Each piece fills a part of the rectangle (``piece.shard``): where the snapshot was written with the
@@ -105,18 +112,19 @@ class Snapshot:
         table = self.table(shard.table)
         table.blocks_of(shard.column_start, shard.column_end)
         layers = [overlapping(entries, shard) for entries in reversed(self.chain.chunks(table.name))]
-        pieces = in_parallel(
-            lambda entry: fetch_rows(self.store, entry, table).clip(shard, table), [e for each in layers for e in each]
-        )
-        if sum(bool(entries) for entries in layers) < 2:
-            yield from (decode_rows(piece) for piece in pieces if len(piece.row_ids))
-            return
-        seen = SeenRows(shard, table)
-        for piece in pieces:
-            for part in _by_block(piece, table):
-                fresh = seen.unseen(part.row_ids, part.shard.column_start)
-                if fresh.any():
-                    yield decode_rows(part if fresh.all() else part.take(np.flatnonzero(fresh)))
+        entries = [entry for layer in layers for entry in layer]
+        fetched = in_parallel(lambda entry: fetch_rows(self.store, entry, table).clip(shard, table), entries)
+        is_chain = sum(bool(layer) for layer in layers) > 1
+        newest = _newest(fetched, SeenRows(shard, table), table) if is_chain else fetched
+        yield from (piece for piece in newest if len(piece.row_ids))
+
+
+def _newest(pieces: Iterable[CodedRows], seen: SeenRows, table: TableMeta) -> Iterator[CodedRows]:
+    """What no piece before holds, of pieces that come newest first."""
+    for piece in pieces:
+        for part in _by_block(piece, table):
+            fresh = seen.unseen(part.row_ids, part.shard.column_start)
+            yield part if fresh.all() else part.take(np.flatnonzero(fresh))
 
 
 def _by_block(piece: CodedRows, table: TableMeta) -> Iterator[CodedRows]:
@@ -163,33 +171,67 @@ def newest_snapshot(store: ObjectStore, *, verify: bool = True) -> tuple[Snapsho
         the snapshot, None where the lineage holds none; and why each newer one was passed over.
 
     Raises:
-        SnapshotError: snapshots are there and none can be used: starting from step 0 must be a decision.
+        SnapshotError: snapshots are there and none can be used, or the newest attempt went on from one and none is
+            there: starting from step 0 must be a decision.
     """
-    keys = snapshot_keys(store)
+    whole: set[str] = set()
+    while True:
+        keys = snapshot_keys(store)
+        snapshot, reasons, broken = _newest_of(store, keys, whole if verify else None)
+        if not broken or snapshot_keys(store) == keys:
+            break  # else an older attempt has committed and retired meanwhile: what was passed over may have been whole
+    if broken and snapshot is None:
+        raise SnapshotError(
+            f"{store.uri}: no snapshot can be used ({'; '.join(reasons)}): mend the store, "
+            "or give an empty spec.checkpoint.uri to start from step 0"
+        )
+    if snapshot is None:
+        _check_beginning(store)
+    return snapshot, reasons
+
+
+def _check_beginning(store: ObjectStore) -> None:
+    """Refuse to begin anew where the newest attempt did not.
+
+    Raises:
+        SnapshotError: it went on from a snapshot.
+    """
+    newest = max(read_attempts(store, 0), default=None)
+    if newest and newest.restored_step is not None:
+        raise SnapshotError(
+            f"{store.uri}: attempt {newest.number} went on from step {newest.restored_step}, and no snapshot of its "
+            "history is there: mend the store, or give an empty spec.checkpoint.uri to start from step 0"
+        )
+
+
+def _newest_of(
+    store: ObjectStore, keys: Sequence[tuple[int, int]], whole: set[str] | None
+) -> tuple[Snapshot | None, list[str], bool]:
+    """The first of some manifests that can be used; why the others can't; and whether one of these should be usable.
+
+    Args:
+        store: the job's store.
+        keys: (step, attempt) of the manifests, newest first.
+        whole: objects whose bytes were read and are as they should be, added to; None: their bytes aren't read.
+    """
     attempts = read_attempts(store, min((attempt for _, attempt in keys), default=0)) if keys else []
     reasons: list[str] = []
-    whole: set[str] = set()
-    broken = 0
+    broken = False
     for step, attempt in keys:
         if not in_lineage(step, attempt, attempts):
             reasons.append(given_up(step, attempt, attempts))
             continue
         try:
             snapshot = open_snapshot(store, step, attempt)
-            if verify:
+            if whole is not None:
                 check_bytes(store, [entry for entry in snapshot.objects if entry.key not in whole], whole.add)
         except (SnapshotError, NoInputError) as error:
-            broken += 1
+            broken = True
             reasons.append(str(error))
             logger.warning("snapshot passed over", extra={"step": step, "attempt": attempt, "problem": str(error)})
         else:
-            return snapshot, reasons
-    if broken:
-        raise SnapshotError(
-            f"{store.uri}: no snapshot can be used ({'; '.join(reasons)}): mend the store, "
-            "or give an empty spec.checkpoint.uri to start from step 0"
-        )
-    return None, reasons
+            return snapshot, reasons, broken
+    return None, reasons, broken
 
 
 def given_up(step: int, attempt: int, attempts: list[Attempt]) -> str:

@@ -90,12 +90,18 @@ def decide(found: Iterable[Found], attempts: Sequence[Attempt], rule: Rule, in_u
     return Decision(keep=kept, needed=needed, retire=tuple(each.name for each in newest_first if each.name not in stay))
 
 
-def is_orphan(cut: SnapshotName, kept: Sequence[SnapshotName], attempts: Sequence[Attempt]) -> bool:
+def is_orphan(cut: SnapshotName, newest: Sequence[SnapshotName], attempts: Sequence[Attempt]) -> bool:
     """Whether objects of a cut that belong to no manifest can go: no live writer may still make a snapshot of them.
 
-    A cut newer than the oldest kept snapshot may still be on its way, unless its attempt was given up before it.
+    A cut newer than the oldest of the newest snapshots may still be on its way, unless its attempt was given up before
+    it.
+
+    Args:
+        cut: what the objects are of.
+        newest: as many as the rule keeps at least; those that stay for their period are no measure.
+        attempts: all.
     """
-    return bool(kept) and (cut.step < min(kept).step or not in_lineage(cut.step, cut.attempt, attempts))
+    return bool(newest) and (cut.step < min(newest).step or not in_lineage(cut.step, cut.attempt, attempts))
 
 
 class Retention:
@@ -119,7 +125,8 @@ class Retention:
 
         Only the newest attempt removes anything. A snapshot is marked as retired before the attempts are read again,
         and a new attempt looks for the mark after it announced itself: one of the two sees the other, so a snapshot
-        that a new attempt goes on from is never removed. The manifest goes first, then its objects.
+        that a new attempt goes on from is never removed. The part lists go first, so that no sidecar commits them anew,
+        then the manifest, then its objects.
 
         Args:
             attempt: on whose behalf.
@@ -136,6 +143,10 @@ class Retention:
             for name in decision.retire:
                 store.delete(_mark(name))
             return 0
+        retired = set(decision.retire)
+        for info in list(store.list(PARTS)) if retired else ():
+            if _cut_of(info.key) in retired:
+                store.delete(info.key)
         for name in decision.retire:
             store.delete(manifest_key(name.step, name.attempt))
             self._known.pop(name, None)
@@ -184,7 +195,10 @@ class Retention:
                 own = there[name].objects
                 stray = there[name].readable and info.key.startswith(CHUNKS) and info.key not in own
                 return stray and now - info.modified >= self._rule.orphan_s
-            return is_orphan(name, decision.keep, attempts) and now - info.modified >= self._rule.orphan_s
+            return (
+                is_orphan(name, decision.keep[: self._rule.keep_last], attempts)
+                and now - info.modified >= self._rule.orphan_s
+            )
 
         gone = [info.key for info in infos if goes(info)]
         with ThreadPoolExecutor(PARALLEL_DELETES, "delete") as pool:

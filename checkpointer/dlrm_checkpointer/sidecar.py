@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -15,11 +16,13 @@ from dlrm_api.progress import SnapshotInfo
 from dlrm_checkpointer.attempts import in_lineage, newest_attempt, read_attempts
 from dlrm_checkpointer.chain import Basis, BrokenChainError, basis, load_chain
 from dlrm_checkpointer.commit import try_commit
+from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.folder import CutName, SliceName
 from dlrm_checkpointer.inbox import Durable, Inbox, ReadyCut, UploadedCut
 from dlrm_checkpointer.life import Backoff, Life
 from dlrm_checkpointer.manifest import Manifest, manifest_key
 from dlrm_checkpointer.policy import ChainPolicy, bits_in_use, choose_kind
+from dlrm_checkpointer.publisher import Publisher
 from dlrm_checkpointer.restore import snapshot_keys
 from dlrm_checkpointer.retention import Retention, Rule
 from dlrm_checkpointer.status import Status
@@ -51,10 +54,20 @@ class Sidecar:
 
     A sidecar that is killed at any point and started again on the same folder goes on where the dead one was:
     a cut leaves the folder after its part list is durable, a note of it after its manifest is.
+
+    Args:
+        inbox: the folder.
+        store: the job's store.
+        status: what is told of all that happens.
+        duties: what the job asks.
+        publisher: is offered each committed snapshot; None: nothing is published.
     """
 
-    def __init__(self, inbox: Inbox, store: ObjectStore, status: Status, duties: Duties) -> None:
+    def __init__(
+        self, inbox: Inbox, store: ObjectStore, status: Status, duties: Duties, publisher: Publisher | None = None
+    ) -> None:
         self._inbox, self._store, self._status, self._duties = inbox, store, status, duties
+        self._publisher = publisher
         self._life, self._backoff = Life(duties.grace_s), Backoff()
         self._retention = Retention(store, duties.retention)
         self._traffic = Traffic(put=status.uploaded_bytes.inc, read=status.merged_bytes.inc)
@@ -85,9 +98,10 @@ class Sidecar:
             self._backoff.reset()
             self._status.store_answered()
             left = self._left()
-            if self._life.ended and not left:
+            over = self._life.is_over(time.monotonic())
+            if self._life.ended and not left and (over or not self._publisher or self._publisher.settled):
                 return self._finish(*self._verdict())
-            if self._life.is_over(time.monotonic()):
+            if over:
                 return self._finish(ExitCode.TEMPORARY, f"OutOfTime: {left} is not committed")
             time.sleep(POLL_S)
 
@@ -125,6 +139,7 @@ class Sidecar:
         found = next((key for key in keys if in_lineage(*key, attempts)), None)
         if found:
             self._status.found(found[0])
+            self._offer(SnapshotName(*found))
         self._searched = True
 
     def _forget_withdrawn(self) -> None:
@@ -136,7 +151,8 @@ class Sidecar:
     def _take(self, name: CutName | SliceName) -> None:
         """Make one rank's cut, or a slice of it, durable and give its memory back."""
         try:
-            self._store_cut(name)
+            with self._publisher.held_back() if self._publisher else contextlib.nullcontext():
+                self._store_cut(name)
         except BrokenChainError as error:
             self._drop(name, str(error))
         except SnapshotError as error:
@@ -257,11 +273,19 @@ class Sidecar:
         self._committed = max(self._committed or (0, 0), (cut.attempt, cut.step))
         self._status.committed(snapshot, cut.time, len(manifest.chain))
         self._inbox.publish_committed(cut.step, cut.attempt)
+        self._offer(SnapshotName(cut.step, cut.attempt))
+
+    def _offer(self, name: SnapshotName) -> None:
+        if self._publisher:
+            self._publisher.offer(name)
 
     def _retain(self, attempt: int) -> None:
         """Remove what need not be kept; the ranks know of the newest snapshot already, so no new cut needs an older."""
+        used = self._publisher.in_use if self._publisher else frozenset[SnapshotName]()
+        if used is None:
+            return  # it is not known yet which snapshot the next delta goes from
         try:
-            self._status.retired.inc(self._retention.apply(attempt, self._inbox.parents_in_flight()))
+            self._status.retired.inc(self._retention.apply(attempt, self._inbox.parents_in_flight() | used))
         except DLRMError as error:  # what is left goes with the next snapshot
             self._fail(error)
 

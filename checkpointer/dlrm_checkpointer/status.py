@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from dlrm_api.errors import DLRMError
 from dlrm_api.progress import CheckpointerProgress, SnapshotInfo
+from dlrm_checkpointer.publication import Delta
 from dlrm_checkpointer.repeats import Reason
 
 STORE_ERROR_LENGTH = 1_024
@@ -59,6 +60,17 @@ class Status:
         self._commit_seconds = Histogram(
             prefix + "commit_seconds", "From hand-over to commit.", registry=registry, buckets=COMMIT_BUCKETS_S
         )
+        self._published_sequence = Gauge(
+            prefix + "published_sequence", "Sequence number of the newest delta published.", registry=registry
+        )
+        self._published_step = Gauge(prefix + "published_step", "Step that it leads to.", registry=registry)
+        self._deltas = Counter(
+            prefix + "published_deltas", "Deltas published, by kind: full, delta.", ["kind"], registry=registry
+        )
+        self.published_bytes = Counter(
+            prefix + "published_bytes", "Bytes of objects put for deltas.", registry=registry
+        )
+        self.publish_errors = Counter(prefix + "publish_errors", "Failed rounds of publishing.", registry=registry)
         self._committed.set(-1)
         self._pending.set(-1)
 
@@ -93,6 +105,12 @@ class Status:
         self._bits.set(snapshot.bits)
         self._snapshot_bytes.set(snapshot.bytes)
         self.commits.labels(snapshot.kind).inc()
+
+    def published(self, delta: Delta) -> None:
+        """A delta is published."""
+        self._published_sequence.set(delta.sequence)
+        self._published_step.set(delta.step)
+        self._deltas.labels("full" if delta.full else "delta").inc()
 
     def store_failed(self, error: DLRMError) -> None:
         """The store's last call failed."""

@@ -42,6 +42,13 @@ class Block:
             rows = rows.astype(np.float16).astype(np.float32)
         return rows, state
 
+    def held(self) -> NDArray[np.int64]:
+        """Global numbers of the rows of which any column is stored, ascending."""
+        there = np.zeros(self.end - self.start, bool)
+        for _, piece in self.stored:
+            there[piece.row_ids - self.start] = True
+        return np.flatnonzero(there) + self.start
+
     def digest(self, rows: NDArray[np.float32], state: NDArray[np.float32]) -> Partial:
         """What its rows, as ``fill`` gave them, add to the table's digest."""
         return rows_digest(self.table, np.arange(self.start, self.end, dtype=np.int64), 0, rows, state)

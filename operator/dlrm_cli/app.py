@@ -17,6 +17,7 @@ import typer
 
 from dlrm_api.errors import DLRMError
 from dlrm_api.names import ExitCode
+from dlrm_cli.serving import serving
 from dlrm_cli.snapshots import snapshots
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+snapshots.add_typer(serving)
 app.add_typer(snapshots, name="snapshots")
 
 

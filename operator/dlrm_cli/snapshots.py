@@ -72,7 +72,7 @@ def list_(
     """List the snapshots that can be restored from, oldest first; the others follow on stderr with the reason."""
     from dlrm_checkpointer.catalog import list_snapshots
 
-    listed = list_snapshots(_store(uri, endpoint, region, ca_file, credentials_dir))
+    listed = list_snapshots(store_of(uri, endpoint, region, ca_file, credentials_dir))
     usable = [_info(each) for each in reversed(listed) if not each.problem]
     if output is Form.JSON:
         print(json.dumps([each.model_dump(by_alias=False) for each in usable]))
@@ -95,7 +95,7 @@ def show(
     credentials_dir: Credentials = None,
 ) -> None:
     """Print what one snapshot holds, as JSON."""
-    snapshot = _snapshot(_store(uri, endpoint, region, ca_file, credentials_dir), step)
+    snapshot = _snapshot(store_of(uri, endpoint, region, ca_file, credentials_dir), step)
     print(json.dumps(_description(snapshot), indent=2))
 
 
@@ -111,7 +111,7 @@ def verify(
     """Read every byte of one snapshot and check it."""
     from dlrm_checkpointer.catalog import verify_snapshot
 
-    found = verify_snapshot(_snapshot(_store(uri, endpoint, region, ca_file, credentials_dir), step))
+    found = verify_snapshot(_snapshot(store_of(uri, endpoint, region, ca_file, credentials_dir), step))
     rows = sum(found.rows.values())
     print(f"step {found.step} is whole: {found.objects} objects, {found.bytes:,} bytes, {rows:,} rows")
 
@@ -129,7 +129,7 @@ def restore(
     """Write one snapshot's tables and dense state into a folder, and print the state digest."""
     from dlrm_checkpointer.export import restore_to_folder
 
-    snapshot = _snapshot(_store(uri, endpoint, region, ca_file, credentials_dir), step)
+    snapshot = _snapshot(store_of(uri, endpoint, region, ca_file, credentials_dir), step)
     digest = restore_to_folder(snapshot, to)
     print(f"step {snapshot.step} is in {to}", file=sys.stderr)
     print(digest)
@@ -153,7 +153,7 @@ def prune(
     from dlrm_checkpointer.attempts import newest_attempt
     from dlrm_checkpointer.retention import Retention, Rule
 
-    store = _store(uri, endpoint, region, ca_file, credentials_dir, encryption, kms_key_id)
+    store = store_of(uri, endpoint, region, ca_file, credentials_dir, encryption, kms_key_id)
     attempt = newest_attempt(store)
     retention = Retention(store, Rule(keep_last=keep_last, keep_every_s=_seconds(keep_every)))
     decision = retention.decide()
@@ -221,7 +221,7 @@ def _snapshot(store: ObjectStore, step: int | None) -> Snapshot:
     return find_snapshot(store, step)
 
 
-def _store(
+def store_of(
     uri: str,
     endpoint: str | None,
     region: str | None,

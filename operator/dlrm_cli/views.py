@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -17,6 +18,9 @@ from dlrm_api.plan import Plan, Shard, TablePlan
 from dlrm_api.progress import SnapshotInfo
 from dlrm_cli.measured import tiers_view
 from dlrm_cli.result import RunResult
+
+if TYPE_CHECKING:
+    from dlrm_checkpointer.diff import TableDiff
 
 MOST_TABLES = 60
 """Tables of a plan that are shown one by one."""
@@ -117,6 +121,19 @@ def snapshots_view(snapshots: Sequence[SnapshotInfo]) -> RenderableType:
             f"{snapshot.step:,}", snapshot.kind, str(snapshot.bits), f"{snapshot.bytes:,}", Text(snapshot.uri)
         )
     return table
+
+
+def diff_view(tables: Sequence[TableDiff]) -> RenderableType:
+    """How the tables of two snapshots differ."""
+    view = Table(title="rows that differ", title_justify="left")
+    view.add_column("table", overflow="fold")
+    for name in ("changed", "new", "gone", "norm of change", "largest change", "norm before", "norm after"):
+        view.add_column(name, justify="right")
+    for each in tables:
+        counts = (f"{count:,}" for count in (each.changed, each.new, each.gone))
+        norms = (each.change_norm, each.largest_change, each.norm_before, each.norm_after)
+        view.add_row(Text(each.table), *counts, *(f"{norm:.6g}" for norm in norms))
+    return view
 
 
 def _levels(job: DLRMJob, table: TableSpec, shards: Sequence[Shard]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from dlrm_checkpointer.handoff import HandedOver, HandOffWriter
 from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.initializer import initial_rows
 from dlrm_checkpointer.policy import ChainPolicy, PolicyName
+from dlrm_checkpointer.publisher import Publisher, Terms
 from dlrm_checkpointer.retention import ORPHAN_S, Rule
 from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
@@ -89,6 +91,10 @@ class Model:
             self.touched[each.name] = np.zeros(each.rows, bool)
             self.touched_at[each.name] = np.zeros(each.rows, np.int64)
         self.dense = {"top.0.weight": np.zeros((3, 5), np.float32), "opt.step": np.zeros((), np.int64)}
+
+    def copy(self) -> Model:
+        """The same state, to go on from again."""
+        return copy.deepcopy(self)
 
     def train(self, steps: int = 1) -> Model:
         for _ in range(steps):
@@ -177,6 +183,10 @@ class Pod:
     expected_restores: int = 3
     grace_s: float = 5.0
     budget_bytes: int | None = None
+    target: ObjectStore | None = None
+    """Where deltas go; None: nothing is published."""
+    publish_bits: Literal[8, 16, 32] = 32
+    publish_keep_last: int = 100
 
     def __post_init__(self) -> None:
         self.open()
@@ -222,7 +232,15 @@ class Pod:
             single_pod=len(self.ranks) == self.world_size,
             grace_s=self.grace_s,
         )
-        return inbox, Sidecar(inbox, self.store, self.status, duties)
+        return inbox, Sidecar(inbox, self.store, self.status, duties, self.publisher())
+
+    def publisher(self) -> Publisher | None:
+        if self.target is None:
+            return None
+        pod, pods = self.ranks.start // len(self.ranks), self.world_size // len(self.ranks)
+        terms = Terms(bits=self.publish_bits, keep_last=self.publish_keep_last, pod=pod, pods=pods)
+        self.running_publisher = Publisher(self.store, self.target, terms, self.status)
+        return self.running_publisher
 
     def finish(self) -> ExitCode:
         """Run a sidecar over what is there, as if the trainers had just ended."""
@@ -234,6 +252,8 @@ class Pod:
             return sidecar.run(stop)
         finally:
             inbox.close()
+            if self.target:
+                self.running_publisher.close()
 
     def commit(self, model: Model, attempt: int = 1) -> None:
         """One cut, committed by a sidecar that lives as long as that takes."""
@@ -311,6 +331,17 @@ def small_tables() -> tuple[TableMeta, ...]:
         table("items", 100, 16, blocks=2),
         table("zero", 5, 4, scale=0),
         *OTHER_TABLES,
+    )
+
+
+@pytest.fixture
+def few_rows() -> tuple[TableMeta, ...]:
+    """Fewer still, for tests that make hundreds of snapshots."""
+    return (
+        table("users", 60, 4),
+        table("items", 30, 8, blocks=2, state=3),
+        table("zero", 5, 4, scale=0, state=0),
+        table("half", 20, 4, dtype="fp16"),
     )
 
 

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import contextlib
+import os
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_api.errors import SnapshotError, TemporaryError
-from dlrm_checkpointer.attempts import Attempt, claim_attempt, in_lineage, newest_attempt
+from dlrm_api.errors import SnapshotError, StoreUnavailableError, TemporaryError
+from dlrm_checkpointer.attempts import DEAD_MARK_S, Attempt, claim_attempt, in_lineage, newest_attempt, read_attempts
 from dlrm_checkpointer.catalog import list_snapshots
 from dlrm_checkpointer.commit import try_commit
 from dlrm_checkpointer.files import FileStore
@@ -149,3 +152,78 @@ def test_an_announcement_that_cannot_be_read_is_named(files: FileStore):
 
     with pytest.raises(SnapshotError, match=r"attempts/00000002\.json: not an attempt's announcement"):
         newest_snapshot(files)
+
+
+@pytest.mark.parametrize("writes_left", range(5))
+def test_a_claim_that_dies_anywhere_takes_no_commit_of_the_attempt_before_out_of_the_lineage(
+    tmp_path: Path, files: FileStore, new_model, new_pod, dying, writes_left: int
+):
+    model, pod = new_model(), new_pod(tmp_path / "pod", files)
+    pod.commit(model.train(), claim_attempt(files, None, "1"))
+    pod.commit(model.train(), 1)  # after the claimant had chosen step 1
+    files.put("retired/0000000000000001-00000001.json", b"")
+
+    with contextlib.suppress(StoreUnavailableError, TemporaryError):
+        claim_attempt(dying(files, writes_left), 1, "2")
+    snapshot, reasons = newest_snapshot(files)
+
+    assert (snapshot.step, reasons) == (2, [])
+    assert read_attempts(files, 1) == []
+
+
+def test_a_mark_whose_retention_died_long_ago_holds_no_claim_up(tmp_path: Path, files: FileStore, new_model, new_pod):
+    new_pod(tmp_path / "pod", files).commit(new_model().train(), claim_attempt(files, None, "1"))
+    mark = "retired/0000000000000001-00000001.json"
+    files.put(mark, b"")
+    then = time.time() - DEAD_MARK_S - 60
+    os.utime(files.root / mark, (then, then))
+
+    assert claim_attempt(files, 1, "2") == 2
+
+
+def test_an_attempt_that_is_taken_back_while_the_others_are_read_counts_for_nothing(files: FileStore):
+    class Late(FileStore):
+        """An announcement goes between its listing and its reading."""
+
+        def get(self, key: str) -> bytes:
+            if key == "attempts/00000002.json":
+                self.delete(key)
+            return super().get(key)
+
+    for note in ("1", "2", "3"):
+        claim_attempt(files, None, note)
+
+    assert read_attempts(Late(files.root), 0) == [Attempt(1, None), Attempt(3, None)]
+
+
+def test_where_the_newest_attempt_went_on_from_a_snapshot_and_none_is_there_step_0_is_refused(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    new_pod(tmp_path / "pod", files).commit(new_model().train(), claim_attempt(files, None, "1"))
+    claim_attempt(files, 1, "2")
+    files.delete("manifests/0000000000000001-00000001.json")
+
+    with pytest.raises(SnapshotError, match="attempt 2 went on from step 1, and no snapshot of its history is there"):
+        newest_snapshot(files)
+
+
+def test_a_snapshot_that_goes_while_it_is_verified_gives_way_to_the_one_that_took_its_place(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    model = new_model()
+
+    class Racing(FileStore):
+        """An older attempt commits and retires while the first object is read."""
+
+        def get(self, key: str) -> bytes:
+            if key.startswith("chunks/") and model.step == 1:
+                pod.commit(model.train(), 1)
+            return super().get(key)
+
+    pod = new_pod(tmp_path / "pod", files, keep_last=1)
+    pod.commit(model.train(), claim_attempt(files, None, "1"))
+
+    snapshot, reasons = newest_snapshot(Racing(files.root))
+
+    assert (snapshot.step, reasons) == (2, [])
+    assert snapshot_digest(snapshot) == model.digest()

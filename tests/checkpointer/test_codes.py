@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -311,6 +312,40 @@ def test_memory_that_was_used_before_takes_codes_and_rows(bits: Any):
     np.testing.assert_array_equal(coded.body, fresh.body)
     np.testing.assert_array_equal(decoded.rows, decode_rows(fresh).rows)
     np.testing.assert_array_equal(code_rows(piece(rows), bits, out[:3])[0].body, fresh.body)
+
+
+CODING = """
+import hashlib
+import numpy as np
+from dlrm_checkpointer.codes import code_rows, decode_rows
+from dlrm_checkpointer.cut import ShardId, ShardRows
+
+digest = hashlib.sha256()
+draw = np.random.default_rng(4)
+for width in (1, 7, 64, 100):
+    rows = (draw.laplace(size=(2_000, width)) * 2.0 ** draw.integers(-30, 30, (2_000, 1))).astype(np.float32)
+    shard = ShardId(table="t", row_start=0, row_end=2_000, column_start=0, column_end=width)
+    ids, state = np.arange(2_000), np.ones((2_000, 1), np.float32)
+    for bits in (2, 3, 4, 8, 16):
+        for coded in code_rows(ShardRows(shard=shard, row_ids=ids, rows=rows, state=state), bits):
+            for array in (coded.body, coded.scale, coded.low, decode_rows(coded).rows):
+                digest.update(array.tobytes())
+print(digest.hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_codes_and_weights_have_the_same_bits_on_processors_with_other_vectors():
+    processors = [{}, {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}]
+
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", CODING], env=os.environ | each, capture_output=True, text=True, check=True
+        ).stdout
+        for each in processors
+    ]
+
+    assert len(set(runs)) == 1
 
 
 @pytest.mark.slow

@@ -4,15 +4,18 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_checkpointer.attempts import Attempt, claim_attempt, in_lineage
 from dlrm_checkpointer.catalog import list_snapshots
+from dlrm_checkpointer.commit import try_commit
 from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.retention import Found, Retention, Rule, decide, is_orphan
+from dlrm_checkpointer.store import Body
 from dlrm_checkpointer.walk import snapshot_digest
 
 NAMES = st.sets(st.builds(SnapshotName, st.integers(1, 12), st.integers(1, 3)), max_size=15)
@@ -147,3 +150,49 @@ def test_orphans_stay_for_their_safety_age_by_the_stores_clock(tmp_path: Path, f
 
     assert files.size(old) is None
     assert files.size(young) == 1
+
+
+def test_what_a_retention_that_died_left_goes_also_where_older_snapshots_stay_for_their_period(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    model, pod = new_model(), new_pod(tmp_path / "pod", files, keep_last=100)
+    attempt = claim_attempt(files, None, "test")
+    for _ in range(3):
+        pod.commit(model.train(), attempt)
+    files.delete("manifests/0000000000000002-00000001.json")  # and there it died
+
+    Retention(files, Rule(keep_last=1, keep_every_s=2_000, orphan_s=0)).apply(attempt)
+
+    assert [each.step for each in list_snapshots(files)] == [3, 1]
+    assert list(files.list(f"chunks/{2:016d}/")) == []
+
+
+@pytest.mark.parametrize("before", ["get", "put_if_absent"])
+def test_a_snapshot_that_is_retired_while_another_pod_commits_it_does_not_come_back(
+    tmp_path: Path, files: FileStore, new_model, new_pod, before
+):
+    class Racing(FileStore):
+        """The other pod commits, and the next snapshot too, while this one is stuck in a call."""
+
+        def get(self, key: str) -> bytes:
+            if before == "get" and key.startswith("manifests/"):
+                meanwhile()
+            return super().get(key)
+
+        def put_if_absent(self, key: str, body: Body) -> bool:
+            meanwhile()
+            return super().put_if_absent(key, body)
+
+    def meanwhile() -> None:
+        assert try_commit(files, 1, attempt, 1)
+        pod.commit(model.train(), attempt)
+
+    model, pod = new_model(), new_pod(tmp_path / "pod", files, keep_last=1)
+    attempt = claim_attempt(files, None, "test")
+    pod.commit(model.train(), attempt)
+    files.delete("manifests/0000000000000001-00000001.json")
+
+    manifest = try_commit(Racing(files.root), 1, attempt, 1)
+
+    assert manifest is None
+    assert [each.step for each in list_snapshots(files)] == [2]

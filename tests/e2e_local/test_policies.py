@@ -31,7 +31,7 @@ def kinds(local: Any) -> list[str]:
 def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one_whatever_the_policy(local: Any, policy: str) -> None:
     local.write(checkpoint={"policy": policy, "intervalSteps": 5, "retention": {"keepLast": 2}}, data={"epochs": 1})
     whole = local.done(
-        "--workdir", str(local.folder / "other"), "--set", f"spec.checkpoint.uri={local.folder.as_uri()}/o"
+        "--digest", "--workdir", str(local.folder / "other"), "--set", f"spec.checkpoint.uri={local.folder.as_uri()}/o"
     )
     process = local.start()
     deadline = time.monotonic() + 60
@@ -41,7 +41,7 @@ def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one_whatever_the_pol
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
 
-    resumed = local.done()
+    resumed = local.done("--digest")
 
     assert resumed["state_digest"] == whole["state_digest"]
     snapshot = find_snapshot(open_store(local.store.as_uri()))
@@ -61,7 +61,7 @@ def test_a_job_starts_from_another_jobs_snapshot_and_its_own_hold_all_of_it(loca
         training={"maxSteps": 1},
     )
 
-    result = local.done("--workdir", str(local.folder / "second"))
+    result = local.done("--digest", "--workdir", str(local.folder / "second"))
 
     new, reasons = newest_snapshot(open_store(own.as_uri()))
     assert (reasons, new.step, new.manifest.kind, new.meta.parent) == ([], 1, "full", None)
@@ -85,7 +85,7 @@ def test_tables_get_more_rows_between_two_runs_and_lose_none_that_were_trained(l
     larger = [*TABLES[:1], TABLES[1] | {"rows": 5_000}, TABLES[2]]
     local.write(model={"tables": larger}, data={"epochs": 1}, training={"maxSteps": 20})
 
-    result = local.done()
+    result = local.done("--digest")
 
     snapshot, reasons = newest_snapshot(open_store(local.store.as_uri()))
     assert (reasons, snapshot.step) == ([], 20)

@@ -12,6 +12,7 @@ from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_checkpointer.handoff import HandOffWriter
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.cuts import Agreement, CutControl, StoppedError
+from dlrm_trainer.embedding.collection import Changed
 
 
 @dataclass
@@ -19,11 +20,16 @@ class Writer:
     """A hand-off whose readiness a test decides."""
 
     is_ready: bool = True
+    share: int | None = None
+    committed: int | None = None
     asked: int = field(default=0)
 
     def ready(self) -> bool:
         self.asked += 1
         return self.is_ready
+
+    def committed_step(self) -> int | None:
+        return self.committed
 
 
 def control_of(writer: Writer | None, **spec: object) -> CutControl:
@@ -82,6 +88,28 @@ def test_a_cut_that_was_given_up_is_counted_and_tried_again_when_the_next_is_due
     assert steps == [3]
     assert (control.abandoned_cuts, control.waited_s) == (1, 1.75)
     assert control.last_step == 3
+
+
+def test_a_cut_comes_early_when_changed_rows_nearly_fill_the_ranks_share_and_is_counted_once() -> None:
+    writer, kept = Writer(share=1_000), {4: 700}
+    control = control_of(writer, intervalSteps=1_000)
+    marked = [0]
+    control.watch(lambda step: Changed(sum(kept[cut] for cut in kept if step is None or cut > step), marked[0]))
+
+    seen = []
+    for marked[0], committed in ((90, None), (200, 4), (799, 4), (100, None), (800, 4), (810, 4)):
+        writer.committed = committed
+        seen.append(control.agree(0.5, 9).cut)
+
+    assert seen == [False, False, False, True, True, True]
+    assert control.early_cuts == 1
+
+
+def test_rows_that_no_commit_took_and_that_fill_the_share_alone_make_no_cut_after_every_step() -> None:
+    control = control_of(Writer(share=1_000), intervalSteps=1_000)
+    control.watch(lambda step: Changed(800, 900))
+
+    assert not control.agree(0.5, 9).cut
 
 
 def test_without_a_hand_off_no_cut_is_made_but_a_stop_is_heard() -> None:

@@ -34,12 +34,14 @@ def test_a_cut_tells_of_all_that_changed_since_its_parent_whatever_became_of_the
     for step, rows in enumerate(cuts, 1):
         history.append(marked(dirty, rows))
         parent = data.draw(st.integers(parent, step - 1), "parent")
+        assert dirty.marked == len(history[-1])
         dirty.forget(parent)
         dirty.cut(step)
 
         found = told(dirty)
 
         changed = set().union(*history[parent:])
+        assert len(changed) <= dirty.kept(parent) + dirty.marked
         assert changed <= found <= set().union(*history)
         if step - parent <= MOST_KEPT:
             assert found == changed

@@ -15,8 +15,8 @@ from gangs import hand_plan, job_document
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.tiers import state_values
 from dlrm_checkpointer import objects
-from dlrm_checkpointer.codes import code_rows, decode_rows
-from dlrm_checkpointer.cut import ShardId, ShardRows
+from dlrm_checkpointer.codes import CodedRows, code_rows, decode_rows
+from dlrm_checkpointer.cut import ShardId
 from dlrm_checkpointer.digest import combine, state_digest
 from dlrm_checkpointer.walk import Block
 from dlrm_trainer.collectives import Collectives
@@ -37,11 +37,11 @@ class Stored:
     def __init__(self, learner: Learner, bits: int) -> None:
         pieces = list(learner.embeddings.rows_to_save())
         coded = [each for piece in pieces for each in code_rows(piece, bits)]
-        self.pieces = [decode_rows(objects.decode_rows(objects.encode_rows(each), "here")) for each in coded]
+        self.pieces = [decode_rows(objects.decode_rows(bytearray(objects.encode_rows(each)), "here")) for each in coded]
         self.arrays = {name: array.copy() for name, array in learner.dense.arrays().items()}
 
-    def shard_rows(self, shard: ShardId) -> Iterator[ShardRows]:
-        return (piece for piece in self.pieces if piece.shard.table == shard.table)
+    def shard_codes(self, shard: ShardId) -> Iterator[CodedRows]:
+        return (code_rows(piece, 32)[0] for piece in self.pieces if piece.shard.table == shard.table)
 
     def dense(self) -> dict[str, Any]:
         return self.arrays

@@ -10,6 +10,7 @@ from gangs import hand_plan, job_document, small_job
 
 from dlrm_api.errors import InvalidSpecError, SnapshotError
 from dlrm_api.job import DLRMJob, parse_job
+from dlrm_checkpointer.codes import CodedRows, code_rows
 from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.compatible import check_data, check_model, first_change
@@ -29,8 +30,8 @@ class Memory:
     def __init__(self, pieces: list[ShardRows], dense: dict[str, Any]) -> None:
         self.pieces, self.arrays = pieces, dense
 
-    def shard_rows(self, shard: ShardId) -> Iterator[ShardRows]:
-        return (piece for piece in self.pieces if piece.shard.table == shard.table)
+    def shard_codes(self, shard: ShardId) -> Iterator[CodedRows]:
+        return (code_rows(piece, 32)[0] for piece in self.pieces if piece.shard.table == shard.table)
 
     def dense(self) -> dict[str, Any]:
         return self.arrays

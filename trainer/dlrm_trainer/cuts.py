@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +12,14 @@ import torch
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_checkpointer.handoff import HandOffWriter
 from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.embedding.collection import Changed
 
 DEFAULT_INTERVAL_S = 1_800.0
 """``spec.checkpoint.interval`` where neither it nor intervalSteps is given."""
+
+
+EARLY_SHARE = 0.8
+"""Of a rank's share of the hand-off budget: where changed rows take this much, a cut is due."""
 
 
 class StoppedError(Exception):
@@ -57,6 +63,10 @@ class CutControl:
         """Cuts that had to wait because an earlier one still did."""
         self.abandoned_cuts = 0
         """Cuts above the hand-off budget that were given up, because the checkpointer made no room in time."""
+        self.early_cuts = 0
+        """Cuts that this rank asked for before they were due, lest they pass its share of the hand-off budget."""
+        self._changed_bytes: Callable[[int | None], Changed] | None = None
+        self._was_early = False
         self.waited_s = 0.0
         """Seconds that this rank waited for such room."""
         self._waiting = False
@@ -65,6 +75,10 @@ class CutControl:
     def attach(self, writer: HandOffWriter | None) -> None:
         """Say where cuts go; None: no snapshots are taken."""
         self._writer = writer
+
+    def watch(self, changed_bytes: Callable[[int | None], Changed]) -> None:
+        """Say how to ask what the next cut will take: ``Embeddings.changed_bytes``."""
+        self._changed_bytes = changed_bytes
 
     def restored(self, step: int | None) -> None:
         """Say which step's snapshot training goes on from, and start the interval."""
@@ -102,7 +116,11 @@ class CutControl:
         """
         if self._collectives.rank == 0 and self._writer is not None:
             self._due = self._due or self._interval_over(step)
-        wanted = (self._due or self._asked) and self._writer is not None
+        early = self._is_early()
+        if early and not (self._was_early or self._due or self._asked):
+            self.early_cuts += 1
+        self._was_early = early
+        wanted = (self._due or self._asked or early) and self._writer is not None
         blocked = self._writer is not None and not self._writer.ready()
         vector = torch.tensor([loss, wanted, blocked, self._stop], dtype=torch.float64)
         self._collectives.all_reduce(vector)
@@ -135,6 +153,19 @@ class CutControl:
         with self._changed:
             self._changed.wait_for(lambda: self.last_step is not None and self.last_step >= step, timeout_s)
             return self.last_step if self.last_step is not None and self.last_step >= step else None
+
+    def _is_early(self) -> bool:
+        """Whether what changed since the last cut brings the next one near to this rank's share of the budget.
+
+        Not where what is kept from before does so alone: more cuts would not help.
+        """
+        if self._writer is None or self._changed_bytes is None or self._writer.share is None:
+            return False
+        limit = EARLY_SHARE * self._writer.share
+        if sum(self._changed_bytes(None)) < limit:
+            return False
+        changed = self._changed_bytes(self._writer.committed_step())
+        return changed.kept < limit <= sum(changed)
 
     def _interval_over(self, step: int) -> bool:
         if self._interval_steps is not None:

@@ -108,6 +108,11 @@ class TrainerMetrics(Collector):
             "dlrm_trainer_cut_delays", "Cuts that waited for the one before.", self._control.delays
         )
         yield CounterMetricFamily(
+            "dlrm_trainer_cuts_early",
+            "Cuts that came early, because changed rows had nearly filled a rank's share of the hand-off budget.",
+            self._control.early_cuts,
+        )
+        yield CounterMetricFamily(
             "dlrm_trainer_cut_wait_seconds",
             "Time that training waited for the checkpointer to make room for cuts above the hand-off budget.",
             self._control.waited_s,

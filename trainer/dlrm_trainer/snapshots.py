@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlrm_api.job import DLRMJobSpec
-from dlrm_checkpointer.cut import ShardRows
+from dlrm_checkpointer.codes import CodedRows
 from dlrm_checkpointer.digest import Partial, add, combine, shard_digest, state_digest
 from dlrm_checkpointer.restore import Snapshot, claim_attempt, newest_snapshot, open_snapshot
 from dlrm_checkpointer.store import ObjectStore
@@ -83,12 +83,12 @@ def restore(learner: Learner, snapshot: Snapshot, *, mark: bool = False) -> None
     """
     learner.embeddings.settle()
     for part in learner.embeddings.local:
-        pieces = snapshot.shard_rows(part.shard)
+        pieces = snapshot.shard_codes(part.shard)
         part.restore(_marking(part, pieces) if mark else pieces)
     learner.dense.restore(snapshot.dense())
 
 
-def _marking(part: LocalPart, pieces: Iterable[ShardRows]) -> Iterator[ShardRows]:
+def _marking(part: LocalPart, pieces: Iterable[CodedRows]) -> Iterator[CodedRows]:
     for piece in pieces:
         part.dirty.mark(piece.row_ids - part.shard.row_start)
         yield piece

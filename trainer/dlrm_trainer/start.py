@@ -11,6 +11,7 @@ from typing import Any
 from dlrm_api.errors import NoInputError
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
+from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.handoff import HandOffWriter
 from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
 from dlrm_checkpointer.store import FieldNames, StoreOptions, open_store
@@ -105,16 +106,16 @@ def begin_from(parts: Parts, uri: str, options: StoreOptions) -> None:
         SnapshotError: it can't be used, or is of another model.
     """
     other = open_store(uri, replace(options, fields=RESTORE_FROM_FIELDS))
-    name = None
+    found: tuple[SnapshotName, ...] | None = None
     if parts.gang.rank == 0:
         newest, reasons = newest_snapshot(other)
         for reason in reasons:
             logger.warning("snapshot passed over: %s", reason)
-        name = None if newest is None else newest.name
-    name = parts.gang.collectives.broadcast(name)
-    if name is None:
+        found = () if newest is None else (newest.name,)
+    names = parts.gang.collectives.broadcast(found)
+    if not names:
         raise NoInputError(f"spec.checkpoint.restoreFrom: {other.uri} holds no snapshot: mend the URI or leave it out")
-    snapshot = open_snapshot(other, name.step, name.attempt)
+    snapshot = open_snapshot(other, names[0].step, names[0].attempt)
     spec = parts.job.spec
     model = snapshots.model_document(spec, parts.learner)
     check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)

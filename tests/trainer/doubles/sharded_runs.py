@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dlrm_api.errors import DivergedError
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
-from dlrm_checkpointer.codes import code_rows, decode_rows
+from dlrm_checkpointer.codes import CodedRows, code_rows
 from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import open_reader
@@ -32,11 +32,11 @@ class Saved:
     arrays: dict[str, Any]
     metas: dict[str, TableMeta]
 
-    def shard_rows(self, shard: ShardId) -> Iterator[ShardRows]:
+    def shard_codes(self, shard: ShardId) -> Iterator[CodedRows]:
         """See ``Snapshot``."""
         for piece in self.pieces:
             if piece.shard.table == shard.table and _overlap(piece.shard, shard):
-                part = decode_rows(code_rows(piece, 32)[0].clip(shard, self.metas[shard.table]))
+                part = code_rows(piece, 32)[0].clip(shard, self.metas[shard.table])
                 if len(part.row_ids):
                     yield part
 

@@ -7,6 +7,7 @@ import pytest
 from gangs import small_job
 
 from dlrm_api.tiers import TIER_BUFFER_BYTES
+from dlrm_checkpointer.codes import code_rows
 from dlrm_checkpointer.cut import ShardRows
 from dlrm_planner import plan_job
 from dlrm_trainer.collectives import Collectives
@@ -40,7 +41,7 @@ def test_rows_of_every_table_fit_the_planned_bytes(
         for first in range(0, ROWS, PIECE):
             ids = np.arange(first, first + PIECE)
             rows, state = np.ones((PIECE, part.shard.width), np.float32), np.ones((PIECE, 1), np.float32)
-            part.restore([ShardRows(shard=part.shard, row_ids=ids, rows=rows, state=state)])
+            part.restore(code_rows(ShardRows(shard=part.shard, row_ids=ids, rows=rows, state=state), 32))
     kept: dict[str, int] = {}
     for group in learner.embeddings.owned.groups:
         assert group.stack is not None

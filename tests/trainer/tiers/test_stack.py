@@ -14,6 +14,7 @@ from dlrm_api.errors import DeviceError
 from dlrm_api.model import TableSpec
 from dlrm_api.plan import Tier, TierLevel, TierShare
 from dlrm_api.tiers import BLOCK_SLACK
+from dlrm_checkpointer.codes import code_rows
 from dlrm_checkpointer.cut import loaded
 from dlrm_checkpointer.initializer import initial_rows
 from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
@@ -278,7 +279,7 @@ def test_a_snapshot_fills_another_stack_with_the_same_rows(
     pieces = [loaded(each) for each in rows_of_stack(tables.stack, views)]
     for k, spec in enumerate(specs):
         mine = [piece for piece in pieces if piece.shard.table == spec.name]
-        others[k].restore(mine)
+        others[k].restore(code_rows(piece, 32)[0] for piece in mine)
 
         saved = np.concatenate([piece.row_ids for piece in mine])
         assert sorted(saved.tolist()) == np.flatnonzero(tables.updates[k]).tolist()

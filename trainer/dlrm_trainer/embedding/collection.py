@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dlrm_api.errors import DivergedError
-from dlrm_checkpointer.cut import RowsInPlace, ShardRows, loaded
+from dlrm_checkpointer.cut import RowsInPlace, ShardRows, loaded, row_bytes
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
@@ -22,6 +24,15 @@ from dlrm_trainer.embedding.rows import LocalPart, ResidentPart, saved_rows
 from dlrm_trainer.embedding.segments import Bags, pick_bags
 from dlrm_trainer.embedding.travelling import OwnedBags, Travelling
 from dlrm_trainer.embedding.under_way import Lookup, Pooling, Prepared, Sent
+
+
+class Changed(NamedTuple):
+    """Bytes of rows in the next cut, or more."""
+
+    kept: int
+    """Of rows that changed before the last cut and that no snapshot holds."""
+    marked: int
+    """Of rows that changed since."""
 
 
 class Embeddings:
@@ -78,16 +89,15 @@ class Embeddings:
     def _views(self, placement: Placement) -> tuple[ResidentPart, ...]:
         weights = [weight for group in self._replicated for weight in group.batch.weights]
         states = [state for group in self._replicated for state in group.batch.states]
-        dirty = DirtyRows([part.rows for part in placement.replicated])
         return tuple(
             ResidentPart(
                 table=placement.tables[part.table],
                 shard=placement.shard(part),
                 weight=weight,
                 state=state,
-                dirty=DirtyPart(dirty, number),
+                dirty=DirtyPart(DirtyRows([part.rows]), 0),
             )
-            for number, (part, weight, state) in enumerate(zip(placement.replicated, weights, states, strict=True))
+            for part, weight, state in zip(placement.replicated, weights, states, strict=True)
         )
 
     @property
@@ -249,6 +259,23 @@ class Embeddings:
         for number, part in enumerate(self.replicas):
             if self._placement.saver(number) == self._rank:
                 yield from saved_rows(part)
+
+    def changed_bytes(self, step: int | None) -> Changed:
+        """What ``rows_in_place`` may come to, at most.
+
+        Args:
+            step: of the newest snapshot: what it holds doesn't count; None: there is none.
+        """
+        kept = marked = 0
+        for dirty, size in self._saved_records():
+            kept, marked = kept + dirty.kept(step) * size, marked + dirty.marked * size
+        return Changed(kept, marked)
+
+    def _saved_records(self) -> Iterator[tuple[DirtyRows, int]]:
+        """The records of the parts of ``saved``, and the bytes that each row takes in a cut."""
+        for part in self.saved:
+            if part.dirty.number == 0:
+                yield part.dirty.rows, row_bytes(part.in_place(np.empty(0, np.int64)))
 
     @property
     def _records(self) -> set[DirtyRows]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,15 @@ WINDOW_ROWS = 1 << 20
 UNIT_WORDS = 1 << 9
 """Words that a thread lists the rows of at a time."""
 Words = NDArray[np.uint64]
+
+
+class Kept(NamedTuple):
+    """What changed before a cut that no snapshot is known to hold."""
+
+    step: int
+    words: Words
+    rows: int
+    """In them, or more."""
 
 
 class DirtyRows:
@@ -45,7 +54,9 @@ class DirtyRows:
         self.starts = np.array(words, np.int64)[:-1] * WORD
         """(K,) the bit of each part's first row."""
         self._marked: Words = np.zeros(words[-1], U64)
-        self._kept: list[tuple[int, Words]] = []
+        self._kept: list[Kept] = []
+        self.marked = 0
+        """Rows marked since the last cut."""
 
     def mark(self, ids: NDArray[np.int64], sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
         """Mark the rows of each segment of ids.
@@ -55,40 +66,44 @@ class DirtyRows:
             sizes: (S,) ids of each segment.
             starts: (S,) of each segment's part.
         """
-        _mark(self._marked, ids, sizes, starts)
+        self.marked += _mark(self._marked, ids, sizes, starts)
 
     def cut(self, step: int) -> None:
         """Begin anew, and keep what was marked up to this step."""
         if len(self._kept) == MOST_KEPT:
-            (_, old), (newer, words) = self._kept[:2]
-            self._kept[:2] = [(newer, old | words)]
-        self._kept.append((step, self._marked))
-        self._marked = np.zeros_like(self._marked)
+            old, newer = self._kept[:2]
+            self._kept[:2] = [Kept(newer.step, old.words | newer.words, old.rows + newer.rows)]
+        self._kept.append(Kept(step, self._marked, self.marked))
+        self._marked, self.marked = np.zeros_like(self._marked), 0
 
     def forget(self, step: int) -> None:
         """Let go of what a snapshot of this step holds."""
-        self._kept = [(kept, words) for kept, words in self._kept if kept > step]
+        self._kept = [kept for kept in self._kept if kept.step > step]
+
+    def kept(self, step: int | None) -> int:
+        """Rows kept, at most, where what a snapshot of this step holds will be let go of; None: there is none."""
+        return sum(kept.rows for kept in self._kept if step is None or kept.step > step)
 
     def clear(self, part: int) -> None:
         """Take a part's rows as unchanged."""
         first, last = self._words_of(part, 0, self.sizes[part])
-        for words in (self._marked, *(words for _, words in self._kept)):
+        for words in (self._marked, *(kept.words for kept in self._kept)):
             words[first:last] = 0
 
     def bits(self, part: int, first: int, last: int) -> Words:
         """The words of rows [first, last) of a part, ``first`` a multiple of 64: since the parent."""
         start, stop = self._words_of(part, first, last)
         found: Words = self._marked[start:stop].copy()
-        for _, words in self._kept:
-            np.bitwise_or(found, words[start:stop], out=found)
+        for kept in self._kept:
+            np.bitwise_or(found, kept.words[start:stop], out=found)
         return found
 
     def are_marked(self, parts: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """(N,) whether rows of parts changed since the parent; (N,) each."""
         bits = self.starts[parts] + rows
         found = self._marked[bits // WORD]
-        for _, words in self._kept:
-            found = found | words[bits // WORD]
+        for kept in self._kept:
+            found = found | kept.words[bits // WORD]
         answer: NDArray[np.bool_] = (found >> (bits % WORD).astype(U64)) & U64(1) != 0
         return answer
 
@@ -145,14 +160,18 @@ def rows_of_bits(bits: Words, first: int) -> NDArray[np.int64]:
 
 
 @compiled
-def _mark(words: Any, ids: Any, sizes: Any, starts: Any) -> None:
-    first = 0
+def _mark(words: Any, ids: Any, sizes: Any, starts: Any) -> Any:
+    """Returns how many of them were not marked before."""
+    first, found = 0, U64(0)
     for segment in range(len(sizes)):
         start = U64(starts[segment])
         for n in range(first, first + sizes[segment]):
             bit = start + U64(ids[n])
-            words[bit >> U64(6)] |= U64(1) << (bit & U64(63))
+            place, shift = bit >> U64(6), bit & U64(63)
+            found += ~(words[place] >> shift) & U64(1)
+            words[place] |= U64(1) << shift
         first += sizes[segment]
+    return np.int64(found)
 
 
 @compiled

@@ -15,11 +15,16 @@ from torch import Tensor
 
 from dlrm_api.model import TableSpec
 from dlrm_api.tiers import RowOptimizerKind, state_values
-from dlrm_checkpointer.cut import RowsInPlace, ShardId, ShardRows, TableMeta, loaded
+from dlrm_checkpointer.codes import CodedRows, decode_rows
+from dlrm_checkpointer.cut import RowsInPlace, ShardId, TableMeta, loaded
+from dlrm_checkpointer.fetch import in_parallel
 from dlrm_checkpointer.initializer import initial_rows, table_scale
 from dlrm_trainer.embedding.dirty import DirtyPart
 from dlrm_trainer.embedding.gather import gather
 
+PARALLEL_DECODES = 2
+BLOCK_VALUES = 1 << 17
+"""Weights decoded at a time on their way to their place."""
 CHUNK_ROWS = 65_536
 """Rows copied at a time, so that a cut or a start needs little memory beside the table."""
 
@@ -52,7 +57,7 @@ class LocalPart(Protocol):
     def held(self) -> Iterator[NDArray[np.int64]]:
         """Every row that may have changed since its start, as for ``in_place``, at most ``CHUNK_ROWS`` at a time."""
 
-    def restore(self, pieces: Iterable[ShardRows]) -> None:
+    def restore(self, pieces: Iterable[CodedRows]) -> None:
         """Take rows of a snapshot over a part that has just started; marks none of them as changed."""
 
     def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -93,12 +98,25 @@ class ResidentPart:
         for first in range(0, count, CHUNK_ROWS):
             yield np.arange(first, min(first + CHUNK_ROWS, count))
 
-    def restore(self, pieces: Iterable[ShardRows]) -> None:
+    def restore(self, pieces: Iterable[CodedRows]) -> None:
         """See ``LocalPart``."""
-        for piece in pieces:
-            ids = torch.from_numpy(piece.row_ids - self.shard.row_start)
-            self.weight[ids] = torch.from_numpy(piece.rows.copy()).to(self.weight.dtype)
-            self.state[ids] = torch.from_numpy(piece.state.copy())
+        for _ in in_parallel(self._fill, pieces, PARALLEL_DECODES):
+            pass
+
+    def _fill(self, piece: CodedRows) -> None:
+        """Decode into place, in blocks that stay in the processor's cache; several threads fill different rows."""
+        block = max(1, BLOCK_VALUES // piece.shard.width)
+        scratch = np.empty((min(block, len(piece.row_ids)), piece.shard.width), np.float32)
+        for start in range(0, len(piece.row_ids), block):
+            part = decode_rows(piece.take(slice(start, start + block)), out=scratch)
+            ids = part.row_ids - self.shard.row_start
+            first, last = int(ids[0]), int(ids[-1]) + 1
+            for target, values in ((self.weight, part.rows), (self.state, part.state)):
+                source = torch.from_numpy(values).to(target.device, target.dtype)
+                if last - first == len(ids):
+                    target[first:last] = source
+                else:
+                    target.index_copy_(0, torch.from_numpy(ids).to(target.device), source)
 
     def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See ``LocalPart``."""

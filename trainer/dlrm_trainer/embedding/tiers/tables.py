@@ -15,12 +15,14 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.model import TableSpec
 from dlrm_api.plan import Tier
 from dlrm_api.tiers import BLOCK_SLACK
+from dlrm_checkpointer.codes import CodedRows, decode_rows
 from dlrm_checkpointer.cut import RowsInPlace, ShardId, ShardRows
+from dlrm_checkpointer.fetch import in_parallel
 from dlrm_checkpointer.initializer import table_scale
 from dlrm_trainer.embedding.dirty import DirtyPart
 from dlrm_trainer.embedding.kernels import TableBatch
 from dlrm_trainer.embedding.placement import PartGroup
-from dlrm_trainer.embedding.rows import CHUNK_ROWS
+from dlrm_trainer.embedding.rows import CHUNK_ROWS, PARALLEL_DECODES
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel, Storage
 from dlrm_trainer.embedding.tiers.level import Level
@@ -131,9 +133,9 @@ class StackedPart:
         for first in range(0, count, CHUNK_ROWS):
             yield self.stack.known(self.number, first, min(first + CHUNK_ROWS, count)) - self.first
 
-    def restore(self, pieces: Iterable[ShardRows]) -> None:
+    def restore(self, pieces: Iterable[CodedRows]) -> None:
         """See ``LocalPart``."""
-        for piece in pieces:
+        for piece in in_parallel(decode_rows, pieces, PARALLEL_DECODES):
             rows = piece.row_ids - self.shard.row_start + self.first
             self.stack.restore(self.number, rows, self.stack.records(piece.rows, piece.state))
 

@@ -1,0 +1,119 @@
+"""A snapshot's tables for who serves the model: one file a table, at a chosen precision, without optimizer state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from dlrm_api.errors import UsageError
+from dlrm_checkpointer.cut import TableMeta
+from dlrm_checkpointer.folder import raise_device
+from dlrm_checkpointer.precision import Precision, at_precision
+from dlrm_checkpointer.restore import Snapshot
+from dlrm_checkpointer.table_files import TableFormat
+from dlrm_checkpointer.walk import walk_table
+
+EXPORT_FILE = "export.json"
+DENSE_FILE = "dense.safetensors"
+TABLES_FOLDER = "tables"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What of a snapshot is exported."""
+
+    form: TableFormat
+    precision: Precision
+    tables: tuple[str, ...] = ()
+    """Names; all where empty."""
+    updated_only: bool = False
+    """Leave rows out that were never updated."""
+
+
+def export_tables(snapshot: Snapshot, folder: Path, wanted: Wanted) -> int:
+    """Write tables and the dense state into an empty or absent folder; returns the rows written.
+
+    ``tables/<name><suffix>`` holds a table, ``dense.safetensors`` the dense arrays as they are, and ``export.json``,
+    written last, what is there with the SHA-256 of each file. Tables stream through memory in blocks.
+
+    Raises:
+        UsageError: the folder holds something, or there is no table of a name.
+        SnapshotError: an object is missing or corrupt, or a weight is too large for the precision.
+        DeviceError: the disk is full.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder}: is not empty: give a new folder")
+    tables = _tables(snapshot, wanted.tables)
+    try:
+        (folder / TABLES_FOLDER).mkdir(parents=True, exist_ok=True)
+        entries = [_export_table(snapshot, table, folder, wanted) for table in tables]
+        save_file(snapshot.dense(), folder / DENSE_FILE)
+        described = {
+            "format": "dlrm-export",
+            "version": 1,
+            "snapshot": snapshot.uri,
+            "step": snapshot.step,
+            "attempt": snapshot.attempt,
+            "precision": wanted.precision,
+            "fileFormat": wanted.form.name,
+            "updatedOnly": wanted.updated_only,
+            "tables": entries,
+            "dense": _file_entry(folder, DENSE_FILE),
+        }
+        _write_last(folder / EXPORT_FILE, json.dumps(described, indent=2) + "\n")
+    except OSError as error:
+        raise_device(error, folder, 0)
+    return sum(entry["storedRows"] for entry in entries)
+
+
+def _tables(snapshot: Snapshot, names: Sequence[str]) -> list[TableMeta]:
+    there = {table.name: table for table in snapshot.meta.tables}
+    for name in names:
+        if name not in there:
+            raise UsageError(f"{snapshot.uri}: there is no table {name} (tables: {', '.join(there)})")
+    chosen = [there[name] for name in dict.fromkeys(names)] or list(there.values())
+    for table in chosen:
+        if Path(table.name).name != table.name:
+            raise UsageError(f"{snapshot.uri}: {table.name!r} is no name of a file")
+    return chosen
+
+
+def _export_table(snapshot: Snapshot, table: TableMeta, folder: Path, wanted: Wanted) -> dict[str, Any]:
+    name = f"{TABLES_FOLDER}/{table.name}{wanted.form.suffix}"
+    all_rows = not wanted.updated_only
+    file = wanted.form.open(folder / name, table, wanted.precision, all_rows=all_rows)
+    count = 0
+    for block in walk_table(snapshot, table):
+        rows, _ = block.fill()
+        ids = np.arange(block.start, block.end, dtype=np.int64)
+        if not all_rows:
+            ids = block.held()
+            rows = rows[ids - block.start]
+        file.add(ids, at_precision(table, ids, rows, wanted.precision))
+        count += len(ids)
+    file.close()
+    return {"name": table.name, "rows": table.rows, "dim": table.dim, "storedRows": count, **_file_entry(folder, name)}
+
+
+def _file_entry(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / name
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"file": name, "bytes": path.stat().st_size, "sha256": sha256}
+
+
+def _write_last(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}")
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)

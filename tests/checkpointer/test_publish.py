@@ -1,0 +1,388 @@
+"""Deltas and their reference consumer: the follower's tables are those of the snapshot that was published last."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from dlrm_api.errors import StoreUnavailableError, UsageError
+from dlrm_checkpointer.attempts import claim_attempt
+from dlrm_checkpointer.catalog import find_snapshot
+from dlrm_checkpointer.cut import SnapshotName
+from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.follow import Follower
+from dlrm_checkpointer.publication import newest_delta, read_delta, sequences
+from dlrm_checkpointer.restore import Snapshot, open_snapshot, snapshot_keys
+from dlrm_checkpointer.walk import walk_table
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "deltas")
+
+
+def tables_of(folder: Path) -> dict[str, Any]:
+    """The tables of a follower's folder."""
+    state = json.loads((folder / "state.json").read_text())
+    assert state["applying"] is None
+    image = folder / state["image"]
+    found = {path.stem: load_file(path)["weights"] for path in (image / "tables").iterdir()}
+    assert sorted(path.name for path in folder.iterdir()) == sorted([state["image"], "state.json"])
+    assert sorted(path.name for path in image.iterdir()) == sorted([state["dense"], "tables"])
+    return found | {"dense": load_file(image / state["dense"])}
+
+
+def assert_is(folder: Path, snapshot: Snapshot, bits: int = 32) -> None:
+    """The folder holds a snapshot's tables, at a precision."""
+    found = tables_of(folder)
+    for table in snapshot.meta.tables:
+        expected = np.concatenate([block.fill()[0] for block in walk_table(snapshot, table)])
+        magnitude = np.abs(expected).max(axis=1, keepdims=True)
+        bound = {32: 0.0, 16: 2.0**-11, 8: 1 / 255}[bits] * (magnitude if bits > 8 else 2 * magnitude)
+        assert (np.abs(found[table.name] - expected) <= bound + (0 if bits == 32 else 2.0**-24)).all(), table.name
+    for name, array in snapshot.dense().items():
+        np.testing.assert_array_equal(found["dense"][name], array)
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32])
+@pytest.mark.parametrize("policy", ["full", "one-shot", "consecutive", "intermittent"])
+def test_a_follower_has_what_was_published_at_its_precision(
+    tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables, policy, bits
+):
+    model = new_model(small_tables)
+    pod = new_pod(tmp_path / "pod", files, policy=policy, target=target, publish_bits=bits, keep_last=1)
+    attempt = claim_attempt(files, None, "test")
+    follower = Follower(target, tmp_path / "out")
+    did = []
+    for _ in range(4):
+        pod.commit(model.train(), attempt)
+        did += follower.catch_up()
+        assert_is(tmp_path / "out", find_snapshot(files), bits)
+
+    assert [each.what for each in did] == ["full", "delta", "delta", "delta"]
+    assert [each.sequence for each in did] == [1, 2, 3, 4]
+    last = did[-1].rows
+    assert last == sum((at == 4).sum() for at in model.touched_at.values())
+    assert pod.status.registry.get_sample_value("dlrm_checkpointer_published_sequence") == 4
+    assert pod.status.registry.get_sample_value("dlrm_checkpointer_published_step") == 4
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_lives_rollbacks_and_lost_deltas_end_with_the_snapshot_that_was_published_last(
+    data, tmp_path_factory, new_model, new_pod, small_tables, monkeypatch
+):
+    monkeypatch.setattr("dlrm_checkpointer.merge.CHUNK_BYTES", data.draw(st.sampled_from([700, 32 << 20])))
+    monkeypatch.setattr("dlrm_checkpointer.diff.BLOCK_ROWS", data.draw(st.sampled_from([7, 65_536])))
+    root = tmp_path_factory.mktemp("lives")
+    store, target = FileStore(root / "store"), FileStore(root / "deltas")
+    keep_last = data.draw(st.sampled_from([1, 2, 3, 100]))
+    committed: list[SnapshotName] = []
+    models: dict[SnapshotName, Any] = {}
+    followers = [Follower(target, root / f"out{number}") for number in range(2)]
+    for life in range(data.draw(st.integers(1, 4))):
+        world = data.draw(st.integers(1, 3))
+        there = [name for name in committed if store.size(f"manifests/{name.step:016d}-{name.attempt:08d}.json")]
+        at = data.draw(st.sampled_from([None, *there[-2:]]))
+        model = new_model(small_tables) if at is None else models[at].copy()
+        pod = new_pod(
+            root / f"pod{life}",
+            store,
+            world_size=world,
+            ranks=range(world),
+            policy=data.draw(st.sampled_from(["full", "one-shot", "consecutive", "intermittent"])),
+            keep_last=data.draw(st.sampled_from([1, 3])),
+            target=target,
+            publish_keep_last=keep_last,
+        )
+        attempt = claim_attempt(store, None if at is None else at.step, "test")
+        committed = [name for name in committed if at is not None and name <= at]
+        for writer in pod.writers.values():
+            writer.restored(at)
+        for _ in range(data.draw(st.integers(1, 3))):
+            pod.commit(model.train(data.draw(st.integers(1, 2))), attempt)
+            name = SnapshotName(model.step, attempt)
+            committed.append(name)
+            models[name] = model.copy()
+            if data.draw(st.booleans()):
+                followers[0].catch_up()
+                assert_is(root / "out0", open_snapshot(store, *vars(name).values()))
+            if data.draw(st.integers(0, 3)) == 0 and len(sequences(target)) > 1:
+                _, newest = newest_delta(target)
+                lost = data.draw(st.sampled_from(sequences(target)[:-1]))
+                if lost < newest.delta.base:
+                    target.delete(f"deltas/{lost:016d}.json")
+        pod.end()
+        kept = sequences(target)
+        _, newest = newest_delta(target)
+        assert set(range(newest.delta.base, newest.delta.sequence + 1)) <= set(kept)
+        assert len(kept) <= keep_last
+
+    for number, follower in enumerate(followers):
+        follower.catch_up()
+        assert_is(root / f"out{number}", open_snapshot(store, *vars(committed[-1]).values()))
+    keys = {entry.key for sequence in sequences(target) for entry in objects_of(read_delta(target, sequence).delta)}
+    assert {info.key for info in target.list("chunks/")} == keys
+    assert list(target.list("parts/")) == []
+
+
+def objects_of(delta: Any) -> list[Any]:
+    return [*delta.chunks, *delta.tombstones, delta.dense]
+
+
+@pytest.mark.parametrize("keep_last", [2, 3])
+def test_old_deltas_go_and_a_full_one_comes_before_the_oldest_that_is_needed_would(
+    tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables, keep_last
+):
+    model = new_model(small_tables)
+    pod = new_pod(tmp_path / "pod", files, policy="consecutive", target=target, publish_keep_last=keep_last)
+    attempt = claim_attempt(files, None, "test")
+    full, kept = [], []
+    for _ in range(7):
+        pod.commit(model.train(), attempt)
+        full += [newest_delta(target)[1].delta.full]
+        kept += [sequences(target)]
+
+    assert full == [number % keep_last == 0 for number in range(7)]
+    assert all(each == list(range(max(1, last - keep_last + 1), last + 1)) for last, each in enumerate(kept, 1))
+
+
+def test_a_gap_is_bridged_by_the_next_full_delta_and_until_then_said(
+    tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
+):
+    model = new_model(small_tables)
+    pod = new_pod(tmp_path / "pod", files, policy="consecutive", target=target, publish_keep_last=4)
+    attempt = claim_attempt(files, None, "test")
+    follower = Follower(target, tmp_path / "out")
+    pod.commit(model.train(), attempt)
+    follower.catch_up()
+    for _ in range(2):
+        pod.commit(model.train(), attempt)
+    target.delete("deltas/0000000000000002.json")
+
+    waiting = follower.catch_up()
+    for _ in range(2):
+        pod.commit(model.train(), attempt)
+    bridged = follower.catch_up()
+
+    assert [str(each) for each in waiting] == ["waiting at delta 1, step 1: delta 2 is missing"]
+    assert [(each.what, each.sequence, each.why) for each in bridged] == [("full", 5, "delta 2 is missing")]
+    assert_is(tmp_path / "out", find_snapshot(files))
+
+
+def test_a_delta_that_follows_another_history_makes_the_image_anew(
+    tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
+):
+    model = new_model(small_tables)
+    pod = new_pod(tmp_path / "pod", files, policy="consecutive", target=target)
+    attempt = claim_attempt(files, None, "test")
+    follower = Follower(target, tmp_path / "out")
+    for _ in range(2):
+        pod.commit(model.train(), attempt)
+    follower.catch_up()
+    other = FileStore(tmp_path / "deltas")
+    path = other.root / "deltas" / "0000000000000002.json"
+    path.write_text(path.read_text().replace('"time":2000.0', '"time":2001.0'))
+    pod.commit(model.train(), attempt)
+
+    did = follower.catch_up()
+
+    assert [each.what for each in did] == ["full", "delta", "delta"]
+    assert did[0].why == "delta 3 follows another delta than the one applied"
+    assert_is(tmp_path / "out", find_snapshot(files))
+
+
+class Killed(BaseException):
+    """The follower dies here."""
+
+
+def test_a_follower_killed_before_any_write_goes_on_to_the_same_tables(
+    tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
+):
+    """Enumerated: it dies before its first write, before its second, and so on, then starts again on what is left."""
+    tables = tuple(replace(table, rows=min(table.rows, 60)) for table in small_tables)
+    attempt = claim_attempt(files, None, "test")
+    model = new_model(tables)
+    pod = new_pod(tmp_path / "pod", files, policy="consecutive", target=target)
+    for steps in (1, 1, 1):
+        pod.commit(model.train(steps), attempt)
+    pod.end()
+    rolled = claim_attempt(files, 1, "back")
+    model = new_model(tables).train(1)
+    pod = new_pod(tmp_path / "pod2", files, policy="consecutive", target=target)
+    pod.writers[0].restored(SnapshotName(1, attempt))
+    model.step = 4
+    pod.commit(model, rolled)
+    assert read_delta(target, 4).delta.tombstones
+    expected = find_snapshot(files)
+
+    deaths = 0
+    while True:
+        left = deaths
+
+        def write() -> None:
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+
+        folder = tmp_path / f"out{deaths}"
+        try:
+            Follower(target, folder, write).catch_up()
+            break
+        except Killed:
+            Follower(target, folder).catch_up()
+            assert_is(folder, expected)
+            deaths += 1
+
+    assert deaths > 40
+
+
+class Failing:
+    """A store that is away while ``away`` is set."""
+
+    def __init__(self, store: FileStore) -> None:
+        self._store, self.away = store, threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        if self.away.is_set() and name != "uri":
+            raise StoreUnavailableError("the store is away")
+        return getattr(self._store, name)
+
+
+def test_an_outage_of_the_publishers_store_delays_no_commit_and_skips_no_row(
+    tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
+):
+    """The snapshot that the next delta goes from stays meanwhile, though keepLast is 1."""
+    model, failing = new_model(small_tables), Failing(target)
+    pod = new_pod(tmp_path / "pod", files, policy="full", target=failing, keep_last=1)
+    attempt = claim_attempt(files, None, "test")
+    inbox, sidecar = pod.sidecar()
+    thread = threading.Thread(target=sidecar.run, args=(threading.Event(),))
+    thread.start()
+
+    def commit() -> None:
+        pod.cut(model.train(), attempt)
+        wait_for(lambda: (model.step, attempt) in snapshot_keys(files))
+
+    commit()
+    wait_for(lambda: sequences(target) == [1])
+    failing.away.set()
+    commit()
+    commit()
+    wait_for(lambda: snapshot_keys(files) == [(3, attempt), (1, attempt)])
+    failing.away.clear()
+    commit()
+    wait_for(lambda: newest_delta(target)[1].delta.step == 4)
+    pod.end()
+    thread.join()
+    pod.running_publisher.close()
+    inbox.close()
+
+    did = Follower(target, tmp_path / "out").catch_up()
+
+    assert "full" not in [each.what for each in did[1:]]
+    assert did[0].step == 1
+    assert did[1].step > 2
+    assert_is(tmp_path / "out", find_snapshot(files))
+    assert pod.status.registry.get_sample_value("dlrm_checkpointer_publish_errors_total") > 0
+
+
+def wait_for(what: Any) -> None:
+    until = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_sidecar_ends_in_time_while_the_publishers_store_is_away(
+    tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
+):
+    failing = Failing(target)
+    failing.away.set()
+    pod = new_pod(tmp_path / "pod", files, target=failing, grace_s=0.3)
+
+    pod.commit(new_model(small_tables).train(), claim_attempt(files, None, "test"))
+
+    assert find_snapshot(files).step == 1
+    assert pod.status.progress.reason.startswith("TrainersEnded")
+
+
+def test_pods_each_put_an_even_share_and_one_makes_the_delta(
+    tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
+):
+    model = new_model(small_tables)
+    pods = [
+        new_pod(
+            tmp_path / f"pod{number}",
+            files,
+            world_size=4,
+            ranks=range(2 * number, 2 * number + 2),
+            target=target,
+            policy="consecutive",
+        )
+        for number in range(2)
+    ]
+    attempt = claim_attempt(files, None, "test")
+    parent = None
+    for _ in range(3):
+        model.train()
+        for pod in pods:
+            for rank in pod.ranks:
+                pod.cut_of(rank, model, attempt, parent=parent)
+        parent = SnapshotName(model.step, attempt)
+        threads = [threading.Thread(target=pod.finish) for pod in pods]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for pod in pods:
+            pod.open()
+
+    did = Follower(target, tmp_path / "out").catch_up()
+
+    assert [(each.what, each.step) for each in did] == [("full", 1), ("delta", 2), ("delta", 3)]
+    assert_is(tmp_path / "out", find_snapshot(files))
+    delta = read_delta(target, 3).delta
+    assert {chunk.key.split("/")[3] for chunk in delta.chunks} == {"000000", "000001"}
+    assert len({chunk.key.split("/")[2] for chunk in delta.chunks}) == 1
+
+
+def test_a_previous_snapshot_that_is_damaged_makes_the_next_delta_full(
+    tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
+):
+    model = new_model(small_tables)
+    pod = new_pod(tmp_path / "pod", files, policy="full", target=target, keep_last=9)
+    attempt = claim_attempt(files, None, "test")
+    pod.commit(model.train(), attempt)
+    broken = find_snapshot(files)
+    pod.target = None
+    pod.commit(model.train(), attempt)
+    path = files.root / broken.manifest.chunks[0].key
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    pod.target = target
+    pod.policy = "one-shot"
+    pod.commit(model.train(), attempt)
+
+    did = Follower(target, tmp_path / "out").catch_up()
+
+    assert (did[0].what, did[0].sequence) == ("full", 2)
+    assert_is(tmp_path / "out", find_snapshot(files))
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path, target: FileStore):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+
+    with pytest.raises(UsageError, match="holds something else"):
+        Follower(target, tmp_path / "out")

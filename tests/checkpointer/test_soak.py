@@ -1,0 +1,54 @@
+"""Jobs at random, whose gangs, sidecars and store fail at random: no commit is lost and no state is mixed.
+
+Each schedule is a function of its seed alone, down to the order of the calls of the store. ``SOAK_SCHEDULES`` says how
+many there are, ``SOAK_SEED`` which is the first (see ``make soak``).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from lives import Life
+from turns import Clock, InTurn
+
+SCHEDULES = int(os.environ.get("SOAK_SCHEDULES", "200"))
+FIRST_SEED = int(os.environ.get("SOAK_SEED", "0"))
+PROGRESS = 100
+"""Schedules between two lines."""
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Stands in for the time of all that waits; work that goes to threads elsewhere is done in turn."""
+    clock = Clock()
+    for module in ("sidecar", "slices", "attempts"):
+        monkeypatch.setattr(f"dlrm_checkpointer.{module}.time", clock)
+    for module in ("fetch", "retention"):
+        monkeypatch.setattr(f"dlrm_checkpointer.{module}.ThreadPoolExecutor", InTurn)
+    return clock
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_no_schedule_of_faults_loses_a_commit_or_mixes_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, new_model, new_pod, few_rows
+):
+    for number, seed in enumerate(range(FIRST_SEED, FIRST_SEED + SCHEDULES)):
+        random.seed(seed)
+        monkeypatch.setattr("dlrm_checkpointer.merge.CHUNK_BYTES", random.choice([200, 1_000, 32 << 20]))
+        life = Life(seed, tmp_path / str(seed), clock, new_model, new_pod, few_rows)
+        try:
+            life.run()
+        except BaseException as error:
+            error.add_note(f"{life}; again: SOAK_SCHEDULES=1 SOAK_SEED={seed} python -m pytest {Path(__file__)}")
+            raise
+        finally:
+            for gang in life.gangs:
+                gang.vanish()
+            shutil.rmtree(life.folder, ignore_errors=True)
+        if (number + 1) % PROGRESS == 0:
+            print(f"{number + 1} of {SCHEDULES} schedules, up to seed {seed}", flush=True)
