@@ -23,8 +23,8 @@ from benchmarks.measure import Line, Pairs, tell
 from benchmarks.shapes import Shape, job_of, split_placement
 from dlrm_api.checkpoint import Bits
 from dlrm_api.job import DLRMJobSpec
-from dlrm_checkpointer.codes import code_rows, decode_rows
-from dlrm_checkpointer.cut import ShardId, ShardRows, loaded
+from dlrm_checkpointer.codes import CodedRows, code_rows
+from dlrm_checkpointer.cut import ShardId, loaded
 from dlrm_checkpointer.policy import bits_for
 from dlrm_trainer import metrics
 from dlrm_trainer.collectives import Collectives
@@ -109,9 +109,9 @@ def train(spec: DLRMJobSpec, data: Data, bits: Bits, restores: int) -> float:
 def restore(learner: Learner, step: int, before: int | None, bits: Bits) -> None:
     """Give each row that changed since the last restore the value of its codes; others have theirs already."""
     learner.embeddings.begin_cut(step, before)
-    pieces: dict[ShardId, list[ShardRows]] = {}
+    pieces: dict[ShardId, list[CodedRows]] = {}
     for place in learner.embeddings.rows_to_save():
-        pieces.setdefault(place.shard, []).extend(map(decode_rows, code_rows(loaded(place), bits)))
+        pieces.setdefault(place.shard, []).extend(code_rows(loaded(place), bits))
     for part in learner.embeddings.local:
         part.restore(pieces.get(part.shard, ()))
 
