@@ -58,6 +58,10 @@ class Room:
     spare: int
     """Part of what is free that is allocated all the same."""
 
+    def own(self, *, gradual: bool) -> int:
+        """What is one entry's of a rank, however much others want."""
+        return self.share // 2 if gradual else self.share
+
 
 class Budget:
     """Bytes of the hand-off folder that the ranks of a pod share.
@@ -75,15 +79,26 @@ class Budget:
         self.folder, self.size, self.ranks = folder, size, ranks
         self.maps = Maps()
 
-    def start(self, draft: Draft) -> None:
-        """Make the draft's folder, with the memory of the rank's last entry in it, at most its share of that."""
+    def start(self, draft: Draft, *, gradual: bool = False) -> None:
+        """Make the draft's folder, with the memory of the rank's last entry in it, at most what is its own of that."""
         with budget_lock(self.folder):
             spare = spare_path(self.folder, draft.rank)
-            if self.size is not None and _size(spare) > (share := self._measure(self.size).share):
-                os.truncate(spare, share)
+            if self.size is not None and _size(spare) > (own := self._measure(self.size).own(gradual=gradual)):
+                os.truncate(spare, own)
             draft.start(spare)
 
-    def take(self, draft: Draft, unit: int, wanted: int, *, shared: bool) -> int:
+    def reserve(self, draft: Draft, size: int) -> bool:
+        """Take room for a whole cut of so many bytes ahead of its pieces; False where there isn't any now."""
+        if self.size is None:
+            return True
+        with budget_lock(self.folder):
+            if size + draft.head_bytes > self._measure(self.size).free + draft.slack:
+                return False
+            self._make_way(max(0, size - draft.slack))
+            draft.allocate(size)
+            return True
+
+    def take(self, draft: Draft, unit: int, wanted: int, *, shared: bool, gradual: bool = False) -> int:
         """Take room in the draft for an entry of up to ``wanted`` units (rows) of ``unit`` bytes.
 
         Args:
@@ -91,6 +106,8 @@ class Budget:
             unit: bytes.
             wanted: at least 1.
             shared: whether the cut is known not to fit: the rank keeps to its share then, and waits until it is free.
+            gradual: whether the rank goes on training meanwhile: a slice has half of its share then, and rows that are
+                about to change find room in the other half while the slice is with the sidecar.
 
         Returns:
             How many units there is room for; 0: none now.
@@ -101,7 +118,10 @@ class Budget:
         """
         with budget_lock(self.folder):
             fixed = ENTRY_BYTES + (0 if draft.taken else draft.head_bytes)
-            count = wanted if self.size is None else self._units(self.size, draft, unit, wanted, fixed, shared=shared)
+            count = wanted
+            if self.size is not None:
+                free = self._free(self.size, draft, unit, shared=shared, gradual=gradual)
+                count = max(0, min(wanted, (free - fixed) // unit))
             if count > 0:
                 self._grow(draft, count * unit + 2 * ALIGNMENT, fixed - 2 * ALIGNMENT)
             return count
@@ -132,7 +152,7 @@ class Budget:
                     _allocate(spare, size, end)
                     size = end
 
-    def _units(self, size: int, draft: Draft, unit: int, wanted: int, fixed: int, *, shared: bool) -> int:
+    def _free(self, size: int, draft: Draft, unit: int, *, shared: bool, gradual: bool) -> int:
         room = self._measure(size)
         least = unit + ENTRY_BYTES + draft.head_bytes
         if least > room.total:
@@ -141,21 +161,15 @@ class Budget:
                 f"{size} bytes leaves for them: raise spec.checkpoint.handoffBudget"
             )
         free = room.free + draft.slack
-        if shared:
-            most = max(room.share, least)
-            if not draft.taken and free < most:
-                return 0
-            free = min(free, most - draft.taken)
-        return max(0, min(wanted, (free - fixed) // unit))
+        if not (shared or gradual):
+            return free
+        most = max(room.own(gradual=gradual), least)
+        if shared and not draft.taken and free < most:
+            return 0
+        return min(free, most - draft.taken)
 
     def _grow(self, draft: Draft, rows: int, index: int) -> None:
-        """Grow a draft; spare memory of other ranks, which counts as free, is given back where it stands in the way."""
-        fresh = max(0, rows - draft.slack) + index
-        spares = sorted(self.folder.glob(f"{SPARE_PREFIX}*"), key=_size)
-        if self.size is not None:
-            room = self._measure(self.size)
-            while spares and fresh + sum(map(_size, spares)) > room.free:
-                drop_spare(spares.pop())
+        spares = self._make_way(max(0, rows - draft.slack) + index)
         try:
             draft.grow(rows, index)
         except OSError as error:
@@ -164,6 +178,15 @@ class Budget:
             for spare in spares:
                 drop_spare(spare)
             draft.allocate()
+
+    def _make_way(self, fresh: int) -> list[Path]:
+        """Give spare memory back, which counts as free, where it stands in the way; returns what is left of it."""
+        spares = sorted(self.folder.glob(f"{SPARE_PREFIX}*"), key=_size)
+        if self.size is not None:
+            room = self._measure(self.size)
+            while spares and fresh + sum(map(_size, spares)) > room.free:
+                drop_spare(spares.pop())
+        return spares
 
     def _measure(self, size: int) -> Room:
         used = noted = spare = 0
@@ -234,15 +257,19 @@ class Draft:
         os.truncate(self._index_file, self.taken - self._taken_rows)
         self.allocate()
 
-    def allocate(self) -> None:
+    def allocate(self, size: int = 0) -> None:
         """Have the device allocate what was taken of rows.bin: a mapped page without memory would end the process.
+
+        Args:
+            size: bytes of it, where more will be taken.
 
         Raises:
             OSError: the device is full.
         """
-        if self._taken_rows > self._allocated:
-            _allocate(self._rows, self._allocated, self._taken_rows)
-            self._allocated = self._taken_rows
+        size = max(size, self._taken_rows)
+        if size > self._allocated:
+            _allocate(self._rows, self._allocated, size)
+            self._allocated = size
 
     def add_rows(self, place: RowsInPlace, start: int, end: int) -> None:
         """Copy rows [start, end) of some."""
