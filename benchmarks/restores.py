@@ -8,28 +8,27 @@ for, as a snapshot gives them back, and training goes on. Data, order and start 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from scipy import stats
 
-from benchmarks.measure import tell
+from benchmarks.measure import Line, Pairs, tell
 from benchmarks.shapes import Shape, job_of, split_placement
 from dlrm_api.checkpoint import Bits
 from dlrm_api.job import DLRMJobSpec
-from dlrm_checkpointer.codes import code_rows, decode_rows
-from dlrm_checkpointer.cut import ShardId, ShardRows
+from dlrm_checkpointer.codes import CodedRows, code_rows
+from dlrm_checkpointer.cut import ShardId, loaded
 from dlrm_checkpointer.policy import bits_for
 from dlrm_trainer import metrics
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch, open_reader
-from dlrm_trainer.embedding.rows import loaded
 from dlrm_trainer.learner import Learner
 
 SHAPE = Shape(tables=8, rows=50_000, batch=1_024, bottom=(64, 64), top=(64, 1))
@@ -37,7 +36,24 @@ ROW_RATE, DENSE_RATE = 0.05, 0.02
 SAMPLES, EVAL_SAMPLES = 400_000, 100_000
 BITS: tuple[Bits, ...] = (2, 3, 4, 8)
 RESTORES = (0, 1, 3, 20)
+SEEDS = 5
 CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Of a line about restores."""
+
+    bits: Bits
+    restores: int
+    samples: int
+    against: str = "uninterrupted-fp32"
+    benchmark: ClassVar[str] = "restores"
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """See ``measure.Described``."""
+        return {"bits": self.bits, "restores": self.restores, "dim": SHAPE.dim, "samples": self.samples}
 
 
 @dataclass(frozen=True)
@@ -85,29 +101,32 @@ def train(spec: DLRMJobSpec, data: Data, bits: Bits, restores: int) -> float:
     logits = torch.cat([learner.logits(batch) for batch in data.evaluation]).double().numpy()
     labels = torch.cat([batch.labels for batch in data.evaluation]).double().numpy()
     learner.embeddings.close()
-    return metrics.evaluate(logits, labels, len(data.train)).ne
+    entropy = metrics.evaluate(logits, labels, len(data.train)).ne
+    assert entropy is not None, "there are labels of both kinds"
+    return entropy
 
 
 def restore(learner: Learner, step: int, before: int | None, bits: Bits) -> None:
     """Give each row that changed since the last restore the value of its codes; others have theirs already."""
     learner.embeddings.begin_cut(step, before)
-    pieces: dict[ShardId, list[ShardRows]] = {}
-    for place in learner.embeddings.rows_to_save():
-        pieces.setdefault(place.shard, []).extend(map(decode_rows, code_rows(loaded(place), bits)))
+    pieces: dict[ShardId, list[CodedRows]] = {}
+    for place in learner.embeddings.rows_in_place():
+        pieces.setdefault(place.shard, []).extend(code_rows(loaded(place), bits))
     for part in learner.embeddings.local:
         part.restore(pieces.get(part.shard, ()))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """One line a number of bits and of restores: the quality that it loses against fp32 with the same seed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few samples and seeds: does it run here?")
-    parser.add_argument("--seeds", type=int, default=5)
-    options = parser.parse_args(arguments)
-    samples, eval_samples, seeds = (30_000, 5_000, 2) if options.quick else (SAMPLES, EVAL_SAMPLES, options.seeds)
+def lines(quick: bool, seeds: int = SEEDS) -> Iterator[Line]:
+    """Train all runs, then say for each number of bits and of restores what quality it lost against fp32.
+
+    Args:
+        quick: few samples and seeds.
+        seeds: of data, start and all.
+    """
+    samples, eval_samples = (30_000, 5_000) if quick else (SAMPLES, EVAL_SAMPLES)
     found: dict[tuple[Bits, int], list[float]] = {(bits, count): [] for bits in BITS for count in RESTORES}
-    exact = []
-    for seed in range(seeds):
+    exact: list[float] = []
+    for seed in range(2 if quick else seeds):
         spec = spec_of(seed, samples, eval_samples)
         data = draw(spec)
         exact.append(train(spec, data, 32, 0))
@@ -115,29 +134,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         assert train(spec, data, 32, max(RESTORES)) == exact[-1], "a restore at 32 bits changes nothing"
         for (bits, restores), entropies in found.items():
             entropies.append(train(spec, data, bits, restores) if restores else exact[-1])
+    noise = 100 * float(np.std(exact, ddof=1) / np.mean(exact))
     for (bits, restores), entropies in found.items():
-        print(json.dumps(line(bits, restores, entropies, exact, samples)), flush=True)
+        measured = lost(entropies, exact) | {"seed_noise_percent": noise, "rule_chooses_bits": bits_for(restores)}
+        setting = Setting(bits=bits, restores=restores, samples=samples)
+        yield Line(setting=setting, metric="normalized_entropy", pairs=Pairs(entropies, exact), measured=measured)
+
+
+def lost(entropies: Sequence[float], exact: Sequence[float]) -> dict[str, float]:
+    """How much larger entropies are, seed by seed: the mean, and how far the true mean may be from it."""
+    gaps = 100 * (np.array(entropies) / np.array(exact) - 1)
+    factor = stats.t.ppf((1 + CONFIDENCE) / 2, len(gaps) - 1)
+    return {"gap_percent": float(gaps.mean()), "gap_percent_error": float(factor * stats.sem(gaps))}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few samples and seeds: does it run here?")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    options = parser.parse_args(arguments)
+    for line in lines(options.quick, options.seeds):
+        line.show()
     return 0
-
-
-def line(
-    bits: Bits, restores: int, entropies: Sequence[float], exact: Sequence[float], samples: int
-) -> dict[str, object]:
-    """What is printed of some restores at some bits: entropies, and those without a restore, seed by seed."""
-    gaps = np.array(entropies) / np.array(exact) - 1
-    return {
-        "benchmark": "restores",
-        "setting": {"bits": bits, "restores": restores, "dim": SHAPE.dim, "samples": samples},
-        "metric": "normalized_entropy",
-        "ours": round(float(np.mean(entropies)), 5),
-        "against": "uninterrupted-fp32",
-        "theirs": round(float(np.mean(exact)), 5),
-        "gap_percent": round(100 * float(gaps.mean()), 4),
-        "gap_percent_error": round(100 * float(stats.t.ppf((1 + CONFIDENCE) / 2, len(gaps) - 1) * stats.sem(gaps)), 4),
-        "seed_noise_percent": round(100 * float(np.std(exact, ddof=1) / np.mean(exact)), 4),
-        "rule_chooses_bits": bits_for(restores),
-        "seeds": len(exact),
-    }
 
 
 if __name__ == "__main__":

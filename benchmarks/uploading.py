@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -33,12 +33,15 @@ from dlrm_api.names import Env
 from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.cut import CutMeta
 from dlrm_checkpointer.handoff import HandOffWriter
+from dlrm_checkpointer.policy import PolicyName
 from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding.rows import table_meta
 from dlrm_trainer.learner import Learner
 
 BITS: Bits = 8
+POLICIES: tuple[PolicyName, ...] = ("intermittent", "consecutive")
+"""The second stores what the cut holds and reads nothing."""
 TOUCHED = 0.26
 """Of the rows, between two cuts; evenly drawn."""
 AFTER = 10
@@ -57,7 +60,7 @@ class Setting:
     against: str
     dim: int = 64
     bits: Bits = BITS
-    policy: str = "intermittent"
+    policy: PolicyName = POLICIES[0]
     benchmark: ClassVar[str] = "snapshots"
 
     @property
@@ -142,9 +145,12 @@ class Sidecar:
         service: with the store.
         prefix: of the store's keys.
         endpoint: where the service is reached.
+        policy: of the snapshots.
     """
 
-    def __init__(self, training: Training, service: Service, prefix: str, endpoint: str) -> None:
+    def __init__(
+        self, training: Training, service: Service, prefix: str, endpoint: str, policy: PolicyName = POLICIES[0]
+    ) -> None:
         self._training, self._learner = training, training.learner
         self._attempt = claim_attempt(service.store(prefix), None, "")
         self.folder = Path(tempfile.mkdtemp(dir=SHARED_MEMORY))
@@ -156,7 +162,7 @@ class Sidecar:
             "uri": f"s3://{service.bucket}/{prefix}",
             "s3": {"endpoint": endpoint},
             "bits": BITS,
-            "policy": "intermittent",
+            "policy": policy,
             "retention": {"keepLast": 1},
         }
         (self.folder / "job.json").write_text(json.dumps(job))
@@ -246,20 +252,23 @@ def lines(service: Service, quick_run: bool) -> Iterator[Line]:
     steps, repeats = (10, 2) if quick_run else (30, 5)
     training = Training(shape)
     training.undisturbed_s(steps)
-    with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        ours = Sidecar(training, service, "uploading/fast", service.endpoint)
-        stack.callback(ours.close)
-        setting = Setting(rows=shape.rows, tables=shape.tables, against="dcp-async-save")
-        tell(f"time lost until a snapshot is durable: {shape.tables * shape.rows:,} rows")
-        yield lost(training, ours, AsyncSave(training.learner, scratch / "dcp"), service, setting, steps, repeats)
-        snapshot, _ = newest_snapshot(service.store("uploading/fast"), verify=False)
-        assert snapshot is not None, "it was committed just now"
-        rate = snapshot.manifest.total_bytes / ours.took_s
-        slow = stack.enter_context(slow_link(service.endpoint, rate / SLOWED))
-        late = Sidecar(training, service, "uploading/slow", slow)
-        stack.callback(late.close)
-        tell(f"steps beside an upload at {rate / SLOWED / 1e6:.1f} MB/s")
+    setting = Setting(rows=shape.rows, tables=shape.tables, against="dcp-async-save")
+    with tempfile.TemporaryDirectory() as scratch:
+        theirs = AsyncSave(training.learner, Path(scratch) / "dcp")
+        for policy in POLICIES:
+            tell(f"time lost until a snapshot is durable, {policy}: {shape.tables * shape.rows:,} rows")
+            prefix = f"uploading/{policy}"
+            with closing(Sidecar(training, service, prefix, service.endpoint, policy)) as ours:
+                yield lost(training, ours, theirs, service, replace(setting, policy=policy), steps, repeats)
+                took_s = ours.took_s
+    snapshot, _ = newest_snapshot(service.store(prefix), verify=False)
+    assert snapshot is not None, "it was committed just now"
+    rate = snapshot.manifest.total_bytes / took_s / SLOWED
+    tell(f"steps beside an upload at {rate / 1e6:.1f} MB/s")
+    with (
+        slow_link(service.endpoint, rate) as endpoint,
+        closing(Sidecar(training, service, "uploading/slow", endpoint)) as late,
+    ):
         yield beside_slow(training, late, replace(setting, against="undisturbed"), repeats)
 
 

@@ -13,8 +13,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError, DivergedError, TemporaryError
+from dlrm_checkpointer.budget import Budget
 from dlrm_checkpointer.cut import CutMeta, RowsInPlace, ShardId, SnapshotName, check_rows
-from dlrm_checkpointer.draft import Budget
+from dlrm_checkpointer.draft import dense_bytes
 from dlrm_checkpointer.folder import (
     COMMITTED_FILE,
     POLL_S,
@@ -31,9 +32,10 @@ from dlrm_checkpointer.folder import (
     take_lock,
     write_json,
 )
-from dlrm_checkpointer.slices import CutAbandonedError, HandedOver, SlicedCut
+from dlrm_checkpointer.gradual import GradualCut
+from dlrm_checkpointer.slices import CutAbandonedError, HandedOver, SlicedCut, withdrawn
 
-__all__ = ["CutAbandonedError", "HandOffWriter", "HandedOver"]
+__all__ = ["CutAbandonedError", "GradualCut", "HandOffWriter", "HandedOver"]
 
 
 class HandOffWriter:
@@ -59,6 +61,7 @@ class HandOffWriter:
         self._budget = Budget(folder, budget_bytes, ranks_here)
         self._last: CutName | None = None
         self._restored: SnapshotName | None = None
+        self._gradual: GradualCut | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock: int | None = take_lock(lock_path(folder, rank), f"rank {rank}")
@@ -68,8 +71,8 @@ class HandOffWriter:
             raise_device(error, folder, 0)
 
     def ready(self) -> bool:
-        """Whether a cut can be handed over now: False while an earlier one of this rank waits for the sidecar."""
-        return all(name.rank != self.rank for name in ready_cuts(self.folder))
+        """Whether a cut can be handed over now: False while an earlier one of this rank waits or is not whole yet."""
+        return self._gradual is None and all(name.rank != self.rank for name in ready_cuts(self.folder))
 
     @property
     def share(self) -> int | None:
@@ -136,30 +139,79 @@ class HandOffWriter:
             DivergedError: the cut can never be stored, because it holds a value that is not finite.
             ValueError: a piece is not of ``meta``'s tables, or its arrays don't belong together.
         """
+        cut = self._new(meta, owned, patience_s)
+        with withdrawn(cut, self.folder):
+            cut.start()
+            self._copy(cut, meta, shards, dense)
+            given = cut.finish()
+        self._last = CutName(meta.step, meta.attempt, self.rank)
+        return given
+
+    def put_if_room(
+        self,
+        meta: CutMeta,
+        shards: Iterable[RowsInPlace],
+        dense: Mapping[str, NDArray[Any]] | None,
+        *,
+        owned: Sequence[ShardId],
+        size: int,
+    ) -> HandedOver | None:
+        """``put`` of a cut that fits the budget now; None: it does not, and nothing was done.
+
+        Args:
+            meta: see ``put``.
+            shards: see there.
+            dense: see there.
+            owned: see there.
+            size: bytes of ``shards``.
+        """
+        cut = self._new(meta, owned, patience_s=0)
+        with withdrawn(cut, self.folder):
+            cut.start()
+            if not cut.reserve(size + (0 if dense is None else dense_bytes(dense))):
+                cut.leave()
+                return None
+            self._copy(cut, meta, shards, dense)
+            given = cut.finish()
+        self._last = CutName(meta.step, meta.attempt, self.rank)
+        return given
+
+    def start_gradual(
+        self, meta: CutMeta, dense: Mapping[str, NDArray[Any]] | None, *, owned: Sequence[ShardId]
+    ) -> GradualCut:
+        """Begin to hand over a cut above the budget while its rows go on changing; ``ready`` is False until it ended.
+
+        Args:
+            meta: see ``put``.
+            dense: see there; copied here.
+            owned: see there.
+        """
+        cut = self._new(meta, owned, patience_s=0)
+        with withdrawn(cut, self.folder):
+            cut.start()
+        self._gradual = GradualCut(cut, meta, dense, self.folder, self._ended)
+        return self._gradual
+
+    def _ended(self, name: CutName | None) -> None:
+        self._gradual = None
+        self._last = name or self._last
+
+    def _new(self, meta: CutMeta, owned: Sequence[ShardId], patience_s: float) -> SlicedCut:
         if not self.ready():
             raise TemporaryError(f"rank {self.rank}: an earlier cut still waits for the checkpointer")
         name = CutName(meta.step, meta.attempt, self.rank)
+        return SlicedCut(self.folder, name, meta, owned, self._budget, patience_s)
+
+    def _copy(
+        self, cut: SlicedCut, meta: CutMeta, shards: Iterable[RowsInPlace], dense: Mapping[str, NDArray[Any]] | None
+    ) -> None:
         tables = {table.name: table for table in meta.tables}
-        cut = SlicedCut(self.folder, name, meta, owned, self._budget, patience_s)
-        try:
-            cut.start()
-            for place in shards:
-                if place.shard not in owned:
-                    raise ValueError(f"{place.shard}: is nothing that rank {self.rank} stores")
-                check_rows(place, tables[place.shard.table])
-                cut.add_rows(place)
-            if dense is not None:
-                cut.add_dense(dense)
-            given = cut.finish()
-        except OSError as error:
-            size = cut.drafted_bytes
-            cut.withdraw()
-            raise_device(error, self.folder, size)
-        except BaseException:
-            cut.withdraw()
-            raise
-        self._last = name
-        return given
+        for place in shards:
+            cut.check_owned(place.shard)
+            check_rows(place, tables[place.shard.table])
+            cut.add_rows(place)
+        if dense is not None:
+            cut.add_dense(dense)
 
     def committed_step(self) -> int | None:
         """Step of the newest committed snapshot that the sidecar knows of; None before it said so."""

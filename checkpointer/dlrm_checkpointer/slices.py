@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DivergedError, TemporaryError
+from dlrm_checkpointer.budget import Budget
 from dlrm_checkpointer.cut import CutMeta, RowsInPlace, ShardId, row_bytes
-from dlrm_checkpointer.draft import Budget, Draft, dense_bytes
+from dlrm_checkpointer.draft import Draft, dense_bytes
 from dlrm_checkpointer.folder import (
     DURABLE_FILE,
     POLL_S,
@@ -24,7 +26,9 @@ from dlrm_checkpointer.folder import (
     discard_unfinished,
     durable_path,
     parent_path,
+    raise_device,
     read_json,
+    remove_entry,
 )
 
 
@@ -46,6 +50,31 @@ class CutAbandonedError(TemporaryError):
     def __init__(self, problem: str, waited_s: float) -> None:
         super().__init__(problem)
         self.waited_s = waited_s
+
+
+class withdrawn(AbstractContextManager[None]):  # noqa: N801  a context manager
+    """Leave nothing of a cut where the block raises.
+
+    Args:
+        cut: the cut.
+        folder: the hand-off folder.
+        then: called after it was withdrawn.
+
+    Raises:
+        DeviceError: in place of an OSError.
+    """
+
+    def __init__(self, cut: SlicedCut, folder: Path, then: Callable[[], None] = lambda: None) -> None:
+        self._cut, self._folder, self._then = cut, folder, then
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is None:
+            return
+        size = self._cut.drafted_bytes
+        self._cut.withdraw()
+        self._then()
+        if isinstance(error, OSError):
+            raise_device(error, self._folder, size)
 
 
 class SlicedCut:
@@ -73,7 +102,8 @@ class SlicedCut:
         budget: Budget,
         patience_s: float,
     ) -> None:
-        self._folder, self._name, self._meta, self._owned, self._budget = folder, name, meta, owned, budget
+        self._folder, self._meta, self._owned, self._budget = folder, meta, owned, budget
+        self.name = name
         self._began, self._put = time.monotonic(), time.monotonic_ns()
         self._patience_s = patience_s
         self._path = folder / f"{WRITING_PREFIX}{name.rank}"
@@ -82,10 +112,24 @@ class SlicedCut:
         self._nbytes = 0
         self._waited_s = 0.0
         self._is_shared = False
+        self._flying: Path | None = None
 
     def start(self) -> None:
         """Begin to copy."""
         self._budget.start(self._draft)
+
+    def reserve(self, pieces_bytes: int) -> bool:
+        """Take room for all of it at once; False where the budget does not hold it now."""
+        return self._budget.reserve(self._draft, pieces_bytes)
+
+    def check_owned(self, shard: ShardId) -> None:
+        """Refuse rows that another rank stores.
+
+        Raises:
+            ValueError: the rank does not store the shard.
+        """
+        if shard not in self._owned:
+            raise ValueError(f"{shard}: is nothing that rank {self.name.rank} stores")
 
     def add_rows(self, place: RowsInPlace) -> None:
         """Copy rows, over several slices where it must be.
@@ -104,8 +148,76 @@ class SlicedCut:
     def add_dense(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Copy the dense state, which stays whole."""
         self._take(dense_bytes(arrays), 1)
+        self._add_dense(arrays)
+
+    def _add_dense(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         self._draft.add_dense(arrays)
         self._nbytes += sum(array.nbytes for array in arrays.values())
+
+    def take_gradually(self, place: RowsInPlace, start: int) -> int:
+        """Copy rows from ``start`` on while the sidecar has no slice of the cut; never waits.
+
+        Returns:
+            How many were copied; 0: there is no room before the sidecar has made a slice durable.
+
+        Raises:
+            DivergedError: the cut can never be stored.
+            DeviceError: the budget does not hold one row.
+        """
+        if self.is_waiting():
+            return 0
+        count = self._take_now(row_bytes(place), len(place.row_ids) - start)
+        if count == 0:
+            self._flying = self._flip(gradual=True)
+            return 0
+        self._draft.add_rows(place, start, start + count)
+        self._nbytes += count * row_bytes(place)
+        return count
+
+    def save(self, place: RowsInPlace) -> None:
+        """Copy rows that are about to change; never waits.
+
+        Raises:
+            CutAbandonedError: there is no room, because the sidecar still has the slice before.
+        """
+        start, size = 0, row_bytes(place)
+        while start < len(place.row_ids):
+            count = self._take_now(size, len(place.row_ids) - start)
+            if count == 0:
+                if self._draft.is_empty or self.is_waiting():  # others have the room, or the sidecar has
+                    raise self._abandoned(
+                        "rows changed faster than the checkpointer made room: see why its store is slow or silent, "
+                        "or raise spec.checkpoint.handoffBudget"
+                    )
+                self._flying = self._flip(gradual=True)
+            else:
+                self._draft.add_rows(place, start, start + count)
+            start += count
+        self._nbytes += start * size
+
+    def finish_gradually(self, arrays: Mapping[str, NDArray[Any]] | None) -> HandedOver | None:
+        """Make the cut whole, with the dense state as it was at the cut; None: not before the sidecar made room."""
+        if self.is_waiting():
+            return None
+        if arrays:
+            if not self._take_now(dense_bytes(arrays), 1):
+                self._flying = self._flip(gradual=True)
+                return None
+            self._add_dense(arrays)
+        return self.finish()
+
+    def is_waiting(self) -> bool:
+        """Whether the sidecar still has the last slice.
+
+        Raises:
+            DivergedError: the cut can never be stored.
+        """
+        waiting = self._flying is not None and self._flying.exists()
+        self._check_refused()  # after that: the sidecar says so before it lets go of the slice
+        return waiting
+
+    def _take_now(self, unit: int, wanted: int) -> int:
+        return self._budget.take(self._draft, unit, wanted, shared=False, gradual=True)
 
     def finish(self) -> HandedOver:
         """Make the cut whole.
@@ -114,20 +226,24 @@ class SlicedCut:
             CutAbandonedError: the sidecar let go of its slices, because a newer attempt has started.
         """
         if self._flipped:
-            note = durable_path(self._folder, self._name.rank)
+            note = durable_path(self._folder, self.name.rank)
             known = read_json(note)
             if known is None or known["put"] != self._put:
                 raise self._abandoned("the checkpointer dropped its slices, because a newer attempt has started")
             note.rename(self._path / DURABLE_FILE)
         keep = 0 if self._flipped else self._budget.keeps()
-        self._draft.flip(self._folder / str(self._name), self._flipped, keep)
-        parent_path(self._folder, self._name.rank).unlink(missing_ok=True)  # the whole cut names it
+        self._draft.flip(self._folder / str(self.name), self._flipped, keep)
+        parent_path(self._folder, self.name.rank).unlink(missing_ok=True)  # the whole cut names it
         return HandedOver(nbytes=self._nbytes, slices=self._flipped + 1, waited_s=self._waited_s)
 
     def withdraw(self) -> None:
         """Leave nothing of the cut; objects that are in the store already are removed by retention."""
         with contextlib.suppress(OSError):  # what can't be moved now goes when the rank starts again
-            discard_unfinished(self._folder, self._name.rank)
+            discard_unfinished(self._folder, self.name.rank)
+
+    def leave(self) -> None:
+        """Remove what was begun, before anything was copied; the cut's parent stays named."""
+        remove_entry(self._path, self.name.rank)
 
     @property
     def drafted_bytes(self) -> int:
@@ -142,26 +258,25 @@ class SlicedCut:
             self._wait()
             while flipped and flipped.exists():
                 self._wait()
+            self._check_refused()
         return count
 
-    def _flip(self) -> Path | None:
+    def _flip(self, *, gradual: bool = False) -> Path | None:
         """Hand what is there to the sidecar; where that is nothing, others have all the room."""
         if self._draft.is_empty:
             return None
-        name = self._name
+        name = self.name
         path = self._folder / str(SliceName(name.step, name.attempt, name.rank, self._flipped, self._put))
         self._draft.flip(path, self._flipped)
         self._flipped += 1
         self._sliced_bytes += self._draft.end
         self._draft = Draft(self._path, self._meta, name.rank, self._owned, self._budget.maps)
-        self._budget.start(self._draft)
+        self._budget.start(self._draft, gradual=gradual)
         return path
 
     def _wait(self) -> None:
         """Wait a moment, unless that is hopeless or has lasted too long."""
-        refused = read_json(self._folder / REFUSED_FILE)
-        if refused and (refused["attempt"], refused["step"]) == (self._name.attempt, self._name.step):
-            raise DivergedError(refused["problem"])
+        self._check_refused()
         began = time.monotonic()
         if began - self._began > self._patience_s:
             raise self._abandoned(
@@ -171,9 +286,14 @@ class SlicedCut:
         time.sleep(POLL_S)
         self._waited_s += time.monotonic() - began
 
+    def _check_refused(self) -> None:
+        refused = read_json(self._folder / REFUSED_FILE)
+        if refused and (refused["attempt"], refused["step"]) == (self.name.attempt, self.name.step):
+            raise DivergedError(refused["problem"])
+
     def _abandoned(self, why: str) -> CutAbandonedError:
         return CutAbandonedError(
-            f"rank {self._name.rank}: the cut at step {self._name.step} was given up after {self._flipped} slices of "
+            f"rank {self.name.rank}: the cut at step {self.name.step} was given up after {self._flipped} slices of "
             f"{self._sliced_bytes} bytes: {why}",
             self._waited_s,
         )

@@ -121,9 +121,9 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def get(self, key: str) -> bytes:
+    def get_into(self, key: str, buffer: memoryview) -> int:
         self.read.add(key)
-        return self._store.get(key)
+        return self._store.get_into(key, buffer)
 
     def get_into(self, key: str, buffer: memoryview) -> int:
         self.read.add(key)

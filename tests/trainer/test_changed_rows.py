@@ -6,32 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cutting import cut_every_step
-from gangs import run_ranks, small_job
+from cutting import TIERS, cut_every_step, job_of
+from gangs import run_ranks
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from shardings import random_plan
 
-from dlrm_api.job import DLRMJob
 from dlrm_trainer.collectives import Collectives
 
 ALONE = Collectives(0, 1, lambda: "")
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # a run takes a second: shrinking would take minutes
 QUIET = [HealthCheck.function_scoped_fixture]
-TIERS = [(), ("ddr", "scm"), ("ddr", "block"), ("ddr", "ddr", "scm", "block")]
 STEPS = 8
-
-
-def job_of(folder: Path, world_size: int = 1, kind: str = "rowwise-adagrad") -> DLRMJob:
-    """Blocks, several features of a table, weights, both types of rows."""
-    tables = [
-        {"name": "users", "rows": 900, "dim": 16, "columnBlock": 8, "features": ["u", "v"]},
-        {"name": "bags", "rows": 120, "dim": 16, "columnBlock": 4, "pooling": "mean", "maxLookups": 4, "avgLookups": 2},
-        {"name": "items", "rows": 400, "dim": 16, "maxLookups": 3, "features": ["i"], "weights": ["a"]},
-        {"name": "half", "rows": 300, "dim": 16, "columnBlock": 8, "maxLookups": 3, "dtype": "fp16"},
-    ]
-    model = {"denseFeatures": ["a", "b"], "bottomMlp": [16], "topMlp": [16, 1], "tables": tables}
-    return small_job(folder, world_size, model=model, training={"rowOptimizer": {"kind": kind, "learningRate": 0.01}})
 
 
 @settings(max_examples=10, deadline=None, phases=NO_SHRINKING, suppress_health_check=QUIET)

@@ -131,6 +131,10 @@ class CutControl:
         self._waiting = delayed
         return Agreement(loss=total, cut=wanting > 0 and blocking == 0, delayed=delayed, stop=stopping > 0)
 
+    def begun(self) -> None:
+        """Record that a cut is on its way while training goes on."""
+        self._settle(0.0)
+
     def made(self, step: int, waited_s: float = 0.0) -> None:
         """Record that a cut was handed over after ``step`` steps, and how long that waited for room."""
         self._settle(waited_s)

@@ -14,8 +14,8 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics, TrainerPhase
-from dlrm_checkpointer.cut import CutMeta, SnapshotName
-from dlrm_checkpointer.handoff import CutAbandonedError
+from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName
+from dlrm_checkpointer.handoff import CutAbandonedError, HandedOver, HandOffWriter
 from dlrm_trainer import snapshots
 from dlrm_trainer.cuts import CutControl
 from dlrm_trainer.data import open_reader
@@ -23,6 +23,7 @@ from dlrm_trainer.divergence import diverged
 from dlrm_trainer.embedding import Prepared, place
 from dlrm_trainer.endpoint import Endpoint
 from dlrm_trainer.evaluate import evaluate
+from dlrm_trainer.gradual import GradualHandOver
 from dlrm_trainer.journal import Ledger, StepJournal, write_result
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.lookahead import prepared_ahead
@@ -122,6 +123,9 @@ class Training:
         self.journal = StepJournal(settings.work_dir, step) if first and settings.work_dir else None
         self.ledger = Ledger(settings.ledger_dir, rank, step) if settings.ledger_dir else None
         self.trained_s, self.trained_samples = 0.0, 0
+        self.cut_step = step or None
+        """Step of the newest cut that was begun, or of the snapshot that was restored; the same on all ranks."""
+        self.gradual: GradualHandOver | None = None
 
     def run(self) -> bool:
         """Train to the last step; True where a signal asked for the end before it."""
@@ -142,6 +146,7 @@ class Training:
                         self.evaluate()
                     if cut:
                         self.hand_over()
+                    self.go_on_handing_over()
                 self.observer.stepped(self.step)
                 mark = time.monotonic()
         return False
@@ -183,34 +188,77 @@ class Training:
         self.stages.lap("evaluation")
 
     def hand_over(self, *, last: bool = False) -> None:
-        """Hand a cut of this step over to the checkpointer; one that finds no room in time is given up.
+        """Hand a cut of this step over to the checkpointer; one above the budget goes over while training goes on.
 
         Raises:
             CutAbandonedError: the last cut found no room in time.
         """
         parts, rank, writer = self.parts, self.parts.gang.rank, self.parts.writer
-        if writer is None or self.control.last_step == self.step:
+        if writer is None or self.cut_step == self.step:
             return
         self.board.phase(TrainerPhase.CUTTING)
+        self.cut_step = self.step
         begun = (writer.begin(self.attempt), time.time()) if rank == 0 else None
         parent, now = self.collectives.broadcast(begun)
-        parts.learner.embeddings.begin_cut(self.step, None if parent is None else parent.step)
-        patience_s = self.patience_s if last else parts.settings.collective_timeout_s / 2
-        owned = [part.shard for part in parts.learner.embeddings.saved]
-        shards, dense = parts.learner.embeddings.rows_in_place(), parts.learner.dense.arrays() if rank == 0 else None
-        try:
-            given = writer.put(self.cut_meta(parent, now), shards, dense, owned=owned, patience_s=patience_s)
-        except CutAbandonedError as error:
-            self.control.abandoned(error.waited_s)
-            if last:
-                raise
-            logger.warning("training goes on without a snapshot of step %d: %s", self.step, error)
+        embeddings, dense = parts.learner.embeddings, parts.learner.dense.arrays() if rank == 0 else None
+        embeddings.begin_cut(self.step, None if parent is None else parent.step)
+        meta, size = self.cut_meta(parent, now), embeddings.cut_bytes()
+        if last:
+            self.put_last(writer, meta, dense)
+        elif given := writer.put_if_room(meta, embeddings.rows_in_place(), dense, owned=self.owned, size=size):
+            self.handed_over(self.step, given)
         else:
-            self.control.made(self.step, given.waited_s)
-            self.board.update(last_cut_step=self.step)
-            logger.info("cut handed over at step %d", self.step)
+            self.control.begun()
+            self.gradual = GradualHandOver(embeddings, writer.start_gradual(meta, dense, owned=self.owned))
         self.board.phase(TrainerPhase.TRAINING)
         self.stages.lap("cut")
+
+    @property
+    def owned(self) -> list[ShardId]:
+        """All that this rank stores."""
+        return [part.shard for part in self.parts.learner.embeddings.saved]
+
+    def put_last(self, writer: HandOffWriter, meta: CutMeta, dense: dict[str, Any] | None) -> None:
+        """Hand the last cut over, slice by slice where it must be: nothing is trained any more.
+
+        Raises:
+            CutAbandonedError: the checkpointer did not make room in time.
+        """
+        rows = self.parts.learner.embeddings.rows_in_place()
+        try:
+            given = writer.put(meta, rows, dense, owned=self.owned, patience_s=self.patience_s)
+        except CutAbandonedError as error:
+            self.control.abandoned(error.waited_s)
+            raise
+        self.handed_over(self.step, given)
+
+    def go_on_handing_over(self) -> None:
+        """Hand more of a cut over that is on its way; where its rows change too fast for that, it is given up."""
+        if self.gradual is None:
+            return
+        try:
+            given = self.gradual.go_on()
+        except CutAbandonedError as error:
+            self.control.abandoned(0.0)
+            logger.warning("training goes on without a snapshot of step %d: %s", self.gradual.step, error)
+            self.gradual = None
+        else:
+            if given is not None:
+                self.handed_over(self.gradual.step, given)
+                self.gradual = None
+        self.stages.lap("cut")
+
+    def handed_over(self, step: int, given: HandedOver) -> None:
+        """Tell of a cut that is whole."""
+        self.control.made(step, given.waited_s)
+        self.board.update(last_cut_step=step)
+        logger.info("cut handed over at step %d", step)
+
+    def end_gradual(self) -> None:
+        """Make way for the last cut."""
+        if self.gradual is not None:
+            self.gradual.give_up()
+            self.gradual = None
 
     def cut_meta(self, parent: SnapshotName | None, now: float) -> CutMeta:
         """What is the same on all ranks at this step; ``now`` is rank 0's clock."""
@@ -238,6 +286,7 @@ class Training:
         Raises:
             TemporaryError: an earlier cut still waited at the end of that time, or this one found no room.
         """
+        self.end_gradual()
         self.wait_ready()
         self.hand_over(last=True)
         self.observer.save_profile(self.collectives, self.parts.settings.work_dir)
@@ -253,6 +302,7 @@ class Training:
         faulthandler.cancel_dump_traceback_later()
         self.evaluate()
         self.board.phase(TrainerPhase.FINISHING)
+        self.end_gradual()
         self.wait_ready()
         self.hand_over(last=True)
         self.board.phase(TrainerPhase.FINISHING)
@@ -294,7 +344,7 @@ class Training:
             TemporaryError: it was not in time.
         """
         deadline = time.monotonic() + self.patience_s
-        while self.parts.writer and self.control.last_step != self.step and not self.parts.writer.ready():
+        while self.parts.writer and self.cut_step != self.step and not self.parts.writer.ready():
             if time.monotonic() > deadline:
                 raise TemporaryError(
                     f"step {self.step} could not be handed over: the checkpointer did not take the cut before it"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
+from gangs import small_job
 from numpy.typing import NDArray
 
 from dlrm_api.job import DLRMJob
@@ -23,6 +24,20 @@ from dlrm_trainer.lookahead import prepared_ahead
 
 Block = tuple[NDArray[np.float32], NDArray[np.float32]]
 """Rows and their state."""
+TIERS = [(), ("ddr", "scm"), ("ddr", "block"), ("ddr", "ddr", "scm", "block")]
+"""Of the rectangles of a plan; none: all rows are resident."""
+
+
+def job_of(folder: Path, world_size: int = 1, kind: str = "rowwise-adagrad") -> DLRMJob:
+    """Blocks, several features of a table, weights, both types of rows."""
+    tables = [
+        {"name": "users", "rows": 900, "dim": 16, "columnBlock": 8, "features": ["u", "v"]},
+        {"name": "bags", "rows": 120, "dim": 16, "columnBlock": 4, "pooling": "mean", "maxLookups": 4, "avgLookups": 2},
+        {"name": "items", "rows": 400, "dim": 16, "maxLookups": 3, "features": ["i"], "weights": ["a"]},
+        {"name": "half", "rows": 300, "dim": 16, "columnBlock": 8, "maxLookups": 3, "dtype": "fp16"},
+    ]
+    model = {"denseFeatures": ["a", "b"], "bottomMlp": [16], "topMlp": [16, 1], "tables": tables}
+    return small_job(folder, world_size, model=model, training={"rowOptimizer": {"kind": kind, "learningRate": 0.01}})
 
 
 @dataclass(frozen=True)

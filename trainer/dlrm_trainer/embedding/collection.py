@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.errors import DivergedError
 from dlrm_checkpointer.cut import RowsInPlace, ShardRows, loaded, row_bytes
+from dlrm_checkpointer.draft import ENTRY_BYTES
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch
-from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
+from dlrm_trainer.embedding.dirty import WINDOW_ROWS, WORD, DirtyPart, DirtyRows
 from dlrm_trainer.embedding.exchange import Exchange
 from dlrm_trainer.embedding.groups import OwnedOptions
 from dlrm_trainer.embedding.owned import OwnedParts
+from dlrm_trainer.embedding.pending import Pending, Save
 from dlrm_trainer.embedding.placement import Placement
 from dlrm_trainer.embedding.replicated import ReplicatedParts
-from dlrm_trainer.embedding.rows import LocalPart, ResidentPart, saved_rows
+from dlrm_trainer.embedding.rows import SCAN_BYTES, LocalPart, ResidentPart, saved_rows
 from dlrm_trainer.embedding.segments import Bags, pick_bags
 from dlrm_trainer.embedding.travelling import OwnedBags, Travelling
 from dlrm_trainer.embedding.under_way import Lookup, Pooling, Prepared, Sent
@@ -221,6 +225,8 @@ class Embeddings:
         """
         assert lookup.learning_rate is not None
         step = lookup.prepared.batch.number
+        if self.owned.pending is not None:
+            self._save_replicas_before(buffer, self.owned.pending)
         updated = (
             rows
             for group, part in zip(self._replicated, self._buffers(buffer), strict=True)
@@ -228,6 +234,29 @@ class Embeddings:
         )
         for view, rows in zip(self.replicas, updated, strict=True):
             view.dirty.mark(rows.numpy())
+
+    def _save_replicas_before(self, buffer: Tensor, pending: Pending) -> None:
+        touched = (
+            rows.numpy()
+            for group, part in zip(self._replicated, self._buffers(buffer), strict=True)
+            for rows in group.touched(part)
+        )
+        for view, rows in zip(self.replicas, touched, strict=True):
+            record = view.dirty.rows
+            pending.before_update(record, rows, np.array([len(rows)]), record.starts, partial(_replica_rows, view))
+
+    def begin_copying(self, save: Save) -> Pending:
+        """Take the rows of ``rows_in_place`` as to be copied while training goes on, until ``end_copying``.
+
+        Args:
+            save: is given rows that are about to change, and copies them.
+        """
+        self.owned.pending = Pending(tuple(self.saved), save)
+        return self.owned.pending
+
+    def end_copying(self) -> None:
+        """Let rows change without being copied before."""
+        self.owned.pending = None
 
     def begin_cut(self, step: int, parent: int | None) -> None:
         """Begin the record of changed rows anew: ``rows_to_save`` goes on telling of what changed until now.
@@ -259,6 +288,16 @@ class Embeddings:
         for number, part in enumerate(self.replicas):
             if self._placement.saver(number) == self._rank:
                 yield from saved_rows(part)
+
+    def cut_bytes(self) -> int:
+        """What ``rows_in_place`` takes in the hand-off folder, or a little more."""
+        total = 0
+        for part in self.saved:
+            size = row_bytes(part.in_place(np.empty(0, np.int64)))
+            windows = part.dirty.rows.sizes[part.dirty.number] // WINDOW_ROWS + 2
+            batches = part.dirty.rows.words * WORD * size // SCAN_BYTES + 1  # in which block storage is read
+            total += part.dirty.count() * size + ENTRY_BYTES * (windows + batches)
+        return total
 
     def changed_bytes(self, step: int | None) -> Changed:
         """What ``rows_in_place`` may come to, at most.
@@ -315,6 +354,12 @@ class Embeddings:
             return None
         shares = 1.0 / lengths.clamp(min=1).t().to(torch.float32)  # (n, F)
         return shares.index_select(1, self._feature_of_column).where(self._mean_of_column, 1.0)
+
+
+def _replica_rows(
+    view: ResidentPart, _number: int, rows: NDArray[np.int64], _lookups: NDArray[np.int64]
+) -> RowsInPlace:
+    return view.in_place(rows)
 
 
 def _means(placement: Placement) -> tuple[Tensor | None, Tensor]:

@@ -58,6 +58,11 @@ class DirtyRows:
         self.marked = 0
         """Rows marked since the last cut."""
 
+    @property
+    def words(self) -> int:
+        """Words of all parts."""
+        return len(self._marked)
+
     def mark(self, ids: NDArray[np.int64], sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
         """Mark the rows of each segment of ids.
 
@@ -86,16 +91,22 @@ class DirtyRows:
 
     def clear(self, part: int) -> None:
         """Take a part's rows as unchanged."""
-        first, last = self._words_of(part, 0, self.sizes[part])
+        here = self.words_of(part, 0, self.sizes[part])
         for words in (self._marked, *(kept.words for kept in self._kept)):
-            words[first:last] = 0
+            words[here] = 0
 
     def bits(self, part: int, first: int, last: int) -> Words:
         """The words of rows [first, last) of a part, ``first`` a multiple of 64: since the parent."""
-        start, stop = self._words_of(part, first, last)
-        found: Words = self._marked[start:stop].copy()
+        return self._union(self.words_of(part, first, last))
+
+    def all_bits(self) -> Words:
+        """The words of all parts: since the parent."""
+        return self._union(slice(None))
+
+    def _union(self, here: slice) -> Words:
+        found: Words = self._marked[here].copy()
         for kept in self._kept:
-            np.bitwise_or(found, kept.words[start:stop], out=found)
+            np.bitwise_or(found, kept.words[here], out=found)
         return found
 
     def are_marked(self, parts: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -107,9 +118,10 @@ class DirtyRows:
         answer: NDArray[np.bool_] = (found >> (bits % WORD).astype(U64)) & U64(1) != 0
         return answer
 
-    def _words_of(self, part: int, first: int, last: int) -> tuple[int, int]:
+    def words_of(self, part: int, first: int, last: int) -> slice:
+        """Where the words of rows [first, last) of a part are, ``first`` a multiple of 64."""
         start = int(self.starts[part]) + first
-        return start // WORD, -(-(start + last - first) // WORD)
+        return slice(start // WORD, -(-(start + last - first) // WORD))
 
 
 @dataclass(frozen=True)

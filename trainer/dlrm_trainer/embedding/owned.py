@@ -7,14 +7,18 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_checkpointer.cut import RowsInPlace
-from dlrm_trainer.embedding.groups import OwnedOptions, make_group
+from dlrm_trainer.embedding.groups import Group, OwnedOptions, make_group
+from dlrm_trainer.embedding.pending import Pending, SlotRows
 from dlrm_trainer.embedding.placement import PartGroup, Placement
 from dlrm_trainer.embedding.rows import LocalPart, saved_rows
 from dlrm_trainer.embedding.travelling import OwnedBags
@@ -67,6 +71,8 @@ class OwnedParts:
         """Seconds for which training waited for rows."""
         self.missing = 0
         """Lookups whose row was in no slot when their batch began: none, ever."""
+        self.pending: Pending | None = None
+        """Of a cut that is being handed over while training goes on."""
         with ExitStack() as resources:
             self.groups = [make_group(placement, group, options, resources) for group in placement.groups[rank]]
             self._resources = resources.pop_all()
@@ -136,6 +142,8 @@ class OwnedParts:
             step: number of the step.
         """
         expected = looked_up.expected
+        if self.pending is not None:
+            self._save_before(expected, self.pending)
         for group, pooled, gradient, ids, lengths in zip(
             self.groups, looked_up.pooled, gradients, expected.ids, expected.lengths, strict=True
         ):
@@ -146,6 +154,13 @@ class OwnedParts:
             group.dirty.mark(ids.numpy(), sizes.numpy(), group.starts)
         if self._ahead is not None and expected.fetched is not None:
             self._ahead.release(expected.fetched.result())
+
+    def _save_before(self, expected: Expected, pending: Pending) -> None:
+        fetched = iter([] if expected.fetched is None else expected.fetched.result())
+        for group, ids, lengths in zip(self.groups, expected.ids, expected.lengths, strict=True):
+            slots = None if group.stack is None else next(fetched).slots
+            sizes = lengths.sum(dim=1, dtype=torch.int64).numpy()
+            pending.before_update(group.dirty, ids.numpy(), sizes, group.starts, partial(_place, group, slots))
 
     def parts(self) -> Iterator[LocalPart]:
         """Every part that this rank alone holds."""
@@ -185,6 +200,17 @@ class OwnedParts:
         sizes = [int(each.sum()) for each in lengths]
         weights = (None,) * len(sizes) if bags.weights is None else torch.split(bags.weights, sizes)
         return torch.split(bags.ids, sizes), lengths, weights
+
+
+def _place(
+    group: Group, slots: NDArray[np.int64] | None, number: int, rows: NDArray[np.int64], lookups: NDArray[np.int64]
+) -> RowsInPlace:
+    """Where rows of a part are that a batch has looked up: in slots, or in their own place."""
+    part = group.parts[number]
+    if slots is None:
+        return part.in_place(rows)
+    weight, state = group.batch.weights[number], group.batch.states[number]
+    return SlotRows(part.shard, rows + part.shard.row_start, weight, state, slots[lookups])
 
 
 def _part_ends(plan: PartGroup, lengths: Tensor) -> Tensor:

@@ -85,6 +85,10 @@ class ReplicatedParts:
             touched[ids[start:stop]] = 1.0
             column, place, start = column + count, place + count * width, stop
 
+    def touched(self, buffer: Tensor) -> list[Tensor]:
+        """The rows of each part that any rank touched, (R,) int64 ascending; ``buffer`` as for ``update``."""
+        return [touched.nonzero().squeeze(1) for _, touched in self._views(buffer)]
+
     def update(self, buffer: Tensor, learning_rate: float, *, step: int = 0) -> list[Tensor]:
         """Update every row that any rank touched.
 
@@ -96,9 +100,8 @@ class ReplicatedParts:
         Returns:
             The rows updated of each part, (R,) int64 ascending.
         """
-        updated = []
-        for number, (dense, touched) in enumerate(self._views(buffer)):
-            rows = touched.nonzero().squeeze(1)
+        updated = self.touched(buffer)
+        for number, ((dense, _), rows) in enumerate(zip(self._views(buffer), updated, strict=True)):
             update_rows(
                 self.batch.weights[number],
                 self.batch.states[number],
@@ -108,7 +111,6 @@ class ReplicatedParts:
                 learning_rate,
                 self.batch.rounding(number, step, rows),
             )
-            updated.append(rows)
         return updated
 
     def _views(self, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -28,6 +28,9 @@ BLOCK_VALUES = 1 << 17
 CHUNK_ROWS = 65_536
 """Rows copied at a time, so that a cut or a start needs little memory beside the table."""
 
+SCAN_BYTES = 64 << 20
+"""Records of a block level that are sorted by table at a time."""
+
 
 class LocalPart(Protocol):
     """Rows of one column block of a table that this rank holds."""

@@ -22,7 +22,7 @@ from dlrm_checkpointer.initializer import table_scale
 from dlrm_trainer.embedding.dirty import DirtyPart
 from dlrm_trainer.embedding.kernels import TableBatch
 from dlrm_trainer.embedding.placement import PartGroup
-from dlrm_trainer.embedding.rows import CHUNK_ROWS, PARALLEL_DECODES
+from dlrm_trainer.embedding.rows import CHUNK_ROWS, PARALLEL_DECODES, SCAN_BYTES
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel, Storage
 from dlrm_trainer.embedding.tiers.level import Level
@@ -30,8 +30,6 @@ from dlrm_trainer.embedding.tiers.mapped import AnonymousStorage, MappedStorage
 from dlrm_trainer.embedding.tiers.slot_memory import slot_memory
 from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK, Stack, StackTable
 
-SCAN_BYTES = 64 << 20
-"""Records of a block level that are sorted by table at a time."""
 SCAN_SHARE = 0.5
 """All of a block level is read, by large reads, where the pages of the rows wanted may be this share of it."""
 Values = TypeVar("Values", NDArray[np.int64], NDArray[np.uint32])

@@ -1,0 +1,146 @@
+"""Rows of a cut that are copied while training goes on: each before it changes, or as soon as there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.cut import RowsInPlace, ShardId
+from dlrm_trainer.embedding.dirty import WINDOW_ROWS, DirtyRows, rows_of_bits
+from dlrm_trainer.embedding.gather import gather
+from dlrm_trainer.embedding.rows import LocalPart
+
+U64 = np.uint64
+Save = Callable[[RowsInPlace], None]
+Place = Callable[[int, NDArray[np.int64], NDArray[np.int64]], RowsInPlace]
+"""Where chosen rows of a part are: its number in its record, rows counted from its first, and their lookups."""
+
+
+class Pending:
+    """What a cut still has to copy.
+
+    Args:
+        parts: whose changed rows the cut holds.
+        save: copies rows that are about to change; may raise, and then ends all of it.
+    """
+
+    def __init__(self, parts: Sequence[LocalPart], save: Save) -> None:
+        self._parts, self._save = parts, save
+        self._bits = {part.dirty.rows: part.dirty.rows.all_bits() for part in parts}
+        self._at = 0, 0
+        """The part and its first row that may still have to be copied."""
+
+    def before_update(
+        self,
+        record: DirtyRows,
+        ids: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        place: Place,
+    ) -> None:
+        """Copy the rows among these that were not copied yet.
+
+        Args:
+            record: of their parts.
+            ids: see ``DirtyRows.mark``.
+            sizes: see there.
+            starts: see there.
+            place: where they are.
+        """
+        bits = self._bits.get(record)
+        if bits is None:
+            return
+        lookups, segments = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
+        count = _take_bits(bits, ids, sizes, starts, lookups, segments)
+        parts = np.searchsorted(record.starts, starts, side="right")[segments[:count]] - 1
+        for part in np.unique(parts).tolist():
+            here = lookups[:count][parts == part]
+            here = here[np.argsort(ids[here])]
+            self._save(place(part, ids[here], here))
+
+    def copy(self, take: Callable[[RowsInPlace, int], int]) -> bool:
+        """Copy what is left, as far as there is room; True once nothing is.
+
+        Nothing may be under way among the parts meanwhile.
+
+        Args:
+            take: copies rows, from a number of them on; returns how many, and 0 where there is no room now.
+        """
+        number, start = self._at
+        for place, part in enumerate(self._parts[number:], number):
+            size = part.dirty.rows.sizes[part.dirty.number]
+            for first in range(start, size, WINDOW_ROWS):
+                self._at = place, first
+                if not self._copy_window(part, first, min(size, first + WINDOW_ROWS), take):
+                    return False
+            start = 0
+        self._at = len(self._parts), 0
+        return True
+
+    def _copy_window(self, part: LocalPart, first: int, last: int, take: Callable[[RowsInPlace, int], int]) -> bool:
+        record = part.dirty.rows
+        words = self._bits[record][record.words_of(part.dirty.number, first, last)]
+        rows = rows_of_bits(words, first)
+        done, wanted = 0, part.in_place(rows)
+        while done < len(rows):
+            count = take(wanted, done)
+            if count == 0:
+                break
+            done += count
+        _clear_bits(words, rows[:done] - first)
+        return done == len(rows)
+
+
+@dataclass(frozen=True)
+class SlotRows:
+    """Rows of a part that are in slots; implements ``RowsInPlace``."""
+
+    shard: ShardId
+    row_ids: NDArray[np.int64]
+    weight: Tensor
+    """Of the part's slots."""
+    state: Tensor
+    slots: NDArray[np.int64]
+    """(N,) of the rows."""
+
+    @property
+    def state_values(self) -> int:
+        """See ``RowsInPlace``."""
+        return self.state.shape[1]
+
+    def copy_to(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
+        """See ``RowsInPlace``."""
+        slots = self.slots[start:end]
+        if self.weight.device.type == "cpu":
+            gather(self.weight, self.state, slots, rows, state)
+        else:
+            rows[:] = self.weight[slots].float().cpu().numpy()
+            state[:] = self.state[slots].cpu().numpy()
+
+
+@compiled
+def _take_bits(bits: Any, ids: Any, sizes: Any, starts: Any, lookups: Any, segments: Any) -> int:
+    """List the lookups whose row's bit is set, and clear it; returns how many these are."""
+    first = count = 0
+    for segment in range(len(sizes)):
+        start = U64(starts[segment])
+        for n in range(first, first + sizes[segment]):
+            bit = start + U64(ids[n])
+            place, mask = bit >> U64(6), U64(1) << (bit & U64(63))
+            lookups[count], segments[count] = n, segment
+            count += (bits[place] & mask) != U64(0)
+            bits[place] &= ~mask
+        first += sizes[segment]
+    return count
+
+
+@compiled
+def _clear_bits(bits: Any, rows: Any) -> None:
+    for row in rows:
+        bits[row >> 6] &= ~(U64(1) << U64(row & 63))
