@@ -10,24 +10,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dlrm_api.checkpoint import Bits
-from dlrm_api.errors import DLRMError, NoInputError, SnapshotError, TemporaryError
+from dlrm_api.errors import DLRMError, SnapshotError, TemporaryError
 from dlrm_api.names import ExitCode
 from dlrm_api.progress import SnapshotInfo
 from dlrm_checkpointer.attempts import in_lineage, newest_attempt, read_attempts
-from dlrm_checkpointer.chain import Basis, BrokenChainError, basis, load_chain
+from dlrm_checkpointer.chain import BrokenChainError
 from dlrm_checkpointer.commit import try_commit
 from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.folder import CutName, SliceName
 from dlrm_checkpointer.inbox import Durable, Inbox, ReadyCut, UploadedCut
 from dlrm_checkpointer.life import Backoff, Life
 from dlrm_checkpointer.manifest import Manifest, manifest_key
-from dlrm_checkpointer.policy import ChainPolicy, bits_in_use, choose_kind
+from dlrm_checkpointer.policy import ChainPolicy
 from dlrm_checkpointer.publisher import Publisher
 from dlrm_checkpointer.restore import snapshot_keys
 from dlrm_checkpointer.retention import Retention, Rule
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.store import ObjectStore
-from dlrm_checkpointer.upload import Traffic, Upload, Way
+from dlrm_checkpointer.upload import Traffic, Upload
+from dlrm_checkpointer.ways import Ways
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Sidecar:
         self._life, self._backoff = Life(duties.grace_s), Backoff()
         self._retention = Retention(store, duties.retention)
         self._traffic = Traffic(put=status.uploaded_bytes.inc, read=status.merged_bytes.inc)
-        self._bits: dict[int, Bits] = {}
+        self._ways = Ways(store, duties.bits, duties.expected_restores, duties.chains)
         self._uploads: dict[CutName | SliceName, Upload] = {}
         self._looks: dict[UploadedCut, tuple[float, float]] = {}
         self._committed: tuple[int, int] | None = None
@@ -181,38 +182,10 @@ class Sidecar:
     def _upload(self, cut: ReadyCut, before: Durable) -> Upload:
         """The cut's way into the store, which an outage may have cut short before."""
         if cut.name not in self._uploads:
-            bits = self._bits_of(cut.name.attempt)
-            way = Way(bits=bits, basis=Basis(kind="full") if isinstance(cut.name, SliceName) else self._basis(cut))
+            way = self._ways.of(cut)
             self._status.handed_over_bytes.inc(cut.nbytes)
             self._uploads[cut.name] = Upload(self._store, cut, before, way, self._traffic)
         return self._uploads[cut.name]
-
-    def _basis(self, cut: ReadyCut) -> Basis:
-        """What the cut's snapshot goes over: a function of the cut, its parent and the job, so all pods agree.
-
-        Raises:
-            BrokenChainError: its parent can't be read.
-        """
-        parent, chains = cut.meta.parent, self._duties.chains
-        try:
-            chain = None if parent is None else load_chain(self._store, parent)
-        except (NoInputError, SnapshotError) as error:
-            raise BrokenChainError(str(error)) from error
-        growth, length = (chain.newest.growth, len(chain.links) - 1) if chain else (None, 0)
-        choice = choose_kind(chains, growth, length, cut.meta.time)
-        said = {"step": cut.name.step, "kind": choice.kind, "why": choice.reason}
-        logger.info("kind of snapshot chosen", extra=said)
-        return basis(choice.kind, chains.name, chain)
-
-    def _bits_of(self, attempt: int) -> Bits:
-        """Bits for rows of an attempt's cuts, the same in all pods."""
-        if attempt not in self._bits:
-            earlier = [each for each in read_attempts(self._store, 0) if each.number <= attempt]
-            restores = sum(each.restored_step is not None for each in earlier)
-            bits, why = bits_in_use(self._duties.bits, self._duties.expected_restores, restores)
-            logger.info("bits chosen", extra={"bits": bits, "why": why})
-            self._bits[attempt] = bits
-        return self._bits[attempt]
 
     def _refuse(self, name: CutName | SliceName, error: SnapshotError) -> None:
         logger.error("cut refused", extra={"cut": str(name), "problem": str(error)})

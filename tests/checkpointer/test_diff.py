@@ -125,10 +125,6 @@ class Counted:
         self.read.add(key)
         return self._store.get_into(key, buffer)
 
-    def get_into(self, key: str, buffer: memoryview) -> int:
-        self.read.add(key)
-        return self._store.get_into(key, buffer)
-
 
 def test_what_a_chain_grew_by_is_all_that_updates_read(tmp_path: Path, files: FileStore, new_model, new_pod):
     model, pod = new_model(), new_pod(tmp_path / "pod", files, policy="consecutive", keep_last=100)
