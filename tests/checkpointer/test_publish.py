@@ -23,6 +23,7 @@ from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.follow import Follower
 from dlrm_checkpointer.publication import newest_delta, read_delta, read_plan, sequences
 from dlrm_checkpointer.restore import Snapshot, open_snapshot, snapshot_keys
+from dlrm_checkpointer.store import ObjectStore
 from dlrm_checkpointer.walk import walk_table
 
 
@@ -463,3 +464,18 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path, target
 
     with pytest.raises(UsageError, match="holds something else"):
         Follower(target, tmp_path / "out")
+
+
+def test_every_kind_of_store_takes_deltas_and_gives_them_back(
+    tmp_path: Path, files: FileStore, store: ObjectStore, new_model, new_pod, small_tables
+):
+    model, pod = new_model(small_tables), new_pod(tmp_path / "pod", files, target=store, publish_keep_last=2)
+    attempt = claim_attempt(files, None, "test")
+    follower, did = Follower(store, tmp_path / "out"), []
+    for _ in range(3):
+        pod.commit(model.train(), attempt)
+        did += follower.catch_up()
+
+    assert [(each.what, each.sequence) for each in did] == [("full", 1), ("delta", 2), ("full", 3)]
+    assert sequences(store) == [2, 3]
+    assert_is(tmp_path / "out", find_snapshot(files))
