@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from dlrm_api.errors import NoPermissionError, StoreUnavailableError, UsageError
+from dlrm_api.errors import NoPermissionError, SnapshotError, StoreUnavailableError, UsageError
 from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.catalog import find_snapshot
 from dlrm_checkpointer.cut import SnapshotName
@@ -247,6 +247,63 @@ def test_a_follower_killed_before_any_write_goes_on_to_the_same_tables(
             deaths += 1
 
     assert deaths > 40
+
+
+def killed_in_delta_two(target: FileStore, folder: Path) -> None:
+    """A follower that died amid the rows of delta 2."""
+    amid = False
+
+    def write() -> None:
+        nonlocal amid
+        state = folder / "state.json"
+        if amid:
+            raise Killed
+        amid = state.exists() and json.loads(state.read_text())["applying"] is not None
+
+    with pytest.raises(Killed):
+        Follower(target, folder, write).catch_up()
+    assert json.loads((folder / "state.json").read_text())["applying"]["sequence"] == 2
+
+
+@pytest.fixture
+def two_deltas(tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables) -> int:
+    """Deltas of steps 1 and 2; gives the attempt."""
+    model = new_model(small_tables)
+    pod = new_pod(tmp_path / "pod", files, policy="consecutive", target=target, keep_last=9)
+    attempt = claim_attempt(files, None, "test")
+    for _ in range(2):
+        pod.commit(model.train(), attempt)
+    return attempt
+
+
+def test_a_delta_that_was_half_applied_and_is_gone_makes_the_image_anew(
+    tmp_path: Path, files: FileStore, target: FileStore, two_deltas: int
+):
+    killed_in_delta_two(target, tmp_path / "out")
+    target.delete("deltas/0000000000000002.json")
+
+    did = Follower(target, tmp_path / "out").catch_up()
+
+    assert [(each.what, each.sequence, each.why) for each in did] == [("full", 1, "delta 2 is missing")]
+    assert_is(tmp_path / "out", open_snapshot(files, 1, two_deltas))
+
+
+def test_a_corrupt_object_is_named_and_the_image_says_that_it_is_not_whole(
+    tmp_path: Path, files: FileStore, target: FileStore, two_deltas: int
+):
+    key = read_delta(target, 2).delta.chunks[-1].key
+    body = (target.root / key).read_bytes()
+    (target.root / key).write_bytes(body[:-1] + bytes([body[-1] ^ 1]))
+    follower = Follower(target, tmp_path / "out")
+
+    with pytest.raises(SnapshotError, match=f"{key}: corrupt"):
+        follower.catch_up()
+    broken = follower.state
+    (target.root / key).write_bytes(body)
+    follower.catch_up()
+
+    assert (broken.step, broken.applying.sequence) == (1, 2)
+    assert_is(tmp_path / "out", open_snapshot(files, 2, two_deltas))
 
 
 class Failing:
