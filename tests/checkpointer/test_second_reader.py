@@ -2,148 +2,37 @@
 
 from __future__ import annotations
 
-import hashlib
+import ast
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import second_reader
 
-from dlrm_checkpointer.catalog import find_snapshot
+from dlrm_checkpointer.attempts import claim_attempt
+from dlrm_checkpointer.catalog import find_snapshot, list_snapshots
+from dlrm_checkpointer.codes import code_rows, decode_rows
+from dlrm_checkpointer.cut import ShardId, ShardRows, SnapshotName
 from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.objects import encode_rows
+from dlrm_checkpointer.restore import open_snapshot
 from dlrm_checkpointer.walk import snapshot_digest
 
 README = Path(__file__).parents[2] / "checkpointer" / "README.md"
-DTYPES = {
-    "U16": "<u2",
-    "U32": "<u4",
-    "U64": "<u8",
-    "F16": "<f2",
-    "F32": "<f4",
-    "F64": "<f8",
-    "I64": "<i8",
-    "I32": "<i4",
-    "U8": "u1",
-    "BOOL": "?",
-}
-MASK = 2**64 - 1
-GOLDEN = 0x9E3779B97F4A7C15
+POLICIES = ["full", "one-shot", "consecutive", "intermittent"]
 
 
-def container(path: Path, sha256: str) -> tuple[dict, dict[str, np.ndarray]]:
-    body = path.read_bytes()
-    assert hashlib.sha256(body).hexdigest() == sha256
-    length = int.from_bytes(body[:8], "little")
-    header = json.loads(body[8 : 8 + length])
-    meta = json.loads(header.pop("__metadata__")["dlrm"])
-    data = body[8 + length :]
-    arrays = {
-        name: np.frombuffer(data[slice(*entry["data_offsets"])], DTYPES[entry["dtype"]]).reshape(entry["shape"])
-        for name, entry in header.items()
-    }
-    return meta, arrays
-
-
-def mix(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-    return z ^ (z >> 31)
-
-
-def row_numbers(meta: dict, arrays: dict[str, np.ndarray]) -> list[int]:
-    first, count = meta["firstRow"], meta["rows"]
-    if "row_bitmap" in arrays:
-        bits = [(byte >> bit) & 1 for byte in arrays["row_bitmap"].tolist() for bit in range(8)]
-        return [first + place for place, bit in enumerate(bits) if bit]
-    ids = [first]
-    for gap in arrays["row_gaps"].tolist() if "row_gaps" in arrays else [0] * (count - 1):
-        ids.append(ids[-1] + gap + 1)
-    return ids
-
-
-def weights(meta: dict, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    bits, factor = meta["bits"], np.float32(2.0 ** meta["exponent"])
-    if bits == 32:
-        return arrays["rows"]
-    if bits == 16:
-        return arrays["rows"].astype(np.float32) * factor
-    step, low = arrays["scale"].astype(np.float32) * factor, arrays["low"].astype(np.float32) * factor
-    columns = range(meta["columnEnd"] - meta["columnStart"])
-    codes = np.array([[code(row, c, bits, len(columns)) for c in columns] for row in arrays["codes"].tolist()])
-    return codes.astype(np.float32) * step[:, None] + low[:, None]
-
-
-def code(row: list[int], column: int, bits: int, width: int) -> int:
-    def planes(data: list[int], each: int, plane: int) -> int:
-        return data[column % plane] >> (column // plane * each) & (2**each - 1)
-
-    if bits == 3:
-        plane = -(-width // 4)
-        return planes(row, 2, plane) + 4 * planes(row[plane:], 1, -(-width // 8))
-    return planes(row, bits, -(-width * bits // 8))
-
-
-def initial(table: dict, row: int) -> list[np.float32]:
-    if table["scale"] == 0:
-        return [np.float32(0)] * table["dim"]
-    text = b"dlrm-initializer-1\0" + table["seed"].to_bytes(8, "little", signed=True) + table["name"].encode()
-    start = mix((int.from_bytes(hashlib.sha256(text).digest()[:8], "little") + row * GOLDEN) & MASK)
-    values = []
-    for column in range(table["dim"]):
-        word = mix((start + (column // 2 + 1) * GOLDEN) & MASK)
-        half = word >> 32 if column % 2 else word & 0xFFFFFFFF
-        values.append(np.float32((half >> 8) - 2**23) * np.float32(2.0**-23) * np.float32(table["scale"]))
-    return values
-
-
-def read(root: Path) -> str:
-    """The state digest of the newest manifest."""
-    manifest = json.loads(max((root / "manifests").iterdir()).read_bytes())
-    assert (manifest["format"], manifest["version"], manifest["kind"]) == ("dlrm-snapshot", 1, "full")
-    tables = {table["name"]: table for table in manifest["meta"]["model"]["tables"]}
-    rows = {n: np.array([initial(t, r) for r in range(t["rows"])], np.float32) for n, t in tables.items()}
-    values_of = {n: t.get("stateColumns", [1] * len(t["columnBlocks"])) for n, t in tables.items()}
-    state = {n: np.zeros((t["rows"], sum(values_of[n])), np.float32) for n, t in tables.items()}
-    for entry in manifest["chunks"]:
-        meta, arrays = container(root / entry["key"], entry["sha256"])
-        values = weights(meta, arrays)
-        starts = [start for start, _ in tables[entry["table"]]["columnBlocks"]]
-        first = sum(values_of[entry["table"]][: starts.index(entry["columnStart"])])
-        ids = row_numbers(meta, arrays)
-        rows[entry["table"]][ids, entry["columnStart"] : entry["columnEnd"]] = values
-        state[entry["table"]][ids, first : first + arrays["state"].shape[1]] = arrays["state"]
-    for name, table in tables.items():
-        if table.get("dtype") == "fp16":
-            rows[name] = rows[name].astype(np.float16).astype(np.float32)
-    _, dense = container(root / manifest["dense"]["key"], manifest["dense"]["sha256"])
-    return digest(tables, rows, state, dense)
-
-
-def digest(metas: dict, rows: dict, state: dict, dense: dict) -> str:
-    tables = []
-    for name in sorted(rows):
-        meta, lanes = metas[name], []
-        values_of = meta.get("stateColumns", [1] * len(meta["columnBlocks"]))
-        key = int.from_bytes(hashlib.sha256(b"dlrm-digest-2\0" + name.encode()).digest()[:8], "little")
-        for lane in range(4):
-            stream = mix((key + (lane + 1) * GOLDEN) & MASK)
-            keys = [mix((stream + (i + 1) * GOLDEN) & MASK) | 1 for i in range(2 + meta["dim"] + sum(values_of))]
-            total = 0
-            for block, (start, end) in enumerate(meta["columnBlocks"]):
-                places = range(sum(values_of[:block]), sum(values_of[: block + 1]))
-                indices = [*range(start, end), *(meta["dim"] + place for place in places)]
-                words = np.concatenate([rows[name], state[name]], axis=1)[:, indices].view("<u4").tolist()
-                for row, values in enumerate(words):
-                    weighed = sum(value * keys[2 + i] for value, i in zip(values, indices, strict=True))
-                    total += mix(((row + 1) * keys[0] + block * keys[1] + weighed) & MASK)
-            lanes.append(f"{total & MASK:016x}")
-        tables.append([name, "".join(lanes)])
-    arrays = [
-        [n, a.dtype.name, list(a.shape), hashlib.sha256(a.tobytes()).hexdigest()] for n, a in sorted(dense.items())
-    ]
-    text = json.dumps({"dense": arrays, "tables": tables}, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+def agree(files: FileStore) -> str:
+    """Every snapshot of a store has one digest by both readers; that of the newest."""
+    listed = list_snapshots(files)
+    for each in listed:
+        ours = snapshot_digest(open_snapshot(files, each.step, each.attempt))
+        assert second_reader.restore(files.root, each.step, each.attempt) == ours
+    assert second_reader.newest(files.root) == (find_snapshot(files).step, find_snapshot(files).attempt)
+    return second_reader.restore(files.root, *second_reader.newest(files.root))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 16, 32])
@@ -153,10 +42,104 @@ def test_a_reader_written_from_the_readme_gets_the_same_state(
     model = new_model(tables=small_tables).train(3)
     new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2), bits=bits).commit(model)
 
-    read_digest = read(files.root)
+    assert (agree(files) == model.digest()) == (bits == 32)
 
-    assert read_digest == snapshot_digest(find_snapshot(files))
-    assert (read_digest == model.digest()) == (bits == 32)
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mixed", [False, True], ids=["32 bits", "all bits"])
+def test_chains_of_every_policy_over_gangs_of_several_sizes_have_one_state_by_both_readers(
+    tmp_path: Path, files: FileStore, new_model, new_pod, small_tables, policy, mixed
+):
+    """Tables are cut by columns in gangs of two and four, and not in those of one and three."""
+    model, at = new_model(small_tables), None
+    for number, world in enumerate([1, 2, 3, 4]):
+        bits = [2, 8, 3, 16][number] if mixed else 32
+        pod = new_pod(
+            tmp_path / f"pod{number}",
+            files,
+            world_size=world,
+            ranks=range(world),
+            policy=policy,
+            bits=bits,
+            keep_last=100,
+        )
+        attempt = claim_attempt(files, at and at.step, "test")
+        for writer in pod.writers.values():
+            writer.restored(at)
+        for _ in range(2):
+            pod.commit(model.train(), attempt)
+            for writer in pod.writers.values():
+                writer.restored(at)
+            at = SnapshotName(model.step, attempt)
+        pod.end()
+
+    kinds = {each.manifest.kind for each in list_snapshots(files)}
+    assert (agree(files) == model.digest()) == (not mixed)
+    assert kinds == ({"full"} if policy == "full" else {"full", "increment"})
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, 16, 32])
+@pytest.mark.parametrize("width", [1, 3, 8, 13])
+def test_rows_of_every_width_and_magnitude_are_the_same_by_both_readers(bits: int, width: int):
+    shard = ShardId(table="t", row_start=0, row_end=64, column_start=0, column_end=width)
+    draw = np.random.default_rng(width)
+    rows = (draw.normal(size=(64, width)) * 2.0 ** draw.integers(-130, 120, (64, 1))).astype(np.float32)
+    piece = ShardRows(shard=shard, row_ids=np.arange(64), rows=rows, state=np.zeros((64, 0), np.float32))
+
+    for coded in code_rows(piece, bits):
+        said, arrays = second_reader.container(encode_rows(coded))
+        np.testing.assert_array_equal(second_reader.weights(said, arrays), decode_rows(coded).rows)
+        np.testing.assert_array_equal(second_reader.row_numbers(said, arrays), coded.row_ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "arrays"),
+    [
+        ([5, 6, 7], set()),
+        ([2**40], set()),
+        ([0, 2, 3, 5, 7, 8, 9], {"row_bitmap U8"}),
+        ([3, 40, 200], {"row_gaps U8"}),
+        ([3, 400, 60_000], {"row_gaps U16"}),
+        ([3, 400, 3 * 10**9], {"row_gaps U32"}),
+        ([3, 400, 2**40], {"row_gaps U64"}),
+    ],
+)
+def test_row_numbers_of_every_form_are_the_same_by_both_readers(ids: list[int], arrays: set[str]):
+    shard = ShardId(table="t", row_start=0, row_end=2**41, column_start=0, column_end=2)
+    numbers = np.array(ids, np.int64)
+    zeros = np.zeros((len(ids), 2), np.float32)
+
+    body = encode_rows(code_rows(ShardRows(shard=shard, row_ids=numbers, rows=zeros, state=zeros), 32)[0])
+    said, found = second_reader.container(body)
+    header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+
+    np.testing.assert_array_equal(second_reader.row_numbers(said, found), numbers)
+    assert {f"{name} {header[name]['dtype']}" for name in found if name.startswith("row_")} == arrays
+
+
+@pytest.mark.parametrize("change", [b"1", b"", b"{}"])
+def test_the_other_reader_refuses_what_is_damaged(
+    tmp_path: Path, files: FileStore, new_model, new_pod, few_rows, change
+):
+    new_pod(tmp_path / "pod", files).commit(new_model(few_rows).train())
+    paths = [path for path in sorted(files.root.rglob("*")) if path.is_file() and "parts" not in path.parts]
+
+    for path in paths:
+        body = path.read_bytes()
+        path.write_bytes(body[:-9] + change + body[-8:] if change == b"1" else change)
+        with pytest.raises((ValueError, KeyError)):
+            second_reader.restore(files.root, 1, 1)
+        path.write_bytes(body)
+    assert len(paths) > 3
+
+
+def test_the_other_reader_is_short_and_needs_numpy_alone():
+    source = Path(second_reader.__file__).read_text()
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {(node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
+
+    assert {name.split(".")[0] for name in names} <= {"numpy", *sys.stdlib_module_names}
+    assert len(source.splitlines()) <= 150
 
 
 def test_every_layout_rule_of_the_readme_holds(tmp_path: Path, files: FileStore, new_model, new_pod):
