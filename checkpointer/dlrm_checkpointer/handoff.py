@@ -13,8 +13,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError, DivergedError, TemporaryError
+from dlrm_checkpointer.budget import Budget
 from dlrm_checkpointer.cut import CutMeta, RowsInPlace, ShardId, SnapshotName, check_rows
-from dlrm_checkpointer.draft import Budget, dense_bytes
+from dlrm_checkpointer.draft import dense_bytes
 from dlrm_checkpointer.folder import (
     COMMITTED_FILE,
     POLL_S,

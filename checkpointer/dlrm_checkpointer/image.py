@@ -110,7 +110,7 @@ class Image:
         (self._folder / name / TABLES_FOLDER).mkdir(parents=True)
         return name
 
-    def write_dense(self, image: str, sequence: int, body: bytes) -> str:
+    def write_dense(self, image: str, sequence: int, body: bytes | bytearray) -> str:
         """Write the dense state; returns the file's name."""
         self._before_write()
         name = f"dense-{sequence:016d}.safetensors"

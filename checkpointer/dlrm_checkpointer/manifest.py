@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,6 +19,7 @@ MANIFESTS = "manifests/"
 PARTS = "parts/"
 CHUNKS = "chunks/"
 Kind = Literal["full", "increment"]
+UNSEALED = "0" * 64
 _KEY = re.compile(r"manifests/(\d{16})-(\d{8})\.json")
 
 
@@ -35,6 +37,14 @@ class FormatModel(BaseModel):
     def encode(self) -> bytes:
         """JSON with sorted keys and no spaces: equal content gives equal bytes."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+
+
+class SealedModel(FormatModel):
+    """An object of its own, which says the SHA-256 of its own bytes: nothing else knows what it should be."""
+
+    def encode(self) -> bytes:
+        """Canonical JSON, sealed."""
+        return sealed(self.model_dump(mode="json"))
 
 
 class ObjectEntry(FormatModel):
@@ -108,7 +118,7 @@ class Growth(FormatModel):
         )
 
 
-class PartList(FormatModel):
+class PartList(SealedModel):
     """What one rank put into the store at one cut: ``parts/<step>/<attempt>/<rank>.json``."""
 
     format: Literal["dlrm-part"] = "dlrm-part"
@@ -124,7 +134,7 @@ class PartList(FormatModel):
     dense: ObjectEntry | None
 
 
-class Manifest(FormatModel):
+class Manifest(SealedModel):
     """A snapshot: it exists exactly when this object does."""
 
     format: Literal["dlrm-snapshot"] = "dlrm-snapshot"
@@ -195,6 +205,20 @@ class Manifest(FormatModel):
 M = TypeVar("M", PartList, Manifest)
 
 
+def sealed(value: Mapping[str, Any]) -> bytes:
+    """Canonical JSON of a value with the SHA-256 of its bytes as ``seal``, whose own digits are zeros meanwhile."""
+    unsealed = json.dumps({**value, "seal": UNSEALED}, sort_keys=True, separators=(",", ":")).encode()
+    return _with_seal(unsealed, UNSEALED, hashlib.sha256(unsealed).hexdigest())
+
+
+def _is_sealed(body: bytes, seal: object) -> bool:
+    return isinstance(seal, str) and hashlib.sha256(_with_seal(body, seal, UNSEALED)).hexdigest() == seal
+
+
+def _with_seal(body: bytes, old: str, new: str) -> bytes:
+    return body.replace(f'"seal":"{old}"'.encode(), f'"seal":"{new}"'.encode())
+
+
 def manifest_key(step: int, attempt: int) -> str:
     """Key of a manifest; zeros in front, so that a listing sorts by step."""
     return f"{MANIFESTS}{step:016d}-{attempt:08d}.json"
@@ -261,6 +285,8 @@ def _parse(model: type[M], body: bytes, key: str) -> M:
     if version != FORMAT_VERSION:
         mend = "use a newer dlrm-operator" if version > FORMAT_VERSION else "that version was never released"
         raise SnapshotError(f"{key}: format version {version}, this program reads version {FORMAT_VERSION}: {mend}")
+    if not _is_sealed(body, value.get("seal")):
+        raise SnapshotError(f"{key}: corrupt: its SHA-256 is not its seal")
     try:
         return model.model_validate(value)
     except ValidationError as error:

@@ -120,7 +120,7 @@ def encode_row_numbers(table: str, row_ids: NDArray[np.int64]) -> bytes:
     return _save(encode_ids(row_ids), meta)
 
 
-def decode_row_numbers(body: bytes, key: str, table: str, rows: int) -> NDArray[np.int64]:
+def decode_row_numbers(body: bytes | bytearray, key: str, table: str, rows: int) -> NDArray[np.int64]:
     """Read row numbers of a table with so many rows: (N,) strictly ascending.
 
     Raises:

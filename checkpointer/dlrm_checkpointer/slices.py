@@ -13,8 +13,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DivergedError, TemporaryError
+from dlrm_checkpointer.budget import Budget
 from dlrm_checkpointer.cut import CutMeta, RowsInPlace, ShardId, row_bytes
-from dlrm_checkpointer.draft import Budget, Draft, dense_bytes
+from dlrm_checkpointer.draft import Draft, dense_bytes
 from dlrm_checkpointer.folder import (
     DURABLE_FILE,
     POLL_S,

@@ -12,7 +12,7 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.objects import S3Spec
 from dlrm_checkpointer.repeats import OnRepeat, count_nothing
 
-Body = bytes | memoryview
+Body = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, kw_only=True)

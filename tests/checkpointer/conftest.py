@@ -13,6 +13,7 @@ import boto3
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from turns import Clock, InTurn
 
 from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import StoreUnavailableError
@@ -316,6 +317,17 @@ class DyingStore:
     def sweep_uploads(self, older_than_s: float) -> int:
         self._alive()
         return self._store.sweep_uploads(older_than_s)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Stands in for the time of all that waits; work that goes to threads elsewhere is done in turn."""
+    clock = Clock()
+    for module in ("sidecar", "slices", "attempts"):
+        monkeypatch.setattr(f"dlrm_checkpointer.{module}.time", clock)
+    for module in ("fetch", "retention"):
+        monkeypatch.setattr(f"dlrm_checkpointer.{module}.ThreadPoolExecutor", InTurn)
+    return clock
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -210,15 +211,16 @@ def test_where_the_newest_attempt_went_on_from_a_snapshot_and_none_is_there_step
 def test_a_snapshot_that_goes_while_it_is_verified_gives_way_to_the_one_that_took_its_place(
     tmp_path: Path, files: FileStore, new_model, new_pod
 ):
-    model = new_model()
+    model, lock = new_model(), threading.Lock()
 
     class Racing(FileStore):
         """An older attempt commits and retires while the first object is read."""
 
-        def get(self, key: str) -> bytes:
-            if key.startswith("chunks/") and model.step == 1:
-                pod.commit(model.train(), 1)
-            return super().get(key)
+        def get_into(self, key: str, buffer: memoryview) -> int:
+            with lock:
+                if key.startswith("chunks/") and model.step == 1:
+                    pod.commit(model.train(), 1)
+            return super().get_into(key, buffer)
 
     pod = new_pod(tmp_path / "pod", files, keep_last=1)
     pod.commit(model.train(), claim_attempt(files, None, "1"))

@@ -11,7 +11,7 @@ from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.catalog import find_snapshot, list_snapshots, verify_snapshot
 from dlrm_checkpointer.cut import ShardId
 from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.manifest import manifest_key
+from dlrm_checkpointer.manifest import manifest_key, sealed
 from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
 from dlrm_checkpointer.walk import snapshot_digest
 
@@ -53,11 +53,23 @@ def lose_the_dense_state(files: FileStore) -> None:
 
 def change_manifest(files: FileStore, **changes: object) -> None:
     path = files.root / manifest_key(2, 1)
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    path.write_bytes(sealed(json.loads(path.read_text()) | changes))
 
 
 def newer_version(files: FileStore) -> None:
     change_manifest(files, version=3, somethingNew={})
+
+
+def another_digit(files: FileStore) -> None:
+    path = files.root / manifest_key(2, 1)
+    path.write_text(path.read_text().replace('"samples":128', '"samples":129'))
+
+
+def without_a_seal(files: FileStore) -> None:
+    path = files.root / manifest_key(2, 1)
+    value = json.loads(path.read_text())
+    del value["seal"]
+    path.write_text(json.dumps(value))
 
 
 def torn_manifest(files: FileStore) -> None:
@@ -97,6 +109,8 @@ DAMAGES = {
     delete: r"chunks/.*: an object of the snapshot is missing",
     lose_the_dense_state: r"dense-.*: an object of the snapshot is missing",
     newer_version: r"0000000000000002-00000001\.json: format version 3, this program reads version 2: use a newer",
+    another_digit: r"0000000000000002-00000001\.json: corrupt: its SHA-256 is not its seal",
+    without_a_seal: r"0000000000000002-00000001\.json: corrupt: its SHA-256 is not its seal",
     torn_manifest: r"0000000000000002-00000001\.json: not JSON of this format",
     empty_manifest: r"0000000000000002-00000001\.json: not JSON of this format",
     wrong_kind: r"0000000000000002-00000001\.json: kind: Input should be 'full'",

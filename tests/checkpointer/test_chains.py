@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dlrm_checkpointer.catalog import find_snapshot, list_snapshots, verify_snap
 from dlrm_checkpointer.codes import code_rows, decode_rows
 from dlrm_checkpointer.cut import ShardRows, SnapshotName
 from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.manifest import sealed
 from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
 from dlrm_checkpointer.walk import snapshot_digest
 
@@ -203,7 +205,7 @@ def test_a_manifest_that_is_not_the_one_below_is_no_link(tmp_path: Path, files: 
     for _ in range(2):
         pod.commit(model.train(), attempt)
     path = files.root / "manifests/0000000000000001-00000001.json"
-    path.write_text(path.read_text().replace('"samples":64', '"samples":65'))
+    path.write_bytes(sealed(json.loads(path.read_text()) | {"bits": 16}))
 
     snapshot, reasons = newest_snapshot(files)
 

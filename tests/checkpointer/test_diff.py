@@ -120,9 +120,9 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def get(self, key: str) -> bytes:
+    def get_into(self, key: str, buffer: memoryview) -> int:
         self.read.add(key)
-        return self._store.get(key)
+        return self._store.get_into(key, buffer)
 
 
 def test_what_a_chain_grew_by_is_all_that_updates_read(tmp_path: Path, files: FileStore, new_model, new_pod):

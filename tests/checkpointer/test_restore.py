@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dlrm_checkpointer.catalog import find_snapshot, verify_snapshot
 from dlrm_checkpointer.cut import ShardId
 from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.manifest import sealed
 from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.walk import snapshot_digest, walk_table
 
@@ -61,7 +62,7 @@ def test_a_snapshot_that_says_nothing_of_state_and_type_has_one_value_a_block_an
     for table in manifest["meta"]["model"]["tables"]:
         del table["stateColumns"], table["dtype"]
 
-    files.put(key, json.dumps(manifest).encode())
+    files.put(key, sealed(manifest))
 
     snapshot = find_snapshot(files)
     assert snapshot.meta.tables == model.tables

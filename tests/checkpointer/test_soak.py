@@ -13,23 +13,12 @@ from pathlib import Path
 
 import pytest
 from lives import Life
-from turns import Clock, InTurn
+from turns import Clock
 
 SCHEDULES = int(os.environ.get("SOAK_SCHEDULES", "200"))
 FIRST_SEED = int(os.environ.get("SOAK_SEED", "0"))
 PROGRESS = 100
 """Schedules between two lines."""
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Stands in for the time of all that waits; work that goes to threads elsewhere is done in turn."""
-    clock = Clock()
-    for module in ("sidecar", "slices", "attempts"):
-        monkeypatch.setattr(f"dlrm_checkpointer.{module}.time", clock)
-    for module in ("fetch", "retention"):
-        monkeypatch.setattr(f"dlrm_checkpointer.{module}.ThreadPoolExecutor", InTurn)
-    return clock
 
 
 @pytest.mark.slow

@@ -173,4 +173,4 @@ def test_a_cut_whose_rows_change_before_there_is_room_is_given_up_and_its_rows_a
     report = train(job, plan, tmp_path, 3, 48_000, 1.0, idle=6)
 
     assert report.given_up
-    assert max(report.given_up) < 6 < min(report.whole)
+    assert max(report.given_up) <= 6 < min(report.whole)

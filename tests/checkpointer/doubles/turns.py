@@ -174,11 +174,11 @@ class FailingStore:
 
     Args:
         store: what is behind it.
-        draw: of what fails.
+        draw: of what fails at random; None: nothing does.
     """
 
-    def __init__(self, store: MemoryStore, draw: random.Random) -> None:
-        self.store, self._draw = store, draw
+    def __init__(self, store: MemoryStore, draw: random.Random | None = None) -> None:
+        self.store, self._draw = store, draw or random.Random(0)
         self.uri = store.uri
         self.share = 0.0
         """Of calls that fail; some of them begin an outage."""
@@ -186,12 +186,13 @@ class FailingStore:
         """Calls until the outage is over."""
         self.calls = 0
         self.before: Callable[[int], None] = lambda number: None
-        """Called with the number of each call, to end it there."""
+        self.after: Callable[[int], None] = lambda number: None
+        """Called with the number of each call, from 0, before and after it takes effect; what they raise, it raises."""
 
     def _call(self, work: Callable[..., T], *arguments: Any) -> T:
         Actor.pause()
-        self.before(self.calls)
-        self.calls += 1
+        number, self.calls = self.calls, self.calls + 1
+        self.before(number)
         fate = self._draw.random()
         if self.share and (self._down or fate < self.share):
             if not self._down and fate < self.share / 3:  # the answer is what gets lost
@@ -199,6 +200,7 @@ class FailingStore:
             self._down = max(0, self._down - 1) if self._down or fate < self.share * 0.9 else self._draw.randint(1, 30)
             raise StoreUnavailableError("no answer")
         result = work(*arguments)
+        self.after(number)
         Actor.pause()
         return result
 
