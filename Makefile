@@ -50,12 +50,13 @@ format: $(INSTALLED) ## format and mend what ruff can
 generate: $(INSTALLED) ## write crds/*.yaml from the models
 	$(BIN)/python crds/generate.py
 
-bench: $(INSTALLED) ## measure tiers against their peers (BENCH=--quick tries it; the memory limits need root, fio on PATH)
+bench: $(INSTALLED) ## measure training, tiers and snapshots against their peers (BENCH=--quick tries it; the memory limits need root, fio on PATH)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps torchrec==1.8.0
 	$(BIN)/python -m benchmarks.training $(BENCH)
 	$(BIN)/python -m benchmarks.tiers $(BENCH)
 	$(BIN)/python -m benchmarks.memory_limit $(filter --quick,$(BENCH))
+	$(BIN)/python -m benchmarks.snapshots $(filter --quick,$(BENCH))
 	$(BIN)/python -m benchmarks.quantizing $(filter --quick,$(BENCH))
 
 lock: ## write constraints.txt anew (needs uv)
