@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lives import flipped
 from steps import Steps
+from truth import flipped
 from turns import FailingStore, Killed, MemoryStore
 
 from dlrm_api.errors import SnapshotError, StoreUnavailableError

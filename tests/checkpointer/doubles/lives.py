@@ -5,50 +5,24 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from truth import Handed, Truth
 from turns import Actor, Clock, FailingStore, MemoryStore
 
 from dlrm_api.errors import SnapshotError, TemporaryError
-from dlrm_checkpointer.attempts import claim_attempt, read_attempts
-from dlrm_checkpointer.chain import load_chain
-from dlrm_checkpointer.codes import code_rows, decode_rows
-from dlrm_checkpointer.cut import ShardRows, SnapshotName
-from dlrm_checkpointer.fetch import check_present
+from dlrm_checkpointer.attempts import claim_attempt
+from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.folder import COMMITTED_FILE, read_json
-from dlrm_checkpointer.manifest import Manifest, manifest_key, parse_manifest
 from dlrm_checkpointer.restore import Snapshot, newest_snapshot, open_snapshot
-from dlrm_checkpointer.retention import Retention, Rule
+from dlrm_checkpointer.retention import Rule
 from dlrm_checkpointer.slices import CutAbandonedError
-from dlrm_checkpointer.walk import walk_table
 
-Arrays = dict[str, NDArray[np.float32]]
 MOST_TURNS = 40_000
 CLAIMS = 12
 """Tries of one attempt to begin; the store fails only the first ones."""
-
-
-@dataclass
-class State:
-    """What restoring a snapshot must give."""
-
-    rows: Arrays
-    state: Arrays
-    dense: dict[str, NDArray[Any]]
-
-
-@dataclass
-class Handed:
-    """A cut as it was handed over."""
-
-    parent: SnapshotName | None
-    pieces: list[ShardRows]
-    dense: dict[str, NDArray[Any]]
 
 
 class Gang:
@@ -115,11 +89,8 @@ class Life:
         self.max_chain = self.draw.choice([1, 3, 24])
         self.keep_every_s = self.draw.choice([None, None, 5_000.0])
         self.gangs: list[Gang] = []
-        self.handed: dict[SnapshotName, Handed] = {}
-        self.acknowledged: set[SnapshotName] = set()
-        self.restored: dict[int, SnapshotName | None] = {}
-        """What each attempt that counts went on from."""
-        self.damaged: set[str] = set()
+        rule = Rule(keep_last=self.keep_last, keep_every_s=self.keep_every_s)
+        self.truth = Truth(self.store, rule, new_model, tables)
         self.made = 0
 
     def run(self) -> None:
@@ -129,21 +100,21 @@ class Life:
             if self._attempt() is None:
                 return
             if self.draw.random() < 0.15:
-                self.damage()
+                self.truth.damage(self.draw)
         self.failing.share = 0.0
         self._settle()
-        self.check()
+        self.truth.check()
         if self.draw.random() < 0.2:
-            self.damage()
-            self.check()
+            self.truth.damage(self.draw)
+            self.truth.check()
         gang = self.start()
         if gang is None:
             return
         self._train(gang)
         name = self.cut(gang)
         self._finish(gang)
-        self.check()
-        assert name in self.acknowledged or self.damaged, f"{name} was not committed"
+        self.truth.check()
+        assert name in self.truth.acknowledged or self.truth.damaged, f"{name} was not committed"
 
     def _attempt(self) -> Gang | None:
         gang = self.start()
@@ -174,7 +145,7 @@ class Life:
         share = self.failing.share
         for number in range(CLAIMS):
             self.failing.share = share if number < CLAIMS // 2 else 0
-            least = self.usable()
+            least = self.truth.usable()
             chosen: list[SnapshotName | None] = []
 
             def claim(chosen: list[SnapshotName | None] = chosen) -> tuple[Snapshot | None, int]:
@@ -183,12 +154,12 @@ class Life:
                 return snapshot, claim_attempt(self.failing, snapshot and snapshot.step, "test")
 
             actor = self.until_ended(Actor(claim))
-            self._note_attempts(chosen[0] if chosen else None)
-            if self.damaged:  # what was whole may be retired by now
-                least &= self.usable()
+            self.truth.note_attempts(chosen[0] if chosen else None)
+            if self.truth.damaged:  # what was whole may be retired by now
+                least &= self.truth.usable()
             if actor.error is None:
                 break
-            if isinstance(actor.error, SnapshotError) and self.damaged and not least:
+            if isinstance(actor.error, SnapshotError) and self.truth.damaged and not least:
                 return None
             if not isinstance(actor.error, TemporaryError):
                 raise actor.error
@@ -199,13 +170,9 @@ class Life:
         snapshot, attempt = actor.result
         assert snapshot is not None or not least, f"{max(least)} was forgotten"
         if snapshot:
-            assert snapshot.name in self.lineage(attempt), f"{snapshot.name} is of no history that counts"
+            assert snapshot.name in self.truth.lineage(attempt), f"{snapshot.name} is of no history that counts"
             assert not least or snapshot.name >= max(least), f"{max(least)} was forgotten for {snapshot.name}"
         return self._gang(attempt, snapshot)
-
-    def _note_attempts(self, chosen: SnapshotName | None) -> None:
-        for attempt in read_attempts(self.store, 0):
-            self.restored.setdefault(attempt.number, chosen)
 
     def _gang(self, attempt: int, snapshot: Snapshot | None) -> Gang:
         model = self.new_model(self.tables)
@@ -213,8 +180,8 @@ class Life:
             found = self.until_ended(Actor(lambda: open_snapshot(self.store, snapshot.step, snapshot.attempt)))
             if found.error:
                 raise found.error
-            state = self.state(snapshot.name)
-            self.compare(found.result, state)
+            state = self.truth.state(snapshot.name)
+            self.truth.compare(found.result, state)
             model.rows = {name: rows.copy() for name, rows in state.rows.items()}
             model.state = {name: values.copy() for name, values in state.state.items()}
             model.dense = {name: array.copy() for name, array in state.dense.items()}
@@ -274,7 +241,7 @@ class Life:
             model, world = gang.model, len(writers)
             pieces = [piece for rank in writers for piece in model.pieces(rank, world, parent)]
             copies = [piece.part(0, len(piece.row_ids)) for piece in pieces]
-            self.handed[name] = Handed(parent, copies, {key: array.copy() for key, array in model.dense.items()})
+            self.truth.handed[name] = Handed(parent, copies, {key: array.copy() for key, array in model.dense.items()})
             for rank, (pod, _) in writers.items():
                 Actor.pause()
                 if dies and rank == len(writers) - 1:
@@ -292,6 +259,7 @@ class Life:
         gang.end()
         for sidecar in gang.sidecars:
             self.until_ended(sidecar)
+        self._hear(gang)
         self.gangs.remove(gang)
 
     def _settle(self) -> None:
@@ -330,129 +298,13 @@ class Life:
         for pod in gang.pods:
             known = SnapshotName.from_json(read_json(pod.folder / COMMITTED_FILE))
             if known:
-                self.acknowledged.add(known)
-
-    def lineage(self, attempt: int) -> set[SnapshotName]:
-        """Cuts of the histories that the attempt goes on from."""
-        if attempt not in self.restored:
-            return set()
-        found: set[SnapshotName] = set()
-        start = self.restored[attempt]
-        while start is not None:
-            found |= {name for name in self.handed if name.attempt == start.attempt and name.step <= start.step}
-            start = self.restored.get(start.attempt)
-        return found
-
-    def current(self) -> set[SnapshotName]:
-        """Cuts that a new attempt may go on from."""
-        newest = max(self.restored, default=0)
-        return self.lineage(newest) | {name for name in self.handed if name.attempt == newest}
-
-    def usable(self) -> set[SnapshotName]:
-        """Acknowledged ones of the history that counts which must not be forgotten: the newest, if it is undamaged.
-
-        Where the newest is damaged, those that are still there whole.
-        """
-        found = {name for name in self.current() & self.acknowledged if not self.damaged & set(self.keys(name))}
-        if not self.damaged:
-            return {max(found)} if found else set()
-        return {name for name in found if all(key in self.store.objects for key in self.keys(name))}
-
-    def manifest(self, name: SnapshotName) -> Manifest:
-        """As it was written."""
-        key = manifest_key(name.step, name.attempt)
-        return parse_manifest(self.store.written[key], key)
-
-    def keys(self, name: SnapshotName) -> Iterator[str]:
-        """Every object that reading a snapshot needs."""
-        manifest = self.manifest(name)
-        yield manifest_key(name.step, name.attempt)
-        yield from (entry.key for entry in manifest.objects)
-        for link in manifest.chain:
-            yield manifest_key(link.step, link.attempt)
-            yield from (entry.key for entry in self.manifest(link.name).chunks)
-
-    def state(self, name: SnapshotName | None) -> State:
-        """What a snapshot holds: its parent's state, and over it the cut's rows as they are coded."""
-        if name is None:
-            fresh = self.new_model(self.tables)
-            return State(fresh.rows, fresh.state, fresh.dense)
-        cut = self.handed[name]
-        below = self.state(cut.parent)
-        tables = {table.name: table for table in self.tables}
-        for piece in cut.pieces:
-            shard = piece.shard
-            places = tables[shard.table].state_of(shard.column_start, shard.column_end)
-            for coded in code_rows(piece, self.manifest(name).bits) if len(piece.row_ids) else []:
-                back = decode_rows(coded)
-                rows = back.rows.astype(np.float16) if tables[shard.table].dtype == "fp16" else back.rows
-                below.rows[shard.table][back.row_ids, shard.column_start : shard.column_end] = rows
-                below.state[shard.table][back.row_ids, places.start : places.stop] = back.state
-        return State(below.rows, below.state, cut.dense)
-
-    def compare(self, snapshot: Snapshot, wanted: State) -> None:
-        """Read all of it."""
-        for table in snapshot.meta.tables:
-            for block in walk_table(snapshot, table):
-                block.check()
-                rows, state = block.fill()
-                np.testing.assert_array_equal(rows, wanted.rows[table.name][block.start : block.end])
-                np.testing.assert_array_equal(state, wanted.state[table.name][block.start : block.end])
-        found = snapshot.dense()
-        assert found.keys() == wanted.dense.keys()
-        for name, array in wanted.dense.items():
-            np.testing.assert_array_equal(found[name], array)
-
-    def check(self) -> None:
-        """What a reader finds now is right, or it is refused where nothing better is left."""
-        least = self.usable()
-        try:
-            snapshot, _ = newest_snapshot(self.store)
-        except SnapshotError:
-            assert self.damaged, "nothing was damaged"
-            assert not least, f"{max(least)} could be used"
-            return
-        if snapshot is None:
-            assert not least, f"{max(least)} was forgotten"
-            return
-        assert snapshot.name in self.handed
-        assert self.damaged or snapshot.name in self.current(), f"{snapshot.name} is of no history that counts"
-        assert not least or snapshot.name >= max(least), f"{max(least)} was forgotten for {snapshot.name}"
-        self.compare(snapshot, self.state(snapshot.name))
-        if not self.damaged:
-            self.check_chains()
-
-    def check_chains(self) -> None:
-        """Every snapshot that retention keeps can be read, with all below it."""
-        rule = Rule(keep_last=self.keep_last, keep_every_s=self.keep_every_s)
-        for name in Retention(self.store, rule).decide().keep:
-            chain = load_chain(self.store, name)
-            check_present(self.store, Snapshot(self.store, chain).objects)
-
-    def damage(self) -> None:
-        """Flip a bit of one object, cut it short, or remove it."""
-        keys = [key for key in sorted(self.store.objects) if key.startswith(("chunks/", "parts/", "manifests/"))]
-        if not keys:
-            return
-        key = self.draw.choice(keys)
-        body, time = self.store.objects[key]
-        harm: Callable[[], bytes | None] = self.draw.choice(
-            [lambda: flipped(body, self.draw.randrange(8 * len(body))), lambda: body[: len(body) // 2], lambda: None]
-        )
-        changed = harm()
-        self.damaged.add(key)
-        if changed is None:
-            del self.store.objects[key]
-        else:
-            self.store.objects[key] = changed, time
+                self.truth.acknowledged.add(known)
 
     def __str__(self) -> str:
-        said = {"policy": self.policy, "bits": self.bits, "keepLast": self.keep_last, "damaged": sorted(self.damaged)}
+        said = {
+            "policy": self.policy,
+            "bits": self.bits,
+            "keepLast": self.keep_last,
+            "damaged": sorted(self.truth.damaged),
+        }
         return json.dumps(said)
-
-
-def flipped(body: bytes, bit: int) -> bytes:
-    """A body with one bit changed."""
-    changed = bytearray(body)
-    changed[bit // 8] ^= 1 << (bit % 8)
-    return bytes(changed)
