@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -131,8 +133,9 @@ def part_of(table: TableMeta) -> ResidentPart:
 
 def restore(snapshot: Snapshot, parts: Sequence[ResidentPart]) -> None:
     """As a rank does that starts."""
-    for part in parts:
-        part.restore(snapshot.shard_codes(part.shard))
+    codes = snapshot.shard_codes([part.shard for part in parts])
+    for number, group in groupby(codes, key=itemgetter(0)):
+        parts[number].restore(piece for _, piece in group)
     snapshot.dense()
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+import numpy as np
+
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.codes import CodedRows
 from dlrm_checkpointer.cut import TableMeta
@@ -20,15 +22,15 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def fetch(store: ObjectStore, entry: ObjectEntry) -> bytearray:
-    """An object's bytes.
+def fetch(store: ObjectStore, entry: ObjectEntry) -> memoryview:
+    """An object's bytes, which may be written over.
 
     Raises:
         SnapshotError: it is not there, or is not what the manifest says.
     """
-    body = bytearray(entry.bytes)
+    body = memoryview(np.empty(entry.bytes, np.uint8))  # unlike bytearray it is not cleared first
     try:
-        size = store.get_into(entry.key, memoryview(body))
+        size = store.get_into(entry.key, body)
     except NoInputError as error:
         raise SnapshotError(f"{store.uri}/{entry.key}: an object of the snapshot is missing") from error
     if size != entry.bytes:

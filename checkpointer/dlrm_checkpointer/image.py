@@ -21,6 +21,7 @@ from dlrm_api.errors import SnapshotError, UsageError
 from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.digest import block_ranges
 from dlrm_checkpointer.initializer import initial_rows
+from dlrm_checkpointer.store import Body
 from dlrm_checkpointer.table_files import safetensors_header
 
 STATE_FILE = "state.json"
@@ -110,7 +111,7 @@ class Image:
         (self._folder / name / TABLES_FOLDER).mkdir(parents=True)
         return name
 
-    def write_dense(self, image: str, sequence: int, body: bytes | bytearray) -> str:
+    def write_dense(self, image: str, sequence: int, body: Body) -> str:
         """Write the dense state; returns the file's name."""
         self._before_write()
         name = f"dense-{sequence:016d}.safetensors"

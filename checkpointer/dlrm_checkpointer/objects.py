@@ -15,6 +15,7 @@ from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.codes import EXPONENTS, CodedRows, Form, body_shape
 from dlrm_checkpointer.cut import ShardId
 from dlrm_checkpointer.row_ids import decode_ids, encode_ids
+from dlrm_checkpointer.store import Body
 
 OBJECT_VERSION = 2
 METADATA_KEY = "dlrm"
@@ -55,7 +56,7 @@ def encode_rows(coded: CodedRows) -> bytes:
     return _save(arrays, meta)
 
 
-def decode_rows(body: bytes | bytearray, key: str) -> CodedRows:
+def decode_rows(body: Body, key: str) -> CodedRows:
     """Read a chunk; its arrays but for the row numbers are views of ``body``.
 
     Raises:
@@ -120,7 +121,7 @@ def encode_row_numbers(table: str, row_ids: NDArray[np.int64]) -> bytes:
     return _save(encode_ids(row_ids), meta)
 
 
-def decode_row_numbers(body: bytes | bytearray, key: str, table: str, rows: int) -> NDArray[np.int64]:
+def decode_row_numbers(body: Body, key: str, table: str, rows: int) -> NDArray[np.int64]:
     """Read row numbers of a table with so many rows: (N,) strictly ascending.
 
     Raises:
@@ -147,7 +148,7 @@ def encode_dense(arrays: Mapping[str, NDArray[Any]]) -> bytes:
     return _save(dict(arrays), {"version": OBJECT_VERSION, "kind": "dense"})
 
 
-def decode_dense(body: bytes | bytearray, key: str) -> dict[str, NDArray[Any]]:
+def decode_dense(body: Body, key: str) -> dict[str, NDArray[Any]]:
     """Read the dense state.
 
     Raises:
@@ -183,11 +184,11 @@ def _save(arrays: dict[str, NDArray[Any]], meta: dict[str, Any]) -> bytes:
     return bytes(save(little, {METADATA_KEY: json.dumps(meta, sort_keys=True, separators=(",", ":"))}))
 
 
-def _load(body: bytes | bytearray, key: str, kind: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+def _load(body: Body, key: str, kind: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """Header and arrays (views of ``body``); the library would copy, and hides the metadata."""
     try:
         start = HEADER_LENGTH_BYTES + int.from_bytes(body[:HEADER_LENGTH_BYTES], "little")
-        header = json.loads(body[HEADER_LENGTH_BYTES:start])
+        header = json.loads(bytes(body[HEADER_LENGTH_BYTES:start]))
         meta = json.loads(header.pop("__metadata__")[METADATA_KEY])
         arrays = {}
         for name, entry in header.items():

@@ -33,7 +33,7 @@ from dlrm_checkpointer.publication import (
     sequences,
     try_prefix,
 )
-from dlrm_checkpointer.store import ObjectStore
+from dlrm_checkpointer.store import Body, ObjectStore
 
 MOST_NUMBERS = 1 << 22
 """Row numbers in one object of tombstones."""
@@ -193,7 +193,7 @@ class _Part:
         entry = self._put_object(f"gone-{len(self._tombstones):06d}", encode_row_numbers(table.name, numbers))
         self._tombstones.append(GoneEntry.model_validate({**entry, "table": table.name, "rows": len(numbers)}))
 
-    def _put_object(self, name: str, body: bytes | bytearray) -> dict[str, str | int]:
+    def _put_object(self, name: str, body: Body) -> dict[str, str | int]:
         self._place.before_put()
         sha256 = hashlib.sha256(body).hexdigest()
         key = delta_object_key(self._plan, self._place.pod, name, sha256)

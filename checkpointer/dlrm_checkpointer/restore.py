@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from dlrm_checkpointer.chain import Chain, load_chain
 from dlrm_checkpointer.codes import CodedRows, decode_rows
 from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, SnapshotName, TableMeta
 from dlrm_checkpointer.fetch import check_bytes, check_present, fetch, fetch_rows, in_parallel
-from dlrm_checkpointer.manifest import MANIFESTS, ObjectEntry, manifest_key, parse_manifest_key
+from dlrm_checkpointer.manifest import MANIFESTS, ChunkEntry, ObjectEntry, manifest_key, parse_manifest_key
 from dlrm_checkpointer.merge import overlapping
 from dlrm_checkpointer.objects import decode_dense
 from dlrm_checkpointer.seen import SeenRows
@@ -93,33 +95,48 @@ class Snapshot:
         return decode_dense(fetch(self.store, entry), f"{self.store.uri}/{entry.key}")
 
     def shard_rows(self, shard: ShardId) -> Iterator[ShardRows]:
-        """``shard_codes``, decoded."""
-        return in_parallel(decode_rows, self.shard_codes(shard), PARALLEL_DECODES)
+        """The rows of a rectangle that were ever updated: ``shard_codes``, decoded."""
+        return in_parallel(decode_rows, (piece for _, piece in self.shard_codes([shard])), PARALLEL_DECODES)
 
-    def shard_codes(self, shard: ShardId) -> Iterator[CodedRows]:
-        """The rows of a rectangle that were ever updated, chunk by chunk, in no order; each row and column once.
+    def shard_codes(self, shards: Sequence[ShardId]) -> Iterator[tuple[int, CodedRows]]:
+        """The rows of some rectangles that were ever updated, chunk by chunk; each row and column once.
 
-        Each piece fills a part of the rectangle (``piece.shard``): where the snapshot was written with the
-        table's columns split otherwise, a row comes in several pieces. Rows that come in no piece have their
-        initial values and zero state, those beyond the snapshot's table too. Rows of fp16 tables are to be rounded to
-        the nearest fp16 value, which changes nothing at 32 bits. Memory is that of a few chunks, and where there is a
-        chain a bit a row and column block.
+        Objects are read ahead, also those of the rectangle after the next. Each piece fills a part of its rectangle
+        (``piece.shard``): where the snapshot was written with the table's columns split otherwise, a row comes in
+        several pieces. Rows that come in no piece have their initial values and zero state, those beyond the
+        snapshot's table too. Rows of fp16 tables are to be rounded to the nearest fp16 value, which changes nothing at
+        32 bits. Memory is that of a few chunks, and where there is a chain a bit a row and column block.
+
+        Args:
+            shards: rectangles along column blocks.
+
+        Yields:
+            Rectangle by rectangle, in their order: its number, and a piece; in no order of rows.
 
         Raises:
             SnapshotError: no such table or columns in the model, a cut column block, or an object that is missing or
                 corrupt.
         """
+        tables = [self.table(shard.table) for shard in shards]
+        for shard, table in zip(shards, tables, strict=True):
+            table.blocks_of(shard.column_start, shard.column_end)
+        layers = [
+            [overlapping(entries, shard) for entries in reversed(self.chain.chunks(shard.table))] for shard in shards
+        ]
+        wanted = [(number, entry) for number, each in enumerate(layers) for layer in each for entry in layer]
+        loaded = in_parallel(lambda task: (task[0], self._load(shards[task[0]], task[1])), wanted)
+        for number, group in groupby(loaded, key=itemgetter(0)):
+            pieces = (piece for _, piece in group)
+            if sum(bool(layer) for layer in layers[number]) > 1:
+                pieces = _newest(pieces, SeenRows(shards[number], tables[number]), tables[number])
+            yield from ((number, piece) for piece in pieces if len(piece.row_ids))
+
+    def _load(self, shard: ShardId, entry: ChunkEntry) -> CodedRows:
         table = self.table(shard.table)
-        table.blocks_of(shard.column_start, shard.column_end)
-        layers = [overlapping(entries, shard) for entries in reversed(self.chain.chunks(table.name))]
-        entries = [entry for layer in layers for entry in layer]
-        fetched = in_parallel(lambda entry: fetch_rows(self.store, entry, table).clip(shard, table), entries)
-        is_chain = sum(bool(layer) for layer in layers) > 1
-        newest = _newest(fetched, SeenRows(shard, table), table) if is_chain else fetched
-        yield from (piece for piece in newest if len(piece.row_ids))
+        return fetch_rows(self.store, entry, table).clip(shard, table)
 
 
-def _newest(pieces: Iterable[CodedRows], seen: SeenRows, table: TableMeta) -> Iterator[CodedRows]:
+def _newest(pieces: Iterable[CodedRows], seen: SeenRows, table: TableMeta) -> Generator[CodedRows]:
     """What no piece before holds, of pieces that come newest first."""
     for piece in pieces:
         for part in _by_block(piece, table):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,9 @@ class Stored:
         self.pieces = [decode_rows(objects.decode_rows(bytearray(objects.encode_rows(each)), "here")) for each in coded]
         self.arrays = {name: array.copy() for name, array in learner.dense.arrays().items()}
 
-    def shard_codes(self, shard: ShardId) -> Iterator[CodedRows]:
-        return (code_rows(piece, 32)[0] for piece in self.pieces if piece.shard.table == shard.table)
+    def shard_codes(self, shards: Sequence[ShardId]) -> Iterator[tuple[int, CodedRows]]:
+        for number, shard in enumerate(shards):
+            yield from ((number, code_rows(each, 32)[0]) for each in self.pieces if each.shard.table == shard.table)
 
     def dense(self) -> dict[str, Any]:
         return self.arrays

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ class Memory:
     def __init__(self, pieces: list[ShardRows], dense: dict[str, Any]) -> None:
         self.pieces, self.arrays = pieces, dense
 
-    def shard_codes(self, shard: ShardId) -> Iterator[CodedRows]:
-        return (code_rows(piece, 32)[0] for piece in self.pieces if piece.shard.table == shard.table)
+    def shard_codes(self, shards: Sequence[ShardId]) -> Iterator[tuple[int, CodedRows]]:
+        for number, shard in enumerate(shards):
+            yield from ((number, code_rows(each, 32)[0]) for each in self.pieces if each.shard.table == shard.table)
 
     def dense(self) -> dict[str, Any]:
         return self.arrays

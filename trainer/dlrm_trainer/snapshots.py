@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from dlrm_api.job import DLRMJobSpec
@@ -82,9 +84,11 @@ def restore(learner: Learner, snapshot: Snapshot, *, mark: bool = False) -> None
         SnapshotError: an object is absent or corrupt.
     """
     learner.embeddings.settle()
-    for part in learner.embeddings.local:
-        pieces = snapshot.shard_codes(part.shard)
-        part.restore(_marking(part, pieces) if mark else pieces)
+    parts = list(learner.embeddings.local)
+    codes = snapshot.shard_codes([part.shard for part in parts])
+    for number, group in groupby(codes, key=itemgetter(0)):
+        pieces = (piece for _, piece in group)
+        parts[number].restore(_marking(parts[number], pieces) if mark else pieces)
     learner.dense.restore(snapshot.dense())
 
 

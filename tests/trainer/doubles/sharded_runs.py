@@ -32,13 +32,14 @@ class Saved:
     arrays: dict[str, Any]
     metas: dict[str, TableMeta]
 
-    def shard_codes(self, shard: ShardId) -> Iterator[CodedRows]:
+    def shard_codes(self, shards: Sequence[ShardId]) -> Iterator[tuple[int, CodedRows]]:
         """See ``Snapshot``."""
-        for piece in self.pieces:
-            if piece.shard.table == shard.table and _overlap(piece.shard, shard):
-                part = code_rows(piece, 32)[0].clip(shard, self.metas[shard.table])
-                if len(part.row_ids):
-                    yield part
+        for number, shard in enumerate(shards):
+            for piece in self.pieces:
+                if piece.shard.table == shard.table and _overlap(piece.shard, shard):
+                    part = code_rows(piece, 32)[0].clip(shard, self.metas[shard.table])
+                    if len(part.row_ids):
+                        yield number, part
 
     def dense(self) -> dict[str, Any]:
         """See ``Snapshot``."""
