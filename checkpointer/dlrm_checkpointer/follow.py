@@ -141,6 +141,8 @@ class Follower:
             return read_delta(self._store, sequence)
         except NoInputError as error:
             raise GapError(f"delta {sequence} is missing", whole=whole) from error
+        except SnapshotError as error:
+            raise GapError(str(error), whole=whole) from error
 
     def _same(self, wanted: Applied) -> Published:
         """A delta that was looked at before, if it is still the same."""

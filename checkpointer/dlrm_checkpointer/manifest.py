@@ -211,7 +211,8 @@ def sealed(value: Mapping[str, Any]) -> bytes:
     return _with_seal(unsealed, UNSEALED, hashlib.sha256(unsealed).hexdigest())
 
 
-def _is_sealed(body: bytes, seal: object) -> bool:
+def is_sealed(body: bytes, seal: object) -> bool:
+    """Whether the seal that an object's JSON says is that of its bytes."""
     return isinstance(seal, str) and hashlib.sha256(_with_seal(body, seal, UNSEALED)).hexdigest() == seal
 
 
@@ -285,7 +286,7 @@ def _parse(model: type[M], body: bytes, key: str) -> M:
     if version != FORMAT_VERSION:
         mend = "use a newer dlrm-operator" if version > FORMAT_VERSION else "that version was never released"
         raise SnapshotError(f"{key}: format version {version}, this program reads version {FORMAT_VERSION}: {mend}")
-    if not _is_sealed(body, value.get("seal")):
+    if not is_sealed(body, value.get("seal")):
         raise SnapshotError(f"{key}: corrupt: its SHA-256 is not its seal")
     try:
         return model.model_validate(value)

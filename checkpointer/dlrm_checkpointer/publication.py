@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.cut import SnapshotName, TableMeta
-from dlrm_checkpointer.manifest import CHUNKS, PARTS, ChunkEntry, FormatModel, ObjectEntry
+from dlrm_checkpointer.manifest import CHUNKS, PARTS, ChunkEntry, FormatModel, ObjectEntry, SealedModel, is_sealed
 from dlrm_checkpointer.store import ObjectStore
 
 PUBLICATION_VERSION = 1
@@ -43,7 +43,7 @@ class GoneEntry(ObjectEntry):
     rows: int = Field(ge=1)
 
 
-class DeltaPlan(FormatModel):
+class DeltaPlan(SealedModel):
     """What the next delta is to be, for all pods of a gang: ``plan.json``, written by rank 0's sidecar."""
 
     format: Literal["dlrm-delta-plan"] = "dlrm-delta-plan"
@@ -68,7 +68,7 @@ class DeltaPlan(FormatModel):
         return SnapshotName(self.step, self.attempt)
 
 
-class DeltaPart(FormatModel):
+class DeltaPart(SealedModel):
     """What one pod put for a delta."""
 
     format: Literal["dlrm-delta-part"] = "dlrm-delta-part"
@@ -81,7 +81,7 @@ class DeltaPart(FormatModel):
     """Of pod 0 alone."""
 
 
-class Delta(FormatModel):
+class Delta(SealedModel):
     """A delta: it exists exactly when this object does."""
 
     format: Literal["dlrm-delta"] = "dlrm-delta"
@@ -218,6 +218,8 @@ def parse(model: type[M], body: bytes, key: str) -> M:
         raise SnapshotError(f"{key}: not JSON of this format: {error!r}") from error
     if version != PUBLICATION_VERSION:
         raise SnapshotError(f"{key}: delta version {version}, this program reads version {PUBLICATION_VERSION}")
+    if not is_sealed(body, value.get("seal")):
+        raise SnapshotError(f"{key}: corrupt: its SHA-256 is not its seal")
     try:
         return model.model_validate(value)
     except ValidationError as error:

@@ -21,6 +21,7 @@ from dlrm_checkpointer.catalog import find_snapshot
 from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.follow import Follower
+from dlrm_checkpointer.manifest import sealed
 from dlrm_checkpointer.publication import newest_delta, read_delta, read_plan, sequences
 from dlrm_checkpointer.restore import Snapshot, open_snapshot, snapshot_keys
 from dlrm_checkpointer.store import ObjectStore
@@ -123,6 +124,7 @@ def test_random_lives_rollbacks_and_lost_deltas_end_with_the_snapshot_that_was_p
                 _, newest = newest_delta(target)
                 lost = data.draw(st.sampled_from(sequences(target)[:-1]))
                 if lost < newest.delta.base:
+                    lost_ones.add(lost)
                     target.delete(f"deltas/{lost:016d}.json")
         pod.end()
         kept = sequences(target)
@@ -195,13 +197,36 @@ def test_a_delta_that_follows_another_history_makes_the_image_anew(
     follower.catch_up()
     other = FileStore(tmp_path / "deltas")
     path = other.root / "deltas" / "0000000000000002.json"
-    path.write_text(path.read_text().replace('"time":2000.0', '"time":2001.0'))
+    path.write_bytes(sealed({**json.loads(path.read_text()), "time": 2001.0}))
     pod.commit(model.train(), attempt)
 
     did = follower.catch_up()
 
     assert [each.what for each in did] == ["full", "delta", "delta"]
     assert did[0].why == "delta 3 follows another delta than the one applied"
+    assert_is(tmp_path / "out", find_snapshot(files))
+
+
+def test_a_corrupt_delta_is_followed_by_a_full_one_that_bridges_it(
+    tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
+):
+    model = new_model(small_tables)
+    pod = new_pod(tmp_path / "pod", files, policy="consecutive", target=target)
+    attempt = claim_attempt(files, None, "test")
+    pod.commit(model.train(), attempt)
+    follower = Follower(target, tmp_path / "out")
+    follower.catch_up()
+    pod.commit(model.train(), attempt)
+    path = target.root / "deltas" / "0000000000000002.json"
+    path.write_text(path.read_text().replace('"time":2000.0', '"time":2001.0'))
+
+    waiting = follower.catch_up()
+    pod.commit(model.train(), attempt)
+    bridged = follower.catch_up()
+
+    assert [(each.what, each.step) for each in waiting] == [("waiting", 1)]
+    assert waiting[0].why.endswith("0000000000000002.json: corrupt: its SHA-256 is not its seal")
+    assert bridged[0].what == "full"
     assert_is(tmp_path / "out", find_snapshot(files))
 
 
