@@ -28,7 +28,7 @@ def fetch(store: ObjectStore, entry: ObjectEntry) -> memoryview:
     Raises:
         SnapshotError: it is not there, or is not what the manifest says.
     """
-    body = memoryview(np.empty(entry.bytes, np.uint8))  # unlike bytearray it is not cleared first
+    body = np.empty(entry.bytes, np.uint8).data  # unlike a bytearray it is not cleared first
     try:
         size = store.get_into(entry.key, body)
     except NoInputError as error:
