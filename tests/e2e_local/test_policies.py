@@ -15,6 +15,8 @@ from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.store import open_store
 from dlrm_checkpointer.walk import snapshot_digest
 
+pytestmark = pytest.mark.slow
+
 TABLES = [
     {"name": "C1", "rows": 300, "dim": 8, "initializer": {"scale": 0.05}},
     {"name": "C2", "rows": 2_000, "dim": 8, "initializer": {"scale": 0.05}},
