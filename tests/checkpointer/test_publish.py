@@ -79,6 +79,7 @@ def test_a_follower_has_what_was_published_at_its_precision(
     assert pod.status.registry.get_sample_value("dlrm_checkpointer_published_step") == 4
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_lives_rollbacks_and_lost_deltas_end_with_the_snapshot_that_was_published_last(

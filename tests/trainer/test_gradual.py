@@ -133,6 +133,7 @@ def train(
     return Report(taker.whole, given_up, digest)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, phases=NO_SHRINKING, suppress_health_check=QUIET)
 @given(
     seed=st.integers(0, 10_000),
