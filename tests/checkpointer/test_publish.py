@@ -385,7 +385,7 @@ def test_an_outage_of_the_publishers_store_delays_no_commit_and_skips_no_row(
 
 
 def wait_for(what: Any) -> None:
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while not what():
         assert time.monotonic() < until
         time.sleep(0.01)
