@@ -1,8 +1,10 @@
-"""What restores from few bits cost in quality: ``python -m benchmarks.restores [--quick] [--seeds N]``.
+"""What restores from few bits, and of lost shards alone, cost: ``python -m benchmarks.restores [--quick] [--seeds N]``.
 
 For each seed a model is trained once without any restore, and once with each number of restores at each number of bits:
 training stops at evenly spaced steps, rows that changed since the last restore are replaced by what their codes stand
-for, as a snapshot gives them back, and training goes on. Data, order and start are the same.
+for, as a snapshot gives them back, and training goes on. Data, order and start are the same. Then, at 32 bits, half of
+the tables go back to what they were a snapshot's interval before each failure, and the others and the dense part do not
+(``partialRestore``).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from dlrm_checkpointer.policy import bits_for
 from dlrm_trainer import metrics
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch, open_reader
+from dlrm_trainer.embedding.rows import ResidentPart
 from dlrm_trainer.learner import Learner
 
 SHAPE = Shape(tables=8, rows=50_000, batch=1_024, bottom=(64, 64), top=(64, 1))
@@ -38,6 +41,8 @@ BITS: tuple[Bits, ...] = (2, 3, 4, 8)
 RESTORES = (0, 1, 3, 20)
 SEEDS = 5
 CONFIDENCE = 0.95
+SNAPSHOTS = 40
+"""In the epoch: a failure just before the next one costs the lost shards an interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,22 @@ class Setting:
     def shown(self) -> dict[str, Any]:
         """See ``measure.Described``."""
         return {"bits": self.bits, "restores": self.restores, "dim": SHAPE.dim, "samples": self.samples}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialSetting:
+    """Of a line about restores of lost shards alone."""
+
+    failures: int
+    samples: int
+    against: str = "uninterrupted-fp32"
+    benchmark: ClassVar[str] = "restores"
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """See ``measure.Described``."""
+        shape = {"lost_tables": SHAPE.tables // 2, "tables": SHAPE.tables, "snapshots": SNAPSHOTS}
+        return {"failures": self.failures, **shape, "dim": SHAPE.dim, "samples": self.samples}
 
 
 @dataclass(frozen=True)
@@ -85,19 +106,56 @@ def draw(spec: DLRMJobSpec) -> Data:
     return Data(*found)
 
 
-def train(spec: DLRMJobSpec, data: Data, bits: Bits, restores: int) -> float:
-    """Normalized entropy of the evaluation set after an epoch with so many restores."""
+def started(spec: DLRMJobSpec) -> Learner:
+    """A learner before its first step."""
     learner = Learner(spec, split_placement(SHAPE, 1, "table"), Collectives(0, 1, lambda: ""))
     learner.start(spec.training.seed)
-    stops = [len(data.train) * number // (restores + 1) for number in range(restores + 2)]
+    return learner
+
+
+def stops_of(data: Data, restores: int) -> list[int]:
+    """The steps at which training stops, evenly spaced, from 0 to the last."""
+    return [len(data.train) * number // (restores + 1) for number in range(restores + 2)]
+
+
+def steps(learner: Learner, batches: Sequence[Batch]) -> None:
+    """Train."""
+    for batch in batches:
+        prepared = learner.prepare(learner.send(batch))
+        learner.apply(learner.compute(prepared, len(batch.labels), factor=1.0))
+
+
+def train(spec: DLRMJobSpec, data: Data, bits: Bits, restores: int) -> float:
+    """Normalized entropy of the evaluation set after an epoch with so many restores."""
+    learner = started(spec)
     before: int | None = None
-    for begin, end in pairwise(stops):
-        for batch in data.train[begin:end]:
-            prepared = learner.prepare(learner.send(batch))
-            learner.apply(learner.compute(prepared, len(batch.labels), factor=1.0))
+    for begin, end in pairwise(stops_of(data, restores)):
+        steps(learner, data.train[begin:end])
         if end < len(data.train):
             restore(learner, end, before, bits)
             before = end
+    return finish(learner, data)
+
+
+def train_partially(spec: DLRMJobSpec, data: Data, failures: int) -> float:
+    """The same with so many failures, at each of which half of the tables lose an interval between snapshots."""
+    learner = started(spec)
+    gone = [part for part in learner.embeddings.local if isinstance(part, ResidentPart)][: SHAPE.tables // 2]
+    assert len(gone) == SHAPE.tables // 2, "tables are whole, and in memory"
+    for begin, end in pairwise(stops_of(data, failures)):
+        snapshot = max(begin, end - len(data.train) // SNAPSHOTS)
+        steps(learner, data.train[begin:snapshot])
+        kept = [(part.weight.clone(), part.state.clone()) for part in gone]
+        steps(learner, data.train[snapshot:end])
+        if end < len(data.train):
+            for part, (weight, state) in zip(gone, kept, strict=True):
+                part.weight.copy_(weight)
+                part.state.copy_(state)
+    return finish(learner, data)
+
+
+def finish(learner: Learner, data: Data) -> float:
+    """Normalized entropy of the evaluation set; the learner is closed."""
     logits = torch.cat([learner.logits(batch) for batch in data.evaluation]).double().numpy()
     labels = torch.cat([batch.labels for batch in data.evaluation]).double().numpy()
     learner.embeddings.close()
@@ -125,6 +183,7 @@ def lines(quick: bool, seeds: int = SEEDS) -> Iterator[Line]:
     """
     samples, eval_samples = (30_000, 5_000) if quick else (SAMPLES, EVAL_SAMPLES)
     found: dict[tuple[Bits, int], list[float]] = {(bits, count): [] for bits in BITS for count in RESTORES}
+    partial: dict[int, list[float]] = {failures: [] for failures in RESTORES if failures}
     exact: list[float] = []
     for seed in range(2 if quick else seeds):
         spec = spec_of(seed, samples, eval_samples)
@@ -134,11 +193,17 @@ def lines(quick: bool, seeds: int = SEEDS) -> Iterator[Line]:
         assert train(spec, data, 32, max(RESTORES)) == exact[-1], "a restore at 32 bits changes nothing"
         for (bits, restores), entropies in found.items():
             entropies.append(train(spec, data, bits, restores) if restores else exact[-1])
+        for failures, entropies in partial.items():
+            entropies.append(train_partially(spec, data, failures))
     noise = 100 * float(np.std(exact, ddof=1) / np.mean(exact))
     for (bits, restores), entropies in found.items():
         measured = lost(entropies, exact) | {"seed_noise_percent": noise, "rule_chooses_bits": bits_for(restores)}
         setting = Setting(bits=bits, restores=restores, samples=samples)
         yield Line(setting=setting, metric="normalized_entropy", pairs=Pairs(entropies, exact), measured=measured)
+    for failures, entropies in partial.items():
+        told = PartialSetting(failures=failures, samples=samples)
+        measured = lost(entropies, exact) | {"seed_noise_percent": noise}
+        yield Line(setting=told, metric="normalized_entropy", pairs=Pairs(entropies, exact), measured=measured)
 
 
 def lost(entropies: Sequence[float], exact: Sequence[float]) -> dict[str, float]:

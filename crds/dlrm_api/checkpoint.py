@@ -107,6 +107,13 @@ class CheckpointSpec(ApiModel):
             "by the same s3 and credentialsSecret."
         ),
     )
+    partial_restore: bool = Field(
+        False,
+        description=(
+            "Go on from a newer cut of which parts are missing, because ranks were lost before theirs were stored: "
+            "rows of these go back to the newest snapshot, all others do not. No training ever had such a state."
+        ),
+    )
     credentials_secret: SecretName | None = Field(
         None, description="Secret with accessKeyId, secretAccessKey and optionally sessionToken."
     )

@@ -98,3 +98,23 @@ def test_tables_get_more_rows_between_two_runs_and_lose_none_that_were_trained(l
     refused = local.run()
     assert refused.code != ExitCode.DONE
     assert "table C2 has 2000 rows now: row " in refused.stderr
+
+
+def test_a_job_goes_on_from_a_cut_that_one_rank_lost_where_it_asks_for_that(local: Any) -> None:
+    local.write(
+        data={"epochs": 1},
+        training={"maxSteps": 10},
+        trainer={"processesPerReplica": 2},
+        checkpoint={"intervalSteps": 5, "partialRestore": True},
+    )
+    local.done()
+    (local.store / "manifests/0000000000000010-00000001.json").unlink()
+    (local.store / "parts/0000000000000010/00000001/000001.json").unlink()
+
+    result = local.done("--digest", "--set", "spec.training.maxSteps=15")
+
+    snapshot, reasons = newest_snapshot(open_store(local.store.as_uri()))
+    assert (reasons, result["step"], snapshot.step, snapshot.manifest.kind) == ([], 15, 15, "full")
+    assert snapshot_digest(snapshot) == result["state_digest"]
+    assert [line["step"] for line in local.steps()] == list(range(1, 16))
+    assert "rows of lost ranks are of step 5; ranks (0,) had stored" in local.logs()

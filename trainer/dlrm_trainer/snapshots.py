@@ -12,6 +12,7 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_checkpointer.codes import CodedRows
 from dlrm_checkpointer.digest import Partial, add, combine, shard_digest, state_digest
 from dlrm_checkpointer.restore import Snapshot, claim_attempt, newest_snapshot, open_snapshot
+from dlrm_checkpointer.salvage import Salvage, find_salvage, open_salvage
 from dlrm_checkpointer.store import ObjectStore
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.embedding.rows import LocalPart, table_meta
@@ -30,10 +31,18 @@ class Start:
     """Attempt that wrote it."""
     reasons: tuple[str, ...]
     """Why newer snapshots were passed over."""
+    salvage: Salvage | None = None
+    """A newer cut whose parts are restored over the snapshot."""
 
 
-def choose_start(store: ObjectStore, collectives: Collectives, note: str) -> Start:
+def choose_start(store: ObjectStore, collectives: Collectives, note: str, *, partial: bool = False) -> Start:
     """Choose the newest snapshot that verifies and announce an attempt that goes on from it; rank 0 does it for all.
+
+    Args:
+        store: the job's store.
+        collectives: of all ranks.
+        note: who claims, for people.
+        partial: whether a newer cut may be used of which parts are missing.
 
     Raises:
         SnapshotError: snapshots are there and none of them can be used.
@@ -42,20 +51,23 @@ def choose_start(store: ObjectStore, collectives: Collectives, note: str) -> Sta
     if collectives.rank == 0:
         snapshot, reasons = newest_snapshot(store)
         step = None if snapshot is None else snapshot.step
+        salvage = find_salvage(store, snapshot) if partial and snapshot else None
         start = Start(
             attempt=claim_attempt(store, step, note),
             step=step,
             snapshot_attempt=None if snapshot is None else snapshot.attempt,
             reasons=tuple(reasons),
+            salvage=salvage,
         )
     return collectives.broadcast(start)
 
 
 def open_start(store: ObjectStore, start: Start) -> Snapshot | None:
-    """The snapshot that ``choose_start`` chose."""
+    """The snapshot that ``choose_start`` chose, with the parts of a newer cut over it where there are any."""
     if start.step is None or start.snapshot_attempt is None:
         return None
-    return open_snapshot(store, start.step, start.snapshot_attempt)
+    snapshot = open_snapshot(store, start.step, start.snapshot_attempt)
+    return open_salvage(store, snapshot, start.salvage) if start.salvage else snapshot
 
 
 def model_document(spec: DLRMJobSpec, learner: Learner) -> dict[str, Any]:
@@ -78,7 +90,7 @@ def restore(learner: Learner, snapshot: Snapshot, *, mark: bool = False) -> None
         learner: at its start.
         snapshot: of the same model.
         mark: whether the next cut is to hold every row of it: it can't be a cut's parent, because it is of another
-            store or its tables have other sizes.
+            store, its tables have other sizes, or it is no snapshot but parts of one.
 
     Raises:
         SnapshotError: an object is absent or corrupt.

@@ -79,7 +79,7 @@ def restore_newest(parts: Parts) -> tuple[int, int, dict[str, Any]]:
     options = StoreOptions(s3=checkpoint.s3, credentials_dir=parts.settings.credentials_dir)
     store = open_store(checkpoint.uri, options)
     note = f"{parts.job.metadata.name}, attempt {parts.settings.attempt}"
-    start = snapshots.choose_start(store, parts.gang.collectives, note)
+    start = snapshots.choose_start(store, parts.gang.collectives, note, partial=checkpoint.partial_restore)
     for reason in start.reasons:
         logger.warning("snapshot passed over: %s", reason)
     snapshot = snapshots.open_start(store, start)
@@ -92,8 +92,11 @@ def restore_newest(parts: Parts) -> tuple[int, int, dict[str, Any]]:
     check_data(snapshot.meta, parts.reader.fingerprint, snapshot.uri)
     model = snapshots.model_document(spec, parts.learner)
     resized = check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)
-    snapshots.restore(parts.learner, snapshot, mark=resized)
-    parts.writer.restored(None if resized else snapshot.name)
+    new = resized or start.salvage is not None  # a state that no snapshot holds
+    snapshots.restore(parts.learner, snapshot, mark=new)
+    parts.writer.restored(None if new else snapshot.name)
+    if start.salvage:
+        logger.warning("rows of lost ranks are of step %s; ranks %s had stored", start.step, start.salvage.ranks)
     logger.info("restored step %d from %s", snapshot.step, snapshot.uri)
     return start.attempt, snapshot.step, snapshot.meta.metrics
 
