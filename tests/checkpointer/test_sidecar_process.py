@@ -200,7 +200,10 @@ def test_kill_9_of_the_trainer_commits_its_last_whole_cut(tmp_path: Path, files:
     sidecar = start()
     sidecar.get("/progress")
     with subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(helpers), str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", TRAINER, str(helpers), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
     ) as trainer:
         assert trainer.stdout is not None
         said = [int(trainer.stdout.readline())]
