@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -79,8 +79,8 @@ class ChunkEntry(ObjectEntry):
         )
 
 
-class ChainLink(FormatModel):
-    """A snapshot that another one's rows go over; ``sha256`` is that of its manifest's bytes."""
+class Link(FormatModel):
+    """A snapshot that another object goes on from; ``sha256`` is of the manifest that says so."""
 
     step: int = Field(ge=0)
     attempt: int = Field(ge=0)
@@ -90,6 +90,10 @@ class ChainLink(FormatModel):
     def name(self) -> SnapshotName:
         """Which snapshot it is."""
         return SnapshotName(self.step, self.attempt)
+
+
+class ChainLink(Link):
+    """A snapshot that another one's rows go over, by its own manifest."""
 
 
 class Growth(FormatModel):
@@ -202,7 +206,7 @@ class Manifest(SealedModel):
         )
 
 
-M = TypeVar("M", PartList, Manifest)
+M = TypeVar("M", bound=FormatModel)
 
 
 def sealed(value: Mapping[str, Any]) -> bytes:
@@ -278,14 +282,33 @@ def parse_manifest(body: bytes, key: str) -> Manifest:
 
 
 def _parse(model: type[M], body: bytes, key: str) -> M:
+    def refusal(version: int) -> str:
+        mend = "use a newer dlrm-operator" if version > FORMAT_VERSION else "that version was never released"
+        return f"format version {version}, this program reads version {FORMAT_VERSION}: {mend}"
+
+    return parse_sealed(model, body, key, FORMAT_VERSION, refusal)
+
+
+def parse_sealed(model: type[M], body: bytes, key: str, version: int, refusal: Callable[[int], str]) -> M:
+    """Read sealed JSON of one version.
+
+    Args:
+        model: what it is.
+        body: the JSON.
+        key: of the object, for messages.
+        version: the one that is read.
+        refusal: what is said of another one.
+
+    Raises:
+        SnapshotError: names the object and what is wrong with it.
+    """
     try:
         value = json.loads(body)
-        version = int(value["version"])
+        found = int(value["version"])
     except (ValueError, KeyError, TypeError) as error:
         raise SnapshotError(f"{key}: not JSON of this format: {error!r}") from error
-    if version != FORMAT_VERSION:
-        mend = "use a newer dlrm-operator" if version > FORMAT_VERSION else "that version was never released"
-        raise SnapshotError(f"{key}: format version {version}, this program reads version {FORMAT_VERSION}: {mend}")
+    if found != version:
+        raise SnapshotError(f"{key}: {refusal(found)}")
     if not is_sealed(body, value.get("seal")):
         raise SnapshotError(f"{key}: corrupt: its SHA-256 is not its seal")
     try:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.cut import SnapshotName, TableMeta
-from dlrm_checkpointer.manifest import CHUNKS, PARTS, ChunkEntry, FormatModel, ObjectEntry, SealedModel, is_sealed
+from dlrm_checkpointer.manifest import CHUNKS, PARTS, ChunkEntry, Link, ObjectEntry, SealedModel, parse_sealed
 from dlrm_checkpointer.store import ObjectStore
 
 PUBLICATION_VERSION = 1
@@ -22,18 +21,10 @@ TRIES = 10**8
 _KEY = re.compile(r"deltas/(\d{16})\.json")
 
 
-class DeltaLink(FormatModel):
-    """A delta that another one follows; ``sha256`` is that of its manifest's bytes."""
+class DeltaLink(Link):
+    """A delta that another one follows, by its own manifest, and the snapshot that it leads to."""
 
     sequence: int = Field(ge=1)
-    step: int = Field(ge=0)
-    attempt: int = Field(ge=0)
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-
-    @property
-    def name(self) -> SnapshotName:
-        """The snapshot that it leads to."""
-        return SnapshotName(self.step, self.attempt)
 
 
 class GoneEntry(ObjectEntry):
@@ -211,18 +202,8 @@ def parse(model: type[M], body: bytes, key: str) -> M:
     Raises:
         SnapshotError: names the object and what is wrong with it.
     """
-    try:
-        value = json.loads(body)
-        version = int(value["version"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise SnapshotError(f"{key}: not JSON of this format: {error!r}") from error
-    if version != PUBLICATION_VERSION:
-        raise SnapshotError(f"{key}: delta version {version}, this program reads version {PUBLICATION_VERSION}")
-    if not is_sealed(body, value.get("seal")):
-        raise SnapshotError(f"{key}: corrupt: its SHA-256 is not its seal")
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = ".".join(str(step) for step in first["loc"])
-        raise SnapshotError(f"{key}: {path}: {first['msg']}") from error
+
+    def refusal(version: int) -> str:
+        return f"delta version {version}, this program reads version {PUBLICATION_VERSION}"
+
+    return parse_sealed(model, body, key, PUBLICATION_VERSION, refusal)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,10 +19,10 @@ from dlrm_checkpointer.codes import CodedRows, decode_rows
 from dlrm_checkpointer.cut import RowsInPlace, ShardId, TableMeta, loaded
 from dlrm_checkpointer.fetch import in_parallel
 from dlrm_checkpointer.initializer import initial_rows, table_scale
+from dlrm_checkpointer.restore import PARALLEL_DECODES
 from dlrm_trainer.embedding.dirty import DirtyPart
 from dlrm_trainer.embedding.gather import gather
 
-PARALLEL_DECODES = 2
 BLOCK_VALUES = 1 << 17
 """Weights decoded at a time on their way to their place."""
 CHUNK_ROWS = 65_536
@@ -65,6 +65,9 @@ class LocalPart(Protocol):
 
     def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Rows [start, end) of the table (n, width) and their state (n, S), for a digest."""
+
+
+P = TypeVar("P", bound=LocalPart)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +131,10 @@ class ResidentPart:
 
 
 @dataclass(frozen=True)
-class ResidentRows:
-    """Some rows of a resident part; implements ``RowsInPlace``."""
+class PartRows(Generic[P]):
+    """Some rows of a part, counted from its first; what is the same of them wherever they lie."""
 
-    part: ResidentPart
+    part: P
     rows: NDArray[np.int64]
 
     @property
@@ -143,6 +146,11 @@ class ResidentRows:
     def row_ids(self) -> NDArray[np.int64]:
         """See ``RowsInPlace``."""
         return self.rows + self.part.shard.row_start if self.part.shard.row_start else self.rows
+
+
+@dataclass(frozen=True)
+class ResidentRows(PartRows[ResidentPart]):
+    """Some rows of a resident part; implements ``RowsInPlace``."""
 
     @property
     def state_values(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -19,10 +18,11 @@ from dlrm_checkpointer.codes import CodedRows, decode_rows
 from dlrm_checkpointer.cut import RowsInPlace, ShardId, ShardRows
 from dlrm_checkpointer.fetch import in_parallel
 from dlrm_checkpointer.initializer import table_scale
+from dlrm_checkpointer.restore import PARALLEL_DECODES
 from dlrm_trainer.embedding.dirty import DirtyPart
 from dlrm_trainer.embedding.kernels import TableBatch
 from dlrm_trainer.embedding.placement import PartGroup
-from dlrm_trainer.embedding.rows import CHUNK_ROWS, PARALLEL_DECODES, SCAN_BYTES
+from dlrm_trainer.embedding.rows import CHUNK_ROWS, SCAN_BYTES, PartRows
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel, Storage
 from dlrm_trainer.embedding.tiers.level import Level
@@ -149,21 +149,8 @@ class StackedPart:
 
 
 @dataclass(frozen=True)
-class StackedRows:
+class StackedRows(PartRows[StackedPart]):
     """Some rows of a part in a stack; implements ``RowsInPlace``. Nothing may be under way in the stack meanwhile."""
-
-    part: StackedPart
-    rows: NDArray[np.int64]
-
-    @property
-    def shard(self) -> ShardId:
-        """See ``RowsInPlace``."""
-        return self.part.shard
-
-    @cached_property
-    def row_ids(self) -> NDArray[np.int64]:
-        """See ``RowsInPlace``."""
-        return self.rows + self.part.shard.row_start
 
     @property
     def state_values(self) -> int:
