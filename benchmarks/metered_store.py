@@ -43,9 +43,9 @@ class MeteredStore:
         """Passed on."""
         return self._store.get_range(key, start, length)
 
-    def put(self, key: str, body: Body) -> None:
+    def put(self, key: str, body: Body, sha256: str | None = None) -> None:
         """Passed on, and counted."""
-        self._store.put(key, body)
+        self._store.put(key, body, sha256)
         self._wrote(len(body))
 
     def put_if_absent(self, key: str, body: Body) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -153,35 +152,6 @@ def decode_rows(coded: CodedRows, out: NDArray[np.float32] | None = None) -> Sha
     """
     rows = _weights(coded, None if out is None else out[: len(coded.row_ids)])
     return ShardRows(shard=coded.shard, row_ids=coded.row_ids, rows=rows, state=coded.state)
-
-
-def joined(pieces: Sequence[CodedRows]) -> CodedRows:
-    """One of several of one shard and form with disjoint rows, in any order; a copy unless there is just one.
-
-    Raises:
-        ValueError: shards or forms differ, or a row is in two pieces.
-    """
-    first = pieces[0]
-    if len(pieces) == 1:
-        return first
-    if any((piece.shard, piece.form) != (first.shard, first.form) for piece in pieces):
-        raise ValueError(f"{first.shard}: pieces of several shards or forms")
-    filled = sorted((piece for piece in pieces if len(piece.row_ids)), key=lambda piece: int(piece.row_ids[0]))
-    ordered = filled or pieces
-    whole = replace(
-        first,
-        row_ids=np.concatenate([piece.row_ids for piece in ordered]),
-        body=np.concatenate([piece.body for piece in ordered]),
-        scale=np.concatenate([piece.scale for piece in ordered]),
-        low=np.concatenate([piece.low for piece in ordered]),
-        state=np.concatenate([piece.state for piece in ordered]),
-    )
-    if (whole.row_ids[1:] > whole.row_ids[:-1]).all():
-        return whole
-    whole = whole.take(np.argsort(whole.row_ids, kind="stable"))
-    if not (whole.row_ids[1:] > whole.row_ids[:-1]).all():
-        raise ValueError(f"{first.shard}: a row is in two pieces")
-    return whole
 
 
 def _coded(piece: ShardRows, form: Form, body: NDArray[Any], **more: NDArray[np.float16]) -> CodedRows:

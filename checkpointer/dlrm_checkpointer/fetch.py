@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-import numpy as np
-
 from dlrm_api.errors import NoInputError, SnapshotError
+from dlrm_checkpointer.bodies import Bodies
 from dlrm_checkpointer.codes import CodedRows
 from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.manifest import ChunkEntry, ObjectEntry
@@ -22,13 +21,18 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def fetch(store: ObjectStore, entry: ObjectEntry) -> memoryview:
+def fetch(store: ObjectStore, entry: ObjectEntry, bodies: Bodies | None = None) -> memoryview:
     """An object's bytes, which may be written over.
+
+    Args:
+        store: where it is.
+        entry: what the manifest says of it.
+        bodies: memory to read it into; None: new memory.
 
     Raises:
         SnapshotError: it is not there, or is not what the manifest says.
     """
-    body = np.empty(entry.bytes, np.uint8).data  # unlike a bytearray it is not cleared first
+    body = (bodies or Bodies(0)).take(entry.bytes)
     try:
         size = store.get_into(entry.key, body)
     except NoInputError as error:
@@ -40,14 +44,14 @@ def fetch(store: ObjectStore, entry: ObjectEntry) -> memoryview:
     return body
 
 
-def fetch_rows(store: ObjectStore, entry: ChunkEntry, table: TableMeta) -> CodedRows:
-    """A chunk's rows.
+def fetch_rows(store: ObjectStore, entry: ChunkEntry, table: TableMeta, bodies: Bodies | None = None) -> CodedRows:
+    """A chunk's rows; see ``fetch``.
 
     Raises:
         SnapshotError: the object is missing, corrupt, or not the rows that the manifest says.
     """
     key = f"{store.uri}/{entry.key}"
-    piece = decode_rows(fetch(store, entry), key)
+    piece = decode_rows(fetch(store, entry, bodies), key)
     ids, shard = piece.row_ids, piece.shard
     if shard != entry.shard or len(ids) != entry.rows or (ids[0], ids[-1]) != (entry.first_row, entry.last_row):
         raise SnapshotError(f"{key}: its rows are not those that the manifest says")
@@ -93,7 +97,7 @@ def check_present(store: ObjectStore, objects: Sequence[ObjectEntry]) -> None:
             raise SnapshotError(f"{store.uri}/{entry.key}: {size} bytes, the manifest says {entry.bytes}")
 
 
-def check_bytes(store: ObjectStore, objects: Iterable[ObjectEntry], on_whole: Callable[[str], None]) -> None:
+def check_bytes(store: ObjectStore, objects: Sequence[ObjectEntry], on_whole: Callable[[str], None]) -> None:
     """Read objects and check their SHA-256: costs one read of them.
 
     Args:
@@ -104,5 +108,6 @@ def check_bytes(store: ObjectStore, objects: Iterable[ObjectEntry], on_whole: Ca
     Raises:
         SnapshotError: names the first that is missing or corrupt.
     """
-    for entry, _ in in_parallel(lambda entry: (entry, len(fetch(store, entry))), objects):
+    bodies = Bodies.of(objects)
+    for entry, _ in in_parallel(lambda entry: (entry, len(fetch(store, entry, bodies))), objects):
         on_whole(entry.key)

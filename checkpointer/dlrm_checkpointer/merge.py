@@ -7,15 +7,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.chain import BrokenChainError
-from dlrm_checkpointer.codes import CodedRows, Form, code_rows, joined
+from dlrm_checkpointer.codes import CodedRows, code_rows
 from dlrm_checkpointer.cut import ShardId, TableMeta
 from dlrm_checkpointer.delta import Delta
+from dlrm_checkpointer.gathering import Gathering, newest
 from dlrm_checkpointer.manifest import ChunkEntry
 from dlrm_checkpointer.store import ObjectStore
 from dlrm_checkpointer.sweep import Band, Source, stored, sweep
@@ -94,10 +92,11 @@ def merged_chunks(
         edges.add(int(ids[last]) + 1)
     inner = sorted(edge for edge in edges if shard.row_start < edge < shard.row_end)
     columns = _columns(shard, layers)
-    outputs = [_Output(part, chunk_rows(part.column_end - part.column_start)) for part in columns]
+    outputs = [Gathering(part, chunk_rows(part.width)) for part in columns]
     for band in sweep(sources, [*inner, shard.row_end], shard.row_start):
         for part, output in zip(columns, outputs, strict=True):
-            yield from output.add(_newest(band, part, table))
+            if pieces := _pieces(band, part, table):
+                yield from output.add(newest(pieces))
     for output in outputs:
         yield from output.rest()
 
@@ -132,54 +131,10 @@ def _columns(shard: ShardId, layers: Sequence[Sequence[ChunkEntry]]) -> list[Sha
     ]
 
 
-def _newest(band: Band, part: ShardId, table: TableMeta) -> list[CodedRows]:
-    """Of each row of a band the newest piece of it, cut to some columns."""
-    pieces = [
-        piece
+def _pieces(band: Band, part: ShardId, table: TableMeta) -> list[CodedRows]:
+    """The pieces of a band that have some columns, cut to these; newest first."""
+    return [
+        replace(piece.clip(part, table), shard=part)
         for _, piece in reversed(band.parts)
         if piece.shard.column_start < part.column_end and piece.shard.column_end > part.column_start
     ]
-    if len(pieces) > 1:
-        kept = _first_of_each([piece.row_ids for piece in pieces])
-        pieces = [piece.take(index) for piece, index in zip(pieces, kept, strict=True)]
-    return [replace(piece.clip(part, table), shard=part) for piece in pieces if len(piece.row_ids)]
-
-
-def _first_of_each(row_ids: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
-    """Places in each array of the rows that no array before it has."""
-    every = np.concatenate(row_ids)
-    order = np.argsort(every, kind="stable")
-    ascending = every[order]
-    first = np.ones(len(every), bool)
-    first[1:] = ascending[1:] != ascending[:-1]
-    kept = np.zeros(len(every), bool)
-    kept[order[first]] = True
-    starts = np.cumsum([len(ids) for ids in row_ids])[:-1]
-    return [np.flatnonzero(each) for each in np.split(kept, starts)]
-
-
-class _Output:
-    """Rows of ascending bands, gathered to chunks of one form each."""
-
-    def __init__(self, shard: ShardId, size: int) -> None:
-        self._shard, self._size = shard, size
-        self._waiting: dict[Form, list[CodedRows]] = {}
-
-    def add(self, pieces: Sequence[CodedRows]) -> Iterator[CodedRows]:
-        """Take a band's pieces; gives the chunks that are full."""
-        for piece in pieces:
-            self._waiting.setdefault(piece.form, []).append(piece)
-        for form, waiting in self._waiting.items():
-            if sum(len(piece.row_ids) for piece in waiting) >= self._size:
-                whole = joined(waiting)
-                full = len(whole.row_ids) // self._size * self._size
-                for begin in range(0, full, self._size):
-                    yield whole.take(slice(begin, begin + self._size))
-                rest = whole.take(slice(full, len(whole.row_ids)))
-                self._waiting[form] = [rest] if len(rest.row_ids) else []
-
-    def rest(self) -> Iterator[CodedRows]:
-        """What filled no chunk."""
-        for waiting in self._waiting.values():
-            if waiting:
-                yield joined(waiting)

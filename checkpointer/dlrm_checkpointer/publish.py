@@ -197,7 +197,7 @@ class _Part:
         self._place.before_put()
         sha256 = hashlib.sha256(body).hexdigest()
         key = delta_object_key(self._plan, self._place.pod, name, sha256)
-        self._place.target.put(key, memoryview(body))
+        self._place.target.put(key, body, sha256)
         self._place.on_put(len(body))
         return {"key": key, "bytes": len(body), "sha256": sha256}
 

@@ -15,6 +15,7 @@ from dlrm_checkpointer.codes import OF_NO_CLASS
 from dlrm_checkpointer.compiled import compiled, compiled_dividing
 from dlrm_checkpointer.number_bits import bits_of, number_of
 from dlrm_checkpointer.packing import SPARE, pack_row
+from dlrm_checkpointer.prefetching import prefetch_lines
 
 U8, U16, U32, U64, I32, I64, F32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.int64, np.float32
 BLOCK = 64
@@ -77,7 +78,7 @@ def code_rows(rows: Any, bits: Any, bins: Any, shrinks: Any, body: Any, scale: A
     lanes, halves = np.zeros(7 * BLOCK, np.float32), np.empty(2 * BLOCK, np.uint16)
     columns = np.zeros((width if shrinks > 0 else U64(0)) * size, np.float32)
     codes = np.zeros(U64(2) * width + SPARE, np.uint8)
-    top = I32((1 << bits) - 1)
+    top, last = I32((1 << bits) - 1), U64(max(rows.shape[0], 1) - 1)
     for first in range(U64(0), U64(rows.shape[0]), size):
         count = min(size, U64(rows.shape[0]) - first)
         find_ranges(words, first, count, width, lanes)
@@ -89,6 +90,8 @@ def code_rows(rows: Any, bits: Any, bins: Any, shrinks: Any, body: Any, scale: A
             find_best_ranges(columns, width, top, bins, shrinks, lanes)
         find_scales(lanes, bins, top, halves)
         for i in range(count):
+            coming = min(first + size + i, last) * width
+            prefetch_lines(values, coming, coming + width)
             low[first + i], scale[first + i] = halves[i], halves[size + i]
             start = (first + i) * width
             if bits == 8:

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.attempts import Attempt, claim_attempt, in_lineage, read_attempts
+from dlrm_checkpointer.bodies import Bodies
 from dlrm_checkpointer.chain import Chain, load_chain
 from dlrm_checkpointer.codes import CodedRows, decode_rows
 from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, SnapshotName, TableMeta
-from dlrm_checkpointer.fetch import check_bytes, check_present, fetch, fetch_rows, in_parallel
+from dlrm_checkpointer.fetch import PARALLEL_GETS, check_bytes, check_present, fetch, fetch_rows, in_parallel
 from dlrm_checkpointer.manifest import MANIFESTS, ChunkEntry, ObjectEntry, manifest_key, parse_manifest_key
 from dlrm_checkpointer.merge import overlapping
 from dlrm_checkpointer.objects import decode_dense
@@ -27,7 +28,9 @@ from dlrm_checkpointer.store import ObjectStore
 logger = logging.getLogger(__name__)
 
 PARALLEL_DECODES = 2
-"""Chunks decoded at a time, beside those that are read: each takes up to 32 MiB more."""
+"""Chunks decoded at a time, beside those that are read."""
+AHEAD_BYTES = 112 << 20
+"""Of objects that are read ahead, as far as that leaves two at a time: those that are decoded come beside."""
 
 __all__ = ["Snapshot", "claim_attempt", "newest_snapshot", "open_snapshot", "snapshot_keys"]
 
@@ -124,16 +127,18 @@ class Snapshot:
             [overlapping(entries, shard) for entries in reversed(self.chain.chunks(shard.table))] for shard in shards
         ]
         wanted = [(number, entry) for number, each in enumerate(layers) for layer in each for entry in layer]
-        loaded = in_parallel(lambda task: (task[0], self._load(shards[task[0]], task[1])), wanted)
+        largest = max((entry.bytes for _, entry in wanted), default=1)
+        bodies, at_once = Bodies(largest), max(2, min(PARALLEL_GETS, AHEAD_BYTES // largest))
+        loaded = in_parallel(lambda task: (task[0], self._load(shards[task[0]], task[1], bodies)), wanted, at_once)
         for number, group in groupby(loaded, key=itemgetter(0)):
             pieces = (piece for _, piece in group)
             if sum(bool(layer) for layer in layers[number]) > 1:
                 pieces = _newest(pieces, SeenRows(shards[number], tables[number]), tables[number])
             yield from ((number, piece) for piece in pieces if len(piece.row_ids))
 
-    def _load(self, shard: ShardId, entry: ChunkEntry) -> CodedRows:
+    def _load(self, shard: ShardId, entry: ChunkEntry, bodies: Bodies) -> CodedRows:
         table = self.table(shard.table)
-        return fetch_rows(self.store, entry, table).clip(shard, table)
+        return fetch_rows(self.store, entry, table, bodies).clip(shard, table)
 
 
 def _newest(pieces: Iterable[CodedRows], seen: SeenRows, table: TableMeta) -> Generator[CodedRows]:

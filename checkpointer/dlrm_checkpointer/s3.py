@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlrm_api.errors import DLRMError, NoInputError, StoreUnavailableError
@@ -16,6 +17,7 @@ from dlrm_api.objects import S3Spec, SnapshotS3Spec
 from dlrm_checkpointer.repeats import Repeats
 from dlrm_checkpointer.s3_client import ERRORS, Clients
 from dlrm_checkpointer.s3_errors import REFUSED, Place, code_of, repeat_reason, status_of, translate
+from dlrm_checkpointer.s3_payload import Payload
 from dlrm_checkpointer.s3_ranges import Version, read, read_into
 from dlrm_checkpointer.store import Body, ObjectInfo, StoreOptions
 
@@ -32,7 +34,7 @@ RANGE_BYTES = 16 << 20
 """Objects come back in ranges of this, in parallel, where they go into a buffer."""
 MAX_PARTS = 10_000
 PARALLEL_PARTS = 8
-"""Parts of one store's objects on their way at a time, each with a copy of its bytes."""
+"""Parts of one store's objects on their way at a time."""
 PARALLEL_RANGES = 16
 R = TypeVar("R")
 
@@ -106,7 +108,8 @@ class S3Store:
             return size
         places = range(0, len(view), RANGE_BYTES)
         with self._known(key):
-            parts = self._readers.map(lambda at: self._read_into(key, view[at : at + RANGE_BYTES], at), places)
+            run = self._readers.map if len(places) > 1 else map
+            parts = run(lambda at: self._read_into(key, view[at : at + RANGE_BYTES], at), places)
             versions = {version for version in parts if version is not None}
         if len(versions) > 1:
             raise StoreUnavailableError(f"{self.uri}/{key}: replaced while it was read")
@@ -148,13 +151,14 @@ class S3Store:
                     return None
                 raise
 
-    def put(self, key: str, body: Body) -> None:
+    def put(self, key: str, body: Body, sha256: str | None = None) -> None:
         """Write the object whole: at once, or in parallel parts that are given back if one fails."""
+        view = memoryview(body).cast("B")
         with self._known(key):
-            if len(body) > WHOLE_BYTES:
-                self._put_parts(key, memoryview(body))
+            if len(view) > WHOLE_BYTES:
+                self._put_parts(key, view)
             else:
-                self._put_whole(key, body)
+                self._put_whole(key, view, sha256)
 
     def put_if_absent(self, key: str, body: Body) -> bool:
         """Write the object unless one is there (``If-None-Match: *``)."""
@@ -167,16 +171,17 @@ class S3Store:
                 raise
         return True
 
-    def _put_whole(self, key: str, body: Body, **condition: Any) -> None:
+    def _put_whole(self, key: str, body: Body, sha256: str | None = None, **condition: Any) -> None:
         arguments = {**self._object(key), **self._encryption, **condition}
-        content, checksum = bytes(body), self._checksum(body)
-        self._call(lambda s3: s3.put_object(Body=content, **checksum, **arguments))
+        digest = sha256 or hashlib.sha256(body).hexdigest()
+        checksum, content = self._checksum(digest), partial(_payload, body, digest)
+        self._call(lambda s3: s3.put_object(Body=content(), **checksum, **arguments))
 
-    def _checksum(self, body: Body) -> dict[str, Any]:
-        """SHA-256 for the service to check."""
+    def _checksum(self, sha256: str) -> dict[str, Any]:
+        """SHA-256 for the service to check, where the signature does not cover it."""
         if self._signs_bodies:
             return {}
-        return {"ChecksumSHA256": base64.b64encode(hashlib.sha256(body).digest()).decode()}
+        return {"ChecksumSHA256": base64.b64encode(bytes.fromhex(sha256)).decode()}
 
     def _put_parts(self, key: str, body: memoryview) -> None:
         size = max(PART_BYTES, -(-len(body) // MAX_PARTS))
@@ -202,8 +207,9 @@ class S3Store:
             raise
 
     def _put_part(self, upload: dict[str, Any], number: int, body: memoryview) -> CompletedPartTypeDef:
-        content, checksum = bytes(body), self._checksum(body)
-        answer = self._call(lambda s3: s3.upload_part(PartNumber=number, Body=content, **checksum, **upload))
+        digest = hashlib.sha256(body).hexdigest()
+        checksum, content = self._checksum(digest), partial(_payload, body, digest)
+        answer = self._call(lambda s3: s3.upload_part(PartNumber=number, Body=content(), **checksum, **upload))
         done: CompletedPartTypeDef = {"ETag": answer["ETag"], "PartNumber": number}
         if "ChecksumSHA256" in answer:  # the service took it: have it checked over the whole
             done["ChecksumSHA256"] = answer["ChecksumSHA256"]
@@ -268,6 +274,11 @@ class S3Store:
             yield from page.get("Uploads", ())
             more = page.get("IsTruncated", False)
             wanted.update(KeyMarker=page.get("NextKeyMarker"), UploadIdMarker=page.get("NextUploadIdMarker"))
+
+
+def _payload(body: Body, sha256: str) -> Any:
+    """For one try of a call; boto3 takes anything that can be read."""
+    return Payload(body, sha256)
 
 
 def _encryption(s3: S3Spec) -> dict[str, Any]:

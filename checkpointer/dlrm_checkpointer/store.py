@@ -83,8 +83,14 @@ class ObjectStore(Protocol):
         """Bytes [start, start + length), fewer at the object's end. Raises NoInputError where there is none."""
         ...
 
-    def put(self, key: str, body: Body) -> None:
-        """Write the object, replacing one that is there; readers see the old bytes or the new, never a mixture."""
+    def put(self, key: str, body: Body, sha256: str | None = None) -> None:
+        """Write the object, replacing one that is there; readers see the old bytes or the new, never a mixture.
+
+        Args:
+            key: of the object.
+            body: its bytes, contiguous.
+            sha256: of them, in hexadecimal, where it is known: it travels with them and is not computed once more.
+        """
         ...
 
     def put_if_absent(self, key: str, body: Body) -> bool:

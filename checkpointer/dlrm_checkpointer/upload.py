@@ -18,7 +18,7 @@ from dlrm_checkpointer.inbox import Durable, ReadyCut
 from dlrm_checkpointer.manifest import ChunkEntry, ObjectEntry, PartList, chunk_key, parse_part, part_key
 from dlrm_checkpointer.merge import coded_chunks, merged_chunks
 from dlrm_checkpointer.objects import encode_dense, encode_rows
-from dlrm_checkpointer.store import ObjectStore
+from dlrm_checkpointer.store import Body, ObjectStore
 
 Load = Callable[[], Sequence[CodedRows]]
 
@@ -144,10 +144,10 @@ class Upload:
         found = {"rows": len(ids), "first_row": int(ids[0]), "last_row": int(ids[-1])}
         return ChunkEntry.model_validate({**entry, **vars(rows.shard), **found})
 
-    def _put(self, name: str, body: bytes) -> dict[str, str | int]:
+    def _put(self, name: str, body: Body) -> dict[str, str | int]:
         sha256 = hashlib.sha256(body).hexdigest()
         key = chunk_key(self._cut.meta, self._cut.name.rank, name, sha256)
-        self._store.put(key, body)
+        self._store.put(key, body, sha256)
         self._traffic.put(len(body))
         return {"key": key, "bytes": len(body), "sha256": sha256}
 

@@ -182,7 +182,8 @@ class Pod:
     policy: PolicyName = "full"
     max_chain: int = 24
     expected_restores: int = 3
-    grace_s: float = 5.0
+    grace_s: float = 30.0
+    """The first use of a kernel compiles it, which takes seconds."""
     budget_bytes: int | None = None
     target: ObjectStore | None = None
     """Where deltas go; None: nothing is published."""
@@ -294,9 +295,9 @@ class DyingStore:
         self._alive()
         return self._store.get_range(key, start, length)
 
-    def put(self, key: str, body: Body) -> None:
+    def put(self, key: str, body: Body, sha256: str | None = None) -> None:
         self._write()
-        self._store.put(key, body)
+        self._store.put(key, body, sha256)
 
     def put_if_absent(self, key: str, body: Body) -> bool:
         self._write()

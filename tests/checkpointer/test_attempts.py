@@ -130,8 +130,8 @@ def test_retention_stops_when_a_new_attempt_appears_between_its_mark_and_its_del
     class Interrupted(FileStore):
         """A new attempt claims right after the first mark."""
 
-        def put(self, key: str, body: bytes) -> None:
-            super().put(key, body)
+        def put(self, key: str, body: bytes, sha256: str | None = None) -> None:
+            super().put(key, body, sha256)
             if key.startswith("retired/") and newest_attempt(files) == 1:
                 claim_attempt(files, 3, "2")
 

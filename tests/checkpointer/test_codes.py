@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.codes import CodedRows, Form, body_shape, code_rows, decode_rows, joined
+from dlrm_checkpointer.codes import CodedRows, Form, body_shape, code_rows, decode_rows
 from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
 
 README = Path(__file__).parents[2] / "checkpointer" / "README.md"
@@ -244,31 +244,6 @@ def test_a_clipped_piece_holds_the_same_weights_bit_for_bit(bits: Any, data: st.
     np.testing.assert_array_equal(part.row_ids, coded.row_ids[kept])
     np.testing.assert_array_equal(after.rows, before.rows[kept, columns[0] : columns[1]])
     np.testing.assert_array_equal(after.state, before.state[kept, first:last])
-
-
-@pytest.mark.parametrize("bits", ALL)
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_pieces_that_were_taken_apart_join_to_what_they_were(bits: Any, data: st.DataObject):
-    rows = 1 + np.random.default_rng(5).random((40, 6), np.float32)
-    coded = code_rows(piece(rows, ids=list(range(0, 120, 3))), bits)[0]
-    owner = np.array(data.draw(st.lists(st.integers(0, 2), min_size=40, max_size=40)))
-
-    back = joined([coded.take(np.flatnonzero(owner == each)) for each in data.draw(st.permutations(range(3)))])
-
-    assert (back.shard, back.form) == (coded.shard, coded.form)
-    for name in ("row_ids", "body", "scale", "low", "state"):
-        np.testing.assert_array_equal(getattr(back, name), getattr(coded, name))
-
-
-def test_pieces_that_share_a_row_or_differ_in_form_do_not_join():
-    rows = np.ones((4, 3), np.float32)
-    coded = code_rows(piece(rows), 8)[0]
-
-    with pytest.raises(ValueError, match="a row is in two pieces"):
-        joined([coded, coded.take(slice(1, 2))])
-    with pytest.raises(ValueError, match="several shards or forms"):
-        joined([coded, code_rows(piece(rows), 4)[0]])
 
 
 @pytest.mark.parametrize("draw", ["normal", "laplace"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from moto import mock_aws
 
 from dlrm_api.errors import StoreUnavailableError
 from dlrm_api.objects import SnapshotS3Spec
+from dlrm_checkpointer import s3
 from dlrm_checkpointer.attempts import claim_attempt
+from dlrm_checkpointer.s3_payload import SEND_BYTES, Payload
 from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
 
 LARGE = bytes(20 << 20)
@@ -109,3 +112,38 @@ def test_a_checksum_that_does_not_fit_is_noticed_by_a_real_service(versitygw: An
     assert store.get("parts") == LARGE
     with pytest.raises(StoreUnavailableError, match=r"checksum|Digest"):
         store.put("whole", b"1")
+
+
+@pytest.mark.cluster
+def test_a_body_that_is_not_what_was_signed_is_noticed_by_a_real_service(versitygw: Any, tmp_path: Path):
+    (versitygw.data / "bucket").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "accessKeyId").write_text(versitygw.access_key)
+    (tmp_path / "secretAccessKey").write_text(versitygw.secret_key)
+    options = StoreOptions(s3=SnapshotS3Spec(endpoint=versitygw.endpoint), credentials_dir=tmp_path)
+    store = open_store("s3://bucket/signed", options)
+
+    store.put("fits", b"1", hashlib.sha256(b"1").hexdigest())
+    assert store.get("fits") == b"1"
+    with pytest.raises(StoreUnavailableError, match="SHA256"):
+        store.put("does not", b"2", hashlib.sha256(b"1").hexdigest())
+
+
+def test_a_body_is_handed_to_the_connection_in_large_views_and_again_after_a_repeat():
+    body = memoryview(bytearray(range(256)) * (SEND_BYTES // 256) + bytearray(b"end"))
+    payload = Payload(body, "00")
+
+    for _ in range(2):
+        pieces = [*iter(lambda: payload.read(8_192), b"")]
+        assert [len(piece) for piece in pieces] == [SEND_BYTES, 3]
+        assert all(piece.obj is body.obj for piece in pieces)
+        assert (b"".join(pieces), payload.tell(), len(payload)) == (bytes(body), len(body), len(body))
+        payload.seek(0)
+
+
+def test_a_known_hash_is_not_computed_again(service: Any, monkeypatch: pytest.MonkeyPatch):
+    store = opened()
+    monkeypatch.setattr(s3, "hashlib", None)
+
+    store.put("whole", b"123", hashlib.sha256(b"123").hexdigest())
+
+    assert store.get("whole") == b"123"

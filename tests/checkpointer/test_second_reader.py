@@ -87,7 +87,7 @@ def test_rows_of_every_width_and_magnitude_are_the_same_by_both_readers(bits: in
     piece = ShardRows(shard=shard, row_ids=np.arange(64), rows=rows, state=np.zeros((64, 0), np.float32))
 
     for coded in code_rows(piece, bits):
-        said, arrays = second_reader.container(encode_rows(coded))
+        said, arrays = second_reader.container(bytes(encode_rows(coded)))
         np.testing.assert_array_equal(second_reader.weights(said, arrays), decode_rows(coded).rows)
         np.testing.assert_array_equal(second_reader.row_numbers(said, arrays), coded.row_ids)
 
@@ -109,7 +109,7 @@ def test_row_numbers_of_every_form_are_the_same_by_both_readers(ids: list[int], 
     numbers = np.array(ids, np.int64)
     zeros = np.zeros((len(ids), 2), np.float32)
 
-    body = encode_rows(code_rows(ShardRows(shard=shard, row_ids=numbers, rows=zeros, state=zeros), 32)[0])
+    body = bytes(encode_rows(code_rows(ShardRows(shard=shard, row_ids=numbers, rows=zeros, state=zeros), 32)[0]))
     said, found = second_reader.container(body)
     header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
 

@@ -28,10 +28,10 @@ class Flaky(FileStore):
 
     problem: DLRMError | None = None
 
-    def put(self, key: str, body: Body) -> None:
+    def put(self, key: str, body: Body, sha256: str | None = None) -> None:
         if self.problem:
             raise self.problem
-        super().put(key, body)
+        super().put(key, body, sha256)
 
 
 @contextmanager

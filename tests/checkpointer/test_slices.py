@@ -45,11 +45,11 @@ class Outage(FileStore):
     down = False
     pause_s = 0.0
 
-    def put(self, key: str, body: Body) -> None:
+    def put(self, key: str, body: Body, sha256: str | None = None) -> None:
         time.sleep(self.pause_s)
         if self.down:
             raise StoreUnavailableError("http://s3 did not answer")
-        super().put(key, body)
+        super().put(key, body, sha256)
 
 
 @contextmanager

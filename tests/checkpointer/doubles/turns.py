@@ -145,7 +145,7 @@ class MemoryStore:
     def get_range(self, key: str, start: int, length: int) -> bytes:
         return self.get(key)[start : start + length]
 
-    def put(self, key: str, body: Body) -> None:
+    def put(self, key: str, body: Body, sha256: str | None = None) -> None:
         self.objects[key] = bytes(body), self._clock.now
         self.written[key] = bytes(body)
 
@@ -213,8 +213,8 @@ class FailingStore:
     def get_range(self, key: str, start: int, length: int) -> bytes:
         return self._call(self.store.get_range, key, start, length)
 
-    def put(self, key: str, body: Body) -> None:
-        self._call(self.store.put, key, body)
+    def put(self, key: str, body: Body, sha256: str | None = None) -> None:
+        self._call(self.store.put, key, body, sha256)
 
     def put_if_absent(self, key: str, body: Body) -> bool:
         return self._call(self.store.put_if_absent, key, body)
