@@ -7,6 +7,7 @@ and renamed into it, under a lock that makes concurrent test workers wait for on
 
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -37,6 +38,8 @@ class Recipe:
     """Program name -> the Go package that it is built from."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Go string variables that the linker sets."""
+    tested_with: bool = True
+    """Whether a test needs it; a program of benchmarks alone is built when it is named."""
 
     def flags(self) -> tuple[str, ...]:
         """Arguments of ``go build``; the linker drops symbol tables, which halves the programs."""
@@ -60,6 +63,13 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "etcd": Recipe(packages={"etcd": "go.etcd.io/etcd/server/v3"}),
     "versitygw": Recipe(packages={"versitygw": "github.com/versity/versitygw/cmd/versitygw"}),
+    "kwok": Recipe(packages={"kwok": "sigs.k8s.io/kwok/cmd/kwok"}),
+    "kueue": Recipe(packages={"kueue": "sigs.k8s.io/kueue/cmd/kueue"}),
+    "helm": Recipe(packages={"helm": "helm.sh/helm/v3/cmd/helm"}),
+    "training-operator": Recipe(
+        packages={"training-operator": "github.com/kubeflow/training-operator/cmd/training-operator.v1"},
+        tested_with=False,
+    ),
 }
 
 
@@ -89,6 +99,22 @@ def binaries(name: str, report: Report | None = None) -> Path:
         if not target.is_dir():
             _build(name, target, report or _to_stderr)
     return target
+
+
+def module_folder(name: str, module: str) -> Path:
+    """Sources of ``module``, which recipe ``name`` is built from: its manifests lie there too. Read-only.
+
+    Raises:
+        MissingToolError: Go is absent or too old.
+        BuildError: the module could not be fetched, or the recipe has none of that name.
+    """
+    go_toolchain(name)
+    command = ["go", "mod", "download", "-json", module]
+    answer = subprocess.run(command, cwd=TOOLS / name, env=_go_env(), capture_output=True, text=True, check=False)
+    found = json.loads(answer.stdout or "{}")
+    if answer.returncode != 0 or "Dir" not in found:
+        raise BuildError(f"module {module} of {name}: {found.get('Error') or answer.stderr.strip()}")
+    return Path(found["Dir"])
 
 
 def go_toolchain(name: str) -> str:

@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -17,7 +18,15 @@ from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.errors import ClusterError, MissingToolError
 from dlrm_cluster.s3 import RcloneS3, S3Server, VersityGateway
 
-NEEDED = {"control_plane": ("etcd", "kubernetes"), "versitygw": ("versitygw",)}
+STRICT = {"kube-apiserver": ("--enable-admission-plugins=OwnerReferencesPermissionEnforcement",)}
+"""What some distributions turn on beside Kubernetes' own choice: it asks for rights that no request shows."""
+NEEDED = {
+    "control_plane": ("etcd", "kubernetes"),
+    "helm": ("helm",),
+    "kueue": ("kueue",),
+    "kwok": ("kwok",),
+    "versitygw": ("versitygw",),
+}
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -48,13 +57,22 @@ def refuse(reason: MissingToolError) -> NoReturn:
 @pytest.fixture(scope="session")
 def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A running control plane with an audit log, shared by the session's tests; work in a ``namespace`` of it."""
-    plane = ControlPlane(tmp_path_factory.mktemp("control-plane"), audit=True)
+    plane = ControlPlane(tmp_path_factory.mktemp("control-plane"), audit=True, extra_args=STRICT)
     try:
         plane.start()
     except MissingToolError as error:
         refuse(error)
     with plane:
         yield plane
+
+
+@pytest.fixture(scope="session")
+def helm() -> Path:
+    """The program helm. It does not know the cluster's version without a cluster: pass ``--kube-version``."""
+    try:
+        return binaries("helm") / "helm"
+    except MissingToolError as error:
+        refuse(error)
 
 
 @pytest.fixture
