@@ -9,10 +9,9 @@ WORKDIR ?= runs/quickstart
 PYTEST ?= $(BIN)/python -m pytest
 export PYTHONPATH := hack/cluster
 
-SCHEDULES ?= 5000
 SEED ?= 0
 
-.PHONY: help quickstart test test-fast soak lint format generate bench lock cluster-up cluster-down clean
+.PHONY: help quickstart test test-fast soak faults lint format generate bench lock cluster-up cluster-down clean
 help: ## what each verb does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
@@ -26,15 +25,21 @@ $(INSTALLED): pyproject.toml constraints.txt
 quickstart: $(INSTALLED) ## train the synthetic job on this machine with two ranks, snapshots and evaluation
 	$(BIN)/dlrmctl run examples/quickstart.yaml --workdir $(WORKDIR)
 
-test: $(INSTALLED) ## every test: the quick ones on all cores, then the slow ones (Go builds the control plane once)
+test: $(INSTALLED) ## every test: quick ones and those that wait for servers two at a time, then those that fill the machine
 	$(PYTEST) -m "not slow and not cluster and not e2e" -n 2
-	$(PYTEST) -m "(slow or cluster) and not e2e"
+	$(PYTEST) -m "cluster and not e2e" -n 2 --dist loadfile
+	$(PYTEST) -m "slow and not cluster and not e2e"
 
 test-fast: $(INSTALLED) ## the quick tests alone
 	$(PYTEST) -m "not slow and not e2e" -n 2
 
-soak: $(INSTALLED) ## jobs in random faults: SCHEDULES of them from SEED on
+soak: SCHEDULES ?= 5000
+soak: $(INSTALLED) ## snapshots in random faults: SCHEDULES lives of a job from SEED on
 	SOAK_SCHEDULES=$(SCHEDULES) SOAK_SEED=$(SEED) $(PYTEST) -s --show-capture=no tests/checkpointer/test_soak.py
+
+faults: SCHEDULES ?= 500
+faults: $(INSTALLED) ## the operator in random faults on a real control plane: SCHEDULES lives of a job from SEED on
+	FAULT_SCHEDULES=$(SCHEDULES) FAULT_SEED=$(SEED) $(PYTEST) -s --show-capture=no tests/operator/test_fault_schedules.py
 
 lint: $(INSTALLED) ## formatting, lints, types, import contracts, generated files
 	$(BIN)/ruff format --check .
@@ -50,7 +55,7 @@ format: $(INSTALLED) ## format and mend what ruff can
 generate: $(INSTALLED) ## write crds/*.yaml from the models
 	$(BIN)/python crds/generate.py
 
-bench: $(INSTALLED) ## measure training, tiers and snapshots against their peers (BENCH=--quick tries it; the memory limits need root, fio on PATH)
+bench: $(INSTALLED) ## measure training, tiers, snapshots and the operator against their peers (BENCH=--quick tries it; the memory limits need root, fio on PATH)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps torchrec==1.8.0
 	$(BIN)/python -m benchmarks.training $(BENCH)
@@ -58,6 +63,7 @@ bench: $(INSTALLED) ## measure training, tiers and snapshots against their peers
 	$(BIN)/python -m benchmarks.memory_limit $(filter --quick,$(BENCH))
 	$(BIN)/python -m benchmarks.snapshots $(filter --quick,$(BENCH))
 	$(BIN)/python -m benchmarks.quantizing $(filter --quick,$(BENCH))
+	$(BIN)/python -m benchmarks.operator_scale $(filter --quick,$(BENCH))
 
 lock: ## write constraints.txt anew (needs uv)
 	{ echo "# Exact versions that were tested together. Made by: make lock"; \

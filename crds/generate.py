@@ -1,4 +1,4 @@
-"""Writes the CustomResourceDefinitions beside this file from the models of ``dlrm_api``.
+"""Writes the CustomResourceDefinitions from the models of ``dlrm_api``: beside this file, and the chart's equal copies.
 
 ``python crds/generate.py`` writes them; with ``--check`` it writes nothing and fails where a file differs.
 """
@@ -15,11 +15,13 @@ from dlrm_api.crd import definitions
 
 HEADER = "# Generated from crds/dlrm_api by make generate: change the models, not this file.\n"
 FOLDER = Path(__file__).resolve().parent
+CHART = FOLDER.parent / "charts" / "dlrm-operator" / "files" / "crds"
 
 
 def rendered() -> dict[Path, str]:
     """Every file's path and text; equal models give equal bytes."""
-    return {FOLDER / f"{plural}.yaml": HEADER + _yaml(document) for plural, document in definitions().items()}
+    texts = {f"{plural}.yaml": HEADER + _yaml(document) for plural, document in definitions().items()}
+    return {folder / name: text for folder in (FOLDER, CHART) for name, text in texts.items()}
 
 
 def _yaml(document: object) -> str:
@@ -41,7 +43,7 @@ def main() -> int:
     stale = [path for path, text in rendered().items() if not path.exists() or path.read_text("utf-8") != text]
     for path in stale:
         if check:
-            print(f"{path.name} is not what the models give: run make generate", file=sys.stderr)
+            print(f"{path} is not what the models give: run make generate", file=sys.stderr)
         else:
             path.write_text(rendered()[path], "utf-8")
     return 1 if check and stale else 0

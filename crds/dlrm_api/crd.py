@@ -8,11 +8,12 @@ from dlrm_api.base import RULES, ApiModel
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob, DLRMJobSpec, ObjectMeta
-from dlrm_api.lifecycle import LifecycleSpec
 from dlrm_api.names import GROUP, VERSION
 from dlrm_api.structural import Schema, structural
+from dlrm_api.trainer import TrainerSpec
 
-MUTABLE_LIFECYCLE = ("restart",)
+CHANGEABLE_PHASES = ("Pending", "Suspended", "Failed")
+"""Phases in which there is no gang that a change of the spec could surprise."""
 MUTABLE_CHECKPOINT = (
     "interval",
     "intervalSteps",
@@ -87,19 +88,20 @@ def root_schema(model: type[ApiModel]) -> Schema:
 
 
 def immutability_rule() -> Schema:
-    """Freeze the spec once the job has left Pending, but for what a running job can take over."""
-    checkpoint, lifecycle = "spec.checkpoint", "spec.lifecycle"
-    parts = [f"spec.{name}" for name in _fields(DLRMJobSpec) if name not in ("checkpoint", "lifecycle")]
+    """Freeze the spec while the job has a gang or has succeeded, but for what the operator can act on."""
+    checkpoint, trainer = "spec.checkpoint", "spec.trainer"
+    parts = [f"spec.{name}" for name in _fields(DLRMJobSpec) if name not in ("checkpoint", "lifecycle", "trainer")]
     parts += [f"{checkpoint}.{name}" for name in _fields(CheckpointSpec) if name not in MUTABLE_CHECKPOINT]
-    parts += [f"{lifecycle}.{name}" for name in _fields(LifecycleSpec) if name not in MUTABLE_LIFECYCLE]
+    parts += [f"{trainer}.{name}" for name in _fields(TrainerSpec) if name != "replicas"]
     equal = " && ".join(_same(part) for part in parts)
-    free = "!has(oldSelf.status) || !has(oldSelf.status.phase) || oldSelf.status.phase == 'Pending'"
-    mutable = [f"{checkpoint}.{name}" for name in MUTABLE_CHECKPOINT] + [f"{lifecycle}.{n}" for n in MUTABLE_LIFECYCLE]
+    phases = ", ".join(f"'{phase}'" for phase in CHANGEABLE_PHASES)
+    free = f"!has(oldSelf.status) || !has(oldSelf.status.phase) || oldSelf.status.phase in [{phases}]"
+    mutable = ["spec.lifecycle", f"{trainer}.replicas", *(f"{checkpoint}.{name}" for name in MUTABLE_CHECKPOINT)]
     return {
         "rule": f"{free} || ({equal})",
         "message": (
-            f"spec cannot change once the job has left phase Pending, but for {', '.join(mutable)}: "
-            "delete the job and apply it anew, it goes on from its newest snapshot"
+            f"spec changes only in phases {', '.join(CHANGEABLE_PHASES)}, but for {', '.join(mutable)}: "
+            "set spec.lifecycle.suspend, change it, and resume: the job goes on from its newest snapshot"
         ),
         "reason": "FieldValueForbidden",
         "fieldPath": ".spec",

@@ -16,7 +16,7 @@ from dlrm_api.lifecycle import LifecycleSpec, SchedulingSpec
 from dlrm_api.model import MAX_FEATURES, MAX_TABLES, ModelSpec
 from dlrm_api.names import API_VERSION
 from dlrm_api.status import DLRMJobStatus
-from dlrm_api.trainer import TrainerSpec
+from dlrm_api.trainer import MAX_REPLICAS, TrainerSpec
 from dlrm_api.training import TrainingSpec
 
 JOB_NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
@@ -62,13 +62,14 @@ class DLRMJobSpec(ApiModel):
     rules = (
         Rule(
             cel=(
-                "(has(self.trainer.replicas) ? self.trainer.replicas : 1) * self.trainer.processesPerReplica "
+                "(has(self.trainer.replicas) ? self.trainer.replicas : "
+                "has(self.trainer.auto) ? self.trainer.auto.min : 1) * self.trainer.processesPerReplica "
                 "<= self.data.virtualShards"
             ),
             holds=lambda spec: spec.world_size <= spec.data.virtual_shards,
             message=(
-                "data.virtualShards must be at least trainer.replicas x processesPerReplica, one for each rank: "
-                "raise it, or use fewer ranks"
+                "data.virtualShards must be at least trainer.replicas (or auto.min) x processesPerReplica, one for "
+                "each rank: raise it, or use fewer ranks"
             ),
         ),
     )
@@ -98,14 +99,29 @@ class DLRMJobSpec(ApiModel):
         return self
 
     @property
+    def fixed_replicas(self) -> int | None:
+        """Trainer pods that the user asks for; None where the planner chooses: then the plan says how many."""
+        return None if self.trainer.replicas is None and self.trainer.auto is not None else self.replicas
+
+    @property
     def replicas(self) -> int:
-        """Trainer pods that the spec asks for."""
-        return self.trainer.replicas or 1
+        """Trainer pods that the spec asks for; the fewest that it allows where the planner chooses."""
+        fewest = 1 if self.trainer.auto is None else self.trainer.auto.min
+        return self.trainer.replicas or fewest
 
     @property
     def world_size(self) -> int:
-        """Ranks that the spec asks for."""
+        """Ranks of so many replicas."""
         return self.replicas * self.trainer.processes_per_replica
+
+    @property
+    def most_replicas(self) -> int:
+        """The largest gang that still has a virtual shard for each rank."""
+        return min(MAX_REPLICAS, self.data.virtual_shards // self.trainer.processes_per_replica)
+
+    def with_replicas(self, replicas: int) -> DLRMJobSpec:
+        """The same job with a number of trainer pods that is fixed."""
+        return self.model_copy(update={"trainer": self.trainer.model_copy(update={"replicas": replicas})})
 
     @property
     def expected_restores(self) -> int:
@@ -122,6 +138,10 @@ class DLRMJob(ApiModel):
     metadata: ObjectMeta = Field(description="Name and namespace.")
     spec: DLRMJobSpec = Field(description="What to train.")
     status: DLRMJobStatus | None = Field(None, description="What the operator says of it.")
+
+    def with_replicas(self, replicas: int) -> DLRMJob:
+        """The same job with a number of trainer pods that is fixed, such as its plan's."""
+        return self.model_copy(update={"spec": self.spec.with_replicas(replicas)})
 
 
 def parse_job(document: Any) -> DLRMJob:

@@ -87,6 +87,7 @@ class Port:
     TRAINER = 9_400
     CHECKPOINTER = 9_401
     OPERATOR_METRICS = 9_402
+    OPERATOR_WEBHOOK = 9_443
 
 
 class Path:
@@ -132,6 +133,11 @@ def trainer_service(job: str) -> str:
 def plan_config_map(job: str, attempt: int) -> str:
     """Name of the immutable ConfigMap that holds one attempt's job and plan."""
     return f"{job}-plan-{attempt}"
+
+
+def pod_group(job: str, attempt: int) -> str:
+    """Name under which a gang scheduler knows one attempt's pods."""
+    return f"{job}-{attempt}"
 
 
 def token_secret(job: str, attempt: int) -> str:

@@ -22,6 +22,7 @@ _OBJECTS: dict[str, Any] = {"type": "array", "maxItems": 64, "items": _OBJECT}
 
 POD_OVERLAY_METADATA = {"labels": _TEXTS, "annotations": _TEXTS}
 POD_OVERLAY_SPEC = {
+    "affinity": _OBJECT,
     "dnsConfig": _OBJECT,
     "dnsPolicy": _TEXT,
     "hostAliases": _OBJECTS,
@@ -32,6 +33,7 @@ POD_OVERLAY_SPEC = {
     "securityContext": _OBJECT,
     "serviceAccountName": _TEXT,
     "tolerations": _OBJECTS,
+    "topologySpreadConstraints": _OBJECTS,
     "volumes": _OBJECTS,
 }
 """Pod fields that the overlay may set; the others belong to the operator."""

@@ -38,6 +38,14 @@ class EvalMetrics(ApiModel):
     calibration: float | None = Field(None, description="Mean prediction over the base rate; None without positives.")
 
 
+class SlowestRank(ApiModel):
+    """The rank that took longest by itself over the last window of steps, without its waiting for others."""
+
+    rank: int = Field(ge=0, description="Its number.")
+    seconds: float = Field(ge=0, description="Its own time of a step, on average (s).")
+    median_seconds: float = Field(ge=0, description="Median of the other ranks' own times of a step (s).")
+
+
 class Progress(ApiModel):
     """``GET /progress`` of a trainer pod."""
 
@@ -52,7 +60,12 @@ class Progress(ApiModel):
     loss: float | None = Field(None, description="Mean log loss of the last step.")
     samples_per_second: float | None = Field(None, ge=0, description="Throughput over the last steps (samples/s).")
     eta_seconds: float | None = Field(None, ge=0, description="Expected seconds to the end of training.")
+    longest_step_seconds: float | None = Field(
+        None, ge=0, description="Longest time from the end of one step to that of the next, of the last 50 (s)."
+    )
+    slowest: SlowestRank | None = Field(None, description="Which rank the others wait for; none at one rank.")
     last_cut_step: int | None = Field(None, ge=0, description="Step of the newest cut that was handed over.")
+    evaluated_batches: int = Field(0, ge=0, description="Batches of the running or last evaluation.")
     evaluation: EvalMetrics | None = Field(None, description="Last evaluation.")
     time: float = Field(0, ge=0, description="When the last step ended (Unix seconds).")
 
@@ -79,6 +92,12 @@ class CheckpointerProgress(ApiModel):
         "", max_length=1_024, description="Last error of the store; empty when the last call worked."
     )
     time: float = Field(0, ge=0, description="When this was written (Unix seconds).")
+
+
+class CutWord(ApiModel):
+    """The answer to ``POST /cut``."""
+
+    step: int = Field(ge=0, description="Step of the cut, or the first that it can have where it is not made yet.")
 
 
 class TerminationMessage(ApiModel):

@@ -38,6 +38,7 @@ class ConditionType(enum.StrEnum):
     RUNNING = "Running"
     SNAPSHOT_HEALTHY = "SnapshotHealthy"
     SUSPENDED = "Suspended"
+    RESIZED = "Resized"
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
 
@@ -66,6 +67,16 @@ class PlanStatus(ApiModel):
     price_per_billion_samples: float | None = Field(None, ge=0, le=1e18, description="Predicted price of 1e9 samples.")
 
 
+class StragglerStatus(ApiModel):
+    """A rank that has kept the others waiting for long."""
+
+    rank: int = Field(ge=0, le=MOST, description="Rank.")
+    pod: str = Field(max_length=253, description="Its pod.")
+    node: str = Field("", max_length=253, description="Its node.")
+    seconds: float = Field(ge=0, le=1e9, description="Its own time of a step (s).")
+    median_seconds: float = Field(ge=0, le=1e9, description="Median of the other ranks' (s).")
+
+
 class ProgressStatus(ApiModel):
     """How far training is."""
 
@@ -78,6 +89,7 @@ class ProgressStatus(ApiModel):
     auc: float | None = Field(None, ge=0, le=1, description="Area under the ROC curve of the last evaluation.")
     samples_per_second: float | None = Field(None, ge=0, le=1e18, description="Throughput (samples/s).")
     eta: Time | None = Field(None, description="When the job should end.")
+    straggler: StragglerStatus | None = Field(None, description="The rank that has kept the others waiting for long.")
     time: Time | None = Field(None, description="When this was read.")
 
 
@@ -105,6 +117,25 @@ class FailureEvidence(ApiModel):
     time: Time | None = Field(None, description="When it was seen.")
 
 
+class HaltReason(enum.StrEnum):
+    """Why a gang that is well is to end."""
+
+    SUSPENDED = "Suspended"
+    RESIZED = "Resized"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+
+
+class HaltStatus(ApiModel):
+    """The end of a gang that was asked for: it cuts, and its pods go once that is committed."""
+
+    attempt: int = Field(ge=1, le=MOST, description="Attempt whose gang is to end.")
+    reason: HaltReason = Field(description="Why.")
+    since: Time = Field(description="When it was asked for its last cut.")
+    step: int | None = Field(
+        None, ge=0, le=MOST, description="Step that must be committed; absent until pod 0 has answered."
+    )
+
+
 class DLRMJobStatus(ApiModel):
     """``status``."""
 
@@ -119,11 +150,29 @@ class DLRMJobStatus(ApiModel):
     charged_restarts: int = Field(
         0, ge=0, le=MOST, description="Restarts charged to the budget since it was last whole."
     )
+    free_restarts: int = Field(
+        0, ge=0, le=MOST, description="Restarts after disruptions since a step was last newly committed."
+    )
+    memory_reserve_bytes: int = Field(
+        0, ge=0, le=MOST, description="Memory that each pod keeps free besides, since one ran out of it."
+    )
     restart_not_before: Time | None = Field(None, description="When the next gang may start.")
+    halt: HaltStatus | None = Field(
+        None, description="The orderly end of a gang, newest; absent once training goes on."
+    )
     progress: ProgressStatus | None = Field(None, description="How far training is.")
     last_snapshot: SnapshotStatus | None = Field(None, description="Newest committed snapshot.")
     last_failure: FailureEvidence | None = Field(None, description="What is known of the last failure.")
-    start_time: Time | None = Field(None, description="When the job first ran.")
+    earlier_failures: tuple[FailureEvidence, ...] = Field(
+        (), max_length=4, description="The failures before it, the newest first; older ones are dropped."
+    )
+    start_time: Time | None = Field(None, description="When the job first ran, since its user last started it.")
+    suspended_seconds: int = Field(
+        0, ge=0, le=MOST, description="Time since then in which it was suspended (s); activeDeadline leaves it out."
+    )
+    pending_since: Time | None = Field(
+        None, description="From when pendingDeadline counts; absent once all pods have started."
+    )
     completion_time: Time | None = Field(None, description="When the job ended.")
     selector: str = Field("", max_length=512, description="Label selector of the pods, for scale.")
     replicas: int = Field(0, ge=0, le=MOST, description="Trainer pods that exist, for scale.")

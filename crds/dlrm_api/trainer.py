@@ -10,6 +10,7 @@ from dlrm_api.base import ApiModel, NotBuilt, Rule
 from dlrm_api.overlay import PodTemplateOverlay
 from dlrm_api.quantities import Bytes
 
+MAX_REPLICAS = 4_096
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
 ResourceQuantity = Annotated[
     str,
@@ -32,9 +33,16 @@ ResourceQuantity = Annotated[
 class AutoReplicas(ApiModel):
     """Lets the planner choose the number of replicas."""
 
-    min: int = Field(1, ge=1, le=4_096, description="Fewest replicas.")
-    max: int = Field(ge=1, le=4_096, description="Most replicas.")
-    target_samples_per_second: float = Field(ge=0, le=1e12, description="Throughput to reach (samples/s).")
+    min: int = Field(1, ge=1, le=MAX_REPLICAS, description="Fewest replicas.")
+    max: int = Field(ge=1, le=MAX_REPLICAS, description="Most replicas.")
+    target_samples_per_second: float = Field(
+        ge=0,
+        le=1e12,
+        description=(
+            "Throughput that the plan must be predicted to reach (samples/s), by a HardwareProfile with measured "
+            "rates; 0: the fewest replicas whose memory holds all tables."
+        ),
+    )
 
     rules = (
         Rule(
@@ -111,10 +119,10 @@ class TrainerSpec(ApiModel):
     replicas: int | None = Field(
         None,
         ge=1,
-        le=4_096,
+        le=MAX_REPLICAS,
         description="Trainer pods; by default 1, or what auto chooses. kubectl scale sets it.",
     )
-    auto: Annotated[AutoReplicas | None, NotBuilt()] = Field(
+    auto: AutoReplicas | None = Field(
         None, description="Bounds and target for a planned number of replicas, used where replicas is absent."
     )
     processes_per_replica: int = Field(1, ge=1, le=64, description="Ranks in one pod: one per GPU, or per CPU socket.")

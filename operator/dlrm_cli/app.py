@@ -1,4 +1,4 @@
-"""``dlrmctl``: validate, plan, render, trace and run DLRMJobs, and look after snapshots.
+"""``dlrmctl``: validate, plan, render, trace and run DLRMJobs, and look after jobs in a cluster and their snapshots.
 
 Each command imports what it needs when it runs, so that ``dlrmctl --help`` answers at once.
 """
@@ -17,6 +17,7 @@ import typer
 
 from dlrm_api.errors import DLRMError
 from dlrm_api.names import ExitCode
+from dlrm_cli.cluster.commands import cluster
 from dlrm_cli.serving import serving
 from dlrm_cli.snapshots import snapshots
 
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 snapshots.add_typer(serving)
 app.add_typer(snapshots, name="snapshots")
+app.add_typer(cluster)
 
 
 class TableOrJson(enum.StrEnum):

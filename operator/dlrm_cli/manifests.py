@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dlrm_api.errors import DLRMError
 from dlrm_api.hardware import HardwareProfile
-from dlrm_api.job import DLRMJob
+from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.tiers import ELEMENT_BYTES
 from dlrm_cli.documents import Document, find_profile, job_document, located, parse_document, read_documents
 from dlrm_cli.overrides import with_overrides
@@ -116,4 +116,12 @@ def _summary(parsed: DLRMJob | HardwareProfile) -> str:
     tables = parsed.spec.model.all_tables()
     rows = sum(table.rows for table in tables)
     size = sum(table.rows * table.dim * ELEMENT_BYTES[table.dtype] for table in tables)
-    return f"{len(tables)} tables, {rows:,} rows, {size / 1e9:,.2f} GB of rows, world size {parsed.spec.world_size}"
+    return f"{len(tables)} tables, {rows:,} rows, {size / 1e9:,.2f} GB of rows, {_world_size(parsed.spec)}"
+
+
+def _world_size(spec: DLRMJobSpec) -> str:
+    auto = spec.trainer.auto
+    if auto is None or spec.fixed_replicas is not None:
+        return f"world size {spec.world_size}"
+    most = min(auto.max, spec.most_replicas) * spec.trainer.processes_per_replica
+    return f"world size {spec.world_size} to {most}, as the plan says"

@@ -46,7 +46,8 @@ def run_job(options: RunOptions) -> int:
     Raises:
         DLRMError: the input is bad, or the job failed.
     """
-    job = _share_threads(_read_job(options))
+    asked = _read_job(options)
+    job = _share_threads(_sized(asked))
     check_inputs(job.spec)
     plan = _plan(job)
     store = reach_store(job)
@@ -59,6 +60,8 @@ def run_job(options: RunOptions) -> int:
             open_display() as display,
             locked(root, grace_s, display.say, lambda: stop.count > 0) as workdir,
         ):
+            if asked.spec.fixed_replicas is None:
+                display.say(_fewest_run_here(job))
             result = LocalRun(job, plan, store, workdir, display, stop, options).result()
     finally:
         restore()
@@ -135,6 +138,18 @@ def _read_job(options: RunOptions) -> DLRMJob:
     document = job_document(read_documents(options.file))
     body = with_data(document.body, options.data, options.eval_data)
     return parse_job_document(Document(document.path, document.number, body), options.settings)
+
+
+def _sized(job: DLRMJob) -> DLRMJob:
+    """The job with the fewest replicas that it allows, where it leaves their number to the planner."""
+    return job if job.spec.fixed_replicas is not None else job.with_replicas(job.spec.replicas)
+
+
+def _fewest_run_here(job: DLRMJob) -> str:
+    return (
+        f"spec.trainer.auto: all replicas would share this machine's memory and CPUs, so min runs here: "
+        f"{job.spec.replicas}"
+    )
 
 
 def _share_threads(job: DLRMJob) -> DLRMJob:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 
 from dlrm_api.plan import Plan
 from dlrm_api.progress import CheckpointerProgress, Progress
-from dlrm_api.status import DLRMJobStatus, PlanStatus, ProgressStatus, SnapshotStatus
+from dlrm_api.status import DLRMJobStatus, PlanStatus, ProgressStatus, SnapshotStatus, StragglerStatus
 from dlrm_operator.conditions import parse_timestamp, timestamp
 from dlrm_operator.gang import Gang
+from dlrm_operator.stragglers import straggler
 
+SHOWN_DIGITS = 5
+"""Of figures that move all the time: kubectl prints every digit that is there."""
 REPORT_EVERY = timedelta(seconds=30)
 """A job's progress is written no more often, unless something else changes."""
 
@@ -22,15 +26,19 @@ def progress_due(status: DLRMJobStatus, now: datetime) -> bool:
 
 
 def with_progress(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJobStatus:
-    """The status with what pod 0 last said; unchanged where it said nothing."""
-    if gang.trainer is not None:
-        status = status.model_copy(update={"progress": _progress(gang.trainer, now)})
-    return status
+    """The status with what pod 0 last said; unchanged where it said nothing, or nothing new since the last write."""
+    if gang.trainer is None:
+        return status
+    said, known = _progress(gang.trainer, straggler(gang), now), status.progress
+    if known is not None and said.model_copy(update={"eta": known.eta, "time": known.time}) == known:
+        return status
+    return status.model_copy(update={"progress": said})
 
 
-def with_snapshot(status: DLRMJobStatus, gang: Gang, *, heals: bool) -> DLRMJobStatus:
-    """The status with the newest committed snapshot; a newer step than before makes the restart budget whole."""
-    said = _newest_word(gang)
+def with_snapshot(status: DLRMJobStatus, words: Iterable[CheckpointerProgress | None], *, heals: bool) -> DLRMJobStatus:
+    """The status with the newest committed snapshot; a newer step than before makes the budgets of restarts whole."""
+    telling = [word for word in words if word is not None and word.last_snapshot is not None]
+    said = max(telling, key=lambda word: word.last_snapshot.step if word.last_snapshot else -1, default=None)
     if said is None or said.last_snapshot is None:
         return status
     known, found = status.last_snapshot, said.last_snapshot
@@ -41,8 +49,8 @@ def with_snapshot(status: DLRMJobStatus, gang: Gang, *, heals: bool) -> DLRMJobS
         step=found.step, time=timestamp(moment), kind=found.kind, bits=found.bits, bytes=found.bytes, uri=found.uri
     )
     advanced = heals and (known is None or found.step > known.step)
-    charged = 0 if advanced else status.charged_restarts
-    return status.model_copy(update={"last_snapshot": snapshot, "charged_restarts": charged})
+    healed = {"charged_restarts": 0, "free_restarts": 0} if advanced else {}
+    return status.model_copy(update={"last_snapshot": snapshot, **healed})
 
 
 def with_final_step(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJobStatus:
@@ -67,14 +75,7 @@ def plan_status(plan: Plan) -> PlanStatus:
     )
 
 
-def _newest_word(gang: Gang) -> CheckpointerProgress | None:
-    """Termination messages and polls, whichever knows of the newer snapshot."""
-    said = [pod.checkpointer.checkpoint for pod in gang.pods.values() if pod.checkpointer]
-    words = [word for word in (*said, gang.checkpointer) if word is not None and word.last_snapshot is not None]
-    return max(words, key=lambda word: word.last_snapshot.step if word.last_snapshot else -1, default=None)
-
-
-def _progress(said: Progress, now: datetime) -> ProgressStatus:
+def _progress(said: Progress, slow: StragglerStatus | None, now: datetime) -> ProgressStatus:
     evaluation = said.evaluation
     eta = None if said.eta_seconds is None else now + timedelta(seconds=min(said.eta_seconds, 10 * 365 * 86_400))
     return ProgressStatus(
@@ -82,10 +83,16 @@ def _progress(said: Progress, now: datetime) -> ProgressStatus:
         total_steps=said.total_steps,
         samples=said.samples,
         epoch=said.epoch,
-        loss=said.loss,
-        ne=evaluation.ne if evaluation else None,
-        auc=evaluation.auc if evaluation else None,
-        samples_per_second=said.samples_per_second,
+        loss=_shown(said.loss),
+        ne=_shown(evaluation.ne) if evaluation else None,
+        auc=_shown(evaluation.auc) if evaluation else None,
+        samples_per_second=_shown(said.samples_per_second),
         eta=timestamp(eta) if eta else None,
+        straggler=slow,
         time=timestamp(now),
     )
+
+
+def _shown(figure: float | None) -> float | None:
+    """A figure as readers want it."""
+    return None if figure is None else float(f"{figure:.{SHOWN_DIGITS}g}")

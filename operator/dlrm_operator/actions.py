@@ -10,7 +10,8 @@ from typing import Any, Literal
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob
 from dlrm_api.status import DLRMJobStatus
-from dlrm_operator.observed import JobKey
+from dlrm_operator.observed import CutQuestion, JobKey, Place
+from dlrm_operator.reasons import Reason
 
 Manifest = dict[str, Any]
 
@@ -38,6 +39,13 @@ class ApplySecret:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ApplyPodGroup:
+    """Server-side apply of the object by which a gang scheduler knows one attempt's pods."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
 class CreatePod:
     """POST one trainer pod. That it exists is success where it is this job's of this attempt."""
 
@@ -50,13 +58,35 @@ class CreatePod:
 class DeleteObject:
     """Delete one child, provided that it is still the one that was seen."""
 
-    kind: Literal["Pod", "ConfigMap", "Secret"]
+    kind: Literal["Pod", "ConfigMap", "Secret", "PodGroup"]
     key: JobKey
     """The job's; the child is in its namespace."""
     name: str
     uid: str
     force: bool = False
     """Do not wait for the kubelet: for a pod that should have ended long ago."""
+    grace_s: int | None = None
+    """Seconds that the kubelet gives it; None: those that the pod's own spec says."""
+    api_version: str = "v1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleaseGroup:
+    """Delete Kueue's Workload of a group that has ended, so that Kueue takes its finalizers off the group's pods."""
+
+    key: JobKey
+    group: str
+    pod_uid: str
+    """One of the group's pods: a Workload of that name that does not belong to it is left alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeleteJob:
+    """Delete the job itself, provided that it has not changed since; the garbage collector does the rest."""
+
+    key: JobKey
+    uid: str
+    resource_version: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +97,10 @@ class ApplyStatus:
     uid: str
     resource_version: str
     status: DLRMJobStatus
+    decisive: bool = True
+    """Whether later decisions rest on it; then the facts behind it must be live ones."""
+    passing: bool = False
+    """Whether it may be left out for a moment: nothing rests on it, and the next one is likely to be close behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +110,7 @@ class EmitEvent:
     key: JobKey
     uid: str
     kind: Literal["Normal", "Warning"]
-    reason: str
+    reason: Reason
     message: str
     attempt: int
 
@@ -88,6 +122,8 @@ class PlanQuestion:
     uid: str
     generation: int
     profile_version: str
+    reserve: int = 0
+    """Bytes of memory of each pod that are to stay free."""
     job: DLRMJob = field(compare=False, repr=False)
     profile: HardwareProfile | None = field(compare=False, repr=False)
     traces: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -103,6 +139,28 @@ class RequestPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RequestCut:
+    """Ask pod 0 for a cut, with its attempt's token; the answer is observed in a later turn."""
+
+    key: JobKey
+    question: CutQuestion
+    ip: str
+    secret: str
+    """Secret that holds the token."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestStacks:
+    """Ask every pod of a gang that seems to hang what its ranks are doing; the answers are observed in a later turn."""
+
+    key: JobKey
+    place: Place
+    ips: Mapping[str, str]
+    """Address by pod."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WakeAt:
     """Look again then, though nothing may have changed."""
 
@@ -114,10 +172,15 @@ Action = (
     ApplyService
     | ApplyConfigMap
     | ApplySecret
+    | ApplyPodGroup
     | CreatePod
     | DeleteObject
+    | ReleaseGroup
+    | DeleteJob
     | ApplyStatus
     | EmitEvent
     | RequestPlan
+    | RequestCut
+    | RequestStacks
     | WakeAt
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 import kopf
 
@@ -13,9 +15,13 @@ from dlrm_api.errors import DLRMError
 from dlrm_operator.cluster import KubernetesApi
 from dlrm_operator.engine import Engine
 from dlrm_operator.handlers import build_registry
+from dlrm_operator.log_context import ObjectFilter
 from dlrm_operator.settings import Settings, read_settings
 
 logger = logging.getLogger(__name__)
+
+AGAIN_S = 1.0
+"""Pause between two lives of the watches."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -23,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = read_settings(sys.argv[1:] if argv is None else argv)
     log_format = kopf.LogFormat.JSON if settings.log_format == "json" else kopf.LogFormat.PLAIN
     kopf.configure(log_format=log_format)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(ObjectFilter())
     logging.getLogger("kopf").setLevel(logging.WARNING)
     try:
         asyncio.run(run(settings))
@@ -32,12 +40,37 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 async def run(settings: Settings) -> None:
-    """Serve one namespace or all; returns when it is told to stop."""
-    engine = Engine(settings, KubernetesApi(settings.kubeconfig, in_cluster=settings.in_cluster))
+    """Serve one namespace or all; returns when it is told to stop.
+
+    kopf ends, and raises, where a watch meets what it does not repeat: a definition that was removed, an answer that
+    was cut off. Then all begins anew in this process, which is sooner than a kubelet would do it.
+    """
+    api, lease_api = (KubernetesApi(settings.kubeconfig, in_cluster=settings.in_cluster) for _ in range(2))
     namespaces = [settings.namespace] if settings.namespace else []
-    await kopf.operator(
-        registry=build_registry(engine),
-        standalone=True,
-        clusterwide=settings.namespace is None,
-        namespaces=namespaces,
-    )
+    while True:
+        engine = Engine(settings, api, lease_api)
+        try:
+            await kopf.operator(
+                registry=build_registry(engine),
+                standalone=True,
+                clusterwide=settings.namespace is None,
+                namespaces=namespaces,
+            )
+        except Exception as error:
+            if not engine.started:
+                raise  # nothing that passes: a port that is taken, a right that lacks
+            logger.warning("watching ended, all begins anew: %s", error)
+        else:
+            return
+        if await _told_to_stop(within_s=AGAIN_S):
+            return
+
+
+async def _told_to_stop(within_s: float) -> bool:
+    """Whether a signal comes in that time; between its lives kopf listens to none."""
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    with suppress(TimeoutError):
+        await asyncio.wait_for(told.wait(), within_s)
+    return told.is_set()

@@ -23,6 +23,7 @@ SILENCE_S = 75.0
 """The server sends a bookmark each minute; a watch that is silent for longer is dead."""
 PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
+GONE_KEPT = 4_096
 
 
 class WatchApi(Protocol):
@@ -46,6 +47,8 @@ class PodCache:
         self._path = f"/api/v1/namespaces/{namespace}/pods" if namespace else "/api/v1/pods"
         self._wake = wake
         self._pods: dict[JobKey, dict[str, PodSeen]] = {}
+        self._gone: dict[str, None] = {}
+        """Uids of pods that were deleted last: the answer to their creation may come later than that."""
         self._stop = threading.Event()
         self.filled = False
         self.fresh_at = time.monotonic()
@@ -63,6 +66,12 @@ class PodCache:
     def pods(self, key: JobKey) -> tuple[PodSeen, ...]:
         """The job's pods as last seen."""
         return tuple(self._pods.get(key, {}).values())
+
+    def saw(self, document: Object) -> None:
+        """Take over a pod that was created just now, before the watch shows it; what the watch showed stays."""
+        pod = read_pod(document)
+        if pod.uid not in self._gone and pod.name not in self._pods.get(pod.key, {}):
+            self._pods.setdefault(pod.key, {})[pod.name] = pod
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         pause_s = 1.0
@@ -120,6 +129,9 @@ class PodCache:
         of_job = self._pods.setdefault(pod.key, {})
         if event["type"] == "DELETED":
             of_job.pop(pod.name, None)
+            self._gone[pod.uid] = None
+            if len(self._gone) > GONE_KEPT:
+                del self._gone[next(iter(self._gone))]
         else:
             of_job[pod.name] = pod
         if not of_job:

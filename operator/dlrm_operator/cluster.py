@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlencode
 
 import urllib3  # type: ignore[import-untyped]
 from kubernetes import client, config
-from kubernetes.client.exceptions import ApiException
 
 from dlrm_api.errors import NoInputError
 from dlrm_operator.cluster_errors import (
@@ -30,12 +33,16 @@ Object = dict[str, Any]
 Query = Mapping[str, str]
 
 JSON = "application/json"
+ANYTHING = "application/json, */*"
+SERVICE_ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 APPLY = "application/apply-patch+yaml"
 METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 15.0
 THREADS = 8
 PAGE = 500
+USER_AGENT = "dlrm-operator"
+FIRST_ERROR = 300
 TOKEN_REVIEWS = (401, 408)
 """A token that expired is read anew, and a request that timed out may be repeated."""
 
@@ -44,9 +51,15 @@ class Api(Protocol):
     """What the operator asks of the Kubernetes API."""
 
     async def call(
-        self, method: str, path: str, body: Object | None = None, query: Query | None = None, kind: str = JSON
+        self,
+        method: str,
+        path: str,
+        body: Object | None = None,
+        query: Query | None = None,
+        kind: str = JSON,
+        done_by: float = math.inf,
     ) -> Object:
-        """One call; the answer's object.
+        """One call; the answer's object. It is given up at ``done_by`` (monotonic), be it sent by then or not.
 
         Raises:
             ClusterUnavailableError: it may or may not have been done; repeat it later.
@@ -67,27 +80,62 @@ class KubernetesApi:
         NoInputError: there is no usable configuration.
     """
 
-    def __init__(self, kubeconfig: str | None = None, *, in_cluster: bool = False) -> None:
+    def __init__(
+        self,
+        kubeconfig: str | None = None,
+        *,
+        in_cluster: bool = False,
+        context: str | None = None,
+        agent: str = USER_AGENT,
+    ) -> None:
         settings = client.Configuration()
         try:
-            if in_cluster and not kubeconfig:
+            if in_cluster and not kubeconfig and not context:
                 config.load_incluster_config(client_configuration=settings)
+                namespace = SERVICE_ACCOUNT_NAMESPACE.read_text().strip()
             else:
-                config.load_kube_config(config_file=kubeconfig, client_configuration=settings)
-        except config.ConfigException as error:
+                config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=settings)
+                namespace = _namespace(kubeconfig, context)
+        except (config.ConfigException, OSError, UnicodeDecodeError) as error:
             raise NoInputError(f"kubeconfig {kubeconfig or 'by default'}: {error}: set KUBECONFIG") from error
-        settings.retries = False  # the wakeups back off, and heed Retry-After
         settings.connection_pool_maxsize = THREADS + 4
+        self._agent = agent
         self._client = client.ApiClient(settings)
-        self._host = settings.host.rstrip("/")
+        self._pool = self._client.rest_client.pool_manager
+        """Asked directly: the library's own calls cost twice the CPU."""
+        self.host = settings.host.rstrip("/")
+        """URL of the API server."""
+        self.namespace = namespace
+        """Where the configuration works by default."""
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="api")
 
     async def call(
-        self, method: str, path: str, body: Object | None = None, query: Query | None = None, kind: str = JSON
+        self,
+        method: str,
+        path: str,
+        body: Object | None = None,
+        query: Query | None = None,
+        kind: str = JSON,
+        done_by: float = math.inf,
     ) -> Object:
         """See :class:`Api`."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._call, method, path, body, query, kind, JSON)
+        return await loop.run_in_executor(self._threads, self.call_now, method, path, body, query, kind, done_by)
+
+    def call_now(
+        self,
+        method: str,
+        path: str,
+        body: Object | None = None,
+        query: Query | None = None,
+        kind: str = JSON,
+        done_by: float = math.inf,
+    ) -> Object:
+        """The same as :meth:`call`, in the calling thread."""
+        left_s = done_by - time.monotonic()
+        if left_s <= 0:
+            raise ClusterUnavailableError(f"{method} {path}: not sent, its time was over")
+        return self._call(method, path, body, query, kind, JSON, min(REQUEST_TIMEOUT_S, left_s))
 
     async def list_all(self, path: str, query: Query, accept: str = JSON) -> tuple[list[Object], str]:
         """See :class:`Api`."""
@@ -108,22 +156,43 @@ class KubernetesApi:
 
     def watch(self, path: str, query: Query, silence_s: float) -> Iterator[Object]:
         """See :class:`Api`."""
-        timeout = (CONNECT_TIMEOUT_S, silence_s)
-        response = self._send("GET", path, None, {**query, "watch": "true"}, JSON, JSON, timeout, stream=True)
+        for line in self.lines(path, {**query, "watch": "true"}, silence_s):
+            if line.strip() and line.endswith(b"\n"):  # a cut connection leaves half an event
+                yield _event(line)
+
+    def lines(self, path: str, query: Query, silence_s: float | None) -> Iterator[bytes]:
+        """An answer that is no object, such as a log: its lines as they come, newlines kept, in the calling thread.
+
+        Args:
+            path: of the resource.
+            query: its parameters.
+            silence_s: after which the server counts as gone; None: it may be silent for ever.
+        """
+        timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=silence_s)
+        response = self._send("GET", path, None, query, JSON, ANYTHING, timeout, stream=True)
         try:
             rest = b""
             for chunk in response.stream(65_536, decode_content=True):
                 *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    if line.strip():
-                        yield _event(line)
+                yield from (line + b"\n" for line in lines)
+            if rest:
+                yield rest
         except urllib3.exceptions.HTTPError as error:
-            raise ClusterUnavailableError(f"watch of {path}: {error}") from error
+            raise ClusterUnavailableError(f"GET {path}: {error}") from error
         finally:
             response.close()
 
-    def _call(self, method: str, path: str, body: Object | None, query: Query | None, kind: str, accept: str) -> Object:
-        timeout = (CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S)
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: Object | None,
+        query: Query | None,
+        kind: str,
+        accept: str,
+        timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> Object:
+        timeout = urllib3.Timeout(total=timeout_s, connect=CONNECT_TIMEOUT_S)
         response = self._send(method, path, body, query or {}, kind, accept, timeout, stream=False)
         found: Object = json.loads(response.data or b"{}")
         return found
@@ -136,30 +205,38 @@ class KubernetesApi:
         query: Query,
         kind: str,
         accept: str,
-        timeout: tuple[float, float],
+        timeout: tuple[float, float | None],
         *,
         stream: bool,
     ) -> Any:
-        headers = {"Accept": accept, "Content-Type": kind}
+        headers = {"Accept": accept, "Content-Type": kind, "User-Agent": self._agent}
         self._client.update_params_for_auth(headers, [], ["BearerToken"])
+        url = f"{path}?{urlencode(query)}" if query else path
         try:
-            response = self._client.request(
+            response = self._pool.urlopen(
                 method,
-                self._host + path,
-                query_params=list(query.items()),
+                self.host + url,
+                body=None if body is None else json.dumps(body),
                 headers=headers,
-                body=body,
-                _preload_content=not stream,
-                _request_timeout=timeout,
+                timeout=timeout,
+                retries=False,  # the wakeups back off, and heed Retry-After
+                redirect=False,
+                preload_content=not stream,
             )
-        except ApiException as error:
-            API_REQUESTS.labels(method, error.status).inc()
-            raise _mapped(error, f"{method} {path}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             API_REQUESTS.labels(method, "none").inc()
             raise ClusterUnavailableError(f"{method} {path}: {error}") from error
         API_REQUESTS.labels(method, response.status).inc()
+        if response.status >= FIRST_ERROR:
+            raise _mapped(response, f"{method} {path}")
         return response
+
+
+def _namespace(kubeconfig: str | None, context: str | None) -> str:
+    """The namespace of a kubeconfig's context."""
+    contexts, current = config.list_kube_config_contexts(config_file=kubeconfig)
+    chosen = next((each for each in contexts if each["name"] == context), current)
+    return str(chosen["context"].get("namespace") or "default")
 
 
 def _event(line: bytes) -> Object:
@@ -172,18 +249,18 @@ def _event(line: bytes) -> Object:
     return event
 
 
-def _mapped(error: ApiException, what: str) -> ClusterUnavailableError | ClusterRefusedError:
-    """Our error for the library's: by HTTP status, with the server's own words."""
-    code, message = error.status or 0, _words(error)
-    if code == 0 or code == 429 or code >= 500 or code in TOKEN_REVIEWS:
-        wish = (error.headers or {}).get("Retry-After", "")
-        return ClusterUnavailableError(f"{what}: {code} {message}", float(wish) if wish.isdigit() else None)
+def _mapped(response: Any, what: str) -> ClusterUnavailableError | ClusterRefusedError:
+    """Our error for an answer: by HTTP status, with the server's own words."""
+    code, message = response.status, _words(response)
+    if code == 429 or code >= 500 or code in TOKEN_REVIEWS:
+        wish = response.headers.get("Retry-After", "")
+        return ClusterUnavailableError(f"{what}: {code} {message}", float(wish) if wish.isdigit() else None, code)
     kinds = {404: NotFoundError, 409: ConflictError, 410: GoneError}
     return kinds.get(code, ClusterRefusedError)(code, message)
 
 
-def _words(error: ApiException) -> str:
+def _words(response: Any) -> str:
     try:
-        return str(json.loads(error.body)["message"])
-    except (TypeError, ValueError, KeyError):
-        return str(error.reason)
+        return str(json.loads(response.data)["message"])
+    except (TypeError, ValueError, KeyError, urllib3.exceptions.HTTPError):
+        return str(response.reason)

@@ -13,11 +13,15 @@ from dlrm_api.errors import DLRMError, TemporaryError
 
 
 class ClusterUnavailableError(TemporaryError):
-    """The API server did not answer, or asked to be left alone; ``retry_after_s`` is its own wish, if it has one."""
+    """The API server did not answer, or asked to be left alone; ``retry_after_s`` is its own wish, if it has one.
 
-    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+    ``code`` is the HTTP status of its answer; 0: there was none.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None, code: int = 0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.code = code
 
 
 class ClusterRefusedError(DLRMError):

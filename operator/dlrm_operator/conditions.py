@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from dlrm_api.status import Condition, ConditionType
+from dlrm_operator.reasons import Word
 
 Truth = Literal["True", "False", "Unknown"]
 MESSAGE_LENGTH = 4_096
@@ -41,7 +42,7 @@ def with_condition(
     conditions: Conditions,
     kind: ConditionType,
     truth: Truth,
-    reason: str,
+    reason: Word,
     message: str = "",
     *,
     now: datetime,

@@ -8,7 +8,8 @@ from datetime import datetime
 from dlrm_api.names import ExitCode
 from dlrm_api.status import FailureEvidence
 from dlrm_operator.conditions import MESSAGE_LENGTH, REASON_LENGTH, shorten, timestamp
-from dlrm_operator.observed import PodSeen
+from dlrm_operator.observed import ContainerSeen, PodSeen
+from dlrm_operator.reasons import Quoted, Reason, Word
 
 _NOT_A_WORD = re.compile(r"[^A-Za-z0-9]+")
 
@@ -30,12 +31,13 @@ def trainer_evidence(pod: PodSeen, now: datetime) -> FailureEvidence:
     """How the pod's trainer ended: its own message before the kubelet's words before the pod's."""
     trainer = pod.trainer
     if trainer is None or trainer.exit_code is None:
-        return pod_evidence(pod, pod.reason or "PodFailed", pod.message, now)
-    left = trainer.termination
+        return pod_evidence(pod, Quoted(pod.reason) if pod.reason else Reason.POD_FAILED, pod.message, now)
+    left, oom = trainer.termination, trainer.reason == "OOMKilled"
     message = left.message if left else trainer.message or pod.message
     if left is None and not message:
         message = f"the trainer ended with exit code {trainer.exit_code} and left no message"
-    oom = trainer.reason == "OOMKilled"
+    if oom:
+        message = f"the kernel ended the trainer for want of memory; last words: {message}"
     return FailureEvidence(
         attempt=pod.attempt,
         pod=pod.name,
@@ -48,22 +50,35 @@ def trainer_evidence(pod: PodSeen, now: datetime) -> FailureEvidence:
     )
 
 
-def checkpointer_evidence(pod: PodSeen, code: int, now: datetime) -> FailureEvidence:
+def checkpointer_evidence(pod: PodSeen, code: int, kubelet_reason: str, now: datetime) -> FailureEvidence:
     """Why the pod's checkpointer can't do its work."""
     left = pod.checkpointer.checkpoint if pod.checkpointer else None
-    words = (left.store_error or left.reason) if left else ""
+    words = (left.store_error or left.reason) if left and not kubelet_reason else ""
+    if kubelet_reason:
+        words = "the kernel ended the checkpointer for want of memory, more than once"
     return FailureEvidence(
         attempt=pod.attempt,
         pod=pod.name,
         node=pod.node,
         exit_code=code,
-        reason="Checkpointer" + exit_reason(code, ""),
+        reason="Checkpointer" + exit_reason(code, kubelet_reason),
         message=shorten(words or f"the checkpointer ended with exit code {code}", MESSAGE_LENGTH),
         time=timestamp(now),
     )
 
 
-def pod_evidence(pod: PodSeen, reason: str, message: str, now: datetime) -> FailureEvidence:
+def container_evidence(pod: PodSeen, container: ContainerSeen, words: str, now: datetime) -> FailureEvidence:
+    """Why a container will never start."""
+    return pod_evidence(pod, Quoted(container.waiting_reason), words, now)
+
+
+def lost_node_evidence(pod: PodSeen, now: datetime) -> FailureEvidence:
+    """A pod on a node that the cluster hears no more of."""
+    words = f"node {pod.node} of pod {pod.name} fell silent: the cluster hears no more of its kubelet"
+    return pod_evidence(pod, Reason.NODE_LOST, words, now)
+
+
+def pod_evidence(pod: PodSeen, reason: Word, message: str, now: datetime) -> FailureEvidence:
     """What befell a pod from outside."""
     trainer = pod.trainer
     return FailureEvidence(
@@ -80,4 +95,4 @@ def pod_evidence(pod: PodSeen, reason: str, message: str, now: datetime) -> Fail
 def missing_pod_evidence(name: str, attempt: int, now: datetime) -> FailureEvidence:
     """A pod of a whole gang that is not there any more."""
     message = f"pod {name} was deleted while its gang was at work"
-    return FailureEvidence(attempt=attempt, pod=name, reason="PodDeleted", message=message, time=timestamp(now))
+    return FailureEvidence(attempt=attempt, pod=name, reason=Reason.POD_DELETED, message=message, time=timestamp(now))

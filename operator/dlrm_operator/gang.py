@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dlrm_api.names import trainer_pod
 from dlrm_api.progress import CheckpointerProgress, Progress
 from dlrm_api.status import DLRMJobStatus
-from dlrm_operator.observed import Observed, PodSeen
+from dlrm_operator.observed import Observed, Place, PodSeen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,12 @@ class Gang:
     trainer: Progress | None
     """What pod 0 says of this very attempt; None where it does not answer."""
     checkpointer: CheckpointerProgress | None
+    place: Place | None
+    """Where it is."""
+    still_s: float
+    """Seconds for which it answered and did not move."""
+    slow_s: float
+    """Seconds for which it named one rank as far slower than the others."""
     last_step: int
     """Newest step that the status knows of."""
 
@@ -47,10 +53,15 @@ class Gang:
         return self.complete and all(pod.finished for pod in self.pods.values())
 
     @property
+    def checkpoints(self) -> list[CheckpointerProgress]:
+        """What its checkpointers say: those that left a message, and that of pod 0."""
+        left = [pod.checkpointer.checkpoint for pod in self.pods.values() if pod.checkpointer]
+        return [word for word in (*left, self.checkpointer) if word is not None]
+
+    @property
     def committed(self) -> CheckpointerProgress | None:
         """The furthest word of any checkpointer of this attempt."""
-        said = [pod.checkpointer.checkpoint for pod in self.pods.values() if pod.checkpointer]
-        known = [word for word in (*said, self.checkpointer) if word is not None and word.committed_step is not None]
+        known = [word for word in self.checkpoints if word.committed_step is not None]
         return max(known, key=lambda word: word.committed_step or 0, default=None)
 
     @property
@@ -69,13 +80,17 @@ def current_gang(observed: Observed, status: DLRMJobStatus) -> Gang:
     first = pods.get(0)
     fits = polled is not None and first is not None and polled.pod_uid == first.uid
     trainer = polled.trainer if polled and fits else None
+    current = polled if trainer and trainer.attempt == status.attempt else None
     return Gang(
         job=observed.job.key.name,
         attempt=status.attempt,
         size=status.plan.nodes if status.plan else None,
         whole=status.gang_attempt == status.attempt,
         pods=pods,
-        trainer=trainer if trainer and trainer.attempt == status.attempt else None,
+        trainer=trainer if current else None,
+        place=current.place if current else None,
+        still_s=current.still_s if current else 0.0,
+        slow_s=current.slow_s if current else 0.0,
         checkpointer=polled.checkpointer if polled and fits else None,
         last_step=status.progress.step if status.progress else 0,
     )

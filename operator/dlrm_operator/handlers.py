@@ -15,6 +15,7 @@ import kopf
 
 from dlrm_api.names import GROUP, VERSION
 from dlrm_operator.engine import Engine
+from dlrm_operator.kopf_storage import NoEssence, NoProgress
 from dlrm_operator.observed import JobKey
 
 
@@ -41,19 +42,25 @@ def build_registry(engine: Engine) -> kopf.OperatorRegistry:
         if type == "DELETED":
             engine.jobs.forget(key)
         else:
-            engine.jobs.read(dict(body))
+            engine.jobs.saw(dict(body))
         engine.wakeups.add(key)
 
-    @kopf.on.event(GROUP, VERSION, "hardwareprofiles", registry=registry)
-    async def profile_changed(**_: Any) -> None:
-        engine.wake_all()
+    if engine.settings.profiles is None:  # else no right beyond one namespace is asked for
+
+        @kopf.on.event(GROUP, VERSION, "hardwareprofiles", registry=registry)
+        async def profile_changed(**_: Any) -> None:
+            engine.wake_all()
 
     return registry
 
 
 def configure(settings: kopf.OperatorSettings, engine: Engine) -> None:
     """Short timeouts, no Event for each line of log, and in one namespace no look at the whole cluster."""
+    settings.persistence.diffbase_storage = NoEssence()
+    settings.persistence.progress_storage = NoProgress()
     settings.posting.level = logging.WARNING
+    settings.process.ultimate_exiting_timeout = None  # else kopf kills the process so long after its watches ended
+    settings.networking.error_backoffs = (0.5, 1, 2, 4)
     settings.networking.connect_timeout = 5
     settings.networking.request_timeout = 15
     settings.watching.connect_timeout = 5

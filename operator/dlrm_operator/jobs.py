@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 
 from dlrm_api.errors import InvalidSpecError
@@ -17,11 +18,16 @@ class JobCache:
     def __init__(self) -> None:
         self._jobs: dict[JobKey, JobSeen] = {}
 
-    def read(self, document: Object) -> JobSeen:
-        """The job in ``document``, which replaces what was known."""
+    def saw(self, document: Object) -> JobSeen:
+        """The job in ``document``, which replaces what was known unless that is newer.
+
+        Our own writes come back by the watch later than by their answers.
+        """
         meta = document["metadata"]
         key = JobKey(meta["namespace"], meta["name"])
         known = self._jobs.get(key)
+        if known is not None and _version(known.resource_version) > _version(meta["resourceVersion"]):
+            return known
         spec: DLRMJob | InvalidSpecError | None = None
         if known is not None and (known.uid, known.generation) == (meta["uid"], meta.get("generation", 0)):
             spec = known.spec  # parsing 5,000 tables takes a while, and status writes are many
@@ -46,3 +52,8 @@ class JobCache:
         found = Counter({phase.value: 0 for phase in Phase})
         found.update((job.status.phase if job.status else Phase.PENDING).value for job in self._jobs.values())
         return found
+
+
+def _version(text: str) -> int:
+    """Resource versions are numbers that grow; what is none counts as the newest."""
+    return int(text) if text.isascii() and text.isdigit() else sys.maxsize

@@ -108,25 +108,30 @@ def token_secret(job: DLRMJob, attempt: int, owner: Owner) -> Manifest:
     }
 
 
-def job_document(job: DLRMJob) -> str:
-    """The job as its trainers read it: canonical JSON of what the user set, without status."""
-    spec = job.spec.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+def job_document(job: DLRMJob, plan: Plan) -> str:
+    """The job as its trainers read it: canonical JSON of what the user set, without status.
+
+    Where the user leaves the number of replicas open, it is the plan's.
+    """
+    fixed = job.spec.fixed_replicas
+    spec = job.spec if fixed is not None else job.spec.with_replicas(plan.nodes)
+    written = spec.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     document = {
         "apiVersion": job.api_version,
         "kind": job.kind,
         "metadata": {"name": job.metadata.name, "namespace": job.metadata.namespace or "default"},
-        "spec": spec,
+        "spec": written,
     }
     return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
 
 def plan_config_maps(job: DLRMJob, attempt: int, plan: Plan, owner: Owner) -> list[Manifest]:
-    """The immutable ConfigMaps of one attempt: the job first, then the plan's parts, each below 1 MiB.
+    """The immutable ConfigMaps of one attempt, each below 1 MiB: the job with its replicas, then the plan's parts.
 
     Raises:
         InvalidSpecError: the job's own document does not fit one ConfigMap.
     """
-    document = job_document(job)
+    document = job_document(job, plan)
     size = len(document.encode())
     if size > CONFIG_MAP_BYTES:
         problem = f"the document takes {size} bytes, pods can be given {CONFIG_MAP_BYTES}: write tables as tableGroups"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,11 +11,13 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.names import GROUP
 from dlrm_api.overlay import PodTemplateOverlay
 from dlrm_operator.actions import Manifest
+from dlrm_operator.placement import REQUIRED, with_affinity
 
 PATH = "spec.trainer.podTemplate"
 LISTS = {
     "volumes": "name",
     "tolerations": None,
+    "topologySpreadConstraints": "topologyKey",
     "schedulingGates": "name",
     "imagePullSecrets": "name",
     "hostAliases": None,
@@ -34,7 +37,7 @@ def with_overlay(pod: Manifest, overlay: PodTemplateOverlay) -> Manifest:
     Raises:
         InvalidSpecError: an addition has the wrong type, or would replace what the operator sets.
     """
-    pod = copy.deepcopy(pod)
+    pod = json.loads(json.dumps(pod))  # a manifest is JSON, and deepcopy takes many times as long
     _merge_metadata(pod["metadata"], overlay.metadata)
     _merge(pod["spec"], overlay.spec, f"{PATH}.spec")
     shared = {key: value for key, value in overlay.container.items() if key != "securityContext"}
@@ -59,21 +62,43 @@ def _merge(target: Manifest, additions: Manifest, root: str) -> None:
         path = f"{root}.{field}"
         if field in LISTS:
             target[field] = [*target.get(field, []), *_new_items(target.get(field, []), value, LISTS[field], path)]
+        elif field == "affinity":
+            target[field] = with_affinity(target.get(field, {}), _as_affinity(value, path))
         elif isinstance(target.get(field), dict):
             target[field] = {**target[field], **_as_object(value, path)}
+        elif target.get(field, value) != value:
+            raise InvalidSpecError(path, f"the HardwareProfile says {target[field]}: leave it out")
         else:
             target[field] = copy.deepcopy(value)
 
 
 def _new_items(present: Iterable[Any], value: Any, key: str | None, path: str) -> list[Any]:
-    if not isinstance(value, list | tuple):
-        raise InvalidSpecError(path, "must be a list")
+    value = _as_list(value, path)
     taken = {item.get(key) for item in present} if key else set()
     for position, item in enumerate(value):
         name = _as_object(item, f"{path}[{position}]").get(key) if key else None
         if key and name in taken:
             raise InvalidSpecError(f"{path}[{position}].{key}", f"{name} is taken by the operator: choose another")
-    return copy.deepcopy(list(value))
+    return copy.deepcopy(value)
+
+
+def _as_affinity(value: Any, path: str) -> Manifest:
+    """An affinity whose parts can be joined with others; the API server checks the rest."""
+    for kind, rules in _as_object(value, path).items():
+        for rule, terms in _as_object(rules, f"{path}.{kind}").items():
+            place = f"{path}.{kind}.{rule}"
+            if kind == "nodeAffinity" and rule == REQUIRED:
+                terms, place = _as_object(terms, place).get("nodeSelectorTerms", []), f"{place}.nodeSelectorTerms"
+                for position, term in enumerate(_as_list(terms, place)):
+                    _as_object(term, f"{place}[{position}]")
+            _as_list(terms, place)
+    return copy.deepcopy(dict(value))
+
+
+def _as_list(value: Any, path: str) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise InvalidSpecError(path, "must be a list")
+    return list(value)
 
 
 def _as_object(value: Any, path: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from dlrm_api import names
 from dlrm_api.hardware import HardwareProfile
@@ -11,12 +11,13 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.names import Container, Env, Path, Port
 from dlrm_api.plan import Plan
 from dlrm_operator.actions import Manifest
+from dlrm_operator.gang_scheduling import group_gates, group_marks
 from dlrm_operator.images import Images
 from dlrm_operator.manifests import Owner, config_volume, metadata, plan_config_maps
 from dlrm_operator.overlay import with_overlay
+from dlrm_operator.placement import placement
+from dlrm_operator.resources import checkpointer_resources, trainer_resources
 from dlrm_operator.tier_volumes import tier_bytes, tier_mounts, tier_volumes
-from dlrm_planner import working_set_bytes
-from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES
 
 ALL_INTERFACES: Final = "0.0.0.0"  # noqa: S104  a pod's own network; port-forward needs loopback too
 USER_ID = 65_532
@@ -47,6 +48,8 @@ class Attempt:
     profile: HardwareProfile | None
     images: Images
     owner: Owner
+    memory_reserve_bytes: int = 0
+    """Of each pod, besides what the plan needs."""
 
 
 def trainer_pods(attempt: Attempt) -> list[Manifest]:
@@ -74,14 +77,16 @@ def _pod(attempt: Attempt, index: int, config: Manifest) -> Manifest:
         "initContainers": [_checkpointer(attempt, index)],
         "containers": [_trainer(attempt, index)],
         "volumes": _volumes(attempt, index, config),
-        **_placement(job, attempt.profile),
+        **placement(job, attempt.profile, attempt.number),
     }
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": metadata(job, name, attempt.owner, attempt.number, index),
-        "spec": spec,
-    }
+    meta = metadata(job, name, attempt.owner, attempt.number, index)
+    labels, annotations = group_marks(job, attempt.number, attempt.plan.nodes)
+    meta["labels"] |= labels
+    if annotations:
+        meta["annotations"] = annotations
+    if gates := group_gates(job.spec.scheduling):
+        spec["schedulingGates"] = gates
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
     return with_overlay(pod, job.spec.trainer.pod_template)
 
 
@@ -116,7 +121,7 @@ def _trainer(attempt: Attempt, index: int) -> Manifest:
         "name": Container.TRAINER,
         "image": trainer.image or attempt.images.trainer,
         **container,
-        "resources": _resources(attempt, index),
+        "resources": trainer_resources(job, attempt.plan, attempt.profile, index, attempt.memory_reserve_bytes),
     }
 
 
@@ -130,7 +135,7 @@ def _checkpointer(attempt: Attempt, index: int) -> Manifest:
         "image": attempt.job.spec.trainer.checkpointer_image or attempt.images.checkpointer,
         "restartPolicy": "Always",
         **_container(attempt, index, command, env, ports),
-        "resources": {"requests": {"memory": str(CHECKPOINTER_BASE_BYTES)}},
+        "resources": checkpointer_resources(),
     }
 
 
@@ -183,40 +188,3 @@ def _volumes(attempt: Attempt, index: int, config: Manifest) -> list[Manifest]:
     if secret := job.spec.data.credentials_secret:
         volumes.append({"name": "data-credentials", "secret": {"secretName": secret}})
     return volumes + tier_volumes(attempt.plan, index, attempt.profile)
-
-
-def _resources(attempt: Attempt, index: int) -> Manifest:
-    """The user's requests and limits, completed: memory by the plan, CPUs by threads, devices by the profile."""
-    trainer, profile = attempt.job.spec.trainer, attempt.profile
-    requests, limits = dict(trainer.resources.requests), dict(trainer.resources.limits)
-    if "memory" not in requests and "memory" not in limits:
-        requests["memory"] = str(trainer_memory_bytes(attempt.job, index, attempt.plan))
-    if trainer.threads_per_process and "cpu" not in requests and "cpu" not in limits:
-        requests["cpu"] = str(trainer.threads_per_process * trainer.processes_per_replica)
-    if profile and profile.spec.devices and profile.spec.devices.resource not in limits:
-        limits[profile.spec.devices.resource] = str(trainer.processes_per_replica)
-    found: dict[str, Any] = {"requests": requests} if requests else {}
-    return {**found, "limits": limits} if limits else found
-
-
-def trainer_memory_bytes(job: DLRMJob, index: int, plan: Plan) -> int:
-    """Working set, tables and hand-off of one pod's ranks; tmpfs is charged to its writer, the trainer."""
-    tables = sum(rank.bytes_per_tier.get("ddr", 0) for rank in plan.ranks if rank.node == index)
-    return working_set_bytes(job.spec) - CHECKPOINTER_BASE_BYTES + tables
-
-
-def _placement(job: DLRMJob, profile: HardwareProfile | None) -> Manifest:
-    found: Manifest = {}
-    if job.spec.scheduling.priority_class:
-        found["priorityClassName"] = job.spec.scheduling.priority_class
-    if profile is None:
-        return found
-    hardware = profile.spec
-    if hardware.node_affinity_terms:
-        terms = {"nodeSelectorTerms": [dict(term) for term in hardware.node_affinity_terms]}
-        found["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
-    if hardware.tolerations:
-        found["tolerations"] = [dict(toleration) for toleration in hardware.tolerations]
-    if hardware.runtime_class:
-        found["runtimeClassName"] = hardware.runtime_class
-    return found

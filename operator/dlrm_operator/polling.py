@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -16,12 +17,17 @@ from dlrm_api.names import Port
 from dlrm_api.progress import CheckpointerProgress, Progress
 from dlrm_operator.metrics import POLLS
 from dlrm_operator.observed import JobKey, Observed, Polled
+from dlrm_operator.stragglers import lags
 
 ModelT = TypeVar("ModelT", bound=ApiModel)
 
-POLLS_PER_S = 50.0
+POLLS_PER_S = 20.0
 """All jobs together; with more jobs each is asked less often."""
+LOOK_S = 0.25
+"""Between two looks at who is to be asked."""
 PARALLEL = 16
+MOST_GAP_S = 60.0
+"""No more counts between two answers: this process may have been stopped."""
 TIMEOUT_S = 2.0
 MOST_BYTES = 65_536
 
@@ -35,13 +41,11 @@ class Target:
 
 
 def poll_target(observed: Observed) -> Target | None:
-    """Whom to ask; None while no trainer runs."""
-    status = observed.job.status
-    for pod in observed.pods:
-        current = status is not None and pod.attempt == status.attempt and pod.owner_uid == observed.job.uid
-        if current and pod.index == 0 and pod.ip and pod.started and not pod.ended:
-            return Target(pod.uid, pod.ip)
-    return None
+    """Whom to ask: pod 0 of the newest attempt that has one, also on its way out; None while no trainer runs."""
+    first = [pod for pod in observed.pods if pod.index == 0 and pod.owner_uid == observed.job.uid]
+    asked = [pod for pod in first if pod.ip and pod.started and not pod.ended]
+    newest = max(asked, key=lambda pod: pod.attempt, default=None)
+    return Target(newest.uid, newest.ip) if newest else None
 
 
 class Poller:
@@ -52,39 +56,55 @@ class Poller:
         self._wake = wake
         self._targets: dict[JobKey, Target] = {}
         self._latest: dict[JobKey, Polled] = {}
+        self._answered: dict[Target, float] = {}
+        self._due: dict[Target, float] = {}
+        """When to ask again (monotonic seconds); a new target is not in it."""
         self._changed = asyncio.Event()
 
     def follow(self, key: JobKey, target: Target | None) -> None:
         """Ask this pod from now on; None: ask nobody, and keep what was said last."""
         if target is None:
-            self._targets.pop(key, None)
+            self._drop(key)
         elif self._targets.get(key) != target:
+            self._drop(key)
             self._targets[key] = target
             self._changed.set()
 
     def forget(self, key: JobKey) -> None:
         """The job is gone."""
-        self._targets.pop(key, None)
+        self._drop(key)
         self._latest.pop(key, None)
+
+    def _drop(self, key: JobKey) -> None:
+        target = self._targets.pop(key, None)
+        if target is not None:
+            self._answered.pop(target, None)
+            self._due.pop(target, None)
 
     def latest(self, key: JobKey) -> Polled | None:
         """The last answers."""
         return self._latest.get(key)
 
     async def run(self) -> None:
-        """Ask all targets in rounds, for ever; a new target is asked at once."""
+        """Ask each target in its turn, for ever; a new one at once."""
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         connections = aiohttp.TCPConnector(limit=PARALLEL, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connections) as session:
             while True:
-                started = time.monotonic()
                 self._changed.clear()
-                await self._round(session, dict(self._targets))
-                rest = max(self._interval_s, len(self._targets) / POLLS_PER_S) - (time.monotonic() - started)
-                try:
-                    await asyncio.wait_for(self._changed.wait(), max(rest, 0.05))
-                except TimeoutError:
-                    continue
+                await self._round(session, self._take_due(time.monotonic()))
+                with suppress(TimeoutError):
+                    # wait_for of Python 3.11 may swallow a cancellation
+                    async with asyncio.timeout(min(LOOK_S, self._interval_s)):
+                        await self._changed.wait()
+
+    def _take_due(self, now: float) -> dict[JobKey, Target]:
+        """Who is to be asked now; the others' turns are not moved by new ones."""
+        interval_s = max(self._interval_s, len(self._targets) / POLLS_PER_S)
+        due = {key: target for key, target in self._targets.items() if self._due.get(target, now) <= now}
+        for target in due.values():
+            self._due[target] = now + interval_s
+        return due
 
     async def _round(self, session: aiohttp.ClientSession, targets: dict[JobKey, Target]) -> None:
         slots = asyncio.Semaphore(PARALLEL)
@@ -106,9 +126,38 @@ class Poller:
         if known is None or known.pod_uid != target.pod_uid:
             known = Polled(pod_uid=target.pod_uid)
         answers = replace(known, trainer=trainer or known.trainer, checkpointer=checkpointer or known.checkpointer)
+        self._latest[key] = with_durations(known, answers, self._since_answer(target, trainer))
         if answers != known:
-            self._latest[key] = answers
             self._wake(key)
+
+    def _since_answer(self, target: Target, trainer: Progress | None) -> float:
+        """Seconds since the trainer last answered; 0 where it did not answer now, or had been silent before."""
+        now, before = time.monotonic(), self._answered.pop(target, None)
+        if trainer is None:
+            return 0.0
+        self._answered[target] = now
+        return 0.0 if before is None else min(now - before, MOST_GAP_S)
+
+
+def with_durations(before: Polled, answers: Polled, gap_s: float) -> Polled:
+    """The answers with how long nothing moved, and how long one rank has been slow.
+
+    Args:
+        before: Answers of the last poll.
+        answers: Those of this one.
+        gap_s: Seconds between two answers of the trainer in a row.
+    """
+    slow, was = lagging(answers.trainer), lagging(before.trainer)
+    return replace(
+        answers,
+        still_s=before.still_s + gap_s if answers.place == before.place else 0.0,
+        slow_s=before.slow_s + gap_s if slow is not None and slow == was else 0.0,
+    )
+
+
+def lagging(said: Progress | None) -> int | None:
+    """The rank that a trainer names as far slower than the others."""
+    return said.slowest.rank if said and said.slowest and lags(said.slowest) else None
 
 
 async def _get(session: aiohttp.ClientSession, ip: str, port: int, model: type[ModelT], part: str) -> ModelT | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -14,7 +14,7 @@ from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import GROUP, Label
 from dlrm_api.status import DLRMJobStatus
 from dlrm_operator.conditions import parse_timestamp
-from dlrm_operator.observed import ConfigMapSeen, ContainerSeen, JobKey, JobSeen, PodSeen, SecretSeen
+from dlrm_operator.observed import ConfigMapSeen, ContainerSeen, GroupSeen, JobKey, JobSeen, PodSeen, SecretSeen
 
 Object = dict[str, Any]
 NOWHERE = -1
@@ -40,7 +40,7 @@ def read_pod(document: Object) -> PodSeen:
     meta, status = document["metadata"], document.get("status") or {}
     labels = meta.get("labels") or {}
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
-    scheduled, disrupted = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
+    scheduled, disrupted = conditions.get("PodScheduled", {}), _disruption(conditions)
     return PodSeen(
         key=JobKey(meta.get("namespace", ""), labels.get(Label.JOB, "")),
         name=meta["name"],
@@ -55,8 +55,12 @@ def read_pod(document: Object) -> PodSeen:
         message=status.get("message") or disrupted.get("message") or "",
         deleting="deletionTimestamp" in meta,
         delete_by=_time(meta.get("deletionTimestamp")),
-        disruption=(disrupted.get("reason") or "Disrupted") if disrupted.get("status") == "True" else "",
+        grace_s=meta.get("deletionGracePeriodSeconds"),
+        finalizers=tuple(meta.get("finalizers") or ()),
+        disruption=(disrupted.get("reason") or "Disrupted") if disrupted else "",
+        lost_since=_lost_since(conditions),
         unschedulable=(scheduled.get("message") or "") if scheduled.get("status") == "False" else "",
+        gates=tuple(gate["name"] for gate in (document.get("spec") or {}).get("schedulingGates") or ()),
         containers=tuple(_containers(status)),
     )
 
@@ -80,6 +84,19 @@ def read_secret(document: Object) -> SecretSeen:
     return SecretSeen(name=meta["name"], uid=meta["uid"], attempt=attempt)
 
 
+def read_group(document: Object, api_version: str) -> GroupSeen:
+    """One PodGroup, or one of Kueue's Workloads, its metadata alone: that does not say what it is of."""
+    meta = document["metadata"]
+    attempt = _number((meta.get("labels") or {}).get(Label.ATTEMPT))
+    return GroupSeen(
+        name=meta["name"],
+        uid=meta["uid"],
+        owner_uid=_owner_uid(meta),
+        attempt=attempt,
+        api_version=api_version,
+    )
+
+
 def _spec(document: Object) -> DLRMJob | InvalidSpecError:
     try:
         return parse_job({key: value for key, value in document.items() if key != "status"})
@@ -94,6 +111,23 @@ def _status(document: Any) -> DLRMJobStatus | None:
         return DLRMJobStatus.model_validate(document)
     except ValidationError:
         return None
+
+
+def _disruption(conditions: Mapping[str, Object]) -> Object:
+    """The condition that says that somebody takes the pod away: Kubernetes' own, or Kueue's."""
+    found = (conditions.get(kind, {}) for kind in ("DisruptionTarget", "TerminationTarget"))
+    return next((condition for condition in found if condition.get("status") == "True"), {})
+
+
+def _lost_since(conditions: Mapping[str, Object]) -> datetime | None:
+    """When the node controller took Ready from a pod whose kubelet had called its containers ready, and fell silent.
+
+    A kubelet that answers takes both back together, or names the readiness gate that lacks.
+    """
+    ready, containers = conditions.get("Ready", {}), conditions.get("ContainersReady", {})
+    taken = ready.get("status") in ("False", "Unknown") and ready.get("reason") != "ReadinessGatesNotReady"
+    silent = containers.get("status") == "True" or ready.get("reason") in ("NodeNotReady", "NodeLost")
+    return _time(ready.get("lastTransitionTime")) if taken and silent else None
 
 
 def _owner_uid(meta: Object) -> str:
@@ -115,8 +149,10 @@ def _containers(status: Object) -> Iterator[ContainerSeen]:
             reason=ended.get("reason") or "",
             message=ended.get("message") or "",
             finished_at=_time(ended.get("finishedAt")),
+            waiting_reason=waiting.get("reason") or "",
             waiting=words,
             last_exit_code=before.get("exitCode"),
+            last_reason=before.get("reason") or "",
             last_message=before.get("message") or "",
         )
 

@@ -6,6 +6,7 @@ from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
 from dlrm_operator.actions import Manifest
+from dlrm_operator.gang_scheduling import pod_groups
 from dlrm_operator.images import Images
 from dlrm_operator.manifests import Owner, gang_service, plan_config_maps, token_secret
 from dlrm_operator.pods import Attempt, trainer_pods
@@ -34,10 +35,13 @@ def render(
         InvalidSpecError: the job's document is too large, or the pod overlay collides with what the operator sets.
     """
     owner = Owner(name=job.metadata.name, uid=uid)
+    job = job.with_replicas(plan.nodes)
     gang = Attempt(job=job, number=attempt, plan=plan, profile=profile, images=images or Images(), owner=owner)
+    pods = trainer_pods(gang)
     return [
         *plan_config_maps(job, attempt, plan, owner),
         token_secret(job, attempt, owner),
         gang_service(job, owner),
-        *trainer_pods(gang),
+        *pod_groups(job, attempt, pods, owner),
+        *pods,
     ]

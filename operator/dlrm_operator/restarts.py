@@ -1,4 +1,4 @@
-"""How an attempt ended, and what follows: exit codes and pod conditions decide, the budget bounds."""
+"""How an attempt ended: exit codes and pod conditions decide, over all of its pods at once."""
 
 from __future__ import annotations
 
@@ -9,26 +9,37 @@ from datetime import datetime, timedelta
 
 from dlrm_api.lifecycle import RestartSpec
 from dlrm_api.names import USER_MUST_MEND, ExitCode
-from dlrm_api.status import DLRMJobStatus, FailureEvidence
-from dlrm_operator.conditions import timestamp
+from dlrm_api.status import FailureEvidence
 from dlrm_operator.evidence import (
     checkpointer_evidence,
+    container_evidence,
+    lost_node_evidence,
     missing_pod_evidence,
     pod_evidence,
     trainer_evidence,
 )
 from dlrm_operator.gang import Gang
-from dlrm_operator.observed import PodSeen
+from dlrm_operator.observed import ContainerSeen, PodSeen
+from dlrm_operator.reasons import Quoted, Reason
+from dlrm_operator.waiting import NEVER_STARTS, why_it_waits
 
 SETTLE = timedelta(seconds=5)
 """How long the cause may lag behind its symptoms."""
+SETTLE_LOST = timedelta(seconds=60)
+"""The same where ranks miss a peer: the cluster calls a node lost that it has not heard for up to 50 s."""
+PEER_LOST = "PeerLost"
+"""A trainer's word for that."""
+OUT_OF_MEMORY = "OOMKilled"
+"""The kubelet's word for a container that the kernel ended for want of memory."""
+CRASH_LOOP = "CrashLoopBackOff"
 SYMPTOMS = frozenset({ExitCode.TEMPORARY, ExitCode.TERMINATED})
 """What the other ranks of a gang end with when one is lost."""
 DISRUPTIONS = frozenset(
     {"Evicted", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated", "DeletionByTaintManager"}
 )
 """Pod reasons that name something which befell the pod from outside."""
-MOST_REASONS = 16
+TURNED_AWAY = ("OutOf", "UnexpectedAdmissionError", "NodeAffinity", "TopologyAffinityError", "NodePorts")
+"""How pod reasons begin where a kubelet did not admit what the scheduler had sent to it."""
 
 
 class Outcome(enum.Enum):
@@ -53,6 +64,7 @@ class Verdict:
     settle_at: datetime | None = None
     symptom: bool = False
     time: datetime | None = None
+    out_of_memory: bool = False
 
 
 ONGOING = Verdict(outcome=Outcome.ONGOING)
@@ -62,8 +74,8 @@ SUCCEEDED = Verdict(outcome=Outcome.SUCCEEDED)
 def judge(gang: Gang, restart: RestartSpec, now: datetime) -> Verdict:
     """Judge the attempt by all of its pods at once.
 
-    A code that only the user can mend beats a disruption, which beats a crash: the pods beside a drained one
-    crash because of it. Exit codes that may be mere symptoms wait a moment for their cause.
+    A code that only the user can mend beats a disruption, which beats a crash: the pods beside a drained one, or one
+    on a lost node, crash because of it. Exit codes that may be mere symptoms wait a moment for their cause.
     """
     if gang.finished and _all_committed(gang):
         return SUCCEEDED
@@ -71,6 +83,8 @@ def judge(gang: Gang, restart: RestartSpec, now: datetime) -> Verdict:
     for outcome in (Outcome.FAIL, Outcome.RESTART_FREE, Outcome.RESTART):
         alike = [end for end in ends if end.outcome is outcome]
         causes = [end for end in alike if not end.symptom]
+        if alike and outcome is Outcome.RESTART and (lost := _on_lost_node(gang)):
+            return Verdict(outcome=Outcome.RESTART_FREE, evidence=lost_node_evidence(lost, now))
         if causes:
             return _earliest(causes)
         if alike:
@@ -78,34 +92,6 @@ def judge(gang: Gang, restart: RestartSpec, now: datetime) -> Verdict:
     if gang.finished and all(_uploading_ended(pod) for pod in gang.pods.values()):
         return Verdict(outcome=Outcome.RESTART, evidence=_not_committed(gang, now))
     return ONGOING
-
-
-def after_failure(
-    status: DLRMJobStatus, verdict: Verdict, restart: RestartSpec, now: datetime
-) -> tuple[DLRMJobStatus, str]:
-    """The status with the next attempt due, or with a message that says why there is none.
-
-    Only the numbers change; the caller sets phase and conditions. The message is empty for a restart.
-    """
-    evidence = verdict.evidence
-    assert evidence is not None, "a failure has evidence"
-    status = status.model_copy(update={"last_failure": evidence})
-    if verdict.outcome is Outcome.FAIL:
-        return status, f"{evidence.reason}: {evidence.message}"
-    charged = status.charged_restarts + (verdict.outcome is Outcome.RESTART)
-    if charged > restart.max_restarts:
-        return status, _budget_spent(status, restart, evidence)
-    exponent = min(max(charged - 1, 0), 60) if verdict.outcome is Outcome.RESTART else 0
-    wait_s = min(restart.backoff * 2**exponent, restart.max_backoff)
-    numbers = {
-        "attempt": status.attempt + 1,
-        "restarts": status.restarts + 1,
-        "restarts_by_reason": _counted(status.restarts_by_reason, evidence.reason),
-        "charged_restarts": charged,
-        "restart_not_before": timestamp(now + timedelta(seconds=wait_s)),
-        "plan": None,
-    }
-    return status.model_copy(update=numbers), ""
 
 
 def _pod_ends(gang: Gang, restart: RestartSpec, now: datetime) -> Iterator[Verdict]:
@@ -124,16 +110,24 @@ def _trainer_end(pod: PodSeen, restart: RestartSpec, now: datetime) -> Verdict |
     trainer = pod.trainer
     if trainer is None or not trainer.exit_code:
         return None
-    code, evidence = trainer.exit_code, trainer_evidence(pod, now)
+    code, starved = trainer.exit_code, trainer.reason == OUT_OF_MEMORY
+    outcome = _meaning(pod, code, restart)
+    return Verdict(
+        outcome=outcome,
+        evidence=trainer_evidence(pod, now),
+        symptom=outcome is Outcome.RESTART and code in SYMPTOMS and not starved,
+        time=trainer.finished_at,
+        out_of_memory=starved,
+    )
+
+
+def _meaning(pod: PodSeen, code: int, restart: RestartSpec) -> Outcome:
     for rule in restart.rules_by_exit_code:
         if code in rule.exit_codes:
-            return Verdict(outcome=Outcome(rule.action), evidence=evidence, time=trainer.finished_at)
+            return Outcome(rule.action)
     if code in USER_MUST_MEND:
-        return Verdict(outcome=Outcome.FAIL, evidence=evidence, time=trainer.finished_at)
-    if _disrupted(pod):
-        return Verdict(outcome=Outcome.RESTART_FREE, evidence=evidence, time=trainer.finished_at)
-    symptom = code in SYMPTOMS and trainer.reason != "OOMKilled"
-    return Verdict(outcome=Outcome.RESTART, evidence=evidence, symptom=symptom, time=trainer.finished_at)
+        return Outcome.FAIL
+    return Outcome.RESTART_FREE if _disrupted(pod) else Outcome.RESTART
 
 
 def _pod_end(pod: PodSeen, now: datetime) -> Verdict | None:
@@ -142,17 +136,39 @@ def _pod_end(pod: PodSeen, now: datetime) -> Verdict | None:
     if sidecar is not None:
         for code in (sidecar.exit_code, sidecar.last_exit_code):
             if code in USER_MUST_MEND:
-                return Verdict(outcome=Outcome.FAIL, evidence=checkpointer_evidence(pod, code, now))
+                return Verdict(outcome=Outcome.FAIL, evidence=checkpointer_evidence(pod, code, "", now))
+        if _starves(sidecar):
+            evidence = checkpointer_evidence(pod, sidecar.last_exit_code or 0, OUT_OF_MEMORY, now)
+            return Verdict(outcome=Outcome.RESTART, evidence=evidence, out_of_memory=True)
+    for container in pod.containers:
+        if container.waiting_reason in NEVER_STARTS:
+            words = why_it_waits(pod, container).words
+            return Verdict(outcome=Outcome.FAIL, evidence=container_evidence(pod, container, words, now))
     if pod.finished:
         return None
     if _disrupted(pod):
-        reason = pod.disruption or (pod.reason if pod.reason in DISRUPTIONS else "PodDeleted")
+        said = pod.disruption or (pod.reason if pod.reason in DISRUPTIONS else "")
+        reason = Quoted(said) if said else Reason.POD_DELETED
         words = pod.message or f"pod {pod.name} was taken from its gang"
         return Verdict(outcome=Outcome.RESTART_FREE, evidence=pod_evidence(pod, reason, words, now))
+    if pod.phase == "Failed" and pod.reason.startswith(TURNED_AWAY):
+        words = pod.message or f"node {pod.node} did not admit pod {pod.name}"
+        return Verdict(outcome=Outcome.RESTART_FREE, evidence=pod_evidence(pod, Quoted(pod.reason), words, now))
     if pod.phase == "Failed":
         words = pod.message or f"pod {pod.name} failed before its trainer could start"
-        return Verdict(outcome=Outcome.RESTART, evidence=pod_evidence(pod, pod.reason or "PodFailed", words, now))
+        reason = Quoted(pod.reason) if pod.reason else Reason.POD_FAILED
+        return Verdict(outcome=Outcome.RESTART, evidence=pod_evidence(pod, reason, words, now))
     return None
+
+
+def _starves(sidecar: ContainerSeen) -> bool:
+    """Whether the kernel keeps ending it for want of memory; after the first time the kubelet starts it at once."""
+    return sidecar.waiting_reason == CRASH_LOOP and sidecar.last_reason == OUT_OF_MEMORY
+
+
+def _on_lost_node(gang: Gang) -> PodSeen | None:
+    lost = (pod for pod in gang.pods.values() if pod.lost_since is not None and not pod.ended)
+    return next(lost, None)
 
 
 def _disrupted(pod: PodSeen) -> bool:
@@ -168,8 +184,10 @@ def _settled(end: Verdict, gang: Gang, now: datetime) -> Verdict:
     """The symptom itself once its cause had time to show, or can't show any more."""
     if all(pod.ended or (pod.trainer and pod.trainer.exit_code is not None) for pod in gang.pods.values()):
         return end
-    if end.time is not None and end.time <= now < end.time + SETTLE:
-        return Verdict(outcome=Outcome.ONGOING, settle_at=end.time + SETTLE)
+    missing = end.evidence is not None and end.evidence.reason == PEER_LOST
+    patience = SETTLE_LOST if missing else SETTLE
+    if end.time is not None and end.time <= now < end.time + patience:
+        return Verdict(outcome=Outcome.ONGOING, settle_at=end.time + patience)
     return end
 
 
@@ -191,18 +209,4 @@ def _not_committed(gang: Gang, now: datetime) -> FailureEvidence:
     sidecar = pod.checkpointer.checkpoint if pod.checkpointer else None
     if sidecar is not None and sidecar.store_error:
         message += f"; the store said: {sidecar.store_error}"
-    return pod_evidence(pod, "SnapshotNotCommitted", message, now)
-
-
-def _budget_spent(status: DLRMJobStatus, restart: RestartSpec, evidence: FailureEvidence) -> str:
-    step = status.last_snapshot.step if status.last_snapshot else 0
-    return (
-        f"{status.charged_restarts} of {restart.max_restarts} restarts were used without progress since step {step}; "
-        f"the last failure was {evidence.reason}: {evidence.message}"
-    )
-
-
-def _counted(counts: dict[str, int], reason: str) -> dict[str, int]:
-    """One more restart for ``reason``; new reasons beyond a bound count as Other."""
-    key = reason if reason in counts or len(counts) < MOST_REASONS else "Other"
-    return {**counts, key: counts.get(key, 0) + 1}
+    return pod_evidence(pod, Reason.SNAPSHOT_NOT_COMMITTED, message, now)

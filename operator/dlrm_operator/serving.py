@@ -14,8 +14,8 @@ class Health(Protocol):
     def problem(self) -> str:
         """Why the process should be restarted; empty while it is well."""
 
-    def ready(self) -> bool:
-        """Whether it does its work."""
+    def waits_for(self) -> str:
+        """What keeps it from its work; empty while nothing does."""
 
     def measure(self) -> None:
         """Bring the gauges up to date."""
@@ -52,8 +52,8 @@ class Server:
         return web.Response(status=503 if problem else 200, text=problem or "ok")
 
     async def _readyz(self, request: web.Request) -> web.Response:  # noqa: ARG002  aiohttp passes it
-        ready = self._health.ready()
-        return web.Response(status=200 if ready else 503, text="ok" if ready else "caches are being filled")
+        waits_for = self._health.waits_for()
+        return web.Response(status=503 if waits_for else 200, text=waits_for or "ok")
 
     async def _metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002  aiohttp passes it
         self._health.measure()

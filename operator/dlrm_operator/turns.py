@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from dlrm_api.status import Phase
-from dlrm_operator.actions import Action, ApplyStatus, WakeAt
-from dlrm_operator.cluster_errors import ClusterRefusedError, ConflictError
+from dlrm_operator.actions import Action, ApplyStatus, EmitEvent, RequestPlan, WakeAt
+from dlrm_operator.cluster_errors import ClusterRefusedError, ConflictError, NotFoundError
 from dlrm_operator.jobs import JobCache
 from dlrm_operator.metrics import RECONCILE_SECONDS, RESTARTS
 from dlrm_operator.observed import JobKey, Observed
-from dlrm_operator.observing import Observer
+from dlrm_operator.observing import Observer, needs_plan
+from dlrm_operator.patience import Patience
 from dlrm_operator.performing import Performer
 from dlrm_operator.planning import Planner
 from dlrm_operator.polling import Poller, poll_target
@@ -31,9 +32,12 @@ class Turns:
         jobs: JobCache,
         planner: Planner,
         poller: Poller,
+        passing_s: float = 0.0,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
+        self._patience = Patience(passing_s)
         self.forgotten: list[Callable[[JobKey], None]] = [jobs.forget, planner.forget, poller.forget]
+        self.forgotten.append(self._patience.forget)
         """Told of each job that is gone."""
         self._observer = observer
         self._performer = performer
@@ -42,7 +46,7 @@ class Turns:
         self._clock = clock
 
     async def take(self, key: JobKey) -> None:
-        """Decide from the caches; where there is something to do, look at the live objects and decide again.
+        """Decide from the caches; where that is not enough, look at the live objects and decide again.
 
         Raises:
             ClusterUnavailableError: some actions may be done; wake the job again after a backoff.
@@ -50,26 +54,46 @@ class Turns:
             ClusterRefusedError: a child was refused; the next turn says so in the status.
         """
         with RECONCILE_SECONDS.time():
-            seen = self._observer.glance(key)
-            if seen is not None and await self._nothing_to_do(seen):
-                self._poller.follow(key, poll_target(seen))
+            if await self._glance(key):
                 return
             observed = await self._observer.look(key)
             if observed is None:
                 self._forget(key)
                 return
-            self._poller.follow(key, poll_target(observed))
-            if observed.children is None:
-                self._planner.forget(key)
-            await self._act(key, observed, reconcile(observed, self._clock()))
+            self._follow(key, observed)
+            await self._act(key, observed, self._without_passing(key, reconcile(observed, self._clock())))
 
-    async def _nothing_to_do(self, seen: Observed) -> bool:
-        actions = reconcile(seen, self._clock())
-        if not all(isinstance(action, WakeAt) for action in actions):
+    async def _glance(self, key: JobKey) -> bool:
+        """Do what copies of the objects are good enough for; whether that is all."""
+        seen = self._observer.glance(key)
+        if seen is None:
             return False
-        for action in actions:
-            await self._performer.perform(action)
+        actions = self._without_passing(key, reconcile(seen, self._clock()))
+        if not all(_needs_no_look(action) for action in actions):
+            return False
+        self._follow(key, seen)
+        try:
+            await self._act(key, seen, actions)
+        except (ConflictError, NotFoundError):
+            return False  # the copy was an old one
         return True
+
+    def _follow(self, key: JobKey, observed: Observed) -> None:
+        self._poller.follow(key, poll_target(observed))
+        if not needs_plan(observed.job):
+            self._planner.forget(key)
+
+    def _without_passing(self, key: JobKey, actions: tuple[Action, ...]) -> tuple[Action, ...]:
+        """The actions without a status that may still wait, and without the Events that it goes with."""
+        if not any(isinstance(action, ApplyStatus) and action.passing for action in actions):
+            self._patience.forget(key)
+            return actions
+        rest_s = self._patience.rest_s(key)
+        if rest_s <= 0:
+            self._patience.forget(key)
+            return actions
+        kept = [action for action in actions if not isinstance(action, ApplyStatus | EmitEvent)]
+        return (*kept, WakeAt(key=key, time=self._clock() + timedelta(seconds=rest_s)))
 
     async def _act(self, key: JobKey, observed: Observed, actions: tuple[Action, ...]) -> None:
         for action in actions:
@@ -96,6 +120,13 @@ class Turns:
         self._observer.refusals.pop(key, None)
         for told in self.forgotten:
             told(key)
+
+
+def _needs_no_look(action: Action) -> bool:
+    """Whether an old copy can do no harm: a status that nothing rests on is guarded by its resource version."""
+    if isinstance(action, ApplyStatus):
+        return not action.decisive
+    return isinstance(action, WakeAt | RequestPlan | EmitEvent)
 
 
 def _report(key: JobKey, observed: Observed, written: ApplyStatus) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError, ConflictError
@@ -28,10 +30,13 @@ class Wakeups:
     def __init__(self, take_turn: Callable[[JobKey], Awaitable[None]]) -> None:
         self._take_turn = take_turn
         self._due: dict[JobKey, float] = {}
+        self._queue: list[tuple[float, JobKey]] = []
+        """A heap of when to look at a key; one that was looked at, or is looked at sooner, may still be in it."""
         self._rest_until: dict[JobKey, float] = {}
         self._failures: dict[JobKey, int] = {}
         self._busy: dict[JobKey, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self._closing = False
 
     def add(self, key: JobKey) -> None:
         """Wake the job now, or as soon as its running turn and its backoff end."""
@@ -50,7 +55,20 @@ class Wakeups:
         known = self._due.get(key)
         if known is None or due < known:
             self._due[key] = due
+            self._enqueue(key)
             self._changed.set()
+
+    def _enqueue(self, key: JobKey) -> None:
+        heapq.heappush(self._queue, (self._starts_at(key), key))
+
+    def _starts_at(self, key: JobKey) -> float:
+        return max(self._due[key], self._rest_until.get(key, 0.0))
+
+    async def drain(self, bound_s: float) -> None:
+        """Begin no turn any more, and let those at work end, for ``bound_s`` at most."""
+        self._closing = True
+        if self._busy:
+            await asyncio.wait(list(self._busy.values()), timeout=bound_s)
 
     async def run(self) -> None:
         """Give turns, for ever. Cancelled, it lets running turns be cut off: they are safe to."""
@@ -59,27 +77,31 @@ class Wakeups:
                 self._changed.clear()
                 wait_s = self._start_turns()
                 QUEUE.set(len(self._due))
-                try:
-                    await asyncio.wait_for(self._changed.wait(), wait_s)
-                except TimeoutError:
-                    continue
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):  # wait_for of Python 3.11 may swallow a cancellation
+                        await self._changed.wait()
         finally:
             for task in self._busy.values():
                 task.cancel()
 
     def _start_turns(self) -> float:
         """Start every turn that may start now; the seconds until the next may."""
-        now, wait_s = time.monotonic(), LONGEST_SLEEP_S
-        for key, due in sorted(self._due.items(), key=lambda item: item[1]):
-            if key in self._busy:
+        now = time.monotonic()
+        while self._queue and not self._closing and len(self._busy) < PARALLEL:
+            _, key = self._queue[0]
+            if key not in self._due or key in self._busy:  # the end of a turn puts its key into the queue again
+                heapq.heappop(self._queue)
                 continue
-            rest_s = max(due, self._rest_until.get(key, 0.0)) - now
-            if rest_s > 0:
-                wait_s = min(wait_s, rest_s)
-            elif len(self._busy) < PARALLEL:
-                del self._due[key]
-                self._busy[key] = asyncio.create_task(self._turn(key))
-        return wait_s
+            starts_at = self._starts_at(key)
+            if starts_at > now:
+                if starts_at == self._queue[0][0]:
+                    return min(starts_at - now, LONGEST_SLEEP_S)
+                heapq.heapreplace(self._queue, (starts_at, key))
+                continue
+            heapq.heappop(self._queue)
+            del self._due[key]
+            self._busy[key] = asyncio.create_task(self._turn(key))
+        return LONGEST_SLEEP_S
 
     async def _turn(self, key: JobKey) -> None:
         try:
@@ -105,6 +127,8 @@ class Wakeups:
             self._rest_until[key] = time.monotonic() + COOLDOWN_S
         finally:
             del self._busy[key]
+            if key in self._due:
+                self._enqueue(key)
             self._changed.set()
 
     def _put_off(self, key: JobKey, wish_s: float | None) -> None:

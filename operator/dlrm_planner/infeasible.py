@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import HardwareProfile
-from dlrm_api.job import DLRMJobSpec
 from dlrm_planner.costs import read_costs
 from dlrm_planner.memory import MIB, MOST_DDR, Limit, human, pod_limit
 from dlrm_planner.needs import NoPlacement
@@ -15,12 +14,20 @@ from dlrm_planner.search import Question, Refusal, solved
 from dlrm_planner.sharding import may_split
 from dlrm_planner.tiering import Short
 
-MOST_REPLICAS = 4_096
 MOST_BLOCK = 2**55
 
 
-def infeasible(asked: Question, profile: HardwareProfile | None, refusal: Refusal) -> InfeasiblePlanError:
-    """The error whose reasons name the table, the rank, the node, the bytes that are missing, and the mends."""
+def infeasible(
+    asked: Question, profile: HardwareProfile | None, refusal: Refusal, grows: str = "trainer.replicas"
+) -> InfeasiblePlanError:
+    """The error whose reasons name the table, the rank, the node, the bytes that are missing, and the mends.
+
+    Args:
+        asked: what has no answer.
+        profile: of the nodes.
+        refusal: why.
+        grows: the field that a larger gang is asked for by.
+    """
     cause = refusal.cause
     if isinstance(cause, Short):
         reasons = [_tier_shortfall(asked, cause), *_tier_mends(asked, cause)]
@@ -36,7 +43,7 @@ def infeasible(asked: Question, profile: HardwareProfile | None, refusal: Refusa
         reasons.extend(_unpinned(asked, cause))
     replicas = _enough_replicas(asked, profile)
     if replicas is not None:
-        reasons.append(f"mend: trainer.replicas: {replicas} of the same hardware hold all tables")
+        reasons.append(f"mend: {grows}: {replicas} of the same hardware hold all tables")
     else:
         reasons.append(f"more replicas do not help: {_bound(asked, cause)}")
     return InfeasiblePlanError("spec.trainer", reasons)
@@ -130,12 +137,8 @@ def _bound(asked: Question, cause: NoPlacement | Short) -> str:
         table = asked.tables.specs[cause.table]
         if table.pin is not None and (table.pin.ranks or not may_split(table)):
             return f"table {table.name} stays where its pin puts it, and is split no further"
-    most = _most_replicas(asked)
+    most = asked.spec.most_replicas
     return f"{most} are the most that data.virtualShards {asked.spec.data.virtual_shards} allows, and too few"
-
-
-def _most_replicas(asked: Question) -> int:
-    return min(MOST_REPLICAS, asked.spec.data.virtual_shards // asked.spec.trainer.processes_per_replica)
 
 
 def _unpinned(asked: Question, cause: NoPlacement) -> Iterator[str]:
@@ -166,18 +169,15 @@ def _enough_memory(asked: Question, limit: Limit, short: int) -> int | None:
 def _enough_replicas(asked: Question, profile: HardwareProfile | None) -> int | None:
     """A larger number of replicas at which all tables fit, as small as halving finds one."""
     spec = asked.spec
-    most = _most_replicas(asked) - spec.replicas
+    most = asked.spec.most_replicas - spec.replicas
 
     def fits(more: int) -> bool:
-        wider = _wider(spec, spec.replicas + more)
-        return solved(replace(asked, spec=wider, limit=pod_limit(wider, profile), costs=read_costs(wider, profile)))
+        wider = spec.with_replicas(spec.replicas + more)
+        limit = pod_limit(wider, profile, asked.reserve)
+        return solved(replace(asked, spec=wider, limit=limit, costs=read_costs(wider, profile)))
 
     more = _least(fits, most) if most > 0 else None
     return None if more is None else spec.replicas + more
-
-
-def _wider(spec: DLRMJobSpec, replicas: int) -> DLRMJobSpec:
-    return spec.model_copy(update={"trainer": spec.trainer.model_copy(update={"replicas": replicas})})
 
 
 def _least(holds: Callable[[int], bool], most: int, start: int = 1) -> int | None:

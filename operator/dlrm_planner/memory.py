@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
+from dlrm_api.quantities import parse_bytes
 from dlrm_planner.costs import ELEMENT_BYTES
 from dlrm_planner.dense import OPTIMIZER_COPIES, activation_bytes, dense_cut_bytes, dense_parameters, exchange_bytes
 from dlrm_planner.sharding import replica_bytes
@@ -27,6 +29,7 @@ SLICE_SHARE = 16
 """A hand-off in slices takes one part in so many of a pod's memory for tables."""
 UNCHECKED_SLICE_BYTES = 1024 * MIB
 """The same where nothing is known of that memory."""
+CONTAINER_LIMIT = "trainer.resources.limits.memory"
 MOST_DDR = 2**50
 """No node has more; it keeps sums over thousands of nodes below 2**63."""
 
@@ -58,20 +61,38 @@ def reading_bytes(spec: DLRMJobSpec) -> int:
     return int(spec.data.prefetch_bytes) * (1 + bool(spec.data.eval.uris))
 
 
-def pod_limit(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Limit | None:
-    """The tighter of the node's DDR and the user's budget; None where neither is known."""
+def pod_limit(spec: DLRMJobSpec, profile: HardwareProfile | None, reserve: int = 0) -> Limit | None:
+    """The tightest of the node's DDR, the container's limit and the user's budget; None where none is known.
+
+    Args:
+        spec: of the job.
+        profile: of the node.
+        reserve: bytes of each pod that are to stay free besides.
+    """
     limits: list[Limit] = []
+    working, spared = working_set_bytes(spec), f", less {human(reserve)} that stay free" if reserve else ""
+    beside = "processes, dense parameters, activations and data read ahead"
     if profile is not None:
-        ddr, working = profile.spec.tiers.ddr.bytes, working_set_bytes(spec)
-        name = profile.metadata.name
-        beside = "processes, dense parameters, activations and data read ahead"
-        source = f"{human(ddr)} DDR of a {name} node less {human(working)} for {beside}"
-        limits.append(Limit(min(ddr, MOST_DDR) - working, source, f"DDR per node (HardwareProfile {name})"))
+        ddr, name = profile.spec.tiers.ddr.bytes, profile.metadata.name
+        source = f"{human(ddr)} DDR of a {name} node less {human(working)} for {beside}{spared}"
+        limits.append(Limit(min(ddr, MOST_DDR) - working - reserve, source, f"DDR per node (HardwareProfile {name})"))
     budget = spec.trainer.tier_budgets.ddr
     if budget is not None:
-        source = f"trainer.tierBudgets.ddr of {human(budget)}"
-        limits.append(Limit(min(budget, MOST_DDR), source, "trainer.tierBudgets.ddr"))
+        source = f"trainer.tierBudgets.ddr of {human(budget)}{spared}"
+        limits.append(Limit(min(budget, MOST_DDR) - reserve, source, "trainer.tierBudgets.ddr"))
+    most, own = container_limit(spec), working - CHECKPOINTER_BASE_BYTES
+    if most is not None:
+        source = f"{CONTAINER_LIMIT} of {human(most)} less {human(own)} for {beside}{spared}"
+        limits.append(Limit(min(most, MOST_DDR) - own - reserve, source, CONTAINER_LIMIT))
     return min(limits, key=lambda limit: limit.size, default=None)
+
+
+def container_limit(spec: DLRMJobSpec) -> int | None:
+    """Bytes above which the kernel ends the trainer's container; None where the user sets no such limit."""
+    text = spec.trainer.resources.limits.get("memory")
+    if text is None:
+        return None
+    return int(Decimal(text[:-1]) / 1000) if text.endswith("m") else int(parse_bytes(text))
 
 
 def full_cut_bytes(spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], pod: int) -> int:

@@ -3,49 +3,103 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 
-from dlrm_api.errors import InfeasiblePlanError
+from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, RankPlan, Shard, TablePlan, TierLevel, TierShare
 from dlrm_api.trace import TableTrace
+from dlrm_planner.auto import plan_sized
 from dlrm_planner.explain import explain
 from dlrm_planner.infeasible import infeasible
 from dlrm_planner.memory import MIB, full_cut_bytes, human, least_handoff_bytes
 from dlrm_planner.policy import Policy, choose_policy
-from dlrm_planner.predict import predict
-from dlrm_planner.search import Refusal, Solution, buffer_bytes, question, search
+from dlrm_planner.predict import missing_rates, predict
+from dlrm_planner.search import Question, Refusal, Solution, buffer_bytes, question, search
 from dlrm_planner.sharding import check_pins, replica_bytes
 from dlrm_planner.tables import read_tables
 
 
 def plan_job(
-    spec: DLRMJobSpec, profile: HardwareProfile | None = None, *, traces: Mapping[str, TableTrace] | None = None
+    spec: DLRMJobSpec,
+    profile: HardwareProfile | None = None,
+    *,
+    traces: Mapping[str, TableTrace] | None = None,
+    reserve: int = 0,
 ) -> Plan:
-    """Place every table of the job on ``spec.world_size`` ranks, and its rows in the tiers of their nodes.
+    """Place every table of the job on its ranks, and its rows in the tiers of their nodes.
+
+    Where ``trainer.replicas`` is absent and ``trainer.auto`` given, the plan also says on how many replicas
+    (:mod:`dlrm_planner.auto`).
 
     Args:
         spec: A validated job; ``trainer.hardware`` names the profile, which the caller looks up.
-        profile: What one node gives. Without it and without ``trainer.tierBudgets.ddr`` memory is not checked.
+        profile: What one node gives. Without it, ``trainer.tierBudgets.ddr`` and
+            ``trainer.resources.limits.memory``, memory is not checked.
         traces: How tables whose ``distribution`` refers to a trace are reused, by table
             (:func:`dlrm_planner.traces.read_traces`).
+        reserve: Bytes of memory of each pod that are to stay free.
 
     Returns:
         The same plan for the same arguments, on every machine.
 
     Raises:
         InfeasiblePlanError: the tables do not fit; the reasons say which, where, by how many bytes, and the mend.
-        InvalidSpecError: a pin names a rank, tier or kind of split that there is not, or a trace is missing.
+        InvalidSpecError: a pin names a rank, tier or kind of split that there is not, a trace is missing, or a target
+            is given for a throughput that the profile does not let predict.
     """
-    tables = read_tables(spec)
-    check_pins(spec, tables)
-    asked = question(spec, profile, tables, traces or {})
-    found = search(asked)
-    if isinstance(found, Refusal):
-        raise infeasible(asked, profile, found)
+    if spec.fixed_replicas is not None:
+        return _Planning(profile, traces or {}, reserve).fixed(spec)
+    planning = _Planning(profile, traces or {}, reserve, grows="trainer.auto.max")
+    return plan_sized(spec, planning.perhaps, planning.refusal, lambda fixed, plan: missing_rates(fixed, profile, plan))
+
+
+@dataclass(frozen=True)
+class _Planning:
+    """Plans of one job on one kind of hardware, whatever its number of replicas."""
+
+    profile: HardwareProfile | None
+    traces: Mapping[str, TableTrace]
+    reserve: int
+    grows: str = "trainer.replicas"
+    """The field that a larger gang is asked for by."""
+
+    def fixed(self, spec: DLRMJobSpec) -> Plan:
+        """The plan of ``spec.replicas`` replicas."""
+        asked, found = self._search(spec)
+        if isinstance(found, Refusal):
+            raise infeasible(asked, self.profile, found, self.grows)
+        return _written(spec, self.profile, asked, found)
+
+    def perhaps(self, spec: DLRMJobSpec) -> Plan | None:
+        """The same; None where there is none, which is told without the time that mends take."""
+        try:
+            asked, found = self._search(spec)
+            return None if isinstance(found, Refusal) else _written(spec, self.profile, asked, found)
+        except InvalidSpecError:
+            return None
+
+    def refusal(self, spec: DLRMJobSpec) -> InvalidSpecError:
+        """Why there is none."""
+        try:
+            self.fixed(spec)
+        except InvalidSpecError as error:
+            return error
+        raise AssertionError("a plan that was refused is made after all")
+
+    def _search(self, spec: DLRMJobSpec) -> tuple[Question, Solution | Refusal]:
+        tables = read_tables(spec)
+        check_pins(spec, tables)
+        asked = question(spec, self.profile, tables, self.traces, self.reserve)
+        return asked, search(asked)
+
+
+def _written(spec: DLRMJobSpec, profile: HardwareProfile | None, asked: Question, found: Solution) -> Plan:
+    """A solution as the plan of its job."""
     handoff = tuple(_handoff_bytes(spec, found, pod) for pod in range(spec.replicas))
     ranks = _rank_plans(spec, found, handoff)
     policy, rule = choose_policy(spec, found, asked.traces)

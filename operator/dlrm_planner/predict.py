@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.plan import Prediction
+from dlrm_api.plan import Plan, Prediction
 from dlrm_api.tiers import BLOCK_PAGE_BYTES
 from dlrm_planner.costs import ELEMENT_BYTES, ROW_READS, ROW_WRITES, WIRE_BYTES, Costs
 from dlrm_planner.dense import dense_parameters, largest_slice, step_flops
@@ -45,6 +45,21 @@ def predict(spec: DLRMJobSpec, profile: HardwareProfile | None, found: Solution)
         price_per_billion_samples=price,
         imbalance=imbalance,
     )
+
+
+def missing_rates(spec: DLRMJobSpec, profile: HardwareProfile | None, plan: Plan) -> str:
+    """Why a plan has no predicted throughput, by the fields that lack; empty where it has one."""
+    if profile is None:
+        return "trainer.hardware names no HardwareProfile"
+    known, hardware = plan.predicted, profile.spec
+    lacking = [] if hardware.flops_per_second else ["flopsPerSecond"]
+    if not hardware.tiers.ddr.read_bytes_per_second:
+        lacking.append("tiers.ddr.readBytesPerSecond")
+    if known.communication_seconds is None:
+        lacking.append(f"network.{'inter' if spec.replicas > 1 else 'intra'}NodeBytesPerSecond")
+    used = {level.tier for table in plan.tables for shard in table.shards for level in shard.tiers.levels[1:]}
+    lacking += [f"tiers.{tier}.readBytesPerSecond" for tier in sorted(used) if tier not in known.lookup_seconds]
+    return f"HardwareProfile {profile.metadata.name} has no {', '.join(lacking)}" if lacking else ""
 
 
 def _compute_seconds(spec: DLRMJobSpec, profile: HardwareProfile) -> float | None:

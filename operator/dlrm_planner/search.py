@@ -39,6 +39,8 @@ class Question:
     tables: Tables
     costs: Costs
     limit: Limit | None
+    reserve: int
+    """Bytes that each pod keeps free; the limit is without them."""
     caps: Mapping[SlowTier, int]
     """Bytes of each slower tier of a pod, fastest first."""
     traces: Mapping[str, TableTrace]
@@ -80,14 +82,19 @@ class Refusal:
 
 
 def question(
-    spec: DLRMJobSpec, profile: HardwareProfile | None, tables: Tables, traces: Mapping[str, TableTrace]
+    spec: DLRMJobSpec,
+    profile: HardwareProfile | None,
+    tables: Tables,
+    traces: Mapping[str, TableTrace],
+    reserve: int = 0,
 ) -> Question:
     """The job's own question."""
     return Question(
         spec=spec,
         tables=tables,
         costs=read_costs(spec, profile),
-        limit=pod_limit(spec, profile),
+        limit=pod_limit(spec, profile, reserve),
+        reserve=reserve,
         caps=slow_caps(spec, profile),
         traces=traces,
     )

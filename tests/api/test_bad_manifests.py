@@ -322,8 +322,16 @@ BAD = {
     ),
     "more ranks than shards": job(
         {"spec.trainer.replicas": 33, "spec.trainer.processesPerReplica": 2},
-        "spec: data.virtualShards must be at least trainer.replicas x processesPerReplica, one for each rank: "
-        "raise it, or use fewer ranks",
+        "spec: data.virtualShards must be at least trainer.replicas (or auto.min) x processesPerReplica, one for each "
+        "rank: raise it, or use fewer ranks",
+    ),
+    "a smallest gang of more ranks than shards": job(
+        {
+            "spec.trainer.auto": {"min": 33, "max": 99, "targetSamplesPerSecond": 0},
+            "spec.trainer.processesPerReplica": 2,
+        },
+        "spec: data.virtualShards must be at least trainer.replicas (or auto.min) x processesPerReplica, one for each "
+        "rank: raise it, or use fewer ranks",
     ),
     "nothing to train on": job(
         {"spec.data.format": "parquet"},
@@ -388,9 +396,9 @@ BAD = {
     # the pods' overlay
     "overlay of the host's network": job(
         {"spec.trainer.podTemplate.spec": {"hostNetwork": True}},
-        "spec.trainer.podTemplate.spec: hostNetwork cannot be added: only dnsConfig, dnsPolicy, hostAliases, "
-        "imagePullSecrets, nodeSelector, runtimeClassName, schedulingGates, securityContext, serviceAccountName, "
-        "tolerations, volumes can",
+        "spec.trainer.podTemplate.spec: hostNetwork cannot be added: only affinity, dnsConfig, dnsPolicy, "
+        "hostAliases, imagePullSecrets, nodeSelector, runtimeClassName, schedulingGates, securityContext, "
+        "serviceAccountName, tolerations, topologySpreadConstraints, volumes can",
         'unknown field "spec.trainer.podTemplate.spec.hostNetwork"',
     ),
     "overlay of the command": job(
@@ -409,27 +417,30 @@ BAD = {
         "spec.trainer.podTemplate.spec: volumes must be of type array",
         "spec.trainer.podTemplate.spec.volumes in body must be of type array",
     ),
-    # what this version lacks
-    "gang that is not built": job(
-        {"spec.scheduling": {"gang": "kueue"}},
-        "spec.scheduling.gang: gang: only none is built in this version: use it or leave the field out",
-        "gang: only none is built in this version: use it or leave the field out",
+    # where pods go
+    "pack without a domain": job(
+        {"spec.scheduling": {"topology": "pack"}},
+        "spec.scheduling: topologyKey must name the node label of the domain that topology: pack puts all pods into",
     ),
+    "domain of no topology": job(
+        {"spec.scheduling": {"topologyKey": "zone"}},
+        "spec.scheduling: topologyKey says nothing where topology is any: set topology to spread or pack, or leave it "
+        "out",
+    ),
+    "kueue without a queue": job(
+        {"spec.scheduling": {"gang": "kueue"}},
+        "spec.scheduling: queue must name a LocalQueue where gang is kueue",
+    ),
+    "queue that nobody reads": job(
+        {"spec.scheduling": {"gang": "coscheduling", "queue": "ads"}},
+        "spec.scheduling: queue says nothing where gang is neither kueue nor volcano: set gang, or leave queue out",
+    ),
+    # what this version lacks
     "option of a group's tables": job(
         {"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 16, "embedding": {"pruneRatio": 0.5}}}]},
         "spec.model.tableGroups[0].template.embedding.pruneRatio: pruneRatio is not built in this version: "
         "leave it out",
         "spec.model.tableGroups[0].template.embedding.pruneRatio: Invalid value: pruneRatio is not built",
-    ),
-    "suspend": job(
-        {"spec.lifecycle.suspend": True},
-        "spec.lifecycle.suspend: suspend is not built in this version: leave it out",
-        "suspend is not built in this version: leave it out",
-    ),
-    "hang timeout": job(
-        {"spec.lifecycle.hangTimeout": "5m"},
-        "spec.lifecycle.hangTimeout: hangTimeout is not built in this version: leave it out",
-        "spec.lifecycle.hangTimeout: Invalid value: hangTimeout is not built in this version: leave it out",
     ),
     "bytes of a tier": job(
         {"spec.trainer.tierBudgets.hbm": "1Gi"},
@@ -441,11 +452,6 @@ BAD = {
         "spec.model.tables[0].pin.tier: tier: only ddr, cxl, scm, block are built in this version: "
         "use one of them or leave the field out",
         "spec.model.tables[0].pin.tier: Invalid value: tier: only ddr, cxl, scm, block are built in this version",
-    ),
-    "object that is not built": job(
-        {"spec.trainer.auto": {"min": 1, "max": 3, "targetSamplesPerSecond": 1}},
-        "spec.trainer.auto: auto is not built in this version: leave it out",
-        "spec.trainer.auto: Invalid value: auto is not built in this version: leave it out",
     ),
     # hardware profiles
     "profile without tiers": profile(

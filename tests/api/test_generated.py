@@ -70,6 +70,7 @@ def test_a_stale_file_fails_the_check_and_is_mended_without_it(
     generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(generate, "FOLDER", tmp_path)
+    monkeypatch.setattr(generate, "CHART", tmp_path)
     (tmp_path / "dlrmjobs.yaml").write_text("kind: Other\n")
 
     monkeypatch.setattr(sys, "argv", ["generate.py", "--check"])

@@ -8,11 +8,11 @@ pytestmark = pytest.mark.cluster
 
 JOBS = "namespaces/default/dlrmjobs"
 FROZEN = (
-    "spec: Forbidden: spec cannot change once the job has left phase Pending, but for spec.checkpoint.interval, "
-    "spec.checkpoint.intervalSteps, spec.checkpoint.expectedRestores, spec.checkpoint.baseEvery, "
-    "spec.checkpoint.maxChain, spec.checkpoint.maxRestoreTime, spec.checkpoint.restoreBandwidth, "
-    "spec.checkpoint.retention, spec.lifecycle.restart: "
-    "delete the job and apply it anew, it goes on from its newest snapshot"
+    "spec: Forbidden: spec changes only in phases Pending, Suspended, Failed, but for spec.lifecycle, "
+    "spec.trainer.replicas, spec.checkpoint.interval, spec.checkpoint.intervalSteps, spec.checkpoint.expectedRestores, "
+    "spec.checkpoint.baseEvery, spec.checkpoint.maxChain, spec.checkpoint.maxRestoreTime, "
+    "spec.checkpoint.restoreBandwidth, spec.checkpoint.retention: "
+    "set spec.lifecycle.suspend, change it, and resume: the job goes on from its newest snapshot"
 )
 
 
@@ -36,7 +36,7 @@ def set_phase(server: Any, job: str, phase: str) -> None:
         {"model": {"tables": []}},
         {"data": {"epochs": 3}},
         {"training": {"seed": 5}},
-        {"trainer": {"replicas": 2}},
+        {"trainer": {"processesPerReplica": 2}},
         {"trainer": {"podTemplate": {"metadata": {"labels": {"team": "ads"}}}}},
         {"checkpoint": {"uri": "s3://bucket/other"}},
         {"checkpoint": {"bits": 8}},
@@ -46,7 +46,6 @@ def set_phase(server: Any, job: str, phase: str) -> None:
         {"checkpoint": {"s3": {"encryption": "AES256"}}},
         {"checkpoint": {"s3": {"region": None}}},
         {"checkpoint": {"s3": {"endpoint": "https://store"}}},
-        {"lifecycle": {"terminationGracePeriod": "1m"}},
         {"scheduling": {"priorityClass": "high"}},
     ],
 )
@@ -67,7 +66,9 @@ def test_what_a_running_job_cannot_take_over_is_refused(server: Any, job: str, c
         {"checkpoint": {"retention": {"keepLast": 9, "keepEvery": "1d"}}},
         {"checkpoint": {"expectedRestores": 40}},
         {"checkpoint": {"baseEvery": "12h", "maxChain": 4, "maxRestoreTime": "5m", "restoreBandwidth": "1G"}},
-        {"lifecycle": {"restart": {"maxRestarts": 0}}},
+        {"lifecycle": {"restart": {"maxRestarts": 0}, "terminationGracePeriod": "1m"}},
+        {"lifecycle": {"suspend": True, "commitDeadline": "30s"}},
+        {"trainer": {"replicas": 2}},
     ],
 )
 @pytest.mark.parametrize("phase", ["Running", "Restarting"])
@@ -79,8 +80,8 @@ def test_what_a_running_job_takes_over_may_change(server: Any, job: str, phase: 
     assert kept["metadata"]["generation"] == 2
 
 
-@pytest.mark.parametrize("phase", ["Planning", "Scheduling", "Restoring", "Succeeded", "Failed", "Restarting"])
-def test_every_phase_but_pending_is_frozen(server: Any, job: str, phase: str) -> None:
+@pytest.mark.parametrize("phase", ["Planning", "Scheduling", "Restoring", "Suspending", "Restarting", "Succeeded"])
+def test_every_phase_with_a_gang_and_the_good_end_are_frozen(server: Any, job: str, phase: str) -> None:
     set_phase(server, job, phase)
 
     with pytest.raises(RuntimeError) as refused:
@@ -89,8 +90,8 @@ def test_every_phase_but_pending_is_frozen(server: Any, job: str, phase: str) ->
     assert FROZEN in str(refused.value)
 
 
-@pytest.mark.parametrize("phase", [None, "Pending"])
-def test_a_job_that_waits_may_change(server: Any, job: str, phase: str | None) -> None:
+@pytest.mark.parametrize("phase", [None, "Pending", "Suspended", "Failed"])
+def test_a_job_without_a_gang_may_change(server: Any, job: str, phase: str | None) -> None:
     if phase:
         set_phase(server, job, phase)
 

@@ -76,6 +76,15 @@ checkpoints = st.fixed_dictionaries(
 )
 trainers = st.fixed_dictionaries({}, optional={"replicas": counts, "processesPerReplica": counts})
 trainings = st.fixed_dictionaries({}, optional={"maxSteps": st.just(1), "maxSamples": st.just(1)})
+schedulings = st.fixed_dictionaries(
+    {},
+    optional={
+        "topology": st.sampled_from(["any", "spread", "pack"]),
+        "topologyKey": st.just("zone"),
+        "gang": st.sampled_from(["none", "kueue", "volcano", "coscheduling"]),
+        "queue": st.just("ads"),
+    },
+)
 tiers = st.fixed_dictionaries(
     {"bytes": st.just("1Ti")}, optional={"hostPath": st.just("/mnt"), "storageClass": st.just("local")}
 )
@@ -146,7 +155,14 @@ def one_part(part: str, value: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "dlrm.dev/v1alpha1", "kind": "DLRMJob", "metadata": {"name": "job"}, "spec": spec}
 
 
-PARTS = {"model": models, "data": data, "checkpoint": checkpoints, "trainer": trainers, "training": trainings}
+PARTS = {
+    "model": models,
+    "data": data,
+    "checkpoint": checkpoints,
+    "trainer": trainers,
+    "training": trainings,
+    "scheduling": schedulings,
+}
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -48,7 +48,7 @@ def test_help_loads_neither_torch_nor_boto3_nor_kubernetes() -> None:
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
 
     assert finished.returncode == 0, finished.stderr
-    for command in ("validate", "plan", "render", "run", "trace", "snapshots"):
+    for command in ("validate", "plan", "render", "run", "trace", "snapshots", "get", "logs", "top"):
         assert command in finished.stdout
 
 
@@ -105,6 +105,18 @@ def test_render_gives_the_same_objects_as_yaml_and_as_a_list_for_kubectl(
     assert {"ConfigMap", "Service"} <= set(kinds)
     assert (listed["apiVersion"], listed["kind"]) == ("v1", "List")
     assert [item["metadata"]["name"] for item in listed["items"]] == [one["metadata"]["name"] for one in documents]
+
+
+def test_planned_replicas_are_shown_with_the_reason_and_rendered(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ["--set", "spec.trainer.auto={min: 3, max: 5, targetSamplesPerSecond: 0}"]
+    app.main(["plan", str(job), *chosen])
+    shown = capsys.readouterr().out
+    app.main(["render", str(job), *chosen])
+    kinds = [document["kind"] for document in yaml.safe_load_all(capsys.readouterr().out)]
+
+    assert "6 ranks on 3 pods" in shown
+    assert "- trainer.auto: 3 replicas, the fewest from 3 to 5 that hold all tables" in shown
+    assert kinds.count("Pod") == 3
 
 
 def test_a_job_survives_its_way_through_the_work_directory(job: Path) -> None:

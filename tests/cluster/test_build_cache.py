@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_cluster.build import RECIPES, TOOLS, binaries
+from dlrm_cluster.build import RECIPES, TOOLS, binaries, module_folder
 from dlrm_cluster.errors import BuildError, MissingToolError
 
 FAKE_GO = """#!/bin/sh
@@ -110,3 +110,17 @@ def test_every_recipe_has_a_pinned_module_that_names_its_packages() -> None:
         assert (TOOLS / name / "go.sum").exists()
         wanted = (TOOLS / name / "tools.go").read_text()
         assert all(f'"{package}"' in wanted for package in recipe.packages.values())
+
+
+@pytest.mark.cluster
+def test_a_module_s_sources_are_found_at_the_pinned_version() -> None:
+    folder = module_folder("kwok", "sigs.k8s.io/kwok")
+
+    assert folder.name == "kwok@v0.7.0"
+    assert (folder / "go.mod").exists()
+
+
+@pytest.mark.cluster
+def test_a_module_that_a_recipe_lacks_is_refused_by_name() -> None:
+    with pytest.raises(BuildError, match=r"module example\.com/x of kwok: "):
+        module_folder("kwok", "example.com/x")

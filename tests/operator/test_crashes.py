@@ -17,6 +17,7 @@ from dlrm_operator.actions import Action, PlanQuestion, WakeAt
 from dlrm_operator.cache import PodCache
 from dlrm_operator.cluster import KubernetesApi
 from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError
+from dlrm_operator.cuts import Cutter
 from dlrm_operator.images import Images
 from dlrm_operator.jobs import JobCache
 from dlrm_operator.observed import JobKey, JobSeen, Planning
@@ -24,6 +25,8 @@ from dlrm_operator.observing import Observer
 from dlrm_operator.performing import Performer
 from dlrm_operator.planning import Planner
 from dlrm_operator.polling import Poller
+from dlrm_operator.references import References
+from dlrm_operator.stack_taking import StackTaker
 from dlrm_operator.turns import Turns
 from dlrm_planner import plan_job
 
@@ -63,6 +66,9 @@ class InstantPlanner(Planner):
     def answer(self, key: JobKey, job: JobSeen, profile_version: str) -> Planning | None:
         return self._plans.get(key)
 
+    def has_answered(self, key: JobKey) -> bool:
+        return key in self._plans
+
     def request(self, key: JobKey, question: PlanQuestion) -> None:
         self._plans[key] = Planning(plan=plan_job(question.job.spec, question.profile))
 
@@ -78,8 +84,10 @@ class Life:
     def __init__(self, api: KubernetesApi, die_at: int | None = None, *, answer_lost: bool = False) -> None:
         planner, poller, jobs = InstantPlanner(), Poller(1, lambda key: None), JobCache()
         pods = PodCache(api, None, lambda key: None)
-        self.performer = MortalPerformer(api, planner, Alarm(), die_at=die_at, answer_lost=answer_lost)
-        observer = Observer(api, jobs, pods, planner, poller, Images())
+        cutter, stacks = Cutter(api, lambda key: None), StackTaker(lambda key: None)
+        parts = (api, planner, cutter, stacks, Alarm(), jobs, pods)
+        self.performer = MortalPerformer(*parts, die_at=die_at, answer_lost=answer_lost)
+        observer = Observer(api, jobs, pods, planner, poller, cutter, stacks, References(api), Images())
         self.turns = Turns(observer, self.performer, jobs, planner, poller)
 
 

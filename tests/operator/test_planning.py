@@ -1,7 +1,10 @@
 """The planner works in a child process: it may take long, crash or refuse, and the operator goes on."""
 
 import asyncio
+import mmap
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -10,7 +13,10 @@ from operator_cluster import job_document
 
 from dlrm_api.job import parse_job
 from dlrm_operator.actions import PlanQuestion
-from dlrm_operator.planning import plan_in_child
+from dlrm_operator.observed import JobKey, Planning
+from dlrm_operator.planner_process import MOST_BYTES, PlannerProcess
+from dlrm_operator.planning import Planner
+from dlrm_operator.reading import read_job
 from dlrm_planner import plan_job
 
 pytestmark = pytest.mark.slow
@@ -27,10 +33,18 @@ def question(traces: Mapping[str, str] | None = None, **spec: Any) -> PlanQuesti
     )
 
 
+async def plan(asked: PlanQuestion, deadline_s: float) -> Planning:
+    process = PlannerProcess()
+    try:
+        return await process.ask(asked, deadline_s)
+    finally:
+        await process.end()
+
+
 def test_the_child_gives_the_plan_that_the_planner_makes() -> None:
     asked = question()
 
-    answer = asyncio.run(plan_in_child(asked, 60))
+    answer = asyncio.run(plan(asked, 60))
 
     assert answer.plan == plan_job(asked.job.spec, None)
 
@@ -38,7 +52,7 @@ def test_the_child_gives_the_plan_that_the_planner_makes() -> None:
 def test_a_refusal_is_final_and_keeps_the_planners_words() -> None:
     asked = question(trainer={"replicas": 1, "tierBudgets": {"ddr": "1Ki"}})
 
-    answer = asyncio.run(plan_in_child(asked, 60))
+    answer = asyncio.run(plan(asked, 60))
 
     assert answer.final
     assert "tierBudgets" in answer.problem
@@ -49,7 +63,7 @@ def test_the_child_reads_the_traces_that_it_is_given() -> None:
     table = {"name": "a", "rows": 10, "dim": 4, "distribution": {"reference": reference}}
     asked = question({reference: "no trace"}, model={"tables": [table], "interaction": "dcn"})
 
-    answer = asyncio.run(plan_in_child(asked, 60))
+    answer = asyncio.run(plan(asked, 60))
 
     assert answer.final
     assert "spec.model.tables[0].distribution.reference: configmap:reuse holds no trace" in answer.problem
@@ -60,7 +74,7 @@ def test_tiers_that_nobody_mounts_are_refused_before_there_is_a_plan() -> None:
     budgets = {"ddr": "1Gi", "block": "20Gi"}
     asked = question(model={"tables": [table], "interaction": "dcn"}, trainer={"tierBudgets": budgets})
 
-    answer = asyncio.run(plan_in_child(asked, 60))
+    answer = asyncio.run(plan(asked, 60))
 
     assert answer.final
     assert "name a HardwareProfile whose tiers.block has hostPath or storageClass" in answer.problem
@@ -69,7 +83,7 @@ def test_tiers_that_nobody_mounts_are_refused_before_there_is_a_plan() -> None:
 def test_a_deadline_is_no_verdict_and_leaves_no_child() -> None:
     me = psutil.Process()
 
-    answer = asyncio.run(plan_in_child(question(), 0.05))  # less than Python takes to start
+    answer = asyncio.run(plan(question(), 0.05))  # less than Python takes to start
 
     assert answer.plan is None
     assert not answer.final
@@ -80,10 +94,124 @@ def test_a_deadline_is_no_verdict_and_leaves_no_child() -> None:
 def test_the_loop_turns_while_the_planner_works() -> None:
     async def both() -> int:
         ticks = 0
-        task = asyncio.create_task(plan_in_child(question(), 60))
+        task = asyncio.create_task(plan(question(), 60))
         while not task.done():
             ticks += 1
             await asyncio.sleep(0.01)
         return ticks
 
     assert asyncio.run(both()) > 5
+
+
+def planner_children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "plan_child" in " ".join(child.cmdline())]
+
+
+async def answers(planner: Planner, keys: list[JobKey], asked: PlanQuestion, within_s: float = 60.0) -> list[JobKey]:
+    """Ask for each job; in which order the answers came."""
+    for key in keys:
+        planner.request(key, asked)
+    came: list[JobKey] = []
+    deadline = time.monotonic() + within_s
+    while len(came) < len(keys):
+        assert time.monotonic() < deadline, came
+        came += [key for key in keys if key not in came and planner.has_answered(key)]
+        await asyncio.sleep(0.005)
+    return came
+
+
+KEYS = [JobKey("space", f"job-{number}") for number in range(20)]
+
+
+def test_one_process_plans_many_jobs_in_the_order_in_which_they_asked() -> None:
+    async def run() -> tuple[list[JobKey], set[int]]:
+        planner, pids = Planner(60, lambda key: pids.update(child.pid for child in planner_children())), set()
+        came = await answers(planner, KEYS, question())
+        await planner.stop()
+        return came, pids
+
+    came, pids = asyncio.run(run())
+
+    assert came == KEYS
+    assert len(pids) == 1
+    assert planner_children() == []
+
+
+def test_a_planner_stays_for_the_next_question_however_large_the_operator_is() -> None:
+    async def run() -> list[psutil.Process]:
+        process = PlannerProcess()
+        await process.ask(question(), 60)
+        stayed = planner_children()
+        await process.end()
+        return stayed
+
+    large = bytearray(MOST_BYTES)
+    large[:: mmap.PAGESIZE] = bytes([1]) * len(range(0, MOST_BYTES, mmap.PAGESIZE))
+
+    assert len(asyncio.run(run())) == 1
+
+
+def test_a_planner_that_was_killed_is_told_of_and_the_next_question_is_answered() -> None:
+    async def run() -> tuple[Planning, Planning]:
+        process = PlannerProcess()
+        await process.ask(question(), 60)
+        (child,) = planner_children()
+        child.kill()
+        killed = await process.ask(question(), 60)
+        again = await process.ask(question(), 60)
+        await process.end()
+        return killed, again
+
+    killed, again = asyncio.run(run())
+
+    assert "exit code -9" in killed.problem
+    assert not killed.final
+    assert again.plan is not None
+
+
+def test_a_job_that_is_edited_all_the_time_gets_its_plan_and_keeps_nobody_from_theirs() -> None:
+    async def run() -> tuple[set[int], Planning | None]:
+        planner, pids = Planner(60, lambda key: None), set()
+        planner.request(KEYS[1], question())
+        generation, deadline = 0, time.monotonic() + 60
+        while not (planner.has_answered(KEYS[0]) and planner.has_answered(KEYS[1])):
+            assert time.monotonic() < deadline
+            generation += 1
+            edited = {"restart": {"maxBackoff": f"{generation}s"}}
+            planner.request(KEYS[0], replace(question(lifecycle=edited), generation=generation))
+            pids |= {child.pid for child in planner_children()}
+            await asyncio.sleep(0.02)
+        spec = {"lifecycle": {"restart": {"maxBackoff": "1h"}}}
+        job = read_job({**job_document("job-0", **spec), "metadata": {**META, "generation": generation + 1}})
+        found = planner.answer(KEYS[0], job, "")
+        await planner.stop()
+        return pids, found
+
+    pids, found = asyncio.run(run())
+
+    assert len(pids) <= 2  # a second one where the first takes long to start
+    assert found is not None
+
+
+def test_a_job_that_changes_while_it_is_planned_is_planned_anew() -> None:
+    async def run() -> Planning | None:
+        planner = Planner(60, lambda key: None)
+        planner.request(KEYS[0], question())
+        await asyncio.sleep(0.05)
+        tables = [{"name": "c", "rows": 10, "dim": 4}]
+        model = {"tables": tables, "interaction": "dcn"}
+        planner.request(KEYS[0], replace(question(model=model), generation=2))
+        job = read_job({**job_document("job-0", model=model), "metadata": {**META, "generation": 2}})
+        deadline = time.monotonic() + 60
+        while (found := planner.answer(KEYS[0], job, "")) is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        await planner.stop()
+        return found
+
+    found = asyncio.run(run())
+
+    assert found is not None
+    assert found.plan is not None
+
+
+META = {"name": "job-0", "namespace": "space", "uid": "u", "resourceVersion": "1"}

@@ -1,14 +1,26 @@
 """What reconcile decides, case by case, on a cluster of plain data."""
 
+from dataclasses import replace
 from datetime import timedelta
 
+import pytest
 from kubelet_double import committed_word
 from model_cluster import KEY, ModelCluster
-from running_job import POD_0, POD_1, condition, next_gang, running, say, status
+from running_job import POD_0, POD_1, bring_up, condition, next_gang, running, say, status
 
 from dlrm_api.progress import Progress, TrainerPhase
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.actions import ApplyStatus, CreatePod, DeleteObject, EmitEvent, RequestPlan
+from dlrm_operator.actions import (
+    ApplyConfigMap,
+    ApplySecret,
+    ApplyService,
+    ApplyStatus,
+    CreatePod,
+    DeleteObject,
+    EmitEvent,
+    RequestPlan,
+    WakeAt,
+)
 from dlrm_operator.conditions import find_condition, parse_timestamp
 from dlrm_operator.observed import Planning, Polled
 from dlrm_operator.reconcile import reconcile
@@ -29,13 +41,63 @@ def test_a_plan_is_written_down_before_a_pod_relies_on_it() -> None:
     cluster.turn()
     cluster.plan()
 
-    written = cluster.turn()
-    cluster.planning = None  # an operator that was started anew knows no answer
+    actions = cluster.turn(most=2)  # the operator dies then
+    cluster.planning = None  # and one that was started anew knows no answer
     created = cluster.turn()
 
-    assert not [action for action in written if isinstance(action, CreatePod)]
+    kinds = [type(action) for action in actions]
+    assert kinds == [ApplyConfigMap, ApplySecret, ApplyService, CreatePod, CreatePod, ApplyStatus]
     assert len([action for action in created if isinstance(action, CreatePod)]) == 2
     assert not [action for action in created if isinstance(action, RequestPlan)]
+
+
+def test_a_gang_is_called_whole_only_after_its_last_pod_was_created() -> None:
+    cluster = ModelCluster()
+    cluster.turn()
+    cluster.plan()
+
+    cluster.turn(most=4)  # the operator dies after the first of two pods
+    between = status(cluster)
+    cluster.turn()
+
+    assert between.gang_attempt == 0
+    assert status(cluster).gang_attempt == 1
+    assert set(cluster.pods) == {POD_0, POD_1}
+
+
+def test_a_refused_child_is_told_before_it_is_tried_again() -> None:
+    cluster = ModelCluster()
+    cluster.turn()
+    cluster.plan()
+
+    actions = reconcile(replace(cluster.observe(), refusal="CreatePod: exceeded quota: few"), cluster.now)
+
+    assert isinstance(actions[0], ApplyStatus)
+    assert "exceeded quota" in find_condition(actions[0].status.conditions, ConditionType.SCHEDULED).message
+    assert isinstance(actions[-1], CreatePod)
+
+
+def test_a_start_that_passes_through_many_phases_is_told_by_two_writes_that_may_not_wait() -> None:
+    cluster, kept = ModelCluster(), []
+    for _ in range(6):
+        kept += [action for action in cluster.turn() if isinstance(action, ApplyStatus) and not action.passing]
+        cluster.plan()
+        for name in cluster.pods:
+            cluster.start(name)
+    say(cluster, step=1)
+
+    kept += [action for action in cluster.turn() if isinstance(action, ApplyStatus)]
+
+    assert [action.status.phase for action in kept] == [Phase.SCHEDULING, Phase.RUNNING]
+    assert [action.decisive for action in kept] == [True, False]
+
+
+def test_what_an_endpoint_repeats_is_not_written_again() -> None:
+    cluster = running()
+
+    cluster.pass_time(3_600)
+
+    assert not [action for action in cluster.turn() if not isinstance(action, WakeAt)]
 
 
 def test_nothing_is_done_for_a_job_that_is_being_deleted() -> None:
@@ -81,6 +143,43 @@ def test_figures_reach_the_status_every_30_s_and_transitions_at_once() -> None:
     assert slow == 1
     assert cluster.writes == writes + 2
     assert condition(cluster, ConditionType.SNAPSHOT_HEALTHY).status == "False"
+
+
+def test_figures_have_the_digits_that_people_read_and_no_more() -> None:
+    cluster = running()
+    cluster.pass_time(30)
+    assert cluster.polled is not None
+    assert cluster.polled.trainer is not None
+    word = cluster.polled.trainer.model_copy(
+        update={"step": 2, "loss": 0.4711234567, "samples_per_second": 123_456.789}
+    )
+    cluster.polled = replace(cluster.polled, trainer=word)
+
+    cluster.turn()
+
+    progress = status(cluster).progress
+    assert progress is not None
+    assert (progress.loss, progress.samples_per_second) == (0.47112, 123_460.0)
+
+
+def test_a_gang_that_ended_takes_its_speed_and_its_expected_end_along() -> None:
+    cluster = running()
+    cluster.pass_time(30)
+    assert cluster.polled is not None
+    assert cluster.polled.trainer is not None
+    word = cluster.polled.trainer.model_copy(update={"step": 2, "eta_seconds": 60.0, "samples_per_second": 5.0})
+    cluster.polled = replace(cluster.polled, trainer=word)
+    cluster.turn()
+    before = status(cluster).progress
+
+    cluster.pods.pop(POD_0)
+    cluster.turn()
+
+    after = status(cluster).progress
+    assert before is not None
+    assert before.eta is not None
+    assert after is not None
+    assert (after.step, after.eta, after.samples_per_second) == (2, None, None)
 
 
 def test_an_answer_of_another_attempt_or_pod_is_ignored() -> None:
@@ -148,15 +247,14 @@ def test_config_maps_that_a_crash_left_of_another_plan_make_room() -> None:
     cluster = ModelCluster()
     cluster.turn()
     cluster.plan()
-    cluster.turn()
+    cluster.turn(most=1)
     stale = cluster.config_maps["demo-plan-1"]
     stale["binaryData"] = {"plan.0123456789abcdef.0-of-2.gz": "AAAA"}
-    cluster.job["status"]["gangAttempt"] = 0
 
     actions = cluster.turn()
 
     kinds = [type(action).__name__ for action in actions if not isinstance(action, ApplyStatus | EmitEvent)]
-    assert kinds == ["DeleteObject", "ApplyConfigMap", "WakeAt"]
+    assert kinds[:2] == ["DeleteObject", "ApplyConfigMap"]
 
 
 def test_plans_and_tokens_of_earlier_attempts_are_removed_once_the_next_gang_stands() -> None:
@@ -164,6 +262,25 @@ def test_plans_and_tokens_of_earlier_attempts_are_removed_once_the_next_gang_sta
     cluster.end(POD_0, "trainer", 1)
 
     next_gang(cluster)
+
+    assert set(cluster.config_maps) == {"demo-plan-2"}
+    assert set(cluster.secrets) == {"demo-token-2"}
+
+
+@pytest.mark.parametrize("again", range(1, 3))
+@pytest.mark.parametrize("most", range(2, 8))
+def test_an_operator_that_is_cut_off_while_the_next_gang_is_made_leaves_no_earlier_plan_or_token(
+    most: int, again: int
+) -> None:
+    cluster = running()
+    cluster.end(POD_0, "trainer", 1)
+    cluster.turn()
+    cluster.pods = {}
+    cluster.pass_time(120)
+
+    cluster.turn(most)
+    cluster.turn(again)
+    bring_up(cluster)
 
     assert set(cluster.config_maps) == {"demo-plan-2"}
     assert set(cluster.secrets) == {"demo-token-2"}

@@ -9,8 +9,8 @@ from running_job import POD_0, POD_1, bring_up, condition, failure, next_gang, r
 from dlrm_api.progress import CheckpointerProgress, TerminationMessage
 from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.actions import CreatePod, DeleteObject, EmitEvent, RequestPlan, WakeAt
+from dlrm_operator.clearing import FORCE_AFTER
 from dlrm_operator.conditions import find_condition, parse_timestamp
-from dlrm_operator.reconcile import FORCE_AFTER
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,13 @@ def test_a_symptom_alone_is_a_failure_after_a_moment() -> None:
     cluster.end(POD_0, "trainer", 75, '{"exitCode": 75, "reason": "PeerLost"}')
     cluster.turn()
 
-    cluster.pass_time(6)
+    cluster.pass_time(50)
+    cluster.turn()
+    waiting = status(cluster).phase
+    cluster.pass_time(11)
     cluster.turn()
 
+    assert waiting is Phase.RUNNING
     assert status(cluster).phase is Phase.RESTARTING
     assert status(cluster).restarts_by_reason == {"PeerLost": 1}
 
@@ -123,7 +127,8 @@ def test_backoff_doubles_up_to_its_ceiling_and_is_kept_in_the_status() -> None:
         waits.append((parse_timestamp(status(cluster).restart_not_before) - cluster.now).total_seconds())
         next_gang(cluster)
 
-    assert waits == [10, 20, 40, 60, 60]
+    ceilings = [10, 20, 40, 60, 60]
+    assert all(0.75 * most - 1 <= wait <= most for wait, most in zip(waits, ceilings, strict=True)), waits
 
 
 def test_no_pod_is_created_before_the_backoff_ends() -> None:
@@ -153,7 +158,7 @@ def test_the_budget_ends_in_failure_that_names_the_last_step() -> None:
     failed = condition(cluster, ConditionType.FAILED)
     assert status(cluster).phase is Phase.FAILED
     assert failed.reason == "RestartBudgetSpent"
-    assert "without progress since step 0" in failed.message
+    assert "no progress since step 0: 1 of 1 restarts were used" in failed.message
 
 
 def test_a_newly_committed_step_makes_the_budget_whole() -> None:

@@ -14,6 +14,7 @@ from dlrm_operator.actions import RequestPlan
 from dlrm_operator.cache import PodCache
 from dlrm_operator.cluster import Api
 from dlrm_operator.cluster_errors import NotFoundError
+from dlrm_operator.cuts import Cutter
 from dlrm_operator.images import Images
 from dlrm_operator.jobs import JobCache
 from dlrm_operator.observed import JobKey, Observed, Planning
@@ -21,8 +22,11 @@ from dlrm_operator.observing import Observer
 from dlrm_operator.planning import Planner
 from dlrm_operator.polling import Poller
 from dlrm_operator.reconcile import reconcile
+from dlrm_operator.references import References
+from dlrm_operator.stack_taking import StackTaker
 
 Object = dict[str, Any]
+PLAN = f"/api/v1/namespaces/{KEY.namespace}/configmaps/demo-plan-1"
 
 
 class ScriptedApi:
@@ -69,6 +73,9 @@ def looked(api: ScriptedApi, planning: Planning | None = None) -> Observed:
         cast("PodCache", None),
         cast("Planner", OnePlan(planning)),
         cast("Poller", NoPoller()),
+        Cutter(cast("Api", api), lambda key: None),
+        StackTaker(lambda key: None),
+        References(cast("Api", api)),
         Images(),
     )
     observed = asyncio.run(observer.look(JobKey(KEY.namespace, "demo")))
@@ -83,7 +90,7 @@ def test_the_config_map_s_trace_goes_with_the_question() -> None:
 
     asked = [action for action in reconcile(observed, ModelCluster().now) if isinstance(action, RequestPlan)]
     assert asked[0].question.traces == {"configmap:reuse": "{...}"}
-    assert api.read == [f"/api/v1/namespaces/{KEY.namespace}/configmaps/reuse"]
+    assert api.read == [PLAN, f"/api/v1/namespaces/{KEY.namespace}/configmaps/reuse"]
 
 
 def test_no_trace_is_read_once_there_is_an_answer() -> None:
@@ -91,7 +98,7 @@ def test_no_trace_is_read_once_there_is_an_answer() -> None:
 
     looked(api, Planning(problem="the planner ended with exit code 1"))
 
-    assert api.read == []
+    assert api.read == [PLAN]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
 
 from dlrm_operator.cluster_errors import ClusterUnavailableError, ConflictError
 from dlrm_operator.observed import JobKey
@@ -119,3 +120,57 @@ def test_a_conflict_is_looked_at_again() -> None:
     run_for(1.5, take, lambda wakeups: wakeups.add(A))
 
     assert turns == [A, A]
+
+
+def test_no_job_waits_behind_one_that_is_woken_without_end() -> None:
+    turns: list[JobKey] = []
+    wakeups_of_test: list[Wakeups] = []
+
+    async def take(key: JobKey) -> None:
+        turns.append(key)
+        wakeups_of_test[0].add(A)
+
+    def wake(wakeups: Wakeups) -> None:
+        wakeups_of_test.append(wakeups)
+        wakeups.add(A)
+        wakeups.add_at(B, datetime.now(UTC) + timedelta(seconds=0.2))
+
+    run_for(0.5, take, wake)
+
+    assert turns.count(B) == 1
+    assert turns.count(A) > 3
+
+
+def test_a_later_wish_changes_nothing_and_an_earlier_one_does() -> None:
+    moments: list[float] = []
+
+    async def take(key: JobKey) -> None:
+        moments.append(time.monotonic())
+
+    began = time.monotonic()
+
+    def wake(wakeups: Wakeups) -> None:
+        now = datetime.now(UTC)
+        for seconds in (5.0, 0.2, 3.0):
+            wakeups.add_at(A, now + timedelta(seconds=seconds))
+
+    run_for(0.6, take, wake)
+
+    assert len(moments) == 1
+    assert moments[0] - began >= 0.19
+
+
+def test_what_is_forgotten_gets_no_turn() -> None:
+    turns: list[JobKey] = []
+
+    async def take(key: JobKey) -> None:
+        turns.append(key)
+
+    def wake(wakeups: Wakeups) -> None:
+        wakeups.add_at(A, datetime.now(UTC) + timedelta(seconds=0.1))
+        wakeups.forget(A)
+        wakeups.add(B)
+
+    run_for(0.4, take, wake)
+
+    assert turns == [B]

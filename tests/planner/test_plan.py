@@ -310,6 +310,26 @@ def test_an_unchecked_plan_says_so(make_spec: MakeSpec, make_profile: MakeProfil
     assert plan_job(spec, make_profile("64Gi")).hardware == "big"
 
 
+def test_a_reserve_leaves_tables_less(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+    spec, node = make_spec([table("t", 1_000)], tierBudgets={"ddr": "2Gi"}), make_profile("64Gi")
+
+    reasons = plan_job(spec, node, reserve=2**30).reasons[-1]
+
+    assert "of 1.0 GiB: trainer.tierBudgets.ddr of 2.0 GiB, less 1.0 GiB that stay free" in reasons
+    with pytest.raises(InfeasiblePlanError, match=r"raise trainer\.tierBudgets\.ddr"):
+        plan_job(spec, node, reserve=2**31)
+
+
+@pytest.mark.parametrize(("limit", "shown"), [("3Gi", "3.0 GiB"), (str(3 * 2**30), "3.0 GiB")])
+def test_a_containers_limit_bounds_what_a_plan_gives_it(make_spec: MakeSpec, limit: str, shown: str) -> None:
+    spec = make_spec([table("t", 1_000)], resources={"limits": {"memory": limit}})
+    large = make_spec([table("t", 10**8)], resources={"limits": {"memory": limit}})
+
+    assert f"trainer.resources.limits.memory of {shown} less" in plan_job(spec).reasons[-1]
+    with pytest.raises(InfeasiblePlanError, match=r"raise trainer\.resources\.limits\.memory by"):
+        plan_job(large)
+
+
 def test_the_working_set_counts_processes_dense_parameters_and_activations(make_spec: MakeSpec) -> None:
     one, two = (working_set_bytes(make_spec([table("t", 10)], processesPerReplica=n)) for n in (1, 2))
 

@@ -11,7 +11,7 @@ from gangs import run_ranks, small_job
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_checkpointer.handoff import HandOffWriter
 from dlrm_trainer.collectives import Collectives
-from dlrm_trainer.cuts import Agreement, CutControl, StoppedError
+from dlrm_trainer.cuts import COMMIT_S, Agreement, CutControl, StoppedError
 from dlrm_trainer.embedding.collection import Changed
 
 
@@ -102,6 +102,21 @@ def test_a_cut_comes_early_when_changed_rows_nearly_fill_the_ranks_share_and_is_
         seen.append(control.agree(0.5, 9).cut)
 
     assert seen == [False, False, False, True, True, True]
+    assert control.early_cuts == 1
+
+
+def test_a_cut_that_is_on_its_way_makes_none_early_unless_it_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    control = control_of(Writer(share=1_000), intervalSteps=1_000)
+    control.watch(lambda step: Changed(700 if step is None or step < 5 else 0, 200))
+    control.made(5)
+
+    soon = control.agree(0.5, 10).cut
+    now = COMMIT_S
+    late = control.agree(0.5, 11).cut
+
+    assert (soon, late) == (False, True)
     assert control.early_cuts == 1
 
 

@@ -193,7 +193,7 @@ def test_a_client_that_goes_away_leaves_no_traceback(served: Served, capfd: pyte
 def test_a_bug_in_an_answer_keeps_its_traceback(
     served: Served, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_module, "stacks", lambda: 1 / 0)
+    monkeypatch.setattr(served.endpoint, "stacks", lambda: 1 / 0)
 
     with pytest.raises(http.client.HTTPException):
         served.ask("GET", "/stacks")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -14,26 +15,39 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dlrm_api.measured import Profile
 from dlrm_api.names import Env, ExitCode
+from dlrm_api.progress import Progress, TrainerPhase
+from dlrm_operator.stack_dumps import read_stacks
 
 SLOW, STEPS, DELAY_S = 1, 40, 0.15
 
 
 def stage_seconds(pod: Pod) -> dict[tuple[str, ...], float]:
     """Seconds by rank and stage, as Prometheus sees them."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{pod.port}/metrics", timeout=20) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-        return {
-            (sample.labels["rank"], sample.labels["stage"]): sample.value
-            for family in families
-            if family.name == "dlrm_trainer_stage_seconds"
-            for sample in family.samples
-            if sample.name.endswith("_total")
-        }
+    return {
+        (sample.labels["rank"], sample.labels["stage"]): sample.value
+        for family in text_string_to_metric_families(ask(pod, "metrics"))
+        if family.name == "dlrm_trainer_stage_seconds"
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    }
+
+
+def progress(pod: Pod) -> Progress:
+    """What the pod's endpoint says."""
+    return Progress.model_validate_json(ask(pod, "progress"))
+
+
+def ask(pod: Pod, path: str) -> str:
+    """What the pod's endpoint answers."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{pod.port}/{path}", timeout=20) as answer:
+        text: str = answer.read().decode()
+    return text
 
 
 @pytest.mark.slow
 def test_a_slow_reader_shows_on_its_rank_and_as_waiting_on_the_other(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"training": {"maxSteps": STEPS}}
+    few_ahead = {"prefetchBytes": "128Ki"}  # else a reader gets far ahead while the first steps compile
+    changes: dict[str, Any] = {"training": {"maxSteps": STEPS}, "data": few_ahead}
     environment = {
         Env.HANDOFF_DIR: "",
         Env.LEDGER_DIR: "",
@@ -48,10 +62,15 @@ def test_a_slow_reader_shows_on_its_rank_and_as_waiting_on_the_other(tmp_path: P
     pod.start(checkpointer=False)
     pod.wait_for_step(10)  # the first ones compile
     before = stage_seconds(pod)
-    pod.wait_for_step(STEPS - 5)
+    pod.wait_for_step(STEPS - 5)  # the ranks have compared their times after step 32
     after = stage_seconds(pod)
+    slowest = progress(pod).slowest
     assert pod.wait() == ExitCode.DONE, pod.log()
 
+    assert slowest is not None
+    assert slowest.rank == SLOW
+    assert slowest.seconds > DELAY_S / 2
+    assert slowest.seconds > 3 * slowest.median_seconds
     profile = Profile.model_validate_json((pod.work / "profile.json").read_text())
     of_a_step = {(str(each.rank), each.stage): each.median_seconds for each in profile.stages}
     since = {key: seconds - before[key] for key, seconds in after.items()}
@@ -68,3 +87,32 @@ def test_a_slow_reader_shows_on_its_rank_and_as_waiting_on_the_other(tmp_path: P
     read = [each["dur"] for each in events if (each["pid"], each["name"]) == (SLOW, "read")]
     assert max(read) > DELAY_S * 1e6
     assert not list(pod.work.glob("trace-*.json"))
+
+
+@pytest.mark.slow
+def test_a_gang_that_hangs_shows_every_ranks_stacks_and_which_rank_is_to_blame(tmp_path: Path) -> None:
+    environment = {
+        Env.HANDOFF_DIR: "",
+        Env.LEDGER_DIR: "",
+        "FAULT": f"{SLOW} read 10 600",
+        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parent / "doubles"), os.environ.get("PYTHONPATH", ""))),
+    }
+    pod = Pod(tmp_path, job_document(tmp_path, 2), plan_document(small_job(tmp_path, 2)), **environment)
+    pod.module = "slow_trainer"
+    pod.start(checkpointer=False)
+    try:
+        pod.wait_for_step(8)
+        time.sleep(2)  # the batches that were read ahead are trained on, and then it hangs
+        first, stopped = progress(pod), ask(pod, "stacks")
+        time.sleep(1)
+        second = progress(pod)
+    finally:
+        pod.close()
+
+    assert first.phase is TrainerPhase.TRAINING
+    assert first.step == second.step
+    assert first.longest_step_seconds is not None
+    assert "slow_trainer.py" in stopped
+    ranks = read_stacks(stopped)
+    assert [each.rank for each in ranks] == [0, 1]
+    assert [each.rank for each in ranks if not each.waits] == [SLOW]

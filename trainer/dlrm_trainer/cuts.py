@@ -20,6 +20,8 @@ DEFAULT_INTERVAL_S = 1_800.0
 
 EARLY_SHARE = 0.8
 """Of a rank's share of the hand-off budget: where changed rows take this much, a cut is due."""
+COMMIT_S = 60.0
+"""How long a cut that was handed over is expected to be committed soon: what it holds is then none of the next."""
 
 
 class StoppedError(Exception):
@@ -161,14 +163,18 @@ class CutControl:
     def _is_early(self) -> bool:
         """Whether what changed since the last cut brings the next one near to this rank's share of the budget.
 
-        Not where what is kept from before does so alone: more cuts would not help.
+        Not where what is kept from before does so alone: more cuts would not help. Nor on account of what the last cut
+        holds, while that is on its way: a cut before its commit would hold all of it again, one after it none.
         """
         if self._writer is None or self._changed_bytes is None or self._writer.share is None:
             return False
         limit = EARLY_SHARE * self._writer.share
         if sum(self._changed_bytes(None)) < limit:
             return False
-        changed = self._changed_bytes(self._writer.committed_step())
+        known = [self._writer.committed_step()]
+        if time.monotonic() - self._last_time < COMMIT_S:
+            known.append(self.last_step)
+        changed = self._changed_bytes(max((step for step in known if step is not None), default=None))
         return changed.kept < limit <= sum(changed)
 
     def _interval_over(self, step: int) -> bool:

@@ -7,7 +7,7 @@ import hmac
 import json
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Endpoint:
         control: takes ``POST /cut``.
         token_file: holds what the header must say for a cut; None: no token is asked for.
         collectors: of more metrics.
+        stacks: what ``/stacks`` shows; by default those of this process.
 
     Raises:
         TemporaryError: the port is taken.
@@ -51,8 +52,10 @@ class Endpoint:
         control: CutControl,
         token_file: Path | None,
         collectors: Sequence[Collector] = (),
+        stacks: Callable[[], bytes] | None = None,
     ) -> None:
         self.board, self.control, self.token_file = board, control, token_file
+        self.stacks = stacks or own_stacks
         self.registry = CollectorRegistry()
         for collector in (TrainerMetrics(board, control), *collectors):
             self.registry.register(collector)
@@ -142,7 +145,7 @@ class TrainerMetrics(Collector):
                 yield GaugeMetricFamily(f"dlrm_trainer_{name}", words, value)
 
 
-def stacks() -> bytes:
+def own_stacks() -> bytes:
     """What every thread of this process is doing."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -158,7 +161,7 @@ def _handler(endpoint: Endpoint) -> type[EndpointHandler]:
             elif self.path == "/metrics":
                 self.answer(HTTPStatus.OK, generate_latest(endpoint.registry), "text/plain; version=0.0.4")
             elif self.path == "/stacks":
-                self.answer(HTTPStatus.OK, stacks(), "text/plain")
+                self.answer(HTTPStatus.OK, endpoint.stacks(), "text/plain")
             else:
                 self._refuse(HTTPStatus.NOT_FOUND, "there are /progress, /metrics, /stacks and POST /cut")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,7 +16,13 @@ from dlrm_trainer.data import Reader
 from dlrm_trainer.learner import Learner
 
 
-def evaluate(learner: Learner, reader: Reader, collectives: Collectives, step: int) -> EvalMetrics | None:
+def evaluate(
+    learner: Learner,
+    reader: Reader,
+    collectives: Collectives,
+    step: int,
+    scored: Callable[[int], None] | None = None,
+) -> EvalMetrics | None:
     """Score every sample of the evaluation set once; None where the set is empty. Training state is left as it is.
 
     Args:
@@ -22,6 +30,7 @@ def evaluate(learner: Learner, reader: Reader, collectives: Collectives, step: i
         reader: of the evaluation split.
         collectives: of all ranks, which must all call this.
         step: steps done.
+        scored: is told how many batches are scored, after each.
 
     Returns:
         The same on every rank.
@@ -33,6 +42,8 @@ def evaluate(learner: Learner, reader: Reader, collectives: Collectives, step: i
     for batch in reader.iterate(0, reader.batches_per_epoch):
         logits.append(learner.logits(batch).double())
         labels.append(batch.labels.double())
+        if scored is not None:
+            scored(len(labels))
     all_logits = gather_first(torch.cat(logits), collectives)
     all_labels = gather_first(torch.cat(labels), collectives)
     return collectives.broadcast(metrics.evaluate(all_logits, all_labels, step) if collectives.rank == 0 else None)

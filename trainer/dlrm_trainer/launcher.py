@@ -23,6 +23,7 @@ from dlrm_api.plan import Plan
 from dlrm_api.progress import TerminationMessage
 from dlrm_trainer.rank import STOP_SIGNALS, RankReport, run_rank
 from dlrm_trainer.settings import Settings
+from dlrm_trainer.stacks import RankStacks
 from dlrm_trainer.tier_counters import SharedCounters
 
 CONSEQUENCES_S = 10.0
@@ -60,9 +61,10 @@ class Launcher:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until each process has its own handlers
         self._ranks: list[RankProcess] = []
         shared = SharedCounters(plan, range(settings.replica * processes, (settings.replica + 1) * processes))
+        stacks = RankStacks(shared.ranks)
         for rank in shared.ranks:
             receiver, sender = context.Pipe(duplex=False)
-            arguments = (rank, job, plan, settings, digest, os.getpid(), sender, shared)
+            arguments = (rank, job, plan, settings, digest, os.getpid(), sender, shared, stacks)
             process = context.Process(target=run_rank, args=arguments, name=f"rank-{rank}")
             process.start()
             sender.close()

@@ -1,19 +1,15 @@
-"""What compiled loops ask of the processor beside arithmetic: atomic counts, prefetches."""
+"""What compiled loops ask of the processor beside arithmetic: atomic counts, copies past the caches."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numba.core.cgutils
-import numpy as np
 from llvmlite import ir
 from numba import types
 
-from dlrm_checkpointer.compiled import compiled, instruction
+from dlrm_checkpointer.compiled import instruction
 
-READ, ALL_LEVELS, DATA = 0, 3, 1
-LINE = np.uint64(16)
-"""float32 elements of a cache line."""
 cgutils: Any = numba.core.cgutils
 
 
@@ -44,31 +40,6 @@ def lent(_typing: Any, array: Any) -> Any:
         return lending._getvalue()
 
     return array(array), generate
-
-
-@instruction
-def prefetch(_typing: Any, array: Any, place: Any) -> Any:  # noqa: ARG001
-    """Begin to bring ``array[place]`` of a one-dimensional array near; any place may be named."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        pointer = builder.bitcast(cgutils.gep(builder, data, arguments[1]), cgutils.voidptr_t)
-        kinds = [ir.IntType(32)] * 3
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *kinds]), "llvm.prefetch.p0"
-        )
-        constants = [ir.Constant(kinds[0], value) for value in (READ, ALL_LEVELS, DATA)]
-        builder.call(function, [pointer, *constants])
-        return context.get_dummy_value()
-
-    return types.void(array, types.uintp), generate
-
-
-@compiled
-def prefetch_lines(array: Any, first: Any, stop: Any) -> None:
-    """``prefetch`` of every cache line of float32 ``array[first:stop]``; uint64 both."""
-    for line in range(first, stop, LINE):
-        prefetch(array, line)
 
 
 @instruction

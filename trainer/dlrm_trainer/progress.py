@@ -19,6 +19,7 @@ class ProgressBoard:
     def __init__(self, attempt: int, world_size: int) -> None:
         self.now = Progress(attempt=attempt, world_size=world_size, time=time.time())
         self._marks: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS + 1)
+        self._steps_s: deque[float] = deque(maxlen=RATE_STEPS)
 
     def update(self, **values: Any) -> None:
         """Replace some fields."""
@@ -44,7 +45,9 @@ class ProgressBoard:
     def stepped(self, step: int, loss: float, schedule: Schedule) -> None:
         """Record one step."""
         samples = schedule.samples_after(step)
-        self._marks.append((time.monotonic(), samples))
+        before, now = self._marks[-1][0] if self._marks else time.monotonic(), time.monotonic()
+        self._marks.append((now, samples))
+        self._steps_s.append(now - before)
         (first_time, first_samples), (last_time, _) = self._marks[0], self._marks[-1]
         rate = (samples - first_samples) / max(last_time - first_time, 1e-9)
         left = schedule.samples_after(schedule.total_steps) - samples
@@ -55,8 +58,13 @@ class ProgressBoard:
             loss=loss,
             samples_per_second=rate,
             eta_seconds=left / rate if rate > 0 else None,
+            longest_step_seconds=max(self._steps_s),
             time=time.time(),
         )
+
+    def evaluating(self, batches: int) -> None:
+        """Say how many batches of the evaluation set are scored."""
+        self.update(evaluated_batches=batches)
 
     def evaluated(self, metrics: EvalMetrics | None) -> None:
         """Record an evaluation, and don't count its time as training."""

@@ -26,6 +26,7 @@ from dlrm_trainer.logs import log_to_stderr
 from dlrm_trainer.progress import ProgressBoard
 from dlrm_trainer.rendezvous import Gang
 from dlrm_trainer.settings import Settings, usable_cpus
+from dlrm_trainer.stacks import RankStacks
 from dlrm_trainer.tier_counters import SharedCounters
 from dlrm_trainer.train import train
 
@@ -60,6 +61,7 @@ def run_rank(
     launcher: int,
     report: Connection,
     shared: SharedCounters,
+    stacks: RankStacks,
 ) -> None:
     """Run one rank in this process, which the launcher has just forked, and exit with the code that says how it went.
 
@@ -72,9 +74,11 @@ def run_rank(
         launcher: pid of the launcher; the kernel kills this process when that one ends.
         report: takes one ``RankReport``.
         shared: memory for the counters of the pod's ranks.
+        stacks: answers what this rank is doing.
     """
     _die_with(launcher)
     log_to_stderr(f"rank {rank}")
+    stacks.answer(rank)
     spec = job.spec
     gang = Gang(rank, spec.world_size, settings.master_addr, settings.master_port, settings.bind)
     control = CutControl(spec.checkpoint, gang.collectives)
@@ -83,7 +87,7 @@ def run_rank(
     torch.set_num_threads(spec.trainer.threads_per_process or max(1, usable_cpus() // processes))
     board = ProgressBoard(settings.attempt, spec.world_size)
     try:
-        code = train(job, plan, settings, gang, control, board, digest, shared)
+        code = train(job, plan, settings, gang, control, board, digest, shared, stacks)
         gang.leave("")
     except BaseException as error:
         code, message = _blame(error), str(error) or type(error).__name__

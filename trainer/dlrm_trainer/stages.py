@@ -32,6 +32,10 @@ for rows; forward pass; the small collective of loss and flags, which waits for 
 rows, their gradients and the dense sum between ranks; updates; progress and ledger."""
 STAGES: tuple[Stage, ...] = get_args(Stage)
 NUMBERS = {stage: number for number, stage in enumerate(STAGES)}
+WAITING = frozenset[Stage]({"agreement", "exchange"})
+"""What a rank spends on others' account."""
+OWN = np.array([stage not in WAITING | {"evaluation", "cut"} for stage in STAGES])
+"""Which stages are a rank's own part of a step."""
 STEP = "step"
 NEWEST_STEPS = 20_000
 """Steps that medians and percentiles are of."""
@@ -71,6 +75,10 @@ class Stages:
 
     def end_step(self) -> None:
         """Say that a step is over."""
+
+    def own_seconds(self) -> float:
+        """Time so far of this rank's own part of steps."""
+        return float(self._totals[OWN].sum()) / 1e9
 
     def after(self, items: Iterable[Item], stage: Stage) -> Iterator[Item]:
         """The same items; the wait for each is this stage, and steps begin with the wait for the first."""

@@ -28,10 +28,12 @@ from dlrm_trainer.journal import Ledger, StepJournal, write_result
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.lookahead import prepared_ahead
 from dlrm_trainer.observer import Observer
+from dlrm_trainer.pace import Pace
 from dlrm_trainer.progress import ProgressBoard
 from dlrm_trainer.rendezvous import Gang
 from dlrm_trainer.schedule import Schedule, make_schedule
 from dlrm_trainer.settings import Settings
+from dlrm_trainer.stacks import RankStacks
 from dlrm_trainer.start import Parts, open_writer, restore_newest
 from dlrm_trainer.tier_counters import SharedCounters
 
@@ -51,6 +53,7 @@ def train(
     board: ProgressBoard,
     digest: bool,
     shared: SharedCounters,
+    stacks: RankStacks,
 ) -> ExitCode:
     """Train one rank's share of the job to its end, or to the cut that a signal asked for.
 
@@ -63,6 +66,7 @@ def train(
         board: shows progress; the pod's first rank serves it.
         digest: whether the digest of the final state is wanted in ``result.json``.
         shared: memory for the counters of the pod's ranks.
+        stacks: asks the pod's ranks what they are doing.
 
     Returns:
         DONE, or TERMINATED where a signal ended it after a cut.
@@ -80,7 +84,7 @@ def train(
         control.attach(writer)
         if rank % spec.trainer.processes_per_replica == 0:
             address, port, more = settings.bind, settings.trainer_port, observer.collectors()
-            endpoint = Endpoint(address, port, board, control, settings.token_file, more)
+            endpoint = Endpoint(address, port, board, control, settings.token_file, more, stacks.dump)
             stack.callback(endpoint.close)
         learner = Learner(
             spec, placement, gang.collectives, settings.tier_dir, observer.stages, id_collectives=gang.id_collectives
@@ -122,6 +126,7 @@ class Training:
         first, rank = parts.gang.rank == 0, parts.gang.rank
         self.journal = StepJournal(settings.work_dir, step) if first and settings.work_dir else None
         self.ledger = Ledger(settings.ledger_dir, rank, step) if settings.ledger_dir else None
+        self.pace = Pace(self.collectives, self.stages.own_seconds)
         self.trained_s, self.trained_samples = 0.0, 0
         self.cut_step = step or None
         """Step of the newest cut that was begun, or of the snapshot that was restored; the same on all ranks."""
@@ -161,6 +166,8 @@ class Training:
         count = self.parts.reader.global_count(batch.number)
         computed = learner.compute(prepared, count, self.schedule.factor(self.step))
         agreed = self.control.agree(computed.loss, self.step + 1)
+        if (slowest := self.pace.stepped(self.step + 1)) is not None:
+            self.board.update(slowest=slowest)
         self.stages.lap("agreement")
         if not math.isfinite(agreed.loss):
             raise diverged(learner, self.collectives, agreed.loss, self.step + 1)
@@ -178,9 +185,10 @@ class Training:
 
     def evaluate(self) -> None:
         """Measure quality on the evaluation set; training state stays as it is."""
-        self.board.phase(TrainerPhase.EVALUATING)
+        self.board.update(phase=TrainerPhase.EVALUATING, evaluated_batches=0)
         faulthandler.cancel_dump_traceback_later()
-        self.quality = evaluate(self.parts.learner, self.parts.eval_reader, self.collectives, self.step)
+        learner, reader, scored = self.parts.learner, self.parts.eval_reader, self.board.evaluating
+        self.quality = evaluate(learner, reader, self.collectives, self.step, scored)
         self.board.evaluated(self.quality)
         self.board.phase(TrainerPhase.TRAINING)
         if self.journal and self.quality:

@@ -7,8 +7,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from dlrm_api.names import Port
-from dlrm_api.progress import CheckpointerProgress, Progress, SnapshotInfo, TerminationMessage, TrainerPhase
+from dlrm_api.names import TOKEN_HEADER, Port
+from dlrm_api.progress import CheckpointerProgress, CutWord, Progress, SnapshotInfo, TerminationMessage, TrainerPhase
 from dlrm_cluster.api import Api, ApiError
 
 Object = dict[str, Any]
@@ -23,6 +23,12 @@ class ProgressServer(ThreadingHTTPServer):
 
     def __init__(self, ip: str, port: int) -> None:
         self.answer = "{}"
+        self.stacks = ""
+        """What ``/stacks`` is answered with; empty: it is not there."""
+        self.cut_step: int | None = None
+        """Step of the cut that ``POST /cut`` is answered with; None: it is refused."""
+        self.tokens: list[str] = []
+        """What came with each request for a cut."""
         super().__init__((ip, port), ProgressHandler)
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
@@ -31,8 +37,18 @@ class ProgressHandler(BaseHTTPRequestHandler):
     server: ProgressServer
 
     def do_GET(self) -> None:
-        body = self.server.answer.encode()
-        self.send_response(200 if self.path == "/progress" else 404)
+        body = {"/progress": self.server.answer, "/stacks": self.server.stacks}.get(self.path, "").encode()
+        self.send_response(200 if body else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.tokens.append(self.headers[TOKEN_HEADER])
+        step = self.server.cut_step
+        body = b'{"error": "no hand-off"}' if step is None else CutWord(step=step).model_dump_json().encode()
+        self.send_response(409 if step is None else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -44,7 +60,8 @@ class ProgressHandler(BaseHTTPRequestHandler):
 class KubeletDouble:
     """Starts bound pods, ends deleted ones, and lets a test end containers as it likes.
 
-    Each pod gets an address of its own in 127.0.0.0/8; pod 0 of each gang serves ``/progress`` there.
+    Each pod gets an address of its own in 127.0.0.0/8; pod 0 of each gang serves ``/progress`` there, and others what
+    they are told to.
     """
 
     def __init__(self, api: Api, namespace: str) -> None:
@@ -92,10 +109,31 @@ class KubeletDouble:
         if checkpointer is not None:
             checkpointer_server.answer = checkpointer.model_dump_json()
 
+    def shows(self, pod: str, stacks: str) -> None:
+        """What the pod's ranks are doing, as its ``/stacks`` says."""
+        if pod not in self._servers:
+            ip = self._get(pod)["status"]["podIP"]
+            self._servers[pod] = ProgressServer(ip, Port.TRAINER), ProgressServer(ip, Port.CHECKPOINTER)
+        self._servers[pod][0].stacks = stacks
+
+    def falls_silent(self, pod: str) -> None:
+        """Nobody listens at the pod's endpoints any more."""
+        for server in self._servers[pod]:
+            server.shutdown()
+            server.server_close()
+
     def trains(self, pod: str, attempt: int, step: int = 1, committed: int | None = None) -> None:
         """The pod says that it trains."""
         trainer = Progress(attempt=attempt, phase=TrainerPhase.TRAINING, step=step, total_steps=100, loss=0.5)
         self.says(pod, trainer, committed_word(committed))
+
+    def cuts(self, pod: str, step: int) -> None:
+        """The pod answers requests for a cut with one of ``step`` from now on."""
+        self._servers[pod][0].cut_step = step
+
+    def tokens(self, pod: str) -> list[str]:
+        """Tokens that came with requests for cuts of the pod."""
+        return self._servers[pod][0].tokens
 
     def end_trainer(self, pod: str, code: int, message: TerminationMessage | None = None, reason: str = "") -> None:
         """The pod's trainer ends; its checkpointer goes on."""
@@ -116,6 +154,19 @@ class KubeletDouble:
         """The pod's trainer ends well at ``step``, then its checkpointer."""
         self.end_trainer(pod, 0, TerminationMessage(exit_code=0, reason="Done", step=step))
         self.end_checkpointer(pod, 0, committed)
+
+    def end_deleted(self, pod: Object) -> None:
+        """A deleted pod's time is over; one that somebody's finalizer keeps says that it ended, as a kubelet does."""
+        meta, status = pod["metadata"], pod["status"]
+        if meta.get("finalizers") and pod["spec"].get("nodeName") and status["phase"] == "Running":
+            ended = {"terminated": {"exitCode": 143, "reason": "Error", "message": "", "finishedAt": now()}}
+            statuses = {
+                kind: [container(c["name"], ended if "running" in c["state"] else c["state"]) for c in status[kind]]
+                for kind in ("initContainerStatuses", "containerStatuses")
+            }
+            self._patch(meta["name"], {**statuses, "phase": "Failed"})
+        if not held(pod):
+            self.remove(meta["name"])
 
     def remove(self, pod: str) -> None:
         """The pod is gone, as after its grace period."""
@@ -140,10 +191,9 @@ class KubeletDouble:
         pods = self.latest = self.pods()
         self._audit(pods)
         for pod in pods:
-            meta, name = pod["metadata"], pod["metadata"]["name"]
-            if "deletionTimestamp" in meta:
+            if "deletionTimestamp" in pod["metadata"]:
                 if self.removes:
-                    self.remove(name)
+                    self.end_deleted(pod)
             elif self.starts and pod["spec"].get("nodeName") and pod["status"].get("phase") == "Pending":
                 self.start(pod)
 
@@ -151,7 +201,8 @@ class KubeletDouble:
         attempts: dict[str, set[str]] = {}
         for pod in pods:
             meta = pod["metadata"]
-            attempts.setdefault(meta["labels"]["dlrm.dev/job"], set()).add(meta["labels"]["dlrm.dev/attempt"])
+            if not held(pod):
+                attempts.setdefault(meta["labels"]["dlrm.dev/job"], set()).add(meta["labels"]["dlrm.dev/attempt"])
             if self.seen.setdefault(meta["name"], meta["uid"]) != meta["uid"]:
                 self.doubled.append(meta["name"])
                 self.seen[meta["name"]] = meta["uid"]
@@ -192,6 +243,12 @@ def container(name: str, state: Object) -> Object:
     """A container status as the API server wants it."""
     ready = "running" in state
     return {"name": name, "state": state, "ready": ready, "restartCount": 0, "image": "none", "imageID": "none"}
+
+
+def held(pod: Object) -> bool:
+    """Whether nothing of a deleted pod is left but its object, which somebody's finalizer keeps."""
+    meta = pod["metadata"]
+    return "deletionTimestamp" in meta and bool(meta.get("finalizers")) and meta["deletionGracePeriodSeconds"] == 0
 
 
 def committed_word(step: int | None) -> CheckpointerProgress:

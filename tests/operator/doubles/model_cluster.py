@@ -7,24 +7,30 @@ from typing import Any
 
 from operator_cluster import job_document
 
+from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
-from dlrm_api.names import Label
+from dlrm_api.names import Label, pod_group
 from dlrm_api.progress import TerminationMessage
 from dlrm_operator.actions import (
     Action,
     ApplyConfigMap,
+    ApplyPodGroup,
     ApplySecret,
     ApplyService,
     ApplyStatus,
     CreatePod,
+    DeleteJob,
     DeleteObject,
     EmitEvent,
+    ReleaseGroup,
+    RequestCut,
     RequestPlan,
+    RequestStacks,
     WakeAt,
 )
 from dlrm_operator.conditions import timestamp
-from dlrm_operator.observed import Children, JobKey, Observed, Planning, Polled
-from dlrm_operator.reading import read_config_map, read_job, read_pod, read_secret
+from dlrm_operator.observed import Children, CutAnswer, Groups, JobKey, JobSeen, Observed, Planning, Polled, StacksSeen
+from dlrm_operator.reading import read_config_map, read_group, read_job, read_pod, read_secret
 from dlrm_operator.reconcile import reconcile
 from dlrm_planner import plan_job
 
@@ -43,14 +49,33 @@ class ModelCluster:
         self.config_maps: dict[str, Object] = {}
         self.secrets: dict[str, Object] = {}
         self.services: dict[str, Object] = {}
+        self.groups: dict[str, Object] = {}
+        """PodGroups, and Workloads of Kueue."""
+        self.groups_problem = ""
         self.events: list[EmitEvent] = []
         self.asked: RequestPlan | None = None
-        self.planning: Planning | None = None
+        self._planning: Planning | None = None
+        self._planned_generation = 0
+        self.planned_reserve = 0
+        """Bytes that the plan leaves free in each pod."""
         self.polled: Polled | None = None
+        self.cut_asked: RequestCut | None = None
+        self.cut: CutAnswer | None = None
+        self.stacks_asked: RequestStacks | None = None
+        self.stacks: StacksSeen | None = None
         self.profile: HardwareProfile | None = None
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
         self.writes = 0
         self._uids = itertools.count(1)
+
+    @property
+    def planning(self) -> Planning | None:
+        """The planner's answer for the spec as it is now."""
+        return self._planning if self._planned_generation == self.job["metadata"]["generation"] else None
+
+    @planning.setter
+    def planning(self, answer: Planning | None) -> None:
+        self._planning, self._planned_generation = answer, self.job["metadata"]["generation"]
 
     def observe(self) -> Observed:
         job = read_job(copy.deepcopy(self.job))
@@ -58,13 +83,20 @@ class ModelCluster:
             services=frozenset(self.services),
             config_maps=tuple(read_config_map(item) for item in self.config_maps.values()),
             secrets=tuple(read_secret(item) for item in self.secrets.values()),
+            groups=Groups(
+                seen=tuple(read_group(item, item["apiVersion"]) for item in self.groups.values()),
+                attempt=max(job.status.attempt, 1) if job.status else 1,
+                problem=self.groups_problem,
+            ),
         )
         return Observed(
             job=job,
             pods=tuple(read_pod(pod) for pod in self.pods.values()),
             children=children,
-            planning=self.planning,
+            planning=self.planning if self.planned_reserve == _reserve(job) else None,
             polled=self.polled,
+            cut=self.cut,
+            stacks=self.stacks,
             profile=self.profile,
         )
 
@@ -78,7 +110,11 @@ class ModelCluster:
     def settle(self, most_turns: int = 12) -> None:
         """Turns until there is nothing to do."""
         for _ in range(most_turns):
-            if not [action for action in self.turn() if not isinstance(action, WakeAt | RequestPlan)]:
+            if not [
+                action
+                for action in self.turn()
+                if not isinstance(action, WakeAt | RequestPlan | RequestCut | RequestStacks)
+            ]:
                 return
         raise AssertionError(f"it never settled: {self.turn()}")
 
@@ -105,26 +141,59 @@ class ModelCluster:
                 self.secrets.setdefault(manifest["metadata"]["name"], self._made(manifest))
             case ApplyService(manifest=manifest):
                 self.services[manifest["metadata"]["name"]] = self._made(manifest)
+            case ApplyPodGroup(manifest=manifest):
+                self.groups[manifest["metadata"]["name"]] = self._made(manifest)
+            case ReleaseGroup():
+                self._release(action.group)
             case DeleteObject():
                 self._delete(action)
+            case DeleteJob():
+                assert action.resource_version == self.job["metadata"]["resourceVersion"], "a stale deletion"
+                self.job["metadata"]["deletionTimestamp"] = timestamp(self.now)
+                self.touch()
             case EmitEvent():
                 if action not in self.events:
                     self.events.append(action)
             case RequestPlan():
                 self.asked = action
+            case RequestStacks():
+                self.stacks_asked = action
+            case RequestCut():
+                self.cut_asked = action
 
     def touch(self) -> None:
         meta = self.job["metadata"]
         meta["resourceVersion"] = str(int(meta["resourceVersion"]) + 1)
 
     def attempts(self) -> set[str]:
-        return {pod["metadata"]["labels"][Label.ATTEMPT] for pod in self.pods.values()}
+        """Attempts of which something may run."""
+        pods = [read_pod(pod) for pod in self.pods.values()]
+        return {str(pod.attempt) for pod in pods if not (pod.held or pod.ended)}
 
     def plan(self) -> None:
         """The planner answers what it was asked."""
         if self.asked is not None:
             question = self.asked.question
-            self.planning = Planning(plan=plan_job(question.job.spec, question.profile))
+            self.planned_reserve = question.reserve
+            try:
+                plan = plan_job(question.job.spec, question.profile, reserve=question.reserve)
+            except InvalidSpecError as error:
+                self.planning = Planning(problem=str(error), final=True)
+            else:
+                self.planning = Planning(plan=plan)
+            self._planned_generation = question.generation
+
+    def answer_cut(self, step: int | None, problem: str = "") -> None:
+        """Pod 0 answers what it was asked, or does not."""
+        if self.cut_asked is not None:
+            self.cut = CutAnswer(question=self.cut_asked.question, step=step, problem=problem)
+
+    def edit(self, section: str, **fields: Any) -> None:
+        """The user changes fields of one section of the spec."""
+        spec = self.job["spec"]
+        spec[section] = {**spec.get(section, {}), **fields}
+        self.job["metadata"]["generation"] += 1
+        self.touch()
 
     def start(self, name: str) -> None:
         """The pod finds a node and its containers start."""
@@ -179,16 +248,47 @@ class ModelCluster:
         return made
 
     def _delete(self, action: DeleteObject) -> None:
-        kept = {"Pod": self.pods, "ConfigMap": self.config_maps, "Secret": self.secrets}[action.kind]
+        kept = {
+            "Pod": self.pods,
+            "ConfigMap": self.config_maps,
+            "Secret": self.secrets,
+            "PodGroup": self.groups,
+        }[action.kind]
         found = kept.get(action.name)
         if found is None or found["metadata"]["uid"] != action.uid:
             return
-        if action.kind != "Pod" or action.force or not found["spec"].get("nodeName"):
-            del kept[action.name]
-        else:
+        meta = found["metadata"]
+        if action.kind == "Pod" and found["spec"].get("nodeName") and not action.force:
             self.delete(action.name)
+        elif meta.get("finalizers"):
+            meta.setdefault("deletionTimestamp", timestamp(self.now))
+            meta["deletionGracePeriodSeconds"] = 0
+        else:
+            del kept[action.name]
+
+    def _release(self, group: str) -> None:
+        """Kueue learns that the group's Workload is deleted: it deletes what is left of it, and lets go."""
+        self.groups.pop(group, None)
+        for name, pod in list(self.pods.items()):
+            if pod_group(KEY.name, int(pod["metadata"]["labels"][Label.ATTEMPT])) == group:
+                assert read_pod(pod).held or read_pod(pod).ended, "a group is released of which something runs"
+                del self.pods[name]
+
+    def remove(self, name: str) -> None:
+        """The kubelet is done with a deleted pod; whoever set a finalizer on it keeps its object."""
+        pod = self.pods[name]
+        if not pod["metadata"].get("finalizers"):
+            del self.pods[name]
+            return
+        pod["metadata"]["deletionGracePeriodSeconds"] = 0
+        if pod["status"]["phase"] not in ("Succeeded", "Failed"):
+            pod["status"]["phase"] = "Failed"
 
     def delete(self, name: str) -> None:
         """Anyone deletes a pod; its kubelet gives it its grace period."""
         meta = self.pods[name]["metadata"]
         meta.setdefault("deletionTimestamp", timestamp(self.now + timedelta(seconds=30)))
+
+
+def _reserve(job: JobSeen) -> int:
+    return job.status.memory_reserve_bytes if job.status else 0

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,10 @@ class JobDriver:
         found = [c for c in self.status().get("conditions", []) if c["type"] == kind]
         return found[0] if found else {}
 
+    def patch(self, change: Object) -> None:
+        """The user changes the job, by a merge patch."""
+        self.api.call("PATCH", self.path, change)
+
     def delete(self) -> None:
         self.api.call("DELETE", self.path)
 
@@ -88,11 +93,12 @@ class JobDriver:
 class OperatorProcess:
     """``python -m dlrm_operator`` of one namespace, or of all."""
 
-    def __init__(self, kubeconfig: Path, namespace: str | None, log: Path) -> None:
+    def __init__(self, kubeconfig: Path, namespace: str | None, log: Path, *further: str) -> None:
         self.port = free_port("127.0.0.1")
         self._log = log
         flags = [*(("--namespace", namespace) if namespace else ()), "--address", "127.0.0.1", "--port", str(self.port)]
-        flags += ["--poll-s", "0.2", "--resync-s", "2", "--log-format", "plain"]
+        flags += ["--poll-s", "0.2", "--resync-s", "2", "--passing-s", "0.2", "--log-format", "plain"]
+        flags += ["--identity", f"operator-{self.port}", *further]
         self._argv = [sys.executable, "-m", "dlrm_operator", *flags]
         self._env = {**os.environ, "KUBECONFIG": str(kubeconfig), "OMP_NUM_THREADS": "1"}
         self._process: subprocess.Popen[bytes] | None = None
@@ -107,6 +113,11 @@ class OperatorProcess:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
+    @property
+    def ended(self) -> bool:
+        """Whether it ended by itself."""
+        return self._process is not None and self._process.poll() is not None
+
     def stop(self) -> int:
         assert self._process is not None
         self._process.terminate()
@@ -120,6 +131,26 @@ class OperatorProcess:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{path}", timeout=5) as answer:
             text: str = answer.read().decode()
         return text
+
+    def wait_ready(self) -> None:
+        """Return once it is ready; fail with its log at once where it ends before."""
+        assert self._process is not None
+
+        def ready_or_dead() -> bool:
+            return self.answers("readyz") or self._process is None or self._process.poll() is not None
+
+        eventually(ready_or_dead, state=self.log)
+        assert self._process.poll() is None, self.log()
+
+    def words(self, path: str) -> str:
+        """The answer's text, whether it is good or bad; empty while nobody answers."""
+        try:
+            return self.get(path)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.read().decode()
+        except OSError:
+            return ""
 
     def answers(self, path: str) -> bool:
         try:

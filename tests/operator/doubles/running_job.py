@@ -7,7 +7,7 @@ from model_cluster import ModelCluster
 
 from dlrm_api.progress import Progress, TrainerPhase
 from dlrm_api.status import Condition, ConditionType, DLRMJobStatus, FailureEvidence, Phase
-from dlrm_operator.conditions import find_condition
+from dlrm_operator.conditions import find_condition, timestamp
 from dlrm_operator.observed import Polled
 
 POD_0, POD_1 = "demo-trainer-1-0", "demo-trainer-1-1"
@@ -50,6 +50,21 @@ def next_gang(cluster: ModelCluster) -> None:
     cluster.pods = {}
     cluster.pass_time(120)
     bring_up(cluster)
+
+
+def lose_node(cluster: ModelCluster, name: str) -> None:
+    """The node controller takes Ready from a pod whose kubelet it does not hear any more."""
+    cluster.pods[name]["status"]["conditions"] = [
+        {"type": "ContainersReady", "status": "True", "lastTransitionTime": timestamp(cluster.now)},
+        {"type": "Ready", "status": "False", "lastTransitionTime": timestamp(cluster.now)},
+    ]
+
+
+def crash_checkpointer(cluster: ModelCluster, name: str, code: int, reason: str) -> None:
+    """The kubelet has started the pod's checkpointer again, and it crashed again."""
+    sidecar = cluster.pods[name]["status"]["initContainerStatuses"][0]
+    sidecar["state"] = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}
+    sidecar["lastState"] = {"terminated": {"exitCode": code, "reason": reason}}
 
 
 def condition(cluster: ModelCluster, kind: ConditionType) -> Condition:

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.prefetching import prefetch, prefetch_lines
 from dlrm_trainer.embedding.half import widened
 from dlrm_trainer.embedding.row_rules import lent_memory, memory_of
-from dlrm_trainer.processor import lent, prefetch, prefetch_lines, stream_four
+from dlrm_trainer.processor import lent, stream_four
 from dlrm_trainer.sizes import size_of, value_of
 from dlrm_trainer.team import finish, share, take
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.prefetching import prefetch, prefetch_lines
 from dlrm_trainer.embedding.row_rules import lent_memory, store_half, update_row
-from dlrm_trainer.processor import lent, prefetch, prefetch_lines
+from dlrm_trainer.processor import lent
 from dlrm_trainer.sizes import value_of
 from dlrm_trainer.team import finish, take
 

@@ -112,11 +112,17 @@ class ResidentPart:
     def _fill(self, piece: CodedRows) -> None:
         """Decode into place, in blocks that stay in the processor's cache; several threads fill different rows."""
         block = max(1, BLOCK_VALUES // piece.shard.width)
-        scratch = np.empty((min(block, len(piece.row_ids)), piece.shard.width), np.float32)
+        on_host = self.weight.device.type == "cpu" and self.weight.dtype == torch.float32
+        scratch = None if piece.form.bits == 32 else np.empty((block, piece.shard.width), np.float32)
         for start in range(0, len(piece.row_ids), block):
-            part = decode_rows(piece.take(slice(start, start + block)), out=scratch)
-            ids = part.row_ids - self.shard.row_start
+            coded = piece.take(slice(start, start + block))
+            ids = coded.row_ids - self.shard.row_start
             first, last = int(ids[0]), int(ids[-1]) + 1
+            if last - first == len(ids) and on_host:
+                decode_rows(coded, out=self.weight[first:last].numpy())
+                self.state[first:last] = torch.from_numpy(coded.state)
+                continue
+            part = decode_rows(coded, out=scratch)
             for target, values in ((self.weight, part.rows), (self.state, part.state)):
                 source = torch.from_numpy(values).to(target.device, target.dtype)
                 if last - first == len(ids):

@@ -1,0 +1,64 @@
+{{- define "dlrm.name" -}}
+{{- .Values.nameOverride | default .Chart.Name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- /* At most 40 characters: further words follow it in names of at most 63. */ -}}
+{{- define "dlrm.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "dlrm.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "dlrm.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Objects of the cluster carry the namespace, so that releases in different namespaces do not collide. */ -}}
+{{- define "dlrm.clusterName" -}}
+{{- printf "%s:%s" .Release.Namespace (include "dlrm.fullname" .) -}}
+{{- end -}}
+
+{{- /* Never the chart's version: selectors cannot change. */ -}}
+{{- define "dlrm.selector" -}}
+app.kubernetes.io/name: {{ include "dlrm.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: operator
+{{- end -}}
+
+{{- define "dlrm.labels" -}}
+{{ include "dlrm.selector" . }}
+app.kubernetes.io/part-of: dlrm
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "dlrm.serviceAccount" -}}
+{{- .Values.serviceAccount.name | default (ternary (include "dlrm.fullname" .) "default" .Values.serviceAccount.create) -}}
+{{- end -}}
+
+{{- define "dlrm.served" -}}
+{{- .Values.scope.namespace | default .Release.Namespace -}}
+{{- end -}}
+
+{{- define "dlrm.profilesNamespace" -}}
+{{- ternary (include "dlrm.served" .) .Release.Namespace .Values.scope.namespaced -}}
+{{- end -}}
+
+{{- define "dlrm.webhookSecret" -}}
+{{- .Values.webhook.certificate.existingSecret | default (printf "%s-webhook" (include "dlrm.fullname" .)) -}}
+{{- end -}}
+
+{{- define "dlrm.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+{{- end -}}
+
+{{- /* What the operator puts on the pods of jobs. */ -}}
+{{- define "dlrm.trainerLabels" -}}
+app.kubernetes.io/managed-by: dlrm-operator
+dlrm.dev/role: trainer
+{{- end -}}

@@ -1,0 +1,1 @@
+"""``dlrmctl`` against a cluster: jobs looked at, followed, stopped and set going again."""

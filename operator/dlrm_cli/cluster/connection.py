@@ -1,0 +1,140 @@
+"""Jobs and their pods in one namespace of a cluster; every refusal is said so that the user can act."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from dlrm_api.errors import DLRMError
+from dlrm_api.names import API_VERSION, Label
+from dlrm_cli.cluster.facts import Object
+from dlrm_cli.cluster.refusals import explain, no_such_job, not_installed
+from dlrm_operator.cluster import KubernetesApi
+from dlrm_operator.cluster_errors import GoneError, NotFoundError
+
+MERGE = "application/merge-patch+json"
+JOBS = "dlrmjobs (dlrm.dev)"
+WATCH_S = 300
+"""The server ends a watch then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which cluster, and where in it."""
+
+    kubeconfig: str | None = None
+    context: str | None = None
+    namespace: str | None = None
+
+
+class Connection:
+    """One user's view of a cluster.
+
+    Raises:
+        NoInputError: there is no usable kubeconfig.
+    """
+
+    def __init__(self, place: Place) -> None:
+        kubeconfig = place.kubeconfig or os.environ.get("KUBECONFIG") or None
+        in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
+        self._api = KubernetesApi(kubeconfig, in_cluster=in_cluster, context=place.context)
+        self.namespace = place.namespace or self._api.namespace
+
+    def job(self, name: str) -> Object:
+        """One job.
+
+        Raises:
+            NoInputError: there is none of that name; says which come near.
+        """
+        try:
+            with self._told("get", JOBS, missing=False):
+                return self._api.call_now("GET", self._job_path(name))
+        except NotFoundError:
+            raise self._missing(name) from None
+
+    def jobs(self, *, everywhere: bool = False, selector: str | None = None) -> tuple[list[Object], str]:
+        """All jobs, by namespace and name, and the version to watch from."""
+        path = self._jobs_path(None if everywhere else self.namespace)
+        try:
+            with self._told("list", JOBS, missing=False):
+                found, version = self._api.list_now(path, {"labelSelector": selector} if selector else {})
+        except NotFoundError:
+            raise not_installed(self._api.host) from None
+        return sorted(found, key=lambda job: (job["metadata"]["namespace"], job["metadata"]["name"])), version
+
+    def watch_jobs(self, version: str, *, everywhere: bool = False, selector: str | None = None) -> Iterator[Object]:
+        """Jobs as they change, until the server ends the watch; one that is gone comes with ``deletionTimestamp``."""
+        query = {"resourceVersion": version, "timeoutSeconds": str(WATCH_S)}
+        path = self._jobs_path(None if everywhere else self.namespace)
+        with self._told("watch", JOBS), suppress(GoneError):
+            for event in self._api.watch(
+                path, {**query, **({"labelSelector": selector} if selector else {})}, 2 * WATCH_S
+            ):
+                yield event["object"]
+
+    def set_suspend(self, name: str, wanted: bool) -> Object:
+        """Ask for the job to be suspended, or to go on; the job as it is then."""
+        body = {"spec": {"lifecycle": {"suspend": wanted}}}
+        try:
+            with self._told("patch", JOBS, missing=False):
+                return self._api.call_now("PATCH", self._job_path(name), body, kind=MERGE)
+        except NotFoundError:
+            raise self._missing(name) from None
+
+    def pods(self, name: str) -> list[Object]:
+        """The trainer pods of a job, of all attempts."""
+        path = f"/api/v1/namespaces/{quote(self.namespace)}/pods"
+        with self._told("list", "pods"):
+            return self._api.list_now(path, {"labelSelector": f"{Label.JOB}={name}"})[0]
+
+    def events(self, name: str) -> list[Object]:
+        """The Events about a job itself."""
+        path = f"/api/v1/namespaces/{quote(self.namespace)}/events"
+        about = f"involvedObject.kind=DLRMJob,involvedObject.name={name}"
+        with self._told("list", "events"):
+            return self._api.list_now(path, {"fieldSelector": about})[0]
+
+    def log(self, pod: str, query: dict[str, str], silence_s: float | None) -> Iterator[bytes]:
+        """Lines of a container's log; with ``follow`` as they come."""
+        path = f"/api/v1/namespaces/{quote(self.namespace)}/pods/{quote(pod)}/log"
+        with self._told("get", "pods/log"):
+            yield from self._api.lines(path, query, silence_s)
+
+    def pod_endpoint(self, pod: str, namespace: str, port: int, path: str, timeout_s: float) -> str:
+        """What a pod answers on a port, by way of the API server's proxy."""
+        whole = f"/api/v1/namespaces/{quote(namespace)}/pods/{quote(pod)}:{port}/proxy/{path}"
+        with self._told("get", "pods/proxy"):
+            return b"".join(self._api.lines(whole, {}, timeout_s)).decode(errors="replace")
+
+    def _missing(self, name: str) -> DLRMError:
+        """Why a job is not found; looks whether there are jobs at all, and which come near."""
+        there = {job["metadata"]["name"] for job in self.jobs()[0]}
+        elsewhere: set[str] = set()
+        with suppress(DLRMError):
+            everywhere = self.jobs(everywhere=True)[0]
+            elsewhere = {job["metadata"]["namespace"] for job in everywhere if job["metadata"]["name"] == name}
+        return no_such_job(name, self.namespace, there, elsewhere)
+
+    @contextmanager
+    def _told(self, verb: str, resource: str, *, missing: bool = True) -> Iterator[None]:
+        """Errors as :func:`explain` says them; 404 as it is where the caller knows better."""
+        try:
+            yield
+        except NotFoundError as error:
+            if not missing:
+                raise
+            raise explain(error, verb, resource, self._api.host) from error
+        except GoneError:
+            raise
+        except DLRMError as error:
+            raise explain(error, verb, resource, self._api.host) from error
+
+    def _jobs_path(self, namespace: str | None) -> str:
+        where = f"namespaces/{quote(namespace)}/" if namespace else ""
+        return f"/apis/{API_VERSION}/{where}dlrmjobs"
+
+    def _job_path(self, name: str) -> str:
+        return f"{self._jobs_path(self.namespace)}/{quote(name)}"

@@ -1,0 +1,129 @@
+"""What a job's spec refers to: its HardwareProfile and the traces of its tables, read live, or why they can't be used.
+
+Profiles are objects of the cluster. An operator that may read nothing beyond one namespace takes them from a
+ConfigMap there: each value holds one or more HardwareProfile documents in YAML, as files of a folder
+(``kubectl create configmap NAME --from-file=FOLDER``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import yaml
+
+from dlrm_api import names
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.hardware import HardwareProfile, parse_profile
+from dlrm_api.job import DLRMJobSpec
+from dlrm_api.model import TRACE_KEY
+from dlrm_operator.cluster import Api, Object
+from dlrm_operator.cluster_errors import ClusterRefusedError, NotFoundError
+from dlrm_planner import trace_references
+
+CONFIG_MAP = "configmap:"
+CONFIG_MAPS = "/api/v1/namespaces/{}/configmaps/{}"
+PROFILES = f"/apis/{names.API_VERSION}/hardwareprofiles/{{}}"
+
+
+@dataclass(frozen=True)
+class ProfileSource:
+    """The ConfigMap that holds the profiles in place of the cluster's objects."""
+
+    namespace: str
+    config_map: str
+
+
+@dataclass(frozen=True)
+class ProfileSeen:
+    """The profile that a spec names, its version, and why it can't be used; all empty where it names none."""
+
+    profile: HardwareProfile | None = None
+    version: str = ""
+    problem: str = ""
+
+
+class References:
+    """Reads what specs refer to."""
+
+    def __init__(self, api: Api, profiles: ProfileSource | None = None) -> None:
+        self._api = api
+        self._profiles = profiles
+
+    async def profile(self, spec: DLRMJobSpec) -> ProfileSeen:
+        """The profile of ``spec.trainer.hardware``.
+
+        Raises:
+            ClusterUnavailableError: nobody can tell.
+        """
+        name = spec.trainer.hardware
+        if name is None:
+            return ProfileSeen()
+        try:
+            if self._profiles is None:
+                document = await self._api.call("GET", PROFILES.format(name))
+                return ProfileSeen(parse_profile(document), document["metadata"]["resourceVersion"])
+            found = await self._from_config_map(self._profiles, name)
+            version = hashlib.sha256(yaml.safe_dump(found).encode()).hexdigest()[:16]
+            return ProfileSeen(parse_profile(found), version)
+        except NotFoundError:
+            return ProfileSeen(problem=f"spec.trainer.hardware: {self._mend(name)}")
+        except ClusterRefusedError as error:
+            words = f"the operator may not read HardwareProfile {name}: {error}: let it, or give it --profiles"
+            return ProfileSeen(problem=f"spec.trainer.hardware: {words}")
+        except InvalidSpecError as error:
+            return ProfileSeen(problem=f"HardwareProfile {name}: {error}")
+
+    async def traces(self, namespace: str, spec: DLRMJobSpec) -> tuple[dict[str, str], str]:
+        """The documents of the traces that the spec refers to, or why one can't be read.
+
+        Raises:
+            ClusterUnavailableError: nobody can tell.
+        """
+        found = {}
+        for reference, field in trace_references(spec).items():
+            if not reference.startswith(CONFIG_MAP):
+                words = (
+                    f"{reference}: the operator reads no files: put the trace into a ConfigMap of the job's namespace "
+                )
+                return {}, f"{field}: {words}under the key {TRACE_KEY}, and refer to it as {CONFIG_MAP}NAME"
+            name = reference.removeprefix(CONFIG_MAP)
+            try:
+                document = await self._api.call("GET", CONFIG_MAPS.format(namespace, name))
+                found[reference] = str(document["data"][TRACE_KEY])
+            except NotFoundError:
+                words = f"there is no ConfigMap {name} in namespace {namespace}: create it with "
+                return {}, f"{field}: {words}dlrmctl trace --configmap {name}"
+            except KeyError:
+                return {}, f"{field}: ConfigMap {name} has no key {TRACE_KEY}: write the trace there"
+        return found, ""
+
+    async def _from_config_map(self, source: ProfileSource, name: str) -> Object:
+        """The document of that name among all values.
+
+        Raises:
+            NotFoundError: no value holds it, or there is no ConfigMap.
+            InvalidSpecError: a value is no YAML.
+        """
+        config_map = await self._api.call("GET", CONFIG_MAPS.format(source.namespace, source.config_map))
+        for key, text in sorted((config_map.get("data") or {}).items()):
+            try:
+                documents = list(yaml.safe_load_all(text))
+            except yaml.YAMLError as error:
+                place = f"ConfigMap {source.config_map} in namespace {source.namespace}, key {key}"
+                raise InvalidSpecError(place, f"this is no YAML: {' '.join(str(error).split())}") from error
+            for document in documents:
+                if isinstance(document, dict) and _name_of(document) == name:
+                    return document
+        raise NotFoundError(404, f"no profile {name}")
+
+    def _mend(self, name: str) -> str:
+        if self._profiles is None:
+            return f"there is no HardwareProfile {name}: create it or name another"
+        place = f"ConfigMap {self._profiles.config_map} in namespace {self._profiles.namespace}"
+        return f"{place} holds no HardwareProfile {name}: add it there or name another"
+
+
+def _name_of(document: Object) -> object:
+    meta = document.get("metadata")
+    return meta.get("name") if isinstance(meta, dict) else None

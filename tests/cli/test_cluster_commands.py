@@ -1,0 +1,349 @@
+"""The commands on a cluster's jobs against a scripted API server: what a real one shows only beside real pods."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from dlrm_api.names import ExitCode
+from dlrm_cli import app
+from dlrm_cli.cluster import suspending, top
+from dlrm_cli.cluster.figures import PodFigures, pod_figures, rates
+
+Object = dict[str, Any]
+JOBS = "/apis/dlrm.dev/v1alpha1/namespaces/ml/dlrmjobs"
+
+
+class ScriptedApi(ThreadingHTTPServer):
+    """Answers by path: an object, text, or an HTTP status with words; what it does not know is not found."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), ScriptedHandler)
+        self.answers: dict[str, Object | str | tuple[int, str]] = {}
+        self.patches: list[Object] = []
+        self.on_patch: Callable[[], None] = lambda: None
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+
+class ScriptedHandler(BaseHTTPRequestHandler):
+    server: ScriptedApi
+
+    def do_GET(self) -> None:
+        path = urlsplit(self.path).path
+        found = self.server.answers.get(path, (404, "the server could not find the requested resource"))
+        code, body = 200, found
+        if isinstance(found, tuple):
+            code, body = found[0], {"kind": "Status", "message": found[1]}
+        text = body if isinstance(body, str) else json.dumps(body)
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def do_PATCH(self) -> None:
+        self.server.patches.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.server.on_patch()
+        self.do_GET()
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class names it
+        """Silence."""
+
+
+@pytest.fixture
+def api() -> Iterator[ScriptedApi]:
+    with ScriptedApi() as server:
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def kubeconfig(api: ScriptedApi, tmp_path: Path) -> Path:
+    path = tmp_path / "kubeconfig"
+    server = {"server": f"http://127.0.0.1:{api.server_address[1]}"}
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u", "namespace": "ml"}}],
+        "clusters": [{"name": "c", "cluster": server}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+    }
+    path.write_text(json.dumps(config))
+    return path
+
+
+def job(phase: str = "Running", *, suspend: bool = False, generation: int = 2, **status: Any) -> Object:
+    return {
+        "metadata": {"name": "ads", "namespace": "ml", "generation": generation, "uid": "u", "resourceVersion": "1"},
+        "spec": {"data": {"globalBatchSize": 100}, "lifecycle": {"suspend": suspend}},
+        "status": {
+            "phase": phase,
+            "observedGeneration": 2,
+            "attempt": 1,
+            "progress": {"step": 10, "totalSteps": 50, "samplesPerSecond": 5.0, "loss": 0.7},
+            "plan": {"nodes": 2},
+            **status,
+        },
+    }
+
+
+def listed(*items: Object) -> Object:
+    return {"metadata": {"resourceVersion": "1"}, "items": list(items)}
+
+
+def pod(index: int) -> Object:
+    labels = {"dlrm.dev/attempt": "1", "dlrm.dev/index": str(index)}
+    seen = {"name": "trainer", "ready": True, "state": {"running": {}}}
+    return {
+        "metadata": {"name": f"ads-trainer-1-{index}", "labels": labels},
+        "spec": {"nodeName": f"n{index}", "containers": [{"name": "trainer"}]},
+        "status": {"phase": "Running", "containerStatuses": [seen]},
+    }
+
+
+def metrics(step: int, hits: float, accesses: float) -> str:
+    """As a trainer with tables over DDR and SCM exposes them."""
+    registry = CollectorRegistry()
+    Counter("dlrm_trainer_steps", "s", registry=registry).inc(step)
+    Gauge("dlrm_trainer_samples_per_second", "s", registry=registry).set(2_000)
+    Gauge("dlrm_trainer_loss_nats", "s", registry=registry).set(0.5)
+    labels = ["rank", "table"]
+    found_hits = Counter("dlrm_trainer_table_hits", "s", labels, registry=registry)
+    asked = Counter("dlrm_trainer_table_accesses", "s", labels, registry=registry)
+    below = Counter("dlrm_trainer_tier_read_rows", "s", ["rank", "tier"], registry=registry)
+    stage = Counter("dlrm_trainer_stage_seconds", "s", ["rank", "stage"], registry=registry)
+    for rank in ("0", "1"):
+        found_hits.labels(rank, "a").inc(hits / 2)
+        asked.labels(rank, "a").inc(accesses / 2)
+        below.labels(rank, "scm").inc((accesses - hits) / 2)
+        stage.labels(rank, "forward").inc(step * 3)
+        stage.labels(rank, "agreement").inc(step)
+    return generate_latest(registry).decode()
+
+
+def proxy(index: int) -> str:
+    return f"/api/v1/namespaces/ml/pods/ads-trainer-1-{index}:9400/proxy/metrics"
+
+
+def run(kubeconfig: Path, *arguments: str) -> int:
+    return app.main([*arguments, "--kubeconfig", str(kubeconfig)])
+
+
+def test_figures_are_summed_over_a_pods_ranks() -> None:
+    found = pod_figures(metrics(step=7, hits=90, accesses=100))
+
+    assert (found.step, found.samples_per_second, found.loss, found.ne) == (7, 2_000, 0.5, None)
+    assert (found.hits, found.accesses, found.tier_rows) == (90, 100, {"scm": 10})
+
+
+def test_rates_are_those_between_two_looks() -> None:
+    before = pod_figures(metrics(step=10, hits=0, accesses=100))
+    now = pod_figures(metrics(step=20, hits=90, accesses=200))
+
+    found = rates(now, before)
+
+    assert (found.hit_rate, found.tier_shares) == (0.9, {"scm": 0.1})
+    assert (found.stage, found.stage_share) == ("forward", 0.75)
+
+
+def test_rates_after_a_restart_are_those_of_the_new_life() -> None:
+    before = pod_figures(metrics(step=900, hits=1, accesses=1_000))
+
+    assert rates(pod_figures(metrics(step=20, hits=90, accesses=100)), before).hit_rate == 0.9
+
+
+def test_a_pod_without_levels_has_no_hit_rate() -> None:
+    assert rates(PodFigures(step=3), None).hit_rate is None
+
+
+def test_top_shows_what_pods_say_now(api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    api.answers[JOBS] = listed(job())
+    api.answers[proxy(0)] = metrics(step=20, hits=90, accesses=100)
+
+    code = run(kubeconfig, "top", "--once")
+
+    header, row = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert code == ExitCode.DONE
+    assert header[:4] == ["NAME", "PHASE", "STEP", "SAMPLES/S"]
+    assert row == ["ads", "Running", "20/50", "2,000", "50.0ms", "0.50000", "-", "0", "-", "-", "90.0%", "scm", "10.0%"]
+
+
+def test_top_of_a_job_shows_its_pods_and_why_one_is_silent(
+    api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.answers[f"{JOBS}/ads"] = job()
+    api.answers["/api/v1/namespaces/ml/pods"] = listed(pod(1), pod(0))
+    api.answers[proxy(0)] = metrics(step=20, hits=90, accesses=100)
+    api.answers[proxy(1)] = (403, 'User "u" cannot get resource "pods/proxy"')
+
+    code = run(kubeconfig, "top", "ads", "--once")
+
+    text = capsys.readouterr().out
+    assert code == ExitCode.DONE
+    assert "ads-trainer-1-0   n0     Running   1/1     20     90.0%   scm 10.0%   forward 75%" in text
+    assert "ads-trainer-1-1   n1     Running   1/1     -      -       -           -" in text
+    assert (
+        'ads-trainer-1-1: metrics not reached: User "u" cannot get resource "pods/proxy": '
+        "ask for a Role that allows the verb get on pods/proxy"
+    ) in text
+
+
+def test_top_falls_back_on_the_status(api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    api.answers[JOBS] = listed(job())
+    api.answers[proxy(0)] = (503, "no endpoints available")
+
+    run(kubeconfig, "top", "--once")
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:6] == ["ads", "Running", "10/50", "5", "20,000.0ms", "0.70000"]
+    assert "metrics not reached" in lines[3]
+    assert "no endpoints available" in lines[3]
+
+
+def test_what_is_interrupted_as_it_must_be_says_nothing(
+    api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.answers[JOBS] = listed(job())
+    api.answers[proxy(0)] = metrics(step=20, hits=90, accesses=100)
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(top.time, "sleep", interrupt)
+
+    code = run(kubeconfig, "top")
+
+    printed = capsys.readouterr()
+    assert code == 130
+    assert printed.err == ""
+    assert "ads" in printed.out
+
+
+def test_suspend_waits_until_the_job_holds_its_step(
+    api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suspending, "LOOK_EVERY_S", 0.01)
+    api.answers[f"{JOBS}/ads"] = job()
+    waits = {"type": "Suspended", "status": "False", "reason": "Cutting", "message": "the cut of step 12 is committed"}
+    on_the_way = job("Suspending", suspend=True, conditions=[waits])
+    held = job("Suspended", suspend=True, lastSnapshot={"step": 1_200})
+    script = iter([job("Suspended", suspend=True, generation=3), on_the_way])
+
+    def next_answer() -> None:
+        api.answers[f"{JOBS}/ads"] = next(script, held)
+
+    api.on_patch = next_answer
+    monkeypatch.setattr(suspending.time, "sleep", lambda _: next_answer())
+
+    code = run(kubeconfig, "suspend", "ads", "--wait")
+
+    printed = capsys.readouterr()
+    assert code == ExitCode.DONE
+    assert api.patches == [{"spec": {"lifecycle": {"suspend": True}}}]
+    assert printed.out == "ads is Suspended and holds step 1,200\n"
+    assert "ads is Suspending: the cut of step 12 is committed" in printed.err
+
+
+def test_a_wait_that_takes_too_long_says_how_far_it_came(
+    api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.answers[f"{JOBS}/ads"] = job("Restoring")
+
+    code = run(kubeconfig, "resume", "ads", "--wait", "--timeout", "1s")
+
+    assert code == ExitCode.TEMPORARY
+    assert "after 1 s ads is Restoring; it goes on: dlrmctl describe says how far it is" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_waiting_leaves_the_wish_and_says_so(
+    api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.answers[f"{JOBS}/ads"] = job("Running", suspend=True)
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suspending.time, "sleep", interrupt)
+
+    code = run(kubeconfig, "suspend", "ads", "--wait")
+
+    assert code == 130
+    assert "no longer waiting; ads stays told to suspend" in capsys.readouterr().err
+
+
+def test_a_finished_job_is_not_suspended(
+    api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.answers[f"{JOBS}/ads"] = job("Succeeded")
+
+    code = run(kubeconfig, "suspend", "ads")
+
+    assert code == ExitCode.USAGE
+    assert api.patches == []
+    assert "ads has Succeeded: there is nothing to suspend" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (job("Failed", conditions=[{"type": "Failed", "status": "True", "message": "no budget"}]), "Failed: no budget"),
+        (job("Suspended", suspend=True), "was suspended by someone else"),
+    ],
+)
+def test_a_resume_that_never_comes_true_ends(seen: Object, words: str) -> None:
+    verdict = suspending.resume_verdict(seen)
+
+    assert verdict.error is not None
+    assert words in str(verdict.error)
+
+
+def test_a_cluster_without_the_operator_is_told_how_to_get_it(
+    kubeconfig: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(kubeconfig, "get")
+
+    assert code == ExitCode.NO_INPUT
+    said = capsys.readouterr().err
+    assert "knows no DLRMJobs: install the operator's chart (helm install dlrm-operator charts/dlrm-operator)" in said
+
+
+def test_a_context_that_is_not_there_is_named(kubeconfig: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run(kubeconfig, "get", "--context", "prod")
+
+    assert code == ExitCode.NO_INPUT
+    assert "prod" in capsys.readouterr().err
+
+
+def test_no_kubeconfig_is_told_where_it_is_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+
+    code = app.main(["get"])
+
+    assert code == ExitCode.NO_INPUT
+    assert f"kubeconfig {tmp_path / 'none'}: " in capsys.readouterr().err
+
+
+def test_output_on_a_pipe_has_no_colours(
+    api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    created = datetime.now(UTC).isoformat()
+    shown = job("Failed")
+    shown["metadata"]["creationTimestamp"] = created
+    api.answers[JOBS] = listed(shown)
+
+    run(kubeconfig, "get")
+
+    assert "\x1b" not in capsys.readouterr().out

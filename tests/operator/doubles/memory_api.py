@@ -1,0 +1,70 @@
+"""The API server's part for one job, in memory: what was asked of it can be counted."""
+
+import copy
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dlrm_operator.cluster import JSON
+from dlrm_operator.cluster_errors import ConflictError, NotFoundError
+
+Object = dict[str, Any]
+
+
+class MemoryApi:
+    """Objects by path. A status apply with an older resource version is refused, as a POST of what exists is."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Object] = {}
+        self.asked: list[tuple[str, str]] = []
+        self._versions = itertools.count(1)
+
+    def put(self, path: str, document: Object) -> Object:
+        """The object as it is stored."""
+        meta = {"uid": path, "generation": 1, **document["metadata"], "resourceVersion": str(next(self._versions))}
+        self.objects[path] = {**copy.deepcopy(document), "metadata": meta}
+        return copy.deepcopy(self.objects[path])
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: Object | None = None,
+        query: Mapping[str, str] | None = None,
+        kind: str = JSON,
+        done_by: float = math.inf,
+    ) -> Object:
+        self.asked.append((method, path))
+        if method == "POST":
+            assert body is not None
+            path = f"{path}/{body['metadata']['name']}"
+            if path in self.objects:
+                raise ConflictError(409, "it exists")
+            return self.put(path, body)
+        if method == "PATCH" and path.endswith("/status"):
+            return self._status(path.removesuffix("/status"), body or {})
+        if method == "PATCH":
+            return self.put(path, body or {})
+        if path not in self.objects:
+            raise NotFoundError(404, "there is none")
+        if method == "PUT":
+            return self._update(path, body or {})
+        return copy.deepcopy(self.objects[path])
+
+    async def list_all(self, path: str, query: Mapping[str, str], accept: str = JSON) -> tuple[list[Object], str]:
+        self.asked.append(("LIST", path))
+        found = [copy.deepcopy(item) for place, item in self.objects.items() if place.rpartition("/")[0] == path]
+        return found, "1"
+
+    def _update(self, path: str, body: Object) -> Object:
+        if self.objects[path]["metadata"]["resourceVersion"] != body["metadata"]["resourceVersion"]:
+            raise ConflictError(409, "the object has been modified")
+        return self.put(path, body)
+
+    def _status(self, path: str, body: Object) -> Object:
+        if path not in self.objects:
+            raise NotFoundError(404, "there is none")
+        if self.objects[path]["metadata"]["resourceVersion"] != body["metadata"]["resourceVersion"]:
+            raise ConflictError(409, "the object has been modified")
+        return self.put(path, {**self.objects[path], "status": body["status"]})

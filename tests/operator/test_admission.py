@@ -1,0 +1,216 @@
+"""What the webhook answers, in the words that kubectl shows: documents in, documents out."""
+
+import asyncio
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+from operator_cluster import job_document
+
+from dlrm_api.errors import BadDataError
+from dlrm_operator.actions import PlanQuestion
+from dlrm_operator.admitting import REMEMBERED, Admission, Plan
+from dlrm_operator.cluster_errors import ClusterUnavailableError
+from dlrm_operator.observed import Planning
+from dlrm_operator.references import ProfileSeen, References
+
+Object = dict[str, Any]
+KIND = {"group": "dlrm.dev", "version": "v1alpha1", "kind": "DLRMJob"}
+
+
+def review(job: Object, old: Object | None = None) -> Object:
+    request = {"uid": "review-1", "kind": KIND, "namespace": "team", "name": job["metadata"]["name"], "object": job}
+    operation = {"operation": "CREATE"} if old is None else {"operation": "UPDATE", "oldObject": old}
+    return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": {**request, **operation}}
+
+
+class Referred:
+    """What the spec refers to."""
+
+    def __init__(self, profile: str = "", trace: str = "", error: Exception | None = None) -> None:
+        self._profile, self._trace, self._error = ProfileSeen(problem=profile), trace, error
+
+    async def profile(self, _: object) -> ProfileSeen:
+        if self._error is not None:
+            raise self._error
+        return self._profile
+
+    async def traces(self, _: str, __: object) -> tuple[dict[str, str], str]:
+        return {}, self._trace
+
+
+class Planner:
+    """Gives one answer, and counts how often it is asked."""
+
+    def __init__(self, planning: Planning, takes_s: float = 0.0) -> None:
+        self._planning, self._takes_s = planning, takes_s
+        self.asked: list[PlanQuestion] = []
+
+    async def __call__(self, question: PlanQuestion, _: float) -> Planning:
+        self.asked.append(question)
+        await asyncio.sleep(self._takes_s)
+        return self._planning
+
+
+FEASIBLE = Planning()
+INFEASIBLE = Planning(problem="spec.model: table a does not fit: 8 GiB short", final=True)
+
+
+def answers(
+    plan: Plan | None, *reviews: Object, referred: Referred | None = None, deadline_s: float = 30.0
+) -> list[Object]:
+    async def ask() -> list[Object]:
+        admission = Admission(cast("References", referred or Referred()), deadline_s, plan)
+        try:
+            return list(await asyncio.gather(*(admission.answer(each) for each in reviews)))
+        finally:
+            await admission.stop()
+
+    found = asyncio.run(ask())
+    assert all(each["kind"] == "AdmissionReview" and each["response"]["uid"] == "review-1" for each in found)
+    return [each["response"] for each in found]
+
+
+def changed(job: Object, change: Callable[[Object], None]) -> Object:
+    found = copy.deepcopy(job)
+    change(found)
+    return found
+
+
+def test_a_job_with_a_plan_is_admitted_without_a_word() -> None:
+    assert answers(None, review(job_document("demo"))) == [{"uid": "review-1", "allowed": True}]
+
+
+def test_a_job_that_fits_nowhere_is_refused_in_the_planners_words() -> None:
+    trainer = {"replicas": 2, "tierBudgets": {"ddr": "1Ki"}}
+
+    [answer] = answers(None, review(job_document("demo", trainer=trainer)))
+
+    assert not answer["allowed"]
+    assert answer["status"]["code"] == 422
+    assert "tierBudgets" in answer["status"]["message"]
+
+
+def test_what_no_rule_of_the_definition_can_say_is_refused_with_the_mend() -> None:
+    job = job_document("demo")
+    job["spec"]["model"]["tables"][1]["name"] = "a"
+    planner = Planner(FEASIBLE)
+
+    [answer] = answers(planner, review(job))
+
+    assert answer["status"]["message"] == "spec: model.tables: 2 tables have the name a: give each its own"
+    assert planner.asked == []
+
+
+@pytest.mark.parametrize(
+    ("referred", "words"),
+    [
+        (Referred(profile="spec.trainer.hardware: there is no HardwareProfile big"), "there is no HardwareProfile big"),
+        (Referred(trace="spec.model.tables[0].distribution: there is no ConfigMap"), "there is no ConfigMap"),
+    ],
+)
+def test_what_is_not_there_yet_is_a_warning_because_it_may_be_applied_next(referred: Referred, words: str) -> None:
+    planner = Planner(FEASIBLE)
+
+    [answer] = answers(planner, review(job_document("demo")), referred=referred)
+
+    assert answer["allowed"]
+    assert words in answer["warnings"][0]
+    assert "the job waits for it" in answer["warnings"][0]
+    assert planner.asked == []
+
+
+def test_a_planner_that_is_not_done_in_time_refuses_nothing() -> None:
+    [answer] = answers(Planner(INFEASIBLE, takes_s=30), review(job_document("demo")), deadline_s=0.05)
+
+    assert answer["allowed"]
+    assert "not known yet whether a plan exists: the planner was not done within 0.05 s" in answer["warnings"][0]
+    assert "condition Planned" in answer["warnings"][0]
+
+
+def test_a_planner_that_crashed_refuses_nothing_and_is_asked_again() -> None:
+    planner = Planner(Planning(problem="the planner ended with exit code -9:\nkilled"))
+
+    found = answers(planner, review(job_document("demo")), review(job_document("demo")))
+
+    assert [each["allowed"] for each in found] == [True, True]
+    assert "exit code -9: killed" in found[0]["warnings"][0]
+    assert len(planner.asked) == 2
+
+
+def test_an_api_server_that_does_not_answer_refuses_nothing() -> None:
+    referred = Referred(error=ClusterUnavailableError("GET /apis: timed out"))
+
+    [answer] = answers(Planner(FEASIBLE), review(job_document("demo")), referred=referred)
+
+    assert answer["allowed"]
+    assert "could not be read: GET /apis: timed out" in answer["warnings"][0]
+
+
+def test_copies_of_a_job_are_planned_once() -> None:
+    planner = Planner(INFEASIBLE, takes_s=0.01)
+
+    found = answers(planner, *(review(job_document(f"demo-{number}")) for number in range(20)))
+
+    assert len(planner.asked) == 1
+    assert {each["status"]["message"] for each in found} == {INFEASIBLE.problem}
+
+
+def test_the_verdicts_kept_are_bounded_and_the_oldest_goes_first() -> None:
+    planner = Planner(FEASIBLE)
+    jobs = [job_document("demo", trainer={"replicas": 1, "threadsPerProcess": n + 1}) for n in range(REMEMBERED + 1)]
+
+    async def one_by_one() -> None:
+        admission = Admission(cast("References", Referred()), 30.0, planner)
+        for job in [*jobs, jobs[-1], jobs[0]]:
+            await admission.answer(review(job))
+
+    asyncio.run(one_by_one())
+
+    assert len(planner.asked) == REMEMBERED + 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda job: job["metadata"].update(labels={"team": "ads"}),
+        lambda job: job.update(status={"phase": "Running"}),
+        lambda job: job["spec"]["lifecycle"]["restart"].update(maxRestarts=9),
+        lambda job: (job["metadata"].update(deletionTimestamp="2026-01-01T00:00:00Z"), job["spec"].clear()),
+    ],
+    ids=["labels", "status", "restart budget", "being deleted"],
+)
+def test_an_update_that_no_plan_depends_on_costs_no_plan(change: Callable[[Object], None]) -> None:
+    planner = Planner(INFEASIBLE)
+    old = job_document("demo")
+
+    [answer] = answers(planner, review(changed(old, change), old))
+
+    assert answer == {"uid": "review-1", "allowed": True}
+    assert planner.asked == []
+
+
+def test_an_update_to_what_fits_nowhere_is_refused() -> None:
+    old = job_document("demo")
+    new = changed(old, lambda job: job["spec"]["trainer"].update(replicas=3))
+
+    [answer] = answers(Planner(INFEASIBLE), review(new, old))
+
+    assert answer["status"]["message"] == INFEASIBLE.problem
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        None,
+        [],
+        {"kind": "AdmissionReview"},
+        {**review(job_document("demo")), "apiVersion": "admission.k8s.io/v1beta1"},
+        changed(review(job_document("demo")), lambda found: found["request"].update(subResource="scale")),
+        changed(review(job_document("demo")), lambda found: found["request"].update(object=None)),
+    ],
+)
+def test_what_is_no_review_of_a_job_is_told(document: Any) -> None:
+    with pytest.raises(BadDataError):
+        asyncio.run(Admission(cast("References", Referred()), 1.0).answer(document))

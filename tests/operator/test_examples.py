@@ -1,0 +1,69 @@
+"""The manifests of examples/cluster: each is what the API takes, and together they make pods."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dlrm_api.hardware import HardwareProfile, parse_profile
+from dlrm_api.job import parse_job
+from dlrm_operator.rendering import render
+from dlrm_operator.resources import check_devices
+from dlrm_operator.tier_volumes import check_mounts
+from dlrm_planner import plan_job
+
+Object = dict[str, Any]
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "cluster"
+POOLS = ("gpu", "scm", "plain")
+
+
+def pool(name: str) -> HardwareProfile:
+    return parse_profile(yaml.safe_load((FOLDER / f"{name}-pool.yaml").read_text()))
+
+
+def pods_on(profile: HardwareProfile, **trainer: Any) -> list[Object]:
+    document = yaml.safe_load((FOLDER / "job.yaml").read_text())
+    document["spec"]["trainer"] |= {"hardware": profile.metadata.name, **trainer}
+    job = parse_job(document)
+    plan = plan_job(job.spec, profile)
+    check_mounts(plan, profile)
+    check_devices(job.spec.trainer, profile)
+    return [item for item in render(job, profile, plan) if item["kind"] == "Pod"]
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_the_job_has_a_plan_and_four_pods_on_each_pool(name: str) -> None:
+    profile = pool(name)
+
+    pods = pods_on(profile)
+
+    terms = [dict(term) for term in profile.spec.node_affinity_terms]
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    assert len(pods) == 4
+    assert all(pod["spec"]["affinity"]["nodeAffinity"][required]["nodeSelectorTerms"] == terms for pod in pods)
+
+
+def test_a_gpu_pod_takes_a_device_a_process() -> None:
+    pods = pods_on(pool("gpu"), processesPerReplica=8)
+
+    assert pods[0]["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert pods[0]["spec"]["runtimeClassName"] == "nvidia"
+
+
+def test_rows_that_host_memory_does_not_hold_lie_on_the_scm_pools_mount() -> None:
+    pods = pods_on(pool("scm"), tierBudgets={"ddr": "500Mi", "scm": "8Gi"})
+
+    volumes = {volume["name"]: volume for volume in pods[0]["spec"]["volumes"]}
+    assert volumes["tier-scm"]["hostPath"]["path"] == "/mnt/pmem0/dlrm"
+
+
+def test_the_jobs_queue_is_one_of_the_queues() -> None:
+    queues = list(yaml.safe_load_all((FOLDER / "kueue-queues.yaml").read_text()))
+    job = yaml.safe_load((FOLDER / "job.yaml").read_text())
+
+    local = next(item for item in queues if item["kind"] == "LocalQueue")
+    assert local["metadata"]["name"] == job["spec"]["scheduling"]["queue"]
+    assert local["metadata"]["namespace"] == job["metadata"]["namespace"]
+    marks = pods_on(pool("plain"))[0]["metadata"]["labels"]
+    assert marks["kueue.x-k8s.io/queue-name"] == local["metadata"]["name"]

@@ -1,0 +1,267 @@
+"""Failures by their cause, and what follows: who is charged, when the next gang starts, what memory it gets."""
+
+from datetime import timedelta
+
+import pytest
+from model_cluster import ModelCluster
+from running_job import (
+    POD_0,
+    POD_1,
+    bring_up,
+    condition,
+    crash_checkpointer,
+    failure,
+    lose_node,
+    next_gang,
+    running,
+    say,
+    status,
+)
+
+from dlrm_api.hardware import HardwareProfile, parse_profile
+from dlrm_api.lifecycle import RestartSpec
+from dlrm_api.progress import TerminationMessage
+from dlrm_api.status import ConditionType, Phase
+from dlrm_operator.actions import DeleteObject
+from dlrm_operator.budgets import EARLIER_FAILURES, wait_s
+from dlrm_operator.clearing import LOST_AFTER
+from dlrm_operator.conditions import parse_timestamp
+
+GIB = 2**30
+
+
+def missed_peer(cluster: ModelCluster, name: str) -> None:
+    words = TerminationMessage(exit_code=75, reason="PeerLost", message="rank 1 died or fell silent", rank=0)
+    cluster.end(name, "trainer", 75, words.encode().decode())
+
+
+def test_a_lost_node_is_known_from_its_pods_conditions_and_not_charged() -> None:
+    cluster = running()
+
+    missed_peer(cluster, POD_0)
+    cluster.turn()
+    first = status(cluster).phase
+    cluster.pass_time(45)
+    lose_node(cluster, POD_1)
+    cluster.turn()
+
+    assert first is Phase.RUNNING
+    assert status(cluster).charged_restarts == 0
+    assert status(cluster).restarts_by_reason == {"NodeLost": 1}
+    assert (failure(cluster).pod, failure(cluster).node) == (POD_1, "node")
+
+
+def test_a_silent_node_alone_ends_nothing() -> None:
+    cluster = running()
+    lose_node(cluster, POD_1)
+
+    cluster.pass_time(200)
+    cluster.turn()
+
+    assert status(cluster).phase is Phase.RUNNING
+
+
+def test_a_pod_on_a_lost_node_is_forced_without_its_whole_grace_period() -> None:
+    cluster = running()
+    missed_peer(cluster, POD_0)
+    lose_node(cluster, POD_1)
+    cluster.turn()
+    cluster.turn()
+    del cluster.pods[POD_0]
+
+    cluster.now += LOST_AFTER - timedelta(seconds=1)
+    cluster.pods[POD_1]["metadata"]["deletionTimestamp"] = "2026-01-01T02:00:00Z"
+    early = cluster.turn()
+    cluster.pass_time(1)
+    forced = cluster.turn()
+
+    assert not [action for action in early if isinstance(action, DeleteObject)]
+    assert [(action.name, action.force) for action in forced if isinstance(action, DeleteObject)] == [(POD_1, True)]
+    assert any("has been silent for 60 s" in event.message for event in cluster.events)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("DisruptionTarget", "DeletionByTaintManager"),
+        ("DisruptionTarget", "PreemptionByScheduler"),
+        ("TerminationTarget", "WorkloadEvictedDueToPreempted"),
+    ],
+)
+def test_whoever_takes_a_pod_away_is_named_and_the_restart_is_free(kind: str, reason: str) -> None:
+    cluster = running()
+    taken = {"type": kind, "status": "True", "reason": reason, "message": "somebody needed the node"}
+    cluster.pods[POD_1]["status"]["conditions"] = [taken]
+
+    cluster.turn()
+
+    assert status(cluster).restarts_by_reason == {reason: 1}
+    assert (status(cluster).charged_restarts, status(cluster).free_restarts) == (0, 1)
+    assert "somebody needed the node" in failure(cluster).message
+
+
+@pytest.mark.parametrize("reason", ["OutOfmemory", "UnexpectedAdmissionError", "NodeAffinity"])
+def test_a_pod_that_its_node_did_not_admit_is_not_charged(reason: str) -> None:
+    cluster = running()
+    cluster.pods[POD_1]["status"] = {"phase": "Failed", "reason": reason, "message": "Pod was rejected"}
+
+    cluster.turn()
+
+    assert status(cluster).charged_restarts == 0
+    assert status(cluster).restarts_by_reason == {reason: 1}
+
+
+def test_an_image_name_that_can_never_be_pulled_fails_the_job_and_names_the_field() -> None:
+    cluster = ModelCluster()
+    for _ in range(4):
+        cluster.turn()
+        cluster.plan()
+    state = {"waiting": {"reason": "InvalidImageName", "message": 'couldn\'t parse image reference "A:B:C"'}}
+    cluster.pods[POD_0]["status"]["containerStatuses"] = [{"name": "trainer", "state": state}]
+
+    cluster.turn()
+
+    failed = condition(cluster, ConditionType.FAILED)
+    assert (status(cluster).phase, failed.reason) == (Phase.FAILED, "InvalidImageName")
+    assert 'couldn\'t parse image reference "A:B:C" (mend spec.trainer.image)' in failed.message
+
+
+def test_disruptions_without_progress_end_at_their_own_cap_and_progress_heals_it() -> None:
+    cluster = running(maxFreeRestarts=1)
+    cluster.delete(POD_0)
+    next_gang(cluster)
+    say(cluster, step=60, committed=50)
+    cluster.turn()
+    healed = status(cluster).free_restarts
+    cluster.delete("demo-trainer-2-0")
+    next_gang(cluster)
+    cluster.delete("demo-trainer-3-0")
+    cluster.turn()
+
+    failed = condition(cluster, ConditionType.FAILED)
+    assert healed == 0
+    assert (status(cluster).phase, failed.reason) == (Phase.FAILED, "FreeRestartsSpent")
+    assert "no progress since step 50" in failed.message
+
+
+def test_the_pause_is_the_same_in_every_turn_and_differs_between_jobs() -> None:
+    restart = RestartSpec(backoff=10.0, max_backoff=60.0)
+
+    waits = {wait_s(restart, 1, f"{uid}/1") for uid in range(20)}
+
+    assert wait_s(restart, 3, "a/3") == wait_s(restart, 3, "a/3")
+    assert len(waits) == 20
+    assert all(7.5 <= wait <= 10 for wait in waits)
+    assert wait_s(restart, 10_000, "a/1") <= 60
+
+
+def test_the_last_failures_are_kept_and_no_more() -> None:
+    cluster = running(maxRestarts=100)
+    for attempt in range(1, EARLIER_FAILURES + 4):
+        words = TerminationMessage(exit_code=70, reason="Internal", message=f"boom {attempt} " + "x" * 8_000, rank=0)
+        cluster.end(f"demo-trainer-{attempt}-0", "trainer", 70, words.encode().decode())
+        next_gang(cluster)
+
+    kept = [failure(cluster), *status(cluster).earlier_failures]
+    assert [one.attempt for one in kept] == [7, 6, 5, 4, 3]
+    assert [one.message[:6] for one in kept] == [f"boom {number}" for number in (7, 6, 5, 4, 3)]
+    assert all(len(one.message) <= 1_024 for one in kept[1:])
+
+
+def test_out_of_memory_gives_the_next_gang_more_of_it_once() -> None:
+    cluster = running()
+    before = asked(cluster, POD_0)
+
+    cluster.end(POD_1, "trainer", 137, reason="OOMKilled")
+    next_gang(cluster)
+    reserve, after = status(cluster).memory_reserve_bytes, asked(cluster, "demo-trainer-2-0")
+    cluster.end("demo-trainer-2-0", "trainer", 137, reason="OOMKilled")
+    next_gang(cluster)
+
+    assert reserve >= 512 * 2**20
+    assert after == before + reserve
+    assert status(cluster).memory_reserve_bytes == reserve
+    assert asked(cluster, "demo-trainer-3-0") == after
+    assert status(cluster).charged_restarts == 2
+
+
+def test_a_checkpointer_that_keeps_running_out_of_memory_is_told_from_its_trainer() -> None:
+    cluster = running()
+    crash_checkpointer(cluster, POD_1, 137, "OOMKilled")
+
+    cluster.turn()
+
+    assert status(cluster).restarts_by_reason == {"CheckpointerOOMKilled": 1}
+    assert status(cluster).memory_reserve_bytes > 0
+    assert "for want of memory" in failure(cluster).message
+
+
+def test_a_crashing_checkpointer_leaves_training_alone_and_shows_as_unhealthy_snapshots() -> None:
+    cluster = running()
+    crash_checkpointer(cluster, POD_1, 70, "Error")
+
+    cluster.turn()
+
+    assert status(cluster).phase is Phase.RUNNING
+    healthy = condition(cluster, ConditionType.SNAPSHOT_HEALTHY)
+    assert (healthy.status, healthy.reason) == ("False", "CheckpointerCrashing")
+
+
+def test_a_node_too_small_for_the_reserve_fails_the_job_and_names_what_to_raise() -> None:
+    cluster = ModelCluster(2, lifecycle={"restart": {"backoff": "0s"}}, trainer={"replicas": 2, "hardware": "small"})
+    cluster.profile = node_of(3 * GIB // 2)
+    bring_up(cluster)
+
+    cluster.end(POD_1, "trainer", 137, reason="OOMKilled")
+    for _ in range(4):
+        cluster.turn()
+        cluster.pods = {}
+        cluster.plan()
+
+    failed = condition(cluster, ConditionType.FAILED)
+    assert (status(cluster).phase, failed.reason) == (Phase.FAILED, "Infeasible")
+    assert "that stay free" in failed.message
+    assert "raise DDR per node (HardwareProfile small)" in failed.message
+
+
+def test_a_budget_spent_by_want_of_memory_names_what_to_raise() -> None:
+    limits = {"replicas": 2, "resources": {"limits": {"memory": "64Gi"}}}
+    cluster = ModelCluster(2, lifecycle={"restart": {"maxRestarts": 1, "backoff": "0s"}}, trainer=limits)
+    bring_up(cluster)
+
+    for attempt in (1, 2):
+        cluster.end(f"demo-trainer-{attempt}-1", "trainer", 137, reason="OOMKilled")
+        if attempt == 1:
+            next_gang(cluster)
+    cluster.turn()
+
+    failed = condition(cluster, ConditionType.FAILED)
+    assert failed.reason == "RestartBudgetSpent"
+    assert "raise spec.trainer.resources.limits.memory (64Gi)" in failed.message
+
+
+def test_the_pause_is_said_in_the_condition() -> None:
+    cluster = running()
+    cluster.end(POD_0, "trainer", 1)
+    cluster.turn()
+    cluster.pods = {}
+    cluster.turn()
+
+    scheduled = condition(cluster, ConditionType.SCHEDULED)
+    assert scheduled.reason == "Restarting"
+    assert "attempt 2 starts after a pause of spec.lifecycle.restart.backoff" in scheduled.message
+    assert parse_timestamp(status(cluster).restart_not_before or "") > cluster.now
+
+
+def asked(cluster: ModelCluster, name: str) -> int:
+    return int(cluster.pods[name]["spec"]["containers"][0]["resources"]["requests"]["memory"])
+
+
+def node_of(size: int) -> HardwareProfile:
+    document = {
+        "apiVersion": "dlrm.dev/v1alpha1",
+        "kind": "HardwareProfile",
+        "metadata": {"name": "small"},
+        "spec": {"tiers": {"ddr": {"bytes": size}}},
+    }
+    return parse_profile(document)

@@ -1,0 +1,94 @@
+"""Jobs at random, whose API server, nodes, users and operator fail at random, all come to what the model says.
+
+``FAULT_SCHEDULES`` says how many lives there are, ``FAULT_SEED`` which is the first (see ``make faults``).
+"""
+
+import asyncio
+import os
+import random
+import secrets
+import time
+from pathlib import Path
+
+import pytest
+from fault_life import Life
+from fault_world import World, WorldError
+from life_schedule import random_schedule
+from operator_cluster import OperatorProcess
+from unruly_proxy import UnrulyProxy, Weather
+
+from dlrm_cluster.control_plane import ControlPlane
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+SCHEDULES = int(os.environ.get("FAULT_SCHEDULES", "50"))
+FIRST_SEED = int(os.environ.get("FAULT_SEED", "0"))
+AT_ONCE = int(os.environ.get("FAULT_AT_ONCE", "10"))
+"""Lives that share the operator at any moment."""
+MOST_STEPS = 60
+"""Changes of jobs and new pods that an operator sees at most before it is killed: a slow machine kills less often."""
+LONGEST_REIGN_S = 60.0
+CUT_OFF = "ignore:Exception ignored in. <function _SelectorTransport:pytest.PytestUnraisableExceptionWarning"
+"""Connections that a dead operator or an ended proxy leaves half open are none of the test's findings."""
+PROGRESS = 50
+"""Schedules between two lines."""
+
+
+async def killed_now_and_then(operator: OperatorProcess, world: World, dice: random.Random) -> None:
+    """kill -9 at random moments; an operator that ended by itself is started anew, as a kubelet would."""
+    while True:
+        while not operator.ended and not await asyncio.to_thread(operator.answers, "readyz"):
+            await asyncio.sleep(0.2)  # a reign that never began would prove nothing
+        last, deadline = world.steps + dice.randint(0, MOST_STEPS), time.monotonic() + LONGEST_REIGN_S
+        while world.steps < last and time.monotonic() < deadline and not operator.ended:
+            await asyncio.sleep(0.02)
+        world.tell_all("the operator ended by itself" if operator.ended else "the operator is killed")
+        await asyncio.to_thread(operator.kill)
+        await asyncio.sleep(dice.choice([0.0, 0.0, 3.0]))
+        operator.start()
+
+
+async def lived(seed: int, world: World, proxy: UnrulyProxy, places: asyncio.Semaphore) -> str:
+    """Live one schedule; its trace where it went wrong."""
+    schedule = random_schedule(seed)
+    async with places:
+        life = Life(schedule, world, proxy, f"life-{seed}-{secrets.token_hex(2)}")
+        try:
+            await asyncio.wait_for(life.run(), 900)
+        except (WorldError, TimeoutError) as error:
+            again = f"make faults SCHEDULES=1 SEED={seed}"
+            return "\n".join([f"{schedule}", *world.traces[life.namespace], f"WRONG: {error}", f"again: {again}"])
+        finally:
+            world.forget(life.namespace)
+    return ""
+
+
+async def all_lives(control_plane: ControlPlane, folder: Path) -> list[str]:
+    world = World(control_plane)
+    proxy = UnrulyProxy(control_plane.server, control_plane.ca, told=world.tell)
+    seeds = range(FIRST_SEED, FIRST_SEED + SCHEDULES)
+    places = asyncio.Semaphore(AT_ONCE)
+    wrong: list[str] = []
+    async with proxy.serve(), world.turning():
+        proxy.weather[""] = Weather(seed=FIRST_SEED, rate=0.05)
+        kubeconfig = proxy.kubeconfig(folder, control_plane.kubeconfig)
+        with OperatorProcess(kubeconfig, None, folder / "operator.log") as operator:
+            reaper = asyncio.create_task(killed_now_and_then(operator, world, random.Random(FIRST_SEED)))
+            lives = [asyncio.create_task(lived(seed, world, proxy, places)) for seed in seeds]
+            for number, life in enumerate(asyncio.as_completed(lives), 1):
+                if trace := await life:
+                    wrong.append(trace)
+                if number % PROGRESS == 0:
+                    print(f"{number} of {SCHEDULES} schedules, {len(wrong)} wrong", flush=True)
+            reaper.cancel()
+            await asyncio.gather(reaper, return_exceptions=True)
+    print(f"faults: {dict(proxy.faults)}")
+    return wrong
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.filterwarnings(CUT_OFF)
+def test_every_life_in_faults_comes_to_what_the_model_says(api_types: ControlPlane, tmp_path: Path) -> None:
+    wrong = asyncio.run(all_lives(api_types, tmp_path))
+
+    assert not wrong, "\n\n".join(wrong)

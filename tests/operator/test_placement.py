@@ -1,0 +1,170 @@
+"""Where pods may go, as plain data: the profile's nodes, topology domains, and what users add."""
+
+from typing import Any
+
+import pytest
+from operator_cluster import job_document
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.hardware import HardwareProfile, parse_profile
+from dlrm_api.job import DLRMJob, parse_job
+from dlrm_api.names import Label
+from dlrm_operator.placement import REQUIRED, with_affinity
+from dlrm_operator.rendering import render
+from dlrm_operator.resources import check_devices
+from dlrm_planner import plan_job
+
+Object = dict[str, Any]
+SCM_NODE = {"matchExpressions": [{"key": "memory.dlrm.dev/scm", "operator": "Exists"}]}
+NEW_NODE = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["n1"]}]}
+ARM = {"matchExpressions": [{"key": "kubernetes.io/arch", "operator": "In", "values": ["arm64"]}]}
+
+
+def profile(**spec: Any) -> HardwareProfile:
+    tiers = {"ddr": {"bytes": "512Gi"}}
+    return parse_profile({"metadata": {"name": "pool"}, "spec": {"tiers": tiers, **spec}})
+
+
+def job(overlay: Object | None = None, trainer: Object | None = None, **spec: Any) -> DLRMJob:
+    given = {"replicas": 2, "hardware": "pool", "podTemplate": {"spec": overlay or {}}, **(trainer or {})}
+    return parse_job(job_document("demo", trainer=given, **spec))
+
+
+def pods(a_job: DLRMJob, a_profile: HardwareProfile | None = None, attempt: int = 1) -> list[Object]:
+    plan = plan_job(a_job.spec, a_profile)
+    return [item["spec"] for item in render(a_job, a_profile, plan, attempt=attempt) if item["kind"] == "Pod"]
+
+
+def test_a_job_that_asks_for_nothing_leaves_the_choice_to_the_scheduler() -> None:
+    for pod in pods(job(trainer={"hardware": None})):
+        assert not {"affinity", "tolerations", "topologySpreadConstraints", "schedulerName"} & set(pod)
+
+
+def test_spread_places_the_gang_evenly_over_nodes_and_counts_none_that_it_may_not_use() -> None:
+    for pod in pods(job(scheduling={"topology": "spread"}), profile(), attempt=3):
+        assert pod["topologySpreadConstraints"] == [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "DoNotSchedule",
+                "nodeTaintsPolicy": "Honor",
+                "labelSelector": {"matchLabels": {Label.JOB: "demo", Label.ATTEMPT: "3"}},
+            }
+        ]
+
+
+def test_spread_goes_by_the_domain_that_the_job_names() -> None:
+    scheduling = {"topology": "spread", "topologyKey": "topology.kubernetes.io/zone"}
+
+    pod = pods(job(scheduling=scheduling), profile())[0]
+
+    assert pod["topologySpreadConstraints"][0]["topologyKey"] == "topology.kubernetes.io/zone"
+
+
+def test_pack_puts_the_gang_of_one_attempt_into_one_domain_of_the_pools_nodes() -> None:
+    scheduling = {"topology": "pack", "topologyKey": "rack"}
+
+    affinity = pods(job(scheduling=scheduling), profile(nodeAffinityTerms=[SCM_NODE]), attempt=2)[1]["affinity"]
+
+    gang = {"matchLabels": {Label.JOB: "demo", Label.ATTEMPT: "2"}}
+    assert affinity["podAffinity"] == {REQUIRED: [{"topologyKey": "rack", "labelSelector": gang}]}
+    assert affinity["nodeAffinity"] == {REQUIRED: {"nodeSelectorTerms": [SCM_NODE]}}
+
+
+def test_the_jobs_scheduler_places_its_pods() -> None:
+    assert pods(job(scheduling={"schedulerName": "bin-packing"}), profile())[0]["schedulerName"] == "bin-packing"
+
+
+def test_a_users_affinity_narrows_the_pools_and_never_widens_it() -> None:
+    theirs = {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [ARM, NEW_NODE]}}}
+
+    affinity = pods(job({"affinity": theirs}), profile(nodeAffinityTerms=[SCM_NODE]))[0]["affinity"]
+
+    both = {"matchExpressions": [*SCM_NODE["matchExpressions"], *ARM["matchExpressions"]]}
+    assert affinity["nodeAffinity"][REQUIRED]["nodeSelectorTerms"] == [both, {**SCM_NODE, **NEW_NODE}]
+
+
+def test_a_users_rules_between_pods_join_those_of_the_topology() -> None:
+    alone = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"app": "noisy"}}}
+    theirs = {"podAffinity": {REQUIRED: [alone]}, "podAntiAffinity": {REQUIRED: [alone]}}
+    scheduling = {"topology": "pack", "topologyKey": "rack"}
+
+    affinity = pods(job({"affinity": theirs}, scheduling=scheduling), profile())[0]["affinity"]
+
+    assert [term["topologyKey"] for term in affinity["podAffinity"][REQUIRED]] == ["rack", "kubernetes.io/hostname"]
+    assert affinity["podAntiAffinity"] == {REQUIRED: [alone]}
+
+
+def test_joining_with_nothing_changes_nothing() -> None:
+    ours = {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [ARM]}}}
+
+    assert with_affinity(ours, {}) == with_affinity({}, ours) == ours
+
+
+def test_tolerations_and_spread_of_users_join_the_pools() -> None:
+    zone = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+    overlay = {"tolerations": [{"key": "b"}], "topologySpreadConstraints": [zone]}
+
+    pod = pods(job(overlay, scheduling={"topology": "spread"}), profile(tolerations=[{"key": "a"}]))[0]
+
+    assert pod["tolerations"] == [{"key": "a"}, {"key": "b"}]
+    assert pod["topologySpreadConstraints"][1] == zone
+
+
+@pytest.mark.parametrize(
+    ("overlay", "path", "words"),
+    [
+        ({"runtimeClassName": "gvisor"}, "runtimeClassName", "the HardwareProfile says nvidia: leave it out"),
+        (
+            {"topologySpreadConstraints": [{"topologyKey": "kubernetes.io/hostname"}]},
+            "topologySpreadConstraints[0].topologyKey",
+            "kubernetes.io/hostname is taken by the operator: choose another",
+        ),
+        ({"affinity": {"nodeAffinity": []}}, "affinity.nodeAffinity", "must be an object"),
+        (
+            {"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": ["a"]}}}},
+            f"affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0]",
+            "must be an object",
+        ),
+        ({"affinity": {"podAffinity": {REQUIRED: {}}}}, f"affinity.podAffinity.{REQUIRED}", "must be a list"),
+    ],
+)
+def test_additions_that_contradict_the_placement_are_refused_by_name(overlay: Object, path: str, words: str) -> None:
+    a_job = job(overlay, scheduling={"topology": "spread"})
+
+    with pytest.raises(InvalidSpecError) as refusal:
+        pods(a_job, profile(runtimeClass="nvidia"))
+
+    assert refusal.value.path == f"spec.trainer.podTemplate.spec.{path}"
+    assert refusal.value.problem == words
+
+
+def test_the_same_runtime_class_said_twice_is_no_contradiction() -> None:
+    assert pods(job({"runtimeClassName": "nvidia"}), profile(runtimeClass="nvidia"))[0]["runtimeClassName"] == "nvidia"
+
+
+GPUS = {"resource": "nvidia.com/gpu", "count": 4, "hbm": {"bytes": "80Gi"}}
+
+
+def test_pods_that_no_node_has_devices_for_are_refused_before_one_is_made() -> None:
+    a_job = job(trainer={"processesPerReplica": 8})
+
+    with pytest.raises(InvalidSpecError) as refusal:
+        check_devices(a_job.spec.trainer, profile(devices=GPUS))
+
+    assert str(refusal.value) == (
+        "spec.trainer.processesPerReplica: 8 processes take one nvidia.com/gpu each, and a node of HardwareProfile "
+        "pool has 4: use fewer processes and more replicas, or set spec.trainer.resources.limits[nvidia.com/gpu] where "
+        "they share"
+    )
+
+
+@pytest.mark.parametrize("limits", [{}, {"nvidia.com/gpu": "2"}])
+def test_processes_that_fit_or_share_devices_are_let_through(limits: dict[str, str]) -> None:
+    processes = 8 if limits else 4
+    a_job = job(trainer={"processesPerReplica": processes, "resources": {"limits": limits}})
+
+    check_devices(a_job.spec.trainer, profile(devices=GPUS))
+
+    asked = pods(a_job, profile(devices=GPUS))[0]["containers"][0]["resources"]["limits"]
+    assert asked == {"nvidia.com/gpu": "2" if limits else "4"}

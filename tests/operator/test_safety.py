@@ -1,0 +1,82 @@
+"""Restricted pods, and secrets that no one sees but those whom they are for."""
+
+import base64
+import secrets
+from pathlib import Path
+
+import pytest
+from chart import Identity, render, variant
+from kubelet_double import KubeletDouble
+from operator_cluster import JobDriver, OperatorProcess, eventually, job_document
+
+from dlrm_api.progress import TerminationMessage
+from dlrm_cluster.control_plane import ControlPlane
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+KINDS = ("pods", "configmaps", "services", "events")
+
+
+def everything(control_plane: ControlPlane, namespace: str, operator: OperatorProcess) -> dict[str, str]:
+    """All that anyone may read without a right on Secrets, by place."""
+    found = {kind: str(control_plane.api.call("GET", f"/api/v1/namespaces/{namespace}/{kind}")) for kind in KINDS}
+    jobs = control_plane.api.call("GET", f"/apis/dlrm.dev/v1alpha1/namespaces/{namespace}/dlrmjobs")
+    leases = control_plane.api.call("GET", f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases")
+    return {
+        **found,
+        "jobs": str(jobs),
+        "leases": str(leases),
+        "log": operator.log(),
+        "metrics": operator.get("metrics"),
+        "audit log": control_plane.audit_log.read_text(),
+    }
+
+
+def test_in_a_restricted_namespace_jobs_train_and_secrets_stay_secret(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, helm: Path, tmp_path: Path
+) -> None:
+    api, core = api_types.api, f"/api/v1/namespaces/{namespace}"
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    api.call("PATCH", f"/api/v1/namespaces/{namespace}", {"metadata": {"labels": labels}})
+    planted = secrets.token_hex(16)
+    credentials = {"metadata": {"name": "store"}, "stringData": {"accessKeyId": "a", "secretAccessKey": planted}}
+    api.call("POST", f"{core}/secrets", credentials)
+    checkpoint = {"uri": "s3://bucket/prefix", "credentialsSecret": "store"}
+    objects = render(helm, tmp_path, "demo", namespace, variant("tenant"))
+    flags = ("--profiles", f"{namespace}/pools", "--log-format", "json")
+
+    with (
+        Identity(api_types, objects, tmp_path) as identity,
+        OperatorProcess(identity.kubeconfig, namespace, tmp_path / "operator.log", *flags) as operator,
+    ):
+        job = JobDriver(api, namespace, job_document("demo", replicas=1, checkpoint=checkpoint))
+        hidden = {planted}
+        for attempt in (1, 2):
+            pod = f"demo-trainer-{attempt}-0"
+            eventually(
+                lambda pod=pod: any(
+                    p["metadata"]["name"] == pod and p["status"]["phase"] == "Running" for p in kubelet.pods()
+                ),
+                state=operator.log,
+            )
+            kubelet.trains(pod, attempt)
+            job.until("Running")
+            token = api.call("GET", f"{core}/secrets/demo-token-{attempt}")["data"]["token"]
+            hidden |= {token, base64.b64decode(token).decode()}
+            if attempt == 1:
+                [found] = kubelet.pods()
+                message = TerminationMessage(exit_code=70, reason="Internal", message="boom", rank=0, step=5)
+                kubelet.end_trainer(pod, 70, message)
+        kubelet.finish(pod, step=100, committed=100)
+        job.until("Succeeded")
+        seen = everything(api_types, namespace, operator)
+
+    hidden |= {base64.b64encode(planted.encode()).decode()}
+    assert [(place, value) for place, text in seen.items() for value in hidden if value in text] == []
+    assert found["spec"]["automountServiceAccountToken"] is False
+    assert not any("serviceAccountToken" in str(volume) for volume in found["spec"]["volumes"])
+    assert [volume["secret"]["secretName"] for volume in found["spec"]["volumes"] if "secret" in volume] == [
+        "demo-token-1",
+        "store",
+    ]
+    assert not any(call["objectRef"].get("name") == "store" for call in identity.calls())
+    assert "boom" in seen["jobs"]  # what is looked through does hold what trainers say

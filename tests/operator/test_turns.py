@@ -1,0 +1,223 @@
+"""What a turn asks of the API server: little from copies, live objects before anything that can't be undone."""
+
+import asyncio
+import time
+from typing import Any, cast
+
+import pytest
+from memory_api import MemoryApi
+from operator_cluster import job_document
+
+from dlrm_api.progress import Progress, TrainerPhase
+from dlrm_operator.actions import PlanQuestion
+from dlrm_operator.cache import PodCache
+from dlrm_operator.cuts import Cutter
+from dlrm_operator.images import Images
+from dlrm_operator.jobs import JobCache
+from dlrm_operator.observed import JobKey, JobSeen, Planning, Polled
+from dlrm_operator.observing import Observer
+from dlrm_operator.performing import Performer
+from dlrm_operator.planning import Planner
+from dlrm_operator.polling import Poller
+from dlrm_operator.references import References
+from dlrm_operator.stack_taking import StackTaker
+from dlrm_operator.turns import Turns
+from dlrm_planner import plan_job
+
+KEY = JobKey("space", "demo")
+JOB = "/apis/dlrm.dev/v1alpha1/namespaces/space/dlrmjobs/demo"
+PODS = "/api/v1/namespaces/space/pods"
+RUNNING = {
+    "phase": "Running",
+    "podIP": "127.0.0.2",
+    "containerStatuses": [{"name": "trainer", "state": {"running": {}}}],
+}
+
+
+class SlowPlanner(Planner):
+    """Answers when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(60, lambda key: None)
+        self.asked: PlanQuestion | None = None
+        self.plan: Planning | None = None
+
+    def answer(self, key: JobKey, job: JobSeen, profile_version: str) -> Planning | None:
+        return self.plan
+
+    def has_answered(self, key: JobKey) -> bool:
+        return self.plan is not None
+
+    def request(self, key: JobKey, question: PlanQuestion) -> None:
+        self.asked = question
+
+    def forget(self, key: JobKey) -> None:
+        self.plan = None
+
+
+class SaidPoller(Poller):
+    """What a test has pod 0 say."""
+
+    def __init__(self) -> None:
+        super().__init__(1, lambda key: None)
+        self.said: Polled | None = None
+
+    def latest(self, key: JobKey) -> Polled | None:
+        return self.said
+
+
+class Alarm:
+    def add_at(self, key: JobKey, time: object) -> None:
+        """The test takes the turns."""
+
+
+class Bench:
+    """One job, its turns, and the requests of each."""
+
+    def __init__(self, passing_s: float = 60.0) -> None:
+        self.api = MemoryApi()
+        self.jobs, self.planner, self.poller = JobCache(), SlowPlanner(), SaidPoller()
+        self.pods = PodCache(cast("Any", None), None, lambda key: None)
+        self.pods.filled = True
+        document = job_document("demo")
+        self.jobs.saw(self.api.put(JOB, {**document, "metadata": {"name": "demo", "namespace": "space"}}))
+        references = References(self.api)
+        cutter, stacks = Cutter(self.api, lambda key: None), StackTaker(lambda key: None)
+        asked = (self.planner, self.poller, cutter, stacks)
+        observer = Observer(self.api, self.jobs, self.pods, *asked, references, Images())
+        performer = Performer(self.api, self.planner, cutter, stacks, Alarm(), self.jobs, self.pods)
+        self.turns = Turns(observer, performer, self.jobs, self.planner, self.poller, passing_s)
+
+    def turn(self) -> list[tuple[str, str]]:
+        self.api.asked.clear()
+        asyncio.run(self.turns.take(KEY))
+        return list(self.api.asked)
+
+    def answer(self) -> None:
+        assert self.planner.asked is not None
+        self.planner.plan = Planning(plan=plan_job(self.planner.asked.job.spec, None))
+
+    def pods_run(self) -> None:
+        """The watch shows that both pods run."""
+        for path, pod in list(self.api.objects.items()):
+            if path.startswith(PODS):
+                shown = self.api.put(path, {**pod, "spec": {**pod["spec"], "nodeName": "node"}, "status": RUNNING})
+                self.pods._change({"type": "MODIFIED", "object": shown})
+
+    def pod_0_trains(self) -> None:
+        uid = self.api.objects[f"{PODS}/demo-trainer-1-0"]["metadata"]["uid"]
+        trainer = Progress(attempt=1, phase=TrainerPhase.TRAINING, step=1)
+        self.poller.said = Polled(pod_uid=uid, trainer=trainer)
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.api.objects[JOB].get("status", {})
+        return found
+
+
+def writes(asked: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [request for request in asked if request[0] not in ("GET", "LIST")]
+
+
+def test_a_start_that_goes_well_is_seven_writes_and_four_reads() -> None:
+    bench = Bench()
+
+    planning = bench.turn()
+    bench.answer()
+    forming = bench.turn()
+    scheduled = bench.turn()
+    bench.pods_run()
+    started = bench.turn()
+    bench.pod_0_trains()
+    trains = bench.turn()
+    idle = bench.turn()
+
+    assert planning == scheduled == started == idle == []
+    assert len(writes(forming)) == 6
+    assert len(forming) - len(writes(forming)) <= 4
+    assert trains == [("PATCH", f"{JOB}/status")]
+    assert bench.status()["phase"] == "Running"
+
+
+def test_a_status_on_the_way_is_written_once_it_has_waited() -> None:
+    bench = Bench(passing_s=0.0)
+
+    at_first = bench.turn()
+    time.sleep(0.15)
+    asked = bench.turn()
+
+    assert at_first == []
+    assert asked == [("PATCH", f"{JOB}/status")]
+    assert bench.status()["phase"] == "Planning"
+
+
+def test_an_old_copy_of_the_job_leads_to_a_look_and_not_to_an_overwritten_status() -> None:
+    bench = Bench()
+    bench.turn()
+    bench.answer()
+    bench.turn()
+    bench.pods_run()
+    bench.pod_0_trains()
+    newer = bench.api.objects[JOB]
+    newer["spec"]["training"] = {"maxSteps": 7}
+    bench.api.put(JOB, newer)  # the watch has not shown it yet
+
+    asked = bench.turn()
+
+    assert asked[:2] == [("PATCH", f"{JOB}/status"), ("GET", JOB)]
+    assert bench.status()["phase"] == "Running"
+    assert bench.api.objects[JOB]["spec"]["training"] == {"maxSteps": 7}
+
+
+def test_pods_are_looked_at_live_before_a_gang_is_given_up() -> None:
+    bench = Bench()
+    bench.turn()
+    bench.answer()
+    bench.turn()
+    bench.pods._replace([])  # a list from before the pods were created
+
+    asked = bench.turn()
+
+    assert ("LIST", PODS) in asked
+    assert writes(asked) == []
+
+
+def test_a_job_that_is_gone_is_forgotten_though_a_late_answer_brought_it_back() -> None:
+    bench = Bench()
+    bench.turn()
+    bench.answer()
+    bench.turn()
+    bench.pods_run()
+    bench.pod_0_trains()
+    del bench.api.objects[JOB]
+
+    bench.turn()
+
+    assert bench.jobs.known() == []
+
+
+def test_the_watch_does_not_take_a_job_back_to_before_our_own_write() -> None:
+    bench = Bench(passing_s=0.0)
+    before = bench.api.objects[JOB]
+    bench.turn()
+    time.sleep(0.15)
+    bench.turn()
+
+    bench.jobs.saw(before)
+
+    seen = bench.jobs.get(KEY)
+    assert seen is not None
+    assert seen.status is not None
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_pod_that_was_deleted_before_its_creation_was_answered_is_not_kept(late: bool) -> None:
+    cache = PodCache(cast("Any", None), None, lambda key: None)
+    labels = {"dlrm.dev/job": "demo", "dlrm.dev/attempt": "1", "dlrm.dev/index": "0"}
+    pod = {"metadata": {"name": "demo-trainer-1-0", "namespace": "space", "uid": "u", "labels": labels}}
+
+    if late:
+        cache._change({"type": "ADDED", "object": pod})
+        cache._change({"type": "DELETED", "object": pod})
+    cache.saw(pod)
+
+    assert [seen.uid for seen in cache.pods(KEY)] == ([] if late else ["u"])
