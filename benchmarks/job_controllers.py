@@ -25,7 +25,7 @@ from dlrm_cluster.build import binaries, module_folder
 from dlrm_cluster.ports import LOOPBACK, free_port
 from dlrm_operator.cluster import KubernetesApi
 from dlrm_operator.cluster_errors import ClusterUnavailableError
-from dlrm_operator.rendering import render
+from dlrm_operator.objects.rendering import render
 from dlrm_planner import plan_job
 
 Object = dict[str, Any]

@@ -15,6 +15,14 @@ CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["import
 PLANTED = {
     "the API is imported by everyone and so imports nobody": ("crds/dlrm_api", "numpy"),
     "a plan is a pure function: the planner reaches no I/O and no other room": ("operator/dlrm_planner", "pathlib"),
+    "the operator's packages know only those below them": (
+        "operator/dlrm_operator/facts",
+        "dlrm_operator.life.reconcile",
+    ),
+    "what the operator decides is a function of what it knows: no I/O, no clock, no event loop": (
+        "operator/dlrm_operator/life",
+        "time",
+    ),
     "the operator talks to the data plane through manifests alone": ("operator/dlrm_operator", "dlrm_trainer"),
     "the checkpointer runs against any folder of staged rows, without Kubernetes or a trainer": (
         "checkpointer/dlrm_checkpointer",

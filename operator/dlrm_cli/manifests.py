@@ -64,7 +64,7 @@ def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str]
     """
     import yaml
 
-    from dlrm_operator.rendering import render
+    from dlrm_operator.objects.rendering import render
     from dlrm_planner import plan_job
 
     job, profile = read_job_and_profile(path, profile_path, settings)

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dlrm_api.names import Port
-from dlrm_operator.images import Images
-from dlrm_operator.leader import LeaseTimes
-from dlrm_operator.references import ProfileSource
+from dlrm_operator.beside.references import ProfileSource
+from dlrm_operator.facts.images import Images
+from dlrm_operator.running.leader import LeaseTimes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from operator_cluster import eventually
 from dlrm_api import names
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.control_plane import ControlPlane
-from dlrm_operator.manifests import ROLE
+from dlrm_operator.objects.manifests import ROLE
 from dlrm_operator.settings import read_settings
 
 pytestmark = pytest.mark.cluster

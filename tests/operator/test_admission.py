@@ -9,11 +9,11 @@ import pytest
 from operator_cluster import job_document
 
 from dlrm_api.errors import BadDataError
-from dlrm_operator.actions import PlanQuestion
-from dlrm_operator.admitting import REMEMBERED, Admission, Plan
+from dlrm_operator.admission.judging import REMEMBERED, Admission, Plan
+from dlrm_operator.beside.references import ProfileSeen, References
 from dlrm_operator.cluster_errors import ClusterUnavailableError
-from dlrm_operator.observed import Planning
-from dlrm_operator.references import ProfileSeen, References
+from dlrm_operator.facts.actions import PlanQuestion
+from dlrm_operator.facts.observed import Planning
 
 Object = dict[str, Any]
 KIND = {"group": "dlrm.dev", "version": "v1alpha1", "kind": "DLRMJob"}

@@ -13,8 +13,8 @@ from mounted_secret import MountedSecret
 
 from dlrm_api.errors import BadDataError, NoInputError
 from dlrm_cluster.ports import free_port
-from dlrm_operator.admission_server import MOST_BYTES, AdmissionServer
-from dlrm_operator.certificates import Certificate
+from dlrm_operator.admission.certificates import Certificate
+from dlrm_operator.admission.server import MOST_BYTES, AdmissionServer
 
 Work = Callable[[str], Awaitable[None]]
 

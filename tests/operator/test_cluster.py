@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from dlrm_api.errors import NoInputError
-from dlrm_operator.cache import PodCache
 from dlrm_operator.cluster import KubernetesApi
 from dlrm_operator.cluster_errors import (
     ClusterRefusedError,
@@ -21,7 +20,8 @@ from dlrm_operator.cluster_errors import (
     GoneError,
     NotFoundError,
 )
-from dlrm_operator.observed import JobKey
+from dlrm_operator.facts.observed import JobKey
+from dlrm_operator.running.cache import PodCache
 
 Object = dict[str, Any]
 

@@ -13,21 +13,21 @@ from operator_cluster import JobDriver, OperatorProcess, eventually, job_documen
 from dlrm_api.progress import TerminationMessage
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.control_plane import ControlPlane
-from dlrm_operator.actions import Action, PlanQuestion, WakeAt
-from dlrm_operator.cache import PodCache
+from dlrm_operator.beside.cuts import Cutter
+from dlrm_operator.beside.planning import Planner
+from dlrm_operator.beside.polling import Poller
+from dlrm_operator.beside.references import References
+from dlrm_operator.beside.stack_taking import StackTaker
 from dlrm_operator.cluster import KubernetesApi
 from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError
-from dlrm_operator.cuts import Cutter
-from dlrm_operator.images import Images
-from dlrm_operator.jobs import JobCache
-from dlrm_operator.observed import JobKey, JobSeen, Planning
-from dlrm_operator.observing import Observer
-from dlrm_operator.performing import Performer
-from dlrm_operator.planning import Planner
-from dlrm_operator.polling import Poller
-from dlrm_operator.references import References
-from dlrm_operator.stack_taking import StackTaker
-from dlrm_operator.turns import Turns
+from dlrm_operator.facts.actions import Action, PlanQuestion, WakeAt
+from dlrm_operator.facts.images import Images
+from dlrm_operator.facts.jobs import JobCache
+from dlrm_operator.facts.observed import JobKey, JobSeen, Planning
+from dlrm_operator.running.cache import PodCache
+from dlrm_operator.running.observing import Observer
+from dlrm_operator.running.performing import Performer
+from dlrm_operator.running.turns import Turns
 from dlrm_planner import plan_job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -10,12 +10,12 @@ import pytest
 from kubelet_double import ProgressServer
 
 from dlrm_api.names import Port
-from dlrm_operator import cuts
-from dlrm_operator.actions import RequestCut
+from dlrm_operator.beside import cuts
+from dlrm_operator.beside.cuts import Cutter
 from dlrm_operator.cluster import Api
 from dlrm_operator.cluster_errors import ClusterUnavailableError, NotFoundError
-from dlrm_operator.cuts import Cutter
-from dlrm_operator.observed import CutAnswer, CutQuestion, JobKey
+from dlrm_operator.facts.actions import RequestCut
+from dlrm_operator.facts.observed import CutAnswer, CutQuestion, JobKey
 
 Object = dict[str, Any]
 KEY = JobKey("space", "demo")

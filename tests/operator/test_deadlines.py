@@ -7,8 +7,8 @@ from model_cluster import ModelCluster
 from running_job import POD_0, POD_1, bring_up, condition, running, say, status
 
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.actions import CreatePod, DeleteJob, DeleteObject, RequestCut, WakeAt
-from dlrm_operator.conditions import parse_timestamp
+from dlrm_operator.facts.actions import CreatePod, DeleteJob, DeleteObject, RequestCut, WakeAt
+from dlrm_operator.facts.conditions import parse_timestamp
 
 
 def wakes(cluster: ModelCluster) -> list[float]:

@@ -8,9 +8,9 @@ import yaml
 
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import parse_job
-from dlrm_operator.rendering import render
-from dlrm_operator.resources import check_devices
-from dlrm_operator.tier_volumes import check_mounts
+from dlrm_operator.objects.rendering import render
+from dlrm_operator.objects.resources import check_devices
+from dlrm_operator.objects.tier_volumes import check_mounts
 from dlrm_planner import plan_job
 
 Object = dict[str, Any]

@@ -22,10 +22,10 @@ from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.lifecycle import RestartSpec
 from dlrm_api.progress import TerminationMessage
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.actions import DeleteObject
-from dlrm_operator.budgets import EARLIER_FAILURES, wait_s
-from dlrm_operator.clearing import LOST_AFTER
-from dlrm_operator.conditions import parse_timestamp
+from dlrm_operator.facts.actions import DeleteObject
+from dlrm_operator.facts.conditions import parse_timestamp
+from dlrm_operator.life.budgets import EARLIER_FAILURES, wait_s
+from dlrm_operator.life.clearing import LOST_AFTER
 
 GIB = 2**30
 

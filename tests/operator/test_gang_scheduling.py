@@ -10,9 +10,9 @@ from running_job import POD_0, POD_1, bring_up, condition, status
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.actions import Action, ApplyPodGroup, CreatePod, DeleteObject, ReleaseGroup, WakeAt
-from dlrm_operator.rendering import render
-from dlrm_operator.resources import requests_of_all
+from dlrm_operator.facts.actions import Action, ApplyPodGroup, CreatePod, DeleteObject, ReleaseGroup, WakeAt
+from dlrm_operator.objects.rendering import render
+from dlrm_operator.objects.resources import requests_of_all
 from dlrm_planner import plan_job
 
 Object = dict[str, Any]

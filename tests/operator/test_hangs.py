@@ -8,12 +8,12 @@ from running_job import POD_0, POD_1, condition, failure, running, say, status
 
 from dlrm_api.progress import Progress, SlowestRank, TrainerPhase
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.actions import DeleteObject, RequestStacks, WakeAt
-from dlrm_operator.clearing import HUNG_GRACE_S
-from dlrm_operator.hangs import FIRST_S, FLOOR_S, allowed_s
-from dlrm_operator.observed import Polled
-from dlrm_operator.polling import with_durations
-from dlrm_operator.stack_dumps import read_stacks
+from dlrm_operator.beside.polling import with_durations
+from dlrm_operator.facts.actions import DeleteObject, RequestStacks, WakeAt
+from dlrm_operator.facts.observed import Polled
+from dlrm_operator.life.clearing import HUNG_GRACE_S
+from dlrm_operator.life.hangs import FIRST_S, FLOOR_S, allowed_s
+from dlrm_operator.life.stack_dumps import read_stacks
 
 
 def test_stacks_are_taken_before_anything_is_done_to_a_gang_that_hangs() -> None:

@@ -4,7 +4,7 @@ from model_cluster import ModelCluster
 from running_job import POD_0, POD_1, bring_up, running, status
 
 from dlrm_api.status import Phase
-from dlrm_operator.actions import CreatePod, DeleteObject, WakeAt
+from dlrm_operator.facts.actions import CreatePod, DeleteObject, WakeAt
 
 AUDIT = "example.com/audit"
 

@@ -10,9 +10,9 @@ from memory_api import MemoryApi, Object
 
 from dlrm_operator.cluster import JSON
 from dlrm_operator.cluster_errors import ClusterUnavailableError
-from dlrm_operator.leader import FencedApi, Leader, LeaseTimes
+from dlrm_operator.facts.observed import JobKey
 from dlrm_operator.log_context import ObjectFilter, speak_of
-from dlrm_operator.observed import JobKey
+from dlrm_operator.running.leader import FencedApi, Leader, LeaseTimes
 from dlrm_operator.settings import read_settings
 
 TIMES = LeaseTimes(duration_s=2.0, renew_deadline_s=1.2, renew_every_s=0.3)

@@ -9,9 +9,9 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Label
-from dlrm_operator.placement import REQUIRED, with_affinity
-from dlrm_operator.rendering import render
-from dlrm_operator.resources import check_devices
+from dlrm_operator.objects.placement import REQUIRED, with_affinity
+from dlrm_operator.objects.rendering import render
+from dlrm_operator.objects.resources import check_devices
 from dlrm_planner import plan_job
 
 Object = dict[str, Any]

@@ -12,11 +12,11 @@ import pytest
 from operator_cluster import job_document
 
 from dlrm_api.job import parse_job
-from dlrm_operator.actions import PlanQuestion
-from dlrm_operator.observed import JobKey, Planning
-from dlrm_operator.planner_process import MOST_BYTES, PlannerProcess
-from dlrm_operator.planning import Planner
-from dlrm_operator.reading import read_job
+from dlrm_operator.beside.planner_process import MOST_BYTES, PlannerProcess
+from dlrm_operator.beside.planning import Planner
+from dlrm_operator.facts.actions import PlanQuestion
+from dlrm_operator.facts.observed import JobKey, Planning
+from dlrm_operator.facts.reading import read_job
 from dlrm_planner import plan_job
 
 pytestmark = pytest.mark.slow

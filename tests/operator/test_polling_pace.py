@@ -1,7 +1,7 @@
 """How often pods are asked for their progress, with few jobs and with many."""
 
-from dlrm_operator.observed import JobKey
-from dlrm_operator.polling import POLLS_PER_S, Poller, Target
+from dlrm_operator.beside.polling import POLLS_PER_S, Poller, Target
+from dlrm_operator.facts.observed import JobKey
 
 
 def poller(jobs: int) -> Poller:

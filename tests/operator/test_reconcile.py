@@ -10,7 +10,7 @@ from running_job import POD_0, POD_1, bring_up, condition, next_gang, running, s
 
 from dlrm_api.progress import Progress, TrainerPhase
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.actions import (
+from dlrm_operator.facts.actions import (
     ApplyConfigMap,
     ApplySecret,
     ApplyService,
@@ -21,9 +21,9 @@ from dlrm_operator.actions import (
     RequestPlan,
     WakeAt,
 )
-from dlrm_operator.conditions import find_condition, parse_timestamp
-from dlrm_operator.observed import Planning, Polled
-from dlrm_operator.reconcile import reconcile
+from dlrm_operator.facts.conditions import find_condition, parse_timestamp
+from dlrm_operator.facts.observed import Planning, Polled
+from dlrm_operator.life.reconcile import reconcile
 
 
 def test_all_phases_passed_in_one_turn_are_one_write() -> None:

@@ -14,13 +14,13 @@ from running_job import condition, crash_checkpointer, lose_node
 
 from dlrm_api.progress import CheckpointerProgress, Progress, TrainerPhase
 from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
-from dlrm_operator.actions import WakeAt
-from dlrm_operator.budgets import EARLIER_FAILURES
-from dlrm_operator.gang_scheduling import KUEUE_FINALIZER
-from dlrm_operator.observed import Planning, Polled
-from dlrm_operator.phases import FINISHED
-from dlrm_operator.reading import read_pod
-from dlrm_operator.reconcile import reconcile
+from dlrm_operator.facts.actions import WakeAt
+from dlrm_operator.facts.observed import Planning, Polled
+from dlrm_operator.facts.reading import read_pod
+from dlrm_operator.life.budgets import EARLIER_FAILURES
+from dlrm_operator.life.phases import FINISHED
+from dlrm_operator.life.reconcile import reconcile
+from dlrm_operator.objects.gang_scheduling import KUEUE_FINALIZER
 
 INDICES = st.integers(0, 2)
 CODES = st.sampled_from([0, 1, 65, 74, 75, 78, 137, 139, 143])

@@ -7,9 +7,9 @@ import pytest
 from operator_cluster import job_document
 
 from dlrm_api.job import DLRMJobSpec, parse_job
+from dlrm_operator.beside.references import ProfileSeen, ProfileSource, References
 from dlrm_operator.cluster import Api
 from dlrm_operator.cluster_errors import ClusterRefusedError, NotFoundError
-from dlrm_operator.references import ProfileSeen, ProfileSource, References
 from dlrm_operator.settings import read_settings
 
 SOURCE = ProfileSource("team", "pools")

@@ -4,9 +4,9 @@ from model_cluster import ModelCluster
 from running_job import POD_0, POD_1, bring_up, condition, running, say, status
 
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.actions import DeleteObject, RequestCut, RequestPlan
-from dlrm_operator.conditions import find_condition
-from dlrm_operator.observed import Planning
+from dlrm_operator.facts.actions import DeleteObject, RequestCut, RequestPlan
+from dlrm_operator.facts.conditions import find_condition
+from dlrm_operator.facts.observed import Planning
 
 
 def scale(cluster: ModelCluster, replicas: int) -> None:

@@ -8,9 +8,9 @@ from running_job import POD_0, POD_1, bring_up, condition, failure, next_gang, r
 
 from dlrm_api.progress import CheckpointerProgress, TerminationMessage
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.actions import CreatePod, DeleteObject, EmitEvent, RequestPlan, WakeAt
-from dlrm_operator.clearing import FORCE_AFTER
-from dlrm_operator.conditions import find_condition, parse_timestamp
+from dlrm_operator.facts.actions import CreatePod, DeleteObject, EmitEvent, RequestPlan, WakeAt
+from dlrm_operator.facts.conditions import find_condition, parse_timestamp
+from dlrm_operator.life.clearing import FORCE_AFTER
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from operator_cluster import JobDriver, OperatorProcess, eventually, job_documen
 from dlrm_api.progress import TerminationMessage
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.control_plane import ControlPlane
-from dlrm_operator.gang_scheduling import POD_GROUPS
+from dlrm_operator.objects.gang_scheduling import POD_GROUPS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

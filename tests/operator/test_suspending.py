@@ -5,8 +5,8 @@ from model_cluster import ModelCluster
 from running_job import POD_0, POD_1, bring_up, condition, running, say, status
 
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.actions import ApplyStatus, CreatePod, DeleteObject, RequestCut, RequestPlan, WakeAt
-from dlrm_operator.conditions import find_condition
+from dlrm_operator.facts.actions import ApplyStatus, CreatePod, DeleteObject, RequestCut, RequestPlan, WakeAt
+from dlrm_operator.facts.conditions import find_condition
 
 
 def suspend(cluster: ModelCluster) -> None:

@@ -12,8 +12,8 @@ from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Env
 from dlrm_api.plan import Plan
-from dlrm_operator.rendering import render
-from dlrm_operator.tier_volumes import check_mounts
+from dlrm_operator.objects.rendering import render
+from dlrm_operator.objects.tier_volumes import check_mounts
 from dlrm_planner import plan_job, working_set_bytes
 
 Object = dict[str, Any]

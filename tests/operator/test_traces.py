@@ -10,20 +10,20 @@ from operator_cluster import job_document
 from running_job import condition, status
 
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.actions import RequestPlan
-from dlrm_operator.cache import PodCache
+from dlrm_operator.beside.cuts import Cutter
+from dlrm_operator.beside.planning import Planner
+from dlrm_operator.beside.polling import Poller
+from dlrm_operator.beside.references import References
+from dlrm_operator.beside.stack_taking import StackTaker
 from dlrm_operator.cluster import Api
 from dlrm_operator.cluster_errors import NotFoundError
-from dlrm_operator.cuts import Cutter
-from dlrm_operator.images import Images
-from dlrm_operator.jobs import JobCache
-from dlrm_operator.observed import JobKey, Observed, Planning
-from dlrm_operator.observing import Observer
-from dlrm_operator.planning import Planner
-from dlrm_operator.polling import Poller
-from dlrm_operator.reconcile import reconcile
-from dlrm_operator.references import References
-from dlrm_operator.stack_taking import StackTaker
+from dlrm_operator.facts.actions import RequestPlan
+from dlrm_operator.facts.images import Images
+from dlrm_operator.facts.jobs import JobCache
+from dlrm_operator.facts.observed import JobKey, Observed, Planning
+from dlrm_operator.life.reconcile import reconcile
+from dlrm_operator.running.cache import PodCache
+from dlrm_operator.running.observing import Observer
 
 Object = dict[str, Any]
 PLAN = f"/api/v1/namespaces/{KEY.namespace}/configmaps/demo-plan-1"

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 
 from dlrm_operator.cluster_errors import ClusterUnavailableError, ConflictError
-from dlrm_operator.observed import JobKey
-from dlrm_operator.wakeups import Wakeups
+from dlrm_operator.facts.observed import JobKey
+from dlrm_operator.running.wakeups import Wakeups
 
 A, B = JobKey("space", "a"), JobKey("space", "b")
 

@@ -1,4 +1,4 @@
-"""The sentence that a user reads beside each word of ``dlrm_operator.reasons``: what, where, and the mend.
+"""The sentence that a user reads beside each word of ``dlrm_operator.facts.reasons``: what, where, and the mend.
 
 A word that is new there needs a situation here (``@reads``), or a place among those that say all by themselves.
 """
@@ -19,11 +19,11 @@ from running_job import POD_0, POD_1, bring_up, crash_checkpointer, lose_node, n
 from dlrm_api.names import USER_MUST_MEND, ExitCode
 from dlrm_api.progress import CheckpointerProgress, TerminationMessage
 from dlrm_api.status import Condition, DLRMJobStatus
-from dlrm_operator.actions import ApplyStatus, EmitEvent
-from dlrm_operator.observed import JobKey, Planning
-from dlrm_operator.performing import Performer
-from dlrm_operator.reasons import Reason
-from dlrm_operator.reconcile import reconcile
+from dlrm_operator.facts.actions import ApplyStatus, EmitEvent
+from dlrm_operator.facts.observed import JobKey, Planning
+from dlrm_operator.facts.reasons import Reason
+from dlrm_operator.life.reconcile import reconcile
+from dlrm_operator.running.performing import Performer
 
 Situation = Callable[[], ModelCluster]
 ROWS: dict[Reason, tuple[str, Situation]] = {}

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dlrm_api.measured import Profile
 from dlrm_api.names import Env, ExitCode
 from dlrm_api.progress import Progress, TrainerPhase
-from dlrm_operator.stack_dumps import read_stacks
+from dlrm_operator.life.stack_dumps import read_stacks
 
 SLOW, STEPS, DELAY_S = 1, 40, 0.15
 

@@ -7,7 +7,7 @@ from model_cluster import ModelCluster
 from running_job import POD_0, POD_1, running, say
 
 from dlrm_api.progress import SlowestRank, TrainerPhase
-from dlrm_operator.observed import Polled, StacksSeen
+from dlrm_operator.facts.observed import Polled, StacksSeen
 
 COLLECTIVE = "dlrm/dlrm_trainer/collectives.py"
 

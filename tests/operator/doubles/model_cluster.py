@@ -11,7 +11,7 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.names import Label, pod_group
 from dlrm_api.progress import TerminationMessage
-from dlrm_operator.actions import (
+from dlrm_operator.facts.actions import (
     Action,
     ApplyConfigMap,
     ApplyPodGroup,
@@ -28,10 +28,20 @@ from dlrm_operator.actions import (
     RequestStacks,
     WakeAt,
 )
-from dlrm_operator.conditions import timestamp
-from dlrm_operator.observed import Children, CutAnswer, Groups, JobKey, JobSeen, Observed, Planning, Polled, StacksSeen
-from dlrm_operator.reading import read_config_map, read_group, read_job, read_pod, read_secret
-from dlrm_operator.reconcile import reconcile
+from dlrm_operator.facts.conditions import timestamp
+from dlrm_operator.facts.observed import (
+    Children,
+    CutAnswer,
+    Groups,
+    JobKey,
+    JobSeen,
+    Observed,
+    Planning,
+    Polled,
+    StacksSeen,
+)
+from dlrm_operator.facts.reading import read_config_map, read_group, read_job, read_pod, read_secret
+from dlrm_operator.life.reconcile import reconcile
 from dlrm_planner import plan_job
 
 Object = dict[str, Any]

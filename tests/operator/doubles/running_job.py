@@ -7,8 +7,8 @@ from model_cluster import ModelCluster
 
 from dlrm_api.progress import Progress, TrainerPhase
 from dlrm_api.status import Condition, ConditionType, DLRMJobStatus, FailureEvidence, Phase
-from dlrm_operator.conditions import find_condition, timestamp
-from dlrm_operator.observed import Polled
+from dlrm_operator.facts.conditions import find_condition, timestamp
+from dlrm_operator.facts.observed import Polled
 
 POD_0, POD_1 = "demo-trainer-1-0", "demo-trainer-1-1"
 

@@ -1,0 +1,158 @@
+"""Planning beside the loop: a turn asks, a later turn sees the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.job import DLRMJob
+from dlrm_operator.beside.planner_process import PlannerProcess
+from dlrm_operator.facts.actions import PlanQuestion
+from dlrm_operator.facts.observed import JobKey, JobSeen, Planning
+
+PARALLEL = 2
+SLOW_S = 3.0
+"""While one question takes longer than this, others go to a second process, which costs some 50 MiB."""
+RETRY_S = 60.0
+"""A planner that crashed or ran out of time is asked again after this."""
+
+NOT_PLANNED = {"lifecycle", "scheduling"}
+"""Parts of a spec that no plan depends on: an edit of them asks for no other plan."""
+
+Marks = tuple[str, str, str, int]
+"""What an answer is a function of: the job's uid and what of its spec is planned, the profile's version, the memory to
+keep free."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    marks: Marks
+    planning: Planning
+    until: float
+
+
+@dataclass(frozen=True)
+class _Work:
+    marks: Marks
+    started: float
+    task: asyncio.Task[None]
+
+
+class Planner:
+    """Plans by key, first come, first served; one answer a job is kept until its gang stands."""
+
+    def __init__(self, deadline_s: float, wake: Callable[[JobKey], None]) -> None:
+        self._deadline_s = deadline_s
+        self._wake = wake
+        self._answers: dict[JobKey, _Answer] = {}
+        self._waiting: dict[JobKey, PlanQuestion] = {}
+        self._at_work: dict[JobKey, _Work] = {}
+        self._idle: list[PlannerProcess] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._planned: dict[JobKey, tuple[str, int, str]] = {}
+        """What is planned of each job's spec, as a digest, with the uid and generation that it is of."""
+
+    def answer(self, key: JobKey, job: JobSeen, profile_version: str) -> Planning | None:
+        """The answer for this very spec and profile; None where there is none (any more)."""
+        known = self._answers.get(key)
+        reserve = job.status.memory_reserve_bytes if job.status else 0
+        if known is None or isinstance(job.spec, InvalidSpecError):
+            return None
+        if known.marks != (job.uid, self._digest(key, job.uid, job.generation, job.spec), profile_version, reserve):
+            return None
+        return known.planning if time.monotonic() < known.until else None
+
+    def has_answered(self, key: JobKey) -> bool:
+        """Whether an answer waits to be seen, be it of this spec or of an older one."""
+        return key in self._answers
+
+    def request(self, key: JobKey, question: PlanQuestion) -> None:
+        """Start planning, unless this very question waits or is at work already.
+
+        One that was asked before and does not take long is let finish: to end its process each time that a job is
+        edited would keep all others from their plans.
+        """
+        work = self._at_work.get(key)
+        if work is not None:
+            if work.marks == self._marks(key, question):
+                return
+            if time.monotonic() - work.started >= SLOW_S:
+                work.task.cancel()
+        self._waiting[key] = question
+        self._start_next()
+
+    def forget(self, key: JobKey) -> None:
+        """The job is gone, or its gang stands."""
+        self._answers.pop(key, None)
+        self._waiting.pop(key, None)
+        self._planned.pop(key, None)
+        if key in self._at_work:
+            self._at_work[key].task.cancel()
+
+    async def stop(self) -> None:
+        """End every process."""
+        self._waiting.clear()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for process in self._idle:
+            await process.end()
+
+    def _start_next(self) -> None:
+        while (key := next((key for key in self._waiting if key not in self._at_work), None)) is not None:
+            process = self._free_process()
+            if process is None:
+                return
+            question = self._waiting.pop(key)
+            task = asyncio.create_task(self._work(process, key, question))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            self._at_work[key] = _Work(self._marks(key, question), time.monotonic(), task)
+            asyncio.get_running_loop().call_later(SLOW_S, self._start_next)
+
+    def _free_process(self) -> PlannerProcess | None:
+        """An idle process, the first one, or a further one while all others are held up."""
+        if self._idle:
+            return self._idle.pop()
+        started = [work.started for work in self._at_work.values()]
+        held_up = all(time.monotonic() - moment >= SLOW_S for moment in started)
+        return PlannerProcess() if held_up and len(started) < PARALLEL else None
+
+    async def _work(self, process: PlannerProcess, key: JobKey, question: PlanQuestion) -> None:
+        try:
+            planning = await process.ask(question, self._deadline_s)
+            self._keep(key, question, planning)
+        finally:
+            del self._at_work[key]
+            await self._give_back(process)
+            self._start_next()
+
+    def _keep(self, key: JobKey, question: PlanQuestion, planning: Planning) -> None:
+        lasting = planning.plan is not None or planning.final
+        until = float("inf") if lasting else time.monotonic() + RETRY_S
+        self._answers[key] = _Answer(self._marks(key, question), planning, until)
+        self._wake(key)
+        if not lasting:
+            asyncio.get_running_loop().call_later(RETRY_S, self._wake, key)
+
+    async def _give_back(self, process: PlannerProcess) -> None:
+        """Keep one process for the next question."""
+        if self._idle:
+            await process.end()
+        else:
+            self._idle.append(process)
+
+    def _marks(self, key: JobKey, question: PlanQuestion) -> Marks:
+        digest = self._digest(key, question.uid, question.generation, question.job)
+        return question.uid, digest, question.profile_version, question.reserve
+
+    def _digest(self, key: JobKey, uid: str, generation: int, job: DLRMJob) -> str:
+        known = self._planned.get(key)
+        if known is None or known[:2] != (uid, generation):
+            text = job.spec.model_dump_json(exclude=NOT_PLANNED, exclude_unset=True)
+            known = self._planned[key] = uid, generation, hashlib.sha256(text.encode()).hexdigest()
+        return known[2]

@@ -1,0 +1,59 @@
+"""The jobs as kopf's watch last showed them, each spec parsed once."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.job import DLRMJob
+from dlrm_api.status import Phase
+from dlrm_operator.facts.observed import JobKey, JobSeen
+from dlrm_operator.facts.reading import Object, read_job
+
+
+class JobCache:
+    """Jobs by key. It decides nothing but whether a look at the live objects is worth it."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[JobKey, JobSeen] = {}
+
+    def saw(self, document: Object) -> JobSeen:
+        """The job in ``document``, which replaces what was known unless that is newer.
+
+        Our own writes come back by the watch later than by their answers.
+        """
+        meta = document["metadata"]
+        key = JobKey(meta["namespace"], meta["name"])
+        known = self._jobs.get(key)
+        if known is not None and _version(known.resource_version) > _version(meta["resourceVersion"]):
+            return known
+        spec: DLRMJob | InvalidSpecError | None = None
+        if known is not None and (known.uid, known.generation) == (meta["uid"], meta.get("generation", 0)):
+            spec = known.spec  # parsing 5,000 tables takes a while, and status writes are many
+        job = read_job(document, spec)
+        self._jobs[key] = job
+        return job
+
+    def get(self, key: JobKey) -> JobSeen | None:
+        """The job as last seen."""
+        return self._jobs.get(key)
+
+    def forget(self, key: JobKey) -> None:
+        """The job is gone."""
+        self._jobs.pop(key, None)
+
+    def known(self) -> list[JobKey]:
+        """All known jobs."""
+        return list(self._jobs)
+
+    def phases(self) -> Counter[str]:
+        """Number of jobs in each phase."""
+        found = Counter({phase.value: 0 for phase in Phase})
+        found.update((job.status.phase if job.status else Phase.PENDING).value for job in self._jobs.values())
+        return found
+
+
+def _version(text: str) -> int:
+    """Resource versions are numbers that grow; what is none counts as the newest."""
+    return int(text) if text.isascii() and text.isdigit() else sys.maxsize

@@ -1,0 +1,165 @@
+"""From the API server's JSON to facts. Whatever stands there, reading never raises."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+from pydantic import ValidationError
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.job import DLRMJob, parse_job
+from dlrm_api.names import GROUP, Label
+from dlrm_api.status import DLRMJobStatus
+from dlrm_operator.facts.conditions import parse_timestamp
+from dlrm_operator.facts.observed import ConfigMapSeen, ContainerSeen, GroupSeen, JobKey, JobSeen, PodSeen, SecretSeen
+
+Object = dict[str, Any]
+NOWHERE = -1
+"""Attempt or index of a child whose label is no number."""
+
+
+def read_job(document: Object, spec: DLRMJob | InvalidSpecError | None = None) -> JobSeen:
+    """The job's object; a spec that is none becomes its own refusal. ``spec``, where given, is not parsed again."""
+    meta = document["metadata"]
+    return JobSeen(
+        key=JobKey(meta["namespace"], meta["name"]),
+        uid=meta["uid"],
+        resource_version=meta["resourceVersion"],
+        generation=meta.get("generation", 0),
+        deleting="deletionTimestamp" in meta,
+        spec=spec or _spec(document),
+        status=_status(document.get("status")),
+    )
+
+
+def read_pod(document: Object) -> PodSeen:
+    """A trainer pod."""
+    meta, status = document["metadata"], document.get("status") or {}
+    labels = meta.get("labels") or {}
+    conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
+    scheduled, disrupted = conditions.get("PodScheduled", {}), _disruption(conditions)
+    return PodSeen(
+        key=JobKey(meta.get("namespace", ""), labels.get(Label.JOB, "")),
+        name=meta["name"],
+        uid=meta.get("uid", ""),
+        owner_uid=_owner_uid(meta),
+        attempt=_number(labels.get(Label.ATTEMPT)),
+        index=_number(labels.get(Label.INDEX)),
+        phase=status.get("phase", "Pending"),
+        node=(document.get("spec") or {}).get("nodeName") or "",
+        ip=status.get("podIP") or "",
+        reason=status.get("reason") or "",
+        message=status.get("message") or disrupted.get("message") or "",
+        deleting="deletionTimestamp" in meta,
+        delete_by=_time(meta.get("deletionTimestamp")),
+        grace_s=meta.get("deletionGracePeriodSeconds"),
+        finalizers=tuple(meta.get("finalizers") or ()),
+        disruption=(disrupted.get("reason") or "Disrupted") if disrupted else "",
+        lost_since=_lost_since(conditions),
+        unschedulable=(scheduled.get("message") or "") if scheduled.get("status") == "False" else "",
+        gates=tuple(gate["name"] for gate in (document.get("spec") or {}).get("schedulingGates") or ()),
+        containers=tuple(_containers(status)),
+    )
+
+
+def read_config_map(document: Object) -> ConfigMapSeen:
+    """One ConfigMap of a plan."""
+    meta = document["metadata"]
+    return ConfigMapSeen(
+        name=meta["name"],
+        uid=meta["uid"],
+        attempt=_number((meta.get("labels") or {}).get(Label.ATTEMPT)),
+        parts={key: base64.b64decode(value) for key, value in (document.get("binaryData") or {}).items()},
+        text=document.get("data") or {},
+    )
+
+
+def read_secret(document: Object) -> SecretSeen:
+    """One token Secret, its metadata alone."""
+    meta = document["metadata"]
+    attempt = _number((meta.get("labels") or {}).get(Label.ATTEMPT))
+    return SecretSeen(name=meta["name"], uid=meta["uid"], attempt=attempt)
+
+
+def read_group(document: Object, api_version: str) -> GroupSeen:
+    """One PodGroup, or one of Kueue's Workloads, its metadata alone: that does not say what it is of."""
+    meta = document["metadata"]
+    attempt = _number((meta.get("labels") or {}).get(Label.ATTEMPT))
+    return GroupSeen(
+        name=meta["name"],
+        uid=meta["uid"],
+        owner_uid=_owner_uid(meta),
+        attempt=attempt,
+        api_version=api_version,
+    )
+
+
+def _spec(document: Object) -> DLRMJob | InvalidSpecError:
+    try:
+        return parse_job({key: value for key, value in document.items() if key != "status"})
+    except InvalidSpecError as error:
+        return error
+
+
+def _status(document: Any) -> DLRMJobStatus | None:
+    if not document:
+        return None
+    try:
+        return DLRMJobStatus.model_validate(document)
+    except ValidationError:
+        return None
+
+
+def _disruption(conditions: Mapping[str, Object]) -> Object:
+    """The condition that says that somebody takes the pod away: Kubernetes' own, or Kueue's."""
+    found = (conditions.get(kind, {}) for kind in ("DisruptionTarget", "TerminationTarget"))
+    return next((condition for condition in found if condition.get("status") == "True"), {})
+
+
+def _lost_since(conditions: Mapping[str, Object]) -> datetime | None:
+    """When the node controller took Ready from a pod whose kubelet had called its containers ready, and fell silent.
+
+    A kubelet that answers takes both back together, or names the readiness gate that lacks.
+    """
+    ready, containers = conditions.get("Ready", {}), conditions.get("ContainersReady", {})
+    taken = ready.get("status") in ("False", "Unknown") and ready.get("reason") != "ReadinessGatesNotReady"
+    silent = containers.get("status") == "True" or ready.get("reason") in ("NodeNotReady", "NodeLost")
+    return _time(ready.get("lastTransitionTime")) if taken and silent else None
+
+
+def _owner_uid(meta: Object) -> str:
+    owners = meta.get("ownerReferences") or ()
+    ours = (owner for owner in owners if owner.get("controller") and owner["apiVersion"].startswith(f"{GROUP}/"))
+    return next((owner["uid"] for owner in ours), "")
+
+
+def _containers(status: Object) -> Iterator[ContainerSeen]:
+    for seen in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
+        state = seen.get("state") or {}
+        ended, waiting = state.get("terminated") or {}, state.get("waiting") or {}
+        before = (seen.get("lastState") or {}).get("terminated") or {}
+        words = ": ".join(word for word in (waiting.get("reason"), waiting.get("message")) if word)
+        yield ContainerSeen(
+            name=seen["name"],
+            started="running" in state or bool(ended),
+            exit_code=ended.get("exitCode"),
+            reason=ended.get("reason") or "",
+            message=ended.get("message") or "",
+            finished_at=_time(ended.get("finishedAt")),
+            waiting_reason=waiting.get("reason") or "",
+            waiting=words,
+            last_exit_code=before.get("exitCode"),
+            last_reason=before.get("reason") or "",
+            last_message=before.get("message") or "",
+        )
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and text.isascii() and text.isdigit() else NOWHERE
+
+
+def _time(text: str | None) -> datetime | None:
+    return parse_timestamp(text) if text else None

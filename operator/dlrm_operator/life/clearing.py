@@ -1,0 +1,89 @@
+"""How pods are got rid of: asked once, then forced, and said so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from datetime import datetime, timedelta
+
+from dlrm_api.status import DLRMJobStatus
+from dlrm_operator.facts.actions import Action, DeleteObject, EmitEvent, WakeAt
+from dlrm_operator.facts.observed import Observed, PodSeen
+from dlrm_operator.facts.reasons import Reason
+
+FORCE_AFTER = timedelta(seconds=60)
+"""A pod that is still there so long after its kubelet should have ended it is deleted without asking it again."""
+LOST_AFTER = timedelta(seconds=60)
+"""So is one whose node has been silent for so long: there is nobody to ask, and grace periods may be long."""
+HUNG_GRACE_S = 30
+"""A gang that hung makes no last cut, and had time enough to upload the one before."""
+MOST_NAMED = 3
+
+
+def deletions(observed: Observed, status: DLRMJobStatus, pods: Iterable[PodSeen], now: datetime) -> Iterator[Action]:
+    """Delete each pod once; one that ignores it for long is deleted by force, then.
+
+    Pods of a deleted job of the same name are the garbage collector's; their end is only waited for. Others' finalizers
+    are never touched: whoever set one has the last word on the object.
+    """
+    key = observed.job.key
+    for pod in pods:
+        if pod.held:
+            continue
+        due = force_due(pod)
+        if not pod.deleting:
+            if pod.owner_uid == observed.job.uid:
+                grace_s = HUNG_GRACE_S if _hung(pod, status) else None
+                yield DeleteObject(kind="Pod", key=key, name=pod.name, uid=pod.uid, grace_s=grace_s)
+        elif due is not None and now >= due:
+            yield EmitEvent(
+                key=key,
+                uid=observed.job.uid,
+                kind="Warning",
+                reason=Reason.POD_FORCED,
+                message=_forced_words(pod, now),
+                attempt=max(pod.attempt, 0),
+            )
+            yield DeleteObject(kind="Pod", key=key, name=pod.name, uid=pod.uid, force=True)
+        elif due is not None:
+            yield WakeAt(key=key, time=due)
+
+
+def _hung(pod: PodSeen, status: DLRMJobStatus) -> bool:
+    failure = status.last_failure
+    return failure is not None and failure.attempt == pod.attempt and failure.reason == Reason.HUNG
+
+
+def force_due(pod: PodSeen) -> datetime | None:
+    """When a pod that is being deleted may be forced; None where that is not known."""
+    if pod.delete_by is None:
+        return None
+    overdue = pod.delete_by + FORCE_AFTER
+    return overdue if pod.lost_since is None else min(overdue, pod.lost_since + LOST_AFTER)
+
+
+def clearing_words(pods: Iterable[PodSeen]) -> str:
+    """Which pods are waited for, and what holds each up."""
+    found = list(pods)
+    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    named = ", ".join(f"{pod.name}{_held_up(pod)}" for pod in found[:MOST_NAMED])
+    return f"the next gang waits until {len(found)} pods of others before it are gone: {named}{more}"
+
+
+def _held_up(pod: PodSeen) -> str:
+    where = f" on node {pod.node}" if pod.node else ""
+    if pod.lost_since is not None:
+        return f"{where} (its node fell silent; forced {LOST_AFTER.seconds} s after that)"
+    return f"{where} (it ends within its grace period, or is forced {FORCE_AFTER.seconds} s after it)"
+
+
+def _forced_words(pod: PodSeen, now: datetime) -> str:
+    late = pod.delete_by is not None and now >= pod.delete_by + FORCE_AFTER
+    why = (
+        f"was still there {FORCE_AFTER.seconds} s after its grace period"
+        if late
+        else f"is on a node that has been silent for {LOST_AFTER.seconds} s"
+    )
+    return (
+        f"pod {pod.name} (node {pod.node or 'unknown'}) {why}: it is deleted by force; should it still run there, "
+        "its attempt can commit no snapshot any more"
+    )

@@ -1,0 +1,90 @@
+"""How a job ends, and how one that failed starts again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+
+from dlrm_api.job import DLRMJob
+from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
+from dlrm_operator.facts.actions import Action, DeleteJob, WakeAt
+from dlrm_operator.facts.conditions import find_condition, timestamp
+from dlrm_operator.facts.observed import JobSeen, Observed
+from dlrm_operator.facts.reasons import Reason, Word
+from dlrm_operator.life.attempts import with_next_attempt
+from dlrm_operator.life.deadlines import expiry
+from dlrm_operator.life.leftovers import tidy
+from dlrm_operator.life.phases import in_phase, with_truth
+
+
+def succeeded(status: DLRMJobStatus, now: datetime) -> DLRMJobStatus:
+    """All was trained, and is safe."""
+    step = status.progress.step if status.progress else 0
+    words = f"training ended at step {step} and its snapshot is committed"
+    status = with_truth(status, ConditionType.RUNNING, "False", Reason.FINISHED, now=now)
+    status = with_truth(status, ConditionType.SUCCEEDED, "True", Reason.COMMITTED, words, now=now)
+    return _ended(status, Phase.SUCCEEDED, now)
+
+
+def failed(status: DLRMJobStatus, reason: Word, message: str, now: datetime) -> DLRMJobStatus:
+    """Nothing more is tried, unless the user changes the spec."""
+    status = with_truth(status, ConditionType.RUNNING, "False", reason, now=now)
+    status = with_truth(status, ConditionType.FAILED, "True", reason, message, now=now)
+    return _ended(status, Phase.FAILED, now)
+
+
+def is_retried(job: JobSeen, status: DLRMJobStatus) -> bool:
+    """Whether the user has changed the spec of a failed job since, and does not want it suspended."""
+    at_rest = isinstance(job.spec, DLRMJob) and job.spec.spec.lifecycle.suspend
+    return status.phase is Phase.FAILED and job.generation > status.observed_generation and not at_rest
+
+
+def retried(status: DLRMJobStatus, generation: int, now: datetime) -> DLRMJobStatus:
+    """A failed job starts again: with the next attempt, whole budgets and a fresh deadline; its history is kept."""
+    anew = {
+        "observed_generation": generation,
+        "charged_restarts": 0,
+        "free_restarts": 0,
+        "memory_reserve_bytes": 0,
+        "start_time": None,
+        "completion_time": None,
+        "suspended_seconds": 0,
+    }
+    status = with_next_attempt(status, Reason.EDITED).model_copy(update=anew)
+    words = f"the spec was changed: attempt {status.attempt} follows"
+    status = with_truth(status, ConditionType.FAILED, "False", Reason.EDITED, words, now=now)
+    return in_phase(status, Phase.RESTARTING)
+
+
+def after_the_end(observed: Observed, status: DLRMJobStatus, now: datetime) -> Iterator[Action]:
+    """What is done for a job whose status says that it has finished: it is deleted when its time is over."""
+    job = observed.job
+    due = _expiry(observed, status)
+    if due is not None and now >= due:
+        yield DeleteJob(key=job.key, uid=job.uid, resource_version=job.resource_version)
+    else:
+        yield from at_the_end(observed, status, now)
+
+
+def at_the_end(observed: Observed, status: DLRMJobStatus, now: datetime) -> Iterator[Action]:
+    """What follows the write that ends a job: nothing of it trains on, and its time begins."""
+    lifecycle = observed.job.spec.spec.lifecycle if isinstance(observed.job.spec, DLRMJob) else None
+    yield from tidy(observed, status, lifecycle, now)
+    due = _expiry(observed, status)
+    if due is not None:
+        yield WakeAt(key=observed.job.key, time=due)
+
+
+def _expiry(observed: Observed, status: DLRMJobStatus) -> datetime | None:
+    spec = observed.job.spec
+    return expiry(status, spec.spec.lifecycle) if isinstance(spec, DLRMJob) else None
+
+
+def _ended(status: DLRMJobStatus, phase: Phase, now: datetime) -> DLRMJobStatus:
+    """Nothing more is asked of the job, whatever was."""
+    for kind in (ConditionType.SUSPENDED, ConditionType.RESIZED):
+        said = find_condition(status.conditions, kind)
+        if said is not None and said.status == "False":
+            status = with_truth(status, kind, "False", Reason.FINISHED, now=now)
+    over = {"completion_time": timestamp(now), "halt": None, "pending_since": None}
+    return in_phase(status.model_copy(update=over), phase)

@@ -1,0 +1,217 @@
+"""How a gang comes about: planned once, then in one turn its objects written and its pods created, then watched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.job import DLRMJob
+from dlrm_api.plan import Plan
+from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
+from dlrm_operator.facts.actions import (
+    Action,
+    ApplyConfigMap,
+    ApplyPodGroup,
+    ApplySecret,
+    ApplyService,
+    CreatePod,
+    DeleteObject,
+    Manifest,
+    PlanQuestion,
+    RequestPlan,
+    WakeAt,
+)
+from dlrm_operator.facts.gang import Gang, current_gang
+from dlrm_operator.facts.observed import Children, ConfigMapSeen, Observed, PodSeen
+from dlrm_operator.facts.reasons import Reason
+from dlrm_operator.life.absorbing import plan_status
+from dlrm_operator.life.phases import in_phase, newly_whole, of_whole_gang, with_truth
+from dlrm_operator.objects.gang_scheduling import group_obstacle, pod_groups
+from dlrm_operator.objects.manifests import JOB_FILE, Owner, gang_service, job_document, plan_config_maps, token_secret
+from dlrm_operator.objects.pods import Attempt, trainer_pods
+
+LOOK_AGAIN = timedelta(seconds=5)
+MOST_REASONS = 3
+"""Of a plan's reasons a reader of conditions wants the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formation:
+    """A step towards the gang; ``fatal`` says why there can never be one."""
+
+    status: DLRMJobStatus
+    actions: tuple[Action, ...] = ()
+    status_last: bool = False
+    """Whether the status speaks of what the actions bring about, so that it may be written after them alone."""
+    fatal_reason: Reason = Reason.INVALID_SPEC
+    fatal: str = ""
+
+
+def form_gang(observed: Observed, job: DLRMJob, status: DLRMJobStatus, now: datetime) -> Formation:
+    """Bring the attempt's gang about, or say how the whole gang fares. No pod of another attempt is there."""
+    gang = current_gang(observed, status)
+    if gang.whole and gang.size is not None:
+        return Formation(status=of_whole_gang(status, gang, now))
+    children = observed.children
+    if children is None and observed.planning is not None:
+        return Formation(status=status, actions=(WakeAt(key=observed.job.key, time=now),))  # look before creating
+    plan = plan_in_force(children, observed.pods, job, status.attempt) if children else None
+    if plan is not None:
+        return _create(observed, job, plan, (), status, now)
+    return _plan(observed, job, children or Children(), status, now)
+
+
+def plan_in_force(children: Children, pods: Iterable[PodSeen], job: DLRMJob, attempt: int) -> Plan | None:
+    """The attempt's plan as it was written down; None where there is none, or no pod relies on that of another spec."""
+    plan = children.plan(attempt)
+    if plan is None or any(pod.attempt == attempt for pod in pods):
+        return plan
+    written = {seen.text.get(JOB_FILE) for seen in children.config_maps if seen.attempt == attempt}
+    return plan if job_document(job, plan) in written else None
+
+
+def _plan(observed: Observed, job: DLRMJob, children: Children, status: DLRMJobStatus, now: datetime) -> Formation:
+    """Get a plan, and write it down before anything relies on it."""
+    planning = observed.planning
+    if observed.profile_problem:
+        words = observed.profile_problem
+        status = with_truth(status, ConditionType.PLANNED, "False", Reason.HARDWARE_PROFILE, words, now=now)
+        return Formation(status=in_phase(status, Phase.PENDING))
+    if planning is None and observed.trace_problem:
+        words = observed.trace_problem
+        status = with_truth(status, ConditionType.PLANNED, "False", Reason.TRACE, words, now=now)
+        return Formation(status=in_phase(status, Phase.PENDING))
+    phase = Phase.RESTARTING if status.restarts else Phase.PLANNING
+    status = in_phase(status, phase)
+    if planning is None:
+        status = with_truth(status, ConditionType.PLANNED, "False", Reason.PLANNING, now=now)
+        return Formation(status=status, actions=(plan_question(observed, job, status),))
+    if planning.plan is None:
+        reason = Reason.INFEASIBLE if planning.final else Reason.PLANNER_FAILED
+        status = with_truth(status, ConditionType.PLANNED, "False", reason, planning.problem, now=now)
+        fatal = planning.problem if planning.final else ""
+        return Formation(status=status, fatal_reason=reason, fatal=fatal)
+    try:
+        maps = plan_config_maps(job, status.attempt, planning.plan, Owner.of(observed.job))
+    except InvalidSpecError as error:
+        return Formation(status=status, fatal_reason=Reason.INVALID_SPEC, fatal=str(error))
+    written = tuple(_config_map_actions(observed, children, status.attempt, maps))
+    return _create(observed, job, planning.plan, written, status, now)
+
+
+def plan_question(observed: Observed, job: DLRMJob, status: DLRMJobStatus) -> RequestPlan:
+    """Ask for a plan of the spec as it is now."""
+    question = PlanQuestion(
+        uid=observed.job.uid,
+        generation=observed.job.generation,
+        profile_version=observed.profile_version,
+        reserve=status.memory_reserve_bytes,
+        job=job,
+        profile=observed.profile,
+        traces=observed.traces,
+    )
+    return RequestPlan(key=observed.job.key, question=question)
+
+
+def _config_map_actions(
+    observed: Observed, children: Children, attempt: int, wanted: list[Manifest]
+) -> Iterator[Action]:
+    """Write the plan's ConfigMaps; an immutable one that a crash left of another plan makes room first."""
+    names = {manifest["metadata"]["name"]: manifest for manifest in wanted}
+    for seen in children.config_maps:
+        if seen.attempt == attempt and not _holds(seen, names.get(seen.name)):
+            yield DeleteObject(kind="ConfigMap", key=observed.job.key, name=seen.name, uid=seen.uid)
+    for manifest in wanted:
+        yield ApplyConfigMap(manifest=manifest)
+
+
+def _holds(seen: ConfigMapSeen, wanted: Manifest | None) -> bool:
+    """Whether an existing ConfigMap is the wanted one; part names carry the plan's digest."""
+    if wanted is None:
+        return False
+    return set(seen.parts) == set(wanted.get("binaryData", {})) and dict(seen.text) == wanted.get("data", {})
+
+
+def _create(
+    observed: Observed, job: DLRMJob, plan: Plan, first: tuple[Action, ...], status: DLRMJobStatus, now: datetime
+) -> Formation:
+    """Create what lacks: ``first`` what holds the plan, then token, Service and pods; then the gang is whole.
+
+    The status that says so goes last: from then on a pod that is not there was taken away, and is not made again.
+    """
+    children = observed.children
+    assert children is not None, "asked for before"
+    status = _planned(status, plan, now)
+    gang = current_gang(observed, status)
+    if gang.complete:
+        status = of_whole_gang(status.model_copy(update={"gang_attempt": status.attempt}), gang, now)
+        actions = (*first, *_outdated(observed, children, status.attempt))
+        return Formation(status=status, actions=actions, status_last=True)  # a whole gang's children are not looked at
+    if observed.profile_problem:
+        words = observed.profile_problem
+        status = with_truth(status, ConditionType.SCHEDULED, "False", Reason.HARDWARE_PROFILE, words, now=now)
+        return Formation(status=in_phase(status, Phase.PENDING))
+    if not gang.pods and (obstacle := group_obstacle(job, gang.attempt, children.groups)):
+        status = with_truth(status, ConditionType.SCHEDULED, "False", Reason.GANG_SCHEDULER, obstacle, now=now)
+        again = WakeAt(key=observed.job.key, time=now + LOOK_AGAIN)  # nothing watches what others' groups do
+        return Formation(status=in_phase(status, Phase.PENDING), actions=(*first, again))
+    try:
+        actions = (*first, *_creations(observed, job, plan, gang, children, status.memory_reserve_bytes))
+    except InvalidSpecError as error:
+        return Formation(status=status, fatal_reason=Reason.INVALID_SPEC, fatal=str(error))
+    status = in_phase(status, Phase.SCHEDULING)
+    if observed.refusal:
+        status = with_truth(status, ConditionType.SCHEDULED, "False", Reason.REFUSED, observed.refusal, now=now)
+        return Formation(status=status, actions=actions)
+    actions = (*actions, *_outdated(observed, children, status.attempt))
+    return Formation(status=newly_whole(status, plan.nodes, now), actions=actions, status_last=True)
+
+
+def _creations(
+    observed: Observed, job: DLRMJob, plan: Plan, gang: Gang, children: Children, reserve: int
+) -> Iterator[Action]:
+    owner = Owner.of(observed.job)
+    secret = token_secret(job, gang.attempt, owner)
+    if secret["metadata"]["name"] not in {seen.name for seen in children.secrets}:
+        yield ApplySecret(manifest=secret)
+    service = gang_service(job, owner)
+    if service["metadata"]["name"] not in children.services:
+        yield ApplyService(manifest=service)
+    attempt = Attempt(
+        job=job.with_replicas(plan.nodes),
+        number=gang.attempt,
+        plan=plan,
+        profile=observed.profile,
+        images=observed.images,
+        owner=owner,
+        memory_reserve_bytes=reserve,
+    )
+    pods = trainer_pods(attempt)
+    groups = {group.name for group in children.groups.seen if group.owner_uid == owner.uid}
+    for group in pod_groups(job, gang.attempt, pods, owner):
+        if group["metadata"]["name"] not in groups:
+            yield ApplyPodGroup(manifest=group)
+    for index in gang.missing():
+        yield CreatePod(manifest=pods[index], owner_uid=observed.job.uid, attempt=gang.attempt)
+
+
+def _outdated(observed: Observed, children: Children, attempt: int) -> Iterator[Action]:
+    """Plans and tokens of earlier attempts: nothing mounts them any more."""
+    key = observed.job.key
+    for config_map in children.config_maps:
+        if config_map.attempt < attempt:
+            yield DeleteObject(kind="ConfigMap", key=key, name=config_map.name, uid=config_map.uid)
+    for secret in children.secrets:
+        if secret.attempt < attempt:
+            yield DeleteObject(kind="Secret", key=key, name=secret.name, uid=secret.uid)
+    for group in children.groups.seen:
+        if group.owner_uid == observed.job.uid and group.attempt < attempt:
+            yield DeleteObject(kind="PodGroup", key=key, name=group.name, uid=group.uid, api_version=group.api_version)
+
+
+def _planned(status: DLRMJobStatus, plan: Plan, now: datetime) -> DLRMJobStatus:
+    status = status.model_copy(update={"plan": plan_status(plan)})
+    words = "; ".join(plan.reasons[:MOST_REASONS])
+    return with_truth(status, ConditionType.PLANNED, "True", Reason.PLANNED, words, now=now)

@@ -1,0 +1,87 @@
+"""Pods that are none of the current gang: which hold it back, what they still say, which are kept for inspection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+
+from dlrm_api.lifecycle import LifecycleSpec
+from dlrm_api.progress import CheckpointerProgress
+from dlrm_api.status import DLRMJobStatus
+from dlrm_operator.facts.actions import Action, WakeAt
+from dlrm_operator.facts.observed import Observed, PodSeen
+from dlrm_operator.life.clearing import FORCE_AFTER, deletions
+
+KEPT_ATTEMPTS = 3
+"""With ``keepFailedPods`` the dead pods of so many attempts before the current one are kept."""
+
+
+def leftovers(observed: Observed, status: DLRMJobStatus, lifecycle: LifecycleSpec) -> list[PodSeen]:
+    """Pods that hold the current attempt's gang back."""
+    return [pod for pod in observed.pods if _in_the_way(observed, pod, status.attempt, lifecycle)]
+
+
+def clear(
+    observed: Observed, left: list[PodSeen], status: DLRMJobStatus, lifecycle: LifecycleSpec, now: datetime
+) -> Iterator[Action]:
+    """End what holds the gang back; with ``keepFailedPods`` a pod whose trainer ended gets time to end by itself."""
+    doomed = []
+    for pod in left:
+        due = _end_awaited_until(pod, lifecycle) if _may_be_kept(pod, status.attempt, lifecycle) else None
+        if due is None or now >= due:
+            doomed.append(pod)
+        else:
+            yield WakeAt(key=observed.job.key, time=due)
+    yield from deletions(observed, status, doomed, now)
+
+
+def last_words(observed: Observed) -> Iterator[CheckpointerProgress | None]:
+    """What checkpointers of the job's pods say; for while the current attempt has no pod to ask."""
+    polled = observed.polled
+    for pod in observed.pods:
+        if pod.owner_uid == observed.job.uid:
+            yield pod.checkpointer.checkpoint if pod.checkpointer else None
+            yield polled.checkpointer if polled and polled.pod_uid == pod.uid else None
+
+
+def tidy(observed: Observed, status: DLRMJobStatus, lifecycle: LifecycleSpec | None, now: datetime) -> Iterator[Action]:
+    """A finished job keeps the dead pods of its last attempt, for their logs; nothing of it trains on.
+
+    A pod whose trainer ended is left to its checkpointer, which the kubelet stops when its upload is done.
+    """
+
+    def ends_by_itself(pod: PodSeen) -> bool:
+        if pod.attempt != status.attempt:
+            return lifecycle is not None and _is_kept(pod, status.attempt, lifecycle)
+        return pod.ended or (pod.started and not pod.training)
+
+    alive = [pod for pod in observed.pods if not ends_by_itself(pod)]
+    return deletions(observed, status, alive, now)
+
+
+def _in_the_way(observed: Observed, pod: PodSeen, attempt: int, lifecycle: LifecycleSpec) -> bool:
+    """Whether the gang must wait for this pod's end.
+
+    Not for one of ours that ended and is kept, by others' finalizers or by the user's wish: nothing of it runs, and its
+    name is its own. The name of a deleted job's pod may be one of ours.
+    """
+    if pod.owner_uid != observed.job.uid:
+        return True
+    return pod.attempt != attempt and not pod.held and not _is_kept(pod, attempt, lifecycle)
+
+
+def _is_kept(pod: PodSeen, attempt: int, lifecycle: LifecycleSpec) -> bool:
+    return pod.ended and _may_be_kept(pod, attempt, lifecycle)
+
+
+def _may_be_kept(pod: PodSeen, attempt: int, lifecycle: LifecycleSpec) -> bool:
+    recent = attempt - KEPT_ATTEMPTS <= pod.attempt < attempt
+    return lifecycle.keep_failed_pods and recent and not pod.deleting
+
+
+def _end_awaited_until(pod: PodSeen, lifecycle: LifecycleSpec) -> datetime | None:
+    """How long a pod whose trainer ended may take for its last upload; None where it does not end by itself."""
+    trainer = pod.trainer
+    if trainer is None or trainer.exit_code is None or trainer.finished_at is None:
+        return None
+    return trainer.finished_at + timedelta(seconds=lifecycle.termination_grace_period) + FORCE_AFTER

@@ -1,0 +1,168 @@
+"""The objects of a job beside its pods, as plain data: Service, ConfigMaps, Secret."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+
+from dlrm_api import names
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.job import DLRMJob
+from dlrm_api.names import Label
+from dlrm_api.plan import Plan, plan_to_parts
+from dlrm_operator.facts.actions import Manifest
+from dlrm_operator.facts.observed import JobSeen
+
+JOB_FILE = "job.json"
+CONFIG_MAP_BYTES = 1_000_000
+"""A ConfigMap's data may take 1 MiB; some of it is left for keys."""
+ROLE = "trainer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """The job that children belong to; without a uid (``dlrmctl render``) they name no owner."""
+
+    name: str
+    uid: str = ""
+
+    @classmethod
+    def of(cls, job: JobSeen) -> Owner:
+        """The job that was seen."""
+        return cls(name=job.key.name, uid=job.uid)
+
+    def references(self) -> list[Manifest]:
+        """``metadata.ownerReferences``: the garbage collector removes what the job leaves."""
+        if not self.uid:
+            return []
+        return [
+            {
+                "apiVersion": names.API_VERSION,
+                "kind": "DLRMJob",
+                "name": self.name,
+                "uid": self.uid,
+                "controller": True,
+                "blockOwnerDeletion": True,
+            }
+        ]
+
+
+def labels(job: str, attempt: int | None = None, index: int | None = None) -> dict[str, str]:
+    """Labels of a child; what a child is shared by is left out."""
+    found = {
+        Label.JOB: job,
+        Label.ROLE: ROLE,
+        Label.MANAGED_BY: names.FIELD_MANAGER,
+        Label.NAME: "dlrm",
+        Label.INSTANCE: job,
+        Label.COMPONENT: ROLE,
+    }
+    if attempt is not None:
+        found[Label.ATTEMPT] = str(attempt)
+    if index is not None:
+        found[Label.INDEX] = str(index)
+    return found
+
+
+def metadata(job: DLRMJob, name: str, owner: Owner, attempt: int | None = None, index: int | None = None) -> Manifest:
+    """``metadata`` of a child."""
+    found: Manifest = {"name": name, "labels": labels(job.metadata.name, attempt, index)}
+    if job.metadata.namespace:
+        found["namespace"] = job.metadata.namespace
+    if references := owner.references():
+        found["ownerReferences"] = references
+    return found
+
+
+def gang_service(job: DLRMJob, owner: Owner) -> Manifest:
+    """The headless Service that gives pods their DNS names, before they are ready: ranks look for rank 0 by it."""
+    name = names.trainer_service(job.metadata.name)
+    ports = (
+        ("rendezvous", names.Port.RENDEZVOUS),
+        ("trainer", names.Port.TRAINER),
+        ("checkpointer", names.Port.CHECKPOINTER),
+    )
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(job, name, owner),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {Label.JOB: job.metadata.name, Label.ROLE: ROLE},
+            "ports": [{"name": port, "port": number, "protocol": "TCP"} for port, number in ports],
+        },
+    }
+
+
+def token_secret(job: DLRMJob, attempt: int, owner: Owner) -> Manifest:
+    """The Secret of the attempt's control token, without the token: whoever creates it draws one."""
+    name = names.token_secret(job.metadata.name, attempt)
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata(job, name, owner, attempt),
+        "type": "Opaque",
+        "immutable": True,
+    }
+
+
+def job_document(job: DLRMJob, plan: Plan) -> str:
+    """The job as its trainers read it: canonical JSON of what the user set, without status.
+
+    Where the user leaves the number of replicas open, it is the plan's.
+    """
+    fixed = job.spec.fixed_replicas
+    spec = job.spec if fixed is not None else job.spec.with_replicas(plan.nodes)
+    written = spec.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    document = {
+        "apiVersion": job.api_version,
+        "kind": job.kind,
+        "metadata": {"name": job.metadata.name, "namespace": job.metadata.namespace or "default"},
+        "spec": written,
+    }
+    return json.dumps(document, sort_keys=True, separators=(",", ":"))
+
+
+def plan_config_maps(job: DLRMJob, attempt: int, plan: Plan, owner: Owner) -> list[Manifest]:
+    """The immutable ConfigMaps of one attempt, each below 1 MiB: the job with its replicas, then the plan's parts.
+
+    Raises:
+        InvalidSpecError: the job's own document does not fit one ConfigMap.
+    """
+    document = job_document(job, plan)
+    size = len(document.encode())
+    if size > CONFIG_MAP_BYTES:
+        problem = f"the document takes {size} bytes, pods can be given {CONFIG_MAP_BYTES}: write tables as tableGroups"
+        raise InvalidSpecError("spec.model", problem)
+    first = names.plan_config_map(job.metadata.name, attempt)
+    found = [_config_map(job, first, attempt, owner)]
+    found[0]["data"] = {JOB_FILE: document}
+    for key, part in plan_to_parts(plan).items():
+        if size + len(part) > CONFIG_MAP_BYTES:
+            found.append(_config_map(job, f"{first}-{len(found)}", attempt, owner))
+            size = 0
+        found[-1].setdefault("binaryData", {})[key] = base64.b64encode(part).decode()
+        size += len(part)
+    return found
+
+
+def config_volume(config_maps: list[Manifest]) -> Manifest:
+    """One projected volume that joins the ConfigMaps: ``job.json`` and the folder of the plan's parts."""
+    plan_folder = names.Path.PLAN.removeprefix(names.Path.CONFIG + "/")
+    sources = []
+    for config_map in config_maps:
+        items = [{"key": JOB_FILE, "path": JOB_FILE}] if "data" in config_map else []
+        items += [{"key": key, "path": f"{plan_folder}/{key}"} for key in config_map.get("binaryData", {})]
+        sources.append({"configMap": {"name": config_map["metadata"]["name"], "items": items}})
+    return {"name": "config", "projected": {"sources": sources}}
+
+
+def _config_map(job: DLRMJob, name: str, attempt: int, owner: Owner) -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(job, name, owner, attempt),
+        "immutable": True,
+    }

@@ -1,0 +1,107 @@
+"""What users add to the pods: merged beneath what the operator sets, refused by name where the two collide."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.names import GROUP
+from dlrm_api.overlay import PodTemplateOverlay
+from dlrm_operator.facts.actions import Manifest
+from dlrm_operator.objects.placement import REQUIRED, with_affinity
+
+PATH = "spec.trainer.podTemplate"
+LISTS = {
+    "volumes": "name",
+    "tolerations": None,
+    "topologySpreadConstraints": "topologyKey",
+    "schedulingGates": "name",
+    "imagePullSecrets": "name",
+    "hostAliases": None,
+    "env": "name",
+    "envFrom": None,
+    "volumeMounts": "mountPath",
+}
+"""Lists that grow by the overlay's items, and the field that may not repeat."""
+
+
+def with_overlay(pod: Manifest, overlay: PodTemplateOverlay) -> Manifest:
+    """The pod with the user's additions.
+
+    Environment and mounts go to both containers: a ``file://`` store must be mounted where it is written and where it
+    is restored from. A security context of the container is the trainer's alone.
+
+    Raises:
+        InvalidSpecError: an addition has the wrong type, or would replace what the operator sets.
+    """
+    pod = json.loads(json.dumps(pod))  # a manifest is JSON, and deepcopy takes many times as long
+    _merge_metadata(pod["metadata"], overlay.metadata)
+    _merge(pod["spec"], overlay.spec, f"{PATH}.spec")
+    shared = {key: value for key, value in overlay.container.items() if key != "securityContext"}
+    _merge(pod["spec"]["containers"][0], overlay.container, f"{PATH}.container")
+    _merge(pod["spec"]["initContainers"][0], shared, f"{PATH}.container")
+    return pod
+
+
+def _merge_metadata(metadata: Manifest, additions: Manifest) -> None:
+    for field, values in additions.items():
+        path = f"{PATH}.metadata.{field}"
+        for key, value in _as_object(values, path).items():
+            if not isinstance(value, str):
+                raise InvalidSpecError(f"{path}[{key}]", "must be a string: put it in quotes")
+            if key.split("/")[0] == GROUP or key in metadata.get(field, {}):
+                raise InvalidSpecError(f"{path}[{key}]", "the operator sets this key: choose another")
+            metadata.setdefault(field, {})[key] = value
+
+
+def _merge(target: Manifest, additions: Manifest, root: str) -> None:
+    for field, value in additions.items():
+        path = f"{root}.{field}"
+        if field in LISTS:
+            target[field] = [*target.get(field, []), *_new_items(target.get(field, []), value, LISTS[field], path)]
+        elif field == "affinity":
+            target[field] = with_affinity(target.get(field, {}), _as_affinity(value, path))
+        elif isinstance(target.get(field), dict):
+            target[field] = {**target[field], **_as_object(value, path)}
+        elif target.get(field, value) != value:
+            raise InvalidSpecError(path, f"the HardwareProfile says {target[field]}: leave it out")
+        else:
+            target[field] = copy.deepcopy(value)
+
+
+def _new_items(present: Iterable[Any], value: Any, key: str | None, path: str) -> list[Any]:
+    value = _as_list(value, path)
+    taken = {item.get(key) for item in present} if key else set()
+    for position, item in enumerate(value):
+        name = _as_object(item, f"{path}[{position}]").get(key) if key else None
+        if key and name in taken:
+            raise InvalidSpecError(f"{path}[{position}].{key}", f"{name} is taken by the operator: choose another")
+    return copy.deepcopy(value)
+
+
+def _as_affinity(value: Any, path: str) -> Manifest:
+    """An affinity whose parts can be joined with others; the API server checks the rest."""
+    for kind, rules in _as_object(value, path).items():
+        for rule, terms in _as_object(rules, f"{path}.{kind}").items():
+            place = f"{path}.{kind}.{rule}"
+            if kind == "nodeAffinity" and rule == REQUIRED:
+                terms, place = _as_object(terms, place).get("nodeSelectorTerms", []), f"{place}.nodeSelectorTerms"
+                for position, term in enumerate(_as_list(terms, place)):
+                    _as_object(term, f"{place}[{position}]")
+            _as_list(terms, place)
+    return copy.deepcopy(dict(value))
+
+
+def _as_list(value: Any, path: str) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise InvalidSpecError(path, "must be a list")
+    return list(value)
+
+
+def _as_object(value: Any, path: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidSpecError(path, "must be an object")
+    return value

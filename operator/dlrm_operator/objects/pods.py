@@ -1,0 +1,190 @@
+"""The trainer pods of one attempt, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from dlrm_api import names
+from dlrm_api.hardware import HardwareProfile
+from dlrm_api.job import DLRMJob
+from dlrm_api.names import Container, Env, Path, Port
+from dlrm_api.plan import Plan
+from dlrm_operator.facts.actions import Manifest
+from dlrm_operator.facts.images import Images
+from dlrm_operator.objects.gang_scheduling import group_gates, group_marks
+from dlrm_operator.objects.manifests import Owner, config_volume, metadata, plan_config_maps
+from dlrm_operator.objects.overlay import with_overlay
+from dlrm_operator.objects.placement import placement
+from dlrm_operator.objects.resources import checkpointer_resources, trainer_resources
+from dlrm_operator.objects.tier_volumes import tier_bytes, tier_mounts, tier_volumes
+
+ALL_INTERFACES: Final = "0.0.0.0"  # noqa: S104  a pod's own network; port-forward needs loopback too
+USER_ID = 65_532
+RENDEZVOUS_TIMEOUT_S = 1_800
+"""Pods of one gang start minutes apart where images are pulled and nodes are added."""
+POD_SECURITY: Manifest = {
+    "runAsNonRoot": True,
+    "runAsUser": USER_ID,
+    "runAsGroup": USER_ID,
+    "fsGroup": USER_ID,
+    "fsGroupChangePolicy": "OnRootMismatch",
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+CONTAINER_SECURITY: Manifest = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """All that the pods of one attempt are a function of."""
+
+    job: DLRMJob
+    number: int
+    plan: Plan
+    profile: HardwareProfile | None
+    images: Images
+    owner: Owner
+    memory_reserve_bytes: int = 0
+    """Of each pod, besides what the plan needs."""
+
+
+def trainer_pods(attempt: Attempt) -> list[Manifest]:
+    """The gang's pods by index; equal arguments give equal pods.
+
+    Raises:
+        InvalidSpecError: the overlay collides with what the operator sets, or nobody says what to mount for a tier;
+            names the field.
+    """
+    config = config_volume(plan_config_maps(attempt.job, attempt.number, attempt.plan, attempt.owner))
+    return [_pod(attempt, index, config) for index in range(attempt.plan.nodes)]
+
+
+def _pod(attempt: Attempt, index: int, config: Manifest) -> Manifest:
+    job = attempt.job
+    name = names.trainer_pod(job.metadata.name, attempt.number, index)
+    spec: Manifest = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "hostname": name,
+        "subdomain": names.trainer_service(job.metadata.name),
+        "terminationGracePeriodSeconds": _grace_seconds(job),
+        "securityContext": POD_SECURITY,
+        "initContainers": [_checkpointer(attempt, index)],
+        "containers": [_trainer(attempt, index)],
+        "volumes": _volumes(attempt, index, config),
+        **placement(job, attempt.profile, attempt.number),
+    }
+    meta = metadata(job, name, attempt.owner, attempt.number, index)
+    labels, annotations = group_marks(job, attempt.number, attempt.plan.nodes)
+    meta["labels"] |= labels
+    if annotations:
+        meta["annotations"] = annotations
+    if gates := group_gates(job.spec.scheduling):
+        spec["schedulingGates"] = gates
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
+    return with_overlay(pod, job.spec.trainer.pod_template)
+
+
+def _grace_seconds(job: DLRMJob) -> int:
+    return max(1, round(job.spec.lifecycle.termination_grace_period))
+
+
+def _trainer(attempt: Attempt, index: int) -> Manifest:
+    job, trainer = attempt.job, attempt.job.spec.trainer
+    command = ["python", "-m", "dlrm_trainer", "--job", Path.JOB, "--plan", Path.PLAN]
+    rank0 = f"{names.trainer_pod(job.metadata.name, attempt.number, 0)}.{names.trainer_service(job.metadata.name)}"
+    env = {
+        Env.MASTER_ADDR: rank0,
+        Env.MASTER_PORT: str(Port.RENDEZVOUS),
+        Env.RENDEZVOUS_TIMEOUT_S: str(RENDEZVOUS_TIMEOUT_S),
+        Env.TRAINER_PORT: str(Port.TRAINER),
+        Env.TOKEN_FILE: Path.TOKEN,
+    }
+    if tier_bytes(attempt.plan, index):
+        env[Env.TIER_DIR] = Path.TIERS
+    own = [{"name": "token", "mountPath": Path.TOKEN.rpartition("/")[0], "readOnly": True}]
+    if job.spec.data.credentials_secret:
+        env[Env.DATA_CREDENTIALS_DIR] = Path.DATA_CREDENTIALS
+        own.append({"name": "data-credentials", "mountPath": Path.DATA_CREDENTIALS, "readOnly": True})
+    ports = [
+        {"name": "trainer", "containerPort": Port.TRAINER},
+        {"name": "rendezvous", "containerPort": Port.RENDEZVOUS},
+    ]
+    container = _container(attempt, index, command, env, ports)
+    container["volumeMounts"] = [*container["volumeMounts"], *own, *tier_mounts(attempt.plan, index)]
+    return {
+        "name": Container.TRAINER,
+        "image": trainer.image or attempt.images.trainer,
+        **container,
+        "resources": trainer_resources(job, attempt.plan, attempt.profile, index, attempt.memory_reserve_bytes),
+    }
+
+
+def _checkpointer(attempt: Attempt, index: int) -> Manifest:
+    """A native sidecar: it starts before the trainer and is stopped after it, so the last cut can be uploaded."""
+    command = ["python", "-m", "dlrm_checkpointer", "--job", Path.JOB]
+    ports = [{"name": "checkpointer", "containerPort": Port.CHECKPOINTER}]
+    env = {Env.CHECKPOINTER_PORT: str(Port.CHECKPOINTER)}
+    return {
+        "name": Container.CHECKPOINTER,
+        "image": attempt.job.spec.trainer.checkpointer_image or attempt.images.checkpointer,
+        "restartPolicy": "Always",
+        **_container(attempt, index, command, env, ports),
+        "resources": checkpointer_resources(),
+    }
+
+
+def _container(
+    attempt: Attempt, index: int, command: list[str], env: dict[str, str], ports: list[Manifest]
+) -> Manifest:
+    """What both containers share. Each gets half of the grace period: the kubelet stops one after the other."""
+    job = attempt.job
+    shared = {
+        Env.JOB_NAME: job.metadata.name,
+        Env.ATTEMPT: str(attempt.number),
+        Env.REPLICA: str(index),
+        Env.BIND: ALL_INTERFACES,
+        Env.HANDOFF_DIR: Path.HANDOFF,
+        Env.TERMINATION_LOG: Path.TERMINATION_LOG,
+        Env.GRACE_S: str(max(1, _grace_seconds(job) // 2)),
+        "HOME": Path.SCRATCH,
+        "TMPDIR": Path.SCRATCH,
+    }
+    mounts: list[Manifest] = [
+        {"name": "config", "mountPath": Path.CONFIG, "readOnly": True},
+        {"name": "handoff", "mountPath": Path.HANDOFF},
+        {"name": "scratch", "mountPath": Path.SCRATCH},
+    ]
+    if job.spec.checkpoint.credentials_secret:
+        shared[Env.CREDENTIALS_DIR] = Path.CREDENTIALS
+        mounts.append({"name": "credentials", "mountPath": Path.CREDENTIALS, "readOnly": True})
+    return {
+        "imagePullPolicy": job.spec.trainer.image_pull_policy,
+        "command": command,
+        "env": [{"name": name, "value": value} for name, value in {**shared, **env}.items()],
+        "ports": ports,
+        "volumeMounts": mounts,
+        "securityContext": CONTAINER_SECURITY,
+        "terminationMessagePath": Path.TERMINATION_LOG,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def _volumes(attempt: Attempt, index: int, config: Manifest) -> list[Manifest]:
+    job, handoff_bytes = attempt.job, attempt.plan.handoff_bytes[index]
+    volumes: list[Manifest] = [
+        config,
+        {"name": "handoff", "emptyDir": {"medium": "Memory", "sizeLimit": str(handoff_bytes)}},
+        {"name": "scratch", "emptyDir": {}},
+        {"name": "token", "secret": {"secretName": names.token_secret(job.metadata.name, attempt.number)}},
+    ]
+    if secret := job.spec.checkpoint.credentials_secret:
+        volumes.append({"name": "credentials", "secret": {"secretName": secret}})
+    if secret := job.spec.data.credentials_secret:
+        volumes.append({"name": "data-credentials", "secret": {"secretName": secret}})
+    return volumes + tier_volumes(attempt.plan, index, attempt.profile)

@@ -1,0 +1,47 @@
+"""All objects of one attempt in one list: what ``dlrmctl render`` prints."""
+
+from __future__ import annotations
+
+from dlrm_api.hardware import HardwareProfile
+from dlrm_api.job import DLRMJob
+from dlrm_api.plan import Plan
+from dlrm_operator.facts.actions import Manifest
+from dlrm_operator.facts.images import Images
+from dlrm_operator.objects.gang_scheduling import pod_groups
+from dlrm_operator.objects.manifests import Owner, gang_service, plan_config_maps, token_secret
+from dlrm_operator.objects.pods import Attempt, trainer_pods
+
+
+def render(
+    job: DLRMJob,
+    profile: HardwareProfile | None,
+    plan: Plan,
+    *,
+    attempt: int = 1,
+    images: Images | None = None,
+    uid: str = "",
+) -> list[Manifest]:
+    """Every object that the operator creates for one attempt, in the order in which it creates them.
+
+    Args:
+        job: The job; its namespace is used where it names one.
+        profile: The HardwareProfile that ``trainer.hardware`` names.
+        plan: The job's plan.
+        attempt: Number of the gang.
+        images: Images where the job names none; by default this version's own.
+        uid: The job's uid; without it the objects name no owner.
+
+    Raises:
+        InvalidSpecError: the job's document is too large, or the pod overlay collides with what the operator sets.
+    """
+    owner = Owner(name=job.metadata.name, uid=uid)
+    job = job.with_replicas(plan.nodes)
+    gang = Attempt(job=job, number=attempt, plan=plan, profile=profile, images=images or Images(), owner=owner)
+    pods = trainer_pods(gang)
+    return [
+        *plan_config_maps(job, attempt, plan, owner),
+        token_secret(job, attempt, owner),
+        gang_service(job, owner),
+        *pod_groups(job, attempt, pods, owner),
+        *pods,
+    ]

@@ -1,0 +1,95 @@
+"""What a trainer pod asks of its node: memory by the plan, CPUs by threads, devices by the profile."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any, Final
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.hardware import HardwareProfile
+from dlrm_api.job import DLRMJob
+from dlrm_api.plan import Plan
+from dlrm_api.trainer import TrainerSpec
+from dlrm_operator.facts.actions import Manifest
+from dlrm_planner import working_set_bytes
+from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES
+
+FACTORS: Final = {
+    "": Fraction(1),
+    "m": Fraction(1, 1000),
+    **{f"{letter}i": Fraction(1024) ** power for power, letter in enumerate("KMGTP", start=1)},
+    **{letter: Fraction(1000) ** power for power, letter in enumerate("kMGTP", start=1)},
+}
+
+
+def trainer_resources(
+    job: DLRMJob, plan: Plan, profile: HardwareProfile | None, index: int, reserve: int = 0
+) -> Manifest:
+    """The user's requests and limits of one pod's trainer, completed; a device a process, ``reserve`` bytes besides.
+
+    Kueue counts pods that ask for the same as one role and knows at most 8 roles in a group: all of its pods ask for
+    what the largest one needs.
+    """
+    trainer = job.spec.trainer
+    requests, limits = dict(trainer.resources.requests), dict(trainer.resources.limits)
+    if "memory" not in requests and "memory" not in limits:
+        alike = range(plan.nodes) if job.spec.scheduling.gang == "kueue" else (index,)
+        requests["memory"] = str(max(trainer_memory_bytes(job, one, plan) for one in alike) + reserve)
+    if trainer.threads_per_process and "cpu" not in requests and "cpu" not in limits:
+        requests["cpu"] = str(trainer.threads_per_process * trainer.processes_per_replica)
+    if profile and profile.spec.devices and profile.spec.devices.resource not in limits:
+        limits[profile.spec.devices.resource] = str(trainer.processes_per_replica)
+    found: dict[str, Any] = {"requests": requests} if requests else {}
+    return {**found, "limits": limits} if limits else found
+
+
+def checkpointer_resources() -> Manifest:
+    """What its process takes; the rows that it reads are the hand-off's, which the trainer is charged for."""
+    return {"requests": {"memory": str(CHECKPOINTER_BASE_BYTES)}}
+
+
+def trainer_memory_bytes(job: DLRMJob, index: int, plan: Plan) -> int:
+    """Working set, tables and hand-off of one pod's ranks; tmpfs is charged to its writer, the trainer."""
+    tables = sum(rank.bytes_per_tier.get("ddr", 0) for rank in plan.ranks if rank.node == index)
+    return working_set_bytes(job.spec) - CHECKPOINTER_BASE_BYTES + tables
+
+
+def requests_of_all(pods: list[Manifest]) -> dict[str, str]:
+    """What pods ask for together; of a limit without a request the limit, as Kubernetes counts it."""
+    found: dict[str, Fraction] = {}
+    for pod in pods:
+        for container in (*pod["spec"]["initContainers"], *pod["spec"]["containers"]):
+            resources = container.get("resources", {})
+            for name, amount in {**resources.get("limits", {}), **resources.get("requests", {})}.items():
+                found[name] = found.get(name, Fraction()) + _amount(amount)
+    return {name: _quantity(total) for name, total in sorted(found.items())}
+
+
+def _amount(quantity: str) -> Fraction:
+    """A quantity of :data:`dlrm_api.trainer.QUANTITY` as a number."""
+    number = quantity.rstrip("".join(FACTORS))
+    return Fraction(number) * FACTORS[quantity[len(number) :]]
+
+
+def _quantity(amount: Fraction) -> str:
+    """As an integer, or in thousandths: no resource is counted finer."""
+    return str(amount) if amount.denominator == 1 else f"{math.ceil(amount * 1000)}m"
+
+
+def check_devices(trainer: TrainerSpec, profile: HardwareProfile | None) -> None:
+    """Refuse pods that no node of the profile has devices for, before one is made.
+
+    Raises:
+        InvalidSpecError: a pod has more processes than a node has devices, and does not say that they share them.
+    """
+    devices = profile.spec.devices if profile else None
+    if profile is None or devices is None or devices.resource in trainer.resources.limits:
+        return
+    if trainer.processes_per_replica > devices.count:
+        raise InvalidSpecError(
+            "spec.trainer.processesPerReplica",
+            f"{trainer.processes_per_replica} processes take one {devices.resource} each, and a node of "
+            f"HardwareProfile {profile.metadata.name} has {devices.count}: use fewer processes and more replicas, or "
+            f"set spec.trainer.resources.limits[{devices.resource}] where they share",
+        )

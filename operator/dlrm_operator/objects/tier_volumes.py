@@ -1,0 +1,83 @@
+"""Volumes of the tiers whose rows lie in files: one a tier, mounted where the trainer looks for it."""
+
+from __future__ import annotations
+
+import math
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.hardware import HardwareProfile, TierSpec
+from dlrm_api.names import Path
+from dlrm_api.plan import Plan
+from dlrm_operator.facts.actions import Manifest
+
+FILE_TIERS = ("cxl", "scm", "block")
+CLAIM_SLACK = 1.1
+"""A claim's bytes over the plan's: what the file system keeps for itself, and for root."""
+
+
+def tier_bytes(plan: Plan, pod: int) -> dict[str, int]:
+    """Bytes that one pod's ranks keep in files, by tier; only tiers that they use."""
+    found: dict[str, int] = {}
+    for rank in plan.ranks:
+        for tier in FILE_TIERS:
+            if rank.node == pod and rank.bytes_per_tier.get(tier):
+                found[tier] = found.get(tier, 0) + rank.bytes_per_tier[tier]
+    return found
+
+
+def check_mounts(plan: Plan, profile: HardwareProfile | None) -> None:
+    """Refuse a plan whose tiers nobody mounts, before a pod is made for it.
+
+    Raises:
+        InvalidSpecError: no profile is named, or it says of a tier neither hostPath nor storageClass.
+    """
+    for pod in range(plan.nodes):
+        for tier in tier_bytes(plan, pod):
+            _mounted(tier, profile)
+
+
+def tier_volumes(plan: Plan, pod: int, profile: HardwareProfile | None) -> list[Manifest]:
+    """The pod's volumes.
+
+    Raises:
+        InvalidSpecError: see :func:`check_mounts`.
+    """
+    return [_volume(tier, size, _mounted(tier, profile)) for tier, size in tier_bytes(plan, pod).items()]
+
+
+def tier_mounts(plan: Plan, pod: int) -> list[Manifest]:
+    """Where the trainer's container sees them."""
+    return [{"name": _name(tier), "mountPath": f"{Path.TIERS}/{tier}"} for tier in tier_bytes(plan, pod)]
+
+
+def _name(tier: str) -> str:
+    return f"tier-{tier}"
+
+
+def _mounted(tier: str, profile: HardwareProfile | None) -> TierSpec:
+    if profile is None:
+        raise InvalidSpecError(
+            "spec.trainer.hardware",
+            f"rows are to lie in {tier}, and no hardware is named: name a HardwareProfile whose tiers.{tier} has "
+            "hostPath or storageClass",
+        )
+    found: TierSpec | None = getattr(profile.spec.tiers, tier)
+    if found is None or not (found.host_path or found.storage_class):
+        raise InvalidSpecError(
+            "spec.trainer.hardware",
+            f"rows are to lie in {tier}, and HardwareProfile {profile.metadata.name} does not say what to mount: set "
+            f"its tiers.{tier}.storageClass, or tiers.{tier}.hostPath",
+        )
+    return found
+
+
+def _volume(tier: str, size: int, spec: TierSpec) -> Manifest:
+    """A claim that lives as long as the pod; or the node's own folder, which has to be there and writable for us."""
+    if spec.host_path:
+        return {"name": _name(tier), "hostPath": {"path": spec.host_path, "type": "Directory"}}
+    claim = {
+        "accessModes": ["ReadWriteOnce"],
+        "storageClassName": spec.storage_class,
+        "resources": {"requests": {"storage": str(math.ceil(size * CLAIM_SLACK))}},
+    }
+    return {"name": _name(tier), "ephemeral": {"volumeClaimTemplate": {"spec": claim}}}

@@ -1,0 +1,186 @@
+"""The operator's parts put together, and its tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from pathlib import Path
+
+from dlrm_api import names
+from dlrm_operator.admission.certificates import Certificate
+from dlrm_operator.admission.judging import Admission
+from dlrm_operator.admission.server import AdmissionServer
+from dlrm_operator.beside.cuts import Cutter
+from dlrm_operator.beside.planning import Planner
+from dlrm_operator.beside.polling import Poller
+from dlrm_operator.beside.references import References
+from dlrm_operator.beside.stack_taking import StackTaker
+from dlrm_operator.cluster import METADATA_ONLY, KubernetesApi
+from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError, NotFoundError
+from dlrm_operator.facts.jobs import JobCache
+from dlrm_operator.facts.observed import JobKey
+from dlrm_operator.log_context import speak_of
+from dlrm_operator.metrics import JOBS, WATCH_AGE
+from dlrm_operator.running.cache import PodCache
+from dlrm_operator.running.leader import FencedApi, Leader
+from dlrm_operator.running.observing import Observer
+from dlrm_operator.running.performing import Performer
+from dlrm_operator.running.turns import Turns
+from dlrm_operator.running.wakeups import Wakeups
+from dlrm_operator.serving import Server
+from dlrm_operator.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+TURN_S = 10.0
+"""A turn at work when the process is told to stop may take so much longer."""
+ASK_EVERY = 20
+"""Resyncs between two lists of jobs."""
+
+
+class Engine:
+    """Everything behind kopf's handlers: caches, turns, planner, poller, endpoints."""
+
+    def __init__(self, settings: Settings, api: KubernetesApi, lease_api: KubernetesApi) -> None:
+        """``lease_api`` has threads of its own, so that no pile of requests delays a renewal."""
+        self.settings = settings
+        self._api = api
+        where = settings.namespace or settings.lease_namespace or api.namespace
+        self._leader = Leader(lease_api, where, settings.identity, settings.lease, self._led)
+        self.jobs = JobCache()
+        self.wakeups = Wakeups(self._take_turn)
+        self._pods = PodCache(api, settings.namespace, self.wakeups.add)
+        self._planner = Planner(settings.plan_deadline_s, self.wakeups.add)
+        self._poller = Poller(settings.poll_s, self.wakeups.add)
+        self.references = References(api, settings.profiles)
+        self._cutter = Cutter(api, self.wakeups.add)
+        self._stacks = StackTaker(self.wakeups.add)
+        asked = (self._planner, self._poller, self._cutter, self._stacks)
+        observer = Observer(api, self.jobs, self._pods, *asked, self.references, settings.images)
+        fenced, asked_of = FencedApi(api, self._leader), (self._planner, self._cutter, self._stacks)
+        performer = Performer(fenced, *asked_of, self.wakeups, self.jobs, self._pods)
+        self.turns = Turns(observer, performer, self.jobs, self._planner, self._poller, settings.passing_s)
+        self.turns.forgotten.extend((self._cutter.forget, self._stacks.forget, self.wakeups.forget))
+        self._server = Server(settings.address, settings.port, self)
+        self._admission = _admission_server(settings, self.references)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._undefined = False
+        self._unwatched = False
+        """Whether there were no DLRMJobs once: in one namespace kopf watches no kind that came after it."""
+        self.started = False
+
+    async def start(self) -> None:
+        """Start every task; returns once the endpoints are served."""
+        await self._server.start()
+        if self._admission is not None:
+            await self._admission.start()
+        self._pods.start()
+        works = {
+            "lease": self._leader.run(),
+            "wakeups": self.wakeups.run(),
+            "poller": self._poller.run(),
+            "resync": self._resync(),
+        }
+        for name, work in works.items():
+            task = asyncio.create_task(work, name=name)
+            task.add_done_callback(_mourn)
+            self._tasks.append(task)
+        self.started = True
+
+    async def stop(self) -> None:
+        """Let turns at work end, for a while, and the next leader begin; then cut off what still runs."""
+        await self.wakeups.drain(TURN_S)
+        for task in self._tasks:
+            task.cancel()  # the Lease is not renewed any more
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._leader.release()
+        self._pods.stop()
+        self._cutter.stop()
+        self._stacks.stop()
+        await self._planner.stop()
+        if self._admission is not None:
+            await self._admission.stop()
+        await self._server.stop()
+
+    def problem(self) -> str:
+        """Why this process should be restarted; empty while it is well."""
+        dead = [task.get_name() for task in self._tasks if task.done()]
+        if dead:
+            return f"tasks ended: {', '.join(dead)}"
+        age_s = self.watch_age_s()
+        return f"the pod watch has been silent for {age_s:.0f} s" if age_s > self.settings.stale_s else ""
+
+    def waits_for(self) -> str:
+        """What keeps this process from its work; empty while nothing does. A follower has its work: to be ready."""
+        if self._undefined:
+            return f"the API server has no DLRMJobs ({names.API_VERSION}): install the CustomResourceDefinitions"
+        if problem := self.problem():
+            return problem
+        if not self._pods.filled:
+            return "caches are being filled"
+        return "" if self._leader.known else "it is not known who leads"
+
+    def measure(self) -> None:
+        """Set the gauges that are read from state."""
+        WATCH_AGE.set(self.watch_age_s())
+        for phase, count in self.jobs.phases().items():
+            JOBS.labels(phase).set(count)
+
+    def watch_age_s(self) -> float:
+        """Seconds since the pod watch last proved alive."""
+        return time.monotonic() - self._pods.fresh_at
+
+    def wake_all(self) -> None:
+        """Wake every known job: something that many of them rely on has changed."""
+        for key in self.jobs.known():
+            self.wakeups.add(key)
+
+    def _led(self) -> None:
+        """This process leads now, or no longer: followers keep their caches warm and take no turns."""
+        if self._leader.held:
+            self.wake_all()
+
+    async def _take_turn(self, key: JobKey) -> None:
+        job = self.jobs.get(key)
+        speak_of(key, job.uid if job else "")
+        if self._leader.held:
+            await self.turns.take(key)
+
+    async def _resync(self) -> None:
+        """Wake every job now and then, since a deadline may pass without an event.
+
+        Seldom the server is asked which jobs there are: kopf's watch can fall silent.
+        """
+        where = f"namespaces/{self.settings.namespace}/" if self.settings.namespace else ""
+        for turn in itertools.count():
+            try:
+                if turn % ASK_EVERY == 0 or self._unwatched:
+                    items, _ = await self._api.list_all(f"/apis/{names.API_VERSION}/{where}dlrmjobs", {}, METADATA_ONLY)
+                    for item in items:
+                        self.wakeups.add(JobKey(item["metadata"]["namespace"], item["metadata"]["name"]))
+                    self._undefined = False
+            except NotFoundError:
+                self._undefined = self._unwatched = True
+                logger.warning("%s", self.waits_for())
+            except (ClusterUnavailableError, ClusterRefusedError):
+                logger.warning("resync put off", exc_info=True)
+            self.wake_all()  # those that the list lacks are gone, and the turn finds out
+            await asyncio.sleep(self.settings.resync_s * random.uniform(0.8, 1.2))  # noqa: S311
+
+
+def _admission_server(settings: Settings, references: References) -> AdmissionServer | None:
+    """The webhook's endpoint, where there is a certificate to serve it with."""
+    if settings.webhook_certs is None:
+        return None
+    admission = Admission(references, settings.webhook_deadline_s)
+    certificate = Certificate(Path(settings.webhook_certs))
+    return AdmissionServer(settings.address, settings.webhook_port, admission, certificate)
+
+
+def _mourn(task: asyncio.Task[None]) -> None:
+    """Say why a task that should run for ever has ended; liveness restarts the process."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("task %s died", task.get_name(), exc_info=error)

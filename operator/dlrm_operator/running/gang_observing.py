@@ -1,0 +1,39 @@
+"""What the gang scheduler of a job has of it already, and whether there is such a scheduler at all."""
+
+from __future__ import annotations
+
+from dlrm_api import names
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.names import FIELD_MANAGER, Label
+from dlrm_operator.cluster import METADATA_ONLY, Api
+from dlrm_operator.cluster_errors import ClusterRefusedError, NotFoundError
+from dlrm_operator.facts.observed import Groups, JobSeen
+from dlrm_operator.facts.reading import read_group
+from dlrm_operator.objects.gang_scheduling import KUEUE, group_type
+
+
+async def look_at_groups(api: Api, job: JobSeen) -> Groups:
+    """The PodGroups of the job, or the Workload that bears the name of its next group.
+
+    Raises:
+        ClusterUnavailableError: nobody can tell.
+    """
+    if isinstance(job.spec, InvalidSpecError):
+        return Groups()
+    scheduling = job.spec.spec.scheduling
+    kind = group_type(scheduling)
+    if kind is None:
+        return Groups()
+    attempt = max(job.status.attempt, 1) if job.status else 1
+    wanted = names.pod_group(job.key.name, attempt)
+    ours = {"labelSelector": f"{Label.JOB}={job.key.name},{Label.MANAGED_BY}={FIELD_MANAGER}"}
+    query = {"fieldSelector": f"metadata.name={wanted}"} if kind is KUEUE else ours
+    try:
+        items, _ = await api.list_all(kind.path(job.key.namespace), query, METADATA_ONLY)
+    except NotFoundError:
+        words = f"this cluster serves no {kind.plural} of {kind.api_version}: install {kind.product}, or set gang: none"
+        return Groups(problem=f"spec.scheduling.gang: {scheduling.gang} is asked for, and {words}")
+    except ClusterRefusedError as error:
+        words = f"the API server does not let the operator list {kind.plural} of {kind.api_version}: {error}"
+        return Groups(problem=f"spec.scheduling.gang: {words}")
+    return Groups(seen=tuple(read_group(item, kind.api_version) for item in items), attempt=attempt)

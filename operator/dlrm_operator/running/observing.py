@@ -1,0 +1,187 @@
+"""How a turn comes to its facts: a glance at the caches, or a look at the live objects before anything is done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dlrm_api import names
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.job import DLRMJob
+from dlrm_api.names import FIELD_MANAGER, Label
+from dlrm_api.status import Phase
+from dlrm_operator.beside.cuts import Cutter
+from dlrm_operator.beside.planning import Planner
+from dlrm_operator.beside.polling import Poller
+from dlrm_operator.beside.references import ProfileSeen, References
+from dlrm_operator.beside.stack_taking import StackTaker
+from dlrm_operator.cluster import JSON, METADATA_ONLY, Api, Object
+from dlrm_operator.cluster_errors import NotFoundError
+from dlrm_operator.facts.images import Images
+from dlrm_operator.facts.jobs import JobCache
+from dlrm_operator.facts.observed import Children, JobKey, JobSeen, Observed, PodSeen
+from dlrm_operator.facts.reading import read_config_map, read_pod, read_secret
+from dlrm_operator.life.formation import plan_in_force
+from dlrm_operator.life.phases import FINISHED
+from dlrm_operator.life.resizing import wants_resize
+from dlrm_operator.running.cache import PodCache
+from dlrm_operator.running.gang_observing import look_at_groups
+from dlrm_planner import trace_references
+
+JOBS = f"/apis/{names.API_VERSION}/namespaces/{{}}/dlrmjobs/{{}}"
+
+
+class Observer:
+    """Facts of one job at a time; remembers the API server's refusals between turns."""
+
+    def __init__(
+        self,
+        api: Api,
+        jobs: JobCache,
+        pods: PodCache,
+        planner: Planner,
+        poller: Poller,
+        cutter: Cutter,
+        stacks: StackTaker,
+        references: References,
+        images: Images,
+    ) -> None:
+        self._api = api
+        self._jobs = jobs
+        self._pods = pods
+        self._planner = planner
+        self._poller = poller
+        self._cutter = cutter
+        self._stacks = stacks
+        self._references = references
+        self._images = images
+        self.refusals: dict[JobKey, str] = {}
+
+    def glance(self, key: JobKey) -> Observed | None:
+        """The job as the caches show it; None where they can't decide.
+
+        Of a gang that is being made they can say no more than that a plan is lacking, where the plan is of nothing
+        but the job itself: what was written before a crash shows only to a look.
+        """
+        job = self._jobs.get(key)
+        if job is None or not self._pods.filled:
+            return None
+        pods = self._pods.pods(key)
+        if needs_plan(job) and (pods or self._planner.has_answered(key) or not _stands_alone(job)):
+            return None
+        return self._at_work(job, pods)
+
+    async def look(self, key: JobKey) -> Observed | None:
+        """The job as it is now; None where it is gone.
+
+        Raises:
+            ClusterUnavailableError: nobody can tell.
+        """
+        try:
+            document = await self._api.call("GET", JOBS.format(key.namespace, key.name))
+        except NotFoundError:
+            return None
+        job = self._jobs.saw(document)
+        pods = await self._live_pods(key)
+        if not needs_plan(job):
+            return self._at_work(job, pods)
+        seen = (
+            ProfileSeen() if isinstance(job.spec, InvalidSpecError) else await self._references.profile(job.spec.spec)
+        )
+        children = await self._children(job)
+        planning = self._planner.answer(key, job, seen.version)
+        traces, trace_problem = await self._traces(job, children, pods) if planning is None else ({}, "")
+        return replace(
+            self._at_work(job, pods),
+            children=children,
+            profile=seen.profile,
+            profile_version=seen.version,
+            profile_problem=seen.problem,
+            traces=traces,
+            trace_problem=trace_problem,
+            planning=planning,
+            refusal=self.refusals.get(key, ""),
+        )
+
+    def _at_work(self, job: JobSeen, pods: tuple[PodSeen, ...]) -> Observed:
+        """All that a job whose gang stands, or is to have none, is judged by."""
+        polled, cut = self._poller.latest(job.key), self._cutter.answer(job.key)
+        stacks = self._stacks.answer(job.key)
+        return Observed(job=job, pods=pods, polled=polled, cut=cut, stacks=stacks, images=self._images)
+
+    async def _live_pods(self, key: JobKey) -> tuple[PodSeen, ...]:
+        items, _ = await self._api.list_all(f"/api/v1/namespaces/{key.namespace}/pods", _of_job(key))
+        return tuple(read_pod(item) for item in items)
+
+    async def _children(self, job: JobSeen) -> Children:
+        """The job's own children; those that a deleted job of the same name left are not seen.
+
+        A first attempt writes its ConfigMap before all else, so where there is none there is nothing.
+        """
+        groups = await look_at_groups(self._api, job)
+        if _attempt(job) == 1 and not await self._has_plan(job):
+            return Children(groups=groups)
+        maps = [read_config_map(item) for item in await self._owned(job, "configmaps")]
+        secrets = [read_secret(item) for item in await self._owned(job, "secrets", METADATA_ONLY)]
+        services = [item["metadata"]["name"] for item in await self._owned(job, "services", METADATA_ONLY)]
+        return Children(
+            services=frozenset(services),
+            config_maps=tuple(maps),
+            secrets=tuple(secrets),
+            groups=groups,
+        )
+
+    async def _has_plan(self, job: JobSeen) -> bool:
+        name = names.plan_config_map(job.key.name, _attempt(job))
+        try:
+            await self._api.call("GET", f"/api/v1/namespaces/{job.key.namespace}/configmaps/{name}")
+        except NotFoundError:
+            return False
+        return True
+
+    async def _owned(self, job: JobSeen, kind: str, accept: str = JSON) -> list[Object]:
+        items, _ = await self._api.list_all(f"/api/v1/namespaces/{job.key.namespace}/{kind}", _of_job(job.key), accept)
+        return [item for item in items if owned_by(item, job.uid)]
+
+    async def _traces(self, job: JobSeen, children: Children, pods: tuple[PodSeen, ...]) -> tuple[dict[str, str], str]:
+        """The traces that a plan is made from; none where a plan stands."""
+        if isinstance(job.spec, InvalidSpecError):
+            return {}, ""
+        if plan_in_force(children, pods, job.spec, _attempt(job)) is not None and not wants_resize(job):
+            return {}, ""
+        return await self._references.traces(job.key.namespace, job.spec.spec)
+
+
+def owned_by(document: Object, uid: str) -> bool:
+    """Whether the object names the job with this uid as its owner."""
+    return any(owner["uid"] == uid for owner in document["metadata"].get("ownerReferences") or ())
+
+
+def _of_job(key: JobKey) -> dict[str, str]:
+    return {"labelSelector": f"{Label.JOB}={key.name},{Label.MANAGED_BY}={FIELD_MANAGER}"}
+
+
+def needs_plan(job: JobSeen) -> bool:
+    """Whether a plan is made, or read, before the job can go on."""
+    return _forming(job) or wants_resize(job)
+
+
+def _forming(job: JobSeen) -> bool:
+    """Whether the job's current gang was not whole yet, and is to be."""
+    status = job.status
+    if status is None:
+        return True
+    at_rest = status.phase in FINISHED or (
+        status.phase is Phase.SUSPENDED and isinstance(job.spec, DLRMJob) and job.spec.spec.lifecycle.suspend
+    )
+    return not at_rest and status.gang_attempt < max(status.attempt, 1)
+
+
+def _attempt(job: JobSeen) -> int:
+    return max(job.status.attempt, 1) if job.status else 1
+
+
+def _stands_alone(job: JobSeen) -> bool:
+    """Whether a plan needs nothing that the spec merely refers to."""
+    if isinstance(job.spec, InvalidSpecError):
+        return True
+    return job.spec.spec.trainer.hardware is None and not trace_references(job.spec.spec)

@@ -1,0 +1,27 @@
+"""How long the status of a gang on its way may wait to be written, so that a quick start is few writes."""
+
+from __future__ import annotations
+
+import time
+
+from dlrm_operator.facts.observed import JobKey
+
+WRITES_PER_S = 10.0
+"""Of all jobs together: the more gangs are on their way, the longer each of them waits."""
+
+
+class Patience:
+    """Since when each job has had something passing to say."""
+
+    def __init__(self, shortest_s: float) -> None:
+        self._shortest_s = shortest_s
+        self._since: dict[JobKey, float] = {}
+
+    def rest_s(self, key: JobKey) -> float:
+        """Seconds for which the job should still say nothing; the first question starts its clock."""
+        since = self._since.setdefault(key, time.monotonic())
+        return since + max(self._shortest_s, len(self._since) / WRITES_PER_S) - time.monotonic()
+
+    def forget(self, key: JobKey) -> None:
+        """The job said it, has nothing passing to say, or is gone."""
+        self._since.pop(key, None)

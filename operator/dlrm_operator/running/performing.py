@@ -1,0 +1,231 @@
+"""How an action is done to the cluster: idempotent, guarded by uid, "already there" is success."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Protocol
+
+from dlrm_api import names
+from dlrm_api.names import FIELD_MANAGER, Label
+from dlrm_operator.cluster import APPLY, Api
+from dlrm_operator.cluster_errors import ClusterRefusedError, ConflictError, NotFoundError
+from dlrm_operator.facts.actions import (
+    Action,
+    ApplyConfigMap,
+    ApplyPodGroup,
+    ApplySecret,
+    ApplyService,
+    ApplyStatus,
+    CreatePod,
+    DeleteJob,
+    DeleteObject,
+    EmitEvent,
+    Manifest,
+    PlanQuestion,
+    ReleaseGroup,
+    RequestCut,
+    RequestPlan,
+    RequestStacks,
+    WakeAt,
+)
+from dlrm_operator.facts.conditions import timestamp
+from dlrm_operator.facts.observed import JobKey
+from dlrm_operator.facts.reasons import Reason
+from dlrm_operator.objects.gang_scheduling import KUEUE
+from dlrm_operator.running.observing import JOBS, owned_by
+
+FORCE = {"fieldManager": FIELD_MANAGER, "force": "true"}
+CREATE = {"fieldManager": FIELD_MANAGER}
+TOLD_ONCE = frozenset({Reason.ATTEMPT_FAILED, Reason.FAILED})
+"""What befalls an attempt once. A turn after one that was cut off may see other evidence of it."""
+KINDS = {"Pod": "pods", "ConfigMap": "configmaps", "Secret": "secrets", "PodGroup": "podgroups"}
+
+
+class PlansAsked(Protocol):
+    """Who makes plans."""
+
+    def request(self, key: JobKey, question: PlanQuestion) -> None:
+        """Start planning, unless this very question is at work or answered."""
+
+
+class CutsAsked(Protocol):
+    """Who asks pods for cuts."""
+
+    def request(self, action: RequestCut) -> None:
+        """Ask, unless this very question is at work or answered."""
+
+
+class StacksAsked(Protocol):
+    """Who asks pods what their ranks are doing."""
+
+    def request(self, action: RequestStacks) -> None:
+        """Ask, unless this very question is at work already."""
+
+
+class Alarm(Protocol):
+    """Who wakes jobs."""
+
+    def add_at(self, key: JobKey, time: datetime) -> None:
+        """Wake the job then."""
+
+
+class Cache(Protocol):
+    """Who keeps copies of objects, and may learn of a write before the watch shows it."""
+
+    def saw(self, document: Manifest) -> object:
+        """Take over the object of an answer."""
+
+
+class Performer:
+    """Does actions, one after the other; what the API server answers goes into the caches."""
+
+    def __init__(
+        self,
+        api: Api,
+        planner: PlansAsked,
+        cutter: CutsAsked,
+        stacks: StacksAsked,
+        alarm: Alarm,
+        jobs: Cache,
+        pods: Cache,
+    ) -> None:
+        self._api = api
+        self._planner = planner
+        self._cutter = cutter
+        self._stacks = stacks
+        self._alarm = alarm
+        self._jobs = jobs
+        self._pods = pods
+
+    async def perform(self, action: Action) -> None:
+        """Do one action. Repeating it changes nothing.
+
+        Raises:
+            ClusterUnavailableError: it may or may not be done.
+            ClusterRefusedError: the API server said no; the message is its own words.
+        """
+        match action:
+            case ApplyService(manifest=manifest):
+                await self._apply("services", manifest)
+            case ApplyConfigMap(manifest=manifest):
+                await self._apply("configmaps", manifest)
+            case ApplySecret(manifest=manifest):
+                await self._create_secret(manifest)
+            case ApplyPodGroup(manifest=manifest):
+                await self._apply("podgroups", manifest)
+            case CreatePod():
+                await self._create_pod(action)
+            case DeleteObject():
+                await self._delete(action)
+            case ReleaseGroup():
+                await self._release(action)
+            case DeleteJob():
+                await self._delete_job(action)
+            case ApplyStatus():
+                await self._apply_status(action)
+            case EmitEvent():
+                await self._emit(action)
+            case RequestPlan(key=key, question=question):
+                self._planner.request(key, question)
+            case RequestStacks():
+                self._stacks.request(action)
+            case RequestCut():
+                self._cutter.request(action)
+            case WakeAt(key=key, time=time):
+                self._alarm.add_at(key, time)
+
+    async def _apply(self, kind: str, manifest: Manifest) -> None:
+        meta = manifest["metadata"]
+        path = f"{_root(manifest['apiVersion'])}/namespaces/{meta['namespace']}/{kind}/{meta['name']}"
+        await self._api.call("PATCH", path, manifest, FORCE, APPLY)
+
+    async def _create_secret(self, manifest: Manifest) -> None:
+        meta = manifest["metadata"]
+        body = {**manifest, "stringData": {names.Path.TOKEN.rpartition("/")[2]: secrets.token_urlsafe(32)}}
+        path = f"/api/v1/namespaces/{meta['namespace']}/secrets"
+        try:
+            await self._api.call("POST", path, body, CREATE)
+        except ConflictError:
+            found = await self._api.call("GET", f"{path}/{meta['name']}")
+            if not owned_by(found, meta["ownerReferences"][0]["uid"]):
+                raise
+
+    async def _create_pod(self, action: CreatePod) -> None:
+        meta = action.manifest["metadata"]
+        path = f"/api/v1/namespaces/{meta['namespace']}/pods"
+        try:
+            found = await self._api.call("POST", path, action.manifest, CREATE)
+        except ConflictError as error:
+            found = await self._api.call("GET", f"{path}/{meta['name']}")
+            attempt = found["metadata"].get("labels", {}).get(Label.ATTEMPT)
+            if not owned_by(found, action.owner_uid) or attempt != str(action.attempt):
+                words = f"pod {meta['name']} exists and belongs to another owner or attempt: delete it"
+                raise ClusterRefusedError(error.code, words) from error
+        self._pods.saw(found)
+
+    async def _delete(self, action: DeleteObject) -> None:
+        options: Manifest = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": action.uid}}
+        if action.force or action.grace_s is not None:
+            options["gracePeriodSeconds"] = 0 if action.force else action.grace_s
+        path = f"{_root(action.api_version)}/namespaces/{action.key.namespace}/{KINDS[action.kind]}/{action.name}"
+        with suppress(NotFoundError, ConflictError):  # gone, or another object of that name by now
+            await self._api.call("DELETE", path, options)
+
+    async def _release(self, action: ReleaseGroup) -> None:
+        path = f"{KUEUE.path(action.key.namespace)}/{action.group}"
+        with suppress(NotFoundError, ConflictError):
+            found = await self._api.call("GET", path)
+            if owned_by(found, action.pod_uid):
+                same = {"uid": found["metadata"]["uid"]}
+                options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": same}
+                await self._api.call("DELETE", path, options)
+
+    async def _delete_job(self, action: DeleteJob) -> None:
+        path = JOBS.format(action.key.namespace, action.key.name)
+        seen = {"uid": action.uid, "resourceVersion": action.resource_version}
+        options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": seen}
+        with suppress(NotFoundError):
+            await self._api.call("DELETE", path, {**options, "propagationPolicy": "Background"})
+
+    async def _apply_status(self, action: ApplyStatus) -> None:
+        body = {
+            "apiVersion": names.API_VERSION,
+            "kind": "DLRMJob",
+            "metadata": {"name": action.key.name, "uid": action.uid, "resourceVersion": action.resource_version},
+            "status": action.status.model_dump(mode="json", exclude_none=True),
+        }
+        path = JOBS.format(action.key.namespace, action.key.name)
+        self._jobs.saw(await self._api.call("PATCH", f"{path}/status", body, FORCE, APPLY))
+
+    async def _emit(self, action: EmitEvent) -> None:
+        words = "" if action.reason in TOLD_ONCE else action.message
+        said = "\n".join((action.uid, str(action.attempt), action.reason, words))
+        now = timestamp(datetime.now(UTC))
+        body = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": f"{action.key.name}.{hashlib.sha256(said.encode()).hexdigest()[:16]}"},
+            "involvedObject": {
+                "apiVersion": names.API_VERSION,
+                "kind": "DLRMJob",
+                "namespace": action.key.namespace,
+                "name": action.key.name,
+                "uid": action.uid,
+            },
+            "type": action.kind,
+            "reason": action.reason,
+            "message": action.message,
+            "source": {"component": FIELD_MANAGER},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        with suppress(ClusterRefusedError):  # emitted before, or unwelcome: an Event decides nothing
+            await self._api.call("POST", f"/api/v1/namespaces/{action.key.namespace}/events", body)
+
+
+def _root(api_version: str) -> str:
+    return f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"

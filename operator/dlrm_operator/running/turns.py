@@ -1,0 +1,140 @@
+"""One turn: look, decide, act."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+from dlrm_api.status import Phase
+from dlrm_operator.beside.planning import Planner
+from dlrm_operator.beside.polling import Poller, poll_target
+from dlrm_operator.cluster_errors import ClusterRefusedError, ConflictError, NotFoundError
+from dlrm_operator.facts.actions import Action, ApplyStatus, EmitEvent, RequestPlan, WakeAt
+from dlrm_operator.facts.jobs import JobCache
+from dlrm_operator.facts.observed import JobKey, Observed
+from dlrm_operator.life.reconcile import reconcile
+from dlrm_operator.metrics import RECONCILE_SECONDS, RESTARTS
+from dlrm_operator.running.observing import Observer, needs_plan
+from dlrm_operator.running.patience import Patience
+from dlrm_operator.running.performing import Performer
+
+logger = logging.getLogger(__name__)
+
+
+class Turns:
+    """Takes turns; safe to be repeated, and to be cut off, at any point."""
+
+    def __init__(
+        self,
+        observer: Observer,
+        performer: Performer,
+        jobs: JobCache,
+        planner: Planner,
+        poller: Poller,
+        passing_s: float = 0.0,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._patience = Patience(passing_s)
+        self.forgotten: list[Callable[[JobKey], None]] = [jobs.forget, planner.forget, poller.forget]
+        self.forgotten.append(self._patience.forget)
+        """Told of each job that is gone."""
+        self._observer = observer
+        self._performer = performer
+        self._planner = planner
+        self._poller = poller
+        self._clock = clock
+
+    async def take(self, key: JobKey) -> None:
+        """Decide from the caches; where that is not enough, look at the live objects and decide again.
+
+        Raises:
+            ClusterUnavailableError: some actions may be done; wake the job again after a backoff.
+            ConflictError: the job changed meanwhile; wake it again.
+            ClusterRefusedError: a child was refused; the next turn says so in the status.
+        """
+        with RECONCILE_SECONDS.time():
+            if await self._glance(key):
+                return
+            observed = await self._observer.look(key)
+            if observed is None:
+                self._forget(key)
+                return
+            self._follow(key, observed)
+            await self._act(key, observed, self._without_passing(key, reconcile(observed, self._clock())))
+
+    async def _glance(self, key: JobKey) -> bool:
+        """Do what copies of the objects are good enough for; whether that is all."""
+        seen = self._observer.glance(key)
+        if seen is None:
+            return False
+        actions = self._without_passing(key, reconcile(seen, self._clock()))
+        if not all(_needs_no_look(action) for action in actions):
+            return False
+        self._follow(key, seen)
+        try:
+            await self._act(key, seen, actions)
+        except (ConflictError, NotFoundError):
+            return False  # the copy was an old one
+        return True
+
+    def _follow(self, key: JobKey, observed: Observed) -> None:
+        self._poller.follow(key, poll_target(observed))
+        if not needs_plan(observed.job):
+            self._planner.forget(key)
+
+    def _without_passing(self, key: JobKey, actions: tuple[Action, ...]) -> tuple[Action, ...]:
+        """The actions without a status that may still wait, and without the Events that it goes with."""
+        if not any(isinstance(action, ApplyStatus) and action.passing for action in actions):
+            self._patience.forget(key)
+            return actions
+        rest_s = self._patience.rest_s(key)
+        if rest_s <= 0:
+            self._patience.forget(key)
+            return actions
+        kept = [action for action in actions if not isinstance(action, ApplyStatus | EmitEvent)]
+        return (*kept, WakeAt(key=key, time=self._clock() + timedelta(seconds=rest_s)))
+
+    async def _act(self, key: JobKey, observed: Observed, actions: tuple[Action, ...]) -> None:
+        for action in actions:
+            try:
+                await self._performer.perform(action)
+            except ConflictError:
+                if isinstance(action, ApplyStatus):
+                    raise
+                self._refused(key, action)
+                raise
+            except ClusterRefusedError as error:
+                if not isinstance(action, ApplyStatus):
+                    self._refused(key, action, str(error))
+                raise
+            if isinstance(action, ApplyStatus):
+                _report(key, observed, action)
+        self._observer.refusals.pop(key, None)
+
+    def _refused(self, key: JobKey, action: Action, words: str = "it exists and belongs to another owner") -> None:
+        self._observer.refusals[key] = f"{type(action).__name__}: {words}"
+
+    def _forget(self, key: JobKey) -> None:
+        """Owner references remove the children; nothing of the job is kept here."""
+        self._observer.refusals.pop(key, None)
+        for told in self.forgotten:
+            told(key)
+
+
+def _needs_no_look(action: Action) -> bool:
+    """Whether an old copy can do no harm: a status that nothing rests on is guarded by its resource version."""
+    if isinstance(action, ApplyStatus):
+        return not action.decisive
+    return isinstance(action, WakeAt | RequestPlan | EmitEvent)
+
+
+def _report(key: JobKey, observed: Observed, written: ApplyStatus) -> None:
+    """One line, and the counters, for what changed."""
+    before, after = observed.job.status, written.status
+    if before is None or before.phase is not after.phase:
+        extra = {"job": f"{key.namespace}/{key.name}", "phase": after.phase.value, "attempt": after.attempt}
+        log = logger.warning if after.phase is Phase.FAILED else logger.info
+        log("job %s/%s is %s", key.namespace, key.name, after.phase.value, extra=extra)
+    for reason, count in after.restarts_by_reason.items():
+        RESTARTS.labels(reason).inc(max(count - (before.restarts_by_reason.get(reason, 0) if before else 0), 0))

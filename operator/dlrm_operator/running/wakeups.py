@@ -1,0 +1,139 @@
+"""Which jobs want a turn, and when: equal keys never run at once, different ones do."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+
+from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError, ConflictError
+from dlrm_operator.facts.observed import JobKey
+from dlrm_operator.metrics import QUEUE, RECONCILES
+
+logger = logging.getLogger(__name__)
+
+PARALLEL = 8
+COOLDOWN_S = 0.05
+"""Rest of one job between two turns, so that a burst of events makes one."""
+LONGEST_BACKOFF_S = 60.0
+LONGEST_SLEEP_S = 3_600.0
+
+
+class Wakeups:
+    """A set of keys with a time each; ten events of one job make one turn."""
+
+    def __init__(self, take_turn: Callable[[JobKey], Awaitable[None]]) -> None:
+        self._take_turn = take_turn
+        self._due: dict[JobKey, float] = {}
+        self._queue: list[tuple[float, JobKey]] = []
+        """A heap of when to look at a key; one that was looked at, or is looked at sooner, may still be in it."""
+        self._rest_until: dict[JobKey, float] = {}
+        self._failures: dict[JobKey, int] = {}
+        self._busy: dict[JobKey, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._closing = False
+
+    def add(self, key: JobKey) -> None:
+        """Wake the job now, or as soon as its running turn and its backoff end."""
+        self._add(key, time.monotonic())
+
+    def add_at(self, key: JobKey, moment: datetime) -> None:
+        """Wake the job then, unless it is woken before."""
+        self._add(key, time.monotonic() + max((moment - datetime.now(UTC)).total_seconds(), 0.0))
+
+    def forget(self, key: JobKey) -> None:
+        """The job is gone: nothing of it is kept."""
+        for kept in (self._due, self._rest_until, self._failures):
+            kept.pop(key, None)
+
+    def _add(self, key: JobKey, due: float) -> None:
+        known = self._due.get(key)
+        if known is None or due < known:
+            self._due[key] = due
+            self._enqueue(key)
+            self._changed.set()
+
+    def _enqueue(self, key: JobKey) -> None:
+        heapq.heappush(self._queue, (self._starts_at(key), key))
+
+    def _starts_at(self, key: JobKey) -> float:
+        return max(self._due[key], self._rest_until.get(key, 0.0))
+
+    async def drain(self, bound_s: float) -> None:
+        """Begin no turn any more, and let those at work end, for ``bound_s`` at most."""
+        self._closing = True
+        if self._busy:
+            await asyncio.wait(list(self._busy.values()), timeout=bound_s)
+
+    async def run(self) -> None:
+        """Give turns, for ever. Cancelled, it lets running turns be cut off: they are safe to."""
+        try:
+            while True:
+                self._changed.clear()
+                wait_s = self._start_turns()
+                QUEUE.set(len(self._due))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):  # wait_for of Python 3.11 may swallow a cancellation
+                        await self._changed.wait()
+        finally:
+            for task in self._busy.values():
+                task.cancel()
+
+    def _start_turns(self) -> float:
+        """Start every turn that may start now; the seconds until the next may."""
+        now = time.monotonic()
+        while self._queue and not self._closing and len(self._busy) < PARALLEL:
+            _, key = self._queue[0]
+            if key not in self._due or key in self._busy:  # the end of a turn puts its key into the queue again
+                heapq.heappop(self._queue)
+                continue
+            starts_at = self._starts_at(key)
+            if starts_at > now:
+                if starts_at == self._queue[0][0]:
+                    return min(starts_at - now, LONGEST_SLEEP_S)
+                heapq.heapreplace(self._queue, (starts_at, key))
+                continue
+            heapq.heappop(self._queue)
+            del self._due[key]
+            self._busy[key] = asyncio.create_task(self._turn(key))
+        return LONGEST_SLEEP_S
+
+    async def _turn(self, key: JobKey) -> None:
+        try:
+            await self._take_turn(key)
+        except ConflictError:
+            RECONCILES.labels("conflict").inc()  # the job changed while we looked: look again
+            self._put_off(key, None)
+        except ClusterUnavailableError as error:
+            RECONCILES.labels("unavailable").inc()
+            logger.warning("a turn is put off", extra={"job": key, "why": str(error)})
+            self._put_off(key, error.retry_after_s)
+        except ClusterRefusedError as error:
+            RECONCILES.labels("refused").inc()  # the next turn says so in the status
+            logger.warning("the API server refused", extra={"job": key, "why": str(error)})
+            self._put_off(key, None)
+        except Exception:  # one job's surprise must not end the others' turns
+            RECONCILES.labels("error").inc()
+            logger.exception("a turn failed", extra={"job": key})
+            self._put_off(key, None)
+        else:
+            RECONCILES.labels("done").inc()
+            self._failures.pop(key, None)
+            self._rest_until[key] = time.monotonic() + COOLDOWN_S
+        finally:
+            del self._busy[key]
+            if key in self._due:
+                self._enqueue(key)
+            self._changed.set()
+
+    def _put_off(self, key: JobKey, wish_s: float | None) -> None:
+        """Another turn after an exponential backoff with jitter, and not before the server's wish."""
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        backoff_s = min(0.25 * 2 ** min(failures, 10), LONGEST_BACKOFF_S) * random.uniform(0.5, 1.0)  # noqa: S311
+        self._rest_until[key] = time.monotonic() + max(backoff_s, wish_s or 0.0)
+        self._add(key, self._rest_until[key])
