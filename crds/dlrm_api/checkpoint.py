@@ -12,7 +12,8 @@ from dlrm_api.quantities import Bytes, Duration
 
 Bits = Literal[2, 3, 4, 8, 16, 32]
 
-
+DEFAULT_INTERVAL_S = 1_800.0
+"""``interval`` where neither it nor ``intervalSteps`` is given."""
 PLACES = ("s3://", "file:///")
 """How URIs of folders start."""
 

@@ -53,6 +53,9 @@ class Progress(ApiModel):
     phase: TrainerPhase = Field(TrainerPhase.STARTING, description="What the gang is doing.")
     world_size: int = Field(1, ge=1, description="Ranks.")
     restored_step: int | None = Field(None, ge=0, description="Step of the snapshot that this attempt started from.")
+    passed_over_snapshots: int = Field(
+        0, ge=0, description="Newer snapshots that this attempt could not use when it started."
+    )
     step: int = Field(0, ge=0, description="Steps done.")
     total_steps: int | None = Field(None, ge=0, description="Steps that the job will do.")
     epoch: int = Field(0, ge=0, description="Epoch, from 0.")

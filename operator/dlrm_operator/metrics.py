@@ -7,7 +7,6 @@ from prometheus_client import Counter, Gauge, Histogram
 RECONCILES = Counter("dlrm_operator_reconciles_total", "Turns by how they ended.", ["result"])
 RECONCILE_SECONDS = Histogram("dlrm_operator_reconcile_seconds", "Time of one turn (s).")
 API_REQUESTS = Counter("dlrm_operator_api_requests_total", "Calls to the Kubernetes API.", ["method", "code"])
-JOBS = Gauge("dlrm_operator_jobs", "Jobs by phase.", ["phase"])
 RESTARTS = Counter("dlrm_operator_restarts_total", "Gangs that were replaced, by reason.", ["reason"])
 WATCH_AGE = Gauge("dlrm_operator_watch_age_seconds", "Time since the pod watch last proved alive (s).")
 LEASE_HELD = Gauge("dlrm_operator_lease_held", "Whether this process leads.")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
 
 
 class Health(Protocol):
@@ -22,12 +24,22 @@ class Health(Protocol):
 
 
 class Server:
-    """The HTTP endpoints of one operator."""
+    """The HTTP endpoints of one operator.
 
-    def __init__(self, address: str, port: int, health: Health) -> None:
+    Args:
+        address: to listen on.
+        port: to listen on.
+        health: how the operator fares.
+        collectors: of metrics that go with this life of the operator, beside those of the process.
+    """
+
+    def __init__(self, address: str, port: int, health: Health, collectors: Iterable[Collector]) -> None:
         self._address = address
         self._port = port
         self._health = health
+        self._registry = CollectorRegistry()
+        for collector in collectors:
+            self._registry.register(collector)
         app = web.Application()
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
@@ -57,4 +69,6 @@ class Server:
 
     async def _metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002  aiohttp passes it
         self._health.measure()
-        return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(
+            body=generate_latest() + generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )

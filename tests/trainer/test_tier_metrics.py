@@ -1,15 +1,12 @@
-"""Metrics of tables and tiers for all ranks of a pod, and the page that documents every metric."""
+"""Metrics of tables and tiers for all ranks of a pod, and that every metric is announced as it is served."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gangs import small_job
-from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from stacked import Shape, stacked_plan
 
@@ -19,15 +16,13 @@ from dlrm_trainer import tier_counters, tier_metrics
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.cuts import CutControl
 from dlrm_trainer.embedding import place
-from dlrm_trainer.embedding.tiers.counts import LOOKUPS
+from dlrm_trainer.embedding.tiers.counts import ACCESSES, LOOKUPS
 from dlrm_trainer.endpoint import TrainerMetrics
 from dlrm_trainer.progress import ProgressBoard
 from dlrm_trainer.stages import Stages
 from dlrm_trainer.step_counters import WORDS, StepCounters, StepMetrics
 from dlrm_trainer.tier_counters import RankCounters, SharedCounters
 from dlrm_trainer.tier_metrics import TierMetrics
-
-PAGE = Path(__file__).parents[2] / "trainer" / "METRICS.md"
 
 
 def two_ranks(folder: Path, shape: Shape | None) -> TierMetrics:
@@ -102,25 +97,38 @@ def test_every_rank_of_a_pod_says_where_its_time_went_and_what_it_sent() -> None
     assert found["dlrm_trainer_collectives_total", "0", "all_to_all"] == 2
 
 
-def rows_of_page(families: Iterable[Metric]) -> list[str]:
-    rows = []
-    for family in families:
-        counter = family.type == "counter"
-        name = family.name + ("_total" if counter else "")
-        labels = list(dict.fromkeys(label for sample in family.samples for label in sample.labels))
-        rows.append(f"| `{name}` | {family.type} | {', '.join(labels)} | {family.documentation} |")
-    return rows
+def described(collector: Collector) -> dict[str, tuple[str, list[str]]]:
+    """Help and labels of each metric that a collector announces, by its name."""
+    return {each.name: (each.documentation, list(each._labelnames)) for each in collector.describe()}
 
 
-def test_the_page_of_metrics_says_what_the_code_says(tmp_path: Path) -> None:
-    collectives = Collectives(0, 1, lambda: "")
+def test_what_is_served_is_what_was_announced(tmp_path: Path) -> None:
     board = ProgressBoard(attempt=0, world_size=1)
-    board.update(loss=0.5, samples_per_second=1.0, last_cut_step=1)
+    board.update(loss=0.5, samples_per_second=1.0, last_cut_step=1, restored_step=1)
     board.evaluated(EvalMetrics(step=1, samples=1, log_loss=0.4, ne=0.8, auc=0.7, calibration=1.0))
-    control = CutControl(CheckpointSpec(uri="file:///nowhere"), collectives)
-    collectors = (TrainerMetrics(board, control), step_metrics(), two_ranks(tmp_path, Shape(tiers=("ddr", "block"))))
+    control = CutControl(CheckpointSpec(uri="file:///nowhere"), Collectives(0, 1, lambda: ""))
 
-    expected = rows_of_page(family for collector in collectors for family in collector.collect())
+    for collector in (
+        TrainerMetrics(board, control),
+        step_metrics(),
+        two_ranks(tmp_path, Shape(tiers=("ddr", "block"))),
+    ):
+        announced, served = described(collector), list(collector.collect())
 
-    rows = [line for line in PAGE.read_text().splitlines() if re.match(r"\| `dlrm_", line)]
-    assert rows == expected, "write these rows:\n" + "\n".join(expected)
+        assert [each.name for each in served] == list(announced)
+        for each in served:
+            words, labels = announced[each.name]
+            assert each.documentation == words
+            assert all(list(sample.labels) == labels for sample in each.samples), each.name
+
+
+def test_a_table_s_expected_hits_are_its_accesses_times_the_plan_s_hit_rate(tmp_path: Path) -> None:
+    metrics = two_ranks(tmp_path, Shape(tiers=("ddr", "scm"), expected=0.75))
+    for rank in metrics._ranks:
+        for group in rank.groups:
+            group.tables[:, ACCESSES] = 200
+
+    found = samples(metrics)
+
+    assert found["dlrm_trainer_table_expected_hits_total", "0", "users"] == 150
+    assert not any("expected" in key[0] for key in samples(two_ranks(tmp_path, Shape(tiers=("ddr", "scm")))))

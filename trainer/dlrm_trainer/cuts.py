@@ -9,14 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dlrm_api.checkpoint import CheckpointSpec
+from dlrm_api.checkpoint import DEFAULT_INTERVAL_S, CheckpointSpec
 from dlrm_checkpointer.handoff import HandOffWriter
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.embedding.collection import Changed
-
-DEFAULT_INTERVAL_S = 1_800.0
-"""``spec.checkpoint.interval`` where neither it nor intervalSteps is given."""
-
 
 EARLY_SHARE = 0.8
 """Of a rank's share of the hand-off budget: where changed rows take this much, a cut is due."""

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from dlrm_api.errors import TemporaryError
 from dlrm_api.names import TOKEN_HEADER
-from dlrm_api.progress import TrainerPhase
+from dlrm_api.progress import Progress, TrainerPhase
 from dlrm_checkpointer.serving import EndpointHandler, EndpointServer
 from dlrm_trainer.cuts import CutControl
 from dlrm_trainer.progress import ProgressBoard
@@ -96,53 +96,72 @@ class Endpoint:
         return (HTTPStatus.ACCEPTED, {"step": now.step + 1}) if step is None else (HTTPStatus.OK, {"step": step})
 
 
+Reading = Callable[[Progress, CutControl], float | None]
+COUNTERS: tuple[tuple[str, str, Reading], ...] = (
+    ("steps", "Steps done in the job's life.", lambda now, _: now.step),
+    ("samples", "Samples trained on in the job's life.", lambda now, _: now.samples),
+    ("cut_delays", "Cuts that waited for the one before.", lambda _, control: control.delays),
+    (
+        "cuts_early",
+        "Cuts that came early, because changed rows had nearly filled a rank's share of the hand-off budget.",
+        lambda _, control: control.early_cuts,
+    ),
+    (
+        "cut_wait_seconds",
+        "Time that training waited for the checkpointer to make room for cuts above the hand-off budget.",
+        lambda _, control: control.waited_s,
+    ),
+    ("cuts_abandoned", "Cuts given up because that room was not made in time.", lambda _, c: c.abandoned_cuts),
+)
+GAUGES: tuple[tuple[str, str, Reading], ...] = (
+    ("world_size_ranks", "Ranks.", lambda now, _: now.world_size),
+    ("samples_per_second", "Throughput over the last steps.", lambda now, _: now.samples_per_second),
+    ("loss_nats", "Mean log loss of the last step.", lambda now, _: now.loss),
+    ("last_step_timestamp_seconds", "When the last step ended.", lambda now, _: now.time),
+    ("last_cut_step", "Step of the newest cut that was handed over.", lambda now, _: now.last_cut_step),
+    ("restored_step", "Step of the snapshot that this attempt started from.", lambda now, _: now.restored_step),
+    (
+        "passed_over_snapshots",
+        "Newer snapshots that this attempt could not use when it started.",
+        lambda now, _: now.passed_over_snapshots,
+    ),
+    (
+        "eval_log_loss_nats",
+        "Log loss of the last evaluation.",
+        lambda now, _: now.evaluation.log_loss if now.evaluation else None,
+    ),
+    (
+        "eval_normalized_entropy_ratio",
+        "Normalized entropy of the last evaluation.",
+        lambda now, _: now.evaluation.ne if now.evaluation else None,
+    ),
+    (
+        "eval_auc_ratio",
+        "Area under the ROC curve of the last evaluation.",
+        lambda now, _: now.evaluation.auc if now.evaluation else None,
+    ),
+)
+
+
 class TrainerMetrics(Collector):
     """Prometheus metrics, read from the progress board when they are scraped."""
 
     def __init__(self, board: ProgressBoard, control: CutControl) -> None:
         self._board, self._control = board, control
 
+    @staticmethod
+    def describe() -> list[Metric]:
+        """Every metric without its value."""
+        counters = [CounterMetricFamily(f"dlrm_trainer_{name}", words) for name, words, _ in COUNTERS]
+        return [*counters, *(GaugeMetricFamily(f"dlrm_trainer_{name}", words) for name, words, _ in GAUGES)]
+
     def collect(self) -> Iterator[Metric]:
-        """Every metric once."""
-        now, quality = self._board.now, self._board.now.evaluation
-        yield CounterMetricFamily("dlrm_trainer_steps", "Steps done in the job's life.", now.step)
-        yield CounterMetricFamily("dlrm_trainer_samples", "Samples trained on in the job's life.", now.samples)
-        yield CounterMetricFamily(
-            "dlrm_trainer_cut_delays", "Cuts that waited for the one before.", self._control.delays
-        )
-        yield CounterMetricFamily(
-            "dlrm_trainer_cuts_early",
-            "Cuts that came early, because changed rows had nearly filled a rank's share of the hand-off budget.",
-            self._control.early_cuts,
-        )
-        yield CounterMetricFamily(
-            "dlrm_trainer_cut_wait_seconds",
-            "Time that training waited for the checkpointer to make room for cuts above the hand-off budget.",
-            self._control.waited_s,
-        )
-        yield CounterMetricFamily(
-            "dlrm_trainer_cuts_abandoned",
-            "Cuts given up because that room was not made in time.",
-            self._control.abandoned_cuts,
-        )
-        gauges = {
-            "world_size_ranks": ("Ranks.", now.world_size),
-            "samples_per_second": ("Throughput over the last steps.", now.samples_per_second),
-            "loss_nats": ("Mean log loss of the last step.", now.loss),
-            "last_cut_step": ("Step of the newest cut that was handed over.", now.last_cut_step),
-            "eval_log_loss_nats": ("Log loss of the last evaluation.", None if quality is None else quality.log_loss),
-            "eval_normalized_entropy_ratio": (
-                "Normalized entropy of the last evaluation.",
-                None if quality is None else quality.ne,
-            ),
-            "eval_auc_ratio": (
-                "Area under the ROC curve of the last evaluation.",
-                None if quality is None else quality.auc,
-            ),
-        }
-        for name, (words, value) in gauges.items():
-            if value is not None:
-                yield GaugeMetricFamily(f"dlrm_trainer_{name}", words, value)
+        """Every metric that has a value now."""
+        now = self._board.now
+        for family, (_, _, reading) in zip(self.describe(), (*COUNTERS, *GAUGES), strict=True):
+            if (value := reading(now, self._control)) is not None:
+                family.add_metric([], value)  # type: ignore[attr-defined]
+                yield family
 
 
 def own_stacks() -> bytes:

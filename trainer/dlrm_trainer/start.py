@@ -82,6 +82,7 @@ def restore_newest(parts: Parts) -> tuple[int, int, dict[str, Any]]:
     start = snapshots.choose_start(store, parts.gang.collectives, note, partial=checkpoint.partial_restore)
     for reason in start.reasons:
         logger.warning("snapshot passed over: %s", reason)
+    parts.board.update(passed_over_snapshots=len(start.reasons))
     snapshot = snapshots.open_start(store, start)
     if snapshot is None:
         if checkpoint.restore_from is not None:

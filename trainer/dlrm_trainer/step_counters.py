@@ -44,6 +44,11 @@ class StepMetrics(Collector):
     def __init__(self, ranks: Sequence[StepCounters]) -> None:
         self._ranks = ranks
 
+    @staticmethod
+    def describe() -> Iterator[Metric]:
+        """Every metric without its values."""
+        return StepMetrics(()).collect()
+
     def collect(self) -> Iterator[Metric]:
         """Every metric once."""
         seconds = CounterMetricFamily(

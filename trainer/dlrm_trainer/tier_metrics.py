@@ -39,6 +39,10 @@ TABLE_METRICS: tuple[tuple[str, int, str], ...] = (
     ("evicted_rows", EVICTED, "Rows that left a slot for another."),
     ("scratch_rows", SCRATCH, "Rows served from extra slots, because batches in flight filled all others."),
 )
+EXPECTED_HITS = (
+    "dlrm_trainer_table_expected_hits",
+    f"Hits that the plan expects of so many accesses; absent where it expects nothing. {_PER_TABLE}",
+)
 TIER_METRICS: tuple[tuple[str, int, str], ...] = (
     ("read_rows", READ_ROWS, "Records that came up to slots from levels below, by the tier that these lie in."),
     ("written_rows", WRITTEN_ROWS, "Records that went down to levels below the slots."),
@@ -65,18 +69,21 @@ class TierMetrics(Collector):
         self._each = sum(len(group.group.parts) for rank in self._ranks for group in rank.groups) <= MOST_TABLES
         self._planned = {each.rank: planned_bytes(optimizer, each) for each in self._ranks}
 
+    @staticmethod
+    def describe() -> list[Metric]:
+        """Every metric without its values."""
+        return [*_table_families(), _expected_family(), *_level_families(), *_rank_families()]
+
     def collect(self) -> Iterator[Metric]:
         """Every metric once."""
         if self._ranks:
             yield from self._of_tables()
+            yield self._expected()
             yield from self._of_levels()
             yield from self._of_ranks()
 
     def _of_tables(self) -> Iterable[Metric]:
-        families = [
-            CounterMetricFamily(f"dlrm_trainer_table_{name}", f"{words} {_PER_TABLE}", labels=["rank", "table"])
-            for name, _, words in TABLE_METRICS
-        ]
+        families = _table_families()
         for rank in self._ranks:
             for table, counts in self._series(rank).items():
                 for family, (_, column, _) in zip(families, TABLE_METRICS, strict=True):
@@ -92,11 +99,23 @@ class TierMetrics(Collector):
                 found[name] = found[name] + counts if name in found else counts
         return found
 
+    def _expected(self) -> Metric:
+        """Accesses times the hit rate that the plan expects of their part's slots."""
+        family = _expected_family()
+        for rank in self._ranks:
+            found: dict[str, float] = {}
+            for number, group in enumerate(rank.groups):
+                for part, counts in zip(group.group.parts, group.tables, strict=True):
+                    expected = part.share.levels[0].expected_hit_rate
+                    if expected is not None:
+                        name = self._names[part.table] if self._each else f"class:{number}"
+                        found[name] = found.get(name, 0.0) + expected * float(counts[ACCESSES])
+            for name, hits in found.items():
+                family.add_metric([str(rank.rank), name], hits)
+        return family
+
     def _of_levels(self) -> Iterable[Metric]:
-        families = [
-            CounterMetricFamily(f"dlrm_trainer_tier_{name}", words, labels=["rank", "tier"])
-            for name, _, words in TIER_METRICS
-        ]
+        families = _level_families()
         for rank in self._ranks:
             for tier, counts in _by_tier(rank).items():
                 for family, (_, column, _) in zip(families, TIER_METRICS, strict=True):
@@ -104,26 +123,7 @@ class TierMetrics(Collector):
         return families
 
     def _of_ranks(self) -> Iterator[Metric]:
-        kept = GaugeMetricFamily(
-            "dlrm_trainer_tier_kept_bytes",
-            "Bytes that tables with levels really take: slots ever filled, maps, touched memory, file blocks.",
-            labels=["rank", "tier"],
-        )
-        planned = GaugeMetricFamily(
-            "dlrm_trainer_tier_planned_bytes",
-            "Bytes that the plan's rows take in a tier when every level is full.",
-            labels=["rank", "tier"],
-        )
-        waited = CounterMetricFamily(
-            "dlrm_trainer_tier_prefetch_wait_seconds",
-            "Time for which lookups waited for rows from slower tiers.",
-            labels=["rank"],
-        )
-        missing = CounterMetricFamily(
-            "dlrm_trainer_tier_missing_lookups",
-            "Lookups whose row was in no slot when their batch began; anything but 0 is a bug.",
-            labels=["rank"],
-        )
+        kept, planned, waited, missing = _rank_families()
         for rank in self._ranks:
             for tier, size in zip(TIERS, rank.head[KEPT:].tolist(), strict=True):
                 if size or self._planned[rank.rank][tier]:
@@ -132,6 +132,50 @@ class TierMetrics(Collector):
             waited.add_metric([str(rank.rank)], int(rank.head[WAIT_NS]) / 1e9)
             missing.add_metric([str(rank.rank)], int(rank.head[MISSING]))
         yield from (kept, planned, waited, missing)
+
+
+def _table_families() -> list[CounterMetricFamily]:
+    return [
+        CounterMetricFamily(f"dlrm_trainer_table_{name}", f"{words} {_PER_TABLE}", labels=["rank", "table"])
+        for name, _, words in TABLE_METRICS
+    ]
+
+
+def _expected_family() -> CounterMetricFamily:
+    return CounterMetricFamily(*EXPECTED_HITS, labels=["rank", "table"])
+
+
+def _level_families() -> list[CounterMetricFamily]:
+    return [
+        CounterMetricFamily(f"dlrm_trainer_tier_{name}", words, labels=["rank", "tier"])
+        for name, _, words in TIER_METRICS
+    ]
+
+
+def _rank_families() -> tuple[GaugeMetricFamily, GaugeMetricFamily, CounterMetricFamily, CounterMetricFamily]:
+    """Bytes that are kept, bytes that are planned, time waited for rows, lookups whose row was missing."""
+    return (
+        GaugeMetricFamily(
+            "dlrm_trainer_tier_kept_bytes",
+            "Bytes that tables with levels really take: slots ever filled, maps, touched memory, file blocks.",
+            labels=["rank", "tier"],
+        ),
+        GaugeMetricFamily(
+            "dlrm_trainer_tier_planned_bytes",
+            "Bytes that the plan's rows take in a tier when every level is full.",
+            labels=["rank", "tier"],
+        ),
+        CounterMetricFamily(
+            "dlrm_trainer_tier_prefetch_wait_seconds",
+            "Time for which lookups waited for rows from slower tiers.",
+            labels=["rank"],
+        ),
+        CounterMetricFamily(
+            "dlrm_trainer_tier_missing_lookups",
+            "Lookups whose row was in no slot when their batch began; anything but 0 is a bug.",
+            labels=["rank"],
+        ),
+    )
 
 
 def _by_tier(rank: RankCounters) -> dict[str, list[int]]:

@@ -23,8 +23,9 @@ from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailable
 from dlrm_operator.facts.jobs import JobCache
 from dlrm_operator.facts.observed import JobKey
 from dlrm_operator.log_context import speak_of
-from dlrm_operator.metrics import JOBS, WATCH_AGE
+from dlrm_operator.metrics import WATCH_AGE
 from dlrm_operator.running.cache import PodCache
+from dlrm_operator.running.job_metrics import JobMetrics
 from dlrm_operator.running.leader import FencedApi, Leader
 from dlrm_operator.running.observing import Observer
 from dlrm_operator.running.performing import Performer
@@ -64,7 +65,8 @@ class Engine:
         performer = Performer(fenced, *asked_of, self.wakeups, self.jobs, self._pods)
         self.turns = Turns(observer, performer, self.jobs, self._planner, self._poller, settings.passing_s)
         self.turns.forgotten.extend((self._cutter.forget, self._stacks.forget, self.wakeups.forget))
-        self._server = Server(settings.address, settings.port, self)
+        seen = JobMetrics(self.jobs, self._poller.latest, lambda: self._leader.held)
+        self._server = Server(settings.address, settings.port, self, [seen])
         self._admission = _admission_server(settings, self.references)
         self._tasks: list[asyncio.Task[None]] = []
         self._undefined = False
@@ -126,8 +128,6 @@ class Engine:
     def measure(self) -> None:
         """Set the gauges that are read from state."""
         WATCH_AGE.set(self.watch_age_s())
-        for phase, count in self.jobs.phases().items():
-            JOBS.labels(phase).set(count)
 
     def watch_age_s(self) -> float:
         """Seconds since the pod watch last proved alive."""

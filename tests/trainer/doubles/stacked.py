@@ -33,6 +33,8 @@ class Shape:
     policy: str = "lru"
     ways: int = 0
     lookahead: int = 1
+    expected: float | None = None
+    """Hit rate that the plan expects of the slots."""
 
 
 def stacked_plan(job: DLRMJob, shape: Shape | None, owners: Sequence[int | None] | None = None) -> Plan:
@@ -46,6 +48,7 @@ def stacked_plan(job: DLRMJob, shape: Shape | None, owners: Sequence[int | None]
         for shard in entry["shards"]:
             if shard["kind"] == "table":
                 levels = [{"tier": tier, "rows": count} for tier, count in zip(shape.tiers, rows, strict=True)]
+                levels[0]["expectedHitRate"] = shape.expected
                 shard["tiers"] = {"levels": levels, "policy": shape.policy, "ways": shape.ways}
     return parse_plan(json.dumps(document))
 

@@ -1,0 +1,1 @@
+"""What the chart ships for monitoring, as Python: tables of metrics, and Grafana dashboards. Never installed."""

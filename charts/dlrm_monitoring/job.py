@@ -1,0 +1,357 @@
+"""The dashboard of one job: quality, speed and where it goes, tiers, snapshots. It needs its pods' metrics too."""
+
+from __future__ import annotations
+
+from dlrm_monitoring.panels import Dashboard, Panel, Query, Row, Variable
+
+JOB = 'namespace="$namespace", dlrm_job="$job"'
+RATE = "[$__rate_interval]"
+WAITING = "agreement|exchange"
+"""Stages in which a rank waits for others."""
+APART = "evaluation|cut"
+"""Stages that belong to no step."""
+
+
+def _operator(name: str) -> str:
+    return f"max(dlrm_operator_job_{name}{{{JOB}}})"
+
+
+def _trainer(name: str) -> str:
+    """A figure that all pods of a gang show alike."""
+    return f"max(dlrm_trainer_{name}{{{JOB}}})"
+
+
+def _rate(name: str, by: str, more: str = "") -> str:
+    """Per second, added up over pods and ranks, of the series that ``more`` selects."""
+    return f"sum by ({by}) (rate(dlrm_{name}{{{JOB}{more}}}{RATE}))"
+
+
+def _in_window(name: str, by: str) -> str:
+    return f"sum by ({by}) (increase(dlrm_{name}{{{JOB}}}{RATE}))"
+
+
+STEPS = f"scalar(max(rate(dlrm_trainer_steps_total{{{JOB}}}{RATE})))"
+ACCESSES = f"sum(rate(dlrm_trainer_table_accesses_total{{{JOB}}}{RATE}))"
+NOW = Row(
+    "Now",
+    (
+        Panel(
+            title="Phase",
+            description="Where the job is in its life, as its status says.",
+            unit="none",
+            kind="stat",
+            width=4,
+            height=4,
+            texts={"1": "now"},
+            queries=(Query(f"sum by (phase) (dlrm_operator_job_phase{{{JOB}}})", "{{phase}}"),),
+        ),
+        Panel(
+            title="Done",
+            description="Share of the job's steps.",
+            unit="percentunit",
+            kind="stat",
+            width=4,
+            height=4,
+            queries=(Query(f"{_operator('step')} / {_operator('planned_steps')}"),),
+        ),
+        Panel(
+            title="Samples/s",
+            description="Throughput that the trainer said last.",
+            unit="cps",
+            kind="stat",
+            width=4,
+            height=4,
+            queries=(Query(_operator("samples_per_second")),),
+        ),
+        Panel(
+            title="Restarts",
+            description="Gangs that were replaced in the job's life.",
+            unit="none",
+            kind="stat",
+            width=4,
+            height=4,
+            queries=(Query(f"max(dlrm_operator_job_restarts_total{{{JOB}}})"),),
+        ),
+        Panel(
+            title="Snapshot age",
+            description="Time since the newest committed snapshot.",
+            unit="s",
+            kind="stat",
+            width=4,
+            height=4,
+            queries=(Query(f"time() - {_operator('last_snapshot_timestamp_seconds')}"),),
+        ),
+        Panel(
+            title="Cost per hour",
+            description="Price of the nodes that its pods fill, in the currency of its HardwareProfile.",
+            unit="none",
+            kind="stat",
+            width=4,
+            height=4,
+            decimals=2,
+            queries=(Query(_operator("cost_per_hour")),),
+        ),
+    ),
+)
+QUALITY = Row(
+    "Quality",
+    (
+        Panel(
+            title="Loss",
+            description="Mean log loss of the last step, and of the last evaluation.",
+            unit="none",
+            decimals=4,
+            queries=(
+                Query(_trainer("loss_nats"), "training"),
+                Query(_trainer("eval_log_loss_nats"), "evaluation"),
+            ),
+        ),
+        Panel(
+            title="Normalized entropy",
+            description="Of the last evaluation; under 1 is better than always predicting the base rate.",
+            unit="none",
+            decimals=4,
+            queries=(Query(_trainer("eval_normalized_entropy_ratio"), "NE"),),
+        ),
+        Panel(
+            title="AUC",
+            description="Area under the ROC curve of the last evaluation.",
+            unit="none",
+            decimals=4,
+            queries=(Query(_trainer("eval_auc_ratio"), "AUC"),),
+        ),
+    ),
+)
+SPEED = Row(
+    "Speed",
+    (
+        Panel(
+            title="Throughput",
+            description="Samples/s by the steps counted, and what the plan predicted.",
+            unit="cps",
+            queries=(
+                Query(f"max(rate(dlrm_trainer_samples_total{{{JOB}}}{RATE}))", "measured"),
+                Query(_operator("predicted_samples_per_second"), "predicted"),
+            ),
+        ),
+        Panel(
+            title="Throughput that each rank alone would reach",
+            description="The job's samples/s if every rank were as fast as this one and none waited: "
+            "the lowest line is the rank that the others wait for.",
+            unit="cps",
+            queries=(
+                Query(
+                    f"scalar(max(rate(dlrm_trainer_samples_total{{{JOB}}}{RATE}))) / "
+                    + _rate("trainer_stage_seconds_total", "rank", f', stage!~"{WAITING}|{APART}"'),
+                    "rank {{rank}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Step time by stage",
+            description="Mean time of a rank's step by what it went to. exchange and agreement are waits for others.",
+            unit="s",
+            stacked=True,
+            queries=(
+                Query(
+                    f"avg by (stage) (rate(dlrm_trainer_stage_seconds_total{{{JOB}}}{RATE})) / {STEPS}",
+                    "{{stage}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Own time of a step by rank",
+            description="Time of a step that a rank spent on its own part, without its waits for others.",
+            unit="s",
+            queries=(
+                Query(
+                    _rate("trainer_stage_seconds_total", "rank", f', stage!~"{WAITING}|{APART}"') + f" / {STEPS}",
+                    "rank {{rank}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Time spent waiting for others, by rank",
+            description="Share of a rank's time. The slow rank waits least.",
+            unit="percentunit",
+            most=1,
+            queries=(Query(_rate("trainer_stage_seconds_total", "rank", f', stage=~"{WAITING}"'), "rank {{rank}}"),),
+        ),
+        Panel(
+            title="Sent to other ranks",
+            description="Bytes that all ranks send, by what travels.",
+            unit="Bps",
+            stacked=True,
+            queries=(Query(_rate("trainer_sent_bytes_total", "traffic"), "{{traffic}}"),),
+        ),
+    ),
+)
+TIERS = Row(
+    "Memory tiers",
+    (
+        Panel(
+            title="Hit rate",
+            description="Share of distinct rows of batches that were in a slot, beside what the plan expects. "
+            "Only jobs whose plan has levels.",
+            unit="percentunit",
+            most=1,
+            queries=(
+                Query(f"sum(rate(dlrm_trainer_table_hits_total{{{JOB}}}{RATE})) / {ACCESSES}", "measured"),
+                Query(
+                    f"sum(rate(dlrm_trainer_table_hits_total{{{JOB}}}{RATE})) / ({ACCESSES} - "
+                    f"sum(rate(dlrm_trainer_table_created_rows_total{{{JOB}}}{RATE})))",
+                    "without new rows",
+                ),
+                Query(f"sum(rate(dlrm_trainer_table_expected_hits_total{{{JOB}}}{RATE})) / {ACCESSES}", "plan"),
+            ),
+        ),
+        Panel(
+            title="Lowest hit rates by table",
+            description="The ten tables that find the smallest share of their rows in slots.",
+            unit="percentunit",
+            most=1,
+            queries=(
+                Query(
+                    "bottomk(10, "
+                    + _rate("trainer_table_hits_total", "table")
+                    + " / "
+                    + _rate("trainer_table_accesses_total", "table")
+                    + ")",
+                    "{{table}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Rows served by tier",
+            description="Share of accesses whose row had to come up from a slower tier.",
+            unit="percentunit",
+            stacked=True,
+            queries=(Query(_rate("trainer_tier_read_rows_total", "tier") + f" / scalar({ACCESSES})", "{{tier}}"),),
+        ),
+        Panel(
+            title="Read from tiers",
+            description="Bandwidth of rows that come up; on block storage of what the device was asked for.",
+            unit="Bps",
+            stacked=True,
+            queries=(Query(_rate("trainer_tier_read_bytes_total", "tier"), "{{tier}}"),),
+        ),
+        Panel(
+            title="Written to tiers",
+            description="Bandwidth of rows that go down; on block storage of what the device was given.",
+            unit="Bps",
+            stacked=True,
+            queries=(Query(_rate("trainer_tier_written_bytes_total", "tier"), "{{tier}}"),),
+        ),
+        Panel(
+            title="Wait for rows",
+            description="Share of a rank's time in which a batch waited for rows from slower tiers.",
+            unit="percentunit",
+            queries=(Query(_rate("trainer_tier_prefetch_wait_seconds_total", "rank"), "rank {{rank}}"),),
+        ),
+        Panel(
+            title="Bytes in tiers",
+            description="What tables with levels take, and what the plan's rows take when every level is full.",
+            unit="bytes",
+            queries=(
+                Query(f"sum by (tier) (dlrm_trainer_tier_kept_bytes{{{JOB}}})", "{{tier}} kept"),
+                Query(f"sum by (tier) (dlrm_trainer_tier_planned_bytes{{{JOB}}})", "{{tier}} planned"),
+            ),
+        ),
+    ),
+)
+SNAPSHOTS = Row(
+    "Snapshots",
+    (
+        Panel(
+            title="Bytes of the newest snapshot",
+            description="Of its own objects, over all pods; increments are smaller than bases.",
+            unit="bytes",
+            queries=(Query(f"max(dlrm_checkpointer_snapshot_bytes{{{JOB}}})", "snapshot"),),
+        ),
+        Panel(
+            title="Upload",
+            description="Bandwidth to the store, over all pods, and of what trainers hand over.",
+            unit="Bps",
+            queries=(
+                Query(f"sum(rate(dlrm_checkpointer_uploaded_bytes_total{{{JOB}}}{RATE}))", "uploaded"),
+                Query(f"sum(rate(dlrm_checkpointer_handed_over_bytes_total{{{JOB}}}{RATE}))", "handed over"),
+            ),
+        ),
+        Panel(
+            title="Stall",
+            description="Share of time that snapshots take from training: cuts, and waits for room in the hand-off.",
+            unit="percentunit",
+            queries=(
+                Query(f'avg(rate(dlrm_trainer_stage_seconds_total{{{JOB}, stage="cut"}}{RATE}))', "cuts"),
+                Query(f"max(rate(dlrm_trainer_cut_wait_seconds_total{{{JOB}}}{RATE}))", "wait for room"),
+            ),
+        ),
+        Panel(
+            title="Hand-over to commit",
+            description="How long a cut takes until it is a snapshot.",
+            unit="s",
+            queries=tuple(
+                Query(
+                    f"histogram_quantile({q}, sum by (le) "
+                    f"(rate(dlrm_checkpointer_commit_seconds_bucket{{{JOB}}}{RATE})))",
+                    f"p{q * 100:g}",
+                )
+                for q in (0.5, 0.99)
+            ),
+        ),
+        Panel(
+            title="Bits",
+            description="Bits of an element of the newest snapshot's rows.",
+            unit="none",
+            queries=(Query(f"max(dlrm_checkpointer_bits{{{JOB}}})", "bits"),),
+        ),
+        Panel(
+            title="Chain",
+            description="Snapshots that the newest one goes over; 0 is a base. A restore reads all of them.",
+            unit="none",
+            queries=(Query(f"max(dlrm_checkpointer_chain_length{{{JOB}}})", "length"),),
+        ),
+        Panel(
+            title="Steps since the newest snapshot",
+            description="What a failure now would have to train again.",
+            unit="none",
+            queries=(Query(f"{_trainer('steps_total')} - max(dlrm_checkpointer_committed_step{{{JOB}}})", "steps"),),
+        ),
+        Panel(
+            title="Commits and removals",
+            description="Snapshots committed, by kind, and removed by retention.",
+            unit="none",
+            queries=(
+                Query(_in_window("checkpointer_commits_total", "kind"), "{{kind}}"),
+                Query(f"sum(increase(dlrm_checkpointer_retired_snapshots_total{{{JOB}}}{RATE}))", "removed"),
+            ),
+        ),
+        Panel(
+            title="Store errors",
+            description="Rounds of store calls that failed, and calls made again by their reason.",
+            unit="none",
+            queries=(
+                Query(f"sum(increase(dlrm_checkpointer_store_errors_total{{{JOB}}}{RATE}))", "failed rounds"),
+                Query(_in_window("checkpointer_store_repeats_total", "reason"), "{{reason}} again"),
+            ),
+        ),
+    ),
+)
+JOB_DASHBOARD = Dashboard(
+    uid="dlrm-job",
+    title="DLRM / Job",
+    description="One DLRMJob: quality, throughput, stages, memory tiers and snapshots.",
+    variables=(
+        Variable(
+            name="namespace",
+            label="Namespace",
+            query="label_values(dlrm_operator_job_phase, namespace)",
+        ),
+        Variable(
+            name="job",
+            label="Job",
+            query='label_values(dlrm_operator_job_phase{namespace="$namespace"}, dlrm_job)',
+        ),
+    ),
+    rows=(NOW, QUALITY, SPEED, TIERS, SNAPSHOTS),
+)
