@@ -25,10 +25,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 quickstart: $(INSTALLED) ## train the synthetic job on this machine with two ranks, snapshots and evaluation
 	$(BIN)/dlrmctl run examples/quickstart.yaml --workdir $(WORKDIR)
 
-test: $(INSTALLED) ## every test: quick ones and those that wait for servers two at a time, then those that fill the machine
+test: $(INSTALLED) ## every test but those on real pods: quick ones first, then those that start servers and jobs
 	$(PYTEST) -m "not slow and not cluster and not e2e" -n 2
-	$(PYTEST) -m "cluster and not e2e" -n 2 --dist loadfile
-	$(PYTEST) -m "slow and not cluster and not e2e"
+	$(PYTEST) -m "(slow or cluster) and not e2e" -n 2 --dist loadfile
 
 test-fast: $(INSTALLED) ## the quick tests alone
 	$(PYTEST) -m "not slow and not e2e" -n 2
