@@ -121,6 +121,8 @@ class LocalRun:
         try:
             self.workdir.write(self.workdir.job, self.job.model_dump_json(indent=1, exclude_none=True))
             self.workdir.write(self.workdir.plan, self.plan.model_dump_json(indent=1))
+            if not committed(self.store):  # the job starts from nothing, and so does its history
+                self.workdir.history.unlink(missing_ok=True)
             outcome = supervisor.run()
             if outcome is Outcome.STOPPED:
                 self.display.say(_how_to_resume(supervisor.committed_step))

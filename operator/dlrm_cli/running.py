@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pydantic import ValidationError
 
 from dlrm_api.names import USER_MUST_MEND, Container, ExitCode
-from dlrm_api.progress import CheckpointerProgress, TerminationMessage
+from dlrm_api.progress import CheckpointerProgress, SnapshotInfo, TerminationMessage
 from dlrm_cli.gang import Gang, ports_text
 from dlrm_cli.processes import LocalScheduler, Process
 from dlrm_cli.verdict import Ending
@@ -64,14 +64,14 @@ class Running:
         for process in self._processes.values():
             process.kill()
 
-    def revive_sidecars(self, say: Callable[[str], None]) -> Ending | None:
+    def revive_sidecars(self, tell: Callable[[Ending], None]) -> Ending | None:
         """Start sidecars that died again, on the same hand-off folder; the ending of one that would only die again."""
         for ending in self.failed(Container.CHECKPOINTER):
             hopeless = ending.code in USER_MUST_MEND or ending.code == ExitCode.DEVICE
             if hopeless or self._starts[ending.name] == SIDECAR_STARTS:
                 return ending
             self._starts[ending.name] += 1
-            say(f"{ending.sentence}; starting it again, the trainer goes on")
+            tell(ending)
             file = self._gang.workdir.child(ending.name)
             for process in self._scheduler.start(self._gang.job.metadata.name, {Container.CHECKPOINTER: [file]}):
                 self._processes[process.name] = process
@@ -82,6 +82,11 @@ class Running:
         """What the sidecars that ended said was committed."""
         words = [self._last_words(process.name) for process in self._of(Container.CHECKPOINTER)]
         return [word.committed_step for word in words if word is not None and word.committed_step is not None]
+
+    def last_snapshots(self) -> list[SnapshotInfo]:
+        """The newest snapshot of each sidecar that ended, by what it left."""
+        words = [self._last_words(process.name) for process in self._of(Container.CHECKPOINTER)]
+        return [word.last_snapshot for word in words if word is not None and word.last_snapshot is not None]
 
     def uncommitted(self) -> Ending | None:
         """After trainers that did well: the sidecar that did not commit everything; None where all did."""

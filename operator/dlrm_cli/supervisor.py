@@ -15,12 +15,15 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Literal, Protocol
 
+from dlrm_api.errors import DLRMError
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import Container, ExitCode
 from dlrm_cli.gang import PROGRAMS, Gang, free_ports
+from dlrm_cli.history import MOST_WORDS, Ended, Failure, History, Started, Then
 from dlrm_cli.processes import LocalScheduler
+from dlrm_cli.recorder import Recorder
 from dlrm_cli.running import Running
 from dlrm_cli.verdict import Budget, Ending, action_after, error_of, to_blame
 from dlrm_cli.watch import Seen, Watch
@@ -105,13 +108,31 @@ class Supervisor:
     """Times that the gang was started again."""
     committed_step: int | None = None
     """Newest step that a sidecar reported as committed."""
+    _history: History = field(init=False, repr=False)
 
     def run(self) -> Outcome:
-        """Run the job.
+        """Run the job, and keep its history.
 
         Raises:
             DLRMError: it failed; the exit code and the words are those of the process that failed.
         """
+        self._history = History(self.workdir.history)
+        try:
+            outcome = self._attempts()
+        except DLRMError as error:
+            self._end("failed", str(error))
+            raise
+        self._end("done" if outcome is Outcome.DONE else "stopped")
+        return outcome
+
+    def _end(self, outcome: Literal["done", "stopped", "failed"], words: str = "") -> None:
+        self._history.note(Ended(time=time.time(), outcome=outcome, words=words[:MOST_WORDS]))
+        if self._history.problem is not None:
+            self.display.say(
+                f"{self.workdir.history}: {self._history.problem.strerror}: dlrmctl report will lack parts"
+            )
+
+    def _attempts(self) -> Outcome:
         budget = Budget(spec=self.job.spec.lifecycle.restart)
         with closing(LocalScheduler(self.workdir.root / "children" / "torchx")) as scheduler:
             while not self.stop.count:
@@ -126,6 +147,7 @@ class Supervisor:
                     return Outcome.STOPPED
                 budget, wait_s = self._wait_after(ending, budget)
                 self.restarts += 1
+                self._note_failure(ending, "gang restarted")
                 self.display.say(f"{ending.sentence}; starting again in {wait_s:.0f} s (its log: {ending.log})")
                 self._sleep(wait_s)
         return Outcome.STOPPED
@@ -138,11 +160,13 @@ class Supervisor:
         """
         action = action_after(ending.code, budget.spec)
         if action == "fail":
+            self._note_failure(ending, "job failed")
             raise error_of(ending)
         if action == "restart-free":
             return budget, 0.0
         charged, wait_s = budget.charge(self.committed_step)
         if wait_s is None:
+            self._note_failure(ending, "no restart left")
             if self.restarts:
                 self.display.say(
                     f"no restart is left: {self.restarts} were made, spec.lifecycle.restart allows no more"
@@ -166,9 +190,13 @@ class Supervisor:
             profile=self.profile,
             programs=self.programs,
         )
+        self._history.note(Started(time=time.time(), attempt=attempt))
         running = Running(gang, scheduler)
         try:
-            with closing(Watch(gang.ports.trainers[0], gang.ports.checkpointers[0])) as watch:
+            with (
+                closing(Watch(gang.ports.trainers[0], gang.ports.checkpointers[0])) as watch,
+                closing(Recorder(self._history, attempt, gang.ports, running.last_snapshots)),
+            ):
                 blamed = self._watch_trainers(running, watch)
                 gang_failed = blamed is not None and not self.stop.count
                 self._watch_sidecars(running, watch, gang_failed=gang_failed)
@@ -192,7 +220,7 @@ class Supervisor:
                 if to_blame(failed).code == ExitCode.TEMPORARY:
                     running.wait(Container.TRAINER, CAUSE_GRACE_S, self._impatient)
                 running.end(Container.TRAINER, PEERS_GRACE_S, self._impatient)
-            broken = running.revive_sidecars(self.display.say)
+            broken = running.revive_sidecars(self._note_sidecar)
             if broken is not None:
                 running.end(Container.TRAINER, PEERS_GRACE_S, self._impatient)
                 return broken
@@ -221,6 +249,23 @@ class Supervisor:
     def _note_committed(self, steps: Iterable[int]) -> None:
         known = [] if self.committed_step is None else [self.committed_step]
         self.committed_step = max([*steps, *known], default=None)
+
+    def _note_sidecar(self, ending: Ending) -> None:
+        self._note_failure(ending, "sidecar restarted")
+        self.display.say(f"{ending.sentence}; starting it again, the trainer goes on")
+
+    def _note_failure(self, ending: Ending, then: Then) -> None:
+        self._history.note(
+            Failure(
+                time=time.time(),
+                attempt=self.workdir.last_attempt(),
+                process=ending.name,
+                code=ending.code,
+                words=ending.sentence[:MOST_WORDS],
+                then=then,
+                log=str(ending.log),
+            )
+        )
 
     def _impatient(self) -> bool:
         return self.stop.count > 1

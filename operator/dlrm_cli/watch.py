@@ -50,16 +50,27 @@ class Watch:
     def _ask(self) -> None:
         while not self._closed.wait(EVERY_S):
             self._seen = Seen(
-                _progress(Progress, self._trainer_port) or self._seen.trainer,
-                _progress(CheckpointerProgress, self._checkpointer_port) or self._seen.checkpointer,
+                progress_of(Progress, self._trainer_port) or self._seen.trainer,
+                progress_of(CheckpointerProgress, self._checkpointer_port) or self._seen.checkpointer,
             )
 
 
-def _progress(kind: type[Answer], port: int) -> Answer | None:
-    """``GET /progress``; None where nobody answers, which at start and end is as it should be."""
+def progress_of(kind: type[Answer], port: int) -> Answer | None:
+    """``GET /progress`` of a process on this machine; None where nobody answers."""
+    text = answer_of(port, "/progress")
+    try:
+        return None if text is None else kind.model_validate_json(text)
+    except ValidationError:
+        return None
+
+
+def answer_of(port: int, path: str) -> str | None:
+    """What a process on this machine answers; None where nobody does, which at start and end is as it should be."""
     try:
         with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)) as connection:
-            connection.request("GET", "/progress")
-            return kind.model_validate_json(connection.getresponse().read())
-    except (OSError, http.client.HTTPException, ValidationError):
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            text = answer.read().decode(errors="replace")
+            return text if answer.status == http.client.OK else None
+    except (OSError, http.client.HTTPException):
         return None

@@ -39,6 +39,11 @@ class WorkDir:
         return self.root / "progress.jsonl"
 
     @property
+    def history(self) -> Path:
+        """Attempts, failures, snapshots and counters, for ``dlrmctl report``."""
+        return self.root / "history.jsonl"
+
+    @property
     def ports(self) -> Path:
         """Ports and pids of the processes that run now."""
         return self.root / "ports.json"

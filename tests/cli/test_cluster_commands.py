@@ -144,7 +144,8 @@ def test_figures_are_summed_over_a_pods_ranks() -> None:
     found = pod_figures(metrics(step=7, hits=90, accesses=100))
 
     assert (found.step, found.samples_per_second, found.loss, found.ne) == (7, 2_000, 0.5, None)
-    assert (found.hits, found.accesses, found.tier_rows) == (90, 100, {"scm": 10})
+    assert (found.hits, found.accesses) == (90, 100)
+    assert {tier: counts.read_rows for tier, counts in found.tiers.items()} == {"scm": 10}
 
 
 def test_rates_are_those_between_two_looks() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dlrm_api.measured import Profile, TierReport
+from dlrm_cli.report.work_folder import read_work_folder
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +28,13 @@ def test_a_run_over_tiers_gives_its_counts_and_a_profile_of_every_rank(local: An
     profile = Profile.model_validate_json((local.workdir / "profile.json").read_text())
     steps = {each.rank: each.steps for each in profile.stages if each.stage == "step"}
     assert steps == {0: result["step"], 1: result["step"]}
+    report = read_work_folder(local.workdir)
+    assert report.state == "done"
+    assert report.step == result["step"]
+    assert len(report.looks) > 1
+    assert report.looks[-1].accesses > 0
+    assert {each.step for each in report.snapshots} >= {each["step"] for each in result["snapshots"]}
+    assert not report.notes
 
 
 def test_a_run_without_levels_or_profile_leaves_neither(local: Any) -> None:

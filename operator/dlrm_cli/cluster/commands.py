@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -157,6 +158,22 @@ def top(
     _check_everywhere(everywhere, job, namespace)
     with _endless():
         show_top(_connection(namespace, context, kubeconfig), job, everywhere=everywhere, once=once)
+
+
+@cluster.command()
+def report(
+    what: Annotated[
+        str, typer.Argument(metavar="JOB_OR_WORKDIR", help="Work directory of dlrmctl run, or the name of a job.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The page.")] = Path("report.html"),
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Write one HTML page about a run: loss, speed, memory tiers, snapshots, restarts, plan against measured."""
+    from dlrm_cli.report.command import write_report
+
+    print(write_report(what, output, lambda: _connection(namespace, context, kubeconfig)))
 
 
 @contextmanager

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from dlrm_cli.history import Counts, TierCounts
 
 PREFIX = "dlrm_trainer_"
 
@@ -21,8 +23,12 @@ class PodFigures:
     """Distinct rows asked of tables with levels."""
     hits: float = 0.0
     """Those found in a slot."""
-    tier_rows: Mapping[str, float] = field(default_factory=dict)
-    """Rows that came up from each slower tier."""
+    created_rows: float = 0.0
+    evicted_rows: float = 0.0
+    prefetch_wait_s: float = 0.0
+    tiers: Mapping[str, TierCounts] = field(default_factory=dict)
+    """What went through each tier with levels, and lies in it."""
+    ranks: int = 0
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     """Time of the training threads by stage."""
 
@@ -44,15 +50,18 @@ def pod_figures(text: str) -> PodFigures:
     from prometheus_client.parser import text_string_to_metric_families
 
     sums: dict[str, float] = defaultdict(float)
-    tiers: dict[str, float] = defaultdict(float)
+    tiers: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     stages: dict[str, float] = defaultdict(float)
+    ranks = set()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             name = sample.name.removeprefix(PREFIX)
-            if name == "tier_read_rows_total":
-                tiers[sample.labels.get("tier", "")] += sample.value
+            part = name.removeprefix("tier_").removesuffix("_total")
+            if part in TierCounts.model_fields and "tier" in sample.labels:
+                tiers[sample.labels["tier"]][part] += sample.value
             elif name == "stage_seconds_total":
                 stages[sample.labels.get("stage", "")] += sample.value
+                ranks.add(sample.labels.get("rank"))
             else:
                 sums[name] += sample.value
     return PodFigures(
@@ -62,8 +71,35 @@ def pod_figures(text: str) -> PodFigures:
         ne=sums.get("eval_normalized_entropy_ratio"),
         accesses=sums["table_accesses_total"],
         hits=sums["table_hits_total"],
-        tier_rows=dict(tiers),
+        created_rows=sums["table_created_rows_total"],
+        evicted_rows=sums["table_evicted_rows_total"],
+        prefetch_wait_s=sums["tier_prefetch_wait_seconds_total"],
+        tiers={tier: TierCounts.model_validate(counts) for tier, counts in tiers.items()},
+        ranks=len(ranks),
         stage_seconds=dict(stages),
+    )
+
+
+def counts_of(pods: Sequence[PodFigures]) -> Counts:
+    """The counters of all pods together."""
+    stages: dict[str, float] = defaultdict(float)
+    tiers: dict[str, TierCounts] = {}
+    for pod in pods:
+        for stage, seconds in pod.stage_seconds.items():
+            stages[stage] += seconds
+        for tier, counts in pod.tiers.items():
+            before = tiers.get(tier, TierCounts())
+            sums = {name: getattr(before, name) + getattr(counts, name) for name in TierCounts.model_fields}
+            tiers[tier] = TierCounts.model_validate(sums)
+    return Counts(
+        ranks=sum(pod.ranks for pod in pods),
+        stages={stage: round(seconds, 6) for stage, seconds in stages.items()},
+        accesses=sum(pod.accesses for pod in pods),
+        hits=sum(pod.hits for pod in pods),
+        created_rows=sum(pod.created_rows for pod in pods),
+        evicted_rows=sum(pod.evicted_rows for pod in pods),
+        prefetch_wait_s=sum(pod.prefetch_wait_s for pod in pods),
+        tiers=tiers,
     )
 
 
@@ -77,7 +113,11 @@ def rates(now: PodFigures, before: PodFigures | None) -> Rates:
     found = Rates(stage=stage if total > 0 else "", stage_share=stages[stage] / total if total > 0 else None)
     if accesses <= 0:
         return found
-    shares = {tier: (rows - before.tier_rows.get(tier, 0.0)) / accesses for tier, rows in sorted(now.tier_rows.items())}
+    shares = {
+        tier: (counts.read_rows - before.tiers.get(tier, TierCounts()).read_rows) / accesses
+        for tier, counts in sorted(now.tiers.items())
+        if counts.read_rows
+    }
     return Rates(
         hit_rate=(now.hits - before.hits) / accesses,
         tier_shares=shares,

@@ -1,0 +1,1 @@
+"""``dlrmctl report``: one page about one run."""

@@ -1,0 +1,340 @@
+"""``dlrmctl report``: what is read, and what the page says of it."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import re
+from collections.abc import Callable, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from dlrm_api.errors import BadDataError, NoInputError
+from dlrm_api.names import ExitCode
+from dlrm_api.progress import EvalMetrics, Progress
+from dlrm_cli import app
+from dlrm_cli.history import Ended, Look
+from dlrm_cli.report.cluster_job import cluster_record
+from dlrm_cli.report.composing import page
+from dlrm_cli.report.html import html
+from dlrm_cli.report.page import Plot, Series, Table, Unit
+from dlrm_cli.report.plotting import svg
+from dlrm_cli.report.quantities import tick_labels, ticks
+from dlrm_cli.report.rates import stall_s, throughput
+from dlrm_cli.report.record import Record, Steps, summed_up
+from dlrm_cli.report.work_folder import read_work_folder
+
+Kept = Callable[..., Path]
+
+
+def text_of(record: Record) -> str:
+    return html(page(record), "made now")
+
+
+def cells(record: Record, section: str, title: str) -> list[Sequence[str]]:
+    parts = next(each for each in page(record).sections if each.title == section).parts
+    return [
+        list(row) for part in parts if isinstance(part, Table) and part.title.startswith(title) for row in part.rows
+    ]
+
+
+def step(number: int, time: float, loss: float = 0.5) -> Steps:
+    return Steps(
+        first=number, last=number, time=time, count=1, loss_sum=loss, lowest=loss, highest=loss, samples=100 * number
+    )
+
+
+# what is read
+
+
+def test_a_finished_run_is_summed_up_from_what_it_kept(kept_run: Kept) -> None:
+    record = read_work_folder(kept_run())
+
+    assert (record.name, record.state, record.step, record.restarts) == ("kept", "done", 400, 1)
+    assert record.ne == 0.86
+    assert [each.step for each in record.snapshots] == [120, 240, 400]
+    assert not record.notes
+
+
+@pytest.mark.parametrize(
+    ("ending", "state"),
+    [
+        (None, "interrupted"),
+        (Ended(time=1, outcome="stopped"), "stopped"),
+        (Ended(time=1, outcome="failed", words="row 7 has 3 fields"), "failed"),
+    ],
+)
+def test_how_a_run_ended_is_said(kept_run: Kept, ending: Ended | None, state: str) -> None:
+    record = read_work_folder(kept_run(ending=ending))
+
+    assert record.state == state
+    assert (ending.words if ending else "resumes it") in page(record).place
+
+
+def test_a_run_that_goes_on_is_said_to(kept_run: Kept) -> None:
+    folder = kept_run(ending=None)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        record = read_work_folder(folder)
+
+    assert record.state == "running"
+
+
+def test_damaged_lines_are_named_and_skipped(kept_run: Kept) -> None:
+    folder = kept_run()
+    with (folder / "progress.jsonl").open("a") as progress, (folder / "history.jsonl").open("a") as history:
+        progress.write("[1, 2]\n")
+        history.write("\x00garbage\n")
+
+    record = read_work_folder(folder)
+
+    assert any(note.startswith("progress.jsonl, line 405: ") for note in record.notes)
+    assert any(re.match(r"history.jsonl, line \d+: .*left out", note) for note in record.notes)
+    assert record.step == 400
+
+
+def test_a_half_written_last_line_is_no_damage(kept_run: Kept) -> None:
+    folder = kept_run()
+    with (folder / "progress.jsonl").open("a") as progress:
+        progress.write('{"step": 401, "lo')
+
+    assert not read_work_folder(folder).notes
+
+
+def test_a_run_without_history_says_what_lacks(kept_run: Kept) -> None:
+    folder = kept_run()
+    (folder / "history.jsonl").unlink()
+
+    record = read_work_folder(folder)
+
+    assert record.notes == ["history.jsonl is not there: times of stages, tiers, attempts and failures were not kept."]
+    assert "Times of stages were not kept" in text_of(record)
+
+
+def test_a_folder_that_is_none_or_no_work_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NoInputError, match="no such folder"):
+        read_work_folder(tmp_path / "gone")
+    with pytest.raises(NoInputError, match=r"there is no job\.json"):
+        read_work_folder(tmp_path)
+
+
+def test_a_job_that_cannot_be_read_is_refused_by_name(kept_run: Kept) -> None:
+    folder = kept_run()
+    (folder / "job.json").write_text("{")
+
+    with pytest.raises(BadDataError, match=r"job\.json"):
+        read_work_folder(folder)
+
+
+# what is made of it
+
+
+def test_steps_of_any_number_are_summed_up_without_losing_one() -> None:
+    spans = summed_up((step(number, float(number), loss=float(number)) for number in range(1, 10_001)), most=50)
+
+    assert len(spans) <= 50
+    assert sum(span.count for span in spans) == 10_000
+    assert math.isclose(sum(span.loss_sum for span in spans), 10_000 * 10_001 / 2)
+    assert spans[-1].last == 10_000
+    assert all(span.lowest <= span.loss <= span.highest for span in spans)
+
+
+def test_throughput_is_that_of_time_pauses_included() -> None:
+    steps = [step(number, time) for number, time in ((1, 0.0), (2, 1.0), (3, 5.0), (4, 6.0))]
+
+    (run,) = throughput(steps, [], most=100)
+
+    assert run == [(1.0, 100.0), (5.0, 25.0), (6.0, 100.0)]
+
+
+def test_the_stall_of_a_snapshot_is_the_time_of_cuts_around_its_step(kept_run: Kept) -> None:
+    record = read_work_folder(kept_run())
+
+    stall = stall_s(record.snapshots[1], record.looks)
+
+    assert stall == pytest.approx(40 * 0.001)  # looks are 20 steps apart, and its step is that of one
+
+
+def test_steps_made_again_after_a_restart_are_counted_in_the_time_of_a_step(kept_run: Kept) -> None:
+    record = read_work_folder(kept_run())
+
+    rows = {row[0]: row for row in cells(record, "Time of a step", "Mean over all ranks")}
+
+    assert rows["forward"][1] == "15.000"
+    assert "460 steps" in text_of(record)
+
+
+def test_the_plan_stands_beside_what_was_measured(kept_run: Kept) -> None:
+    rows = {row[0]: row for row in cells(read_work_folder(kept_run()), "Plan against measured", "")}
+
+    assert rows["samples/s"][1] == "18,000"
+    assert rows["hit rate of C1"][1:] == ["95.0%", "92.5%", "97.4%"]
+    assert rows["bytes of tables with levels in block"][3] == "83.3%"
+
+
+def test_failures_show_their_evidence(kept_run: Kept) -> None:
+    (row,) = cells(read_work_folder(kept_run()), "Restarts", "Failures")
+
+    assert row[2:] == [
+        "trainer-0",
+        "137",
+        "trainer-0 ended with signal 9 (killed, perhaps for memory)",
+        "gang restarted",
+    ]
+
+
+def test_a_cluster_job_shows_its_status_and_says_what_lacks() -> None:
+    failure = {"attempt": 1, "pod": "ads-trainer-1-0", "node": "n1", "exitCode": 137, "reason": "OOMKilled"}
+    job = {
+        "metadata": {"name": "ads", "namespace": "ml"},
+        "status": {
+            "phase": "Running",
+            "attempt": 2,
+            "restarts": 1,
+            "restartsByReason": {"OOMKilled": 1},
+            "startTime": "2026-11-22T08:00:00Z",
+            "plan": {
+                "worldSize": 4,
+                "nodes": 2,
+                "bytesPerTier": {"ddr": 2_000_000},
+                "predictedSamplesPerSecond": 40_000,
+            },
+            "progress": {"step": 900, "samplesPerSecond": 35_000.0, "ne": 0.81},
+            "lastFailure": failure,
+            "lastSnapshot": {"step": 800, "time": "2026-11-22T09:00:00Z", "kind": "full", "bits": 8, "bytes": 5_000},
+        },
+    }
+    events = [{"reason": "AttemptFailed", "message": "attempt 1", "lastTimestamp": "2026-11-22T08:30:00Z", "count": 2}]
+    quality = EvalMetrics(log_loss=0.47, ne=0.8, auc=0.76)
+    progress = Progress(step=1_000, samples=4_000, loss=0.5, samples_per_second=36_000, evaluation=quality)
+    looks = [Look(time=9, attempt=2, step=at, ranks=4, stages={"forward": at * 0.04}) for at in (0, 1_000)]
+
+    live = cluster_record(job, events, progress, looks, ["no history"])
+    told = cluster_record(job, events, None, [], ["the pods could not be asked"])
+
+    assert (live.step, live.ne, told.step, told.ne) == (1_000, 0.8, 900, 0.81)
+    assert cells(live, "Restarts", "Failures")[0][2:5] == ["ads-trainer-1-0 on n1", "137", "OOMKilled"]
+    assert cells(live, "Restarts", "Events")[0] == ["2026-11-22 08:30:00 UTC", "AttemptFailed", "attempt 1 (2 times)"]
+    assert cells(live, "Time of a step", "Mean")[0] == ["forward", "10.000", "100.0%"]
+    assert cells(live, "Plan against measured", "")[0] == ["samples/s", "40,000", "36,000", "90.0%"]
+    assert "the pods could not be asked" in text_of(told)
+
+
+# its form
+
+
+class Tags(HTMLParser):
+    """Every tag's attributes; fails on a tag that is closed and not open."""
+
+    VOID = frozenset({"meta", "link"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value) for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_asks_for_nothing_outside_of_it(kept_run: Kept) -> None:
+    text = text_of(read_work_folder(kept_run()))
+    tags = Tags()
+
+    tags.feed(text)
+
+    assert tags.open == []
+    assert not [each for each in tags.attributes if each[1] in ("src", "href", "srcset") and each[2] != "data:,"]
+    assert not re.search(r"url\(|@import|<script", text)
+
+
+def test_words_of_others_are_shown_and_never_read_as_markup(kept_run: Kept) -> None:
+    words = '<script>alert("x")</script>'
+
+    text = text_of(read_work_folder(kept_run(ending=Ended(time=1, outcome="failed", words=words))))
+
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "unit", "labels"),
+    [
+        (0, 293, "count", ["0", "50", "100", "150", "200", "250", "300"]),
+        (0, 2_400_000, "count", ["0", "0.5M", "1.0M", "1.5M", "2.0M", "2.5M"]),
+        (0.43, 0.91, "number", ["0.4", "0.5", "0.6", "0.7", "0.8", "0.9", "1.0"]),
+        (0, 110, "seconds", ["0 s", "30 s", "60 s", "90 s", "120 s"]),
+        (0, 400, "seconds", ["0 min", "2 min", "4 min", "6 min", "8 min"]),
+        (0, 40_000, "seconds", ["0 h", "2 h", "4 h", "6 h", "8 h", "10 h", "12 h"]),
+        (0, 0.031, "share", ["0%", "1%", "2%", "3%", "4%"]),
+        (0, 3.3e6, "bytes", ["0 MB", "1 MB", "2 MB", "3 MB", "4 MB"]),
+    ],
+)
+def test_ticks_are_round_and_in_one_unit(low: float, high: float, unit: Unit, labels: list[str]) -> None:
+    assert tick_labels(ticks(low, high, unit), unit) == labels
+
+
+@pytest.mark.parametrize("values", [[5.0], [0.0], [-1.0, -1.0], [1e-12, 2e-12], [1e17, 1e17 + 64]])
+def test_any_values_can_be_drawn(values: list[float]) -> None:
+    points = [(float(x), y) for x, y in enumerate(values)]
+    plot = Plot(
+        title="t",
+        words="w",
+        x_name="x",
+        x_unit="count",
+        y_name="y",
+        y_unit="number",
+        series=[Series(name="s", runs=[points])],
+    )
+
+    text = svg(plot, "p")
+
+    assert "nan" not in text
+    assert "circle" in text
+
+
+# the command
+
+
+def test_the_command_writes_the_file_and_says_which(
+    kept_run: Kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "page.html"
+
+    first = app.main(["report", str(kept_run()), "--output", str(output)])
+    again = app.main(["report", str(tmp_path / "work"), "--output", str(output)])
+
+    assert (first, again) == (ExitCode.DONE, ExitCode.DONE)
+    assert capsys.readouterr().out == f"{output}\n" * 2
+    assert output.read_text().startswith("<!doctype html>")
+
+
+def test_the_command_leaves_a_file_alone_that_is_no_report(
+    kept_run: Kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "thesis.html"
+    mine.write_text("mine")
+
+    code = app.main(["report", str(kept_run()), "-o", str(mine)])
+
+    assert code == ExitCode.USAGE
+    assert "it is there and no report" in capsys.readouterr().err
+    assert mine.read_text() == "mine"
+
+
+def test_the_command_says_what_it_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = app.main(["report", str(tmp_path / "gone"), "-o", str(tmp_path / "report.html")])
+
+    assert code == ExitCode.NO_INPUT
+    assert "no such folder: give the work directory of dlrmctl run, or the name of a job" in capsys.readouterr().err
