@@ -174,5 +174,13 @@ class DLRMJobStatus(ApiModel):
         None, description="From when pendingDeadline counts; absent once all pods have started."
     )
     completion_time: Time | None = Field(None, description="When the job ended.")
+    failed_spec: str | None = Field(
+        None,
+        max_length=64,
+        description=(
+            "SHA-256 of what a failed job's spec said, but for what cannot mend it; absent once it was suspended. "
+            "Where the spec says anything else, the job starts again."
+        ),
+    )
     selector: str = Field("", max_length=512, description="Label selector of the pods, for scale.")
     replicas: int = Field(0, ge=0, le=MOST, description="Trainer pods that exist, for scale.")

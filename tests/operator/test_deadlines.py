@@ -1,7 +1,9 @@
 """Deadlines, the deletion of finished jobs, a new start after an edit, and pods kept for inspection."""
 
 from datetime import timedelta
+from typing import Any
 
+import pytest
 from kubelet_double import committed_word
 from model_cluster import ModelCluster
 from running_job import POD_0, POD_1, bring_up, condition, running, say, status
@@ -222,8 +224,7 @@ def test_a_failed_job_whose_spec_is_changed_starts_again_with_whole_budgets() ->
     cluster = failed()
     cluster.pass_time(500)
 
-    cluster.edit("data", batches=3)
-    cluster.job["spec"]["data"].pop("batches")
+    cluster.edit("trainer", image="trainer:mended")
     cluster.turn()
     restarting = status(cluster)
     cluster.pods = {}
@@ -260,6 +261,70 @@ def test_a_failed_job_that_is_suspended_starts_again_when_it_is_resumed() -> Non
     cluster.turn()
 
     assert at_rest is Phase.FAILED
+    assert status(cluster).phase is Phase.RESTARTING
+
+
+@pytest.mark.parametrize(
+    ("section", "change"),
+    [
+        ("lifecycle", {"restart": {"maxRestarts": 9, "backoff": "0s"}}),
+        ("lifecycle", {"terminationGracePeriod": "40s"}),
+        ("trainer", {"resources": {"requests": {"memory": "8Gi"}}}),
+        ("training", {"seed": 5}),
+        ("checkpoint", {"bits": 8}),
+    ],
+)
+def test_what_may_mend_a_failed_job_starts_it_again(section: str, change: dict[str, Any]) -> None:
+    cluster = failed()
+
+    cluster.edit(section, **change)
+    cluster.turn()
+
+    assert status(cluster).phase is Phase.RESTARTING
+    assert status(cluster).failed_spec is None
+
+
+@pytest.mark.parametrize(
+    ("section", "change"),
+    [
+        ("lifecycle", {"ttlAfterFinished": "1h"}),
+        ("lifecycle", {"keepFailedPods": True}),
+        ("checkpoint", {"retention": {"keepLast": 9}}),
+    ],
+)
+def test_what_mends_nothing_is_seen_and_leaves_a_failed_job_failed(section: str, change: dict[str, Any]) -> None:
+    cluster = failed()
+
+    cluster.edit(section, **change)
+    cluster.turn()
+    seen = status(cluster)
+    writes = cluster.writes
+    cluster.turn()
+    cluster.edit("training", seed=5)
+    cluster.turn()
+
+    assert (seen.phase, seen.observed_generation) == (Phase.FAILED, 2)
+    assert status(cluster).phase is Phase.RESTARTING
+    assert cluster.writes == writes + 1
+
+
+def test_a_change_that_is_taken_back_while_nobody_looks_starts_nothing() -> None:
+    cluster = failed()
+
+    cluster.edit("training", seed=5)
+    cluster.job["spec"].pop("training")
+    cluster.turn()
+
+    assert status(cluster).phase is Phase.FAILED
+
+
+def test_a_job_that_failed_under_an_operator_that_kept_no_digest_starts_again_by_any_change() -> None:
+    cluster = failed()
+    cluster.job["status"].pop("failedSpec")
+
+    cluster.edit("lifecycle", ttlAfterFinished="1h")
+    cluster.turn()
+
     assert status(cluster).phase is Phase.RESTARTING
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from datetime import datetime
 
+from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob
 from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
-from dlrm_operator.facts.actions import Action, DeleteJob, WakeAt
+from dlrm_operator.facts.actions import Action, ApplyStatus, DeleteJob, WakeAt
 from dlrm_operator.facts.conditions import find_condition, timestamp
 from dlrm_operator.facts.observed import JobSeen, Observed
 from dlrm_operator.facts.reasons import Reason, Word
@@ -15,6 +17,12 @@ from dlrm_operator.life.attempts import with_next_attempt
 from dlrm_operator.life.deadlines import expiry
 from dlrm_operator.life.leftovers import tidy
 from dlrm_operator.life.phases import in_phase, with_truth
+
+MENDS_NOTHING: dict[str, bool | dict[str, bool | dict[str, bool]]] = {
+    "lifecycle": {"suspend": True, "ttl_after_finished": True, "keep_failed_pods": True},
+    "checkpoint": {"retention": True, "publish": {"keep_last": True}},
+}
+"""Fields that say what becomes of a job once it failed, or of what it stored: its next attempt would go as the last."""
 
 
 def succeeded(status: DLRMJobStatus, now: datetime) -> DLRMJobStatus:
@@ -34,9 +42,28 @@ def failed(status: DLRMJobStatus, reason: Word, message: str, now: datetime) -> 
 
 
 def is_retried(job: JobSeen, status: DLRMJobStatus) -> bool:
-    """Whether the user has changed the spec of a failed job since, and does not want it suspended."""
-    at_rest = isinstance(job.spec, DLRMJob) and job.spec.spec.lifecycle.suspend
-    return status.phase is Phase.FAILED and job.generation > status.observed_generation and not at_rest
+    """Whether the user has changed since what may mend a failed job, or has suspended it, and now wants it to go on."""
+    if status.phase is not Phase.FAILED or job.generation <= status.observed_generation or _at_rest(job):
+        return False
+    return status.failed_spec is None or status.failed_spec != _digest(job.spec)
+
+
+def remembering(status: DLRMJobStatus, spec: DLRMJob | InvalidSpecError) -> DLRMJobStatus:
+    """The status of a turn's end; one that fails keeps what it failed with."""
+    failed_spec = _digest(spec) if status.phase is Phase.FAILED else None
+    return status.model_copy(update={"failed_spec": failed_spec})
+
+
+def _at_rest(job: JobSeen) -> bool:
+    return isinstance(job.spec, DLRMJob) and job.spec.spec.lifecycle.suspend
+
+
+def _digest(spec: DLRMJob | InvalidSpecError) -> str | None:
+    """None of a spec that can't be read: any change of it is one that matters."""
+    if isinstance(spec, InvalidSpecError):
+        return None
+    text = spec.spec.model_dump_json(exclude=MENDS_NOTHING, exclude_defaults=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def retried(status: DLRMJobStatus, generation: int, now: datetime) -> DLRMJobStatus:
@@ -62,8 +89,19 @@ def after_the_end(observed: Observed, status: DLRMJobStatus, now: datetime) -> I
     due = _expiry(observed, status)
     if due is not None and now >= due:
         yield DeleteJob(key=job.key, uid=job.uid, resource_version=job.resource_version)
-    else:
-        yield from at_the_end(observed, status, now)
+        return
+    if status.phase is Phase.FAILED and job.generation > status.observed_generation:
+        yield _seen(job, status)
+    yield from at_the_end(observed, status, now)
+
+
+def _seen(job: JobSeen, status: DLRMJobStatus) -> ApplyStatus:
+    """A change that mends nothing was seen; after a suspension the resume alone starts the job again."""
+    kept = None if _at_rest(job) else status.failed_spec
+    after = status.model_copy(update={"observed_generation": job.generation, "failed_spec": kept})
+    return ApplyStatus(
+        key=job.key, uid=job.uid, resource_version=job.resource_version, status=after, decisive=True, passing=False
+    )
 
 
 def at_the_end(observed: Observed, status: DLRMJobStatus, now: datetime) -> Iterator[Action]:

@@ -26,7 +26,7 @@ from dlrm_operator.facts.reasons import Reason
 from dlrm_operator.life.absorbing import with_final_step, with_progress, with_snapshot
 from dlrm_operator.life.budgets import after_failure
 from dlrm_operator.life.course import Decision, earliest, go_on
-from dlrm_operator.life.endings import after_the_end, at_the_end, failed, is_retried, retried, succeeded
+from dlrm_operator.life.endings import after_the_end, at_the_end, failed, is_retried, remembering, retried, succeeded
 from dlrm_operator.life.hangs import watch
 from dlrm_operator.life.leftovers import last_words
 from dlrm_operator.life.phases import FINISHED, with_store_health, with_truth
@@ -59,7 +59,7 @@ def reconcile(observed: Observed, now: datetime) -> tuple[Action, ...]:
         start = retried(before, job.generation, now)
     decision = _decide(observed, job.spec, _in_view(observed, start), now)
     conditions = with_old_times(decision.status.conditions, before.conditions)
-    after = decision.status.model_copy(update={"conditions": conditions})
+    after = remembering(decision.status.model_copy(update={"conditions": conditions}), job.spec)
     write: tuple[Action, ...] = ()
     if job.status is None or worth_writing(before, after, now):
         write = (*transition_events(job, before, after), _apply_status(job, before, after))
