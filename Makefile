@@ -52,7 +52,7 @@ format: $(INSTALLED) ## format and mend what ruff can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-generate: $(INSTALLED) ## write crds/*.yaml from the models, tables of metrics and dashboards from the code
+generate: $(INSTALLED) ## write crds/*.yaml and API.md from the models, tables of metrics and dashboards from the code
 	$(BIN)/python crds/generate.py
 	$(BIN)/python charts/generate.py
 

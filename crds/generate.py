@@ -1,4 +1,4 @@
-"""Writes the CustomResourceDefinitions from the models of ``dlrm_api``: beside this file, and the chart's equal copies.
+"""Writes what is made from the models of ``dlrm_api``: the definitions, the chart's equal copies, and the reference.
 
 ``python crds/generate.py`` writes them; with ``--check`` it writes nothing and fails where a file differs.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from dlrm_api.crd import definitions
+from dlrm_api.reference import reference
 
 HEADER = "# Generated from crds/dlrm_api by make generate: change the models, not this file.\n"
 FOLDER = Path(__file__).resolve().parent
@@ -21,7 +22,8 @@ CHART = FOLDER.parent / "charts" / "dlrm-operator" / "files" / "crds"
 def rendered() -> dict[Path, str]:
     """Every file's path and text; equal models give equal bytes."""
     texts = {f"{plural}.yaml": HEADER + _yaml(document) for plural, document in definitions().items()}
-    return {folder / name: text for folder in (FOLDER, CHART) for name, text in texts.items()}
+    files = {folder / name: text for folder in (FOLDER, CHART) for name, text in texts.items()}
+    return {**files, FOLDER / "API.md": reference()}
 
 
 def _yaml(document: object) -> str:

@@ -1,7 +1,9 @@
 """The files under crds/ are what the models give, and the rewrites to structural schemas are the right ones."""
 
 import importlib.util
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
@@ -12,6 +14,7 @@ from pydantic import Field
 
 from dlrm_api.base import ApiModel, NotBuilt, Rule
 from dlrm_api.crd import definitions
+from dlrm_api.reference import reference
 from dlrm_api.structural import structural
 
 CRDS = Path(__file__).parents[2] / "crds"
@@ -56,14 +59,55 @@ def rewritten(model: type[ApiModel]) -> dict[str, Any]:
 def test_the_files_are_what_the_models_give(generate: ModuleType) -> None:
     for path, text in generate.rendered().items():
         assert path.read_text("utf-8") == text, f"{path.name} is stale: run make generate"
-    assert {path.name for path in generate.rendered()} == {path.name for path in CRDS.glob("*.yaml")}
+    assert {path.name for path in generate.rendered()} == {
+        path.name for path in (*CRDS.glob("*.yaml"), CRDS / "API.md")
+    }
 
 
 def test_the_text_is_yaml_of_the_definition_with_a_header(generate: ModuleType) -> None:
-    found = {path.stem: text for path, text in generate.rendered().items()}
+    found = {path.stem: text for path, text in generate.rendered().items() if path.suffix == ".yaml"}
 
     assert {name: yaml.safe_load(text) for name, text in found.items()} == definitions()
     assert all(text.startswith("# Generated from crds/dlrm_api by make generate") for text in found.values())
+
+
+def fields_of(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, field in schema.get("properties", {}).items():
+        yield name, field
+        yield from fields_of(field)
+    for below in ("items", "additionalProperties"):
+        if isinstance(schema.get(below), dict):
+            yield from fields_of(schema[below])
+
+
+def test_the_reference_has_a_row_for_every_field_and_its_links_lead_somewhere() -> None:
+    text = reference()
+    rows = {(name, words) for name, words in re.findall(r"^\| \**`(\w+)`\** \|.*\| ([^|]*) \|$", text, re.MULTILINE)}
+    titles = [line[4:].lower() for line in text.splitlines() if line.startswith("### ")]
+    anchors = [re.sub(r"[^a-z0-9 -]", "", title).replace(" ", "-") for title in titles]
+
+    for definition in definitions().values():
+        schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+        for part in ("spec", "status"):
+            for name, field in fields_of(schema.get(part, {})):
+                assert (name, field["description"]) in rows
+    assert len(anchors) == len(set(anchors))
+    assert set(re.findall(r"\(#([^)]*)\)", text)) <= set(anchors)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| **`rows`** | integer |  | 1 to 2^40 |",
+        "| `maxRestarts` | integer | `10` | 0 to 10,000 |",
+        '| `pooling` | `sum`, `mean` | `"sum"` |  |',
+        "| `bits` | `auto`, `2`, `3`, `4`, `8`, `16`, `32` | `32` |  |",
+        '| `backoff` | duration | `"10s"` |  |',
+        "| `denseFeatures` | list of text |  | at most 10,000 entries; 1 to 128 characters |",
+    ],
+)
+def test_the_reference_tells_types_defaults_and_bounds(row: str) -> None:
+    assert f"\n{row} " in reference()
 
 
 def test_a_stale_file_fails_the_check_and_is_mended_without_it(

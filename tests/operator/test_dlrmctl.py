@@ -158,6 +158,24 @@ def test_describe_shows_the_job_its_pods_and_its_events(
     assert "AttemptFailed   1       attempt 1: NodeLost" in text
 
 
+def test_a_report_shows_what_the_status_says_and_names_what_lacks(
+    api_types: ControlPlane, namespace: str, dlrmctl: Dlrmctl, tmp_path: Path
+) -> None:
+    running_job(api_types, namespace)
+    page = tmp_path / "report.html"
+
+    told = dlrmctl("report", "ads", "-o", str(page))
+    misspelt = dlrmctl("report", "adz", "-o", str(page), code=ExitCode.NO_INPUT)
+
+    text = page.read_text()
+    assert told == f"{page}\n"
+    assert "1,200 of 5,000" in text
+    assert "1 restart of the gang (NodeLost 1)" in text
+    assert "keeps no history" in text
+    assert "did you mean ads?" in misspelt
+    assert "there is no folder adz here" in misspelt
+
+
 def test_a_misspelt_job_is_answered_with_the_names_that_come_near(
     api_types: ControlPlane, namespace: str, dlrmctl: Dlrmctl
 ) -> None:

@@ -1,0 +1,167 @@
+"""The API reference as Markdown, made from the same definitions that a cluster gets."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dlrm_api.base import RULES
+from dlrm_api.crd import definitions
+from dlrm_api.structural import Schema
+
+HEAD = """# API reference
+
+Generated from `crds/dlrm_api` by `make generate`: change the models, not this file. Every field of both kinds, with its
+type, default, bounds and meaning; a field in bold must be given. A duration is whole numbers with units, largest first
+(`1d12h`, `90s`); a quantity is bytes as a number or with a unit (`512Mi`, `1.5Gi`, `2G`). Bounds of entries are those
+of a list or map, all others those of a value. What fields may not be together stands below each table; the API server
+and `dlrmctl validate` refuse the same.
+"""
+CHOICE = "use one of "
+"""How the rule of a choice of words and numbers begins (``structural``)."""
+WORDS = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "object": "object"}
+
+
+def reference() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, *(line for each in definitions().values() for line in _kind(each["spec"]))]).rstrip() + "\n"
+
+
+def _kind(spec: Mapping[str, Any]) -> Iterator[str]:
+    version = spec["versions"][0]
+    schema = version["schema"]["openAPIV3Schema"]
+    names = spec["names"]
+    yield f"## {names['kind']}\n"
+    scope = "of the whole cluster" if spec["scope"] == "Cluster" else "of a namespace"
+    group, short = f"{spec['group']}/{version['name']}", names["shortNames"][0]
+    yield f"{schema['description']} `{group}`, {scope}; `kubectl get {short}`.\n"
+    seen: dict[str, str] = {}
+    for part in ("spec", "status"):
+        if part in schema["properties"]:
+            yield from _object(part, schema["properties"][part], names["kind"], seen)
+    yield from _rules(schema)
+
+
+def _object(path: str, schema: Schema, kind: str, seen: dict[str, str]) -> Iterator[str]:
+    """One object's table, then those of the objects below it; ``seen`` has the path of each kind of object."""
+    form = json.dumps(schema["properties"], sort_keys=True)
+    yield f"### {_title(path, kind)}\n"
+    if form in seen:
+        yield f"{schema.get('description', '')} Its fields are those of {_link(seen[form], kind)}.\n"
+        return
+    seen[form] = path
+    yield f"{schema.get('description', '')}\n"
+    yield "| field | type | default | bounds | meaning |"
+    yield "| --- | --- | --- | --- | --- |"
+    required = schema.get("required", ())
+    for name, field in schema["properties"].items():
+        shown = f"**`{name}`**" if name in required else f"`{name}`"
+        cells = (
+            shown,
+            _type(f"{path}.{name}", field, kind),
+            _default(field),
+            _bounds(field),
+            field.get("description", ""),
+        )
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    yield ""
+    yield from _rules(schema)
+    for name, field in schema["properties"].items():
+        inner, mark = _inner(field)
+        if "properties" in inner:
+            yield from _object(f"{path}.{name}{mark}", inner, kind, seen)
+
+
+def _rules(schema: Schema) -> Iterator[str]:
+    messages = list(dict.fromkeys(rule["message"] for rule in schema.get(RULES, ())))
+    yield from (f"- {message}." for message in messages)
+    if messages:
+        yield ""
+
+
+def _inner(field: Schema) -> tuple[Schema, str]:
+    """What a list or map holds, and how its path is written; else the field itself."""
+    if "items" in field:
+        return field["items"], "[]"
+    if isinstance(field.get("additionalProperties"), dict):
+        return field["additionalProperties"], "{}"
+    return field, ""
+
+
+def _type(path: str, field: Schema, kind: str) -> str:
+    inner, mark = _inner(field)
+    before = {"[]": "list of ", "{}": "map of "}.get(mark, "")
+    if "properties" in inner:
+        return before + _link(path + mark, kind)
+    return before + _word(inner)
+
+
+def _word(field: Schema) -> str:
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    pattern = str(field.get("pattern", ""))
+    if "Ki|Mi" in pattern:
+        return "quantity"
+    if "+d)?" in pattern:
+        return "duration"
+    if field.get("format") == "date-time":
+        return "time"
+    if RULES in field and "x-kubernetes-int-or-string" in field:  # words and numbers: only a rule can list them
+        return ", ".join(f"`{value}`" for value in field[RULES][0]["message"].removeprefix(CHOICE).split(", "))
+    return WORDS.get(field.get("type", ""), "anything")
+
+
+def _default(field: Schema) -> str:
+    if "default" not in field or "properties" in field:  # an object's default is that of its fields
+        return ""
+    return f"`{json.dumps(field['default'])}`"
+
+
+def _bounds(field: Schema) -> str:
+    inner, mark = _inner(field)
+    parts = list(_limits(field)) if mark else []
+    if "properties" not in inner:
+        parts += _limits(inner)
+    return "; ".join(parts)
+
+
+def _limits(field: Schema) -> Iterator[str]:
+    for low, high, unit in (
+        ("minimum", "maximum", ""),
+        ("minLength", "maxLength", " characters"),
+        ("minItems", "maxItems", " entries"),
+        ("minProperties", "maxProperties", " entries"),
+    ):
+        least, most = field.get(low), field.get(high)
+        if unit == " characters" and _word(field) in ("duration", "quantity", "time"):
+            continue
+        if least is not None and most is not None:
+            yield f"{_number(least)} to {_number(most)}{unit}"
+        elif most is not None:
+            yield f"at most {_number(most)}{unit}"
+        elif least is not None:
+            yield f"at least {_number(least)}{unit}"
+    if "multipleOf" in field:
+        yield f"a multiple of {field['multipleOf']}"
+    if "pattern" in field and _word(field) == "text":
+        yield f"`{field['pattern']}`"
+
+
+def _number(value: float) -> str:
+    """A bound; powers of two and ten as such, where they are long."""
+    if abs(value) < 1e7:
+        return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    if value > 0 and value == int(value) and int(value) & (int(value) - 1) == 0:
+        return f"2^{int(value).bit_length() - 1}"
+    return f"{value:g}"
+
+
+def _title(path: str, kind: str) -> str:
+    return f"{kind}: `{path}`"
+
+
+def _link(path: str, kind: str) -> str:
+    anchor = re.sub(r"[^a-z0-9 -]", "", _title(path, kind).lower()).replace(" ", "-")
+    return f"[`{path}`](#{anchor})"
