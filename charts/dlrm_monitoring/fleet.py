@@ -103,7 +103,7 @@ FLEET = Dashboard(
                     queries=(Query(f"sum by (phase) (dlrm_operator_job_phase{{{HERE}}})", "{{phase}}"),),
                 ),
                 Panel(
-                    title="Samples/s",
+                    title="Samples/s by job",
                     description="Throughput that each trainer said last. A job that does not train has none.",
                     unit="cps",
                     queries=(Query(_of_jobs("samples_per_second"), BY_JOB),),
@@ -201,7 +201,7 @@ FLEET = Dashboard(
             "Cost",
             (
                 Panel(
-                    title="Cost per hour",
+                    title="Cost per hour by job",
                     description="Price of the nodes that a job's pods fill, in the currency of its HardwareProfile.",
                     unit="none",
                     decimals=2,

@@ -16,6 +16,7 @@ from operator_cluster import eventually
 
 from dlrm_api import names
 from dlrm_cluster.api import ApiError
+from dlrm_cluster.build import module_folder
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_operator.objects.manifests import ROLE
 from dlrm_operator.settings import read_settings
@@ -25,6 +26,23 @@ NAMESPACE = "dlrm-system"
 BY_NAME = [path.name.removesuffix("-values.yaml") for path in VARIANTS]
 FOREIGN = ("cert-manager.io/v1",)
 """Kinds that an add-on defines: an API server without it does not know them."""
+MONITORS = ("podmonitors", "prometheusrules", "servicemonitors")
+
+
+@pytest.fixture(scope="session")
+def monitor_types(control_plane: ControlPlane) -> ControlPlane:
+    """The control plane with the kinds of the Prometheus Operator that the chart makes."""
+    api, crds = control_plane.api, "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    folder = module_folder("prometheus-operator", "github.com/prometheus-operator/prometheus-operator")
+    for kind in MONITORS:
+        path = folder / "example" / "prometheus-operator-crd" / f"monitoring.coreos.com_{kind}.yaml"
+        api.call("POST", crds, yaml.safe_load(path.read_text()))
+    eventually(
+        lambda: (
+            {each["name"] for each in api.call("GET", "/apis/monitoring.coreos.com/v1")["resources"]} >= set(MONITORS)
+        )
+    )
+    return control_plane
 
 
 def pod_template(objects: list[Object]) -> Object:
@@ -44,7 +62,7 @@ def test_lint_finds_nothing(helm: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_each_object_says_what_it_belongs_to(helm: Path, tmp_path: Path, name: str) -> None:
-    for each in render(helm, tmp_path, "demo", NAMESPACE, variant(name)):
+    for each in render(helm, tmp_path, "demo", NAMESPACE, variant(name), tests=True):
         if each["kind"] != "CustomResourceDefinition":
             labels = each["metadata"]["labels"]
             assert labels["app.kubernetes.io/instance"] == "demo", each["kind"]
@@ -194,11 +212,12 @@ def test_two_releases_in_two_namespaces_share_no_object_of_the_cluster(helm: Pat
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_an_api_server_takes_every_object_and_knows_every_field(
-    control_plane: ControlPlane, namespace: str, helm: Path, tmp_path: Path, name: str
+    monitor_types: ControlPlane, namespace: str, helm: Path, tmp_path: Path, name: str
 ) -> None:
-    known = [
-        each for each in render(helm, tmp_path, "demo", namespace, variant(name)) if each["apiVersion"] not in FOREIGN
-    ]
+    control_plane, rendered = monitor_types, render(helm, tmp_path, "demo", namespace, variant(name), tests=True)
+    known = [each for each in rendered if each["apiVersion"] not in FOREIGN]
+    for pod in of_kind(known, "Pod"):  # admission looks for its account, which a dry run does not make
+        pod["spec"]["serviceAccountName"] = "default"
     manifest = tmp_path / "manifest.yaml"
     manifest.write_text(yaml.safe_dump_all(known))
     kubectl = [control_plane.kubectl, "--kubeconfig", control_plane.kubeconfig]

@@ -33,6 +33,27 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 
+{{- /* Of what `helm test` makes: no selector of the operator's may find it. */ -}}
+{{- define "dlrm.testSelector" -}}
+app.kubernetes.io/name: {{ include "dlrm.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: test
+{{- end -}}
+
+{{- define "dlrm.testLabels" -}}
+{{ include "dlrm.testSelector" . }}
+app.kubernetes.io/part-of: dlrm
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "dlrm.testHook" -}}
+helm.sh/hook: test
+helm.sh/hook-weight: {{ . | quote }}
+helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+{{- end -}}
+
 {{- define "dlrm.serviceAccount" -}}
 {{- .Values.serviceAccount.name | default (ternary (include "dlrm.fullname" .) "default" .Values.serviceAccount.create) -}}
 {{- end -}}

@@ -44,9 +44,12 @@ def helm_run(helm: Path, home: Path, *words: str | Path, kubeconfig: Path | None
     return answer.stdout
 
 
-def render(helm: Path, home: Path, release: str, namespace: str, *values: str | Path) -> list[Object]:
-    """All objects of a release; ``values`` are files, or settings such as ``replicas=2``."""
+def render(
+    helm: Path, home: Path, release: str, namespace: str, *values: str | Path, tests: bool = False
+) -> list[Object]:
+    """All objects of a release, on wish with those of ``helm test``; ``values`` are files, or settings: replicas=2."""
     words: list[str | Path] = ["template", release, CHART, "--namespace", namespace, "--kube-version", KUBE_VERSION]
+    words += [] if tests else ["--skip-tests"]
     for value in values:
         words += ["--values" if isinstance(value, Path) else "--set", value]
     return [document for document in yaml.safe_load_all(helm_run(helm, home, *words)) if document]

@@ -1,0 +1,269 @@
+"""What the chart makes for Prometheus and Grafana: whom it scrapes, what it alerts on, what it shows; and helm test."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+from chart import CHART, ROOT, Object, helm_run, of_kind, only, render, variant
+from operator_cluster import OperatorProcess, eventually
+
+from dlrm_api import names
+from dlrm_cluster.control_plane import ControlPlane
+from dlrm_cluster.errors import MissingToolError
+from dlrm_cluster.fixtures import refuse
+from dlrm_monitoring.files import rendered
+from dlrm_monitoring.metric_tables import processes
+from dlrm_operator.objects.manifests import labels
+
+NAMESPACE = "dlrm-system"
+RULES = CHART / "files" / "monitoring" / "rules.yaml"
+RULES_TEST = Path(__file__).with_name("rules_test.yaml")
+RUNBOOKS = ROOT / "charts" / "RUNBOOKS.md"
+DASHBOARDS = [json.loads(path.read_text()) for path in sorted((CHART / "files/monitoring/dashboards").glob("*.json"))]
+BUILT_IN = ("process_", "python_")
+
+
+@pytest.fixture(scope="session")
+def promtool() -> str:
+    """Prometheus' own checker."""
+    found = shutil.which("promtool")
+    if found is None:
+        refuse(MissingToolError("the program 'promtool' is not on PATH: install Debian's package prometheus"))
+    return found
+
+
+def checked(*words: str | Path) -> str:
+    answer = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer.stdout
+
+
+def alerts() -> list[Object]:
+    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"] if "alert" in rule]
+
+
+def known_names() -> set[str]:
+    """Every series that a process has by our pages, and what the rules record."""
+    found = {
+        rule["record"]
+        for group in yaml.safe_load(RULES.read_text())["groups"]
+        for rule in group["rules"]
+        if "record" in rule
+    }
+    for metrics in processes().values():
+        for each in metrics:
+            found |= {each.name} | {
+                f"{each.name}_{end}" for end in ("bucket", "sum", "count") if each.kind == "histogram"
+            }
+    return found
+
+
+def test_generated_tables_and_dashboards_are_up_to_date() -> None:
+    assert [path for path, text in rendered().items() if path.read_text() != text] == [], "run make generate"
+
+
+@pytest.mark.parametrize("page", [path.parent.name for path in processes()])
+def test_metrics_are_named_by_the_conventions(page: str) -> None:
+    for each in processes()[ROOT / page / "METRICS.md"]:
+        assert re.fullmatch(rf"dlrm_{page}_[a-z0-9_]+", each.name)
+        assert (each.kind == "counter") == each.name.endswith("_total")
+        assert not re.search(r"_(ms|milliseconds|minutes|hours|kb|mb|kilobytes|percent)(_|$)", each.name)
+        assert each.words.endswith((".", ")."))
+        assert each.kind != "histogram" or each.name.endswith("_seconds")
+
+
+def test_rules_are_sound_and_fire_when_they_should(promtool: str) -> None:
+    checked(promtool, "check", "rules", RULES)
+    checked(promtool, "test", "rules", RULES_TEST)
+
+
+def test_each_alert_is_tested_to_fire_and_to_keep_still() -> None:
+    tests = yaml.safe_load(RULES_TEST.read_text())["tests"]
+    for alert in alerts():
+        name = alert["alert"]
+        mine = [each for test in tests if test["name"].split()[0] == name for each in test.get("promql_expr_test", ())]
+        fires = [sample["labels"] for each in mine for sample in each["exp_samples"] if name in sample["labels"]]
+        series = {
+            label
+            for test in tests
+            if test["name"].split()[0] == name
+            for each in test["input_series"]
+            for label in re.findall(r'(?:dlrm_job|namespace)="(.+?)"', each["series"])
+        }
+
+        assert fires, name
+        assert series - {label for one in fires for label in re.findall(r'="(.+?)"', one)}, (
+            f"{name}: nobody keeps still"
+        )
+
+
+def test_each_alert_says_what_to_do_in_a_runbook() -> None:
+    headings = {
+        line.removeprefix("## ").lower() for line in RUNBOOKS.read_text().splitlines() if line.startswith("## ")
+    }
+    for alert in alerts():
+        assert set(alert["annotations"]) == {"summary", "description", "runbook_url"}
+        assert alert["labels"]["severity"] in ("critical", "warning")
+        assert alert["annotations"]["runbook_url"] == f"charts/RUNBOOKS.md#{alert['alert'].lower()}"
+        assert alert["alert"].lower() in headings
+
+
+def test_rules_and_dashboards_ask_for_series_that_exist() -> None:
+    texts = [rule["expr"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+    texts += [target["expr"] for each in DASHBOARDS for panel in each["panels"] for target in panel.get("targets", ())]
+    texts += [variable.get("definition", "") for each in DASHBOARDS for variable in each["templating"]["list"]]
+    asked = {
+        name
+        for text in texts
+        for name in re.findall(r"\b(?:dlrm|process|python)_[a-z0-9_:]+", re.sub(r'".*?"', "", text))
+    }
+
+    assert {name for name in asked if not name.startswith(BUILT_IN)} - known_names() - {"dlrm_job"} == set()
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda each: str(each["uid"]))
+def test_dashboards_are_whole(dashboard: Object) -> None:
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+
+    assert dashboard["schemaVersion"] >= 36
+    assert dashboard["templating"]["list"][0]["type"] == "datasource"
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    assert len({panel["title"] for panel in panels}) == len(panels)
+    for panel in panels:
+        assert panel["description"].endswith(".")
+        assert panel["fieldConfig"]["defaults"]["unit"]
+        assert panel["targets"]
+        assert {target["datasource"]["uid"] for target in panel["targets"]} == {"${datasource}"}
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+    taken = [
+        (x, y)
+        for panel in dashboard["panels"]
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(taken) == len(set(taken)), "panels overlap"
+
+
+@pytest.mark.cluster
+def test_nothing_is_made_for_monitoring_until_it_is_asked_for(helm: Path, tmp_path: Path) -> None:
+    kinds = {each["kind"] for each in render(helm, tmp_path, "demo", NAMESPACE)}
+
+    assert not kinds & {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ConfigMap"}
+
+
+@pytest.mark.cluster
+def test_monitors_find_the_operator_and_the_pods_that_it_makes(helm: Path, tmp_path: Path) -> None:
+    objects = render(helm, tmp_path, "demo", NAMESPACE, variant("monitored"))
+    service, of_operator, of_pods = (only(objects, kind) for kind in ("Service", "ServiceMonitor", "PodMonitor"))
+    [endpoint] = of_operator["spec"]["endpoints"]
+    relabelings = of_pods["spec"]["podMetricsEndpoints"][0]["relabelings"]
+    job_label = re.sub(r"[^a-z]", "_", names.Label.JOB)
+
+    assert of_operator["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+    assert endpoint["honorLabels"] is True
+    assert of_pods["spec"]["selector"]["matchLabels"].items() <= labels("job", 1, 0).items()
+    assert [each["port"] for each in of_pods["spec"]["podMetricsEndpoints"]] == ["trainer", "checkpointer"]
+    assert relabelings[0]["sourceLabels"] == [f"__meta_kubernetes_pod_label_{job_label}"]
+    assert relabelings[0]["targetLabel"] == "dlrm_job"
+    assert of_pods["spec"]["namespaceSelector"] == {"any": True}
+    for each in (of_operator, of_pods, only(objects, "PrometheusRule")):
+        assert each["metadata"]["labels"]["release"] == "prometheus"
+
+
+@pytest.mark.cluster
+def test_network_policies_let_the_scrapes_through(helm: Path, tmp_path: Path) -> None:
+    objects = render(helm, tmp_path, "demo", NAMESPACE, variant("monitored"))
+    own, trainers = sorted(of_kind(objects, "NetworkPolicy"), key=lambda each: len(each["metadata"]["name"]))
+    prometheus = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+
+    def ports(policy: Object) -> set[object]:
+        rules = [rule for rule in policy["spec"]["ingress"] if rule.get("from") == prometheus]
+        return {port["port"] for rule in rules for port in rule["ports"]}
+
+    assert ports(own) == {"metrics"}
+    assert ports(trainers) == {names.Port.TRAINER, names.Port.CHECKPOINTER}
+
+
+@pytest.mark.cluster
+def test_the_prometheus_rule_holds_the_rules_with_own_labels_and_runbooks(
+    helm: Path, tmp_path: Path, promtool: str
+) -> None:
+    made = only(render(helm, tmp_path, "demo", NAMESPACE, variant("monitored")), "PrometheusRule")["spec"]
+    plain = only(render(helm, tmp_path, "demo", NAMESPACE, "monitoring.rules.enabled=true"), "PrometheusRule")["spec"]
+    path = tmp_path / "rules.yaml"
+    path.write_text(yaml.safe_dump(made))
+
+    assert plain == yaml.safe_load(RULES.read_text())
+    checked(promtool, "check", "rules", path)
+    fired = [rule for group in made["groups"] for rule in group["rules"] if "alert" in rule]
+    assert {rule["labels"]["team"] for rule in fired} == {"ads"}
+    assert all(
+        rule["annotations"]["runbook_url"].startswith("https://wiki.example.com/dlrm/RUNBOOKS.md#dlrm")
+        for rule in fired
+    )
+
+
+@pytest.mark.cluster
+def test_dashboards_are_config_maps_that_grafana_s_sidecar_loads(helm: Path, tmp_path: Path) -> None:
+    made = of_kind(render(helm, tmp_path, "demo", NAMESPACE, variant("monitored")), "ConfigMap")
+
+    assert [json.loads(text) for each in made for text in each["data"].values()] == DASHBOARDS
+    assert {each["metadata"]["labels"]["grafana_dashboard"] for each in made} == {"1"}
+    assert {each["metadata"]["annotations"]["grafana_folder"] for each in made} == {"dlrm"}
+
+
+class PodRunner:
+    """Runs what the pod of ``helm test`` would, beside the API server, and says so in the pod's status."""
+
+    def __init__(self, control_plane: ControlPlane, namespace: str, ready: str, folder: Path) -> None:
+        self._control_plane, self._ready, self._folder = control_plane, ready, folder
+        self._pod = f"/api/v1/namespaces/{namespace}/pods/demo-dlrm-operator-test"
+        self._token = f"/api/v1/namespaces/{namespace}/serviceaccounts/demo-dlrm-operator-test/token"
+        self.said = ""
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        api = self._control_plane.api
+        eventually(lambda: api.found(self._pod), 60)
+        [container] = api.call("GET", self._pod)["spec"]["containers"]
+        request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+        (self._folder / "token").write_text(api.call("POST", self._token, request)["status"]["token"])
+        shutil.copyfile(self._control_plane.ca, self._folder / "ca.crt")
+        program, flag, code, _, _, _, served = container["command"]
+        assert (program, flag) == ("python", "-c")
+        words = [sys.executable, "-c", code, self._ready, self._control_plane.server, str(self._folder), served]
+        ended = subprocess.run(words, env=os.environ, capture_output=True, text=True, check=False)
+        self.said = ended.stdout + ended.stderr
+        phase = "Failed" if ended.returncode else "Succeeded"
+        api.call("PATCH", f"{self._pod}/status", {"status": {"phase": phase}})
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_helm_test_asks_the_operator_and_the_api_server_by_rights_of_its_own(
+    control_plane: ControlPlane, namespace: str, helm: Path, tmp_path: Path
+) -> None:
+    words = ("demo", CHART, "--namespace", namespace, "--set", "scope.namespaced=true", "--take-ownership")
+    helm_run(helm, tmp_path, "install", *words, "--set", "webhook.enabled=false", kubeconfig=control_plane.kubeconfig)
+    eventually(lambda: control_plane.api.found("/apis/dlrm.dev/v1alpha1/dlrmjobs"))
+    with OperatorProcess(control_plane.kubeconfig, namespace, tmp_path / "operator.log") as operator:
+        operator.wait_ready()
+        runner = PodRunner(control_plane, namespace, f"http://127.0.0.1:{operator.port}/readyz", tmp_path)
+
+        said = helm_run(helm, tmp_path, "test", "demo", "--namespace", namespace, kubeconfig=control_plane.kubeconfig)
+        runner.thread.join()
+
+    assert "Phase:          Succeeded" in said, runner.said
+    assert "a job would be taken: helm-test" in runner.said
+    assert control_plane.api.call("GET", f"/apis/dlrm.dev/v1alpha1/namespaces/{namespace}/dlrmjobs")["items"] == []
+    helm_run(helm, tmp_path, "uninstall", "demo", "--namespace", namespace, kubeconfig=control_plane.kubeconfig)
