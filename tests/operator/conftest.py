@@ -1,17 +1,22 @@
 """Fixtures of the operator's tests on a real control plane."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
+from chart import Identity, refused, render, variant
 from kubelet_double import KubeletDouble
-from operator_cluster import OperatorProcess, eventually
+from operator_cluster import Object, OperatorProcess, eventually
 
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.control_plane import ControlPlane
 
 ROOT = Path(__file__).resolve().parents[2]
+GANG_SCHEDULERS = [f"gangSchedulers.{gang}=true" for gang in ("kueue", "volcano", "coscheduling")]
+ANYWHERE = "namespace-of-the-test"
 ROOM = {"cpu": "64", "memory": "4Ti", "pods": "1000"}
 
 
@@ -47,9 +52,42 @@ def kubelet(api_types: ControlPlane, namespace: str) -> Iterator[KubeletDouble]:
         yield kubelet
 
 
+@pytest.fixture(scope="session")
+def chart_of(helm: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], list[Object]]:
+    """The chart's objects for an operator of ``scope`` (namespace, cluster) that is installed in a namespace."""
+    home = tmp_path_factory.mktemp("helm")
+
+    @cache
+    def rendered(scope: str) -> str:
+        values = variant("namespaced") if scope == "namespace" else "webhook.enabled=false"
+        return json.dumps(render(helm, home, "demo", ANYWHERE, values, *GANG_SCHEDULERS))
+
+    return lambda scope, namespace: list(json.loads(rendered(scope).replace(ANYWHERE, namespace)))
+
+
 @pytest.fixture
-def operator(api_types: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[OperatorProcess]:
-    """A running operator of the test's namespace."""
-    with OperatorProcess(api_types.kubeconfig, namespace, tmp_path / "operator.log") as process:
+def account(
+    api_types: ControlPlane, namespace: str, chart_of: Callable[[str, str], list[Object]], tmp_path: Path
+) -> Iterator[Identity]:
+    """The service account that the chart makes for an operator of the test's namespace; it lacks no right."""
+    with Identity(api_types, chart_of("namespace", namespace), tmp_path) as found:
+        yield found
+        assert refused(found) == []
+
+
+@pytest.fixture
+def cluster_account(
+    api_types: ControlPlane, namespace: str, chart_of: Callable[[str, str], list[Object]], tmp_path: Path
+) -> Iterator[Identity]:
+    """The service account that the chart makes for an operator of all namespaces; it lacks no right."""
+    with Identity(api_types, chart_of("cluster", namespace), tmp_path) as found:
+        yield found
+        assert refused(found) == []
+
+
+@pytest.fixture
+def operator(account: Identity, namespace: str, tmp_path: Path) -> Iterator[OperatorProcess]:
+    """A running operator of the test's namespace, with exactly the chart's rights."""
+    with OperatorProcess(account.kubeconfig, namespace, tmp_path / "operator.log") as process:
         yield process
     print(process.log())

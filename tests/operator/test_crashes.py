@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from chart import Identity
 from kubelet_double import KubeletDouble
 from operator_cluster import JobDriver, OperatorProcess, eventually, job_document
 
@@ -143,10 +144,10 @@ def check_one_history(job: JobDriver, kubelet: KubeletDouble) -> None:
 
 
 def test_the_operator_dies_at_each_of_its_actions(
-    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, account: Identity
 ) -> None:
     async def all_lives() -> list[JobDriver]:
-        api = KubernetesApi(str(api_types.kubeconfig))
+        api = KubernetesApi(str(account.kubeconfig))
         undisturbed = JobDriver(api_types.api, namespace, job_document("undisturbed"))
         actions = await live(api, kubelet, undisturbed, Life(api))
         assert actions > 20

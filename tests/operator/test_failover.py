@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chart import Identity
 from kubelet_double import KubeletDouble
 from operator_cluster import JobDriver, OperatorProcess, eventually, job_document
 
@@ -32,11 +33,11 @@ def gang(kubelet: KubeletDouble, job: JobDriver, attempt: int) -> list[str]:
 
 
 def test_a_follower_takes_over_within_20_s_and_doubles_nothing(
-    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, tmp_path: Path
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, account: Identity, tmp_path: Path
 ) -> None:
     with (
-        OperatorProcess(api_types.kubeconfig, namespace, tmp_path / "a.log", "--identity", "a") as first,
-        OperatorProcess(api_types.kubeconfig, namespace, tmp_path / "b.log", "--identity", "b") as second,
+        OperatorProcess(account.kubeconfig, namespace, tmp_path / "a.log", "--identity", "a") as first,
+        OperatorProcess(account.kubeconfig, namespace, tmp_path / "b.log", "--identity", "b") as second,
     ):
         first.wait_ready()
         second.wait_ready()
@@ -66,7 +67,12 @@ def test_a_follower_takes_over_within_20_s_and_doubles_nothing(
 
 
 def test_a_new_version_of_the_operator_leaves_running_pods_alone(
-    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    api_types: ControlPlane,
+    namespace: str,
+    kubelet: KubeletDouble,
+    account: Identity,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def pods() -> list[tuple[str, str, str]]:
         found = [pod["metadata"] for pod in kubelet.pods()]
@@ -76,7 +82,7 @@ def test_a_new_version_of_the_operator_leaves_running_pods_alone(
         path = f"/api/v1/namespaces/{namespace}/configmaps?labelSelector=dlrm.dev/job=demo"
         return [(m["metadata"]["uid"], m["metadata"]["resourceVersion"]) for m in _items(api_types, path)]
 
-    with OperatorProcess(api_types.kubeconfig, namespace, tmp_path / "old.log") as old:
+    with OperatorProcess(account.kubeconfig, namespace, tmp_path / "old.log") as old:
         job = JobDriver(api_types.api, namespace, job_document("demo"))
         names = gang(kubelet, job, 1)
         assert old.stop() == 0
@@ -87,7 +93,7 @@ def test_a_new_version_of_the_operator_leaves_running_pods_alone(
 
     monkeypatch.setenv("DLRM_TRAINER_IMAGE", "registry.example/trainer:next")
     log = tmp_path / "new.log"
-    with OperatorProcess(api_types.kubeconfig, namespace, log, "--log-format", "json") as new:
+    with OperatorProcess(account.kubeconfig, namespace, log, "--log-format", "json") as new:
         new.wait_ready()
         eventually(lambda: 'dlrm_operator_jobs{phase="Running"} 1.0' in new.get("metrics"))
         time.sleep(5)  # two resyncs

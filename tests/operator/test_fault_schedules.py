@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from chart import Identity
 from fault_life import Life
 from fault_world import World, WorldError
 from life_schedule import random_schedule
@@ -63,7 +64,7 @@ async def lived(seed: int, world: World, proxy: UnrulyProxy, places: asyncio.Sem
     return ""
 
 
-async def all_lives(control_plane: ControlPlane, folder: Path) -> list[str]:
+async def all_lives(control_plane: ControlPlane, original: Path, folder: Path) -> list[str]:
     world = World(control_plane)
     proxy = UnrulyProxy(control_plane.server, control_plane.ca, told=world.tell)
     seeds = range(FIRST_SEED, FIRST_SEED + SCHEDULES)
@@ -71,7 +72,7 @@ async def all_lives(control_plane: ControlPlane, folder: Path) -> list[str]:
     wrong: list[str] = []
     async with proxy.serve(), world.turning():
         proxy.weather[""] = Weather(seed=FIRST_SEED, rate=0.05)
-        kubeconfig = proxy.kubeconfig(folder, control_plane.kubeconfig)
+        kubeconfig = proxy.kubeconfig(folder, original)
         with OperatorProcess(kubeconfig, None, folder / "operator.log") as operator:
             reaper = asyncio.create_task(killed_now_and_then(operator, world, random.Random(FIRST_SEED)))
             lives = [asyncio.create_task(lived(seed, world, proxy, places)) for seed in seeds]
@@ -88,7 +89,9 @@ async def all_lives(control_plane: ControlPlane, folder: Path) -> list[str]:
 
 @pytest.mark.timeout(0)
 @pytest.mark.filterwarnings(CUT_OFF)
-def test_every_life_in_faults_comes_to_what_the_model_says(api_types: ControlPlane, tmp_path: Path) -> None:
-    wrong = asyncio.run(all_lives(api_types, tmp_path))
+def test_every_life_in_faults_comes_to_what_the_model_says(
+    api_types: ControlPlane, cluster_account: Identity, tmp_path: Path
+) -> None:
+    wrong = asyncio.run(all_lives(api_types, cluster_account.kubeconfig, tmp_path))
 
     assert not wrong, "\n\n".join(wrong)

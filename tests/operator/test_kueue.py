@@ -1,10 +1,9 @@
 """Gangs under a real Kueue: whole or not at all, evicted for nothing but their place, and gone without a trace."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from chart import Identity, refused, render, used, variant
+from chart import Identity
 from kubelet_double import KubeletDouble
 from kueue import Kueue
 from operator_cluster import JobDriver, Object, OperatorProcess, eventually, job_document
@@ -27,24 +26,6 @@ def kueue(api_types: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> 
     with found:
         yield found
     print(found.server.log_tail())
-
-
-@pytest.fixture
-def identity(api_types: ControlPlane, namespace: str, helm: Path, tmp_path: Path) -> Iterator[Identity]:
-    """The service account that the chart makes for jobs in Kueue's queues."""
-    objects = render(helm, tmp_path, "demo", namespace, variant("tenant"), "gangSchedulers.kueue=true")
-    with Identity(api_types, objects, tmp_path) as found:
-        yield found
-
-
-@pytest.fixture
-def operator(identity: Identity, namespace: str, tmp_path: Path) -> Iterator[OperatorProcess]:
-    """An operator of the test's namespace, with exactly the chart's rights."""
-    flags = ("--profiles", f"{namespace}/pools")
-    with OperatorProcess(identity.kubeconfig, namespace, tmp_path / "operator.log", *flags) as process:
-        yield process
-    print(process.log())
-    assert refused(identity) == []
 
 
 def gang(name: str, **scheduling: str) -> Object:
@@ -153,7 +134,7 @@ def test_a_gang_of_a_lost_node_gives_its_quota_back_though_its_pods_never_say_th
     kueue: Kueue,
     kubelet: KubeletDouble,
     operator: OperatorProcess,
-    identity: Identity,
+    account: Identity,
 ) -> None:
     kueue.queue(namespace, cpus=2)
     job = JobDriver(api_types.api, namespace, gang("demo"))
@@ -167,8 +148,8 @@ def test_a_gang_of_a_lost_node_gives_its_quota_back_though_its_pods_never_say_th
     assert job.status().get("chargedRestarts", 0) == 0
     assert kubelet.most_attempts == 1
     eventually(lambda: phases(kubelet, "demo", 1) == [], state=lambda: str(kubelet.pods()))
-    asked = set().union(*(used(call) for call in identity.calls()))
-    of_kueue = {right for right in identity.granted() if right[0] == "kueue.x-k8s.io"}
+    asked = account.asked()
+    of_kueue = {right for right in account.granted() if right[0] == "kueue.x-k8s.io"}
     assert {right for right in asked if right[0] == "kueue.x-k8s.io"} == of_kueue
 
 

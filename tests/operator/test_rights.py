@@ -3,15 +3,15 @@
 What it asks for is read from the API server's audit log, over a scenario in which it does all that it ever does.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from chart import Identity, refused, render, used, variant
+from chart import Identity, refused, render, variant
 from kubelet_double import KubeletDouble
 from operator_cluster import JobDriver, OperatorProcess, eventually, job_document
+from rights_ledger import UNSEEN
 
 from dlrm_api.progress import TerminationMessage
 from dlrm_cluster.api import ApiError
@@ -20,8 +20,6 @@ from dlrm_operator.objects.gang_scheduling import POD_GROUPS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-UNSEEN = {("dlrm.dev", "dlrmjobs/finalizers", "update")}
-"""Asked of the authorizer by an admission plugin, in no request of its own."""
 GROUPS = {gang: kind.api_version.partition("/")[0] for gang, kind in POD_GROUPS.items()}
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 PROFILE = {
@@ -131,17 +129,13 @@ def gang_schedulers(control_plane: ControlPlane) -> Iterator[None]:
         control_plane.api.call("DELETE", f"{DEFINITIONS}/podgroups.{group}")
 
 
-def tally(identity: Identity) -> Counter[tuple[str, str, str]]:
-    return Counter(right for call in identity.calls() for right in used(call))
-
-
 def rights(identity: Identity) -> None:
     """Nothing missing, nothing unused."""
-    found = set(tally(identity))
+    asked = identity.asked()
 
     assert refused(identity) == []
-    assert found <= identity.granted()
-    assert identity.granted() - found == UNSEEN
+    assert asked <= identity.granted()
+    assert identity.granted() - asked == UNSEEN
 
 
 def test_over_the_whole_cluster(
@@ -208,7 +202,7 @@ def test_in_one_namespace_profiles_need_one_role_that_reads(
 
         assert identity.granted() == Identity(api_types, tenant, tmp_path).granted() | profiles
         assert refused(identity) == []
-        assert profiles <= set(tally(identity))
+        assert profiles <= identity.asked()
 
 
 def test_without_the_finalizers_right_a_strict_cluster_refuses_children(

@@ -5,7 +5,7 @@ import secrets
 from pathlib import Path
 
 import pytest
-from chart import Identity, render, variant
+from chart import Identity
 from kubelet_double import KubeletDouble
 from operator_cluster import JobDriver, OperatorProcess, eventually, job_document
 
@@ -32,7 +32,7 @@ def everything(control_plane: ControlPlane, namespace: str, operator: OperatorPr
 
 
 def test_in_a_restricted_namespace_jobs_train_and_secrets_stay_secret(
-    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, helm: Path, tmp_path: Path
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, account: Identity, tmp_path: Path
 ) -> None:
     api, core = api_types.api, f"/api/v1/namespaces/{namespace}"
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
@@ -41,13 +41,9 @@ def test_in_a_restricted_namespace_jobs_train_and_secrets_stay_secret(
     credentials = {"metadata": {"name": "store"}, "stringData": {"accessKeyId": "a", "secretAccessKey": planted}}
     api.call("POST", f"{core}/secrets", credentials)
     checkpoint = {"uri": "s3://bucket/prefix", "credentialsSecret": "store"}
-    objects = render(helm, tmp_path, "demo", namespace, variant("tenant"))
-    flags = ("--profiles", f"{namespace}/pools", "--log-format", "json")
+    log = tmp_path / "operator.log"
 
-    with (
-        Identity(api_types, objects, tmp_path) as identity,
-        OperatorProcess(identity.kubeconfig, namespace, tmp_path / "operator.log", *flags) as operator,
-    ):
+    with OperatorProcess(account.kubeconfig, namespace, log, "--log-format", "json") as operator:
         job = JobDriver(api, namespace, job_document("demo", replicas=1, checkpoint=checkpoint))
         hidden = {planted}
         for attempt in (1, 2):
@@ -78,5 +74,5 @@ def test_in_a_restricted_namespace_jobs_train_and_secrets_stay_secret(
         "demo-token-1",
         "store",
     ]
-    assert not any(call["objectRef"].get("name") == "store" for call in identity.calls())
+    assert not any(call["objectRef"].get("name") == "store" for call in account.calls())
     assert "boom" in seen["jobs"]  # what is looked through does hold what trainers say

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from chart import Identity
 from kubelet_double import KubeletDouble
 from operator_cluster import JobDriver, OperatorProcess, eventually, job_document
 
@@ -70,10 +71,10 @@ def compact(control_plane: ControlPlane) -> None:
 
 
 def test_without_their_definition_jobs_and_all_of_theirs_go_and_with_it_the_same_operator_works_again(
-    definitions: ControlPlane, namespace: str, kubelet: KubeletDouble, tmp_path: Path
+    definitions: ControlPlane, namespace: str, kubelet: KubeletDouble, cluster_account: Identity, tmp_path: Path
 ) -> None:
     api = definitions.api
-    with OperatorProcess(definitions.kubeconfig, None, tmp_path / "log") as operator:
+    with OperatorProcess(cluster_account.kubeconfig, None, tmp_path / "log") as operator:
         eventually(lambda: age_s(definitions) > COLLECTED_AFTER_S)
         job = JobDriver(api, namespace, job_document("demo"))
         gang_runs(kubelet, job)

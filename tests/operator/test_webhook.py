@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chart import only, render
+from chart import Identity, only, refused, render
 from mounted_secret import MountedSecret
 from operator_cluster import JOBS, OperatorProcess, eventually, job_document
 
@@ -34,8 +34,9 @@ class Webhook:
         self.secret = MountedSecret(folder / "certs")
         port = free_port("127.0.0.1")
         flags = ("--webhook-certs", str(self.secret.folder), "--webhook-port", str(port), "--webhook-deadline-s", "25")
-        self.operator = OperatorProcess(control_plane.kubeconfig, self.namespace, folder / "operator.log", *flags)
         rendered = render(helm, folder, "demo", self.namespace, "scope.namespaced=true", "webhook.timeoutSeconds=30")
+        self.account = Identity(control_plane, rendered, folder)
+        self.operator = OperatorProcess(self.account.kubeconfig, self.namespace, folder / "operator.log", *flags)
         self._configuration = only(rendered, "ValidatingWebhookConfiguration")
         [self._webhook] = self._configuration["webhooks"]
         self._webhook["clientConfig"] = {"url": f"https://127.0.0.1:{port}/validate"}
@@ -81,10 +82,11 @@ class Webhook:
 @pytest.fixture(scope="module")
 def webhook(api_types: ControlPlane, helm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Webhook]:
     found = Webhook(api_types, helm, tmp_path_factory.mktemp("webhook"))
-    with found.operator as operator:
+    with found.account, found.operator as operator:
         operator.wait_ready()
         eventually(found.asks, state=lambda: found.refusal() + operator.log())
         yield found
+        assert refused(found.account) == []
     print(found.operator.log())
     api_types.api.call("DELETE", f"{CONFIGURATIONS}/{found._configuration['metadata']['name']}")
     api_types.api.call("DELETE", f"/api/v1/namespaces/{found.namespace}")

@@ -14,6 +14,8 @@ SERVICE_IP_RANGE = "10.96.0.0/16"
 SERVICE_IP = "10.96.0.1"
 ISSUER = "https://kubernetes.default.svc.cluster.local"
 ETCD_DATA = "etcd-data"
+AUDIT_MIB = 100_000
+"""The log's size at which the API server would begin another file; by default 100 MiB, which a session may exceed."""
 CLIENT_QPS, CLIENT_BURST = 1_000, 2_000
 """The components' own limits (20 to 50 calls a second) would be what a test at scale measures."""
 
@@ -103,6 +105,7 @@ def apiserver_argv(program: Path, layout: Layout, *, audit: bool) -> Argv:
         argv.append("--endpoint-reconciler-type=none")  # a loopback address is refused in an Endpoints object
     if audit:
         argv += [f"--audit-policy-file={layout.audit_policy}", f"--audit-log-path={layout.audit_log}"]
+        argv.append(f"--audit-log-maxsize={AUDIT_MIB}")
     return argv
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rights_ledger import LEDGER, Right
 
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.control_plane import ControlPlane
@@ -74,9 +75,12 @@ class Identity:
         self.name: str = f"system:serviceaccount:{account['namespace']}:{account['name']}"
         self.kubeconfig = folder / "service-account.kubeconfig"
         self._token_path = f"{ACCOUNTS.format(account['namespace'])}/{account['name']}/token"
+        self._namespace: str = account["namespace"]
+        self._since = 0
 
     def __enter__(self) -> "Identity":
         api = self._control_plane.api
+        self._since = self._control_plane.audit_log.stat().st_size
         for each in self._objects:
             place = PLACES[each["kind"]].format(each["metadata"].get("namespace", ""))
             api.call("POST", place, each)
@@ -100,12 +104,13 @@ class Identity:
                 }
             ],
             "users": [{"name": "it", "user": {"token": token}}],
-            "contexts": [{"name": "it", "context": {"cluster": "it", "user": "it"}}],
+            "contexts": [{"name": "it", "context": {"cluster": "it", "user": "it", "namespace": self._namespace}}],
         }
         self.kubeconfig.write_text(json.dumps(document))
         return self
 
     def __exit__(self, *_: object) -> None:
+        LEDGER.enter(self._scope(), self.granted(), self.asked())
         for each in reversed(self._objects):
             meta = each["metadata"]
             place = PLACES[each["kind"]].format(meta.get("namespace", ""))
@@ -115,13 +120,11 @@ class Identity:
                 if error.code != 404:
                     raise
 
-    def granted(self) -> set[tuple[str, str, str]]:
-        """(API group, resource, verb) of every rule that the account is bound to."""
-        bound = {each["roleRef"]["name"] for each in self._objects if each["kind"].endswith("Binding")}
-        roles = [each for each in self._objects if each["kind"].endswith("Role") and each["metadata"]["name"] in bound]
+    def granted(self) -> set[Right]:
+        """Every right of every role that the account is bound to."""
         return {
             (group, resource, verb)
-            for role in roles
+            for role in self._roles()
             for rule in role["rules"]
             for group in rule["apiGroups"]
             for resource in rule["resources"]
@@ -130,12 +133,32 @@ class Identity:
 
     def calls(self) -> list[Object]:
         """The account's calls about objects, as the API server recorded them."""
-        lines = self._control_plane.audit_log.read_text().splitlines()
-        found = [json.loads(line) for line in lines if self.name in line]
-        return [each for each in found if each["user"]["username"] == self.name and "objectRef" in each]
+        name, found = self.name.encode(), []
+        with self._control_plane.audit_log.open("rb") as log:
+            log.seek(self._since)
+            for line in log:
+                if name in line and line.endswith(b"\n"):
+                    call = json.loads(line)
+                    if call["user"]["username"] == self.name and "objectRef" in call:
+                        found.append(call)
+        return found
+
+    def asked(self) -> set[Right]:
+        """The rights that its calls needed, but for those that it was refused."""
+        return {right for call in self.calls() if not _forbidden(call) for right in used(call)}
+
+    def _roles(self) -> list[Object]:
+        bound = {each["roleRef"]["name"] for each in self._objects if each["kind"].endswith("Binding")}
+        return [each for each in self._objects if each["kind"].endswith("Role") and each["metadata"]["name"] in bound]
+
+    def _scope(self) -> str:
+        jobs = [
+            each["kind"] for each in self._roles() if any("dlrmjobs" in rule["resources"] for rule in each["rules"])
+        ]
+        return "the whole cluster" if jobs == ["ClusterRole"] else "one namespace"
 
 
-def used(call: Object) -> set[tuple[str, str, str]]:
+def used(call: Object) -> set[Right]:
     """The rights that one recorded call needed: server-side apply of what is not there is a creation too."""
     about = call["objectRef"]
     resource = "/".join(filter(None, (about["resource"], about.get("subresource"))))
@@ -146,9 +169,11 @@ def used(call: Object) -> set[tuple[str, str, str]]:
 
 
 def refused(identity: Identity) -> list[Object]:
-    """The account's calls that it had no right to; that a namespace is on its way out is not about rights."""
-    return [
-        call
-        for call in identity.calls()
-        if call["responseStatus"]["code"] == 403 and "being terminated" not in call["responseStatus"].get("message", "")
-    ]
+    """The account's calls that it had no right to; a quota or a namespace's end forbids for other reasons."""
+    return [call for call in identity.calls() if _forbidden(call)]
+
+
+def _forbidden(call: Object) -> bool:
+    by_role = call.get("annotations", {}).get("authorization.k8s.io/decision") == "forbid"
+    words = call["responseStatus"].get("message", "")
+    return by_role or "cannot set blockOwnerDeletion" in words

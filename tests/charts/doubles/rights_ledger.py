@@ -1,0 +1,99 @@
+"""What operators were allowed and what they asked for over a whole test session, compared when it ends.
+
+A pytest plugin. Each identity of the chart enters its rights and calls; under pytest-xdist the workers hand theirs to
+the process that started them. A right that no operator used is told only where every cluster test of the operator ran.
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Right = tuple[str, str, str]
+"""API group, resource, verb."""
+UNSEEN = {("dlrm.dev", "dlrmjobs/finalizers", "update")}
+"""Asked of the authorizer by an admission plugin, in no request of its own."""
+TESTS = Path(__file__).resolve().parents[2] / "operator"
+
+
+@dataclass
+class Ledger:
+    """Rights by the scope of the operator that has them: one namespace, or the whole cluster."""
+
+    granted: dict[str, set[Right]] = field(default_factory=dict)
+    asked: dict[str, set[Right]] = field(default_factory=dict)
+    whole: bool = False
+    """Whether the session ran every cluster test of the operator."""
+
+    def enter(self, scope: str, granted: set[Right], asked: set[Right]) -> None:
+        """Add what one identity had and used."""
+        self.granted.setdefault(scope, set()).update(granted)
+        self.asked.setdefault(scope, set()).update(asked)
+
+    def join(self, other: dict[str, Any]) -> None:
+        """Add another process' ledger, as ``asdict`` shows it."""
+        for scope, granted in other["granted"].items():
+            self.enter(scope, set(granted), set(other["asked"][scope]))
+        self.whole |= other["whole"]
+
+    def wrongs(self) -> list[str]:
+        """A sentence for each right that was asked for and is not granted, or is granted and was never used."""
+        missing = {scope: asked - self.granted[scope] for scope, asked in self.asked.items()}
+        unused = {scope: had - self.asked[scope] - UNSEEN for scope, had in self.granted.items() if self.whole}
+        return _sentences(missing, "asked for, not granted by the chart") + _sentences(unused, "granted, never used")
+
+
+def _sentences(found: dict[str, set[Right]], what: str) -> list[str]:
+    return [
+        f"an operator of {scope}: {verb} {'.'.join(filter(None, (resource, group)))}: {what}"
+        for scope, rights in sorted(found.items())
+        for group, resource, verb in sorted(rights)
+    ]
+
+
+LEDGER = Ledger()
+"""Of this process."""
+_left_out: list[str] = []
+
+
+def _of_operator(item: pytest.Item) -> bool:
+    marks = {mark.name for mark in item.iter_markers()}
+    return item.path.parent == TESTS and "cluster" in marks and "e2e" not in marks
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Remember which of the tests that count do not run."""
+    _left_out.extend(item.nodeid for item in items if _of_operator(item))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Judge whether all of them run."""
+    wanted = {path for path in TESTS.glob("test_*.py") if "pytest.mark.cluster" in path.read_text()}
+    LEDGER.whole = not _left_out and wanted <= {item.path for item in session.items}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over the ledger of a worker that ended as it should."""
+    output: dict[str, Any] = getattr(node, "workeroutput", {})
+    if "rights" in output:
+        LEDGER.join(output["rights"])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand the ledger over, or fail the session where rights and calls differ."""
+    output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["rights"] = asdict(LEDGER)
+    elif session.exitstatus == pytest.ExitCode.OK and LEDGER.wrongs():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name each right that is missing or not needed."""
+    if wrongs := LEDGER.wrongs():
+        terminalreporter.section("rights of the operator (charts/dlrm-operator/templates/rbac)", red=True)
+        for wrong in wrongs:
+            terminalreporter.write_line(wrong)

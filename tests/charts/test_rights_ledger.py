@@ -1,0 +1,57 @@
+"""What a session says of the operator's rights when it ends."""
+
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from rights_ledger import UNSEEN, Ledger
+
+GET, LIST, WATCH = (("", "pods", verb) for verb in ("get", "list", "watch"))
+NEEDED = "an operator of one namespace: delete pods: asked for, not granted by the chart"
+A_TEST = """
+from rights_ledger import LEDGER
+
+def test_one():
+    LEDGER.enter("one namespace", {("", "pods", "get")}, {("", "pods", "delete")})
+
+def test_another():
+    LEDGER.enter("one namespace", {("", "pods", "list")}, {("", "pods", "get")})
+"""
+
+
+def test_a_right_that_lacks_is_told_and_one_that_any_operator_used_is_not() -> None:
+    ledger, other = Ledger(), Ledger(whole=True)
+    ledger.enter("one namespace", {GET, LIST, *UNSEEN}, {GET})
+    other.enter("one namespace", {GET, LIST}, {LIST})
+    other.enter("the whole cluster", {("apps", "deployments", "get"), GET}, {GET, WATCH})
+
+    ledger.join(asdict(other))
+
+    assert ledger.wrongs() == [
+        "an operator of the whole cluster: watch pods: asked for, not granted by the chart",
+        "an operator of the whole cluster: get deployments.apps: granted, never used",
+    ]
+
+
+def test_unused_rights_are_told_of_a_whole_session_alone() -> None:
+    ledger = Ledger()
+    ledger.enter("one namespace", {GET, LIST}, {GET})
+
+    assert ledger.wrongs() == []
+
+
+@pytest.mark.slow
+def test_a_session_whose_workers_missed_a_right_fails_and_names_it(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(A_TEST)
+    doubles = Path(__file__).parent / "doubles"
+    env = {**os.environ, "PYTHONPATH": f"{doubles}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+    argv = [sys.executable, "-m", "pytest", "-p", "rights_ledger", "-n", "2", "--rootdir", tmp_path, tmp_path]
+    answer = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert answer.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "2 passed" in answer.stdout
+    assert NEEDED in answer.stdout

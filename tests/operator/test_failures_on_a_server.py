@@ -1,0 +1,126 @@
+"""Failures as a cluster's own controllers and kubelets report them: a silent node, want of memory, a missing image."""
+
+from collections.abc import Iterator
+
+import pytest
+from kubelet_double import KubeletDouble, container
+from operator_cluster import JobDriver, Object, OperatorProcess, eventually, job_document
+
+from dlrm_cluster.control_plane import ControlPlane
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+GIB = 2**30
+ROOM = {"cpu": "8", "memory": "64Gi", "pods": "10"}
+SILENT = {"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown", "message": "Kubelet stopped posting"}
+HASTY = {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 1}
+"""Kubernetes itself lets pods stay on a silent node for five minutes."""
+
+
+def runs(kubelet: KubeletDouble, job: JobDriver, pod: str) -> Object:
+    """The pod, once it runs."""
+    eventually(
+        lambda: any(p["metadata"]["name"] == pod and p["status"]["phase"] == "Running" for p in kubelet.pods()),
+        state=lambda: str(job.status()),
+    )
+    return next(p for p in kubelet.pods() if p["metadata"]["name"] == pod)
+
+
+def asked(pod: Object) -> int:
+    """Bytes of memory that its trainer requests."""
+    return int(pod["spec"]["containers"][0]["resources"]["requests"]["memory"])
+
+
+@pytest.fixture
+def pool(api_types: ControlPlane, namespace: str) -> Iterator[str]:
+    """Two nodes that bear the label ``pool`` with this value, and no job but that which asks for them."""
+    names = [f"{namespace}-{number}" for number in range(2)]
+    taint = {"key": "pool", "value": namespace, "effect": "NoSchedule"}
+    for name in names:
+        node = {"metadata": {"name": name, "labels": {"pool": namespace}}, "spec": {"taints": [taint]}}
+        api_types.api.call("POST", "/api/v1/nodes", node)
+        ready = {"type": "Ready", "status": "True", "reason": "Test", "message": "made by a test"}
+        status = {"status": {"capacity": ROOM, "allocatable": ROOM, "conditions": [ready]}}
+        api_types.api.call("PATCH", f"/api/v1/nodes/{name}/status", status)
+    yield namespace
+    for name in names:
+        api_types.api.call("DELETE", f"/api/v1/nodes/{name}")
+
+
+def test_the_gang_of_a_silent_node_is_replaced_elsewhere_once_its_pod_is_known_to_be_gone(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess, pool: str
+) -> None:
+    """The operator may read no node: the node lifecycle controller taints, and the pod's condition says it all."""
+    ours = {"key": "pool", "operator": "Exists"}
+    term = {"matchExpressions": [{"key": "pool", "operator": "In", "values": [pool]}]}
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
+    template = {"spec": {"tolerations": [ours, HASTY], "affinity": affinity}}
+    trainer = {"replicas": 1, "podTemplate": template}
+    job = JobDriver(api_types.api, namespace, job_document("demo", trainer=trainer))
+    lost = runs(kubelet, job, "demo-trainer-1-0")["spec"]["nodeName"]
+    kubelet.trains("demo-trainer-1-0", 1)
+    job.until("Running")
+    kubelet.removes = False  # nobody there confirms that the pod ended
+
+    api_types.api.call("PATCH", f"/api/v1/nodes/{lost}/status", {"status": {"conditions": [SILENT]}})
+    eventually(lambda: job.condition("Scheduled").get("reason") == "WaitingForOldPods", state=lambda: str(job.status()))
+    waiting = job.condition("Scheduled")["message"]
+    kubelet.remove("demo-trainer-1-0")  # as by kubectl delete --force, or the taint node.kubernetes.io/out-of-service
+    found = runs(kubelet, job, "demo-trainer-2-0")["spec"]["nodeName"]
+
+    status = job.status()
+    assert found != lost
+    assert "the next gang waits until 1 pods of others before it are gone: demo-trainer-1-0 on node" in waiting
+    assert "forced 60 s after" in waiting
+    assert status["restartsByReason"] == {"DeletionByTaintManager": 1}
+    assert status.get("chargedRestarts", 0) == 0
+    assert "Taint manager: deleting due to NoExecute taint" in status["lastFailure"]["message"]
+    assert status["lastFailure"]["node"] == lost
+    assert kubelet.most_attempts == 1
+
+
+def test_a_gang_out_of_memory_gets_more_of_it_once_then_the_job_fails_and_says_what_to_raise(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    lifecycle = {"restart": {"maxRestarts": 2, "backoff": "0s"}, "terminationGracePeriod": "30s"}
+    job = JobDriver(api_types.api, namespace, job_document("demo", replicas=1, lifecycle=lifecycle))
+
+    requests = []
+    for attempt in (1, 2, 3):
+        pod = f"demo-trainer-{attempt}-0"
+        requests.append(asked(runs(kubelet, job, pod)))
+        kubelet.end_trainer(pod, 137, reason="OOMKilled")
+    status = job.until("Failed")
+
+    assert requests[1] - requests[0] == status["memoryReserveBytes"] >= GIB // 2
+    assert requests[2] == requests[1]
+    assert status["restartsByReason"] == {"OOMKilled": 2}
+    words = job.condition("Failed")
+    assert words["reason"] == "RestartBudgetSpent"
+    assert "2 of 2 restarts were used" in words["message"]
+    assert "OOMKilled" in words["message"]
+    assert "give pods more (spec.trainer.resources.requests.memory, larger nodes)" in words["message"]
+
+
+def test_an_image_that_cannot_be_pulled_is_told_in_the_kubelets_words_and_waited_for(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    kubelet.starts = False
+    job = JobDriver(api_types.api, namespace, job_document("demo", replicas=1))
+    eventually(lambda: [p for p in kubelet.pods() if p["spec"].get("nodeName")])
+    words = 'Back-off pulling image "registry.example/trainer:typo": not found'
+    waiting = {"waiting": {"reason": "ImagePullBackOff", "message": words}}
+    status = {"status": {"containerStatuses": [container("trainer", waiting)]}}
+
+    path = f"/api/v1/namespaces/{namespace}/pods/demo-trainer-1-0/status"
+    api_types.api.call("PATCH", path, status)
+    eventually(lambda: job.condition("Running").get("reason") == "ImageNotPulled", state=lambda: str(job.status()))
+    said = job.condition("Running")["message"]
+    kubelet.starts = True
+    runs(kubelet, job, "demo-trainer-1-0")
+    kubelet.trains("demo-trainer-1-0", 1)
+    job.until("Running")
+
+    assert f"demo-trainer-1-0/trainer: ImagePullBackOff: {words}" in said
+    assert "check spec.trainer.image, imagePullPolicy and the pull secrets" in said
+    assert job.status().get("restarts", 0) == 0
