@@ -15,7 +15,7 @@ import pytest
 import typer
 import typer.main
 
-from dlrm_cli.app import app
+from dlrm_cli.app import app, main
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "node_modules"} & set(path.relative_to(ROOT).parts))
@@ -62,6 +62,29 @@ def test_a_documented_command_has_the_subcommand_and_options_that_the_doc_says(
     context = command.make_context(str(command.name), words)  # raises for an option that is not there
 
     assert context.command is command
+
+
+def plans() -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Each plan that GUIDE.md shows lines of: the command, and these lines."""
+    text = (ROOT / "operator" / "GUIDE.md").read_text()
+    found = re.findall(r"^```sh\n(dlrmctl plan [^\n]*)\n```\n\n```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [(tuple(shlex.split(command)[1:]), tuple(lines.splitlines())) for command, lines in found]
+
+
+@pytest.mark.parametrize(("command", "lines"), plans())
+def test_a_plan_says_what_the_guide_says_that_it_says(
+    command: tuple[str, ...],
+    lines: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(ROOT)
+
+    assert main(list(command)) == 0
+
+    said = " ".join(capsys.readouterr().out.split())
+    for line in lines:
+        assert line in said
 
 
 def test_documented_make_verbs_are_there() -> None:

@@ -20,7 +20,7 @@ from dlrm_cli.report.work_folder import read_work_folder
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 SCHEMES = {"dark": "0", "light": "1"}
 MEASURE = """<pre id="measured"></pre><script>
 const box = (element) => { const r = element.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom] };
