@@ -17,6 +17,7 @@ from dlrm_cluster.control_plane import ControlPlane
 from dlrm_operator.beside.cuts import Cutter
 from dlrm_operator.beside.planning import Planner
 from dlrm_operator.beside.polling import Poller
+from dlrm_operator.beside.queues import Queues
 from dlrm_operator.beside.references import References
 from dlrm_operator.beside.stack_taking import StackTaker
 from dlrm_operator.cluster import KubernetesApi
@@ -86,9 +87,10 @@ class Life:
         planner, poller, jobs = InstantPlanner(), Poller(1, lambda key: None), JobCache()
         pods = PodCache(api, None, lambda key: None)
         cutter, stacks = Cutter(api, lambda key: None), StackTaker(lambda key: None)
+        queues = Queues(api, lambda key: None)
         parts = (api, planner, cutter, stacks, Alarm(), jobs, pods)
         self.performer = MortalPerformer(*parts, die_at=die_at, answer_lost=answer_lost)
-        observer = Observer(api, jobs, pods, planner, poller, cutter, stacks, References(api), Images())
+        observer = Observer(api, jobs, pods, planner, poller, cutter, stacks, queues, References(api), Images())
         self.turns = Turns(observer, self.performer, jobs, planner, poller)
 
 

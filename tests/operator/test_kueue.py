@@ -69,6 +69,8 @@ def test_a_gang_waits_whole_for_its_quota_and_starts_when_the_one_before_it_ends
     second = JobDriver(api_types.api, namespace, gang("second"))
 
     waiting = waits(second)
+    eventually(lambda: "insufficient" in waits(second)["message"], state=lambda: str(second.status()))
+    quoted = waits(second)["message"]
     started = phases(kubelet, "second", 1)
     nodes = [p["spec"].get("nodeName") for p in kubelet.pods() if p["metadata"]["labels"]["dlrm.dev/job"] == "second"]
     for pod in pods:
@@ -82,6 +84,8 @@ def test_a_gang_waits_whole_for_its_quota_and_starts_when_the_one_before_it_ends
     eventually(lambda: kueue.workloads(namespace) == {}, state=lambda: str(kueue.workloads(namespace)))
 
     assert "2 of 2 pods wait: Kueue has not admitted the group second-1 yet" in waiting["message"]
+    assert "Kueue has not admitted the group second-1 yet: couldn't assign flavors to pod set" in quoted
+    assert "insufficient unused quota for cpu in flavor any, 2 more needed" in quoted
     assert (started, nodes) == (["Pending"] * 2, [None] * 2)
     assert "Finished" in admitted["first-1"]
     assert "Admitted" in admitted["second-1"]

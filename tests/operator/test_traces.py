@@ -13,6 +13,7 @@ from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.beside.cuts import Cutter
 from dlrm_operator.beside.planning import Planner
 from dlrm_operator.beside.polling import Poller
+from dlrm_operator.beside.queues import Queues
 from dlrm_operator.beside.references import References
 from dlrm_operator.beside.stack_taking import StackTaker
 from dlrm_operator.cluster import Api
@@ -75,6 +76,7 @@ def looked(api: ScriptedApi, planning: Planning | None = None) -> Observed:
         cast("Poller", NoPoller()),
         Cutter(cast("Api", api), lambda key: None),
         StackTaker(lambda key: None),
+        Queues(cast("Api", api), lambda key: None),
         References(cast("Api", api)),
         Images(),
     )

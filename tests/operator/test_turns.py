@@ -12,6 +12,7 @@ from dlrm_api.progress import Progress, TrainerPhase
 from dlrm_operator.beside.cuts import Cutter
 from dlrm_operator.beside.planning import Planner
 from dlrm_operator.beside.polling import Poller
+from dlrm_operator.beside.queues import Queues
 from dlrm_operator.beside.references import References
 from dlrm_operator.beside.stack_taking import StackTaker
 from dlrm_operator.facts.actions import PlanQuestion
@@ -83,7 +84,8 @@ class Bench:
         self.jobs.saw(self.api.put(JOB, {**document, "metadata": {"name": "demo", "namespace": "space"}}))
         references = References(self.api)
         cutter, stacks = Cutter(self.api, lambda key: None), StackTaker(lambda key: None)
-        asked = (self.planner, self.poller, cutter, stacks)
+        queues = Queues(self.api, lambda key: None)
+        asked = (self.planner, self.poller, cutter, stacks, queues)
         observer = Observer(self.api, self.jobs, self.pods, *asked, references, Images())
         performer = Performer(self.api, self.planner, cutter, stacks, Alarm(), self.jobs, self.pods)
         self.turns = Turns(observer, performer, self.jobs, self.planner, self.poller, passing_s)

@@ -146,6 +146,16 @@ def a_gang_waits_in_its_queue() -> ModelCluster:
     return cluster
 
 
+def test_a_gang_in_its_queue_is_told_in_kueues_own_words() -> None:
+    words = "couldn't assign flavors to pod set main: insufficient unused quota for cpu in flavor any, 2 more needed"
+    cluster = cast("Speaking", a_gang_waits_in_its_queue())
+
+    cluster.turn_with(queue_words=words)
+
+    waiting = next(c for c in cluster.job["status"]["conditions"] if c["type"] == "Scheduled")
+    assert waiting["message"] == f"2 of 2 pods wait: Kueue has not admitted the group demo-1 yet: {words}"
+
+
 @reads(Reason.WAITING_FOR_NODES, r"1 of 2 pods have no node: 0/2 nodes are available: 2 Insufficient memory\.")
 def a_pod_finds_no_node() -> ModelCluster:
     cluster = gang_created()

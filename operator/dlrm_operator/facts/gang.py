@@ -33,6 +33,8 @@ class Gang:
     """Seconds for which it named one rank as far slower than the others."""
     last_step: int
     """Newest step that the status knows of."""
+    queue_words: str = ""
+    """Why Kueue lets it wait."""
 
     def missing(self) -> list[int]:
         """Indices without a pod."""
@@ -93,4 +95,5 @@ def current_gang(observed: Observed, status: DLRMJobStatus) -> Gang:
         slow_s=current.slow_s if current else 0.0,
         checkpointer=polled.checkpointer if polled and fits else None,
         last_step=status.progress.step if status.progress else 0,
+        queue_words=observed.queue_words,
     )

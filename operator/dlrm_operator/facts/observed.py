@@ -303,6 +303,8 @@ class Observed:
     """None: no cut was asked for, or its answer is still to come."""
     stacks: StacksSeen | None = None
     """None: nobody asked for them."""
+    queue_words: str = ""
+    """Why Kueue lets the gang wait, in its words."""
     images: Images = field(default_factory=Images)
     """Images where the job names none."""
     refusal: str = ""

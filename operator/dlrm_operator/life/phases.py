@@ -112,7 +112,7 @@ def _scheduled(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJobStatu
     homeless = [pod for pod in gang.pods.values() if not pod.node]
     if not homeless:
         return with_truth(status, ConditionType.SCHEDULED, "True", Reason.ALL_PODS_SCHEDULED, now=now)
-    if held := next((words for pod in homeless if (words := gate_words(pod))), ""):
+    if held := next((words for pod in homeless if (words := gate_words(pod, gang.queue_words))), ""):
         message = f"{len(homeless)} of {gang.size} pods wait: {held}"
         return with_truth(status, ConditionType.SCHEDULED, "False", Reason.WAITING_FOR_ADMISSION, message, now=now)
     words = next((pod.unschedulable for pod in homeless if pod.unschedulable), SCHEDULER_SILENT)

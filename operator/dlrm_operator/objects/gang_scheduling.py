@@ -119,12 +119,18 @@ def group_obstacle(job: DLRMJob, attempt: int, groups: Groups) -> str:
     return ""
 
 
-def gate_words(pod: PodSeen) -> str:
-    """Why scheduling gates hold a pod; empty where none does."""
+def waits_for_kueue(pod: PodSeen) -> bool:
+    """Whether Kueue has taken the pod over, and has not let it go yet."""
+    return KUEUE_GATE in pod.gates and KUEUE_FINALIZER in pod.finalizers
+
+
+def gate_words(pod: PodSeen, queue_words: str = "") -> str:
+    """Why scheduling gates hold a pod; empty where none does. ``queue_words`` are Kueue's own, where it has spoken."""
     if KUEUE_GATE in pod.gates:
         group = names.pod_group(pod.key.name, pod.attempt)
-        if KUEUE_FINALIZER in pod.finalizers:
-            return f"Kueue has not admitted the group {group} yet: kubectl describe workload {group} says why"
+        if waits_for_kueue(pod):
+            why = queue_words or f"kubectl describe workload {group} says why"
+            return f"Kueue has not admitted the group {group} yet: {why}"
         return (
             f"Kueue has not taken over the pods of group {group}: enable its pod integration for this namespace "
             "(integrations.frameworks: pod), or set gang: none"

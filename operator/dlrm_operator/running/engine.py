@@ -16,6 +16,7 @@ from dlrm_operator.admission.server import AdmissionServer
 from dlrm_operator.beside.cuts import Cutter
 from dlrm_operator.beside.planning import Planner
 from dlrm_operator.beside.polling import Poller
+from dlrm_operator.beside.queues import Queues
 from dlrm_operator.beside.references import References
 from dlrm_operator.beside.stack_taking import StackTaker
 from dlrm_operator.cluster import METADATA_ONLY, KubernetesApi
@@ -59,12 +60,14 @@ class Engine:
         self.references = References(api, settings.profiles)
         self._cutter = Cutter(api, self.wakeups.add)
         self._stacks = StackTaker(self.wakeups.add)
-        asked = (self._planner, self._poller, self._cutter, self._stacks)
+        self._queues = Queues(api, self.wakeups.add)
+        asked = (self._planner, self._poller, self._cutter, self._stacks, self._queues)
         observer = Observer(api, self.jobs, self._pods, *asked, self.references, settings.images)
         fenced, asked_of = FencedApi(api, self._leader), (self._planner, self._cutter, self._stacks)
         performer = Performer(fenced, *asked_of, self.wakeups, self.jobs, self._pods)
         self.turns = Turns(observer, performer, self.jobs, self._planner, self._poller, settings.passing_s)
-        self.turns.forgotten.extend((self._cutter.forget, self._stacks.forget, self.wakeups.forget))
+        forgotten = (self._cutter.forget, self._stacks.forget, self._queues.forget, self.wakeups.forget)
+        self.turns.forgotten.extend(forgotten)
         seen = JobMetrics(self.jobs, self._poller.latest, lambda: self._leader.held)
         self._server = Server(settings.address, settings.port, self, [seen])
         self._admission = _admission_server(settings, self.references)
@@ -84,6 +87,7 @@ class Engine:
             "lease": self._leader.run(),
             "wakeups": self.wakeups.run(),
             "poller": self._poller.run(),
+            "queues": self._queues.run(),
             "resync": self._resync(),
         }
         for name, work in works.items():

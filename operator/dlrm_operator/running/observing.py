@@ -12,6 +12,7 @@ from dlrm_api.status import Phase
 from dlrm_operator.beside.cuts import Cutter
 from dlrm_operator.beside.planning import Planner
 from dlrm_operator.beside.polling import Poller
+from dlrm_operator.beside.queues import Queues, waiting_group
 from dlrm_operator.beside.references import ProfileSeen, References
 from dlrm_operator.beside.stack_taking import StackTaker
 from dlrm_operator.cluster import JSON, METADATA_ONLY, Api, Object
@@ -42,6 +43,7 @@ class Observer:
         poller: Poller,
         cutter: Cutter,
         stacks: StackTaker,
+        queues: Queues,
         references: References,
         images: Images,
     ) -> None:
@@ -52,6 +54,7 @@ class Observer:
         self._poller = poller
         self._cutter = cutter
         self._stacks = stacks
+        self._queues = queues
         self._references = references
         self._images = images
         self.refusals: dict[JobKey, str] = {}
@@ -106,7 +109,9 @@ class Observer:
         """All that a job whose gang stands, or is to have none, is judged by."""
         polled, cut = self._poller.latest(job.key), self._cutter.answer(job.key)
         stacks = self._stacks.answer(job.key)
-        return Observed(job=job, pods=pods, polled=polled, cut=cut, stacks=stacks, images=self._images)
+        said = Observed(job=job, pods=pods, polled=polled, cut=cut, stacks=stacks, images=self._images)
+        self._queues.follow(job.key, waiting_group(said))
+        return replace(said, queue_words=self._queues.words(job.key))
 
     async def _live_pods(self, key: JobKey) -> tuple[PodSeen, ...]:
         items, _ = await self._api.list_all(f"/api/v1/namespaces/{key.namespace}/pods", _of_job(key))
