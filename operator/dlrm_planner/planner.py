@@ -93,7 +93,7 @@ class _Planning:
 
     def _search(self, spec: DLRMJobSpec) -> tuple[Question, Solution | Refusal]:
         tables = read_tables(spec)
-        check_pins(spec, tables)
+        check_pins(spec, tables, self.grows)
         asked = question(spec, self.profile, tables, self.traces, self.reserve)
         return asked, search(asked)
 

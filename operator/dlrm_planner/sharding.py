@@ -15,8 +15,8 @@ MAX_REPLICA_BYTES = 4 * 2**20
 """Largest table that is replicated unasked: its gradient is cleared and summed whole in every step, in cache still."""
 
 
-def check_pins(spec: DLRMJobSpec, tables: Tables) -> None:
-    """Refuse pins that no placement can honour.
+def check_pins(spec: DLRMJobSpec, tables: Tables, grows: str) -> None:
+    """Refuse pins that no placement can honour; ``grows`` is the field that more ranks are asked for by.
 
     Raises:
         InvalidSpecError: a pinned rank does not exist, replicas are to live on some ranks alone, or ranges of rows
@@ -32,7 +32,7 @@ def check_pins(spec: DLRMJobSpec, tables: Tables) -> None:
             raise InvalidSpecError(
                 f"{path}.pin.ranks",
                 f"table {table.name} is pinned to rank {max(table.pin.ranks)}, but the job has ranks 0 to "
-                f"{world_size - 1}: name one of these, or raise trainer.replicas",
+                f"{world_size - 1}: name one of these, or raise {grows}",
             )
         if table.pin.sharding == "data" and 0 < len(set(table.pin.ranks)) < world_size:
             raise InvalidSpecError(

@@ -201,5 +201,7 @@ def test_a_pin_to_a_rank_needs_a_size_that_has_it(make_spec: MakeSpec, make_prof
     tables = [{**TABLES[0], "pin": {"ranks": [2]}}, *TABLES[1:]]
 
     assert plan_job(make_spec(tables, auto=auto(1, 8, 0)), make_profile(DDR, **RATES)).nodes == 3
-    with pytest.raises(InvalidSpecError, match="pin"):
+    with pytest.raises(
+        InvalidSpecError, match=r"pin\.ranks: .* ranks 0 to 1: name one of these, or raise trainer\.auto\.max$"
+    ):
         plan_job(make_spec(tables, auto=auto(1, 2, 0)), make_profile(DDR, **RATES))
