@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from dlrm_api.names import ExitCode
 from dlrm_cli import app
-from dlrm_cli.cluster import suspending, top
+from dlrm_cli.cluster import get, suspending, top
 from dlrm_cli.cluster.figures import PodFigures, pod_figures, rates
 
 Object = dict[str, Any]
@@ -31,6 +31,8 @@ class ScriptedApi(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), ScriptedHandler)
         self.answers: dict[str, Object | str | tuple[int, str]] = {}
+        self.scripts: dict[str, list[Object | str | tuple[int, str]]] = {}
+        """What lists and watches of jobs are answered with, one after the other."""
         self.patches: list[Object] = []
         self.on_patch: Callable[[], None] = lambda: None
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
@@ -40,8 +42,14 @@ class ScriptedHandler(BaseHTTPRequestHandler):
     server: ScriptedApi
 
     def do_GET(self) -> None:
-        path = urlsplit(self.path).path
-        found = self.server.answers.get(path, (404, "the server could not find the requested resource"))
+        asked = urlsplit(self.path)
+        path = asked.path
+        script = self.server.scripts.get("watch" if "watch=true" in asked.query else "list", [])
+        found = (
+            script.pop(0)
+            if script and path == JOBS
+            else self.server.answers.get(path, (404, "the server could not find the requested resource"))
+        )
         code, body = 200, found
         if isinstance(found, tuple):
             code, body = found[0], {"kind": "Status", "message": found[1]}
@@ -138,6 +146,54 @@ def proxy(index: int) -> str:
 
 def run(kubeconfig: Path, *arguments: str) -> int:
     return app.main([*arguments, "--kubeconfig", str(kubeconfig)])
+
+
+def event(kind: str, found: Object) -> str:
+    return json.dumps({"type": kind, "object": found}) + "\n"
+
+
+def version(number: int, phase: str) -> Object:
+    found = job(phase)
+    return {**found, "metadata": {**found["metadata"], "resourceVersion": str(number)}}
+
+
+def test_a_watch_that_is_cut_or_too_old_is_begun_anew_and_shows_each_change_once(
+    api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planning, restoring, trains = version(1, "Planning"), version(2, "Restoring"), version(3, "Running")
+    too_old = {"kind": "Status", "code": 410, "message": "too old resource version: 1 (7)"}
+    half_read = {"metadata": {"resourceVersion": "2", "continue": "more"}, "items": [restoring]}
+    api.scripts["list"] = [listed(planning), listed(restoring), half_read, (410, "expired"), listed(trains)]
+    api.scripts["watch"] = [
+        event("MODIFIED", restoring) + event("ERROR", too_old),
+        event("MODIFIED", trains)[:40],
+        "",
+    ]
+    waits = iter([None, None, None])
+
+    def wait(_: float) -> None:
+        if next(waits, "over") == "over":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(get.time, "sleep", wait)
+
+    code = run(kubeconfig, "get", "-w")
+
+    printed = capsys.readouterr()
+    assert code == 130
+    assert [line.split()[1] for line in printed.out.splitlines()] == ["PHASE", "Planning", "Restoring", "Running"]
+    assert api.scripts == {"list": [], "watch": []}
+
+
+def test_a_first_list_that_expires_while_it_is_read_is_told(
+    api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.scripts["list"] = [{"metadata": {"resourceVersion": "2", "continue": "more"}, "items": []}, (410, "expired")]
+
+    code = run(kubeconfig, "get")
+
+    assert code == ExitCode.TEMPORARY
+    assert "the list of jobs changed too much while it was read" in capsys.readouterr().err
 
 
 def test_figures_are_summed_over_a_pods_ranks() -> None:

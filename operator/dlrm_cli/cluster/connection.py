@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from dlrm_api.errors import DLRMError
+from dlrm_api.errors import DLRMError, TemporaryError
 from dlrm_api.names import API_VERSION, Label
 from dlrm_cli.cluster.facts import Object
 from dlrm_cli.cluster.refusals import explain, no_such_job, not_installed
@@ -63,6 +63,8 @@ class Connection:
                 found, version = self._api.list_now(path, {"labelSelector": selector} if selector else {})
         except NotFoundError:
             raise not_installed(self._api.host) from None
+        except GoneError as error:
+            raise TemporaryError(f"the list of jobs changed too much while it was read ({error}): try again") from None
         return sorted(found, key=lambda job: (job["metadata"]["namespace"], job["metadata"]["name"])), version
 
     def watch_jobs(self, version: str, *, everywhere: bool = False, selector: str | None = None) -> Iterator[Object]:

@@ -15,6 +15,7 @@ from dlrm_cli.cluster.grid import Row, line, print_lines, widths
 from dlrm_cli.cluster.listing import header, job_row
 
 RETRY_S = 2.0
+"""Between the end of a watch and the next list: a server that ends each at once is not to be flooded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,5 +117,5 @@ def _changes(connection: Connection, options: GetOptions) -> Iterator[Object]:
         except TemporaryError:
             if first:
                 raise
-            time.sleep(RETRY_S)
         first = False
+        time.sleep(RETRY_S)
