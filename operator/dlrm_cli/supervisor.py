@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
 from dlrm_api.errors import DLRMError
 from dlrm_api.job import DLRMJob
@@ -163,16 +163,18 @@ class Supervisor:
             self._note_failure(ending, "job failed")
             raise error_of(ending)
         if action == "restart-free":
-            return budget, 0.0
+            free = budget.take_free(self.committed_step)
+            return (free, 0.0) if free is not None else self._spent(ending, "maxFreeRestarts")
         charged, wait_s = budget.charge(self.committed_step)
-        if wait_s is None:
-            self._note_failure(ending, "no restart left")
-            if self.restarts:
-                self.display.say(
-                    f"no restart is left: {self.restarts} were made, spec.lifecycle.restart allows no more"
-                )
-            raise error_of(ending)
-        return charged, wait_s
+        return (charged, wait_s) if wait_s is not None else self._spent(ending, "maxRestarts")
+
+    def _spent(self, ending: Ending, field: str) -> NoReturn:
+        """End the run for want of restarts."""
+        self._note_failure(ending, "no restart left")
+        if self.restarts:
+            words = f"no restart is left: {self.restarts} were made, spec.lifecycle.restart.{field} allows no more"
+            self.display.say(words)
+        raise error_of(ending)
 
     def _attempt(self, scheduler: LocalScheduler) -> Ending | None:
         """Run one attempt to its end; None where training ended well and is committed, else the ending to blame."""

@@ -65,21 +65,39 @@ def action_after(code: int, spec: RestartSpec) -> Action:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Restarts that are left."""
+    """Restarts that are left, charged and free."""
 
     spec: RestartSpec
     used: int = 0
+    used_free: int = 0
     committed_step: int | None = None
-    """Newest committed step when a restart was last charged."""
+    """Newest committed step when a gang last failed."""
 
     def charge(self, committed_step: int | None) -> tuple[Budget, float | None]:
-        """The budget after one more failure, and the wait before the restart (s); None where none is left."""
-        progressed = committed_step is not None and committed_step > (self.committed_step or 0)
-        used = 0 if progressed and self.spec.progress_resets else self.used
-        charged = replace(self, used=used + 1, committed_step=committed_step or self.committed_step)
-        if used >= self.spec.max_restarts:
+        """The budget after one more failure, and the wait before the restart (s); None where none is left.
+
+        The wait has no jitter, unlike in a cluster: nothing else starts again at the same moment.
+        """
+        healed = self._healed(committed_step)
+        charged = replace(healed, used=healed.used + 1)
+        if healed.used >= self.spec.max_restarts:
             return charged, None
-        return charged, min(self.spec.max_backoff, self.spec.backoff * 2.0 ** min(used, 60))
+        return charged, min(self.spec.max_backoff, self.spec.backoff * 2.0 ** min(healed.used, 60))
+
+    def take_free(self, committed_step: int | None) -> Budget | None:
+        """The budget after one more restart that is not charged, at once; None where none of these is left."""
+        healed = self._healed(committed_step)
+        return (
+            None if healed.used_free >= self.spec.max_free_restarts else replace(healed, used_free=healed.used_free + 1)
+        )
+
+    def _healed(self, committed_step: int | None) -> Budget:
+        """Whole again where a step was newly committed."""
+        known = committed_step or self.committed_step
+        progressed = committed_step is not None and committed_step > (self.committed_step or 0)
+        if progressed and self.spec.progress_resets:
+            return Budget(spec=self.spec, committed_step=known)
+        return replace(self, committed_step=known)
 
 
 def error_of(ending: Ending) -> DLRMError:

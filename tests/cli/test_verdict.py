@@ -91,6 +91,30 @@ def test_progress_leaves_the_budget_alone_where_the_job_says_so() -> None:
     assert second is None
 
 
+def test_free_restarts_have_a_budget_of_their_own_that_progress_heals() -> None:
+    budget = Budget(spec=RestartSpec(max_restarts=0, max_free_restarts=1))
+
+    first = budget.take_free(None)
+    assert first is not None
+    spent = first.take_free(None)
+    healed = first.take_free(10)
+    assert healed is not None
+
+    assert spent is None
+    assert healed.take_free(10) is None
+    assert healed.take_free(20) is not None
+
+
+def test_free_restarts_leave_the_charged_budget_alone() -> None:
+    budget = Budget(spec=RestartSpec(max_restarts=1)).take_free(None)
+    assert budget is not None
+
+    budget, wait_s = budget.charge(None)
+
+    assert wait_s is not None
+    assert budget.charge(None)[1] is None
+
+
 @given(st.integers(1, 255), st.text("ab :", max_size=20))
 def test_every_ending_becomes_an_error_that_says_something_and_keeps_a_known_exit_code(code: int, message: str) -> None:
     error = error_of(ending("trainer-0", code, message))
