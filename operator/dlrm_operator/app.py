@@ -43,7 +43,8 @@ async def run(settings: Settings) -> None:
     """Serve one namespace or all; returns when it is told to stop.
 
     kopf ends, and raises, where a watch meets what it does not repeat: a definition that was removed, an answer that
-    was cut off. Then all begins anew in this process, which is sooner than a kubelet would do it.
+    was cut off. Then all begins anew in this process, which is sooner than a kubelet would do it. So it does where a
+    definition came back that kopf, in one namespace, would not look for again.
     """
     api, lease_api = (KubernetesApi(settings.kubeconfig, in_cluster=settings.in_cluster) for _ in range(2))
     namespaces = [settings.namespace] if settings.namespace else []
@@ -55,13 +56,16 @@ async def run(settings: Settings) -> None:
                 standalone=True,
                 clusterwide=settings.namespace is None,
                 namespaces=namespaces,
+                stop_flag=engine.redefined,
             )
         except Exception as error:
             if not engine.started:
                 raise  # nothing that passes: a port that is taken, a right that lacks
             logger.warning("watching ended, all begins anew: %s", error)
         else:
-            return
+            if not engine.redefined.is_set():
+                return
+            logger.warning("DLRMJobs are defined again: watching begins anew")
         if await _told_to_stop(within_s=AGAIN_S):
             return
 

@@ -41,6 +41,8 @@ TURN_S = 10.0
 """A turn at work when the process is told to stop may take so much longer."""
 ASK_EVERY = 20
 """Resyncs between two lists of jobs."""
+UNDEFINED_S = 5.0
+"""Between two of them while there are no DLRMJobs."""
 
 
 class Engine:
@@ -73,8 +75,8 @@ class Engine:
         self._admission = _admission_server(settings, self.references)
         self._tasks: list[asyncio.Task[None]] = []
         self._undefined = False
-        self._unwatched = False
-        """Whether there were no DLRMJobs once: in one namespace kopf watches no kind that came after it."""
+        self.redefined = asyncio.Event()
+        """Set where DLRMJobs are there that were not: in one namespace kopf watches no kind that came after it."""
         self.started = False
 
     async def start(self) -> None:
@@ -161,18 +163,21 @@ class Engine:
         where = f"namespaces/{self.settings.namespace}/" if self.settings.namespace else ""
         for turn in itertools.count():
             try:
-                if turn % ASK_EVERY == 0 or self._unwatched:
+                if turn % ASK_EVERY == 0 or self._undefined:
                     items, _ = await self._api.list_all(f"/apis/{names.API_VERSION}/{where}dlrmjobs", {}, METADATA_ONLY)
                     for item in items:
                         self.wakeups.add(JobKey(item["metadata"]["namespace"], item["metadata"]["name"]))
+                    if self._undefined and self.settings.namespace:
+                        self.redefined.set()
                     self._undefined = False
             except NotFoundError:
-                self._undefined = self._unwatched = True
+                self._undefined = True
                 logger.warning("%s", self.waits_for())
             except (ClusterUnavailableError, ClusterRefusedError):
                 logger.warning("resync put off", exc_info=True)
             self.wake_all()  # those that the list lacks are gone, and the turn finds out
-            await asyncio.sleep(self.settings.resync_s * random.uniform(0.8, 1.2))  # noqa: S311
+            pause_s = min(self.settings.resync_s, UNDEFINED_S) if self._undefined else self.settings.resync_s
+            await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))  # noqa: S311
 
 
 def _admission_server(settings: Settings, references: References) -> AdmissionServer | None:
