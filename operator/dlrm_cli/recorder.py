@@ -14,6 +14,8 @@ from dlrm_cli.watch import TIMEOUT_S, answer_of, progress_of
 
 POLL_S = 0.5
 """Time between two questions to the checkpointer: snapshots may follow each other fast."""
+MOST_SHARE = 0.02
+"""Of the time that may go to looks at counters: those of many tables take long to read."""
 
 
 class Recorder:
@@ -49,9 +51,9 @@ class Recorder:
         due = time.monotonic()
         while not self._closed.wait(POLL_S):
             self._look_at_snapshots()
-            if time.monotonic() >= due:
-                due = time.monotonic() + self._history.every_s
+            if (began := time.monotonic()) >= due:
                 self._look_at_trainers()
+                due = began + max(self._history.every_s, (time.monotonic() - began) / MOST_SHARE)
 
     def _look_at_trainers(self) -> None:
         pods: list[PodFigures] = []

@@ -40,7 +40,9 @@ def snapshots(record: Record) -> Section:
         *(Column(name=name) for name in ("bits", "bytes", "chain", "to commit", "stall")),
     ]
     table = Table(
-        title=f"The newest {len(shown)} of {len(record.snapshots)}" if len(shown) < len(record.snapshots) else "All",
+        title=f"The newest {len(shown)} of {len(record.snapshots)}"
+        if len(shown) < len(record.snapshots)
+        else "All snapshots",
         columns=columns,
         rows=rows,
         note="Chain: snapshots that it goes over. To commit: from hand-over to commit, beside training. Stall: time "

@@ -21,8 +21,15 @@ def tiers(record: Record) -> Section:
     uses = list(table_uses(record))
     newest = last_of_attempts(record.looks)[-1:]
     if not uses and not any(look.tiers for look in newest):
-        return Section(title=title, words=["No table of this plan has levels: every row is in host memory."])
+        return Section(title=title, words=[_without_counts(record)])
     return Section(title=title, parts=[*_hit_rate(record, uses), *_traffic(record), *_tables(uses)])
+
+
+def _without_counts(record: Record) -> str:
+    shards = [shard for table in record.plan.tables for shard in table.shards] if record.plan is not None else []
+    if shards and not any(shard.tiers.levels for shard in shards):
+        return "No table of this plan has levels: every row is in host memory."
+    return "No counters of tables with levels were seen."
 
 
 def table_uses(record: Record) -> Iterator[TableUse]:
