@@ -47,7 +47,16 @@ def pool(api_types: ControlPlane, namespace: str) -> Iterator[str]:
         api_types.api.call("DELETE", f"/api/v1/nodes/{name}")
 
 
-def test_the_gang_of_a_silent_node_is_replaced_elsewhere_once_its_pod_is_known_to_be_gone(
+def silent_for_long(control_plane: ControlPlane, namespace: str, pod: str) -> None:
+    """As if the kubelet had called the pod ready, and the node controller had taken that from it long ago."""
+    path = f"/api/v1/namespaces/{namespace}/pods/{pod}"
+    conditions = control_plane.api.call("GET", path)["status"]["conditions"]
+    conditions.append({"type": "ContainersReady", "status": "True"})
+    conditions.append({"type": "Ready", "status": "False", "lastTransitionTime": "2026-01-01T00:00:00Z"})
+    control_plane.api.call("PATCH", f"{path}/status", {"status": {"conditions": conditions}})
+
+
+def test_the_gang_of_a_silent_node_is_forced_away_and_replaced_elsewhere(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess, pool: str
 ) -> None:
     """The operator may read no node: the node lifecycle controller taints, and the pod's condition says it all."""
@@ -65,12 +74,16 @@ def test_the_gang_of_a_silent_node_is_replaced_elsewhere_once_its_pod_is_known_t
     api_types.api.call("PATCH", f"/api/v1/nodes/{lost}/status", {"status": {"conditions": [SILENT]}})
     eventually(lambda: job.condition("Scheduled").get("reason") == "WaitingForOldPods", state=lambda: str(job.status()))
     waiting = job.condition("Scheduled")["message"]
-    kubelet.remove("demo-trainer-1-0")  # as by kubectl delete --force, or the taint node.kubernetes.io/out-of-service
+    silent_for_long(api_types, namespace, "demo-trainer-1-0")
     found = runs(kubelet, job, "demo-trainer-2-0")["spec"]["nodeName"]
 
     status = job.status()
+    events = api_types.api.call("GET", f"/api/v1/namespaces/{namespace}/events")["items"]
+    [forced] = [event["message"] for event in events if event["reason"] == "PodForced"]
     assert found != lost
-    assert "the next gang waits until 1 pods of others before it are gone: demo-trainer-1-0 on node" in waiting
+    assert f"pod demo-trainer-1-0 (node {lost}) is on a node that has been silent for 60 s" in forced
+    assert "its attempt can commit no snapshot any more" in forced
+    assert "the next gang waits until 1 pod of others before it is gone: demo-trainer-1-0 on node" in waiting
     assert "forced 60 s after" in waiting
     assert status["restartsByReason"] == {"DeletionByTaintManager": 1}
     assert status.get("chargedRestarts", 0) == 0

@@ -66,7 +66,8 @@ def clearing_words(pods: Iterable[PodSeen]) -> str:
     found = list(pods)
     more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     named = ", ".join(f"{pod.name}{_held_up(pod)}" for pod in found[:MOST_NAMED])
-    return f"the next gang waits until {len(found)} pods of others before it are gone: {named}{more}"
+    noun, verb = ("pod", "is") if len(found) == 1 else ("pods", "are")
+    return f"the next gang waits until {len(found)} {noun} of others before it {verb} gone: {named}{more}"
 
 
 def _held_up(pod: PodSeen) -> str:
