@@ -10,35 +10,35 @@ import pytest
 from rights_ledger import UNSEEN, Ledger
 
 GET, LIST, WATCH = (("", "pods", verb) for verb in ("get", "list", "watch"))
-NEEDED = "an operator of one namespace: delete pods: asked for, not granted by the chart"
+NEEDED = "delete pods: asked for, not granted by the chart"
 A_TEST = """
 from rights_ledger import LEDGER
 
 def test_one():
-    LEDGER.enter("one namespace", {("", "pods", "get")}, {("", "pods", "delete")})
+    LEDGER.enter({("", "pods", "get")}, {("", "pods", "delete")})
 
 def test_another():
-    LEDGER.enter("one namespace", {("", "pods", "list")}, {("", "pods", "get")})
+    LEDGER.enter({("", "pods", "list")}, {("", "pods", "get")})
 """
 
 
 def test_a_right_that_lacks_is_told_and_one_that_any_operator_used_is_not() -> None:
     ledger, other = Ledger(), Ledger(whole=True)
-    ledger.enter("one namespace", {GET, LIST, *UNSEEN}, {GET})
-    other.enter("one namespace", {GET, LIST}, {LIST})
-    other.enter("the whole cluster", {("apps", "deployments", "get"), GET}, {GET, WATCH})
+    ledger.enter({GET, LIST, *UNSEEN}, {GET})
+    other.enter({GET, LIST}, {LIST})
+    other.enter({("apps", "deployments", "get"), GET}, {GET, WATCH})
 
     ledger.join(asdict(other))
 
     assert ledger.wrongs() == [
-        "an operator of the whole cluster: watch pods: asked for, not granted by the chart",
-        "an operator of the whole cluster: get deployments.apps: granted, never used",
+        "watch pods: asked for, not granted by the chart",
+        "get deployments.apps: granted, never used",
     ]
 
 
 def test_unused_rights_are_told_of_a_whole_session_alone() -> None:
     ledger = Ledger()
-    ledger.enter("one namespace", {GET, LIST}, {GET})
+    ledger.enter({GET, LIST}, {GET})
 
     assert ledger.wrongs() == []
 

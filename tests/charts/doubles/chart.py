@@ -110,7 +110,7 @@ class Identity:
         return self
 
     def __exit__(self, *_: object) -> None:
-        LEDGER.enter(self._scope(), self.granted(), self.asked())
+        LEDGER.enter(self.granted(), self.asked())
         for each in reversed(self._objects):
             meta = each["metadata"]
             place = PLACES[each["kind"]].format(meta.get("namespace", ""))
@@ -150,12 +150,6 @@ class Identity:
     def _roles(self) -> list[Object]:
         bound = {each["roleRef"]["name"] for each in self._objects if each["kind"].endswith("Binding")}
         return [each for each in self._objects if each["kind"].endswith("Role") and each["metadata"]["name"] in bound]
-
-    def _scope(self) -> str:
-        jobs = [
-            each["kind"] for each in self._roles() if any("dlrmjobs" in rule["resources"] for rule in each["rules"])
-        ]
-        return "the whole cluster" if jobs == ["ClusterRole"] else "one namespace"
 
 
 def used(call: Object) -> set[Right]:

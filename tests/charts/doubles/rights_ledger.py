@@ -19,37 +19,38 @@ TESTS = Path(__file__).resolve().parents[2] / "operator"
 
 @dataclass
 class Ledger:
-    """Rights by the scope of the operator that has them: one namespace, or the whole cluster."""
+    """Rights of all identities together: which of them an install has is its own affair."""
 
-    granted: dict[str, set[Right]] = field(default_factory=dict)
-    asked: dict[str, set[Right]] = field(default_factory=dict)
+    granted: set[Right] = field(default_factory=set)
+    asked: set[Right] = field(default_factory=set)
+    missing: set[Right] = field(default_factory=set)
+    """What an identity asked for and was allowed, though not by the chart."""
     whole: bool = False
     """Whether the session ran every cluster test of the operator."""
 
-    def enter(self, scope: str, granted: set[Right], asked: set[Right]) -> None:
+    def enter(self, granted: set[Right], asked: set[Right]) -> None:
         """Add what one identity had and used."""
-        self.granted.setdefault(scope, set()).update(granted)
-        self.asked.setdefault(scope, set()).update(asked)
+        self.granted |= granted
+        self.asked |= asked
+        self.missing |= asked - granted
 
     def join(self, other: dict[str, Any]) -> None:
         """Add another process' ledger, as ``asdict`` shows it."""
-        for scope, granted in other["granted"].items():
-            self.enter(scope, set(granted), set(other["asked"][scope]))
+        self.granted |= other["granted"]
+        self.asked |= other["asked"]
+        self.missing |= other["missing"]
         self.whole |= other["whole"]
 
     def wrongs(self) -> list[str]:
         """A sentence for each right that was asked for and is not granted, or is granted and was never used."""
-        missing = {scope: asked - self.granted[scope] for scope, asked in self.asked.items()}
-        unused = {scope: had - self.asked[scope] - UNSEEN for scope, had in self.granted.items() if self.whole}
-        return _sentences(missing, "asked for, not granted by the chart") + _sentences(unused, "granted, never used")
+        unused = self.granted - self.asked - UNSEEN if self.whole else set()
+        return _sentences(self.missing, "asked for, not granted by the chart") + _sentences(
+            unused, "granted, never used"
+        )
 
 
-def _sentences(found: dict[str, set[Right]], what: str) -> list[str]:
-    return [
-        f"an operator of {scope}: {verb} {'.'.join(filter(None, (resource, group)))}: {what}"
-        for scope, rights in sorted(found.items())
-        for group, resource, verb in sorted(rights)
-    ]
+def _sentences(rights: set[Right], what: str) -> list[str]:
+    return [f"{verb} {'.'.join(filter(None, (resource, group)))}: {what}" for group, resource, verb in sorted(rights)]
 
 
 LEDGER = Ledger()
