@@ -107,8 +107,9 @@ def test_an_old_go_says_what_to_install(go: Path, version: str) -> None:
 
 def test_every_recipe_has_a_pinned_module_that_names_its_packages() -> None:
     for name, recipe in RECIPES.items():
-        assert (TOOLS / name / "go.sum").exists()
-        wanted = (TOOLS / name / "tools.go").read_text()
+        module = TOOLS / (recipe.module or name)
+        assert (module / "go.sum").exists()
+        wanted = (module / "tools.go").read_text()
         assert all(f'"{package}"' in wanted for package in recipe.packages.values())
 
 

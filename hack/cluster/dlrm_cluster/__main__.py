@@ -18,7 +18,11 @@ def main(argv: list[str] | None = None) -> int:
             case "build":
                 return _build(arguments.names)
             case "up":
-                return _up(arguments.dir)
+                return _up(arguments.dir, arguments.node)
+            case "kubelet":
+                return _kubelet(arguments.dir, arguments.what)
+            case "load":
+                return _load(arguments.dir, arguments.archives)
             case "down":
                 return _down(arguments.dir)
             case _:
@@ -37,13 +41,21 @@ def _parser() -> argparse.ArgumentParser:
         "names", nargs="*", metavar="NAME", help=f"which of {known}; those that tests need when none is named"
     )
     helps = {
-        "up": "start a control plane that keeps running, and print how to reach it",
+        "up": "start a cluster that keeps running, and print how to reach it",
+        "kubelet": "stop the real node's kubelet, as an outage does, or start it again",
+        "load": "give the real node images that were built here",
         "down": "end it",
         "status": "say what runs",
     }
     for name, text in helps.items():
         command = commands.add_parser(name, help=text)
         command.add_argument("--dir", type=Path, default=lifecycle.DEFAULT_FOLDER, help="its folder (%(default)s)")
+        if name == "up":
+            command.add_argument("--node", action="store_true", help="with a real node, on which pods run; needs root")
+        if name == "kubelet":
+            command.add_argument("what", choices=("stop", "start"))
+        if name == "load":
+            command.add_argument("archives", nargs="+", type=Path, metavar="ARCHIVE", help="OCI or Docker archive")
     return parser
 
 
@@ -56,8 +68,22 @@ def _build(names: list[str]) -> int:
     return 0
 
 
-def _up(folder: Path) -> int:
-    print(f"export KUBECONFIG={shlex.quote(str(lifecycle.up(folder)))}")
+def _up(folder: Path, node: bool) -> int:
+    print(f"export KUBECONFIG={shlex.quote(str(lifecycle.up(folder, node=node)))}")
+    return 0
+
+
+def _kubelet(folder: Path, what: str) -> int:
+    if what == "stop":
+        lifecycle.stop_kubelet(folder)
+    else:
+        lifecycle.start_kubelet(folder)
+    return 0
+
+
+def _load(folder: Path, archives: list[Path]) -> int:
+    for archive in archives:
+        print("\n".join(lifecycle.load(folder, archive)))
     return 0
 
 
@@ -68,9 +94,10 @@ def _down(folder: Path) -> int:
 
 def _status(folder: Path) -> int:
     running = lifecycle.running(folder)
-    for name in lifecycle.COMPONENTS:
+    expected = lifecycle.expected(folder)
+    for name in expected:
         print(f"{name}: {f'runs as {running[name].pid}' if name in running else 'does not run'}")
-    if set(running) != set(lifecycle.COMPONENTS):
+    if not set(expected) <= set(running):
         return 1
     print(f"export KUBECONFIG={shlex.quote(str(lifecycle.kubeconfig(folder)))}")
     return 0

@@ -38,8 +38,10 @@ class Recipe:
     """Program name -> the Go package that it is built from."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Go string variables that the linker sets."""
+    module: str = ""
+    """The wrapper module's folder in ``tools/``; empty: the recipe's own name."""
     tested_with: bool = True
-    """Whether a test needs it; a program of benchmarks alone is built when it is named."""
+    """Whether ``make test`` needs it; what benchmarks or a real node need is built when it is named."""
 
     def flags(self) -> tuple[str, ...]:
         """Arguments of ``go build``; the linker drops symbol tables, which halves the programs."""
@@ -56,6 +58,7 @@ def _kubernetes_version() -> dict[str, str]:
 
 
 KUBERNETES_PROGRAMS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
+NODE_PROGRAMS = ("kubelet", "kube-proxy")
 RECIPES: Mapping[str, Recipe] = {
     "kubernetes": Recipe(
         packages={program: f"k8s.io/kubernetes/cmd/{program}" for program in KUBERNETES_PROGRAMS},
@@ -66,11 +69,23 @@ RECIPES: Mapping[str, Recipe] = {
     "kwok": Recipe(packages={"kwok": "sigs.k8s.io/kwok/cmd/kwok"}),
     "kueue": Recipe(packages={"kueue": "sigs.k8s.io/kueue/cmd/kueue"}),
     "helm": Recipe(packages={"helm": "helm.sh/helm/v3/cmd/helm"}),
+    "node": Recipe(
+        packages={program: f"k8s.io/kubernetes/cmd/{program}" for program in NODE_PROGRAMS},
+        variables=_kubernetes_version(),
+        module="kubernetes",
+        tested_with=False,
+    ),
+    "coredns": Recipe(packages={"coredns": "github.com/coredns/coredns"}, tested_with=False),
     "training-operator": Recipe(
         packages={"training-operator": "github.com/kubeflow/training-operator/cmd/training-operator.v1"},
         tested_with=False,
     ),
 }
+
+
+def _sources(name: str) -> Path:
+    """The folder of the wrapper module that recipe ``name`` is built from."""
+    return TOOLS / (RECIPES[name].module or name)
 
 
 def cache_dir() -> Path:
@@ -97,7 +112,7 @@ def binaries(name: str, report: Report | None = None) -> Path:
     home.mkdir(parents=True, exist_ok=True)
     with locked(home / f"{name}.lock"):
         if not target.is_dir():
-            _build(name, target, report or _to_stderr)
+            _build(name, target, report or to_stderr)
     return target
 
 
@@ -110,7 +125,7 @@ def module_folder(name: str, module: str) -> Path:
     """
     go_toolchain(name)
     command = ["go", "mod", "download", "-json", module]
-    answer = subprocess.run(command, cwd=TOOLS / name, env=_go_env(), capture_output=True, text=True, check=False)
+    answer = subprocess.run(command, cwd=_sources(name), env=_go_env(), capture_output=True, text=True, check=False)
     found = json.loads(answer.stdout or "{}")
     if answer.returncode != 0 or "Dir" not in found:
         raise BuildError(f"module {module} of {name}: {found.get('Error') or answer.stderr.strip()}")
@@ -123,7 +138,7 @@ def go_toolchain(name: str) -> str:
     Raises:
         MissingToolError: Go is absent, or older than the module asks for and unable to fetch a newer one.
     """
-    module = TOOLS / name
+    module = _sources(name)
     wanted = next(line.split()[1] for line in (module / "go.mod").read_text().splitlines() if line[:3] == "go ")
     remedy = f"install Go {wanted} or newer (https://go.dev/doc/install) to build {name}"
     if shutil.which("go") is None:
@@ -151,7 +166,7 @@ def _fingerprint(name: str, toolchain: str) -> str:
     """Hash of everything that decides what the programs are."""
     recipe, digest = RECIPES[name], hashlib.sha256(toolchain.encode())
     for source in ("go.mod", "go.sum", "tools.go"):
-        digest.update(hashlib.sha256((TOOLS / name / source).read_bytes()).digest())
+        digest.update(hashlib.sha256((_sources(name) / source).read_bytes()).digest())
     digest.update(repr((recipe.flags(), sorted(recipe.packages.items()))).encode())
     return digest.hexdigest()[:16]
 
@@ -175,7 +190,7 @@ def _build(name: str, target: Path, report: Report) -> None:
             started = time.monotonic()
             command = ["go", "build", *recipe.flags(), "-o", str(done / program), package]
             answer = subprocess.run(
-                command, cwd=TOOLS / name, env=_go_env(), capture_output=True, text=True, check=False
+                command, cwd=_sources(name), env=_go_env(), capture_output=True, text=True, check=False
             )
             if answer.returncode != 0:
                 said = "\n".join(answer.stderr.splitlines()[-ERROR_LINES:])
@@ -184,5 +199,6 @@ def _build(name: str, target: Path, report: Report) -> None:
         done.rename(target)
 
 
-def _to_stderr(line: str) -> None:
+def to_stderr(line: str) -> None:
+    """Show progress where it does not mix with results."""
     print(line, file=sys.stderr, flush=True)

@@ -14,6 +14,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 LIFETIME = timedelta(days=365)
 CLOCK_SKEW = timedelta(hours=1)
 KEY_MODE = 0o600
+MASTERS = "system:masters"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +24,15 @@ class Certificates:
     ca: Path
     server_cert: Path
     server_key: Path
+    kubelet_client_cert: Path
+    """Who the API server is to a kubelet."""
+    kubelet_client_key: Path
     service_account_key: Path
 
 
 def write_certificates(folder: Path, hosts: Sequence[str]) -> Certificates:
-    """Make a new authority and what it signs; ``hosts`` are the server's names and IP addresses."""
-    ca_key, server_key, account_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(3))
+    """Make a new authority and what it signs; ``hosts`` are the API server's names and IP addresses."""
+    ca_key, server_key, client_key, account_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(4))
     ca_name = _name("dlrm-test-ca")
     ca = (
         _builder(ca_name, ca_name, ca_key.public_key(), ca_key.public_key())
@@ -37,17 +41,22 @@ def write_certificates(folder: Path, hosts: Sequence[str]) -> Certificates:
         .sign(ca_key, hashes.SHA256())
     )
     server = (
-        _builder(_name("kube-apiserver"), ca_name, server_key.public_key(), ca_key.public_key())
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage(signs_certificates=False), critical=True)
+        _leaf(_name("kube-apiserver"), ca_name, server_key.public_key(), ca_key.public_key())
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.SubjectAlternativeName([_host(host) for host in hosts]), critical=False)
+        .sign(ca_key, hashes.SHA256())
+    )
+    client = (
+        _leaf(_name("kube-apiserver", MASTERS), ca_name, client_key.public_key(), ca_key.public_key())
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
         .sign(ca_key, hashes.SHA256())
     )
     return Certificates(
         ca=_write(folder / "ca.crt", ca.public_bytes(serialization.Encoding.PEM)),
         server_cert=_write(folder / "apiserver.crt", server.public_bytes(serialization.Encoding.PEM)),
         server_key=_write(folder / "apiserver.key", _pem(server_key)),
+        kubelet_client_cert=_write(folder / "kubelet-client.crt", client.public_bytes(serialization.Encoding.PEM)),
+        kubelet_client_key=_write(folder / "kubelet-client.key", _pem(client_key)),
         service_account_key=_write(folder / "service-account.key", _pem(account_key)),
     )
 
@@ -70,6 +79,17 @@ def _builder(
     )
 
 
+def _leaf(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, issuer_key: ec.EllipticCurvePublicKey
+) -> x509.CertificateBuilder:
+    """A certificate that signs no other."""
+    return (
+        _builder(subject, issuer, key, issuer_key)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(signs_certificates=False), critical=True)
+    )
+
+
 def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
         digital_signature=True,
@@ -84,8 +104,10 @@ def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
     )
 
 
-def _name(common: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
+def _name(common: str, group: str = "") -> x509.Name:
+    """Kubernetes takes the organization for the user's group."""
+    groups = [x509.NameAttribute(NameOID.ORGANIZATION_NAME, group)] if group else []
+    return x509.Name([*groups, x509.NameAttribute(NameOID.COMMON_NAME, common)])
 
 
 def _host(host: str) -> x509.GeneralName:

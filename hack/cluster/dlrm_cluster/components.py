@@ -2,11 +2,13 @@
 
 import ipaddress
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlrm_cluster.certificates import Certificates
+from dlrm_cluster.certificates import MASTERS, Certificates
+from dlrm_cluster.ports import LOOPBACK
 
 ADMIN = "dlrm-admin"
 CLUSTER = "dlrm-test"
@@ -20,6 +22,15 @@ CLIENT_QPS, CLIENT_BURST = 1_000, 2_000
 """The components' own limits (20 to 50 calls a second) would be what a test at scale measures."""
 
 Argv = list[str | Path]
+
+
+@dataclass(frozen=True)
+class Account:
+    """A user of the API who shows a static token; one who speaks for a node alone is in the group of nodes."""
+
+    name: str
+    group: str
+    token: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +48,11 @@ class Layout:
     def server(self) -> str:
         """The API server's URL."""
         return f"https://{self.address}:{self.api_port}"
+
+    @property
+    def etcd(self) -> str:
+        """The store's URL; it asks nobody who they are, so only loopback reaches it."""
+        return f"http://{LOOPBACK}:{self.etcd_port}"
 
     @property
     def kubeconfig(self) -> Path:
@@ -65,9 +81,9 @@ class Layout:
 
 
 def etcd_argv(program: Path, layout: Layout) -> Argv:
-    """A single member that never waits for the disk: the data need not survive the machine."""
-    client = f"http://{layout.address}:{layout.etcd_port}"
-    peer = f"http://{layout.address}:{layout.etcd_peer_port}"
+    """A single member on loopback that never waits for the disk: the data need not survive the machine."""
+    client = layout.etcd
+    peer = f"http://{LOOPBACK}:{layout.etcd_peer_port}"
     return [
         program,
         f"--data-dir={layout.work_dir / ETCD_DATA}",
@@ -82,18 +98,21 @@ def etcd_argv(program: Path, layout: Layout) -> Argv:
 
 
 def apiserver_argv(program: Path, layout: Layout, *, audit: bool) -> Argv:
-    """RBAC, and one administrator by static token."""
+    """RBAC, users by static token, and what ``kubectl logs`` and ``exec`` need to reach a node's kubelet."""
     certificates = layout.certificates
     argv: Argv = [
         program,
         f"--bind-address={layout.address}",
         f"--advertise-address={layout.address}",
         f"--secure-port={layout.api_port}",
-        f"--etcd-servers=http://{layout.address}:{layout.etcd_port}",
+        f"--etcd-servers={layout.etcd}",
         f"--tls-cert-file={certificates.server_cert}",
         f"--tls-private-key-file={certificates.server_key}",
         f"--token-auth-file={layout.tokens}",
         "--authorization-mode=Node,RBAC",
+        "--kubelet-preferred-address-types=InternalIP",
+        f"--kubelet-client-certificate={certificates.kubelet_client_cert}",
+        f"--kubelet-client-key={certificates.kubelet_client_key}",
         f"--service-cluster-ip-range={SERVICE_IP_RANGE}",
         f"--service-account-issuer={ISSUER}",
         f"--service-account-key-file={certificates.service_account_key}",
@@ -149,25 +168,37 @@ def audit_policy() -> dict[str, Any]:
     }
 
 
-def kubeconfig(layout: Layout, token: str) -> dict[str, Any]:
-    """The administrator's kubeconfig."""
+def administrator(token: str) -> Account:
+    """Who may do everything."""
+    return Account(ADMIN, MASTERS, token)
+
+
+def kubeconfig(layout: Layout, account: Account) -> dict[str, Any]:
+    """The kubeconfig of one user."""
     cluster = {"server": layout.server, "certificate-authority": str(layout.certificates.ca)}
-    context = {"cluster": CLUSTER, "user": ADMIN, "namespace": "default"}
+    context = {"cluster": CLUSTER, "user": account.name, "namespace": "default"}
     return {
         "apiVersion": "v1",
         "kind": "Config",
         "current-context": CLUSTER,
         "clusters": [{"name": CLUSTER, "cluster": cluster}],
-        "users": [{"name": ADMIN, "user": {"token": token}}],
+        "users": [{"name": account.name, "user": {"token": account.token}}],
         "contexts": [{"name": CLUSTER, "context": context}],
     }
 
 
-def write_files(layout: Layout, token: str) -> None:
-    """Write what the components read; JSON is YAML, so no YAML library is needed."""
+def write_kubeconfig(path: Path, layout: Layout, account: Account) -> Path:
+    """Write the kubeconfig of one user; nobody else may read it. JSON is YAML, so no YAML library is needed."""
+    path.touch(mode=0o600)
+    path.write_text(json.dumps(kubeconfig(layout, account), indent=2))
+    return path
+
+
+def write_files(layout: Layout, accounts: Sequence[Account]) -> None:
+    """Write what the components read; the first of ``accounts`` is the administrator."""
     layout.tokens.touch(mode=0o600)
-    layout.tokens.write_text(f'{token},{ADMIN},{ADMIN},"system:masters"\n')
-    layout.kubeconfig.touch(mode=0o600)
-    layout.kubeconfig.write_text(json.dumps(kubeconfig(layout, token), indent=2))
+    lines = [f'{account.token},{account.name},{account.name},"{account.group}"\n' for account in accounts]
+    layout.tokens.write_text("".join(lines))
+    write_kubeconfig(layout.kubeconfig, layout, accounts[0])
     layout.scheduler_config.write_text(json.dumps(scheduler_config(layout), indent=2))
     layout.audit_policy.write_text(json.dumps(audit_policy(), indent=2))

@@ -1,7 +1,7 @@
 """etcd, kube-apiserver, kube-controller-manager and kube-scheduler as processes on loopback ports.
 
-No kubelet: a node is an object that a test creates, and a pod that was bound to one changes only as the
-test writes its status.
+There is no kubelet here (``node.py`` adds one): a node is an object that a test creates, and a pod that was bound
+to one changes only as the test writes its status.
 """
 
 import secrets
@@ -14,13 +14,16 @@ from dlrm_cluster import components
 from dlrm_cluster.api import Api
 from dlrm_cluster.build import binaries
 from dlrm_cluster.certificates import write_certificates
-from dlrm_cluster.components import Argv, Layout
+from dlrm_cluster.components import Account, Argv, Layout
 from dlrm_cluster.errors import PortTakenError
+from dlrm_cluster.network import Network
 from dlrm_cluster.ports import LOOPBACK, free_port, listens
 from dlrm_cluster.process import Server
 
 NODE_GRACE_S = 86_400.0
 PORT_CHOICES = 5
+OWN_PORTS = (6443, 2379, 2380)
+"""Of the API server, etcd and etcd's peers where nobody else is: in a network of their own."""
 NO_ARGS: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
@@ -29,9 +32,10 @@ class ControlPlane:
 
     Args:
         work_dir: Certificates, data and each process's log; an earlier control plane's data there is dropped.
-        address: What etcd and the API server bind.
+        network: Where all of it runs, so that pods reach it; without one, on this machine's loopback.
         audit: Write ``audit_log``, one line a call.
         node_grace_s: How long a silent node stays Ready. The default lets nodes without a kubelet live.
+        accounts: Users beside the administrator.
         extra_args: Component name -> further flags; they win over ours.
         outlive_parent: Keep running when this process ends.
     """
@@ -40,16 +44,18 @@ class ControlPlane:
         self,
         work_dir: Path,
         *,
-        address: str = LOOPBACK,
+        network: Network | None = None,
         audit: bool = False,
         node_grace_s: float = NODE_GRACE_S,
+        accounts: Sequence[Account] = (),
         extra_args: Mapping[str, Sequence[str]] = NO_ARGS,
         outlive_parent: bool = False,
     ) -> None:
         self.work_dir = work_dir.resolve()
         self.servers: dict[str, Server] = {}
         self.token = secrets.token_hex(16)
-        self._address = address
+        self._network = network
+        self._accounts = accounts
         self._audit = audit
         self._node_grace_s = node_grace_s
         self._extra_args = extra_args
@@ -117,7 +123,7 @@ class ControlPlane:
     def _start_once(self) -> None:
         etcd, kubernetes = binaries("etcd"), binaries("kubernetes")
         layout = self._layout = self._new_layout()
-        components.write_files(layout, self.token)
+        components.write_files(layout, [components.administrator(self.token), *self._accounts])
         api_argv = components.apiserver_argv(kubernetes / "kube-apiserver", layout, audit=self._audit)
         manager_argv = components.controller_manager_argv(
             kubernetes / "kube-controller-manager", layout, node_grace_s=self._node_grace_s
@@ -135,19 +141,22 @@ class ControlPlane:
         shutil.rmtree(self.work_dir / components.ETCD_DATA, ignore_errors=True)
         for log in self.work_dir.glob("*.log"):
             log.unlink()
-        hosts = (self._address, "localhost", components.SERVICE_IP, "kubernetes.default.svc")
+        address = self._network.node if self._network else LOOPBACK
+        hosts = (address, "localhost", components.SERVICE_IP, "kubernetes.default.svc")
+        api_port, etcd_port, etcd_peer_port = OWN_PORTS if self._network else (free_port() for _ in OWN_PORTS)
         return Layout(
             work_dir=self.work_dir,
-            address=self._address,
-            api_port=free_port(self._address),
-            etcd_port=free_port(self._address),
-            etcd_peer_port=free_port(self._address),
+            address=address,
+            api_port=api_port,
+            etcd_port=etcd_port,
+            etcd_peer_port=etcd_peer_port,
             certificates=write_certificates(self.work_dir, hosts),
         )
 
     def _launch(self, name: str, argv: Argv, port: int | None = None) -> None:
         """Start one server and, where it has a port, wait until it is the one that listens there."""
-        argv = [*argv, *self._extra_args.get(name, ())]
+        enter = self._network.enter if self._network else []
+        argv = [*enter, *argv, *self._extra_args.get(name, ())]
         server = Server(name, argv, self.work_dir, outlive_parent=self._outlive_parent)
         self.servers[name] = server
         server.start()

@@ -16,6 +16,7 @@ import pytest
 from dlrm_cluster.build import binaries
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.errors import ClusterError, MissingToolError
+from dlrm_cluster.real_cluster import RealCluster, cluster_for_tests
 from dlrm_cluster.s3 import RcloneS3, S3Server, VersityGateway
 
 STRICT = {"kube-apiserver": ("--enable-admission-plugins=OwnerReferencesPermissionEnforcement",)}
@@ -25,6 +26,7 @@ NEEDED = {
     "helm": ("helm",),
     "kueue": ("kueue",),
     "kwok": ("kwok",),
+    "real_cluster": ("etcd", "kubernetes", "node", "coredns"),
     "versitygw": ("versitygw",),
 }
 
@@ -64,6 +66,37 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlP
         refuse(error)
     with plane:
         yield plane
+
+
+@pytest.fixture(scope="session")
+def real_cluster() -> Iterator[RealCluster]:
+    """A cluster whose pods run: that of ``KUBECONFIG``, else one with a node on this machine, which needs root."""
+    try:
+        with cluster_for_tests() as cluster:
+            yield cluster
+    except MissingToolError as error:
+        refuse(error)
+
+
+@pytest.fixture(scope="session")
+def real_node(real_cluster: RealCluster) -> RealCluster:
+    """The real cluster where its node's processes are within reach: one that ``up --node`` made."""
+    try:
+        real_cluster.own_folder()
+    except MissingToolError as error:
+        refuse(error)
+    return real_cluster
+
+
+@pytest.fixture
+def real_namespace(real_cluster: RealCluster) -> Iterator[str]:
+    """The name of a new namespace of the real cluster; it goes with all that is in it."""
+    name = f"test-{secrets.token_hex(4)}"
+    real_cluster.kubectl("create", "namespace", name)
+    account = ("serviceaccount", "default", f"--namespace={name}")
+    real_cluster.eventually(lambda: real_cluster.get(*account), 30, "the default service account")
+    yield name
+    real_cluster.kubectl("delete", "namespace", name, "--wait=false")
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ from pathlib import Path
 LOOPBACK = "127.0.0.1"
 LOWEST, HIGHEST = 10_000, 65_535
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-PROC_TCP = Path("/proc/net/tcp")
 LISTEN = "0A"
 
 
@@ -34,14 +33,14 @@ def free_port(address: str = LOOPBACK) -> int:
 
 
 def listens(pid: int, port: int) -> bool:
-    """Whether the process itself listens on ``port`` (any IPv4 address).
+    """Whether the process itself listens on ``port`` (any IPv4 address of its own network namespace).
 
     A plain connect would also succeed against a stranger that took the port first.
     """
-    rows = (line.split() for line in PROC_TCP.read_text().splitlines()[1:])
-    inodes = {row[9] for row in rows if row[3] == LISTEN and int(row[1].partition(":")[2], 16) == port}
-    targets = set()
+    targets, inodes = set(), set()
     with suppress(OSError):  # the process is gone, or another user's
+        rows = (line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:])
+        inodes = {row[9] for row in rows if row[3] == LISTEN and int(row[1].partition(":")[2], 16) == port}
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(FileNotFoundError):  # closed since it was listed
                 targets.add(str(descriptor.readlink()))
