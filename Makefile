@@ -11,7 +11,7 @@ export PYTHONPATH := hack/cluster
 
 SEED ?= 0
 
-.PHONY: help quickstart test test-fast e2e soak faults lint format generate bench lock cluster-up cluster-down clean
+.PHONY: help quickstart test test-fast e2e soak faults lint format generate bench lock images cluster-up cluster-down clean
 help: ## what each verb does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
@@ -71,11 +71,7 @@ lock: ## write constraints.txt anew (needs uv)
 	uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url --extra dev --extra bench pyproject.toml; } \
 	> constraints.new && mv constraints.new constraints.txt
 
-e2e: $(INSTALLED) ## tests with real pods: on the cluster of KUBECONFIG, else on a node made for them (root, Debian packages)
-	$(PYTEST) -m e2e
-
-cluster-up: $(INSTALLED) ## a real Kubernetes control plane, built from Go modules; NODE=1: with a node that runs pods (root)
-	$(BIN)/python -m dlrm_cluster up $(if $(NODE),--node)
+.PHONY: help quickstart test test-fast e2e soak faults lint format generate bench lock images cluster-up cluster-down clean
 
 cluster-down: $(INSTALLED) ## end it
 	$(BIN)/python -m dlrm_cluster down

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -75,7 +76,10 @@ def _unless_refused(save: Callable[..., None]) -> Callable[..., None]:
 
 @functools.cache
 def _folder(package: str) -> Path:
-    """``NUMBA_CACHE_DIR``, else the user's cache folder, else one for temporary files: the first that takes a file."""
+    """``NUMBA_CACHE_DIR``, else the user's cache folder, else one for temporary files: the first that takes a file.
+
+    numba reads no folder that it cannot write to. What an image brings in one is therefore copied.
+    """
     digest = hashlib.sha256()
     for root in sorted({package, OWN_PACKAGE}):
         for source in sorted(Path(str(sys.modules[root].__file__)).parent.rglob("*.py")):
@@ -89,7 +93,22 @@ def _folder(package: str) -> Path:
             place = Path(folder).expanduser() / "dlrm-operator" / name
             place.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=place):
-                return place
+                pass
+            if folder != base:
+                _copy_kept(Path(base).expanduser() / "dlrm-operator" / name, place)
+            return place
         except (OSError, RuntimeError):  # not writable; a user without a home
             continue
     return Path(tempfile.mkdtemp())
+
+
+def _copy_kept(kept: Path, place: Path) -> None:
+    """Copy files that are not there yet: each appears whole, machine code before the index that names it."""
+    with contextlib.suppress(OSError):
+        for source in sorted(kept.rglob("*.nb[ci]"), key=lambda path: path.suffix):
+            target = place / source.relative_to(kept)
+            if not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                unfinished = target.with_suffix(f".{os.getpid()}")
+                shutil.copyfile(source, unfinished)
+                unfinished.replace(target)

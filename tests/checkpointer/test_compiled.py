@@ -17,6 +17,16 @@ firsts = np.zeros((1, 2), np.int64)
 fill_initial(np.zeros(1, np.int64), np.array([0, 1]), firsts, np.ones(1, np.uint64), np.ones(1, np.float32), out)
 print(np.isfinite(out).all())
 """
+REFUSE = """
+import tempfile
+plain = tempfile.TemporaryFile
+def refuse(*arguments, dir=None, **more):  # as a read-only root does; mode bits do not keep root out
+    if str(dir).startswith({folder!r}):
+        raise PermissionError(dir)
+    return plain(*arguments, dir=dir, **more)
+tempfile.TemporaryFile = refuse
+"""
+COMPILED = "print(sum(fill_initial.stats.cache_misses.values()))"
 
 
 def run(**environment: str) -> str:
@@ -49,6 +59,20 @@ def test_loops_compile_where_the_users_folders_take_no_file(tmp_path: Path) -> N
     assert run(HOME=str(nowhere), NUMBA_CACHE_DIR=str(nowhere / "cache"), TMPDIR=str(tmp_path / "scratch")) == "True"
 
     assert kept(tmp_path / "scratch")
+
+
+@pytest.mark.slow
+def test_loops_kept_in_a_folder_that_takes_no_file_are_copied_and_not_compiled_again(tmp_path: Path) -> None:
+    image, scratch = tmp_path / "image", tmp_path / "scratch"
+    run(NUMBA_CACHE_DIR=str(image))
+    scratch.mkdir()
+    refusing = REFUSE.format(folder=str(image)) + PROGRAM + COMPILED
+
+    command, environment = [sys.executable, "-c", refusing], {"NUMBA_CACHE_DIR": str(image), "TMPDIR": str(scratch)}
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == ["True", "0"]
+    assert [path.name for path in kept(scratch)] == [path.name for path in kept(image)]
 
 
 @pytest.mark.slow

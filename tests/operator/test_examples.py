@@ -67,3 +67,11 @@ def test_the_jobs_queue_is_one_of_the_queues() -> None:
     assert local["metadata"]["namespace"] == job["metadata"]["namespace"]
     marks = pods_on(pool("plain"))[0]["metadata"]["labels"]
     assert marks["kueue.x-k8s.io/queue-name"] == local["metadata"]["name"]
+
+
+def test_the_clusters_quickstart_is_two_pods_that_fit_on_two_processors_and_reach_s3_with_a_secrets_keys() -> None:
+    job = parse_job(yaml.safe_load((FOLDER.parent / "quickstart-cluster.yaml").read_text()))
+    pods = [item for item in render(job, None, plan_job(job.spec, None)) if item["kind"] == "Pod"]
+
+    assert [pod["spec"]["containers"][0]["resources"]["requests"]["cpu"] for pod in pods] == ["500m", "500m"]
+    assert all({"name": "credentials", "secret": {"secretName": "s3-keys"}} in pod["spec"]["volumes"] for pod in pods)

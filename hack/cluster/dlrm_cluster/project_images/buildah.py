@@ -1,0 +1,103 @@
+"""The program buildah, and mmdebstrap for a base image of Debian's own packages."""
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from dlrm_cluster.errors import BuildError, MissingToolError
+
+DEBIAN = "debian"
+"""In place of a base image's name: made here."""
+DEBIAN_IMAGE = "localhost/dlrm-base:bookworm"
+DEBIAN_PACKAGES = ("python3", "python3-venv", "ca-certificates")
+LEFT_OUT = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*")
+SEARCH_PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+ERROR_LINES = 40
+
+
+def buildah(*arguments: str) -> str:
+    """Run buildah without a daemon, in a changed root; returns what it printed.
+
+    Raises:
+        MissingToolError: it is not installed, or this is not root.
+        BuildError: it failed.
+    """
+    if os.geteuid():
+        raise MissingToolError("images are built as root here: buildah changes its root folder")
+    return _run("buildah", *arguments)
+
+
+def _run(program: str, *arguments: str) -> str:
+    if shutil.which(program) is None:
+        raise MissingToolError(f"the program {program!r} is not on PATH: install Debian's package of that name")
+    environment = os.environ | {"BUILDAH_ISOLATION": "chroot"}
+    answer = subprocess.run([program, *arguments], env=environment, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        said = "\n".join((answer.stdout + answer.stderr).splitlines()[-ERROR_LINES:])
+        raise BuildError(f"{program} {arguments[0]} failed:\n{said}")
+    return answer.stdout.strip()
+
+
+def base_image(name: str) -> tuple[str, str]:
+    """Name and identity of a base image, which is pulled, or made for ``DEBIAN``, where it is absent."""
+    if name == DEBIAN:
+        name = DEBIAN_IMAGE
+        if not images(name):
+            _make_debian()
+    elif not images(name):
+        buildah("pull", "--quiet", name)
+    return name, images(name)[0]["id"]
+
+
+def images(name: str) -> list[dict[str, str]]:
+    """What is known of an image: at most one, with its ``id`` and ``size`` in words."""
+    try:
+        found: list[dict[str, str]] = json.loads(buildah("images", "--json", name))
+    except BuildError:  # buildah's word for: there is none
+        return []
+    return found
+
+
+def build_image(file: str, tag: str, arguments: Mapping[str, str], secrets: Mapping[str, Path], root: Path) -> None:
+    """Build one Dockerfile; unchanged layers are taken from the last build."""
+    given = [f"--build-arg={name}={value}" for name, value in arguments.items()]
+    hidden = [f"--secret=id={name},src={path}" for name, path in secrets.items()]
+    buildah("bud", "--layers", "--network=host", *given, *hidden, f"--file={root / file}", f"--tag={tag}", str(root))
+
+
+@contextmanager
+def mounted(image: str) -> Iterator[Path]:
+    """The root folder of an image."""
+    container = buildah("from", "--pull-never", image)
+    try:
+        yield Path(buildah("mount", container))
+    finally:
+        buildah("rm", container)
+
+
+def _make_debian() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        archive = f"{folder}/base.tar"
+        excluded = [f"--dpkgopt=path-exclude={pattern}" for pattern in LEFT_OUT]
+        packages = f"--include={','.join(DEBIAN_PACKAGES)}"
+        _run("mmdebstrap", "--quiet", "--variant=minbase", packages, *excluded, "bookworm", archive)
+        container = buildah("from", "scratch")
+        buildah("add", "--quiet", container, archive, "/")
+        buildah("config", "--env", SEARCH_PATH, container)
+        buildah("commit", "--quiet", "--rm", container, DEBIAN_IMAGE)
+
+
+def export(tag: str, reference: str, archive: Path) -> None:
+    """Write an image as an OCI archive that holds it as ``reference``; whole or not at all, and not compressed."""
+    unfinished = archive.with_suffix(f".{os.getpid()}")
+    options: Sequence[str] = ("--quiet", "--disable-compression", "--format=oci")
+    try:
+        buildah("push", *options, tag, f"oci-archive:{unfinished}:{reference}")
+        unfinished.rename(archive)
+    finally:
+        unfinished.unlink(missing_ok=True)

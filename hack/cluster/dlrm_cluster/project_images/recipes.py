@@ -1,0 +1,65 @@
+"""What each image is made of, and what has to hold in it."""
+
+import hashlib
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).resolve().parents[4]
+Variant = Literal["cpu", "cuda"]
+SHARED = ("pyproject.toml", "constraints.txt", "LICENSE", ".dockerignore", "hack/images", "crds/dlrm_api")
+"""What every image is built from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One image."""
+
+    sources: tuple[str, ...]
+    """Files and folders that decide what is in it, besides ``SHARED``."""
+    packages: tuple[str, ...]
+    """Packages of this project that it holds; the last is what it runs."""
+    absent: tuple[str, ...]
+    """What belongs to other rooms."""
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "operator": Recipe(
+        sources=("operator/Dockerfile", "operator/dlrm_planner", "operator/dlrm_operator"),
+        packages=("dlrm_api", "dlrm_planner", "dlrm_operator"),
+        absent=("torch", "boto3", "numba", "pyarrow", "dlrm_trainer", "dlrm_checkpointer", "dlrm_cli"),
+    ),
+    "checkpointer": Recipe(
+        sources=("checkpointer",),
+        packages=("dlrm_api", "dlrm_checkpointer"),
+        absent=("torch", "kubernetes", "kopf", "scipy", "dlrm_operator", "dlrm_planner", "dlrm_trainer", "dlrm_cli"),
+    ),
+    "trainer": Recipe(
+        sources=("checkpointer", "trainer", "operator/dlrm_planner", "examples/quickstart.yaml"),
+        packages=("dlrm_api", "dlrm_checkpointer", "dlrm_trainer"),
+        absent=("kubernetes", "kopf", "dlrm_operator", "dlrm_planner", "dlrm_cli"),
+    ),
+}
+
+
+def reference(name: str) -> str:
+    """The whole name of an image, as a kubelet reads the short one of the operator's and the chart's defaults."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    return f"docker.io/library/dlrm-{name}:{version}"
+
+
+def fingerprint(name: str, base: str, variant: Variant) -> str:
+    """Hash of all that decides what is in an image; ``base`` is the identity of its base image."""
+    digest = hashlib.sha256(f"{reference(name)} {base} {variant}".encode())
+    for path in _files(name):
+        digest.update(f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _files(name: str) -> Iterator[Path]:
+    for source in sorted((*SHARED, *RECIPES[name].sources)):
+        path = ROOT / source
+        found = sorted(path.rglob("*")) if path.is_dir() else [path]
+        yield from (each for each in found if each.is_file() and "__pycache__" not in each.parts)
