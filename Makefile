@@ -71,7 +71,16 @@ lock: ## write constraints.txt anew (needs uv)
 	uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url --extra dev --extra bench pyproject.toml; } \
 	> constraints.new && mv constraints.new constraints.txt
 
-.PHONY: help quickstart test test-fast e2e soak faults lint format generate bench lock images cluster-up cluster-down clean
+images: BASE ?= docker.io/library/python:3.12-slim-bookworm
+images: TRAINER_VARIANT ?= cpu
+images: $(INSTALLED) ## build the container images that changed (needs root and buildah; BASE=debian makes a base of Debian's packages)
+	$(BIN)/python -m dlrm_cluster.project_images build --base $(BASE) --variant $(TRAINER_VARIANT)
+
+e2e: $(INSTALLED) ## tests with real pods: on the cluster of KUBECONFIG, else on a node made for them (root, Debian packages)
+	$(PYTEST) -m e2e
+
+cluster-up: $(INSTALLED) ## a real Kubernetes control plane, built from Go modules; NODE=1: with a node that runs pods (root)
+	$(BIN)/python -m dlrm_cluster up $(if $(NODE),--node)
 
 cluster-down: $(INSTALLED) ## end it
 	$(BIN)/python -m dlrm_cluster down
