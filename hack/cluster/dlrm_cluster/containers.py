@@ -21,6 +21,8 @@ PAUSE_IMAGE = "dlrm.local/pause:1"
 CNI_PROGRAMS = Path("/usr/lib/cni")
 CNI_RESULTS = Path("/var/lib/cni/results")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
+CONTAINER_GROUP = "k8s.io"
+CPU_SHARES = 16 * 1024
 TASKS = Path("io.containerd.runtime.v2.task/k8s.io")
 """Below its state, containerd keeps a folder a running container here; their control groups have the same names."""
 LOG_LINKS = Path("/var/log/containers")
@@ -101,6 +103,17 @@ class Containers:
         except ClusterError:
             return False
         return True
+
+    def favour(self) -> None:
+        """Give all containers together the processor time of several busy processes.
+
+        Without a kubelet's own tree of control groups (version 1) they would count as one process among the
+        machine's: beside forty others pods took minutes for what takes seconds.
+        """
+        if (CONTROL_GROUPS / "cpu").is_dir():
+            group = CONTROL_GROUPS / "cpu" / CONTAINER_GROUP
+            group.mkdir(exist_ok=True)
+            (group / "cpu.shares").write_text(str(CPU_SHARES))
 
     def end_processes(self) -> None:
         """End every container at once, and containerd's helpers, which outlive it by design."""

@@ -115,6 +115,7 @@ class Node:
         self._launch(network, "containerd", self.containers.argv, lambda _: self.containers.answers())
         pause = write_image(self._own / "pause.tar", PAUSE_IMAGE, {str(BUSYBOX): BUSYBOX}, SLEEP)
         self.containers.load(pause)
+        self.containers.favour()
         self._report("containerd is ready")
 
     def _launch(self, network: Network, name: str, argv: Argv, ready: Callable[[int], bool] = lambda _: True) -> None:
