@@ -5,8 +5,11 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 
+import pytest
+
 from dlrm_operator.cluster_errors import ClusterUnavailableError, ConflictError
 from dlrm_operator.facts.observed import JobKey
+from dlrm_operator.running import wakeups as wakeups_module
 from dlrm_operator.running.wakeups import Wakeups
 
 A, B = JobKey("space", "a"), JobKey("space", "b")
@@ -60,6 +63,19 @@ def test_equal_keys_never_run_at_once_and_different_ones_do() -> None:
 
     assert (A, B) in together
     assert all(len(set(keys)) == len(keys) for keys in together)
+
+
+def test_a_job_that_others_write_to_all_the_time_is_not_put_off_ever_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wakeups_module, "LONGEST_CONFLICT_S", 0.1)
+    turns: list[JobKey] = []
+
+    async def take(key: JobKey) -> None:
+        turns.append(key)
+        raise ConflictError(409, "it was written to")
+
+    run_for(1.5, take, lambda wakeups: wakeups.add(A))
+
+    assert len(turns) >= 10
 
 
 def test_a_turn_that_fails_is_repeated_with_growing_rests_and_events_do_not_shorten_them() -> None:

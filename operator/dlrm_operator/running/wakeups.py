@@ -21,6 +21,8 @@ PARALLEL = 8
 COOLDOWN_S = 0.05
 """Rest of one job between two turns, so that a burst of events makes one."""
 LONGEST_BACKOFF_S = 60.0
+LONGEST_CONFLICT_S = 2.0
+"""The same where others' writes came between: waiting longer does not help against one who writes all the time."""
 LONGEST_SLEEP_S = 3_600.0
 
 
@@ -108,7 +110,7 @@ class Wakeups:
             await self._take_turn(key)
         except ConflictError:
             RECONCILES.labels("conflict").inc()  # the job changed while we looked: look again
-            self._put_off(key, None)
+            self._put_off(key, None, LONGEST_CONFLICT_S)
         except ClusterUnavailableError as error:
             RECONCILES.labels("unavailable").inc()
             logger.warning("a turn is put off", extra={"job": key, "why": str(error)})
@@ -131,9 +133,9 @@ class Wakeups:
                 self._enqueue(key)
             self._changed.set()
 
-    def _put_off(self, key: JobKey, wish_s: float | None) -> None:
+    def _put_off(self, key: JobKey, wish_s: float | None, longest_s: float = LONGEST_BACKOFF_S) -> None:
         """Another turn after an exponential backoff with jitter, and not before the server's wish."""
         failures = self._failures[key] = self._failures.get(key, 0) + 1
-        backoff_s = min(0.25 * 2 ** min(failures, 10), LONGEST_BACKOFF_S) * random.uniform(0.5, 1.0)  # noqa: S311
+        backoff_s = min(0.25 * 2 ** min(failures, 10), longest_s) * random.uniform(0.5, 1.0)  # noqa: S311
         self._rest_until[key] = time.monotonic() + max(backoff_s, wish_s or 0.0)
         self._add(key, self._rest_until[key])
