@@ -1,7 +1,8 @@
 """Pods whose objects others keep by a finalizer: they hold nothing back, and nobody's finalizer is touched."""
 
+from kubelet_double import committed_word
 from model_cluster import ModelCluster
-from running_job import POD_0, POD_1, bring_up, running, status
+from running_job import POD_0, POD_1, bring_up, running, say, status
 
 from dlrm_api.status import Phase
 from dlrm_operator.facts.actions import CreatePod, DeleteObject, WakeAt
@@ -32,6 +33,35 @@ def test_the_next_gang_starts_once_all_that_is_left_of_the_last_one_are_finalize
     assert set(cluster.pods) == {POD_0, POD_1, "demo-trainer-2-0", "demo-trainer-2-1"}
     assert [cluster.pods[name]["metadata"]["finalizers"] for name in (POD_0, POD_1)] == [[AUDIT], [AUDIT]]
     assert status(cluster).replicas == 2
+
+
+def test_the_last_word_of_a_held_pod_does_not_take_the_newest_snapshot_back_nor_heal_a_budget_twice() -> None:
+    cluster = running(backoff="0s")
+    cluster.pods[POD_0]["metadata"]["finalizers"] = [AUDIT]
+    cluster.end(POD_0, "checkpointer", 0, committed_word(10).model_dump_json())
+    cluster.end(POD_0, "trainer", 1)
+    cluster.turn()
+    cluster.remove(POD_0)
+    cluster.remove(POD_1)
+    bring_up(cluster)
+    say(cluster, step=21, committed=20)
+    cluster.turn()
+
+    for index in range(2):
+        cluster.end(f"demo-trainer-2-{index}", "trainer", 1)
+    cluster.turn()
+    for index in range(2):
+        cluster.remove(f"demo-trainer-2-{index}")
+    cluster.turn()
+    between = status(cluster)
+    bring_up(cluster)
+    say(cluster, step=22, committed=20)
+    cluster.settle()
+
+    assert between.last_snapshot is not None
+    assert between.last_snapshot.step == 20
+    assert between.charged_restarts == 1
+    assert status(cluster).charged_restarts == 1
 
 
 def test_a_pod_of_a_lost_node_that_a_finalizer_keeps_is_forced_once_and_then_left_to_its_holder() -> None:

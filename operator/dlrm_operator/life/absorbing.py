@@ -35,14 +35,26 @@ def with_progress(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJobSt
     return status.model_copy(update={"progress": said})
 
 
-def with_snapshot(status: DLRMJobStatus, words: Iterable[CheckpointerProgress | None], *, heals: bool) -> DLRMJobStatus:
-    """The status with the newest committed snapshot; a newer step than before makes the budgets of restarts whole."""
+def with_snapshot(
+    status: DLRMJobStatus, words: Iterable[CheckpointerProgress | None], *, heals: bool, may_go_back: bool = True
+) -> DLRMJobStatus:
+    """The status with the newest committed snapshot; a newer step than before makes the budgets of restarts whole.
+
+    Args:
+        status: Of the job.
+        words: What its checkpointers say.
+        heals: Whether progress makes the budgets whole.
+        may_go_back: Whether an older step than the known one counts: the current gang may have restored from an older
+            snapshot, but pods of other attempts that are still there say what was the newest in their time.
+    """
     telling = [word for word in words if word is not None and word.last_snapshot is not None]
     said = max(telling, key=lambda word: word.last_snapshot.step if word.last_snapshot else -1, default=None)
     if said is None or said.last_snapshot is None:
         return status
     known, found = status.last_snapshot, said.last_snapshot
     if known is not None and known.step == found.step and known.uri == found.uri:
+        return status
+    if known is not None and found.step < known.step and not may_go_back:
         return status
     moment = datetime.fromtimestamp(found.time, UTC)
     snapshot = SnapshotStatus(

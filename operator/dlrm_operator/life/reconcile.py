@@ -108,7 +108,7 @@ def _decide(observed: Observed, spec: DLRMJob | InvalidSpecError, status: DLRMJo
     restart = spec.spec.lifecycle.restart
     gang = current_gang(observed, status)
     words = gang.checkpoints if gang.pods else last_words(observed)
-    status = with_snapshot(status, words, heals=restart.progress_resets)
+    status = with_snapshot(status, words, heals=restart.progress_resets, may_go_back=bool(gang.pods))
     status = with_store_health(with_progress(status, gang, now), gang, now)
     verdict = judge(gang, restart, now)
     if verdict.outcome is Outcome.SUCCEEDED:

@@ -234,11 +234,19 @@ class Life:
     async def _retry(self, size: int) -> bool:
         """The user edits the failed job, so that it goes on; False where it was deleted before."""
         await asyncio.sleep(self._dice.choice([0.0, 0.2, 1.0]))
-        pause = f"{self._dice.randint(5, 99)}s"
-        lifecycle = {"activeDeadline": None, "pendingDeadline": None, "restart": {"maxBackoff": pause}}
-        self._tell(f"the user edits the failed job, for {size} pods")
+        mended: Object = {"activeDeadline": None, "pendingDeadline": None}
         try:
-            await self._spec({"lifecycle": lifecycle, "trainer": {"replicas": size}})
+            if self._dice.random() < 0.3:
+                self._tell(f"the user suspends the failed job, and resumes it with {size} pods")
+                await self._spec({"lifecycle": {"suspend": True}})
+                wanted = (await self._server.call("GET", self._path))["metadata"]["generation"]
+                seen = lambda: self._status().get("observedGeneration", 0) >= wanted  # noqa: E731
+                await self._until(lambda: seen() or self._uid in self._world.gone, "the suspension is seen")
+                mended["suspend"] = False
+            else:
+                self._tell(f"the user edits the failed job, for {size} pods")
+                mended["restart"] = {"maxBackoff": f"{10 + self._attempt}s"}
+            await self._spec({"lifecycle": mended, "trainer": {"replicas": size}})
         except RefusedError as error:
             if error.code != 404 or self._script.ttl_s is None:
                 raise
