@@ -84,8 +84,9 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def _sources(name: str) -> Path:
-    """The folder of the wrapper module that recipe ``name`` is built from."""
-    return TOOLS / (RECIPES[name].module or name)
+    """The wrapper module's folder; one without a recipe pins manifests alone, and no program is built from it."""
+    recipe = RECIPES.get(name)
+    return TOOLS / ((recipe.module if recipe else "") or name)
 
 
 def cache_dir() -> Path:
