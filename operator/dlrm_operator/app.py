@@ -56,14 +56,14 @@ async def run(settings: Settings) -> None:
                 standalone=True,
                 clusterwide=settings.namespace is None,
                 namespaces=namespaces,
-                stop_flag=engine.redefined,
+                stop_flag=engine.ending,
             )
         except Exception as error:
             if not engine.started:
                 raise  # nothing that passes: a port that is taken, a right that lacks
             logger.warning("watching ended, all begins anew: %s", error)
         else:
-            if not engine.redefined.is_set():
+            if not engine.redefined:
                 return
             logger.warning("DLRMJobs are defined again: watching begins anew")
         if await _told_to_stop(within_s=AGAIN_S):

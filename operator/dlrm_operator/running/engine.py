@@ -75,8 +75,10 @@ class Engine:
         self._admission = _admission_server(settings, self.references)
         self._tasks: list[asyncio.Task[None]] = []
         self._undefined = False
-        self.redefined = asyncio.Event()
-        """Set where DLRMJobs are there that were not: in one namespace kopf watches no kind that came after it."""
+        self.redefined = False
+        """Whether DLRMJobs are there that were not: in one namespace kopf watches no kind that came after it."""
+        self.ending = asyncio.Event()
+        """Ends kopf; set at every end of it, or kopf would wait five seconds for its own task that waits for this."""
         self.started = False
 
     async def start(self) -> None:
@@ -100,6 +102,7 @@ class Engine:
 
     async def stop(self) -> None:
         """Let turns at work end, for a while, and the next leader begin; then cut off what still runs."""
+        self.ending.set()
         await self.wakeups.drain(TURN_S)
         for task in self._tasks:
             task.cancel()  # the Lease is not renewed any more
@@ -168,7 +171,8 @@ class Engine:
                     for item in items:
                         self.wakeups.add(JobKey(item["metadata"]["namespace"], item["metadata"]["name"]))
                     if self._undefined and self.settings.namespace:
-                        self.redefined.set()
+                        self.redefined = True
+                        self.ending.set()
                     self._undefined = False
             except NotFoundError:
                 self._undefined = True
