@@ -15,9 +15,14 @@ from dlrm_operator.running.wakeups import Wakeups
 A, B = JobKey("space", "a"), JobKey("space", "b")
 
 
-def run_for(seconds: float, take: Callable[[JobKey], Awaitable[None]], wake: Callable[[Wakeups], None]) -> None:
+def run_for(
+    seconds: float,
+    take: Callable[[JobKey], Awaitable[None]],
+    wake: Callable[[Wakeups], None],
+    new: Callable[[JobKey], bool] = lambda _: False,
+) -> None:
     async def main() -> None:
-        wakeups = Wakeups(take)
+        wakeups = Wakeups(take, new)
         task = asyncio.create_task(wakeups.run())
         wake(wakeups)
         await asyncio.sleep(seconds)
@@ -190,3 +195,43 @@ def test_what_is_forgotten_gets_no_turn() -> None:
     run_for(0.4, take, wake)
 
     assert turns == [B]
+
+
+def test_jobs_on_their_way_go_before_new_ones_and_those_in_the_order_in_which_they_came() -> None:
+    turns: list[JobKey] = []
+    wakeups_of_test: list[Wakeups] = []
+
+    async def take(key: JobKey) -> None:
+        turns.append(key)
+        await asyncio.sleep(0.02)
+        if turns.count(key) == 1:
+            wakeups_of_test[0].add(key)
+
+    def wake(wakeups: Wakeups) -> None:
+        wakeups_of_test.append(wakeups)
+        for number in range(32):
+            wakeups.add(JobKey(f"space-{number:02}", f"job-{31 - number:02}"))
+
+    run_for(1.5, take, wake, lambda key: key not in turns)
+
+    began = [turns.index(key) for key in sorted(set(turns))]
+    assert len(began) == 32
+    assert began == sorted(began)
+    assert turns.count(turns[0]) == 2
+    assert len(turns) - turns[::-1].index(turns[0]) < began[-1]
+
+
+def test_keys_that_are_spread_get_their_turns_one_after_the_other_and_events_need_not_wait_for_them() -> None:
+    turns: list[JobKey] = []
+    jobs = [JobKey("space", f"job-{number}") for number in range(10)]
+
+    async def take(key: JobKey) -> None:
+        turns.append(key)
+
+    def wake(wakeups: Wakeups) -> None:
+        wakeups.spread(jobs, 60.0)
+        wakeups.add(jobs[-1])
+
+    run_for(0.3, take, wake)
+
+    assert turns == [jobs[0], jobs[-1]]

@@ -39,6 +39,11 @@ class JobCache:
         """The job as last seen."""
         return self._jobs.get(key)
 
+    def never_had_gang(self, key: JobKey) -> bool:
+        """Whether the job is known, and no gang of it ever stood."""
+        job = self._jobs.get(key)
+        return job is not None and (job.status is None or job.status.gang_attempt == 0)
+
     def forget(self, key: JobKey) -> None:
         """The job is gone."""
         self._jobs.pop(key, None)

@@ -43,6 +43,8 @@ ASK_EVERY = 20
 """Resyncs between two lists of jobs."""
 UNDEFINED_S = 5.0
 """Between two of them while there are no DLRMJobs."""
+RESYNCS_PER_S = 10.0
+"""All jobs together; with more jobs each is woken less often."""
 
 
 class Engine:
@@ -55,7 +57,7 @@ class Engine:
         where = settings.namespace or settings.lease_namespace or api.namespace
         self._leader = Leader(lease_api, where, settings.identity, settings.lease, self._led)
         self.jobs = JobCache()
-        self.wakeups = Wakeups(self._take_turn)
+        self.wakeups = Wakeups(self._take_turn, self.jobs.never_had_gang)
         self._pods = PodCache(api, settings.namespace, self.wakeups.add)
         self._planner = Planner(settings.plan_deadline_s, self.wakeups.add)
         self._poller = Poller(settings.poll_s, self.wakeups.add)
@@ -159,7 +161,7 @@ class Engine:
             await self.turns.take(key)
 
     async def _resync(self) -> None:
-        """Wake every job now and then, since a deadline may pass without an event.
+        """Wake every job now and then, one by one, since a deadline may pass without an event.
 
         Seldom the server is asked which jobs there are: kopf's watch can fall silent.
         """
@@ -179,9 +181,11 @@ class Engine:
                 logger.warning("%s", self.waits_for())
             except (ClusterUnavailableError, ClusterRefusedError):
                 logger.warning("resync put off", exc_info=True)
-            self.wake_all()  # those that the list lacks are gone, and the turn finds out
+            known = self.jobs.known()
             pause_s = min(self.settings.resync_s, UNDEFINED_S) if self._undefined else self.settings.resync_s
-            await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))  # noqa: S311
+            rest_s = max(pause_s, len(known) / RESYNCS_PER_S) * random.uniform(0.8, 1.2)  # noqa: S311
+            self.wakeups.spread(known, rest_s)  # those that the list lacks are gone, and the turn finds out
+            await asyncio.sleep(rest_s)
 
 
 def _admission_server(settings: Settings, references: References) -> AdmissionServer | None:

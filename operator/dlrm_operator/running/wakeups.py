@@ -1,4 +1,4 @@
-"""Which jobs want a turn, and when: equal keys never run at once, different ones do."""
+"""Which jobs want a turn, and when: equal keys never run at once, different ones do, those on their way first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import heapq
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 
@@ -18,22 +18,34 @@ from dlrm_operator.metrics import QUEUE, RECONCILES
 logger = logging.getLogger(__name__)
 
 PARALLEL = 8
-COOLDOWN_S = 0.05
+COOLDOWN_S = 0.02
 """Rest of one job between two turns, so that a burst of events makes one."""
 LONGEST_BACKOFF_S = 60.0
 LONGEST_CONFLICT_S = 2.0
 """The same where others' writes came between: waiting longer does not help against one who writes all the time."""
 LONGEST_SLEEP_S = 3_600.0
+PATIENCE_S = 300.0
+"""A job that has no gang yet lets others go before it that were woken up to so much later."""
 
 
 class Wakeups:
-    """A set of keys with a time each; ten events of one job make one turn."""
+    """A set of keys with a time each; ten events of one job make one turn.
 
-    def __init__(self, take_turn: Callable[[JobKey], Awaitable[None]]) -> None:
+    With more jobs than can be served at once the first come are served to their end, not all of them in rounds: a new
+    job's first turns wait for those of jobs that are further, though not for ever.
+    """
+
+    def __init__(
+        self, take_turn: Callable[[JobKey], Awaitable[None]], is_new: Callable[[JobKey], bool] = lambda _: False
+    ) -> None:
+        """``is_new`` says of a job whether it never had a gang."""
         self._take_turn = take_turn
+        self._is_new = is_new
         self._due: dict[JobKey, float] = {}
         self._queue: list[tuple[float, JobKey]] = []
         """A heap of when to look at a key; one that was looked at, or is looked at sooner, may still be in it."""
+        self._ready: list[tuple[float, JobKey]] = []
+        """A heap of keys whose time has come, with what orders them; one that had its turn may still be in it."""
         self._rest_until: dict[JobKey, float] = {}
         self._failures: dict[JobKey, int] = {}
         self._busy: dict[JobKey, asyncio.Task[None]] = {}
@@ -47,6 +59,12 @@ class Wakeups:
     def add_at(self, key: JobKey, moment: datetime) -> None:
         """Wake the job then, unless it is woken before."""
         self._add(key, time.monotonic() + max((moment - datetime.now(UTC)).total_seconds(), 0.0))
+
+    def spread(self, keys: Sequence[JobKey], over_s: float) -> None:
+        """Wake them one after the other, evenly over so many seconds: no event has to wait behind all of them."""
+        now = time.monotonic()
+        for number, key in enumerate(keys):
+            self._add(key, now + over_s * number / len(keys))
 
     def forget(self, key: JobKey) -> None:
         """The job is gone: nothing of it is kept."""
@@ -88,21 +106,32 @@ class Wakeups:
 
     def _start_turns(self) -> float:
         """Start every turn that may start now; the seconds until the next may."""
-        now = time.monotonic()
-        while self._queue and not self._closing and len(self._busy) < PARALLEL:
-            _, key = self._queue[0]
+        wait_s = self._find_ready(time.monotonic())
+        while self._ready and not self._closing and len(self._busy) < PARALLEL:
+            _, key = heapq.heappop(self._ready)
             if key not in self._due or key in self._busy:  # the end of a turn puts its key into the queue again
+                continue
+            if self._starts_at(key) > time.monotonic():  # an old entry: the queue has the new one
+                continue
+            del self._due[key]
+            self._busy[key] = asyncio.create_task(self._turn(key))
+        return wait_s
+
+    def _find_ready(self, now: float) -> float:
+        """Take the keys whose time has come out of the queue; the seconds until the next one's does."""
+        while self._queue:
+            queued_at, key = self._queue[0]
+            if key not in self._due or key in self._busy:
                 heapq.heappop(self._queue)
                 continue
             starts_at = self._starts_at(key)
-            if starts_at > now:
-                if starts_at == self._queue[0][0]:
-                    return min(starts_at - now, LONGEST_SLEEP_S)
+            if starts_at <= now:
+                heapq.heappop(self._queue)
+                heapq.heappush(self._ready, (starts_at + PATIENCE_S * self._is_new(key), key))
+            elif starts_at == queued_at:
+                return min(starts_at - now, LONGEST_SLEEP_S)
+            else:
                 heapq.heapreplace(self._queue, (starts_at, key))
-                continue
-            heapq.heappop(self._queue)
-            del self._due[key]
-            self._busy[key] = asyncio.create_task(self._turn(key))
         return LONGEST_SLEEP_S
 
     async def _turn(self, key: JobKey) -> None:
