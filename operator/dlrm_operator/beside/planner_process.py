@@ -18,8 +18,8 @@ from dlrm_operator.facts.observed import Planning
 logger = logging.getLogger(__name__)
 
 LAST_WORDS = 1_000
-IDLE_S = 60.0
-"""A process that was asked nothing for so long is ended."""
+IDLE_S = 600.0
+"""A process that was asked nothing for so long is ended: to start one takes most of a second, to keep it 50 MiB."""
 MOST_BYTES = 256 * 2**20
 """A planner that holds more than this after its answer is ended: memory that Python took it seldom gives back."""
 

@@ -9,13 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import aiohttp
 from pydantic import ValidationError
 
 from dlrm_api.base import ApiModel
 from dlrm_api.names import Port
 from dlrm_api.progress import CheckpointerProgress, Progress
-from dlrm_operator.beside.addresses import pod_url
+from dlrm_operator.beside.plain_get import plain_get
 from dlrm_operator.facts.observed import JobKey, Observed, Polled
 from dlrm_operator.life.stragglers import lags
 from dlrm_operator.metrics import POLLS
@@ -88,16 +87,13 @@ class Poller:
 
     async def run(self) -> None:
         """Ask each target in its turn, for ever; a new one at once."""
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        connections = aiohttp.TCPConnector(limit=PARALLEL, force_close=True)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connections) as session:
-            while True:
-                self._changed.clear()
-                await self._round(session, self._take_due(time.monotonic()))
-                with suppress(TimeoutError):
-                    # wait_for of Python 3.11 may swallow a cancellation
-                    async with asyncio.timeout(min(LOOK_S, self._interval_s)):
-                        await self._changed.wait()
+        while True:
+            self._changed.clear()
+            await self._round(self._take_due(time.monotonic()))
+            with suppress(TimeoutError):
+                # wait_for of Python 3.11 may swallow a cancellation
+                async with asyncio.timeout(min(LOOK_S, self._interval_s)):
+                    await self._changed.wait()
 
     def _take_due(self, now: float) -> dict[JobKey, Target]:
         """Who is to be asked now; the others' turns are not moved by new ones."""
@@ -107,19 +103,19 @@ class Poller:
             self._due[target] = now + interval_s
         return due
 
-    async def _round(self, session: aiohttp.ClientSession, targets: dict[JobKey, Target]) -> None:
+    async def _round(self, targets: dict[JobKey, Target]) -> None:
         slots = asyncio.Semaphore(PARALLEL)
 
         async def ask(key: JobKey, target: Target) -> None:
             async with slots:
-                await self._ask(session, key, target)
+                await self._ask(key, target)
 
         await asyncio.gather(*(ask(key, target) for key, target in targets.items()))
 
-    async def _ask(self, session: aiohttp.ClientSession, key: JobKey, target: Target) -> None:
+    async def _ask(self, key: JobKey, target: Target) -> None:
         trainer, checkpointer = await asyncio.gather(
-            _get(session, target.ip, Port.TRAINER, Progress, "trainer"),
-            _get(session, target.ip, Port.CHECKPOINTER, CheckpointerProgress, "checkpointer"),
+            _get(target.ip, Port.TRAINER, Progress, "trainer"),
+            _get(target.ip, Port.CHECKPOINTER, CheckpointerProgress, "checkpointer"),
         )
         if self._targets.get(key) != target or (trainer is None and checkpointer is None):
             return
@@ -161,13 +157,11 @@ def lagging(said: Progress | None) -> int | None:
     return said.slowest.rank if said and said.slowest and lags(said.slowest) else None
 
 
-async def _get(session: aiohttp.ClientSession, ip: str, port: int, model: type[ModelT], part: str) -> ModelT | None:
+async def _get(ip: str, port: int, model: type[ModelT], part: str) -> ModelT | None:
     """One answer; None for whatever is none."""
     try:
-        async with session.get(pod_url(ip, port, "/progress"), allow_redirects=False) as response:
-            response.raise_for_status()
-            answer = model.model_validate_json(await response.content.read(MOST_BYTES))
-    except (aiohttp.ClientError, TimeoutError, OSError, ValidationError):
+        answer = model.model_validate_json(await plain_get(ip, port, "/progress", TIMEOUT_S, MOST_BYTES))
+    except (OSError, ValidationError):  # TimeoutError is an OSError
         POLLS.labels(part, "unanswered").inc()
         return None
     POLLS.labels(part, "answered").inc()
