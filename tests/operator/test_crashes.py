@@ -49,12 +49,15 @@ class MortalPerformer(Performer):
         self._answer_lost = answer_lost
 
     async def perform(self, action: Action) -> None:
-        if not isinstance(action, WakeAt):
-            self.done += 1
-            if self.done == self._die_at and not self._answer_lost:
-                raise DeathError
+        if isinstance(action, WakeAt):
+            await super().perform(action)
+            return
+        self.done += 1
+        number = self.done  # others may be done at once
+        if number == self._die_at and not self._answer_lost:
+            raise DeathError
         await super().perform(action)
-        if self.done == self._die_at:
+        if number == self._die_at:
             raise DeathError
 
 

@@ -1,5 +1,6 @@
 """What reconcile decides, case by case, on a cluster of plain data."""
 
+import copy
 from dataclasses import replace
 from datetime import timedelta
 
@@ -255,6 +256,22 @@ def test_config_maps_that_a_crash_left_of_another_plan_make_room() -> None:
 
     kinds = [type(action).__name__ for action in actions if not isinstance(action, ApplyStatus | EmitEvent)]
     assert kinds[:2] == ["DeleteObject", "ApplyConfigMap"]
+
+
+def test_a_config_map_that_holds_its_part_of_the_plan_already_is_not_made_again() -> None:
+    cluster = ModelCluster()
+    cluster.turn()
+    cluster.plan()
+    cluster.turn(most=1)
+    stale = copy.deepcopy(cluster.config_maps["demo-plan-1"])
+    stale["metadata"] |= {"name": "demo-plan-1-9", "uid": "stale"}
+    stale["binaryData"] = {"plan.0123456789abcdef.0-of-2.gz": "AAAA"}
+    cluster.config_maps["demo-plan-1-9"] = stale
+
+    actions = cluster.turn()
+
+    kinds = [type(action).__name__ for action in actions if not isinstance(action, ApplyStatus | EmitEvent)]
+    assert kinds[:2] == ["DeleteObject", "ApplySecret"]
 
 
 def test_plans_and_tokens_of_earlier_attempts_are_removed_once_the_next_gang_stands() -> None:

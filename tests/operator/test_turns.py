@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 from memory_api import MemoryApi
+from model_cluster import ModelCluster
 from operator_cluster import job_document
 
 from dlrm_api.progress import Progress, TrainerPhase
@@ -15,14 +16,14 @@ from dlrm_operator.beside.polling import Poller
 from dlrm_operator.beside.queues import Queues
 from dlrm_operator.beside.references import References
 from dlrm_operator.beside.stack_taking import StackTaker
-from dlrm_operator.facts.actions import PlanQuestion
+from dlrm_operator.facts.actions import CreatePod, EmitEvent, PlanQuestion, WakeAt
 from dlrm_operator.facts.images import Images
 from dlrm_operator.facts.jobs import JobCache
 from dlrm_operator.facts.observed import JobKey, JobSeen, Planning, Polled
 from dlrm_operator.running.cache import PodCache
 from dlrm_operator.running.observing import Observer
 from dlrm_operator.running.performing import Performer
-from dlrm_operator.running.turns import Turns
+from dlrm_operator.running.turns import Turns, steps
 from dlrm_planner import plan_job
 
 KEY = JobKey("space", "demo")
@@ -138,6 +139,23 @@ def test_a_start_that_goes_well_is_seven_writes_and_four_reads() -> None:
     assert len(forming) - len(writes(forming)) <= 4
     assert trains == [("PATCH", f"{JOB}/status")]
     assert bench.status()["phase"] == "Running"
+
+
+def test_what_needs_nothing_of_each_other_is_made_at_once_and_the_status_after_all() -> None:
+    cluster = ModelCluster()
+    cluster.turn()
+    cluster.plan()
+
+    made = [action for action in cluster.turn() if not isinstance(action, EmitEvent | WakeAt)]
+
+    kinds = [[type(action).__name__ for action in step] for step in steps(made)]
+    assert kinds == [["ApplyConfigMap"], ["ApplySecret", "ApplyService"], ["CreatePod", "CreatePod"], ["ApplyStatus"]]
+
+
+def test_a_large_gang_is_made_few_pods_at_a_time_so_that_a_quota_refuses_few() -> None:
+    pods = [CreatePod(manifest={}, owner_uid="uid", attempt=number) for number in range(20)]
+
+    assert [len(step) for step in steps(pods)] == [8, 8, 4]
 
 
 def test_a_status_on_the_way_is_written_once_it_has_waited() -> None:

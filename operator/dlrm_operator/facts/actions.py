@@ -18,14 +18,14 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyService:
-    """Server-side apply of the headless Service."""
+    """Create the headless Service."""
 
     manifest: Manifest
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyConfigMap:
-    """Server-side apply of one immutable ConfigMap of the plan."""
+    """Create one immutable ConfigMap of the plan."""
 
     manifest: Manifest
 
@@ -40,7 +40,7 @@ class ApplySecret:
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyPodGroup:
-    """Server-side apply of the object by which a gang scheduler knows one attempt's pods."""
+    """Create the object by which a gang scheduler knows one attempt's pods."""
 
     manifest: Manifest
 

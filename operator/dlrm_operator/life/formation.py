@@ -119,11 +119,15 @@ def _config_map_actions(
     observed: Observed, children: Children, attempt: int, wanted: list[Manifest]
 ) -> Iterator[Action]:
     """Write the plan's ConfigMaps; an immutable one that a crash left of another plan makes room first."""
-    names = {manifest["metadata"]["name"]: manifest for manifest in wanted}
+    lacking = {manifest["metadata"]["name"]: manifest for manifest in wanted}
     for seen in children.config_maps:
-        if seen.attempt == attempt and not _holds(seen, names.get(seen.name)):
+        if seen.attempt != attempt:
+            continue
+        if _holds(seen, lacking.get(seen.name)):
+            del lacking[seen.name]
+        else:
             yield DeleteObject(kind="ConfigMap", key=observed.job.key, name=seen.name, uid=seen.uid)
-    for manifest in wanted:
+    for manifest in lacking.values():
         yield ApplyConfigMap(manifest=manifest)
 
 

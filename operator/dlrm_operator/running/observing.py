@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 from dlrm_api import names
@@ -84,13 +85,10 @@ class Observer:
         except NotFoundError:
             return None
         job = self._jobs.saw(document)
-        pods = await self._live_pods(key)
         if not needs_plan(job):
-            return self._at_work(job, pods)
-        seen = (
-            ProfileSeen() if isinstance(job.spec, InvalidSpecError) else await self._references.profile(job.spec.spec)
-        )
-        children = await self._children(job)
+            return self._at_work(job, await self._live_pods(key))
+        # at once: a list that has to be up to date waits until the watch cache of the API server is
+        pods, seen, children = await asyncio.gather(self._live_pods(key), self._profile(job), self._children(job))
         planning = self._planner.answer(key, job, seen.version)
         traces, trace_problem = await self._traces(job, children, pods) if planning is None else ({}, "")
         return replace(
@@ -113,6 +111,11 @@ class Observer:
         self._queues.follow(job.key, waiting_group(said))
         return replace(said, queue_words=self._queues.words(job.key))
 
+    async def _profile(self, job: JobSeen) -> ProfileSeen:
+        return (
+            ProfileSeen() if isinstance(job.spec, InvalidSpecError) else await self._references.profile(job.spec.spec)
+        )
+
     async def _live_pods(self, key: JobKey) -> tuple[PodSeen, ...]:
         items, _ = await self._api.list_all(f"/api/v1/namespaces/{key.namespace}/pods", _of_job(key))
         return tuple(read_pod(item) for item in items)
@@ -125,13 +128,15 @@ class Observer:
         groups = await look_at_groups(self._api, job)
         if _attempt(job) == 1 and not await self._has_plan(job):
             return Children(groups=groups)
-        maps = [read_config_map(item) for item in await self._owned(job, "configmaps")]
-        secrets = [read_secret(item) for item in await self._owned(job, "secrets", METADATA_ONLY)]
-        services = [item["metadata"]["name"] for item in await self._owned(job, "services", METADATA_ONLY)]
+        maps, secrets, services = await asyncio.gather(
+            self._owned(job, "configmaps"),
+            self._owned(job, "secrets", METADATA_ONLY),
+            self._owned(job, "services", METADATA_ONLY),
+        )
         return Children(
-            services=frozenset(services),
-            config_maps=tuple(maps),
-            secrets=tuple(secrets),
+            services=frozenset(item["metadata"]["name"] for item in services),
+            config_maps=tuple(read_config_map(item) for item in maps),
+            secrets=tuple(read_secret(item) for item in secrets),
             groups=groups,
         )
 

@@ -1,4 +1,4 @@
-"""How an action is done to the cluster: idempotent, guarded by uid, "already there" is success."""
+"""How an action is done to the cluster: guarded by uid, and safe to be repeated by a later turn, which looks again."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Cache(Protocol):
 
 
 class Performer:
-    """Does actions, one after the other; what the API server answers goes into the caches."""
+    """Does actions; what the API server answers goes into the caches."""
 
     def __init__(
         self,
@@ -105,17 +105,18 @@ class Performer:
 
         Raises:
             ClusterUnavailableError: it may or may not be done.
+            ConflictError: the object is there already, or has changed: look again.
             ClusterRefusedError: the API server said no; the message is its own words.
         """
         match action:
             case ApplyService(manifest=manifest):
-                await self._apply("services", manifest)
+                await self._create("services", manifest)
             case ApplyConfigMap(manifest=manifest):
-                await self._apply("configmaps", manifest)
+                await self._create("configmaps", manifest)
             case ApplySecret(manifest=manifest):
                 await self._create_secret(manifest)
             case ApplyPodGroup(manifest=manifest):
-                await self._apply("podgroups", manifest)
+                await self._create("podgroups", manifest)
             case CreatePod():
                 await self._create_pod(action)
             case DeleteObject():
@@ -137,10 +138,10 @@ class Performer:
             case WakeAt(key=key, time=time):
                 self._alarm.add_at(key, time)
 
-    async def _apply(self, kind: str, manifest: Manifest) -> None:
-        meta = manifest["metadata"]
-        path = f"{_root(manifest['apiVersion'])}/namespaces/{meta['namespace']}/{kind}/{meta['name']}"
-        await self._api.call("PATCH", path, manifest, FORCE, APPLY)
+    async def _create(self, kind: str, manifest: Manifest) -> None:
+        """Create a child that the turn did not see; one that is there after all is seen, or refused, by the next."""
+        path = f"{_root(manifest['apiVersion'])}/namespaces/{manifest['metadata']['namespace']}/{kind}"
+        await self._api.call("POST", path, manifest, CREATE)
 
     async def _create_secret(self, manifest: Manifest) -> None:
         meta = manifest["metadata"]

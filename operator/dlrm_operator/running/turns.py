@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from types import UnionType
 
 from dlrm_api.status import Phase
 from dlrm_operator.beside.planning import Planner
 from dlrm_operator.beside.polling import Poller, poll_target
 from dlrm_operator.cluster_errors import ClusterRefusedError, ConflictError, NotFoundError
-from dlrm_operator.facts.actions import Action, ApplyStatus, EmitEvent, RequestPlan, WakeAt
+from dlrm_operator.facts.actions import (
+    Action,
+    ApplyPodGroup,
+    ApplySecret,
+    ApplyService,
+    ApplyStatus,
+    CreatePod,
+    DeleteObject,
+    EmitEvent,
+    RequestPlan,
+    WakeAt,
+)
 from dlrm_operator.facts.jobs import JobCache
 from dlrm_operator.facts.observed import JobKey, Observed
 from dlrm_operator.life.reconcile import reconcile
@@ -20,6 +33,11 @@ from dlrm_operator.running.patience import Patience
 from dlrm_operator.running.performing import Performer
 
 logger = logging.getLogger(__name__)
+
+AT_ONCE: tuple[type[Action] | UnionType, ...] = (CreatePod, DeleteObject, ApplySecret | ApplyService | ApplyPodGroup)
+"""Actions in a row that may be done in any order: what follows them waits for all."""
+MOST_AT_ONCE = 8
+"""So many refusals at most, where a quota holds no more pods."""
 
 
 class Turns:
@@ -96,21 +114,29 @@ class Turns:
         return (*kept, WakeAt(key=key, time=self._clock() + timedelta(seconds=rest_s)))
 
     async def _act(self, key: JobKey, observed: Observed, actions: tuple[Action, ...]) -> None:
-        for action in actions:
-            try:
-                await self._performer.perform(action)
-            except ConflictError:
-                if isinstance(action, ApplyStatus):
-                    raise
-                self._refused(key, action)
-                raise
-            except ClusterRefusedError as error:
-                if not isinstance(action, ApplyStatus):
-                    self._refused(key, action, str(error))
-                raise
-            if isinstance(action, ApplyStatus):
-                _report(key, observed, action)
+        for step in steps(actions):
+            if len(step) == 1:
+                await self._do(key, observed, step[0])
+                continue
+            done = await asyncio.gather(*(self._do(key, observed, each) for each in step), return_exceptions=True)
+            for problem in done:  # all have ended: nothing of a turn is at work after it
+                if problem is not None:
+                    raise problem
         self._observer.refusals.pop(key, None)
+
+    async def _do(self, key: JobKey, observed: Observed, action: Action) -> None:
+        try:
+            await self._performer.perform(action)
+        except ConflictError:
+            if not isinstance(action, ApplyStatus):
+                self._refused(key, action)
+            raise
+        except ClusterRefusedError as error:
+            if not isinstance(action, ApplyStatus):
+                self._refused(key, action, str(error))
+            raise
+        if isinstance(action, ApplyStatus):
+            _report(key, observed, action)
 
     def _refused(self, key: JobKey, action: Action, words: str = "it exists and belongs to another owner") -> None:
         self._observer.refusals[key] = f"{type(action).__name__}: {words}"
@@ -120,6 +146,19 @@ class Turns:
         self._observer.refusals.pop(key, None)
         for told in self.forgotten:
             told(key)
+
+
+def steps(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
+    """The actions in their order; those that may be done at once are together."""
+    step: list[Action] = []
+    for action in actions:
+        kind = next((kind for kind in AT_ONCE if isinstance(action, kind)), None)
+        if step and (kind is None or not isinstance(step[0], kind) or len(step) == MOST_AT_ONCE):
+            yield tuple(step)
+            step = []
+        step.append(action)
+    if step:
+        yield tuple(step)
 
 
 def _needs_no_look(action: Action) -> bool:
