@@ -95,16 +95,18 @@ async def all_lives(control_plane: ControlPlane, original: Path, folder: Path) -
         with OperatorProcess(kubeconfig, None, folder / "operator.log") as operator:
             reaper = asyncio.create_task(killed_now_and_then(operator, world, random.Random(FIRST_SEED)))
             lives = [asyncio.create_task(lived(seed, world, proxy, places)) for seed in seeds]
-            for number, life in enumerate(asyncio.as_completed(lives), 1):
-                schedule, trace = await life
-                befell.update(traits(schedule))
-                if trace:
-                    wrong.append(trace)
-                    print(trace, flush=True)
-                if number % PROGRESS == 0:
-                    print(f"{number} of {SCHEDULES} schedules, {len(wrong)} wrong", flush=True)
-            reaper.cancel()
-            await asyncio.gather(reaper, return_exceptions=True)
+            try:
+                for number, life in enumerate(asyncio.as_completed(lives), 1):
+                    schedule, trace = await life
+                    befell.update(traits(schedule))
+                    if trace:
+                        wrong.append(trace)
+                        print(trace, flush=True)
+                    if number % PROGRESS == 0:
+                        print(f"{number} of {SCHEDULES} schedules, {len(wrong)} wrong", flush=True)
+            finally:  # or it would start an operator that nobody ends
+                reaper.cancel()
+                await asyncio.gather(reaper, return_exceptions=True)
     print(f"requests and watches: {dict(proxy.faults)}\nlives: {dict(befell.most_common())}")
     return wrong
 

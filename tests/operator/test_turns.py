@@ -158,6 +158,45 @@ def test_a_large_gang_is_made_few_pods_at_a_time_so_that_a_quota_refuses_few() -
     assert [len(step) for step in steps(pods)] == [8, 8, 4]
 
 
+class BusyUser:
+    """Writes to the job before each of the first statuses that are written to it."""
+
+    def __init__(self, bench: Bench, times: int, **changes: Any) -> None:
+        self._call, self._left, self._api, self._changes = bench.api.call, times, bench.api, changes
+        bench.api.call = self.call  # type: ignore[method-assign]
+
+    async def call(self, method: str, path: str, *args: Any, **further: Any) -> dict[str, Any]:
+        if (method, path) == ("PATCH", f"{JOB}/status") and self._left:
+            self._left -= 1
+            job = self._api.objects[JOB]
+            self._api.put(JOB, {**job, "metadata": {**job["metadata"], **self._changes}})
+        return await self._call(method, path, *args, **further)
+
+
+def test_a_status_is_written_though_the_jobs_labels_change_all_the_time() -> None:
+    bench = Bench(passing_s=0.0)
+    BusyUser(bench, 3, labels={"edited": "often"})
+    bench.turn()
+    time.sleep(0.15)
+
+    asked = bench.turn()
+
+    assert asked == [("PATCH", f"{JOB}/status"), ("GET", JOB)] * 3 + [("PATCH", f"{JOB}/status")]
+    assert bench.status()["phase"] == "Planning"
+
+
+def test_a_status_that_was_decided_from_another_spec_is_not_written() -> None:
+    bench = Bench(passing_s=0.0)
+    BusyUser(bench, 1, generation=2)
+    bench.turn()
+    time.sleep(0.15)
+
+    asked = bench.turn()
+
+    assert asked[:2] == [("PATCH", f"{JOB}/status"), ("GET", JOB)]
+    assert bench.status() == {}
+
+
 def test_a_status_on_the_way_is_written_once_it_has_waited() -> None:
     bench = Bench(passing_s=0.0)
 

@@ -91,12 +91,17 @@ class DeleteJob:
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyStatus:
-    """Server-side apply of the whole status, provided that the job has not changed since it was seen."""
+    """Server-side apply of the whole status, provided that the job has not changed since it was seen.
+
+    A change of what decides nothing, such as its labels, is none: spec, status and life are.
+    """
 
     key: JobKey
     uid: str
     resource_version: str
     status: DLRMJobStatus
+    seen: DLRMJobStatus | None = None
+    """The status that the job had then."""
     decisive: bool = True
     """Whether later decisions rest on it; then the facts behind it must be live ones."""
     passing: bool = False

@@ -100,7 +100,7 @@ def _seen(job: JobSeen, status: DLRMJobStatus) -> ApplyStatus:
     kept = None if _at_rest(job) else status.failed_spec
     after = status.model_copy(update={"observed_generation": job.generation, "failed_spec": kept})
     return ApplyStatus(
-        key=job.key, uid=job.uid, resource_version=job.resource_version, status=after, decisive=True, passing=False
+        key=job.key, uid=job.uid, resource_version=job.resource_version, status=after, seen=status, decisive=True
     )
 
 

@@ -77,6 +77,7 @@ def _apply_status(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> 
         uid=job.uid,
         resource_version=job.resource_version,
         status=after,
+        seen=job.status,
         decisive=is_decisive(before, after),
         passing=is_passing(before, after),
     )

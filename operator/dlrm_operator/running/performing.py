@@ -32,13 +32,15 @@ from dlrm_operator.facts.actions import (
     WakeAt,
 )
 from dlrm_operator.facts.conditions import timestamp
-from dlrm_operator.facts.observed import JobKey
+from dlrm_operator.facts.observed import JobKey, JobSeen
 from dlrm_operator.facts.reasons import Reason
 from dlrm_operator.objects.gang_scheduling import KUEUE
 from dlrm_operator.running.observing import JOBS, owned_by
 
 FORCE = {"fieldManager": FIELD_MANAGER, "force": "true"}
 CREATE = {"fieldManager": FIELD_MANAGER}
+MOST_WRITES = 4
+"""Of one status, where others' writes come between."""
 TOLD_ONCE = frozenset({Reason.ATTEMPT_FAILED, Reason.FAILED})
 """What befalls an attempt once. A turn after one that was cut off may see other evidence of it."""
 KINDS = {"Pod": "pods", "ConfigMap": "configmaps", "Secret": "secrets", "PodGroup": "podgroups"}
@@ -72,11 +74,18 @@ class Alarm(Protocol):
         """Wake the job then."""
 
 
-class Cache(Protocol):
-    """Who keeps copies of objects, and may learn of a write before the watch shows it."""
+class Jobs(Protocol):
+    """Who keeps copies of jobs, and may learn of a write before the watch shows it."""
+
+    def saw(self, document: Manifest) -> JobSeen:
+        """Take over the job of an answer."""
+
+
+class Pods(Protocol):
+    """The same of pods."""
 
     def saw(self, document: Manifest) -> object:
-        """Take over the object of an answer."""
+        """Take over the pod of an answer."""
 
 
 class Performer:
@@ -89,8 +98,8 @@ class Performer:
         cutter: CutsAsked,
         stacks: StacksAsked,
         alarm: Alarm,
-        jobs: Cache,
-        pods: Cache,
+        jobs: Jobs,
+        pods: Pods,
     ) -> None:
         self._api = api
         self._planner = planner
@@ -192,14 +201,25 @@ class Performer:
             await self._api.call("DELETE", path, {**options, "propagationPolicy": "Background"})
 
     async def _apply_status(self, action: ApplyStatus) -> None:
-        body = {
-            "apiVersion": names.API_VERSION,
-            "kind": "DLRMJob",
-            "metadata": {"name": action.key.name, "uid": action.uid, "resourceVersion": action.resource_version},
-            "status": action.status.model_dump(mode="json", exclude_none=True),
-        }
+        """Write the status; where others wrote to the job meanwhile what decides nothing, write it on top of that.
+
+        Else a job whose labels change more often than a turn takes would never come to a status.
+        """
         path = JOBS.format(action.key.namespace, action.key.name)
-        self._jobs.saw(await self._api.call("PATCH", f"{path}/status", body, FORCE, APPLY))
+        version = action.resource_version
+        for left in reversed(range(MOST_WRITES)):
+            meta = {"name": action.key.name, "uid": action.uid, "resourceVersion": version}
+            said = action.status.model_dump(mode="json", exclude_none=True)
+            body = {"apiVersion": names.API_VERSION, "kind": "DLRMJob", "metadata": meta, "status": said}
+            try:
+                self._jobs.saw(await self._api.call("PATCH", f"{path}/status", body, FORCE, APPLY))
+            except ConflictError:
+                found = self._jobs.saw(await self._api.call("GET", path))
+                if not left or not _decides_alike(found, action):
+                    raise
+                version = found.resource_version
+            else:
+                return
 
     async def _emit(self, action: EmitEvent) -> None:
         words = "" if action.reason in TOLD_ONCE else action.message
@@ -226,6 +246,12 @@ class Performer:
         }
         with suppress(ClusterRefusedError):  # emitted before, or unwelcome: an Event decides nothing
             await self._api.call("POST", f"/api/v1/namespaces/{action.key.namespace}/events", body)
+
+
+def _decides_alike(found: JobSeen, action: ApplyStatus) -> bool:
+    """Whether all that a status is decided from is as it was seen."""
+    same = found.uid == action.uid and not found.deleting and found.status == action.seen
+    return same and found.generation == action.status.observed_generation
 
 
 def _root(api_version: str) -> str:

@@ -25,6 +25,8 @@ from dlrm_operator.facts.conditions import parse_timestamp
 
 LONGEST_S = float(os.environ.get("FAULT_PATIENCE_S", "300"))
 """An operator that is killed and refused all the time still comes to its next step in far less."""
+PATIENT_EDITS = 20
+"""A user who edits all the time leaves so many times of a call between: a turn of the operator takes several calls."""
 RUBBISH = ["", "{", "null", '{"attempt": "x"}', '{"attempt": 999}']
 FINALIZER = "example.com/hold"
 GROUPS = {
@@ -222,14 +224,17 @@ class Life:
 
     async def _edit(self) -> None:
         """Edits that change nothing of the end: they only get into the way of status writes."""
+        took_s = 0.0
         while True:
-            await asyncio.sleep(random.uniform(0.1, 3.0))
+            await asyncio.sleep(max(random.uniform(0.1, 3.0), PATIENT_EDITS * took_s))
+            began = time.monotonic()
             labels = {"metadata": {"labels": {"edited": str(random.randrange(10))}}}
             spec = {"spec": {"lifecycle": {"restart": {"maxBackoff": f"{random.randint(2, 4)}s"}}}}
             last = self._attempt >= len(self._script.fates)
             starts_again = last or self._script.is_retried  # an edited spec would start a failed job again
             with suppress(RefusedError):
                 await self._server.call("PATCH", self._path, labels if starts_again else random.choice([labels, spec]))
+            took_s = time.monotonic() - began
 
     async def _retry(self, size: int) -> bool:
         """The user edits the failed job, so that it goes on; False where it was deleted before."""
