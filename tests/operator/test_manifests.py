@@ -135,6 +135,10 @@ def test_pods_meet_the_restricted_security_standard() -> None:
             assert security["capabilities"] == {"drop": ["ALL"]}
 
 
+def test_no_container_of_ours_is_process_1_which_would_miss_a_stop_that_comes_while_it_starts() -> None:
+    assert all(pod["spec"]["shareProcessNamespace"] is True for pod in rendered(job())["Pod"])
+
+
 def test_the_checkpointer_is_a_native_sidecar_that_outlives_the_trainer() -> None:
     pod = rendered(job())["Pod"][0]
     trainer, checkpointer = containers(pod)

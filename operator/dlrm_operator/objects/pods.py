@@ -70,6 +70,7 @@ def _pod(attempt: Attempt, index: int, config: Manifest) -> Manifest:
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
+        "shareProcessNamespace": True,  # a container's own process 1 would miss a stop that comes while Python starts
         "hostname": name,
         "subdomain": names.trainer_service(job.metadata.name),
         "terminationGracePeriodSeconds": _grace_seconds(job),
