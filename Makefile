@@ -13,7 +13,7 @@ SEED ?= 0
 
 .PHONY: help quickstart test test-fast e2e soak faults lint format generate bench lock images cluster-up cluster-down clean
 help: ## what each verb does
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "make: CPython 3.11, 3.12 or 3.13 is needed: install one, or say PYTHON=/path/to/python" >&2; exit 1; }
