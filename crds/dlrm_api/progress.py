@@ -111,6 +111,7 @@ class TerminationMessage(ApiModel):
     message: str = Field("", description="Sentence for people.")
     rank: int | None = Field(None, ge=0, description="Rank that failed first.")
     step: int | None = Field(None, ge=0, description="Steps done then.")
+    progress: Progress | None = Field(None, description="What rank 0 said last, in its own pod's message.")
 
     def encode(self) -> bytes:
         """JSON of at most 4,096 bytes; a longer message is cut in its middle."""

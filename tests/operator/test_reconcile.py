@@ -9,7 +9,7 @@ from kubelet_double import committed_word
 from model_cluster import KEY, ModelCluster
 from running_job import POD_0, POD_1, bring_up, condition, next_gang, running, say, status
 
-from dlrm_api.progress import Progress, TrainerPhase
+from dlrm_api.progress import EvalMetrics, Progress, TerminationMessage, TrainerPhase
 from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.facts.actions import (
     ApplyConfigMap,
@@ -118,6 +118,26 @@ def test_an_upload_is_not_cut_off_by_success() -> None:
     actions = cluster.turn()
 
     assert not [action for action in actions if isinstance(action, DeleteObject)]
+
+
+def test_a_job_that_succeeds_shows_what_its_trainer_said_last_though_nobody_asked_it_then() -> None:
+    cluster = running()
+    say(cluster, step=20)
+    cluster.turn()
+    quality = EvalMetrics(step=100, samples=10, log_loss=0.5, ne=0.875, auc=0.75)
+    last = Progress(attempt=1, step=100, total_steps=100, samples=6_400, loss=0.25, evaluation=quality)
+    for name, progress in ((POD_0, last), (POD_1, None)):
+        left = TerminationMessage(exit_code=0, reason="Done", step=100, progress=progress)
+        cluster.end(name, "trainer", 0, left.encode().decode())
+        cluster.end(name, "checkpointer", 0, committed_word(100).model_dump_json())
+
+    cluster.settle()
+
+    shown = status(cluster)
+    assert shown.phase is Phase.SUCCEEDED
+    assert shown.progress is not None
+    assert (shown.progress.step, shown.progress.samples) == (100, 6_400)
+    assert (shown.progress.ne, shown.progress.auc) == (0.875, 0.75)
 
 
 def test_an_endpoint_that_falls_silent_changes_nothing() -> None:

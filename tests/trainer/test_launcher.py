@@ -46,6 +46,15 @@ def committed_step(pod: Pod) -> int | None:
     return None if snapshot is None else snapshot.step
 
 
+def said_last(pod: Pod) -> tuple[int, int]:
+    """Step and exit code that its launcher left for whoever did not ask in time, with the rest of rank 0's progress."""
+    left = pod.termination()
+    assert left.progress is not None
+    assert left.progress.samples > 0
+    assert left.step == left.progress.step
+    return left.progress.step, left.exit_code
+
+
 def consumed(pod: Pod) -> list[int]:
     """Ids of the samples that the final parameters were made from, over all ranks."""
     ids: list[int] = []
@@ -88,6 +97,7 @@ def test_a_run_that_is_killed_signalled_and_restarted_ends_with_the_same_bytes(m
     assert pod.launcher is not None
     pod.launcher.send_signal(signal.SIGTERM)
     assert pod.wait() == ExitCode.TERMINATED
+    assert said_last(pod) == (pod.lines()[-1]["step"], ExitCode.TERMINATED)
     assert committed_step(pod) == pod.lines()[-1]["step"] < steps
 
     pod.start()
@@ -101,6 +111,7 @@ def test_a_run_that_is_killed_signalled_and_restarted_ends_with_the_same_bytes(m
     assert pod.run() == ExitCode.DONE, pod.log()
     assert pod.result()["state_digest"] == undisturbed.result()["state_digest"]
     assert pod.result()["eval"] == undisturbed.result()["eval"]
+    assert said_last(pod) == (steps, ExitCode.DONE)
     assert [line["step"] for line in pod.lines()] == list(range(1, steps + 1))
     assert consumed(pod) == list(range(40_000))
 

@@ -20,7 +20,7 @@ from types import FrameType
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
-from dlrm_api.progress import TerminationMessage
+from dlrm_api.progress import Progress, TerminationMessage
 from dlrm_trainer.rank import STOP_SIGNALS, RankReport, run_rank
 from dlrm_trainer.settings import Settings
 from dlrm_trainer.stacks import RankStacks
@@ -100,19 +100,31 @@ class Launcher:
 
     def _verdict(self) -> TerminationMessage:
         reports = {each.rank: self._report(each) for each in self._ranks}
+        told = reports[0].progress if 0 in reports else None
+        progress = Progress.model_validate(told) if told else None
         failed = {rank: report for rank, report in reports.items() if report.exit_code != ExitCode.DONE}
         if not failed:
-            return TerminationMessage(exit_code=ExitCode.DONE, reason="Done", message="training is done")
+            first = next(iter(reports.values()))
+            return TerminationMessage(
+                exit_code=ExitCode.DONE, reason=first.reason, message=first.message, step=first.step, progress=progress
+            )
         worse = {rank: each for rank, each in failed.items() if each.exit_code != ExitCode.TERMINATED}
         rank, first = min((worse or failed).items(), key=lambda pair: (pair[1].peer_lost, pair[1].time))
         return TerminationMessage(
-            exit_code=first.exit_code, reason=first.reason, message=first.message, rank=rank, step=first.step
+            exit_code=first.exit_code,
+            reason=first.reason,
+            message=first.message,
+            rank=rank,
+            step=first.step,
+            progress=progress,
         )
 
     def _report(self, each: RankProcess) -> RankReport:
         """The rank's own words, or what its exit code says where it had no time for any."""
         with contextlib.suppress(EOFError, OSError):
-            return RankReport(**json.loads(each.report.recv_bytes()))
+            said = RankReport(**json.loads(each.report.recv_bytes()))
+            if said.exit_code != ExitCode.DONE or each.process.exitcode == ExitCode.DONE:
+                return said  # a process may still crash after it has done its work
         code, lost = each.process.exitcode or 0, False
         words = {
             ExitCode.DONE: ("Done", "training is done"),

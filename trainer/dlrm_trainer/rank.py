@@ -10,10 +10,10 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -46,6 +46,8 @@ class RankReport:
     """By the machine's monotonic clock: the first failure is the cause, most others its consequence."""
     peer_lost: bool = False
     """Another rank is to blame."""
+    progress: dict[str, Any] | None = None
+    """What the rank said last of its progress, as JSON's types."""
 
     def encode(self) -> bytes:
         """JSON."""
@@ -89,23 +91,29 @@ def run_rank(
     try:
         code = train(job, plan, settings, gang, control, board, digest, shared, stacks)
         gang.leave("")
+        report.send_bytes(_report(code, "Done", "training is done", board).encode())
     except BaseException as error:
         code, message = _blame(error), str(error) or type(error).__name__
         if code == ExitCode.INTERNAL:
             traceback.print_exc()
         lost = isinstance(error, PeerLostError)
         gang.leave("" if lost else message)
-        body = RankReport(
-            exit_code=code,
-            reason=type(error).__name__.removesuffix("Error"),
-            message=message,
-            step=board.now.step,
-            time=time.monotonic(),
-            peer_lost=lost,
-        )
-        report.send_bytes(body.encode())
+        body = _report(code, type(error).__name__.removesuffix("Error"), message, board)
+        report.send_bytes(replace(body, peer_lost=lost).encode())
         _end_at_once(code)
     sys.exit(int(code))
+
+
+def _report(code: int, reason: str, message: str, board: ProgressBoard) -> RankReport:
+    now = board.now
+    return RankReport(
+        exit_code=code,
+        reason=reason,
+        message=message,
+        step=now.step,
+        time=time.monotonic(),
+        progress=now.model_dump(mode="json", exclude_none=True),
+    )
 
 
 def _end_at_once(code: int) -> NoReturn:

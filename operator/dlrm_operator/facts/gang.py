@@ -67,6 +67,13 @@ class Gang:
         return max(known, key=lambda word: word.committed_step or 0, default=None)
 
     @property
+    def last_word(self) -> Progress | None:
+        """What pod 0 said last: in the message that it left, else when it was asked."""
+        first = self.pods.get(0)
+        left = first.trainer.termination if first and first.trainer else None
+        return left.progress if left and left.progress else self.trainer
+
+    @property
     def final_step(self) -> int:
         """Step at which training ended, by the trainers' own messages; the newest known one without them."""
         left = [pod.trainer.termination for pod in self.pods.values() if pod.trainer]

@@ -27,9 +27,10 @@ def progress_due(status: DLRMJobStatus, now: datetime) -> bool:
 
 def with_progress(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJobStatus:
     """The status with what pod 0 last said; unchanged where it said nothing, or nothing new since the last write."""
-    if gang.trainer is None:
+    word = gang.last_word
+    if word is None:
         return status
-    said, known = _progress(gang.trainer, straggler(gang), now), status.progress
+    said, known = _progress(word, straggler(gang), now), status.progress
     if known is not None and said.model_copy(update={"eta": known.eta, "time": known.time}) == known:
         return status
     return status.model_copy(update={"progress": said})
@@ -66,7 +67,7 @@ def with_snapshot(
 
 
 def with_final_step(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJobStatus:
-    """The status of a finished gang: its last polled progress, at the step that the trainers ended with."""
+    """The status of a finished gang: its last word, at the step that the trainers ended with."""
     status = with_progress(status, gang, now)
     known = status.progress or ProgressStatus()
     step = max(gang.final_step, known.step)
