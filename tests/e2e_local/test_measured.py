@@ -31,8 +31,6 @@ def test_a_run_over_tiers_gives_its_counts_and_a_profile_of_every_rank(local: An
     report = read_work_folder(local.workdir)
     assert report.state == "done"
     assert report.step == result["step"]
-    assert len(report.looks) > 1
-    assert report.looks[-1].accesses > 0
     assert {each.step for each in report.snapshots} >= {each["step"] for each in result["snapshots"]}
     assert not report.notes
 

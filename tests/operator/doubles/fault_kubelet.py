@@ -6,7 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, Protocol
 
 from fault_server import Object, RefusedError, Server, deleting, ended, exit_code, path_of, phase_of
@@ -183,7 +183,7 @@ class Kubelet:
 
 def _answers(pod: Object, tenant: Tenant, port: int) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, asyncio.IncompleteReadError):
+        with closing(writer), suppress(OSError, asyncio.IncompleteReadError):
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             said = tenant.says(pod, port, head.partition(" HTTP/")[0])
             if said is not None:
@@ -191,6 +191,5 @@ def _answers(pod: Object, tenant: Tenant, port: int) -> Callable[[asyncio.Stream
                 head = f"HTTP/1.1 {code} Word\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
                 writer.write((head + body).encode())
                 await writer.drain()
-        writer.close()
 
     return answer
