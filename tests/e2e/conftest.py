@@ -1,0 +1,78 @@
+"""The project as its users install it on a real node: chart, built images, an S3 server in the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from drilled_jobs import DrilledJob
+from release import Release
+from s3_in_cluster import IMAGE, ClusterS3
+
+from dlrm_cluster.build import binaries
+from dlrm_cluster.images import write_image
+from dlrm_cluster.project_images import build
+from dlrm_cluster.real_cluster import RealCluster
+
+
+@pytest.fixture(scope="session")
+def store(real_node: RealCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterS3]:
+    """An S3 server in the cluster, with the example's bucket and the Secret of its keys."""
+    folder = tmp_path_factory.mktemp("s3")
+    archive = folder / "image.tar"
+    program = binaries("versitygw") / "versitygw"
+    real_node.load(write_image(archive, IMAGE, {"/bin/versitygw": program}, ("/bin/versitygw",)))
+    for name in ("data", "metadata"):
+        (folder / "store" / name).mkdir(parents=True)
+    server = ClusterS3(real_node, folder / "store")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def release(real_node: RealCluster, helm: Path) -> Iterator[Release]:
+    """The chart as it comes, with the images that are built here."""
+    for image in build():
+        real_node.load(image.archive)
+    found = Release(helm, real_node.kubeconfig)
+    found.helm("install", "--create-namespace")
+    yield found
+    found.uninstall()
+
+
+@pytest.fixture
+def new_job(
+    release: Release, store: ClusterS3, real_node: RealCluster, folder_of_jobs: Path
+) -> Iterator[Callable[[str], DrilledJob]]:
+    """Makes jobs; they are deleted when the test ends."""
+    made: list[DrilledJob] = []
+
+    def make(name: str) -> DrilledJob:
+        made.append(DrilledJob(real_node, folder_of_jobs, name))
+        return made[-1]
+
+    yield make
+    for job in made:
+        real_node.kubectl("delete", "dlrmjob", job.name, "--namespace=default", "--ignore-not-found", "--wait")
+
+
+@pytest.fixture(scope="session")
+def folder_of_jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What jobs keep of their steps and samples; pods reach it, who run as nobody."""
+    folder = tmp_path_factory.mktemp("jobs")
+    for parent in (folder, *folder.parents[:2]):
+        parent.chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def undisturbed(release: Release, store: ClusterS3, real_node: RealCluster, folder_of_jobs: Path) -> dict[int, float]:
+    """Losses by step of the job that nobody disturbs."""
+    job = DrilledJob(real_node, folder_of_jobs, "undisturbed")
+    job.start()
+    job.finish()
+    losses = job.losses()
+    real_node.kubectl("delete", "dlrmjob", job.name, "--namespace=default", "--wait")
+    return losses
