@@ -63,8 +63,9 @@ class Audit:
             return True
         if uid != gang[0]:
             return False
-        kept = self.keeps and has_ended(other) and not deleting(other) and attempt >= gang[1] - KEPT_ATTEMPTS
-        return held(other) or kept
+        if deleting(other):
+            return held(other) or (has_ended(other) and bool(other["metadata"].get("finalizers")))
+        return self.keeps and has_ended(other) and attempt >= gang[1] - KEPT_ATTEMPTS
 
 
 def _newest(status: Object) -> int:
