@@ -106,7 +106,7 @@ def error_of(ending: Ending) -> DLRMError:
         path, colon, problem = ending.message.partition(": ")
         return InvalidSpecError(path, problem) if colon else InvalidSpecError("spec", ending.message or "refused")
     error = ERRORS.get(ending.code)
-    if error is not None and ending.message:
+    if error is not None and ending.message.strip():
         return error(ending.message)
     said = f": {ending.message}" if ending.message else ""
     text = f"{ending.name} ended with {_code_text(ending.code)}{said}; its log is {ending.log}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dlrm_api.lifecycle import ExitCodeRule, RestartSpec
@@ -115,6 +115,7 @@ def test_free_restarts_leave_the_charged_budget_alone() -> None:
     assert budget.charge(None)[1] is None
 
 
+@example(64, " ")
 @given(st.integers(1, 255), st.text("ab :", max_size=20))
 def test_every_ending_becomes_an_error_that_says_something_and_keeps_a_known_exit_code(code: int, message: str) -> None:
     error = error_of(ending("trainer-0", code, message))
