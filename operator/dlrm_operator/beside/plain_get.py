@@ -10,6 +10,8 @@ import asyncio
 import re
 import socket
 
+from dlrm_operator.beside.addresses import host_and_port
+
 HEAD = re.compile(rb"HTTP/1\.[01] 200[ \r]")
 LENGTH = re.compile(rb"\r\nContent-Length:[ \t]*(\d{1,9})[ \t]*(?:\r\n|\Z)", re.IGNORECASE)
 MOST_HEAD_BYTES = 8_192
@@ -22,8 +24,7 @@ async def plain_get(ip: str, port: int, path: str, timeout_s: float, most_bytes:
         TimeoutError: there was no whole answer within ``timeout_s``.
         OSError: nobody listens, or the answer is another one, too long, or was cut off.
     """
-    host = f"[{ip}]" if ":" in ip else ip
-    request = f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\n\r\n".encode()
+    request = f"GET {path} HTTP/1.0\r\nHost: {host_and_port(ip, port)}\r\n\r\n".encode()
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM) as connection:
         connection.setblocking(False)

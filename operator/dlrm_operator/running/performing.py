@@ -177,7 +177,7 @@ class Performer:
         self._pods.saw(found)
 
     async def _delete(self, action: DeleteObject) -> None:
-        options: Manifest = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": action.uid}}
+        options = _deletion(uid=action.uid)
         if action.force or action.grace_s is not None:
             options["gracePeriodSeconds"] = 0 if action.force else action.grace_s
         path = f"{_root(action.api_version)}/namespaces/{action.key.namespace}/{KINDS[action.kind]}/{action.name}"
@@ -189,14 +189,11 @@ class Performer:
         with suppress(NotFoundError, ConflictError):
             found = await self._api.call("GET", path)
             if owned_by(found, action.pod_uid):
-                same = {"uid": found["metadata"]["uid"]}
-                options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": same}
-                await self._api.call("DELETE", path, options)
+                await self._api.call("DELETE", path, _deletion(uid=found["metadata"]["uid"]))
 
     async def _delete_job(self, action: DeleteJob) -> None:
         path = JOBS.format(action.key.namespace, action.key.name)
-        seen = {"uid": action.uid, "resourceVersion": action.resource_version}
-        options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": seen}
+        options = _deletion(uid=action.uid, resourceVersion=action.resource_version)
         with suppress(NotFoundError):
             await self._api.call("DELETE", path, {**options, "propagationPolicy": "Background"})
 
@@ -207,9 +204,9 @@ class Performer:
         """
         path = JOBS.format(action.key.namespace, action.key.name)
         version = action.resource_version
+        said = action.status.model_dump(mode="json", exclude_none=True)
         for left in reversed(range(MOST_WRITES)):
             meta = {"name": action.key.name, "uid": action.uid, "resourceVersion": version}
-            said = action.status.model_dump(mode="json", exclude_none=True)
             body = {"apiVersion": names.API_VERSION, "kind": "DLRMJob", "metadata": meta, "status": said}
             try:
                 self._jobs.saw(await self._api.call("PATCH", f"{path}/status", body, FORCE, APPLY))
@@ -252,6 +249,10 @@ def _decides_alike(found: JobSeen, action: ApplyStatus) -> bool:
     """Whether all that a status is decided from is as it was seen."""
     same = found.uid == action.uid and not found.deleting and found.status == action.seen
     return same and found.generation == action.status.observed_generation
+
+
+def _deletion(**preconditions: str) -> Manifest:
+    return {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": preconditions}
 
 
 def _root(api_version: str) -> str:
