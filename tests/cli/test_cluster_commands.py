@@ -351,6 +351,52 @@ def test_a_finished_job_is_not_suspended(
     assert "ads has Succeeded: there is nothing to suspend" in capsys.readouterr().err
 
 
+def test_a_failed_job_is_not_suspended(api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    api.answers[f"{JOBS}/ads"] = job("Failed")
+
+    code = run(kubeconfig, "suspend", "ads")
+
+    assert code == ExitCode.USAGE
+    assert api.patches == []
+    assert "ads has Failed: there is nothing to suspend" in capsys.readouterr().err
+
+
+def test_a_failed_job_rests_until_the_operator_saw_it_then_starts_again(
+    api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unseen, seen = job("Failed", suspend=True, generation=3), job("Failed", suspend=True)
+    wished: list[tuple[bool, bool]] = []
+
+    def on_patch() -> None:
+        wanted = api.patches[-1]["spec"]["lifecycle"]["suspend"]
+        wished.append((wanted, api.answers[f"{JOBS}/ads"] is seen))
+        api.answers[f"{JOBS}/ads"] = unseen if wanted else job("Restarting", generation=4)
+
+    api.answers[f"{JOBS}/ads"] = job("Failed")
+    api.on_patch = on_patch
+    monkeypatch.setattr(suspending.time, "sleep", lambda _: api.answers.update({f"{JOBS}/ads": seen}))
+
+    code = run(kubeconfig, "resume", "ads")
+
+    assert code == ExitCode.DONE
+    assert wished == [(True, False), (False, True)]
+    assert capsys.readouterr().out == "ads is told to resume\n"
+
+
+def test_a_failed_job_that_no_operator_sees_stays_at_rest(
+    api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suspending, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(suspending, "REST_S", 0.05)
+    api.answers[f"{JOBS}/ads"] = job("Failed", suspend=True, generation=3)
+
+    code = run(kubeconfig, "resume", "ads")
+
+    assert code == ExitCode.TEMPORARY
+    assert api.patches == [{"spec": {"lifecycle": {"suspend": True}}}]
+    assert "no operator took note within 0.05 s that it is to start again: is one running" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("seen", "words"),
     [

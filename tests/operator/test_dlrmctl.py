@@ -391,6 +391,22 @@ def test_a_whole_life_is_suspended_resumed_watched_and_told_in_few_events(
     ]
 
 
+def test_a_failed_job_is_resumed_as_it_is(
+    api_types: ControlPlane, namespace: str, dlrmctl: Dlrmctl, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    job = JobDriver(api_types.api, namespace, job_document("ads"))
+    denied = TerminationMessage(exit_code=77, reason="NoPermission", message="403 from the bucket", rank=0)
+    kubelet.end_trainer(gang_trains(kubelet, job, 1, step=50, committed=50)[0], 77, denied)
+    job.until("Failed")
+
+    dlrmctl("resume", "ads")
+    for pod in gang_trains(kubelet, job, 2, step=60, committed=50):
+        kubelet.finish(pod, step=100, committed=100)
+    job.until("Succeeded")
+
+    assert job.status()["restartsByReason"] == {"Edited": 1}
+
+
 def test_kubectl_scale_overrides_the_number_that_the_planner_chose(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:

@@ -139,7 +139,7 @@ def resume(
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Have a suspended job go on from the step that it holds."""
+    """Have a suspended job go on from the step that it holds, or a failed one start again from its newest snapshot."""
     _set_suspend(job, False, _seconds("--timeout", timeout) if wait else None, namespace, context, kubeconfig)
 
 

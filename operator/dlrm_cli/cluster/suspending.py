@@ -1,4 +1,8 @@
-"""``dlrmctl suspend`` and ``resume``: the wish written down, and, where asked for, waited for."""
+"""``dlrmctl suspend`` and ``resume``: the wish written down, and, where asked for, waited for.
+
+A job that failed is started again by both in turn: the operator takes a failed job that it saw at rest, and that then
+is wanted again, as one whose failure was looked into, whether or not its spec says anything else.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from dlrm_cli.cluster.facts import Object, condition, dig, job_facts
 from dlrm_cli.cluster.listing import one_line
 
 LOOK_EVERY_S = 1.0
+REST_S = 60.0
+"""For the operator to take note that a failed job is at rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +47,7 @@ def suspend_verdict(job: Object) -> Verdict:
 def resume_verdict(job: Object) -> Verdict:
     """How far a job is on its way to Running."""
     facts = job_facts(job)
-    if facts.phase == "Failed":
+    if facts.phase == "Failed" and _seen(job):
         words = f"{facts.name} has Failed: {one_line(facts.reason)}".rstrip(": ")
         return Verdict(words=words, error=DLRMError(words))
     if facts.phase in ("Running", "Succeeded") and _seen(job):
@@ -57,12 +63,14 @@ def set_suspend(connection: Connection, name: str, wanted: bool, timeout_s: floa
 
     Raises:
         NoInputError: there is no such job.
-        UsageError: the job has ended, so that nothing is there to suspend or resume.
+        UsageError: the job has ended, so that nothing is there to suspend; or has succeeded, so that nothing is left.
         TemporaryError: it is not so yet when the time is up; the wish stays.
     """
     facts = job_facts(connection.job(name))
-    if facts.finished:
+    if facts.phase == "Succeeded" or (facts.finished and wanted):
         raise UsageError(f"{name} has {facts.phase}: there is nothing to {'suspend' if wanted else 'resume'}")
+    if facts.finished:
+        _rest(connection, name)
     job = connection.set_suspend(name, wanted)
     if timeout_s is None:
         verb = "suspend: it cuts, commits, then gives its nodes back" if wanted else "resume"
@@ -73,6 +81,21 @@ def set_suspend(connection: Connection, name: str, wanted: bool, timeout_s: floa
     except KeyboardInterrupt:
         print(f"no longer waiting; {name} stays told to {'suspend' if wanted else 'resume'}", file=sys.stderr)
         raise
+
+
+def _rest(connection: Connection, name: str) -> None:
+    """Have the operator see a failed job at rest.
+
+    Raises:
+        TemporaryError: it did not; the job stays at rest, and resuming it again goes on from there.
+    """
+    job, deadline = connection.set_suspend(name, True), time.monotonic() + REST_S
+    while not _seen(job):
+        if time.monotonic() > deadline:
+            words = f"{name} has Failed, and no operator took note within {REST_S:g} s that it is to start again"
+            raise TemporaryError(f"{words}: is one running that serves this namespace? Then resume it once more")
+        time.sleep(LOOK_EVERY_S)
+        job = connection.job(name)
 
 
 def _wait(connection: Connection, job: Object, wanted: bool, timeout_s: float) -> Verdict:
