@@ -1,8 +1,8 @@
 """Build the test servers from pinned Go modules into a cache that every checkout and test run shares.
 
-Each folder of ``tools/`` is a wrapper module whose go.sum pins every source. A cache entry's name holds the
-hash of all that decides its content, so an entry is either right or absent: it is built beside its place
-and renamed into it, under a lock that makes concurrent test workers wait for one build.
+Each folder of ``tools/`` is a wrapper module whose go.sum pins every source, and CoreDNS' has a ``main`` of its own.
+A cache entry's name holds the hash of all that decides its content, so an entry is either right or absent: it is
+built beside its place and renamed into it, under a lock that makes concurrent test workers wait for one build.
 """
 
 import fcntl
@@ -75,7 +75,7 @@ RECIPES: Mapping[str, Recipe] = {
         module="kubernetes",
         tested_with=False,
     ),
-    "coredns": Recipe(packages={"coredns": "github.com/coredns/coredns"}, tested_with=False),
+    "coredns": Recipe(packages={"coredns": "."}, tested_with=False),
     "training-operator": Recipe(
         packages={"training-operator": "github.com/kubeflow/training-operator/cmd/training-operator.v1"},
         tested_with=False,
@@ -166,8 +166,9 @@ def _go_env() -> dict[str, str]:
 def _fingerprint(name: str, toolchain: str) -> str:
     """Hash of everything that decides what the programs are."""
     recipe, digest = RECIPES[name], hashlib.sha256(toolchain.encode())
-    for source in ("go.mod", "go.sum", "tools.go"):
-        digest.update(hashlib.sha256((_sources(name) / source).read_bytes()).digest())
+    module = _sources(name)
+    for source in (module / "go.mod", module / "go.sum", *sorted(module.glob("*.go"))):
+        digest.update(hashlib.sha256(source.read_bytes()).digest())
     digest.update(repr((recipe.flags(), sorted(recipe.packages.items()))).encode())
     return digest.hexdigest()[:16]
 
