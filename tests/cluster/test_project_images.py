@@ -37,7 +37,7 @@ def test_images_are_called_what_pods_of_the_operator_and_of_the_chart_ask_for() 
 def test_trainer_and_checkpointer_share_their_layers_of_dependencies() -> None:
     trainer, checkpointer = stages(ROOT / "trainer/Dockerfile"), stages(ROOT / "checkpointer/Dockerfile")
 
-    for stage in ("lists", "dependencies"):
+    for stage in ("tools", "lists", "dependencies"):
         assert trainer[stage] == checkpointer[stage]
 
 
@@ -46,7 +46,7 @@ def test_an_image_runs_as_the_user_that_pods_set_and_takes_its_base_as_an_argume
     text = dockerfile.read_text()
 
     assert f"USER {USER_ID}:{USER_ID}" in stages(dockerfile)[""]
-    assert re.findall(r"(?m)^FROM (\S+) AS (?:lists|dependencies)$", text) == ["${BASE}", "${BASE}"]
+    assert re.findall(r"(?m)^FROM (\S+) AS (?:tools|lists|dependencies)$", text) == ["${BASE}"] * 3
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ class Image:
     reference: str
     """Its whole name."""
     archive: Path
-    """An OCI archive: ``ctr -n k8s.io images import`` takes it, and so does ``skopeo``."""
+    """A Docker archive: ``docker load`` takes it, and so does ``ctr -n k8s.io images import``."""
 
 
 def build(
@@ -61,7 +61,7 @@ def tag(name: str, variant: Variant) -> str:
 
 def _build(name: str, base: str, identity: str, variant: Variant, home: Path, say: Say) -> Image:
     whole, local = reference(name), tag(name, variant)
-    image = Image(reference=whole, archive=home / f"{name}-{fingerprint(name, identity, variant)}.oci.tar")
+    image = Image(reference=whole, archive=home / f"{name}-{fingerprint(name, identity, variant)}.tar")
     if image.archive.exists():
         return image
     started = time.monotonic()
@@ -70,7 +70,7 @@ def _build(name: str, base: str, identity: str, variant: Variant, home: Path, sa
     with tempfile.TemporaryDirectory() as folder:
         build_image(f"{name}/Dockerfile", local, arguments, write_secrets(Path(folder)), ROOT)
     report = inspect(local, RECIPES[name], variant)
-    for old in home.glob(f"{name}-*.oci.tar"):
+    for old in home.glob(f"{name}-*.tar"):
         old.unlink()
     export(local, whole, image.archive)
     say(f"built {whole} in {time.monotonic() - started:.0f} s: {images(local)[0]['size']}, {in_words(report)}")
