@@ -13,9 +13,9 @@ import time
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
+from sample_ledgers import records
 
 pytestmark = pytest.mark.slow
 
@@ -110,14 +110,8 @@ def losses(local: Any, name: str) -> dict[int, float]:
 def epochs_of(local: Any, name: str) -> dict[int, list[int]]:
     """Ids of the samples of each epoch, over all ranks, in the order of the ledgers."""
     seen: dict[int, list[int]] = {}
-    for path in sorted((local.folder / f"work-{name}" / "ledger").glob("rank-*.bin")):
-        numbers = np.fromfile(path, "<i8")
-        position = 0
-        while position < len(numbers):
-            step, count = int(numbers[position]), int(numbers[position + 1])
-            ids = numbers[position + 2 : position + 2 + count].tolist()
-            seen.setdefault((step - 1) // EPOCH_STEPS, []).extend(ids)
-            position += 2 + count
+    for step, ids in records(local.folder / f"work-{name}" / "ledger"):
+        seen.setdefault((step - 1) // EPOCH_STEPS, []).extend(ids.tolist())
     return seen
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gangs import Pod, alive, job_document, plan_document, small_job
+from sample_ledgers import sample_ids
 
 from dlrm_api.names import Env, ExitCode
 from dlrm_checkpointer.restore import newest_snapshot
@@ -53,18 +54,6 @@ def said_last(pod: Pod) -> tuple[int, int]:
     assert left.progress.samples > 0
     assert left.step == left.progress.step
     return left.progress.step, left.exit_code
-
-
-def consumed(pod: Pod) -> list[int]:
-    """Ids of the samples that the final parameters were made from, over all ranks."""
-    ids: list[int] = []
-    for path in sorted((pod.folder / "ledger").glob("rank-*.bin")):
-        numbers = np.fromfile(path, "<i8").tolist()
-        while numbers:
-            count = numbers[1]
-            ids += numbers[2 : 2 + count]
-            numbers = numbers[2 + count :]
-    return sorted(ids)
 
 
 def post_cut(pod: Pod) -> int:
@@ -113,7 +102,7 @@ def test_a_run_that_is_killed_signalled_and_restarted_ends_with_the_same_bytes(m
     assert pod.result()["eval"] == undisturbed.result()["eval"]
     assert said_last(pod) == (steps, ExitCode.DONE)
     assert [line["step"] for line in pod.lines()] == list(range(1, steps + 1))
-    assert consumed(pod) == list(range(40_000))
+    assert sample_ids(pod.folder / "ledger").tolist() == list(range(40_000))
 
 
 def test_the_loss_does_not_depend_on_the_world_size(make_pod: MakePod) -> None:
@@ -128,7 +117,7 @@ def test_the_loss_does_not_depend_on_the_world_size(make_pod: MakePod) -> None:
         assert len(other) == 102
         np.testing.assert_allclose(other[:100], losses[0][:100], rtol=1e-5)
         assert pod.result()["eval"]["ne"] == pytest.approx(pods[0].result()["eval"]["ne"], abs=1e-4)
-        assert consumed(pod) == list(range(6_500))
+        assert sample_ids(pod.folder / "ledger").tolist() == list(range(6_500))
 
 
 def test_a_restore_at_another_world_size_gives_the_same_digest(make_pod: MakePod) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import yaml
+from sample_ledgers import sample_ids
 
 from dlrm_cluster.project_images.recipes import ROOT
 from dlrm_cluster.real_cluster import Object, RealCluster
@@ -89,14 +90,7 @@ class DrilledJob:
 
     def sample_ids(self) -> npt.NDArray[np.int64]:
         """Ids of the samples that the ledgers of all ranks hold, sorted: [samples]."""
-        found = []
-        for path in sorted((self._kept / "ledger").glob("rank-*.bin")):
-            numbers, position = np.fromfile(path, "<i8"), 0
-            while position < len(numbers):  # step, count, ids
-                end = position + 2 + int(numbers[position + 1])
-                found.append(numbers[position + 2 : end])
-                position = end
-        return np.sort(np.concatenate(found))
+        return sample_ids(self._kept / "ledger")
 
     def pod(self, index: int) -> str:
         """Name of a pod of the current gang."""
