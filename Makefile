@@ -11,7 +11,7 @@ export PYTHONPATH := hack/cluster
 
 SEED ?= 0
 
-.PHONY: help quickstart test test-fast e2e soak faults lint format generate bench lock images cluster-up cluster-down clean
+.PHONY: help quickstart test test-fast e2e e2e-smoke soak faults lint format generate bench lock images cluster-up cluster-down clean
 help: ## what each verb does
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
@@ -78,6 +78,9 @@ images: $(INSTALLED) ## build the container images that changed (needs root and 
 
 e2e: $(INSTALLED) ## tests with real pods: on the cluster of KUBECONFIG, else on a node made for them (root, Debian packages)
 	$(PYTEST) -m e2e
+
+e2e-smoke: $(INSTALLED) ## the part of them that CI runs: the chart installed, one job to its end, two drills
+	$(PYTEST) -m smoke tests/e2e
 
 cluster-up: $(INSTALLED) ## a real Kubernetes control plane, built from Go modules; NODE=1: with a node that runs pods (root)
 	$(BIN)/python -m dlrm_cluster up $(if $(NODE),--node)

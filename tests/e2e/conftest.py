@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,33 @@ from release import Release
 from s3_in_cluster import IMAGE, ClusterS3
 
 from dlrm_cluster.build import binaries
+from dlrm_cluster.errors import ClusterError
 from dlrm_cluster.images import write_image
 from dlrm_cluster.project_images import build
 from dlrm_cluster.real_cluster import RealCluster
+
+LOOKS = (
+    ("get", "dlrmjobs,pods", "--all-namespaces", "--output=wide"),
+    ("get", "events", "--all-namespaces", "--sort-by=.lastTimestamp"),
+    ("logs", "deployment/dlrm-dlrm-operator", "--namespace=dlrm-system", "--tail=60"),
+    ("logs", "--selector=dlrm.dev/role=trainer", "--all-containers", "--prefix", "--tail=20"),
+)
+"""What is shown of the cluster, which ends with the tests, where one of them fails."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add what the cluster looked like to the report of a test that failed."""
+    report = yield
+    cluster = item.funcargs.get("real_node") if isinstance(item, pytest.Function) else None
+    if report.failed and isinstance(cluster, RealCluster):
+        for words in LOOKS:
+            try:
+                said = cluster.kubectl(*words)
+            except ClusterError as error:
+                said = str(error)
+            report.sections.append((f"kubectl {' '.join(words)}", said))
+    return report
 
 
 @pytest.fixture(scope="session")

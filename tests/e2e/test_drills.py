@@ -53,6 +53,7 @@ def holds_what_nobody_disturbed_holds(job: DrilledJob, undisturbed: dict[int, fl
     assert job.losses() == undisturbed
 
 
+@pytest.mark.smoke
 def test_a_trainer_pod_that_is_deleted(new_job: NewJob, undisturbed: dict[int, float]) -> None:
     job = new_job("deleted-pod")
     job.start()
@@ -77,6 +78,7 @@ def test_kill_9_of_a_rank_inside_its_container(new_job: NewJob, undisturbed: dic
     holds_what_nobody_disturbed_holds(job, undisturbed)
 
 
+@pytest.mark.smoke
 def test_kill_9_of_the_checkpointer_costs_no_restart(new_job: NewJob, undisturbed: dict[int, float]) -> None:
     job = new_job("killed-sidecar")
     job.start()

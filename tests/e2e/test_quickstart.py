@@ -18,10 +18,12 @@ TRAIN_S = 600.0
 JOB = ("dlrmjob", "quickstart", "--namespace=default")
 
 
+@pytest.mark.smoke
 def test_the_installed_chart_passes_its_own_test(release: Release) -> None:
     release.test()
 
 
+@pytest.mark.smoke
 def test_the_example_trains_on_two_pods_and_leaves_a_snapshot_that_verifies(
     release: Release, real_node: RealCluster, store: ClusterS3, tmp_path: Path
 ) -> None:
