@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "node_modules"} & set(path.relative_to(ROOT).parts))
 FENCED = re.compile(r"^```(?:console|sh|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 DLRMCTL = re.compile(r"^(?:\S*/)?dlrmctl$")
-NEEDS_MORE = ("/path/to", "/mnt/", "movielens", "job.yaml", "JOB", " top")
+NEEDS_MORE = ("/path/to", "/mnt/", "movielens", "job.yaml", "JOB", " top", "s3://")
 """Words of commands that need data, a disk or a cluster that this machine may lack."""
 ELSEWHERE = "/tmp/dlrm-quickstart"
 FEWER_SAMPLES = ("samples: 300000", "samples: 3000")

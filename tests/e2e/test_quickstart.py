@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +53,43 @@ def test_the_example_trains_on_two_pods_and_leaves_a_snapshot_that_verifies(
     assert "Succeeded" in listed.split()
     assert said.startswith(f"step {status['lastSnapshot']['step']} is whole")
     real_node.kubectl("delete", *JOB, "--wait")
+
+
+def test_the_commands_of_the_readme_lead_to_a_trained_model_and_a_snapshot_that_verifies(
+    release: Release, real_node: RealCluster, store: ClusterS3, tmp_path: Path
+) -> None:
+    [block] = re.findall(r"^```sh\n(helm install .*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    programs = lay_out_checkout(tmp_path)
+    (programs / "helm").symlink_to(release.program)
+    (programs / "kubectl").symlink_to(real_node.program)
+    keys = {"AWS_ACCESS_KEY_ID": KEYS[0], "AWS_SECRET_ACCESS_KEY": KEYS[1]}
+    own = {"KUBECONFIG": str(real_node.kubeconfig), "S3_ENDPOINT": store.url, **keys}
+    release.uninstall()
+    real_node.kubectl("delete", "secret", "s3-keys", "--namespace=default")
+
+    done = subprocess.run(
+        ["bash", "-euc", block],
+        cwd=tmp_path,
+        env={**os.environ, **own, "PATH": f"{programs}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+
+    real_node.kubectl("delete", *JOB, "--wait")
+    assert done.returncode == 0, done.stdout
+    assert " is whole" in done.stdout.splitlines()[-1]
+
+
+def lay_out_checkout(folder: Path) -> Path:
+    """Make what the README's commands name; returns the folder of programs."""
+    for name in ("charts", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+    programs = folder / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "dlrmctl").write_text(f'#!/bin/sh\nexec {sys.executable} -m dlrm_cli.app "$@"\n')
+    (programs / "dlrmctl").chmod(0o755)
+    return programs
 
 
 def verified(endpoint: str, folder: Path) -> str:

@@ -1,14 +1,10 @@
 """A real Prometheus scrapes an operator and a job that trains here, and every panel has something to show."""
 
 import json
-import math
-import shutil
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,24 +12,18 @@ from typing import Any
 
 import pytest
 import yaml
+from dashboards import HOME, assert_variables_offer, queries
 from kubelet_double import KubeletDouble, committed_word
 from operator_cluster import JobDriver, OperatorProcess, eventually, job_document
+from real_prometheus import Prometheus
 
 from dlrm_api.progress import EvalMetrics, Progress, TrainerPhase
 from dlrm_cluster.control_plane import ControlPlane
-from dlrm_cluster.errors import MissingToolError
-from dlrm_cluster.fixtures import refuse
-from dlrm_cluster.ports import LOOPBACK, free_port
-from dlrm_cluster.process import Server
-from dlrm_monitoring.files import DASHBOARDS
+from dlrm_cluster.ports import LOOPBACK
 from dlrm_monitoring.metric_tables import processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 Object = dict[str, Any]
-ROOT = Path(__file__).resolve().parents[2]
-RULES = ROOT / "charts" / "dlrm-operator" / "files" / "monitoring" / "rules.yaml"
-HOME = "dlrm-system"
-"""Namespace that the scrape gives the operator."""
 PROFILE: Object = {
     "apiVersion": "dlrm.dev/v1alpha1",
     "kind": "HardwareProfile",
@@ -61,64 +51,13 @@ EXCEPTED = ("dlrm_checkpointer_bits ", "python_", "process_")
 """What promtool may find fault with: bits of a code are no amount of memory; the client library's own."""
 
 
-class Prometheus:
-    """Scrapes each second: an operator, and whatever ``targets`` lists."""
-
-    def __init__(self, folder: Path, operator_port: int, targets: Path) -> None:
-        self._port = free_port()
-        operator = {"targets": [f"{LOOPBACK}:{operator_port}"], "labels": {"namespace": HOME, "pod": "operator-0"}}
-        config = {
-            "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
-            "rule_files": [str(RULES)],
-            "scrape_configs": [
-                {"job_name": "operator", "honor_labels": True, "static_configs": [operator]},
-                {"job_name": "pods", "file_sd_configs": [{"files": [str(targets)], "refresh_interval": "1s"}]},
-            ],
-        }
-        (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
-        program = shutil.which("prometheus")
-        if program is None:
-            refuse(MissingToolError("the program 'prometheus' is not on PATH: install Debian's package prometheus"))
-        words = [f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'data'}"]
-        self.server = Server("prometheus", [program, *words, f"--web.listen-address={LOOPBACK}:{self._port}"], folder)
-
-    def __enter__(self) -> "Prometheus":
-        self.server.start()
-        try:
-            eventually(lambda: self._get("query", query="up"), 30, self.server.log_tail)
-        except AssertionError:
-            self.server.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.server.stop()
-
-    def _get(self, what: str, **query: str) -> Any:
-        url = f"http://{LOOPBACK}:{self._port}/api/v1/{what}?{urllib.parse.urlencode(query)}"
-        try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
-                return json.load(answer)["data"]
-        except urllib.error.HTTPError as error:
-            if error.code == 503:
-                return None  # it is starting
-            raise AssertionError(f"{query}: {error.read().decode()}") from error
-        except OSError:
-            return None
-
-    def values(self, query: str) -> list[float]:
-        """Values of all series that are numbers."""
-        found = [float(each["value"][1]) for each in self._get("query", query=query)["result"]]
-        return [value for value in found if not math.isnan(value)]
-
-    def names(self) -> set[str]:
-        """Of all series."""
-        return set(self._get("label/__name__/values"))
-
-    def choices(self, query: str) -> list[str]:
-        """What a dashboard's variable offers: ``label_values(SERIES, LABEL)``."""
-        series, _, label = query.removeprefix("label_values(").removesuffix(")").rpartition(", ")
-        return list(self._get(f"label/{label}/values", **{"match[]": series}))
+def scrape_configs(operator_port: int, targets: Path) -> list[Object]:
+    """An operator, and whatever ``targets`` lists."""
+    operator = {"targets": [f"{LOOPBACK}:{operator_port}"], "labels": {"namespace": HOME, "pod": "operator-0"}}
+    return [
+        {"job_name": "operator", "honor_labels": True, "static_configs": [operator]},
+        {"job_name": "pods", "file_sd_configs": [{"files": [str(targets)], "refresh_interval": "1s"}]},
+    ]
 
 
 @pytest.fixture
@@ -205,8 +144,7 @@ def test_every_panel_of_every_dashboard_has_data(
     targets = tmp_path / "targets.json"
     with OperatorProcess(api_types.kubeconfig, namespace, tmp_path / "operator.log") as operator:
         operator.wait_ready()
-        (tmp_path / "prometheus").mkdir()
-        with Prometheus(tmp_path / "prometheus", operator.port, targets) as prometheus:
+        with Prometheus(tmp_path / "prometheus", scrape_configs(operator.port, targets)) as prometheus:
             job = JobDriver(
                 api_types.api,
                 namespace,
@@ -216,7 +154,7 @@ def test_every_panel_of_every_dashboard_has_data(
             eventually((training / "ports.json").exists, 60, lambda: (tmp_path / "run.log").read_text())
             write_targets(targets, training, namespace)
 
-            lacking = wanted(namespace)
+            lacking = queries(namespace, "demo", EMPTY)
 
             def all_have_had_data() -> bool:
                 lacking.difference_update([each for each in lacking if prometheus.values(each)])
@@ -225,7 +163,7 @@ def test_every_panel_of_every_dashboard_has_data(
             eventually(
                 all_have_had_data, 240, lambda: "\n".join([*lacking, (tmp_path / "run.log").read_text()[-2_000:]])
             )
-            assert_variables_offer(prometheus, namespace)
+            assert_variables_offer(prometheus, namespace, "demo")
             assert_all_metrics_are_listed(prometheus)
             pods = [each["targets"][0] for each in json.loads(targets.read_text())]
             for address in (f"{LOOPBACK}:{operator.port}", *pods):
@@ -242,26 +180,6 @@ def assert_named_by_the_conventions(address: str) -> None:
     findings = [line for line in (said.stdout + said.stderr).decode().splitlines() if " " in line]
 
     assert [line for line in findings if not line.startswith(EXCEPTED)] == []
-
-
-def wanted(namespace: str) -> set[str]:
-    """Queries of all panels that can have data here, with the choices at the top of a dashboard made."""
-    found = set()
-    for dashboard in DASHBOARDS:
-        place = HOME if dashboard.uid == "dlrm-operator" else namespace
-        for panel in dashboard.panels():
-            for query in panel.queries:
-                if not {(dashboard.uid, query.legend), (dashboard.uid, panel.title)} & set(EMPTY):
-                    expr = query.expr.replace("$__rate_interval", "30s")
-                    found.add(expr.replace("$namespace", place).replace("$job", "demo"))
-    return found
-
-
-def assert_variables_offer(prometheus: Prometheus, namespace: str) -> None:
-    for dashboard in DASHBOARDS:
-        offered = [prometheus.choices(each.query.replace("$namespace", namespace)) for each in dashboard.variables]
-        assert offered[0] == [HOME if dashboard.uid == "dlrm-operator" else namespace]
-        assert offered[1:] in ([], [["demo"]])
 
 
 def assert_all_metrics_are_listed(prometheus: Prometheus) -> None:

@@ -27,7 +27,7 @@ class RealCluster:
     """The cluster of a kubeconfig.
 
     ``folder`` is where ``up --node`` made it; None for a cluster of somebody else, whose node's processes are out of
-    reach and whose images come from registries.
+    reach and whose images come from registries. ``program`` is its kubectl.
     """
 
     def __init__(self, kubeconfig: Path) -> None:
@@ -35,7 +35,7 @@ class RealCluster:
         made_here = (self.kubeconfig.parent / "kubelet.pid").exists()
         self.folder = self.kubeconfig.parent if made_here else None
         found = None if made_here else shutil.which("kubectl")
-        self._kubectl = Path(found) if found else binaries("kubernetes") / "kubectl"
+        self.program = Path(found) if found else binaries("kubernetes") / "kubectl"
 
     def kubectl(self, *words: str, stdin: str | None = None, timeout_s: float = 120.0) -> str:
         """What kubectl printed.
@@ -43,7 +43,7 @@ class RealCluster:
         Raises:
             ClusterError: it failed; the message is what it said.
         """
-        command = [str(self._kubectl), f"--kubeconfig={self.kubeconfig}", *words]
+        command = [str(self.program), f"--kubeconfig={self.kubeconfig}", *words]
         answer = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=timeout_s)
         if answer.returncode != 0:
             raise ClusterError(f"kubectl {' '.join(words)}: {answer.stderr.strip()}")
@@ -85,7 +85,7 @@ class RealCluster:
         if self.folder is None:
             return "docker.io/library/busybox:1.36"
         name = "dlrm.local/busybox:1"
-        programs = {"/bin/busybox": BUSYBOX, "/bin/sh": BUSYBOX, "/bin/kubectl": self._kubectl}
+        programs = {"/bin/busybox": BUSYBOX, "/bin/sh": BUSYBOX, "/bin/kubectl": self.program}
         self.load(write_image(scratch / "busybox.tar", name, programs, ("sh",)))
         return name
 

@@ -33,8 +33,8 @@ class DrilledJob:
         self._kept.mkdir()
         self._kept.chmod(0o777)  # pods run as nobody
 
-    def start(self, **trainer: Any) -> None:
-        """Apply it; ``trainer`` is added to ``spec.trainer``."""
+    def manifest(self, **trainer: Any) -> Object:
+        """The job; ``trainer`` is added to ``spec.trainer``."""
         job: Object = yaml.safe_load((ROOT / "examples/quickstart-cluster.yaml").read_text())
         job["metadata"] = {"name": self.name, "namespace": "default"}
         spec = job["spec"]
@@ -44,7 +44,11 @@ class DrilledJob:
         container = {"env": env, "volumeMounts": [{"name": "kept", "mountPath": "/kept"}]}
         volume = {"name": "kept", "hostPath": {"path": str(self._kept)}}
         spec["trainer"] |= {"podTemplate": {"container": container, "spec": {"volumes": [volume]}}, **trainer}
-        self.cluster.apply(job)
+        return job
+
+    def start(self, **trainer: Any) -> None:
+        """Apply the manifest."""
+        self.cluster.apply(self.manifest(**trainer))
 
     @property
     def status(self) -> Object:

@@ -14,18 +14,18 @@ class Release:
     """``dlrm`` in ``dlrm-system``."""
 
     def __init__(self, helm: Path, kubeconfig: Path) -> None:
-        self._helm = helm
+        self.program = helm
         self._where = ("dlrm", "--namespace=dlrm-system", f"--kubeconfig={kubeconfig}")
 
     def helm(self, command: str, *options: str) -> None:
         """``helm install`` or ``upgrade``; returns when the operator is ready."""
         chart = str(ROOT / "charts/dlrm-operator")
-        subprocess.run([self._helm, command, *self._where, chart, "--wait", WAIT, *options], check=True)
+        subprocess.run([self.program, command, *self._where, chart, "--wait", WAIT, *options], check=True)
 
     def test(self) -> None:
         """``helm test``."""
-        subprocess.run([self._helm, "test", *self._where, WAIT], check=True)
+        subprocess.run([self.program, "test", *self._where, WAIT], check=True)
 
     def uninstall(self) -> None:
         """``helm uninstall``."""
-        subprocess.run([self._helm, "uninstall", *self._where, "--wait", WAIT], check=True)
+        subprocess.run([self.program, "uninstall", *self._where, "--wait", WAIT], check=True)
