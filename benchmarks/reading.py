@@ -1,6 +1,7 @@
 """How fast data is read: ``python -m benchmarks.reading [--quick] [--only PATTERN] [--data-dir FOLDER]``.
 
-Ours are batches in training order, ids turned into rows, as a rank gets them; theirs is the same data, decoded.
+Ours are batches in training order, ids turned into rows, as a rank gets them; theirs is the same data, decoded. Where
+the order is ``none``, ours are columns too, decoded by as many threads as the reader has for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +23,26 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.decoders import DECODERS, FILES_ALONE, Columns, Decoded, Origin
+from benchmarks.decoders import DECODERS, FILES_ALONE, Decoded, Origin
+from benchmarks.decoders import Columns as Peer
 from benchmarks.loopback import Service, served
 from benchmarks.measure import Pairs, report, tell
 from benchmarks.samples import DENSE, IDS, write_samples
 from dlrm_api.job import DLRMJobSpec, parse_job
 from dlrm_api.names import Env
-from dlrm_trainer.data import Reader, open_reader
+from dlrm_trainer.data import open_reader
+from dlrm_trainer.data.files import LocalFile
+from dlrm_trainer.data.lookups import KEPT
+from dlrm_trainer.data.opening import LOCAL_THREADS
+from dlrm_trainer.data.parquet import ParquetSource
+from dlrm_trainer.data.row_group import Columns
 
 BUCKET = "samples"
 VIRTUAL_SHARDS = 8
 ORDERS = {"file": 0, "shuffled": 65_536}
 """Rows of a shuffle window."""
+COLUMNS_ALONE = "none"
+"""In place of an order: what a Parquet file's columns take to decode, before any batch is made of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +102,28 @@ def check_equal(format_: str, origin: Origin, decoded: Decoded) -> None:
     assert (ours(lambda batch: batch.values.numpy().reshape(len(IDS), -1), axis=1) == decoded.ids).all()
 
 
-def read_epoch(reader: Reader) -> int:
+def read_epoch(spec: DLRMJobSpec) -> int:
     """Samples of all batches, each of which is let go of at once."""
-    return sum(batch.labels.numel() for batch in reader.iterate(0, reader.batches_per_epoch))
+    with closing(open_reader(spec, "train", 0, 1)) as reader:
+        return sum(batch.labels.numel() for batch in reader.iterate(0, reader.batches_per_epoch))
+
+
+def decode_columns(path: str) -> int:
+    """Decode all columns of a Parquet file, each of which is let go of at once."""
+    kept = [KEPT] * len(IDS)
+    columns = Columns(label="label", dense=DENSE, bags=IDS, weights=[None] * len(IDS), hashings=kept)
+    source = ParquetSource([LocalFile(Path(path))], columns, budget_bytes=0)
+
+    def decode(number: int) -> None:
+        group = source.row_group(number)
+        values = np.empty(group.num_rows, np.uint32)
+        group[columns.label]
+        assert all(group.put_floats(name, values.view(np.float32)) is not None for name in columns.dense)
+        assert all(group.put_ids(name, KEPT, values) for name in columns.bags)
+
+    with ThreadPoolExecutor(LOCAL_THREADS) as pool:
+        list(pool.map(decode, range(source.num_row_groups)))
+    return source.num_samples
 
 
 def measure_lines(format_: str, origin: Origin, repeats: int, chosen: Callable[[Setting], bool]) -> None:
@@ -103,18 +132,21 @@ def measure_lines(format_: str, origin: Origin, repeats: int, chosen: Callable[[
     peers = {name: decode for name, decode in DECODERS[format_].items() if _known(name)}
     if origin.service is not None:
         peers = {name: decode for name, decode in peers.items() if name not in FILES_ALONE}
-    wanted = [Setting(format=format_, uri=uri, order=order, against=name) for order in ORDERS for name in peers]
+    orders = [*ORDERS, *([COLUMNS_ALONE] if (format_, uri) == ("parquet", "file") else [])]
+    wanted = [Setting(format=format_, uri=uri, order=order, against=name) for order in orders for name in peers]
     wanted = [setting for setting in wanted if chosen(setting)]
     for name in {setting.against for setting in wanted}:
         check_equal(format_, origin, peers[name](origin).contents())
         tell(f"{format_}, {uri}: {name} and we read the same")
-    for order, window_rows in ORDERS.items():
+    for order in orders:
         settings = [setting for setting in wanted if setting.order == order]
         if not settings:
             continue
         pairs = {setting.against: Pairs() for setting in settings}
-        spec = job_spec(format_, origin, window_rows, hashed=True)
-        for taken in alternated(spec, origin, {name: peers[name] for name in pairs}, repeats):
+        ours = functools.partial(decode_columns, origin.uri)
+        if order != COLUMNS_ALONE:
+            ours = functools.partial(read_epoch, job_spec(format_, origin, ORDERS[order], hashed=True))
+        for taken in alternated(ours, origin, {name: peers[name] for name in pairs}, repeats):
             for name, pair in pairs.items():
                 pair.add(taken["ours"], taken[name])
         for setting in settings:
@@ -122,14 +154,9 @@ def measure_lines(format_: str, origin: Origin, repeats: int, chosen: Callable[[
 
 
 def alternated(
-    spec: DLRMJobSpec, origin: Origin, peers: Mapping[str, Callable[[Origin], Columns]], repeats: int
+    ours: Callable[[], int], origin: Origin, peers: Mapping[str, Callable[[Origin], Peer]], repeats: int
 ) -> Iterator[dict[str, float]]:
     """Rows a second of each side by turns, the order turned round each time; the first repeat warms up."""
-
-    def ours() -> int:
-        with closing(open_reader(spec, "train", 0, 1)) as reader:
-            return read_epoch(reader)
-
     sides: dict[str, Callable[[], int]] = {"ours": ours}
     sides |= {name: functools.partial(_decoded_rows, decode, origin) for name, decode in peers.items()}
     for repeat in range(repeats + 1):
@@ -142,7 +169,7 @@ def alternated(
             yield taken
 
 
-def _decoded_rows(decode: Callable[[Origin], Columns], origin: Origin) -> int:
+def _decoded_rows(decode: Callable[[Origin], Peer], origin: Origin) -> int:
     return decode(origin).num_rows
 
 

@@ -13,6 +13,7 @@ import pytest
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError
 from dlrm_trainer.data import Reader, open_reader
 from dlrm_trainer.data.files import LocalFile
+from dlrm_trainer.data.lookups import KEPT
 from dlrm_trainer.data.parquet import ParquetSource
 from dlrm_trainer.data.row_group import Columns
 
@@ -27,7 +28,8 @@ COLUMNS: dict[str, Any] = {
 
 
 def open_source(paths: list[Path], bags: list[str], budget: int) -> ParquetSource:
-    columns = Columns(label="label", dense=["price"], bags=bags, weights=[None] * len(bags))
+    none, kept = [None] * len(bags), [KEPT] * len(bags)
+    columns = Columns(label="label", dense=["price"], bags=bags, weights=none, hashings=kept)
     return ParquetSource([LocalFile(path) for path in paths], columns, budget)
 
 

@@ -32,7 +32,7 @@ class Batch:
     labels: Tensor
     """(n,) float32, each 0 or 1."""
     lengths: Tensor
-    """(F, n) int32 ids in each bag."""
+    """(F, n) int32 ids in each bag; other batches may share them."""
     values: Tensor
     """(sum of lengths,) int64 rows of the tables, feature-major, each in [0, rows) of its table."""
     weights: Tensor | None = None
@@ -42,14 +42,14 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class RawRows:
-    """Samples as a source holds them: dense values before the transform, ids before the hash."""
+    """Samples as a source holds them: dense values before the transform; ids before the hash, unless it hashes them."""
 
     dense: NDArray[np.float32]
-    """(n, dense features), NaN where the field is missing."""
+    """(n, dense features), NaN where the field is missing; theirs who asked for them."""
     labels: NDArray[np.float32]
     """(n,), each 0 or 1."""
     lengths: NDArray[np.int32]
-    """(F, n)."""
+    """(F, n); others may share them."""
     ids: NDArray[np.int64]
     """(sum of lengths,) feature-major; theirs who asked for them."""
     weights: NDArray[np.float32] | None = None
@@ -77,6 +77,10 @@ class RowSource(Protocol):
     @property
     def fingerprint(self) -> Fingerprint:
         """Names, sizes and row counts of what the rows come from."""
+
+    @property
+    def hashed(self) -> bool:
+        """Whether ids are rows already, where tables hash them."""
 
     @property
     def remade(self) -> int | None:
@@ -110,6 +114,7 @@ class NoSamples:
 
     num_samples = 0
     fingerprint: Fingerprint = MappingProxyType({"format": "none"})
+    hashed = False
     remade = None
 
     def batches(

@@ -56,6 +56,8 @@ class CriteoSource:
         threads: that fetch blocks ahead.
     """
 
+    hashed = False
+
     def __init__(
         self,
         files: Sequence[DataFile],

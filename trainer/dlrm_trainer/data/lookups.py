@@ -1,59 +1,90 @@
-"""Bags of ids to rows of tables: a whole batch in one compiled loop."""
+"""Ids to rows of tables, and bags checked, in compiled loops."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrm_api.model import TableSpec
 from dlrm_checkpointer.compiled import compiled
+from dlrm_trainer.data.dividing import inverse_of, rest
 from dlrm_trainer.splitmix import GOLDEN, mix
 
-HASHES = {"none": 0, "modulo": 1, "mix": 2}
+NONE, MODULO, MIX = 0, 1, 2
 GOOD, LONG_BAG, NO_ROW = 0, 1, 2
 
-_MODULO, _MIX = HASHES["modulo"], HASHES["mix"]
+_HASHES = {"none": NONE, "modulo": MODULO, "mix": MIX}
+
+
+class Hashing(NamedTuple):
+    """How ids of a feature become rows of its table."""
+
+    kind: int
+    """``NONE``: ids are rows."""
+    rows: np.uint64
+    """Of the table."""
+    inverse: np.uint64
+    """See ``dividing``."""
+
+
+def hashing_of(table: TableSpec) -> Hashing:
+    """That of a table's features."""
+    rows = np.uint64(table.rows)
+    return Hashing(_HASHES[table.embedding.hash], rows, inverse_of(rows))
+
+
+KEPT = Hashing(NONE, np.uint64(1), np.uint64(0))
+"""Numbers stay as they are."""
 
 
 @compiled
-def hash_bags(
-    ids: NDArray[np.int64],
-    lengths: NDArray[np.int32],
-    rows: NDArray[np.int64],
-    hashes: NDArray[np.int64],
-    longest: NDArray[np.int64],
+def row_of(number: Any, hashing: Hashing) -> Any:
+    """One id's row, that of ``hashing.rows_of_ids``, as a uint64."""
+    unsigned = np.uint64(number)
+    if hashing.kind == MIX:
+        return rest(mix(unsigned + GOLDEN), hashing.rows, hashing.inverse)
+    return rest(unsigned, hashing.rows, hashing.inverse) if hashing.kind == MODULO else unsigned
+
+
+@compiled
+def put_rows_of(ids: NDArray[Any], hashing: Hashing, rows: NDArray[Any]) -> None:
+    """Put each id's row into ``rows``, which may be ``ids``."""
+    for place in range(ids.size):
+        rows[place] = row_of(ids[place], hashing)
+
+
+@compiled
+def check_bags(
+    ids: NDArray[np.int64], lengths: NDArray[np.int32], rows: NDArray[np.int64], longest: NDArray[np.int64]
 ) -> tuple[int, int, int]:
-    """Replace ids, feature-major, by rows of their tables: those of ``hashing.rows_of_ids``.
+    """Find a bag or an id that can't be used.
 
     Args:
-        ids: (sum of lengths,), replaced in place.
+        ids: (sum of lengths,) feature-major.
         lengths: (F, n).
-        rows: (F,) of each feature's table.
-        hashes: (F,) values of ``HASHES``.
+        rows: (F,) of each feature's table; 0 where ids are hashed and so are always rows.
         longest: (F,) most ids of a bag.
 
     Returns:
         what is wrong (``GOOD``, ``LONG_BAG``, ``NO_ROW``), the feature, and the bag's number in it or the id's place in
-        ``ids``. Features before it are replaced then, its own ids are not.
+        ``ids``.
     """
     start = 0
     for feature in range(lengths.shape[0]):
-        stop = start
+        total, most = 0, np.int32(0)
         for sample in range(lengths.shape[1]):
-            length = lengths[feature, sample]
-            if length > longest[feature]:
-                return LONG_BAG, feature, sample
-            stop += length
+            total += lengths[feature, sample]
+            most = max(most, lengths[feature, sample])
+        if most > longest[feature]:
+            for sample in range(lengths.shape[1]):
+                if lengths[feature, sample] > longest[feature]:
+                    return LONG_BAG, feature, sample
         size = np.uint64(rows[feature])
-        kind = hashes[feature]
-        if kind == _MIX:
-            for place in range(start, stop):
-                ids[place] = np.int64(mix(np.uint64(ids[place]) + GOLDEN) % size)
-        elif kind == _MODULO:
-            for place in range(start, stop):
-                ids[place] = np.int64(np.uint64(ids[place]) % size)
-        else:
-            for place in range(start, stop):
+        if size:
+            for place in range(start, start + total):
                 if np.uint64(ids[place]) >= size:  # negative ids are above all rows then
                     return NO_ROW, feature, place
-        start = stop
+        start += total
     return GOOD, 0, 0

@@ -14,6 +14,7 @@ from dlrm_trainer.data.criteo import SUFFIXES as CRITEO_SUFFIXES
 from dlrm_trainer.data.criteo import CriteoSource
 from dlrm_trainer.data.files import DataFile, LocalFile
 from dlrm_trainer.data.line_index import default_cache_folder
+from dlrm_trainer.data.lookups import hashing_of
 from dlrm_trainer.data.parquet import SUFFIXES as PARQUET_SUFFIXES
 from dlrm_trainer.data.parquet import ParquetSource
 from dlrm_trainer.data.reader import TOGETHER_SHARE, Reader, Split, sample_order
@@ -61,6 +62,7 @@ def _source(spec: DLRMJobSpec, split: Split, cache_folder: Path) -> RowSource:
     if not uris:
         return NoSamples()
     dense, features = spec.model.dense_features, spec.model.all_features()
+    tables = spec.model.all_tables()
     bags, weights = [each.column for each in features], [each.weights for each in features]
     budget = int(data.prefetch_bytes) * (TOGETHER_SHARE - 1) // TOGETHER_SHARE
     if data.format == "criteo-tsv":
@@ -73,9 +75,9 @@ def _source(spec: DLRMJobSpec, split: Split, cache_folder: Path) -> RowSource:
         dense=[rename.get(name, name) for name in dense],
         bags=[rename.get(name, name) for name in bags],
         weights=[rename.get(name, name) if name else None for name in weights],
+        hashings=[hashing_of(tables[each.table]) for each in features],
     )
-    mixed = split == "train" and data.shuffle.window_rows > 0
-    return ParquetSource(_files(data, uris, PARQUET_SUFFIXES), columns, budget, _threads(uris), packed=mixed)
+    return ParquetSource(_files(data, uris, PARQUET_SUFFIXES), columns, budget, _threads(uris))
 
 
 def _files(data: DataSpec, uris: Sequence[str], suffixes: Sequence[str]) -> list[DataFile]:

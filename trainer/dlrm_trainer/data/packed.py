@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_checkpointer.compiled import compiled
+from dlrm_trainer.data.scratch import scratch
 from dlrm_trainer.data.spots import Gathered, Ints
 
 Numbers = NDArray[np.float32]
@@ -20,8 +20,6 @@ _TILE = 16
 """Rows that are packed at a time, so that they stay in the nearest cache."""
 _RUN = 64
 """Rows of which one feature after the other is taken, so that what they read and write stays in the nearest cache."""
-_BITS = 8
-_ZERO, _ONE, _NAN = np.uint32(0), np.uint32(1), np.uint32(0x7FC00000)
 
 
 @dataclass(frozen=True)
@@ -56,14 +54,6 @@ class PackedRows:
         """Whether all bags have one id."""
         return not self.starts.size
 
-    def fill(self, gathered: Gathered, order: Ints, rows: Ints) -> None:
-        """Put ``rows`` of these, whose bags have one id each, at places ``order``."""
-        _put_numbers(self.numbers, rows, order, gathered.dense, gathered.labels)
-        spots = gathered.spots
-        _put_singles(self.ids, rows, order, spots.bases, spots.strides, gathered.ids)
-        if self.weights is not None and gathered.weights is not None:
-            _put_singles(self.weights, rows, order, spots.bases, spots.strides, gathered.weights)
-
     def some(self, rows: Ints, features: int) -> PackedRows:
         """A copy of some rows, with lengths written out."""
         numbers = self.numbers[rows]
@@ -85,26 +75,35 @@ class PackedRows:
         return PackedRows(numbers, ids, lengths, np.concatenate(([0], stops)), weights)
 
 
-def pack_singles(numbers: Numbers, ids: Sequence[NDArray[Any]], weights: Numbers | None, *, packed: bool) -> PackedRows:
-    """Rows whose bags have one id each.
+class SingleIds:
+    """Ids of rows whose bags have one each, column by column, on their way to ``PackedRows``."""
 
-    Args:
-        numbers: (1 + D, r) labels and dense values.
-        ids: of each feature (r,), of any integer type.
-        weights: (F * r,) feature-major.
-        packed: row by row; else column by column, which costs less where rows are taken in order.
-    """
-    shape, kind = (len(ids), numbers.shape[1]), np.uint32 if all(map(_small, ids)) else np.int64
-    columns = scratch("ids", shape, kind) if packed else np.empty(shape, dtype=kind)
-    for place, column in enumerate(ids):
-        columns[place] = column
-    return PackedRows(
-        numbers=_packed(numbers) if packed else numbers.T.copy(order="F"),
-        ids=_packed(columns) if packed else columns.T,
-        lengths=np.empty((0, len(ids)), dtype=np.int32),
-        starts=np.empty(0, dtype=np.int64),
-        weights=None if weights is None else _packed(weights.reshape(shape)),
-    )
+    def __init__(self, features: int, rows: int) -> None:
+        self._shape = (features, rows)
+        self._columns: NDArray[Any] = scratch("ids", self._shape, np.uint32)
+
+    def column(self, place: int, *, narrow: bool) -> NDArray[Any]:
+        """Memory of one column, (r,) uint32 if ``narrow``, or int64; it holds until the next block."""
+        if not narrow and self._columns.dtype == np.uint32:
+            before, self._columns = self._columns, scratch("ids", self._shape, np.int64)
+            self._columns[:place] = before[:place]
+        column: NDArray[Any] = self._columns[place]
+        return column
+
+    def pack(self, numbers: Numbers, weights: Numbers | None) -> PackedRows:
+        """The block.
+
+        Args:
+            numbers: (1 + D, r) labels and dense values.
+            weights: (F * r,) feature-major.
+        """
+        return PackedRows(
+            numbers=_packed(numbers, np.float32),
+            ids=_packed(self._columns, np.uint32 if _small(self._columns) else np.int64),
+            lengths=np.empty((0, self._shape[0]), dtype=np.int32),
+            starts=np.empty(0, dtype=np.int64),
+            weights=None if weights is None else _packed(weights.reshape(self._shape), np.float32),
+        )
 
 
 def pack_bags(numbers: Numbers, sizes: NDArray[np.int32], ids: Ints, weights: Numbers | None) -> PackedRows:
@@ -124,7 +123,7 @@ def pack_bags(numbers: Numbers, sizes: NDArray[np.int32], ids: Ints, weights: Nu
     if weights is not None:
         packed_weights = np.empty_like(weights)
         _pack_runs(weights, sizes, packed_weights)
-    return PackedRows(_packed(numbers), packed, lengths, np.concatenate(([0], stops)), packed_weights)
+    return PackedRows(_packed(numbers, np.float32), packed, lengths, np.concatenate(([0], stops)), packed_weights)
 
 
 def fill_bags(gathered: Gathered, parts: Sequence[tuple[Ints, PackedRows]]) -> Gathered:
@@ -145,56 +144,21 @@ def fill_bags(gathered: Gathered, parts: Sequence[tuple[Ints, PackedRows]]) -> G
     return Gathered(spots, gathered.dense, gathered.labels, gathered.lengths, ids, weights)
 
 
-class _Scratch(threading.local):
-    """Memory of one thread that is used again: fresh pages cost more than what is written to them."""
-
-    def __init__(self) -> None:
-        self.arrays: dict[str, NDArray[Any]] = {}
-
-
-_scratch = _Scratch()
-
-
-def scratch(name: str, shape: tuple[int, int], kind: type[np.generic]) -> NDArray[Any]:
-    """An array of this thread, with any content, until it is asked for by the same name again."""
-    count = shape[0] * shape[1]
-    held = _scratch.arrays.get(name)
-    if held is None or held.dtype != kind or held.size < count:
-        held = _scratch.arrays[name] = np.empty(count, dtype=kind)
-    return held[:count].reshape(shape)
-
-
 def _small(ids: NDArray[Any]) -> bool:
     """Whether every id fits uint32."""
-    if ids.dtype.kind == "u" and ids.dtype.itemsize <= 4:
-        return True
-    return not ids.size or bool(ids.min() >= 0 and ids.max() < 2**32)
+    return ids.dtype == np.uint32 or not ids.size or bool(ids.min() >= 0 and ids.max() < 2**32)
 
 
-def _packed(columns: NDArray[Any]) -> NDArray[Any]:
+def _packed(columns: NDArray[Any], kind: type[np.generic]) -> NDArray[Any]:
     """The transpose, contiguous."""
-    packed = np.empty((columns.shape[1], columns.shape[0]), dtype=columns.dtype)
-    _transpose(columns, packed)
+    packed = np.empty((columns.shape[1], columns.shape[0]), dtype=kind)
+    transpose(columns, packed)
     return packed
 
 
 @compiled
-def put_valid(values: NDArray[np.uint32], validity: NDArray[np.uint8], taken: NDArray[np.uint32]) -> None:
-    """Copy the bits of float32 values, those of NaN where the bit of ``validity`` (lowest first) is 0."""
-    whole = taken.size // _BITS * _BITS
-    for first in range(0, whole, _BITS):
-        valid = np.uint32(validity[first // _BITS])
-        given, put = values[first : first + _BITS], taken[first : first + _BITS]
-        for bit in range(_BITS):
-            keep = _ZERO - (valid >> np.uint32(bit) & _ONE)
-            put[bit] = given[bit] & keep | _NAN & ~keep
-    for row in range(whole, taken.size):
-        valid = np.uint32(validity[row // _BITS])
-        taken[row] = values[row] if valid >> np.uint32(row % _BITS) & _ONE else _NAN
-
-
-@compiled
-def _transpose(columns: NDArray[Any], packed: NDArray[Any]) -> None:
+def transpose(columns: NDArray[Any], packed: NDArray[Any]) -> None:
+    """Write rows of columns; a few rows at a time, so that they stay in the nearest cache."""
     whole = columns.shape[1] // _TILE * _TILE
     for first in range(0, whole, _TILE):
         rows = packed[first : first + _TILE]

@@ -10,12 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dlrm_api.errors import BadDataError, NoInputError
-from dlrm_trainer.data.batch import Fingerprint, RawRows
+from dlrm_trainer.data.batch import Fingerprint, RawRows, no_rows
 from dlrm_trainer.data.blocks import BlockCache
+from dlrm_trainer.data.column_chunks import FlatColumns, RowGroup
 from dlrm_trainer.data.files import DataFile, FileSet
 from dlrm_trainer.data.packed import PackedRows, fill_bags
 from dlrm_trainer.data.row_group import Columns, RowGroupDecoder, holds_ids, holds_numbers, holds_weights
 from dlrm_trainer.data.spots import Gathered, Ints, Spots, blocks_of, shares_of
+from dlrm_trainer.data.staged import StagedRows
 
 SUFFIXES = (".parquet",)
 
@@ -30,8 +32,9 @@ class ParquetSource:
         columns: that the model reads.
         budget_bytes: of decoded row groups.
         threads: that decode row groups ahead.
-        packed: whether rows are taken in any order; False: rather one after the other.
     """
+
+    hashed = True
 
     def __init__(
         self,
@@ -39,12 +42,10 @@ class ParquetSource:
         columns: Columns,
         budget_bytes: int,
         threads: int = 1,
-        *,
-        packed: bool = True,
     ) -> None:
         self._columns = columns
-        self._packed = packed
         self._footers = [_footer(file, columns) for file in files]
+        self._flat = [FlatColumns(footer, footer.schema.to_arrow_schema(), columns.names) for footer in self._footers]
         self._files = FileSet(files, [footer.num_rows for footer in self._footers])
         self.num_samples = self._files.num_rows
         groups = [(file, group) for file, footer in enumerate(self._footers) for group in range(footer.num_row_groups)]
@@ -53,6 +54,8 @@ class ParquetSource:
         self._bounds: Ints = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
         self._single = True
         """No row group was met so far that has a bag of other than one id."""
+        self._wide = False
+        """One was met that has an id above uint32, or a negative one."""
         self._decoded: BlockCache[PackedRows] = BlockCache(self._decode, budget_bytes, threads)
 
     @property
@@ -84,46 +87,68 @@ class ParquetSource:
         Raises:
             BadDataError: a row group is damaged, or holds a value that can't be used.
         """
-        features = len(self._columns.bags)
-        gathered = Gathered.empty(
-            Spots.of([each.size for each in slices], features),
-            len(self._columns.dense),
-            features,
-            weighted=any(self._columns.weights),
-        )
-        if not gathered.spots.rows:
-            return gathered.batches()
-        shares = shares_of(np.concatenate(slices), self._bounds)
+        features, dense = len(self._columns.bags), len(self._columns.dense)
+        weighted, sizes = any(self._columns.weights), [each.size for each in slices]
+        sample_ids = np.concatenate(slices)
+        if not sample_ids.size:
+            return [no_rows(features, dense, weighted) for _ in slices]
+        shares = shares_of(sample_ids, self._bounds)
         if ahead is not None:
             self._decoded.plan([*shares.blocks, *blocks_of(ahead, self._bounds)])
+        staged = StagedRows(sample_ids.size if self._single else 0, dense, features, wide=self._wide, weighted=weighted)
         parts: list[tuple[Ints, PackedRows]] = []
         for place, number in enumerate(shares.blocks):
             span = slice(shares.edges[place], shares.edges[place + 1])
             block, order, rows = self._decoded.take(number), shares.order[span], shares.within[span]
             if not self._single:
                 parts.append((order, block.some(rows, features)))
-            elif block.single:
-                block.fill(gathered, order, rows)
-            else:
-                self._single = False
+            elif not staged.put(order, block, rows):
+                self._single, self._wide = block.single, True
                 return self.batches(slices, ahead)
-        return (fill_bags(gathered, parts) if parts else gathered).batches()
+        if self._single:
+            return staged.batches(sizes)
+        gathered = Gathered.empty(Spots.of(sizes, features), dense, features, weighted=weighted)
+        return fill_bags(gathered, parts).batches()
 
-    def _decode(self, number: int) -> PackedRows:
+    @property
+    def num_row_groups(self) -> int:
+        """Of all files."""
+        return len(self._groups)
+
+    def row_group(self, number: int) -> RowGroup:
+        """Read one row group; its columns are decoded when they are asked for.
+
+        Raises:
+            BadDataError: it is damaged, or its file was changed.
+        """
         file_number, group = self._groups[number]
         file, footer = self._files.files[file_number], self._footers[file_number]
-        first = int(self._bounds[number])
-        last = int(self._bounds[number + 1]) - 1
-        first_row, last_row = (self._files.locate(row)[1] for row in (first, last))
+        first, stop = int(self._bounds[number]), int(self._bounds[number + 1])
+        first_row, last_row = (self._files.locate(row)[1] for row in (first, stop - 1))
 
-        def read() -> Any:
+        def decode(names: list[str]) -> Any:
             with file.open() as opened:
                 parquet = pq.ParquetFile(opened, metadata=footer, pre_buffer=True, page_checksum_verification=True)
-                return parquet.read_row_group(group, columns=self._columns.names, use_threads=False)
+                table = parquet.read_row_group(group, columns=names, use_threads=False)
+            if table.num_rows != stop - first:  # pyarrow passes over a single column that ends too soon
+                raise pa.ArrowInvalid(f"{', '.join(names)}: {table.num_rows} values in place of {stop - first}")
+            return table
+
+        def guarded(read: Callable[[], Any]) -> Any:
+            return _guarded(file, f"rows {first_row} to {last_row} (row group {group})", read)
+
+        def read() -> RowGroup:
+            columns = self._flat[file_number]
+            with file.open() as opened:
+                return RowGroup(stop - first, opened, columns, group, lambda names: guarded(lambda: decode(names)))
 
         file.check()
-        data = _guarded(file, f"rows {first_row} to {last_row} (row group {group})", read)
-        return RowGroupDecoder(lambda row: self.where(first + row), self._packed).decode(data, self._columns)
+        group_read: RowGroup = guarded(read)
+        return group_read
+
+    def _decode(self, number: int) -> PackedRows:
+        first = int(self._bounds[number])
+        return RowGroupDecoder(lambda row: self.where(first + row)).decode(self.row_group(number), self._columns)
 
 
 def _footer(file: DataFile, columns: Columns) -> Any:

@@ -15,8 +15,9 @@ from dlrm_api.data import DenseInputSpec
 from dlrm_api.errors import BadDataError, DLRMError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import ModelSpec, TableSpec
+from dlrm_checkpointer.compiled import compiled
 from dlrm_trainer.data.batch import Batch, RawRows, RowSource, no_rows
-from dlrm_trainer.data.lookups import GOOD, HASHES, LONG_BAG, hash_bags
+from dlrm_trainer.data.lookups import GOOD, LONG_BAG, NONE, check_bags, hashing_of, put_rows_of
 from dlrm_trainer.data.order import SampleOrder
 from dlrm_trainer.data.prefetch import prefetched
 
@@ -49,12 +50,12 @@ class Reader:
         tables = model.all_tables()
         self._bags = tuple((tables[feature.table], feature.column) for feature in model.all_features())
         self._dense = dense
-        tables_of = [table for table, _ in self._bags]
-        self._hashing = (
-            np.array([table.rows for table in tables_of], dtype=np.int64),
-            np.array([HASHES[table.embedding.hash] for table in tables_of], dtype=np.int64),
-            np.array([table.max_lookups for table in tables_of], dtype=np.int64),
-        )
+        of_features = [table for table, _ in self._bags]
+        self._hashings = [hashing_of(table) for table in of_features]
+        hashed = [hashing.kind != NONE for hashing in self._hashings]
+        self._to_hash = [] if source.hashed else [number for number, hashes in enumerate(hashed) if hashes]
+        self._rows = np.where(hashed, 0, [table.rows for table in of_features])
+        self._longest = np.array([table.max_lookups for table in of_features], dtype=np.int64)
         self._nothing = no_rows(len(self._bags), features, any(each.weights for each in model.all_features()))
         self._budget = budget_bytes
         self._most_together = 1
@@ -154,8 +155,13 @@ class Reader:
         )
 
     def _hash(self, raw: RawRows, sample_ids: NDArray[np.int64]) -> None:
-        """Turn ids into rows of their tables, in place."""
-        problem, number, place = hash_bags(raw.ids, raw.lengths, *self._hashing)
+        """Turn ids into rows of their tables, in place, and check them."""
+        if self._to_hash:
+            edges = [0, *np.cumsum(raw.lengths.sum(axis=1, dtype=np.int64)).tolist()]
+            for feature in self._to_hash:
+                ids = raw.ids[edges[feature] : edges[feature + 1]]
+                put_rows_of(ids, self._hashings[feature], ids)
+        problem, number, place = check_bags(raw.ids, raw.lengths, self._rows, self._longest)
         if problem == GOOD:
             return
         table, column = self._bags[number]
@@ -186,9 +192,9 @@ class Reader:
 
 
 def dense_inputs(values: NDArray[np.float32], spec: DenseInputSpec) -> NDArray[np.float32]:
-    """Fill missing (NaN) values in and apply the transform: (n, F) float32 to the same, finite."""
-    filled = np.where(np.isnan(values), np.float32(spec.missing), values)
-    return np.log1p(np.maximum(filled, np.float32(0))) if spec.transform == "log1p" else filled
+    """Fill missing (NaN) values in, in place, and apply the transform: (n, F) float32 to the same, finite."""
+    fill_missing(values.reshape(-1), np.float32(spec.missing))
+    return np.log1p(np.maximum(values, np.float32(0))) if spec.transform == "log1p" else values
 
 
 def sample_order(spec: DLRMJobSpec, split: Split, num_samples: int) -> SampleOrder:
@@ -206,3 +212,11 @@ def sample_order(spec: DLRMJobSpec, split: Split, num_samples: int) -> SampleOrd
 def _bytes_of(batch: Batch) -> int:
     tensors = (batch.sample_ids, batch.dense, batch.labels, batch.lengths, batch.values, batch.weights)
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+@compiled
+def fill_missing(values: NDArray[np.float32], missing: np.float32) -> None:
+    """Replace NaN."""
+    for place in range(values.size):
+        value = values[place]
+        values[place] = missing if value != value else value

@@ -12,7 +12,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError
-from dlrm_trainer.data.packed import PackedRows, pack_bags, pack_singles, put_valid, scratch
+from dlrm_trainer.data.column_chunks import RowGroup
+from dlrm_trainer.data.lookups import NONE, Hashing, put_rows_of
+from dlrm_trainer.data.packed import PackedRows, SingleIds, pack_bags
+from dlrm_trainer.data.scratch import scratch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,8 @@ class Columns:
     """Ids of each feature."""
     weights: Sequence[str | None]
     """Weights of each feature."""
+    hashings: Sequence[Hashing]
+    """What becomes of each feature's ids."""
 
     @property
     def names(self) -> list[str]:
@@ -46,10 +51,8 @@ class RowGroupDecoder:
     """Turns a row group's columns into arrays; ``where`` names a row of the group, for messages."""
 
     where: Callable[[int], str]
-    packed: bool = True
-    """Row by row, where rows have one id in each bag."""
 
-    def decode(self, data: pa.Table, columns: Columns) -> PackedRows:
+    def decode(self, data: RowGroup, columns: Columns) -> PackedRows:
         """Check and convert all columns that the model reads.
 
         Raises:
@@ -58,15 +61,16 @@ class RowGroupDecoder:
         dense = scratch("dense", (1 + len(columns.dense), data.num_rows), np.float32)
         dense[0] = self._labels(data[columns.label], columns.label)
         for place, name in enumerate(columns.dense, start=1):
-            self._dense(data[name], name, dense[place])
-        read = {name: self._ids(data[name], name) for name in dict.fromkeys(columns.bags)}
-        bags = [read[name] for name in columns.bags]
+            self._dense(data, name, dense[place])
+        singles = SingleIds(len(columns.bags), data.num_rows)
+        each_feature = enumerate(zip(columns.bags, columns.hashings, strict=True))
+        bags = [self._ids(data, name, hashing, place, singles) for place, (name, hashing) in each_feature]
         weights = None
         if any(columns.weights):
-            each_feature = zip(columns.weights, columns.bags, bags, strict=True)
-            weights = np.concatenate([self._weights(data, name, ids, bag) for name, ids, bag in each_feature])
+            named = zip(columns.weights, columns.bags, bags, strict=True)
+            weights = np.concatenate([self._weights(data, name, ids, bag) for name, ids, bag in named])
         if all(each.sizes is None for each in bags):
-            return pack_singles(dense, [each.values for each in bags], weights, packed=self.packed)
+            return singles.pack(dense, weights)
         sizes = [np.ones(data.num_rows, np.int32) if each.sizes is None else each.sizes for each in bags]
         return pack_bags(
             dense, np.stack(sizes), np.concatenate([each.values for each in bags], dtype=np.int64), weights
@@ -79,33 +83,32 @@ class RowGroupDecoder:
             self._refuse(bad, column, name, "is no label: it must be 0 or 1")
         return np.asarray(values, dtype=np.float32)
 
-    def _dense(self, column: Any, name: str, values: NDArray[np.float32]) -> None:
+    def _dense(self, data: RowGroup, name: str, values: NDArray[np.float32]) -> None:
         """Put a column's values into ``values`` (r,), NaN where null."""
-        if column.type == pa.float32() and column.num_chunks == 1 and not column.chunk(0).offset:
-            validity, numbers = column.chunk(0).buffers()
-            held = np.frombuffer(numbers, dtype=np.uint32, count=values.size)
-            if column.null_count:
-                put_valid(held, np.frombuffer(validity, dtype=np.uint8), values.view(np.uint32))
-            else:
-                values[:] = held.view(np.float32)
-        else:
+        nulls = data.put_floats(name, values)
+        if nulls is None:
+            column = data[name]
+            nulls = column.null_count
             with np.errstate(over="ignore"):
                 values[:] = column.cast(pa.float64(), safe=False).to_numpy()
-        if values.size - np.count_nonzero(np.isfinite(values)) != column.null_count:
-            bad = ~np.isfinite(values)
-            if column.null_count:
-                bad &= column.is_valid().to_numpy()
+        if values.size - np.count_nonzero(np.isfinite(values)) != nulls:
+            column = data[name]
+            bad = ~np.isfinite(values) & column.is_valid().to_numpy()
             problem = "is not finite (as float32): mend the row, or write null for a missing value"
             self._refuse(bad, column, name, problem)
 
-    def _ids(self, column: Any, name: str) -> _Bags:
-        """A column of ids; a null bag and a null scalar are empty bags."""
-        sizes, flat = self._flat(column, name, "ids")
-        if pa.types.is_uint64(flat.type):
-            return _Bags(sizes, flat.to_numpy(zero_copy_only=False).view(np.int64))  # hashes take ids as 64 bits
-        return _Bags(sizes, flat.to_numpy(zero_copy_only=False))
+    def _ids(self, data: RowGroup, name: str, hashing: Hashing, place: int, singles: SingleIds) -> _Bags:
+        """A feature's rows, in ``singles`` where each bag has one; a null bag and a null scalar are empty bags."""
+        few = hashing.kind != NONE and int(hashing.rows) <= 2**32
+        column = singles.column(place, narrow=few or holds_narrow(data.kind(name)))
+        if data.put_ids(name, hashing, column):
+            return _Bags(None, column)
+        sizes, flat = self._flat(data[name], name, "ids")
+        rows = column if sizes is None else np.empty(len(flat), dtype=np.int64)
+        put_rows_of(flat.to_numpy(zero_copy_only=False).astype(np.int64, copy=False), hashing, rows)
+        return _Bags(sizes, rows)
 
-    def _weights(self, data: pa.Table, name: str | None, ids_name: str, ids: _Bags) -> NDArray[np.float32]:
+    def _weights(self, data: RowGroup, name: str | None, ids_name: str, ids: _Bags) -> NDArray[np.float32]:
         """A feature's weights, as long as its ids."""
         if name is None:
             return np.ones(ids.values.size, dtype=np.float32)
@@ -157,6 +160,12 @@ class RowGroupDecoder:
 def is_list(kind: Any) -> bool:
     """Whether an Arrow type is some list."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def holds_narrow(kind: Any) -> bool:
+    """Whether all ids of an Arrow type fit uint32."""
+    each = kind.value_type if is_list(kind) else kind
+    return bool(pa.types.is_unsigned_integer(each) and each.bit_width <= 32)
 
 
 def holds_numbers(kind: Any) -> bool:

@@ -75,6 +75,7 @@ class _Bags:
 class SyntheticSource:
     """Samples with labels from a planted teacher. Training and evaluation differ in samples and share the teacher."""
 
+    hashed = False
     remade = None
 
     def __init__(self, spec: DLRMJobSpec, split: str) -> None:

@@ -1,0 +1,30 @@
+"""Division by one number many times, in compiled loops: the processor's own takes longer than all else that they do."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dlrm_checkpointer.compiled import compiled
+from dlrm_trainer.processor import upper_product
+
+_LARGEST = np.uint64(2**64 - 1)
+
+
+@compiled
+def inverse_of(size: np.uint64) -> np.uint64:
+    """What the other functions multiply by; ``size`` is at least 1."""
+    return _LARGEST // size
+
+
+@compiled
+def quotient(number: np.uint64, size: np.uint64, inverse: np.uint64) -> np.uint64:
+    """``number // size``. The product is less than the true quotient by less than 1: it falls short by one at most."""
+    found: np.uint64 = upper_product(number, inverse)
+    return found + np.uint64(number - found * size >= size)
+
+
+@compiled
+def rest(number: np.uint64, size: np.uint64, inverse: np.uint64) -> np.uint64:
+    """``number % size``."""
+    left: np.uint64 = number - upper_product(number, inverse) * size
+    return left - size if left >= size else left
