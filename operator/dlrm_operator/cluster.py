@@ -18,6 +18,7 @@ from urllib.parse import urlencode
 
 import urllib3  # type: ignore[import-untyped]
 from kubernetes import client, config
+from pydantic_core import from_json
 
 from dlrm_api.errors import NoInputError
 from dlrm_operator.cluster_errors import (
@@ -194,7 +195,7 @@ class KubernetesApi:
     ) -> Object:
         timeout = urllib3.Timeout(total=timeout_s, connect=CONNECT_TIMEOUT_S)
         response = self._send(method, path, body, query or {}, kind, accept, timeout, stream=False)
-        found: Object = json.loads(response.data or b"{}")
+        found: Object = from_json(response.data or b"{}")
         return found
 
     def _send(
@@ -241,7 +242,7 @@ def _namespace(kubeconfig: str | None, context: str | None) -> str:
 
 def _event(line: bytes) -> Object:
     """One watch event; an ERROR event is raised as what it says."""
-    event: Object = json.loads(line)
+    event: Object = from_json(line)
     if event["type"] == "ERROR":
         status = event["object"]
         code, message = status.get("code", 500), status.get("message", "watch failed")

@@ -137,6 +137,30 @@ def test_one_process_plans_many_jobs_in_the_order_in_which_they_asked() -> None:
     assert planner_children() == []
 
 
+def test_the_next_attempt_and_an_equal_job_need_no_planner_and_another_job_does() -> None:
+    async def run() -> tuple[list[bool], Planning | None]:
+        planner = Planner(60, lambda key: None)
+        await answers(planner, KEYS[:1], question())
+        planner.forget(KEYS[0])
+        elsewhere = {"uri": "s3://other/prefix"}
+        planner.request(KEYS[0], question())
+        planner.request(KEYS[1], replace(question(checkpoint=elsewhere), uid="v"))
+        planner.request(KEYS[2], replace(question(), uid="w", reserve=2**20))
+        planner.request(KEYS[3], replace(question(), uid="x", profile_version="7"))
+        planner.request(KEYS[4], replace(question({"configmap:a": "text"}), uid="y"))
+        at_once = [planner.has_answered(key) for key in KEYS[:5]]
+        found = planner.answer(KEYS[0], read_job({**job_document("job-0"), "metadata": META}), "")
+        await planner.stop()
+        return at_once, found
+
+    at_once, found = asyncio.run(run())
+
+    assert at_once == [True, True, False, False, False]
+    assert planner_children() == []  # though one was to begin when all was stopped
+    assert found is not None
+    assert found.plan == plan_job(question().job.spec, None)
+
+
 def test_a_planner_stays_for_the_next_question_however_large_the_operator_is() -> None:
     async def run() -> list[psutil.Process]:
         process = PlannerProcess()

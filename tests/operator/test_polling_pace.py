@@ -1,6 +1,9 @@
 """How often pods are asked for their progress, with few jobs and with many."""
 
-from dlrm_operator.beside.polling import POLLS_PER_S, Poller, Target
+import pytest
+
+from dlrm_api.progress import Progress
+from dlrm_operator.beside.polling import MOST_GAP_S, POLLS_PER_S, Poller, Target
 from dlrm_operator.facts.observed import JobKey
 
 
@@ -46,3 +49,14 @@ def test_a_pod_that_took_another_s_place_is_asked_at_once() -> None:
     made.follow(JobKey("space", "job-0"), Target("uid-next", "127.0.0.2"))
 
     assert len(made._take_due(100.1)) == 1
+
+
+@pytest.mark.parametrize(("jobs", "counted_s"), [(10, MOST_GAP_S), (2_000, 200.0), (5_000, 500.0)])
+def test_time_between_answers_counts_whole_however_far_many_jobs_move_them_apart(jobs: int, counted_s: float) -> None:
+    made, target = poller(jobs), Target("uid-0", "127.0.0.1")
+    gap_s = max(jobs / POLLS_PER_S, 10 * MOST_GAP_S if jobs == 10 else 0.0)
+
+    first = made._since_answer(target, Progress(), 100.0)
+    second = made._since_answer(target, Progress(), 100.0 + gap_s)
+
+    assert (first, second) == (0.0, counted_s)

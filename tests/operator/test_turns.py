@@ -16,6 +16,7 @@ from dlrm_operator.beside.polling import Poller
 from dlrm_operator.beside.queues import Queues
 from dlrm_operator.beside.references import References
 from dlrm_operator.beside.stack_taking import StackTaker
+from dlrm_operator.cluster_errors import ConflictError
 from dlrm_operator.facts.actions import CreatePod, EmitEvent, PlanQuestion, WakeAt
 from dlrm_operator.facts.images import Images
 from dlrm_operator.facts.jobs import JobCache
@@ -121,7 +122,7 @@ def writes(asked: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [request for request in asked if request[0] not in ("GET", "LIST")]
 
 
-def test_a_start_that_goes_well_is_seven_writes_and_four_reads() -> None:
+def test_a_start_that_goes_well_is_seven_writes_and_two_reads() -> None:
     bench = Bench()
 
     planning = bench.turn()
@@ -136,9 +137,27 @@ def test_a_start_that_goes_well_is_seven_writes_and_four_reads() -> None:
 
     assert planning == scheduled == started == idle == []
     assert len(writes(forming)) == 6
-    assert len(forming) - len(writes(forming)) <= 4
+    assert len(forming) - len(writes(forming)) == 2
     assert trains == [("PATCH", f"{JOB}/status")]
     assert bench.status()["phase"] == "Running"
+
+
+def test_a_gang_that_an_operator_before_this_one_began_is_found_and_no_refusal() -> None:
+    bench, before = Bench(), Bench()
+    for each in (bench, before):
+        each.turn()
+        each.answer()
+    before.turn()
+    config_map = "/api/v1/namespaces/space/configmaps/demo-plan-1"
+    bench.api.put(config_map, before.api.objects[config_map])
+
+    with pytest.raises(ConflictError):
+        bench.turn()
+    again = bench.turn()
+
+    assert ("POST", config_map.rpartition("/")[0]) not in again
+    assert len([request for request in again if request == ("POST", PODS)]) == 2
+    assert "Refused" not in str(bench.status()["conditions"])
 
 
 def test_what_needs_nothing_of_each_other_is_made_at_once_and_the_status_after_all() -> None:
@@ -280,3 +299,17 @@ def test_a_pod_that_was_deleted_before_its_creation_was_answered_is_not_kept(lat
     cache.saw(pod)
 
     assert [seen.uid for seen in cache.pods(KEY)] == ([] if late else ["u"])
+
+
+def test_a_pod_wakes_its_job_by_what_it_shows_anew_and_by_nothing_else() -> None:
+    woken: list[JobKey] = []
+    cache = PodCache(cast("Any", None), None, woken.append)
+    labels = {"dlrm.dev/job": "demo", "dlrm.dev/attempt": "1", "dlrm.dev/index": "0"}
+    pod = {"metadata": {"name": "demo-trainer-1-0", "namespace": "space", "uid": "u", "labels": labels}}
+    marked = {**pod, "metadata": {**pod["metadata"], "annotations": {"seen": "yes"}}}
+
+    cache.saw(pod)
+    for kind, shown in (("ADDED", pod), ("MODIFIED", marked), ("MODIFIED", {**marked, "status": RUNNING})):
+        cache._change({"type": kind, "object": shown})
+
+    assert woken == [KEY]

@@ -7,6 +7,8 @@ that is not 200.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import re
 import socket
 
@@ -29,8 +31,10 @@ async def plain_get(ip: str, port: int, path: str, timeout_s: float, most_bytes:
     with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM) as connection:
         connection.setblocking(False)
         async with asyncio.timeout(timeout_s):
-            await loop.sock_connect(connection, (ip, port))
-            await loop.sock_sendall(connection, request)
+            began = connection.connect_ex((ip, port))
+            if began not in (0, errno.EINPROGRESS):
+                raise OSError(began, os.strerror(began))
+            await loop.sock_sendall(connection, request)  # which waits for the connection, or raises why there is none
             answer, body = b"", None
             while body is None:
                 more = await loop.sock_recv(connection, 65_536)

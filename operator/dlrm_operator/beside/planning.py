@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob
@@ -20,7 +23,14 @@ SLOW_S = 3.0
 RETRY_S = 60.0
 """A planner that crashed or ran out of time is asked again after this."""
 
-NOT_PLANNED = {"lifecycle", "scheduling"}
+REMEMBERED = 8
+"""Questions whose answers are kept beyond their jobs: the next attempt, or a job like it, needs no planner."""
+
+NOT_PLANNED: dict[str, bool | set[str]] = {
+    "lifecycle": True,
+    "scheduling": True,
+    "checkpoint": {"uri", "restore_from", "credentials_secret"},
+}
 """Parts of a spec that no plan depends on: an edit of them asks for no other plan."""
 
 Marks = tuple[str, str, str, int]
@@ -55,6 +65,8 @@ class Planner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._planned: dict[JobKey, tuple[str, int, str]] = {}
         """What is planned of each job's spec, as a digest, with the uid and generation that it is of."""
+        self._remembered: OrderedDict[tuple[str, ...], Planning] = OrderedDict()
+        """The answers to the last questions, by all that they are a function of; the one used last is last."""
 
     def answer(self, key: JobKey, job: JobSeen, profile_version: str) -> Planning | None:
         """The answer for this very spec and profile; None where there is none (any more)."""
@@ -104,14 +116,17 @@ class Planner:
 
     def _start_next(self) -> None:
         while (key := next((key for key in self._waiting if key not in self._at_work), None)) is not None:
+            if (known := self._remember(key, self._waiting[key])) is not None:
+                self._keep(key, self._waiting.pop(key), known)
+                continue
             process = self._free_process()
             if process is None:
                 return
             question = self._waiting.pop(key)
             task = asyncio.create_task(self._work(process, key, question))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
             self._at_work[key] = _Work(self._marks(key, question), time.monotonic(), task)
+            task.add_done_callback(partial(self._ended, key, process))
             asyncio.get_running_loop().call_later(SLOW_S, self._start_next)
 
     def _free_process(self) -> PlannerProcess | None:
@@ -131,9 +146,21 @@ class Planner:
             await self._give_back(process)
             self._start_next()
 
+    def _ended(self, key: JobKey, process: PlannerProcess, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        work = self._at_work.get(key)
+        if work is not None and work.task is task:  # cancelled before its first step, so that it tidied up nothing
+            del self._at_work[key]
+            self._idle.append(process)
+            self._start_next()
+
     def _keep(self, key: JobKey, question: PlanQuestion, planning: Planning) -> None:
         lasting = planning.plan is not None or planning.final
         until = float("inf") if lasting else time.monotonic() + RETRY_S
+        if lasting:
+            self._remembered[self._function_of(key, question)] = planning
+            while len(self._remembered) > REMEMBERED:
+                self._remembered.popitem(last=False)
         self._answers[key] = _Answer(self._marks(key, question), planning, until)
         self._wake(key)
         if not lasting:
@@ -145,6 +172,19 @@ class Planner:
             await process.end()
         else:
             self._idle.append(process)
+
+    def _remember(self, key: JobKey, question: PlanQuestion) -> Planning | None:
+        """The answer to an equal question."""
+        asked = self._function_of(key, question)
+        if asked in self._remembered:
+            self._remembered.move_to_end(asked)
+        return self._remembered.get(asked)
+
+    def _function_of(self, key: JobKey, question: PlanQuestion) -> tuple[str, ...]:
+        """All that decides the answer: the marks without whose they are, and what the traces say."""
+        _, digest, profile_version, reserve = self._marks(key, question)
+        traces = hashlib.sha256(json.dumps(question.traces, sort_keys=True).encode()).hexdigest()
+        return digest, profile_version, str(reserve), traces
 
     def _marks(self, key: JobKey, question: PlanQuestion) -> Marks:
         digest = self._digest(key, question.uid, question.generation, question.job)

@@ -21,13 +21,13 @@ from dlrm_operator.metrics import POLLS
 
 ModelT = TypeVar("ModelT", bound=ApiModel)
 
-POLLS_PER_S = 20.0
+POLLS_PER_S = 10.0
 """All jobs together; with more jobs each is asked less often."""
 LOOK_S = 0.25
 """Between two looks at who is to be asked."""
 PARALLEL = 16
 MOST_GAP_S = 60.0
-"""No more counts between two answers: this process may have been stopped."""
+"""No more counts between two answers, unless polls are to be further apart: this process may have been stopped."""
 TIMEOUT_S = 2.0
 MOST_BYTES = 65_536
 
@@ -97,11 +97,15 @@ class Poller:
 
     def _take_due(self, now: float) -> dict[JobKey, Target]:
         """Who is to be asked now; the others' turns are not moved by new ones."""
-        interval_s = max(self._interval_s, len(self._targets) / POLLS_PER_S)
+        interval_s = self._pace_s()
         due = {key: target for key, target in self._targets.items() if self._due.get(target, now) <= now}
         for target in due.values():
             self._due[target] = now + interval_s
         return due
+
+    def _pace_s(self) -> float:
+        """Seconds between two polls of one job."""
+        return max(self._interval_s, len(self._targets) / POLLS_PER_S)
 
     async def _round(self, targets: dict[JobKey, Target]) -> None:
         slots = asyncio.Semaphore(PARALLEL)
@@ -123,17 +127,17 @@ class Poller:
         if known is None or known.pod_uid != target.pod_uid:
             known = Polled(pod_uid=target.pod_uid)
         answers = replace(known, trainer=trainer or known.trainer, checkpointer=checkpointer or known.checkpointer)
-        self._latest[key] = with_durations(known, answers, self._since_answer(target, trainer))
+        self._latest[key] = with_durations(known, answers, self._since_answer(target, trainer, time.monotonic()))
         if answers != known:
             self._wake(key)
 
-    def _since_answer(self, target: Target, trainer: Progress | None) -> float:
+    def _since_answer(self, target: Target, trainer: Progress | None, now: float) -> float:
         """Seconds since the trainer last answered; 0 where it did not answer now, or had been silent before."""
-        now, before = time.monotonic(), self._answered.pop(target, None)
+        before = self._answered.pop(target, None)
         if trainer is None:
             return 0.0
         self._answered[target] = now
-        return 0.0 if before is None else min(now - before, MOST_GAP_S)
+        return 0.0 if before is None else min(now - before, max(MOST_GAP_S, 2 * self._pace_s()))
 
 
 def with_durations(before: Polled, answers: Polled, gap_s: float) -> Polled:

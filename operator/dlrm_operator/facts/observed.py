@@ -193,6 +193,8 @@ class Children:
     config_maps: tuple[ConfigMapSeen, ...] = ()
     secrets: tuple[SecretSeen, ...] = ()
     groups: Groups = field(default_factory=Groups)
+    assumed: bool = False
+    """Whether nobody looked for those that a first attempt has: the ConfigMap that it creates first will tell."""
 
     def plan(self, attempt: int) -> Plan | None:
         """The attempt's plan as it was written; None unless every part is there and whole."""

@@ -59,8 +59,8 @@ def form_gang(observed: Observed, job: DLRMJob, status: DLRMJobStatus, now: date
         return Formation(status=status, actions=(WakeAt(key=observed.job.key, time=now),))  # look before creating
     plan = plan_in_force(children, observed.pods, job, status.attempt) if children else None
     if plan is not None:
-        return _create(observed, job, plan, (), status, now)
-    return _plan(observed, job, children or Children(), status, now)
+        return _create(observed, job, plan, status, now)
+    return _plan(observed, job, status, now)
 
 
 def plan_in_force(children: Children, pods: Iterable[PodSeen], job: DLRMJob, attempt: int) -> Plan | None:
@@ -72,7 +72,7 @@ def plan_in_force(children: Children, pods: Iterable[PodSeen], job: DLRMJob, att
     return plan if job_document(job, plan) in written else None
 
 
-def _plan(observed: Observed, job: DLRMJob, children: Children, status: DLRMJobStatus, now: datetime) -> Formation:
+def _plan(observed: Observed, job: DLRMJob, status: DLRMJobStatus, now: datetime) -> Formation:
     """Get a plan, and write it down before anything relies on it."""
     planning = observed.planning
     if observed.profile_problem:
@@ -97,8 +97,7 @@ def _plan(observed: Observed, job: DLRMJob, children: Children, status: DLRMJobS
         maps = plan_config_maps(job, status.attempt, planning.plan, Owner.of(observed.job))
     except InvalidSpecError as error:
         return Formation(status=status, fatal_reason=Reason.INVALID_SPEC, fatal=str(error))
-    written = tuple(_config_map_actions(observed, children, status.attempt, maps))
-    return _create(observed, job, planning.plan, written, status, now)
+    return _create(observed, job, planning.plan, status, now, maps)
 
 
 def plan_question(observed: Observed, job: DLRMJob, status: DLRMJobStatus) -> RequestPlan:
@@ -139,14 +138,20 @@ def _holds(seen: ConfigMapSeen, wanted: Manifest | None) -> bool:
 
 
 def _create(
-    observed: Observed, job: DLRMJob, plan: Plan, first: tuple[Action, ...], status: DLRMJobStatus, now: datetime
+    observed: Observed,
+    job: DLRMJob,
+    plan: Plan,
+    status: DLRMJobStatus,
+    now: datetime,
+    maps: list[Manifest] | None = None,
 ) -> Formation:
-    """Create what lacks: ``first`` what holds the plan, then token, Service and pods; then the gang is whole.
+    """Create what lacks: ``maps`` where the plan is not written yet, then token, Service and pods; then it is whole.
 
     The status that says so goes last: from then on a pod that is not there was taken away, and is not made again.
     """
     children = observed.children
     assert children is not None, "asked for before"
+    first = tuple(_config_map_actions(observed, children, status.attempt, maps)) if maps else ()
     status = _planned(status, plan, now)
     gang = current_gang(observed, status)
     if gang.complete:
@@ -162,7 +167,7 @@ def _create(
         again = WakeAt(key=observed.job.key, time=now + LOOK_AGAIN)  # nothing watches what others' groups do
         return Formation(status=in_phase(status, Phase.PENDING), actions=(*first, again))
     try:
-        actions = (*first, *_creations(observed, job, plan, gang, children, status.memory_reserve_bytes))
+        actions = (*first, *_creations(observed, job, plan, gang, status.memory_reserve_bytes, maps))
     except InvalidSpecError as error:
         return Formation(status=status, fatal_reason=Reason.INVALID_SPEC, fatal=str(error))
     status = in_phase(status, Phase.SCHEDULING)
@@ -174,9 +179,9 @@ def _create(
 
 
 def _creations(
-    observed: Observed, job: DLRMJob, plan: Plan, gang: Gang, children: Children, reserve: int
+    observed: Observed, job: DLRMJob, plan: Plan, gang: Gang, reserve: int, maps: list[Manifest] | None
 ) -> Iterator[Action]:
-    owner = Owner.of(observed.job)
+    owner, children = Owner.of(observed.job), observed.children or Children()
     secret = token_secret(job, gang.attempt, owner)
     if secret["metadata"]["name"] not in {seen.name for seen in children.secrets}:
         yield ApplySecret(manifest=secret)
@@ -192,7 +197,7 @@ def _creations(
         owner=owner,
         memory_reserve_bytes=reserve,
     )
-    pods = trainer_pods(attempt)
+    pods = trainer_pods(attempt, maps)
     groups = {group.name for group in children.groups.seen if group.owner_uid == owner.uid}
     for group in pod_groups(job, gang.attempt, pods, owner):
         if group["metadata"]["name"] not in groups:

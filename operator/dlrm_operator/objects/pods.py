@@ -52,14 +52,19 @@ class Attempt:
     """Of each pod, besides what the plan needs."""
 
 
-def trainer_pods(attempt: Attempt) -> list[Manifest]:
+def trainer_pods(attempt: Attempt, maps: list[Manifest] | None = None) -> list[Manifest]:
     """The gang's pods by index; equal arguments give equal pods.
+
+    Args:
+        attempt: All that they are a function of.
+        maps: The attempt's ConfigMaps, where they are made already: to compress a plan takes longer than the pods do.
 
     Raises:
         InvalidSpecError: the overlay collides with what the operator sets, or nobody says what to mount for a tier;
             names the field.
     """
-    config = config_volume(plan_config_maps(attempt.job, attempt.number, attempt.plan, attempt.owner))
+    made = maps or plan_config_maps(attempt.job, attempt.number, attempt.plan, attempt.owner)
+    config = config_volume(made)
     return [_pod(attempt, index, config) for index in range(attempt.plan.nodes)]
 
 

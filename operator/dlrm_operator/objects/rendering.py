@@ -37,9 +37,10 @@ def render(
     owner = Owner(name=job.metadata.name, uid=uid)
     job = job.with_replicas(plan.nodes)
     gang = Attempt(job=job, number=attempt, plan=plan, profile=profile, images=images or Images(), owner=owner)
-    pods = trainer_pods(gang)
+    maps = plan_config_maps(job, attempt, plan, owner)
+    pods = trainer_pods(gang, maps)
     return [
-        *plan_config_maps(job, attempt, plan, owner),
+        *maps,
         token_secret(job, attempt, owner),
         gang_service(job, owner),
         *pod_groups(job, attempt, pods, owner),

@@ -39,7 +39,7 @@ class WatchApi(Protocol):
 class PodCache:
     """Trainer pods of one namespace, or of all.
 
-    The watch runs in a daemon thread; the copy changes on the event loop alone, and each change wakes its job.
+    The watch runs in a daemon thread; the copy changes on the event loop alone, and what it shows anew wakes its job.
     """
 
     def __init__(self, api: WatchApi, namespace: str | None, wake: Callable[[JobKey], None]) -> None:
@@ -132,6 +132,8 @@ class PodCache:
             self._gone[pod.uid] = None
             if len(self._gone) > GONE_KEPT:
                 del self._gone[next(iter(self._gone))]
+        elif of_job.get(pod.name) == pod:
+            return  # the answer to its creation, or a change of what decides nothing
         else:
             of_job[pod.name] = pod
         if not of_job:

@@ -43,7 +43,7 @@ ASK_EVERY = 20
 """Resyncs between two lists of jobs."""
 UNDEFINED_S = 5.0
 """Between two of them while there are no DLRMJobs."""
-RESYNCS_PER_S = 10.0
+RESYNCS_PER_S = 5.0
 """All jobs together; with more jobs each is woken less often."""
 
 

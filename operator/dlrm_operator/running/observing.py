@@ -59,6 +59,8 @@ class Observer:
         self._references = references
         self._images = images
         self.refusals: dict[JobKey, str] = {}
+        self.begun: set[JobKey] = set()
+        """Jobs whose gang this process began to make: what there is of it has to be looked for."""
 
     def glance(self, key: JobKey) -> Observed | None:
         """The job as the caches show it; None where they can't decide.
@@ -123,9 +125,13 @@ class Observer:
     async def _children(self, job: JobSeen) -> Children:
         """The job's own children; those that a deleted job of the same name left are not seen.
 
-        A first attempt writes its ConfigMap before all else, so where there is none there is nothing.
+        A first attempt writes its ConfigMap before all else, so where there is none there is nothing. With a plan at
+        hand nobody asks: creating the ConfigMap tells as well.
         """
         groups = await look_at_groups(self._api, job)
+        first = _attempt(job) == 1 and _forming(job)
+        if first and self._planner.has_answered(job.key) and job.key not in self.begun:
+            return Children(groups=groups, assumed=True)
         if _attempt(job) == 1 and not await self._has_plan(job):
             return Children(groups=groups)
         maps, secrets, services = await asyncio.gather(

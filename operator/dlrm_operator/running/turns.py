@@ -14,6 +14,7 @@ from dlrm_operator.beside.polling import Poller, poll_target
 from dlrm_operator.cluster_errors import ClusterRefusedError, ConflictError, NotFoundError
 from dlrm_operator.facts.actions import (
     Action,
+    ApplyConfigMap,
     ApplyPodGroup,
     ApplySecret,
     ApplyService,
@@ -100,6 +101,7 @@ class Turns:
         self._poller.follow(key, poll_target(observed))
         if not needs_plan(observed.job):
             self._planner.forget(key)
+            self._observer.begun.discard(key)
 
     def _without_passing(self, key: JobKey, actions: tuple[Action, ...]) -> tuple[Action, ...]:
         """The actions without a status that may still wait, and without the Events that it goes with."""
@@ -125,10 +127,13 @@ class Turns:
         self._observer.refusals.pop(key, None)
 
     async def _do(self, key: JobKey, observed: Observed, action: Action) -> None:
+        unseen = isinstance(action, ApplyConfigMap) and observed.children is not None and observed.children.assumed
+        if unseen:
+            self._observer.begun.add(key)
         try:
             await self._performer.perform(action)
         except ConflictError:
-            if not isinstance(action, ApplyStatus):
+            if not isinstance(action, ApplyStatus) and not unseen:
                 self._refused(key, action)
             raise
         except ClusterRefusedError as error:
@@ -144,6 +149,7 @@ class Turns:
     def _forget(self, key: JobKey) -> None:
         """Owner references remove the children; nothing of the job is kept here."""
         self._observer.refusals.pop(key, None)
+        self._observer.begun.discard(key)
         for told in self.forgotten:
             told(key)
 
