@@ -191,8 +191,9 @@ class Sidecar:
             model={"tables": [table.to_json() for table in tables]},
         )
         owned = [part.shard for part in learner.embeddings.saved]
-        shards, dense = learner.embeddings.rows_to_save(), learner.dense.arrays()
-        self._writer.put(meta, shards, dense, owned=owned, patience_s=PATIENCE_S)
+        rows, size, dense = learner.embeddings.rows_in_place(), learner.embeddings.cut_bytes(), learner.dense.arrays()
+        if self._writer.put_if_room(meta, rows, dense, owned=owned, size=size) is None:
+            raise RuntimeError("the hand-off folder has no room for a cut")
 
     def durable(self) -> bool:
         """Whether the snapshot is committed."""

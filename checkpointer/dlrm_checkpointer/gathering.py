@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,22 +124,24 @@ class _Chunk:
         target.row_ids[:] = picked.row_ids
         for number, piece in enumerate(picked.pieces):
             if piece.form == target.form:
-                for name in COLUMNS:
-                    _place(picked, number, getattr(piece, name), getattr(target, name))
+                _place(picked, number, piece, target)
         self.count += len(picked)
 
 
-def _place(picked: Picked, number: int, source: NDArray[Any], target: NDArray[Any]) -> None:
+def _place(picked: Picked, number: int, source: CodedRows, target: CodedRows) -> None:
     """Copy what one piece has of the rows."""
     from dlrm_checkpointer import interleave
 
-    if not target.size:
-        return
     if len(picked.pieces) == 1:
         first = int(picked.places[0])
-        target[:] = source[first : first + len(target)]
+        for name in COLUMNS:
+            into = getattr(target, name)
+            into[:] = getattr(source, name)[first : first + len(into)]
         return
-    into = target.reshape(-1).view(np.uint8)
-    row_bytes = np.uint64(into.size // len(target))
-    given = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
-    interleave.place_rows(picked.numbers, picked.places, number, row_bytes, given, into)
+    targets = np.flatnonzero(picked.numbers == number)  # once for all columns: which piece is next can't be foretold
+    places = picked.places[targets]
+    for name in COLUMNS:
+        into = getattr(target, name).reshape(-1).view(np.uint8)
+        if into.size:
+            given = np.ascontiguousarray(getattr(source, name)).reshape(-1).view(np.uint8)
+            interleave.place_rows(targets, places, np.uint64(into.size // len(target.row_ids)), given, into)

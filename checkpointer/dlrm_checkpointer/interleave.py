@@ -1,4 +1,4 @@
-"""Rows of several pieces, of each row the newest, in one ascending order: compiled loops."""
+"""Rows of several pieces, of each row the newest: compiled loops."""
 
 from __future__ import annotations
 
@@ -48,19 +48,34 @@ def newest_rows(row_ids: Any, starts: Any, found: Any, numbers: Any, places: Any
 
 
 @compiled
-def place_rows(numbers: Any, places: Any, number: Any, size: Any, source: Any, target: Any) -> None:
+def place_rows(targets: Any, places: Any, size: Any, source: Any, target: Any) -> None:
     """Copy one piece's rows to where they belong.
 
     Args:
-        numbers: (N,) uint8, the piece of each row.
-        places: (N,) int64, where it has it.
-        number: of the piece.
+        targets: (N,) int64, where each row goes.
+        places: (N,) int64, where the piece has it.
         size: bytes of a row, a uint64.
         source: uint8, the piece's.
-        target: (N * size,) uint8, written where ``numbers`` says this piece.
+        target: uint8, written.
     """
-    for row in range(U64(len(numbers))):
-        if numbers[row] == number:
-            start, end = U64(places[row]) * size, row * size
-            for byte in range(size):
-                target[end + byte] = source[start + byte]
+    for row in range(U64(len(targets))):
+        start, end = U64(places[row]) * size, U64(targets[row]) * size
+        for byte in range(size):
+            target[end + byte] = source[start + byte]
+
+
+@compiled
+def see_rows(bits: Any, places: Any, fresh: Any) -> None:
+    """Set the bits of rows, and tell which were not set before.
+
+    Args:
+        bits: (B,) uint8, changed; bit ``p & 7``, the least significant first, of byte ``p >> 3`` is place ``p``'s.
+        places: (N,) int64.
+        fresh: (N,) bool, written.
+    """
+    for i in range(len(places)):
+        place = U64(places[i])
+        mask = np.uint8(U64(1) << (place & U64(7)))
+        known = bits[place >> U64(3)]
+        fresh[i] = (known & mask) == np.uint8(0)
+        bits[place >> U64(3)] = known | mask

@@ -30,12 +30,10 @@ class SeenRows:
             row_ids: (N,) ascending, inside the rectangle.
             column_start: of a column block.
         """
+        from dlrm_checkpointer import interleave  # numba: loaded where there are rows
+
         block = next(n for n in self._blocks if self._table.column_blocks[n][0] == column_start)
         bits = self._bits[block - self._blocks.start]
-        local = row_ids - self._shard.row_start
-        places, masks = local >> 3, np.left_shift(np.uint8(1), (local & 7).astype(np.uint8))
-        fresh: NDArray[np.bool_] = (bits[places] & masks) == 0
-        if len(local):
-            starts = np.flatnonzero(np.diff(places, prepend=-1))
-            bits[places[starts]] |= np.bitwise_or.reduceat(masks, starts)
+        fresh = np.empty(len(row_ids), bool)
+        interleave.see_rows(bits, row_ids - self._shard.row_start, fresh)
         return fresh
