@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+import yaml
 from operator_cluster import job_document
 
 from dlrm_api import names
@@ -54,6 +55,10 @@ def test_render_gives_every_object_of_one_attempt() -> None:
 
 def test_equal_jobs_give_equal_objects() -> None:
     assert rendered(job()) == rendered(job())
+
+
+def test_pods_share_no_part_so_that_their_yaml_repeats_nothing_by_reference() -> None:
+    assert "&id" not in yaml.safe_dump(rendered(job())["Pod"])
 
 
 def test_the_config_map_gives_back_the_job_and_the_plan() -> None:

@@ -28,9 +28,6 @@ LISTS = {
 """Lists that grow by the overlay's items, and the field that may not repeat."""
 
 
-NOTHING = PodTemplateOverlay()
-
-
 def with_overlay(pod: Manifest, overlay: PodTemplateOverlay) -> Manifest:
     """The pod with the user's additions.
 
@@ -40,8 +37,6 @@ def with_overlay(pod: Manifest, overlay: PodTemplateOverlay) -> Manifest:
     Raises:
         InvalidSpecError: an addition has the wrong type, or would replace what the operator sets.
     """
-    if overlay == NOTHING:
-        return pod
     pod = json.loads(json.dumps(pod))  # a manifest is JSON, and deepcopy takes many times as long
     _merge_metadata(pod["metadata"], overlay.metadata)
     _merge(pod["spec"], overlay.spec, f"{PATH}.spec")
