@@ -304,6 +304,23 @@ def test_any_values_can_be_drawn(values: list[float]) -> None:
     assert "circle" in text
 
 
+def test_a_share_is_drawn_on_a_scale_that_ends_at_the_whole() -> None:
+    plot = Plot(
+        title="t",
+        words="w",
+        x_name="x",
+        x_unit="count",
+        y_name="y",
+        y_unit="share",
+        series=[Series(name="s", runs=[[(0.0, 1.0)]])],
+    )
+
+    text = svg(plot, "p")
+
+    assert ">100%<" in text
+    assert not re.search(r">1[1-9]0%<", text)
+
+
 # the command
 
 

@@ -1,4 +1,4 @@
-"""What compiled loops ask of the processor: atomic counts, copies past the caches, numbers anywhere, long products."""
+"""What compiled loops ask of the processor: atomic counts, copies past the caches, long products."""
 
 from __future__ import annotations
 
@@ -77,31 +77,6 @@ def stream_four(_typing: Any, out: Any, place: Any, array: Any, start: Any) -> A
         return context.get_dummy_value()
 
     return types.void(out, types.uintp, array, types.uintp), generate
-
-
-@instruction
-def number_at(_typing: Any, body: Any, place: Any, like: Any) -> Any:  # noqa: ARG001
-    """The number that begins at byte ``place`` of a uint8 array, of the type of the elements of the array ``like``."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        kind = context.get_value_type(signature.return_type).as_pointer()
-        return builder.load(builder.bitcast(cgutils.gep(builder, data, arguments[1]), kind), align=1)
-
-    return like.dtype(body, types.uintp, like), generate
-
-
-@instruction
-def put_number(_typing: Any, body: Any, place: Any, number: Any) -> Any:  # noqa: ARG001
-    """Write a number from byte ``place`` of a uint8 array on."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        kind = arguments[2].type.as_pointer()
-        builder.store(arguments[2], builder.bitcast(cgutils.gep(builder, data, arguments[1]), kind), align=1)
-        return context.get_dummy_value()
-
-    return types.void(body, types.uintp, number), generate
 
 
 @instruction

@@ -49,7 +49,8 @@ def snapshots(record: Record) -> Section:
         "that training gave to cuts between the looks around it. A dash: it was not seen.",
     )
     whole = sum(each.bytes for each in record.snapshots)
-    words = f"{len(record.snapshots)} snapshots, {size(whole)} in all; the newest holds step {shown[-1].step:,}."
+    many = "1 snapshot" if len(record.snapshots) == 1 else f"{len(record.snapshots)} snapshots"
+    words = f"{many}, {size(whole)} in all; the newest holds step {shown[-1].step:,}."
     return Section(title="Snapshots", words=[words], parts=[_sizes(record.snapshots), table])
 
 

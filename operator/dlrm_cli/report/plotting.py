@@ -78,6 +78,8 @@ def _scales(plot: Plot, stacks: Sequence[Sequence[tuple[float, float, float]]]) 
     if bars:
         xs.append(0.0)
     x_span, y_span = _span(min(xs), max(xs)), _span(min(ys), max(ys))
+    if plot.y_unit == "share" and max(ys) <= 1.0:
+        y_span = y_span[0], min(y_span[1], 1.0)
     x_ticks, y_ticks = ticks(*x_span, plot.x_unit, 8), ticks(*y_span, plot.y_unit, 5)
     x_labels, y_labels = tick_labels(x_ticks, plot.x_unit), tick_labels(y_ticks, plot.y_unit)
     return (

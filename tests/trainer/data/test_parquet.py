@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError
 from dlrm_trainer.data import Reader, open_reader
@@ -227,3 +230,39 @@ def test_nulls_are_told_from_values_in_every_type(
     batch = open_file(path, TABLES[:1], dense={"missing": 0.5}, globalBatchSize=1_000).read(0)
 
     assert batch.dense[:, 0].tolist() == [0.5 if price is None else price for price in prices]
+
+
+def test_a_page_whose_checksum_is_another_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    columns = {"label": [0, 1] * 50, "price": np.zeros(100), "user": np.arange(100)}
+    pq.write_table(pa.table(columns), path, compression="none", use_dictionary=False, write_page_checksum=True)
+    body = path.read_bytes()
+    row = body.index(np.int64(77).tobytes())
+    path.write_bytes(body[:row] + np.int64(78).tobytes() + body[row + 8 :])
+
+    with pytest.raises(BadDataError, match=r"rows 0 to 99 \(row group 0\) can't be decoded: damaged .*CRC"):
+        open_source([path], ["user"], 0).batches([np.arange(100)])
+
+
+@given(st.sampled_from(["none", "snappy", "zstd"]), st.sampled_from(["1.0", "2.0"]), st.data())
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_damage_is_an_error_or_changes_no_more_than_what_pyarrow_reads(
+    tmp_path: Path, codec: str, version: str, data: Any
+) -> None:
+    path, random = tmp_path / "data.parquet", np.random.default_rng(0)
+    price = pa.array(random.integers(0, 9, 300).astype(np.float32), mask=random.random(300) < 0.1)
+    table = pa.table({"label": random.integers(0, 2, 300), "price": price, "user": random.integers(0, 40, 300)})
+    pq.write_table(table, path, compression=codec, data_page_version=version)
+    body, stop = bytearray(path.read_bytes()), pq.read_metadata(path).serialized_size
+    for _ in range(data.draw(st.integers(1, 3))):
+        body[data.draw(st.integers(4, len(body) - stop - 9))] = data.draw(st.integers(0, 255))
+    path.write_bytes(body)
+
+    try:
+        raw = open_source([path], ["user"], 0).batches([np.arange(300)])[0]
+    except BadDataError:
+        return
+
+    table = pq.read_table(path)
+    assert raw.ids.tolist() == table["user"].drop_null().to_pylist()
+    assert np.array_equal(raw.dense[:, 0], table["price"].to_numpy(), equal_nan=True)

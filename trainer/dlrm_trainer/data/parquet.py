@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 from dlrm_api.errors import BadDataError, NoInputError
 from dlrm_trainer.data.batch import Fingerprint, RawRows, no_rows
 from dlrm_trainer.data.blocks import BlockCache
-from dlrm_trainer.data.column_chunks import FlatColumns, RowGroup
 from dlrm_trainer.data.files import DataFile, FileSet
 from dlrm_trainer.data.packed import PackedRows, fill_bags
 from dlrm_trainer.data.row_group import Columns, RowGroupDecoder, holds_ids, holds_numbers, holds_weights
@@ -45,7 +44,6 @@ class ParquetSource:
     ) -> None:
         self._columns = columns
         self._footers = [_footer(file, columns) for file in files]
-        self._flat = [FlatColumns(footer, footer.schema.to_arrow_schema(), columns.names) for footer in self._footers]
         self._files = FileSet(files, [footer.num_rows for footer in self._footers])
         self.num_samples = self._files.num_rows
         groups = [(file, group) for file, footer in enumerate(self._footers) for group in range(footer.num_row_groups)]
@@ -115,8 +113,8 @@ class ParquetSource:
         """Of all files."""
         return len(self._groups)
 
-    def row_group(self, number: int) -> RowGroup:
-        """Read one row group; its columns are decoded when they are asked for.
+    def row_group(self, number: int) -> Any:
+        """The columns of one row group that the model reads, as an Arrow table.
 
         Raises:
             BadDataError: it is damaged, or its file was changed.
@@ -126,25 +124,16 @@ class ParquetSource:
         first, stop = int(self._bounds[number]), int(self._bounds[number + 1])
         first_row, last_row = (self._files.locate(row)[1] for row in (first, stop - 1))
 
-        def decode(names: list[str]) -> Any:
+        def read() -> Any:
             with file.open() as opened:
                 parquet = pq.ParquetFile(opened, metadata=footer, pre_buffer=True, page_checksum_verification=True)
-                table = parquet.read_row_group(group, columns=names, use_threads=False)
-            if table.num_rows != stop - first:  # pyarrow passes over a single column that ends too soon
-                raise pa.ArrowInvalid(f"{', '.join(names)}: {table.num_rows} values in place of {stop - first}")
+                table = parquet.read_row_group(group, columns=self._columns.names, use_threads=False)
+            if table.num_rows != stop - first:  # columns that all end too soon are no error of pyarrow's
+                raise pa.ArrowInvalid(f"{table.num_rows} rows in place of {stop - first}")
             return table
 
-        def guarded(read: Callable[[], Any]) -> Any:
-            return _guarded(file, f"rows {first_row} to {last_row} (row group {group})", read)
-
-        def read() -> RowGroup:
-            columns = self._flat[file_number]
-            with file.open() as opened:
-                return RowGroup(stop - first, opened, columns, group, lambda names: guarded(lambda: decode(names)))
-
         file.check()
-        group_read: RowGroup = guarded(read)
-        return group_read
+        return _guarded(file, f"rows {first_row} to {last_row} (row group {group})", read)
 
     def _decode(self, number: int) -> PackedRows:
         first = int(self._bounds[number])

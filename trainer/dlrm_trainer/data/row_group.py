@@ -12,7 +12,6 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError
-from dlrm_trainer.data.column_chunks import RowGroup
 from dlrm_trainer.data.lookups import NONE, Hashing, put_rows_of
 from dlrm_trainer.data.packed import PackedRows, SingleIds, pack_bags
 from dlrm_trainer.data.scratch import scratch
@@ -52,7 +51,7 @@ class RowGroupDecoder:
 
     where: Callable[[int], str]
 
-    def decode(self, data: RowGroup, columns: Columns) -> PackedRows:
+    def decode(self, data: pa.Table, columns: Columns) -> PackedRows:
         """Check and convert all columns that the model reads.
 
         Raises:
@@ -83,32 +82,31 @@ class RowGroupDecoder:
             self._refuse(bad, column, name, "is no label: it must be 0 or 1")
         return np.asarray(values, dtype=np.float32)
 
-    def _dense(self, data: RowGroup, name: str, values: NDArray[np.float32]) -> None:
+    def _dense(self, data: pa.Table, name: str, values: NDArray[np.float32]) -> None:
         """Put a column's values into ``values`` (r,), NaN where null."""
-        nulls = data.put_floats(name, values)
-        if nulls is None:
-            column = data[name]
-            nulls = column.null_count
-            with np.errstate(over="ignore"):
-                values[:] = column.cast(pa.float64(), safe=False).to_numpy()
-        if values.size - np.count_nonzero(np.isfinite(values)) != nulls:
-            column = data[name]
+        column = data[name]
+        if column.type != pa.float32():
+            column = column.cast(pa.float64(), safe=False)
+        with np.errstate(over="ignore"):
+            values[:] = column.to_numpy()
+        if values.size - np.count_nonzero(np.isfinite(values)) != column.null_count:
             bad = ~np.isfinite(values) & column.is_valid().to_numpy()
             problem = "is not finite (as float32): mend the row, or write null for a missing value"
-            self._refuse(bad, column, name, problem)
+            self._refuse(bad, data[name], name, problem)
 
-    def _ids(self, data: RowGroup, name: str, hashing: Hashing, place: int, singles: SingleIds) -> _Bags:
+    def _ids(self, data: pa.Table, name: str, hashing: Hashing, place: int, singles: SingleIds) -> _Bags:
         """A feature's rows, in ``singles`` where each bag has one; a null bag and a null scalar are empty bags."""
         few = hashing.kind != NONE and int(hashing.rows) <= 2**32
-        column = singles.column(place, narrow=few or holds_narrow(data.kind(name)))
-        if data.put_ids(name, hashing, column):
-            return _Bags(None, column)
+        column = singles.column(place, narrow=few or holds_narrow(data.schema.field(name).type))
         sizes, flat = self._flat(data[name], name, "ids")
         rows = column if sizes is None else np.empty(len(flat), dtype=np.int64)
-        put_rows_of(flat.to_numpy(zero_copy_only=False).astype(np.int64, copy=False), hashing, rows)
+        ids = flat.to_numpy(zero_copy_only=False)
+        if ids.dtype != np.uint32:  # others are not worth a loop of their own
+            ids = ids.astype(np.int64, copy=False)
+        put_rows_of(ids, hashing, rows)
         return _Bags(sizes, rows)
 
-    def _weights(self, data: RowGroup, name: str | None, ids_name: str, ids: _Bags) -> NDArray[np.float32]:
+    def _weights(self, data: pa.Table, name: str | None, ids_name: str, ids: _Bags) -> NDArray[np.float32]:
         """A feature's weights, as long as its ids."""
         if name is None:
             return np.ones(ids.values.size, dtype=np.float32)
