@@ -68,7 +68,7 @@ def job_name(number: int) -> str:
 
 
 def job_document(number: int) -> Object:
-    """A small job of two pods."""
+    """A small job of two pods, with a table of a size of its own, so that no plan of another job fits it."""
     return {
         "apiVersion": "dlrm.dev/v1alpha1",
         "kind": "DLRMJob",
@@ -78,7 +78,7 @@ def job_document(number: int) -> Object:
                 "denseFeatures": ["I1", "I2"],
                 "bottomMlp": [8, 4],
                 "topMlp": [8, 1],
-                "tables": [{"name": "a", "rows": 1_000, "dim": 4}, {"name": "b", "rows": 2_000, "dim": 4}],
+                "tables": [{"name": "a", "rows": 1_000 + number, "dim": 4}, {"name": "b", "rows": 2_000, "dim": 4}],
             },
             "data": {"format": "synthetic", "globalBatchSize": 64},
             "trainer": {"replicas": 2},
