@@ -285,37 +285,23 @@ def test_ticks_are_round_and_in_one_unit(low: float, high: float, unit: Unit, la
     assert tick_labels(ticks(low, high, unit), unit) == labels
 
 
+def drawn(points: list[tuple[float, float]], unit: Unit) -> str:
+    series = [Series(name="s", runs=[points])]
+    return svg(Plot(title="t", words="w", x_name="x", x_unit="count", y_name="y", y_unit=unit, series=series), "p")
+
+
 @pytest.mark.parametrize("values", [[5.0], [0.0], [-1.0, -1.0], [1e-12, 2e-12], [1e17, 1e17 + 64]])
 def test_any_values_can_be_drawn(values: list[float]) -> None:
     points = [(float(x), y) for x, y in enumerate(values)]
-    plot = Plot(
-        title="t",
-        words="w",
-        x_name="x",
-        x_unit="count",
-        y_name="y",
-        y_unit="number",
-        series=[Series(name="s", runs=[points])],
-    )
 
-    text = svg(plot, "p")
+    text = drawn(points, "number")
 
     assert "nan" not in text
     assert "circle" in text
 
 
 def test_a_share_is_drawn_on_a_scale_that_ends_at_the_whole() -> None:
-    plot = Plot(
-        title="t",
-        words="w",
-        x_name="x",
-        x_unit="count",
-        y_name="y",
-        y_unit="share",
-        series=[Series(name="s", runs=[[(0.0, 1.0)]])],
-    )
-
-    text = svg(plot, "p")
+    text = drawn([(0.0, 1.0)], "share")
 
     assert ">100%<" in text
     assert not re.search(r">1[1-9]0%<", text)

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 from urllib.parse import urlsplit
 
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_random_exponential
@@ -96,11 +96,6 @@ class _Ranges(io.RawIOBase):
         body = self._read(self._at, wanted) if wanted else b""
         self._at += len(body)
         return body
-
-    def readinto(self, memory: Any) -> int:
-        body = self.read(len(memory))
-        memory[: len(body)] = body
-        return len(body)
 
 
 def find_objects(
