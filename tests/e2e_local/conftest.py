@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -148,6 +149,12 @@ class Local:
         """The ends of all logs, for the report of a failed test."""
         paths = sorted(self.workdir.glob("logs/*/*.log"))
         return "\n".join(f"--- {path.relative_to(self.workdir)}\n{path.read_text()[-2_000:]}" for path in paths[-6:])
+
+    def choices(self) -> list[str]:
+        """Kind and reason of each snapshot that the last attempt chose, as "kind: reason"."""
+        last = max(self.workdir.glob("logs/*"), key=lambda path: int(path.name))
+        text = "".join(path.read_text() for path in last.glob("*.log"))
+        return [f"{kind}: {why}" for kind, why in re.findall(r"kind of snapshot chosen .*?kind=(\S+) why=(.*)", text)]
 
     def manifests(self) -> list[str]:
         """Names of the committed snapshots' manifests."""
