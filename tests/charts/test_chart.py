@@ -13,10 +13,11 @@ import yaml
 from chart import CHART, ROOT, VARIANTS, Object, helm_run, of_kind, only, render, variant
 from cryptography import x509
 from operator_cluster import eventually
+from schemas import LOCATION, write_schemas
 
 from dlrm_api import names
 from dlrm_cluster.api import ApiError
-from dlrm_cluster.build import module_folder
+from dlrm_cluster.build import binaries, module_folder
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_operator.objects.manifests import ROLE
 from dlrm_operator.settings import read_settings
@@ -27,6 +28,7 @@ BY_NAME = [path.name.removesuffix("-values.yaml") for path in VARIANTS]
 FOREIGN = ("cert-manager.io/v1",)
 """Kinds that an add-on defines: an API server without it does not know them."""
 MONITORS = ("podmonitors", "prometheusrules", "servicemonitors")
+MONITORED = ("PodMonitor", "PrometheusRule", "ServiceMonitor")
 
 
 @pytest.fixture(scope="session")
@@ -225,6 +227,43 @@ def test_an_api_server_takes_every_object_and_knows_every_field(
     answer = run(*kubectl, "create", "--dry-run=server", "--validate=strict", "-f", manifest)
 
     assert answer.count("(server dry run)") + answer.count("already exists") == len(known), answer
+
+
+@pytest.fixture(scope="session")
+def schemas(monitor_types: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of schemas of all kinds that the API server knows, those of add-ons too."""
+    folder = tmp_path_factory.mktemp("schemas")
+    eventually(lambda: write_schemas(monitor_types, folder) >= set(MONITORED))
+    return folder
+
+
+def conformity(schemas: Path, folder: Path, objects: list[Object]) -> Object:
+    """What kubeconform says of them."""
+    manifest = folder / "manifest.yaml"
+    manifest.write_text(yaml.safe_dump_all(objects))
+    words = ("-strict", "-summary", "-output=json", f"-schema-location={schemas}/{LOCATION}", manifest)
+    said: Object = json.loads(run(binaries("kubeconform") / "kubeconform", *words))
+    return said
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_kubeconform_finds_every_object_valid(schemas: Path, helm: Path, tmp_path: Path, name: str) -> None:
+    rendered = render(helm, tmp_path, "demo", NAMESPACE, variant(name), tests=True)
+    known = [each for each in rendered if each["apiVersion"] not in FOREIGN]
+
+    said = conformity(schemas, tmp_path, known)
+
+    assert said["summary"] == {"valid": len(known), "invalid": 0, "errors": 0, "skipped": 0}, said
+
+
+def test_kubeconform_names_an_object_with_a_field_that_nobody_knows(schemas: Path, helm: Path, tmp_path: Path) -> None:
+    deployment = only(render(helm, tmp_path, "demo", NAMESPACE, variant("default")), "Deployment")
+    deployment["spec"]["template"]["spec"]["containers"][0]["comand"] = ["true"]
+
+    [invalid] = conformity(schemas, tmp_path, [deployment])["resources"]
+
+    assert (invalid["kind"], invalid["status"]) == ("Deployment", "statusInvalid")
+    assert "comand" in invalid["msg"]
 
 
 def run(*words: str | Path) -> str:

@@ -69,6 +69,7 @@ RECIPES: Mapping[str, Recipe] = {
     "kwok": Recipe(packages={"kwok": "sigs.k8s.io/kwok/cmd/kwok"}),
     "kueue": Recipe(packages={"kueue": "sigs.k8s.io/kueue/cmd/kueue"}),
     "helm": Recipe(packages={"helm": "helm.sh/helm/v3/cmd/helm"}),
+    "kubeconform": Recipe(packages={"kubeconform": "github.com/yannh/kubeconform/cmd/kubeconform"}),
     "node": Recipe(
         packages={program: f"k8s.io/kubernetes/cmd/{program}" for program in NODE_PROGRAMS},
         variables=_kubernetes_version(),
