@@ -3,8 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from fault_server import Object, deleting, gang_of, has_ended
-from kubelet_double import held
+from fault_server import Object, deleting, gang_of, has_ended, kept_by_others
 
 KEPT_ATTEMPTS = 3
 """With ``keepFailedPods`` the ended pods of so many attempts before the current one stay."""
@@ -64,7 +63,7 @@ class Audit:
         if uid != gang[0]:
             return False
         if deleting(other):
-            return held(other) or (has_ended(other) and bool(other["metadata"].get("finalizers")))
+            return kept_by_others(other)
         return self.keeps and has_ended(other) and attempt >= gang[1] - KEPT_ATTEMPTS
 
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
-from kubelet_double import container, now
+from kubelet_double import container, held, now
 from yarl import URL
 
 from dlrm_api.names import Label
@@ -113,6 +113,11 @@ def phase_of(pod: Object) -> str:
 def has_ended(pod: Object) -> bool:
     """Whether nothing of it runs any more."""
     return phase_of(pod) in ("Succeeded", "Failed")
+
+
+def kept_by_others(pod: Object) -> bool:
+    """Whether nothing of a deleted pod runs, and somebody's finalizer alone keeps its object."""
+    return held(pod) or (deleting(pod) and has_ended(pod) and bool(pod["metadata"].get("finalizers")))
 
 
 def exit_code(pod: Object) -> int | None:

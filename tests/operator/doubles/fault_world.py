@@ -41,6 +41,8 @@ class World:
         self.began = time.monotonic()
         self.broken: list[BaseException] = []
         """What ended a task of the world itself: nothing can be concluded then."""
+        self._waits: list[float] = []
+        """Since when each life waits for its next step."""
         self._kubelet = Kubelet(self.server, self.broken)
 
     @asynccontextmanager
@@ -77,13 +79,21 @@ class World:
 
     async def until(self, truth: Callable[[], Any], what: str, timeout_s: float) -> None:
         """Return once ``truth`` holds."""
-        deadline = time.monotonic() + timeout_s
-        while not truth():
-            if self.broken:
-                raise WorldError(f"the world itself broke: {self.broken[0]!r}")
-            if time.monotonic() > deadline:
-                raise WorldError(f"in {timeout_s:.0f} s it never came to this: {what}")
-            await asyncio.sleep(0.03)
+        began = time.monotonic()
+        self._waits.append(began)
+        try:
+            while not truth():
+                if self.broken:
+                    raise WorldError(f"the world itself broke: {self.broken[0]!r}")
+                if time.monotonic() > began + timeout_s:
+                    raise WorldError(f"in {timeout_s:.0f} s it never came to this: {what}")
+                await asyncio.sleep(0.03)
+        finally:
+            self._waits.remove(began)
+
+    def longest_wait_s(self) -> float:
+        """How long the life has waited that has waited longest."""
+        return time.monotonic() - min(self._waits) if self._waits else 0.0
 
     async def _follow(self, path: str, query: str, see: Callable[[str, Object], None]) -> None:
         try:

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fault_audit import KEPT_ATTEMPTS, Audit
-from fault_server import Object, WorldError, deleting, gang_of, has_ended
-from kubelet_double import held
+from fault_server import Object, WorldError, deleting, gang_of, has_ended, kept_by_others
 from life_model import HALTS, End, Fate, Kind, Stuck, ends
 from life_schedule import LAST_STEP, Script
 
@@ -126,7 +125,7 @@ def at_rest(pod: Object, story: Story) -> bool:
     if uid != story.uid:
         return False
     oldest = story.status["attempt"] - (KEPT_ATTEMPTS if story.script.keeps else 0)
-    return held(pod) or (has_ended(pod) and not deleting(pod) and attempt >= oldest)
+    return kept_by_others(pod) or (has_ended(pod) and not deleting(pod) and attempt >= oldest)
 
 
 def check_children(story: Story, children: Iterable[str]) -> None:
