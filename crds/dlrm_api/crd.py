@@ -88,7 +88,12 @@ def root_schema(model: type[ApiModel]) -> Schema:
 
 
 def immutability_rule() -> Schema:
-    """Freeze the spec while the job has a gang or has succeeded, but for what the operator can act on."""
+    """Freeze the spec while the job has a gang or has succeeded, but for what the operator can act on.
+
+    The API server judges every write of the status by this rule too, though such a write can't change the spec, nor a
+    write of the spec the status: where the status differs there is nothing to compare. That is asked by the phase
+    first, and the spec field by field last, since to read a field costs the API server a copy of all beside it.
+    """
     checkpoint, trainer = "spec.checkpoint", "spec.trainer"
     parts = [f"spec.{name}" for name in _fields(DLRMJobSpec) if name not in ("checkpoint", "lifecycle", "trainer")]
     parts += [f"{checkpoint}.{name}" for name in _fields(CheckpointSpec) if name not in MUTABLE_CHECKPOINT]
@@ -97,8 +102,9 @@ def immutability_rule() -> Schema:
     phases = ", ".join(f"'{phase}'" for phase in CHANGEABLE_PHASES)
     free = f"!has(oldSelf.status) || !has(oldSelf.status.phase) || oldSelf.status.phase in [{phases}]"
     mutable = ["spec.lifecycle", f"{trainer}.replicas", *(f"{checkpoint}.{name}" for name in MUTABLE_CHECKPOINT)]
+    told = "self.status.phase != oldSelf.status.phase || self.status != oldSelf.status"
     return {
-        "rule": f"{free} || ({equal})",
+        "rule": f"{free} || {told} || ({equal})",
         "message": (
             f"spec changes only in phases {', '.join(CHANGEABLE_PHASES)}, but for {', '.join(mutable)}: "
             "set spec.lifecycle.suspend, change it, and resume: the job goes on from its newest snapshot"

@@ -90,7 +90,9 @@ class Observer:
         if not needs_plan(job):
             return self._at_work(job, await self._live_pods(key))
         # at once: a list that has to be up to date waits until the watch cache of the API server is
-        pods, seen, children = await asyncio.gather(self._live_pods(key), self._profile(job), self._children(job))
+        begins = self._begins(job)
+        found = asyncio.gather(self._pods_before(job, begins), self._profile(job), self._children(job, begins))
+        pods, seen, children = await found
         planning = self._planner.answer(key, job, seen.version)
         traces, trace_problem = await self._traces(job, children, pods) if planning is None else ({}, "")
         return replace(
@@ -118,19 +120,28 @@ class Observer:
             ProfileSeen() if isinstance(job.spec, InvalidSpecError) else await self._references.profile(job.spec.spec)
         )
 
+    async def _pods_before(self, job: JobSeen, begins: bool) -> tuple[PodSeen, ...]:
+        """The pods before a gang is made.
+
+        Of a first attempt there is none before its ConfigMap, which nobody has created yet where this turn can, and
+        of a later one none before the status says its number. Others' are in the copy, or their names are refused.
+        """
+        if begins and self._pods.filled and not self._pods.pods(job.key):
+            return ()
+        return await self._live_pods(job.key)
+
     async def _live_pods(self, key: JobKey) -> tuple[PodSeen, ...]:
         items, _ = await self._api.list_all(f"/api/v1/namespaces/{key.namespace}/pods", _of_job(key))
         return tuple(read_pod(item) for item in items)
 
-    async def _children(self, job: JobSeen) -> Children:
+    async def _children(self, job: JobSeen, begins: bool) -> Children:
         """The job's own children; those that a deleted job of the same name left are not seen.
 
         A first attempt writes its ConfigMap before all else, so where there is none there is nothing. With a plan at
         hand nobody asks: creating the ConfigMap tells as well.
         """
         groups = await look_at_groups(self._api, job)
-        first = _attempt(job) == 1 and _forming(job)
-        if first and self._planner.has_answered(job.key) and job.key not in self.begun:
+        if begins:
             return Children(groups=groups, assumed=True)
         if _attempt(job) == 1 and not await self._has_plan(job):
             return Children(groups=groups)
@@ -145,6 +156,11 @@ class Observer:
             secrets=tuple(read_secret(item) for item in secrets),
             groups=groups,
         )
+
+    def _begins(self, job: JobSeen) -> bool:
+        """Whether the first thing to be done is to create the first attempt's ConfigMap, for all that is known."""
+        first = _attempt(job) == 1 and _forming(job)
+        return first and self._planner.has_answered(job.key) and job.key not in self.begun
 
     async def _has_plan(self, job: JobSeen) -> bool:
         name = names.plan_config_map(job.key.name, _attempt(job))
