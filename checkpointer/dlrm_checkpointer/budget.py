@@ -162,7 +162,7 @@ class Budget:
     def _make_way(self, fresh: int) -> list[Path]:
         """Give spare memory back, which counts as free, where it stands in the way; returns what is left of it."""
         spares = sorted(self.folder.glob(f"{SPARE_PREFIX}*"), key=file_size)
-        if self.size is not None:
+        if self.size is not None and spares:
             room = self._measure(self.size)
             while spares and fresh + sum(map(file_size, spares)) > room.free:
                 drop_spare(spares.pop())
@@ -170,13 +170,29 @@ class Budget:
 
     def _measure(self, size: int) -> Room:
         used = noted = spare = 0
-        for entry in self.folder.iterdir():
-            if entry.name.startswith(DURABLE_PREFIX):
-                noted += 2 * file_size(entry)  # it is written anew beside the old one
-            elif entry.name.startswith(SPARE_PREFIX):
-                spare += file_size(entry)
-            elif entry.is_dir():
-                with contextlib.suppress(FileNotFoundError):  # the sidecar is removing it
-                    used += sum(file_size(file) for file in entry.iterdir())
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                if entry.name.startswith(DURABLE_PREFIX):
+                    noted += 2 * _size(entry)  # it is written anew beside the old one
+                elif entry.name.startswith(SPARE_PREFIX):
+                    spare += _size(entry)
+                elif entry.is_dir(follow_symlinks=False):
+                    used += _sizes(entry.path)
         total = size - self.ranks * min(LARGEST_SPARE, size // (16 * self.ranks)) - noted
         return Room(total=total, free=total - used, share=total // self.ranks, spare=spare)
+
+
+def _size(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _sizes(folder: str) -> int:
+    """Bytes of a folder's files; 0 where the sidecar is removing it."""
+    try:
+        with os.scandir(folder) as files:
+            return sum(_size(file) for file in files)
+    except FileNotFoundError:
+        return 0

@@ -28,9 +28,9 @@ class Delta:
         self._order: NDArray[np.int64] | None = None
         """Places, among those of all pieces, in ascending order of rows; None where they are in it."""
         ids = [piece.row_ids for piece in self._pieces]
-        self.row_ids: NDArray[np.int64] = np.concatenate(ids) if ids else np.empty(0, np.int64)
+        self.row_ids: NDArray[np.int64] = ids[0] if len(ids) == 1 else np.concatenate([np.empty(0, np.int64), *ids])
         """(N,) ascending."""
-        if not bool((self.row_ids[1:] > self.row_ids[:-1]).all()):
+        if len(ids) > 1 and not bool((self.row_ids[1:] > self.row_ids[:-1]).all()):
             self._order = np.argsort(self.row_ids, kind="stable")
             self.row_ids = self.row_ids[self._order]
 
@@ -39,11 +39,13 @@ class Delta:
 
     def rows(self, begin: int, end: int) -> ShardRows:
         """The rows at places [begin, end) of ``row_ids``; views where they are of one piece."""
+        if self._order is None:
+            number, last = map(int, np.searchsorted(self._starts, (begin, end - 1), side="right") - 1)
+            if number == last:
+                first = int(self._starts[number])
+                return self._pieces[number].part(begin - first, end - first)
         places = np.arange(begin, end) if self._order is None else self._order[begin:end]
         numbers = np.searchsorted(self._starts, places, side="right") - 1
-        if self._order is None and numbers[0] == numbers[-1]:
-            first = int(self._starts[numbers[0]])
-            return self._pieces[int(numbers[0])].part(begin - first, end - first)
         rows = np.empty((end - begin, self.shard.width), np.float32)
         state = np.empty((end - begin, self._pieces[0].state.shape[1]), np.float32)
         for number in np.unique(numbers).tolist():

@@ -152,6 +152,11 @@ class Inbox:
         for draft in (path for name in _NOTES for path in folder.glob(f".{name}")):
             draft.unlink()
 
+    def entries(self) -> frozenset[str]:
+        """Names in the folder: while they stay, no cut and no slice has come or gone."""
+        with os.scandir(self.folder) as entries:
+            return frozenset(entry.name for entry in entries)
+
     def ready(self) -> list[CutName | SliceName]:
         """Whole cuts and slices of cuts that wait, oldest step first; a rank has one of the two at a time."""
         names: list[CutName | SliceName] = [*ready_slices(self.folder), *ready_cuts(self.folder)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ ABANDONED_UPLOAD_S = 24 * 3_600
 ORPHAN_S = 3_600.0
 """Objects without a manifest stay for so long, by the store's clock: somebody may be looking into what happened."""
 PARALLEL_DELETES = 8
+SWEEPS = 6
+"""Within the time that objects without a manifest stay, how often they are looked for where no snapshot goes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +118,7 @@ class Retention:
     def __init__(self, store: ObjectStore, rule: Rule) -> None:
         self._store, self._rule = store, rule
         self._known: dict[SnapshotName, Found] = {}
+        self._next_sweep = float("-inf")
 
     def decide(self, in_use: Iterable[SnapshotName] = ()) -> Decision:
         """What would go now; nothing is removed."""
@@ -122,6 +126,8 @@ class Retention:
 
     def apply(self, attempt: int, in_use: Iterable[SnapshotName] = ()) -> int:
         """Remove what the rule doesn't keep, and orphans; return how many snapshots went. Safe to repeat or cut off.
+
+        Orphans are looked for where a snapshot goes, and every now and then: that lists all objects.
 
         Only the newest attempt removes anything. A snapshot is marked as retired before the attempts are read again,
         and a new attempt looks for the mark after it announced itself: one of the two sees the other, so a snapshot
@@ -137,6 +143,9 @@ class Retention:
             return 0
         found, attempts = self._found(), read_attempts(store, 0)
         decision = decide(found, attempts, self._rule, in_use)
+        if not decision.retire and time.monotonic() < self._next_sweep:
+            return 0
+        self._next_sweep = float("-inf")  # until all of it is done
         for name in decision.retire:
             store.put(_mark(name), b"")
         if newest_attempt(store) != attempt:
@@ -154,6 +163,7 @@ class Retention:
         for info in list(store.list(RETIRED)):
             store.delete(info.key)
         store.sweep_uploads(ABANDONED_UPLOAD_S)
+        self._next_sweep = time.monotonic() + self._rule.orphan_s / SWEEPS
         if decision.retire:
             logger.info("snapshots retired", extra={"steps": [name.step for name in decision.retire]})
         return len(decision.retire)

@@ -27,14 +27,16 @@ def encode_ids(row_ids: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
     span = int(row_ids[-1]) - first + 1
     if span == count:
         return {}
-    gaps = np.diff(row_ids)
-    gaps -= 1
-    kind = next(kind for kind in GAP_TYPES if int(gaps.max()) <= np.iinfo(kind).max)
-    if -(-span // 8) < (count - 1) * np.dtype(kind).itemsize:
-        present = np.zeros(span, bool)
-        present[row_ids - first] = True
-        return {BITMAP: np.packbits(present, bitorder="little")}
-    return {GAPS: gaps.astype(kind)}
+    size = -(-span // 8)
+    if size >= count - 1:  # else gaps of a byte each are no smaller
+        gaps = np.diff(row_ids)
+        gaps -= 1
+        kind = next(kind for kind in GAP_TYPES if int(gaps.max()) <= np.iinfo(kind).max)
+        if size >= (count - 1) * np.dtype(kind).itemsize:
+            return {GAPS: gaps.astype(kind)}
+    present = np.zeros(span, bool)
+    present[row_ids - first] = True
+    return {BITMAP: np.packbits(present, bitorder="little")}
 
 
 def decode_ids(arrays: Mapping[str, NDArray[Any]], first: int, count: int, end: int) -> NDArray[np.int64]:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrm_api.errors import StoreUnavailableError
 from dlrm_checkpointer.attempts import Attempt, claim_attempt, in_lineage
 from dlrm_checkpointer.catalog import list_snapshots
 from dlrm_checkpointer.commit import try_commit
@@ -15,7 +16,7 @@ from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.retention import Found, Retention, Rule, decide, is_orphan
-from dlrm_checkpointer.store import Body
+from dlrm_checkpointer.store import Body, ObjectInfo
 from dlrm_checkpointer.walk import snapshot_digest
 
 NAMES = st.sets(st.builds(SnapshotName, st.integers(1, 12), st.integers(1, 3)), max_size=15)
@@ -118,6 +119,65 @@ def test_only_the_newest_attempt_removes_anything(tmp_path: Path, files: FileSto
 
     assert removed == 0
     assert [each.step for each in list_snapshots(files)] == [3, 2, 1]
+
+
+class Counting(FileStore):
+    """Remembers what was listed; ``down``, it removes nothing."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.listed: list[str] = []
+        self.down = False
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self.listed.append(prefix)
+        return super().list(prefix)
+
+    def delete(self, key: str) -> None:
+        if self.down and key.startswith("chunks/"):
+            raise StoreUnavailableError("the store is gone")
+        super().delete(key)
+
+
+def test_all_objects_are_listed_where_a_snapshot_goes_and_else_only_now_and_then(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    model, pod, store = new_model(), new_pod(tmp_path / "pod", files, keep_last=9), Counting(files.root)
+    attempt = claim_attempt(files, None, "one")
+    retention = Retention(store, Rule(keep_last=1))
+    pod.commit(model.train(), attempt)
+
+    removed, listed = [], []
+    for _ in range(2):
+        for _ in range(2):
+            removed.append(retention.apply(attempt))
+            listed.append("chunks/" in store.listed)
+            store.listed.clear()
+        pod.commit(model.train(), attempt)
+
+    assert removed == [0, 0, 1, 0]
+    assert listed == [True, False, True, False]
+
+
+def test_a_removal_that_an_outage_cut_off_is_looked_after_with_the_next_snapshot(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    model, pod, store = new_model(), new_pod(tmp_path / "pod", files, keep_last=9), Counting(files.root)
+    attempt = claim_attempt(files, None, "one")
+    retention = Retention(store, Rule(keep_last=1))
+    pod.commit(model.train(), attempt)
+    retention.apply(attempt)
+    pod.commit(model.train(), attempt)
+    store.down = True
+    with pytest.raises(StoreUnavailableError):
+        retention.apply(attempt)
+    store.down = False
+    store.listed.clear()
+
+    retention.apply(attempt)
+
+    assert "chunks/" in store.listed
+    assert list(files.list("retired/")) == []
 
 
 def test_what_a_live_writer_is_uploading_stays_and_what_a_lost_one_left_goes(
