@@ -40,6 +40,7 @@ STORED: dict[str, Callable[[Service, bool], Iterator[Line]]] = {
     "bytes": stored_bytes.lines,
     "restoring": restoring.lines,
     "uploading": uploading.lines,
+    "slowed": uploading.slow_lines,
 }
 """Parts that need an S3 server."""
 

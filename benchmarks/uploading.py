@@ -22,6 +22,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
+from benchmarks.carrying import Carrier
 from benchmarks.loopback import Service
 from benchmarks.measure import Line, Pairs, tell
 from benchmarks.saved_job import SHARED_MEMORY
@@ -42,12 +43,15 @@ from dlrm_trainer.learner import Learner
 BITS: Bits = 8
 POLICIES: tuple[PolicyName, ...] = ("intermittent", "consecutive")
 """The second stores what the cut holds and reads nothing."""
+ROWS = 100_000
+"""Of each table."""
 TOUCHED = 0.26
 """Of the rows, between two cuts; evenly drawn."""
 AFTER = 10
 """Steps that still count once a snapshot is durable: what comes behind it may take time too."""
 SLOWED = 10
 """Times that the slow store takes what the other does."""
+SLOW_REPEATS = 3
 PATIENCE_S = 120.0
 
 
@@ -152,6 +156,7 @@ class Sidecar:
         self, training: Training, service: Service, prefix: str, endpoint: str, policy: PolicyName = POLICIES[0]
     ) -> None:
         self._training, self._learner = training, training.learner
+        self.prefix, self.endpoint = prefix, endpoint
         self._attempt = claim_attempt(service.store(prefix), None, "")
         self.folder = Path(tempfile.mkdtemp(dir=SHARED_MEMORY))
         size = training.shape.table_bytes * 3 // 2 + (64 << 20)
@@ -243,70 +248,116 @@ class AsyncSave:
 
 
 def lines(service: Service, quick_run: bool) -> Iterator[Line]:
-    """Time lost to a save against that of dcp, in turn; then steps beside an upload to a slow store.
+    """Time lost to a save against that of dcp, in turn.
 
     Args:
         service: with the store.
         quick_run: a small model.
     """
-    shape = quick(Shape()) if quick_run else replace(Shape(), rows=100_000)
-    steps, repeats = (10, 2) if quick_run else (30, 5)
+    shape, steps, repeats = _sized(quick_run)
     training = Training(shape)
     training.undisturbed_s(steps)
-    setting = Setting(rows=shape.rows, tables=shape.tables, against="dcp-async-save")
     with tempfile.TemporaryDirectory() as scratch:
         theirs = AsyncSave(training.learner, Path(scratch) / "dcp")
         for policy in POLICIES:
             tell(f"time lost until a snapshot is durable, {policy}: {shape.tables * shape.rows:,} rows")
-            prefix = f"uploading/{policy}"
-            with closing(Sidecar(training, service, prefix, service.endpoint, policy)) as ours:
-                yield lost(training, ours, theirs, service, replace(setting, policy=policy), steps, repeats)
-                took_s = ours.took_s
-    snapshot, _ = newest_snapshot(service.store(prefix), verify=False)
-    assert snapshot is not None, "it was committed just now"
-    rate = snapshot.manifest.total_bytes / took_s / SLOWED
+            with closing(Sidecar(training, service, f"uploading/{policy}", service.endpoint, policy)) as ours:
+                setting = Setting(rows=shape.rows, tables=shape.tables, against="dcp-async-save", policy=policy)
+                yield lost(training, ours, theirs, service, setting, steps, repeats)
+
+
+def slow_lines(service: Service, quick_run: bool) -> Iterator[Line]:
+    """Steps beside an upload over a link that carries a tenth of what the checkpointer wrote a second without it.
+
+    Args:
+        service: with the store.
+        quick_run: a small model.
+    """
+    shape, steps, repeats = _sized(quick_run)
+    training, prefix = Training(shape), "slow/rate"
+    training.undisturbed_s(steps)
+    with closing(Sidecar(training, service, prefix, service.endpoint, "consecutive")) as ours:
+        for _ in range(3):
+            training.beside(ours)
+        rate = sum(object_sizes(service, prefix)) / ours.took_s / SLOWED
     tell(f"steps beside an upload at {rate / 1e6:.1f} MB/s")
-    with (
-        slow_link(service.endpoint, rate) as endpoint,
-        closing(Sidecar(training, service, "uploading/slow", endpoint)) as late,
-    ):
-        yield beside_slow(training, late, replace(setting, against="undisturbed"), repeats)
+    with slow_link(service.endpoint, rate) as endpoint:
+        for policy in POLICIES:
+            with closing(Sidecar(training, service, f"slow/{policy}", endpoint, policy)) as late:
+                setting = Setting(rows=shape.rows, tables=shape.tables, against="undisturbed", policy=policy)
+                yield from beside_slow(training, late, service, setting, min(repeats, SLOW_REPEATS))
+
+
+def _sized(quick_run: bool) -> tuple[Shape, int, int]:
+    """The model, steps that are timed by themselves, repeats."""
+    shape = replace(Shape(), rows=ROWS)
+    return (quick(shape), 10, 2) if quick_run else (shape, 30, 5)
 
 
 def lost(
     training: Training, ours: Sidecar, theirs: AsyncSave, service: Service, setting: Setting, steps: int, repeats: int
 ) -> Line:
-    """The line of time lost; the first round, whose snapshot is full, is not counted.
+    """The line of time lost; the first two rounds, of which one snapshot is full, are not counted.
 
-    What the server itself computes is no part of a real training machine's work: it is taken off, as if all cores could
-    have trained meanwhile, and shown.
+    What the server itself computes is no part of a real training machine's work. What that costs is measured: the
+    server takes the same bytes from a process that only sends, and the time then lost, for each second that these two
+    computed, is taken off for each second that the server computed for us.
     """
-    pairs, spent = Pairs(), {"server_cpu_ms": [0.0], "sidecar_cpu_ms": [0.0], "durable_after_ms": [0.0]}
-    for repeat in range(-1, repeats):
-        before = cpu_s(service.process), ours.cpu_s
-        mine = training.lost_s(ours, steps)
-        server, sidecar = cpu_s(service.process) - before[0], ours.cpu_s - before[1]
-        other = training.lost_s(theirs, steps)
-        if repeat < 0:
-            continue
-        pairs.add(1_000 * (mine - server / len(os.sched_getaffinity(0))), 1_000 * other)
-        for name, seconds in zip(spent, (server, sidecar, ours.took_s), strict=True):
-            spent[name].append(1_000 * seconds)
-    measured = {name: float(np.median(each[1:])) for name, each in spent.items()}
-    return Line(setting=setting, metric="lost_ms", pairs=pairs, measured=measured)
+    for _ in range(2):
+        training.lost_s(ours, steps)
+    training.lost_s(theirs, steps)
+    raw: list[float] = []
+    peer: list[float] = []
+    spent = {name: list[float]() for name in ("server_cpu_ms", "sidecar_cpu_ms", "durable_after_ms")}
+    carried_s = carrying_s = 0.0
+    with closing(Carrier(service, service.endpoint, object_sizes(service, ours.prefix))) as carrier:
+        for _ in range(repeats):
+            before = cpu_s(service.process), ours.cpu_s
+            raw.append(training.lost_s(ours, steps))
+            for name, seconds in zip(
+                spent, (cpu_s(service.process) - before[0], ours.cpu_s - before[1], ours.took_s), strict=True
+            ):
+                spent[name].append(1_000 * seconds)
+            peer.append(training.lost_s(theirs, steps))
+            carrier.prepare()
+            before = cpu_s(service.process), carrier.cpu_s
+            carried_s += training.lost_s(carrier, steps)
+            carrying_s += cpu_s(service.process) - before[0] + carrier.cpu_s - before[1]
+    pairs, price = Pairs(), carried_s / carrying_s
+    for mine, other, server_ms in zip(raw, peer, spent["server_cpu_ms"], strict=True):
+        pairs.add(1_000 * mine - price * server_ms, 1_000 * other)
+    measured = {name: float(np.median(each)) for name, each in spent.items()}
+    with_server = {"with_server_ms": 1_000 * float(np.median(raw)), "lost_s_for_a_server_cpu_s": price}
+    return Line(setting=setting, metric="lost_ms", pairs=pairs, measured=measured | with_server)
 
 
-def beside_slow(training: Training, late: Sidecar, setting: Setting, repeats: int) -> Line:
-    """The line of step times beside an upload that takes long, the cut itself not counted."""
-    pairs, uploads = Pairs(), []
-    training.beside(late)
-    for _ in range(repeats):
-        _, taken = training.beside(late)
-        alone = training.undisturbed_s(len(taken))
-        pairs.add(1_000 * float(np.mean(taken)), 1_000 * alone)
-        uploads.append(1_000 * late.took_s)
+def beside_slow(training: Training, late: Sidecar, service: Service, setting: Setting, repeats: int) -> Iterator[Line]:
+    """The lines of step times beside an upload that takes long, the cut itself not counted.
+
+    Against steps that nothing disturbs, and against steps beside the same bytes on the same way to the server, from a
+    process that only sends.
+    """
+    alone, beside_bytes, uploads = Pairs(), Pairs(), []
+    for _ in range(2):
+        training.beside(late)
+    with closing(Carrier(service, late.endpoint, object_sizes(service, late.prefix))) as carrier:
+        for _ in range(repeats):
+            _, taken = training.beside(late)
+            mine = 1_000 * float(np.mean(taken))
+            uploads.append(1_000 * late.took_s)
+            alone.add(mine, 1_000 * training.undisturbed_s(len(taken)))
+            carrier.prepare()
+            beside_bytes.add(mine, 1_000 * float(np.mean(training.beside(carrier)[1])))
     measured = {"durable_after_ms": float(np.median(uploads)), "slowed": SLOWED}
-    return Line(setting=setting, metric="step_ms", pairs=pairs, measured=measured)
+    for against, pairs in (("undisturbed", alone), ("bytes-alone", beside_bytes)):
+        yield Line(setting=replace(setting, against=against), metric="step_ms", pairs=pairs, measured=measured)
+
+
+def object_sizes(service: Service, prefix: str) -> list[int]:
+    """Bytes of each object of the newest snapshot."""
+    snapshot, _ = newest_snapshot(service.store(prefix), verify=False)
+    assert snapshot is not None, "it was committed just now"
+    return [entry.bytes for entry in snapshot.manifest.objects]
 
 
 def cpu_s(process: int) -> float:
