@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
@@ -145,7 +146,7 @@ class AsyncSave:
         self._folder = folder
 
     def run_ms(self) -> float:
-        """Milliseconds until it returned; what it writes is waited for, and removed, outside of that."""
+        """Milliseconds until it returned; what it writes is waited for, removed, and synced outside of that."""
         writer = FileSystemWriter(self._folder, sync_files=False)
         start = time.perf_counter()
         saving = async_save(self._state, storage_writer=writer, no_dist=True)
@@ -153,6 +154,7 @@ class AsyncSave:
         assert not isinstance(saving, AsyncSaveResponse)
         saving.result()
         shutil.rmtree(self._folder)
+        os.sync()  # or the kernel writes on beside the next cut
         return taken * 1_000
 
 
