@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from dlrm_api.names import Port
 from dlrm_api.progress import CheckpointerProgress, Progress, TrainerPhase
 from dlrm_cluster.build import binaries, module_folder
@@ -74,6 +76,17 @@ class FakeNodes:
     def writes(self, agent: str) -> int:
         """How many of them were to change something."""
         return sum(call["verb"] in WRITES for call in self.calls(agent))
+
+    def cpu_s(self) -> dict[str, float]:
+        """Processor time that each of the servers took by now."""
+        assert self._kwok is not None, "it has not begun"
+        servers = {**self.plane.servers, "kwok": self._kwok}
+        times = {
+            name: psutil.Process(found.pid).cpu_times()
+            for name, server in servers.items()
+            if (found := server.identity)
+        }
+        return {name: spent.user + spent.system for name, spent in times.items()}
 
     def _nodes_ready(self) -> bool:
         nodes = self.plane.api.call("GET", "/api/v1/nodes")["items"]

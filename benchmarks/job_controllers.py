@@ -209,6 +209,7 @@ class Submission:
         self.created: dict[str, float] = {}
         self.ran: dict[str, float] = {}
         self._signs: dict[str, set[str]] = {}
+        self._version = ""
         self._stop = threading.Event()
 
     @staticmethod
@@ -224,32 +225,41 @@ class Submission:
         """
         items, version = self._api.list_now(self._controller.watched, {})
         assert not [item for item in items if self._controller.running(item)]
-        threading.Thread(target=self._watch, args=(version,), daemon=True).start()
-        deadline = time.monotonic() + timeout_s
+        self._version = version
+        threading.Thread(target=self._watch, daemon=True).start()
+        try:
+            self._bring_about(jobs, time.monotonic() + timeout_s)
+        finally:
+            self._stop.set()
+
+    def _bring_about(self, jobs: int, deadline: float) -> None:
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             futures: list[Future[None]] = [pool.submit(self._create, number) for number in range(jobs)]
             for future in futures:
                 future.result()
         while len(self.ran) < jobs:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{len(self.ran)} of {jobs} jobs run after {timeout_s:g} s")
+                raise TimeoutError(f"only {len(self.ran)} of {jobs} jobs run")
             time.sleep(0.02)
-        self._stop.set()
 
     def _create(self, number: int) -> None:
         self.created[job_name(number)] = time.monotonic()
         self._controller.create(self._api, number)
 
-    def _watch(self, version: str) -> None:
-        with suppress(ClusterUnavailableError):  # the control plane ends
-            self._follow(version)
+    def _watch(self) -> None:
+        """Follow, and go on from there where the server ends the watch: it does where one reads too slowly."""
+        while not self._stop.is_set():
+            with suppress(ClusterUnavailableError):
+                self._follow()
+            self._stop.wait(0.02)
 
-    def _follow(self, version: str) -> None:
-        query = {"resourceVersion": version, "allowWatchBookmarks": "true"}
+    def _follow(self) -> None:
+        query = {"resourceVersion": self._version, "allowWatchBookmarks": "true"}
         for event in self._api.watch(self._controller.watched, query, SILENCE_S):
             document = event["object"]
             if self._stop.is_set():
                 return
+            self._version = document["metadata"]["resourceVersion"]
             if event["type"] == "BOOKMARK" or not (job := self._controller.running(document)):
                 continue
             seen = self._signs.setdefault(job, set())

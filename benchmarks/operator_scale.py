@@ -52,6 +52,8 @@ class Measured:
     """Writes to the API server a job, until all ran."""
     cpu_s: float
     """Of the controller's processes until all ran."""
+    servers_cpu_s: dict[str, float]
+    """Of the control plane's, and kwok's, until then."""
     peak_rss: float = 0.0
     replaced_s: list[float] = field(default_factory=list)
     idle: dict[str, float] = field(default_factory=dict)
@@ -129,12 +131,14 @@ def run(controller: Controller, jobs: int, idle_s: float) -> Measured:
         try:
             time.sleep(2)
             before, writes = watched.cpu_s, cluster.writes(controller.agent)
+            servers = cluster.cpu_s()
             submission = Submission(controller, cluster)
             submission.run(jobs, timeout_s=max(120.0, jobs * 0.6))
             times = [submission.ran[name] - submission.created[name] for name in submission.ran]
             seconds = max(submission.ran.values()) - min(submission.created.values())
             cpu_s = watched.cpu_s - before
-            done = Measured(seconds, times, (cluster.writes(controller.agent) - writes) / jobs, cpu_s)
+            servers = {name: spent - servers[name] for name, spent in cluster.cpu_s().items()}
+            done = Measured(seconds, times, (cluster.writes(controller.agent) - writes) / jobs, cpu_s, servers)
             tell(f"{controller.name}: all ran after {seconds:.1f} s, {done.writes:.2f} writes a job, {cpu_s:.1f} s CPU")
             if process is not None:
                 done.idle = idle(cluster, controller, watched, idle_s)
@@ -182,6 +186,8 @@ def show(setting: Setting, ours: Sequence[Measured], theirs: Sequence[Measured])
         their_job_s_p50=float(np.median([run_s for run in theirs for run_s in run.job_seconds])),
         our_cpu_ms_per_job=float(np.median([run.cpu_s for run in ours])) * 1000 / setting.jobs,
         their_cpu_ms_per_job=float(np.median([run.cpu_s for run in theirs])) * 1000 / setting.jobs,
+        **_servers_ms("our", ours, setting.jobs),
+        **_servers_ms("their", theirs, setting.jobs),
     )
     report(setting, "writes_per_job", _pairs([run.writes for run in ours], [run.writes for run in theirs]))
     if theirs[0].replaced_s:
@@ -218,6 +224,14 @@ def show_alone(setting: Setting, ours: Sequence[Measured]) -> None:
         if metric == "peak_rss_mib":
             line["measured"] = {name: float(f"{value:.4g}") for name, value in ours[-1].idle.items()}
         print(json.dumps(line), flush=True)
+
+
+def _servers_ms(whose: str, runs: Sequence[Measured], jobs: int) -> dict[str, float]:
+    """Milliseconds of processor time that each server took a job."""
+    return {
+        f"{whose}_{name}_ms_per_job": float(np.median([run.servers_cpu_s[name] for run in runs])) * 1000 / jobs
+        for name in runs[0].servers_cpu_s
+    }
 
 
 def _pairs(ours: Sequence[float], theirs: Sequence[float]) -> Pairs:
