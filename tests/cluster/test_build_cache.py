@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_cluster.build import RECIPES, TOOLS, binaries, module_folder
+from dlrm_cluster.build import RECIPES, TOOLS, binaries, built, module_folder
 from dlrm_cluster.errors import BuildError, MissingToolError
 
 FAKE_GO = """#!/bin/sh
@@ -103,6 +103,16 @@ def test_an_old_go_says_what_to_install(go: Path, version: str) -> None:
 
     with pytest.raises(MissingToolError, match=r"is too old: install Go 1\.\d+\.\d+ or newer"):
         binaries("etcd")
+
+
+def test_what_nobody_built_by_name_says_how_and_is_not_built(go: Path) -> None:
+    with pytest.raises(MissingToolError, match=r"volcano is not built: .*python -m dlrm_cluster build volcano$"):
+        built("volcano")
+    assert calls(go) == []
+
+    folder = binaries("volcano", print)
+
+    assert built("volcano") == folder
 
 
 def test_every_recipe_has_a_pinned_module_that_names_its_packages() -> None:

@@ -41,7 +41,7 @@ class Recipe:
     module: str = ""
     """The wrapper module's folder in ``tools/``; empty: the recipe's own name."""
     tested_with: bool = True
-    """Whether ``make test`` needs it; what benchmarks or a real node need is built when it is named."""
+    """Whether ``make test`` needs it; what benchmarks, a real node or a few tests need is built when it is named."""
 
     def flags(self) -> tuple[str, ...]:
         """Arguments of ``go build``; the linker drops symbol tables, which halves the programs."""
@@ -77,6 +77,8 @@ RECIPES: Mapping[str, Recipe] = {
         tested_with=False,
     ),
     "coredns": Recipe(packages={"coredns": "."}, tested_with=False),
+    "coscheduling": Recipe(packages={"kube-scheduler": "."}, tested_with=False),
+    "volcano": Recipe(packages={"vc-scheduler": "volcano.sh/volcano/cmd/scheduler"}, tested_with=False),
     "training-operator": Recipe(
         packages={"training-operator": "github.com/kubeflow/training-operator/cmd/training-operator.v1"},
         tested_with=False,
@@ -106,16 +108,31 @@ def binaries(name: str, report: Report | None = None) -> Path:
         MissingToolError: Go is absent or too old.
         BuildError: the compiler refused, or a module could not be fetched.
     """
-    toolchain = go_toolchain(name)
-    home = cache_dir() / "bin"
-    target = home / f"{name}-{_fingerprint(name, toolchain)}"
+    target = _entry(name)
     if target.is_dir():
         return target
-    home.mkdir(parents=True, exist_ok=True)
-    with locked(home / f"{name}.lock"):
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with locked(target.parent / f"{name}.lock"):
         if not target.is_dir():
             _build(name, target, report or to_stderr)
     return target
+
+
+def built(name: str) -> Path:
+    """The folder with the programs of recipe ``name``, which somebody has built by name.
+
+    Raises:
+        MissingToolError: nobody has, or Go is absent or too old.
+    """
+    target = _entry(name)
+    if not target.is_dir():
+        raise MissingToolError(f"{name} is not built: PYTHONPATH=hack/cluster python -m dlrm_cluster build {name}")
+    return target
+
+
+def _entry(name: str) -> Path:
+    """Where the cache has, or will have, the programs of a recipe."""
+    return cache_dir() / "bin" / f"{name}-{_fingerprint(name, go_toolchain(name))}"
 
 
 def module_folder(name: str, module: str) -> Path:
