@@ -145,8 +145,12 @@ class Pod:
         """Start both."""
         (self.folder / "trainer-termination.json").unlink(missing_ok=True)
         if checkpointer:
-            self.checkpointer = self._open("dlrm_checkpointer", "checkpointer.log")
+            self.start_checkpointer()
         self.launcher = self._open(self.module, "trainer.log", "--plan", str(self.folder / "plan.json"), "--digest")
+
+    def start_checkpointer(self) -> None:
+        """Start the checkpointer alone: the one before it has ended."""
+        self.checkpointer = self._open("dlrm_checkpointer", "checkpointer.log")
 
     def _open(self, module: str, log: str, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", module, "--job", str(self.folder / "job.json"), *arguments]

@@ -1,0 +1,163 @@
+"""kill -9 amid cuts that two ranks hand over while they train on: what is restored is one step's state, bit by bit.
+
+The moments come from a seed that is printed; ``GRADUAL_KILL_SEED`` sets it, to see a failure again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from gangs import Pod, job_document, plan_document, small_job
+
+from dlrm_api.names import Env, ExitCode
+from dlrm_checkpointer.catalog import list_snapshots, verify_snapshot
+from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.folder import ready_slices
+from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
+from dlrm_checkpointer.walk import snapshot_digest
+
+pytestmark = pytest.mark.slow
+
+STEPS = 100
+STEP_S = 0.06
+"""Of those who are disturbed: cuts have time to go over, slice by slice."""
+WORLD_SIZE = 2
+BUDGET_BYTES = 200_000
+"""Of the pod: a slice has a quarter of it, and an interval changes several times as much on each rank."""
+KILLS = 2
+"""Of each life."""
+LATEST_S = 0.05
+"""How long after a slice is seen its cut is disturbed, at most."""
+TABLES = [
+    {"name": "users", "rows": 150_000, "dim": 16, "maxLookups": 2, "avgLookups": 2},
+    {"name": "items", "rows": 150_000, "dim": 16, "maxLookups": 2, "avgLookups": 2},
+    {"name": "small", "rows": 30, "dim": 16},
+]
+CHANGES: dict[str, Any] = {
+    "model": {"tables": TABLES, "bottomMlp": [16]},
+    "data": {
+        "synthetic": {"samples": 1_000_000, "evalSamples": 500, "alpha": 0.0},
+        "globalBatchSize": 256,
+    },
+    "training": {"maxSteps": STEPS},
+    "checkpoint": {"intervalSteps": 4, "bits": 32, "policy": "consecutive", "retention": {"keepLast": 1_000}},
+}
+Victim = Literal["sidecar", "rank", "both"]
+
+
+def pod_in(folder: Path, module: str, **environment: str) -> Pod:
+    """A pod whose trainer is one of the doubles."""
+    doubles = str(Path(__file__).parent / "doubles")
+    path = os.pathsep.join((doubles, os.environ.get("PYTHONPATH", "")))
+    plan = plan_document(small_job(folder, WORLD_SIZE, **CHANGES))
+    plan["handoffBytes"] = [BUDGET_BYTES]
+    pod = Pod(folder, job_document(folder, WORLD_SIZE, **CHANGES), plan, PYTHONPATH=path, **environment)
+    pod.module = module
+    return pod
+
+
+@pytest.fixture(scope="module")
+def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """Digest of the state after each step of a run that nobody disturbs, and that takes no snapshots."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    told = folder / "digests"
+    pod = pod_in(folder, "telling_trainer", DIGESTS=str(told), **{Env.HANDOFF_DIR: ""})
+    assert pod.run(checkpointer=False) == ExitCode.DONE, pod.log()
+    lines = (line.split() for line in told.read_text().splitlines())
+    return {int(step): digest for step, digest in lines}
+
+
+@pytest.fixture
+def pod(tmp_path: Path) -> Iterator[Pod]:
+    made = pod_in(tmp_path, "slow_trainer", FAULT=f"0 read 0 {STEP_S}")
+    yield made
+    made.close()
+
+
+class Life:
+    """A run to its end, whoever is killed."""
+
+    def __init__(self, pod: Pod, dice: random.Random) -> None:
+        self.pod, self.dice = pod, dice
+        self.handoff = pod.folder / "handoff"
+        self.store = FileStore(pod.folder / "store")
+        self.disturbed: list[int] = []
+        """Steps of the cuts that were on their way when somebody was killed."""
+
+    def kill(self, victim: Victim) -> None:
+        """Kill in the middle of a gradual cut, and start again what is gone then."""
+        self.disturbed.append(self._wait_for_slice())
+        time.sleep(self.dice.uniform(0.0, LATEST_S))
+        pod = self.pod
+        assert pod.checkpointer is not None
+        if victim != "rank":
+            pod.checkpointer.kill()
+        if victim != "sidecar":
+            os.kill(self.dice.choice(pod.rank_pids()), signal.SIGKILL)
+        if victim == "sidecar":
+            pod.checkpointer.wait()
+            pod.start_checkpointer()
+        else:
+            assert pod.wait() != ExitCode.DONE, pod.log()
+            pod.start()
+
+    def _wait_for_slice(self) -> int:
+        deadline = time.monotonic() + 120
+        wanted = self.dice.randint(0, 2)
+        while True:
+            assert time.monotonic() < deadline, self.pod.log()
+            assert self.pod.launcher is None or self.pod.launcher.poll() is None, self.pod.log()
+            for name in ready_slices(self.handoff) if self.handoff.exists() else []:
+                if name.number >= wanted:
+                    return name.step
+            time.sleep(0.001)
+
+    def slices(self, step: int) -> int:
+        """In how many pieces a rank handed a committed cut over, at most: each is a chunk."""
+        lists = (self.pod.folder / "store" / "parts" / f"{step:016d}").glob("*/*.json")
+        return max(len(json.loads(path.read_text())["chunks"]) for path in lists)
+
+    def check_snapshots(self, digests: dict[int, str]) -> list[int]:
+        """Every snapshot is whole, and its state that of its step; returns the steps."""
+        newest, reasons = newest_snapshot(self.store)
+        assert reasons == []
+        found = list_snapshots(self.store)
+        assert newest is None or newest.step == max(each.step for each in found)
+        for each in found:
+            snapshot = open_snapshot(self.store, each.step, each.attempt)
+            verify_snapshot(snapshot)
+            assert snapshot_digest(snapshot) == digests[each.step], each
+        return sorted(each.step for each in found)
+
+
+@pytest.mark.parametrize("victim", ["sidecar", "rank", "both"])
+def test_kill_9_amid_gradual_cuts_leaves_states_of_single_steps_and_changes_no_bit_of_training(
+    pod: Pod, digests: dict[int, str], victim: Victim
+) -> None:
+    seed = int(os.environ.get("GRADUAL_KILL_SEED", random.SystemRandom().randrange(2**32)))
+    print(f"GRADUAL_KILL_SEED={seed}")
+    life = Life(pod, random.Random(f"{seed} {victim}"))
+    pod.start()
+
+    for _ in range(KILLS):
+        life.kill(victim)
+        life.check_snapshots(digests)
+    code = pod.wait()
+
+    assert code == ExitCode.DONE, pod.log()
+    assert pod.checkpointer is not None
+    assert pod.checkpointer.returncode == ExitCode.DONE
+    assert pod.result()["state_digest"] == digests[STEPS]
+    committed = life.check_snapshots(digests)
+    gradual = [step for step in committed if step < STEPS and life.slices(step) > len(TABLES)]
+    print(f"disturbed {life.disturbed}, committed {committed}, of these gradually {gradual}")
+    assert max(committed) == STEPS
+    assert gradual
