@@ -1,4 +1,7 @@
-"""Commands in the docs are commands that there are; those of README.md that need nothing but this machine are run."""
+"""Commands in the docs are commands that there are; those of README.md that need nothing but this machine are run.
+
+Those that need a cluster are run on one by ``tests/e2e/test_documented_commands.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,10 @@ from pathlib import Path
 import pytest
 import typer
 import typer.main
+from documented import DOCS, ROOT, blocks
 
 from dlrm_cli.app import app, main
 
-ROOT = Path(__file__).parents[1]
-DOCS = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "node_modules"} & set(path.relative_to(ROOT).parts))
-FENCED = re.compile(r"^```(?:console|sh|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 DLRMCTL = re.compile(r"^(?:\S*/)?dlrmctl$")
 NEEDS_MORE = ("/path/to", "/mnt/", "movielens", "job.yaml", "JOB", " top", "s3://")
 """Words of commands that need data, a disk or a cluster that this machine may lack."""
@@ -29,10 +30,10 @@ FEWER_RANKS = ("processesPerReplica=4", "processesPerReplica=1")
 """What the example and the command say, and what is run instead, for time."""
 
 
-def commands(text: str) -> Iterator[list[str]]:
-    """Commands of the fenced blocks, as a shell splits them, without comments and redirections."""
-    for block in FENCED.findall(text):
-        for line in block.replace("\\\n", " ").splitlines():
+def commands(doc: Path) -> Iterator[list[str]]:
+    """Commands of a doc, as a shell splits them, without comments and redirections."""
+    for block in blocks(doc):
+        for line in block:
             words = shlex.split(line, comments=True)
             end = next((i for i, word in enumerate(words) if word in (">", "|", "&&")), len(words))
             if words[:end]:
@@ -43,7 +44,7 @@ def ours() -> list[tuple[str, tuple[str, ...]]]:
     """Each dlrmctl command of any doc, with the doc."""
     found = []
     for path in DOCS:
-        for words in commands(path.read_text()):
+        for words in commands(path):
             if DLRMCTL.match(words[0]):
                 found.append((str(path.relative_to(ROOT)), tuple(words[1:])))
     return list(dict.fromkeys(found))
@@ -93,7 +94,7 @@ def test_documented_make_verbs_are_there() -> None:
     }
 
     for path in DOCS:
-        for words in commands(path.read_text()):
+        for words in commands(path):
             if words[0] == "make":
                 assert words[1] in verbs, f"{path.relative_to(ROOT)}: make {words[1]}"
 
@@ -107,7 +108,7 @@ def test_the_local_commands_of_the_readme_run_in_their_order(tmp_path: Path) -> 
     quickstart.write_text(quickstart.read_text().replace(ELSEWHERE, store).replace(*FEWER_SAMPLES))
     local = [
         words[1:]
-        for words in commands((ROOT / "README.md").read_text())
+        for words in commands(ROOT / "README.md")
         if DLRMCTL.match(words[0]) and not any(word in " ".join(words) for word in NEEDS_MORE)
     ]
     assert [words[0] for words in local[:3]] == ["validate", "plan", "run"]

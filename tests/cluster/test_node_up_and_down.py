@@ -53,6 +53,11 @@ def test_a_disk_without_room_is_refused(root: None, monkeypatch: pytest.MonkeyPa
         nodes.check(tmp_path)
 
 
+def test_a_folder_in_whose_path_no_socket_can_be_opened_is_refused(root: None, tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"sockets in it .*: choose one \d+ bytes shorter"):
+        nodes.check(tmp_path / ("x" * 100))
+
+
 def test_images_need_a_node(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=NO_NODE):
         load(tmp_path, tmp_path / "image.tar")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from s3_in_cluster import IMAGE, ClusterS3
 from dlrm_cluster.build import binaries
 from dlrm_cluster.errors import ClusterError
 from dlrm_cluster.images import write_image
-from dlrm_cluster.project_images import build
+from dlrm_cluster.project_images import Image, build
 from dlrm_cluster.real_cluster import RealCluster
 
 LOOKS = (
@@ -23,6 +24,8 @@ LOOKS = (
     ("logs", "--selector=dlrm.dev/role=trainer", "--all-containers", "--prefix", "--tail=20"),
 )
 """What is shown of the cluster, which ends with the tests, where one of them fails."""
+BUILDER = ThreadPoolExecutor(1)
+IMAGES = pytest.StashKey[Future[list[Image]]]()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -38,6 +41,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
                 said = str(error)
             report.sections.append((f"kubectl {' '.join(words)}", said))
     return report
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start to build the images, a core's work, beside what other fixtures build first."""
+    if any("release" in getattr(item, "fixturenames", ()) for item in session.items):
+        session.stash[IMAGES] = BUILDER.submit(build)
 
 
 @pytest.fixture(scope="session")
@@ -56,9 +65,9 @@ def store(real_node: RealCluster, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.fixture(scope="session")
-def release(real_node: RealCluster, helm: Path) -> Iterator[Release]:
+def release(real_node: RealCluster, helm: Path, request: pytest.FixtureRequest) -> Iterator[Release]:
     """The chart as it comes, with the images that are built here."""
-    for image in build():
+    for image in request.session.stash[IMAGES].result():
         real_node.load(image.archive)
     found = Release(helm, real_node.kubeconfig)
     found.helm("install", "--create-namespace")

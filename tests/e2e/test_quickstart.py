@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from release import Release
 from s3_in_cluster import KEYS, REGION, ClusterS3
+from user_shell import UserShell
 
 from dlrm_cluster.project_images.recipes import ROOT
 from dlrm_cluster.real_cluster import Object, RealCluster
@@ -59,37 +59,14 @@ def test_the_commands_of_the_readme_lead_to_a_trained_model_and_a_snapshot_that_
     release: Release, real_node: RealCluster, store: ClusterS3, tmp_path: Path
 ) -> None:
     [block] = re.findall(r"^```sh\n(helm install .*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    programs = lay_out_checkout(tmp_path)
-    (programs / "helm").symlink_to(release.program)
-    (programs / "kubectl").symlink_to(real_node.program)
-    keys = {"AWS_ACCESS_KEY_ID": KEYS[0], "AWS_SECRET_ACCESS_KEY": KEYS[1]}
-    own = {"KUBECONFIG": str(real_node.kubeconfig), "S3_ENDPOINT": store.url, **keys}
+    shell = UserShell(tmp_path, release, real_node, store)
     release.uninstall()
     real_node.kubectl("delete", "secret", "s3-keys", "--namespace=default")
 
-    done = subprocess.run(
-        ["bash", "-euc", block],
-        cwd=tmp_path,
-        env={**os.environ, **own, "PATH": f"{programs}:{os.environ['PATH']}"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    printed = shell.run(block)
 
     real_node.kubectl("delete", *JOB, "--wait")
-    assert done.returncode == 0, done.stdout
-    assert " is whole" in done.stdout.splitlines()[-1]
-
-
-def lay_out_checkout(folder: Path) -> Path:
-    """Make what the README's commands name; returns the folder of programs."""
-    for name in ("charts", "examples"):
-        (folder / name).symlink_to(ROOT / name)
-    programs = folder / ".venv" / "bin"
-    programs.mkdir(parents=True)
-    (programs / "dlrmctl").write_text(f'#!/bin/sh\nexec {sys.executable} -m dlrm_cli.app "$@"\n')
-    (programs / "dlrmctl").chmod(0o755)
-    return programs
+    assert " is whole" in printed.splitlines()[-1]
 
 
 def verified(endpoint: str, folder: Path) -> str:

@@ -41,6 +41,9 @@ PACKAGES = {
 SLEEP = (str(BUSYBOX), "sleep", "infinity")
 KUBELET_COMMAND = "kubelet-command.json"
 LEAST_FREE_BYTES = 2 << 30
+LONGEST_SOCKET = "node/kubelet/pod-resources/kubelet.sock"
+LONGEST_SOCKET_PATH = 107
+"""Bytes that Linux has room for in the address of a socket, less its last zero."""
 SILENT_NODE_S = 20.0
 """After this long without a sign of life the node is NotReady; Kubernetes' own 50 s only make drills longer."""
 KUBELET_ACCOUNT = (f"system:node:{files.NODE}", "system:nodes")
@@ -158,7 +161,7 @@ def check(folder: Path) -> None:
 
     Raises:
         MissingToolError: a package is missing.
-        ClusterError: not root, or no room.
+        ClusterError: not root, no room, or a folder whose path leaves none for the names of sockets.
     """
     if os.geteuid() != 0:
         raise ClusterError(
@@ -167,6 +170,8 @@ def check(folder: Path) -> None:
     missing = sorted({package for program, package in PACKAGES.items() if not _there(program)})
     if missing:
         raise MissingToolError(f"a real node needs Debian packages: apt-get install {' '.join(missing)}")
+    if (too_long := len(os.fsencode(folder.resolve() / LONGEST_SOCKET)) - LONGEST_SOCKET_PATH) > 0:
+        raise ClusterError(f"{folder}: sockets in it would have too long a path: choose one {too_long} bytes shorter")
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < LEAST_FREE_BYTES:
