@@ -102,7 +102,7 @@ def immutability_rule() -> Schema:
     phases = ", ".join(f"'{phase}'" for phase in CHANGEABLE_PHASES)
     free = f"!has(oldSelf.status) || !has(oldSelf.status.phase) || oldSelf.status.phase in [{phases}]"
     mutable = ["spec.lifecycle", f"{trainer}.replicas", *(f"{checkpoint}.{name}" for name in MUTABLE_CHECKPOINT)]
-    told = "self.status.phase != oldSelf.status.phase || self.status != oldSelf.status"
+    told = "!has(self.status) || self.status.phase != oldSelf.status.phase || self.status != oldSelf.status"
     return {
         "rule": f"{free} || {told} || ({equal})",
         "message": (

@@ -108,3 +108,21 @@ def test_labels_and_status_of_a_frozen_job_may_change(server: Any, job: str) -> 
 
     assert kept["metadata"]["labels"] == {"team": "ads"}
     assert done["status"]["phase"] == "Succeeded"
+
+
+@pytest.mark.parametrize("status", [None, {"phase": None}, {"phase": "Failed"}, {"phase": "Running", "attempt": 7}])
+def test_a_status_in_a_write_of_the_spec_changes_nothing(server: Any, job: str, status: dict[str, Any] | None) -> None:
+    set_phase(server, job, "Running")
+
+    with pytest.raises(RuntimeError) as refused:
+        server.call("PATCH", job, {"spec": {"training": {"seed": 5}}, "status": status})
+
+    assert FROZEN in str(refused.value)
+
+
+def test_a_status_may_be_taken_away(server: Any, job: str) -> None:
+    set_phase(server, job, "Running")
+
+    kept = server.call("PATCH", f"{job}/status", {"status": None})
+
+    assert "status" not in kept
