@@ -213,11 +213,8 @@ class Training:
         meta, size = self.cut_meta(parent, now), embeddings.cut_bytes()
         if last:
             self.put_last(writer, meta, dense)
-        elif given := writer.put_if_room(meta, embeddings.rows_in_place(), dense, owned=self.owned, size=size):
-            self.handed_over(self.step, given)
         else:
-            self.control.begun()
-            self.gradual = GradualHandOver(embeddings, writer.start_gradual(meta, dense, owned=self.owned))
+            self.put_or_begin(writer, meta, dense, size)
         self.board.phase(TrainerPhase.TRAINING)
         self.stages.lap("cut")
 
@@ -240,6 +237,25 @@ class Training:
             raise
         self.handed_over(self.step, given)
 
+    def put_or_begin(self, writer: HandOffWriter, meta: CutMeta, dense: dict[str, Any] | None, size: int) -> None:
+        """Hand a cut of ``size`` bytes of rows over at once where it fits, else begin to while training goes on."""
+        embeddings = self.parts.learner.embeddings
+        try:
+            given = writer.put_if_room(meta, embeddings.rows_in_place(), dense, owned=self.owned, size=size)
+        except CutAbandonedError as error:  # all but what its pieces take beside their rows had fitted
+            self.given_up(self.step, error)
+            return
+        if given:
+            self.handed_over(self.step, given)
+        else:
+            self.control.begun()
+            self.gradual = GradualHandOver(embeddings, writer.start_gradual(meta, dense, owned=self.owned))
+
+    def given_up(self, step: int, error: CutAbandonedError) -> None:
+        """Tell of a cut that training goes on without."""
+        self.control.abandoned(error.waited_s)
+        logger.warning("training goes on without a snapshot of step %d: %s", step, error)
+
     def go_on_handing_over(self) -> None:
         """Hand more of a cut over that is on its way; where its rows change too fast for that, it is given up."""
         if self.gradual is None:
@@ -247,8 +263,7 @@ class Training:
         try:
             given = self.gradual.go_on()
         except CutAbandonedError as error:
-            self.control.abandoned(0.0)
-            logger.warning("training goes on without a snapshot of step %d: %s", self.gradual.step, error)
+            self.given_up(self.gradual.step, error)
             self.gradual = None
         else:
             if given is not None:
