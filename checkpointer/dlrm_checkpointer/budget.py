@@ -173,26 +173,19 @@ class Budget:
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 if entry.name.startswith(DURABLE_PREFIX):
-                    noted += 2 * _size(entry)  # it is written anew beside the old one
+                    noted += 2 * file_size(entry)  # it is written anew beside the old one
                 elif entry.name.startswith(SPARE_PREFIX):
-                    spare += _size(entry)
+                    spare += file_size(entry)
                 elif entry.is_dir(follow_symlinks=False):
                     used += _sizes(entry.path)
         total = size - self.ranks * min(LARGEST_SPARE, size // (16 * self.ranks)) - noted
         return Room(total=total, free=total - used, share=total // self.ranks, spare=spare)
 
 
-def _size(entry: os.DirEntry[str]) -> int:
-    try:
-        return entry.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
 def _sizes(folder: str) -> int:
     """Bytes of a folder's files; 0 where the sidecar is removing it."""
     try:
         with os.scandir(folder) as files:
-            return sum(_size(file) for file in files)
+            return sum(file_size(file) for file in files)
     except FileNotFoundError:
         return 0

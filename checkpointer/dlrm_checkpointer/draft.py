@@ -192,7 +192,7 @@ def dense_bytes(arrays: Mapping[str, NDArray[Any]]) -> int:
     return sum(array.nbytes + ENTRY_BYTES for array in arrays.values())
 
 
-def file_size(path: Path) -> int:
+def file_size(path: Path | os.DirEntry[str]) -> int:
     """Bytes of a file, 0 where there is none."""
     try:
         return path.stat().st_size

@@ -27,8 +27,8 @@ NAMESPACE = "dlrm-system"
 BY_NAME = [path.name.removesuffix("-values.yaml") for path in VARIANTS]
 FOREIGN = ("cert-manager.io/v1",)
 """Kinds that an add-on defines: an API server without it does not know them."""
-MONITORS = ("podmonitors", "prometheusrules", "servicemonitors")
 MONITORED = ("PodMonitor", "PrometheusRule", "ServiceMonitor")
+MONITORS = tuple(f"{kind.lower()}s" for kind in MONITORED)
 
 
 @pytest.fixture(scope="session")
