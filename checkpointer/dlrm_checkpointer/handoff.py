@@ -164,6 +164,10 @@ class HandOffWriter:
             dense: see there.
             owned: see there.
             size: bytes of ``shards``.
+
+        Raises:
+            CutAbandonedError: the room that there was is gone before all is copied; nothing is left of the cut.
+            TemporaryError: see ``put``, as for the other errors.
         """
         cut = self._new(meta, owned, patience_s=0)
         with withdrawn(cut, self.folder):

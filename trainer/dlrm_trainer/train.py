@@ -242,7 +242,7 @@ class Training:
         embeddings = self.parts.learner.embeddings
         try:
             given = writer.put_if_room(meta, embeddings.rows_in_place(), dense, owned=self.owned, size=size)
-        except CutAbandonedError as error:  # all but what its pieces take beside their rows had fitted
+        except CutAbandonedError as error:  # it had fitted when it was begun
             self.given_up(self.step, error)
             return
         if given:
