@@ -105,9 +105,11 @@ def test_a_second_interrupt_ends_the_run_at_once(local: Any) -> None:
 
 
 def test_a_run_for_people_shows_progress_on_stderr_and_a_table_on_stdout(local: Any) -> None:
+    # seconds of training, so that whoever asks from time to time finds it at it
+    local.write(data={"epochs": 20}, checkpoint={"intervalSteps": 400})
     finished = local.run("-o", "table")
 
     assert finished.code == 0, finished.stderr
-    for word in ("steps", "eval NE", "eval AUC", "samples/s", "snapshots", "120"):
+    for word in ("steps", "eval NE", "eval AUC", "samples/s", "snapshots", "1,200"):
         assert word in finished.stdout
     assert "Training: step" in finished.stderr

@@ -20,7 +20,7 @@ from gangs import Pod, job_document, plan_document, small_job
 from dlrm_api.names import Env, ExitCode
 from dlrm_checkpointer.catalog import list_snapshots, verify_snapshot
 from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.folder import ready_slices
+from dlrm_checkpointer.folder import SliceName, ready_slices
 from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
 from dlrm_checkpointer.walk import snapshot_digest
 
@@ -91,6 +91,8 @@ class Life:
         self.store = FileStore(pod.folder / "store")
         self.disturbed: list[int] = []
         """Steps of the cuts that were on their way when somebody was killed."""
+        self.left: set[SliceName] = set()
+        """Slices that the ranks before left: they say nothing of those who run now."""
 
     def kill(self, victim: Victim) -> None:
         """Kill in the middle of a gradual cut, and start again what is gone then."""
@@ -107,6 +109,7 @@ class Life:
             pod.start_checkpointer()
         else:
             assert pod.wait() != ExitCode.DONE, pod.log()
+            self.left = set(ready_slices(self.handoff))
             pod.start()
 
     def _wait_for_slice(self) -> int:
@@ -116,7 +119,7 @@ class Life:
             assert time.monotonic() < deadline, self.pod.log()
             assert self.pod.launcher is None or self.pod.launcher.poll() is None, self.pod.log()
             for name in ready_slices(self.handoff) if self.handoff.exists() else []:
-                if name.number >= wanted:
+                if name not in self.left and name.number >= wanted:
                     return name.step
             time.sleep(0.001)
 
