@@ -196,7 +196,7 @@ class Sidecar:
             model={"tables": [table.to_json() for table in tables]},
         )
         owned = [part.shard for part in learner.embeddings.saved]
-        rows, size, dense = learner.embeddings.rows_in_place(), learner.embeddings.cut_bytes(), learner.dense.arrays()
+        rows, size, dense = learner.embeddings.rows_in_place(), learner.embeddings.cut_size(), learner.dense.arrays()
         if self._writer.put_if_room(meta, rows, dense, owned=owned, size=size) is None:
             raise RuntimeError("the hand-off folder has no room for a cut")
 

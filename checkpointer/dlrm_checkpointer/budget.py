@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dlrm_api.errors import DeviceError
-from dlrm_checkpointer.draft import ALIGNMENT, ENTRY_BYTES, Draft, Maps, allocate, file_size
+from dlrm_checkpointer.cut import CutSize
+from dlrm_checkpointer.draft import ALIGNED_BYTES, ENTRY_BYTES, INDEX_BYTES, Draft, Maps, allocate, file_size
 from dlrm_checkpointer.folder import (
     DURABLE_PREFIX,
     FULL,
@@ -67,15 +69,20 @@ class Budget:
                 os.truncate(spare, own)
             draft.start(spare)
 
-    def reserve(self, draft: Draft, size: int) -> bool:
-        """Take room for a whole cut of so many bytes ahead of its pieces; False where there isn't any now."""
+    def reserve(self, draft: Draft, size: CutSize) -> bool:
+        """Take room for a whole cut ahead of its pieces; False where there isn't any now.
+
+        Both files become as large as they will be, so nothing that others take later, ranks or the sidecar's notes,
+        is ever missing when the pieces come.
+        """
         if self.size is None:
             return True
+        rows = size.row_bytes + size.pieces * ALIGNED_BYTES
+        index = draft.head_bytes + size.pieces * INDEX_BYTES
         with budget_lock(self.folder):
-            if size + draft.head_bytes > self._measure(self.size).free + draft.slack:
+            if rows + index > self._measure(self.size).free + draft.slack:
                 return False
-            self._make_way(max(0, size - draft.slack))
-            draft.allocate(size)
+            self._allocate(lambda: draft.reserve(rows, index), max(0, rows - draft.slack) + index)
             return True
 
     def take(self, draft: Draft, unit: int, wanted: int, *, shared: bool, gradual: bool = False) -> int:
@@ -96,14 +103,20 @@ class Budget:
             DeviceError: the budget holds not even one unit.
             OSError: the device holds no more.
         """
+        index = INDEX_BYTES + (0 if draft.taken else draft.head_bytes)
+        if draft.holds(rows := wanted * unit + ALIGNED_BYTES, index):
+            draft.take(rows, index)
+            return wanted
         with budget_lock(self.folder):
-            fixed = ENTRY_BYTES + (0 if draft.taken else draft.head_bytes)
             count = wanted
             if self.size is not None:
                 free = self._free(self.size, draft, unit, shared=shared, gradual=gradual)
-                count = max(0, min(wanted, (free - fixed) // unit))
+                count = max(0, min(wanted, (free - ALIGNED_BYTES - index) // unit))
             if count > 0:
-                self._grow(draft, count * unit + 2 * ALIGNMENT, fixed - 2 * ALIGNMENT)
+                rows = count * unit + ALIGNED_BYTES
+                fresh = max(0, rows - draft.slack) + index
+                draft.take(rows, index)
+                self._allocate(draft.allocate, fresh)
             return count
 
     def keeps(self) -> int:
@@ -148,16 +161,17 @@ class Budget:
             return 0
         return min(free, most - draft.taken)
 
-    def _grow(self, draft: Draft, rows: int, index: int) -> None:
-        spares = self._make_way(max(0, rows - draft.slack) + index)
+    def _allocate(self, allocate: Callable[[], None], fresh: int) -> None:
+        """Allocate so many bytes more; spare memory makes way, all of it where the device is full."""
+        spares = self._make_way(fresh)
         try:
-            draft.grow(rows, index)
+            allocate()
         except OSError as error:
             if error.errno not in FULL or not spares:
                 raise
             for spare in spares:
                 drop_spare(spare)
-            draft.allocate()
+            allocate()
 
     def _make_way(self, fresh: int) -> list[Path]:
         """Give spare memory back, which counts as free, where it stands in the way; returns what is left of it."""

@@ -129,6 +129,16 @@ def row_bytes(place: RowsInPlace) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CutSize:
+    """Most that a rank's part of a cut takes in the hand-off folder."""
+
+    row_bytes: int
+    """See ``row_bytes``, of all rows."""
+    pieces: int
+    """In which they come."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TableMeta:
     """All that a reader must know of a table: the entry of ``CutMeta.model["tables"]``."""
 

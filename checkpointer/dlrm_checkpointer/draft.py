@@ -23,8 +23,12 @@ from dlrm_checkpointer.folder import (
 )
 
 ALIGNMENT = 64
-ENTRY_BYTES = 512
-"""What a piece takes beside its arrays: alignment, its entry in the index, and the entry of its object later."""
+ALIGNED_BYTES = 2 * ALIGNMENT
+"""What a piece's two arrays take beside their bytes, at most, so that both start aligned."""
+INDEX_BYTES = 384
+"""What a piece takes in the index, and in the entry of its object later."""
+ENTRY_BYTES = ALIGNED_BYTES + INDEX_BYTES
+"""What a piece takes beside its arrays."""
 HEAD_BYTES = 1_024
 """What an index takes beside its entries and the cut's description."""
 
@@ -56,7 +60,8 @@ class Draft:
         """Bytes of rows.bin that are written."""
         self.taken = 0
         """Bytes of the budget that it needs."""
-        self._taken_rows = self._allocated = 0
+        self._taken_rows = self._allocated = self._allocated_index = 0
+        self._is_reserved = False
 
     def start(self, spare: Path) -> None:
         """Make its folder; takes spare memory along where there is some."""
@@ -77,30 +82,44 @@ class Draft:
         """Bytes of rows.bin that the budget counts and it doesn't need."""
         return self._allocated - self._taken_rows
 
-    def grow(self, rows: int, index: int) -> None:
-        """Make the files larger by so many bytes, but for what rows.bin has already.
+    def holds(self, rows: int, index: int) -> bool:
+        """Whether so many bytes more are of what was reserved."""
+        return (
+            self._is_reserved and rows <= self.slack and self.taken - self._taken_rows + index <= self._allocated_index
+        )
 
-        Raises:
-            OSError: the device is full; ``allocate`` tries again.
-        """
+    def take(self, rows: int, index: int) -> None:
+        """Count bytes as needed, which the files have or ``allocate`` gives them."""
         self.taken += rows + index
         self._taken_rows += rows
-        os.truncate(self._index_file, self.taken - self._taken_rows)
-        self.allocate()
 
-    def allocate(self, size: int = 0) -> None:
-        """Have the device allocate what was taken of rows.bin: a mapped page without memory would end the process.
-
-        Args:
-            size: bytes of it, where more will be taken.
+    def reserve(self, rows: int, index: int) -> None:
+        """Make the files as large as all of the cut needs them, before any of it is taken.
 
         Raises:
-            OSError: the device is full.
+            OSError: the device is full; may be called again.
         """
-        size = max(size, self._taken_rows)
-        if size > self._allocated:
-            allocate(self._rows, self._allocated, size)
-            self._allocated = size
+        self._is_reserved = True
+        self.allocate(rows, index)
+
+    def allocate(self, rows: int = 0, index: int = 0) -> None:
+        """Have the device allocate what was taken: a mapped page without memory would end the process.
+
+        Args:
+            rows: bytes of rows.bin, where more will be taken.
+            index: bytes of the index, likewise.
+
+        Raises:
+            OSError: the device is full; may be called again.
+        """
+        index = max(index, self.taken - self._taken_rows)
+        if index > self._allocated_index:
+            os.truncate(self._index_file, index)
+            self._allocated_index = index
+        rows = max(rows, self._taken_rows)
+        if rows > self._allocated:
+            allocate(self._rows, self._allocated, rows)
+            self._allocated = rows
 
     def add_rows(self, place: RowsInPlace, start: int, end: int) -> None:
         """Copy rows [start, end) of some."""

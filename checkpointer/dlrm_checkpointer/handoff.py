@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError, DivergedError, TemporaryError
 from dlrm_checkpointer.budget import Budget
-from dlrm_checkpointer.cut import CutMeta, RowsInPlace, ShardId, SnapshotName, check_rows
-from dlrm_checkpointer.draft import dense_bytes
+from dlrm_checkpointer.cut import CutMeta, CutSize, RowsInPlace, ShardId, SnapshotName, check_rows
 from dlrm_checkpointer.folder import (
     COMMITTED_FILE,
     POLL_S,
@@ -154,25 +153,26 @@ class HandOffWriter:
         dense: Mapping[str, NDArray[Any]] | None,
         *,
         owned: Sequence[ShardId],
-        size: int,
+        size: CutSize,
     ) -> HandedOver | None:
         """``put`` of a cut that fits the budget now; None: it does not, and nothing was done.
+
+        Room for all of it is taken before any of it is copied, so nothing that others take meanwhile stops it.
 
         Args:
             meta: see ``put``.
             shards: see there.
             dense: see there.
             owned: see there.
-            size: bytes of ``shards``.
+            size: of ``shards``.
 
         Raises:
-            CutAbandonedError: the room that there was is gone before all is copied; nothing is left of the cut.
-            TemporaryError: see ``put``, as for the other errors.
+            DLRMError: see ``put``; never a CutAbandonedError.
         """
         cut = self._new(meta, owned, patience_s=0)
         with withdrawn(cut, self.folder):
             cut.start()
-            if not cut.reserve(size + (0 if dense is None else dense_bytes(dense))):
+            if not cut.reserve(size, dense):
                 cut.leave()
                 return None
             self._copy(cut, meta, shards, dense)

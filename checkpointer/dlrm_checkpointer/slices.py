@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import DivergedError, TemporaryError
 from dlrm_checkpointer.budget import Budget
-from dlrm_checkpointer.cut import CutMeta, RowsInPlace, ShardId, row_bytes
+from dlrm_checkpointer.cut import CutMeta, CutSize, RowsInPlace, ShardId, row_bytes
 from dlrm_checkpointer.draft import Draft, dense_bytes
 from dlrm_checkpointer.folder import (
     DURABLE_FILE,
@@ -118,9 +118,11 @@ class SlicedCut:
         """Begin to copy."""
         self._budget.start(self._draft)
 
-    def reserve(self, pieces_bytes: int) -> bool:
+    def reserve(self, size: CutSize, dense: Mapping[str, NDArray[Any]] | None) -> bool:
         """Take room for all of it at once; False where the budget does not hold it now."""
-        return self._budget.reserve(self._draft, pieces_bytes)
+        if dense is not None:
+            size = CutSize(row_bytes=size.row_bytes + dense_bytes(dense), pieces=size.pieces + 1)
+        return self._budget.reserve(self._draft, size)
 
     def check_owned(self, shard: ShardId) -> None:
         """Refuse rows that another rank stores.

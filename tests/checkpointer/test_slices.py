@@ -179,8 +179,8 @@ def test_any_pieces_pass_through_any_budget_and_never_above_it(
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("grow", "add_rows", "flip"):
-            patch.setattr(Draft, name, sampled(getattr(Draft, name), pod.folder, seen, lock=name != "grow"))
+        for name in ("allocate", "add_rows", "flip"):
+            patch.setattr(Draft, name, sampled(getattr(Draft, name), pod.folder, seen, lock=name != "allocate"))
         patch.setattr("dlrm_checkpointer.inbox.write_json", sampled(write_json, pod.folder, seen, lock=False))
         with running(pod), ThreadPoolExecutor(ranks) as pool:
             list(pool.map(put, pod.ranks))

@@ -108,7 +108,7 @@ def train(
             parents[step] = parent
             embeddings.begin_cut(step, parent or None)
             meta = CutMeta(step=step, samples=0, world_size=1, attempt=1, model=model_document(job.spec, learner))
-            size = embeddings.cut_bytes()
+            size = embeddings.cut_size()
             if not writer.put_if_room(meta, embeddings.rows_in_place(), None, owned=owned, size=size):
                 gradual = GradualHandOver(embeddings, writer.start_gradual(meta, None, owned=owned))
         if gradual is not None:

@@ -14,7 +14,7 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics, TrainerPhase
-from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName
+from dlrm_checkpointer.cut import CutMeta, CutSize, ShardId, SnapshotName
 from dlrm_checkpointer.handoff import CutAbandonedError, HandedOver, HandOffWriter
 from dlrm_trainer import snapshots
 from dlrm_trainer.cuts import CutControl
@@ -210,7 +210,7 @@ class Training:
         parent, now = self.collectives.broadcast(begun)
         embeddings, dense = parts.learner.embeddings, parts.learner.dense.arrays() if rank == 0 else None
         embeddings.begin_cut(self.step, None if parent is None else parent.step)
-        meta, size = self.cut_meta(parent, now), embeddings.cut_bytes()
+        meta, size = self.cut_meta(parent, now), embeddings.cut_size()
         if last:
             self.put_last(writer, meta, dense)
         else:
@@ -237,15 +237,10 @@ class Training:
             raise
         self.handed_over(self.step, given)
 
-    def put_or_begin(self, writer: HandOffWriter, meta: CutMeta, dense: dict[str, Any] | None, size: int) -> None:
-        """Hand a cut of ``size`` bytes of rows over at once where it fits, else begin to while training goes on."""
+    def put_or_begin(self, writer: HandOffWriter, meta: CutMeta, dense: dict[str, Any] | None, size: CutSize) -> None:
+        """Hand a cut over at once where there is room for ``size``, else begin to while training goes on."""
         embeddings = self.parts.learner.embeddings
-        try:
-            given = writer.put_if_room(meta, embeddings.rows_in_place(), dense, owned=self.owned, size=size)
-        except CutAbandonedError as error:  # it had fitted when it was begun
-            self.given_up(self.step, error)
-            return
-        if given:
+        if given := writer.put_if_room(meta, embeddings.rows_in_place(), dense, owned=self.owned, size=size):
             self.handed_over(self.step, given)
         else:
             self.control.begun()

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.errors import DivergedError
-from dlrm_checkpointer.cut import RowsInPlace, ShardRows, loaded, row_bytes
-from dlrm_checkpointer.draft import ENTRY_BYTES
+from dlrm_checkpointer.cut import CutSize, RowsInPlace, ShardRows, loaded, row_bytes
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding.dirty import WINDOW_ROWS, WORD, DirtyPart, DirtyRows
@@ -289,15 +288,15 @@ class Embeddings:
             if self._placement.saver(number) == self._rank:
                 yield from saved_rows(part)
 
-    def cut_bytes(self) -> int:
+    def cut_size(self) -> CutSize:
         """What ``rows_in_place`` takes in the hand-off folder, or a little more."""
-        total = 0
+        taken = pieces = 0
         for part in self.saved:
             size = row_bytes(part.in_place(np.empty(0, np.int64)))
             windows = part.dirty.rows.sizes[part.dirty.number] // WINDOW_ROWS + 2
             batches = part.dirty.rows.words * WORD * size // SCAN_BYTES + 1  # in which block storage is read
-            total += part.dirty.count() * size + ENTRY_BYTES * (windows + batches)
-        return total
+            taken, pieces = taken + part.dirty.count() * size, pieces + windows + batches
+        return CutSize(row_bytes=taken, pieces=pieces)
 
     def changed_bytes(self, step: int | None) -> Changed:
         """What ``rows_in_place`` may come to, at most.
