@@ -114,6 +114,15 @@ def immutability_rule() -> Schema:
     }
 
 
+def frozen_part(spec: DLRMJobSpec) -> dict[str, Any]:
+    """What of a spec the rule freezes. Two that are equal in it may follow each other in any phase."""
+    found = spec.model_dump(mode="json")
+    del found["lifecycle"], found["trainer"]["replicas"]
+    for name in MUTABLE_CHECKPOINT:
+        del found["checkpoint"][name]
+    return found
+
+
 def _same(path: str) -> str:
     """Equality of a field that may be absent; CEL's optional values would have an unbounded estimated cost."""
     new, old = f"self.{path}", f"oldSelf.{path}"

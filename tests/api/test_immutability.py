@@ -1,8 +1,12 @@
 """The spec of a job that has left Pending changes only where a running job can take the change over."""
 
+import copy
 from typing import Any
 
 import pytest
+
+from dlrm_api.crd import frozen_part
+from dlrm_api.job import DLRMJobSpec, parse_job
 
 pytestmark = pytest.mark.cluster
 
@@ -27,6 +31,24 @@ def job(server: Any, good: dict[str, dict[str, Any]], request: pytest.FixtureReq
 
 def set_phase(server: Any, job: str, phase: str) -> None:
     server.call("PATCH", f"{job}/status", {"status": {"phase": phase}})
+
+
+def test_what_the_operator_compares_is_what_the_rule_freezes(good: dict[str, dict[str, Any]]) -> None:
+    spec = parse_job(good["DLRMJob"]).spec
+    free = {
+        "trainer": {"replicas": 7},
+        "checkpoint": {"expectedRestores": 7, "retention": {"keepLast": 7}, "maxChain": 7},
+        "lifecycle": {"suspend": True},
+    }
+    frozen = {"training": {"seed": 7}, "trainer": {"processesPerReplica": 2}, "checkpoint": {"uri": "s3://other/one"}}
+
+    def changed(section: str, fields: dict[str, Any]) -> DLRMJobSpec:
+        document = copy.deepcopy(good["DLRMJob"])
+        document["spec"][section] = {**document["spec"].get(section, {}), **fields}
+        return parse_job(document).spec
+
+    assert all(frozen_part(changed(*change)) == frozen_part(spec) for change in free.items())
+    assert all(frozen_part(changed(*change)) != frozen_part(spec) for change in frozen.items())
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,111 @@ def test_a_large_gang_is_made_few_pods_at_a_time_so_that_a_quota_refuses_few() -
     assert [len(step) for step in steps(pods)] == [8, 8, 4]
 
 
+def form_in_a_crowd(bench: Bench) -> list[tuple[str, str]]:
+    """The gang is made while many others are on their way; what was asked of the API server."""
+    for number in range(20):
+        bench.turns._patience.rest_s(JobKey("space", f"other-{number}"))
+    bench.turn()
+    bench.answer()
+    return bench.turn()
+
+
+def test_in_a_crowd_a_start_that_goes_well_is_one_status() -> None:
+    bench = Bench(passing_s=1.0)
+
+    forming = form_in_a_crowd(bench)
+    bench.pods_run()
+    started = bench.turn()
+    bench.pod_0_trains()
+    trains = bench.turn()
+    idle = bench.turn()
+
+    assert len(writes(forming)) == 5
+    assert started == idle == []
+    assert trains == [("PATCH", f"{JOB}/status")]
+    assert bench.status()["phase"] == "Running"
+    assert bench.status()["gangAttempt"] == 1
+    assert bench.status()["plan"]["nodes"] == 2
+
+
+def test_in_a_crowd_a_gang_that_does_not_start_is_told_once_it_has_waited() -> None:
+    bench = Bench(passing_s=0.0)
+    bench.turns._patience.rest_s(JobKey("space", "other"))
+    bench.turn()
+    bench.answer()
+
+    bench.turn()
+    before = bench.status()
+    time.sleep(0.25)
+    asked = bench.turn()
+
+    assert before == {}
+    assert asked == [("PATCH", f"{JOB}/status")]
+    assert bench.status()["phase"] == "Scheduling"
+    assert bench.status()["gangAttempt"] == 1
+
+
+def test_a_pod_that_is_taken_away_in_a_crowd_ends_the_attempt_and_is_not_made_again() -> None:
+    bench = Bench(passing_s=1.0)
+    form_in_a_crowd(bench)
+    lost = bench.api.objects.pop(f"{PODS}/demo-trainer-1-0")
+    bench.pods._change({"type": "DELETED", "object": lost})
+
+    asked = bench.turn()
+
+    assert ("POST", PODS) not in asked
+    assert bench.status()["attempt"] == 2
+    assert bench.status()["restartsByReason"] == {"PodDeleted": 1}
+
+
+def test_what_an_operator_kept_to_itself_the_next_one_reads_from_the_plan_and_the_pods() -> None:
+    bench = Bench(passing_s=1.0)
+    form_in_a_crowd(bench)
+    after = Bench()
+    after.api.objects = bench.api.objects
+    after.pods._replace([pod for path, pod in bench.api.objects.items() if path.startswith(PODS)])
+
+    asked = after.turn()
+
+    assert [request for request in writes(asked) if "/events" not in request[1]] == [("PATCH", f"{JOB}/status")]
+    assert after.status()["gangAttempt"] == 1
+    assert after.status()["plan"]["nodes"] == 2
+
+
+def test_a_spec_that_was_changed_before_a_status_froze_it_is_the_one_that_is_trained() -> None:
+    bench = Bench(passing_s=1.0)
+    form_in_a_crowd(bench)
+    job = bench.api.objects[JOB]
+    spec = {**job["spec"], "training": {"seed": 5}}
+    bench.jobs.saw(bench.api.put(JOB, {**job, "spec": spec, "metadata": {**job["metadata"], "generation": 2}}))
+
+    bench.turn()
+    told = bench.status()
+    bench.turn()
+
+    assert told["attempt"] == 2
+    assert told["restartsByReason"] == {"Edited": 1}
+    assert "the spec was changed while its gang was made: attempt 2 follows" in str(told["conditions"])
+    assert ("DELETE", f"{PODS}/demo-trainer-1-0") in bench.api.asked
+
+
+def test_a_change_of_what_is_never_frozen_leaves_the_gang_alone() -> None:
+    bench = Bench(passing_s=1.0)
+    form_in_a_crowd(bench)
+    job = bench.api.objects[JOB]
+    spec = {**job["spec"], "lifecycle": {**job["spec"]["lifecycle"], "activeDeadline": "9h"}}
+    bench.jobs.saw(bench.api.put(JOB, {**job, "spec": spec, "metadata": {**job["metadata"], "generation": 2}}))
+
+    bench.turn()
+    bench.pods_run()
+    bench.pod_0_trains()
+    bench.turn()
+
+    assert bench.status()["phase"] == "Running"
+    assert bench.status()["attempt"] == bench.status()["gangAttempt"] == 1
+    assert bench.status()["observedGeneration"] == 2
+
+
 class BusyUser:
     """Writes to the job before each of the first statuses that are written to it."""
 

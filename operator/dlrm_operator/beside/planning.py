@@ -71,7 +71,7 @@ class Planner:
     def answer(self, key: JobKey, job: JobSeen, profile_version: str) -> Planning | None:
         """The answer for this very spec and profile; None where there is none (any more)."""
         known = self._answers.get(key)
-        reserve = job.status.memory_reserve_bytes if job.status else 0
+        reserve = job.known.memory_reserve_bytes if job.known else 0
         if known is None or isinstance(job.spec, InvalidSpecError):
             return None
         if known.marks != (job.uid, self._digest(key, job.uid, job.generation, job.spec), profile_version, reserve):

@@ -106,6 +106,8 @@ class ApplyStatus:
     """Whether later decisions rest on it; then the facts behind it must be live ones."""
     passing: bool = False
     """Whether it may be left out for a moment: nothing rests on it, and the next one is likely to be close behind."""
+    repeatable: bool = False
+    """Whether another operator would come to it too, from the plan and the pods that are there."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob
-from dlrm_api.status import Phase
+from dlrm_api.status import DLRMJobStatus, Phase
 from dlrm_operator.facts.observed import JobKey, JobSeen
 from dlrm_operator.facts.reading import Object, read_job
 
@@ -32,8 +33,16 @@ class JobCache:
         if known is not None and (known.uid, known.generation) == (meta["uid"], meta.get("generation", 0)):
             spec = known.spec  # parsing 5,000 tables takes a while, and status writes are many
         job = read_job(document, spec)
+        if known is not None and _decided_from(known) == _decided_from(job):
+            job = replace(job, unwritten=known.unwritten)
         self._jobs[key] = job
         return job
+
+    def keep(self, job: JobSeen, status: DLRMJobStatus) -> None:
+        """Go on from this status, though it is not written, until somebody changes the job's spec or status."""
+        known = self._jobs.get(job.key)
+        if known is not None and _decided_from(known) == _decided_from(job):
+            self._jobs[job.key] = replace(known, unwritten=status)
 
     def get(self, key: JobKey) -> JobSeen | None:
         """The job as last seen."""
@@ -42,7 +51,7 @@ class JobCache:
     def never_had_gang(self, key: JobKey) -> bool:
         """Whether the job is known, and no gang of it ever stood."""
         job = self._jobs.get(key)
-        return job is not None and (job.status is None or job.status.gang_attempt == 0)
+        return job is not None and (job.known is None or job.known.gang_attempt == 0)
 
     def forget(self, key: JobKey) -> None:
         """The job is gone."""
@@ -57,6 +66,11 @@ class JobCache:
         found = Counter({phase.value: 0 for phase in Phase})
         found.update((job.status.phase if job.status else Phase.PENDING).value for job in self._jobs.values())
         return found
+
+
+def _decided_from(job: JobSeen) -> tuple[str, int, DLRMJobStatus | None]:
+    """What of a job's object makes a decision: one that was made of something else is void."""
+    return job.uid, job.generation, job.status
 
 
 def _version(text: str) -> int:

@@ -36,6 +36,13 @@ class JobSeen:
     spec: DLRMJob | InvalidSpecError
     status: DLRMJobStatus | None
     """None: nothing was written yet, or something unreadable is there."""
+    unwritten: DLRMJobStatus | None = None
+    """What this process decided since, and has kept to itself; None where that is what stands there."""
+
+    @property
+    def known(self) -> DLRMJobStatus | None:
+        """The status that this process goes on from."""
+        return self.unwritten or self.status
 
 
 @dataclass(frozen=True, kw_only=True)

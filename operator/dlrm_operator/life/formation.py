@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from dlrm_api.crd import frozen_part
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.job import DLRMJob
+from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.plan import Plan
 from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
 from dlrm_operator.facts.actions import (
@@ -27,6 +29,7 @@ from dlrm_operator.facts.gang import Gang, current_gang
 from dlrm_operator.facts.observed import Children, ConfigMapSeen, Observed, PodSeen
 from dlrm_operator.facts.reasons import Reason
 from dlrm_operator.life.absorbing import plan_status
+from dlrm_operator.life.attempts import with_next_attempt
 from dlrm_operator.life.phases import in_phase, newly_whole, of_whole_gang, with_truth
 from dlrm_operator.objects.gang_scheduling import group_obstacle, pod_groups
 from dlrm_operator.objects.manifests import JOB_FILE, Owner, gang_service, job_document, plan_config_maps, token_secret
@@ -152,6 +155,8 @@ def _create(
     children = observed.children
     assert children is not None, "asked for before"
     first = tuple(_config_map_actions(observed, children, status.attempt, maps)) if maps else ()
+    if current_gang(observed, status).pods and _was_edited(children, job, status.attempt):
+        return Formation(status=_anew(status, now))
     status = _planned(status, plan, now)
     gang = current_gang(observed, status)
     if gang.complete:
@@ -218,6 +223,28 @@ def _outdated(observed: Observed, children: Children, attempt: int) -> Iterator[
     for group in children.groups.seen:
         if group.owner_uid == observed.job.uid and group.attempt < attempt:
             yield DeleteObject(kind="PodGroup", key=key, name=group.name, uid=group.uid, api_version=group.api_version)
+
+
+def _was_edited(children: Children, job: DLRMJob, attempt: int) -> bool:
+    """Whether the attempt's pods were made of a spec that its user could still change, and has.
+
+    The spec is frozen once a status says that there is a gang, which is after the gang was made.
+    """
+    written = [
+        seen.text[JOB_FILE] for seen in children.config_maps if seen.attempt == attempt and JOB_FILE in seen.text
+    ]
+    try:
+        return any(frozen_part(parse_job(json.loads(text)).spec) != frozen_part(job.spec) for text in written)
+    except (InvalidSpecError, ValueError):
+        return False  # of another version of the operator, which knew it for good
+
+
+def _anew(status: DLRMJobStatus, now: datetime) -> DLRMJobStatus:
+    """The pods of the spec as it was go, and a gang of the spec as it is follows."""
+    status = with_next_attempt(status, Reason.EDITED)
+    words = f"the spec was changed while its gang was made: attempt {status.attempt} follows"
+    status = with_truth(status, ConditionType.RUNNING, "False", Reason.EDITED, words, now=now)
+    return in_phase(status, Phase.RESTARTING)
 
 
 def _planned(status: DLRMJobStatus, plan: Plan, now: datetime) -> DLRMJobStatus:

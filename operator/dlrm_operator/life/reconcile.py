@@ -33,7 +33,7 @@ from dlrm_operator.life.phases import FINISHED, with_store_health, with_truth
 from dlrm_operator.life.releases import releases
 from dlrm_operator.life.restarts import Outcome, Verdict, judge
 from dlrm_operator.life.transitions import transition_events
-from dlrm_operator.life.writing import is_decisive, is_passing, worth_writing
+from dlrm_operator.life.writing import is_decisive, is_passing, is_repeatable, worth_writing
 
 
 def reconcile(observed: Observed, now: datetime) -> tuple[Action, ...]:
@@ -61,7 +61,7 @@ def reconcile(observed: Observed, now: datetime) -> tuple[Action, ...]:
     conditions = with_old_times(decision.status.conditions, before.conditions)
     after = remembering(decision.status.model_copy(update={"conditions": conditions}), job.spec)
     write: tuple[Action, ...] = ()
-    if job.status is None or worth_writing(before, after, now):
+    if job.status is None or worth_writing(job.status, after, now):
         write = (*transition_events(job, before, after), _apply_status(job, before, after))
     if after.phase in FINISHED:
         return (*write, *at_the_end(observed, after, now), *released)
@@ -80,13 +80,14 @@ def _apply_status(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> 
         seen=job.status,
         decisive=is_decisive(before, after),
         passing=is_passing(before, after),
+        repeatable=is_repeatable(before, after),
     )
 
 
 def known_status(observed: Observed) -> DLRMJobStatus:
-    """The status as written; where it was lost (a restored backup keeps none), the attempt that pods speak of."""
-    if observed.job.status is not None:
-        return observed.job.status
+    """The status to go on from; where it was lost (a restored backup keeps none), the attempt that pods speak of."""
+    if observed.job.known is not None:
+        return observed.job.known
     attempts = [pod.attempt for pod in observed.pods if pod.owner_uid == observed.job.uid]
     return DLRMJobStatus(attempt=max(attempts, default=0))
 

@@ -34,7 +34,7 @@ class Resize:
 
 def wants_resize(job: JobSeen) -> bool:
     """Whether the job's gang was planned for another size than the spec asks for, and nobody has refused that."""
-    status, spec = job.status, job.spec
+    status, spec = job.known, job.spec
     if not isinstance(spec, DLRMJob) or status is None or status.phase in FINISHED or spec.spec.lifecycle.suspend:
         return False
     return _wants(spec, status) and not _refused(status, job.generation)

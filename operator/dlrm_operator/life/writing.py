@@ -44,6 +44,14 @@ def is_passing(before: DLRMJobStatus, after: DLRMJobStatus) -> bool:
     return before.phase in PASSING and after.phase in PASSING and not is_decisive(before, after)
 
 
+def is_repeatable(before: DLRMJobStatus, after: DLRMJobStatus) -> bool:
+    """Whether the write says no more than that a first gang was made: its plan and its pods say so too."""
+    told = {name: getattr(after, name) for name in (*TOLD, "attempt", "plan", "gang_attempt", "pending_since")}
+    made = before.gang_attempt == 0 and after.gang_attempt == after.attempt == 1
+    on_its_way = before.phase in PASSING and after.phase is Phase.SCHEDULING
+    return made and on_its_way and before.model_copy(update=told) == after
+
+
 def _outline(status: DLRMJobStatus) -> DLRMJobStatus:
     conditions = tuple(condition.model_copy(update={"message": ""}) for condition in status.conditions)
     return status.model_copy(update={"progress": None, "last_snapshot": None, "conditions": conditions})

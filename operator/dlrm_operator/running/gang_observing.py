@@ -24,7 +24,7 @@ async def look_at_groups(api: Api, job: JobSeen) -> Groups:
     kind = group_type(scheduling)
     if kind is None:
         return Groups()
-    attempt = max(job.status.attempt, 1) if job.status else 1
+    attempt = max(job.known.attempt, 1) if job.known else 1
     wanted = names.pod_group(job.key.name, attempt)
     ours = {"labelSelector": f"{Label.JOB}={job.key.name},{Label.MANAGED_BY}={FIELD_MANAGER}"}
     query = {"fieldSelector": f"metadata.name={wanted}"} if kind is KUEUE else ours

@@ -199,7 +199,7 @@ def needs_plan(job: JobSeen) -> bool:
 
 def _forming(job: JobSeen) -> bool:
     """Whether the job's current gang was not whole yet, and is to be."""
-    status = job.status
+    status = job.known
     if status is None:
         return True
     at_rest = status.phase in FINISHED or (
@@ -209,7 +209,7 @@ def _forming(job: JobSeen) -> bool:
 
 
 def _attempt(job: JobSeen) -> int:
-    return max(job.status.attempt, 1) if job.status else 1
+    return max(job.known.attempt, 1) if job.known else 1
 
 
 def _stands_alone(job: JobSeen) -> bool:

@@ -22,6 +22,11 @@ class Patience:
         since = self._since.setdefault(key, time.monotonic())
         return since + max(self._shortest_s, len(self._since) / WRITES_PER_S) - time.monotonic()
 
+    @property
+    def crowded(self) -> bool:
+        """Whether so many gangs are on their way that statuses which come close behind each other wait for longer."""
+        return len(self._since) / WRITES_PER_S > self._shortest_s
+
     def forget(self, key: JobKey) -> None:
         """The job said it, has nothing passing to say, or is gone."""
         self._since.pop(key, None)

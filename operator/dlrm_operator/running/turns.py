@@ -58,6 +58,7 @@ class Turns:
         self.forgotten: list[Callable[[JobKey], None]] = [jobs.forget, planner.forget, poller.forget]
         self.forgotten.append(self._patience.forget)
         """Told of each job that is gone."""
+        self._jobs = jobs
         self._observer = observer
         self._performer = performer
         self._planner = planner
@@ -127,6 +128,9 @@ class Turns:
         self._observer.refusals.pop(key, None)
 
     async def _do(self, key: JobKey, observed: Observed, action: Action) -> None:
+        if isinstance(action, ApplyStatus) and action.repeatable and self._patience.crowded:
+            self._jobs.keep(observed.job, action.status)
+            action = WakeAt(key=key, time=self._clock() + timedelta(seconds=self._patience.rest_s(key)))
         unseen = isinstance(action, ApplyConfigMap) and observed.children is not None and observed.children.assumed
         if unseen:
             self._observer.begun.add(key)
