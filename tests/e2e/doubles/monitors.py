@@ -25,7 +25,8 @@ def define(cluster: RealCluster) -> None:
     names = [f"monitoring.coreos.com_{kind}.yaml" for kind in KINDS]
     cluster.apply(*(yaml.safe_load((folder / "example/prometheus-operator-crd" / name).read_text()) for name in names))
     for kind in KINDS:
-        cluster.kubectl("wait", "crd", f"{kind}.monitoring.coreos.com", "--for=condition=Established", "--timeout=30s")
+        name = f"{kind}.monitoring.coreos.com"
+        cluster.eventually(lambda name=name: cluster.get(name, "--all-namespaces"), 60, f"{name} is served")
 
 
 def discover(cluster: RealCluster, folder: Path) -> None:
