@@ -43,8 +43,8 @@ from dlrm_trainer.learner import Learner
 BITS: Bits = 8
 POLICIES: tuple[PolicyName, ...] = ("intermittent", "consecutive")
 """The second stores what the cut holds and reads nothing."""
-ROWS = 100_000
-"""Of each table."""
+SLOWED_ROWS = 100_000
+"""Of each table, where the store is slow: of the whole model an upload would take minutes."""
 TOUCHED = 0.26
 """Of the rows, between two cuts; evenly drawn."""
 AFTER = 10
@@ -254,7 +254,7 @@ def lines(service: Service, quick_run: bool) -> Iterator[Line]:
         service: with the store.
         quick_run: a small model.
     """
-    shape, steps, repeats = _sized(quick_run)
+    shape, steps, repeats = _sized(Shape(), quick_run)
     training = Training(shape)
     training.undisturbed_s(steps)
     with tempfile.TemporaryDirectory() as scratch:
@@ -273,7 +273,7 @@ def slow_lines(service: Service, quick_run: bool) -> Iterator[Line]:
         service: with the store.
         quick_run: a small model.
     """
-    shape, steps, repeats = _sized(quick_run)
+    shape, steps, repeats = _sized(replace(Shape(), rows=SLOWED_ROWS), quick_run)
     training, prefix = Training(shape), "slow/rate"
     training.undisturbed_s(steps)
     with closing(Sidecar(training, service, prefix, service.endpoint, "consecutive")) as ours:
@@ -288,9 +288,8 @@ def slow_lines(service: Service, quick_run: bool) -> Iterator[Line]:
                 yield from beside_slow(training, late, service, setting, min(repeats, SLOW_REPEATS))
 
 
-def _sized(quick_run: bool) -> tuple[Shape, int, int]:
+def _sized(shape: Shape, quick_run: bool) -> tuple[Shape, int, int]:
     """The model, steps that are timed by themselves, repeats."""
-    shape = replace(Shape(), rows=ROWS)
     return (quick(shape), 10, 2) if quick_run else (shape, 30, 5)
 
 

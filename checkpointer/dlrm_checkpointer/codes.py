@@ -24,6 +24,8 @@ INFINITE_WORD = 255 << 23
 NOT_FINITE = "a weight is not finite: the cut is not stored"
 TOO_LARGE = "a weight of 2**126 or more does not fit {} bits: the model has diverged, or use spec.checkpoint.bits 32"
 NOTHING = np.empty(0, np.float16)
+IN_ORDER = np.empty(0, np.int64)
+"""Places of rows that follow each other."""
 
 
 @dataclass(frozen=True, order=True)
@@ -60,14 +62,18 @@ class CodedRows:
 
     def take(self, index: slice | NDArray[Any]) -> CodedRows:
         """Rows by place, in ascending order: views for a slice, else copies."""
+
+        def taken(array: NDArray[Any]) -> NDArray[Any]:
+            return array[index] if isinstance(index, slice) else array.take(index, axis=0)
+
         own = self.form.bits <= 8
         return replace(
             self,
-            row_ids=self.row_ids[index],
-            body=self.body[index],
-            scale=self.scale[index] if own else self.scale,
-            low=self.low[index] if own else self.low,
-            state=self.state[index],
+            row_ids=taken(self.row_ids),
+            body=taken(self.body),
+            scale=taken(self.scale) if own else self.scale,
+            low=taken(self.low) if own else self.low,
+            state=taken(self.state),
         )
 
     def clip(self, shard: ShardId, table: TableMeta) -> CodedRows:
@@ -154,6 +160,17 @@ def decode_rows(coded: CodedRows, out: NDArray[np.float32] | None = None) -> Sha
     return ShardRows(shard=coded.shard, row_ids=coded.row_ids, rows=rows, state=coded.state)
 
 
+def place_weights(coded: CodedRows, places: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+    """Write the weights that codes of 2 to 8 bits stand for, each row straight to its place.
+
+    Args:
+        coded: the codes.
+        places: (N,) rows of ``out``, no two the same.
+        out: (any, width).
+    """
+    _decode(coded, places, out)
+
+
 def _coded(piece: ShardRows, form: Form, body: NDArray[Any], **more: NDArray[np.float16]) -> CodedRows:
     empty = {"scale": NOTHING, "low": NOTHING}
     return CodedRows(
@@ -214,19 +231,24 @@ def _weights(coded: CodedRows, out: NDArray[np.float32] | None) -> NDArray[np.fl
     if form.bits == 32 and out is None:
         return coded.body
     rows = np.empty((len(coded.row_ids), coded.shard.width), np.float32) if out is None else out
-    body, factor = np.ascontiguousarray(coded.body), np.float32(2.0**form.exponent)
     if form.bits == 32:
-        rows[:] = body
+        rows[:] = coded.body
     elif form.bits == 16:
         from dlrm_checkpointer import halves
 
-        halves.decode_halves(body.view(np.uint16), factor, rows)
+        body = np.ascontiguousarray(coded.body)
+        halves.decode_halves(body.view(np.uint16), np.float32(2.0**form.exponent), rows)
     else:
-        from dlrm_checkpointer import packing
-
-        steps, lows = coded.scale.astype(np.float32) * factor, coded.low.astype(np.float32) * factor
-        packing.decode(body, form.bits, steps, lows, rows)
+        _decode(coded, IN_ORDER, rows)
     return rows
+
+
+def _decode(coded: CodedRows, places: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
+    from dlrm_checkpointer import packing
+
+    factor = np.float32(2.0**coded.form.exponent)
+    steps, lows = coded.scale.astype(np.float32) * factor, coded.low.astype(np.float32) * factor
+    packing.decode(np.ascontiguousarray(coded.body), coded.form.bits, steps, lows, places, rows)
 
 
 def _columns(coded: CodedRows, first: int, last: int) -> NDArray[Any]:

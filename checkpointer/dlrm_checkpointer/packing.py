@@ -92,7 +92,7 @@ def pack(codes: Any, bits: Any, body: Any) -> None:
 
 
 @compiled
-def decode(body: Any, bits: Any, steps: Any, lows: Any, rows: Any) -> None:
+def decode(body: Any, bits: Any, steps: Any, lows: Any, places: Any, rows: Any) -> None:
     """Weights of codes: float32(code) * step, then + low, each rounded to float32.
 
     Args:
@@ -100,17 +100,20 @@ def decode(body: Any, bits: Any, steps: Any, lows: Any, rows: Any) -> None:
         bits: 2, 3, 4 or 8.
         steps: (N,) float32.
         lows: (N,) float32.
-        rows: (N, W) float32, written.
+        places: (N,) int64, the row of ``rows`` that each goes to; empty: they go to the first N.
+        rows: (at least N, W) float32, written.
     """
     width, plane = U64(rows.shape[1]), U64(body.shape[1])
     packed, weights = body.reshape(body.size), rows.reshape(rows.size)
     codes = np.empty(TWO * width + SPARE, np.uint8)
-    for i in range(U64(rows.shape[0])):
+    scattered = len(places) > 0
+    for i in range(U64(len(steps))):
+        start = (U64(places[i]) if scattered else i) * width
         if bits == 8:
-            fill_row(packed, i * plane, width, steps[i], lows[i], weights, i * width)
+            fill_row(packed, i * plane, width, steps[i], lows[i], weights, start)
         else:
             unpack_row(packed, i * plane, width, bits, codes)
-            fill_row(codes, ZERO, width, steps[i], lows[i], weights, i * width)
+            fill_row(codes, ZERO, width, steps[i], lows[i], weights, start)
 
 
 @compiled

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.codes import CodedRows, Form, body_shape, code_rows, decode_rows
+from dlrm_checkpointer.codes import CodedRows, Form, body_shape, code_rows, decode_rows, place_weights
 from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
 
 README = Path(__file__).parents[2] / "checkpointer" / "README.md"
@@ -80,6 +80,21 @@ def whole(coded: list[CodedRows], like: ShardRows) -> np.ndarray:
         back[places] = decoded.rows
         np.testing.assert_array_equal(decoded.state, like.state[places])
     return back
+
+
+@pytest.mark.parametrize("bits", QUANTIZED)
+@settings(max_examples=50, deadline=None)
+@given(rows=ROWS, seed=st.integers(0, 99))
+def test_weights_go_to_their_places_and_nowhere_else(bits: Any, rows: np.ndarray, seed: int):
+    for coded in code_rows(piece(rows), bits):
+        order = np.random.default_rng(seed).permutation(2 * len(coded.row_ids)).astype(np.int64)
+        places, others = np.split(order, 2)
+        out = np.full((len(order), rows.shape[1]), np.inf, np.float32)
+
+        place_weights(coded, places, out)
+
+        np.testing.assert_array_equal(out[places], decode_rows(coded).rows)
+        assert (out[others] == np.inf).all()
 
 
 @pytest.mark.parametrize("bits", QUANTIZED)

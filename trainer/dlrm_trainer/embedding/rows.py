@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dlrm_api.model import TableSpec
 from dlrm_api.tiers import RowOptimizerKind, state_values
-from dlrm_checkpointer.codes import CodedRows, decode_rows
+from dlrm_checkpointer.codes import CodedRows, decode_rows, place_weights
 from dlrm_checkpointer.cut import RowsInPlace, ShardId, TableMeta, loaded
 from dlrm_checkpointer.fetch import in_parallel
 from dlrm_checkpointer.initializer import initial_rows, table_scale
@@ -110,18 +110,28 @@ class ResidentPart:
             pass
 
     def _fill(self, piece: CodedRows) -> None:
-        """Decode into place, in blocks that stay in the processor's cache; several threads fill different rows."""
+        """Decode into place; several threads fill different rows.
+
+        What needs neither another type nor another device goes there in one call, which leaves Python's lock to the
+        other threads; all else in blocks that stay in the processor's cache.
+        """
+        ids = piece.row_ids - self.shard.row_start
+        first, last = int(ids[0]), int(ids[-1]) + 1
+        if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32:
+            if last - first == len(ids):
+                decode_rows(piece, out=self.weight[first:last].numpy())
+                self.state[first:last] = torch.from_numpy(piece.state)
+                return
+            if piece.form.bits <= 8:
+                place_weights(piece, ids, self.weight.numpy())
+                self.state.index_copy_(0, torch.from_numpy(ids), torch.from_numpy(piece.state))
+                return
         block = max(1, BLOCK_VALUES // piece.shard.width)
-        on_host = self.weight.device.type == "cpu" and self.weight.dtype == torch.float32
         scratch = None if piece.form.bits == 32 else np.empty((block, piece.shard.width), np.float32)
         for start in range(0, len(piece.row_ids), block):
             coded = piece.take(slice(start, start + block))
             ids = coded.row_ids - self.shard.row_start
             first, last = int(ids[0]), int(ids[-1]) + 1
-            if last - first == len(ids) and on_host:
-                decode_rows(coded, out=self.weight[first:last].numpy())
-                self.state[first:last] = torch.from_numpy(coded.state)
-                continue
             part = decode_rows(coded, out=scratch)
             for target, values in ((self.weight, part.rows), (self.state, part.state)):
                 source = torch.from_numpy(values).to(target.device, target.dtype)
