@@ -211,7 +211,7 @@ def test_a_large_gang_is_made_few_pods_at_a_time_so_that_a_quota_refuses_few() -
 
 def form_in_a_crowd(bench: Bench) -> list[tuple[str, str]]:
     """The gang is made while many others are on their way; what was asked of the API server."""
-    for number in range(20):
+    for number in range(700):
         bench.turns._patience.rest_s(JobKey("space", f"other-{number}"))
     bench.turn()
     bench.answer()
@@ -219,7 +219,7 @@ def form_in_a_crowd(bench: Bench) -> list[tuple[str, str]]:
 
 
 def test_in_a_crowd_a_start_that_goes_well_is_one_status() -> None:
-    bench = Bench(passing_s=1.0)
+    bench = Bench()
 
     forming = form_in_a_crowd(bench)
     bench.pods_run()
@@ -254,7 +254,7 @@ def test_in_a_crowd_a_gang_that_does_not_start_is_told_once_it_has_waited() -> N
 
 
 def test_a_pod_that_is_taken_away_in_a_crowd_ends_the_attempt_and_is_not_made_again() -> None:
-    bench = Bench(passing_s=1.0)
+    bench = Bench()
     form_in_a_crowd(bench)
     lost = bench.api.objects.pop(f"{PODS}/demo-trainer-1-0")
     bench.pods._change({"type": "DELETED", "object": lost})
@@ -267,7 +267,7 @@ def test_a_pod_that_is_taken_away_in_a_crowd_ends_the_attempt_and_is_not_made_ag
 
 
 def test_what_an_operator_kept_to_itself_the_next_one_reads_from_the_plan_and_the_pods() -> None:
-    bench = Bench(passing_s=1.0)
+    bench = Bench()
     form_in_a_crowd(bench)
     after = Bench()
     after.api.objects = bench.api.objects
@@ -281,7 +281,7 @@ def test_what_an_operator_kept_to_itself_the_next_one_reads_from_the_plan_and_th
 
 
 def test_a_spec_that_was_changed_before_a_status_froze_it_is_the_one_that_is_trained() -> None:
-    bench = Bench(passing_s=1.0)
+    bench = Bench()
     form_in_a_crowd(bench)
     job = bench.api.objects[JOB]
     spec = {**job["spec"], "training": {"seed": 5}}
@@ -298,7 +298,7 @@ def test_a_spec_that_was_changed_before_a_status_froze_it_is_the_one_that_is_tra
 
 
 def test_a_change_of_what_is_never_frozen_leaves_the_gang_alone() -> None:
-    bench = Bench(passing_s=1.0)
+    bench = Bench()
     form_in_a_crowd(bench)
     job = bench.api.objects[JOB]
     spec = {**job["spec"], "lifecycle": {**job["spec"]["lifecycle"], "activeDeadline": "9h"}}
