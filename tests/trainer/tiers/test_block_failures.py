@@ -11,6 +11,7 @@ import pytest
 
 from dlrm_api.errors import DeviceError
 from dlrm_trainer.embedding.tiers import block
+from dlrm_trainer.embedding.tiers.aio import EarlyReader
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 
 WORDS = 66
@@ -124,15 +125,13 @@ def test_a_file_cut_behind_the_levels_back_gives_no_row_instead_of_a_wrong_one(d
 def test_a_victim_that_cannot_be_read_leaves_the_level_as_it_was(
     direct_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live, sound = 2_000, os.preadv
-    broken = False
+    live, broken = 2_000, False
 
-    def read_segment(fd: int, buffers: list[memoryview], offset: int) -> int:
-        if broken:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return sound(fd, buffers, offset)
+    class Broken(EarlyReader):
+        def _complete(self, number: int, result: int, verb: str) -> None:
+            super()._complete(number, -errno.EIO if broken else result, verb)
 
-    monkeypatch.setattr(os, "preadv", read_segment)
+    monkeypatch.setattr(block, "EarlyReader", Broken)
     rows, place, held = np.arange(live), np.zeros(live, np.int64), np.ones(live, np.bool_)
     with closing(BlockLevel(direct_folder, WORDS, live * 5 // 4, live, place.__setitem__, SEGMENT)) as level:
         place[:] = level.write(rows, records(rows))

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -97,6 +98,42 @@ def test_a_request_that_the_kernel_refuses_is_an_error_that_says_why(file: Scrat
     with closing(aio.DirectReader(file, 8, PIECE)) as reader, pytest.raises(DeviceError, match="Invalid argument"):
         for _ in reader.pieces(np.array([1])):  # not aligned
             pass
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.lists(st.integers(0, PIECES - 1), min_size=1, max_size=3, unique=True), max_size=30), st.randoms())
+def test_pieces_read_early_are_those_asked_for_whatever_was_expected_before(
+    file: ScratchFile, turns: list[list[int]], random: Random
+) -> None:
+    with closing(aio.EarlyReader(file, 3, PIECE)) as reader:
+        for pages in turns:
+            reader.expect([(page, page * PIECE) for page in pages])
+            taken = pages[: random.randint(0, 1)]
+            found = [reader.take(page)[[0, -1]].tolist() for page in taken]
+
+            assert found == [[page, page] for page in taken]
+
+
+def test_pieces_that_are_expected_again_are_read_once(file: ScratchFile) -> None:
+    with closing(aio.EarlyReader(file, 3, PIECE)) as reader:
+        begun = [reader.expect([(page, page * PIECE) for page in pages]) for pages in ([1, 2], [2, 1], [2, 3])]
+        reader.take(2)
+        begun.append(reader.expect([(2, 2 * PIECE)]))
+
+    assert begun == [2, 0, 1, 0]
+
+
+def test_an_early_piece_beyond_the_end_is_an_error_and_its_buffer_is_used_again(file: ScratchFile) -> None:
+    os.ftruncate(file.fd, 100 * PIECE + 512)
+
+    with closing(aio.EarlyReader(file, 1, PIECE)) as reader:
+        for page in (100, 101):
+            reader.expect([(page, page * PIECE)])
+            with pytest.raises(DeviceError, match="bytes at"):
+                reader.take(page)
+        reader.expect([(99, 99 * PIECE)])
+
+        assert reader.take(99)[0] == 99
 
 
 def test_a_kernel_without_memory_is_asked_again(file: ScratchFile, monkeypatch: pytest.MonkeyPatch) -> None:

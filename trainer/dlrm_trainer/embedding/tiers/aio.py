@@ -13,7 +13,7 @@ import mmap
 import os
 import platform
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -220,6 +220,81 @@ class DirectReader(_Transfers):
     def _read(self, buffers: NDArray[np.int64], pieces: NDArray[np.int64], offsets: NDArray[np.int64]) -> None:
         self._piece_of[buffers] = pieces
         self._start(buffers, offsets[pieces], "read")
+
+
+class EarlyReader(_Transfers):
+    """Reads pieces of ``size`` bytes before they are asked for, each into a buffer of its own.
+
+    A piece is known by a number that its caller gives to no other bytes.
+    """
+
+    def __init__(self, file: ScratchFile, depth: int, size: int) -> None:
+        super().__init__(file, depth, size, _READ)
+        self._idle = list(range(depth))
+        self._buffer_of: dict[int, int] = {}
+        self._ended: dict[int, int] = {}  # results of buffers
+
+    def expect(self, pieces: Sequence[tuple[int, int]]) -> int:
+        """Begin to read pieces, no more than there are buffers, and forget all others.
+
+        Args:
+            pieces: number and offset (bytes) of each. The first is read in any case, others while buffers are idle.
+
+        Returns:
+            How many were begun now.
+
+        Raises:
+            DeviceError: the kernel refused at once.
+        """
+        assert len(pieces) <= self.queue.depth, f"{len(pieces)} pieces in {self.queue.depth} buffers"
+        for piece in self._buffer_of.keys() - {piece for piece, _ in pieces}:
+            self.give_back(piece)
+        begun = 0
+        for place, (piece, offset) in enumerate(pieces):
+            if piece in self._buffer_of:
+                continue
+            self._reap(0)
+            while not self._idle and place == 0:
+                self._reap(1)
+            if not self._idle:
+                break
+            self._start(np.array(self._idle[-1:]), np.array([offset]), "read")
+            self._buffer_of[piece] = self._idle.pop()
+            begun += 1
+        return begun
+
+    def take(self, piece: int) -> NDArray[np.uint32]:
+        """The buffer of an expected piece, once it is there; good until it is given back.
+
+        Raises:
+            DeviceError: it could not be read in whole; names the path, offset and bytes. It is given back.
+        """
+        buffer = self._buffer_of[piece]
+        while buffer not in self._ended:
+            self._reap(1)
+        result, self._ended[buffer] = self._ended[buffer], self._size
+        try:
+            self._complete(buffer, result, "read")
+        except DeviceError:
+            self.give_back(piece)
+            raise
+        image: NDArray[np.uint32] = self.buffers[buffer]
+        return image
+
+    def give_back(self, piece: int) -> None:
+        """Let go of an expected piece, whether it was taken or not."""
+        buffer = self._buffer_of.pop(piece)
+        if self._ended.pop(buffer, None) is not None:
+            self._idle.append(buffer)
+
+    def _reap(self, at_least: int) -> None:
+        wanted = set(self._buffer_of.values())
+        for event in self.queue.finished(at_least):
+            buffer = int(event["data"])
+            if buffer in wanted:
+                self._ended[buffer] = int(event["result"])
+            else:
+                self._idle.append(buffer)
 
 
 class DirectWriter(_Transfers):

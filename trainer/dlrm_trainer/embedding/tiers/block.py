@@ -15,7 +15,7 @@ from dlrm_api.errors import DeviceError
 from dlrm_api.plan import Tier
 from dlrm_api.tiers import BLOCK_SEGMENT_BYTES
 from dlrm_trainer.embedding.tiers import pages
-from dlrm_trainer.embedding.tiers.aio import DirectReader, DirectWriter, page_aligned
+from dlrm_trainer.embedding.tiers.aio import DirectReader, DirectWriter, EarlyReader
 from dlrm_trainer.embedding.tiers.level import Finish, Moved, Places, Records, Rows, finished
 from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
 from dlrm_trainer.embedding.tiers.scratch import ScratchFile
@@ -28,9 +28,12 @@ READ_BUFFER_BYTES = 8 << 20
 """Fewer reads are under way where each takes a large record in."""
 WRITE_BUFFERS = 4
 """Segments in memory: the one that takes records, and those on their way out."""
+VICTIM_BUFFERS = 4
+"""Segments that are read ahead to be cleaned: while pages are read too, each is a long time on its way."""
 SCAN_DEPTH = 4
-SPARE_SEGMENTS, SPARE_SHARE = 8, 64
-"""That are kept free, and at most one in so many, for what is written while others are read."""
+SPARE_SEGMENTS, SPARE_SHARE = 32, 64
+"""That are kept free, and at most one in so many, for what is written while pages are read: a segment that becomes free
+meanwhile may still be read from, so a batch that fills more than these waits for the last page."""
 FULL_SHARE = 0.75
 """Of the open segment: what more than fills it is not moved there as long as another segment is free."""
 STEP_BYTES = 64 << 20
@@ -44,7 +47,7 @@ class BlockLevel:
     until the device has it. Where no segment is free, the one with fewest records in use is read, these are appended to
     the open one, and it is free: never before they are in memory that stays until the device has them too. Pages are
     read in a thread of their own; a segment that becomes free meanwhile is not written to before all of them are there.
-    Record buffers take about 7 MiB at most for records up to a page, beside 5 MiB while a scan lasts.
+    Record buffers take about 9 MiB at most for records up to a page, beside 5 MiB while a scan lasts.
 
     Args:
         folder: existing one, on the device.
@@ -80,9 +83,9 @@ class BlockLevel:
             depth = max(8, min(READ_DEPTH, READ_BUFFER_BYTES // layout.page_bytes))
             self._reader = stack.enter_context(closing(DirectReader(self._file, depth, layout.page_bytes)))
             self._writer = stack.enter_context(closing(DirectWriter(self._file, WRITE_BUFFERS, layout.segment_bytes)))
+            self._victims = stack.enter_context(closing(EarlyReader(self._file, VICTIM_BUFFERS, layout.segment_bytes)))
             self._thread = stack.enter_context(ThreadPoolExecutor(1, "dlrm-block"))
             self._resources = stack.pop_all()
-        self._victim = page_aligned(1, layout.segment_bytes // 4)[0]
         self._owners = untouched_zeros(layout.places)
         self._live = np.zeros(layout.segments, np.int32)
         self._written = np.zeros(layout.segments, np.int64)  # 1, 2, ... in the order of writing; 0: free or open
@@ -97,6 +100,7 @@ class BlockLevel:
         self._touched = 0  # segments ever opened, counted from the file's start
         self._open, self._filled = -1, layout.shape.segment_records
         self._incoming: Places = np.empty(0, np.int64)
+        self._to_come = 0  # records of a write that are not in a segment yet
 
     @property
     def bytes_kept(self) -> dict[Tier, int]:
@@ -118,7 +122,7 @@ class BlockLevel:
         assert self.used + len(rows) <= self.live_places, f"{self.used} + {len(rows)} of {self.live_places} records"
         self._settle(0)
         places, done = np.empty(len(rows), np.int64), 0
-        self._incoming = places[:0]
+        self._incoming, self._to_come = places[:0], len(rows)
         try:
             self._reserve(len(rows))
             while done < len(rows):
@@ -127,7 +131,7 @@ class BlockLevel:
                 end = min(len(rows), done + self._shape.segment_records - self._filled)
                 places[done:end] = self._append(rows[done:end], records[done:end])
                 done = end
-                self._incoming = places[:done]
+                self._incoming, self._to_come = places[:done], len(rows) - done
         except DeviceError:
             self.free(places[:done])
             raise
@@ -147,13 +151,15 @@ class BlockLevel:
     def _reserve(self, count: int) -> None:
         """Have the device allocate segments for records to come, and those to spare, as long as the file may grow."""
         rest = max(0, count - (self._shape.segment_records - self._filled))
-        wanted = -(-rest // self._shape.segment_records) + self._spare - len(self._free) - len(self._held)
-        size = self._layout.segment_bytes
+        needed, size = -(-rest // self._shape.segment_records) + self._spare, self._layout.segment_bytes
+        wanted = needed - len(self._free) - len(self._held)
         target = min(self._segments + max(0, wanted), self._layout.segments)
         self._file.ensure(target * size, max(STEP_BYTES, size), self._layout.segments * size)
         allocated = self._file.allocated // size
         self._free.extend(range(self._segments, allocated))
         self._segments = allocated
+        if rest and len(self._free) + len(self._held) < needed:
+            self._expect(self._emptiest())
         if self._open >= 0:
             self._keep_free()  # cleaning that failed is made up for
 
@@ -182,22 +188,34 @@ class BlockLevel:
     def _keep_free(self) -> None:
         """Have one segment free, and as many as are to spare where that leaves the open one room for what comes."""
         while (free := len(self._free) + len(self._held)) < self._spare:
-            segment, room = pages.emptiest(self._live, self._written), self._shape.segment_records - self._filled
-            if free and (segment < 0 or self._live[segment] > room * FULL_SHARE):
+            victims, room = self._emptiest(), self._shape.segment_records - self._filled
+            if free and (len(victims) == 0 or self._live[victims[0]] > room * FULL_SHARE):
                 return
-            self._clean(segment)
+            self._clean(victims)
 
     def _give_up(self, segments: list[int]) -> None:
         """Take segments as free that hold no record in use."""
         (self._free if self._reading is None else self._held).extend(segments)
 
-    def _clean(self, segment: int) -> None:
-        """Append a segment's records in use to the open one, which has room for them, and free it."""
-        image, size = self._image(segment), self._shape.segment_records
-        if self._buffer_of[segment] < 0:
-            image = self._victim
-            self._file.read(memoryview(image).cast("B"), segment * self._layout.segment_bytes)
-            self.bytes_read += self._layout.segment_bytes
+    def _emptiest(self) -> NDArray[np.int64]:
+        """Segments to clean, the first ones first: at least one if there are any, and what the write will come to."""
+        opened = -(-self._to_come // self._shape.segment_records)
+        segments = np.empty(max(1, min(VICTIM_BUFFERS, opened)), np.int64)
+        return segments[: pages.emptiest(self._live, self._written, segments)]
+
+    def _expect(self, victims: NDArray[np.int64]) -> None:
+        """Begin to read segments that are about to be cleaned."""
+        size = self._layout.segment_bytes
+        stored = [segment for segment in victims.tolist() if self._buffer_of[segment] < 0]
+        begun = self._victims.expect([(int(self._written[segment]), segment * size) for segment in stored])
+        self.bytes_read += begun * size
+
+    def _clean(self, victims: NDArray[np.int64]) -> None:
+        """Append the first segment's records in use to the open one, which has room for them, and free it."""
+        self._expect(victims)
+        segment, size = int(victims[0]), self._shape.segment_records
+        stored = self._buffer_of[segment] < 0
+        image = self._victims.take(int(self._written[segment])) if stored else self._image(segment)
         indices, first = np.empty(size, np.int64), self._filled
         target = self._open
         owners = self._owners_of(target)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from dlrm_api.tiers import BLOCK_PAGE_BYTES
 from dlrm_checkpointer.compiled import compiled
 
@@ -218,10 +216,25 @@ def release(shape: Shape, places: Any, owners: Any, live: Any, written: Any, emp
 
 
 @compiled
-def emptiest(live: Any, written: Any) -> int:
-    """The segment with fewest records in use of those that take no more."""
-    best, fewest = -1, np.iinfo(np.int64).max
+def emptiest(live: Any, written: Any, segments: Any) -> int:
+    """The segments with fewest records in use of those that take no more.
+
+    Args:
+        live: (S,) int32 records in use of each segment.
+        written: (S,) int64, not 0 for segments that take no more records.
+        segments: (N,) int64; takes them, emptiest first.
+
+    Returns:
+        How many these are.
+    """
+    count = 0
     for segment in range(len(live)):
-        if written[segment] and live[segment] < fewest:
-            best, fewest = segment, live[segment]
-    return best
+        if not written[segment] or (count == len(segments) and live[segment] >= live[segments[count - 1]]):
+            continue
+        count = min(count + 1, len(segments))
+        place = count - 1
+        while place > 0 and live[segment] < live[segments[place - 1]]:
+            segments[place] = segments[place - 1]
+            place -= 1
+        segments[place] = segment
+    return count

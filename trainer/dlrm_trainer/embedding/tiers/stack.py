@@ -34,7 +34,7 @@ from dlrm_trainer.embedding.tiers.swap import Swap, swap_between
 
 CHUNK = 4_096
 """Records moved at a time between byte-addressable levels: on their way they stay in the processor's cache."""
-QUEUED_CHUNK = 16_384
+QUEUED_CHUNK = 32_768
 """The same where a level is read through a queue: each call fills the queue anew and waits for its last request."""
 QUEUED_CHUNK_BYTES = 8 << 20
 POLICIES = {"lru": LRU, "lfu": LFU, "mixed": MIXED}
@@ -137,10 +137,14 @@ class Stack:
         """
         found = self._room(len(ids))
         distinct, missing, waiting = compiled.find(self.directory, ids, ends, batch, found)
+        copying = None  # unless rows must be waited for: then they are on their way while slots are found for them
+        if self._swap is None:
+            first = slice(0, min(self._chunk, missing))
+            copying = self._begin(found.missing[first], found.sources[first], self._coming[first], leave=True)
         short = compiled.admit(self.directory, batch, found, distinct, missing)
         assert short == 0, f"{short} rows of batch {batch} found no slot: more lookups than the plan allows"
         compiled.resolve(self.directory, ends, found, waiting)
-        self._exchange(found, missing, None)
+        self._exchange(found, missing, copying)
         return Fetched(slots=found.slots.copy(), distinct=found.distinct[: distinct + missing].copy())
 
     def release(self, fetched: Fetched) -> None:
@@ -183,7 +187,8 @@ class Stack:
             found.missing[:], found.sources[:] = part, BROUGHT
             short = compiled.admit(self.directory, 0, found, 0, len(part))
             assert short == 0, f"{short} restored rows found no slot"
-            self._exchange(found, len(part), records[start : start + most])
+            self._coming[: len(part)] = records[start : start + most]
+            self._exchange(found, len(part), [])
             self.release(Fetched(slots=found.slots, distinct=found.distinct))
 
     def known(self, table: int, first: int, last: int) -> Rows:
@@ -250,23 +255,26 @@ class Stack:
             self._found = _found(lookups + lookups // 4)
         return self._found.first(lookups)
 
-    def _exchange(self, found: Found, missing: int, brought: Records | None) -> None:
-        """Move missing rows into their slots, and what was there down."""
+    def _exchange(self, found: Found, missing: int, copying: list[Finish] | None) -> None:
+        """Move missing rows into their slots, and what was there down.
+
+        Args:
+            found: which rows, and which slots.
+            missing: how many.
+            copying: what copies the records of the first chunk to ``_coming``; None: nothing does as yet.
+        """
         rows, sources = found.missing[:missing], found.sources[:missing]
         targets, leaving = found.targets[:missing], found.leaving[:missing]
         self._coming_from = rows, sources
         counts, left = np.empty(missing, np.uint32), np.arange(missing)
-        if self._swap is not None and brought is None:
+        if self._swap is not None and copying is None:
             left = np.flatnonzero(~self._swap.pairs(self.directory, sources, targets, leaving, counts))
             self.moved_rows[1] += missing - len(left)
         for start in range(0, len(left), self._chunk):
             part = left[start : start + self._chunk]
-            copying: list[Finish] = []
-            if brought is None:
-                records = self._coming[: len(part)]
+            records = self._coming[: len(part)]
+            if start or copying is None:
                 copying = self._begin(rows[part], sources[part], records, leave=True)
-            else:
-                records = brought[part]
             down = part[leaving[part] >= 0]
             if len(down):
                 self._demote(leaving[down], self._take(targets[down], self._going), 0)
@@ -285,7 +293,7 @@ class Stack:
         """Begin to copy records out of wherever they are; ``leave``: they are no longer there then."""
         copying: list[Finish] = []
         level = np.where(sources > 0, (sources - 1) & 3, -1)
-        for number in np.unique(level).tolist():
+        for number in np.unique(level)[::-1].tolist():  # slow ones first: the others are copied meanwhile
             here = level == number
             whole = bool(here.all())
             part = out if whole else np.empty((int(here.sum()), out.shape[1]), np.uint32)
