@@ -13,7 +13,13 @@ NEWEST_STEPS = 200
 """Steps that a trace shows."""
 NEWEST_SPANS = 100_000
 """And spans, where steps have very many."""
-THREADS = {"MainThread": "training", "dlrm-ids": "ids", "dlrm-lookahead": "lookahead", "dlrm-prefetch": "reader"}
+THREADS = {
+    "MainThread": "training",
+    "dlrm-ids": "ids",
+    "dlrm-lookahead": "lookahead",
+    "dlrm-read": "reader",
+    "dlrm-fetch": "fetcher",
+}
 """Names in the trace, by how threads' own begin; others keep theirs."""
 
 Given = ParamSpec("Given")

@@ -122,7 +122,7 @@ def test_items_ahead_hold_no_more_bytes_than_the_budget() -> None:
             most[0] = max(most[0], held[0])
             yield size
 
-    for size in prefetched(items(), 100, int):
+    for size in prefetched(items(), 100, int, "read"):
         held[0] -= size
 
     assert held[0] == 0
@@ -130,7 +130,7 @@ def test_items_ahead_hold_no_more_bytes_than_the_budget() -> None:
 
 
 def test_an_item_above_the_budget_comes_all_the_same() -> None:
-    assert list(prefetched([500, 600], 100, int)) == [500, 600]
+    assert list(prefetched([500, 600], 100, int, "read")) == [500, 600]
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def test_any_order_over_files_and_row_groups_equals_the_plain_rows(write_parquet
     files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
 
     for budget in (0, 1 << 30):
-        raw = open_source(files, ["user", "films"], budget).batches([order])[0]
+        (raw,) = open_source(files, ["user", "films"], budget).batches([order])
 
         assert raw.dense[:, 0].tolist() == prices[order].tolist()
         assert raw.ids.tolist() == users[order].tolist() + [i for row in order for i in bags[row]]
@@ -259,7 +259,7 @@ def test_damage_is_an_error_or_changes_no_more_than_what_pyarrow_reads(
     path.write_bytes(body)
 
     try:
-        raw = open_source([path], ["user"], 0).batches([np.arange(300)])[0]
+        (raw,) = open_source([path], ["user"], 0).batches([np.arange(300)])
     except BadDataError:
         return
 

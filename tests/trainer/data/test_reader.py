@@ -19,8 +19,10 @@ from hypothesis import given, settings
 
 from dlrm_api.errors import NoInputError, NoPermissionError
 from dlrm_api.job import parse_job
+from dlrm_api.tables import TableSpec
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.data.hashing import rows_of_ids
+from dlrm_trainer.data.lookups import hashing_of, put_rows_of
 from dlrm_trainer.data.prefetch import prefetched
 from dlrm_trainer.data.uris import find_files, local_path, relative_names
 
@@ -109,7 +111,7 @@ def test_an_error_while_reading_ahead_reaches_the_consumer_in_its_place() -> Non
         yield from (1, 2)
         raise NoInputError("gone")
 
-    ahead = prefetched(items(), 2, lambda _: 1)
+    ahead = prefetched(items(), 2, lambda _: 1, "read")
 
     seen = [next(ahead), next(ahead)]
     with pytest.raises(NoInputError, match="gone"):
@@ -126,12 +128,12 @@ def test_closing_the_iterator_ends_its_thread_and_reads_no_more_than_the_depth_a
             made.append(number)
             yield number
 
-    ahead = prefetched(items(), 2, lambda _: 1)
+    ahead = prefetched(items(), 2, lambda _: 1, "read")
     assert next(iter(ahead)) == 0
     ahead.close()  # type: ignore[attr-defined]
 
     assert len(made) <= 5
-    assert not [thread for thread in threading.enumerate() if thread.name == "dlrm-prefetch"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "dlrm-read"]
 
 
 @given(
@@ -142,6 +144,20 @@ def test_hashed_ids_are_rows_of_the_table(ids: list[int], rows: int, kind: Any) 
 
     assert outside is None
     assert ((hashed >= 0) & (hashed < rows)).all()
+
+
+@given(st.integers(1, 2**40), st.sampled_from(["none", "modulo", "mix"]), st.integers(0, 2**32))
+@settings(deadline=None)
+def test_compiled_loops_hash_as_numpy_does(rows: int, kind: Any, seed: int) -> None:
+    table = TableSpec.model_validate({"name": "ids", "rows": rows, "dim": 4, "embedding": {"hash": kind}})
+    ids = np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, 100, dtype=np.int64)
+    ids[:5] = [-1, 0, rows, 2**63 - 1, -(2**63)]
+    found = np.empty_like(ids)
+
+    put_rows_of(ids, hashing_of(table), found)
+
+    expected, _ = rows_of_ids(ids, rows, kind)
+    assert found.tolist() == expected.tolist()
 
 
 def test_the_mix_hash_is_the_one_that_is_written_down() -> None:

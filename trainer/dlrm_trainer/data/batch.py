@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -88,8 +88,10 @@ class RowSource(Protocol):
         on its own.
         """  # noqa: D205
 
-    def batches(self, slices: Sequence[NDArray[np.int64]], ahead: NDArray[np.int64] | None = None) -> list[RawRows]:
+    def batches(self, slices: Sequence[NDArray[np.int64]], ahead: NDArray[np.int64] | None = None) -> Iterable[RawRows]:
         """Fetch the rows of some batches, which together cost less than one after the other.
+
+        What they are fetched from is let go of at once; how they are laid out may wait until they are taken, once each.
 
         Args:
             slices: rows of each batch; may be empty.

@@ -8,6 +8,7 @@ from dlrm_checkpointer.compiled import compiled
 from dlrm_trainer.processor import upper_product
 
 _LARGEST = np.uint64(2**64 - 1)
+_HALF, _LOWER = np.uint64(32), np.uint64(2**32 - 1)
 
 
 @compiled
@@ -25,6 +26,15 @@ def quotient(number: np.uint64, size: np.uint64, inverse: np.uint64) -> np.uint6
 
 @compiled
 def rest(number: np.uint64, size: np.uint64, inverse: np.uint64) -> np.uint64:
-    """``number % size``."""
-    left: np.uint64 = number - upper_product(number, inverse) * size
+    """``number % size``, of a size below 2^62.
+
+    Of the product's upper half what comes from below it is left out, so that vectors can make it: they have products
+    of 32 bits alone. With what ``quotient`` falls short by, that is three at most.
+    """
+    upper, lower = number >> _HALF, number & _LOWER
+    by_upper, by_lower = inverse >> _HALF, inverse & _LOWER
+    found = upper * by_upper + (upper * by_lower >> _HALF) + (lower * by_upper >> _HALF)
+    left: np.uint64 = number - found * size
+    twice = size + size
+    left = left - twice if left >= twice else left
     return left - size if left >= size else left

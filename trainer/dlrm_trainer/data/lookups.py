@@ -32,7 +32,7 @@ class Hashing(NamedTuple):
 def hashing_of(table: TableSpec) -> Hashing:
     """That of a table's features."""
     rows = np.uint64(table.rows)
-    return Hashing(_HASHES[table.embedding.hash], rows, inverse_of(rows))
+    return Hashing(_HASHES[table.embedding.hash], rows, np.uint64(inverse_of(rows)))
 
 
 KEPT = Hashing(NONE, np.uint64(1), np.uint64(0))

@@ -7,6 +7,7 @@ a contiguous run of shards: the ranks' slices concatenate to the same batch what
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -61,22 +62,30 @@ class SampleOrder:
         mine = self.shards_of(rank, world_size)
         bounds = self._bounds(np.arange(mine.start, mine.stop + 1, dtype=np.int64))
         sizes = np.diff(bounds)
-        positions = np.arange(index * self.share, (index + 1) * self.share, dtype=np.int64)
-        shard, column = np.nonzero(positions[None, :] < sizes[:, None])
-        offsets = positions[column]
+        first = index * self.share
+        counts = np.clip(sizes - first, 0, self.share)
+        row = np.arange(first, first + self.share, dtype=np.int64)
+        whole = bool((counts == self.share).all())  # as nearly all batches are
+        offsets = np.tile(row, sizes.size) if whole else np.concatenate([row[:count] for count in counts] or [row[:0]])
         if self.window_rows and offsets.size:
-            keys = random_bits(stream_key("order", self.seed, epoch), np.arange(mine.start, mine.stop, dtype=np.uint64))
+            keys = _shard_keys(self.seed, epoch, mine)
             mixed = shuffle(
                 offsets.view(np.uint64),
-                sizes[shard].view(np.uint64),
-                keys[shard],
+                np.repeat(sizes.view(np.uint64), counts),
+                np.repeat(keys, counts),
                 np.uint64(self.window_rows),
                 np.uint64(self.block_rows),
             )
             offsets = mixed.view(np.int64)
-        return bounds[shard] + offsets
+        return np.repeat(bounds[:-1], counts) + offsets
 
     def _bounds(self, shards: NDArray[np.int64]) -> NDArray[np.int64]:
         """First row of each shard: floor(shard * num_samples / V) without overflow."""
         whole, rest = divmod(self.num_samples, self.virtual_shards)
         return shards * whole + shards * rest // self.virtual_shards
+
+
+@functools.lru_cache(maxsize=4)
+def _shard_keys(seed: int, epoch: int, shards: range) -> NDArray[np.uint64]:
+    """What names each shard's permutations in an epoch."""
+    return random_bits(stream_key("order", seed, epoch), np.arange(shards.start, shards.stop, dtype=np.uint64))

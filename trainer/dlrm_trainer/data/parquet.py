@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -79,7 +79,7 @@ class ParquetSource:
         """Drop the decoded row groups."""
         self._decoded.close()
 
-    def batches(self, slices: Sequence[Ints], ahead: Ints | None = None) -> list[RawRows]:
+    def batches(self, slices: Sequence[Ints], ahead: Ints | None = None) -> Iterable[RawRows]:
         """Take the rows of some batches, decoding the row groups that are not at hand.
 
         Raises:

@@ -75,12 +75,29 @@ def _permute_blocks(
         else:
             positions[place] = squeezed - slots[place] * block
     if full:
-        _permute(slots, full, _bits(key, _ONE), halves)
+        _permute_slots(slots, full, _bits(key, _ONE), halves)
     for place in range(positions.size):
         if positions[place] >= _TAIL:
             positions[place] -= _TAIL
         else:
             positions[place] += slots[place] * block
+
+
+@compiled
+def _permute_slots(slots: UInts, full: np.uint64, key: np.uint64, halves: NDArray[np.int64]) -> None:
+    """As ``_permute``; neighbours share few blocks, so that each of these goes through the network once."""
+    lowest, highest = slots[0], slots[0]
+    for place in range(slots.size):
+        lowest, highest = min(lowest, slots[place]), max(highest, slots[place])
+    if highest - lowest >= np.uint64(slots.size):
+        _permute(slots, full, key, halves)
+        return
+    images = np.empty(highest - lowest + _ONE, np.uint64)
+    for place in range(images.size):
+        images[place] = lowest + np.uint64(place)
+    _permute(images, full, key, halves)
+    for place in range(slots.size):
+        slots[place] = images[slots[place] - lowest]
 
 
 @compiled

@@ -69,14 +69,17 @@ class _Queue(Generic[T]):
             return None
 
 
-def prefetched(items: Iterable[T], budget_bytes: int, size_of: Callable[[T], int]) -> Generator[T, None, None]:
+def prefetched(
+    items: Iterable[T], budget_bytes: int, size_of: Callable[[T], int], stage: str
+) -> Generator[T, None, None]:
     """Yield ``items`` in order, made ahead in a thread: as many as ``budget_bytes`` hold, and at least one.
 
+    ``stage`` names the thread, and the making of each item in a trace.
     An error in making an item reaches the consumer in that item's place. Closing the iterator, or dropping it, stops
     the thread after the item that it is making.
     """
     queue: _Queue[T] = _Queue(budget_bytes, size_of)
-    worker = threading.Thread(target=_fill, args=(items, queue), name="dlrm-prefetch", daemon=True)
+    worker = threading.Thread(target=_fill, args=(each_spanned(items, stage), queue), name=f"dlrm-{stage}", daemon=True)
     worker.start()
     try:
         while (item := queue.get()) is not None:
@@ -88,7 +91,7 @@ def prefetched(items: Iterable[T], budget_bytes: int, size_of: Callable[[T], int
 
 def _fill(items: Iterable[T], queue: _Queue[T]) -> None:
     try:
-        for item in each_spanned(items, "read"):
+        for item in items:
             if not queue.put(item):
                 return
         queue.end()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -29,6 +30,20 @@ TOGETHER_SHARE = 4
 """And one part in so many for batches that are made together."""
 TOGETHER = 16
 """Batches that are made together where the budget has room for all blocks that they need; else more."""
+
+
+Slices = Sequence[NDArray[np.int64]]
+"""Sample ids of each of some batches."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows of batches that are made together."""
+
+    numbers: range
+    slices: Slices
+    raws: Iterable[RawRows]
+    """Of the slices that are not empty."""
 
 
 class Reader:
@@ -90,12 +105,12 @@ class Reader:
             BadDataError: a row can't be used; the message names the file, the row, the column or table and the mend.
         """
         sample_ids = self._sample_ids(batch)
-        raw = self._source.batches([sample_ids])[0] if sample_ids.size else self._nothing
+        raw = next(iter(self._source.batches([sample_ids]))) if sample_ids.size else self._nothing
         return self._batch(batch, sample_ids, raw)
 
     def iterate(self, start: int, stop: int) -> Generator[Batch, None, None]:
-        """Batches ``start`` to ``stop - 1`` in order, read ahead in a thread; close it to stop early."""
-        ahead = prefetched(self._made(start, stop), self._budget // FINISHED_SHARE, _bytes_of)
+        """Batches ``start`` to ``stop - 1`` in order, read ahead in threads; close it to stop early."""
+        ahead = prefetched(self._made(start, stop), self._budget // FINISHED_SHARE, _bytes_of, "read")
         with closing(ahead):
             while True:
                 began = time.monotonic()
@@ -110,7 +125,18 @@ class Reader:
         self._source.close()
 
     def _made(self, start: int, stop: int) -> Iterator[Batch]:
-        """Batches in order, several at a time: what they need is then read and decoded once for all of them."""
+        """Batches in order, made of rows that another thread fetches: of no more than one group ahead."""
+        with closing(prefetched(self._fetched(start, stop), 1, lambda _: 1, "fetch")) as groups:
+            for group in groups:
+                raws = iter(group.raws)
+                for number, sample_ids in zip(group.numbers, group.slices, strict=True):
+                    batch = self._batch(number, sample_ids, next(raws) if sample_ids.size else self._nothing)
+                    self._most_together = max(1, self._budget // TOGETHER_SHARE // max(1, _bytes_of(batch)))
+                    yield batch
+        self._source.rest()
+
+    def _fetched(self, start: int, stop: int) -> Iterator[_Group]:
+        """Rows of batches in order, several at a time: what they need is then read and decoded once for all of them."""
         together, remade = 1, 0
         slices = [self._sample_ids(number) for number in range(start, min(start + together, stop))]
         while start < stop:
@@ -122,22 +148,17 @@ class Reader:
             if (self._source.remade or 0) == remade:
                 together = min(together, TOGETHER)
             remade = self._source.remade or 0
-        self._source.rest()
 
-    def _some(
-        self, numbers: range, slices: Sequence[NDArray[np.int64]], ahead: Sequence[NDArray[np.int64]]
-    ) -> Iterator[Batch]:
+    def _some(self, numbers: range, slices: Slices, ahead: Slices) -> Iterator[_Group]:
         filled = [each for each in slices if each.size]
         try:
-            raws = iter(self._source.batches(filled, np.concatenate(ahead) if ahead else None) if filled else ())
+            raws = self._source.batches(filled, np.concatenate(ahead) if ahead else None) if filled else ()
         except DLRMError:
             if len(numbers) > 1:  # batches before the bad one are good
-                yield from map(self.read, numbers)
+                for number, sample_ids in zip(numbers, slices, strict=True):
+                    yield from self._some(range(number, number + 1), [sample_ids], [])
             raise
-        for number, sample_ids in zip(numbers, slices, strict=True):
-            batch = self._batch(number, sample_ids, next(raws) if sample_ids.size else self._nothing)
-            self._most_together = max(1, self._budget // TOGETHER_SHARE // max(1, _bytes_of(batch)))
-            yield batch
+        yield _Group(numbers, slices, raws)
 
     def _sample_ids(self, batch: int) -> NDArray[np.int64]:
         return self._order.sample_ids(batch, self._rank, self._world_size)

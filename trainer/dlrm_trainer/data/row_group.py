@@ -12,9 +12,14 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError
+from dlrm_checkpointer.compiled import compiled
 from dlrm_trainer.data.lookups import NONE, Hashing, put_rows_of
-from dlrm_trainer.data.packed import PackedRows, SingleIds, pack_bags
+from dlrm_trainer.data.packed import Numbers, PackedRows, SingleIds, pack_bags
 from dlrm_trainer.data.scratch import scratch
+
+NO_BITS = np.empty(0, dtype=np.uint8)
+_THREE, _SEVEN, _EIGHT = np.uint64(3), np.uint64(7), np.uint64(8)
+_NAN = np.float32(np.nan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +63,9 @@ class RowGroupDecoder:
             BadDataError: a value can't be used; the message names file, row and column.
         """
         dense = scratch("dense", (1 + len(columns.dense), data.num_rows), np.float32)
-        dense[0] = self._labels(data[columns.label], columns.label)
+        self._labels(data[columns.label], columns.label, dense[0])
         for place, name in enumerate(columns.dense, start=1):
-            self._dense(data, name, dense[place])
+            self._dense(data[name], name, dense[place])
         singles = SingleIds(len(columns.bags), data.num_rows)
         each_feature = enumerate(zip(columns.bags, columns.hashings, strict=True))
         bags = [self._ids(data, name, hashing, place, singles) for place, (name, hashing) in each_feature]
@@ -75,24 +80,24 @@ class RowGroupDecoder:
             dense, np.stack(sizes), np.concatenate([each.values for each in bags], dtype=np.int64), weights
         )
 
-    def _labels(self, column: Any, name: str) -> NDArray[np.float32]:
+    def _labels(self, column: Any, name: str, labels: Numbers) -> None:
         values = column.cast(pa.float64(), safe=False).to_numpy()
-        bad = (values != 0.0) & (values != 1.0)
-        if bad.any():
+        bad = put_labels(values, labels)
+        if bad >= 0:
             self._refuse(bad, column, name, "is no label: it must be 0 or 1")
-        return np.asarray(values, dtype=np.float32)
 
-    def _dense(self, data: pa.Table, name: str, values: NDArray[np.float32]) -> None:
+    def _dense(self, column: Any, name: str, values: Numbers) -> None:
         """Put a column's values into ``values`` (r,), NaN where null."""
-        column = data[name]
-        if column.type != pa.float32():
-            column = column.cast(pa.float64(), safe=False)
-        with np.errstate(over="ignore"):
-            values[:] = column.to_numpy()
-        if values.size - np.count_nonzero(np.isfinite(values)) != column.null_count:
-            bad = ~np.isfinite(values) & column.is_valid().to_numpy()
+        array = _array(column if column.type == pa.float32() else column.cast(pa.float64(), safe=False))
+        if array.offset:  # bits are read from the first on
+            array = pa.concat_arrays([array])
+        validity, held = array.buffers()
+        valid = np.frombuffer(validity, np.uint8) if array.null_count else NO_BITS
+        kind = np.float32 if array.type == pa.float32() else np.float64
+        bad = put_floats(np.frombuffer(held, kind), valid, values)
+        if bad >= 0:
             problem = "is not finite (as float32): mend the row, or write null for a missing value"
-            self._refuse(bad, data[name], name, problem)
+            self._refuse(bad, column, name, problem)
 
     def _ids(self, data: pa.Table, name: str, hashing: Hashing, place: int, singles: SingleIds) -> _Bags:
         """A feature's rows, in ``singles`` where each bag has one; a null bag and a null scalar are empty bags."""
@@ -117,23 +122,19 @@ class RowGroupDecoder:
         if (own != wanted).any():
             row = int((own != wanted).argmax())
             problem = f"holds {own[row]} weights for the {wanted[row]} ids of column {ids_name}: give one for each id"
-            self._refuse(own != wanted, column, name, problem)
+            self._refuse(row, column, name, problem)
         with np.errstate(over="ignore"):
             values: NDArray[np.float32] = (
                 flat.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float32)
             )
         if not np.isfinite(values).all():
-            rows = np.repeat(np.arange(own.size), own)
-            bad = np.zeros(own.size, dtype=bool)
-            bad[rows[~np.isfinite(values)]] = True
+            bad = int(np.repeat(np.arange(own.size), own)[~np.isfinite(values)][0])
             self._refuse(bad, column, name, "holds a weight that is not finite (as float32): mend the row")
         return values
 
     def _flat(self, column: Any, name: str, what: str) -> tuple[NDArray[np.int32] | None, Any]:
         """Bag sizes (r,), None where all are 1, and what the bags hold, one after the other."""
-        array: Any = column.combine_chunks()
-        if isinstance(array, pa.ChunkedArray):
-            array = pa.concat_arrays(array.chunks)
+        array = _array(column)
         if isinstance(array.type, pa.DictionaryType):
             array = array.dictionary_decode()
         if not is_list(array.type):
@@ -143,16 +144,71 @@ class RowGroupDecoder:
         sizes = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int32)
         flat = array.flatten()
         if flat.null_count:
-            bags = np.repeat(np.arange(sizes.size), sizes)
-            holed = np.zeros(sizes.size, dtype=bool)
-            holed[bags[flat.is_null().to_numpy(zero_copy_only=False)]] = True
-            self._refuse(holed, column, name, f"has a null inside the list: leave missing {what} out of the list")
+            holed = np.repeat(np.arange(sizes.size), sizes)[flat.is_null().to_numpy(zero_copy_only=False)]
+            problem = f"has a null inside the list: leave missing {what} out of the list"
+            self._refuse(int(holed[0]), column, name, problem)
         return None if (sizes == 1).all() else sizes, flat
 
-    def _refuse(self, bad: NDArray[np.bool_], column: Any, name: str, problem: str) -> NoReturn:
-        row = int(bad.argmax())
+    def _refuse(self, row: int, column: Any, name: str, problem: str) -> NoReturn:
         value = repr(column[row].as_py())[:60]
         raise BadDataError(f"{self.where(row)}: column {name}: {value} {problem}")
+
+
+def _array(column: Any) -> Any:
+    """A column in one piece; what is in one already is not copied."""
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    array = column.combine_chunks()
+    return pa.concat_arrays(array.chunks) if isinstance(array, pa.ChunkedArray) else array
+
+
+@compiled
+def put_labels(values: NDArray[np.float64], labels: Numbers) -> int:
+    """Put labels; returns the first that is none, or -1."""
+    bad = 0
+    for row in range(values.size):
+        labels[row] = values[row]
+        bad += int(values[row] != 0.0) & int(values[row] != 1.0)
+    if bad:
+        for row in range(values.size):
+            if values[row] != 0.0 and values[row] != 1.0:
+                return row
+    return -1
+
+
+@compiled
+def put_floats(values: NDArray[Any], valid: NDArray[np.uint8], floats: Numbers) -> int:
+    """Put values, NaN where null.
+
+    Args:
+        values: (r,).
+        valid: a bit for each; empty: all are valid.
+        floats: (r,) to be filled in.
+
+    Returns:
+        the first that is valid and not finite as a float32, or -1.
+    """
+    bad = np.int32(0)
+    whole = np.uint64(floats.size // 8 if valid.size else 0)
+    for byte in range(whole):
+        bits = np.int32(valid[byte])
+        for bit in range(np.uint64(8)):
+            value = np.float32(values[byte * _EIGHT + bit])
+            good = bits >> np.int32(bit) & np.int32(1)
+            nothing = value - value  # 0, or NaN where the value is not finite
+            bad += good & np.int32(nothing != nothing)
+            floats[byte * _EIGHT + bit] = value if good else _NAN
+    for row in range(whole * _EIGHT, np.uint64(floats.size)):
+        value = np.float32(values[row])
+        good = np.int32(valid[row >> _THREE]) >> np.int32(row & _SEVEN) & np.int32(1) if valid.size else np.int32(1)
+        nothing = value - value
+        bad += good & np.int32(nothing != nothing)
+        floats[row] = value if good else _NAN
+    if bad:
+        for place in range(floats.size):
+            if not np.isfinite(floats[place]) and (not valid.size or valid[place >> 3] >> (place & 7) & 1):
+                return place
+    return -1
 
 
 def is_list(kind: Any) -> bool:

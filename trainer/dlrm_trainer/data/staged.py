@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,9 +49,9 @@ class StagedRows:
             _put_rows(block.weights.reshape(-1), rows, order, self._weights)
         return True
 
-    def batches(self, sizes: Sequence[int]) -> list[RawRows]:
-        """The rows, batch by batch."""
-        found, first, features = [], 0, self._ids.shape[1]
+    def batches(self, sizes: Sequence[int]) -> Iterator[RawRows]:
+        """The rows, batch by batch, each made when it is taken."""
+        first, features = 0, self._ids.shape[1]
         for size in sizes:
             span = slice(first, first + size)
             labels = np.empty(size, dtype=np.float32)
@@ -59,17 +59,14 @@ class StagedRows:
             ids = np.empty(size * features, dtype=np.int64)
             _part_numbers(self._numbers[span], labels, dense)
             transpose(self._ids[span].T, ids.reshape(features, size).T)
-            found.append(
-                RawRows(
-                    dense=dense,
-                    labels=labels,
-                    lengths=one_each(features, size),
-                    ids=ids,
-                    weights=None if self._weights is None else self._weights[span].T.reshape(-1),
-                )
+            yield RawRows(
+                dense=dense,
+                labels=labels,
+                lengths=one_each(features, size),
+                ids=ids,
+                weights=None if self._weights is None else self._weights[span].T.reshape(-1),
             )
             first += size
-        return found
 
 
 @functools.lru_cache(maxsize=4)
