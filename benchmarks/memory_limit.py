@@ -23,6 +23,7 @@ from benchmarks.measure import tell
 from benchmarks.memory_groups import MemoryGroup, MemoryGroupError
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.tiers import row_bytes
+from dlrm_checkpointer.catalog import verify_snapshot
 from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.store import StoreOptions, open_store
 
@@ -79,14 +80,14 @@ def _watch(group: MemoryGroup, process: subprocess.Popen[bytes]) -> int:
 
 
 def _outcome(manifest: Path, store: Path, output: bytes) -> dict[str, Any]:
-    """What was trained: bytes of all tables with their state, and of the rows that the last snapshot has."""
+    """What was trained: bytes of all tables with their state, and of the rows that the last snapshot stands for."""
     job: DLRMJob = parse_job(yaml.safe_load(manifest.read_text()))
     kind = job.spec.training.row_optimizer.kind
     sizes = {table.name: row_bytes(table.dim, table.dtype, kind) for table in job.spec.model.all_tables()}
     result = json.loads(output)
     snapshot, _ = newest_snapshot(open_store(store.as_uri(), StoreOptions()), verify=False)
     assert snapshot is not None, "dlrmctl ended well, and so left a snapshot"
-    touched = sum(chunk.rows * sizes[chunk.table] for chunk in snapshot.manifest.chunks)
+    touched = sum(rows * sizes[table] for table, rows in verify_snapshot(snapshot).rows.items())
     return {
         "table_bytes": sum(table.rows * sizes[table.name] for table in job.spec.model.all_tables()),
         "touched_bytes": touched,
