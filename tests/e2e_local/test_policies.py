@@ -30,14 +30,14 @@ WHY = {
     "intermittent": ("increment: the policy is intermittent", "full: a full one and its increments are expected"),
 }
 """Kind and reason, by policy, of a snapshot that has one before it."""
+MORE_STEPS = 200
+"""Of a run that goes on after a kill."""
 
 
 @pytest.mark.parametrize("policy", WHY)
 def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one_whatever_the_policy(local: Any, policy: str) -> None:
-    local.write(checkpoint={"policy": policy, "intervalSteps": 5, "retention": {"keepLast": 2}}, data={"epochs": 8})
-    whole = local.done(
-        "--digest", "--workdir", str(local.folder / "other"), "--set", f"spec.checkpoint.uri={local.folder.as_uri()}/o"
-    )
+    checkpoint = {"policy": policy, "intervalSteps": 5, "retention": {"keepLast": 2}}
+    local.write(checkpoint=checkpoint, data={"epochs": 10_000})
     process = local.start()
     deadline = time.monotonic() + 60
     while len(local.steps()) < 12 or not any(local.store.glob("manifests/*")):
@@ -46,8 +46,11 @@ def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one_whatever_the_pol
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
 
-    resumed = local.done("--digest")
+    end = ("--digest", "--set", f"spec.training.maxSteps={len(local.steps()) + MORE_STEPS}")
+    resumed = local.done(*end)
 
+    store = f"spec.checkpoint.uri={local.folder.as_uri()}/o"
+    whole = local.done(*end, "--workdir", str(local.folder / "other"), "--set", store)
     assert resumed["state_digest"] == whole["state_digest"]
     snapshot = find_snapshot(open_store(local.store.as_uri()))
     verify_snapshot(snapshot)
