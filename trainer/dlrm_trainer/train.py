@@ -14,7 +14,7 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics, TrainerPhase
-from dlrm_checkpointer.cut import CutMeta, CutSize, ShardId, SnapshotName
+from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName
 from dlrm_checkpointer.handoff import CutAbandonedError, HandedOver, HandOffWriter
 from dlrm_trainer import snapshots
 from dlrm_trainer.cuts import CutControl
@@ -210,11 +210,16 @@ class Training:
         parent, now = self.collectives.broadcast(begun)
         embeddings, dense = parts.learner.embeddings, parts.learner.dense.arrays() if rank == 0 else None
         embeddings.begin_cut(self.step, None if parent is None else parent.step)
-        meta, size = self.cut_meta(parent, now), embeddings.cut_size()
+        meta, owned = self.cut_meta(parent, now), self.owned
         if last:
             self.put_last(writer, meta, dense)
+        elif given := writer.put_if_room(
+            meta, embeddings.rows_in_place(), dense, owned=owned, size=embeddings.cut_size()
+        ):
+            self.handed_over(self.step, given)
         else:
-            self.put_or_begin(writer, meta, dense, size)
+            self.control.begun()
+            self.gradual = GradualHandOver(embeddings, writer.start_gradual(meta, dense, owned=owned))
         self.board.phase(TrainerPhase.TRAINING)
         self.stages.lap("cut")
 
@@ -237,20 +242,6 @@ class Training:
             raise
         self.handed_over(self.step, given)
 
-    def put_or_begin(self, writer: HandOffWriter, meta: CutMeta, dense: dict[str, Any] | None, size: CutSize) -> None:
-        """Hand a cut over at once where there is room for ``size``, else begin to while training goes on."""
-        embeddings = self.parts.learner.embeddings
-        if given := writer.put_if_room(meta, embeddings.rows_in_place(), dense, owned=self.owned, size=size):
-            self.handed_over(self.step, given)
-        else:
-            self.control.begun()
-            self.gradual = GradualHandOver(embeddings, writer.start_gradual(meta, dense, owned=self.owned))
-
-    def given_up(self, step: int, error: CutAbandonedError) -> None:
-        """Tell of a cut that training goes on without."""
-        self.control.abandoned(error.waited_s)
-        logger.warning("training goes on without a snapshot of step %d: %s", step, error)
-
     def go_on_handing_over(self) -> None:
         """Hand more of a cut over that is on its way; where its rows change too fast for that, it is given up."""
         if self.gradual is None:
@@ -258,7 +249,8 @@ class Training:
         try:
             given = self.gradual.go_on()
         except CutAbandonedError as error:
-            self.given_up(self.gradual.step, error)
+            self.control.abandoned(error.waited_s)
+            logger.warning("training goes on without a snapshot of step %d: %s", self.gradual.step, error)
             self.gradual = None
         else:
             if given is not None:
