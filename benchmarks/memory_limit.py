@@ -21,6 +21,7 @@ import yaml
 
 from benchmarks.measure import tell
 from benchmarks.memory_groups import MemoryGroup, MemoryGroupError
+from benchmarks.scratch import Scratch
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.tiers import row_bytes
 from dlrm_checkpointer.catalog import verify_snapshot
@@ -41,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MemoryGroupError as error:
         tell(f"NOT MEASURED: {error}")
         return 1
-    with closing(group), tempfile.TemporaryDirectory(prefix="dlrm-bench-", dir=given.tier_dir) as folder:
+    with closing(group), Scratch(given.tier_dir) as scratch:
         group.limit(given.limit)
-        line = _run(group, given, Path(folder))
+        line = _run(group, given, scratch.path)
     print(json.dumps(line), flush=True)
     return 0 if line["exit_code"] == 0 and not line["killed"] else 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from dlrm_checkpointer.store import Body, ObjectInfo, ObjectStore
 
@@ -39,10 +39,6 @@ class MeteredStore:
         """Passed on."""
         return self._store.get_into(key, buffer)
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Passed on."""
-        return self._store.get_range(key, start, length)
-
     def put(self, key: str, body: Body, sha256: str | None = None) -> None:
         """Passed on, and counted."""
         self._store.put(key, body, sha256)
@@ -62,6 +58,10 @@ class MeteredStore:
     def delete(self, key: str) -> None:
         """Passed on."""
         self._store.delete(key)
+
+    def delete_all(self, keys: Sequence[str]) -> None:
+        """Passed on."""
+        self._store.delete_all(keys)
 
     def size(self, key: str) -> int | None:
         """Passed on."""

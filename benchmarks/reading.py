@@ -29,10 +29,11 @@ from benchmarks.loopback import Service, served
 from benchmarks.measure import Pairs, report, tell
 from benchmarks.samples import DENSE, IDS, write_samples
 from dlrm_api.job import DLRMJobSpec, parse_job
+from dlrm_api.model import TableSpec
 from dlrm_api.names import Env
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.data.files import LocalFile
-from dlrm_trainer.data.lookups import KEPT
+from dlrm_trainer.data.lookups import hashing_of
 from dlrm_trainer.data.opening import LOCAL_THREADS
 from dlrm_trainer.data.parquet import ParquetSource
 from dlrm_trainer.data.row_group import Columns
@@ -110,8 +111,8 @@ def read_epoch(spec: DLRMJobSpec) -> int:
 
 def decode_columns(path: str) -> int:
     """Decode all columns of a Parquet file, each row group of which is let go of at once."""
-    features = len(IDS)
-    columns = Columns(label="label", dense=DENSE, bags=IDS, weights=[None] * features, hashings=[KEPT] * features)
+    hashings = [hashing_of(TableSpec(name=name, rows=2**33, dim=4)) for name in IDS]
+    columns = Columns(label="label", dense=DENSE, bags=IDS, weights=[None] * len(IDS), hashings=hashings)
     source = ParquetSource([LocalFile(Path(path))], columns, budget_bytes=0)
     with ThreadPoolExecutor(LOCAL_THREADS) as pool:
         return sum(pool.map(lambda number: int(source.row_group(number).num_rows), range(source.num_row_groups)))

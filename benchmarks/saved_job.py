@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_api.checkpoint import Bits, CheckpointSpec
+from benchmarks.scratch import SHARED_MEMORY, Scratch
+from dlrm_api.checkpoint import Bits, CheckpointSpec, PolicyName
 from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.cut import CutMeta, ShardRows, SnapshotName, TableMeta
 from dlrm_checkpointer.handoff import HandOffWriter
 from dlrm_checkpointer.inbox import Inbox
-from dlrm_checkpointer.policy import ChainPolicy, PolicyName
+from dlrm_checkpointer.policy import ChainPolicy
 from dlrm_checkpointer.retention import Rule
 from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.store import ObjectStore
 
-SHARED_MEMORY = Path("/dev/shm")
 INTERVAL_S = 1_800.0
 PATIENCE_S = 300.0
 DENSE_SHARE = 0.001
@@ -65,9 +62,9 @@ class SavedJob:
         self.dense: dict[str, NDArray[Any]] = {name: self._source.random(values, np.float32) for name in ("w", "opt")}
         self.step = 1
         self.attempt = claim_attempt(store, None, "")
-        self._folder = Path(tempfile.mkdtemp(dir=SHARED_MEMORY))
-        self._writer = HandOffWriter(self._folder, 0, None)
-        self._inbox, self.status = Inbox(self._folder, range(1)), Status()
+        self._scratch = Scratch(SHARED_MEMORY)
+        self._writer = HandOffWriter(self._scratch.path, 0, None)
+        self._inbox, self.status = Inbox(self._scratch.path, range(1)), Status()
         sidecar = Sidecar(self._inbox, store, self.status, _duties(bits, policy))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=sidecar.run, args=(self._stop,), daemon=True)
@@ -140,7 +137,7 @@ class SavedJob:
         """End the sidecar, give the memory back."""
         self.settle()
         self._inbox.close()
-        shutil.rmtree(self._folder)
+        self._scratch.close()
 
 
 def _duties(bits: Bits, policy: PolicyName) -> Duties:

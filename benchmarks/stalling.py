@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
 from benchmarks.measure import Pairs, report
+from benchmarks.scratch import SHARED_MEMORY, Scratch
 from dlrm_api.model import TableSpec
 from dlrm_checkpointer.cut import CutMeta
 from dlrm_checkpointer.handoff import HandOffWriter
@@ -34,7 +35,6 @@ ROWS, DIM = 20_000_000, 32
 CHANGED = 0.26
 REPEATS, DCP_REPEATS = 9, 3
 METRIC = "stall_ms"
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def lines(quick: bool, repeats: int | None = None) -> Iterator[Line]:
     """A rank's cuts against each peer, in turn; the first two of either are not counted."""
     rows = ROWS // 10 if quick else ROWS
     with ExitStack() as resources:
-        folder = Path(resources.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY)))
+        folder = resources.enter_context(Scratch(SHARED_MEMORY)).path
         scratch = Path(resources.enter_context(tempfile.TemporaryDirectory()))
         table = Table(rows, folder)
         resources.callback(table.close)

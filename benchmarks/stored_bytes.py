@@ -13,8 +13,7 @@ from benchmarks.measure import Line, Pairs, tell
 from benchmarks.metered_store import MeteredStore
 from benchmarks.saved_job import SavedJob, tables_of
 from benchmarks.touched import TouchedRows, Trace
-from dlrm_api.checkpoint import Bits
-from dlrm_checkpointer.policy import PolicyName
+from dlrm_api.checkpoint import Bits, PolicyName
 from dlrm_checkpointer.store import ObjectStore
 
 DIM = 64
@@ -111,8 +110,7 @@ def live(store: ObjectStore, bits: Bits, policy: PolicyName, share: float, rows:
             last = job.status.progress.last_snapshot
             kinds.append(last.kind if last else "")
         full_bytes, dense_bytes = job.full_bytes, job.full_bytes - job.table_bytes
-    for info in list(store.list("")):
-        store.delete(info.key)
+    store.delete_all([info.key for info in store.list("")])
     return Life(
         written_bytes=metered.written_bytes,
         peak_bytes=metered.peak_bytes,

@@ -19,6 +19,7 @@ from benchmarks.device import Device, FioError, find_fio
 from benchmarks.hit_rates import check_hit_rates
 from benchmarks.measure import Pairs, Setting, Side, alternate, report, tell
 from benchmarks.memory_groups import MemoryGroupError
+from benchmarks.scratch import SHARED_MEMORY, Scratch
 from benchmarks.shapes import TRACES, Batches, Shape, placement_of, popularity_of, quick
 from benchmarks.sides import Rates, Replace, Trained
 from benchmarks.starting import measure_start
@@ -28,7 +29,6 @@ from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.level import Level
 from dlrm_trainer.embedding.tiers.stack import Stack
 
-SHARED_MEMORY = Path("/dev/shm")
 VIRTUAL = Shape(tables=10, rows=25_000_000)
 """64 GB of rows."""
 POLICIES = {"zipf-1.05": "lru", "production-like": "mixed"}
@@ -264,10 +264,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _options(given: argparse.Namespace) -> Iterator[Options]:
     shape = quick(Shape()) if given.quick else Shape()
     with ExitStack() as stack:
-        tier_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlrm-bench-", dir=given.tier_dir)))
+        tier_dir = stack.enter_context(Scratch(given.tier_dir)).path
         scm_dir = tier_dir
         if given.scm_dir is not None:
-            scm_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlrm-bench-", dir=given.scm_dir)))
+            scm_dir = stack.enter_context(Scratch(given.scm_dir)).path
         yield Options(
             shape=shape,
             virtual=replace(VIRTUAL, tables=2) if given.quick else VIRTUAL,

@@ -25,16 +25,15 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 from benchmarks.carrying import Carrier
 from benchmarks.loopback import Service
 from benchmarks.measure import Line, Pairs, tell
-from benchmarks.saved_job import SHARED_MEMORY
+from benchmarks.scratch import SHARED_MEMORY, Scratch
 from benchmarks.shapes import Batches, Shape, job_of, popularity_of, quick, split_placement
 from benchmarks.sides import Trained
 from benchmarks.slow_link import LOOPBACK, slow_link
-from dlrm_api.checkpoint import Bits
+from dlrm_api.checkpoint import Bits, PolicyName
 from dlrm_api.names import Env
 from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.cut import CutMeta
 from dlrm_checkpointer.handoff import HandOffWriter
-from dlrm_checkpointer.policy import PolicyName
 from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding.rows import table_meta
@@ -158,7 +157,8 @@ class Sidecar:
         self._training, self._learner = training, training.learner
         self.prefix, self.endpoint = prefix, endpoint
         self._attempt = claim_attempt(service.store(prefix), None, "")
-        self.folder = Path(tempfile.mkdtemp(dir=SHARED_MEMORY))
+        self._scratch = Scratch(SHARED_MEMORY)
+        self.folder = self._scratch.path
         size = training.shape.table_bytes * 3 // 2 + (64 << 20)
         self._writer = HandOffWriter(self.folder, 0, size)
         self._writer.touch()
@@ -222,7 +222,7 @@ class Sidecar:
             self._process.wait(PATIENCE_S)
         self._process.kill()
         self._process.wait()
-        shutil.rmtree(self.folder)
+        self._scratch.close()
 
 
 class AsyncSave:

@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dlrm_api.checkpoint import PolicyName
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.manifest import ChainLink, ChunkEntry, Growth, Kind, Manifest, manifest_key, parse_manifest
-from dlrm_checkpointer.policy import PolicyName
 from dlrm_checkpointer.store import ObjectStore
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar, cast
@@ -19,6 +21,10 @@ import numba.extending
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 OWN_PACKAGE = __name__.partition(".")[0]
+PREFIX = "compiled-"
+UNUSED_S = 30 * 24 * 3_600
+"""What no process has loaded for so long goes when a version that is new here is kept."""
+HOLD_TRIES = 5
 
 
 def compiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -78,7 +84,8 @@ def _unless_refused(save: Callable[..., None]) -> Callable[..., None]:
 def _folder(package: str) -> Path:
     """``NUMBA_CACHE_DIR``, else the user's cache folder, else one for temporary files: the first that takes a file.
 
-    numba reads no folder that it cannot write to. What an image brings in one is therefore copied.
+    numba reads no folder that it cannot write to. What an image brings in one is therefore copied. Each version of the
+    sources has a folder of its own; whoever makes a new one removes those that are used no more.
     """
     digest = hashlib.sha256()
     for root in sorted({package, OWN_PACKAGE}):
@@ -87,19 +94,64 @@ def _folder(package: str) -> Path:
             if b"@compiled" in body or b"@instruction" in body:
                 digest.update(body)
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    name = f"compiled-{digest.hexdigest()[:16]}"
+    name = f"{PREFIX}{digest.hexdigest()[:16]}"
     for folder in (base, tempfile.gettempdir()):
         try:
             place = Path(folder).expanduser() / "dlrm-operator" / name
-            place.mkdir(parents=True, exist_ok=True)
+            new = _hold(place)
             with tempfile.TemporaryFile(dir=place):
                 pass
             if folder != base:
                 _copy_kept(Path(base).expanduser() / "dlrm-operator" / name, place)
+            if new:
+                _prune(place.parent)
             return place
         except (OSError, RuntimeError):  # not writable; a user without a home
             continue
     return Path(tempfile.mkdtemp())
+
+
+def _hold(place: Path) -> bool:
+    """Make a folder where there is none, and keep it from being pruned as long as this process lives.
+
+    Returns:
+        whether it was made.
+    """
+    made = False
+    for _ in range(HOLD_TRIES):
+        with contextlib.suppress(FileExistsError):
+            place.mkdir(parents=True)
+            made = True
+        with contextlib.suppress(FileNotFoundError):  # pruned since it was found
+            os.utime(place)
+            lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+            with contextlib.suppress(OSError):  # no locks here: then nothing is pruned either
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            if _is_at(place, lock):
+                return made
+            os.close(lock)
+    raise FileNotFoundError(f"{place}: cannot be held")
+
+
+def _is_at(place: Path, descriptor: int) -> bool:
+    """Whether a folder that is open is still the one of that name."""
+    try:
+        return os.path.samestat(place.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _prune(kept: Path) -> None:
+    """Remove folders that no process holds and none has loaded for long; those that cannot be removed stay."""
+    for folder in kept.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.fstat(lock).st_mtime > UNUSED_S:
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _copy_kept(kept: Path, place: Path) -> None:

@@ -207,6 +207,10 @@ class TableMeta:
             )
         return range(starts.index(column_start), ends.index(column_end) + 1)
 
+    def rounded(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Rows as the trainer has them: of an fp16 table the nearest fp16 values."""
+        return rows.astype(np.float16).astype(np.float32) if self.dtype == "fp16" else rows
+
     @property
     def state_width(self) -> int:
         """Values of row optimizer state that a whole row has."""

@@ -122,9 +122,7 @@ class _Side:
             rows[at, shard.column_start : shard.column_end] = piece.rows
             state[at, values.start : values.stop] = piece.state
             held[at] = True
-        if table.dtype == "fp16":
-            rows = rows.astype(np.float16).astype(np.float32)
-        return Values(rows=rows, state=state, held=held)
+        return Values(rows=table.rounded(rows), state=state, held=held)
 
 
 @dataclass(frozen=True, kw_only=True)

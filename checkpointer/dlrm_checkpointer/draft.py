@@ -15,12 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_checkpointer.cut import CutMeta, RowsInPlace, ShardId
-from dlrm_checkpointer.folder import (
-    INDEX_FILE,
-    ROWS_FILE,
-    boot_id,
-    budget_lock,
-)
+from dlrm_checkpointer.folder import INDEX_FILE, ROWS_FILE, boot_id, budget_lock
 
 ALIGNMENT = 64
 ALIGNED_BYTES = 2 * ALIGNMENT
@@ -31,8 +26,6 @@ ENTRY_BYTES = ALIGNED_BYTES + INDEX_BYTES
 """What a piece takes beside its arrays."""
 HEAD_BYTES = 1_024
 """What an index takes beside its entries and the cut's description."""
-
-
 MOST_MAPS = 2
 """Files that a rank's entries take turns with."""
 

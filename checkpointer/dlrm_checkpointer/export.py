@@ -35,8 +35,7 @@ def restore_to_folder(snapshot: Snapshot, folder: Path) -> str:
         SnapshotError: an object is missing or corrupt.
         DeviceError: the disk is full.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder}: is not empty: give a new folder")
+    check_new(folder)
     try:
         (folder / TABLES_FOLDER).mkdir(parents=True, exist_ok=True)
         tables = [(table.name, _write_table(snapshot, table, folder / TABLES_FOLDER)) for table in snapshot.meta.tables]
@@ -44,10 +43,30 @@ def restore_to_folder(snapshot: Snapshot, folder: Path) -> str:
         save_file(dense, folder / DENSE_FILE)
         digest = state_digest(tables, dense)
         meta = {"snapshot": snapshot.uri, "stateDigest": digest, **snapshot.meta.to_json()}
-        (folder / META_FILE).write_text(json.dumps(meta, indent=2, sort_keys=True) + "\n")
+        write_last(folder / META_FILE, json.dumps(meta, indent=2, sort_keys=True) + "\n")
     except OSError as error:
         raise_device(error, folder, 0)
     return digest
+
+
+def check_new(folder: Path) -> None:
+    """Refuse a folder that is neither absent nor empty.
+
+    Raises:
+        UsageError: it holds something.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder}: is not empty: give a new folder")
+
+
+def write_last(path: Path, text: str) -> None:
+    """Write the file that says that all others are whole: it is there whole or not at all."""
+    draft = path.with_name(f".{path.name}")
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
 
 
 def _write_table(snapshot: Snapshot, table: TableMeta, folder: Path) -> str:

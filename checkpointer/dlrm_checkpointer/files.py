@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import NoReturn
@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from dlrm_api.errors import DLRMError, NoInputError, NoPermissionError, StoreUnavailableError
 from dlrm_checkpointer.folder import FULL, raise_device
-from dlrm_checkpointer.store import Body, ObjectInfo
+from dlrm_checkpointer.store import Body, ObjectInfo, delete_each
 
 DRAFT_PREFIX = ".draft-"
 """Start of the name of a file that is being written; never listed, never read."""
@@ -52,15 +52,6 @@ class FileStore:
                 while count := file.readinto(view[done:]):
                     done += count
                 return os.fstat(file.fileno()).st_size
-        except OSError as error:
-            raise _read_error(error, self.root / key) from error
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Bytes [start, start + length), fewer at the object's end."""
-        try:
-            with (self.root / key).open("rb") as file:
-                file.seek(start)
-                return file.read(length)
         except OSError as error:
             raise _read_error(error, self.root / key) from error
 
@@ -125,6 +116,10 @@ class FileStore:
                 if folder == self.root:
                     break
                 folder.rmdir()
+
+    def delete_all(self, keys: Sequence[str]) -> None:
+        """Remove objects, and folders that they leave empty."""
+        delete_each(self.delete, keys)
 
     def size(self, key: str) -> int | None:
         """The object's bytes, None where there is none."""

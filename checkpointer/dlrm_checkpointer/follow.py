@@ -20,7 +20,7 @@ from dlrm_checkpointer.codes import decode_rows
 from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.digest import BLOCK_ROWS
 from dlrm_checkpointer.fetch import fetch, fetch_rows, in_parallel
-from dlrm_checkpointer.image import Applied, Image, ImageState, TableRows, initial_values, of_dtype
+from dlrm_checkpointer.image import Applied, Image, ImageState, TableRows, initial_values
 from dlrm_checkpointer.objects import decode_row_numbers
 from dlrm_checkpointer.publication import Delta, Published, delta_key, read_delta, sequences
 from dlrm_checkpointer.store import ObjectStore
@@ -195,7 +195,7 @@ class Follower:
                 continue
             with self._image.table(image, table) as target, self._kept(delta):
                 for coded in in_parallel(partial(fetch_rows, self._store, table=table), chunks):
-                    target.write(coded.row_ids, of_dtype(table, decode_rows(coded).rows))
+                    target.write(coded.row_ids, table.rounded(decode_rows(coded).rows))
                 for entry in tombstones:
                     key = f"{self._store.uri}/{entry.key}"
                     self._reset(

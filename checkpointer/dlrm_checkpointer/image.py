@@ -163,9 +163,4 @@ class TableRows:
 
 def initial_values(table: TableMeta, row_ids: NDArray[np.int64]) -> NDArray[np.float32]:
     """Rows as they were before any update, as a trainer has them."""
-    return of_dtype(table, initial_rows(table.seed, table.name, row_ids, range(table.dim), table.scale))
-
-
-def of_dtype(table: TableMeta, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rows as the table's type has them."""
-    return rows.astype(np.float16).astype(np.float32) if table.dtype == "fp16" else rows
+    return table.rounded(initial_rows(table.seed, table.name, row_ids, range(table.dim), table.scale))

@@ -21,7 +21,7 @@ def newest_rows(row_ids: Any, starts: Any, found: Any, numbers: Any, places: Any
         row_ids: (N,) int64, those of all pieces one after another, ascending in each; the newest piece comes first.
         starts: (K + 1,) int64, where each piece begins, and N.
         found: (N,) int64, written: the rows, ascending, each once.
-        numbers: (N,) uint8, written: the first piece that has each.
+        numbers: (N,) uint16, written: the first piece that has each.
         places: (N,) int64, written: where it has it.
 
     Returns:

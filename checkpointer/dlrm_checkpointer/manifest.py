@@ -2,49 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic.alias_generators import to_camel
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
 
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName
+from dlrm_checkpointer.sealing import FormatModel, SealedModel, parse_sealed
 
 FORMAT_VERSION = 2
 MANIFESTS = "manifests/"
 PARTS = "parts/"
 CHUNKS = "chunks/"
 Kind = Literal["full", "increment"]
-UNSEALED = "0" * 64
 _KEY = re.compile(r"manifests/(\d{16})-(\d{8})\.json")
 
 
 class SnapshotConflictError(SnapshotError):
     """The same step of the same attempt is there already with other content; nothing was replaced."""
-
-
-class FormatModel(BaseModel):
-    """Part of the format: camelCase, immutable; unknown fields are ignored, incompatible ones raise the version."""
-
-    model_config = ConfigDict(
-        frozen=True, alias_generator=to_camel, validate_by_name=True, validate_by_alias=True, serialize_by_alias=True
-    )
-
-    def encode(self) -> bytes:
-        """JSON with sorted keys and no spaces: equal content gives equal bytes."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
-
-
-class SealedModel(FormatModel):
-    """An object of its own, which says the SHA-256 of its own bytes: nothing else knows what it should be."""
-
-    def encode(self) -> bytes:
-        """Canonical JSON, sealed."""
-        return sealed(self.model_dump(mode="json"))
 
 
 class ObjectEntry(FormatModel):
@@ -66,6 +45,18 @@ class ChunkEntry(ObjectEntry):
     rows: int = Field(ge=1)
     first_row: int = Field(ge=0)
     last_row: int
+
+    @classmethod
+    def of(cls, put: Mapping[str, str | int], shard: ShardId, row_ids: NDArray[np.int64]) -> Self:
+        """The entry of an object that was put.
+
+        Args:
+            put: ``ObjectEntry``'s fields.
+            shard: that the rows are of.
+            row_ids: (N,) ascending, N >= 1.
+        """
+        rows = {"rows": len(row_ids), "first_row": int(row_ids[0]), "last_row": int(row_ids[-1])}
+        return cls.model_validate({**put, **vars(shard), **rows})
 
     @property
     def shard(self) -> ShardId:
@@ -206,22 +197,7 @@ class Manifest(SealedModel):
         )
 
 
-M = TypeVar("M", bound=FormatModel)
-
-
-def sealed(value: Mapping[str, Any]) -> bytes:
-    """Canonical JSON of a value with the SHA-256 of its bytes as ``seal``, whose own digits are zeros meanwhile."""
-    unsealed = json.dumps({**value, "seal": UNSEALED}, sort_keys=True, separators=(",", ":")).encode()
-    return _with_seal(unsealed, UNSEALED, hashlib.sha256(unsealed).hexdigest())
-
-
-def is_sealed(body: bytes, seal: object) -> bool:
-    """Whether the seal that an object's JSON says is that of its bytes."""
-    return isinstance(seal, str) and hashlib.sha256(_with_seal(body, seal, UNSEALED)).hexdigest() == seal
-
-
-def _with_seal(body: bytes, old: str, new: str) -> bytes:
-    return body.replace(f'"seal":"{old}"'.encode(), f'"seal":"{new}"'.encode())
+M = TypeVar("M", PartList, Manifest)
 
 
 def manifest_key(step: int, attempt: int) -> str:
@@ -287,33 +263,3 @@ def _parse(model: type[M], body: bytes, key: str) -> M:
         return f"format version {version}, this program reads version {FORMAT_VERSION}: {mend}"
 
     return parse_sealed(model, body, key, FORMAT_VERSION, refusal)
-
-
-def parse_sealed(model: type[M], body: bytes, key: str, version: int, refusal: Callable[[int], str]) -> M:
-    """Read sealed JSON of one version.
-
-    Args:
-        model: what it is.
-        body: the JSON.
-        key: of the object, for messages.
-        version: the one that is read.
-        refusal: what is said of another one.
-
-    Raises:
-        SnapshotError: names the object and what is wrong with it.
-    """
-    try:
-        value = json.loads(body)
-        found = int(value["version"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise SnapshotError(f"{key}: not JSON of this format: {error!r}") from error
-    if found != version:
-        raise SnapshotError(f"{key}: {refusal(found)}")
-    if not is_sealed(body, value.get("seal")):
-        raise SnapshotError(f"{key}: corrupt: its SHA-256 is not its seal")
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = ".".join(str(step) for step in first["loc"])
-        raise SnapshotError(f"{key}: {path}: {first['msg']}") from error

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dlrm_api.checkpoint import Bits
+from dlrm_api.checkpoint import Bits, PolicyName
 from dlrm_checkpointer.manifest import Growth, Kind
 
-PolicyName = Literal["full", "one-shot", "consecutive", "intermittent"]
 RESTORES_BY_BITS: tuple[tuple[int, Bits], ...] = ((1, 2), (3, 3), (20, 4))
 """Most restores for which so few bits cost no accuracy that counts."""
 SAFE_BITS: Bits = 8

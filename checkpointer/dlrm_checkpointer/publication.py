@@ -11,7 +11,8 @@ from pydantic import Field
 
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.cut import SnapshotName, TableMeta
-from dlrm_checkpointer.manifest import CHUNKS, PARTS, ChunkEntry, Link, ObjectEntry, SealedModel, parse_sealed
+from dlrm_checkpointer.manifest import CHUNKS, PARTS, ChunkEntry, Link, ObjectEntry
+from dlrm_checkpointer.sealing import SealedModel, parse_sealed
 from dlrm_checkpointer.store import ObjectStore
 
 PUBLICATION_VERSION = 1

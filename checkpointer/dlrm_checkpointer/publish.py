@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.chain import Chain, load_chain
-from dlrm_checkpointer.codes import CodedRows, code_rows
+from dlrm_checkpointer.codes import code_rows
 from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
 from dlrm_checkpointer.differences import updates
 from dlrm_checkpointer.fetch import fetch, in_parallel
@@ -116,13 +116,11 @@ def remove_old(target: ObjectStore, newest: Delta, keep_last: int) -> int:
     """
     first = min(newest.sequence - keep_last + 1, newest.base)
     gone = [sequence for sequence in sequences(target) if sequence < first]
-    for sequence in gone:
-        target.delete(delta_key(sequence))
+    target.delete_all([delta_key(sequence) for sequence in gone])
     own = newest.dense.key.rsplit("/", 2)[0] + "/"
     for kind in (CHUNKS, PARTS):
         rest = [info.key for info in target.list(f"{kind}{newest.sequence:016d}/") if not info.key.startswith(own)]
-        for key in (*_below(target, kind, first), *rest):
-            target.delete(key)
+        target.delete_all([*_below(target, kind, first), *rest])
     return len(gone)
 
 
@@ -182,12 +180,7 @@ class _Part:
         )
         none = np.empty((len(row_ids), 0), np.float32)
         for coded in code_rows(ShardRows(shard=shard, row_ids=row_ids, rows=rows, state=none), self._plan.bits):
-            yield self._put_coded(name, coded)
-
-    def _put_coded(self, name: str, coded: CodedRows) -> ChunkEntry:
-        entry, ids = self._put_object(name, encode_rows(coded)), coded.row_ids
-        found = {"rows": len(ids), "first_row": int(ids[0]), "last_row": int(ids[-1])}
-        return ChunkEntry.model_validate({**entry, **vars(coded.shard), **found})
+            yield ChunkEntry.of(self._put_object(name, encode_rows(coded)), shard, coded.row_ids)
 
     def _put_gone(self, table: TableMeta, numbers: NDArray[np.int64]) -> None:
         entry = self._put_object(f"gone-{len(self._tombstones):06d}", encode_row_numbers(table.name, numbers))

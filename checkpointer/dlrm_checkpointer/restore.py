@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import NoInputError, SnapshotError
-from dlrm_checkpointer.attempts import Attempt, claim_attempt, in_lineage, read_attempts
+from dlrm_checkpointer.attempts import Attempt, in_lineage, read_attempts
 from dlrm_checkpointer.bodies import Bodies
 from dlrm_checkpointer.chain import Chain, load_chain
-from dlrm_checkpointer.codes import CodedRows, decode_rows
-from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, SnapshotName, TableMeta
+from dlrm_checkpointer.codes import CodedRows
+from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName, TableMeta
 from dlrm_checkpointer.fetch import PARALLEL_GETS, check_bytes, check_present, fetch, fetch_rows, in_parallel
 from dlrm_checkpointer.manifest import MANIFESTS, ChunkEntry, ObjectEntry, manifest_key, parse_manifest_key
 from dlrm_checkpointer.merge import overlapping
@@ -28,11 +28,9 @@ from dlrm_checkpointer.store import ObjectStore
 logger = logging.getLogger(__name__)
 
 PARALLEL_DECODES = 2
-"""Chunks decoded at a time, beside those that are read."""
+"""Chunks that a restore decodes at a time, beside those that are read."""
 AHEAD_BYTES = 112 << 20
 """Of objects that are read ahead, as far as that leaves two at a time: those that are decoded come beside."""
-
-__all__ = ["Snapshot", "claim_attempt", "newest_snapshot", "open_snapshot", "snapshot_keys"]
 
 
 class Snapshot:
@@ -96,10 +94,6 @@ class Snapshot:
         """Dense parameters and dense optimizer state."""
         entry = self.manifest.dense
         return decode_dense(fetch(self.store, entry), f"{self.store.uri}/{entry.key}")
-
-    def shard_rows(self, shard: ShardId) -> Iterator[ShardRows]:
-        """The rows of a rectangle that were ever updated: ``shard_codes``, decoded."""
-        return in_parallel(decode_rows, (piece for _, piece in self.shard_codes([shard])), PARALLEL_DECODES)
 
     def shard_codes(self, shards: Sequence[ShardId]) -> Iterator[tuple[int, CodedRows]]:
         """The rows of some rectangles that were ever updated, chunk by chunk; each row and column once.
@@ -187,7 +181,7 @@ def newest_snapshot(store: ObjectStore, *, verify: bool = True) -> tuple[Snapsho
         store: the job's store.
         verify: read every object once and check its SHA-256 before the answer, so that restoring from it can't
             fail midway. It costs one more read of the snapshot, in parallel and in bounded memory; without it a
-            corrupt object shows as a SnapshotError from ``shard_rows``, when part of the model is filled.
+            corrupt object shows as a SnapshotError from ``shard_codes``, when part of the model is filled.
 
     Returns:
         the snapshot, None where the lineage holds none; and why each newer one was passed over.

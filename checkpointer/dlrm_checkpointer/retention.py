@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from dlrm_api.errors import NoInputError, SnapshotError
@@ -21,7 +20,6 @@ ABANDONED_UPLOAD_S = 24 * 3_600
 """Unfinished uploads older than this have no writer any more."""
 ORPHAN_S = 3_600.0
 """Objects without a manifest stay for so long, by the store's clock: somebody may be looking into what happened."""
-PARALLEL_DELETES = 8
 SWEEPS = 6
 """Within the time that objects without a manifest stay, how often they are looked for where no snapshot goes."""
 
@@ -149,19 +147,16 @@ class Retention:
         for name in decision.retire:
             store.put(_mark(name), b"")
         if newest_attempt(store) != attempt:
-            for name in decision.retire:
-                store.delete(_mark(name))
+            store.delete_all([_mark(name) for name in decision.retire])
             return 0
         retired = set(decision.retire)
-        for info in list(store.list(PARTS)) if retired else ():
-            if _cut_of(info.key) in retired:
-                store.delete(info.key)
-        for name in decision.retire:
+        if retired:
+            store.delete_all([info.key for info in store.list(PARTS) if _cut_of(info.key) in retired])
+        for name in decision.retire:  # newest first, one after the other: none is ever there without those below it
             store.delete(manifest_key(name.step, name.attempt))
             self._known.pop(name, None)
         self._sweep([each for each in found if each.name not in decision.retire], decision, attempts)
-        for info in list(store.list(RETIRED)):
-            store.delete(info.key)
+        store.delete_all([info.key for info in store.list(RETIRED)])
         store.sweep_uploads(ABANDONED_UPLOAD_S)
         self._next_sweep = time.monotonic() + self._rule.orphan_s / SWEEPS
         if decision.retire:
@@ -210,9 +205,7 @@ class Retention:
                 and now - info.modified >= self._rule.orphan_s
             )
 
-        gone = [info.key for info in infos if goes(info)]
-        with ThreadPoolExecutor(PARALLEL_DELETES, "delete") as pool:
-            list(pool.map(self._store.delete, gone))
+        self._store.delete_all([info.key for info in infos if goes(info)])
 
 
 def _mark(name: SnapshotName) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,14 +16,26 @@ from dlrm_api.errors import DLRMError, NoInputError, StoreUnavailableError
 from dlrm_api.objects import S3Spec, SnapshotS3Spec
 from dlrm_checkpointer.repeats import Repeats
 from dlrm_checkpointer.s3_client import ERRORS, Clients
-from dlrm_checkpointer.s3_errors import REFUSED, Place, code_of, repeat_reason, status_of, translate
+from dlrm_checkpointer.s3_errors import (
+    REFUSED,
+    Place,
+    code_of,
+    is_unknown_request,
+    repeat_reason,
+    status_of,
+    translate,
+)
 from dlrm_checkpointer.s3_payload import Payload
 from dlrm_checkpointer.s3_ranges import Version, read, read_into
-from dlrm_checkpointer.store import Body, ObjectInfo, StoreOptions
+from dlrm_checkpointer.store import Body, ObjectInfo, StoreOptions, delete_each
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
-    from mypy_boto3_s3.type_defs import CompletedMultipartUploadTypeDef, CompletedPartTypeDef
+    from mypy_boto3_s3.type_defs import (
+        CompletedMultipartUploadTypeDef,
+        CompletedPartTypeDef,
+        ObjectIdentifierTypeDef,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +48,8 @@ MAX_PARTS = 10_000
 PARALLEL_PARTS = 8
 """Parts of one store's objects on their way at a time."""
 PARALLEL_RANGES = 16
+MOST_KEYS = 1_000
+"""Objects that one request removes: S3 takes no more."""
 R = TypeVar("R")
 
 
@@ -58,6 +72,8 @@ class S3Store:
         self._encryption = _encryption(options.s3)
         self._signs_bodies = (options.s3.endpoint or "").startswith("http://")
         """Signatures of requests without TLS cover the SHA-256 of the body, which the service checks."""
+        self._knows_batches = True
+        """Whether the service removes many objects by one request, for all that it said so far."""
 
     @property
     def uri(self) -> str:
@@ -124,18 +140,6 @@ class S3Store:
                 return None
             raise
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Bytes [start, start + length), fewer at the object's end."""
-        if not length:
-            return b""
-        with self._known(key):
-            try:
-                return self._call(lambda s3: read(s3, self._place, self._object(key), start, length))[0]
-            except ERRORS as error:
-                if status_of(error) == 416:  # the range starts at or after the end
-                    return b""
-                raise
-
     def get_range_of(self, key: str, etag: str, start: int, length: int) -> bytes | None:
         """Bytes [start, start + length) of the very object that a listing showed; None where another one is there.
 
@@ -145,7 +149,7 @@ class S3Store:
         wanted = {**self._object(key), "IfMatch": etag}
         with self._known(key):
             try:
-                return self._call(lambda s3: read(s3, self._place, wanted, start, length))[0]
+                return self._call(lambda s3: read(s3, self._place, wanted, start, length))
             except ERRORS as error:
                 if status_of(error) in (412, 416):
                     return None
@@ -244,6 +248,33 @@ class S3Store:
         """Remove the object; removing what is not there is success."""
         with contextlib.suppress(NoInputError), self._known(key):
             self._call(lambda s3: s3.delete_object(**self._object(key)))
+
+    def delete_all(self, keys: Sequence[str]) -> None:
+        """Remove objects, many by one request.
+
+        What the service does not say to be gone then is removed one by one: so an error is that of a single removal,
+        and a service that knows no such request does without.
+        """
+        batches = (keys[start : start + MOST_KEYS] for start in range(0, len(keys), MOST_KEYS))
+        delete_each(self.delete, [key for batch in batches for key in self._delete_batch(batch)])
+
+    def _delete_batch(self, keys: Sequence[str]) -> Sequence[str]:
+        """Ask for all at once; returns those that the service does not say to be gone."""
+        if not self._knows_batches:
+            return keys
+        names = [self._prefix + key for key in keys]
+        with self._known(f"the removal of {len(keys)} objects"):
+            try:
+                objects: list[ObjectIdentifierTypeDef] = [{"Key": name} for name in names]
+                answer = self._call(lambda s3: s3.delete_objects(Bucket=self._bucket, Delete={"Objects": objects}))
+            except ERRORS as error:
+                if not is_unknown_request(error):
+                    raise
+                self._knows_batches = False
+                logger.info("objects are removed one by one", extra={"store": self.uri, "error": str(error)})
+                return keys
+        gone = {each["Key"] for each in answer.get("Deleted", ())}
+        return [key for key, name in zip(keys, names, strict=True) if name not in gone]
 
     def size(self, key: str) -> int | None:
         """The object's bytes, None where there is none."""

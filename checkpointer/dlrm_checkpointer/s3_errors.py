@@ -70,6 +70,15 @@ def code_of(error: Exception) -> str:
     return str(answer.get("Error", {}).get("Code", ""))
 
 
+def is_unknown_request(error: Exception) -> bool:
+    """Whether the service refused what was asked, whoever asks: it knows no such request, or wants it otherwise.
+
+    Services say so by 501 NotImplemented and 405, and by 400 under many codes.
+    """
+    known = REFUSED | TEMPORARY | {"NoSuchBucket"}
+    return status_of(error) in {400, 404, 405, 501} and code_of(error) not in known
+
+
 def repeat_reason(error: Exception) -> Reason | None:
     """Why the same call may work in a moment; None where it will not."""
     code, status = code_of(error), status_of(error)

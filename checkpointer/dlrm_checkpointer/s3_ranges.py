@@ -22,14 +22,16 @@ class Version(NamedTuple):
     etag: str
 
 
-def read(s3: S3Client, place: Place, wanted: dict[str, Any], start: int, length: int) -> tuple[bytes, Version]:
+def read(s3: S3Client, place: Place, wanted: dict[str, Any], start: int, length: int) -> bytes:
     """Bytes [start, start + length), fewer at the object's end; ``wanted`` names the object, as boto3 does.
 
     Raises:
         InvalidSpecError: the service answers with something else than the range.
     """
     answer = s3.get_object(**wanted, Range=f"bytes={start}-{start + length - 1}")
-    return answer["Body"].read(), _version(answer, place)
+    _version(answer, place)
+    body: bytes = answer["Body"].read()
+    return body
 
 
 def read_into(s3: S3Client, place: Place, wanted: dict[str, Any], start: int, view: memoryview) -> Version:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.numpy import save_file
 
 from dlrm_api.errors import UsageError
 from dlrm_checkpointer.cut import TableMeta
+from dlrm_checkpointer.export import DENSE_FILE, TABLES_FOLDER, check_new, write_last
 from dlrm_checkpointer.folder import raise_device
 from dlrm_checkpointer.precision import Precision, at_precision
 from dlrm_checkpointer.restore import Snapshot
@@ -22,8 +22,6 @@ from dlrm_checkpointer.table_files import TableFormat
 from dlrm_checkpointer.walk import walk_table
 
 EXPORT_FILE = "export.json"
-DENSE_FILE = "dense.safetensors"
-TABLES_FOLDER = "tables"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +47,7 @@ def export_tables(snapshot: Snapshot, folder: Path, wanted: Wanted) -> int:
         SnapshotError: an object is missing or corrupt, or a weight is too large for the precision.
         DeviceError: the disk is full.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder}: is not empty: give a new folder")
+    check_new(folder)
     tables = _tables(snapshot, wanted.tables)
     try:
         (folder / TABLES_FOLDER).mkdir(parents=True, exist_ok=True)
@@ -68,7 +65,7 @@ def export_tables(snapshot: Snapshot, folder: Path, wanted: Wanted) -> int:
             "tables": entries,
             "dense": _file_entry(folder, DENSE_FILE),
         }
-        _write_last(folder / EXPORT_FILE, json.dumps(described, indent=2) + "\n")
+        write_last(folder / EXPORT_FILE, json.dumps(described, indent=2) + "\n")
     except OSError as error:
         raise_device(error, folder, 0)
     return sum(entry["storedRows"] for entry in entries)
@@ -108,12 +105,3 @@ def _file_entry(folder: Path, name: str) -> dict[str, Any]:
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     return {"file": name, "bytes": path.stat().st_size, "sha256": sha256}
-
-
-def _write_last(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}")
-    with draft.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)

@@ -18,11 +18,12 @@ from dlrm_checkpointer.chain import BrokenChainError
 from dlrm_checkpointer.commit import try_commit
 from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.folder import CutName, SliceName
-from dlrm_checkpointer.inbox import Durable, Inbox, ReadyCut, UploadedCut
+from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.life import Backoff, Life
 from dlrm_checkpointer.manifest import Manifest, manifest_key
 from dlrm_checkpointer.policy import ChainPolicy
 from dlrm_checkpointer.publisher import Publisher
+from dlrm_checkpointer.ready import Durable, ReadyCut, UploadedCut
 from dlrm_checkpointer.restore import snapshot_keys
 from dlrm_checkpointer.retention import Retention, Rule
 from dlrm_checkpointer.status import Status

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +14,7 @@ from dlrm_api.objects import S3Spec
 from dlrm_checkpointer.repeats import OnRepeat, count_nothing
 
 Body = bytes | bytearray | memoryview
+PARALLEL_DELETES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +81,6 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Bytes [start, start + length), fewer at the object's end. Raises NoInputError where there is none."""
-        ...
-
     def put(self, key: str, body: Body, sha256: str | None = None) -> None:
         """Write the object, replacing one that is there; readers see the old bytes or the new, never a mixture.
 
@@ -108,6 +106,10 @@ class ObjectStore(Protocol):
         """Remove the object; removing what is not there is success."""
         ...
 
+    def delete_all(self, keys: Sequence[str]) -> None:
+        """Remove objects, in any order; after an error some of them are gone. What is not there is success."""
+        ...
+
     def size(self, key: str) -> int | None:
         """The object's bytes, None where there is none."""
         ...
@@ -115,6 +117,12 @@ class ObjectStore(Protocol):
     def sweep_uploads(self, older_than_s: float) -> int:
         """Give back what unfinished writes of dead writers hold, if older than this; how many were removed."""
         ...
+
+
+def delete_each(delete: Callable[[str], None], keys: Sequence[str]) -> None:
+    """Remove objects one by one, several at a time; an error is raised once no removal is under way any more."""
+    with ThreadPoolExecutor(PARALLEL_DELETES, "delete") as pool:
+        list(pool.map(delete, keys))
 
 
 def open_store(uri: str, options: StoreOptions | None = None) -> ObjectStore:

@@ -14,10 +14,10 @@ from dlrm_checkpointer.codes import CodedRows
 from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.delta import Delta, deltas
 from dlrm_checkpointer.fetch import in_parallel
-from dlrm_checkpointer.inbox import Durable, ReadyCut
 from dlrm_checkpointer.manifest import ChunkEntry, ObjectEntry, PartList, chunk_key, parse_part, part_key
 from dlrm_checkpointer.merge import coded_chunks, merged_chunks
 from dlrm_checkpointer.objects import encode_dense, encode_rows
+from dlrm_checkpointer.ready import Durable, ReadyCut
 from dlrm_checkpointer.store import Body, ObjectStore
 
 Load = Callable[[], Sequence[CodedRows]]
@@ -139,10 +139,7 @@ class Upload:
         return self._put_already[number]
 
     def _put_rows(self, number: int, rows: CodedRows) -> ChunkEntry:
-        entry = self._put(f"{number:06d}", encode_rows(rows))
-        ids = rows.row_ids
-        found = {"rows": len(ids), "first_row": int(ids[0]), "last_row": int(ids[-1])}
-        return ChunkEntry.model_validate({**entry, **vars(rows.shard), **found})
+        return ChunkEntry.of(self._put(f"{number:06d}", encode_rows(rows)), rows.shard, rows.row_ids)
 
     def _put(self, name: str, body: Body) -> dict[str, str | int]:
         sha256 = hashlib.sha256(body).hexdigest()

@@ -38,9 +38,7 @@ class Block:
             places = table.state_of(shard.column_start, shard.column_end)
             rows[piece.row_ids - self.start, shard.column_start : shard.column_end] = piece.rows
             state[piece.row_ids - self.start, places.start : places.stop] = piece.state
-        if table.dtype == "fp16":
-            rows = rows.astype(np.float16).astype(np.float32)
-        return rows, state
+        return table.rounded(rows), state
 
     def held(self) -> NDArray[np.int64]:
         """Global numbers of the rows of which any column is stored, ascending."""

@@ -10,8 +10,8 @@ from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.attempts import read_attempts
 from dlrm_checkpointer.chain import Basis, BrokenChainError, basis, load_chain
 from dlrm_checkpointer.folder import SliceName
-from dlrm_checkpointer.inbox import ReadyCut
 from dlrm_checkpointer.policy import ChainPolicy, bits_in_use, choose_kind
+from dlrm_checkpointer.ready import ReadyCut
 from dlrm_checkpointer.store import ObjectStore
 from dlrm_checkpointer.upload import Way
 

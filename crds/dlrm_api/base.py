@@ -29,6 +29,10 @@ RULES = "x-kubernetes-validations"
 """JSON schema key under which Kubernetes keeps CEL rules."""
 
 
+WHOLE: Any = {"x-kubernetes-map-type": "atomic"}
+"""JSON schema of an object that server-side apply takes as one value: one owner, and no list of the fields in it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """What fields of one object may not be together, in CEL for the API server and in Python for the rest.

@@ -11,6 +11,7 @@ from dlrm_api.objects import SecretName, SnapshotS3Spec, Uri
 from dlrm_api.quantities import Bytes, Duration
 
 Bits = Literal[2, 3, 4, 8, 16, 32]
+PolicyName = Literal["full", "one-shot", "consecutive", "intermittent"]
 
 DEFAULT_INTERVAL_S = 1_800.0
 """``interval`` where neither it nor ``intervalSteps`` is given."""
@@ -63,7 +64,7 @@ class CheckpointSpec(ApiModel):
         None, description="Time between two cuts; by default 30m where intervalSteps is absent."
     )
     interval_steps: int | None = Field(None, ge=1, le=2**40, description="Steps between two cuts.")
-    policy: Literal["full", "one-shot", "consecutive", "intermittent"] = Field(
+    policy: PolicyName = Field(
         "intermittent",
         description=(
             "What a snapshot holds. full: all rows ever updated, which makes it a base; one-shot: after the first base "

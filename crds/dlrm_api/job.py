@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from dlrm_api.base import ApiModel, Rule, read
+from dlrm_api.base import WHOLE, ApiModel, Rule, read
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_api.data import DataSpec
 from dlrm_api.lifecycle import LifecycleSpec, SchedulingSpec
@@ -51,9 +51,9 @@ class ObjectMeta(ApiModel):
 class DLRMJobSpec(ApiModel):
     """What to train, on what, with what, and where its snapshots go."""
 
-    model: ModelSpec = Field(description="The model.")
-    data: DataSpec = Field(description="The samples.")
-    training: TrainingSpec = Field(TrainingSpec(), description="Optimizers and length.")
+    model: ModelSpec = Field(description="The model.", json_schema_extra=WHOLE)
+    data: DataSpec = Field(description="The samples.", json_schema_extra=WHOLE)
+    training: TrainingSpec = Field(TrainingSpec(), description="Optimizers and length.", json_schema_extra=WHOLE)
     trainer: TrainerSpec = Field(TrainerSpec(), description="Pods and hardware.")
     checkpoint: CheckpointSpec = Field(description="Snapshots.")
     lifecycle: LifecycleSpec = Field(LifecycleSpec(), description="Restarts and deadlines.")
@@ -137,7 +137,7 @@ class DLRMJob(ApiModel):
     kind: Literal["DLRMJob"] = Field("DLRMJob", description="Kind of this object.")
     metadata: ObjectMeta = Field(description="Name and namespace.")
     spec: DLRMJobSpec = Field(description="What to train.")
-    status: DLRMJobStatus | None = Field(None, description="What the operator says of it.")
+    status: DLRMJobStatus | None = Field(None, description="What the operator says of it.", json_schema_extra=WHOLE)
 
     def with_replicas(self, replicas: int) -> DLRMJob:
         """The same job with a number of trainer pods that is fixed, such as its plan's."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from dlrm_api.base import RULES
 from dlrm_api.crd import definitions
-from dlrm_api.structural import Schema
+from dlrm_api.structural import Schema, messages
 
 HEAD = """# API reference
 
@@ -75,9 +75,9 @@ def _object(path: str, schema: Schema, kind: str, seen: dict[str, str]) -> Itera
 
 
 def _rules(schema: Schema) -> Iterator[str]:
-    messages = list(dict.fromkeys(rule["message"] for rule in schema.get(RULES, ())))
-    yield from (f"- {message}." for message in messages)
-    if messages:
+    told = list(dict.fromkeys(message for rule in schema.get(RULES, ()) for message in messages(rule)))
+    yield from (f"- {message}." for message in told)
+    if told:
         yield ""
 
 

@@ -7,6 +7,8 @@ a new kind of field fails when the files are generated and not when a cluster ge
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +21,7 @@ KEPT = frozenset(
         "description", "type", "format", "enum", "default", "pattern", "minLength", "maxLength", "minimum", "maximum",
         "multipleOf", "minItems", "maxItems", "maxProperties", "required",
         RULES, "x-kubernetes-preserve-unknown-fields", "x-kubernetes-int-or-string", "x-kubernetes-list-type",
-        "x-kubernetes-list-map-keys",
+        "x-kubernetes-list-map-keys", "x-kubernetes-map-type",
     }
 )  # fmt: skip
 """Keywords that pass as they are."""
@@ -52,6 +54,7 @@ def structural(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Sch
             result[keyword] = value
         elif keyword not in DROPPED:
             raise ValueError(f"no structural form is known for {keyword!r} in {dict(flat)}")
+    _one_rule(result)
     _mixed_enum(result)
     _not_built(result, flat, definitions)
     _small_default(result)
@@ -70,6 +73,27 @@ def _resolved(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Sche
         else:
             return flat
         flat = {**target, **flat}
+
+
+def _one_rule(schema: Schema) -> None:
+    """Make one rule of several, which says the message of the first that is broken, as the models do.
+
+    What a rule costs the API server is mostly that it is there at all, at every write of the object or its status.
+    """
+    rules = schema.get(RULES, ())
+    if len(rules) < 2:
+        return
+    *first, last = rules
+    said = "".join(f"!({rule['rule']}) ? {json.dumps(rule['message'])} : " for rule in first)
+    joined = " && ".join(f"({rule['rule']})" for rule in rules)
+    schema[RULES] = [{"rule": joined, "messageExpression": said + json.dumps(last["message"])}]
+
+
+def messages(rule: Mapping[str, Any]) -> list[str]:
+    """All that a rule may say: its message, or those among which its expression chooses."""
+    if "message" in rule:
+        return [rule["message"]]
+    return [json.loads(text) for text in re.findall(r'"(?:[^"\\]|\\.)*"', rule["messageExpression"])]
 
 
 def _mixed_enum(schema: Schema) -> None:

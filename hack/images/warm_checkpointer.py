@@ -12,6 +12,7 @@ import numpy as np
 
 from dlrm_api.checkpoint import Bits
 from dlrm_checkpointer.attempts import claim_attempt
+from dlrm_checkpointer.codes import decode_rows
 from dlrm_checkpointer.cut import CutMeta, ShardRows, TableMeta
 from dlrm_checkpointer.handoff import HandOffWriter
 from dlrm_checkpointer.inbox import Inbox
@@ -59,7 +60,7 @@ def live(folder: Path, bits: Bits) -> None:
     snapshot, reasons = newest_snapshot(store)
     assert not reasons, reasons
     assert snapshot is not None
-    assert sum(len(piece.row_ids) for piece in snapshot.shard_rows(TABLE.whole()))
+    assert sum(len(decode_rows(piece).row_ids) for _, piece in snapshot.shard_codes([TABLE.whole()]))
 
 
 if __name__ == "__main__":

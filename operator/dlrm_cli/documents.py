@@ -100,7 +100,7 @@ def parse_document(document: Document) -> DLRMJob | HardwareProfile:
     return parser(document.body)
 
 
-def job_document(documents: list[Document]) -> Document:
+def only_job(documents: list[Document]) -> Document:
     """The one DLRMJob among them.
 
     Raises:

@@ -11,8 +11,8 @@ from dlrm_api.errors import DLRMError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.tiers import ELEMENT_BYTES
-from dlrm_cli.documents import Document, find_profile, job_document, located, parse_document, read_documents
-from dlrm_cli.overrides import with_overrides
+from dlrm_cli.documents import Document, find_profile, located, only_job, parse_document, read_documents
+from dlrm_cli.overrides import with_data, with_overrides
 from dlrm_cli.references import CONFIGMAP, read_references
 
 
@@ -81,12 +81,18 @@ def read_job_and_profile(
 ) -> tuple[DLRMJob, HardwareProfile | None]:
     """The job of a file with its settings applied, and the profile that it names."""
     documents = read_documents(path)
-    document = job_document(documents)
-    job = parse_job_document(document, settings)
+    job = _parse_job(only_job(documents), settings)
     return job, find_profile(job, documents, profile_path)
 
 
-def parse_job_document(document: Document, settings: Sequence[str]) -> DLRMJob:
+def read_job(path: Path, settings: Sequence[str], data: str | None, eval_data: str | None = None) -> DLRMJob:
+    """The job of a file that reads ``data`` and evaluates on ``eval_data`` where given, its settings applied."""
+    document = only_job(read_documents(path))
+    body = with_data(document.body, data, eval_data)
+    return _parse_job(Document(document.path, document.number, body), settings)
+
+
+def _parse_job(document: Document, settings: Sequence[str]) -> DLRMJob:
     """Validate a job after its settings were applied.
 
     Raises:
@@ -98,7 +104,7 @@ def parse_job_document(document: Document, settings: Sequence[str]) -> DLRMJob:
         job = parse_document(changed)
     except DLRMError as error:
         raise located(changed, error) from error
-    assert isinstance(job, DLRMJob), "job_document gives DLRMJobs alone"
+    assert isinstance(job, DLRMJob), "only_job gives DLRMJobs alone"
     return job
 
 

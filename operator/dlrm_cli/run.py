@@ -14,9 +14,7 @@ from dlrm_api.plan import Plan
 from dlrm_checkpointer.store import ObjectStore
 from dlrm_cli.checks import check_inputs, make_tier_folders, reach_store, this_machine
 from dlrm_cli.display import LiveDisplay, PlainDisplay, open_display
-from dlrm_cli.documents import Document, job_document, read_documents
-from dlrm_cli.manifests import parse_job_document
-from dlrm_cli.overrides import with_data
+from dlrm_cli.manifests import read_job
 from dlrm_cli.references import read_references
 from dlrm_cli.result import RunResult, read_final, read_profile, read_result, write_final
 from dlrm_cli.snapshots import committed
@@ -46,7 +44,7 @@ def run_job(options: RunOptions) -> int:
     Raises:
         DLRMError: the input is bad, or the job failed.
     """
-    asked = _read_job(options)
+    asked = read_job(options.file, options.settings, options.data, options.eval_data)
     job = _share_threads(_sized(asked))
     check_inputs(job.spec)
     plan = _plan(job)
@@ -134,12 +132,6 @@ class LocalRun:
     def _keep(self, result: RunResult) -> RunResult:
         write_final(self.workdir, self.job, result)
         return result
-
-
-def _read_job(options: RunOptions) -> DLRMJob:
-    document = job_document(read_documents(options.file))
-    body = with_data(document.body, options.data, options.eval_data)
-    return parse_job_document(Document(document.path, document.number, body), options.settings)
 
 
 def _sized(job: DLRMJob) -> DLRMJob:

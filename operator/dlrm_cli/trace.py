@@ -22,9 +22,7 @@ from dlrm_api.model import TRACE_KEY
 from dlrm_api.trace import Trace, parse_trace
 from dlrm_cli.checks import check_inputs
 from dlrm_cli.display import PLAIN_EVERY_S
-from dlrm_cli.documents import Document, job_document, read_documents
-from dlrm_cli.manifests import parse_job_document
-from dlrm_cli.overrides import with_data
+from dlrm_cli.manifests import read_job
 from dlrm_cli.views import WIDTH_OFF_TERMINAL, print_view
 
 if TYPE_CHECKING:
@@ -60,7 +58,7 @@ def trace_job(options: TraceOptions) -> None:
         UsageError: the file to write holds something else, or the trace is too large for a ConfigMap.
         DLRMError: the job or its data is bad.
     """
-    job = _read_job(options)
+    job = read_job(options.file, options.settings, options.data)
     out = options.out or Path(f"{job.metadata.name}.trace.json")
     _check_out(out, job)
     if options.configmap is not None:
@@ -123,12 +121,6 @@ def trace_view(trace: Trace) -> RenderableType:
             f"{first:.0%} of accesses are the first of their row, so misses; longer traces (--batches) have fewer"
         )
     return view
-
-
-def _read_job(options: TraceOptions) -> DLRMJob:
-    document = job_document(read_documents(options.file))
-    body = with_data(document.body, options.data, None)
-    return parse_job_document(Document(document.path, document.number, body), options.settings)
 
 
 def _measured(job: DLRMJob, options: TraceOptions) -> Trace:

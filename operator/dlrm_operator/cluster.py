@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 
 import urllib3  # type: ignore[import-untyped]
 from kubernetes import client, config
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from dlrm_api.errors import NoInputError
 from dlrm_operator.cluster_errors import (
@@ -217,7 +217,7 @@ class KubernetesApi:
             response = self._pool.urlopen(
                 method,
                 self.host + url,
-                body=None if body is None else json.dumps(body),
+                body=None if body is None else to_json(body),
                 headers=headers,
                 timeout=timeout,
                 retries=False,  # the wakeups back off, and heed Retry-After

@@ -93,6 +93,22 @@ def test_five_thousand_tables_are_accepted_by_server_side_apply(server: Any, goo
     assert len(parse_job(kept).spec.model.all_tables()) == 5_000
 
 
+def test_what_is_frozen_together_has_one_owner_and_what_others_set_has_an_owner_a_field(
+    server: Any, stored: dict[str, Any]
+) -> None:
+    server.call("PATCH", f"{JOBS}/job/status", {"status": {"phase": "Pending", "attempt": 1}})
+    kept = server.call("PATCH", f"{JOBS}/job", {"spec": {"trainer": {"replicas": 2}, "lifecycle": {"suspend": True}}})
+
+    owned: dict[str, dict[str, Any]] = {}
+    for entry in kept["metadata"]["managedFields"]:
+        for part, fields in entry["fieldsV1"].items():
+            owned.setdefault(part, {}).update(fields)
+    assert owned["f:status"] == {}
+    assert [owned["f:spec"][f"f:{part}"] for part in ("model", "data", "training")] == [{}, {}, {}]
+    assert "f:replicas" in owned["f:spec"]["f:trainer"]
+    assert "f:suspend" in owned["f:spec"]["f:lifecycle"]
+
+
 def test_kubectl_shows_the_columns(server: Any, stored: dict[str, Any]) -> None:
     status = {
         "phase": "Running",

@@ -15,7 +15,7 @@ from pydantic import Field
 from dlrm_api.base import ApiModel, NotBuilt, Rule
 from dlrm_api.crd import definitions
 from dlrm_api.reference import reference
-from dlrm_api.structural import structural
+from dlrm_api.structural import messages, structural
 
 CRDS = Path(__file__).parents[2] / "crds"
 
@@ -199,6 +199,28 @@ def test_rules_of_the_class_stand_before_those_of_fields_that_are_not_built() ->
             "fieldPath": ".flag",
         },
     ]
+
+
+class Pair(ApiModel):
+    """Two rules."""
+
+    low: int = Field(0, ge=0, le=9, description="Low.")
+    high: int = Field(9, ge=0, le=9, description="High.")
+
+    rules = (
+        Rule(cel="self.low > 0", holds=lambda pair: pair.low > 0, message='low is 0: give "low"'),
+        Rule(cel="self.high > self.low || self.low == 9", holds=lambda pair: True, message="high is 'low'"),
+    )
+
+
+def test_several_rules_of_a_class_become_one_that_says_the_first_that_is_broken() -> None:
+    (rule,) = rewritten(Pair)["x-kubernetes-validations"]
+
+    assert rule == {
+        "rule": "(self.low > 0) && (self.high > self.low || self.low == 9)",
+        "messageExpression": r'''!(self.low > 0) ? "low is 0: give \"low\"" : "high is 'low'"''',
+    }
+    assert messages(rule) == ['low is 0: give "low"', "high is 'low'"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from turns import Clock, InTurn
 
-from dlrm_api.checkpoint import Bits
+from dlrm_api.checkpoint import Bits, PolicyName
 from dlrm_api.errors import StoreUnavailableError
 from dlrm_api.names import ExitCode
 from dlrm_api.objects import S3Spec
@@ -26,7 +26,7 @@ from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.handoff import HandedOver, HandOffWriter
 from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.initializer import initial_rows
-from dlrm_checkpointer.policy import ChainPolicy, PolicyName
+from dlrm_checkpointer.policy import ChainPolicy
 from dlrm_checkpointer.publisher import Publisher, Terms
 from dlrm_checkpointer.retention import ORPHAN_S, Rule
 from dlrm_checkpointer.sidecar import Duties, Sidecar
@@ -291,10 +291,6 @@ class DyingStore:
         self._alive()
         return self._store.get_into(key, buffer)
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        self._alive()
-        return self._store.get_range(key, start, length)
-
     def put(self, key: str, body: Body, sha256: str | None = None) -> None:
         self._write()
         self._store.put(key, body, sha256)
@@ -311,6 +307,10 @@ class DyingStore:
         self._write()
         self._store.delete(key)
 
+    def delete_all(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.delete(key)
+
     def size(self, key: str) -> int | None:
         self._alive()
         return self._store.size(key)
@@ -326,8 +326,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     for module in ("sidecar", "slices", "attempts"):
         monkeypatch.setattr(f"dlrm_checkpointer.{module}.time", clock)
-    for module in ("fetch", "retention"):
-        monkeypatch.setattr(f"dlrm_checkpointer.{module}.ThreadPoolExecutor", InTurn)
+    monkeypatch.setattr("dlrm_checkpointer.fetch.ThreadPoolExecutor", InTurn)
     return clock
 
 

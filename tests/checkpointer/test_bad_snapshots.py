@@ -11,8 +11,9 @@ from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.catalog import find_snapshot, list_snapshots, verify_snapshot
 from dlrm_checkpointer.cut import ShardId
 from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.manifest import manifest_key, sealed
+from dlrm_checkpointer.manifest import manifest_key
 from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
+from dlrm_checkpointer.sealing import sealed
 from dlrm_checkpointer.walk import snapshot_digest
 
 
@@ -191,14 +192,14 @@ def test_rows_of_another_model_are_refused_by_table(two):
     snapshot, _ = newest_snapshot(two[0])
 
     with pytest.raises(SnapshotError, match="has no table ghosts: it is of another model"):
-        list(snapshot.shard_rows(ShardId(table="ghosts", row_start=0, row_end=1, column_start=0, column_end=4)))
+        list(snapshot.shard_codes([ShardId(table="ghosts", row_start=0, row_end=1, column_start=0, column_end=4)]))
 
 
 def test_columns_that_cut_a_block_are_refused(two):
     snapshot, _ = newest_snapshot(two[0])
 
     with pytest.raises(SnapshotError, match="table items: columns 0:4 cut its column blocks"):
-        list(snapshot.shard_rows(ShardId(table="items", row_start=0, row_end=5, column_start=0, column_end=4)))
+        list(snapshot.shard_codes([ShardId(table="items", row_start=0, row_end=5, column_start=0, column_end=4)]))
 
 
 def test_a_row_stored_twice_is_found_by_table_and_row(tmp_path: Path, files: FileStore, new_model, new_pod):

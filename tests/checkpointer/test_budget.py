@@ -19,8 +19,9 @@ from dlrm_checkpointer.budget import Budget
 from dlrm_checkpointer.cut import CutMeta, CutSize, ShardId, ShardRows, row_bytes
 from dlrm_checkpointer.folder import SPARE_PREFIX, CutName, SliceName, discard_unfinished
 from dlrm_checkpointer.handoff import CutAbandonedError, HandOffWriter
-from dlrm_checkpointer.inbox import Durable, Inbox
+from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.manifest import ChunkEntry
+from dlrm_checkpointer.ready import Durable
 from dlrm_checkpointer.slices import SlicedCut
 
 SIZE = 120_000

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from restored import stored_rows
 
 from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.catalog import find_snapshot, list_snapshots, verify_snapshot
 from dlrm_checkpointer.codes import code_rows, decode_rows
 from dlrm_checkpointer.cut import ShardRows, SnapshotName
 from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.manifest import sealed
 from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
+from dlrm_checkpointer.sealing import sealed
 from dlrm_checkpointer.walk import snapshot_digest
 
 POLICIES = ["full", "one-shot", "consecutive", "intermittent"]
@@ -147,7 +148,7 @@ def test_rows_that_a_cut_lacks_keep_their_codes_and_the_bits_they_were_stored_wi
 
     for shard in model.shards(0, 1):
         found = {}
-        for piece in snapshot.shard_rows(shard):
+        for piece in stored_rows(snapshot, shard):
             for place, row in enumerate(piece.row_ids.tolist()):
                 found.setdefault(row, np.zeros(shard.width, np.float32))[
                     piece.shard.column_start : piece.shard.column_end

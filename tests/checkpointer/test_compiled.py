@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from dlrm_checkpointer import compiled
 
 PROGRAM = """
 import sys
@@ -84,3 +91,98 @@ def test_loops_run_where_there_is_no_room_to_keep_them(tmp_path: Path) -> None:
 
     assert done.stdout.strip() == "True"
     assert not list(tmp_path.rglob("*.nbc"))
+
+
+LONG_AGO = 1_000_000_000
+
+
+@pytest.fixture
+def kept_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
+    """Where this version's loops are kept, found as a process does that starts now."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    return lambda: compiled._folder.__wrapped__("dlrm_checkpointer")
+
+
+def made(folder: Path, *, used: int | None = None) -> Path:
+    """A folder with machine code of some version."""
+    (folder / "loops_1").mkdir(parents=True)
+    (folder / "loops_1" / "loop.nbi").write_bytes(b"code")
+    if used is not None:
+        os.utime(folder, (used, used))
+    return folder
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[Path]:
+    """A folder that nobody loaded for long, and that a process still has."""
+    folder = made(tmp_path / "dlrm-operator" / "compiled-held", used=LONG_AGO)
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    yield folder
+    os.close(descriptor)
+
+
+def test_a_version_that_is_new_here_removes_those_that_were_not_used_for_long(
+    tmp_path: Path, kept_for: Callable[[], Path], held: Path
+) -> None:
+    base = tmp_path / "dlrm-operator"
+    made(base / "compiled-old", used=LONG_AGO)
+    recent, other = made(base / "compiled-recent"), made(base / "bin", used=LONG_AGO)
+
+    place = kept_for()
+
+    assert sorted(base.iterdir()) == sorted([place, held, recent, other])
+
+
+def test_a_version_that_is_loaded_again_counts_as_used_and_removes_nothing(
+    tmp_path: Path, kept_for: Callable[[], Path]
+) -> None:
+    place = kept_for()
+    os.utime(place, (LONG_AGO, LONG_AGO))
+    old = made(tmp_path / "dlrm-operator" / "compiled-old", used=LONG_AGO)
+
+    assert kept_for() == place
+    assert place.stat().st_mtime > LONG_AGO
+    assert old.exists()
+
+
+def test_where_locks_are_refused_loops_are_kept_and_nothing_is_removed(
+    tmp_path: Path, kept_for: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    old = made(tmp_path / "dlrm-operator" / "compiled-old", used=LONG_AGO)
+    monkeypatch.setattr(compiled.fcntl, "flock", refuse)
+
+    assert kept_for().is_dir()
+    assert old.exists()
+
+
+def test_a_version_that_is_loaded_while_it_is_removed_is_there_afterwards(tmp_path: Path) -> None:
+    places = [made(tmp_path / f"compiled-{number}", used=LONG_AGO) for number in range(100)]
+
+    with ThreadPoolExecutor(2) as pool:
+        for place in places:
+            work = [pool.submit(compiled._hold, place), pool.submit(compiled._prune, tmp_path)]
+            for each in work:
+                each.result()
+
+            assert place.is_dir()
+
+
+def test_a_version_that_was_removed_before_it_was_held_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, plain = made(tmp_path / "compiled-old", used=LONG_AGO), os.open
+
+    def open_too_late(path: Path, flags: int) -> int:
+        monkeypatch.undo()
+        descriptor = plain(path, flags)
+        shutil.rmtree(path)
+        return descriptor
+
+    monkeypatch.setattr(compiled.os, "open", open_too_late)
+
+    assert compiled._hold(place)
+    assert place.is_dir()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import signal
 from pathlib import Path
@@ -60,5 +62,21 @@ def test_a_full_disk_is_named_and_leaves_no_meta(tmp_path: Path, files: FileStor
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
+
+    assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_a_disk_that_is_full_at_the_very_end_leaves_no_meta(
+    tmp_path: Path, files: FileStore, new_model, new_pod, few_rows, monkeypatch: pytest.MonkeyPatch
+):
+    new_pod(tmp_path / "pod", files).commit(new_model(few_rows).train())
+    snapshot = find_snapshot(files)
+
+    def refuse(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(DeviceError, match=f"{tmp_path}/out: No space left on device; free space"):
+        restore_to_folder(snapshot, tmp_path / "out")
 
     assert not (tmp_path / "out" / "meta.json").exists()

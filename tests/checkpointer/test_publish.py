@@ -21,9 +21,9 @@ from dlrm_checkpointer.catalog import find_snapshot
 from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.follow import Follower
-from dlrm_checkpointer.manifest import sealed
 from dlrm_checkpointer.publication import newest_delta, read_delta, read_plan, sequences
 from dlrm_checkpointer.restore import Snapshot, open_snapshot, snapshot_keys
+from dlrm_checkpointer.sealing import sealed
 from dlrm_checkpointer.store import ObjectStore
 from dlrm_checkpointer.walk import walk_table
 

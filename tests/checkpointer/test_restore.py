@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from restored import stored_rows
 
 from dlrm_checkpointer.catalog import find_snapshot, verify_snapshot
 from dlrm_checkpointer.cut import ShardId
 from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.manifest import sealed
 from dlrm_checkpointer.restore import newest_snapshot
+from dlrm_checkpointer.sealing import sealed
 from dlrm_checkpointer.walk import snapshot_digest, walk_table
 
 
@@ -27,7 +28,7 @@ def test_a_snapshot_restores_equal_rows_at_any_world_size(
     restored = new_model(tables=all_tables)
     for rank in range(read):
         for shard in restored.shards(rank, read):
-            for piece in snapshot.shard_rows(shard):
+            for piece in stored_rows(snapshot, shard):
                 part, meta = piece.shard, snapshot.table(shard.table)
                 places = meta.state_of(part.column_start, part.column_end)
                 restored.rows[part.table][piece.row_ids, part.column_start : part.column_end] = piece.rows
@@ -124,7 +125,7 @@ def test_any_rectangle_along_the_blocks_comes_back_whole_and_nothing_beside_it(s
     rows = np.full((table.rows, table.dim), np.nan, np.float32)
     state = np.full((table.rows, 2 * values), np.nan, np.float32)
 
-    for piece in snapshot.shard_rows(shard):
+    for piece in stored_rows(snapshot, shard):
         places = table.state_of(piece.shard.column_start, piece.shard.column_end)
         rows[piece.row_ids, piece.shard.column_start : piece.shard.column_end] = piece.rows
         state[piece.row_ids, places.start : places.stop] = piece.state

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from dlrm_checkpointer.catalog import list_snapshots
 from dlrm_checkpointer.commit import try_commit
 from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.manifest import manifest_key, part_key
 from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.retention import Found, Retention, Rule, decide, is_orphan
 from dlrm_checkpointer.store import Body, ObjectInfo
@@ -178,6 +179,42 @@ def test_a_removal_that_an_outage_cut_off_is_looked_after_with_the_next_snapshot
 
     assert "chunks/" in store.listed
     assert list(files.list("retired/")) == []
+
+
+class Ordered(FileStore):
+    """Remembers what was removed by itself, in order, and what was removed together."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.alone: list[str] = []
+        self.together: list[list[str]] = []
+
+    def delete(self, key: str) -> None:
+        self.alone.append(key)
+        super().delete(key)
+
+    def delete_all(self, keys: Sequence[str]) -> None:
+        self.together.append(sorted(keys))
+        super().delete_all(keys)
+
+
+def test_a_chain_goes_from_its_end_and_nothing_goes_before_the_part_lists(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    model, pod = new_model(), new_pod(tmp_path / "pod", files, policy="consecutive", max_chain=2, keep_last=9)
+    attempt, store = claim_attempt(files, None, "one"), Ordered(files.root)
+    for _ in range(4):  # a full one, two increments, a full one
+        pod.commit(model.train(), attempt)
+
+    removed = Retention(store, Rule(keep_last=1)).apply(attempt)
+
+    parts = [part_key(step, attempt, 0) for step in (1, 2, 3)]
+    manifests = [manifest_key(step, attempt) for step in (3, 2, 1)]
+    assert removed == 3
+    assert store.together[0] == parts
+    assert sorted(store.alone[:3]) == parts
+    assert store.alone[3:6] == manifests
+    assert not any(set(manifests).intersection(keys) for keys in store.together)
 
 
 def test_what_a_live_writer_is_uploading_stays_and_what_a_lost_one_left_goes(

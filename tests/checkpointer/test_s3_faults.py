@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from dlrm_api.errors import DLRMError, NoPermissionError, StoreUnavailableError
+from dlrm_api.errors import DLRMError, NoInputError, NoPermissionError, StoreUnavailableError
 from dlrm_api.objects import S3Spec
-from dlrm_checkpointer import repeats
+from dlrm_checkpointer import repeats, s3
 from dlrm_checkpointer.repeats import MOST_TRIES, TOKENS
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
@@ -247,6 +247,7 @@ def test_a_whole_read_gets_all_bytes_or_tries_again(store: ObjectStore, plan: Pl
         lambda store: list(store.list("")),
         lambda store: store.size("x"),
         lambda store: store.delete("y"),
+        lambda store: store.delete_all(["y", "z"]),
         lambda store: store.put_if_absent("y", b""),
         lambda store: store.sweep_uploads(3_600),
     ],
@@ -255,11 +256,118 @@ def test_every_other_call_is_repeated_too(
     store: ObjectStore, plan: Plan, told: list[str], work: Callable[[ObjectStore], object]
 ):
     store.put("x", b"1")
-    plan.faults += [Fault(method, refuse(503, "SlowDown")) for method in ("GET", "HEAD", "PUT", "DELETE")]
+    plan.faults += [Fault(method, refuse(503, "SlowDown")) for method in ("GET", "HEAD", "POST", "PUT", "DELETE")]
 
     work(store)
 
     assert told == ["throttled"]
+
+
+KEYS = [f"a/{number}" for number in range(7)]
+
+
+def put_all(store: ObjectStore, keys: list[str]) -> None:
+    for key in keys:
+        store.put(key, b"1")
+
+
+def answer_batch(proxy: Proxy, gone: list[str], left: list[str]) -> None:
+    """Say of each key of a batch what became of it."""
+    words = [f"<Deleted><Key>job/{key}</Key></Deleted>" for key in gone]
+    words += [f"<Error><Key>job/{key}</Key><Code>AccessDenied</Code></Error>" for key in left]
+    proxy.send(200, [("Content-Type", "application/xml")], f"<DeleteResult>{''.join(words)}</DeleteResult>".encode())
+
+
+def test_many_objects_go_by_few_requests(store: ObjectStore, plan: Plan, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(s3, "MOST_KEYS", 3)
+    put_all(store, KEYS)
+
+    store.delete_all(KEYS)
+
+    assert list(store.list("")) == []
+    assert (plan.count("POST", "delete"), plan.count("DELETE")) == (3, 0)
+
+
+def test_objects_that_a_request_left_go_one_by_one(store: ObjectStore, plan: Plan, told: list[str], versitygw: Any):
+    put_all(store, KEYS)
+
+    def half_succeeds(proxy: Proxy, body: bytes) -> None:
+        for key in KEYS[::2]:
+            (versitygw.data / "bucket" / "job" / key).unlink()
+        answer_batch(proxy, KEYS[::2], KEYS[1::2])
+
+    plan.faults += [Fault("POST", half_succeeds), Fault("DELETE", refuse(503, "SlowDown"), where=KEYS[3])]
+
+    store.delete_all(KEYS)
+
+    assert list(store.list("")) == []
+    assert told == ["throttled"]
+    assert (plan.count("POST"), plan.count("DELETE")) == (1, 3 + 1)
+
+
+def test_an_object_that_may_not_be_removed_is_named_as_if_it_had_been_alone(store: ObjectStore, plan: Plan):
+    put_all(store, KEYS)
+    plan.faults += [
+        Fault("POST", lambda proxy, body: answer_batch(proxy, [], KEYS)),
+        Fault("DELETE", refuse(403, "AccessDenied"), where=KEYS[4], times=10**9),
+    ]
+
+    with pytest.raises(NoPermissionError, match=r"refused a/4: AccessDenied: as planned; mend the credentials Secret"):
+        store.delete_all(KEYS)
+    assert KEYS[4] in [info.key for info in store.list("")]
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (501, "NotImplemented"),
+        (400, "NotImplemented"),
+        (400, "InvalidArgument"),
+        (400, "MissingContentMD5"),
+        (405, "MethodNotAllowed"),
+    ],
+)
+def test_a_service_that_knows_no_batches_is_asked_for_one_once(store: ObjectStore, plan: Plan, status: int, code: str):
+    plan.faults.append(Fault("POST", refuse(status, code), times=10**9))
+
+    for _ in range(2):
+        put_all(store, KEYS)
+        store.delete_all(KEYS)
+
+        assert list(store.list("")) == []
+
+    assert (plan.count("POST"), plan.count("DELETE")) == (1, 2 * len(KEYS))
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "words", "asked"),
+    [
+        (refuse(403, "AccessDenied"), NoPermissionError, "refused the removal of 7 objects: AccessDenied", 1),
+        (refuse(404, "NoSuchBucket"), NoInputError, "bucket bucket is not there", 1),
+        (refuse(503, "SlowDown"), StoreUnavailableError, "SlowDown", MOST_TRIES),
+        (break_before_asking, StoreUnavailableError, "did not answer", MOST_TRIES),
+    ],
+)
+def test_a_batch_that_is_refused_for_other_reasons_is_an_error(
+    store: ObjectStore, plan: Plan, act: Act, error: type[DLRMError], words: str, asked: int
+):
+    put_all(store, KEYS)
+    plan.faults.append(Fault("POST", act, times=10**9))
+
+    with pytest.raises(error, match=words):
+        store.delete_all(KEYS)
+
+    assert (plan.count("POST"), plan.count("DELETE")) == (asked, 0)
+
+
+def test_a_batch_whose_answer_is_lost_is_asked_for_again(store: ObjectStore, plan: Plan, told: list[str]):
+    put_all(store, KEYS)
+    plan.faults.append(Fault("POST", break_after_asking))
+
+    store.delete_all(KEYS)
+
+    assert list(store.list("")) == []
+    assert (told, plan.count("DELETE")) == (["broken"], 0)
 
 
 def test_a_store_that_throttles_for_long_is_asked_a_bounded_number_of_times(

@@ -97,6 +97,19 @@ def test_over_tls_every_body_travels_with_its_checksum(service: Any):
     assert [headers["x-amz-checksum-algorithm"] for headers in begun] == ["SHA256"]
 
 
+def test_removals_of_many_objects_travel_with_the_checksum_that_s3_asks_for(service: Any):
+    store, sent = opened(), []
+    store.put("whole", b"1")
+    store._clients.current().meta.events.register_first(
+        "before-send.s3.DeleteObjects", lambda request, **_: sent.extend(name.lower() for name in request.headers)
+    )
+
+    store.delete_all(["whole", "absent"])
+
+    assert "x-amz-checksum-crc32" in sent
+    assert list(store.list("")) == []
+
+
 @pytest.mark.cluster
 def test_a_checksum_that_does_not_fit_is_noticed_by_a_real_service(versitygw: Any, tmp_path: Path):
     (versitygw.data / "bucket").mkdir(parents=True, exist_ok=True)

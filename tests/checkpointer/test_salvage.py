@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from restored import stored_rows
 
 from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.catalog import list_snapshots
@@ -50,7 +51,7 @@ def test_rows_of_ranks_that_stored_the_cut_are_of_it_and_those_of_lost_ranks_of_
             ids = np.arange(shard.row_start, shard.row_end)
             columns = range(shard.column_start, shard.column_end)
             rows = initial_rows(table.seed, table.name, ids, columns, table.scale)
-            for piece in snapshot.shard_rows(shard):
+            for piece in stored_rows(snapshot, shard):
                 first = piece.shard.column_start - shard.column_start
                 rows[piece.row_ids - shard.row_start, first : first + piece.shard.width] = piece.rows
             expected = model.rows[shard.table][shard.row_start : shard.row_end, columns.start : columns.stop]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from restored import stored_rows
 
 from dlrm_checkpointer.catalog import find_snapshot, verify_snapshot
 from dlrm_checkpointer.cut import ShardId, TableMeta
@@ -101,7 +102,7 @@ def test_what_ranks_wrote_in_any_pieces_is_restored_in_any_others(sharded, new_p
         snapshot, reasons = newest_snapshot(files)
         restored = sharded(read)
         for shard in itertools.chain.from_iterable(read.values()):
-            for piece in snapshot.shard_rows(shard):
+            for piece in stored_rows(snapshot, shard):
                 part, meta = piece.shard, snapshot.table(shard.table)
                 assert shard.row_start <= piece.row_ids[0]
                 assert piece.row_ids[-1] < shard.row_end
@@ -129,6 +130,6 @@ def test_rows_that_were_never_updated_are_in_no_piece_and_have_initial_values(sh
 
         for meta in SPLIT_TABLES:
             seen = np.zeros((meta.rows, meta.dim), int)
-            for piece in snapshot.shard_rows(meta.whole()):
+            for piece in stored_rows(snapshot, meta.whole()):
                 seen[piece.row_ids, piece.shard.column_start : piece.shard.column_end] += 1
             assert (seen == model.touched[meta.name][:, None]).all()

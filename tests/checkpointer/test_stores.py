@@ -18,14 +18,10 @@ from dlrm_checkpointer.walk import snapshot_digest
 LARGE = bytes(range(256)) * (160 << 10)  # 40 MiB: several parts
 
 
-def test_what_is_put_is_read_back_whole_and_in_ranges(store: ObjectStore):
+def test_what_is_put_is_read_back(store: ObjectStore):
     store.put("a/b", b"hello")
 
     assert store.get("a/b") == b"hello"
-    assert store.get_range("a/b", 1, 3) == b"ell"
-    assert store.get_range("a/b", 3, 100) == b"lo"
-    assert store.get_range("a/b", 5, 10) == b""
-    assert store.get_range("a/b", 0, 0) == b""
     assert store.size("a/b") == 5
 
 
@@ -41,7 +37,6 @@ def test_a_large_object_goes_up_in_parts_and_comes_back_whole(store: ObjectStore
 
     assert store.size("chunks/large") == len(LARGE)
     assert store.get("chunks/large") == LARGE
-    assert store.get_range("chunks/large", len(LARGE) - 3, 10) == LARGE[-3:]
     assert [info.key for info in store.list("")] == ["chunks/large"]
 
 
@@ -95,8 +90,6 @@ def test_what_is_absent_is_said_so(store: ObjectStore):
     assert store.size("a/c") is None
     with pytest.raises(NoInputError, match="a/c"):
         store.get("a/c")
-    with pytest.raises(NoInputError, match="a/c"):
-        store.get_range("a/c", 0, 1)
     store.delete("a/c")
     assert list(store.list("b")) == []
 
@@ -120,6 +113,17 @@ def test_a_deleted_object_is_gone_and_its_neighbour_stays(store: ObjectStore):
     store.delete("a/b/c")
 
     assert [info.key for info in store.list("a/")] == ["a/b/d"]
+
+
+def test_objects_that_are_deleted_together_are_gone_and_their_neighbours_stay(store: ObjectStore):
+    keys = [f"a/{number}/ä {name}" for number in range(3) for name in ("x&y", "<z>")]
+    for key in keys:
+        store.put(key, b"1")
+
+    store.delete_all([*keys[1:-1], "a/absent", "absent"])
+    store.delete_all([])
+
+    assert [info.key for info in store.list("")] == [keys[0], keys[-1]]
 
 
 def test_many_writers_at_once_lose_nothing(store: ObjectStore):

@@ -394,7 +394,23 @@ def test_a_failed_job_that_no_operator_sees_stays_at_rest(
 
     assert code == ExitCode.TEMPORARY
     assert api.patches == [{"spec": {"lifecycle": {"suspend": True}}}]
-    assert "no operator took note within 0.05 s that it is to start again: is one running" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "after 0.05 s ads has Failed, and no operator took note yet that it is to start again" in said
+    assert "; is one running that serves this namespace?" in said
+
+
+def test_a_look_at_a_resting_job_that_fails_is_made_again(
+    api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([(503, "the server is going down"), job("Failed", suspend=True)])
+    api.answers[f"{JOBS}/ads"] = job("Failed", suspend=True, generation=3)
+    monkeypatch.setattr(suspending.time, "sleep", lambda _: api.answers.update({f"{JOBS}/ads": next(answers)}))
+
+    code = run(kubeconfig, "resume", "ads")
+
+    assert code == ExitCode.DONE
+    assert [patch["spec"]["lifecycle"]["suspend"] for patch in api.patches] == [True, False]
+    assert "the server is going down" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

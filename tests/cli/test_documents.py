@@ -8,7 +8,7 @@ import pytest
 
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError, UsageError
 from dlrm_api.job import DLRMJob
-from dlrm_cli.documents import find_profile, job_document, parse_document, read_documents
+from dlrm_cli.documents import find_profile, only_job, parse_document, read_documents
 
 JOB = """
 apiVersion: dlrm.dev/v1alpha1
@@ -100,9 +100,9 @@ def test_a_run_needs_exactly_one_job(tmp_path: Path) -> None:
     two = read_documents(write(tmp_path, f"{JOB}\n---\n{JOB}"))
 
     with pytest.raises(InvalidSpecError, match="no DLRMJob"):
-        job_document(none)
+        only_job(none)
     with pytest.raises(UsageError, match="2 jobs"):
-        job_document(two)
+        only_job(two)
 
 
 def test_a_job_finds_its_profile_in_its_own_file_or_in_another(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_kill_9_of_a_rank_inside_its_container(new_job: NewJob, undisturbed: dic
     job.start()
     job.wait_until_under_way()
 
-    job.in_container(1, "trainer", f"MODULE = 'dlrm_trainer'\n{KILL}")
+    job.kill_in_container(1, "trainer", f"MODULE = 'dlrm_trainer'\n{KILL}")
     status = job.finish()
 
     assert status["restarts"] == 1
@@ -84,7 +84,7 @@ def test_kill_9_of_the_checkpointer_costs_no_restart(new_job: NewJob, undisturbe
     job.start()
     job.wait_until_under_way()
 
-    job.in_container(1, "checkpointer", f"MODULE = 'dlrm_checkpointer'\n{KILL}")
+    job.kill_in_container(1, "checkpointer", f"MODULE = 'dlrm_checkpointer'\n{KILL}")
     status = job.finish()
 
     assert status["restarts"] == 0

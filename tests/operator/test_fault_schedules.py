@@ -116,6 +116,8 @@ async def all_lives(control_plane: ControlPlane, original: Path, folder: Path) -
             finally:  # or it would start an operator that nobody ends
                 reaper.cancel()
                 await asyncio.gather(reaper, return_exceptions=True)
+                # in a thread, or the proxy, which this loop serves, would leave its last requests without an answer
+                await asyncio.to_thread(operator.stop)
     print(f"requests and watches: {dict(proxy.faults)}\nlives: {dict(befell.most_common())}")
     return wrong
 

@@ -47,7 +47,7 @@ def test_a_plan_is_written_down_before_a_pod_relies_on_it() -> None:
     created = cluster.turn()
 
     kinds = [type(action) for action in actions]
-    assert kinds == [ApplyConfigMap, ApplySecret, ApplyService, CreatePod, CreatePod, ApplyStatus]
+    assert kinds == [ApplyService, ApplyConfigMap, ApplySecret, CreatePod, CreatePod, ApplyStatus]
     assert len([action for action in created if isinstance(action, CreatePod)]) == 2
     assert not [action for action in created if isinstance(action, RequestPlan)]
 
@@ -268,7 +268,7 @@ def test_config_maps_that_a_crash_left_of_another_plan_make_room() -> None:
     cluster = ModelCluster()
     cluster.turn()
     cluster.plan()
-    cluster.turn(most=1)
+    cluster.turn(most=2)
     stale = cluster.config_maps["demo-plan-1"]
     stale["binaryData"] = {"plan.0123456789abcdef.0-of-2.gz": "AAAA"}
 
@@ -282,7 +282,7 @@ def test_a_config_map_that_holds_its_part_of_the_plan_already_is_not_made_again(
     cluster = ModelCluster()
     cluster.turn()
     cluster.plan()
-    cluster.turn(most=1)
+    cluster.turn(most=2)
     stale = copy.deepcopy(cluster.config_maps["demo-plan-1"])
     stale["metadata"] |= {"name": "demo-plan-1-9", "uid": "stale"}
     stale["binaryData"] = {"plan.0123456789abcdef.0-of-2.gz": "AAAA"}

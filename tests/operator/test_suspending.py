@@ -214,7 +214,7 @@ def test_a_spec_that_was_changed_while_suspended_is_planned_anew() -> None:
     cluster = ModelCluster()
     cluster.turn()
     cluster.plan()
-    cluster.turn(most=1)  # the plan is written down, and no pod relies on it
+    cluster.turn(most=2)  # the plan is written down, and no pod relies on it
     assert cluster.config_maps
     assert not cluster.pods
     suspend(cluster)
@@ -231,7 +231,7 @@ def test_a_plan_that_a_crash_left_without_pods_is_taken_where_the_spec_is_the_sa
         cluster = ModelCluster(trainer=trainer)
         cluster.turn()
         cluster.plan()
-        cluster.turn(most=1)
+        cluster.turn(most=2)
         cluster.planning = None  # another operator
 
         actions = cluster.turn()

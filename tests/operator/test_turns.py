@@ -30,6 +30,8 @@ from dlrm_planner import plan_job
 KEY = JobKey("space", "demo")
 JOB = "/apis/dlrm.dev/v1alpha1/namespaces/space/dlrmjobs/demo"
 PODS = "/api/v1/namespaces/space/pods"
+SERVICE = "/api/v1/namespaces/space/services/demo-trainer"
+PLAN = "/api/v1/namespaces/space/configmaps/demo-plan-1"
 RUNNING = {
     "phase": "Running",
     "podIP": "127.0.0.2",
@@ -142,22 +144,67 @@ def test_a_start_that_goes_well_is_seven_writes_and_one_read() -> None:
     assert bench.status()["phase"] == "Running"
 
 
-def test_a_gang_that_an_operator_before_this_one_began_is_found_and_no_refusal() -> None:
+@pytest.mark.parametrize("made", [(SERVICE,), (SERVICE, PLAN), (PLAN,)], ids=["Service", "both", "ConfigMap"])
+def test_a_gang_that_an_operator_before_this_one_began_is_found_and_no_refusal(made: tuple[str, ...]) -> None:
     bench, before = Bench(), Bench()
     for each in (bench, before):
         each.turn()
         each.answer()
     before.turn()
-    config_map = "/api/v1/namespaces/space/configmaps/demo-plan-1"
-    bench.api.put(config_map, before.api.objects[config_map])
+    for path in made:
+        bench.api.put(path, before.api.objects[path])
 
     with pytest.raises(ConflictError):
         bench.turn()
     again = bench.turn()
 
-    assert ("POST", config_map.rpartition("/")[0]) not in again
+    assert not {("POST", path.rpartition("/")[0]) for path in made} & set(again)
     assert len([request for request in again if request == ("POST", PODS)]) == 2
     assert "Refused" not in str(bench.status()["conditions"])
+
+
+def test_a_young_copy_of_a_new_job_is_read_no_more_before_its_gang_is_made() -> None:
+    bench = Bench()
+    bench.turn()
+    bench.answer()
+    bench.jobs.heard_at = time.monotonic()
+
+    asked = bench.turn()
+
+    assert asked == writes(asked)
+    assert len(asked) == 6
+    assert bench.status()["gangAttempt"] == 1
+
+
+def test_a_first_gang_is_begun_once_however_old_the_copy_of_its_job_is() -> None:
+    bench, late = Bench(), Bench()
+    for each in (bench, late):
+        each.turn()
+        each.answer()
+    bench.turn()
+    for path in [path for path in bench.api.objects if path not in (JOB, SERVICE)]:
+        del bench.api.objects[path]  # as attempts after the first leave nothing of it
+    job = bench.api.objects[JOB]
+    bench.api.put(JOB, {**job, "status": {**job["status"], "attempt": 3, "gangAttempt": 3}})
+    late.api.objects = bench.api.objects
+    late.jobs.heard_at = time.monotonic()
+
+    with pytest.raises(ConflictError):
+        late.turn()
+
+    assert late.api.asked == [("POST", SERVICE.rpartition("/")[0])]
+
+
+def test_a_job_is_read_before_its_gang_is_made_where_the_watch_is_silent() -> None:
+    bench = Bench()
+    bench.turn()
+    bench.answer()
+    del bench.api.objects[JOB]
+
+    asked = bench.turn()
+
+    assert asked == [("GET", JOB)]
+    assert bench.jobs.known() == []
 
 
 def test_a_pod_that_an_older_job_of_that_name_left_is_looked_at_live_before_the_first_gang() -> None:
@@ -200,7 +247,7 @@ def test_what_needs_nothing_of_each_other_is_made_at_once_and_the_status_after_a
     made = [action for action in cluster.turn() if not isinstance(action, EmitEvent | WakeAt)]
 
     kinds = [[type(action).__name__ for action in step] for step in steps(made)]
-    assert kinds == [["ApplyConfigMap"], ["ApplySecret", "ApplyService"], ["CreatePod", "CreatePod"], ["ApplyStatus"]]
+    assert kinds == [["ApplyService"], ["ApplyConfigMap", "ApplySecret"], ["CreatePod", "CreatePod"], ["ApplyStatus"]]
 
 
 def test_a_large_gang_is_made_few_pods_at_a_time_so_that_a_quota_refuses_few() -> None:

@@ -18,7 +18,8 @@ from dlrm_api.plan import Plan
 from dlrm_checkpointer.cut import CutMeta, ShardRows
 from dlrm_checkpointer.folder import SliceName
 from dlrm_checkpointer.handoff import CutAbandonedError, HandOffWriter
-from dlrm_checkpointer.inbox import Durable, Inbox, ReadyCut
+from dlrm_checkpointer.inbox import Inbox
+from dlrm_checkpointer.ready import Durable, ReadyCut
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.gradual import GradualHandOver

@@ -1,4 +1,4 @@
-"""The dense parameters: one flat gradient that ranks sum, an optimizer with reproducible bits, and their arrays."""
+"""The dense parameters: one flat tensor and its gradient, which ranks sum, an optimizer, and their arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DenseParameters:
     """The model's parameters with their optimizer.
 
     Args:
-        model: its parameters' gradients become views of ``gradient``.
+        model: its parameters become views of one tensor, and their gradients of ``gradient``.
         spec: of the optimizer.
         gradient: (at least ``elements(model)``,) float32; losses divide by the global count, so that ranks sum it as
             it is, in the one fixed order of the parameters.
@@ -30,11 +30,12 @@ class DenseParameters:
     def __init__(self, model: nn.Module, spec: DenseOptimizerSpec, gradient: Tensor) -> None:
         self._named = dict(model.named_parameters())
         self._learning_rate = spec.learning_rate
+        self._values = torch.cat([parameter.detach().flatten() for parameter in self._named.values()])
         self._gradient = gradient
-        sizes = [parameter.numel() for parameter in self._named.values()]
-        for parameter, part in zip(self._named.values(), torch.split(gradient, sizes), strict=True):
-            parameter.grad = part.view_as(parameter)
-        self._optimizer = make_optimizer(spec, list(self._named.values()))
+        values, gradients = self._parts(self._values), self._parts(gradient)
+        for name, parameter in self._named.items():
+            parameter.data, parameter.grad = values[name], gradients[name]
+        self._optimizer = make_optimizer(spec, self._values)
 
     @staticmethod
     def elements(model: nn.Module) -> int:
@@ -47,10 +48,7 @@ class DenseParameters:
 
     def update(self, factor: float) -> None:
         """One step of the optimizer at ``factor`` times its learning rate."""
-        parameters: list[Tensor] = list(self._named.values())
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        with torch.no_grad():
-            self._optimizer.step(parameters, gradients, self._learning_rate * factor)
+        self._optimizer.step(self._values, self._gradient, self._learning_rate * factor)
 
     def shapes(self) -> dict[str, list[int]]:
         """Shape of each parameter by name: what a snapshot must agree with."""
@@ -88,9 +86,14 @@ class DenseParameters:
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {f"parameter/{name}": parameter for name, parameter in self._named.items()}
-        slots = {
-            f"optimizer/{name}/{slot}": value
-            for slot, values in self._optimizer.slots.items()
-            for name, value in zip(self._named, values, strict=True)
+        for slot, state in self._optimizer.slots.items():
+            of_names = self._parts(state) if state.dim() else dict.fromkeys(self._named, state)
+            tensors |= {f"optimizer/{name}/{slot}": value for name, value in of_names.items()}
+        return tensors
+
+    def _parts(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of a flat tensor, a part for each parameter."""
+        parts = torch.split(flat, [parameter.numel() for parameter in self._named.values()])
+        return {
+            name: part.view(parameter.shape) for (name, parameter), part in zip(self._named.items(), parts, strict=True)
         }
-        return tensors | slots

@@ -44,13 +44,18 @@ class Layers(torch.autograd.Function):
         found: list[Tensor] = []
         for number in range(ctx.layers - 1, -1, -1):
             x = outputs[number]
-            found += [gradient.sum(0), torch.mm(x.t(), gradient).t()]
+            found += [gradient.sum(0), _weight_gradient(gradient, x)]
             if number > 0 or ctx.needs_input_grad[0]:
                 gradient = _times(gradient, weights[number])
             if number > 0:
                 torch.ops.aten.threshold_backward.grad_input(gradient, x, 0, grad_input=gradient)
         to_x = gradient.to(incoming.dtype) if ctx.needs_input_grad[0] else None
         return to_x, None, None, *_as(incoming.dtype, found[::-1])
+
+
+def _weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+    """Laid out as parameters are, where rows of x begin on cache lines; elsewhere by the transposed product, faster."""
+    return torch.mm(gradient.t(), x) if x.shape[1] % ALIGNED == 0 else torch.mm(x.t(), gradient).t()
 
 
 def _times(gradient: Tensor, weight: Tensor) -> Tensor:

@@ -1,56 +1,78 @@
 """Optimizers of the dense parameters: element by element, so that their bits depend on neither threads nor ranks.
 
-They make the steps of ``torch.optim`` (a test compares the bits), whose classes load the whole compiler of torch at
-their first step: three seconds of each rank's start.
+They make the steps of ``torch.optim`` (a test compares them), whose classes load the whole compiler of torch at their
+first step: three seconds of each rank's start.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dlrm_api.training import DenseOptimizerSpec
+from dlrm_checkpointer.compiled import compiled_dividing
+from dlrm_trainer.team import finish, share, take
+
+U64 = np.uint64
+UNIT_ELEMENTS = 1 << 14
+"""That a thread takes at a time."""
 
 
 class DenseOptimizer(Protocol):
     """Updates parameters in place."""
 
     @property
-    def slots(self) -> dict[str, list[Tensor]]:
-        """State by name: one tensor for each parameter, in their order. What a snapshot keeps."""
+    def slots(self) -> dict[str, Tensor]:
+        """State by name: a value for each element, or one for all. What a snapshot keeps."""
 
-    def step(self, parameters: list[Tensor], gradients: list[Tensor], learning_rate: float) -> None:
-        """Make one step."""
+    def step(self, parameters: Tensor, gradient: Tensor, learning_rate: float) -> None:
+        """Make one step of all parameters, which are one flat tensor as their gradient is."""
 
 
 class SGD:
     """w <- w - learning_rate * g."""
 
-    slots: dict[str, list[Tensor]] = {}  # noqa: RUF012  nothing is ever put in
+    slots: dict[str, Tensor] = {}  # noqa: RUF012  nothing is ever put in
 
-    def step(self, parameters: list[Tensor], gradients: list[Tensor], learning_rate: float) -> None:
+    def step(self, parameters: Tensor, gradient: Tensor, learning_rate: float) -> None:
         """Make one step."""
-        torch._foreach_add_(parameters, gradients, alpha=-learning_rate)
+        parameters.add_(gradient, alpha=-learning_rate)
 
 
 class Adagrad:
-    """sum <- sum + g * g, then w <- w - learning_rate * g / (sqrt(sum) + eps).
+    """sum <- sum + g * g, then w <- w - learning_rate * g / (sqrt(sum) + eps), in one pass.
 
     Source: Duchi et al., JMLR 2011.
     """
 
-    def __init__(self, parameters: list[Tensor], eps: float) -> None:
+    def __init__(self, parameters: Tensor, eps: float) -> None:
         self._eps = eps
-        self._sums = [torch.zeros_like(parameter) for parameter in parameters]
+        self._sums = torch.zeros_like(parameters)
         self.slots = {"sum": self._sums}
 
-    def step(self, parameters: list[Tensor], gradients: list[Tensor], learning_rate: float) -> None:
+    def step(self, parameters: Tensor, gradient: Tensor, learning_rate: float) -> None:
         """Make one step."""
-        torch._foreach_addcmul_(self._sums, gradients, gradients, value=1.0)
-        roots = torch._foreach_add(torch._foreach_sqrt(self._sums), self._eps)
-        torch._foreach_addcdiv_(parameters, gradients, roots, value=-learning_rate)
+        arrays = (each.numpy() for each in (parameters, gradient, self._sums))
+        units = max(1, len(parameters) // UNIT_ELEMENTS)
+        share(_adagrad, units, *arrays, np.float32(learning_rate), np.float32(self._eps))
+
+
+@compiled_dividing
+def _adagrad(counts: Any, units: int, parameters: Any, gradient: Any, sums: Any, rate: Any, eps: Any) -> None:
+    elements = len(parameters)
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        for n in range(U64(elements * unit // units), U64(elements * (unit + 1) // units)):
+            slope = gradient[n]
+            total = sums[n] + slope * slope
+            sums[n] = total
+            parameters[n] -= rate * slope / (np.sqrt(total) + eps)
+        finish(counts)
 
 
 class Adam:
@@ -59,27 +81,23 @@ class Adam:
     Source: Kingma and Ba, ICLR 2015.
     """
 
-    def __init__(self, parameters: list[Tensor], beta1: float, beta2: float, eps: float) -> None:
+    def __init__(self, parameters: Tensor, beta1: float, beta2: float, eps: float) -> None:
         self._beta1, self._beta2, self._eps = beta1, beta2, eps
-        self._first = [torch.zeros_like(parameter) for parameter in parameters]
-        self._second = [torch.zeros_like(parameter) for parameter in parameters]
-        self._steps = [torch.zeros((), dtype=torch.int64) for _ in parameters]
+        self._first, self._second = torch.zeros_like(parameters), torch.zeros_like(parameters)
+        self._steps = torch.zeros((), dtype=torch.int64)
         self.slots = {"first": self._first, "second": self._second, "steps": self._steps}
 
-    def step(self, parameters: list[Tensor], gradients: list[Tensor], learning_rate: float) -> None:
+    def step(self, parameters: Tensor, gradient: Tensor, learning_rate: float) -> None:
         """Make one step."""
-        torch._foreach_add_(self._steps, 1)
-        done = int(self._steps[0])
-        torch._foreach_lerp_(self._first, gradients, 1 - self._beta1)
-        torch._foreach_mul_(self._second, self._beta2)
-        torch._foreach_addcmul_(self._second, gradients, gradients, value=1 - self._beta2)
-        roots = torch._foreach_sqrt(self._second)
-        torch._foreach_div_(roots, (1 - self._beta2**done) ** 0.5)
-        torch._foreach_add_(roots, self._eps)
-        torch._foreach_addcdiv_(parameters, self._first, roots, value=-learning_rate / (1 - self._beta1**done))
+        self._steps += 1
+        done = int(self._steps)
+        self._first.lerp_(gradient, 1 - self._beta1)
+        self._second.mul_(self._beta2).addcmul_(gradient, gradient, value=1 - self._beta2)
+        roots = self._second.sqrt().div_((1 - self._beta2**done) ** 0.5).add_(self._eps)
+        parameters.addcdiv_(self._first, roots, value=-learning_rate / (1 - self._beta1**done))
 
 
-def make_optimizer(spec: DenseOptimizerSpec, parameters: list[Tensor]) -> DenseOptimizer:
+def make_optimizer(spec: DenseOptimizerSpec, parameters: Tensor) -> DenseOptimizer:
     """The optimizer that the spec asks for, with nothing learnt yet."""
     if spec.kind == "sgd":
         return SGD()

@@ -13,11 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_checkpointer.compiled import compiled, compiled_freely
+from dlrm_checkpointer.prefetching import prefetch_lines
+from dlrm_trainer.pair_sums import ROWS, sum_partners
 from dlrm_trainer.sizes import Size, size_of, value_of
 from dlrm_trainer.team import finish, share, take
 
 U64 = np.uint64
-ZERO, ONE, FOUR, NINE = U64(0), U64(1), U64(4), U64(9)
+ZERO, ONE, FOUR = U64(0), U64(1), U64(4)
+TILE = U64(ROWS)
+ONE_ROW, ROWS_OF_TILE = size_of(1), size_of(ROWS)
 UNIT_SAMPLES = 64
 """That a thread takes at a time."""
 ALIGNED = 16
@@ -76,8 +80,9 @@ def _flat(bottom: Tensor | None, features: Tensor) -> tuple[NDArray[np.float32],
     return flat if bottom is None else bottom.detach().reshape(-1).numpy(), flat
 
 
-def _sizes(vectors: int, dim: int, has_bottom: bool) -> tuple[Size, Size, Size]:
-    return size_of(vectors), size_of(dim), size_of(int(has_bottom))
+def _sizes(vectors: int, dim: int, has_bottom: bool) -> tuple[Size, Size, Size, Size]:
+    """Last, how many features are left where tiles of them are whole."""
+    return size_of(vectors), size_of(dim), size_of(int(has_bottom)), size_of((vectors - has_bottom) % ROWS)
 
 
 @compiled
@@ -114,7 +119,10 @@ def products(
             for k in range(own * width):
                 out[at + k] = x[k]
             at += own * width
+            following = (sample + ONE) * (count - own) * width
             for i in range(ONE, count):
+                ahead = following + (i - ONE) * width
+                prefetch_lines(features, ahead, ahead + width)
                 left, j = i * width, ZERO
                 while j + FOUR <= i:
                     right = j * width
@@ -153,42 +161,25 @@ def gradients(
 ) -> None:
     """Fill gradients of the vectors from that of ``out``, a sample every ``stride`` elements; all arrays flat."""
     count, width, own = _values(sizes)
-    padded = (count + NINE - ONE) // NINE * NINE
-    x, one = np.zeros(padded * width, np.float32), np.empty(width, np.float32)
-    by_pair = np.zeros(count * padded, np.float32)  # symmetric, with zeros where the vectors' padding is
+    whole = (count - own) // TILE * TILE
+    x, one = np.empty(count * width, np.float32), np.empty(width, np.float32)
     while True:
         unit = take(counts)
         if unit >= units:
             return
         for sample in range(U64(samples * unit // units), U64(samples * (unit + 1) // units)):
             _load(sizes, bottom, features, sample, x)
-            at = sample * stride + own * width
-            for i in range(ONE, count):
-                for j in range(i):
-                    by_pair[i * padded + j] = gradient[at + j]
-                    by_pair[j * padded + i] = gradient[at + j]
-                at += i
-            for i in range(count):
+            start, row = sample * stride, sample * (count - own) * width
+            pairs = start + own * width
+            if own:
+                sum_partners(sizes[1], ONE_ROW, gradient, pairs, ZERO, count, x, one, ZERO)
                 for k in range(width):
-                    one[k] = np.float32(0)
-                for j in range(ZERO, padded, NINE):
-                    at = i * padded + j
-                    f0, f1, f2 = by_pair[at], by_pair[at + U64(1)], by_pair[at + U64(2)]
-                    f3, f4, f5 = by_pair[at + U64(3)], by_pair[at + U64(4)], by_pair[at + U64(5)]
-                    f6, f7, f8 = by_pair[at + U64(6)], by_pair[at + U64(7)], by_pair[at + U64(8)]
-                    v0 = j * width
-                    v1, v2, v3, v4 = v0 + width, v0 + U64(2) * width, v0 + U64(3) * width, v0 + U64(4) * width
-                    v5, v6, v7, v8 = v1 + U64(4) * width, v2 + U64(4) * width, v3 + U64(4) * width, v4 + U64(4) * width
-                    for k in range(width):
-                        sum0 = f0 * x[v0 + k] + f1 * x[v1 + k] + f2 * x[v2 + k]
-                        sum1 = f3 * x[v3 + k] + f4 * x[v4 + k] + f5 * x[v5 + k]
-                        sum2 = f6 * x[v6 + k] + f7 * x[v7 + k] + f8 * x[v8 + k]
-                        one[k] += sum0 + sum1 + sum2
-                if i < own:
-                    for k in range(width):
-                        to_bottom[sample * width + k] = one[k] + gradient[sample * stride + k]
-                else:
-                    row = (sample * (count - own) + i - own) * width
-                    for k in range(width):
-                        to_features[row + k] = one[k]
+                    to_bottom[sample * width + k] = one[k] + gradient[start + k]
+            prefetch_lines(gradient, start + stride, start + stride + stride)
+            for i in range(ZERO, whole, TILE):
+                ahead = row + (count - own + i) * width
+                prefetch_lines(features, ahead, ahead + TILE * width)
+                prefetch_lines(to_features, ahead, ahead + TILE * width)
+                sum_partners(sizes[1], ROWS_OF_TILE, gradient, pairs, own + i, count, x, to_features, row + i * width)
+            sum_partners(sizes[1], sizes[3], gradient, pairs, own + whole, count, x, to_features, row + whole * width)
         finish(counts)

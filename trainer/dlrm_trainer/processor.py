@@ -25,21 +25,32 @@ def fetch_add(_typing: Any, counts: Any, place: Any, amount: Any) -> Any:  # noq
 
 
 @instruction
-def lent(_typing: Any, array: Any) -> Any:
-    """The same array, whose references are not counted: each count is an atomic write to one place for all threads.
+def lent(_typing: Any, held: Any) -> Any:
+    """The same array, or tuple of arrays, tuples and numbers, whose references are not counted.
 
-    Something else must hold the array for as long as this one is used, as the caller of a compiled function does.
+    Each count is an atomic write to one place for all threads; what a loop takes out of a tuple is counted each time.
+    Something else must hold the arrays for as long as these are used, as the caller of a compiled function does.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        make = context.make_array(signature.args[0])
-        given, lending = make(context, builder, arguments[0]), make(context, builder)
-        cgutils.copy_struct(lending, given)
-        lending.meminfo = cgutils.get_null_value(lending.meminfo.type)
-        lending.parent = cgutils.get_null_value(lending.parent.type)
-        return lending._getvalue()
+        return _lend(context, builder, signature.args[0], arguments[0])
 
-    return array(array), generate
+    return held(held), generate
+
+
+def _lend(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+    if isinstance(kind, types.BaseTuple):
+        kinds: Any = kind.types  # type: ignore[attr-defined]  # of every tuple but the base of them
+        parts = zip(kinds, cgutils.unpack_tuple(builder, value), strict=True)
+        return context.make_tuple(builder, kind, [_lend(context, builder, *part) for part in parts])
+    if not isinstance(kind, types.Array):
+        return value
+    make = context.make_array(kind)
+    lending = make(context, builder)
+    cgutils.copy_struct(lending, make(context, builder, value))
+    lending.meminfo = cgutils.get_null_value(lending.meminfo.type)
+    lending.parent = cgutils.get_null_value(lending.parent.type)
+    return lending._getvalue()
 
 
 @instruction

@@ -105,10 +105,13 @@ def spin_briefly() -> None:
 
 
 def keep_memory() -> None:
-    """Let this process keep the memory that a step gives back, for the next step.
+    """Let this process keep the memory that a step gives back, for the next step, and have it in large pages.
 
-    glibc would return large pieces to the kernel at once, which then clears and maps every page of them again.
+    glibc would return large pieces to the kernel at once, which then clears and maps every page of them again. Products
+    of matrices read along columns too, for which a processor remembers too few small pages. To be called before torch
+    is loaded, which reads the variable then and asks the kernel for large pages in tensors of 2 MiB and more.
     """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with contextlib.suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_PIECE_BYTES)

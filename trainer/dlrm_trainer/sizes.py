@@ -29,3 +29,8 @@ def value_of(size: Any) -> Any:
     """The size in a loop: a uint64 that is known when the loop is compiled."""
     low = np.uint64(len(size[0])) * ONES + np.uint64(len(size[1])) * SIXTEENS
     return low + np.uint64(len(size[2])) * SQUARES + np.uint64(len(size[3])) * CUBES
+
+
+def size_in_type(size: Any) -> int:
+    """The size, from numba's type of it: for instructions, which generate code for it."""
+    return sum(len(digit.types) * BASE**number for number, digit in enumerate(size.types))

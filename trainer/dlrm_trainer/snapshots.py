@@ -9,9 +9,10 @@ from operator import itemgetter
 from typing import Any
 
 from dlrm_api.job import DLRMJobSpec
+from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.codes import CodedRows
 from dlrm_checkpointer.digest import Partial, add, combine, shard_digest, state_digest
-from dlrm_checkpointer.restore import Snapshot, claim_attempt, newest_snapshot, open_snapshot
+from dlrm_checkpointer.restore import Snapshot, newest_snapshot, open_snapshot
 from dlrm_checkpointer.salvage import Salvage, find_salvage, open_salvage
 from dlrm_checkpointer.store import ObjectStore
 from dlrm_trainer.collectives import Collectives

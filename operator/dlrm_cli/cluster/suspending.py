@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dlrm_api.errors import DLRMError, TemporaryError, UsageError
@@ -76,8 +77,9 @@ def set_suspend(connection: Connection, name: str, wanted: bool, timeout_s: floa
         verb = "suspend: it cuts, commits, then gives its nodes back" if wanted else "resume"
         print(f"{name} is told to {verb}")
         return
+    advice = "it goes on: dlrmctl describe says how far it is"
     try:
-        print(_wait(connection, job, wanted, timeout_s).words)
+        print(_wait(connection, job, suspend_verdict if wanted else resume_verdict, timeout_s, advice).words)
     except KeyboardInterrupt:
         print(f"no longer waiting; {name} stays told to {'suspend' if wanted else 'resume'}", file=sys.stderr)
         raise
@@ -89,18 +91,26 @@ def _rest(connection: Connection, name: str) -> None:
     Raises:
         TemporaryError: it did not; the job stays at rest, and resuming it again goes on from there.
     """
-    job, deadline = connection.set_suspend(name, True), time.monotonic() + REST_S
-    while not _seen(job):
-        if time.monotonic() > deadline:
-            words = f"{name} has Failed, and no operator took note within {REST_S:g} s that it is to start again"
-            raise TemporaryError(f"{words}: is one running that serves this namespace? Then resume it once more")
-        time.sleep(LOOK_EVERY_S)
-        job = connection.job(name)
+
+    def verdict(job: Object) -> Verdict:
+        return Verdict(
+            words=f"{name} has Failed, and no operator took note yet that it is to start again", done=_seen(job)
+        )
+
+    advice = "is one running that serves this namespace? Then resume it once more"
+    _wait(connection, connection.set_suspend(name, True), verdict, REST_S, advice)
 
 
-def _wait(connection: Connection, job: Object, wanted: bool, timeout_s: float) -> Verdict:
-    """Look again and again; say on stderr how it goes."""
-    judge, deadline, said = (suspend_verdict if wanted else resume_verdict), time.monotonic() + timeout_s, ""
+def _wait(
+    connection: Connection, job: Object, judge: Callable[[Object], Verdict], timeout_s: float, advice: str
+) -> Verdict:
+    """Look again and again until the judge says that it is done; say on stderr how it goes.
+
+    Raises:
+        TemporaryError: it is not so when the time is up, in the judge's last words and with the advice; or the judge
+            says that it never will be.
+    """
+    deadline, said = time.monotonic() + timeout_s, ""
     while True:
         verdict = judge(job)
         if verdict.done:
@@ -112,7 +122,7 @@ def _wait(connection: Connection, job: Object, wanted: bool, timeout_s: float) -
             print(said, file=sys.stderr)
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TemporaryError(f"after {timeout_s:g} s {said}; it goes on: dlrmctl describe says how far it is")
+            raise TemporaryError(f"after {timeout_s:g} s {said}; {advice}")
         time.sleep(min(LOOK_EVERY_S, left))
         try:
             job = connection.job(dig(job, "metadata", "name"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -18,6 +19,9 @@ class JobCache:
 
     def __init__(self) -> None:
         self._jobs: dict[JobKey, JobSeen] = {}
+        self.heard_at = -math.inf
+        """When the watch last spoke, of whatever job: it tells changes in their order, so no copy is older (monotonic
+        seconds)."""
 
     def saw(self, document: Object) -> JobSeen:
         """The job in ``document``, which replaces what was known unless that is newer.

@@ -201,7 +201,7 @@ class Children:
     secrets: tuple[SecretSeen, ...] = ()
     groups: Groups = field(default_factory=Groups)
     assumed: bool = False
-    """Whether nobody looked for those that a first attempt has: the ConfigMap that it creates first will tell."""
+    """Whether nobody looked for those that a first attempt has: the Service, which is created first, will tell."""
 
     def plan(self, attempt: int) -> Plan | None:
         """The attempt's plan as it was written; None unless every part is there and whole."""

@@ -172,7 +172,7 @@ def _create(
         again = WakeAt(key=observed.job.key, time=now + LOOK_AGAIN)  # nothing watches what others' groups do
         return Formation(status=in_phase(status, Phase.PENDING), actions=(*first, again))
     try:
-        actions = (*first, *_creations(observed, job, plan, gang, status.memory_reserve_bytes, maps))
+        actions = tuple(_creations(observed, job, plan, gang, status.memory_reserve_bytes, first, maps))
     except InvalidSpecError as error:
         return Formation(status=status, fatal_reason=Reason.INVALID_SPEC, fatal=str(error))
     status = in_phase(status, Phase.SCHEDULING)
@@ -184,15 +184,26 @@ def _create(
 
 
 def _creations(
-    observed: Observed, job: DLRMJob, plan: Plan, gang: Gang, reserve: int, maps: list[Manifest] | None
+    observed: Observed,
+    job: DLRMJob,
+    plan: Plan,
+    gang: Gang,
+    reserve: int,
+    written: Iterable[Action],
+    maps: list[Manifest] | None,
 ) -> Iterator[Action]:
+    """The Service first, which stays as long as the job: who creates it begins the first gang, and nobody else does.
+
+    Then the plan is ``written``, and the rest follows.
+    """
     owner, children = Owner.of(observed.job), observed.children or Children()
-    secret = token_secret(job, gang.attempt, owner)
-    if secret["metadata"]["name"] not in {seen.name for seen in children.secrets}:
-        yield ApplySecret(manifest=secret)
     service = gang_service(job, owner)
     if service["metadata"]["name"] not in children.services:
         yield ApplyService(manifest=service)
+    yield from written
+    secret = token_secret(job, gang.attempt, owner)
+    if secret["metadata"]["name"] not in {seen.name for seen in children.secrets}:
+        yield ApplySecret(manifest=secret)
     attempt = Attempt(
         job=job.with_replicas(plan.nodes),
         number=gang.attempt,

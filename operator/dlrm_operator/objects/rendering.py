@@ -40,9 +40,9 @@ def render(
     maps = plan_config_maps(job, attempt, plan, owner)
     pods = trainer_pods(gang, maps)
     return [
+        gang_service(job, owner),
         *maps,
         token_secret(job, attempt, owner),
-        gang_service(job, owner),
         *pod_groups(job, attempt, pods, owner),
         *pods,
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,7 @@ def build_registry(engine: Engine) -> kopf.OperatorRegistry:
             engine.jobs.forget(key)
         else:
             engine.jobs.saw(dict(body))
+        engine.jobs.heard_at = time.monotonic()
         engine.wakeups.add(key)
 
     if engine.settings.profiles is None:  # else no right beyond one namespace is asked for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 from dlrm_api import names
@@ -29,6 +30,8 @@ from dlrm_operator.running.cache import PodCache
 from dlrm_operator.running.gang_observing import look_at_groups
 from dlrm_planner import trace_references
 
+YOUNG_S = 1.0
+"""Copies of jobs that are not older are good enough to begin a first gang from."""
 JOBS = f"/apis/{names.API_VERSION}/namespaces/{{}}/dlrmjobs/{{}}"
 
 
@@ -82,11 +85,9 @@ class Observer:
         Raises:
             ClusterUnavailableError: nobody can tell.
         """
-        try:
-            document = await self._api.call("GET", JOBS.format(key.namespace, key.name))
-        except NotFoundError:
+        job = self._about_to_begin(key) or await self._live_job(key)
+        if job is None:
             return None
-        job = self._jobs.saw(document)
         if not needs_plan(job):
             return self._at_work(job, await self._live_pods(key))
         # at once: a list that has to be up to date waits until the watch cache of the API server is
@@ -107,6 +108,23 @@ class Observer:
             refusal=self.refusals.get(key, ""),
         )
 
+    def _about_to_begin(self, key: JobKey) -> JobSeen | None:
+        """The copy of a job, where a first gang can be begun from it.
+
+        That is safe however old it is: a gang that there is, or was, has a Service, whose creation is refused, and
+        children of a job that is gone are collected. That it is young spares users such a gang.
+        """
+        job = self._jobs.get(key)
+        if job is None or job.deleting or time.monotonic() - self._jobs.heard_at > YOUNG_S or not self._begins(job):
+            return None
+        return job if self._pods.filled and not self._pods.pods(key) else None
+
+    async def _live_job(self, key: JobKey) -> JobSeen | None:
+        try:
+            return self._jobs.saw(await self._api.call("GET", JOBS.format(key.namespace, key.name)))
+        except NotFoundError:
+            return None
+
     def _at_work(self, job: JobSeen, pods: tuple[PodSeen, ...]) -> Observed:
         """All that a job whose gang stands, or is to have none, is judged by."""
         polled, cut = self._poller.latest(job.key), self._cutter.answer(job.key)
@@ -123,8 +141,8 @@ class Observer:
     async def _pods_before(self, job: JobSeen, begins: bool) -> tuple[PodSeen, ...]:
         """The pods before a gang is made.
 
-        Of a first attempt there is none before its ConfigMap, which nobody has created yet where this turn can, and
-        of a later one none before the status says its number. Others' are in the copy, or their names are refused.
+        Of a first attempt there is none before the Service, which nobody has created yet where this turn can, and of
+        a later one none before the status says its number. Others' are in the copy, or their names are refused.
         """
         if begins and self._pods.filled and not self._pods.pods(job.key):
             return ()
@@ -137,13 +155,13 @@ class Observer:
     async def _children(self, job: JobSeen, begins: bool) -> Children:
         """The job's own children; those that a deleted job of the same name left are not seen.
 
-        A first attempt writes its ConfigMap before all else, so where there is none there is nothing. With a plan at
-        hand nobody asks: creating the ConfigMap tells as well.
+        A first attempt creates the Service before all else, so where there is none there is nothing. With a plan at
+        hand nobody asks: creating the Service tells as well.
         """
         groups = await look_at_groups(self._api, job)
         if begins:
             return Children(groups=groups, assumed=True)
-        if _attempt(job) == 1 and not await self._has_plan(job):
+        if _attempt(job) == 1 and not await self._was_begun(job):
             return Children(groups=groups)
         maps, secrets, services = await asyncio.gather(
             self._owned(job, "configmaps"),
@@ -158,9 +176,13 @@ class Observer:
         )
 
     def _begins(self, job: JobSeen) -> bool:
-        """Whether the first thing to be done is to create the first attempt's ConfigMap, for all that is known."""
+        """Whether the first thing to be done is to create the Service of the first attempt, for all that is known."""
         first = _attempt(job) == 1 and _forming(job)
         return first and self._planner.has_answered(job.key) and job.key not in self.begun
+
+    async def _was_begun(self, job: JobSeen) -> bool:
+        """Whether there is a Service, or the ConfigMap of one that somebody deleted."""
+        return any(await asyncio.gather(self._owned(job, "services", METADATA_ONLY), self._has_plan(job)))
 
     async def _has_plan(self, job: JobSeen) -> bool:
         name = names.plan_config_map(job.key.name, _attempt(job))

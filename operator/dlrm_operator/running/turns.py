@@ -35,7 +35,7 @@ from dlrm_operator.running.performing import Performer
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE: tuple[type[Action] | UnionType, ...] = (CreatePod, DeleteObject, ApplySecret | ApplyService | ApplyPodGroup)
+AT_ONCE: tuple[type[Action] | UnionType, ...] = (CreatePod, DeleteObject, ApplyConfigMap | ApplySecret | ApplyPodGroup)
 """Actions in a row that may be done in any order: what follows them waits for all."""
 MOST_AT_ONCE = 8
 """So many refusals at most, where a quota holds no more pods."""
@@ -131,7 +131,8 @@ class Turns:
         if isinstance(action, ApplyStatus) and action.repeatable and self._patience.crowded:
             self._jobs.keep(observed.job, action.status)
             action = WakeAt(key=key, time=self._clock() + timedelta(seconds=self._patience.rest_s(key)))
-        unseen = isinstance(action, ApplyConfigMap) and observed.children is not None and observed.children.assumed
+        of_gang = isinstance(action, ApplyService | ApplyConfigMap)
+        unseen = of_gang and observed.children is not None and observed.children.assumed
         if unseen:
             self._observer.begun.add(key)
         try:

@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 PARALLEL = 8
 COOLDOWN_S = 0.02
 """Rest of one job between two turns, so that a burst of events makes one."""
+COOLDOWN_OF_WAITING_S = 0.0002
+"""So much longer for each job that waits for a turn: it is let go before, and one turn sees what three would have."""
+LONGEST_COOLDOWN_S = 0.25
 LONGEST_BACKOFF_S = 60.0
 LONGEST_CONFLICT_S = 2.0
 """The same where others' writes came between: waiting longer does not help against one who writes all the time."""
@@ -155,7 +158,8 @@ class Wakeups:
         else:
             RECONCILES.labels("done").inc()
             self._failures.pop(key, None)
-            self._rest_until[key] = time.monotonic() + COOLDOWN_S
+            rest_s = min(COOLDOWN_S + len(self._ready) * COOLDOWN_OF_WAITING_S, LONGEST_COOLDOWN_S)
+            self._rest_until[key] = time.monotonic() + rest_s
         finally:
             del self._busy[key]
             if key in self._due:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -142,9 +142,6 @@ class MemoryStore:
         buffer.cast("B")[:size] = body[:size]
         return len(body)
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        return self.get(key)[start : start + length]
-
     def put(self, key: str, body: Body, sha256: str | None = None) -> None:
         self.objects[key] = bytes(body), self._clock.now
         self.written[key] = bytes(body)
@@ -161,6 +158,10 @@ class MemoryStore:
 
     def delete(self, key: str) -> None:
         self.objects.pop(key, None)
+
+    def delete_all(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.delete(key)
 
     def size(self, key: str) -> int | None:
         return len(self.objects[key][0]) if key in self.objects else None
@@ -210,9 +211,6 @@ class FailingStore:
     def get_into(self, key: str, buffer: memoryview) -> int:
         return self._call(self.store.get_into, key, buffer)
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        return self._call(self.store.get_range, key, start, length)
-
     def put(self, key: str, body: Body, sha256: str | None = None) -> None:
         self._call(self.store.put, key, body, sha256)
 
@@ -224,6 +222,11 @@ class FailingStore:
 
     def delete(self, key: str) -> None:
         self._call(self.store.delete, key)
+
+    def delete_all(self, keys: Sequence[str]) -> None:
+        """Each key is a call of its own, in an order that nobody promised: any part of them may be all that goes."""
+        for key in self._draw.sample(keys, len(keys)):
+            self.delete(key)
 
     def size(self, key: str) -> int | None:
         return self._call(self.store.size, key)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import yaml
 from sample_ledgers import sample_ids
 
+from dlrm_cluster.errors import ClusterError
 from dlrm_cluster.project_images.recipes import ROOT
 from dlrm_cluster.real_cluster import Object, RealCluster
 
@@ -109,6 +110,14 @@ class DrilledJob:
         return self.cluster.kubectl(
             "exec", self.pod(index), NAMESPACE, f"--container={container}", "--", "python", "-c", program
         )
+
+    def kill_in_container(self, index: int, container: str, program: str) -> None:
+        """Run a program that ends a process of the container: the main one ends the container, and the program too."""
+        try:
+            self.in_container(index, container, program)
+        except ClusterError as error:
+            if "exit code 137" not in str(error):
+                raise
 
     def dlrmctl(self, *words: str) -> None:
         """A command of dlrmctl as a user gives it."""

@@ -16,6 +16,8 @@ from dlrm_cluster.ports import free_port
 
 Object = dict[str, Any]
 JOBS = "/apis/dlrm.dev/v1alpha1/namespaces/{}/dlrmjobs"
+GRACE_S = 30
+"""Of the operator's pod, by the chart's default: a kubelet kills after it."""
 
 
 def job_document(name: str, replicas: int = 2, **spec: Any) -> Object:
@@ -122,7 +124,7 @@ class OperatorProcess:
         assert self._process is not None
         self._process.terminate()
         try:
-            return self._process.wait(20)
+            return self._process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             self.kill()
             raise

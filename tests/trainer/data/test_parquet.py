@@ -14,9 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError
+from dlrm_api.model import TableSpec
 from dlrm_trainer.data import Reader, open_reader
 from dlrm_trainer.data.files import LocalFile
-from dlrm_trainer.data.lookups import KEPT
+from dlrm_trainer.data.lookups import hashing_of
 from dlrm_trainer.data.parquet import ParquetSource
 from dlrm_trainer.data.row_group import Columns
 
@@ -31,8 +32,8 @@ COLUMNS: dict[str, Any] = {
 
 
 def open_source(paths: list[Path], bags: list[str], budget: int) -> ParquetSource:
-    none, kept = [None] * len(bags), [KEPT] * len(bags)
-    columns = Columns(label="label", dense=["price"], bags=bags, weights=none, hashings=kept)
+    hashings = [hashing_of(TableSpec(name=bag, rows=10, dim=4)) for bag in bags]
+    columns = Columns(label="label", dense=["price"], bags=bags, weights=[None] * len(bags), hashings=hashings)
     return ParquetSource([LocalFile(path) for path in paths], columns, budget)
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import sys
 from collections import OrderedDict
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from dlrm_trainer.embedding.tiers.counts import ACCESSES, CREATED, EVICTED, HITS
 from dlrm_trainer.embedding.tiers.level import Level
 from dlrm_trainer.embedding.tiers.lookahead import Lookahead
 from dlrm_trainer.embedding.tiers.mapped import AnonymousStorage, MappedStorage
+from dlrm_trainer.embedding.tiers.replacement import SIZE
 from dlrm_trainer.embedding.tiers.slot_memory import DeviceSlots, HostSlots, SlotMemory
 from dlrm_trainer.embedding.tiers.stack import Stack, StackTable
 from dlrm_trainer.embedding.tiers.tables import StackedPart, rows_of_stack
@@ -248,6 +251,21 @@ def test_lfu_keeps_what_is_used_often_and_lru_what_was_used_last() -> None:
     assert set(range(5)) <= kept["mixed"]
 
 
+def test_mixed_protects_rows_looked_up_twice_and_four_fifths_of_the_slots_at_most() -> None:
+    tables = Tables([100, 100], 10, ("ddr",), Path(), policy="mixed")
+    lists, generator = tables.stack.directory.replacement.lists, np.random.default_rng(5)
+    most_protected = np.zeros(2, np.int64)
+
+    for batch in range(1, 60):
+        ids = [generator.integers(0, 12, 30), generator.integers(0, 100, 10)]
+        tables.stack.release(tables.stack.fetch(*tables.lookups(ids), batch))
+        most_protected = np.maximum(most_protected, lists[:, 1, SIZE])
+        assert (lists[:, :, SIZE].sum(axis=1) == tables.stack.directory.filled[:, 0]).all()
+
+    assert most_protected[0] == 8
+    assert most_protected[1] <= 8
+
+
 @pytest.mark.parametrize("scan_share", [0, np.inf])
 @pytest.mark.parametrize("first", [("ddr",), ("ddr", "block")])
 @pytest.mark.parametrize("second", [("scm",), ("block",), ("ddr", "scm", "block")])
@@ -305,6 +323,19 @@ def test_after_an_error_every_request_fails_with_it_and_the_thread_ends(tmp_path
     with pytest.raises(DeviceError, match="Input/output error"):
         ahead.settle()
     ahead.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="turns of threads are Linux's")
+def test_a_thread_that_only_copies_runs_in_gaps_and_one_that_keeps_a_queue_full_does_not(tmp_path: Path) -> None:
+    classes = []
+    for tier in ("ddr", "block"):
+        tables = Tables([100], 5, (tier,), tmp_path)
+        ahead = Lookahead([tables.stack])
+        classes.append(ahead._submit(lambda: os.sched_getscheduler(0)).result())
+        ahead.close()
+        tables.stack.close()
+
+    assert classes == [os.SCHED_IDLE, os.SCHED_OTHER]
 
 
 def test_bytes_kept_are_those_of_the_rows_that_were_stored(tmp_path: Path) -> None:

@@ -35,10 +35,6 @@ def hashing_of(table: TableSpec) -> Hashing:
     return Hashing(_HASHES[table.embedding.hash], rows, np.uint64(inverse_of(rows)))
 
 
-KEPT = Hashing(NONE, np.uint64(1), np.uint64(0))
-"""Numbers stay as they are."""
-
-
 @compiled
 def row_of(number: Any, hashing: Hashing) -> Any:
     """One id's row, that of ``hashing.rows_of_ids``, as a uint64."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from dlrm_checkpointer.compiled import compiled
 from dlrm_checkpointer.prefetching import prefetch, prefetch_lines
 from dlrm_trainer.embedding.half import widened
-from dlrm_trainer.embedding.row_rules import lent_memory, memory_of
+from dlrm_trainer.embedding.row_rules import memory_of
 from dlrm_trainer.processor import lent, stream_four
 from dlrm_trainer.sizes import size_of, value_of
 from dlrm_trainer.team import finish, share, take
@@ -68,7 +68,7 @@ def _gather_units(
     out_state: Any,
     streams: bool,
 ) -> None:
-    dim, memory, chosen, out = value_of(size), lent_memory(memory), lent(chosen), lent(out)
+    dim, memory, chosen, out = value_of(size), lent(memory), lent(chosen), lent(out)
     rows, halves, states, half = memory.rows, memory.halves, memory.states, memory.half
     shift, last = ONE if half else NONE, len(chosen) - 1
     while True:

@@ -148,8 +148,9 @@ class OwnedParts:
             self.groups, looked_up.pooled, gradients, expected.ids, expected.lengths, strict=True
         ):
             sizes = lengths.sum(dim=1, dtype=torch.int64)
-            moved = group.stack is not None or bool(group.first_rows.any())
-            rows = (ids + torch.repeat_interleave(group.first_rows, sizes)).to(group.device) if moved else None
+            rows = None
+            if group.plan.dtype == "fp16" and (group.stack is not None or bool(group.first_rows.any())):
+                rows = (ids + torch.repeat_interleave(group.first_rows, sizes)).to(group.device)
             group.batch.update(pooled, gradient.to(group.device), step=step, rows=rows)
             group.dirty.mark(ids.numpy(), sizes.numpy(), group.starts)
         if self._ahead is not None and expected.fetched is not None:

@@ -38,12 +38,6 @@ class Memory(NamedTuple):
     """Whether rows are fp16."""
 
 
-@compiled
-def lent_memory(memory: Any) -> Any:
-    """The same memory by ``processor.lent``."""
-    return Memory(lent(memory.rows), lent(memory.halves), lent(memory.states), memory.half)
-
-
 class Rule(NamedTuple):
     """An optimizer's constants as its steps use them."""
 
@@ -226,7 +220,7 @@ def update_chosen_rows(
         first_columns: (U,) uint64, of each row in its whole table.
     """
     rows, dim = len(slots), value_of(size)
-    memory = lent_memory(memory)
+    memory = lent(memory)
     memory_rows, halves, states, half = memory.rows, memory.halves, memory.states, memory.half
     total, value, random = np.empty(dim, np.float32), np.empty(dim, np.float32), np.empty(dim, np.uint32)
     while True:

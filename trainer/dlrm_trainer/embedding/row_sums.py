@@ -8,7 +8,7 @@ import numpy as np
 
 from dlrm_checkpointer.compiled import compiled
 from dlrm_checkpointer.prefetching import prefetch, prefetch_lines
-from dlrm_trainer.embedding.row_rules import lent_memory, store_half, update_row
+from dlrm_trainer.embedding.row_rules import store_half, update_row
 from dlrm_trainer.processor import lent
 from dlrm_trainer.sizes import value_of
 from dlrm_trainer.team import finish, take
@@ -84,7 +84,7 @@ def update_rows_of_bags(
         rule: the optimizer.
         keys: (T,) uint64 ``step_keys``; empty for fp32.
     """
-    memory, layout, lookups = lent_memory(memory), _lent_layout(layout), _lent_lookups(lookups)
+    memory, layout, lookups = lent(memory), lent(layout), lent(lookups)
     while True:
         unit = take(counts)
         if unit >= units:
@@ -92,32 +92,6 @@ def update_rows_of_bags(
         table = work.tables[unit]
         _update_part(size, table, work.part[unit], work.parts[unit], memory, layout, lookups, rule, keys)
         finish(counts)
-
-
-@compiled
-def _lent_layout(layout: Any) -> Any:
-    return Layout(
-        lent(layout.starts),
-        lent(layout.state_starts),
-        lent(layout.state_widths),
-        lent(layout.row_bits),
-        lent(layout.first_features),
-        lent(layout.columns),
-        lent(layout.first_columns),
-    )
-
-
-@compiled
-def _lent_lookups(lookups: Any) -> Any:
-    return Lookups(
-        lent(lookups.ids),
-        lent(lookups.numbers),
-        lent(lookups.offsets),
-        lent(lookups.weights),
-        lent(lookups.gradient),
-        lookups.samples,
-        lookups.width,
-    )
 
 
 @compiled

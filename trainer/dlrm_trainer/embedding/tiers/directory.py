@@ -12,25 +12,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.prefetching import prefetch
 from dlrm_trainer.embedding.tiers.counts import ACCESSES, CREATED, EVICTED, HITS, LOOKUPS, SCRATCH
 from dlrm_trainer.embedding.tiers.replacement import (
     COUNT,
     EXTRA,
     FLAGS,
+    LAST,
+    META_WORDS,
     NEXT,
     PINS,
     STAMP,
+    TOGETHER,
     Replacement,
+    follow,
     forget,
     insert,
+    limit_protected,
     set_row,
     slot_row,
     take_slots,
     touch,
 )
+from dlrm_trainer.processor import lent
 
 LEVEL_BITS = 2
 NOWHERE = 0
+AHEAD = 12
+"""Entries asked for before their turn."""
 
 
 class Directory(NamedTuple):
@@ -54,7 +63,7 @@ class Directory(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Room for what one batch looks up; reused by the next batch of its turn."""
+    """Room for what one batch looks up."""
 
     slots: NDArray[np.int64]
     """(L,) slot of each lookup, numbered from its table's first."""
@@ -98,21 +107,19 @@ def find(directory: Directory, ids: Any, ends: Any, batch: int, found: Found) ->
     Returns:
         Distinct slots found, missing rows, and lookups that wait for these.
     """
-    slots, found_distinct = found.slots, found.distinct  # reads of a tuple in a loop cost reference counts
+    directory, found, ids, ends = lent(directory), lent(found), lent(ids), lent(ends)
+    slots, found_distinct = found.slots, found.distinct
     place_of, meta, stats = directory.place_of, directory.meta, directory.stats
-    _read_entries(place_of, directory.row_starts, ids, ends, slots)
     distinct, missing, waiting, first = 0, 0, 0, 0
     for table in range(len(ends)):
         base, slot_start = directory.row_starts[table], directory.slot_starts[table]
         waiting_before = waiting
         hits = distinct
+        _read_entries(place_of, base, ids, meta, slots, first, ends[table])
         distinct, waiting = _find_slots(
             meta, slots, first, ends[table], slot_start, batch, found_distinct, distinct, found.waiting, waiting
         )
-        touched = found_distinct[hits:distinct]
-        for n in range(len(touched)):
-            meta[touched[n], PINS] += 1
-        touch(directory.replacement, meta, table, touched)
+        touch(directory.replacement, meta, table, found_distinct[hits:distinct])
         before = missing
         missing = _list_missing(
             place_of, ids, base, slots, found.waiting[waiting_before:waiting], found.missing, found.sources, missing
@@ -121,18 +128,18 @@ def find(directory: Directory, ids: Any, ends: Any, batch: int, found: Found) ->
         stats[table, HITS] += distinct - hits
         stats[table, ACCESSES] += distinct - hits + missing - before
         first = ends[table]
+    limit_protected(directory.replacement, meta)
     return distinct, missing, waiting
 
 
 @compiled
-def _read_entries(place_of: Any, row_starts: Any, ids: Any, ends: Any, entries: Any) -> None:
-    """Read every lookup's entry in a loop without branches, whose cache misses overlap."""
-    first = 0
-    for table in range(len(ends)):
-        base = row_starts[table]
-        for i in range(first, ends[table]):
-            entries[i] = place_of[base + ids[i]]
-        first = ends[table]
+def _read_entries(place_of: Any, base: Any, ids: Any, meta: Any, entries: Any, first: int, end: int) -> None:
+    """Read every lookup's entry without a branch, so that cache misses overlap, and ask for the slot that it names."""
+    words = meta.reshape(-1)
+    for i in range(first, end):
+        entry = place_of[base + ids[i]]
+        entries[i] = entry
+        prefetch(words, ((np.int64(entry) - 1) >> LEVEL_BITS) * META_WORDS)
 
 
 @compiled
@@ -190,11 +197,19 @@ def admit(directory: Directory, batch: int, found: Found, distinct: int, missing
     Returns:
         Rows for which no extra slot was left: 0, or the batch is larger than the directory was made for.
     """
-    first = 0
-    for table in range(len(directory.capacity)):
-        last = first
-        while last < missing and found.missing[last] < directory.row_starts[table + 1]:
+    directory, found = lent(directory), lent(found)
+    row_starts, lists = directory.row_starts, directory.replacement.lists
+    counts, last = np.empty(len(directory.capacity), np.int64), 0
+    for table in range(len(counts)):
+        first = last
+        while last < missing and found.missing[last] < row_starts[table + 1]:
             last += 1
+        counts[table] = last - first
+    last = 0
+    for table in range(len(counts)):
+        if table % TOGETHER == 0 and directory.replacement.ways == 0:
+            follow(directory.meta, lists[table : table + TOGETHER, 0, LAST].copy(), counts[table : table + TOGETHER])
+        first, last = last, last + counts[table]
         part = slice(first, last)
         take_slots(
             directory.replacement,
@@ -207,39 +222,43 @@ def admit(directory: Directory, batch: int, found: Found, distinct: int, missing
             found.targets[part],
             found.leaving[part],
         )
-        short = _settle(directory, table, batch, found, first, last)
+        short = _settle(
+            directory, table, batch, found.missing[part], found.sources[part], found.targets[part], found.leaving[part]
+        )
         if short:
-            return short + missing - last
-        first = last
+            return int(short + missing - last)
     found.distinct[distinct : distinct + missing] = found.targets[:missing]
     return 0
 
 
 @compiled
-def _settle(directory: Directory, table: int, batch: int, found: Found, first: int, last: int) -> int:
+def _settle(
+    directory: Directory, table: int, batch: int, missing: Any, sources: Any, targets: Any, leaving: Any
+) -> int:
     """Enter one table's missing rows in their slots, or in extra ones; how many found none."""
     meta, place_of, stats = directory.meta, directory.place_of, directory.stats
-    for m in range(first, last):
-        slot, flags = found.targets[m], 0
+    last = len(missing) - 1
+    for m in range(len(missing)):
+        prefetch(place_of, missing[min(m + AHEAD, last)])
+        slot, flags = targets[m], 0
         if slot < 0:
             slot, flags = _extra(directory, table), EXTRA
             if slot < 0:
-                return last - m
-            found.targets[m] = slot
+                return len(missing) - m
+            targets[m] = slot
             stats[table, SCRATCH] += 1
-        stats[table, EVICTED] += found.leaving[m] >= 0
-        if found.sources[m] == NOWHERE:
-            stats[table, CREATED] += 1
-        set_row(meta, slot, found.missing[m])
+        stats[table, EVICTED] += leaving[m] >= 0
+        stats[table, CREATED] += sources[m] == NOWHERE
+        set_row(meta, slot, missing[m])
         meta[slot, PINS], meta[slot, STAMP], meta[slot, FLAGS] = 1, batch, flags  # the count is still the leaver's
-        place_of[found.missing[m]] = (slot << LEVEL_BITS) + 1
+        place_of[missing[m]] = (slot << LEVEL_BITS) + 1
     return 0
 
 
 @compiled
 def enlist(directory: Directory, targets: Any, counts: Any) -> None:
     """Tell the policy of rows brought in, whose access counts came with them; ``targets`` in order of their tables."""
-    first = 0
+    directory, targets, counts, first = lent(directory), lent(targets), lent(counts), 0
     for table in range(len(directory.capacity)):
         last = first
         while last < len(targets) and targets[last] < directory.slot_starts[table + 1]:
@@ -251,7 +270,7 @@ def enlist(directory: Directory, targets: Any, counts: Any) -> None:
 @compiled
 def resolve(directory: Directory, ends: Any, found: Found, waiting: int) -> None:
     """Fill in the slots of lookups that waited for their row."""
-    table = 0
+    directory, found, ends, table = lent(directory), lent(found), lent(ends), 0
     for w in range(waiting):
         i = found.waiting[w]
         while i >= ends[table]:
@@ -271,7 +290,7 @@ def release(directory: Directory, distinct: Any, leaving: Any) -> int:
     Returns:
         How many these are.
     """
-    meta, count = directory.meta, 0
+    meta, distinct, count = lent(directory.meta), lent(distinct), 0
     for n in range(len(distinct)):
         slot = distinct[n]
         meta[slot, PINS] -= 1
@@ -363,4 +382,5 @@ def counts_of_slots(meta: Any, slots: Any, counts: Any) -> None:
 def point(place_of: Any, rows: Any, places: Any, level: int) -> None:
     """Record that rows are now in these places of a level."""
     for n in range(len(rows)):
+        prefetch(place_of, rows[min(n + AHEAD, len(rows) - 1)])
         place_of[rows[n]] = (places[n] << LEVEL_BITS) + level + 1

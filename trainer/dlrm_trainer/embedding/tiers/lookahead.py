@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -17,7 +17,6 @@ from dlrm_trainer.embedding.tiers.stack import Fetched, Stack
 from dlrm_trainer.spans import spanned
 
 Answer = TypeVar("Answer")
-LEAST_PRIORITY = 19
 Lookups = tuple[NDArray[np.int64], NDArray[np.int64]]
 """(L,) rows of a class's tables, table-major, and (K,) where each table's end."""
 
@@ -101,10 +100,13 @@ def _run_on(processors: frozenset[int], yielding: bool) -> None:
 
     Where there are fewer processors than threads, a compute thread that waits for its turn holds its whole parallel
     region up, while rows that are fetched ahead can wait for a gap: there is one while the kernels, which gain nothing
-    from a second thread, look rows up. A thread that keeps a device's queue full must not wait.
+    from a second thread, look rows up. The kernel puts a thread of the class for idle times off as soon as another one
+    wakes; one of the least priority goes on to the end of its turn. A thread that keeps a device's queue full must not
+    wait.
     """
     allowed = processors & os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else frozenset()
     if allowed:
         os.sched_setaffinity(0, allowed)  # of this thread alone
     if yielding and sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
+        with contextlib.suppress(OSError):  # the kernel of a sandbox may have no such class
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

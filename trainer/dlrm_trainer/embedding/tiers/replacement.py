@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.prefetching import prefetch
 from dlrm_trainer.splitmix import GOLDEN
 
 PREVIOUS, NEXT, STAMP, COUNT, PINS, FLAGS, ROW_LOW, ROW_HIGH, META_WORDS = 0, 1, 2, 3, 4, 5, 6, 7, 8
@@ -31,6 +32,10 @@ LFU_LISTS = 64
 LISTS = {LRU: 1, LFU: LFU_LISTS, MIXED: 2}
 PROTECTED_SHARE = 0.8
 MOST_COUNTED = 2**31 - 1
+AHEAD: Final = 12
+"""Neighbours in a list asked for before their turn."""
+TOGETHER: Final = 8
+"""Tables whose lists are followed at once: the slots that these lead to are to stay in the processor's cache."""
 FIRST, LAST, SIZE = 0, 1, 2
 """Columns of a list."""
 
@@ -70,11 +75,16 @@ def forget(meta: Any, slot: int) -> None:
 
 @compiled
 def touch(replacement: Replacement, meta: Any, table: int, slots: Any) -> None:
-    """A batch looks up rows that are in slots: each once, whatever the number of its lookups."""
+    """A batch looks up rows that are in slots, and pins them: each once, whatever the number of its lookups."""
     policy, ways, lists = replacement.policy, replacement.ways, replacement.lists
-    most = replacement.protected_most[table]
+    words, last = meta.reshape(-1), len(slots) - 1
     for n in range(len(slots)):
         slot = slots[n]
+        if ways == 0:
+            coming = slots[min(n + AHEAD, last)]
+            prefetch(words, (np.int64(meta[coming, PREVIOUS]) - 1) * META_WORDS)
+            prefetch(words, (np.int64(meta[coming, NEXT]) - 1) * META_WORDS)
+        meta[slot, PINS] += 1
         if meta[slot, COUNT] < MOST_COUNTED:
             meta[slot, COUNT] += 1
         if meta[slot, FLAGS] & EXTRA:
@@ -88,8 +98,24 @@ def touch(replacement: Replacement, meta: Any, table: int, slots: Any) -> None:
             continue
         _unlink(lists, meta, table, old, slot)
         _push(lists, meta, table, new, slot)
-        if policy == MIXED:
-            _limit_protected(lists, meta, table, most)
+
+
+@compiled
+def limit_protected(replacement: Replacement, meta: Any) -> None:
+    """Mixed, after ``touch``: the oldest slots beyond those that may be protected fall back on probation."""
+    if replacement.policy != MIXED or replacement.ways > 0:
+        return
+    lists, most = replacement.lists, replacement.protected_most
+    over = np.empty(len(lists), np.int64)
+    for table in range(len(lists)):
+        over[table] = max(0, lists[table, 1, SIZE] - most[table])
+    for table in range(len(lists)):
+        if table % TOGETHER == 0:
+            follow(meta, lists[table : table + TOGETHER, 1, LAST].copy(), over[table : table + TOGETHER])
+        for _ in range(over[table]):
+            slot = lists[table, 1, LAST] - 1
+            _unlink(lists, meta, table, 1, slot)
+            _push(lists, meta, table, 0, slot)
 
 
 @compiled
@@ -101,6 +127,21 @@ def insert(replacement: Replacement, meta: Any, table: int, slots: Any, counts: 
         meta[slot, COUNT] = min(counts[n], MOST_COUNTED - 1) + 1
         if ways == 0 and not meta[slot, FLAGS] & EXTRA:
             _push(lists, meta, table, _list_of(policy, meta[slot, COUNT], False), slot)
+
+
+@compiled
+def follow(meta: Any, places: Any, counts: Any) -> None:
+    """Have the oldest slots of lists near: each step along a list waits for memory, but those of several go together.
+
+    Args:
+        meta: of the slots.
+        places: (N,) last slot + 1 of each list; overwritten.
+        counts: (N,) slots wanted of each.
+    """
+    for n in range(counts.max()):
+        for number in range(len(places)):
+            if n < counts[number] and places[number] > 0:
+                places[number] = meta[places[number] - 1, PREVIOUS]
 
 
 @compiled
@@ -198,14 +239,6 @@ def _list_of(policy: int, count: int, again: bool) -> int:
     if policy == LFU:
         return min(count, LFU_LISTS) - 1
     return 1 if policy == MIXED and again else 0
-
-
-@compiled
-def _limit_protected(lists: Any, meta: Any, table: int, most: int) -> None:
-    while lists[table, 1, SIZE] > most:
-        slot = lists[table, 1, LAST] - 1
-        _unlink(lists, meta, table, 1, slot)
-        _push(lists, meta, table, 0, slot)
 
 
 @compiled

@@ -145,7 +145,7 @@ class Stack:
         assert short == 0, f"{short} rows of batch {batch} found no slot: more lookups than the plan allows"
         compiled.resolve(self.directory, ends, found, waiting)
         self._exchange(found, missing, copying)
-        return Fetched(slots=found.slots.copy(), distinct=found.distinct[: distinct + missing].copy())
+        return Fetched(slots=found.slots, distinct=found.distinct[: distinct + missing])
 
     def release(self, fetched: Fetched) -> None:
         """Let a fetched batch go that has updated its rows; rows in extra slots that no other batch holds move down."""
@@ -172,7 +172,7 @@ class Stack:
             records = self._coming[: part.stop - start]
             self._copy(found.missing[part], found.sources[part], records)
             self.memory.scatter(found.targets[part], records)
-        return Fetched(slots=found.slots.copy(), distinct=found.targets[:missing].astype(np.int32))
+        return Fetched(slots=found.slots, distinct=found.targets[:missing].astype(np.int32))
 
     def give_back(self, fetched: Fetched) -> None:
         """End what ``borrow`` began."""
@@ -251,9 +251,11 @@ class Stack:
             level.close()
 
     def _room(self, lookups: int) -> Found:
+        """Room for a batch; its slots are its own, all else is that of the next one too."""
         if len(self._found.slots) < lookups:
             self._found = _found(lookups + lookups // 4)
-        return self._found.first(lookups)
+        slots, distinct = np.empty(lookups, np.int64), np.empty(lookups, np.int32)
+        return self._found.first(lookups)._replace(slots=slots, distinct=distinct)
 
     def _exchange(self, found: Found, missing: int, copying: list[Finish] | None) -> None:
         """Move missing rows into their slots, and what was there down.
@@ -293,10 +295,10 @@ class Stack:
         """Begin to copy records out of wherever they are; ``leave``: they are no longer there then."""
         copying: list[Finish] = []
         level = np.where(sources > 0, (sources - 1) & 3, -1)
-        for number in np.unique(level)[::-1].tolist():  # slow ones first: the others are copied meanwhile
-            here = level == number
-            whole = bool(here.all())
-            part = out if whole else np.empty((int(here.sum()), out.shape[1]), np.uint32)
+        counts = np.bincount(level + 1)
+        for number in (np.flatnonzero(counts) - 1)[::-1].tolist():  # slow ones first: the others are copied meanwhile
+            here = slice(None) if counts[number + 1] == len(level) else level == number
+            part = out if isinstance(here, slice) else np.empty((counts[number + 1], out.shape[1]), np.uint32)
             places, finish = (sources[here] - 1) >> LEVEL_BITS, finished
             if number < 0:
                 self._initial(rows[here], part)
@@ -307,7 +309,7 @@ class Stack:
                 if leave:
                     self.levels[number - 1].free(places)
                     self.moved_rows[number, 0] += len(places)
-            copying.append(finish if whole else partial(_finish_part, finish, out, here, part))
+            copying.append(finish if isinstance(here, slice) else partial(_finish_part, finish, out, here, part))
         return copying
 
     def _take(self, slots: NDArray[np.int64], out: Records) -> Records:

@@ -10,11 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.prefetching import prefetch, prefetch_lines
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
-from dlrm_trainer.embedding.tiers.directory import Directory
+from dlrm_trainer.embedding.tiers.directory import LEVEL_BITS, Directory
 from dlrm_trainer.embedding.tiers.level import Level
 from dlrm_trainer.embedding.tiers.replacement import COUNT
 from dlrm_trainer.embedding.tiers.slot_memory import HostSlots, SlotMemory
+
+AHEAD = 4
+"""Pairs asked for before their turn."""
 
 
 @dataclass(frozen=True)
@@ -65,23 +69,29 @@ def _swap(
     done: Any,
     counts: Any,
 ) -> None:
-    row_words, state_words = weight.shape[1], state.shape[1]
-    coming = np.empty(row_words + state_words, np.uint32)
+    row_words, state_words, words = np.uint64(weight.shape[1]), np.uint64(state.shape[1]), np.uint64(records.shape[1])
+    rows, states, places, last = weight.reshape(-1), state.reshape(-1), records.reshape(-1), len(sources) - 1
     for n in range(len(sources)):
+        coming = min(n + AHEAD, last)
+        row, place = np.uint64(targets[coming]) * row_words, np.uint64((sources[coming] - 1) >> LEVEL_BITS) * words
+        prefetch_lines(rows, row, row + row_words)
+        prefetch_lines(places, place, place + words)
+        prefetch(states, np.uint64(targets[coming]) * state_words)
+        prefetch(place_of, leaving[coming])
         done[n] = sources[n] > 0 and leaving[n] >= 0
         if not done[n]:
             continue
-        slot, place = targets[n], (sources[n] - 1) >> 2
-        for word in range(row_words + state_words):
-            coming[word] = records[place, word]
-        counts[n] = records[place, row_words + state_words]
+        place = np.uint64((sources[n] - 1) >> LEVEL_BITS) * words
+        row = np.uint64(targets[n]) * row_words
         for word in range(row_words):
-            records[place, word] = weight[slot, word]
+            value = places[place + word]
+            places[place + word] = rows[row + word]
+            rows[row + word] = value
+        row, place = np.uint64(targets[n]) * state_words, place + row_words
         for word in range(state_words):
-            records[place, row_words + word] = state[slot, word]
-        records[place, row_words + state_words] = meta[slot, COUNT]
-        for word in range(row_words):
-            weight[slot, word] = coming[word]
-        for word in range(state_words):
-            state[slot, word] = coming[row_words + word]
+            value = places[place + word]
+            places[place + word] = states[row + word]
+            states[row + word] = value
+        counts[n] = places[place + state_words]
+        places[place + state_words] = meta[targets[n], COUNT]
         place_of[leaving[n]] = sources[n]

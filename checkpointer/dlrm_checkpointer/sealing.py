@@ -1,0 +1,79 @@
+"""JSON of the formats, and the seals of objects that nothing else says the SHA-256 of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.alias_generators import to_camel
+
+from dlrm_api.errors import SnapshotError
+
+UNSEALED = "0" * 64
+
+
+class FormatModel(BaseModel):
+    """Part of the format: camelCase, immutable; unknown fields are ignored, incompatible ones raise the version."""
+
+    model_config = ConfigDict(
+        frozen=True, alias_generator=to_camel, validate_by_name=True, validate_by_alias=True, serialize_by_alias=True
+    )
+
+
+class SealedModel(FormatModel):
+    """An object of its own, which says the SHA-256 of its own bytes: nothing else knows what it should be."""
+
+    def encode(self) -> bytes:
+        """JSON with sorted keys and no spaces, sealed: equal content gives equal bytes."""
+        return sealed(self.model_dump(mode="json"))
+
+
+M = TypeVar("M", bound=SealedModel)
+
+
+def sealed(value: Mapping[str, Any]) -> bytes:
+    """Canonical JSON of a value with the SHA-256 of its bytes as ``seal``, whose own digits are zeros meanwhile."""
+    unsealed = json.dumps({**value, "seal": UNSEALED}, sort_keys=True, separators=(",", ":")).encode()
+    return _with_seal(unsealed, UNSEALED, hashlib.sha256(unsealed).hexdigest())
+
+
+def _is_sealed(body: bytes, seal: object) -> bool:
+    """Whether the seal that an object's JSON says is that of its bytes."""
+    return isinstance(seal, str) and hashlib.sha256(_with_seal(body, seal, UNSEALED)).hexdigest() == seal
+
+
+def _with_seal(body: bytes, old: str, new: str) -> bytes:
+    return body.replace(f'"seal":"{old}"'.encode(), f'"seal":"{new}"'.encode())
+
+
+def parse_sealed(model: type[M], body: bytes, key: str, version: int, refusal: Callable[[int], str]) -> M:
+    """Read sealed JSON of one version.
+
+    Args:
+        model: what it is.
+        body: the JSON.
+        key: of the object, for messages.
+        version: the one that is read.
+        refusal: what is said of another one.
+
+    Raises:
+        SnapshotError: names the object and what is wrong with it.
+    """
+    try:
+        value = json.loads(body)
+        found = int(value["version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise SnapshotError(f"{key}: not JSON of this format: {error!r}") from error
+    if found != version:
+        raise SnapshotError(f"{key}: {refusal(found)}")
+    if not _is_sealed(body, value.get("seal")):
+        raise SnapshotError(f"{key}: corrupt: its SHA-256 is not its seal")
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ".".join(str(step) for step in first["loc"])
+        raise SnapshotError(f"{key}: {path}: {first['msg']}") from error

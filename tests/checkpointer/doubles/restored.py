@@ -1,0 +1,14 @@
+"""A snapshot's rows as a restore fills them in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dlrm_checkpointer.codes import decode_rows
+from dlrm_checkpointer.cut import ShardId, ShardRows
+from dlrm_checkpointer.restore import Snapshot
+
+
+def stored_rows(snapshot: Snapshot, shard: ShardId) -> Iterator[ShardRows]:
+    """The rows of a rectangle that were ever updated, in pieces."""
+    return (decode_rows(piece) for _, piece in snapshot.shard_codes([shard]))

@@ -1,0 +1,175 @@
+"""Gradients of a sample's vectors from those of their pairs, in the processor's vector registers, for compiled loops.
+
+A loop over columns would read and write a sum for every product: the sums of some vectors stay in registers here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.binding
+import numba.core.cgutils
+from llvmlite import ir
+from numba import types
+
+from dlrm_checkpointer.compiled import instruction
+from dlrm_trainer.sizes import size_in_type
+
+ROWS = 6
+"""Vectors whose sums fit into registers together."""
+HAS_32_REGISTERS = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+LANES, REGISTERS = (16, 4) if HAS_32_REGISTERS else (8, 2)
+"""float32 elements of a register, and how many of these one vector's sum may take."""
+FLOAT, WORD = ir.FloatType(), ir.IntType(64)
+cgutils: Any = numba.core.cgutils
+Sums = list[list[Any]]
+"""Registers of each vector."""
+
+
+@instruction
+def sum_partners(
+    _typing: Any,
+    size: Any,
+    rows: Any,
+    gradient: Any,
+    start: Any,  # noqa: ARG001  by its type alone, as all that follow
+    first: Any,  # noqa: ARG001
+    count: Any,  # noqa: ARG001
+    vectors: Any,
+    out: Any,
+    place: Any,  # noqa: ARG001
+) -> Any:
+    """Of some vectors i, fill ``out[place:]`` with the sum over all others j of gradient(i, j) times vector j.
+
+    Args:
+        size: ``size_of`` a vector.
+        rows: ``size_of`` how many vectors i, at most ``ROWS``.
+        gradient: float32, of all pairs: the lower triangle, row by row.
+        start: where that begins.
+        first: number of the first vector i.
+        count: of all vectors.
+        vectors: float32, one after the other.
+        out: float32; written vector after vector.
+        place: where.
+    """
+    width, some = size_in_type(size), size_in_type(rows)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def data(number: int) -> Any:
+            return context.make_array(signature.args[number])(context, builder, arguments[number]).data
+
+        first, count, place = arguments[4], arguments[5], arguments[8]
+        gradients = cgutils.gep(builder, data(2), arguments[3])
+        target = cgutils.gep(builder, data(7), place)
+        lanes = next(lanes for lanes in (LANES, 8, 4) if lanes <= LANES and width % lanes == 0)
+        for column in range(0, width, lanes * REGISTERS):
+            columns = range(column, min(width, column + lanes * REGISTERS), lanes)
+            tile = _Tile(builder, lanes, columns, width, some, gradients, data(6))
+            for row, registers in enumerate(tile.summed(first, count)):
+                for register, at in zip(registers, columns, strict=True):
+                    builder.store(register, tile.pointer(target, row * width + at), align=4)
+        return context.get_dummy_value()
+
+    place_type = types.uintp
+    return types.void(size, rows, gradient, *[place_type] * 3, vectors, out, place_type), generate
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Some columns of some vectors' sums."""
+
+    builder: Any
+    lanes: int
+    columns: Sequence[int]
+    width: int
+    rows: int
+    gradients: Any
+    vectors: Any
+
+    def summed(self, first: Any, count: Any) -> Sums:
+        """In the order of the partners, whose numbers are below those of the vectors, among them, above them."""
+        builder = self.builder
+        zero = ir.Constant(self.type, [0.0] * self.lanes)
+        own = [builder.add(first, _word(row)) for row in range(self.rows)]
+        triangle_rows = [self._triangle_row(number) for number in own]
+        sums: Sums = [[zero] * len(self.columns)] * self.rows
+        sums = self._loop(_word(0), first, sums, lambda partner: [(row, partner) for row in triangle_rows])
+        for partner, number in enumerate(own):
+            places = [
+                None if row == partner else (triangle_rows[max(row, partner)], own[min(row, partner)])
+                for row in range(self.rows)
+            ]
+            sums = self._advanced(sums, number, places)
+        return self._loop(
+            builder.add(first, _word(self.rows)),
+            count,
+            sums,
+            lambda partner: [(self._triangle_row(partner), number) for number in own],
+        )
+
+    @property
+    def type(self) -> Any:
+        """Of a register."""
+        return ir.VectorType(FLOAT, self.lanes)
+
+    def pointer(self, data: Any, place: int) -> Any:
+        """To a register's elements in memory."""
+        return self.builder.bitcast(cgutils.gep(self.builder, data, _word(place)), self.type.as_pointer())
+
+    def _triangle_row(self, number: Any) -> Any:
+        """Where the gradients of a vector's pairs with those before it begin."""
+        builder = self.builder
+        pairs = builder.lshr(builder.mul(number, builder.sub(number, _word(1))), _word(1))
+        return cgutils.gep(builder, self.gradients, pairs)
+
+    def _loop(self, begin: Any, end: Any, sums: Sums, places: Callable[[Any], Sequence[Any]]) -> Sums:
+        """Add partners from ``begin`` to below ``end``."""
+        builder, before = self.builder, self.builder.block
+        head, body, done = (builder.append_basic_block(name) for name in ("partners", "partner", "added"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        partner = builder.phi(WORD)
+        carried = [[builder.phi(self.type) for _ in row] for row in sums]
+        builder.cbranch(builder.icmp_unsigned("<", partner, end), body, done)
+        builder.position_at_end(body)
+        added = self._advanced(carried, partner, places(partner))
+        partner.add_incoming(begin, before)
+        partner.add_incoming(builder.add(partner, _word(1)), body)
+        for phis, old, new in zip(carried, sums, added, strict=True):
+            for phi, first, next_ in zip(phis, old, new, strict=True):
+                phi.add_incoming(first, before)
+                phi.add_incoming(next_, body)
+        builder.branch(head)
+        builder.position_at_end(done)
+        return carried
+
+    def _advanced(self, sums: Sums, partner: Any, places: Sequence[Any]) -> Sums:
+        """The sums with one more partner, whose pairs' gradients are at ``places``; None is no pair."""
+        builder = self.builder
+        vector = cgutils.gep(builder, self.vectors, builder.mul(partner, _word(self.width)))
+        parts = [builder.load(self.pointer(vector, column), align=4) for column in self.columns]
+        added: Sums = []
+        for row, place in zip(sums, places, strict=True):
+            if place is None:
+                added.append(row)
+                continue
+            factor = self._spread(builder.load(cgutils.gep(builder, *place)))
+            added.append([self._product_and_sum(factor, part, each) for part, each in zip(parts, row, strict=True)])
+        return added
+
+    def _spread(self, value: Any) -> Any:
+        """The value in all lanes."""
+        none = ir.Constant(self.type, ir.Undefined)
+        one = self.builder.insert_element(none, value, ir.Constant(ir.IntType(32), 0))
+        return self.builder.shuffle_vector(one, none, ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), None))
+
+    def _product_and_sum(self, factor: Any, part: Any, total: Any) -> Any:
+        signature = ir.FunctionType(self.type, [self.type] * 3)
+        function = cgutils.get_or_insert_function(self.builder.module, signature, f"llvm.fmuladd.v{self.lanes}f32")
+        return self.builder.call(function, [factor, part, total])
+
+
+def _word(value: int) -> Any:
+    return ir.Constant(WORD, value)
