@@ -1,7 +1,8 @@
 """The hand-off folder's entries: what the ranks of one pod and its sidecar tell each other, by renames.
 
 rank-<r>.lock                        held by rank r for its whole life (flock)
-closed-<r>.json                      why rank r ended; absent after a kill
+sidecar.lock                         held by the sidecar for its whole life (flock)
+closed-<r>.json                      why rank r ended, and whether it failed; absent after a kill
 budget.lock                          held for a moment by whoever takes room, moves or frees an entry (flock)
 parent-<r>.json                      the snapshot that the cut of rank r goes on from, until that cut is whole
 writing-<r>/                         a cut, or a slice of one, that rank r is still copying
@@ -94,6 +95,11 @@ class SliceName:
 def lock_path(folder: Path, rank: int) -> Path:
     """The file that a rank locks for its life."""
     return folder / f"rank-{rank}.lock"
+
+
+def sidecar_lock_path(folder: Path) -> Path:
+    """The file that the sidecar locks for its life."""
+    return folder / "sidecar.lock"
 
 
 def closed_path(folder: Path, rank: int) -> Path:
@@ -204,6 +210,25 @@ def take_lock(path: Path, who: str) -> int:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
             return descriptor
+
+
+@contextlib.contextmanager
+def lock_if_free(path: Path) -> Iterator[bool]:
+    """Hold a lock for a moment if nobody else does; says whether that is so, or nobody ever held it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing the file lets go of it
+        free = True
+    except BlockingIOError:
+        free = False
+    try:
+        yield free
+    finally:
+        os.close(descriptor)
 
 
 def boot_id() -> str:

@@ -23,18 +23,29 @@ from dlrm_checkpointer.folder import (
     budget_lock,
     closed_path,
     discard_unfinished,
+    lock_if_free,
     lock_path,
     parent_path,
     raise_device,
     read_json,
     ready_cuts,
+    sidecar_lock_path,
     take_lock,
     write_json,
 )
 from dlrm_checkpointer.gradual import GradualCut
 from dlrm_checkpointer.slices import CutAbandonedError, HandedOver, SlicedCut, withdrawn
 
-__all__ = ["CutAbandonedError", "GradualCut", "HandOffWriter", "HandedOver"]
+__all__ = ["CutAbandonedError", "GradualCut", "HandOffWriter", "HandedOver", "has_lost_its_sidecar"]
+
+
+def has_lost_its_sidecar(folder: Path) -> bool:
+    """Whether a sidecar once worked on the folder and none does now."""
+    path = sidecar_lock_path(folder)
+    if not path.exists():
+        return False
+    with lock_if_free(path) as free:
+        return free
 
 
 class HandOffWriter:
@@ -242,11 +253,16 @@ class HandOffWriter:
             time.sleep(POLL_S)
         return self.ready()
 
-    def close(self, reason: str) -> None:
-        """Say why the rank ends, and let go of its lock. Repeating it does nothing."""
+    def close(self, reason: str, *, failed: bool = False) -> None:
+        """Say why the rank ends, and let go of its lock. Repeating it does nothing.
+
+        Args:
+            reason: for people.
+            failed: whether it or another rank failed, so that a cut of this rank may have no counterpart elsewhere.
+        """
         if self._lock is None:
             return
         with contextlib.suppress(DeviceError):  # the free lock says the same, without the reason
-            write_json(closed_path(self.folder, self.rank), {"reason": reason, "time": time.time()})
+            write_json(closed_path(self.folder, self.rank), {"reason": reason, "failed": failed, "time": time.time()})
         os.close(self._lock)
         self._lock = None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import mmap
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.cut import CutMeta, SnapshotName
@@ -27,12 +26,14 @@ from dlrm_checkpointer.folder import (
     dead_path,
     discard_unfinished,
     durable_path,
+    lock_if_free,
     lock_path,
     raise_device,
     ranks_with_unfinished_cuts,
     read_json,
     ready_cuts,
     ready_slices,
+    sidecar_lock_path,
     sweep_dead,
     take_lock,
     write_json,
@@ -60,7 +61,7 @@ class Inbox:
         self.folder, self.ranks = folder, ranks
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = take_lock(folder / "sidecar.lock", "a checkpointer of this folder")
+            self._lock = take_lock(sidecar_lock_path(folder), "a checkpointer of this folder")
         except OSError as error:
             raise_device(error, folder, 0)
         self.sweep()
@@ -149,7 +150,7 @@ class Inbox:
         """Throw away what ranks left that died before their cut was whole; returns these ranks."""
         dropped = []
         for rank in sorted(ranks_with_unfinished_cuts(self.folder)):
-            with _lock_if_free(lock_path(self.folder, rank)) as free:  # so that the rank can't start again meanwhile
+            with lock_if_free(lock_path(self.folder, rank)) as free:  # so that the rank can't start again meanwhile
                 if free:
                     discard_unfinished(self.folder, rank)
                     dropped.append(rank)
@@ -206,13 +207,21 @@ class Inbox:
         return frozenset(rank for rank in self.ranks if self._is_living(rank))
 
     def _is_living(self, rank: int) -> bool:
-        with _lock_if_free(lock_path(self.folder, rank)) as free:
+        with lock_if_free(lock_path(self.folder, rank)) as free:
             return not free
 
     def reasons(self) -> dict[int, str]:
         """Why ranks ended, where they said so."""
-        markers = {rank: read_json(closed_path(self.folder, rank)) for rank in self.ranks}
-        return {rank: str(value["reason"]) for rank, value in markers.items() if value}
+        return {rank: str(note["reason"]) for rank, note in self._last_words().items()}
+
+    def in_order(self) -> bool:
+        """Whether every local rank ended where the gang had agreed to, and not because it, or another rank, failed."""
+        words = self._last_words()
+        return len(words) == len(self.ranks) and not any(note["failed"] for note in words.values())
+
+    def _last_words(self) -> dict[int, dict[str, Any]]:
+        notes = {rank: read_json(closed_path(self.folder, rank)) for rank in self.ranks}
+        return {rank: note for rank, note in notes.items() if note}
 
 
 def _map(path: Path, size: int) -> memoryview:
@@ -220,22 +229,3 @@ def _map(path: Path, size: int) -> memoryview:
     with path.open("rb") as file:
         size = min(size, os.fstat(file.fileno()).st_size)
         return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)) if size else memoryview(b"")
-
-
-@contextlib.contextmanager
-def _lock_if_free(path: Path) -> Iterator[bool]:
-    """Hold a rank's lock for a moment if nobody else does; says whether that is so, or the rank never was."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield True
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing the file lets go of it
-        free = True
-    except BlockingIOError:
-        free = False
-    try:
-        yield free
-    finally:
-        os.close(descriptor)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
 LONGEST_LAST_PAUSE_S = 2.0
+PEERS_S = 20.0
+"""Longest wait for other pods' parts once the gang broke. Nothing is lost by going: of the sidecars that store parts
+of one cut, the last finds all of them and commits it."""
 
 
 @dataclass
@@ -22,16 +25,26 @@ class Life:
     """Seconds from the end of the trainers, or from the stop signal, to the end of waiting."""
     deadline: float | None = None
     """When waiting ends; None while neither has happened."""
-    ended: bool = False
-    """Whether no more cuts can come."""
+    ended_at: float | None = None
+    """When the trainers were seen to have ended, so that no more cuts can come; None while they may."""
     _was_held: bool = False
 
     def look(self, *, living: bool, stopping: bool, now: float) -> None:
         """Take in whether any lock is held, whether a stop was asked for, and the time."""
         self._was_held |= living
-        self.ended = self.ended or (not living and (self._was_held or stopping))
+        if self.ended_at is None and not living and (self._was_held or stopping):
+            self.ended_at = now
         if self.deadline is None and (self.ended or stopping):
             self.deadline = now + self.grace_s
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more cuts can come."""
+        return self.ended_at is not None
+
+    def is_past_peers(self, now: float) -> bool:
+        """Whether other pods of a gang that broke had time enough for their parts."""
+        return self.ended_at is not None and now >= self.ended_at + PEERS_S
 
     def is_over(self, now: float) -> bool:
         """Whether waiting has lasted long enough."""

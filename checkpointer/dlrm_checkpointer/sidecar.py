@@ -251,6 +251,8 @@ class Sidecar:
             return "a later cut is committed"
         if self._life.ended and self._duties.single_pod and not self._inbox.ready():
             return "the gang ended before all its ranks had handed over"
+        if self._life.is_past_peers(time.monotonic()) and not self._inbox.ready() and not self._inbox.in_order():
+            return "the gang broke before other pods stored their parts: the last of them commits it, if they do"
         return ""
 
     def _announce(self, cut: UploadedCut, manifest: Manifest) -> None:

@@ -34,8 +34,6 @@ PEERS_GRACE_S = 20.0
 """Time that the rest of a gang gets after one of it failed: its ranks notice by their broken connections."""
 CAUSE_GRACE_S = 5.0
 """After a trainer failed that blames a peer: time for that peer to end and say why, before it is told to end."""
-PARTS_GRACE_S = 60.0
-"""After a gang of several replicas failed: a sidecar may wait for parts that a dead replica never handed over."""
 
 
 class Outcome(enum.Enum):
@@ -200,8 +198,7 @@ class Supervisor:
                 closing(Recorder(self._history, attempt, gang.ports, running.last_snapshots)),
             ):
                 blamed = self._watch_trainers(running, watch)
-                gang_failed = blamed is not None and not self.stop.count
-                self._watch_sidecars(running, watch, gang_failed=gang_failed)
+                self._watch_sidecars(running, watch)
                 if blamed is None:
                     return running.uncommitted()
                 return to_blame([blamed, *running.failed(Container.CHECKPOINTER)])
@@ -230,13 +227,10 @@ class Supervisor:
         failed = running.failed(Container.TRAINER)
         return to_blame(failed) if failed else None
 
-    def _watch_sidecars(self, running: Running, watch: Watch, *, gang_failed: bool) -> None:
+    def _watch_sidecars(self, running: Running, watch: Watch) -> None:
         """Let the sidecars commit what is left, then end."""
         running.signal(Container.CHECKPOINTER, signal.SIGTERM)
-        patience_s = self.job.spec.lifecycle.termination_grace_period
-        if gang_failed and self.job.spec.replicas > 1:
-            patience_s = min(patience_s, PARTS_GRACE_S)
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + self.job.spec.lifecycle.termination_grace_period
         while running.alive(Container.CHECKPOINTER) and time.monotonic() < deadline and not self._impatient():
             self._look(watch)
             time.sleep(POLL_S)

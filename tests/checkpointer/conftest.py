@@ -213,9 +213,9 @@ class Pod:
         owned = model.shards(rank, self.world_size)
         return self.writers[rank].put(meta, pieces, dense, owned=owned, patience_s=patience_s)
 
-    def end(self, reason: str = "done") -> None:
+    def end(self, reason: str = "done", *, failed: bool = False) -> None:
         for writer in self.writers.values():
-            writer.close(reason)
+            writer.close(reason, failed=failed)
 
     def sidecar(self) -> tuple[Inbox, Sidecar]:
         inbox = Inbox(self.folder, self.ranks)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from restored import stored_rows
 
+import dlrm_checkpointer.life as life_module
 from dlrm_api.errors import DLRMError, NoPermissionError, StoreUnavailableError, UsageError
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.attempts import claim_attempt
@@ -123,6 +124,33 @@ def test_a_pod_whose_neighbour_is_lost_waits_for_its_grace_alone(tmp_path: Path,
     assert pod.status.progress.reason == "OutOfTime: the cut of step 1 is not committed"
     assert pod.status.progress.pending_step == 1
     assert newest_snapshot(files) == (None, [])
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["failed", "killed"])
+def test_a_pod_of_a_gang_that_broke_leaves_the_cut_to_the_pod_that_stores_the_last_part(
+    tmp_path: Path, files: FileStore, new_model, new_pod, monkeypatch: pytest.MonkeyPatch, *, killed: bool
+):
+    monkeypatch.setattr(life_module, "PEERS_S", 0.5)
+    model = new_model().train()
+    first = new_pod(tmp_path / "0", files, world_size=4, ranks=range(2), grace_s=60)
+    second = new_pod(tmp_path / "1", files, world_size=4, ranks=range(2, 4), grace_s=60)
+    start = time.monotonic()
+    with running(first) as (codes, _):
+        first.cut(model)
+        wait_for(lambda: not list(first.folder.glob("ready-*")))
+        first.end("PeerLostError: rank 2 is lost", failed=True)
+        if killed:
+            (first.folder / "closed-1.json").unlink()
+        code = codes[0].result(10)
+    waited = time.monotonic() - start
+    left = first.status.registry.get_sample_value("dlrm_checkpointer_dropped_cuts_total"), newest_snapshot(files)
+    second.cut(model)
+
+    assert code == ExitCode.DONE
+    assert 0.5 <= waited < 10
+    assert left == (1, (None, []))
+    assert second.finish() == ExitCode.DONE
+    assert snapshot_digest(newest_snapshot(files)[0]) == model.digest()
 
 
 def test_an_outage_is_sat_out_while_the_trainer_lives(tmp_path: Path, new_model, new_pod):

@@ -56,7 +56,7 @@ def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one_whatever_the_pol
     verify_snapshot(snapshot)
     assert snapshot_digest(snapshot) == whole["state_digest"]
     choices = local.choices()
-    assert choices
+    assert choices, local.logs()
     assert [choice for choice in choices if not choice.startswith(WHY[policy])] == []
 
 

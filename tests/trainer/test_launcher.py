@@ -213,3 +213,45 @@ def test_a_changed_job_is_refused_by_the_name_of_what_changed(
     assert code == ExitCode.BAD_DATA
     assert named in second.termination().message
     assert "Traceback" not in second.log()
+
+
+def test_ranks_that_are_told_to_end_do_not_wait_for_a_checkpointer_that_died(make_pod: MakePod) -> None:
+    data = {"format": "synthetic", "synthetic": {"samples": 4_000_000, "evalSamples": 500}}
+    pod = make_pod("deserted", 2, {Env.GRACE_S: "300"}, data=data)
+    pod.start()
+    pod.wait_for_step(25)
+    assert pod.checkpointer is not None
+    pod.checkpointer.kill()
+    pod.checkpointer.wait()
+    wait_until(lambda: len(list((pod.folder / "handoff").glob("ready-*"))) == 2)  # nobody takes them
+
+    assert pod.launcher is not None
+    pod.launcher.send_signal(signal.SIGTERM)
+
+    assert pod.wait(60) == 128 + signal.SIGKILL
+    assert "its checkpointer had died, so its last cut had nowhere to go" in pod.termination().message
+
+
+def test_a_pod_that_is_told_to_end_waits_a_moment_for_another_pods_part_of_the_final_cut(
+    make_pod: MakePod, tmp_path: Path
+) -> None:
+    changes = {
+        "trainer": {"replicas": 2, "processesPerReplica": 1, "threadsPerProcess": 1},
+        "checkpoint": {"intervalSteps": 1_000, "uri": f"file://{tmp_path}/pod-0/store"},
+    }
+    first = make_pod("pod-0", 2, {Env.GRACE_S: "300"}, **changes)
+    port = first.environment[Env.MASTER_PORT]
+    environment = {Env.GRACE_S: "300", Env.REPLICA: "1", Env.MASTER_PORT: port}
+    second = make_pod("pod-1", 2, environment, **changes)
+    first.start()
+    second.start(checkpointer=False)
+    wait_until(lambda: (first.folder / "handoff" / f"uploaded-{STEPS}-1.json").exists(), 60)
+    assert first.launcher is not None
+
+    first.launcher.send_signal(signal.SIGTERM)
+
+    assert first.wait(90) == ExitCode.TEMPORARY
+    assert f"the final cut at step {STEPS} was not committed after" in first.termination().message
+    assert committed_step(first) is None
+    second.start_checkpointer()
+    wait_until(lambda: committed_step(first) == STEPS)

@@ -53,7 +53,8 @@ class CutControl:
         self._interval_s = DEFAULT_INTERVAL_S if spec.interval is None else spec.interval
         self._due = False
         self._asked = False
-        self._stop = False
+        self.told_to_stop = False
+        """Whether a signal asked for a cut and the end."""
         self._last_time = time.monotonic()
         self.last_step: int | None = None
         """Step of the newest cut of this attempt, or of the snapshot that it started from."""
@@ -89,7 +90,7 @@ class CutControl:
 
     def stop(self) -> None:
         """Ask for a cut and the end; safe in a signal handler."""
-        self._stop = True
+        self.told_to_stop = True
 
     @property
     def takes_cuts(self) -> bool:
@@ -102,7 +103,7 @@ class CutControl:
         Raises:
             StoppedError: this rank was told to end.
         """
-        if self._stop:
+        if self.told_to_stop:
             raise StoppedError("told to end before the first step")
 
     def agree(self, loss: float, step: int) -> Agreement:
@@ -120,7 +121,7 @@ class CutControl:
         self._was_early = early
         wanted = (self._due or self._asked or early) and self._writer is not None
         blocked = self._writer is not None and not self._writer.ready()
-        vector = torch.tensor([loss, wanted, blocked, self._stop], dtype=torch.float64)
+        vector = torch.tensor([loss, wanted, blocked, self.told_to_stop], dtype=torch.float64)
         self._collectives.all_reduce(vector)
         total, wanting, blocking, stopping = vector.tolist()
         delayed = wanting > 0 and blocking > 0

@@ -21,6 +21,7 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.progress import Progress, TerminationMessage
+from dlrm_checkpointer.handoff import has_lost_its_sidecar
 from dlrm_trainer.rank import STOP_SIGNALS, RankReport, run_rank
 from dlrm_trainer.settings import Settings
 from dlrm_trainer.stacks import RankStacks
@@ -28,6 +29,9 @@ from dlrm_trainer.tier_counters import SharedCounters
 
 CONSEQUENCES_S = 10.0
 """After one rank failed, how long the others may take to notice and say so."""
+UNSERVED_S = 15.0
+"""How long ranks that were told to end are left waiting for a checkpointer that died: whoever starts it again does so
+sooner, and a kubelet starts none in a pod that ends."""
 POLL_S = 0.5
 
 
@@ -52,7 +56,9 @@ class Launcher:
 
     def __init__(self, job: DLRMJob, plan: Plan, settings: Settings, digest: bool) -> None:
         self._grace_s = settings.grace_s or job.spec.lifecycle.termination_grace_period
+        self._handoff = settings.handoff_dir
         self._stopped_at: float | None = None
+        self._unserved_at: float | None = None
         self._failed_at: float | None = None
         self._first_failure: dict[int, float] = {}
         self._ended_here: set[int] = set()
@@ -90,13 +96,25 @@ class Launcher:
                 if each.process.exitcode not in (None, ExitCode.DONE, ExitCode.TERMINATED):
                     self._first_failure[each.rank] = now
                     self._failed_at = self._failed_at or now
-            late = self._failed_at is not None and now - self._failed_at > CONSEQUENCES_S
-            if late or (self._stopped_at is not None and now - self._stopped_at > self._grace_s):
+            if self._is_late(now):
                 for each in running:
                     if each.process.exitcode is None:
                         self._ended_here.add(each.rank)
                         each.process.kill()
         return self._verdict()
+
+    def _is_late(self, now: float) -> bool:
+        """Whether ranks that still run are to be killed: whatever they wait for won't come."""
+        if self._failed_at is not None and now - self._failed_at > CONSEQUENCES_S:
+            return True
+        if self._stopped_at is None:
+            return False
+        if self._handoff is None or not has_lost_its_sidecar(self._handoff):
+            self._unserved_at = None
+        else:
+            self._unserved_at = self._unserved_at or now
+        unserved = self._unserved_at is not None and now - self._unserved_at > UNSERVED_S
+        return unserved or now - self._stopped_at > self._grace_s
 
     def _verdict(self) -> TerminationMessage:
         reports = {each.rank: self._report(each) for each in self._ranks}
@@ -138,6 +156,8 @@ class Launcher:
             if each.rank in self._ended_here:
                 lost = True
                 message = f"rank {each.rank} did not end in time, after another or a signal, and was killed"
+                if self._unserved_at is not None:
+                    message += ": its checkpointer had died, so its last cut had nowhere to go"
         elif not reason:
             reason, message = "Crashed", f"rank {each.rank} ended with exit code {code}: see its log"
         when = self._first_failure.get(each.rank, time.monotonic())

@@ -41,7 +41,11 @@ def open_writer(stack: ExitStack, job: DLRMJob, plan: Plan, settings: Settings, 
         budget = plan.handoff_bytes[settings.replica]
     writer = HandOffWriter(settings.handoff_dir, rank, budget or None, job.spec.trainer.processes_per_replica)
     threading.Thread(target=writer.touch, name="touch hand-off", daemon=True).start()
-    stack.push(lambda kind, error, _trace: writer.close("ended" if error is None else f"{kind.__name__}: {error}"))
+
+    def close(kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
+        writer.close(f"{kind.__name__}: {error}" if kind else "ended", failed=kind is not None)
+
+    stack.push(close)
     return writer
 
 

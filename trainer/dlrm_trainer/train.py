@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 STALL_S = 300.0
 """Where a step takes longer than this, every thread's stack goes to the log, even while the GIL is held."""
 READY_POLL_S = 0.02
+PARTS_S = 20.0
+"""How long ranks that were told to end wait, once their own final cut is stored, for the other pods' parts of it."""
+PARTS_POLL_S = 1.0
 
 
 def train(
@@ -317,11 +320,7 @@ class Training:
         self.hand_over(last=True)
         self.board.phase(TrainerPhase.FINISHING)
         state = snapshots.live_digest(self.parts.learner, self.collectives) if digest else None
-        if self.parts.writer and not self.parts.writer.wait_idle(self.patience_s):
-            raise TemporaryError(
-                f"the final cut at step {self.step} was not committed within {self.patience_s:.0f} s: "
-                "see the checkpointer's log; running again goes on from the last snapshot"
-            )
+        self.wait_committed()
         tiers = self.observer.report(self.collectives, self.step, self.parts.settings.work_dir)
         self.collectives.barrier()
         if self.parts.gang.rank == 0 and self.parts.settings.work_dir:
@@ -360,6 +359,24 @@ class Training:
                     f"step {self.step} could not be handed over: the checkpointer did not take the cut before it"
                 )
             time.sleep(READY_POLL_S)
+
+    def wait_committed(self) -> None:
+        """Wait until the final cut is committed; after a signal, for other pods' parts of it no longer than a moment.
+
+        Raises:
+            TemporaryError: it was not in time.
+        """
+        writer, began = self.parts.writer, time.monotonic()
+        stored_at: float | None = None
+        while writer and not writer.wait_idle(PARTS_POLL_S):
+            now = time.monotonic()
+            if stored_at is None and self.control.told_to_stop and writer.ready():
+                stored_at = now
+            if now - began > self.patience_s or (stored_at is not None and now - stored_at > PARTS_S):
+                raise TemporaryError(
+                    f"the final cut at step {self.step} was not committed after {now - began:.0f} s: see the "
+                    "checkpointers' logs; running again goes on from the last snapshot"
+                )
 
     def close(self) -> None:
         """Close files."""
