@@ -150,10 +150,14 @@ class Local:
         paths = sorted(self.workdir.glob("logs/*/*.log"))
         return "\n".join(f"--- {path.relative_to(self.workdir)}\n{path.read_text()[-2_000:]}" for path in paths[-6:])
 
-    def choices(self) -> list[str]:
-        """Kind and reason of each snapshot that the last attempt chose, as "kind: reason"."""
-        last = max(self.workdir.glob("logs/*"), key=lambda path: int(path.name))
-        text = "".join(path.read_text() for path in last.glob("*.log"))
+    def last_attempt(self) -> int:
+        """Number of the newest attempt that left logs."""
+        return max(int(path.name) for path in self.workdir.glob("logs/*"))
+
+    def choices(self, *, after: int) -> list[str]:
+        """Kind and reason of each snapshot that attempts above a number chose, as "kind: reason"."""
+        folders = [path for path in self.workdir.glob("logs/*") if int(path.name) > after]
+        text = "".join(path.read_text() for folder in folders for path in folder.glob("*.log"))
         return [f"{kind}: {why}" for kind, why in re.findall(r"kind of snapshot chosen .*?kind=(\S+) why=(.*)", text)]
 
     def manifests(self) -> list[str]:

@@ -45,6 +45,7 @@ def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one_whatever_the_pol
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
+    killed = local.last_attempt()
 
     end = ("--digest", "--set", f"spec.training.maxSteps={len(local.steps()) + MORE_STEPS}")
     resumed = local.done(*end)
@@ -55,7 +56,7 @@ def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one_whatever_the_pol
     snapshot = find_snapshot(open_store(local.store.as_uri()))
     verify_snapshot(snapshot)
     assert snapshot_digest(snapshot) == whole["state_digest"]
-    choices = local.choices()
+    choices = local.choices(after=killed)
     assert choices, local.logs()
     assert [choice for choice in choices if not choice.startswith(WHY[policy])] == []
 
