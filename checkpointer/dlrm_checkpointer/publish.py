@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +32,7 @@ from dlrm_checkpointer.publication import (
     sequences,
     try_prefix,
 )
-from dlrm_checkpointer.store import Body, ObjectStore
+from dlrm_checkpointer.store import Body, ObjectStore, put_by_digest
 
 MOST_NUMBERS = 1 << 22
 """Row numbers in one object of tombstones."""
@@ -188,11 +187,10 @@ class _Part:
 
     def _put_object(self, name: str, body: Body) -> dict[str, str | int]:
         self._place.before_put()
-        sha256 = hashlib.sha256(body).hexdigest()
-        key = delta_object_key(self._plan, self._place.pod, name, sha256)
-        self._place.target.put(key, body, sha256)
+        key_of = partial(delta_object_key, self._plan, self._place.pod, name)
+        entry = put_by_digest(self._place.target, key_of, body)
         self._place.on_put(len(body))
-        return {"key": key, "bytes": len(body), "sha256": sha256}
+        return entry
 
 
 class _Gathered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -117,6 +118,20 @@ class ObjectStore(Protocol):
     def sweep_uploads(self, older_than_s: float) -> int:
         """Give back what unfinished writes of dead writers hold, if older than this; how many were removed."""
         ...
+
+
+def put_by_digest(store: ObjectStore, key_of: Callable[[str], str], body: Body) -> dict[str, str | int]:
+    """Put an object whose key holds the SHA-256 of its bytes; returns what a manifest's entry says of it.
+
+    Args:
+        store: takes it.
+        key_of: its key, from the digest in hexadecimal.
+        body: its bytes, contiguous.
+    """
+    sha256 = hashlib.sha256(body).hexdigest()
+    key = key_of(sha256)
+    store.put(key, body, sha256)
+    return {"key": key, "bytes": len(body), "sha256": sha256}
 
 
 def delete_each(delete: Callable[[str], None], keys: Sequence[str]) -> None:

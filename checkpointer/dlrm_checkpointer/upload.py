@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from dlrm_checkpointer.manifest import ChunkEntry, ObjectEntry, PartList, chunk_
 from dlrm_checkpointer.merge import coded_chunks, merged_chunks
 from dlrm_checkpointer.objects import encode_dense, encode_rows
 from dlrm_checkpointer.ready import Durable, ReadyCut
-from dlrm_checkpointer.store import Body, ObjectStore
+from dlrm_checkpointer.store import Body, ObjectStore, put_by_digest
 
 Load = Callable[[], Sequence[CodedRows]]
 
@@ -142,11 +141,9 @@ class Upload:
         return ChunkEntry.of(self._put(f"{number:06d}", encode_rows(rows)), rows.shard, rows.row_ids)
 
     def _put(self, name: str, body: Body) -> dict[str, str | int]:
-        sha256 = hashlib.sha256(body).hexdigest()
-        key = chunk_key(self._cut.meta, self._cut.name.rank, name, sha256)
-        self._store.put(key, body, sha256)
+        entry = put_by_digest(self._store, partial(chunk_key, self._cut.meta, self._cut.name.rank, name), body)
         self._traffic.put(len(body))
-        return {"key": key, "bytes": len(body), "sha256": sha256}
+        return entry
 
 
 def _as_it_is(chunk: CodedRows) -> Sequence[CodedRows]:
