@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections import OrderedDict
@@ -336,6 +337,25 @@ def test_a_thread_that_only_copies_runs_in_gaps_and_one_that_keeps_a_queue_full_
         tables.stack.close()
 
     assert classes == [os.SCHED_IDLE, os.SCHED_OTHER]
+
+
+def test_rows_are_fetched_where_the_kernel_refuses_the_idle_class_and_the_log_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    caplog.set_level("INFO", logger="dlrm_trainer")
+    tables = Tables([100], 5, ("ddr",), tmp_path)
+    ahead = Lookahead([tables.stack])
+
+    fetched = ahead.fetch([(np.array([7], np.int64), np.array([1]))], 1).result()
+
+    ahead.close()
+    tables.stack.close()
+    assert len(fetched[0].slots) == 1
+    assert "SCHED_IDLE is refused: [Errno 1] Operation not permitted" in caplog.text
 
 
 def test_bytes_kept_are_those_of_the_rows_that_were_stored(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
 from dlrm_trainer.embedding.tiers.stack import Fetched, Stack
 from dlrm_trainer.spans import spanned
+
+logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 Lookups = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -108,5 +110,7 @@ def _run_on(processors: frozenset[int], yielding: bool) -> None:
     if allowed:
         os.sched_setaffinity(0, allowed)  # of this thread alone
     if yielding and sys.platform == "linux":
-        with contextlib.suppress(OSError):  # the kernel of a sandbox may have no such class
+        try:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        except OSError as error:  # a sandbox's kernel may have no such class
+            logger.info("rows are fetched at the usual priority, beside the step: SCHED_IDLE is refused: %s", error)
