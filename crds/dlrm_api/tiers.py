@@ -29,7 +29,7 @@ BLOCK_PAGE_BYTES = 4_096
 """A record on block storage never straddles a page, unless it is larger than one."""
 BLOCK_SEGMENT_BYTES = 1 << 20
 """Block storage is written a segment at a time."""
-BLOCK_SLACK = 1.25
+BLOCK_SLACK = 1.5
 """Places of a block level over the rows that it may have to hold: segments being written, and holes to be cleaned."""
 BLOCK_PLACE_META_BYTES = 8
 """Host memory of each place of a block level: its row, or that it is free."""
