@@ -16,6 +16,7 @@ from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics, TrainerPhase
 from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName
 from dlrm_checkpointer.handoff import CutAbandonedError, HandedOver, HandOffWriter
+from dlrm_checkpointer.life import PEERS_S
 from dlrm_trainer import snapshots
 from dlrm_trainer.cuts import CutControl
 from dlrm_trainer.data import open_reader
@@ -42,9 +43,7 @@ logger = logging.getLogger(__name__)
 STALL_S = 300.0
 """Where a step takes longer than this, every thread's stack goes to the log, even while the GIL is held."""
 READY_POLL_S = 0.02
-PARTS_S = 20.0
-"""How long ranks that were told to end wait, once their own final cut is stored, for the other pods' parts of it."""
-PARTS_POLL_S = 1.0
+COMMIT_POLL_S = 1.0
 
 
 def train(
@@ -361,18 +360,18 @@ class Training:
             time.sleep(READY_POLL_S)
 
     def wait_committed(self) -> None:
-        """Wait until the final cut is committed; after a signal, for other pods' parts of it no longer than a moment.
+        """Wait until the final cut is committed; after a signal, for other pods' parts of it ``PEERS_S`` at most.
 
         Raises:
             TemporaryError: it was not in time.
         """
         writer, began = self.parts.writer, time.monotonic()
         stored_at: float | None = None
-        while writer and not writer.wait_idle(PARTS_POLL_S):
+        while writer and not writer.wait_idle(COMMIT_POLL_S):
             now = time.monotonic()
             if stored_at is None and self.control.told_to_stop and writer.ready():
                 stored_at = now
-            if now - began > self.patience_s or (stored_at is not None and now - stored_at > PARTS_S):
+            if now - began > self.patience_s or (stored_at is not None and now - stored_at > PEERS_S):
                 raise TemporaryError(
                     f"the final cut at step {self.step} was not committed after {now - began:.0f} s: see the "
                     "checkpointers' logs; running again goes on from the last snapshot"

@@ -22,9 +22,9 @@ PIECE = 40_000
 @pytest.mark.parametrize(
     "budgets",
     [
-        {"ddr": "160Mi", "block": "1Gi"},
-        {"ddr": "160Mi", "scm": "1Gi"},
-        {"ddr": "160Mi", "scm": "20Mi", "block": "1Gi"},
+        {"ddr": "164Mi", "block": "1Gi"},
+        {"ddr": "164Mi", "scm": "1Gi"},
+        {"ddr": "164Mi", "scm": "20Mi", "block": "1Gi"},
     ],
 )
 def test_rows_of_every_table_fit_the_planned_bytes(
