@@ -120,6 +120,14 @@ class Bench:
         return found
 
 
+def planned() -> Bench:
+    """A job whose plan is at hand: its next turn begins the first gang."""
+    bench = Bench()
+    bench.turn()
+    bench.answer()
+    return bench
+
+
 def writes(asked: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [request for request in asked if request[0] not in ("GET", "LIST")]
 
@@ -146,10 +154,7 @@ def test_a_start_that_goes_well_is_seven_writes_and_one_read() -> None:
 
 @pytest.mark.parametrize("made", [(SERVICE,), (SERVICE, PLAN), (PLAN,)], ids=["Service", "both", "ConfigMap"])
 def test_a_gang_that_an_operator_before_this_one_began_is_found_and_no_refusal(made: tuple[str, ...]) -> None:
-    bench, before = Bench(), Bench()
-    for each in (bench, before):
-        each.turn()
-        each.answer()
+    bench, before = planned(), planned()
     before.turn()
     for path in made:
         bench.api.put(path, before.api.objects[path])
@@ -164,9 +169,7 @@ def test_a_gang_that_an_operator_before_this_one_began_is_found_and_no_refusal(m
 
 
 def test_a_young_copy_of_a_new_job_is_read_no_more_before_its_gang_is_made() -> None:
-    bench = Bench()
-    bench.turn()
-    bench.answer()
+    bench = planned()
     bench.jobs.heard_at = time.monotonic()
 
     asked = bench.turn()
@@ -177,10 +180,7 @@ def test_a_young_copy_of_a_new_job_is_read_no_more_before_its_gang_is_made() -> 
 
 
 def test_a_first_gang_is_begun_once_however_old_the_copy_of_its_job_is() -> None:
-    bench, late = Bench(), Bench()
-    for each in (bench, late):
-        each.turn()
-        each.answer()
+    bench, late = planned(), planned()
     bench.turn()
     for path in [path for path in bench.api.objects if path not in (JOB, SERVICE)]:
         del bench.api.objects[path]  # as attempts after the first leave nothing of it
@@ -196,9 +196,7 @@ def test_a_first_gang_is_begun_once_however_old_the_copy_of_its_job_is() -> None
 
 
 def test_a_job_is_read_before_its_gang_is_made_where_the_watch_is_silent() -> None:
-    bench = Bench()
-    bench.turn()
-    bench.answer()
+    bench = planned()
     del bench.api.objects[JOB]
 
     asked = bench.turn()
@@ -208,9 +206,7 @@ def test_a_job_is_read_before_its_gang_is_made_where_the_watch_is_silent() -> No
 
 
 def test_a_pod_that_an_older_job_of_that_name_left_is_looked_at_live_before_the_first_gang() -> None:
-    bench = Bench()
-    bench.turn()
-    bench.answer()
+    bench = planned()
     labels = {"dlrm.dev/job": "demo", "dlrm.dev/attempt": "1", "dlrm.dev/index": "0"}
     left = bench.api.put(
         f"{PODS}/demo-trainer-1-0", {"metadata": {"name": "demo-trainer-1-0", "namespace": "space", "labels": labels}}
@@ -224,10 +220,7 @@ def test_a_pod_that_an_older_job_of_that_name_left_is_looked_at_live_before_the_
 
 
 def test_a_pod_of_this_attempt_that_no_copy_shows_is_taken_over_and_not_made_again() -> None:
-    bench, before = Bench(), Bench()
-    for each in (bench, before):
-        each.turn()
-        each.answer()
+    bench, before = planned(), planned()
     before.turn()
     pod = f"{PODS}/demo-trainer-1-0"  # its ConfigMap was deleted by somebody
     left = bench.api.put(pod, before.api.objects[pod])
@@ -413,9 +406,7 @@ def test_a_status_on_the_way_is_written_once_it_has_waited() -> None:
 
 
 def test_an_old_copy_of_the_job_leads_to_a_look_and_not_to_an_overwritten_status() -> None:
-    bench = Bench()
-    bench.turn()
-    bench.answer()
+    bench = planned()
     bench.turn()
     bench.pods_run()
     bench.pod_0_trains()
@@ -431,9 +422,7 @@ def test_an_old_copy_of_the_job_leads_to_a_look_and_not_to_an_overwritten_status
 
 
 def test_pods_are_looked_at_live_before_a_gang_is_given_up() -> None:
-    bench = Bench()
-    bench.turn()
-    bench.answer()
+    bench = planned()
     bench.turn()
     bench.pods._replace([])  # a list from before the pods were created
 
@@ -444,9 +433,7 @@ def test_pods_are_looked_at_live_before_a_gang_is_given_up() -> None:
 
 
 def test_a_job_that_is_gone_is_forgotten_though_a_late_answer_brought_it_back() -> None:
-    bench = Bench()
-    bench.turn()
-    bench.answer()
+    bench = planned()
     bench.turn()
     bench.pods_run()
     bench.pod_0_trains()

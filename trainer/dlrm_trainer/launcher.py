@@ -96,6 +96,7 @@ class Launcher:
                 if each.process.exitcode not in (None, ExitCode.DONE, ExitCode.TERMINATED):
                     self._first_failure[each.rank] = now
                     self._failed_at = self._failed_at or now
+            self._unserved_at = self._unserved_since(now)
             if self._is_late(now):
                 for each in running:
                     if each.process.exitcode is None:
@@ -107,14 +108,15 @@ class Launcher:
         """Whether ranks that still run are to be killed: whatever they wait for won't come."""
         if self._failed_at is not None and now - self._failed_at > CONSEQUENCES_S:
             return True
-        if self._stopped_at is None:
-            return False
-        if self._handoff is None or not has_lost_its_sidecar(self._handoff):
-            self._unserved_at = None
-        else:
-            self._unserved_at = self._unserved_at or now
-        unserved = self._unserved_at is not None and now - self._unserved_at > UNSERVED_S
-        return unserved or now - self._stopped_at > self._grace_s
+        if self._unserved_at is not None and now - self._unserved_at > UNSERVED_S:
+            return True
+        return self._stopped_at is not None and now - self._stopped_at > self._grace_s
+
+    def _unserved_since(self, now: float) -> float | None:
+        """Since when ranks that were told to end have no checkpointer; None where they have one, or go on."""
+        if self._stopped_at is None or self._handoff is None or not has_lost_its_sidecar(self._handoff):
+            return None
+        return self._unserved_at or now
 
     def _verdict(self) -> TerminationMessage:
         reports = {each.rank: self._report(each) for each in self._ranks}
