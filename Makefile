@@ -11,7 +11,7 @@ export PYTHONPATH := hack/cluster
 
 SEED ?= 0
 
-.PHONY: help quickstart test test-fast e2e e2e-smoke soak faults lint format generate bench lock images cluster-up cluster-down clean
+.PHONY: help quickstart test test-fast e2e node-programs node-images e2e-smoke soak faults lint format generate bench lock images cluster-up cluster-down clean
 help: ## what each verb does
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
@@ -76,8 +76,15 @@ images: TRAINER_VARIANT ?= cpu
 images: $(INSTALLED) ## build the container images that changed (needs root and buildah; BASE=debian makes a base of Debian's packages)
 	$(BIN)/python -m dlrm_cluster.project_images build --base $(BASE) --variant $(TRAINER_VARIANT)
 
-e2e: $(INSTALLED) ## tests with real pods: on the cluster of KUBECONFIG, else on a node made for them (root, Debian packages)
+e2e: ## tests with real pods: on the cluster of KUBECONFIG, else on a node made for them (root, Debian packages)
+	@$(MAKE) --no-print-directory --jobs $(INSTALLED) $(if $(KUBECONFIG),,node-programs node-images)
 	$(PYTEST) -m e2e
+
+# What a node is made of, beside the virtual environment; a failure is met again by the tests, which say whom it concerns.
+node-programs:
+	-@$(PYTHON) -m dlrm_cluster build etcd kubernetes node coredns versitygw helm
+node-images:
+	-@$(PYTHON) -m dlrm_cluster.project_images build
 
 e2e-smoke: $(INSTALLED) ## the part of them that CI runs: the chart installed, one job to its end, two drills
 	$(PYTEST) -m smoke tests/e2e
