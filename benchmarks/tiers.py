@@ -248,8 +248,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="PATTERN", help="those of BACKING/CACHE/TRACE/AGAINST that match")
     parser.add_argument("--repeats", type=int, metavar="N", help="by default 9, or 2 with --quick")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of torch (default 2)")
-    parser.add_argument("--tier-dir", type=Path, default=Path(tempfile.gettempdir()), help="on the block device")
-    parser.add_argument("--scm-dir", type=Path, default=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None,
+    parser.add_argument("--tier-dir", type=_folder, default=Path(tempfile.gettempdir()), help="on the block device")
+    parser.add_argument("--scm-dir", type=_folder, default=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None,
                         help="of the page-cached file; by default /dev/shm")  # fmt: skip
     parser.add_argument("--policy", choices=("lru", "lfu", "mixed"), help="of the slots; by default as plans choose it")
     parser.add_argument(
@@ -258,6 +258,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data-dir", type=Path, default=Path("../shared/data"), help="of the reuse histograms")
     parser.add_argument("--memory-share", type=float, default=0.25, help="of the tables' bytes (mmap-embeddingbag)")
     return parser.parse_args(arguments)
+
+
+def _folder(word: str) -> Path:
+    if not (path := Path(word)).is_dir():
+        raise argparse.ArgumentTypeError(f"{word} is no folder: make it, or name another")
+    return path
 
 
 @contextmanager
