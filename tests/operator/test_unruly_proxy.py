@@ -30,9 +30,9 @@ class Upstream:
             return web.json_response({"items": [], "said": "x" * 100})
         answer = web.StreamResponse()
         await answer.prepare(request)
-        for number in range(200):
+        for number in range(120):
             await answer.write(json.dumps({"type": "ADDED", "object": {"number": number}}).encode() + b"\n")
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
         return answer
 
 
@@ -160,7 +160,7 @@ def test_each_fault_of_a_watch_is_one_that_a_client_can_meet() -> None:
         """Lines said twice, and how the watch ended."""
         lines: list[bytes] = []
         try:
-            timeout = aiohttp.ClientTimeout(sock_read=0.6)
+            timeout = aiohttp.ClientTimeout(sock_read=2.5)  # a busy machine is silent for a second
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,
                 session.get(f"{url}{PODS}?watch=true") as answer,
@@ -179,7 +179,7 @@ def test_each_fault_of_a_watch_is_one_that_a_client_can_meet() -> None:
     async def do(url: str, proxy: UnrulyProxy) -> list[tuple[int, str]]:
         return list(await asyncio.gather(*(watch(url) for _ in range(30))))
 
-    weather = Weather(seed=3, rate=1.0, watch_life_s=(0.1, 0.2), silence_s=(1.0, 1.2), longest_delay_s=0.1)
+    weather = Weather(seed=3, rate=1.0, watch_life_s=(0.1, 0.2), silence_s=(3.5, 4.0), longest_delay_s=0.1)
     found, _, proxy = through(weather, do)
 
     assert set(proxy.faults) == set(WatchFault)
