@@ -1,4 +1,4 @@
-"""Compile a trainer's loops while its image is built: train a job of seconds, with a sidecar and snapshots."""
+"""Compile a trainer's loops while its image is built: train jobs of seconds, with a sidecar and snapshots."""
 
 import os
 import shutil
@@ -9,20 +9,37 @@ from pathlib import Path
 from dlrm_api.names import Env
 
 WORK = Path("/tmp/warming")
-"""The job's snapshots go there too; removed."""
+"""The jobs' snapshots go there too; removed after each."""
+DIRECT = "block"
+"""The job that needs a file system with direct I/O."""
 
 
-def main(folder: Path) -> None:
+def has_direct_io(folder: Path) -> bool:
+    """Whether files of the folder can be read past the page cache."""
+    path = folder / "direct"
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+    return True
+
+
+def train(folder: Path) -> None:
     """Run ``folder``'s job.json by its plan.json.
 
     Raises:
         CalledProcessError: the trainer or its sidecar ended badly.
     """
-    handoff, token = WORK / "handoff", WORK / "token"
-    handoff.mkdir(parents=True)
+    handoff, token, tiers = WORK / "handoff", WORK / "token", WORK / "tiers"
+    handoff.mkdir()
     token.write_text("warming")
+    for tier in ("scm", "block"):
+        (tiers / tier).mkdir(parents=True)
     own = {
         Env.HANDOFF_DIR: str(handoff),
+        Env.TIER_DIR: str(tiers),
         Env.TOKEN_FILE: str(token),
         Env.ATTEMPT: "1",
         Env.BIND: "127.0.0.1",
@@ -38,6 +55,22 @@ def main(folder: Path) -> None:
                 raise subprocess.CalledProcessError(code, "dlrm_checkpointer")
         finally:
             sidecar.terminate()
+
+
+def main(folder: Path) -> None:
+    """Run each job of the folder, whose names are folders in it.
+
+    Raises:
+        CalledProcessError: a trainer or its sidecar ended badly.
+    """
+    for each in sorted(folder.iterdir()):
+        WORK.mkdir()
+        try:
+            if each.name == DIRECT and not has_direct_io(WORK):
+                print("no direct I/O in /tmp: loops of block storage are left for each pod to compile")
+                continue
+            train(each)
+        finally:
             shutil.rmtree(WORK)
 
 
