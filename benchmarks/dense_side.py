@@ -13,6 +13,7 @@ from benchmarks.shapes import Shape, job_of
 from dlrm_trainer.data import Batch
 from dlrm_trainer.dense import DenseParameters
 from dlrm_trainer.model import build_model, global_mean_loss
+from dlrm_trainer.products import input_gradient
 
 PRODUCT = (2_048, 512, 512)
 """Rows of the left matrix, its columns, and columns of the right one: those of a wide layer."""
@@ -58,14 +59,13 @@ class Products:
     def __init__(self, shape: Shape) -> None:
         self._flops = step_flops(shape)
         self._left, self._right = torch.rand(PRODUCT[0], PRODUCT[1]), torch.rand(PRODUCT[1], PRODUCT[2])
-        self._out = torch.empty(PRODUCT[0], PRODUCT[2])
 
     def run(self, batches: Sequence[Batch]) -> float:
         """See ``Side``."""
         wanted = self._flops * len(batches) / (2 * math.prod(PRODUCT))
         start = time.perf_counter()
         for _ in range(math.ceil(wanted)):
-            torch.mm(self._left, self._right, out=self._out)
+            input_gradient(self._left, self._right)
         return (time.perf_counter() - start) * wanted / math.ceil(wanted)
 
     def close(self) -> None:

@@ -87,8 +87,8 @@ class ModelSpec(ApiModel):
     precision: Literal["fp32", "bf16"] = Field(
         "fp32",
         description=(
-            "Compute type of MLPs and interaction; weights stay fp32. bf16 computes in fp32 on a processor without "
-            "AMX, where it would be slower."
+            "Compute type of MLPs and interaction; weights stay fp32. bf16 computes in fp32 on a processor where it "
+            "would be slower: one with neither AMX nor, of another maker than Intel, AVX-512 BF16."
         ),
     )
     tables: tuple[TableSpec, ...] = Field((), max_length=MAX_TABLES, description="Embedding tables.")

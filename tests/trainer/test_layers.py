@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dlrm_trainer.layers import Layers
-from dlrm_trainer.model import DotInteraction, product_type
+from dlrm_trainer.model import DotInteraction
 from dlrm_trainer.pairs import Pairs
 
 
@@ -95,7 +95,8 @@ def test_layers_and_their_gradients_are_those_of_torch(
     x = random(generator, samples, widths[0]).detach().requires_grad_(needs_input)
     wanted = [*parameters, *([x] if needs_input else [])]
 
-    found = Layers.apply(x, last_relu, torch.float32, *parameters)
+    relus = (True,) * (len(widths) - 2) + (last_relu,)
+    found = Layers.apply(x, relus, torch.float32, *parameters)
     expected = layers_in_torch(x, last_relu, parameters)
     incoming = torch.randn(found.shape, generator=generator)
     kept = incoming.clone()
@@ -111,7 +112,7 @@ def test_layers_in_bf16_stay_near_those_in_fp32_and_give_float32_gradients() -> 
     generator = torch.Generator().manual_seed(2)
     parameters, x = linear([24, 32, 16], generator), random(generator, 50, 24)
 
-    outputs = [Layers.apply(x, True, dtype, *parameters) for dtype in (torch.bfloat16, torch.float32)]
+    outputs = [Layers.apply(x, (True, True), dtype, *parameters) for dtype in (torch.bfloat16, torch.float32)]
     incoming = torch.randn(50, 16, generator=generator)
     gradients = [torch.autograd.grad(each, [x, *parameters], incoming) for each in outputs]
     half, full = (each.detach() for each in outputs)
@@ -123,10 +124,15 @@ def test_layers_in_bf16_stay_near_those_in_fp32_and_give_float32_gradients() -> 
         assert float((ours - exact).norm() / exact.norm()) < 0.2  # where a ReLU is on one side alone
 
 
-def test_products_are_in_bf16_where_the_job_asks_and_the_processor_has_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert product_type("bf16") == torch.bfloat16
-    assert product_type("fp32") == torch.float32
+def test_layers_without_a_bias_or_a_relu_between_them_are_products_of_matrices() -> None:
+    generator = torch.Generator().manual_seed(4)
+    x, down, up, bias = (random(generator, *shape) for shape in ((30, 24), (8, 24), (24, 8), (24,)))
 
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    assert product_type("bf16") == torch.float32
+    found = Layers.apply(x, (False, False), torch.float32, down, None, up, bias)
+    expected = x @ down.t() @ up.t() + bias
+    incoming = torch.randn(found.shape, generator=generator)
+    gradients = [torch.autograd.grad(each, [x, down, up, bias], incoming) for each in (found, expected)]
+
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)

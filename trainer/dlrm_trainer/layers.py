@@ -1,4 +1,4 @@
-"""Linear layers with ReLU between them as one function: no pass over activations but what the products need."""
+"""Linear layers, with ReLU or without, as one function: no pass over activations but what the products need."""
 
 from __future__ import annotations
 
@@ -8,65 +8,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ALIGNED = 16
-"""float32 elements of a cache line."""
+from dlrm_trainer.products import affine, input_gradient, weight_gradient
 
 
 class Layers(torch.autograd.Function):
-    """x to relu(... relu(x W0' + b0) ...); ReLU after the last layer where ``last_relu`` says so.
+    """x to ... r0(x W0' + b0) W1' + b1 ..., where each r is ReLU or nothing.
 
     With ``dtype`` bfloat16 the products take and give bfloat16 and add up in float32; weights are converted once here,
     and what comes out, gradients of weights among it, is float32 again.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, last_relu: bool, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
-        """(n, widths[0]) to (n, widths[-1]); ``parameters`` are weight and bias of each layer in turn."""
-        weights = [weight.to(dtype) for weight in parameters[::2]]
+    def forward(ctx: Any, x: Tensor, relus: Sequence[bool], dtype: torch.dtype, *parameters: Tensor | None) -> Tensor:
+        """(n, widths[0]) to (n, widths[-1]).
+
+        ``parameters`` are weight and bias, or None, of each layer in turn; ``relus`` say whether ReLU comes after it.
+        """
+        weights = [weight.to(dtype) for weight in parameters[::2] if weight is not None]
+        biases = [None if bias is None else bias.to(dtype) for bias in parameters[1::2]]
         outputs = [x.to(dtype)]
-        for number, (weight, bias) in enumerate(zip(weights, parameters[1::2], strict=True), start=1):
-            out = torch.addmm(bias.to(dtype), outputs[-1], weight.t())
-            if last_relu or number < len(weights):
-                out.relu_()
-            outputs.append(out)
+        for weight, bias, relu in zip(weights, biases, relus, strict=True):
+            outputs.append(affine(outputs[-1], weight, bias, relu))
         ctx.save_for_backward(*outputs, *weights)
-        ctx.last_relu, ctx.layers = last_relu, len(weights)
+        ctx.relus, ctx.with_bias = relus, [bias is not None for bias in biases]
         return outputs[-1].to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x and of the parameters."""
-        outputs, weights = ctx.saved_tensors[: ctx.layers + 1], ctx.saved_tensors[ctx.layers + 1 :]
+        layers = len(ctx.relus)
+        outputs, weights = ctx.saved_tensors[: layers + 1], ctx.saved_tensors[layers + 1 :]
         (incoming,) = gradients
         gradient = incoming.to(weights[0].dtype)
-        if ctx.last_relu:
+        if ctx.relus[-1]:
             gradient = torch.ops.aten.threshold_backward(gradient, outputs[-1], 0)
-        found: list[Tensor] = []
-        for number in range(ctx.layers - 1, -1, -1):
+        found: list[Tensor | None] = []
+        for number in range(layers - 1, -1, -1):
             x = outputs[number]
-            found += [gradient.sum(0), _weight_gradient(gradient, x)]
+            found += [gradient.sum(0) if ctx.with_bias[number] else None, weight_gradient(gradient, x)]
             if number > 0 or ctx.needs_input_grad[0]:
-                gradient = _times(gradient, weights[number])
-            if number > 0:
+                gradient = input_gradient(gradient, weights[number])
+            if number > 0 and ctx.relus[number - 1]:
                 torch.ops.aten.threshold_backward.grad_input(gradient, x, 0, grad_input=gradient)
         to_x = gradient.to(incoming.dtype) if ctx.needs_input_grad[0] else None
-        return to_x, None, None, *_as(incoming.dtype, found[::-1])
-
-
-def _weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
-    """Laid out as parameters are, where rows of x begin on cache lines; elsewhere by the transposed product, faster."""
-    return torch.mm(gradient.t(), x) if x.shape[1] % ALIGNED == 0 else torch.mm(x.t(), gradient).t()
-
-
-def _times(gradient: Tensor, weight: Tensor) -> Tensor:
-    """A product with weights whose rows are made to begin on cache lines: it takes half as long again elsewhere."""
-    columns = weight.shape[1]
-    if columns % ALIGNED == 0 or gradient.dtype != torch.float32:
-        return torch.mm(gradient, weight)
-    stride = -(-columns // ALIGNED) * ALIGNED
-    aligned = weight.new_empty(len(weight), stride)[:, :columns].copy_(weight)
-    return torch.mm(gradient, aligned, out=gradient.new_empty(len(gradient), stride)[:, :columns])
-
-
-def _as(dtype: torch.dtype, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [tensor.to(dtype) for tensor in tensors]
+        of_parameters = (None if each is None else each.to(incoming.dtype) for each in found[::-1])
+        return to_x, None, None, *of_parameters

@@ -17,6 +17,7 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.model import ModelSpec
 from dlrm_trainer.layers import Layers
 from dlrm_trainer.pairs import Pairs
+from dlrm_trainer.products import product_type
 
 
 class MLP(nn.Module):
@@ -31,11 +32,11 @@ class MLP(nn.Module):
         self.layers = nn.ModuleList(
             nn.Linear(before, after) for before, after in zip((width, *widths), widths, strict=False)
         )
-        self.last_relu = last_relu
+        self.relus = (True,) * (len(widths) - 1) + (last_relu,)
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, width) to (n, widths[-1])."""
-        out: Tensor = Layers.apply(x, self.last_relu, self.dtype, *self.parameters())  # type: ignore[no-untyped-call]
+        out: Tensor = Layers.apply(x, self.relus, self.dtype, *self.parameters())  # type: ignore[no-untyped-call]
         return out
 
 
@@ -61,13 +62,6 @@ class DotInteraction(nn.Module):
         return out
 
 
-def product_type(precision: str) -> torch.dtype:
-    """What products are computed in on this processor: bf16 without tiles (AMX) is slower than fp32, not faster."""
-    if precision == "bf16" and torch.cpu._is_amx_tile_supported():
-        return torch.bfloat16
-    return torch.float32
-
-
 class CrossInteraction(nn.Module):
     """DCN V2's cross layers with low-rank matrices: x <- x0 * (U V x + b) + x."""
 
@@ -83,9 +77,9 @@ class CrossInteraction(nn.Module):
         start = features if bottom is None else torch.cat((bottom, features), dim=1)
         x = start
         for down, up in zip(self.down, self.up, strict=True):
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-                added = up(down(x))
-            x = start * added.float() + x
+            layers = (down.weight, None, up.weight, up.bias)
+            added = Layers.apply(x, (False, False), self.dtype, *layers)  # type: ignore[no-untyped-call]
+            x = start * added + x
         return x
 
 

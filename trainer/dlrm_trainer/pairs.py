@@ -15,6 +15,7 @@ from torch import Tensor
 from dlrm_checkpointer.compiled import compiled, compiled_freely
 from dlrm_checkpointer.prefetching import prefetch_lines
 from dlrm_trainer.pair_sums import ROWS, sum_partners
+from dlrm_trainer.products import row_stride
 from dlrm_trainer.sizes import Size, size_of, value_of
 from dlrm_trainer.team import finish, share, take
 
@@ -24,8 +25,6 @@ TILE = U64(ROWS)
 ONE_ROW, ROWS_OF_TILE = size_of(1), size_of(ROWS)
 UNIT_SAMPLES = 64
 """That a thread takes at a time."""
-ALIGNED = 16
-"""float32 elements of a cache line: rows of the output begin on one, for the matrix products that read them."""
 
 
 class Pairs(torch.autograd.Function):
@@ -33,12 +32,12 @@ class Pairs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bottom: Tensor | None, features: Tensor, dim: int) -> Tensor:
-        """All vectors have ``dim`` elements. Rows of what it returns lie a whole number of cache lines apart."""
+        """All vectors have ``dim`` elements. Rows of what it returns lie as the products that read them have it."""
         samples = len(features)
         own = 0 if bottom is None else dim
         vectors = (features.shape[1] + own) // dim
         width = own + vectors * (vectors - 1) // 2
-        out = torch.empty(samples, -(-width // ALIGNED) * ALIGNED, dtype=torch.float32)
+        out = torch.empty(samples, row_stride(width), dtype=torch.float32)
         inputs = (None if bottom is None else bottom.contiguous(), features.contiguous())
         sizes = _sizes(vectors, dim, own > 0)
         share(products, _units(samples), sizes, *_flat(*inputs), out.view(-1).numpy(), samples, U64(out.shape[1]))
