@@ -86,7 +86,7 @@ def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
 
 def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     """(n, M) and (n, K) to (M, K), whichever way round the product is the faster."""
-    if _goes_to_onednn(gradient) and gradient.dtype == torch.float32:
+    if _goes_to_onednn(gradient):
         if x.shape[1] < gradient.shape[1]:
             return _linear(x.t(), gradient.t()).t()
         return _linear(gradient.t(), x.t())
@@ -104,7 +104,8 @@ def _dense(matrix: Tensor) -> Tensor:
 
 
 def _goes_to_onednn(left: Tensor) -> bool:
-    return this_processor().prefers_onednn and left.device.type == "cpu" and len(left) > 0
+    is_ours = left.device.type == "cpu" and left.dtype == torch.float32 and len(left) > 0
+    return is_ours and this_processor().prefers_onednn
 
 
 @functools.cache
