@@ -6,15 +6,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
 from chart import Identity, refused, render, variant
+from definitions import define, own
 from kubelet_double import KubeletDouble
-from operator_cluster import Object, OperatorProcess, eventually
+from operator_cluster import Object, OperatorProcess
 
-from dlrm_cluster.api import ApiError
 from dlrm_cluster.control_plane import ControlPlane
 
-ROOT = Path(__file__).resolve().parents[2]
 GANG_SCHEDULERS = [f"gangSchedulers.{gang}=true" for gang in ("kueue", "volcano", "coscheduling")]
 ANYWHERE = "namespace-of-the-test"
 ROOM = {"cpu": "64", "memory": "4Ti", "pods": "1000"}
@@ -23,26 +21,15 @@ ROOM = {"cpu": "64", "memory": "4Ti", "pods": "1000"}
 @pytest.fixture(scope="session")
 def api_types(control_plane: ControlPlane) -> ControlPlane:
     """A control plane that serves the project's CRDs and has two empty nodes."""
-    crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-    for name in ("dlrmjobs", "hardwareprofiles"):
-        document = yaml.safe_load((ROOT / "crds" / f"{name}.yaml").read_text())
-        _create(control_plane, crds, document)
-        eventually(lambda name=name: control_plane.api.found(f"/apis/dlrm.dev/v1alpha1/{name}"))
+    for plural in ("dlrmjobs", "hardwareprofiles"):
+        define(control_plane.api, own(plural))
     for number in range(2):
         name = f"operator-node-{number}"
-        _create(control_plane, "/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
+        control_plane.api.ensure("/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
         ready = {"type": "Ready", "status": "True", "reason": "Test", "message": "made by a test"}
         status = {"status": {"capacity": ROOM, "allocatable": ROOM, "conditions": [ready]}}
         control_plane.api.call("PATCH", f"/api/v1/nodes/{name}/status", status)
     return control_plane
-
-
-def _create(control_plane: ControlPlane, path: str, document: dict[str, object]) -> None:
-    try:
-        control_plane.api.call("POST", path, document)
-    except ApiError as error:
-        if error.code != 409:
-            raise
 
 
 @pytest.fixture

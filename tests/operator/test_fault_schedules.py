@@ -10,21 +10,19 @@ import random
 import secrets
 import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import yaml
 from chart import Identity
+from definitions import define, pod_groups
 from fault_job import LONGEST_S
 from fault_life import GROUPS, live
 from fault_server import WorldError
 from fault_world import World
 from life_schedule import Schedule, random_schedule, traits
-from operator_cluster import OperatorProcess, eventually
+from operator_cluster import OperatorProcess
 from unruly_proxy import UnrulyProxy, Weather
 
-from dlrm_cluster.api import ApiError
 from dlrm_cluster.control_plane import ControlPlane
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -45,15 +43,6 @@ CUT_OFF = "ignore:Exception ignored in. <function _SelectorTransport:pytest.Pyte
 """Connections that a dead operator or an ended proxy leaves half open are none of the test's findings."""
 PROGRESS = 10
 """Schedules between two lines."""
-
-
-def define_groups(control_plane: ControlPlane) -> None:
-    """Serve the PodGroups of Volcano and coscheduling; no scheduler looks at them here."""
-    for gang, root in GROUPS.items():
-        document = yaml.safe_load((Path(__file__).parent / "crds" / f"{gang}.yaml").read_text())
-        with suppress(ApiError):  # there from another test
-            control_plane.api.call("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", document)
-        eventually(lambda path=f"{root}/podgroups": control_plane.api.found(path))
 
 
 async def killed_now_and_then(operator: OperatorProcess, world: World, dice: random.Random) -> None:
@@ -127,7 +116,8 @@ async def all_lives(control_plane: ControlPlane, original: Path, folder: Path) -
 def test_every_life_in_faults_comes_to_what_the_model_says(
     api_types: ControlPlane, cluster_account: Identity, tmp_path: Path
 ) -> None:
-    define_groups(api_types)
+    for gang in GROUPS:
+        define(api_types.api, pod_groups(gang))  # no scheduler looks at them here
 
     wrong = asyncio.run(all_lives(api_types, cluster_account.kubeconfig, tmp_path))
 

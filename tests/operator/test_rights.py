@@ -3,12 +3,11 @@
 What it asks for is read from the API server's audit log, over a scenario in which it does all that it ever does.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from chart import Identity, refused, render, variant
+from definitions import define, pod_groups
 from kubelet_double import KubeletDouble
 from operator_cluster import JobDriver, OperatorProcess, eventually, job_document
 from rights_ledger import UNSEEN
@@ -20,8 +19,6 @@ from dlrm_operator.objects.gang_scheduling import POD_GROUPS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-GROUPS = {gang: kind.api_version.partition("/")[0] for gang, kind in POD_GROUPS.items()}
-DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 PROFILE = {
     "apiVersion": "dlrm.dev/v1alpha1",
     "kind": "HardwareProfile",
@@ -79,7 +76,7 @@ class Life:
     def with_groups(self) -> None:
         """Jobs whose pods a gang scheduler knows as groups; each loses one gang. The default scheduler binds them."""
         jobs = {}
-        for gang in GROUPS:
+        for gang in POD_GROUPS:
             scheduling = {"gang": gang, "schedulerName": "default-scheduler"}
             jobs[gang] = JobDriver(self.api, self.namespace, job_document(gang, replicas=1, scheduling=scheduling))
         for job in jobs.values():
@@ -104,31 +101,6 @@ class Life:
         eventually(lambda: not self.api.found(job.path) and not self.api.found(waiting.path))
 
 
-@contextmanager
-def gang_schedulers(control_plane: ControlPlane) -> Iterator[None]:
-    """The definitions that Volcano and coscheduling bring, without their schedulers."""
-    for gang, group in GROUPS.items():
-        served = POD_GROUPS[gang].api_version.partition("/")[2]
-        schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
-        version = {"name": served, "served": True, "storage": True, "schema": schema}
-        names = {"plural": "podgroups", "singular": "podgroup", "kind": "PodGroup", "listKind": "PodGroupList"}
-        document = {
-            "apiVersion": "apiextensions.k8s.io/v1",
-            "kind": "CustomResourceDefinition",
-            "metadata": {
-                "name": f"podgroups.{group}",
-                # the server keeps groups of Kubernetes' own for those who had them approved
-                "annotations": {"api-approved.kubernetes.io": "unapproved, a test"},
-            },
-            "spec": {"group": group, "scope": "Namespaced", "names": names, "versions": [version]},
-        }
-        control_plane.api.call("POST", DEFINITIONS, document)
-        eventually(lambda path=f"/apis/{POD_GROUPS[gang].api_version}/podgroups": control_plane.api.found(path))
-    yield
-    for group in GROUPS.values():
-        control_plane.api.call("DELETE", f"{DEFINITIONS}/podgroups.{group}")
-
-
 def rights(identity: Identity) -> None:
     """Nothing missing, nothing unused."""
     asked = identity.asked()
@@ -141,13 +113,14 @@ def rights(identity: Identity) -> None:
 def test_over_the_whole_cluster(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, helm: Path, tmp_path: Path
 ) -> None:
-    groups = [f"gangSchedulers.{gang}=true" for gang in GROUPS]
+    groups = [f"gangSchedulers.{gang}=true" for gang in POD_GROUPS]
     objects = render(helm, tmp_path, "demo", namespace, variant("default"), *groups)
     profile = {**PROFILE, "metadata": {"name": f"pool-{namespace}"}}
     api_types.api.call("POST", "/apis/dlrm.dev/v1alpha1/hardwareprofiles", profile)
+    for gang in POD_GROUPS:
+        define(api_types.api, pod_groups(gang))  # no scheduler looks at them here
 
     with (
-        gang_schedulers(api_types),
         Identity(api_types, objects, tmp_path) as identity,
         OperatorProcess(
             identity.kubeconfig, None, tmp_path / "operator.log", "--lease-namespace", namespace

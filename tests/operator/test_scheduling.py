@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from definitions import define, pod_groups, served, withdraw
 from operator_cluster import JobDriver, Object, OperatorProcess, eventually, job_document
 
 from dlrm_cluster.build import binaries
@@ -16,7 +17,6 @@ from dlrm_cluster.process import Server
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = "/apis/dlrm.dev/v1alpha1/hardwareprofiles"
-CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 RUNTIMES = "/apis/node.k8s.io/v1/runtimeclasses"
 ROOM = {"cpu": "64", "memory": "1Ti", "pods": "100"}
 NODES = {
@@ -158,22 +158,17 @@ def test_spread_takes_different_domains_and_pack_one(submit: Submitter) -> None:
 def test_pod_groups_are_as_their_schedulers_define_them_and_a_missing_scheduler_is_told(
     submit: Submitter, gang: str, product: str
 ) -> None:
-    definition = yaml.safe_load((Path(__file__).parent / "crds" / f"{gang}.yaml").read_text())
-    group, version = definition["spec"]["group"], definition["spec"]["versions"][0]["name"]
-    path = f"{CRDS}/{definition['metadata']['name']}"
-    if submit.api.found(path):  # another test's
-        submit.api.call("DELETE", path)
-        eventually(lambda: not submit.api.found(path))
+    definition = pod_groups(gang)
+    withdraw(submit.api, definition)
     job = submit("demo", 2, "plain", scheduling={"gang": gang})
 
     eventually(lambda: job.condition("Scheduled")["reason"] == "GangScheduler", state=lambda: str(job.status()))
     without, pods_without = job.condition("Scheduled")["message"], submit.pods(job)
-    submit.api.call("POST", CRDS, definition)
+    define(submit.api, definition)
     eventually(lambda: len(submit.pods(job)) == 2, state=lambda: str(job.status()))
-    pod_groups = f"/apis/{group}/{version}/namespaces/{submit.namespace}/podgroups"
-    (made,) = submit.api.call("GET", pod_groups)["items"]
+    groups = submit.api.call("GET", served(definition))["items"]
+    (made,) = [each for each in groups if each["metadata"]["namespace"] == submit.namespace]
     schedulers = {pod["spec"]["schedulerName"] for pod in submit.pods(job)}
-    submit.api.call("DELETE", path)
 
     assert f"install {product}, or set gang: none" in without
     assert pods_without == []

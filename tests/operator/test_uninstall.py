@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-import yaml
 from chart import Identity
+from definitions import DEFINITIONS, define, own, withdraw
 from kubelet_double import KubeletDouble
 from operator_cluster import JobDriver, OperatorProcess, eventually, job_document
 
@@ -17,30 +17,20 @@ from dlrm_cluster.control_plane import ControlPlane
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-DEFINITION = f"{DEFINITIONS}/dlrmjobs.dlrm.dev"
-JOBS = "/apis/dlrm.dev/v1alpha1/dlrmjobs"
+JOBS = own("dlrmjobs")
 COLLECTED_AFTER_S = 45
 """The garbage collector looks every 30 s for kinds that are new; it cannot know owners of a kind that it never saw."""
-CRDS = Path(__file__).resolve().parents[2] / "crds"
-
-
-def define(control_plane: ControlPlane) -> None:
-    """Create the definition of DLRMJobs where it is not there."""
-    if not control_plane.api.found(DEFINITION):
-        control_plane.api.call("POST", DEFINITIONS, yaml.safe_load((CRDS / "dlrmjobs.yaml").read_text()))
-    eventually(lambda: control_plane.api.found(JOBS))
 
 
 @pytest.fixture
 def definitions(api_types: ControlPlane) -> Iterator[ControlPlane]:
     """A control plane whose definitions may be removed: later tests find them again."""
     yield api_types
-    define(api_types)
+    define(api_types.api, JOBS)
 
 
 def age_s(control_plane: ControlPlane) -> float:
-    made = control_plane.api.call("GET", DEFINITION)["metadata"]["creationTimestamp"]
+    made = control_plane.api.call("GET", f"{DEFINITIONS}/{JOBS['metadata']['name']}")["metadata"]["creationTimestamp"]
     return (datetime.now(UTC) - datetime.fromisoformat(made)).total_seconds()
 
 
@@ -79,12 +69,11 @@ def test_without_their_definition_jobs_and_all_of_theirs_go_and_with_it_the_same
         job = JobDriver(api, namespace, job_document("demo"))
         gang_runs(kubelet, job)
 
-        api.call("DELETE", DEFINITION)
-        eventually(lambda: not api.found(DEFINITION))
+        withdraw(api, JOBS)
         eventually(lambda: job.children() == [], state=lambda: str(job.children()))
         eventually(lambda: "install" in operator.words("readyz"), state=lambda: operator.words("readyz"))
         healthy = operator.words("healthz")
-        define(definitions)
+        define(api, JOBS)
         again = JobDriver(api, namespace, job_document("again"))
         gang_runs(kubelet, again)
         eventually(lambda: operator.words("readyz") == "ok")
@@ -99,12 +88,11 @@ def test_an_operator_started_before_its_definitions_waits_for_them_in_words(
     definitions: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
 ) -> None:
     operator.kill()
-    definitions.api.call("DELETE", DEFINITION)
-    eventually(lambda: not definitions.api.found(DEFINITION))
+    withdraw(definitions.api, JOBS)
 
     operator.start()
     eventually(lambda: "install" in operator.words("readyz"), state=lambda: operator.words("readyz"))
-    define(definitions)
+    define(definitions.api, JOBS)
     eventually(lambda: "watching begins anew" in operator.log(), state=operator.log)
     job = JobDriver(definitions.api, namespace, job_document("demo"))
 

@@ -56,6 +56,19 @@ class Api:
             return {"text": text}
         return found
 
+    def ensure(self, path: str, body: Object) -> None:
+        """Create an object; one of its name that is there already stays as it is.
+
+        Raises:
+            ApiError: the server answered with another error.
+            OSError: it did not answer.
+        """
+        try:
+            self.call("POST", path, body)
+        except ApiError as error:
+            if error.code != 409:
+                raise
+
     def found(self, path: str) -> bool:
         """Whether the object is there now; false also while the server does not answer."""
         try:

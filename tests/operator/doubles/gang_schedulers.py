@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from operator_cluster import eventually
+from definitions import define
 
-from dlrm_cluster.api import ApiError
 from dlrm_cluster.build import built, module_folder
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.process import Server
 
 Object = dict[str, Any]
-CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 AGAIN_S = 5
 """When coscheduling looks again at pods that it turned away; by default after five minutes, for a new node is none of
 the events that it waits for."""
@@ -43,15 +41,7 @@ class GangScheduler:
 
     def __enter__(self) -> "GangScheduler":
         for path in definitions(self.name):
-            document = yaml.safe_load(path.read_text())
-            try:
-                self._api.call("POST", CRDS, document)
-            except ApiError as error:
-                if error.code != 409:  # another test's
-                    raise
-            spec = document["spec"]
-            served = f"/apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
-            eventually(lambda served=served: self._api.found(served))  # type: ignore[misc]
+            define(self._api, yaml.safe_load(path.read_text()))
         self.server.start()
         return self
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from definitions import define
 from operator_cluster import eventually
 
-from dlrm_cluster.api import Api, ApiError
+from dlrm_cluster.api import Api
 from dlrm_cluster.build import binaries, module_folder
 from dlrm_cluster.certificates import write_certificates
 from dlrm_cluster.control_plane import ControlPlane
@@ -55,15 +56,10 @@ class Kueue:
 
     def __enter__(self) -> "Kueue":
         for crd in sorted((self._sources / "config/components/crd/bases").glob("*.yaml")):
-            _create(
-                self._api, "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", yaml.safe_load(crd.read_text())
-            )
-        eventually(
-            lambda: {"workloads", "clusterqueues"} <= {r["name"] for r in self._api.call("GET", KUEUE)["resources"]}
-        )
+            define(self._api, yaml.safe_load(crd.read_text()))
         for configuration in self._webhooks():
             kind = configuration["kind"].lower() + "s"
-            _create(self._api, f"/apis/admissionregistration.k8s.io/v1/{kind}", configuration)
+            self._api.ensure(f"/apis/admissionregistration.k8s.io/v1/{kind}", configuration)
         try:
             eventually(self._answers, 60, self.server.log_tail)
         except AssertionError:
@@ -82,7 +78,7 @@ class Kueue:
         label = {"metadata": {"labels": CHOSEN}}
         self._api.call("PATCH", f"/api/v1/namespaces/{namespace}", label)
         flavor = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "ResourceFlavor", "metadata": {"name": "any"}}
-        _create(self._api, f"{KUEUE}/resourceflavors", flavor)
+        self._api.ensure(f"{KUEUE}/resourceflavors", flavor)
         quota = [{"name": "cpu", "nominalQuota": cpus}, {"name": "memory", "nominalQuota": "1Ti"}]
         group = {"coveredResources": ["cpu", "memory"], "flavors": [{"name": "any", "resources": quota}]}
         cluster_queue = {
@@ -95,14 +91,14 @@ class Kueue:
                 "preemption": {"withinClusterQueue": "LowerPriority"},
             },
         }
-        _create(self._api, f"{KUEUE}/clusterqueues", cluster_queue)
+        self._api.ensure(f"{KUEUE}/clusterqueues", cluster_queue)
         local_queue = {
             "apiVersion": "kueue.x-k8s.io/v1beta1",
             "kind": "LocalQueue",
             "metadata": {"name": "ads"},
             "spec": {"clusterQueue": namespace},
         }
-        _create(self._api, f"{KUEUE}/namespaces/{namespace}/localqueues", local_queue)
+        self._api.ensure(f"{KUEUE}/namespaces/{namespace}/localqueues", local_queue)
 
     def workloads(self, namespace: str) -> dict[str, dict[str, str]]:
         """Each Workload's conditions that hold, by its name, with their reasons."""
@@ -138,18 +134,10 @@ class Kueue:
         """
         self.server.start()
         flavor = {"apiVersion": "kueue.x-k8s.io/v1beta1", "kind": "ResourceFlavor", "metadata": {"name": "any"}}
-        _create(self._api, f"{KUEUE}/resourceflavors", flavor)
+        self._api.ensure(f"{KUEUE}/resourceflavors", flavor)
         return True
 
 
 def _is_ours(hook: Object) -> bool:
     path: str = hook["clientConfig"]["service"]["path"]
     return any(part in path for part in PATHS)
-
-
-def _create(api: Api, path: str, document: Object) -> None:
-    try:
-        api.call("POST", path, document)
-    except ApiError as error:
-        if error.code != 409:
-            raise

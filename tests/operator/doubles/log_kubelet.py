@@ -6,7 +6,6 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-from dlrm_cluster.api import ApiError
 from dlrm_cluster.control_plane import ControlPlane
 
 NODE = "log-node"
@@ -36,11 +35,7 @@ class LogKubelet(ThreadingHTTPServer):
 
     def _register(self, plane: ControlPlane) -> None:
         node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}}
-        try:
-            plane.api.call("POST", "/api/v1/nodes", node)
-        except ApiError as error:
-            if error.code != 409:
-                raise
+        plane.api.ensure("/api/v1/nodes", node)
         address = {"type": "InternalIP", "address": "127.0.0.1"}
         port = {"kubeletEndpoint": {"Port": self.server_address[1]}}
         status = {"addresses": [address], "daemonEndpoints": port}
