@@ -27,7 +27,7 @@ def has_direct_io(folder: Path) -> bool:
 
 
 def train(folder: Path) -> None:
-    """Run ``folder``'s job.json by its plan.json.
+    """Run ``folder``'s job.json by its plan.json; it may name files of the folder.
 
     Raises:
         CalledProcessError: the trainer or its sidecar ended badly.
@@ -46,11 +46,12 @@ def train(folder: Path) -> None:
         "HOME": str(WORK),
     }
     environment = os.environ | own
-    job = ["--job", str(folder / "job.json")]
-    with subprocess.Popen([sys.executable, "-m", "dlrm_checkpointer", *job], env=environment) as sidecar:
-        trainer = [sys.executable, "-m", "dlrm_trainer", *job, "--plan", str(folder / "plan.json")]
+    job = ["--job", "job.json"]
+    sidecar_argv = [sys.executable, "-m", "dlrm_checkpointer", *job]
+    with subprocess.Popen(sidecar_argv, env=environment, cwd=folder) as sidecar:
+        trainer = [sys.executable, "-m", "dlrm_trainer", *job, "--plan", "plan.json"]
         try:
-            subprocess.run(trainer, env=environment, check=True)
+            subprocess.run(trainer, env=environment, cwd=folder, check=True)
             if code := sidecar.wait():
                 raise subprocess.CalledProcessError(code, "dlrm_checkpointer")
         finally:

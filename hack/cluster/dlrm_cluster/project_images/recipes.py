@@ -37,7 +37,10 @@ RECIPES: Mapping[str, Recipe] = {
         absent=("torch", "kubernetes", "kopf", "scipy", "dlrm_operator", "dlrm_planner", "dlrm_trainer", "dlrm_cli"),
     ),
     "trainer": Recipe(
-        sources=("checkpointer", "trainer", "operator/dlrm_planner", "examples/quickstart.yaml"),
+        sources=(
+            *("checkpointer", "trainer", "operator/dlrm_planner"),
+            *("examples/criteo.yaml", "examples/quickstart.yaml"),
+        ),
         packages=("dlrm_api", "dlrm_checkpointer", "dlrm_trainer"),
         absent=("kubernetes", "kopf", "dlrm_operator", "dlrm_planner", "dlrm_cli"),
     ),
