@@ -11,7 +11,7 @@ from dlrm_checkpointer.s3_errors import Place
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
-PIECE_BYTES = 1 << 18
+PIECE_BYTES = 1 << 20
 """What a range takes beside the buffer that it is read into: it stays in the processor's cache on its way there."""
 
 
