@@ -18,12 +18,13 @@ import torch
 
 from benchmarks.loopback import Service
 from benchmarks.measure import Line, Pairs, tell
+from benchmarks.metered_store import MeteredStore
 from benchmarks.saved_job import SavedJob, tables_of
 from dlrm_api.checkpoint import Bits
 from dlrm_api.model import TableSpec
 from dlrm_checkpointer import objects
 from dlrm_checkpointer.cut import TableMeta
-from dlrm_checkpointer.fetch import PARALLEL_GETS
+from dlrm_checkpointer.fetch import gets_at_once
 from dlrm_checkpointer.manifest import ChunkEntry, ObjectEntry
 from dlrm_checkpointer.restore import Snapshot, newest_snapshot
 from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
@@ -33,6 +34,8 @@ DIM = 64
 TABLES = 4
 TOUCHED = 0.26
 """Of the rows, between a full snapshot and an increment; evenly drawn."""
+ANSWER_S, CONNECTION_BYTES_PER_S = 0.03, 90e6
+"""How long a store far away takes to answer, and how fast each of its answers comes then."""
 KINDS: tuple[tuple[Bits, str], ...] = ((32, "full"), (8, "full"), (2, "full"), (8, "increment"))
 
 
@@ -104,6 +107,8 @@ def measure(service: Service, prefix: str, repeats: int) -> tuple[Pairs, dict[st
         else:
             theirs, ours = timed(bare.run), timed(restore, snapshot, parts)
         pairs.add(ours, theirs)
+    far = Snapshot(FarStore(snapshot.store), snapshot.chain)
+    far_s = min(timed(restore, far, parts) for _ in range(2))
     torch.set_num_threads(1)
     rates, decoding = pairs.inverted(size), decode_rate(snapshot, parts)
     lower = min(float(np.median(rates.theirs)), decoding)
@@ -116,7 +121,8 @@ def measure(service: Service, prefix: str, repeats: int) -> tuple[Pairs, dict[st
         "cpu_ms": 1_000 * spent,
         "bare_read_cpu_ms": 1_000 * bare_spent,
         "peak_extra_bytes": extra,
-        "parallel_gets": PARALLEL_GETS,
+        "parallel_gets": gets_at_once(snapshot.objects),
+        "from_far_bytes_per_s": size / far_s,
     }
 
 
@@ -139,16 +145,26 @@ def restore(snapshot: Snapshot, parts: Sequence[ResidentPart]) -> None:
     snapshot.dense()
 
 
+class FarStore(MeteredStore):
+    """A store each of whose objects comes late and slowly, however many are asked for."""
+
+    def get_into(self, key: str, buffer: memoryview) -> int:
+        """See ``ObjectStore``."""
+        time.sleep(ANSWER_S + len(buffer) / CONNECTION_BYTES_PER_S)
+        return super().get_into(key, buffer)
+
+
 class BareRead:
     """boto3 alone: whole objects, as many at a time as a restore reads, looked at by nobody."""
 
     def __init__(self, service: Service, prefix: str, entries: Sequence[ObjectEntry]) -> None:
-        self._client, self._bucket = service.client(PARALLEL_GETS), service.bucket
+        self._at_once = gets_at_once(entries)
+        self._client, self._bucket = service.client(self._at_once), service.bucket
         self._keys = [f"{prefix}/{entry.key}" for entry in entries]
 
     def run(self) -> None:
         """Once."""
-        with ThreadPoolExecutor(PARALLEL_GETS) as pool:
+        with ThreadPoolExecutor(self._at_once) as pool:
             list(pool.map(self._read, self._keys))
 
     def _read(self, key: str) -> int:

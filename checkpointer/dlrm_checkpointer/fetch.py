@@ -16,7 +16,12 @@ from dlrm_checkpointer.manifest import ChunkEntry, ObjectEntry
 from dlrm_checkpointer.objects import decode_rows
 from dlrm_checkpointer.store import ObjectStore
 
-PARALLEL_GETS = 4
+PARALLEL_GETS = 16
+"""Objects that are read at a time, memory allowing: what comes from far takes its while, however small it is."""
+AHEAD_BYTES = 112 << 20
+"""Of objects that are read at a time, as far as that leaves two: those that are decoded come beside."""
+AT_ONCE = 4
+"""Items at work at a time that take a processor more than they wait."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -65,7 +70,7 @@ def fetch_rows(store: ObjectStore, entry: ChunkEntry, table: TableMeta, bodies: 
     return piece
 
 
-def in_parallel(work: Callable[[T], R], items: Iterable[T], at_once: int = PARALLEL_GETS) -> Iterator[R]:
+def in_parallel(work: Callable[[T], R], items: Iterable[T], at_once: int = AT_ONCE) -> Iterator[R]:
     """Results in order, a few items at work at a time: that many results are in memory, however many items come."""
     with ThreadPoolExecutor(at_once, "fetch") as pool:
         waiting: deque[Future[R]] = deque()
@@ -79,6 +84,12 @@ def in_parallel(work: Callable[[T], R], items: Iterable[T], at_once: int = PARAL
         finally:
             for task in waiting:
                 task.cancel()
+
+
+def gets_at_once(objects: Iterable[ObjectEntry]) -> int:
+    """How many of some objects are read at a time."""
+    largest = max((1, *(entry.bytes for entry in objects)))
+    return max(2, min(PARALLEL_GETS, AHEAD_BYTES // largest))
 
 
 def check_present(store: ObjectStore, objects: Sequence[ObjectEntry]) -> None:
@@ -109,5 +120,10 @@ def check_bytes(store: ObjectStore, objects: Sequence[ObjectEntry], on_whole: Ca
         SnapshotError: names the first that is missing or corrupt.
     """
     bodies = Bodies.of(objects)
-    for entry, _ in in_parallel(lambda entry: (entry, len(fetch(store, entry, bodies))), objects):
-        on_whole(entry.key)
+
+    def check(entry: ObjectEntry) -> str:
+        fetch(store, entry, bodies)
+        return entry.key
+
+    for key in in_parallel(check, objects, gets_at_once(objects)):
+        on_whole(key)

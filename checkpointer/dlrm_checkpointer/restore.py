@@ -18,7 +18,7 @@ from dlrm_checkpointer.bodies import Bodies
 from dlrm_checkpointer.chain import Chain, load_chain
 from dlrm_checkpointer.codes import CodedRows
 from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName, TableMeta
-from dlrm_checkpointer.fetch import PARALLEL_GETS, check_bytes, check_present, fetch, fetch_rows, in_parallel
+from dlrm_checkpointer.fetch import check_bytes, check_present, fetch, fetch_rows, gets_at_once, in_parallel
 from dlrm_checkpointer.manifest import MANIFESTS, ChunkEntry, ObjectEntry, manifest_key, parse_manifest_key
 from dlrm_checkpointer.merge import overlapping
 from dlrm_checkpointer.objects import decode_dense
@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 PARALLEL_DECODES = 2
 """Chunks that a restore decodes at a time, beside those that are read."""
-AHEAD_BYTES = 112 << 20
-"""Of objects that are read ahead, as far as that leaves two at a time: those that are decoded come beside."""
 
 
 class Snapshot:
@@ -121,8 +119,8 @@ class Snapshot:
             [overlapping(entries, shard) for entries in reversed(self.chain.chunks(shard.table))] for shard in shards
         ]
         wanted = [(number, entry) for number, each in enumerate(layers) for layer in each for entry in layer]
-        largest = max((entry.bytes for _, entry in wanted), default=1)
-        bodies, at_once = Bodies(largest), max(2, min(PARALLEL_GETS, AHEAD_BYTES // largest))
+        entries = [entry for _, entry in wanted]
+        bodies, at_once = Bodies.of(entries), gets_at_once(entries)
         loaded = in_parallel(lambda task: (task[0], self._load(shards[task[0]], task[1], bodies)), wanted, at_once)
         for number, group in groupby(loaded, key=itemgetter(0)):
             pieces = (piece for _, piece in group)
