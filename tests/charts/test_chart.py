@@ -12,6 +12,7 @@ import pytest
 import yaml
 from chart import CHART, ROOT, VARIANTS, Object, helm_run, of_kind, only, render, variant
 from cryptography import x509
+from definitions import define
 from operator_cluster import eventually
 from schemas import LOCATION, write_schemas
 
@@ -34,16 +35,10 @@ MONITORS = tuple(f"{kind.lower()}s" for kind in MONITORED)
 @pytest.fixture(scope="session")
 def monitor_types(control_plane: ControlPlane) -> ControlPlane:
     """The control plane with the kinds of the Prometheus Operator that the chart makes."""
-    api, crds = control_plane.api, "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-    folder = module_folder("prometheus-operator", "github.com/prometheus-operator/prometheus-operator")
-    for kind in MONITORS:
-        path = folder / "example" / "prometheus-operator-crd" / f"monitoring.coreos.com_{kind}.yaml"
-        api.call("POST", crds, yaml.safe_load(path.read_text()))
-    eventually(
-        lambda: (
-            {each["name"] for each in api.call("GET", "/apis/monitoring.coreos.com/v1")["resources"]} >= set(MONITORS)
-        )
-    )
+    module = module_folder("prometheus-operator", "github.com/prometheus-operator/prometheus-operator")
+    crds = module / "example" / "prometheus-operator-crd"
+    paths = (crds / f"monitoring.coreos.com_{kind}.yaml" for kind in MONITORS)
+    define(control_plane.api, *(yaml.safe_load(path.read_text()) for path in paths))
     return control_plane
 
 

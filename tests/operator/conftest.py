@@ -21,8 +21,7 @@ ROOM = {"cpu": "64", "memory": "4Ti", "pods": "1000"}
 @pytest.fixture(scope="session")
 def api_types(control_plane: ControlPlane) -> ControlPlane:
     """A control plane that serves the project's CRDs and has two empty nodes."""
-    for plural in ("dlrmjobs", "hardwareprofiles"):
-        define(control_plane.api, own(plural))
+    define(control_plane.api, own("dlrmjobs"), own("hardwareprofiles"))
     for number in range(2):
         name = f"operator-node-{number}"
         control_plane.api.ensure("/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})

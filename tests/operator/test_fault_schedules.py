@@ -116,8 +116,7 @@ async def all_lives(control_plane: ControlPlane, original: Path, folder: Path) -
 def test_every_life_in_faults_comes_to_what_the_model_says(
     api_types: ControlPlane, cluster_account: Identity, tmp_path: Path
 ) -> None:
-    for gang in GROUPS:
-        define(api_types.api, pod_groups(gang))  # no scheduler looks at them here
+    define(api_types.api, *map(pod_groups, GROUPS))  # no scheduler looks at them here
 
     wrong = asyncio.run(all_lives(api_types, cluster_account.kubeconfig, tmp_path))
 

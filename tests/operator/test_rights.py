@@ -117,8 +117,7 @@ def test_over_the_whole_cluster(
     objects = render(helm, tmp_path, "demo", namespace, variant("default"), *groups)
     profile = {**PROFILE, "metadata": {"name": f"pool-{namespace}"}}
     api_types.api.call("POST", "/apis/dlrm.dev/v1alpha1/hardwareprofiles", profile)
-    for gang in POD_GROUPS:
-        define(api_types.api, pod_groups(gang))  # no scheduler looks at them here
+    define(api_types.api, *map(pod_groups, POD_GROUPS))  # no scheduler looks at them here
 
     with (
         Identity(api_types, objects, tmp_path) as identity,

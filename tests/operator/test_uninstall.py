@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from chart import Identity
-from definitions import DEFINITIONS, define, own, withdraw
+from definitions import define, own, path_of, withdraw
 from kubelet_double import KubeletDouble
 from operator_cluster import JobDriver, OperatorProcess, eventually, job_document
 
@@ -30,7 +30,7 @@ def definitions(api_types: ControlPlane) -> Iterator[ControlPlane]:
 
 
 def age_s(control_plane: ControlPlane) -> float:
-    made = control_plane.api.call("GET", f"{DEFINITIONS}/{JOBS['metadata']['name']}")["metadata"]["creationTimestamp"]
+    made = control_plane.api.call("GET", path_of(JOBS))["metadata"]["creationTimestamp"]
     return (datetime.now(UTC) - datetime.fromisoformat(made)).total_seconds()
 
 

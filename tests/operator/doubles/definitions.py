@@ -31,15 +31,21 @@ def served(definition: Object) -> str:
     return f"/apis/{spec['group']}/{version}/{spec['names']['plural']}"
 
 
-def define(api: Api, definition: Object) -> None:
-    """Have a kind served; a definition that is there already stays as it is."""
-    api.ensure(DEFINITIONS, definition)
-    eventually(lambda: api.found(served(definition)))
+def path_of(definition: Object) -> str:
+    """Where the definition itself is."""
+    return f"{DEFINITIONS}/{definition['metadata']['name']}"
+
+
+def define(api: Api, *definitions: Object) -> None:
+    """Have kinds served; a definition that is there already stays as it is."""
+    for definition in definitions:
+        api.ensure(DEFINITIONS, definition)
+    eventually(lambda: all(api.found(served(definition)) for definition in definitions))
 
 
 def withdraw(api: Api, definition: Object) -> None:
     """Have a kind served no more, and all its objects gone with it."""
-    path = f"{DEFINITIONS}/{definition['metadata']['name']}"
+    path = path_of(definition)
     if api.found(path):
         api.call("DELETE", path)
     eventually(lambda: not api.found(path))

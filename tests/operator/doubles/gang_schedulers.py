@@ -40,8 +40,7 @@ class GangScheduler:
         self.server = Server(name, argv, folder)
 
     def __enter__(self) -> "GangScheduler":
-        for path in definitions(self.name):
-            define(self._api, yaml.safe_load(path.read_text()))
+        define(self._api, *(yaml.safe_load(path.read_text()) for path in definitions(self.name)))
         self.server.start()
         return self
 

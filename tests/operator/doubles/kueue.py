@@ -55,8 +55,8 @@ class Kueue:
         self.server = Server("kueue", argv, folder, env={"KUBECONFIG": str(control_plane.kubeconfig)})
 
     def __enter__(self) -> "Kueue":
-        for crd in sorted((self._sources / "config/components/crd/bases").glob("*.yaml")):
-            define(self._api, yaml.safe_load(crd.read_text()))
+        crds = (self._sources / "config/components/crd/bases").glob("*.yaml")
+        define(self._api, *(yaml.safe_load(crd.read_text()) for crd in crds))
         for configuration in self._webhooks():
             kind = configuration["kind"].lower() + "s"
             self._api.ensure(f"/apis/admissionregistration.k8s.io/v1/{kind}", configuration)

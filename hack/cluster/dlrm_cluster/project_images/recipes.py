@@ -38,8 +38,11 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "trainer": Recipe(
         sources=(
-            *("checkpointer", "trainer", "operator/dlrm_planner"),
-            *("examples/criteo.yaml", "examples/quickstart.yaml"),
+            "checkpointer",
+            "trainer",
+            "operator/dlrm_planner",
+            "examples/criteo.yaml",
+            "examples/quickstart.yaml",
         ),
         packages=("dlrm_api", "dlrm_checkpointer", "dlrm_trainer"),
         absent=("kubernetes", "kopf", "dlrm_operator", "dlrm_planner", "dlrm_cli"),
