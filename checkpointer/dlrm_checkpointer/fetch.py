@@ -21,7 +21,7 @@ PARALLEL_GETS = 16
 AHEAD_BYTES = 112 << 20
 """Of objects that are read at a time, as far as that leaves two: those that are decoded come beside."""
 AT_ONCE = 4
-"""Items at work at a time that take a processor more than they wait."""
+"""Items at work at a time where their results, or what they are made of, are in memory too."""
 T = TypeVar("T")
 R = TypeVar("R")
 
