@@ -175,7 +175,7 @@ class Budget:
 
     def _make_way(self, fresh: int) -> list[Path]:
         """Give spare memory back, which counts as free, where it stands in the way; returns what is left of it."""
-        spares = sorted(self.folder.glob(f"{SPARE_PREFIX}*"), key=file_size)
+        spares = sorted(self.folder.glob(f"{SPARE_PREFIX}*"), key=lambda path: (file_size(path), path))
         if self.size is not None and spares:
             room = self._measure(self.size)
             while spares and fresh + sum(map(file_size, spares)) > room.free:
