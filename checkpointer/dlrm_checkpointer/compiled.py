@@ -6,9 +6,10 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import os
+import re
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import numba
 import numba.extending
+from numba.core import caching
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -25,14 +27,18 @@ PREFIX = "compiled-"
 UNUSED_S = 30 * 24 * 3_600
 """What no process has loaded for so long goes when a version that is new here is kept."""
 HOLD_TRIES = 5
+IMPORTED = re.compile(
+    r"^from (dlrm_[\w.]+) import (?=[^()\n]*\b[A-Z][A-Z0-9_]+\b|\([^)]*\b[A-Z][A-Z0-9_]+\b)", re.MULTILINE
+)
+"""A module of ours that constants are imported from: compiled functions hold their values."""
 
 
 def compiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Compile a function when it is first called; it lets other threads run meanwhile (no GIL).
 
     What was compiled is kept in a folder named after the sources of all such functions in the function's package and
-    in this one, because numba looks at the one file of a function and not at those of the functions that it calls.
-    The package's own folder may be read-only.
+    in this one, and of the modules that these take constants from, because numba looks at the one file of a function
+    and not at those of the functions that it calls. The package's own folder may be read-only.
     """
     return _compiled(function, frozenset())
 
@@ -59,25 +65,33 @@ def instruction(function: Callable[..., Any]) -> Callable[..., Any]:
 def _compiled(
     function: Callable[Parameters, Result], freedom: frozenset[str], error_model: Literal["python", "numpy"] = "python"
 ) -> Callable[Parameters, Result]:
-    config = vars(numba.config)
-    before = config["CACHE_DIR"]
-    config["CACHE_DIR"] = str(_folder(function.__module__.partition(".")[0]))
-    try:
-        loop: Any = numba.njit(nogil=True, cache=True, fastmath=set(freedom), error_model=error_model)(function)
-    finally:
-        config["CACHE_DIR"] = before
-    loop._cache.save_overload = _unless_refused(loop._cache.save_overload)
+    loop: Any = numba.njit(nogil=True, fastmath=set(freedom), error_model=error_model)(function)
+    loop._cache = _Cache(function)  # type: ignore[no-untyped-call]  # numba's own names files by the package's place
     return cast(Callable[Parameters, Result], loop)
 
 
-def _unless_refused(save: Callable[..., None]) -> Callable[..., None]:
-    """Do without keeping what was compiled where there is no room for it: training needs it in memory alone."""
+class _Place(caching.InTreeCacheLocator):
+    """Where a function's machine code is kept: by its module's name, wherever that was installed or checked out."""
 
-    def attempt(*arguments: Any) -> None:
+    def __init__(self, function: Callable[..., Any], source: str) -> None:
+        super().__init__(function, source)  # type: ignore[no-untyped-call]
+        parent = function.__module__.rpartition(".")[0]
+        self._cache_path = str(_folder(parent.partition(".")[0]) / parent)
+
+
+class _Files(caching.CompileResultCacheImpl):
+    _locator_classes = [_Place]  # noqa: RUF012  as in the class above it
+
+
+class _Cache(caching.FunctionCache):
+    """Does without keeping what was compiled where there is no room for it: training needs it in memory alone."""
+
+    _impl_class = _Files
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        """Keep a version of the function for some types."""
         with contextlib.suppress(OSError):
-            save(*arguments)
-
-    return attempt
+            super().save_overload(signature, result)  # type: ignore[no-untyped-call]
 
 
 @functools.cache
@@ -88,11 +102,8 @@ def _folder(package: str) -> Path:
     sources has a folder of its own; whoever makes a new one removes those that are used no more.
     """
     digest = hashlib.sha256()
-    for root in sorted({package, OWN_PACKAGE}):
-        for source in sorted(Path(str(sys.modules[root].__file__)).parent.rglob("*.py")):
-            body = source.read_bytes()
-            if b"@compiled" in body or b"@instruction" in body:
-                digest.update(body)
+    for source in _sources(package):
+        digest.update(source.read_bytes())
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     name = f"{PREFIX}{digest.hexdigest()[:16]}"
     for folder in (base, tempfile.gettempdir()):
@@ -109,6 +120,29 @@ def _folder(package: str) -> Path:
         except (OSError, RuntimeError):  # not writable; a user without a home
             continue
     return Path(tempfile.mkdtemp())
+
+
+def _sources(package: str) -> list[Path]:
+    """Files with compiled functions of a package and of this one, and those that these have constants of."""
+    found = set()
+    for root in {package, OWN_PACKAGE}:
+        for source in _root(root).rglob("*.py"):
+            body = source.read_text()
+            if "@compiled" in body or "@instruction" in body:
+                found |= {source, *map(_source, IMPORTED.findall(body))}
+    return sorted(found, key=lambda path: path.as_posix().rpartition("/dlrm_")[2])
+
+
+def _source(module: str) -> Path:
+    package, *names = module.split(".")
+    path = _root(package).joinpath(*names)
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _root(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    return Path(str(spec.origin)).parent
 
 
 def _hold(place: Path) -> bool:

@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import ast
 import errno
 import fcntl
+import importlib
+import inspect
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from numba.core.dispatcher import Dispatcher
 
 from dlrm_checkpointer import compiled
 
@@ -91,6 +97,67 @@ def test_loops_run_where_there_is_no_room_to_keep_them(tmp_path: Path) -> None:
 
     assert done.stdout.strip() == "True"
     assert not list(tmp_path.rglob("*.nbc"))
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> dict[str, str]:
+    """The environment of a process that has our packages from another place."""
+    places = []
+    for package in ("dlrm_api", "dlrm_checkpointer", "dlrm_trainer"):
+        places.append(tmp_path / "elsewhere" / package)
+        shutil.copytree(compiled._root(package), places[-1] / package)
+    return {"NUMBA_CACHE_DIR": str(tmp_path / "kept"), "PYTHONPATH": os.pathsep.join(map(str, places))}
+
+
+@pytest.mark.slow
+def test_loops_compiled_by_one_checkout_are_used_by_another(tmp_path: Path, elsewhere: dict[str, str]) -> None:
+    run(NUMBA_CACHE_DIR=elsewhere["NUMBA_CACHE_DIR"])
+    program = PROGRAM + COMPILED + "\nimport dlrm_trainer\nprint(dlrm_trainer.__file__)"
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | elsewhere, capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.split() == ["True", "0", str(tmp_path / "elsewhere/dlrm_trainer/dlrm_trainer/__init__.py")]
+
+
+@pytest.mark.slow
+def test_another_value_of_a_constant_that_loops_import_makes_them_anew(
+    tmp_path: Path, elsewhere: dict[str, str]
+) -> None:
+    run(NUMBA_CACHE_DIR=elsewhere["NUMBA_CACHE_DIR"])
+    counts = tmp_path / "elsewhere/dlrm_trainer/dlrm_trainer/embedding/tiers/counts.py"
+    counts.write_text(counts.read_text() + "\nMORE = 1\n")
+
+    run(**elsewhere)
+
+    versions = {path.relative_to(tmp_path / "kept/dlrm-operator").parts[0] for path in kept(tmp_path / "kept")}
+    assert len(versions) == 2
+
+
+def loops_of(package: str) -> Iterator[tuple[ModuleType, Dispatcher]]:
+    for found in pkgutil.walk_packages([str(compiled._root(package))], f"{package}."):
+        if not found.name.endswith("__main__"):
+            module = importlib.import_module(found.name)
+            yield from (
+                (module, value)
+                for value in vars(module).values()
+                if isinstance(value, Dispatcher) and value.py_func.__module__ == found.name
+            )
+
+
+@pytest.mark.parametrize("package", ["dlrm_checkpointer", "dlrm_trainer"])
+def test_every_file_that_a_loop_has_a_constant_of_tells_its_version(package: str) -> None:
+    known, checked = set(compiled._sources(package)), 0
+    for module, loop in loops_of(package):
+        imports = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ImportFrom)]
+        origins = {name.asname or name.name: node.module for node in imports for name in node.names}
+        for name in set(loop.py_func.__code__.co_names) & set(origins):
+            origin = origins[name]
+            if origin and origin.startswith("dlrm_"):
+                assert compiled._source(origin) in known, f"{loop.py_func.__qualname__}: {name} of {origin}"
+                checked += 1
+    assert checked
 
 
 LONG_AGO = 1_000_000_000
