@@ -134,7 +134,9 @@ def test_an_item_above_the_budget_comes_all_the_same() -> None:
 
 
 @pytest.fixture
-def open_rows(make_spec: Any, write_parquet: Write) -> Callable[..., Reader]:
+def open_rows(make_spec: Any, write_parquet: Write) -> Iterator[Callable[..., Reader]]:
+    opened = []
+
     def open_with(columns: dict[str, Any] | None = None, **data: Any) -> Reader:
         random = np.random.default_rng(0)
         held = {
@@ -146,9 +148,12 @@ def open_rows(make_spec: Any, write_parquet: Write) -> Callable[..., Reader]:
         path = write_parquet(held | (columns or {}), row_group_size=GROUP_ROWS)
         tables = [{"name": "user", "rows": ROWS, "dim": 4}, {"name": "films", "rows": 9, "dim": 4, "maxLookups": 3}]
         document = {"format": "parquet", "train": {"uris": [path]}, "globalBatchSize": 120, "virtualShards": 6}
-        return open_reader(make_spec(document | data, tables, ["price"]), "train", 0, 1)
+        opened.append(open_reader(make_spec(document | data, tables, ["price"]), "train", 0, 1))
+        return opened[-1]
 
-    return open_with
+    yield open_with
+    for reader in opened:
+        reader.close()
 
 
 def same(left: Batch, right: Batch) -> bool:
@@ -156,6 +161,7 @@ def same(left: Batch, right: Batch) -> bool:
     return all(torch.equal(getattr(left, field), getattr(right, field)) for field in fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 20_000, "1Gi"])
 @pytest.mark.parametrize("window", [0, 64])
 def test_batches_are_the_same_whatever_is_held_ahead(budget: Any, window: int, open_rows: Any) -> None:
@@ -182,6 +188,7 @@ def test_a_bad_row_is_told_in_the_place_of_its_batch(open_rows: Any) -> None:
 
 
 def test_closing_a_reader_ends_its_threads(open_rows: Any) -> None:
+    before = set(threading.enumerate())
     reader = open_rows()
     batches = reader.iterate(0, reader.batches_per_epoch)
     next(batches)
@@ -189,7 +196,7 @@ def test_closing_a_reader_ends_its_threads(open_rows: Any) -> None:
     batches.close()
     reader.close()
 
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dlrm-")]
+    assert not [thread for thread in {*threading.enumerate()} - before if thread.name.startswith("dlrm-")]
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
