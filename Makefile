@@ -26,11 +26,11 @@ quickstart: $(INSTALLED) ## train the synthetic job on this machine with two ran
 	$(BIN)/dlrmctl run examples/quickstart.yaml --workdir $(WORKDIR)
 
 test: $(INSTALLED) ## every test but those on real pods: quick ones first, then those that start servers and jobs
-	$(PYTEST) -m "not slow and not cluster and not e2e" -n 2
-	$(PYTEST) -m "(slow or cluster) and not e2e" -n 2 --dist loadfile
+	$(PYTEST) -m "not slow" -n 2
+	$(PYTEST) -m "slow and not e2e" -n 2 --dist loadfile
 
 test-fast: $(INSTALLED) ## the quick tests alone
-	$(PYTEST) -m "not slow and not e2e" -n 2
+	$(PYTEST) -m "not slow" -n 2
 
 soak: SCHEDULES ?= 5000
 soak: $(INSTALLED) ## snapshots in random faults: SCHEDULES lives of a job from SEED on

@@ -110,6 +110,7 @@ def test_the_reference_tells_types_defaults_and_bounds(row: str) -> None:
     assert f"\n{row} " in reference()
 
 
+@pytest.mark.slow
 def test_a_stale_file_fails_the_check_and_is_mended_without_it(
     generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import parse_profile
 from dlrm_api.job import parse_job
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 dims = st.sampled_from([8, 8, 8, 16])
 counts = st.sampled_from([1, 2, 16, 33])

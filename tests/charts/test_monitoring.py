@@ -249,7 +249,6 @@ class PodRunner:
 
 
 @pytest.mark.cluster
-@pytest.mark.slow
 def test_helm_test_asks_the_operator_and_the_api_server_by_rights_of_its_own(
     control_plane: ControlPlane, namespace: str, helm: Path, tmp_path: Path
 ) -> None:

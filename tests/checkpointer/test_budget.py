@@ -233,5 +233,5 @@ class Folder(RuleBasedStateMachine):
         assert folder_bytes(self.folder) <= SIZE
 
 
-TestFolder: Callable[[], None] = Folder.TestCase
+TestFolder: Callable[[], None] = pytest.mark.slow(Folder.TestCase)
 TestFolder.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

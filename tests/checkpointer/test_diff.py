@@ -36,6 +36,7 @@ def image(snapshot: Snapshot, name: str) -> tuple[Any, Any, Any]:
     return np.concatenate(rows), np.concatenate(state), held
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_differences_are_those_of_every_row_and_updates_lead_from_one_snapshot_to_another(

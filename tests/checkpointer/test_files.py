@@ -16,6 +16,7 @@ from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.store import open_store
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_the_old_object_and_nothing_that_is_listed(files: FileStore):
     files.put("a", b"old")
     code = (

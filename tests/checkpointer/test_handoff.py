@@ -112,6 +112,7 @@ def test_rows_that_are_not_of_their_shard_are_refused(tmp_path: Path, new_model)
         writer.put(model.meta(1), [piece], model.dense, owned=model.shards(0, 1), patience_s=1)
 
 
+@pytest.mark.slow
 def test_a_second_process_of_the_same_rank_is_refused_with_the_pid(tmp_path: Path):
     writer = HandOffWriter(tmp_path, 3, None)
 

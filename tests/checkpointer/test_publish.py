@@ -235,6 +235,7 @@ class Killed(BaseException):
     """The follower dies here."""
 
 
+@pytest.mark.slow
 def test_a_follower_killed_before_any_write_goes_on_to_the_same_tables(
     tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
 ):

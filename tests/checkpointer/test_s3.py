@@ -35,6 +35,7 @@ def open_at(endpoint: str, folder: Path, uri: str = "s3://bucket/a") -> ObjectSt
     return open_store(uri, StoreOptions(s3=S3Spec(endpoint=endpoint), credentials_dir=folder))
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_does_not_answer_is_named_and_may_be_tried_again(tmp_path: Path):
     endpoint = f"http://127.0.0.1:{free_port()}"
     store = open_at(endpoint, write_keys(tmp_path / "keys", "a", "b"))

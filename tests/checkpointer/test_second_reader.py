@@ -45,6 +45,7 @@ def test_a_reader_written_from_the_readme_gets_the_same_state(
     assert (agree(files) == model.digest()) == (bits == 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mixed", [False, True], ids=["32 bits", "all bits"])
 def test_chains_of_every_policy_over_gangs_of_several_sizes_have_one_state_by_both_readers(

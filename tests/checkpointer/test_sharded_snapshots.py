@@ -92,6 +92,7 @@ def digest_by_ranks(model, layout: Layout) -> str:
     return state_digest(tables, model.dense)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(written=layouts(), read=layouts())
 def test_what_ranks_wrote_in_any_pieces_is_restored_in_any_others(sharded, new_pod, written: Layout, read: Layout):

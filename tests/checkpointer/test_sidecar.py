@@ -237,6 +237,7 @@ def test_a_new_sidecar_knows_the_snapshots_that_were_there(tmp_path: Path, files
     assert pod.status.progress.committed_step == 4
 
 
+@pytest.mark.slow
 def test_a_second_sidecar_of_a_folder_is_refused(tmp_path: Path):
     inbox = Inbox(tmp_path, range(1))
 

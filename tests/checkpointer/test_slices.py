@@ -161,6 +161,7 @@ def sampled(call: Callable[..., Any], folder: Path, seen: list[int], lock: bool)
     return wrapped
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, phases=UNSHRUNK, suppress_health_check=STATELESS)
 @given(data=st.data(), ranks=st.integers(1, 3), seed=st.integers(0, 99))
 def test_any_pieces_pass_through_any_budget_and_never_above_it(

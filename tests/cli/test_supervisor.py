@@ -23,6 +23,8 @@ from dlrm_cli.supervisor import Outcome, Stop, Supervisor
 from dlrm_cli.watch import Seen
 from dlrm_cli.workdir import WorkDir, locked
 
+pytestmark = pytest.mark.slow
+
 PLAYER = """
 import json, os, signal, sys, time
 from pathlib import Path

@@ -12,7 +12,7 @@ from dlrm_cluster.api import ApiError
 from dlrm_cluster.components import SERVICE_IP_RANGE
 from dlrm_cluster.control_plane import ControlPlane
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 
 def eventually(truth: Callable[[], Any], timeout_s: float = 20.0) -> None:

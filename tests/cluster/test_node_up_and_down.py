@@ -97,7 +97,6 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
 def test_down_removes_a_node_with_pods_also_after_all_its_servers_crashed(folder: Path) -> None:
     command("up", "--node", "--dir", folder)
     cluster = RealCluster(folder / "kubeconfig")

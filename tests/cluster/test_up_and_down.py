@@ -28,7 +28,6 @@ def command(*words: str | Path, fails: bool = False) -> str:
 
 
 @pytest.mark.cluster
-@pytest.mark.slow
 def test_up_repeats_mends_and_down_leaves_no_process(control_plane: ControlPlane, folder: Path) -> None:
     said = command("up", "--dir", folder)
     first = running(folder)

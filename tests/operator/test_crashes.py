@@ -32,7 +32,7 @@ from dlrm_operator.running.performing import Performer
 from dlrm_operator.running.turns import Turns
 from dlrm_planner import plan_job
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 
 class DeathError(BaseException):

@@ -22,7 +22,7 @@ from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.ports import LOOPBACK
 from dlrm_monitoring.metric_tables import processes
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 Object = dict[str, Any]
 PROFILE: Object = {
     "apiVersion": "dlrm.dev/v1alpha1",

@@ -21,7 +21,7 @@ from dlrm_api.progress import TerminationMessage
 from dlrm_cli import app
 from dlrm_cluster.control_plane import ControlPlane
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 
 class Dlrmctl:

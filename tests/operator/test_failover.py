@@ -12,7 +12,7 @@ from operator_cluster import JobDriver, OperatorProcess, eventually, job_documen
 
 from dlrm_cluster.control_plane import ControlPlane
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 
 def holder(control_plane: ControlPlane, namespace: str) -> str:

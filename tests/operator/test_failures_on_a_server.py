@@ -8,7 +8,7 @@ from operator_cluster import JobDriver, Object, OperatorProcess, eventually, job
 
 from dlrm_cluster.control_plane import ControlPlane
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 GIB = 2**30
 ROOM = {"cpu": "8", "memory": "64Gi", "pods": "10"}

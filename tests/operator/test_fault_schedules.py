@@ -25,7 +25,7 @@ from unruly_proxy import UnrulyProxy, Weather
 
 from dlrm_cluster.control_plane import ControlPlane
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 SCHEDULES = int(os.environ.get("FAULT_SCHEDULES", "50"))
 FIRST_SEED = int(os.environ.get("FAULT_SEED", "0"))

@@ -12,7 +12,7 @@ from dlrm_cluster.api import Api
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.errors import MissingToolError
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 ROOM = {"cpu": "4", "memory": "1Ti", "pods": "100"}
 LOOKED_AT_S = 8.0
 """Longer than any of the schedulers keeps room for pods of a gang that doesn't fit."""

@@ -8,7 +8,7 @@ from operator_cluster import JobDriver, OperatorProcess, eventually, job_documen
 from dlrm_api.progress import Progress, TrainerPhase
 from dlrm_cluster.control_plane import ControlPlane
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 
 def test_a_gang_that_hangs_is_restarted_and_the_rank_to_blame_named(

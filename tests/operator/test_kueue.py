@@ -12,7 +12,7 @@ from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.errors import MissingToolError
 from dlrm_cluster.fixtures import refuse
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 PRIORITIES = "/apis/scheduling.k8s.io/v1/priorityclasses"
 
 

@@ -12,7 +12,7 @@ from operator_cluster import JobDriver, OperatorProcess, eventually, job_documen
 from dlrm_api.progress import TerminationMessage
 from dlrm_cluster.control_plane import ControlPlane
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 
 def trains(kubelet: KubeletDouble, job: JobDriver, attempt: int, size: int = 2) -> list[str]:

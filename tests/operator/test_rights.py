@@ -17,7 +17,7 @@ from dlrm_cluster.api import ApiError
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_operator.objects.gang_scheduling import POD_GROUPS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 PROFILE = {
     "apiVersion": "dlrm.dev/v1alpha1",

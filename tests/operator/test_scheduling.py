@@ -14,7 +14,7 @@ from dlrm_cluster.errors import MissingToolError
 from dlrm_cluster.fixtures import refuse
 from dlrm_cluster.process import Server
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = "/apis/dlrm.dev/v1alpha1/hardwareprofiles"
 RUNTIMES = "/apis/node.k8s.io/v1/runtimeclasses"

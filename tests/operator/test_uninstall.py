@@ -15,7 +15,7 @@ from operator_cluster import JobDriver, OperatorProcess, eventually, job_documen
 from dlrm_api.progress import TerminationMessage
 from dlrm_cluster.control_plane import ControlPlane
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 JOBS = own("dlrmjobs")
 COLLECTED_AFTER_S = 45

@@ -155,6 +155,7 @@ def test_calm_weather_changes_nothing_and_other_namespaces_have_none() -> None:
     assert proxy.faults == Counter()
 
 
+@pytest.mark.slow
 def test_each_fault_of_a_watch_is_one_that_a_client_can_meet() -> None:
     async def watch(url: str) -> tuple[int, str]:
         """Lines said twice, and how the watch ended."""

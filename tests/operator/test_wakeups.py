@@ -83,6 +83,7 @@ def test_a_job_that_others_write_to_all_the_time_is_not_put_off_ever_longer(monk
     assert len(turns) >= 10
 
 
+@pytest.mark.slow
 def test_a_turn_that_fails_is_repeated_with_growing_rests_and_events_do_not_shorten_them() -> None:
     times: list[float] = []
     wakeups_of_test: list[Wakeups] = []

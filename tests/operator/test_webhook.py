@@ -18,7 +18,7 @@ from dlrm_cluster.api import ApiError
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.ports import free_port
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 Object = dict[str, Any]
 CONFIGURATIONS = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
 INFEASIBLE = {"replicas": 2, "tierBudgets": {"ddr": "1Ki"}}

@@ -43,6 +43,7 @@ def homes(plan: Plan, name: str) -> list[int]:
     return [shard.rank for found in plan.tables if found.name == name for shard in found.shards]
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # looking for mends plans many times
 @given(found=tables, replicas=st.integers(1, 5), processes=st.integers(1, 3), budget=st.integers(2 * MIB, 2 * GIB))
 def test_no_pod_holds_more_than_its_budget(

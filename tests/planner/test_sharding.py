@@ -114,6 +114,7 @@ def test_shards_tile_every_table_exactly_and_keep_to_pins(
             assert kind == pin.sharding
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(found=many, gang=gangs, budget=st.integers(2 * MIB, 2 * GIB), slow=st.sampled_from([{}, {"block": "4Gi"}]))
 def test_no_pod_holds_more_than_its_budgets_however_tables_are_split(

@@ -101,6 +101,7 @@ def expected_hits(plan: Plan, spec: DLRMJobSpec) -> float:
     return sum(rates) / len(rates)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @example(  # hand-off and buffers alone take more than a pod has
     found=[{"rows": 6_690_802, "dim": 16, "maxLookups": 20}],

@@ -40,6 +40,7 @@ def losses_of(runs: list[ShardedRun]) -> np.ndarray:
     return np.sum([run.losses for run in runs], axis=0)
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None, phases=NO_SHRINKING, suppress_health_check=QUIET)
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from(["rowwise-adagrad", "sgd", "adam"]))
 def test_levels_change_no_bit_whatever_the_sharding(tmp_path: Path, seed: int, kind: str) -> None:

@@ -20,6 +20,7 @@ QUIET = [HealthCheck.function_scoped_fixture]
 STEPS = 8
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, phases=NO_SHRINKING, suppress_health_check=QUIET)
 @given(
     seed=st.integers(0, 10_000),

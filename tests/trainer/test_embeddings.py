@@ -62,6 +62,7 @@ def test_any_mixture_of_shardings_agrees_with_dense_float64_tables_with_uneven_a
     check_against_reference(model, ranks, samples, rates)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 10_000))
 def test_one_rank_agrees_with_dense_float64_tables(seed: int) -> None:

@@ -178,6 +178,7 @@ def test_a_port_that_is_taken_is_named(served: Served) -> None:
         Endpoint(LOOPBACK, served.endpoint.port, served.board, served.control, None)
 
 
+@pytest.mark.slow
 def test_a_client_that_goes_away_leaves_no_traceback(served: Served, capfd: pytest.CaptureFixture[str]) -> None:
     for _ in range(20):
         with socket.create_connection((LOOPBACK, served.endpoint.port)) as client:

@@ -22,6 +22,7 @@ shapes = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(shape=shapes, eval_every=st.sampled_from([0, 2]))
 @settings(max_examples=25, deadline=None, phases=NO_SHRINKING, suppress_health_check=QUIET)
 def test_where_rows_live_changes_no_bit_of_training_or_evaluation(

@@ -124,6 +124,7 @@ tier_stacks: st.SearchStrategy[tuple[Tier, ...]] = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(
     data=st.data(),
     tiers=tier_stacks,
