@@ -32,6 +32,8 @@ from dlrm_trainer.train import train
 
 PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+MESSAGE_CHARACTERS = 4_096
+"""Of a report: a pipe takes no more than 64 KiB before it is read, which the launcher does when the rank has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +111,7 @@ def _report(code: int, reason: str, message: str, board: ProgressBoard) -> RankR
     return RankReport(
         exit_code=code,
         reason=reason,
-        message=message,
+        message=message[:MESSAGE_CHARACTERS],
         step=now.step,
         time=time.monotonic(),
         progress=now.model_dump(mode="json", exclude_none=True),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import hypothesis.strategies as st
@@ -15,11 +18,14 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError, NoInputError
 from dlrm_trainer.data import Batch, Reader, open_reader
+from dlrm_trainer.data.batch import RawRows
 from dlrm_trainer.data.blocks import BlockCache
 from dlrm_trainer.data.prefetch import prefetched
+from dlrm_trainer.data.reader import TOGETHER_SHARE, sample_order
 
 Write = Callable[..., str]
 ROWS, GROUP_ROWS = 3_000, 50
@@ -172,6 +178,56 @@ def test_batches_are_the_same_whatever_is_held_ahead(budget: Any, window: int, o
     assert [batch.number for batch in ahead] == list(range(2 * reader.batches_per_epoch))
     assert all(same(batch, reader.read(batch.number)) for batch in ahead)
     assert reader.waited_s > 0
+
+
+class Thrashing:
+    """Rows of whose blocks some are made again for each batch; counts the samples that its answers keep in memory."""
+
+    num_samples, hashed, fingerprint = 20_000, False, MappingProxyType({"format": "thrashing"})
+    remade = held = most = 0
+
+    def batches(self, slices: Sequence[NDArray[np.int64]], ahead: NDArray[np.int64] | None = None) -> list[RawRows]:
+        del ahead
+        self.remade += 1
+        every = np.concatenate(slices)
+        self.held += len(every)
+        self.most = max(self.most, self.held)
+        weakref.finalize(every, self.let_go, len(every))
+        edges = [0, *np.cumsum([len(each) for each in slices]).tolist()]
+        return [self.rows(every[start:stop]) for start, stop in pairwise(edges)]
+
+    def let_go(self, count: int) -> None:
+        self.held -= count
+
+    def rows(self, ids: NDArray[np.int64]) -> RawRows:
+        count = len(ids)
+        nothing = np.zeros(count, np.float32)
+        return RawRows(dense=nothing[:, None], labels=nothing, lengths=np.ones((1, count), np.int32), ids=ids)
+
+    def where(self, sample_id: int) -> str:
+        return f"sample {sample_id}"
+
+    def rest(self) -> None:
+        """Nothing is held."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_batches_that_are_made_together_keep_within_their_share_of_the_budget(make_spec: Any) -> None:
+    tables = [{"name": "user", "rows": 20_000, "dim": 4}]
+    document = {"format": "parquet", "train": {"uris": ["x"]}, "globalBatchSize": 100, "virtualShards": 4}
+    spec, source = make_spec(document, tables, ["price"]), Thrashing()
+    sample_bytes, budget = 8 + 4 + 4 + 4 + 8, 400_000
+    order = sample_order(spec, "train", source.num_samples)
+    reader = Reader(source, order, spec.model, 1, spec.data.dense, 0, 1, budget)
+
+    for batch in reader.iterate(0, 200):
+        assert len(batch.labels) == 100
+        time.sleep(0.001)
+
+    assert source.remade < 100
+    assert source.most * sample_bytes <= budget // TOGETHER_SHARE
 
 
 def test_a_bad_row_is_told_in_the_place_of_its_batch(open_rows: Any) -> None:

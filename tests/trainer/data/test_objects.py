@@ -111,13 +111,16 @@ def check_same(ours: Reader, theirs: Reader) -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("uri", ["s3://data/days/?.par*", "s3://data/days", "s3://data/**/[ab].parquet"])
+@pytest.mark.parametrize(
+    "uri", ["s3://data/days/?.par*", "s3://data/days", "s3://data/days/", "s3://data/**/[ab].parquet"]
+)
 def test_parquet_objects_give_the_batches_of_files(uri: str, bucket: Bucket, opened: Any, tmp_path: Path) -> None:
     (tmp_path / "days").mkdir()
     for number, name in enumerate(("a", "b")):
         bucket.put(f"days/{name}.parquet", write_rows(tmp_path / "days" / f"{name}.parquet", number))
     bucket.put("days/_metadata.parquet", tmp_path / "days" / "a.parquet")
     bucket.put("other/c.parquet", tmp_path / "days" / "a.parquet")
+    bucket.client.put_object(Bucket="data", Key="days/", Body=b"")  # as consoles make a folder
     bucket.put("days-of-old.parquet", tmp_path / "days" / "a.parquet")
 
     remote, local = opened(uri, bucket), opened(str(tmp_path / "days"))

@@ -128,7 +128,7 @@ def _expand(uri: str, suffixes: Sequence[str], s3: S3Spec, credentials_dir: Path
     store = S3Store(bucket, "", StoreOptions(s3=s3, credentials_dir=credentials_dir, fields=FIELDS))
     magic = _MAGIC.search(key)
     prefix = key[: magic.start()] if magic else key.rstrip("/")
-    listed = _listed(store, prefix)
+    listed = [item for item in _listed(store, prefix) if not item.key.endswith("/")]  # what marks a folder is no file
     if magic:
         chosen = [item for item in listed if re.fullmatch(_expression(key), item.key)]
         problem = "no object matches the pattern"

@@ -24,6 +24,8 @@ from dlrm_trainer.data.uris import find_files
 from dlrm_trainer.settings import read_settings
 
 LOCAL_THREADS, REMOTE_THREADS = 2, 4
+NAMED = 3
+"""URIs of many that a message names."""
 
 
 def open_reader(
@@ -41,7 +43,7 @@ def open_reader(
     """
     source = _source(spec, split, cache_folder or default_cache_folder())
     if split == "train" and not source.num_samples:
-        raise BadDataError(f"{', '.join(spec.data.train.uris)}: the training data has no rows: check data.train.uris")
+        raise BadDataError(f"{_first_few(spec.data.train.uris)}: the training data has no rows: check data.train.uris")
     return Reader(
         source,
         sample_order(spec, split, source.num_samples),
@@ -90,6 +92,11 @@ def _files(data: DataSpec, uris: Sequence[str], suffixes: Sequence[str]) -> list
         remote = [uri for uri in uris if is_s3(uri)]
         files += find_objects(remote, suffixes, data.s3, read_settings().data_credentials_dir)
     return sorted(files, key=lambda file: file.path)
+
+
+def _first_few(uris: Sequence[str]) -> str:
+    rest = len(uris) - NAMED
+    return ", ".join(uris[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _threads(uris: Sequence[str]) -> int:

@@ -27,7 +27,9 @@ Split = Literal["train", "eval"]
 FINISHED_SHARE = 16
 """Of the budget, one part in so many is for batches that are ready and wait."""
 TOGETHER_SHARE = 4
-"""And one part in so many for batches that are made together."""
+"""And one part in so many for batches that are made together: of ``GROUPS`` groups."""
+GROUPS = 5
+"""In memory at a time: that of the batch in use, two of ready ones, one that waits, one that is fetched."""
 TOGETHER = 16
 """Batches that are made together where the budget has room for all blocks that they need; else more."""
 
@@ -131,7 +133,7 @@ class Reader:
                 raws = iter(group.raws)
                 for number, sample_ids in zip(group.numbers, group.slices, strict=True):
                     batch = self._batch(number, sample_ids, next(raws) if sample_ids.size else self._nothing)
-                    self._most_together = max(1, self._budget // TOGETHER_SHARE // max(1, _bytes_of(batch)))
+                    self._most_together = max(1, self._budget // TOGETHER_SHARE // GROUPS // max(1, _bytes_of(batch)))
                     yield batch
         self._source.rest()
 
