@@ -85,7 +85,8 @@ class DeviceSlots:
             else None
         )
         pinned = self._stream is not None
-        self._buffer = torch.empty(most, self.words, dtype=torch.int32, pin_memory=pinned)
+        self._buffer = torch.empty(most, self.words - 1, dtype=torch.int32, pin_memory=pinned)
+        """Rows and states side by side: whole, since the device copies no part of a row of it without a detour."""
         self._slots = torch.empty(most, dtype=torch.int64, pin_memory=pinned)
 
     def gather(self, slots: Slots, out: Records) -> None:
@@ -94,19 +95,19 @@ class DeviceSlots:
         with torch.cuda.stream(self._stream):
             on_device = self._send_slots(slots)
             found = torch.cat((self._weight[on_device], self._state[on_device]), dim=1)
-            self._buffer[:count, :-1].copy_(found, non_blocking=True)
+            self._buffer[:count].copy_(found, non_blocking=True)
         self._wait()
-        out[:, :-1] = self._buffer[:count, :-1].numpy().view(np.uint32)
+        out[:, :-1] = self._buffer[:count].numpy().view(np.uint32)
 
     def scatter(self, slots: Slots, records: Records) -> None:
         """See ``SlotMemory``."""
         count, words = len(slots), self._row_words
-        self._buffer[:count] = torch.from_numpy(records.view(np.int32))
+        self._buffer[:count] = torch.from_numpy(records.view(np.int32)[:, :-1])
         with torch.cuda.stream(self._stream):
             on_device = self._send_slots(slots)
             found = self._buffer[:count].to(self._device, non_blocking=True)
             self._weight[on_device] = found[:, :words]
-            self._state[on_device] = found[:, words:-1]
+            self._state[on_device] = found[:, words:]
         self._wait()
 
     def mark(self) -> Mark:
