@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from sklearn.metrics import log_loss as sklearn_log_loss
 from sklearn.metrics import roc_auc_score
 
 from dlrm_api.errors import DivergedError
-from dlrm_trainer.metrics import auc, binary_entropy, evaluate, log_loss
+from dlrm_trainer.metrics import CHUNK, auc, binary_entropy, evaluate, log_loss
 
 SIZES = st.integers(2, 200)
 
@@ -36,6 +38,22 @@ def test_auc_of_a_million_scores_is_that_of_scikit_learn() -> None:
     scores = np.round(rng.normal(labels), 3)
 
     assert auc(scores, labels) == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
+
+
+def test_a_large_set_is_measured_in_little_memory_beside_it_and_like_a_small_one() -> None:
+    rng = np.random.default_rng(2)
+    size = 3 * CHUNK + 5
+    labels = (rng.random(size) < 0.3).astype(np.uint8)
+    logits = rng.normal(labels).astype(np.float32)
+
+    tracemalloc.start()
+    metrics = evaluate(logits, labels)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert metrics.log_loss == pytest.approx(sklearn_log_loss(labels, 1 / (1 + np.exp(-logits.astype(float)))))
+    assert metrics.auc == pytest.approx(roc_auc_score(labels, logits), abs=1e-12)
+    assert peak < 6 * size + 64 * CHUNK
 
 
 def test_log_loss_equals_scikit_learns() -> None:

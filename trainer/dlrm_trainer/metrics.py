@@ -1,6 +1,13 @@
-"""Quality of predictions over a whole evaluation set: log loss, normalized entropy, AUC and calibration, all exact."""
+"""Quality of predictions over a whole evaluation set: log loss, normalized entropy, AUC and calibration, all exact.
+
+Sets may be large, so nothing as large as the set is made beside it but its scores in order.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,10 +15,14 @@ from numpy.typing import NDArray
 from dlrm_api.errors import DivergedError
 from dlrm_api.progress import EvalMetrics
 
-Floats = NDArray[np.float64]
+Floats = NDArray[np.floating[Any]]
+Labels = NDArray[np.number[Any]]
+
+CHUNK = 1 << 20
+"""Samples looked at together."""
 
 
-def evaluate(logits: Floats, labels: Floats, step: int = 0) -> EvalMetrics:
+def evaluate(logits: Floats, labels: Labels, step: int = 0) -> EvalMetrics:
     """Metrics of predictions over an evaluation set.
 
     Args:
@@ -23,27 +34,31 @@ def evaluate(logits: Floats, labels: Floats, step: int = 0) -> EvalMetrics:
     Raises:
         DivergedError: a logit is NaN or infinite.
     """
-    if not np.isfinite(logits).all():
-        bad = int((~np.isfinite(logits)).sum())
+    if bad := sum(int((~np.isfinite(part)).sum()) for part, _ in _chunks(logits, labels)):
         raise DivergedError(
             f"evaluation after step {step}: {bad} of {logits.size} predictions are not finite: "
             "lower the learning rates, or start from an earlier snapshot"
         )
-    loss, base_rate = log_loss(logits, labels), float(labels.mean())
+    loss, base_rate = log_loss(logits, labels), int(np.count_nonzero(labels)) / labels.size
     entropy = binary_entropy(base_rate)
+    mean = _mean(logits, labels, lambda some, _: _sigmoid(some))
     return EvalMetrics(
         step=step,
         samples=logits.size,
         log_loss=loss,
         ne=loss / entropy if entropy > 0 else None,
         auc=auc(logits, labels),
-        calibration=float(_sigmoid(logits).mean()) / base_rate if base_rate > 0 else None,
+        calibration=mean / base_rate if base_rate > 0 else None,
     )
 
 
-def log_loss(logits: Floats, labels: Floats) -> float:
+def log_loss(logits: Floats, labels: Labels) -> float:
     """Mean of -log of the probability given to the label (nats): finite for any finite logits."""
-    return float((np.maximum(logits, 0.0) - logits * labels + np.log1p(np.exp(-np.abs(logits)))).mean())
+    return _mean(
+        logits,
+        labels,
+        lambda some, theirs: np.maximum(some, 0.0) - some * theirs + np.log1p(np.exp(-np.abs(some))),
+    )
 
 
 def binary_entropy(rate: float) -> float:
@@ -56,25 +71,41 @@ def binary_entropy(rate: float) -> float:
     return float(-(rate * np.log(rate) + (1.0 - rate) * np.log1p(-rate)))
 
 
-def auc(scores: Floats, labels: Floats) -> float | None:
+def auc(scores: Floats, labels: Labels) -> float | None:
     """Chance that a positive sample scores above a negative one, ties counting half; None where one label is absent.
 
-    Counted in integers over sorted scores, so it is exact for as long as positives x negatives stays below 2**61.
+    Counted in integers over sorted scores, so it is exact.
 
     Source: Mann and Whitney, Annals of Mathematical Statistics 18, 1947 (the U statistic).
     """
-    order = np.argsort(scores, kind="stable")
-    positive = labels[order] > 0.5
-    ends = np.flatnonzero(np.diff(scores[order], append=np.inf) != 0)  # last sample of each run of equal scores
-    positives = np.diff(np.cumsum(positive, dtype=np.int64)[ends], prepend=0)
-    negatives = np.diff(np.cumsum(~positive, dtype=np.int64)[ends], prepend=0)
-    pairs = int(positives.sum()) * int(negatives.sum())
+    positive = labels > 0
+    positives, negatives = scores[positive], scores[~positive]
+    pairs = positives.size * negatives.size
     if not pairs:
         return None
-    below = np.cumsum(negatives) - negatives
-    return int((positives * (2 * below + negatives)).sum()) / (2 * pairs)
+    positives.sort()
+    negatives.sort()
+    twice = 0
+    for start in range(0, positives.size, CHUNK):
+        some = positives[start : start + CHUNK]
+        for side in ("left", "right"):  # those below, and those below or equal
+            twice += int(np.searchsorted(negatives, some, side=side).sum())
+    return twice / (2 * pairs)
 
 
-def _sigmoid(logits: Floats) -> Floats:
+def _mean(
+    logits: Floats, labels: Labels, of: Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
+) -> float:
+    """The mean of a function of each sample, computed in float64."""
+    return math.fsum(float(of(*part).sum()) for part in _chunks(logits, labels)) / logits.size
+
+
+def _chunks(logits: Floats, labels: Labels) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    for start in range(0, logits.size, CHUNK):
+        span = slice(start, start + CHUNK)
+        yield logits[span].astype(np.float64), labels[span].astype(np.float64)
+
+
+def _sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     small = np.exp(-np.abs(logits))
     return np.where(logits >= 0, 1.0, small) / (1.0 + small)
