@@ -45,6 +45,7 @@ def test_a_cut_is_due_every_so_many_steps() -> None:
     steps = []
     for step in range(1, 10):
         if control.agree(0.5, step).cut:
+            control.begun(step)
             control.made(step)
             steps.append(step)
 
@@ -78,16 +79,57 @@ def test_a_cut_waits_while_an_earlier_one_does_and_is_counted_once() -> None:
 
 def test_a_cut_that_was_given_up_is_counted_and_tried_again_when_the_next_is_due() -> None:
     control = control_of(Writer(), intervalSteps=3)
-    control.ask()
+    control.ask(1)
 
     asked = control.agree(0.5, 2).cut
+    control.begun(2)
     control.abandoned(1.5)
-    steps = [step for step in (3, 4) if control.agree(0.5, step).cut and control.made(step, 0.25) is None]
+    steps = []
+    for step in (3, 4):
+        if control.agree(0.5, step).cut:
+            control.begun(step)
+            control.made(step, 0.25)
+            steps.append(step)
 
     assert asked
     assert steps == [3]
     assert (control.abandoned_cuts, control.waited_s) == (1, 1.75)
     assert control.last_step == 3
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_a_cut_asked_for_while_one_is_handed_over_comes_after_that_one(ends_well: bool) -> None:
+    writer = Writer()
+    control = control_of(writer, intervalSteps=100)
+    assert control.agree(0.5, 100).cut
+    control.begun(100)
+    writer.is_ready = False
+
+    control.ask(119)
+    meanwhile = control.agree(0.5, 120)
+    if ends_well:
+        control.made(100)
+    else:
+        control.abandoned(0.0)
+    writer.is_ready = True
+    next_ = control.agree(0.5, 121).cut
+    control.begun(121)
+
+    assert (meanwhile.cut, meanwhile.delayed) == (False, True)
+    assert next_
+    assert not control.agree(0.5, 122).cut
+
+
+def test_a_request_that_comes_while_its_step_is_handed_over_makes_no_second_cut() -> None:
+    control = control_of(Writer(), intervalSteps=3)
+    assert control.agree(0.5, 3).cut
+    control.begun(3)
+
+    control.ask(3)
+    control.made(3)
+
+    assert control.wait_for(3, 0.0) == 3
+    assert not control.agree(0.5, 4).cut
 
 
 def test_a_cut_comes_early_when_changed_rows_nearly_fill_the_ranks_share_and_is_counted_once() -> None:
@@ -110,6 +152,7 @@ def test_a_cut_that_is_on_its_way_makes_none_early_unless_it_stays_away(monkeypa
     monkeypatch.setattr("time.monotonic", lambda: now)
     control = control_of(Writer(share=1_000), intervalSteps=1_000)
     control.watch(lambda step: Changed(700 if step is None or step < 5 else 0, 200))
+    control.begun(5)
     control.made(5)
 
     soon = control.agree(0.5, 10).cut
@@ -129,7 +172,7 @@ def test_rows_that_no_commit_took_and_that_fill_the_share_alone_make_no_cut_afte
 
 def test_without_a_hand_off_no_cut_is_made_but_a_stop_is_heard() -> None:
     control = control_of(None, intervalSteps=1)
-    control.ask()
+    control.ask(0)
     control.stop()
 
     agreed = control.agree(0.25, 1)
@@ -166,7 +209,7 @@ def agree_on_rank(collectives: Collectives, folder: Path, asked_by: int, stopped
     agreements = []
     for step in range(1, 5):
         if step == 2 and collectives.rank == asked_by:
-            control.ask()
+            control.ask(1)
         if step == 4 and collectives.rank == stopped_by:
             control.stop()
         agreements.append(control.agree(float(collectives.rank + 1), step))

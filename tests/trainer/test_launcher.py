@@ -56,6 +56,21 @@ def said_last(pod: Pod) -> tuple[int, int]:
     return left.progress.step, left.exit_code
 
 
+def progress(pod: Pod) -> dict[str, Any]:
+    """What the pod says of itself; nothing while it does not listen."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{pod.port}/progress", timeout=5) as answer:
+            return dict(json.load(answer))
+    except OSError:
+        return {}
+
+
+def evaluations(pod: Pod) -> dict[int, Any]:
+    """Each step that was evaluated after, and the quality then."""
+    lines = map(json.loads, (pod.work / "progress.jsonl").read_text().splitlines())
+    return {line["step"]: line["eval"] for line in lines if "eval" in line}
+
+
 def post_cut(pod: Pod) -> int:
     request = urllib.request.Request(f"http://127.0.0.1:{pod.port}/cut", data=b'{"reason": "test"}', method="POST")
     with urllib.request.urlopen(request, timeout=20) as answer:
@@ -103,6 +118,30 @@ def test_a_run_that_is_killed_signalled_and_restarted_ends_with_the_same_bytes(m
     assert said_last(pod) == (steps, ExitCode.DONE)
     assert [line["step"] for line in pod.lines()] == list(range(1, steps + 1))
     assert sample_ids(pod.folder / "ledger").tolist() == list(range(40_000))
+
+
+def test_a_signal_ends_an_evaluation_which_the_next_start_makes_up_for(make_pod: MakePod) -> None:
+    changes = {
+        "data": {"format": "synthetic", "synthetic": {"samples": 4_000, "evalSamples": 60_000}},
+        "training": {"evalEverySteps": 20, "rowOptimizer": {"learningRate": 0.05}},
+        "checkpoint": {"intervalSteps": 1_000},
+    }
+    undisturbed, pod = make_pod("whole", 2, **changes), make_pod("broken", 2, **changes)
+    assert undisturbed.run() == ExitCode.DONE, undisturbed.log()
+
+    for step in (20, STEPS):
+        pod.start()
+        wait_until(lambda: progress(pod).get("phase") == "Evaluating" and progress(pod)["step"] == step, 120)  # noqa: B023
+        assert pod.launcher is not None
+        pod.launcher.send_signal(signal.SIGTERM)
+        assert pod.wait() == ExitCode.TERMINATED, pod.log()
+        assert committed_step(pod) == step
+        assert step not in evaluations(pod)
+
+    assert pod.run() == ExitCode.DONE, pod.log()
+    assert evaluations(pod) == evaluations(undisturbed)
+    assert list(evaluations(pod)) == [20, 40, 60, STEPS]
+    assert pod.result()["state_digest"] == undisturbed.result()["state_digest"]
 
 
 def test_the_loss_does_not_depend_on_the_world_size(make_pod: MakePod) -> None:

@@ -108,7 +108,9 @@ def test_an_evaluation_changes_no_byte_and_marks_no_row(tmp_path: Path) -> None:
     train(job, learner, 0, 3)
     digest, rows = digest_of(job, learner), sum(len(piece.row_ids) for piece in cut_of(job, learner).pieces)
 
-    metrics = evaluate(learner, open_reader(job.spec, "eval", 0, 1), ALONE, step=3)
+    reader = open_reader(job.spec, "eval", 0, 1)
+
+    metrics = evaluate(learner, reader.iterate(0, reader.batches_per_epoch), ALONE, step=3)
 
     assert metrics is not None
     assert metrics.samples == 500

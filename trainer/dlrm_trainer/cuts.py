@@ -21,7 +21,7 @@ COMMIT_S = 60.0
 
 
 class StoppedError(Exception):
-    """A signal asked for the end before there was anything to cut."""
+    """A signal asked for the end of what is not worth waiting for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,8 @@ class CutControl:
         self._interval_steps = spec.interval_steps
         self._interval_s = DEFAULT_INTERVAL_S if spec.interval is None else spec.interval
         self._due = False
-        self._asked = False
+        self._asked: int | None = None
+        """Least step of a cut that would answer every request; None: none is open."""
         self.told_to_stop = False
         """Whether a signal asked for a cut and the end."""
         self._last_time = time.monotonic()
@@ -84,9 +85,10 @@ class CutControl:
         self.last_step = step
         self._last_time = time.monotonic()
 
-    def ask(self) -> None:
-        """Ask for a cut after the step that is being made."""
-        self._asked = True
+    def ask(self, step: int) -> None:
+        """Ask for a cut of ``step`` steps or more. For other threads."""
+        with self._changed:
+            self._asked = max(step, self._asked or 0)
 
     def stop(self) -> None:
         """Ask for a cut and the end; safe in a signal handler."""
@@ -116,10 +118,11 @@ class CutControl:
         if self._collectives.rank == 0 and self._writer is not None:
             self._due = self._due or self._interval_over(step)
         early = self._is_early()
-        if early and not (self._was_early or self._due or self._asked):
+        asked = self._asked is not None
+        if early and not (self._was_early or self._due or asked):
             self.early_cuts += 1
         self._was_early = early
-        wanted = (self._due or self._asked or early) and self._writer is not None
+        wanted = (self._due or asked or early) and self._writer is not None
         blocked = self._writer is not None and not self._writer.ready()
         vector = torch.tensor([loss, wanted, blocked, self.told_to_stop], dtype=torch.float64)
         self._collectives.all_reduce(vector)
@@ -130,13 +133,16 @@ class CutControl:
         self._waiting = delayed
         return Agreement(loss=total, cut=wanting > 0 and blocking == 0, delayed=delayed, stop=stopping > 0)
 
-    def begun(self) -> None:
-        """Record that a cut is on its way while training goes on."""
-        self._settle(0.0)
+    def begun(self, step: int) -> None:
+        """Record that a cut is begun after ``step`` steps: it answers no request for a later one, made meanwhile."""
+        self._due = False
+        self._last_time = time.monotonic()
+        self._answer(step)
 
     def made(self, step: int, waited_s: float = 0.0) -> None:
-        """Record that a cut was handed over after ``step`` steps, and how long that waited for room."""
-        self._settle(waited_s)
+        """Record that a cut begun after ``step`` steps is handed over, and how long that waited for room."""
+        self.waited_s += waited_s
+        self._answer(step)
         with self._changed:
             self.last_step = step
             self._changed.notify_all()
@@ -144,12 +150,13 @@ class CutControl:
     def abandoned(self, waited_s: float) -> None:
         """Record that a cut was given up; the next is due when the interval is over, lest every step waits for one."""
         self.abandoned_cuts += 1
-        self._settle(waited_s)
-
-    def _settle(self, waited_s: float) -> None:
-        self._due = self._asked = False
-        self._last_time = time.monotonic()
         self.waited_s += waited_s
+        self._last_time = time.monotonic()
+
+    def _answer(self, step: int) -> None:
+        with self._changed:
+            if self._asked is not None and self._asked <= step:
+                self._asked = None
 
     def wait_for(self, step: int, timeout_s: float) -> int | None:
         """Step of a cut at ``step`` or later, once one is handed over; None if none is by then. For other threads."""

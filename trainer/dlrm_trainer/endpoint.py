@@ -91,7 +91,7 @@ class Endpoint:
             return HTTPStatus.OK, {"step": done}
         if now.phase in (TrainerPhase.FINISHING, TrainerPhase.DONE):
             return HTTPStatus.ACCEPTED, {"step": now.step}  # the final cut is on its way by itself
-        self.control.ask()
+        self.control.ask(now.step)
         step = self.control.wait_for(now.step, CUT_WAIT_S)
         return (HTTPStatus.ACCEPTED, {"step": now.step + 1}) if step is None else (HTTPStatus.OK, {"step": step})
 

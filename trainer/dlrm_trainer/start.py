@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dlrm_api.errors import NoInputError
+from dlrm_api.errors import NoInputError, TemporaryError
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
 from dlrm_checkpointer.cut import SnapshotName
@@ -16,7 +19,8 @@ from dlrm_checkpointer.handoff import HandOffWriter
 from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
 from dlrm_checkpointer.store import FieldNames, StoreOptions, open_store
 from dlrm_trainer import snapshots
-from dlrm_trainer.compatible import check_data, check_model
+from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.compatible import check_data, check_model, first_change
 from dlrm_trainer.cuts import CutControl
 from dlrm_trainer.data import Reader
 from dlrm_trainer.embedding import Placement
@@ -64,6 +68,28 @@ class Parts:
     learner: Learner
     writer: HandOffWriter | None
     observer: Observer
+
+
+def agree_on_data(collectives: Collectives, fingerprint: Mapping[str, Any]) -> None:
+    """Check that all ranks found the same data: else they would train on other samples than those of their batches.
+
+    Args:
+        collectives: of all ranks.
+        fingerprint: of all that this rank found.
+
+    Raises:
+        TemporaryError: on every rank; names what one found otherwise than rank 0.
+    """
+    digest = hashlib.sha256(json.dumps(fingerprint).encode()).hexdigest()
+    if len(set(collectives.gather(digest))) == 1:
+        return
+    first = collectives.broadcast(dict(fingerprint))
+    changes = collectives.gather(first_change(first, fingerprint, "data"))
+    rank, change = next((rank, change) for rank, change in enumerate(changes) if change)
+    raise TemporaryError(
+        f"rank {rank} found other data than rank 0: {change}; files came, went or changed while ranks started: they "
+        "are listed anew at the next start, so give URIs whose files stay"
+    )
 
 
 def restore_newest(parts: Parts) -> tuple[int, int, dict[str, Any]]:

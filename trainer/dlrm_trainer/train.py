@@ -18,7 +18,7 @@ from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName
 from dlrm_checkpointer.handoff import CutAbandonedError, HandedOver, HandOffWriter
 from dlrm_checkpointer.life import PEERS_S
 from dlrm_trainer import snapshots
-from dlrm_trainer.cuts import CutControl
+from dlrm_trainer.cuts import CutControl, StoppedError
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.divergence import diverged
 from dlrm_trainer.embedding import Prepared, place
@@ -35,7 +35,7 @@ from dlrm_trainer.rendezvous import Gang
 from dlrm_trainer.schedule import Schedule, make_schedule
 from dlrm_trainer.settings import Settings
 from dlrm_trainer.stacks import RankStacks
-from dlrm_trainer.start import Parts, open_writer, restore_newest
+from dlrm_trainer.start import Parts, agree_on_data, open_writer, restore_newest
 from dlrm_trainer.tier_counters import SharedCounters
 
 logger = logging.getLogger(__name__)
@@ -97,10 +97,11 @@ def train(
         gang.meet(settings.rendezvous_timeout_s, settings.collective_timeout_s, control.check_stop)
         board.phase(TrainerPhase.RESTORING)
         parts = Parts(job, settings, gang, control, board, placement, reader, eval_reader, learner, writer, observer)
+        agree_on_data(gang.collectives, {"train": reader.fingerprint, "eval": eval_reader.fingerprint})
         training = Training(parts, *restore_newest(parts))
         stack.callback(training.close)
-        stopped = training.run()
-        return training.stop() if stopped else training.finish(digest)
+        ended = training.run()
+        return training.finish(digest) if ended is None else ended
 
 
 class Training:
@@ -134,9 +135,14 @@ class Training:
         """Step of the newest cut that was begun, or of the snapshot that was restored; the same on all ranks."""
         self.gradual: GradualHandOver | None = None
 
-    def run(self) -> bool:
-        """Train to the last step; True where a signal asked for the end before it."""
-        every = self.parts.job.spec.training.eval_every_steps
+    def run(self) -> ExitCode | None:
+        """Train to the last step; or to the cut that a signal asked for, and how that ended.
+
+        Raises:
+            TemporaryError: see ``stop``.
+        """
+        if (ended := self.evaluate_if_due()) is not None:
+            return ended
         with closing(self.parts.reader.iterate(self.step, self.schedule.total_steps)) as batches:
             mark = time.monotonic()
             read = self.stages.after(batches, "read")
@@ -147,16 +153,16 @@ class Training:
                 stop, cut = self.train_step(batch)
                 self.trained_s += time.monotonic() - mark
                 if stop:
-                    return True
+                    return self.stop()  # before the reader's threads are waited for
                 if self.step < self.schedule.total_steps:
-                    if every and self.step % every == 0:
-                        self.evaluate()
+                    if (ended := self.evaluate_if_due()) is not None:
+                        return ended
                     if cut:
                         self.hand_over()
                     self.go_on_handing_over()
                 self.observer.stepped(self.step)
                 mark = time.monotonic()
-        return False
+        return None
 
     def train_step(self, prepared: Prepared) -> tuple[bool, bool]:
         """One step on one global batch; whether to end after it, and whether to make a cut.
@@ -185,17 +191,47 @@ class Training:
         self.stages.lap("records")
         return agreed.stop, agreed.cut
 
-    def evaluate(self) -> None:
-        """Measure quality on the evaluation set; training state stays as it is."""
+    def evaluate_if_due(self) -> ExitCode | None:
+        """Evaluate where the interval says so and it was not done: an end amid an evaluation leaves it to the restart.
+
+        Returns:
+            See ``evaluate``.
+        """
+        every = self.parts.job.spec.training.eval_every_steps
+        if not every or self.step % every or not 0 < self.step < self.schedule.total_steps:
+            return None
+        return None if self.quality is not None and self.quality.step == self.step else self.evaluate()
+
+    def evaluate(self) -> ExitCode | None:
+        """Measure quality on the evaluation set; training state stays as it is.
+
+        Returns:
+            How the cut ended that a signal asked for meanwhile; None: there was none.
+
+        Raises:
+            TemporaryError: see ``stop``.
+        """
         self.board.update(phase=TrainerPhase.EVALUATING, evaluated_batches=0)
         faulthandler.cancel_dump_traceback_later()
-        learner, reader, scored = self.parts.learner, self.parts.eval_reader, self.board.evaluating
-        self.quality = evaluate(learner, reader, self.collectives, self.step, scored)
+        learner, reader = self.parts.learner, self.parts.eval_reader
+        with closing(reader.iterate(0, reader.batches_per_epoch)) as batches:
+            try:
+                self.quality = evaluate(
+                    learner,
+                    batches,
+                    self.collectives,
+                    self.step,
+                    scored=self.board.evaluating,
+                    stopping=lambda: self.control.told_to_stop,
+                )
+            except StoppedError:
+                return self.stop()
         self.board.evaluated(self.quality)
         self.board.phase(TrainerPhase.TRAINING)
         if self.journal and self.quality:
             self.journal.evaluated(self.step, self.quality)
         self.stages.lap("evaluation")
+        return None
 
     def hand_over(self, *, last: bool = False) -> None:
         """Hand a cut of this step over to the checkpointer; one above the budget goes over while training goes on.
@@ -208,6 +244,7 @@ class Training:
             return
         self.board.phase(TrainerPhase.CUTTING)
         self.cut_step = self.step
+        self.control.begun(self.step)
         begun = (writer.begin(self.attempt), time.time()) if rank == 0 else None
         parent, now = self.collectives.broadcast(begun)
         embeddings, dense = parts.learner.embeddings, parts.learner.dense.arrays() if rank == 0 else None
@@ -220,7 +257,6 @@ class Training:
         ):
             self.handed_over(self.step, given)
         else:
-            self.control.begun()
             self.gradual = GradualHandOver(embeddings, writer.start_gradual(meta, dense, owned=owned))
         self.board.phase(TrainerPhase.TRAINING)
         self.stages.lap("cut")
@@ -308,11 +344,15 @@ class Training:
     def finish(self, digest: bool) -> ExitCode:
         """Evaluate, hand the final cut over, wait until it is committed, and leave the result.
 
+        Returns:
+            DONE, or TERMINATED where a signal ended the evaluation.
+
         Raises:
             TemporaryError: the cut was not committed in time; running again commits it.
         """
         faulthandler.cancel_dump_traceback_later()
-        self.evaluate()
+        if (ended := self.evaluate()) is not None:
+            return ended
         self.board.phase(TrainerPhase.FINISHING)
         self.end_gradual()
         self.wait_ready()

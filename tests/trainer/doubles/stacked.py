@@ -77,7 +77,7 @@ def train_run(
         losses.append(computed.loss)
         learner.apply(computed)
         if eval_every and number % eval_every == 0:
-            quality = evaluate(learner, eval_reader, collectives, number)
+            quality = evaluate(learner, eval_reader.iterate(0, eval_reader.batches_per_epoch), collectives, number)
             assert quality is not None
             evaluations.append((quality.log_loss, quality.auc))
     digest = live_digest(learner, collectives)
