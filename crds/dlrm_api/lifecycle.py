@@ -44,12 +44,18 @@ class RestartSpec(ApiModel):
     )
 
 
-def _longer_than_nothing(field: str, name: str) -> Rule:
-    """A deadline that has not passed before it begins; ``field`` as YAML says it, ``name`` as Python does."""
+def _longer_than_nothing(field: str, name: str, without: str = "for no deadline") -> Rule:
+    """A deadline that has not passed before it begins.
+
+    Args:
+        field: as YAML says it.
+        name: as Python does.
+        without: what leaving it out is good for.
+    """
     return Rule(
         cel=f"!has(self.{field}) || self.{field}.matches('[1-9]')",
         holds=lambda lifecycle: getattr(lifecycle, name) is None or getattr(lifecycle, name) > 0,
-        message=f"{field} must be longer than 0s: leave it out for no deadline",
+        message=f"{field} must be longer than 0s: leave it out {without}",
     )
 
 
@@ -98,6 +104,7 @@ class LifecycleSpec(ApiModel):
     rules = (
         _longer_than_nothing("pendingDeadline", "pending_deadline"),
         _longer_than_nothing("activeDeadline", "active_deadline"),
+        _longer_than_nothing("hangTimeout", "hang_timeout", "to go by the longest recent step"),
     )
 
 

@@ -292,6 +292,10 @@ BAD = {
         {"spec.checkpoint.retention": {"keepEvery": "0h0m"}},
         "spec.checkpoint.retention: keepEvery must be longer than 0s: leave it out to keep none for each period",
     ),
+    "no time to make a step in": job(
+        {"spec.lifecycle.hangTimeout": "0s"},
+        "spec.lifecycle: hangTimeout must be longer than 0s: leave it out to go by the longest recent step",
+    ),
     "no bandwidth": job(
         {"spec.checkpoint.restoreBandwidth": 0},
         "spec.checkpoint: restoreBandwidth must be at least 1 byte a second",

@@ -76,6 +76,10 @@ checkpoints = st.fixed_dictionaries(
 )
 trainers = st.fixed_dictionaries({}, optional={"replicas": counts, "processesPerReplica": counts})
 trainings = st.fixed_dictionaries({}, optional={"maxSteps": st.just(1), "maxSamples": st.just(1)})
+times = st.sampled_from(["0s", "0h0m", "1s", "0m9s"])
+lifecycles = st.fixed_dictionaries(
+    {}, optional=dict.fromkeys(("pendingDeadline", "activeDeadline", "hangTimeout"), times)
+)
 schedulings = st.fixed_dictionaries(
     {},
     optional={
@@ -161,6 +165,7 @@ PARTS = {
     "checkpoint": checkpoints,
     "trainer": trainers,
     "training": trainings,
+    "lifecycle": lifecycles,
     "scheduling": schedulings,
 }
 
