@@ -57,7 +57,7 @@ def print_plan(path: Path, profile_path: Path | None, settings: Sequence[str], *
 
 
 def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str], *, as_json: bool) -> None:
-    """Print the Kubernetes objects that the operator would create for a file's job.
+    """Print the Kubernetes objects that the operator would create for a file's job; what to know of them on stderr.
 
     Raises:
         DLRMError: the file or the job is bad, or the tables don't fit the hardware.
@@ -65,6 +65,7 @@ def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str]
     import yaml
 
     from dlrm_operator.objects.rendering import render
+    from dlrm_operator.objects.stores import passing_stores
     from dlrm_planner import plan_job
 
     job, profile = read_job_and_profile(path, profile_path, settings)
@@ -74,6 +75,8 @@ def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str]
         print(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2))
     else:
         print(yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True), end="")
+    for words in passing_stores(job.spec):
+        print(f"dlrmctl: warning: {words}", file=sys.stderr)
 
 
 def read_job_and_profile(

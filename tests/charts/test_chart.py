@@ -306,6 +306,7 @@ def test_install_upgrade_and_uninstall_leave_jobs_and_definitions_alone(
     helm_run(helm, tmp_path, "uninstall", "demo", "--namespace", namespace, kubeconfig=control_plane.kubeconfig)
 
     assert f"The operator serves namespace {namespace}" in said
+    assert f"kubectl --namespace {namespace} apply -f examples/quickstart-cluster.yaml" in said
     assert again == first
     assert client["caBundle"] == first["ca.crt"]
     assert (deployed["spec"]["replicas"], rolled["spec"]["replicas"]) == (1, 1)

@@ -107,6 +107,17 @@ def test_render_gives_the_same_objects_as_yaml_and_as_a_list_for_kubectl(
     assert [item["metadata"]["name"] for item in listed["items"]] == [one["metadata"]["name"] for one in documents]
 
 
+def test_render_warns_of_snapshots_that_go_with_their_pod(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = app.main(["render", str(job)])
+    warned = capsys.readouterr().err
+    mount = "spec.trainer.podTemplate.container={volumeMounts: [{name: disk, mountPath: /tmp/small}]}"
+    app.main(["render", str(job), "--set", mount])
+
+    assert code == ExitCode.DONE
+    assert warned.startswith("dlrmctl: warning: spec.checkpoint.uri: no volume is mounted at /tmp/small, so ")
+    assert capsys.readouterr().err == ""
+
+
 def test_planned_replicas_are_shown_with_the_reason_and_rendered(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = ["--set", "spec.trainer.auto={min: 3, max: 5, targetSamplesPerSecond: 0}"]
     app.main(["plan", str(job), *chosen])

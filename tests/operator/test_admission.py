@@ -121,6 +121,19 @@ def test_what_is_not_there_yet_is_a_warning_because_it_may_be_applied_next(refer
     assert planner.asked == []
 
 
+def test_snapshots_and_deltas_that_go_with_their_pod_are_a_warning_each() -> None:
+    job = job_document("demo")
+    job["spec"]["checkpoint"] = {"uri": "file:///data/snapshots", "publish": {"uri": "file:///tmp/deltas"}}
+
+    [answer] = answers(Planner(FEASIBLE), review(job))
+
+    assert answer["allowed"]
+    assert [words.split(", so ")[0] for words in answer["warnings"]] == [
+        "spec.checkpoint.uri: no volume is mounted at /data/snapshots",
+        "spec.checkpoint.publish.uri: no volume is mounted at /tmp/deltas",
+    ]
+
+
 def test_a_planner_that_is_not_done_in_time_refuses_nothing() -> None:
     [answer] = answers(Planner(INFEASIBLE, takes_s=30), review(job_document("demo")), deadline_s=0.05)
 

@@ -16,6 +16,7 @@ from dlrm_api.names import Env, Label
 from dlrm_api.plan import Plan, plan_from_parts
 from dlrm_operator.objects.manifests import CONFIG_MAP_BYTES, Owner, plan_config_maps
 from dlrm_operator.objects.rendering import render
+from dlrm_operator.objects.stores import passing_stores
 from dlrm_planner import plan_job, working_set_bytes
 from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES
 
@@ -51,6 +52,26 @@ def test_render_gives_every_object_of_one_attempt() -> None:
         "Pod": 2,
     }
     assert [pod["metadata"]["name"] for pod in found["Pod"]] == ["demo-trainer-1-0", "demo-trainer-1-1"]
+
+
+@pytest.mark.parametrize(
+    ("uri", "mounts", "goes"),
+    [
+        ("s3://bucket/prefix", (), False),
+        ("file:///data/snapshots", (), True),
+        ("file:///data/snapshots", ("/data",), False),
+        ("file:///data/snapshots", ("/tmp", "/data/snapshots/"), False),
+        ("file:///data/snapshots", ("/data/snap", "/data/snapshots/old"), True),
+        ("file:///my%20data/snapshots", ("/my data",), False),
+    ],
+)
+def test_a_folder_of_snapshots_goes_with_the_pod_unless_a_mount_of_the_overlay_holds_it(
+    uri: str, mounts: tuple[str, ...], goes: bool
+) -> None:
+    overlay = {"container": {"volumeMounts": [{"name": "shared", "mountPath": path} for path in mounts]}}
+    a_job = job(checkpoint={"uri": uri}, trainer={"replicas": 2, "podTemplate": overlay})
+
+    assert bool(passing_stores(a_job.spec)) == goes
 
 
 def test_equal_jobs_give_equal_objects() -> None:

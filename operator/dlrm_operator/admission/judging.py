@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from dlrm_api.job import DLRMJob
@@ -17,6 +18,7 @@ from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailable
 from dlrm_operator.facts.actions import PlanQuestion
 from dlrm_operator.facts.observed import Planning
 from dlrm_operator.metrics import ADMISSION_SECONDS, ADMISSIONS
+from dlrm_operator.objects.stores import passing_stores
 
 REMEMBERED = 256
 """Verdicts of the planner that are kept: jobs are often applied in many copies that differ in their names alone."""
@@ -48,9 +50,14 @@ class Admission:
         with ADMISSION_SECONDS.time():
             review = read_review(document)
             found = await asyncio.to_thread(examine, review)  # thousands of tables take most of a second
-            verdict = await self._bounded(review.namespace, found) if isinstance(found, DLRMJob) else found
+            verdict = await self._judged(review.namespace, found) if isinstance(found, DLRMJob) else found
         ADMISSIONS.labels("refused" if verdict.refusal else "warned" if verdict.warnings else "admitted").inc()
         return response(review, verdict)
+
+    async def _judged(self, namespace: str, job: DLRMJob) -> Verdict:
+        """The verdict, with what its user should know of where snapshots go."""
+        verdict = await self._bounded(namespace, job)
+        return replace(verdict, warnings=(*verdict.warnings, *passing_stores(job.spec)))
 
     async def _bounded(self, namespace: str, job: DLRMJob) -> Verdict:
         try:
