@@ -8,6 +8,7 @@ from dataclasses import replace
 from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_planner.costs import read_costs
+from dlrm_planner.dense import held_samples
 from dlrm_planner.memory import MIB, MOST_DDR, Limit, human, pod_limit
 from dlrm_planner.needs import NoPlacement
 from dlrm_planner.search import Question, Refusal, solved
@@ -38,6 +39,7 @@ def infeasible(
         more = _enough_memory(asked, limit, _missing(cause))
         if more is not None:
             reasons.append(f"mend: raise {limit.field} by {more} bytes ({human(more)})")
+    reasons.extend(_fewer_activations(asked, profile))
     reasons.extend(_other_mends(asked, refusal))
     if isinstance(cause, NoPlacement):
         reasons.extend(_unpinned(asked, cause))
@@ -164,6 +166,23 @@ def _enough_memory(asked: Question, limit: Limit, short: int) -> int | None:
 
     more = _least(fits, (MOST_DDR - limit.size) // MIB, -(-short // MIB))
     return None if more is None else more * MIB
+
+
+def _fewer_activations(asked: Question, profile: HardwareProfile | None) -> Iterator[str]:
+    """A micro batch, as large as halving finds one, whose activations leave enough of a pod's memory to tables."""
+    held, limit = held_samples(asked.spec), asked.limit
+
+    def in_pieces(pieces: int) -> Question:
+        training = asked.spec.training.model_copy(update={"micro_batch_size": -(-held // pieces)})
+        spec = asked.spec.model_copy(update={"training": training})
+        return replace(asked, spec=spec, limit=pod_limit(spec, profile, asked.reserve))
+
+    least = in_pieces(held)
+    if limit is None or least.limit is None or least.limit.size <= limit.size or not solved(least):
+        return  # a budget of tables alone, or too little even so
+    pieces = _least(lambda pieces: solved(in_pieces(pieces)), held)
+    assert pieces is not None, "one sample at a time is enough"
+    yield f"mend: training.microBatchSize: {-(-held // pieces)} holds the activations of so many samples at a time"
 
 
 def _enough_replicas(asked: Question, profile: HardwareProfile | None) -> int | None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from dlrm_api.data import SyntheticSpec
 from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
+from dlrm_api.training import TrainingSpec
 from dlrm_planner import plan_job, working_set_bytes
 
 MIB, GIB = 2**20, 2**30
@@ -113,6 +115,35 @@ def test_the_replica_mend_is_enough(make_spec: MakeSpec, count: int) -> None:
     plan = plan_job(make_spec(tables(*rows), replicas=replicas, tierBudgets={"ddr": "32Mi"}))
 
     assert plan.world_size == replicas
+
+
+@pytest.mark.parametrize("short", [GIB, 5 * GIB, 7 * GIB])
+def test_the_mend_of_a_micro_batch_is_enough_and_one_piece_fewer_is_not(
+    make_spec: MakeSpec, make_profile: MakeProfile, short: int
+) -> None:
+    share = 2**20
+    spec = make_spec(tables(10**6), batch=share)
+    model = spec.model.model_copy(update={"top_mlp": (1_024, 1)})
+    data = spec.data.model_copy(update={"synthetic": SyntheticSpec(eval_samples=0)})
+    spec = spec.model_copy(update={"model": model, "data": data})
+    node = make_profile(working_set_bytes(spec) - short)
+
+    def micro_batch(size: int) -> DLRMJobSpec:
+        return spec.model_copy(update={"training": TrainingSpec(micro_batch_size=size)})
+
+    said = next(reason for reason in refusal(spec, node).reasons if "microBatchSize" in reason)
+    size = int(said.removeprefix("mend: training.microBatchSize: ").split()[0])
+
+    assert said.endswith(f"{size} holds the activations of so many samples at a time")
+    assert plan_job(micro_batch(size), node).world_size == 1
+    with pytest.raises(InfeasiblePlanError):
+        plan_job(micro_batch(-(-share // (-(-share // size) - 1))), node)
+
+
+def test_a_micro_batch_is_no_mend_where_a_budget_of_tables_is_short(make_spec: MakeSpec) -> None:
+    reasons = refusal(make_spec(tables(10**6), batch=2**20, tierBudgets={"ddr": "64Mi"})).reasons
+
+    assert not any("microBatchSize" in reason for reason in reasons)
 
 
 def test_replicas_beyond_the_virtual_shards_are_not_proposed(make_spec: MakeSpec) -> None:

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_api.data import DataSpec
+from dlrm_api.data import DataSpec, SyntheticSpec
 from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, parse_plan, plan_from_parts, plan_to_parts
+from dlrm_api.training import TrainingSpec
 from dlrm_planner import plan_job, working_set_bytes
-from dlrm_planner.dense import exchange_bytes
+from dlrm_planner.dense import activation_bytes, exchange_bytes
 
 MIB, GIB = 2**20, 2**30
 MakeSpec = Callable[..., DLRMJobSpec]
@@ -336,6 +337,24 @@ def test_the_working_set_counts_processes_dense_parameters_and_activations(make_
 
     assert one > 768 * MIB + 512 * MIB
     assert 768 * MIB < two - one < 769 * MIB
+
+
+@pytest.mark.parametrize("evaluated", [0, 1_000])
+def test_the_working_set_counts_inner_activations_of_a_micro_batch_alone(make_spec: MakeSpec, evaluated: int) -> None:
+    share, layers = 2**16, 4_096 + 1 + 16  # of the top MLP, and of one cross layer over 16 columns
+    whole = make_spec([table("t", 10)], batch=share)
+    model = whole.model.model_copy(update={"top_mlp": (4_096, 1)})
+    data = whole.data.model_copy(update={"synthetic": SyntheticSpec(eval_samples=evaluated)})
+    whole = whole.model_copy(update={"model": model, "data": data})
+    micro, larger = (
+        whole.model_copy(update={"training": TrainingSpec(micro_batch_size=size)}) for size in (256, 2 * share)
+    )
+
+    spared = activation_bytes(whole) - activation_bytes(micro)
+
+    assert activation_bytes(larger) == activation_bytes(whole)
+    assert working_set_bytes(whole) - working_set_bytes(micro) == spared
+    assert spared == (4 * layers * share if evaluated else 2 * 4 * layers * (share - 256))
 
 
 def test_the_working_set_counts_what_files_are_read_ahead_and_what_travels(make_spec: MakeSpec) -> None:
