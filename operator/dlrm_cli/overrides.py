@@ -15,7 +15,8 @@ from pydantic import BaseModel
 from dlrm_api.errors import UsageError
 from dlrm_api.job import DLRMJob
 
-STEP = re.compile(r"(?:^|\.)([^.\[\]]+)|\[(\d+)\]")
+STEP = re.compile(r"(?:^|\.)([^.\[\]]+)|\[(?:(\d+)|([^\[\]]+))\]")
+"""A field, ``[0]`` for an element of a list, ``[nvidia.com/gpu]`` for a key of a map."""
 
 
 def with_overrides(body: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
@@ -73,36 +74,54 @@ def _uris(body: dict[str, Any], split: str) -> list[Any]:
 
 
 def _set(body: dict[str, Any], path: str, value: Any) -> None:
-    steps = _steps(path)
+    *above, last = _steps(path)
     node: Any = body
     model: Any = DLRMJob
     walked = ""
-    for place, step in enumerate(steps):
-        last = place == len(steps) - 1
+    for step, following in zip(above, [*above[1:], last], strict=True):
         model = _inner(model, step, path, walked, node)
-        if isinstance(step, int):
-            node = _item(node, step, value if last else None, last, path, walked)
-            walked += f"[{step}]"
-            continue
-        walked += f".{step}" if walked else step
-        if last and value is None:
-            node.pop(step, None)
-        elif last:
-            node[step] = value
-        else:
-            container = list if typing.get_origin(model) is tuple else dict
-            if not isinstance(node.get(step), container):
-                node[step] = container()
-            node = node[step]
+        node = _below(node, _key(node, step, path, walked), model, following)
+        walked = _joined(walked, step)
+    _inner(model, last, path, walked, node)
+    key = _key(node, last, path, walked)
+    if value is None and isinstance(node, dict):
+        node.pop(key, None)
+    else:
+        node[key] = value
 
 
-def _item(node: list[Any], index: int, value: Any, last: bool, path: str, walked: str) -> Any:
-    if index >= len(node):
+def _key(node: Any, step: str | int, path: str, walked: str) -> Any:
+    """What ``step`` is to the list or map that it is taken in."""
+    if isinstance(node, dict):
+        return str(step)
+    if isinstance(step, str):
+        raise _list_error(path, walked, node)
+    if step >= len(node):
         there = f"it has {len(node)} elements, from [0]" if node else "it is empty"
-        raise UsageError(f"--set {path}: {walked} has no element [{index}]: {there}")
-    if last:
-        node[index] = value
-    return node[index]
+        raise UsageError(f"--set {path}: {walked} has no element [{step}]: {there}")
+    return step
+
+
+def _below(node: Any, key: Any, model: Any, following: str | int) -> Any:
+    """The list or map at ``key``, made where there is none; in free-form fields the next step tells which."""
+    wanted: type = list if typing.get_origin(model) is tuple else dict
+    kinds: tuple[type, ...] = (wanted,)
+    if model is Any:
+        wanted, kinds = (list if isinstance(following, int) else dict), (list, dict)
+    there = node.get(key) if isinstance(node, dict) else node[key]
+    if not isinstance(there, kinds):
+        there = node[key] = wanted()
+    return there
+
+
+def _joined(walked: str, step: str | int) -> str:
+    if isinstance(step, int) or "." in step:
+        return f"{walked}[{step}]"
+    return f"{walked}.{step}" if walked else step
+
+
+def _list_error(path: str, walked: str, node: list[Any]) -> UsageError:
+    return UsageError(f"--set {path}: {walked} is a list of {len(node)}: write {walked}[0] for its first element")
 
 
 def _steps(path: str) -> list[str | int]:
@@ -111,7 +130,7 @@ def _steps(path: str) -> list[str | int]:
     for match in STEP.finditer(path):
         if match.start() != end:
             break
-        steps.append(match[1] if match[1] is not None else int(match[2]))
+        steps.append(int(match[2]) if match[2] is not None else match[1] or match[3])
         end = match.end()
     if not steps or end != len(path):
         raise UsageError(f"--set {path}: this is no path: write it like spec.model.tables[0].rows")
@@ -134,10 +153,10 @@ def _inner(model: Any, step: str | int, path: str, walked: str, node: Any) -> An
     origin, arguments = typing.get_origin(model), typing.get_args(model)
     if origin is tuple and isinstance(step, int):
         return _plain(arguments[0])
-    if origin is dict and isinstance(step, str):
+    if origin is dict:
         return _plain(arguments[1])
     if origin is tuple:
-        raise UsageError(f"--set {path}: {here} is a list of {len(node)}: write {here}[0] for its first element")
+        raise _list_error(path, walked, node)
     raise UsageError(f"--set {path}: {here} is a single value, with nothing below it")
 
 

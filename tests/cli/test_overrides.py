@@ -42,6 +42,11 @@ def body() -> dict[str, Any]:
             "spec.trainer.podTemplate.metadata.labels.team=ads",
             lambda job: job.spec.trainer.pod_template.metadata == {"labels": {"team": "ads"}},
         ),
+        (
+            "spec.trainer.resources.limits[nvidia.com/gpu]=1",
+            lambda job: job.spec.trainer.resources.limits == {"nvidia.com/gpu": "1"},
+        ),
+        ("metadata.labels[example.com/team]=ads", lambda job: job.metadata.labels == {"example.com/team": "ads"}),
         ("metadata.name=other", lambda job: job.metadata.name == "other"),
         ("spec.training.deterministic=true", lambda job: job.spec.training.deterministic is True),
     ],
@@ -53,6 +58,24 @@ def test_a_setting_changes_its_field_with_the_type_of_its_yaml_value(setting: st
 
     assert read(job)
     assert original == body()
+
+
+@pytest.mark.parametrize(
+    ("setting", "items"),
+    [
+        ("env[0].value='2'", [{"name": "OMP_NUM_THREADS", "value": "2"}, {"name": "TZ", "value": "UTC"}]),
+        ("env[1].value=null", [{"name": "OMP_NUM_THREADS", "value": "1"}, {"name": "TZ"}]),
+        ("env[1]={name: LANG}", [{"name": "OMP_NUM_THREADS", "value": "1"}, {"name": "LANG"}]),
+    ],
+)
+def test_a_setting_inside_a_free_form_list_leaves_the_rest_of_it(setting: str, items: list[dict[str, str]]) -> None:
+    original = body()
+    env = [{"name": "OMP_NUM_THREADS", "value": "1"}, {"name": "TZ", "value": "UTC"}]
+    original["spec"]["trainer"] = {"podTemplate": {"container": {"env": env}}}
+
+    changed = with_overrides(original, [f"spec.trainer.podTemplate.container.{setting}"])
+
+    assert changed["spec"]["trainer"]["podTemplate"]["container"]["env"] == items
 
 
 def test_the_last_of_several_settings_wins() -> None:
@@ -75,11 +98,20 @@ def test_the_last_of_several_settings_wins() -> None:
         ("spec.data.epochs=[1", "no YAML value"),
         ("spec.data.train.uris[3]=/x", "spec.data.train.uris has no element [3]"),
         ("status.phase=Running", "no field status"),
+        (
+            "spec.trainer.podTemplate.container.env[0].value=2",
+            "podTemplate.container.env has no element [0]: it is empty",
+        ),
+        ("spec.trainer.podTemplate.spec.volumes.name=a", "podTemplate.spec.volumes is a list of 1: write spec.trainer"),
+        ("spec.data.train[uris=1", "this is no path"),
     ],
 )
 def test_a_wrong_path_is_named_with_what_is_there(setting: str, words: str) -> None:
+    original = body()
+    original["spec"]["trainer"] = {"podTemplate": {"spec": {"volumes": [{"name": "disk"}]}}}
+
     with pytest.raises(UsageError) as caught:
-        with_overrides(body(), [setting])
+        with_overrides(original, [setting])
 
     assert words in str(caught.value)
 
