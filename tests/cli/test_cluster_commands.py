@@ -157,6 +157,16 @@ def version(number: int, phase: str) -> Object:
     return {**found, "metadata": {**found["metadata"], "resourceVersion": str(number)}}
 
 
+@pytest.mark.parametrize("more", [[], ["-w"]])
+def test_names_beside_a_selector_are_refused_before_a_job_is_asked_for(
+    kubeconfig: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    code = run(kubeconfig, "get", "ads", "-l", "team=ads", *more)
+
+    assert code == ExitCode.USAGE
+    assert "--selector goes with no names" in capsys.readouterr().err
+
+
 def test_a_watch_that_is_cut_or_too_old_is_begun_anew_and_shows_each_change_once(
     api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,9 +61,12 @@ def get(
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """List jobs in the cluster: phase, step, speed, quality, newest snapshot, time left."""
+    from dlrm_api.errors import UsageError
     from dlrm_cli.cluster.get import GetOptions, get_jobs
 
     _check_everywhere(everywhere, names, namespace)
+    if names and selector:
+        raise UsageError("--selector goes with no names: leave one of them out")
     options = GetOptions(
         names=tuple(names or ()), everywhere=everywhere, selector=selector, form=output.value, watch=watch
     )
