@@ -20,7 +20,7 @@ from pydantic.alias_generators import to_camel
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from dlrm_api.errors import invalid_spec
+from dlrm_api.errors import BadDataError, invalid_spec
 
 NOT_BUILT = "x-dlrm-not-built"
 """JSON schema key under which :class:`NotBuilt` leaves the allowed values for the CRD generator."""
@@ -122,6 +122,7 @@ def read(model: type[Model], document: Any) -> Model:
 
     Raises:
         InvalidSpecError: names the first refused field as kubectl shows it, and how many more there are.
+        BadDataError: YAML that no JSON can say, such as a date for a key.
     """
     try:
         return _read_json(model, document)
@@ -136,7 +137,10 @@ def read(model: type[Model], document: Any) -> Model:
 
 
 def _read_json(model: type[Model], document: Any) -> Model:
-    text = json.dumps(document, default=str)  # YAML readers make dates of timestamps
+    try:
+        text = json.dumps(document, default=str)  # YAML readers make dates of timestamps
+    except (TypeError, ValueError) as error:
+        raise BadDataError(f"no JSON can say this ({error}): quote keys, and let no anchor hold itself") from error
     return model.model_validate_json(text, strict=True, by_alias=True, by_name=False)
 
 

@@ -74,6 +74,8 @@ def read_documents(path: Path) -> list[Document]:
         bodies = list(yaml.load_all(text, Loader=_Loader))
     except yaml.YAMLError as error:
         raise BadDataError(f"{path}{_place(error)}: this is no YAML: {_problem(error)}") from error
+    except ValueError as error:  # of a value that looks like a date or number, and is none
+        raise BadDataError(f"{path}: a value can't be read ({error}): quote it if it is text") from error
     documents = []
     for number, body in enumerate(bodies, start=1):
         if body is None:
@@ -91,6 +93,7 @@ def parse_document(document: Document) -> DLRMJob | HardwareProfile:
 
     Raises:
         InvalidSpecError: it is of another kind, or a field is refused; names the field.
+        BadDataError: it is YAML that no JSON can say.
     """
     parser = PARSERS.get(document.kind)
     if parser is None:
@@ -126,11 +129,12 @@ def find_profile(job: DLRMJob, documents: list[Document], extra: Path | None) ->
 
     Raises:
         UsageError: the profile that the job names is in neither file.
+        DLRMError: a profile is bad; names its file.
     """
     wanted = job.spec.trainer.hardware
     others = read_documents(extra) if extra else []
     candidates = [document for document in (*others, *documents) if document.kind == "HardwareProfile"]
-    profiles = [parse_profile(document.body) for document in candidates]
+    profiles = [_parse_profile(document) for document in candidates]
     if extra and not any(document.kind == "HardwareProfile" for document in others):
         raise UsageError(f"--profile: {extra} holds no HardwareProfile")
     if wanted is None:
@@ -142,6 +146,13 @@ def find_profile(job: DLRMJob, documents: list[Document], extra: Path | None) ->
     raise UsageError(
         f"spec.trainer.hardware: no HardwareProfile {wanted} (found: {known}): give its file with --profile"
     )
+
+
+def _parse_profile(document: Document) -> HardwareProfile:
+    try:
+        return parse_profile(document.body)
+    except DLRMError as error:
+        raise located(document, error) from error
 
 
 def located(document: Document, error: DLRMError) -> DLRMError:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from urllib.parse import urlencode
 
 import urllib3  # type: ignore[import-untyped]
+import yaml
 from kubernetes import client, config
 from pydantic_core import from_json, to_json
 
@@ -89,16 +90,8 @@ class KubernetesApi:
         context: str | None = None,
         agent: str = USER_AGENT,
     ) -> None:
-        settings = client.Configuration()
-        try:
-            if in_cluster and not kubeconfig and not context:
-                config.load_incluster_config(client_configuration=settings)
-                namespace = SERVICE_ACCOUNT_NAMESPACE.read_text().strip()
-            else:
-                config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=settings)
-                namespace = _namespace(kubeconfig, context)
-        except (config.ConfigException, OSError, UnicodeDecodeError) as error:
-            raise NoInputError(f"kubeconfig {kubeconfig or 'by default'}: {error}: set KUBECONFIG") from error
+        in_pod = in_cluster and not kubeconfig and not context
+        settings, namespace = _of_the_pod() if in_pod else _of_a_file(kubeconfig, context)
         settings.connection_pool_maxsize = THREADS + 4
         self._agent = agent
         self._client = client.ApiClient(settings)
@@ -231,6 +224,29 @@ class KubernetesApi:
         if response.status >= FIRST_ERROR:
             raise _mapped(response, f"{method} {path}")
         return response
+
+
+def _of_the_pod() -> tuple[client.Configuration, str]:
+    """Settings of the pod that this runs in, and its namespace."""
+    settings = client.Configuration()
+    try:
+        config.load_incluster_config(client_configuration=settings)
+        return settings, SERVICE_ACCOUNT_NAMESPACE.read_text().strip()
+    except (config.ConfigException, OSError, UnicodeDecodeError) as error:
+        raise NoInputError(f"the pod's service account: {error}: set KUBECONFIG") from error
+
+
+def _of_a_file(kubeconfig: str | None, context: str | None) -> tuple[client.Configuration, str]:
+    """Settings and namespace of a kubeconfig's context."""
+    file, settings = kubeconfig or config.KUBE_CONFIG_DEFAULT_LOCATION, client.Configuration()
+    try:
+        config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=settings)
+        return settings, _namespace(kubeconfig, context)
+    except (config.ConfigException, OSError, UnicodeDecodeError) as error:
+        raise NoInputError(f"kubeconfig {file}: {error}: set KUBECONFIG") from error
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError) as error:  # the library checks no shape
+        said = f"this is no kubeconfig ({type(error).__name__}: {' '.join(str(error).split())})"
+        raise NoInputError(f"kubeconfig {file}: {said}: set KUBECONFIG") from error
 
 
 def _namespace(kubeconfig: str | None, context: str | None) -> str:

@@ -8,6 +8,8 @@ import pytest
 
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError, UsageError
 from dlrm_api.job import DLRMJob
+from dlrm_api.names import ExitCode
+from dlrm_cli import app
 from dlrm_cli.documents import find_profile, only_job, parse_document, read_documents
 
 JOB = """
@@ -68,6 +70,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
         ("kind: DLRMJob\nkind: DLRMJob\n", "the key kind occurs twice"),
         ("- kind: DLRMJob\n", "document 1 is a list"),
         ("# nothing\n", "holds no document"),
+        ("kind: DLRMJob\nspec: {seed: 2026-13-45}\n", "a value can't be read (month must be in 1..12): quote it"),
     ],
 )
 def test_what_is_no_manifest_is_refused_with_its_place(tmp_path: Path, text: str, words: str) -> None:
@@ -86,6 +89,36 @@ def test_text_that_is_no_utf8_is_refused_with_the_byte(tmp_path: Path) -> None:
 
     with pytest.raises(BadDataError, match="byte 6 is no UTF-8"):
         read_documents(path)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [("2026-01-01: x", "keys must be str"), ("loop: &loop {again: *loop}", "Circular reference")],
+)
+@pytest.mark.parametrize("command", ["validate", "plan", "render"])
+def test_yaml_that_no_json_can_say_is_refused_with_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, more: str, words: str
+) -> None:
+    path = write(tmp_path, f"{JOB}  {more}\n")
+
+    code = app.main([command, str(path)])
+
+    told = capsys.readouterr().err
+    assert code == ExitCode.BAD_DATA, told
+    assert f"{path}: DLRMJob small: no JSON can say this ({words}" in told
+
+
+def test_a_bad_profile_is_named_with_its_file(tmp_path: Path) -> None:
+    job = parse_document(read_documents(write(tmp_path, JOB))[0])
+    other = tmp_path / "other.yaml"
+    assert isinstance(job, DLRMJob)
+
+    other.write_text(PROFILE.replace("16Gi", "lots"))
+    with pytest.raises(InvalidSpecError, match=r"other\.yaml: HardwareProfile box: spec\.tiers\.ddr\.bytes"):
+        find_profile(job, [], other)
+    other.write_text(PROFILE.replace("bytes", "2026-01-01"))
+    with pytest.raises(BadDataError, match=r"other\.yaml: HardwareProfile box: no JSON can say this"):
+        find_profile(job, [], other)
 
 
 def test_another_kind_is_refused_by_name(tmp_path: Path) -> None:

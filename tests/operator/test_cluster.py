@@ -132,6 +132,18 @@ def test_a_missing_kubeconfig_is_named(tmp_path: Path) -> None:
         KubernetesApi(str(tmp_path / "nowhere"))
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["just text", "a: [", "- a", "day: 2026-13-45", "", '{"current-context": "a", "contexts": 5}', '{"contexts": []}'],
+)
+def test_a_file_that_is_no_kubeconfig_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "config"
+    file.write_text(text)
+
+    with pytest.raises(NoInputError, match=rf"^kubeconfig {file}: .*: set KUBECONFIG$"):
+        KubernetesApi(str(file))
+
+
 def test_a_list_follows_its_pages(server: ScriptedServer, api: KubernetesApi) -> None:
     first = {"items": [pod("a", 1)], "metadata": {"resourceVersion": "5", "continue": "next"}}
     server.script = [(200, {}, [first]), listing(5, pod("b", 2))]

@@ -81,6 +81,8 @@ def test_a_value_that_is_no_yaml_is_told_with_its_key() -> None:
 
 def test_a_profile_that_is_none_is_told_with_its_field() -> None:
     assert "spec.tiers.ddr.bytes" in seen({"all": POOL % ("big", "-1")}).problem
+    assert "keys must be str" in seen({"all": POOL.replace("bytes", "2026-01-01") % ("big", "1Gi")}).problem
+    assert "key all: this is no YAML: month must be in 1..12" in seen({"all": "day: 2026-13-45"}).problem
 
 
 def test_a_right_that_the_operator_lacks_is_told_in_the_servers_words() -> None:

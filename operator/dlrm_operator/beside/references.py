@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import yaml
 
 from dlrm_api import names
-from dlrm_api.errors import InvalidSpecError
+from dlrm_api.errors import BadDataError, InvalidSpecError
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TRACE_KEY
@@ -64,14 +64,14 @@ class References:
                 document = await self._api.call("GET", PROFILES.format(name))
                 return ProfileSeen(parse_profile(document), document["metadata"]["resourceVersion"])
             found = await self._from_config_map(self._profiles, name)
-            version = hashlib.sha256(yaml.safe_dump(found).encode()).hexdigest()[:16]
-            return ProfileSeen(parse_profile(found), version)
+            profile = parse_profile(found)
+            return ProfileSeen(profile, hashlib.sha256(yaml.safe_dump(found).encode()).hexdigest()[:16])
         except NotFoundError:
             return ProfileSeen(problem=f"spec.trainer.hardware: {self._mend(name)}")
         except ClusterRefusedError as error:
             words = f"the operator may not read HardwareProfile {name}: {error}: let it, or give it --profiles"
             return ProfileSeen(problem=f"spec.trainer.hardware: {words}")
-        except InvalidSpecError as error:
+        except (InvalidSpecError, BadDataError) as error:
             return ProfileSeen(problem=f"HardwareProfile {name}: {error}")
 
     async def traces(self, namespace: str, spec: DLRMJobSpec) -> tuple[dict[str, str], str]:
@@ -109,7 +109,7 @@ class References:
         for key, text in sorted((config_map.get("data") or {}).items()):
             try:
                 documents = list(yaml.safe_load_all(text))
-            except yaml.YAMLError as error:
+            except (yaml.YAMLError, ValueError) as error:
                 place = f"ConfigMap {source.config_map} in namespace {source.namespace}, key {key}"
                 raise InvalidSpecError(place, f"this is no YAML: {' '.join(str(error).split())}") from error
             for document in documents:
