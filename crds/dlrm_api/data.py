@@ -30,9 +30,7 @@ class SyntheticSpec(ApiModel):
 
     samples: int = Field(1_000_000, ge=1, le=2**40, description="Training samples in one epoch.")
     eval_samples: int = Field(100_000, ge=0, le=2**40, description="Samples of the evaluation set.")
-    alpha: float = Field(
-        1.05, ge=0, le=3, description="Zipf exponent of the ids; used where reuse_histogram is absent."
-    )
+    alpha: float = Field(1.05, ge=0, le=3, description="Zipf exponent of the ids; used where reuseHistogram is absent.")
     reuse_histogram: str | None = Field(
         None, min_length=1, max_length=1_024, description="File with a reuse histogram to draw the ids from."
     )

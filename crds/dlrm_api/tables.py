@@ -119,7 +119,7 @@ class TableOptions(ApiModel):
     pooling: Literal["sum", "mean"] = Field("sum", description="How the rows of one bag become one vector.")
     max_lookups: int = Field(1, ge=1, le=100_000, description="Most ids in one bag; a longer bag is an error.")
     avg_lookups: float | None = Field(
-        None, ge=0, le=100_000, description="Mean ids in one bag, for planning; by default max_lookups."
+        None, ge=0, le=100_000, description="Mean ids in one bag, for planning; by default maxLookups."
     )
     distribution: DistributionSpec | None = Field(
         None, description="How often rows are accessed, for planning of caches; by default zipf of 1.05."
@@ -156,6 +156,11 @@ class TableOptions(ApiModel):
             "(has(self.columnBlock) && self.columnBlock < self.dim)",
             holds=_has_blocks_to_split,
             message="pin.sharding column needs columnBlock below dim: give it, say half of dim for two shards",
+        ),
+        Rule(
+            cel="!has(self.avgLookups) || self.avgLookups <= double(self.maxLookups)",
+            holds=lambda table: table.avg_lookups is None or table.avg_lookups <= table.max_lookups,
+            message="avgLookups must not exceed maxLookups, the longest bag that there may be: change one of them",
         ),
     )
 

@@ -368,6 +368,16 @@ BAD = {
         {"spec.model.tables.1.columnBlock": 12},
         "spec.model.tables[1]: columnBlock must divide dim: change one of them",
     ),
+    "bags longer on average than the longest": job(
+        {"spec.model.tables.1.avgLookups": 3.5},
+        "spec.model.tables[1]: avgLookups must not exceed maxLookups, the longest bag that there may be: change one of "
+        "them",
+    ),
+    "bags of a group longer on average than the longest": job(
+        {"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 16, "avgLookups": 2}}]},
+        "spec.model.tableGroups[0].template: avgLookups must not exceed maxLookups, the longest bag that there may be: "
+        "change one of them",
+    ),
     "columns that are one block pinned to several ranks": job(
         {"spec.model.tables.1.pin": {"sharding": "column"}},
         "spec.model.tables[1]: pin.sharding column needs columnBlock below dim: give it, say half of dim for two "

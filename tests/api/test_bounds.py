@@ -1,6 +1,7 @@
 """Every field of the API says what it is and how large it may get, and none that is not built is taken in silence."""
 
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,9 @@ from dlrm_api.job import DLRMJob
 SCHEMAS = {
     kind: definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"] for kind, definition in definitions().items()
 }
+
+
+PYTHON_NAME = re.compile(r"\b[a-z]+_[a-z_]+\b")
 
 
 def nodes(schema: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -42,6 +46,7 @@ def test_every_field_is_described_and_bounded(schema: dict[str, Any]) -> None:
 
     for name, field in schema.get("properties", {}).items():
         assert field.get("description", "").endswith("."), f"{name} has no description that is a sentence"
+        assert not PYTHON_NAME.search(field["description"]), f"{name} is described by Python's name of a field"
     match schema.get("type"):
         case "integer" | "number":
             assert "enum" in schema or {"minimum", "maximum"} <= set(schema)

@@ -27,6 +27,8 @@ splits = st.fixed_dictionaries(
     {},
     optional={
         "columnBlock": st.sampled_from([4, 8, 16, 12]),
+        "maxLookups": st.sampled_from([1, 5]),
+        "avgLookups": st.sampled_from([0.5, 1, 5]),
         "pin": st.fixed_dictionaries(
             {}, optional={"sharding": st.sampled_from(["table", "row", "column"]), "ranks": st.just([0])}
         ),
