@@ -128,31 +128,44 @@ def find_profile(job: DLRMJob, documents: list[Document], extra: Path | None) ->
     With ``--profile`` and a job that names no hardware, the file's only profile is taken.
 
     Raises:
-        UsageError: the profile that the job names is in neither file.
+        UsageError: the profile that the job names is in neither file; or it names none, and the file has several.
         DLRMError: a profile is bad; names its file.
     """
     wanted = job.spec.trainer.hardware
     others = read_documents(extra) if extra else []
-    candidates = [document for document in (*others, *documents) if document.kind == "HardwareProfile"]
-    profiles = [_parse_profile(document) for document in candidates]
-    if extra and not any(document.kind == "HardwareProfile" for document in others):
+    given = _profiles(others)
+    if extra and not given:
         raise UsageError(f"--profile: {extra} holds no HardwareProfile")
     if wanted is None:
-        return profiles[0] if extra else None
+        if len(given) > 1:
+            raise UsageError(
+                f"--profile: {extra} holds {len(given)} HardwareProfiles ({_names(given)}) and the job names none: say "
+                f"which, such as --set spec.trainer.hardware={given[0].metadata.name}"
+            )
+        return given[0] if given else None
+    profiles = [*given, *_profiles(documents)]
     for profile in profiles:
         if profile.metadata.name == wanted:
             return profile
-    known = ", ".join(profile.metadata.name for profile in profiles) or "none"
+    known = _names(profiles) or "none"
     raise UsageError(
         f"spec.trainer.hardware: no HardwareProfile {wanted} (found: {known}): give its file with --profile"
     )
 
 
-def _parse_profile(document: Document) -> HardwareProfile:
-    try:
-        return parse_profile(document.body)
-    except DLRMError as error:
-        raise located(document, error) from error
+def _profiles(documents: list[Document]) -> list[HardwareProfile]:
+    found = []
+    for document in documents:
+        if document.kind == "HardwareProfile":
+            try:
+                found.append(parse_profile(document.body))
+            except DLRMError as error:
+                raise located(document, error) from error
+    return found
+
+
+def _names(profiles: list[HardwareProfile]) -> str:
+    return ", ".join(profile.metadata.name for profile in profiles)
 
 
 def located(document: Document, error: DLRMError) -> DLRMError:

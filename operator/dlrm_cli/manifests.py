@@ -75,7 +75,15 @@ def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str]
         print(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2))
     else:
         print(yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True), end="")
-    for words in passing_stores(job.spec):
+    warnings = passing_stores(job.spec)
+    if profile is not None and job.spec.trainer.hardware is None:
+        name = profile.metadata.name
+        warnings = (
+            f"spec.trainer.hardware: the job names none, so the operator would not plan for HardwareProfile {name} as "
+            f"is done here: set it to {name}",
+            *warnings,
+        )
+    for words in warnings:
         print(f"dlrmctl: warning: {words}", file=sys.stderr)
 
 

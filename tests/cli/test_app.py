@@ -118,6 +118,18 @@ def test_render_warns_of_snapshots_that_go_with_their_pod(job: Path, capsys: pyt
     assert capsys.readouterr().err == ""
 
 
+def test_render_warns_of_a_profile_that_the_operator_would_not_use(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "dlrmctl: warning: spec.trainer.hardware: the job names none, so the operator would not plan for"
+    app.main(["render", str(job), "--profile", str(job)])
+    unnamed = capsys.readouterr().err
+    app.main(["render", str(job), "--profile", str(job), "--set", "spec.trainer.hardware=box"])
+
+    assert f"{words} HardwareProfile box" in unnamed
+    assert words not in capsys.readouterr().err
+
+
 def test_planned_replicas_are_shown_with_the_reason_and_rendered(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = ["--set", "spec.trainer.auto={min: 3, max: 5, targetSamplesPerSecond: 0}"]
     app.main(["plan", str(job), *chosen])

@@ -152,3 +152,18 @@ def test_a_job_finds_its_profile_in_its_own_file_or_in_another(tmp_path: Path) -
     assert own == given
     with pytest.raises(UsageError, match="no HardwareProfile box"):
         find_profile(job, documents[:1], None)
+
+
+def test_a_job_that_names_no_profile_takes_the_only_one_of_a_file_and_none_of_several(tmp_path: Path) -> None:
+    job = parse_document(read_documents(write(tmp_path, JOB))[0])
+    one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
+    one.write_text(PROFILE)
+    two.write_text(f"{PROFILE}\n---\n{PROFILE.replace('box', 'rack')}")
+    assert isinstance(job, DLRMJob)
+
+    only = find_profile(job, [], one)
+
+    assert only is not None
+    assert only.metadata.name == "box"
+    with pytest.raises(UsageError, match=r"two\.yaml holds 2 HardwareProfiles \(box, rack\) and the job names none"):
+        find_profile(job, [], two)
