@@ -125,11 +125,82 @@ def test_variables_of_the_operator_are_spelt_as_it_spells_them(helm: Path, tmp_p
         ("scope.namespace=Team", "namespace"),
         ("image.digest=latest", "digest"),
         ("webhook.timeoutSeconds=60", "timeoutSeconds"),
+        ("serviceAccount.name=Operator", "serviceAccount"),
+        ("webhook.certificate.existingSecret=a..b", "existingSecret"),
+        ("imagePullSecrets[0].names=registry", "imagePullSecrets"),
     ],
 )
 def test_values_that_are_none_are_refused_by_name(helm: Path, tmp_path: Path, setting: str, words: str) -> None:
     with pytest.raises(AssertionError, match=f"values don't meet the specifications.*(?s:.*){words}"):
         render(helm, tmp_path, "demo", NAMESPACE, setting)
+
+
+OWN_CERTIFICATE = "webhook.certificate.existingSecret=own"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("webhook.timeoutSeconds=5",), "webhook.timeoutSeconds must be above webhook.deadlineSeconds"),
+        (("webhook.deadlineSeconds=11",), "webhook.timeoutSeconds must be above webhook.deadlineSeconds"),
+        ((OWN_CERTIFICATE, "webhook.failurePolicy=Fail"), "Fail needs webhook.certificate.caBundle: no ca.crt of"),
+        (
+            ("monitoring.operator.enabled=true", "monitoring.interval=9s"),
+            "interval must not be below monitoring.scrape",
+        ),
+        (("monitoring.trainers.enabled=true", "monitoring.scrapeTimeout=1m1s"), "interval must not be below"),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused_by_name(
+    helm: Path, tmp_path: Path, settings: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(AssertionError, match=words):
+        render(helm, tmp_path, "demo", NAMESPACE, *settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("webhook.timeoutSeconds=6",),
+        ("webhook.enabled=false", "webhook.timeoutSeconds=5"),
+        (OWN_CERTIFICATE,),
+        (OWN_CERTIFICATE, "webhook.failurePolicy=Fail", "webhook.certificate.caBundle=pem"),
+        ("monitoring.operator.enabled=true", "monitoring.interval=1m", "monitoring.scrapeTimeout=60s"),
+        ("monitoring.scrapeTimeout=1h",),
+    ],
+)
+def test_values_that_go_together_are_taken(helm: Path, tmp_path: Path, settings: tuple[str, ...]) -> None:
+    assert render(helm, tmp_path, "demo", NAMESPACE, *settings)
+
+
+def test_names_of_secrets_and_accounts_may_have_dots(helm: Path, tmp_path: Path) -> None:
+    names_of = {
+        "serviceAccount.name": r"operator\.team",
+        "imagePullSecrets[0]": r"registry\.one",
+        "imagePullSecrets[1].name": r"registry\.two",
+        "webhook.certificate.existingSecret": r"own\.certificate",
+    }
+
+    objects = render(helm, tmp_path, "demo", NAMESPACE, *(f"{key}={value}" for key, value in names_of.items()))
+
+    spec = pod_template(objects)["spec"]
+    assert spec["serviceAccountName"] == only(objects, "ServiceAccount")["metadata"]["name"] == "operator.team"
+    assert spec["imagePullSecrets"] == [{"name": "registry.one"}, {"name": "registry.two"}]
+    assert spec["volumes"][1]["secret"]["secretName"] == "own.certificate"
+
+
+def test_trainers_reach_what_gives_out_a_role_s_credentials_only_where_a_value_says_so(
+    helm: Path, tmp_path: Path
+) -> None:
+    def addresses(*settings: str) -> list[str]:
+        namespaces = "networkPolicy.trainers.namespaces[0]=ads"
+        objects = render(helm, tmp_path, "demo", NAMESPACE, "networkPolicy.enabled=true", namespaces, *settings)
+        [policy] = [each for each in of_kind(objects, "NetworkPolicy") if each["metadata"]["namespace"] == "ads"]
+        peers = [peer for rule in policy["spec"]["egress"] for peer in rule.get("to", ())]
+        return [peer["ipBlock"]["cidr"] for peer in peers if "ipBlock" in peer]
+
+    assert addresses() == []
+    assert addresses("networkPolicy.trainers.cloudIdentity=true") == ["169.254.169.254/32", "169.254.170.23/32"]
 
 
 def test_every_value_is_described_and_stands_in_the_schema() -> None:

@@ -78,6 +78,32 @@ helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
 {{- end -}}
 {{- end -}}
 
+{{- /* Secrets that are named as texts or as in a pod. */ -}}
+{{- define "dlrm.pullSecrets" -}}
+{{- range . }}
+- name: {{ if kindIs "map" . }}{{ .name }}{{ else }}{{ . }}{{ end }}
+{{- end }}
+{{- end -}}
+
+{{- /* A duration of hours, minutes and seconds in seconds. */ -}}
+{{- define "dlrm.seconds" -}}
+{{- $seconds := 0 -}}
+{{- range regexFindAll "[0-9]+[hms]" . -1 -}}
+{{- $factor := get (dict "h" 3600 "m" 60 "s" 1) (trimAll "0123456789" .) -}}
+{{- $seconds = add $seconds (mul $factor (int (trimAll "hms" .))) -}}
+{{- end -}}
+{{- $seconds -}}
+{{- end -}}
+
+{{- /* How often is scraped; the Prometheus Operator takes no monitor whose scrapes may last longer than that. */ -}}
+{{- define "dlrm.scrapes" -}}
+{{- if lt (int (include "dlrm.seconds" .Values.monitoring.interval)) (int (include "dlrm.seconds" .Values.monitoring.scrapeTimeout)) -}}
+{{- fail "monitoring.interval must not be below monitoring.scrapeTimeout" -}}
+{{- end -}}
+interval: {{ .Values.monitoring.interval }}
+scrapeTimeout: {{ .Values.monitoring.scrapeTimeout }}
+{{- end -}}
+
 {{- /* What the operator puts on the pods of jobs. */ -}}
 {{- define "dlrm.trainerLabels" -}}
 app.kubernetes.io/managed-by: dlrm-operator
