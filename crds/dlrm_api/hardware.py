@@ -21,12 +21,23 @@ class TierSpec(ApiModel):
     bytes: Bytes = Field(description="Capacity (bytes).")
     read_bytes_per_second: BytesPerSecond | None = Field(None, description="Sequential reads (bytes/s).")
     write_bytes_per_second: BytesPerSecond | None = Field(None, description="Sequential writes (bytes/s).")
-    read_iops: float | None = Field(None, ge=0, le=1e12, description="Random reads of one row or page (1/s).")
-    write_iops: float | None = Field(None, ge=0, le=1e12, description="Random writes of one row or page (1/s).")
-    latency_seconds: float | None = Field(None, ge=0, le=10, description="Latency of one random read (s).")
-    host_path: str | None = Field(None, min_length=1, max_length=1_024, description="Folder of the node to mount.")
+    read_iops: float | None = Field(
+        None, ge=0, le=1e12, description="Random reads of one row or page (1/s), of tiers below ddr."
+    )
+    write_iops: float | None = Field(
+        None, ge=0, le=1e12, description="Random writes of one row or page (1/s). Not used yet."
+    )
+    latency_seconds: float | None = Field(
+        None, ge=0, le=10, description="Latency of one random read (s). Not used yet."
+    )
+    host_path: str | None = Field(
+        None, min_length=1, max_length=1_024, description="Folder of the node to mount, of tiers below ddr."
+    )
     storage_class: str | None = Field(
-        None, min_length=1, max_length=253, description="Class of an ephemeral volume claim to mount."
+        None,
+        min_length=1,
+        max_length=253,
+        description="Class of an ephemeral volume claim to mount, of tiers below ddr.",
     )
 
     rules = (
@@ -52,8 +63,10 @@ class DeviceSpec(ApiModel):
 
     resource: str = Field(min_length=1, max_length=317, description="Extended resource, such as nvidia.com/gpu.")
     count: int = Field(ge=1, le=64, description="Devices of one node.")
-    hbm: TierSpec = Field(description="Memory of one device.")
-    flops_per_second: float | None = Field(None, ge=0, le=1e18, description="Measured compute of one device (flop/s).")
+    hbm: TierSpec = Field(description="Memory of one device. Not used yet.")
+    flops_per_second: float | None = Field(
+        None, ge=0, le=1e18, description="Measured compute of one device (flop/s). Not used yet."
+    )
 
 
 class NetworkSpec(ApiModel):
@@ -73,8 +86,12 @@ class HardwareProfileSpec(ApiModel):
     )
     tolerations: tuple[PodObject, ...] = Field((), max_length=32, description="Tolerations of the pool's taints.")
     runtime_class: str | None = Field(None, min_length=1, max_length=253, description="RuntimeClass of the pods.")
-    cpus: float | None = Field(None, ge=0, le=4_096, description="Allocatable CPU cores of one node.")
-    flops_per_second: float | None = Field(None, ge=0, le=1e18, description="Measured compute of the CPUs (flop/s).")
+    cpus: float | None = Field(
+        None, ge=0, le=4_096, description="Allocatable CPU cores of one node. Shown by kubectl, not used yet."
+    )
+    flops_per_second: float | None = Field(
+        None, ge=0, le=1e18, description="Measured compute of the CPUs (flop/s), by which plans predict."
+    )
     devices: DeviceSpec | None = Field(None, description="Accelerators.")
     tiers: TiersSpec = Field(description="Memory tiers.")
     network: NetworkSpec = Field(NetworkSpec(), description="Bandwidth between ranks.")

@@ -52,7 +52,12 @@ def missing_rates(spec: DLRMJobSpec, profile: HardwareProfile | None, plan: Plan
     if profile is None:
         return "trainer.hardware names no HardwareProfile"
     known, hardware = plan.predicted, profile.spec
-    lacking = [] if hardware.flops_per_second else ["flopsPerSecond"]
+    of_devices = hardware.devices is not None and hardware.devices.flops_per_second
+    lacking = []
+    if not hardware.flops_per_second:
+        lacking.append(
+            "flopsPerSecond" + (" of its CPUs (that of its devices does not count yet)" if of_devices else "")
+        )
     if not hardware.tiers.ddr.read_bytes_per_second:
         lacking.append("tiers.ddr.readBytesPerSecond")
     if known.communication_seconds is None:

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from pydantic.fields import FieldInfo
 
 from dlrm_api.base import ApiModel, NotBuilt
 from dlrm_api.crd import definitions
-from dlrm_api.hardware import HardwareProfile
+from dlrm_api.hardware import DeviceSpec, HardwareProfile, HardwareProfileSpec, NetworkSpec, TierSpec, TiersSpec
 from dlrm_api.job import DLRMJob
+from dlrm_operator.objects.tier_volumes import FILE_TIERS
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SCHEMAS = {
     kind: definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"] for kind, definition in definitions().items()
@@ -132,6 +136,23 @@ def test_a_field_that_is_not_built_is_refused_by_its_name(model: type[ApiModel],
 
         found = [problem["msg"] for problem in refused.value.errors() if problem["type"] == "not_built"]
         assert found == [mark.message(alias)], value
+
+
+def test_a_figure_of_a_profile_says_that_it_is_not_used_where_nothing_reads_it() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "operator").rglob("*.py"))
+    fields = {
+        f"{model.__name__}.{name}": (name, field.description or "")
+        for model in (HardwareProfileSpec, DeviceSpec, TiersSpec, TierSpec, NetworkSpec)
+        for name, field in model.model_fields.items()
+    }
+    unused = {
+        path for path, (_, description) in fields.items() if re.search("not used yet", description, re.IGNORECASE)
+    }
+    unread = {path for path, (name, _) in fields.items() if not re.search(rf"\.{name}\b", source)}
+
+    by_getattr = {f"TiersSpec.{tier}" for tier in FILE_TIERS}
+    only_to_say_so = {"DeviceSpec.flops_per_second"}
+    assert unused == unread - by_getattr | only_to_say_so
 
 
 def test_the_marks_are_found_at_all() -> None:

@@ -20,6 +20,7 @@ RATES: dict[str, Any] = {
     "flopsPerSecond": 1e9,
     "network": {"intraNodeBytesPerSecond": 1e9, "interNodeBytesPerSecond": 1e9},
 }
+DEVICES = {"resource": "nvidia.com/gpu", "count": 1, "hbm": {"bytes": "80Gi"}, "flopsPerSecond": 1e14}
 DDR = {"bytes": "64Gi", "readBytesPerSecond": 1e9, "writeBytesPerSecond": 5e8}
 TABLES = [{"name": f"t{i}", "rows": 10**6, "dim": 16, "maxLookups": 2} for i in range(8)]
 MOST_JUDGED = GRID + 12
@@ -172,6 +173,10 @@ def test_tables_that_fit_no_allowed_number_are_refused_with_a_larger_one_as_the_
     [
         (None, "trainer.hardware names no HardwareProfile"),
         ({**RATES, "flopsPerSecond": None}, "HardwareProfile big has no flopsPerSecond"),
+        (
+            {**RATES, "flopsPerSecond": None, "devices": DEVICES},
+            "HardwareProfile big has no flopsPerSecond of its CPUs (that of its devices does not count yet)",
+        ),
         ({**RATES, "network": {}}, "2 replicas cannot be predicted: HardwareProfile big has no network.interNode"),
     ],
 )
