@@ -55,6 +55,23 @@ Settings = Annotated[
 ]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"dlrmctl {version('dlrm-operator')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of no command; the program's help is what it says of itself."""
+
+
 @app.command()
 def validate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of any number of documents.")],

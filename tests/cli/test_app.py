@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,13 @@ def test_help_loads_neither_torch_nor_boto3_nor_kubernetes() -> None:
     assert finished.returncode == 0, finished.stderr
     for command in ("validate", "plan", "render", "run", "trace", "snapshots", "get", "logs", "top"):
         assert command in finished.stdout
+
+
+def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) -> None:
+    code = app.main(["--version"])
+
+    assert code == ExitCode.DONE
+    assert capsys.readouterr().out == f"dlrmctl {version('dlrm-operator')}\n"
 
 
 def test_validate_says_what_each_document_is(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
