@@ -128,6 +128,7 @@ def test_variables_of_the_operator_are_spelt_as_it_spells_them(helm: Path, tmp_p
         ("serviceAccount.name=Operator", "serviceAccount"),
         ("webhook.certificate.existingSecret=a..b", "existingSecret"),
         ("imagePullSecrets[0].names=registry", "imagePullSecrets"),
+        (r"commonLabels.app\.kubernetes\.io/name=other", "commonLabels"),
     ],
 )
 def test_values_that_are_none_are_refused_by_name(helm: Path, tmp_path: Path, setting: str, words: str) -> None:
@@ -187,6 +188,54 @@ def test_names_of_secrets_and_accounts_may_have_dots(helm: Path, tmp_path: Path)
     assert spec["serviceAccountName"] == only(objects, "ServiceAccount")["metadata"]["name"] == "operator.team"
     assert spec["imagePullSecrets"] == [{"name": "registry.one"}, {"name": "registry.two"}]
     assert spec["volumes"][1]["secret"]["secretName"] == "own.certificate"
+
+
+def test_common_labels_are_on_every_object_and_in_no_selector(helm: Path, tmp_path: Path) -> None:
+    label, monitors = {"example.com/cost-center": "ads"}, ("operator", "trainers", "rules", "dashboards")
+    settings = [r"commonLabels.example\.com/cost-center=ads", *(f"monitoring.{each}.enabled=true" for each in monitors)]
+
+    objects = render(helm, tmp_path, "demo", NAMESPACE, "crds.enabled=false", *settings, tests=True)
+
+    assert all(label.items() <= each["metadata"]["labels"].items() for each in objects)
+    assert label.items() <= pod_template(objects)["metadata"]["labels"].items()
+    selectors = [each["spec"]["selector"] for each in of_kind(objects, "Service") + of_kind(objects, "Deployment")]
+    assert not any("example.com" in json.dumps(selector) for selector in selectors)
+
+
+def test_labels_of_a_pod_leave_its_selector_s_alone(helm: Path, tmp_path: Path) -> None:
+    settings = (r"pod.labels.app\.kubernetes\.io/component=other", "pod.labels.team=ads", "commonLabels.team=search")
+
+    objects = render(helm, tmp_path, "demo", NAMESPACE, *settings)
+
+    labels, deployment = pod_template(objects)["metadata"]["labels"], only(objects, "Deployment")
+    assert labels["team"] == "ads"
+    assert deployment["metadata"]["labels"]["team"] == "search"
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_a_cluster_that_chooses_users_is_given_none(helm: Path, tmp_path: Path) -> None:
+    objects = render(helm, tmp_path, "demo", NAMESPACE, variant("guarded"), tests=True)
+    specs = [pod_template(objects)["spec"], *(pod["spec"] for pod in of_kind(objects, "Pod"))]
+
+    for spec in specs:
+        assert spec["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+        assert spec["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_the_operator_s_pods_are_spread_replaced_and_given_volumes_as_values_say(helm: Path, tmp_path: Path) -> None:
+    objects = render(helm, tmp_path, "demo", NAMESPACE, variant("guarded"))
+    deployment = only(objects, "Deployment")["spec"]
+    spec = deployment["template"]["spec"]
+    [constraint] = spec["topologySpreadConstraints"]
+
+    assert deployment["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert constraint["labelSelector"] == deployment["selector"]
+    assert constraint["topologyKey"] == "topology.kubernetes.io/zone"
+    assert {"name": "authorities", "configMap": {"name": "authorities"}} in spec["volumes"]
+    assert "/etc/authorities" in [mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]]
+    plain = only(render(helm, tmp_path, "demo", NAMESPACE), "Deployment")["spec"]
+    assert "strategy" not in plain
+    assert "topologySpreadConstraints" not in plain["template"]["spec"]
 
 
 def test_trainers_reach_what_gives_out_a_role_s_credentials_only_where_a_value_says_so(

@@ -27,10 +27,24 @@ app.kubernetes.io/component: operator
 
 {{- define "dlrm.labels" -}}
 {{ include "dlrm.selector" . }}
+{{ include "dlrm.sharedLabels" . }}
+{{- end -}}
+
+{{- /* Of all objects, whatever they are a part of. */ -}}
+{{- define "dlrm.sharedLabels" -}}
 app.kubernetes.io/part-of: dlrm
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- /* A list of the root and of labels that one object has besides: they win over all but those of the selector. */ -}}
+{{- define "dlrm.labelsAnd" -}}
+{{- $root := index . 0 -}}
+{{- merge (dict) (include "dlrm.selector" $root | fromYaml) (index . 1) (include "dlrm.labels" $root | fromYaml) | toYaml -}}
 {{- end -}}
 
 {{- /* Of what `helm test` makes: no selector of the operator's may find it. */ -}}
@@ -42,10 +56,7 @@ app.kubernetes.io/component: test
 
 {{- define "dlrm.testLabels" -}}
 {{ include "dlrm.testSelector" . }}
-app.kubernetes.io/part-of: dlrm
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{ include "dlrm.sharedLabels" . }}
 {{- end -}}
 
 {{- define "dlrm.testHook" -}}
