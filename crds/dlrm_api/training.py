@@ -77,8 +77,7 @@ class TrainingSpec(ApiModel):
         le=2**26,
         description=(
             "Samples of a rank whose activations are held at a time; the gradients of a global batch are summed and "
-            "applied once all the same. By default the rank's whole share. Evaluations score that at once, without "
-            "gradients."
+            "applied once all the same. By default the rank's whole share."
         ),
     )
     communication: CommunicationSpec = Field(CommunicationSpec(), description="Number formats on the wire.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dlrm_api.data import DataSpec
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import ModelSpec
 from dlrm_planner.costs import ELEMENT_BYTES
@@ -55,15 +54,13 @@ def held_samples(spec: DLRMJobSpec) -> int:
 def activation_bytes(spec: DLRMJobSpec) -> int:
     """Activations and their gradients of one rank.
 
-    What goes into the dense part, pooled rows too, is held of its whole slice; the rest of a micro batch. An evaluation
-    scores a slice at once, and needs no gradients.
+    What goes into the dense part, pooled rows too, is held of its whole slice; the rest of a micro batch.
     """
     model, samples = spec.model, largest_slice(spec)
     vectors, pooled = len(model.all_features()) + bool(model.bottom_mlp), _pooled(model)
     interaction = vectors * vectors if model.interaction == "dot" else pooled * model.cross_layers
     inputs, inner = len(model.dense_features) + pooled, sum(model.bottom_mlp) + sum(model.top_mlp) + interaction
-    scored = inner * samples if _evaluates(spec.data) else 0
-    return ELEMENT_BYTES * (2 * inputs * samples + max(2 * inner * held_samples(spec), scored))
+    return 2 * ELEMENT_BYTES * (inputs * samples + inner * held_samples(spec))
 
 
 def exchange_bytes(spec: DLRMJobSpec) -> int:
@@ -75,10 +72,6 @@ def exchange_bytes(spec: DLRMJobSpec) -> int:
     if spec.world_size == 1:
         return 0
     return EXCHANGED_COPIES * ELEMENT_BYTES * _pooled(spec.model) * largest_slice(spec)
-
-
-def _evaluates(data: DataSpec) -> bool:
-    return data.synthetic.eval_samples > 0 if data.format == "synthetic" else bool(data.eval.uris)
 
 
 def _pooled(model: ModelSpec) -> int:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from dlrm_api.data import SyntheticSpec
 from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
@@ -124,8 +123,7 @@ def test_the_mend_of_a_micro_batch_is_enough_and_one_piece_fewer_is_not(
     share = 2**20
     spec = make_spec(tables(10**6), batch=share)
     model = spec.model.model_copy(update={"top_mlp": (1_024, 1)})
-    data = spec.data.model_copy(update={"synthetic": SyntheticSpec(eval_samples=0)})
-    spec = spec.model_copy(update={"model": model, "data": data})
+    spec = spec.model_copy(update={"model": model})
     node = make_profile(working_set_bytes(spec) - short)
 
     def micro_batch(size: int) -> DLRMJobSpec:

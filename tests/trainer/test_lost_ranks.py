@@ -144,6 +144,6 @@ def test_a_launcher_leaves_no_rank_behind_and_blames_the_one_that_stopped(tmp_pa
 
     os.kill(ranks[1], signal.SIGSTOP)
 
-    assert pod.wait(60.0) == ExitCode.TEMPORARY
+    assert pod.wait(180.0) == ExitCode.TEMPORARY
     assert pod.termination().message.startswith("rank 1 died or fell silent (")
     assert not any(map(alive, ranks))

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gangs import hand_plan, job_document, small_job
 
 from dlrm_api.errors import InvalidSpecError, SnapshotError
@@ -116,6 +117,18 @@ def test_an_evaluation_changes_no_byte_and_marks_no_row(tmp_path: Path) -> None:
     assert metrics.samples == 500
     assert digest_of(job, learner) == digest
     assert sum(len(piece.row_ids) for piece in cut_of(job, learner).pieces) == rows
+
+
+def test_an_evaluation_holds_the_activations_of_a_micro_batch_alone(tmp_path: Path) -> None:
+    seen: list[int] = []
+    whole, pieces = (learner_of(small_job(tmp_path, training=more)) for more in ({}, {"microBatchSize": 20}))
+    pieces.model.top.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    batch = open_reader(small_job(tmp_path).spec, "eval", 0, 1).read(0)
+
+    scores = pieces.logits(batch)
+
+    assert seen == [20, 20, 20, 4]
+    torch.testing.assert_close(scores, whole.logits(batch))
 
 
 def test_a_value_that_is_not_finite_is_found_where_it_is(tmp_path: Path) -> None:

@@ -193,9 +193,9 @@ class Learner:
         """(n,) float32 logits of this rank's samples; changes nothing, not even the record of updated rows."""
         with torch.no_grad():
             prepared = self.embeddings.prepare(self.embeddings.send(batch), updates=False)
-            lookup = self.embeddings.lookup(self.embeddings.pool(prepared, None))
-            logits: Tensor = self.model(batch.dense, lookup.features)
-            return logits
+            features = self.embeddings.lookup(self.embeddings.pool(prepared, None)).features
+            pieces = _pieces(len(batch.labels), self._micro_batch)
+            return torch.cat([self.model(batch.dense[piece], features[piece]) for piece in pieces])
 
     def _start_sums(self) -> list[Arriving]:
         """Begin to sum gradients over ranks, while rows are updated; those of tables are always sent in fp32."""
