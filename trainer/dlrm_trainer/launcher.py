@@ -22,16 +22,12 @@ from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.progress import Progress, TerminationMessage
 from dlrm_checkpointer.handoff import has_lost_its_sidecar
+from dlrm_trainer.endings import Endings
 from dlrm_trainer.rank import STOP_SIGNALS, RankReport, run_rank
 from dlrm_trainer.settings import Settings
 from dlrm_trainer.stacks import RankStacks
 from dlrm_trainer.tier_counters import SharedCounters
 
-CONSEQUENCES_S = 10.0
-"""After one rank failed, how long the others may take to notice and say so."""
-UNSERVED_S = 15.0
-"""How long ranks that were told to end are left waiting for a checkpointer that died: whoever starts it again does so
-sooner, and a kubelet starts none in a pod that ends."""
 POLL_S = 0.5
 
 
@@ -55,12 +51,8 @@ class Launcher:
     """
 
     def __init__(self, job: DLRMJob, plan: Plan, settings: Settings, digest: bool) -> None:
-        self._grace_s = settings.grace_s or job.spec.lifecycle.termination_grace_period
+        self._endings = Endings(settings.grace_s or job.spec.lifecycle.termination_grace_period)
         self._handoff = settings.handoff_dir
-        self._stopped_at: float | None = None
-        self._unserved_at: float | None = None
-        self._failed_at: float | None = None
-        self._first_failure: dict[int, float] = {}
         self._ended_here: set[int] = set()
         processes = job.spec.trainer.processes_per_replica
         context = multiprocessing.get_context("fork")
@@ -81,7 +73,7 @@ class Launcher:
 
     def _stop(self, _number: int, _frame: FrameType | None) -> None:
         """Pass the signal on: it asks for a cut and the end."""
-        self._stopped_at = self._stopped_at or time.monotonic()
+        self._endings.stop(time.monotonic())
         for each in self._ranks:
             if each.process.is_alive():
                 with contextlib.suppress(ProcessLookupError):
@@ -89,34 +81,26 @@ class Launcher:
 
     def wait(self) -> TerminationMessage:
         """Wait for every rank and say how the pod ended."""
-        while running := [each for each in self._ranks if each.process.exitcode is None]:
+        while running := [each for each, code in self._codes() if code is None]:
             wait([each.process.sentinel for each in running], POLL_S)
+            codes = {each.rank: code for each, code in self._codes()}
             now = time.monotonic()
-            for each in running:
-                if each.process.exitcode not in (None, ExitCode.DONE, ExitCode.TERMINATED):
-                    self._first_failure[each.rank] = now
-                    self._failed_at = self._failed_at or now
-            self._unserved_at = self._unserved_since(now)
-            if self._is_late(now):
+            self._endings.see(codes, now, unserved=self._is_unserved())
+            if self._endings.are_late(now):
                 for each in running:
-                    if each.process.exitcode is None:
+                    if codes[each.rank] is None:
                         self._ended_here.add(each.rank)
                         each.process.kill()
         return self._verdict()
 
-    def _is_late(self, now: float) -> bool:
-        """Whether ranks that still run are to be killed: whatever they wait for won't come."""
-        if self._failed_at is not None and now - self._failed_at > CONSEQUENCES_S:
-            return True
-        if self._unserved_at is not None and now - self._unserved_at > UNSERVED_S:
-            return True
-        return self._stopped_at is not None and now - self._stopped_at > self._grace_s
+    def _is_unserved(self) -> bool:
+        """Whether ranks that were told to end have no checkpointer any more."""
+        told = self._endings.stopped_at is not None
+        return told and self._handoff is not None and has_lost_its_sidecar(self._handoff)
 
-    def _unserved_since(self, now: float) -> float | None:
-        """Since when ranks that were told to end have no checkpointer; None where they have one, or go on."""
-        if self._stopped_at is None or self._handoff is None or not has_lost_its_sidecar(self._handoff):
-            return None
-        return self._unserved_at or now
+    def _codes(self) -> list[tuple[RankProcess, int | None]]:
+        """Every rank with its exit code; None: it runs."""
+        return [(each, each.process.exitcode) for each in self._ranks]
 
     def _verdict(self) -> TerminationMessage:
         reports = {each.rank: self._report(each) for each in self._ranks}
@@ -158,9 +142,9 @@ class Launcher:
             if each.rank in self._ended_here:
                 lost = True
                 message = f"rank {each.rank} did not end in time, after another or a signal, and was killed"
-                if self._unserved_at is not None:
+                if self._endings.unserved_at is not None:
                     message += ": its checkpointer had died, so its last cut had nowhere to go"
         elif not reason:
             reason, message = "Crashed", f"rank {each.rank} ended with exit code {code}: see its log"
-        when = self._first_failure.get(each.rank, time.monotonic())
+        when = self._endings.failures.get(each.rank, time.monotonic())
         return RankReport(exit_code=code, reason=reason, message=message, step=0, time=when, peer_lost=lost)
