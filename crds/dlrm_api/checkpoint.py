@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from dlrm_api.base import ApiModel, Rule
-from dlrm_api.objects import SecretName, SnapshotS3Spec, Uri
+from dlrm_api.objects import ObjectName, SnapshotS3Spec, Uri
 from dlrm_api.quantities import Bytes, Duration
 
 Bits = Literal[2, 3, 4, 8, 16, 32]
@@ -116,7 +116,7 @@ class CheckpointSpec(ApiModel):
             "rows of these go back to the newest snapshot, all others do not. No training ever had such a state."
         ),
     )
-    credentials_secret: SecretName | None = Field(
+    credentials_secret: ObjectName | None = Field(
         None, description="Secret with accessKeyId, secretAccessKey and optionally sessionToken."
     )
     s3: SnapshotS3Spec = Field(SnapshotS3Spec(), description="Service of s3:// snapshots.")

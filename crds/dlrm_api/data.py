@@ -8,7 +8,7 @@ from pydantic import Field
 
 from dlrm_api.base import ApiModel, Rule
 from dlrm_api.model import ColumnName
-from dlrm_api.objects import S3Spec, SecretName, Uri
+from dlrm_api.objects import ObjectName, S3Spec, Uri
 from dlrm_api.quantities import Bytes
 
 
@@ -96,7 +96,7 @@ class DataSpec(ApiModel):
             "batch touches in all virtual shards of a rank, row groups are decoded repeatedly."
         ),
     )
-    credentials_secret: SecretName | None = Field(
+    credentials_secret: ObjectName | None = Field(
         None,
         description=(
             "Secret with accessKeyId, secretAccessKey and optionally sessionToken, with which s3:// data is read."

@@ -9,7 +9,8 @@ from pydantic import Field
 from dlrm_api.base import ApiModel, Rule
 
 Uri = Annotated[str, Field(min_length=1, max_length=2_048)]
-SecretName = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
+ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
+"""Name of an object of the cluster. It goes into paths of the API server, so it holds nothing that leads elsewhere."""
 
 
 def is_s3(uri: str) -> bool:

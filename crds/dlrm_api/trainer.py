@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from dlrm_api.base import ApiModel, NotBuilt, Rule
+from dlrm_api.objects import ObjectName
 from dlrm_api.overlay import PodTemplateOverlay
 from dlrm_api.quantities import Bytes
 
@@ -132,11 +133,8 @@ class TrainerSpec(ApiModel):
         le=1_024,
         description="Compute threads of one rank; by default the pod's CPUs divided by its ranks.",
     )
-    hardware: str | None = Field(
-        None,
-        min_length=1,
-        max_length=253,
-        description="Name of a HardwareProfile; by default any node, no memory check.",
+    hardware: ObjectName | None = Field(
+        None, description="Name of a HardwareProfile; by default any node, no memory check."
     )
     tier_budgets: TierBudgets = Field(TierBudgets(), description="Bytes of each tier for a pod's tables and hand-off.")
     cache: CacheSpec = Field(CacheSpec(), description="Slots of tables whose rows don't all fit fast memory.")

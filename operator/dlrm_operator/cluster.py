@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlencode
+from urllib.parse import unquote, urlencode
 
 import urllib3  # type: ignore[import-untyped]
 import yaml
@@ -152,7 +152,7 @@ class KubernetesApi:
         """See :class:`Api`."""
         for line in self.lines(path, {**query, "watch": "true"}, silence_s):
             if line.strip() and line.endswith(b"\n"):  # a cut connection leaves half an event
-                yield _event(line)
+                yield _event(line, path)
 
     def lines(self, path: str, query: Query, silence_s: float | None) -> Iterator[bytes]:
         """An answer that is no object, such as a log: its lines as they come, newlines kept, in the calling thread.
@@ -188,8 +188,7 @@ class KubernetesApi:
     ) -> Object:
         timeout = urllib3.Timeout(total=timeout_s, connect=CONNECT_TIMEOUT_S)
         response = self._send(method, path, body, query or {}, kind, accept, timeout, stream=False)
-        found: Object = from_json(response.data or b"{}")
-        return found
+        return _object(response.data or b"{}", f"{method} {path}")
 
     def _send(
         self,
@@ -203,6 +202,8 @@ class KubernetesApi:
         *,
         stream: bool,
     ) -> Any:
+        if _leads_elsewhere(path):
+            raise NotFoundError(404, f"{path} is no path of an object: a name in it is none")
         headers = {"Accept": accept, "Content-Type": kind, "User-Agent": self._agent}
         self._client.update_params_for_auth(headers, [], ["BearerToken"])
         url = f"{path}?{urlencode(query)}" if query else path
@@ -256,9 +257,26 @@ def _namespace(kubeconfig: str | None, context: str | None) -> str:
     return str(chosen["context"].get("namespace") or "default")
 
 
-def _event(line: bytes) -> Object:
+def _leads_elsewhere(path: str) -> bool:
+    """Whether a name in the path would have the server be asked for something else: ``..``, or a query."""
+    steps = unquote(path).split("/")
+    return "." in steps or ".." in steps or "?" in path or "#" in path
+
+
+def _object(text: bytes, what: str) -> Object:
+    """The object of an answer. Whatever else answers, such as a proxy's page, is not the API server."""
+    try:
+        found = from_json(text)
+    except ValueError as error:
+        raise ClusterUnavailableError(f"{what}: the answer is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ClusterUnavailableError(f"{what}: the answer is no object")
+    return found
+
+
+def _event(line: bytes, path: str) -> Object:
     """One watch event; an ERROR event is raised as what it says."""
-    event: Object = from_json(line)
+    event = _object(line, f"GET {path}")
     if event["type"] == "ERROR":
         status = event["object"]
         code, message = status.get("code", 500), status.get("message", "watch failed")

@@ -219,6 +219,12 @@ BAD = {
         "spec.checkpoint.credentialsSecret: 'My_Keys' does not match ^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$",
         "spec.checkpoint.credentialsSecret in body should match",
     ),
+    "name of a profile that leads elsewhere": job(
+        {"spec.trainer.hardware": "../../../../api/v1/namespaces/other/secrets/s3"},
+        "spec.trainer.hardware: '../../../../api/v1/namespaces/other/secrets/s3' does not match "
+        "^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$",
+        "spec.trainer.hardware in body should match",
+    ),
     "endpoint without a scheme": job(
         {"spec.checkpoint.s3.endpoint": "minio:9000"},
         "spec.checkpoint.s3.endpoint: 'minio:9000' does not match ^https?://",

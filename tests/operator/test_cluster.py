@@ -33,7 +33,7 @@ class ScriptedServer(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), ScriptedHandler)
-        self.script: list[tuple[int, Object, list[Object]]] = []
+        self.script: list[tuple[int, Object, list[Object | bytes]]] = []
         self.asked: list[str] = []
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
@@ -45,7 +45,7 @@ class ScriptedHandler(BaseHTTPRequestHandler):
         self.server.asked.append(self.path)
         script = self.server.script
         code, headers, bodies = script.pop(0) if len(script) > 1 else script[0]
-        body = b"".join(json.dumps(item).encode() + b"\n" for item in bodies)
+        body = b"".join(_line(item) for item in bodies)
         self.send_response(code)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
@@ -54,6 +54,10 @@ class ScriptedHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class names it
         """Silence."""
+
+
+def _line(item: Object | bytes) -> bytes:
+    return item if isinstance(item, bytes) else json.dumps(item).encode() + b"\n"
 
 
 @pytest.fixture
@@ -86,7 +90,7 @@ def pod(name: str, version: int, job: str = "demo") -> Object:
     return {"metadata": meta, "status": {"phase": "Running"}}
 
 
-def listing(version: int, *items: Object) -> tuple[int, Object, list[Object]]:
+def listing(version: int, *items: Object) -> tuple[int, Object, list[Object | bytes]]:
     return 200, {}, [{"items": list(items), "metadata": {"resourceVersion": str(version)}}]
 
 
@@ -125,6 +129,30 @@ def test_a_server_that_is_away_is_unavailable(server: ScriptedServer, api: Kuber
 
     with pytest.raises(ClusterUnavailableError):
         asyncio.run(api.call("GET", "/api/v1/pods"))
+
+
+@pytest.mark.parametrize("answer", [b"ok\n", b"<html>a proxy's page</html>\n", b"[1]\n"])
+def test_what_answers_no_object_is_not_the_api_server(
+    server: ScriptedServer, api: KubernetesApi, answer: bytes
+) -> None:
+    server.script = [(200, {}, [answer])]
+
+    with pytest.raises(ClusterUnavailableError, match="GET /api/v1/pods: the answer is no"):
+        asyncio.run(api.call("GET", "/api/v1/pods"))
+    with pytest.raises(ClusterUnavailableError, match="GET /api/v1/pods: the answer is no"):
+        list(api.watch("/api/v1/pods", {}, 1.0))
+
+
+@pytest.mark.parametrize(
+    "name", ["..", ".", "../../secrets/s3", "..%2F..%2Fsecrets%2Fs3", "%2e%2e", "a?watch=true", "a#b"]
+)
+def test_a_name_that_leads_elsewhere_is_asked_of_nobody(server: ScriptedServer, api: KubernetesApi, name: str) -> None:
+    server.script = [(200, {}, [{"kind": "Secret"}])]
+
+    with pytest.raises(NotFoundError, match="a name in it is none"):
+        asyncio.run(api.call("GET", f"/api/v1/namespaces/space/configmaps/{name}"))
+
+    assert server.asked == []
 
 
 def test_a_missing_kubeconfig_is_named(tmp_path: Path) -> None:

@@ -96,6 +96,21 @@ def test_a_right_that_the_operator_lacks_is_told_in_the_servers_words() -> None:
     assert "--profiles" in found.problem
 
 
+def test_a_namespace_is_one_step_of_the_path_whatever_a_review_holds() -> None:
+    job = job_document("demo")
+    job["spec"]["model"]["tables"][0]["distribution"] = {"reference": "configmap:reuse"}
+    asked: list[str] = []
+
+    class Asked(Cluster):
+        async def call(self, _: str, path: str) -> dict[str, Any]:
+            asked.append(path)
+            return {"data": {"trace.json": "{}"}}
+
+    asyncio.run(References(cast("Api", Asked({}))).traces("a/secrets/b", parse_job(job).spec))
+
+    assert asked == ["/api/v1/namespaces/a%2Fsecrets%2Fb/configmaps/reuse"]
+
+
 def test_a_job_that_names_none_asks_nobody() -> None:
     assert seen(None, hardware=None) == ProfileSeen()
 

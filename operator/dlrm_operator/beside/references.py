@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from urllib.parse import quote
 
 import yaml
 
@@ -61,7 +62,7 @@ class References:
             return ProfileSeen()
         try:
             if self._profiles is None:
-                document = await self._api.call("GET", PROFILES.format(name))
+                document = await self._api.call("GET", PROFILES.format(_step(name)))
                 return ProfileSeen(parse_profile(document), document["metadata"]["resourceVersion"])
             found = await self._from_config_map(self._profiles, name)
             profile = parse_profile(found)
@@ -89,7 +90,7 @@ class References:
                 return {}, f"{field}: {words}under the key {TRACE_KEY}, and refer to it as {CONFIG_MAP}NAME"
             name = reference.removeprefix(CONFIG_MAP)
             try:
-                document = await self._api.call("GET", CONFIG_MAPS.format(namespace, name))
+                document = await self._api.call("GET", CONFIG_MAPS.format(_step(namespace), _step(name)))
                 found[reference] = str(document["data"][TRACE_KEY])
             except NotFoundError:
                 words = f"there is no ConfigMap {name} in namespace {namespace}: create it with "
@@ -122,6 +123,11 @@ class References:
             return f"there is no HardwareProfile {name}: create it or name another"
         place = f"ConfigMap {self._profiles.config_map} in namespace {self._profiles.namespace}"
         return f"{place} holds no HardwareProfile {name}: add it there or name another"
+
+
+def _step(name: str) -> str:
+    """A name as one step of a path, whatever it holds: it may come from a review that the API server did not send."""
+    return quote(name, safe="")
 
 
 def _name_of(document: Object) -> object:
