@@ -3,6 +3,7 @@
 from datetime import timedelta
 
 import pytest
+from kubelet_double import committed_word
 from model_cluster import ModelCluster
 from running_job import (
     POD_0,
@@ -22,10 +23,10 @@ from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.lifecycle import RestartSpec
 from dlrm_api.progress import TerminationMessage
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.facts.actions import DeleteObject
+from dlrm_operator.facts.actions import DeleteObject, WakeAt
 from dlrm_operator.facts.conditions import parse_timestamp
 from dlrm_operator.life.budgets import EARLIER_FAILURES, wait_s
-from dlrm_operator.life.clearing import LOST_AFTER
+from dlrm_operator.life.clearing import FORCE_AFTER, LOST_AFTER
 
 GIB = 2**30
 
@@ -78,6 +79,88 @@ def test_a_pod_on_a_lost_node_is_forced_without_its_whole_grace_period() -> None
     assert not [action for action in early if isinstance(action, DeleteObject)]
     assert [(action.name, action.force) for action in forced if isinstance(action, DeleteObject)] == [(POD_1, True)]
     assert any("has been silent for 60 s" in event.message for event in cluster.events)
+
+
+def committing(step: int = 100) -> ModelCluster:
+    """A gang whose trainers ended well, and whose checkpointers still upload the last snapshot."""
+    cluster = running()
+    say(cluster, step=99, committed=40)
+    for name in (POD_0, POD_1):
+        cluster.end(name, "trainer", 0, cluster.done(step))
+    cluster.turn()
+    return cluster
+
+
+def taint_manager_deletes(cluster: ModelCluster, name: str) -> None:
+    cluster.delete(name)
+    taken = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager", "message": "NoExecute"}
+    cluster.pods[name]["status"]["conditions"] = [taken]
+
+
+def test_a_node_that_is_lost_before_the_last_commit_restarts_the_gang_once_its_pod_could_be_forced() -> None:
+    cluster = committing()
+    cluster.end(POD_0, "checkpointer", 75, committed_word(40).model_dump_json())
+    taint_manager_deletes(cluster, POD_1)
+
+    waits = [action for action in cluster.turn() if isinstance(action, WakeAt)]
+    early = status(cluster).phase
+    cluster.now = parse_timestamp(cluster.pods[POD_1]["metadata"]["deletionTimestamp"]) + FORCE_AFTER
+    cluster.turn()
+
+    assert early is Phase.RUNNING
+    assert [wait.time for wait in waits] == [cluster.now]
+    assert status(cluster).restarts_by_reason == {"DeletionByTaintManager": 1}
+    assert status(cluster).charged_restarts == 0
+    assert failure(cluster).pod == POD_1
+
+
+def test_a_node_that_falls_silent_before_the_last_commit_is_waited_for_as_long_as_before_a_forced_deletion() -> None:
+    cluster = committing()
+    lose_node(cluster, POD_1)
+    cluster.end(POD_0, "checkpointer", 75, committed_word(40).model_dump_json())
+
+    cluster.now += LOST_AFTER - timedelta(seconds=1)
+    cluster.turn()
+    early = status(cluster).phase
+    cluster.pass_time(1)
+    cluster.turn()
+
+    assert early is Phase.RUNNING
+    assert status(cluster).restarts_by_reason == {"NodeLost": 1}
+    assert status(cluster).charged_restarts == 0
+
+
+def test_an_upload_at_work_is_waited_for_whatever_befell_the_other_pods() -> None:
+    cluster = committing()
+    lose_node(cluster, POD_1)
+
+    cluster.pass_time(86_400)
+    cluster.turn()
+    waiting = status(cluster).phase
+    cluster.end(POD_0, "checkpointer", 0, committed_word(100).model_dump_json())
+    cluster.turn()
+
+    assert waiting is Phase.RUNNING
+    assert status(cluster).phase is Phase.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("code", "by_reason", "charged"), [(137, {"EvictionByEvictionAPI": 1}, 0), (0, {"SnapshotNotCommitted": 1}, 1)]
+)
+def test_a_drain_that_cuts_the_last_upload_off_is_not_charged(
+    code: int, by_reason: dict[str, int], charged: int
+) -> None:
+    cluster = committing()
+    cluster.end(POD_1, "checkpointer", 75, committed_word(40).model_dump_json())
+    cluster.delete(POD_0)
+    evicted = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+    cluster.pods[POD_0]["status"]["conditions"] = [evicted]
+
+    cluster.end(POD_0, "checkpointer", code, committed_word(40).model_dump_json())
+    cluster.turn()
+
+    assert status(cluster).restarts_by_reason == by_reason
+    assert status(cluster).charged_restarts == charged
 
 
 @pytest.mark.parametrize(

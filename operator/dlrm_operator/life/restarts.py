@@ -21,6 +21,7 @@ from dlrm_operator.facts.evidence import (
 from dlrm_operator.facts.gang import Gang
 from dlrm_operator.facts.observed import ContainerSeen, PodSeen
 from dlrm_operator.facts.reasons import Quoted, Reason
+from dlrm_operator.life.clearing import LOST_AFTER, force_due
 from dlrm_operator.life.waiting import NEVER_STARTS, why_it_waits
 
 SETTLE = timedelta(seconds=5)
@@ -89,9 +90,7 @@ def judge(gang: Gang, restart: RestartSpec, now: datetime) -> Verdict:
             return _earliest(causes)
         if alike:
             return _settled(_earliest(alike), gang, now)
-    if gang.finished and all(_uploading_ended(pod) for pod in gang.pods.values()):
-        return Verdict(outcome=Outcome.RESTART, evidence=_not_committed(gang, now))
-    return ONGOING
+    return _unsaved(gang, now) if gang.finished else ONGOING
 
 
 def _pod_ends(gang: Gang, restart: RestartSpec, now: datetime) -> Iterator[Verdict]:
@@ -147,10 +146,7 @@ def _pod_end(pod: PodSeen, now: datetime) -> Verdict | None:
     if pod.finished:
         return None
     if _disrupted(pod):
-        said = pod.disruption or (pod.reason if pod.reason in DISRUPTIONS else "")
-        reason = Quoted(said) if said else Reason.POD_DELETED
-        words = pod.message or f"pod {pod.name} was taken from its gang"
-        return Verdict(outcome=Outcome.RESTART_FREE, evidence=pod_evidence(pod, reason, words, now))
+        return Verdict(outcome=Outcome.RESTART_FREE, evidence=_disruption(pod, now))
     if pod.phase == "Failed" and pod.reason.startswith(TURNED_AWAY):
         words = pod.message or f"node {pod.node} did not admit pod {pod.name}"
         return Verdict(outcome=Outcome.RESTART_FREE, evidence=pod_evidence(pod, Quoted(pod.reason), words, now))
@@ -175,6 +171,12 @@ def _disrupted(pod: PodSeen) -> bool:
     return pod.deleting or bool(pod.disruption) or pod.reason in DISRUPTIONS
 
 
+def _disruption(pod: PodSeen, now: datetime) -> FailureEvidence:
+    said = pod.disruption or (pod.reason if pod.reason in DISRUPTIONS else "")
+    reason = Quoted(said) if said else Reason.POD_DELETED
+    return pod_evidence(pod, reason, pod.message or f"pod {pod.name} was taken from its gang", now)
+
+
 def _earliest(ends: list[Verdict]) -> Verdict:
     """The first in time; those without a time of end come last."""
     return min(ends, key=lambda end: end.time.timestamp() if end.time else float("inf"))
@@ -196,8 +198,39 @@ def _all_committed(gang: Gang) -> bool:
     return word is not None and word.committed_step is not None and word.committed_step >= gang.final_step
 
 
+def _unsaved(gang: Gang, now: datetime) -> Verdict:
+    """All trainers ended well, and none of their checkpointers says that the last step is safe.
+
+    Who still uploads is waited for, unless nobody is there any more who could end it. Where a pod was taken away before
+    its part was stored, that is why.
+    """
+    at_work = [pod for pod in gang.pods.values() if not _uploading_ended(pod)]
+    dues = [due for pod in at_work if (due := _silent_for_good(pod)) is not None]
+    if len(dues) < len(at_work):
+        return ONGOING
+    if dues and now < max(dues):
+        return Verdict(outcome=Outcome.ONGOING, settle_at=max(dues))
+    cut_off = (pod for pod in gang.pods.values() if _uploading_ended(pod) and _disrupted(pod) and not _stored(pod))
+    taken = next(iter([*at_work, *cut_off]), None)
+    if taken is None:
+        return Verdict(outcome=Outcome.RESTART, evidence=_not_committed(gang, now))
+    evidence = lost_node_evidence(taken, now) if taken.lost_since is not None else _disruption(taken, now)
+    return Verdict(outcome=Outcome.RESTART_FREE, evidence=evidence)
+
+
 def _uploading_ended(pod: PodSeen) -> bool:
     return pod.ended or (pod.checkpointer is not None and pod.checkpointer.exit_code is not None)
+
+
+def _stored(pod: PodSeen) -> bool:
+    """Whether its checkpointer ended with nothing left to store."""
+    return pod.checkpointer is not None and pod.checkpointer.exit_code == 0
+
+
+def _silent_for_good(pod: PodSeen) -> datetime | None:
+    """From when a pod that says nothing of its end counts as ended; None where its kubelet may be well."""
+    due = force_due(pod)
+    return pod.lost_since + LOST_AFTER if due is None and pod.lost_since is not None else due
 
 
 def _not_committed(gang: Gang, now: datetime) -> FailureEvidence:
