@@ -1,6 +1,7 @@
 """Failures by their cause, and what follows: who is charged, when the next gang starts, what memory it gets."""
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from kubelet_double import committed_word
@@ -50,6 +51,66 @@ def test_a_lost_node_is_known_from_its_pods_conditions_and_not_charged() -> None
     assert status(cluster).charged_restarts == 0
     assert status(cluster).restarts_by_reason == {"NodeLost": 1}
     assert (failure(cluster).pod, failure(cluster).node) == (POD_1, "node")
+
+
+@pytest.mark.parametrize(
+    ("stands_in_the_way", "reason", "words"),
+    [
+        (
+            {"conditions": [{"type": "PodScheduled", "status": "False", "message": "0/2 nodes are available"}]},
+            "WaitingForNodes",
+            "it has no node: 0/2 nodes are available",
+        ),
+        (
+            {
+                "containerStatuses": [
+                    {"name": "trainer", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such tag"}}}
+                ]
+            },
+            "ImageNotPulled",
+            "ImagePullBackOff: no such tag (check spec.trainer.image",
+        ),
+    ],
+)
+def test_ranks_that_give_up_on_a_pod_that_never_started_are_not_charged(
+    stands_in_the_way: dict[str, Any], reason: str, words: str
+) -> None:
+    cluster = ModelCluster(lifecycle={"restart": {"backoff": "10s"}})
+    for _ in range(4):
+        cluster.turn()
+        cluster.plan()
+    cluster.pods[POD_1]["status"] |= stands_in_the_way
+    if "containerStatuses" in stands_in_the_way:
+        cluster.pods[POD_1]["spec"]["nodeName"] = "node"
+    cluster.start(POD_0)
+    cluster.turn()
+
+    missed_peer(cluster, POD_0)
+    cluster.turn()
+    cluster.pass_time(61)
+    cluster.turn()
+
+    assert status(cluster).restarts_by_reason == {reason: 1}
+    assert (status(cluster).charged_restarts, status(cluster).free_restarts) == (0, 1)
+    assert failure(cluster).pod == POD_1
+    assert words in failure(cluster).message
+
+
+def test_ranks_that_give_up_on_a_pod_that_the_server_refuses_are_not_charged() -> None:
+    cluster = ModelCluster(lifecycle={"restart": {"backoff": "10s"}})
+    for _ in range(4):
+        cluster.turn()
+        cluster.plan()
+    del cluster.pods[POD_1]
+    cluster.job["status"]["gangAttempt"] = 0
+    cluster.start(POD_0)
+
+    missed_peer(cluster, POD_0)
+    cluster.turn()
+
+    assert status(cluster).restarts_by_reason == {"Refused": 1}
+    assert status(cluster).charged_restarts == 0
+    assert f"pod {POD_1} had not been created" in failure(cluster).message
 
 
 def test_a_silent_node_alone_ends_nothing() -> None:

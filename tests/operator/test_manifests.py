@@ -188,6 +188,13 @@ def test_ranks_find_rank_0_before_it_is_ready() -> None:
     assert pod["spec"]["hostname"] == "demo-trainer-1-1"
 
 
+@pytest.mark.parametrize(("lifecycle", "least_s"), [({}, 6 * 3_600), ({"pendingDeadline": "12h"}, 12 * 3_600)])
+def test_ranks_wait_for_each_other_longer_than_the_job_may_wait_for_its_pods(lifecycle: Object, least_s: float) -> None:
+    trainer, _ = containers(rendered(job(lifecycle=lifecycle))["Pod"][0])
+
+    assert float(env(trainer)[Env.RENDEZVOUS_TIMEOUT_S]) == least_s + 1_800
+
+
 def test_memory_is_the_working_set_and_the_plans_bytes_and_the_hand_off_is_bounded() -> None:
     a_job = job()
     plan = plan_job(a_job.spec, None)

@@ -92,6 +92,12 @@ def pod_evidence(pod: PodSeen, reason: Word, message: str, now: datetime) -> Fai
     )
 
 
+def uncreated_pod_evidence(name: str, attempt: int, now: datetime) -> FailureEvidence:
+    """A pod that the gang waited for, and that was never made."""
+    message = f"pod {name} had not been created when the others gave up on it: the condition Scheduled says why"
+    return FailureEvidence(attempt=attempt, pod=name, reason=Reason.REFUSED, message=message, time=timestamp(now))
+
+
 def missing_pod_evidence(name: str, attempt: int, now: datetime) -> FailureEvidence:
     """A pod of a whole gang that is not there any more."""
     message = f"pod {name} was deleted while its gang was at work"

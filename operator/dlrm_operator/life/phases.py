@@ -10,13 +10,12 @@ from dlrm_operator.facts.conditions import Truth, timestamp, with_condition
 from dlrm_operator.facts.gang import Gang
 from dlrm_operator.facts.reasons import Reason, Word
 from dlrm_operator.life.stragglers import straggler_words
-from dlrm_operator.life.waiting import NO_CONTAINER_WAITS, why_pods_wait
+from dlrm_operator.life.waiting import NO_CONTAINER_WAITS, SCHEDULER_SILENT, why_pods_wait
 from dlrm_operator.objects.gang_scheduling import gate_words
 
 FINISHED = frozenset({Phase.SUCCEEDED, Phase.FAILED})
 SPEEDS = frozenset({Phase.RUNNING, Phase.SUSPENDING, Phase.SUCCEEDED})
 """Phases with a speed: that of now, or the last one of a job that ended well."""
-SCHEDULER_SILENT = "the scheduler has not spoken yet"
 TRAINING = frozenset(TrainerPhase) - {TrainerPhase.STARTING, TrainerPhase.RESTORING}
 
 

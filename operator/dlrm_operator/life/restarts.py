@@ -17,12 +17,13 @@ from dlrm_operator.facts.evidence import (
     missing_pod_evidence,
     pod_evidence,
     trainer_evidence,
+    uncreated_pod_evidence,
 )
 from dlrm_operator.facts.gang import Gang
 from dlrm_operator.facts.observed import ContainerSeen, PodSeen
 from dlrm_operator.facts.reasons import Quoted, Reason
 from dlrm_operator.life.clearing import LOST_AFTER, force_due
-from dlrm_operator.life.waiting import NEVER_STARTS, why_it_waits
+from dlrm_operator.life.waiting import NEVER_STARTS, why_it_is_late, why_it_waits
 
 SETTLE = timedelta(seconds=5)
 """How long the cause may lag behind its symptoms."""
@@ -184,13 +185,25 @@ def _earliest(ends: list[Verdict]) -> Verdict:
 
 def _settled(end: Verdict, gang: Gang, now: datetime) -> Verdict:
     """The symptom itself once its cause had time to show, or can't show any more."""
-    if all(pod.ended or (pod.trainer and pod.trainer.exit_code is not None) for pod in gang.pods.values()):
-        return end
     missing = end.evidence is not None and end.evidence.reason == PEER_LOST
     patience = SETTLE_LOST if missing else SETTLE
-    if end.time is not None and end.time <= now < end.time + patience:
+    over = all(pod.ended or (pod.trainer and pod.trainer.exit_code is not None) for pod in gang.pods.values())
+    if not over and end.time is not None and end.time <= now < end.time + patience:
         return Verdict(outcome=Outcome.ONGOING, settle_at=end.time + patience)
-    return end
+    return (_never_started(gang, now) if missing else None) or end
+
+
+def _never_started(gang: Gang, now: datetime) -> Verdict | None:
+    """Ranks gave up on a pod that still waits for its node or its containers: nobody's fault."""
+    late = next((pod for pod in gang.pods.values() if not (pod.started or pod.ended)), None)
+    if late is not None:
+        waiting = why_it_is_late(late, gang.queue_words)
+        words = f"pod {late.name} had not started when the others gave up on it: {waiting.words}"
+        return Verdict(outcome=Outcome.RESTART_FREE, evidence=pod_evidence(late, waiting.reason, words, now))
+    for index in gang.missing():
+        evidence = uncreated_pod_evidence(gang.pod_name(index), gang.attempt, now)
+        return Verdict(outcome=Outcome.RESTART_FREE, evidence=evidence)
+    return None
 
 
 def _all_committed(gang: Gang) -> bool:

@@ -1,4 +1,4 @@
-"""Why a container does not start, in the kubelet's words, and what mends it."""
+"""Why a pod does not start, in the words of whoever stands in the way, and what mends it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from dlrm_api.names import Container
 from dlrm_operator.facts.observed import ContainerSeen, PodSeen
 from dlrm_operator.facts.reasons import Reason
+from dlrm_operator.objects.gang_scheduling import gate_words
 
 NEVER_STARTS = frozenset({"InvalidImageName"})
 """What no wait mends. A registry may answer later, a Secret may be made: these wait for the pending deadline."""
 NOT_PULLED = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError", "RegistryUnavailable"}
 )
+SCHEDULER_SILENT = "the scheduler has not spoken yet"
 NO_CONTAINER_WAITS = "no container reports why"
 IMAGE_FIELDS = {Container.TRAINER: "spec.trainer.image", Container.CHECKPOINTER: "spec.trainer.checkpointerImage"}
 
@@ -37,6 +39,15 @@ def why_pods_wait(pods: list[PodSeen]) -> Waiting:
     telling = [waiting for waiting in found if waiting.reason is not Reason.TRAINERS_STARTING]
     silent = Waiting(reason=Reason.TRAINERS_STARTING, words=NO_CONTAINER_WAITS)
     return next(iter(telling + found), silent)
+
+
+def why_it_is_late(pod: PodSeen, queue_words: str = "") -> Waiting:
+    """The same of one pod, which may have no node yet; ``queue_words`` are Kueue's own, where it has spoken."""
+    if pod.node:
+        return why_pods_wait([pod])
+    if held := gate_words(pod, queue_words):
+        return Waiting(reason=Reason.WAITING_FOR_ADMISSION, words=held)
+    return Waiting(reason=Reason.WAITING_FOR_NODES, words=f"it has no node: {pod.unschedulable or SCHEDULER_SILENT}")
 
 
 def _mend(pod: PodSeen, container: ContainerSeen) -> tuple[Reason, str]:

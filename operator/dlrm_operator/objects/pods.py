@@ -21,8 +21,10 @@ from dlrm_operator.objects.tier_volumes import tier_bytes, tier_mounts, tier_vol
 
 ALL_INTERFACES: Final = "0.0.0.0"  # noqa: S104  a pod's own network; port-forward needs loopback too
 USER_ID = 65_532
-RENDEZVOUS_TIMEOUT_S = 1_800
-"""Pods of one gang start minutes apart where images are pulled and nodes are added."""
+MEETING_S = 1_800
+"""Trainers that have started load, read and make their tables before they meet."""
+LONGEST_WAIT_S = 6 * 3_600
+"""How long a trainer waits besides for pods that have no node yet, where no ``pendingDeadline`` says it."""
 POD_SECURITY: Manifest = {
     "runAsNonRoot": True,
     "runAsUser": USER_ID,
@@ -100,6 +102,12 @@ def _grace_seconds(job: DLRMJob) -> int:
     return max(1, round(job.spec.lifecycle.termination_grace_period))
 
 
+def _rendezvous_timeout_s(job: DLRMJob) -> int:
+    """Longer than the job may wait for its pods: ranks that gave up before would end a gang that is on its way."""
+    deadline = job.spec.lifecycle.pending_deadline
+    return MEETING_S + round(LONGEST_WAIT_S if deadline is None else deadline)
+
+
 def _trainer(attempt: Attempt, index: int) -> Manifest:
     job, trainer = attempt.job, attempt.job.spec.trainer
     command = ["python", "-m", "dlrm_trainer", "--job", Path.JOB, "--plan", Path.PLAN]
@@ -107,7 +115,7 @@ def _trainer(attempt: Attempt, index: int) -> Manifest:
     env = {
         Env.MASTER_ADDR: rank0,
         Env.MASTER_PORT: str(Port.RENDEZVOUS),
-        Env.RENDEZVOUS_TIMEOUT_S: str(RENDEZVOUS_TIMEOUT_S),
+        Env.RENDEZVOUS_TIMEOUT_S: str(_rendezvous_timeout_s(job)),
         Env.TRAINER_PORT: str(Port.TRAINER),
         Env.TOKEN_FILE: Path.TOKEN,
     }
