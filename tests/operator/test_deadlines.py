@@ -100,6 +100,53 @@ def test_the_pending_deadline_counts_anew_for_each_attempt_and_ends_when_all_hav
     assert status(cluster).phase is Phase.FAILED
 
 
+def test_the_next_attempt_of_one_that_never_started_has_the_whole_pending_deadline() -> None:
+    cluster = ModelCluster(lifecycle={"pendingDeadline": "5m", "restart": {"backoff": "10s"}})
+    for _ in range(4):
+        cluster.turn()
+        cluster.plan()
+    cluster.start(POD_0)
+    cluster.pass_time(200)
+    cluster.pods[POD_1]["status"] = {"phase": "Failed", "reason": "OutOfcpu", "message": "Node has not enough cpu"}
+    cluster.turn()
+
+    cluster.pass_time(200)  # pod 0 takes its grace
+    cluster.turn()
+    between = status(cluster).pending_since
+    cluster.pods = {}
+    for _ in range(3):
+        cluster.turn()
+        cluster.plan()
+    cluster.pass_time(299)
+    cluster.turn()
+
+    assert between is None
+    assert status(cluster).attempt == 2
+    assert status(cluster).phase is Phase.SCHEDULING
+    cluster.pass_time(1)
+    cluster.turn()
+    assert status(cluster).phase is Phase.FAILED
+
+
+def test_old_pods_that_end_are_no_wait_where_a_spec_was_edited_while_its_gang_was_made() -> None:
+    cluster = ModelCluster(lifecycle={"pendingDeadline": "1m"})
+    cluster.turn()
+    cluster.plan()
+    cluster.turn(most=5)  # dies before the status that calls the gang whole
+    cluster.start(POD_0)
+    cluster.edit("training", seed=7)
+    cluster.turn()
+    cluster.turn()
+
+    cluster.pass_time(80)  # pod 0 takes its grace
+    cluster.turn()
+
+    assert POD_0 in cluster.pods
+    assert status(cluster).attempt == 2
+    assert status(cluster).phase is Phase.RESTARTING
+    assert status(cluster).pending_since is None
+
+
 def test_a_job_that_ran_for_too_long_cuts_commits_and_fails() -> None:
     cluster = running()
     cluster.edit("lifecycle", activeDeadline="1h")

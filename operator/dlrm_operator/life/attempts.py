@@ -17,6 +17,7 @@ def with_next_attempt(status: DLRMJobStatus, reason: str) -> DLRMJobStatus:
         "restarts": status.restarts + 1,
         "restarts_by_reason": _counted(status.restarts_by_reason, reason),
         "restart_not_before": None,
+        "pending_since": None,
         "plan": None,
         "halt": None,
     }

@@ -125,5 +125,6 @@ def _as_it_trains(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJobSt
 def _clearing(status: DLRMJobStatus, left: list[PodSeen], now: datetime) -> DLRMJobStatus:
     """The gang waits for the end of others' pods."""
     words = clearing_words(left)
+    status = status.model_copy(update={"pending_since": None})  # it is wanted once they are gone
     status = with_truth(status, ConditionType.SCHEDULED, "False", Reason.WAITING_FOR_OLD_PODS, words, now=now)
     return in_phase(status, Phase.RESTARTING if status.restarts else Phase.PENDING)
