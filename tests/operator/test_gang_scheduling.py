@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
+from kubelet_double import committed_word
 from model_cluster import ModelCluster
 from operator_cluster import job_document
-from running_job import POD_0, POD_1, bring_up, condition, status
+from running_job import POD_0, POD_1, bring_up, condition, say, status
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob, parse_job
@@ -153,6 +154,47 @@ def test_the_pod_group_is_there_before_its_pods_and_goes_when_the_next_gang_stan
     kinds = [type(action) for action in actions]
     assert kinds.index(ApplyPodGroup) < kinds.index(CreatePod)
     assert set(cluster.groups) == {"demo-2"}
+
+
+@pytest.mark.parametrize("gang", ["volcano", "coscheduling"])
+def test_a_suspended_gang_keeps_no_room_by_its_pod_group(gang: str) -> None:
+    cluster = ModelCluster(scheduling={"gang": gang})
+    bring_up(cluster)
+    cluster.edit("lifecycle", suspend=True)
+    cluster.turn()
+    cluster.answer_cut(2)
+    say(cluster, step=3, committed=2)
+    cluster.turn()
+
+    ending = set(cluster.groups)
+    cluster.pods = {}
+    cluster.settle()
+    suspended = (status(cluster).phase, set(cluster.groups))
+    cluster.edit("lifecycle", suspend=False)
+    bring_up(cluster)
+
+    assert ending == {"demo-1"}
+    assert suspended == (Phase.SUSPENDED, set())
+    assert set(cluster.groups) == {"demo-2"}
+
+
+@pytest.mark.parametrize("code", [0, 65])
+def test_a_finished_gang_keeps_no_room_once_its_last_pod_has_ended(code: int) -> None:
+    cluster = ModelCluster(scheduling=VOLCANO)
+    bring_up(cluster)
+    for name in (POD_0, POD_1) if code == 0 else (POD_0,):
+        cluster.end(name, "trainer", code, cluster.done(9) if code == 0 else "")
+    say(cluster, step=9, committed=9)
+    cluster.turn()
+
+    finished = status(cluster).phase, set(cluster.groups)
+    for name in (POD_0, POD_1):
+        cluster.end(name, "trainer", 143)
+        cluster.end(name, "checkpointer", 0, committed_word(9).model_dump_json())
+    cluster.settle()
+
+    assert finished == (Phase.FAILED if code else Phase.SUCCEEDED, {"demo-1"})
+    assert cluster.groups == {}
 
 
 def test_no_pod_is_made_where_the_gang_scheduler_is_missing_and_all_are_once_it_is_there() -> None:

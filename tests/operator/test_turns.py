@@ -32,6 +32,7 @@ JOB = "/apis/dlrm.dev/v1alpha1/namespaces/space/dlrmjobs/demo"
 PODS = "/api/v1/namespaces/space/pods"
 SERVICE = "/api/v1/namespaces/space/services/demo-trainer"
 PLAN = "/api/v1/namespaces/space/configmaps/demo-plan-1"
+GROUPS = "/apis/scheduling.volcano.sh/v1beta1/namespaces/space/podgroups"
 RUNNING = {
     "phase": "Running",
     "podIP": "127.0.0.2",
@@ -484,3 +485,23 @@ def test_a_pod_wakes_its_job_by_what_it_shows_anew_and_by_nothing_else() -> None
         cache._change({"type": kind, "object": shown})
 
     assert woken == [KEY]
+
+
+def test_the_pod_groups_of_a_job_that_rests_are_looked_for_until_none_is_left() -> None:
+    bench = Bench(passing_s=0.0)
+    job = bench.api.objects[JOB]
+    spec = {**job["spec"], "scheduling": {"gang": "volcano"}, "lifecycle": {"suspend": True}}
+    owner = {"apiVersion": "dlrm.dev/v1alpha1", "kind": "DLRMJob", "uid": JOB, "controller": True, "name": "demo"}
+    meta = {"name": "demo-1", "labels": {"dlrm.dev/attempt": "1"}, "ownerReferences": [owner]}
+    bench.api.put(f"{GROUPS}/demo-1", {"metadata": meta})
+    bench.jobs.saw(bench.api.put(JOB, {**job, "spec": spec, "metadata": {**job["metadata"], "generation": 2}}))
+    bench.turn()  # it is suspended before it has pods
+
+    again = bench.turn()
+    del bench.api.objects[f"{GROUPS}/demo-1"]
+    gone = bench.turn()
+
+    assert bench.status()["phase"] == "Suspended"
+    assert ("DELETE", f"{GROUPS}/demo-1") in again
+    assert ("LIST", GROUPS) in gone
+    assert bench.turn() == []

@@ -17,7 +17,7 @@ from dlrm_operator.life.deadlines import active_due, active_words, pending_due, 
 from dlrm_operator.life.endings import failed
 from dlrm_operator.life.formation import form_gang
 from dlrm_operator.life.halting import Halting, halt_gang, without_halt
-from dlrm_operator.life.leftovers import clear, leftovers
+from dlrm_operator.life.leftovers import clear, left_groups, leftovers
 from dlrm_operator.life.phases import in_phase, of_whole_gang, with_truth
 from dlrm_operator.life.resizing import cutting, plan_resize, resized
 from dlrm_operator.life.suspending import halted, resumed, stopping, suspended, suspending
@@ -77,7 +77,7 @@ def _rest(observed: Observed, spec: DLRMJob, status: DLRMJobStatus, now: datetim
     if left := leftovers(observed, status, lifecycle):
         actions = tuple(clear(observed, left, status, lifecycle, now))
         return Decision(status=stopping(status, len(left), now), actions=actions)
-    return Decision(status=suspended(status, lifecycle, now))
+    return Decision(status=suspended(status, lifecycle, now), actions=tuple(left_groups(observed)))
 
 
 def _train(observed: Observed, spec: DLRMJob, status: DLRMJobStatus, now: datetime) -> Decision:

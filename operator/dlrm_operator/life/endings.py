@@ -15,7 +15,7 @@ from dlrm_operator.facts.observed import JobSeen, Observed
 from dlrm_operator.facts.reasons import Reason, Word
 from dlrm_operator.life.attempts import with_next_attempt
 from dlrm_operator.life.deadlines import expiry
-from dlrm_operator.life.leftovers import tidy
+from dlrm_operator.life.leftovers import left_groups, tidy
 from dlrm_operator.life.phases import in_phase, with_truth
 
 MENDS_NOTHING: dict[str, bool | dict[str, bool | dict[str, bool]]] = {
@@ -105,9 +105,10 @@ def _seen(job: JobSeen, status: DLRMJobStatus) -> ApplyStatus:
 
 
 def at_the_end(observed: Observed, status: DLRMJobStatus, now: datetime) -> Iterator[Action]:
-    """What follows the write that ends a job: nothing of it trains on, and its time begins."""
+    """What follows the write that ends a job: nothing of it trains on or keeps room, and its time begins."""
     lifecycle = observed.job.spec.spec.lifecycle if isinstance(observed.job.spec, DLRMJob) else None
     yield from tidy(observed, status, lifecycle, now)
+    yield from left_groups(observed)
     due = _expiry(observed, status)
     if due is not None:
         yield WakeAt(key=observed.job.key, time=due)

@@ -30,6 +30,7 @@ from dlrm_operator.facts.observed import Children, ConfigMapSeen, Observed, PodS
 from dlrm_operator.facts.reasons import Reason
 from dlrm_operator.life.absorbing import plan_status
 from dlrm_operator.life.attempts import with_next_attempt
+from dlrm_operator.life.leftovers import group_deletion
 from dlrm_operator.life.phases import in_phase, newly_whole, of_whole_gang, with_truth
 from dlrm_operator.objects.gang_scheduling import group_obstacle, pod_groups
 from dlrm_operator.objects.manifests import JOB_FILE, Owner, gang_service, job_document, plan_config_maps, token_secret
@@ -233,7 +234,7 @@ def _outdated(observed: Observed, children: Children, attempt: int) -> Iterator[
             yield DeleteObject(kind="Secret", key=key, name=secret.name, uid=secret.uid)
     for group in children.groups.seen:
         if group.owner_uid == observed.job.uid and group.attempt < attempt:
-            yield DeleteObject(kind="PodGroup", key=key, name=group.name, uid=group.uid, api_version=group.api_version)
+            yield group_deletion(key, group)
 
 
 def _was_edited(children: Children, job: DLRMJob, attempt: int) -> bool:

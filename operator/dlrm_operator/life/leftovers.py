@@ -8,8 +8,8 @@ from datetime import datetime, timedelta
 from dlrm_api.lifecycle import LifecycleSpec
 from dlrm_api.progress import CheckpointerProgress
 from dlrm_api.status import DLRMJobStatus
-from dlrm_operator.facts.actions import Action, WakeAt
-from dlrm_operator.facts.observed import Observed, PodSeen
+from dlrm_operator.facts.actions import Action, DeleteObject, WakeAt
+from dlrm_operator.facts.observed import GroupSeen, JobKey, Observed, PodSeen
 from dlrm_operator.life.clearing import FORCE_AFTER, deletions
 
 KEPT_ATTEMPTS = 3
@@ -57,6 +57,19 @@ def tidy(observed: Observed, status: DLRMJobStatus, lifecycle: LifecycleSpec | N
 
     alive = [pod for pod in observed.pods if not ends_by_itself(pod)]
     return deletions(observed, status, alive, now)
+
+
+def left_groups(observed: Observed) -> Iterator[Action]:
+    """PodGroups of attempts of which no pod runs, where the job is to have no gang: schedulers keep room for them."""
+    running = {pod.attempt for pod in observed.pods if not (pod.ended or pod.held)}
+    for group in observed.children.groups.seen if observed.children else ():
+        if group.owner_uid == observed.job.uid and group.attempt not in running:
+            yield group_deletion(observed.job.key, group)
+
+
+def group_deletion(key: JobKey, group: GroupSeen) -> DeleteObject:
+    """The end of a PodGroup."""
+    return DeleteObject(kind="PodGroup", key=key, name=group.name, uid=group.uid, api_version=group.api_version)
 
 
 def _in_the_way(observed: Observed, pod: PodSeen, attempt: int, lifecycle: LifecycleSpec) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from dlrm_api.job import DLRMJob
 from dlrm_api.progress import TrainerPhase
 from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
 from dlrm_operator.facts.conditions import Truth, timestamp, with_condition
 from dlrm_operator.facts.gang import Gang
+from dlrm_operator.facts.observed import JobSeen
 from dlrm_operator.facts.reasons import Reason, Word
 from dlrm_operator.life.stragglers import straggler_words
 from dlrm_operator.life.waiting import NO_CONTAINER_WAITS, SCHEDULER_SILENT, why_pods_wait
@@ -17,6 +19,15 @@ FINISHED = frozenset({Phase.SUCCEEDED, Phase.FAILED})
 SPEEDS = frozenset({Phase.RUNNING, Phase.SUSPENDING, Phase.SUCCEEDED})
 """Phases with a speed: that of now, or the last one of a job that ended well."""
 TRAINING = frozenset(TrainerPhase) - {TrainerPhase.STARTING, TrainerPhase.RESTORING}
+
+
+def rests(job: JobSeen) -> bool:
+    """Whether the job has finished, or is suspended and is to stay so: it has no gang, and gets none."""
+    status = job.known
+    if status is None:
+        return False
+    suspended = status.phase is Phase.SUSPENDED and isinstance(job.spec, DLRMJob) and job.spec.spec.lifecycle.suspend
+    return suspended or status.phase in FINISHED
 
 
 def with_truth(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dlrm_api import names
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.names import FIELD_MANAGER, Label
 from dlrm_operator.cluster import METADATA_ONLY, Api
 from dlrm_operator.cluster_errors import ClusterRefusedError, NotFoundError
-from dlrm_operator.facts.observed import Groups, JobSeen
+from dlrm_operator.facts.observed import Children, Groups, JobKey, JobSeen, PodSeen
 from dlrm_operator.facts.reading import read_group
-from dlrm_operator.objects.gang_scheduling import KUEUE, group_type
+from dlrm_operator.life.phases import rests
+from dlrm_operator.objects.gang_scheduling import KUEUE, POD_GROUPS, group_type
 
 
 async def look_at_groups(api: Api, job: JobSeen) -> Groups:
@@ -37,3 +40,41 @@ async def look_at_groups(api: Api, job: JobSeen) -> Groups:
         words = f"the API server does not let the operator list {kind.plural} of {kind.api_version}: {error}"
         return Groups(problem=f"spec.scheduling.gang: {words}")
     return Groups(seen=tuple(read_group(item, kind.api_version) for item in items), attempt=attempt)
+
+
+class LeftGroups:
+    """PodGroups of jobs that rest. A scheduler keeps room for a group whose pods are gone, so they are looked for.
+
+    Of a job that has none left this process asks no more until it has had a gang again.
+    """
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._none: set[JobKey] = set()
+
+    def to_be_seen(self, job: JobSeen, pods: Iterable[PodSeen]) -> bool:
+        """Whether a PodGroup may be left of a job that rests, and of which nothing runs any more."""
+        if not rests(job):
+            self._none.discard(job.key)
+            return False
+        if job.key in self._none or isinstance(job.spec, InvalidSpecError):
+            return False
+        grouped = job.spec.spec.scheduling.gang in POD_GROUPS
+        return grouped and all(pod.ended or pod.held for pod in pods)
+
+    async def look(self, job: JobSeen, pods: Iterable[PodSeen]) -> Children | None:
+        """The groups that are left; None where there is nothing to look for.
+
+        Raises:
+            ClusterUnavailableError: nobody can tell.
+        """
+        if not self.to_be_seen(job, pods):
+            return None
+        groups = await look_at_groups(self._api, job)
+        if not any(group.owner_uid == job.uid for group in groups.seen):
+            self._none.add(job.key)
+        return Children(groups=groups)
+
+    def forget(self, key: JobKey) -> None:
+        """The job is gone."""
+        self._none.discard(key)

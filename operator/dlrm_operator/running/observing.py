@@ -8,9 +8,7 @@ from dataclasses import replace
 
 from dlrm_api import names
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.job import DLRMJob
 from dlrm_api.names import FIELD_MANAGER, Label
-from dlrm_api.status import Phase
 from dlrm_operator.beside.cuts import Cutter
 from dlrm_operator.beside.planning import Planner
 from dlrm_operator.beside.polling import Poller
@@ -24,10 +22,10 @@ from dlrm_operator.facts.jobs import JobCache
 from dlrm_operator.facts.observed import Children, JobKey, JobSeen, Observed, PodSeen
 from dlrm_operator.facts.reading import read_config_map, read_pod, read_secret
 from dlrm_operator.life.formation import plan_in_force
-from dlrm_operator.life.phases import FINISHED
+from dlrm_operator.life.phases import rests
 from dlrm_operator.life.resizing import wants_resize
 from dlrm_operator.running.cache import PodCache
-from dlrm_operator.running.gang_observing import look_at_groups
+from dlrm_operator.running.gang_observing import LeftGroups, look_at_groups
 from dlrm_planner import trace_references
 
 YOUNG_S = 1.0
@@ -61,6 +59,7 @@ class Observer:
         self._queues = queues
         self._references = references
         self._images = images
+        self._left_groups = LeftGroups(api)
         self.refusals: dict[JobKey, str] = {}
         self.begun: set[JobKey] = set()
         """Jobs whose gang this process began to make: what there is of it has to be looked for."""
@@ -77,7 +76,7 @@ class Observer:
         pods = self._pods.pods(key)
         if needs_plan(job) and (pods or self._planner.has_answered(key) or not _stands_alone(job)):
             return None
-        return self._at_work(job, pods)
+        return None if self._left_groups.to_be_seen(job, pods) else self._at_work(job, pods)
 
     async def look(self, key: JobKey) -> Observed | None:
         """The job as it is now; None where it is gone.
@@ -89,7 +88,8 @@ class Observer:
         if job is None:
             return None
         if not needs_plan(job):
-            return self._at_work(job, await self._live_pods(key))
+            pods = await self._live_pods(key)
+            return replace(self._at_work(job, pods), children=await self._left_groups.look(job, pods))
         # at once: a list that has to be up to date waits until the watch cache of the API server is
         begins = self._begins(job)
         found = asyncio.gather(self._pods_before(job, begins), self._profile(job), self._children(job, begins))
@@ -107,6 +107,12 @@ class Observer:
             planning=planning,
             refusal=self.refusals.get(key, ""),
         )
+
+    def forget(self, key: JobKey) -> None:
+        """The job is gone: nothing of it is kept."""
+        self.refusals.pop(key, None)
+        self.begun.discard(key)
+        self._left_groups.forget(key)
 
     def _about_to_begin(self, key: JobKey) -> JobSeen | None:
         """The copy of a job, where a first gang can be begun from it.
@@ -224,10 +230,7 @@ def _forming(job: JobSeen) -> bool:
     status = job.known
     if status is None:
         return True
-    at_rest = status.phase in FINISHED or (
-        status.phase is Phase.SUSPENDED and isinstance(job.spec, DLRMJob) and job.spec.spec.lifecycle.suspend
-    )
-    return not at_rest and status.gang_attempt < max(status.attempt, 1)
+    return not rests(job) and status.gang_attempt < max(status.attempt, 1)
 
 
 def _attempt(job: JobSeen) -> int:

@@ -153,8 +153,7 @@ class Turns:
 
     def _forget(self, key: JobKey) -> None:
         """Owner references remove the children; nothing of the job is kept here."""
-        self._observer.refusals.pop(key, None)
-        self._observer.begun.discard(key)
+        self._observer.forget(key)
         for told in self.forgotten:
             told(key)
 
