@@ -165,13 +165,10 @@ class Engine:
 
         Seldom the server is asked which jobs there are: kopf's watch can fall silent.
         """
-        where = f"namespaces/{self.settings.namespace}/" if self.settings.namespace else ""
         for turn in itertools.count():
             try:
                 if turn % ASK_EVERY == 0 or self._undefined:
-                    items, _ = await self._api.list_all(f"/apis/{names.API_VERSION}/{where}dlrmjobs", {}, METADATA_ONLY)
-                    for item in items:
-                        self.wakeups.add(JobKey(item["metadata"]["namespace"], item["metadata"]["name"]))
+                    await self._ask_for_jobs()
                     if self._undefined and self.settings.namespace:
                         self.redefined = True
                         self.ending.set()
@@ -184,8 +181,24 @@ class Engine:
             known = self.jobs.known()
             pause_s = min(self.settings.resync_s, UNDEFINED_S) if self._undefined else self.settings.resync_s
             rest_s = max(pause_s, len(known) / RESYNCS_PER_S) * random.uniform(0.8, 1.2)  # noqa: S311
-            self.wakeups.spread(known, rest_s)  # those that the list lacks are gone, and the turn finds out
+            self.wakeups.spread(known, rest_s)
             await asyncio.sleep(rest_s)
+
+    async def _ask_for_jobs(self) -> None:
+        """Wake every job that there is. A copy that the list lacks is of a job that is gone: the turn will look live.
+
+        Raises:
+            NotFoundError: there are no DLRMJobs.
+            ClusterUnavailableError: nobody can tell.
+        """
+        where = f"namespaces/{self.settings.namespace}/" if self.settings.namespace else ""
+        known = self.jobs.known()  # before the list: one that is created meanwhile may be in no list
+        items, _ = await self._api.list_all(f"/apis/{names.API_VERSION}/{where}dlrmjobs", {}, METADATA_ONLY)
+        listed = {JobKey(item["metadata"]["namespace"], item["metadata"]["name"]) for item in items}
+        for key in set(known) - listed:
+            self.jobs.forget(key)
+        for key in listed.union(known):
+            self.wakeups.add(key)
 
 
 def _admission_server(settings: Settings, references: References) -> AdmissionServer | None:
