@@ -83,6 +83,20 @@ def test_a_symptom_alone_is_a_failure_after_a_moment() -> None:
     assert status(cluster).restarts_by_reason == {"PeerLost": 1}
 
 
+@pytest.mark.parametrize(("ahead_s", "waits"), [(3, True), (59, True), (-59, True), (61, False), (86_400, False)])
+def test_a_symptom_waits_for_its_cause_also_where_a_kubelets_clock_is_ahead(ahead_s: float, waits: bool) -> None:
+    cluster = running()
+
+    cluster.pass_time(ahead_s)
+    cluster.end(POD_0, "trainer", 75, '{"exitCode": 75, "reason": "PeerLost"}')
+    cluster.pass_time(-ahead_s)
+    actions = cluster.turn()
+
+    assert status(cluster).phase is (Phase.RUNNING if waits else Phase.RESTARTING)
+    wakes = [(action.time - cluster.now).total_seconds() for action in actions if isinstance(action, WakeAt)]
+    assert wakes == ([60 + ahead_s] if waits else [])
+
+
 def test_a_drained_pod_explains_its_neighbours_crash() -> None:
     cluster = running()
     disruption = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}

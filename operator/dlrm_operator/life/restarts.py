@@ -188,7 +188,7 @@ def _settled(end: Verdict, gang: Gang, now: datetime) -> Verdict:
     missing = end.evidence is not None and end.evidence.reason == PEER_LOST
     patience = SETTLE_LOST if missing else SETTLE
     over = all(pod.ended or (pod.trainer and pod.trainer.exit_code is not None) for pod in gang.pods.values())
-    if not over and end.time is not None and end.time <= now < end.time + patience:
+    if not over and end.time is not None and abs(now - end.time) < patience:  # a kubelet's clock may be ahead
         return Verdict(outcome=Outcome.ONGOING, settle_at=end.time + patience)
     return (_never_started(gang, now) if missing else None) or end
 
