@@ -102,6 +102,31 @@ def test_a_size_that_is_taken_back_changes_nothing() -> None:
     assert condition(cluster, ConditionType.RESIZED).status == "True"
 
 
+def test_a_cut_for_a_size_whose_profile_is_gone_is_not_waited_for_any_more() -> None:
+    cluster = running()
+    scale(cluster, 3)
+    cluster.turn()
+    cluster.plan()
+    cluster.turn()
+    asked = status(cluster).halt
+
+    cluster.planning = None
+    cluster.profile_problem = "there is no HardwareProfile pool"
+    cluster.turn()
+    said = condition(cluster, ConditionType.RESIZED)
+    later = status(cluster).halt
+    cluster.pass_time(86_400)
+    cluster.profile_problem = ""
+    cluster.turn()
+    cluster.plan()
+    cluster.turn()
+
+    assert asked is not None
+    assert "no plan for 3 pods yet: there is no HardwareProfile pool; the gang of 2 pods trains on" in said.message
+    assert later is None
+    assert status(cluster).attempt == 1, "a deadline of the cut before counted"
+
+
 def test_a_gang_that_finds_no_nodes_is_made_smaller_at_once() -> None:
     cluster = ModelCluster(replicas=3)
     for _ in range(4):

@@ -64,6 +64,7 @@ def plan_resize(observed: Observed, spec: DLRMJob, status: DLRMJobStatus, now: d
     ):
         if problem:
             words = f"no plan for {pods} yet: {problem}; {stays}"
+            status = without_halt(status, HaltReason.RESIZED)
             return Resize(status=with_truth(status, KIND, "False", reason, words, now=now))
     words = f"a plan for {pods} is being made; {stays}"
     status = with_truth(status, KIND, "False", Reason.PLANNING, words, now=now)

@@ -74,6 +74,7 @@ class ModelCluster:
         self.stacks_asked: RequestStacks | None = None
         self.stacks: StacksSeen | None = None
         self.profile: HardwareProfile | None = None
+        self.profile_problem = ""
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
         self.writes = 0
         self._uids = itertools.count(1)
@@ -108,6 +109,7 @@ class ModelCluster:
             cut=self.cut,
             stacks=self.stacks,
             profile=self.profile,
+            profile_problem=self.profile_problem,
         )
 
     def turn(self, most: int | None = None) -> tuple[Action, ...]:
