@@ -169,6 +169,19 @@ def test_a_gang_that_an_operator_before_this_one_began_is_found_and_no_refusal(m
     assert "Refused" not in str(bench.status()["conditions"])
 
 
+def test_an_object_of_others_whose_name_is_needed_is_named_in_the_condition() -> None:
+    bench = planned()
+    bench.api.put(SERVICE, {"metadata": {"name": "demo-trainer", "namespace": "space"}})
+    for _ in range(3):
+        with pytest.raises(ConflictError):
+            bench.turn()
+
+    said = next(item for item in bench.status()["conditions"] if item["type"] == "Scheduled")
+
+    assert said["reason"] == "Refused"
+    assert "Service demo-trainer exists and belongs to another owner: delete it" in said["message"]
+
+
 def test_a_young_copy_of_a_new_job_is_read_no_more_before_its_gang_is_made() -> None:
     bench = planned()
     bench.jobs.heard_at = time.monotonic()

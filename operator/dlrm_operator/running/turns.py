@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE: tuple[type[Action] | UnionType, ...] = (CreatePod, DeleteObject, ApplyConfigMap | ApplySecret | ApplyPodGroup)
 """Actions in a row that may be done in any order: what follows them waits for all."""
+Creation = ApplyService | ApplyConfigMap | ApplySecret | ApplyPodGroup | CreatePod
+"""Actions that make an object."""
 MOST_AT_ONCE = 8
 """So many refusals at most, where a quota holds no more pods."""
 
@@ -138,8 +140,8 @@ class Turns:
         try:
             await self._performer.perform(action)
         except ConflictError:
-            if not isinstance(action, ApplyStatus) and not unseen:
-                self._refused(key, action)
+            if isinstance(action, Creation) and not unseen:
+                self._refused(key, action, _taken(action))
             raise
         except ClusterRefusedError as error:
             if not isinstance(action, ApplyStatus):
@@ -148,7 +150,7 @@ class Turns:
         if isinstance(action, ApplyStatus):
             _report(key, observed, action)
 
-    def _refused(self, key: JobKey, action: Action, words: str = "it exists and belongs to another owner") -> None:
+    def _refused(self, key: JobKey, action: Action, words: str) -> None:
         self._observer.refusals[key] = f"{type(action).__name__}: {words}"
 
     def _forget(self, key: JobKey) -> None:
@@ -169,6 +171,12 @@ def steps(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
         step.append(action)
     if step:
         yield tuple(step)
+
+
+def _taken(action: Creation) -> str:
+    """Why an object can't be made whose name is in use."""
+    kind, name = action.manifest["kind"], action.manifest["metadata"]["name"]
+    return f"{kind} {name} exists and belongs to another owner: delete it, or give the job another name"
 
 
 def _needs_no_look(action: Action) -> bool:
