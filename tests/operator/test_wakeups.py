@@ -198,6 +198,26 @@ def test_what_is_forgotten_gets_no_turn() -> None:
     assert turns == [B]
 
 
+def test_nothing_is_kept_of_a_job_that_its_own_turn_finds_gone() -> None:
+    kept: list[object] = []
+    wakeups_of_test: list[Wakeups] = []
+
+    async def take(key: JobKey) -> None:
+        if key == A:
+            wakeups_of_test[0].forget(key)
+
+    def wake(wakeups: Wakeups) -> None:
+        wakeups_of_test.append(wakeups)
+        kept.extend((wakeups._rest_until, wakeups._failures, wakeups._due, wakeups._busy, wakeups._forgotten))
+        wakeups.add(A)
+        wakeups.add(B)
+
+    run_for(0.3, take, wake)
+
+    assert list(wakeups_of_test[0]._rest_until) == [B]
+    assert not any(isinstance(each, dict | set) and A in each for each in kept)
+
+
 def test_jobs_on_their_way_go_before_new_ones_and_those_in_the_order_in_which_they_came() -> None:
     turns: list[JobKey] = []
     wakeups_of_test: list[Wakeups] = []

@@ -52,6 +52,8 @@ class Wakeups:
         self._rest_until: dict[JobKey, float] = {}
         self._failures: dict[JobKey, int] = {}
         self._busy: dict[JobKey, asyncio.Task[None]] = {}
+        self._forgotten: set[JobKey] = set()
+        """Jobs that are gone by what their running turn has found."""
         self._changed = asyncio.Event()
         self._closing = False
 
@@ -73,6 +75,8 @@ class Wakeups:
         """The job is gone: nothing of it is kept."""
         for kept in (self._due, self._rest_until, self._failures):
             kept.pop(key, None)
+        if key in self._busy:
+            self._forgotten.add(key)
 
     def _add(self, key: JobKey, due: float) -> None:
         known = self._due.get(key)
@@ -159,8 +163,10 @@ class Wakeups:
             RECONCILES.labels("done").inc()
             self._failures.pop(key, None)
             rest_s = min(COOLDOWN_S + len(self._ready) * COOLDOWN_OF_WAITING_S, LONGEST_COOLDOWN_S)
-            self._rest_until[key] = time.monotonic() + rest_s
+            if key not in self._forgotten:
+                self._rest_until[key] = time.monotonic() + rest_s
         finally:
+            self._forgotten.discard(key)
             del self._busy[key]
             if key in self._due:
                 self._enqueue(key)
