@@ -9,6 +9,7 @@ from pydantic import Field
 from dlrm_api.base import ApiModel, Rule
 from dlrm_api.objects import ObjectName, SnapshotS3Spec, Uri
 from dlrm_api.quantities import Bytes, Duration
+from dlrm_api.trainer import ResourcesSpec
 
 Bits = Literal[2, 3, 4, 8, 16, 32]
 PolicyName = Literal["full", "one-shot", "consecutive", "intermittent"]
@@ -124,6 +125,10 @@ class CheckpointSpec(ApiModel):
         None, description="Bytes of shared memory that a pod's cuts may take; by default sized by the plan."
     )
     publish: PublishSpec | None = Field(None, description="Deltas for inference caches.")
+    resources: ResourcesSpec = Field(
+        ResourcesSpec(),
+        description="Requests and limits of the checkpointer container; by default it asks for 512Mi of memory.",
+    )
 
     rules = (
         Rule(

@@ -108,7 +108,7 @@ class CacheSpec(ApiModel):
 
 
 class ResourcesSpec(ApiModel):
-    """Requests and limits of the trainer container, as in a pod."""
+    """Requests and limits of one container, as in a pod."""
 
     requests: dict[str, ResourceQuantity] = Field({}, max_length=32, description="Requested resources.")
     limits: dict[str, ResourceQuantity] = Field({}, max_length=32, description="Limits.")

@@ -216,6 +216,25 @@ def test_the_users_own_requests_win() -> None:
     assert containers(pod)[0]["resources"]["requests"] == {"memory": "3Gi", "cpu": "7"}
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (
+            {"requests": {"cpu": "500m"}, "limits": {"cpu": "2"}},
+            {"requests": {"cpu": "500m", "memory": str(CHECKPOINTER_BASE_BYTES)}, "limits": {"cpu": "2"}},
+        ),
+        ({"limits": {"memory": "256Mi"}}, {"limits": {"memory": "256Mi"}}),
+        ({"requests": {"memory": "1Gi"}}, {"requests": {"memory": "1Gi"}}),
+    ],
+)
+def test_the_checkpointer_has_requests_and_limits_of_its_own(given: Object, found: Object) -> None:
+    checkpoint = {"uri": "s3://bucket/prefix", "resources": given}
+
+    _, checkpointer = containers(rendered(job(checkpoint=checkpoint))["Pod"][0])
+
+    assert checkpointer["resources"] == found
+
+
 def test_the_profile_chooses_nodes_devices_and_runtime() -> None:
     term = {"matchExpressions": [{"key": "memory.dlrm.dev/scm", "operator": "Exists"}]}
     toleration = {"key": "gpu", "operator": "Exists"}

@@ -149,7 +149,7 @@ def _checkpointer(attempt: Attempt, index: int) -> Manifest:
         "image": attempt.job.spec.trainer.checkpointer_image or attempt.images.checkpointer,
         "restartPolicy": "Always",
         **_container(attempt, index, command, env, ports),
-        "resources": checkpointer_resources(),
+        "resources": checkpointer_resources(attempt.job),
     }
 
 

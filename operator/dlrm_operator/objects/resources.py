@@ -44,9 +44,17 @@ def trainer_resources(
     return {**found, "limits": limits} if limits else found
 
 
-def checkpointer_resources() -> Manifest:
-    """What its process takes; the rows that it reads are the hand-off's, which the trainer is charged for."""
-    return {"requests": {"memory": str(CHECKPOINTER_BASE_BYTES)}}
+def checkpointer_resources(job: DLRMJob) -> Manifest:
+    """The user's requests and limits, completed by the memory that its process takes.
+
+    The rows that it reads are the hand-off's, which the trainer is charged for.
+    """
+    resources = job.spec.checkpoint.resources
+    requests, limits = dict(resources.requests), dict(resources.limits)
+    if "memory" not in requests and "memory" not in limits:
+        requests["memory"] = str(CHECKPOINTER_BASE_BYTES)
+    found: dict[str, Any] = {"requests": requests} if requests else {}
+    return {**found, "limits": limits} if limits else found
 
 
 def trainer_memory_bytes(job: DLRMJob, index: int, plan: Plan) -> int:
