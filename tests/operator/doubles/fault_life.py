@@ -160,11 +160,20 @@ class Life:
             await self._check_gone()
         else:
             await job.until(lambda: all(at_rest(pod, job.story()) for pod in job.pods()), "nothing goes on")
+            await self._no_room_is_kept()
             check_children(job.story(), await self._children(job.uid))
             check_kept(job.story())
         check_end(job.story())
         events = await job.server.call("GET", f"/api/v1/namespaces/{job.namespace}/events")
         check_events(job.story(), events["items"])
+
+    async def _no_room_is_kept(self) -> None:
+        """A scheduler is told of no group any more once nothing of the finished job runs."""
+        deadline = time.monotonic() + LONGEST_S
+        while left := [child for child in await self._children(self._job.uid) if child.startswith("podgroups/")]:
+            if time.monotonic() > deadline:
+                raise WorldError(f"room is kept for a job that has ended: {left}")
+            await asyncio.sleep(1)
 
     async def _check_gone(self) -> None:
         """Of a deleted job nothing is left, and nothing comes back."""
