@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import socketserver
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from dlrm_api.listening import listener
 
 REQUEST_TIMEOUT_S = 10.0
 
@@ -16,8 +17,11 @@ class EndpointServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def server_bind(self) -> None:
-        """Bind without asking DNS for the machine's full name, as HTTPServer would: it may wait for seconds."""
-        socketserver.TCPServer.server_bind(self)
+        """Bind to either family, without asking DNS for the machine's full name, as HTTPServer would for seconds."""
+        self.socket.close()  # of IPv4 alone
+        host, port = self.server_address[:2]
+        self.socket = listener(str(host), int(port))
+        self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def handle_error(self, request: Any, client_address: Any) -> None:

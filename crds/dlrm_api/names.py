@@ -80,6 +80,10 @@ class Env:
     """Folder with one folder a memory tier that needs a file system: ``scm``, ``cxl``, ``block``."""
 
 
+ANY_ADDRESS: Final = "0.0.0.0"  # noqa: S104  a pod's own network; port-forward needs loopback too
+"""All interfaces, of both families (``listening``): a cluster may give its pods IPv6 addresses alone."""
+
+
 class Port:
     """Ports inside a pod."""
 

@@ -9,6 +9,8 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
+from dlrm_api.listening import listener
+
 
 class Health(Protocol):
     """Who knows how the operator fares."""
@@ -53,7 +55,7 @@ class Server:
             OSError: the port is taken.
         """
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._address, self._port).start()
+        await web.SockSite(self._runner, listener(self._address, self._port)).start()
 
     async def stop(self) -> None:
         """Close everything."""

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dlrm_api.names import Port
+from dlrm_api.names import ANY_ADDRESS, Port
 from dlrm_operator.beside.references import ProfileSource
 from dlrm_operator.facts.images import Images
 from dlrm_operator.running.leader import LeaseTimes
@@ -25,7 +25,8 @@ class Settings:
     """The only namespace to serve; None: all of them."""
     profiles: ProfileSource | None = None
     """The ConfigMap that holds HardwareProfiles; None: they are objects of the cluster, which have to be readable."""
-    address: str = "0.0.0.0"  # noqa: S104  probes and Prometheus come from other hosts
+    address: str = ANY_ADDRESS
+    """Probes, Prometheus and the API server come from other hosts."""
     port: int = Port.OPERATOR_METRICS
     """Of /healthz, /readyz and /metrics."""
     resync_s: float = 45.0

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_api.errors import TemporaryError
-from dlrm_api.names import TOKEN_HEADER
+from dlrm_api.names import ANY_ADDRESS, TOKEN_HEADER
 from dlrm_api.progress import EvalMetrics, Progress, TrainerPhase
 from dlrm_cluster.ports import LOOPBACK, free_port
 from dlrm_trainer import endpoint as endpoint_module
@@ -43,8 +43,10 @@ class Served:
     board: ProgressBoard
     control: CutControl
 
-    def ask(self, method: str, path: str, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(LOOPBACK, self.endpoint.port, timeout=10)
+    def ask(
+        self, method: str, path: str, headers: dict[str, str] | None = None, host: str = LOOPBACK
+    ) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(host, self.endpoint.port, timeout=10)
         connection.request(
             method, path, body=b'{"reason": "test"}' if method == "POST" else None, headers=headers or {}
         )
@@ -171,6 +173,17 @@ def test_other_paths_are_not_found(served: Served, method: str, path: str) -> No
     status, _ = served.ask(method, path)
 
     assert status == 404
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this kernel has no IPv6")
+def test_a_pod_is_asked_at_an_address_of_either_family(served: Served) -> None:
+    endpoint = Endpoint(ANY_ADDRESS, free_port(), served.board, served.control, None)
+    everywhere = Served(endpoint, served.board, served.control)
+
+    answers = [everywhere.ask("GET", "/progress", host=host)[0] for host in (LOOPBACK, "::1")]
+    endpoint.close()
+
+    assert answers == [200, 200]
 
 
 def test_a_port_that_is_taken_is_named(served: Served) -> None:

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from dlrm_api.errors import PeerLostError, TemporaryError
+from dlrm_api.listening import listener
+from dlrm_api.names import ANY_ADDRESS
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.roll_call import RollCall, name_ranks
 
 RETRY_S = 0.1
 STORE_TIMEOUT_S = 30
-ANY_ADDRESS = "0.0.0.0"  # noqa: S104  compared, not bound
 
 
 class Gang:
@@ -90,7 +91,7 @@ class Gang:
 
     def _serve(self) -> TCPStore:
         try:
-            listener = socket.create_server((self._bind, self._port))
+            listening = listener(self._bind, self._port)
         except OSError as error:
             raise TemporaryError(
                 f"rank 0 cannot listen on {self._bind}:{self._port}: {error.strerror}; free the port or choose another"
@@ -101,7 +102,7 @@ class Gang:
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=STORE_TIMEOUT_S),
-            master_listen_fd=listener.detach(),
+            master_listen_fd=listening.detach(),
         )
 
     def _reach(self, deadline: float, keep_on: Callable[[], None]) -> TCPStore:

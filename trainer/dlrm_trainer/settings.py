@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dlrm_api import names
 from dlrm_api.errors import UsageError
-from dlrm_api.names import Env
+from dlrm_api.names import ANY_ADDRESS, Env
 
 SPIN_COUNT = "30000"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -36,7 +36,8 @@ class Settings:
     collective_timeout_s: float = 600.0
     """How long a silent peer is waited for; one that dies is noticed at once. Longer than any restore or evaluation
     may hold one rank back."""
-    bind: str = "0.0.0.0"  # noqa: S104  the pod's network namespace; dlrmctl says 127.0.0.1
+    bind: str = ANY_ADDRESS
+    """In the pod's network namespace; dlrmctl says 127.0.0.1."""
     trainer_port: int = names.Port.TRAINER
     token_file: Path | None = None
     handoff_dir: Path | None = None

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from dlrm_api.errors import BadDataError
+from dlrm_api.listening import listener
 from dlrm_operator.admission.certificates import LOOK_S, Certificate
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ class AdmissionServer:
             OSError: the port is taken.
         """
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._address, self._port, ssl_context=self._certificate.context).start()
+        listening = listener(self._address, self._port)
+        await web.SockSite(self._runner, listening, ssl_context=self._certificate.context).start()
         self._following = asyncio.create_task(self._certificate.follow(self._look_s), name="certificate")
 
     async def stop(self) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from dlrm_api import names
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob
-from dlrm_api.names import Container, Env, Path, Port
+from dlrm_api.names import ANY_ADDRESS, Container, Env, Path, Port
 from dlrm_api.plan import Plan
 from dlrm_operator.facts.actions import Manifest
 from dlrm_operator.facts.images import Images
@@ -19,7 +18,6 @@ from dlrm_operator.objects.placement import placement
 from dlrm_operator.objects.resources import checkpointer_resources, trainer_resources
 from dlrm_operator.objects.tier_volumes import tier_bytes, tier_mounts, tier_volumes
 
-ALL_INTERFACES: Final = "0.0.0.0"  # noqa: S104  a pod's own network; port-forward needs loopback too
 USER_ID = 65_532
 MEETING_S = 1_800
 """Trainers that have started load, read and make their tables before they meet."""
@@ -162,7 +160,7 @@ def _container(
         Env.JOB_NAME: job.metadata.name,
         Env.ATTEMPT: str(attempt.number),
         Env.REPLICA: str(index),
-        Env.BIND: ALL_INTERFACES,
+        Env.BIND: ANY_ADDRESS,
         Env.HANDOFF_DIR: Path.HANDOFF,
         Env.TERMINATION_LOG: Path.TERMINATION_LOG,
         Env.GRACE_S: str(max(1, _grace_seconds(job) // 2)),

@@ -78,15 +78,22 @@ def hand_plan(job: DLRMJob, owners: Sequence[int | None] | None = None) -> Plan:
     return parse_plan(json.dumps(plan_document(job, owners)))
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Run ``function(collectives, *arguments)`` on every rank of a gang of processes; what each returned."""
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *arguments: Any, host: str = LOOPBACK, bind: str = LOOPBACK
+) -> list[Any]:
+    """Run ``function(collectives, *arguments)`` on every rank of a gang of processes; what each returned.
+
+    Rank 0 serves the store on ``bind``, and the others reach it at ``host``.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dlrm_trainer.learner"])  # torch and fbgemm load once for all gangs
     port = free_port()
     pipes, processes = [], []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(rank, world_size, port, sender, function, arguments))
+        process = context.Process(
+            target=_rank, args=(rank, world_size, (host, port, bind), sender, function, arguments)
+        )
         process.start()
         sender.close()
         pipes.append(receiver)
@@ -102,14 +109,19 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
 
 
 def _rank(
-    rank: int, world_size: int, port: int, sender: Connection, function: Callable[..., Any], arguments: Any
+    rank: int,
+    world_size: int,
+    store: tuple[str, int, str],
+    sender: Connection,
+    function: Callable[..., Any],
+    arguments: Any,
 ) -> None:
     import torch
 
     from dlrm_trainer.rendezvous import Gang
 
     torch.set_num_threads(1)
-    gang = Gang(rank, world_size, LOOPBACK, port, LOOPBACK)
+    gang = Gang(rank, world_size, *store)
     gang.meet(60.0, 60.0, lambda: None)
     sender.send(function(gang.collectives, *arguments))
     gang.collectives.barrier()
