@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ssl
 import threading
 import time
 from datetime import datetime
@@ -17,6 +18,7 @@ from botocore.auth import AUTH_TYPE_MAPS, S3SigV4Auth
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.utils import parse_timestamp
+from urllib3.exceptions import HTTPError  # type: ignore[import-untyped]
 
 from dlrm_api.errors import InvalidSpecError, NoInputError, NoPermissionError
 from dlrm_checkpointer.s3_errors import Place
@@ -26,8 +28,8 @@ from dlrm_checkpointer.store import StoreOptions
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
-ERRORS = (ClientError, BotoCoreError)
-"""All that a call of a client raises."""
+ERRORS = (ClientError, BotoCoreError, HTTPError)
+"""All that a call of a client raises, and what reading the body of an answer does."""
 CREDENTIALS_CHECK_S = 1.0
 SIGNATURE = "s3v4-known-sha256"
 CONNECTIONS = 64
@@ -60,7 +62,7 @@ class Clients:
         Raises:
             NoPermissionError: a credentials file is missing or unreadable.
             NoInputError: the authority's file is missing.
-            InvalidSpecError: the endpoint is no URL.
+            InvalidSpecError: the endpoint is no URL, or that file holds no certificate.
         """
         with self._lock:
             folder = self._options.credentials_dir
@@ -87,8 +89,8 @@ def _stamp(folder: Path) -> tuple[int, ...]:
 
 def _connect(options: StoreOptions, place: Place) -> S3Client:
     s3 = options.s3
-    if s3.ca_file and not Path(s3.ca_file).is_file():
-        raise NoInputError(f"{place.fields.service}.caFile: {s3.ca_file}: there is no such file")
+    if s3.ca_file:
+        _check_authority(s3.ca_file, f"{place.fields.service}.caFile")
     keys: dict[str, Any] = _credentials(options.credentials_dir, place) if options.credentials_dir else {}
     core = botocore.session.get_session()
     core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_time_of)
@@ -105,6 +107,16 @@ def _connect(options: StoreOptions, place: Place) -> S3Client:
         raise InvalidSpecError(f"{place.fields.service}.endpoint", str(error)) from error
     _trust_known_hashes(client)
     return client
+
+
+def _check_authority(ca_file: str, field: str) -> None:
+    """Refuse what holds no certificate: a call would say that its connection broke off."""
+    if not Path(ca_file).is_file():
+        raise NoInputError(f"{field}: {ca_file}: there is no such file")
+    try:
+        ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise InvalidSpecError(field, f"{ca_file} can't be read as certificates in PEM form: {error}") from error
 
 
 def _time_of(text: Any) -> datetime:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from urllib3.exceptions import HTTPError  # type: ignore[import-untyped]
 
 from dlrm_api.errors import (
     DeviceError,
@@ -45,8 +48,11 @@ BROKEN_OFF = frozenset(
         "ProxyConnectionError",
         "ReadTimeoutError",
         "ResponseStreamingError",
+        "SSLError",
     }
 )
+BAD_CERTIFICATE = frozenset({"CertificateError", "SSLCertVerificationError"})
+"""Of another authority, of another host, or no longer valid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +92,23 @@ def repeat_reason(error: Exception) -> Reason | None:
         return "throttled"
     if status in {409, 500, 502, 504} or code in FAILED:
         return "failed"
-    if code in CORRUPTED or isinstance(error, StoreUnavailableError) or type(error).__name__ in BROKEN_OFF:
+    if code in CORRUPTED or isinstance(error, StoreUnavailableError):
         return "broken"
-    return None
+    broken_off = type(error).__name__ in BROKEN_OFF or isinstance(error, HTTPError)
+    return "broken" if broken_off and not is_bad_certificate(error) else None
+
+
+def is_bad_certificate(error: BaseException) -> bool:
+    """Whether the service's certificate was refused; TLS breaks off for many other reasons, with the same classes."""
+    return any(type(each).__name__ in BAD_CERTIFICATE for each in _reasons(error))
+
+
+def _reasons(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and all that it was raised on account of; botocore names one of them among its arguments."""
+    if error is not None:
+        yield error
+        yield from _reasons(getattr(error, "kwargs", {}).get("error"))
+        yield from _reasons(error.__cause__ or error.__context__)
 
 
 def translate(error: Exception, place: Place, key: str) -> DLRMError:
@@ -134,7 +154,7 @@ def _without_answer(error: Exception, kind: str, place: Place) -> DLRMError:
             f"no credentials for bucket {place.bucket} at {place.endpoint} ({error}): "
             f"set {place.fields.credentials}, or boto3's own environment variables or files"
         )
-    if kind == "SSLError":
+    if is_bad_certificate(error):
         return InvalidSpecError(
             f"{place.fields.service}.caFile",
             f"the certificate of {place.endpoint} is not trusted ({error}): give its authority",

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import datetime
-import ipaddress
 import os
-import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -12,9 +9,7 @@ from pathlib import Path
 
 import boto3
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from tls import self_signed
 
 from dlrm_api.errors import DLRMError, InvalidSpecError, NoInputError, NoPermissionError, StoreUnavailableError
 from dlrm_api.names import ExitCode
@@ -210,16 +205,6 @@ def test_an_answer_of_the_service_says_who_can_act(code: str, status: int, exit_
     assert "b" in str(known)
 
 
-def test_a_certificate_that_is_not_trusted_names_the_field():
-    class SSLError(Exception):
-        pass
-
-    known = translate(SSLError("self-signed"), Place(bucket="b", endpoint="https://s3"), "key")
-
-    assert isinstance(known, InvalidSpecError)
-    assert known.path == "spec.checkpoint.s3.caFile"
-
-
 class NoSuchKey(BaseHTTPRequestHandler):
     """Answers every GET as S3 does where an object is absent."""
 
@@ -238,25 +223,9 @@ class NoSuchKey(BaseHTTPRequestHandler):
 @pytest.fixture
 def tls_server(tmp_path: Path) -> Iterator[str]:
     """An HTTPS endpoint whose certificate signs itself: ``tmp_path / "ca.pem"``."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
-    now = datetime.datetime.now(datetime.UTC)
-    builder = x509.CertificateBuilder(issuer_name=name, subject_name=name, public_key=key.public_key())
-    builder = builder.serial_number(1).not_valid_before(now - datetime.timedelta(1))
-    builder = builder.not_valid_after(now + datetime.timedelta(1))
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=False)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-    certificate = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-    plain = serialization.NoEncryption()
-    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
-    (tmp_path / "ca.pem").write_bytes(certificate)
-    (tmp_path / "server.pem").write_bytes(private + certificate)
     server = ThreadingHTTPServer(("127.0.0.1", 0), NoSuchKey)
     server.daemon_threads = True
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "server.pem")
-    server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.socket = self_signed(tmp_path).wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     yield f"https://127.0.0.1:{server.server_port}"
