@@ -14,6 +14,7 @@ dead-<r>-*/                          freed or withdrawn, about to be removed by 
 spare-<r>.bin                        memory of an entry of rank r that was removed, for its next one: it counts as free
 committed.json                       newest committed snapshot: step, attempt
 refused.json                         a cut that can never be stored: step, attempt, problem
+broken.json                          a parent that a cut could not go over: step, attempt
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ INDEX_FILE = "index.json"
 DURABLE_FILE = "durable.json"
 COMMITTED_FILE = "committed.json"
 REFUSED_FILE = "refused.json"
+BROKEN_FILE = "broken.json"
 WRITING_PREFIX = "writing-"
 DURABLE_PREFIX = "durable-"
 DEAD_PREFIX = "dead-"

@@ -16,6 +16,7 @@ from dlrm_api.errors import DeviceError, DivergedError, TemporaryError
 from dlrm_checkpointer.budget import Budget
 from dlrm_checkpointer.cut import CutMeta, CutSize, RowsInPlace, ShardId, SnapshotName, check_rows
 from dlrm_checkpointer.folder import (
+    BROKEN_FILE,
     COMMITTED_FILE,
     POLL_S,
     REFUSED_FILE,
@@ -107,7 +108,7 @@ class HandOffWriter:
 
         Returns:
             The newest snapshot of the attempt that the sidecar committed, else the one that was restored from; None:
-            neither is there.
+            neither is there, or the sidecar could not read it, so the cut must hold every row that was ever updated.
 
         Raises:
             DeviceError: the folder can't be written.
@@ -116,9 +117,15 @@ class HandOffWriter:
             known = read_json(self.folder / COMMITTED_FILE)
             own = known is not None and known["attempt"] == attempt
             parent = SnapshotName.from_json(known) if own else self._restored
+            if parent == self.broken_parent():
+                return None
             if parent is not None:
                 write_json(parent_path(self.folder, self.rank), asdict(parent))
         return parent
+
+    def broken_parent(self) -> SnapshotName | None:
+        """The snapshot that the pod's sidecar could not store a cut over, because it is gone or damaged."""
+        return SnapshotName.from_json(read_json(self.folder / BROKEN_FILE))
 
     def put(
         self,

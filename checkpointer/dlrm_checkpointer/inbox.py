@@ -7,12 +7,14 @@ import json
 import mmap
 import os
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.cut import CutMeta, SnapshotName
 from dlrm_checkpointer.folder import (
+    BROKEN_FILE,
     COMMITTED_FILE,
     DURABLE_FILE,
     INDEX_FILE,
@@ -40,7 +42,7 @@ from dlrm_checkpointer.folder import (
 )
 from dlrm_checkpointer.ready import Durable, ReadyCut, UploadedCut
 
-_NOTES = ("durable-*.json", "uploaded-*.json", COMMITTED_FILE, REFUSED_FILE)
+_NOTES = ("durable-*.json", "uploaded-*.json", COMMITTED_FILE, REFUSED_FILE, BROKEN_FILE)
 """What the sidecar alone writes: a killed one may have left unfinished ones."""
 _UPLOADED = re.compile(r"uploaded-(\d+)-(\d+)\.json")
 
@@ -201,6 +203,10 @@ class Inbox:
     def publish_refused(self, step: int, attempt: int, problem: str) -> None:
         """Tell the ranks that a cut of theirs can never be stored."""
         write_json(self.folder / REFUSED_FILE, {"step": step, "attempt": attempt, "problem": problem})
+
+    def publish_broken(self, parent: SnapshotName) -> None:
+        """Tell the ranks that no cut can go on from a snapshot."""
+        write_json(self.folder / BROKEN_FILE, asdict(parent))
 
     def living(self) -> frozenset[int]:
         """Local ranks whose lock is held."""

@@ -82,6 +82,8 @@ class Sidecar:
         self._committed: tuple[int, int] | None = None
         self._searched = False
         self._refusal: SnapshotError | None = None
+        self._broken = ""
+        """Why the newest cut was dropped, where that was its parent; nothing is committed since."""
 
     def run(self, stop: threading.Event) -> ExitCode:
         """Work until the trainers ended, or until ``stop`` is set and they are gone or out of time.
@@ -102,7 +104,8 @@ class Sidecar:
                 self._pause(self._backoff.next(hurried=self._life.deadline is not None), stop)
                 continue
             self._backoff.reset()
-            self._status.store_answered()
+            if not self._broken:
+                self._status.store_answered()
             left = self._left()
             over = self._life.is_over(time.monotonic())
             if self._life.ended and not left and (over or not self._publisher or self._publisher.settled):
@@ -174,8 +177,6 @@ class Sidecar:
         try:
             with self._publisher.held_back() if self._publisher else contextlib.nullcontext():
                 self._store_cut(name)
-        except BrokenChainError as error:
-            self._drop(name, str(error))
         except SnapshotError as error:
             if self._inbox.has(name):
                 self._refuse(name, error)
@@ -189,7 +190,19 @@ class Sidecar:
         elif isinstance(name, SliceName):
             self._store_slice(name, cut)
         else:
+            self._store_whole(cut)
+
+    def _store_whole(self, cut: ReadyCut) -> None:
+        """Make a cut durable; where its parent can't be read, have the next one hold all that was ever updated."""
+        try:
             self._upload(cut, self._inbox.durable(cut)).run()
+        except BrokenChainError as error:
+            self._broken = f"the cut of step {cut.name.step} was dropped and the next is full: {error}"
+            self._fail(BrokenChainError(self._broken))
+            self._drop(cut.name, str(error))
+            if cut.meta.parent is not None:
+                self._inbox.publish_broken(cut.meta.parent)
+        else:
             self._inbox.note_uploaded(cut)
 
     def _store_slice(self, name: SliceName, cut: ReadyCut) -> None:
@@ -266,6 +279,7 @@ class Sidecar:
             time=time.time(),
         )
         self._committed = max(self._committed or (0, 0), (cut.attempt, cut.step))
+        self._broken = ""
         self._status.committed(snapshot, cut.time, len(manifest.chain))
         self._inbox.publish_committed(cut.step, cut.attempt)
         self._offer(SnapshotName(cut.step, cut.attempt))
@@ -299,6 +313,8 @@ class Sidecar:
     def _verdict(self) -> tuple[ExitCode, str]:
         if self._refusal:
             return self._refusal.exit_code, f"Refused: {self._refusal}"
+        if self._broken:
+            return ExitCode.TEMPORARY, f"BrokenParent: {self._broken}"
         said = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(self._inbox.reasons().items()))
         return ExitCode.DONE, f"TrainersEnded: {said}" if said else "TrainersEnded"
 

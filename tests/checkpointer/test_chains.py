@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from restored import stored_rows
 
+from dlrm_api.names import ExitCode
 from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.catalog import find_snapshot, list_snapshots, verify_snapshot
 from dlrm_checkpointer.codes import code_rows, decode_rows
@@ -246,3 +247,40 @@ def test_a_delta_gives_rows_in_order_whatever_the_order_of_its_pieces(new_model)
     np.testing.assert_array_equal(found, np.sort(ids))
     np.testing.assert_array_equal(np.concatenate([part.rows for part in parts])[:, 0], found)
     np.testing.assert_array_equal(np.concatenate([part.state for part in parts])[:, 0], found)
+
+
+def spoil(files: FileStore, key: str) -> None:
+    path = files.root / key
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+@pytest.mark.parametrize(
+    ("policy", "what"),
+    [*((policy, "manifest") for policy in POLICIES), ("full", "chunk"), ("one-shot", "chunk")],
+)
+def test_after_a_parent_that_is_damaged_one_cut_is_lost_and_the_next_holds_all(
+    tmp_path: Path, files: FileStore, new_model, new_pod, small_tables, policy: str, what: str
+):
+    model, pod = new_model(small_tables), new_pod(tmp_path / "pod", files, policy=policy, keep_last=100)
+    attempt = claim_attempt(files, None, "test")
+    for _ in range(2):
+        pod.commit(model.train(), attempt)
+    newest = find_snapshot(files)
+    spoil(files, newest.manifest.chunks[0].key if what == "chunk" else f"manifests/{2:016d}-{attempt:08d}.json")
+
+    pod.cut(model.train(), attempt)
+    code, said = pod.finish(), pod.status.progress
+    pod.open()
+    for _ in range(4):
+        pod.commit(model.train(), attempt)
+
+    assert code == ExitCode.TEMPORARY
+    assert "the cut of step 3 was dropped and the next is full" in said.store_error
+    assert said.reason.startswith("BrokenParent: ")
+    assert pod.status.progress.store_error == ""
+    snapshot, reasons = newest_snapshot(files)
+    assert (snapshot.step, reasons) == (7, [])
+    assert snapshot_digest(snapshot) == model.digest()
+    kept = [each for each in list_snapshots(files) if each.step > 2]
+    assert [each.step for each in kept] == [7, 6, 5, 4]
+    assert kept[-1].manifest.kind == "full"

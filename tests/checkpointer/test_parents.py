@@ -45,6 +45,20 @@ def test_the_parent_is_the_newest_commit_of_the_attempt_else_what_was_restored_e
     inbox.close()
 
 
+def test_a_parent_that_could_not_be_read_is_none_until_a_newer_snapshot_is_there(tmp_path: Path):
+    writer, inbox = HandOffWriter(tmp_path, 0, None), Inbox(tmp_path, range(1))
+    writer.restored(RESTORED)
+
+    inbox.publish_broken(RESTORED)
+    broken, in_flight = writer.begin(attempt=3), inbox.parents_in_flight()
+    inbox.publish_committed(45, 3)
+    committed = writer.begin(attempt=3)
+
+    assert (broken, in_flight, committed) == (None, set(), SnapshotName(45, 3))
+    assert writer.broken_parent() == RESTORED
+    inbox.close()
+
+
 def test_a_parent_is_in_flight_from_the_beginning_of_its_cut_until_that_is_committed(
     tmp_path: Path, files: FileStore, new_model, new_pod
 ):

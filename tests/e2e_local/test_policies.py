@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import signal
 import time
 from typing import Any
@@ -30,6 +32,7 @@ WHY = {
     "intermittent": ("increment: the policy is intermittent", "full: a full one and its increments are expected"),
 }
 """Kind and reason, by policy, of a snapshot that has one before it."""
+DROPPED = "was dropped and the next is full"
 MORE_STEPS = 200
 """Of a run that goes on after a kill."""
 
@@ -59,6 +62,29 @@ def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one_whatever_the_pol
     choices = local.choices(after=killed)
     assert choices, local.logs()
     assert [choice for choice in choices if not choice.startswith(WHY[policy])] == []
+
+
+def test_a_gang_goes_on_taking_snapshots_after_one_that_only_one_pod_can_tell_is_damaged(local: Any) -> None:
+    checkpoint = {"policy": "full", "intervalSteps": 10}
+    local.write(checkpoint=checkpoint, data={"epochs": 40}, trainer={"replicas": 2})
+    process = local.start("--digest")
+    deadline = time.monotonic() + 120
+    while not any(DROPPED in log.read_text() for log in local.workdir.glob("logs/*/*.log")):
+        assert time.monotonic() < deadline, local.logs()
+        assert process.poll() is None
+        for chunk in local.store.glob("chunks/*/*/000001/*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):  # retired meanwhile
+                body = chunk.read_bytes()
+                chunk.write_bytes(body[:-1] + bytes([body[-1] ^ 1]))
+        time.sleep(0.2)
+    stdout, stderr = process.communicate(timeout=240)
+
+    assert process.returncode == ExitCode.DONE, stderr + local.logs()
+    snapshot, reasons = newest_snapshot(open_store(local.store.as_uri()))
+    assert reasons == []
+    assert snapshot_digest(snapshot) == json.loads(stdout)["state_digest"]
+    assert local.last_attempt() == 1
+    assert local.choices(after=0).count("full: there is no snapshot before it") > 2  # both pods begin with one
 
 
 def test_a_job_starts_from_another_jobs_snapshot_and_its_own_hold_all_of_it(local: Any) -> None:

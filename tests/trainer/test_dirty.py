@@ -26,6 +26,27 @@ def told(dirty: DirtyRows) -> set[tuple[int, int]]:
 
 
 @settings(max_examples=200, deadline=None)
+@given(data=st.data(), restored=marks, cuts=st.lists(marks, max_size=MOST_KEPT + 3))
+def test_a_cut_without_a_parent_tells_of_all_that_ever_changed_whatever_snapshots_hold(
+    data: st.DataObject, restored: list[tuple[int, int]], cuts: list[list[tuple[int, int]]]
+):
+    dirty, ever = DirtyRows(SIZES), {(part, row % SIZES[part]) for part, row in restored}
+    for part, row in ever:
+        DirtyPart(dirty, part).store(np.array([row]))
+    assert told(dirty) == set()
+    for step, rows in enumerate(cuts, 1):
+        ever |= marked(dirty, rows)
+        if data.draw(st.booleans(), "parent"):
+            dirty.forget(data.draw(st.integers(0, step - 1), "step"))
+            dirty.cut(step)
+        else:
+            dirty.recall()
+            dirty.cut(step)
+            assert told(dirty) == ever
+            assert len(ever) <= dirty.kept(None)
+
+
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), cuts=st.lists(marks, max_size=MOST_KEPT + 3))
 def test_a_cut_tells_of_all_that_changed_since_its_parent_whatever_became_of_the_cuts_between(
     data: st.DataObject, cuts: list[list[tuple[int, int]]]
@@ -57,8 +78,10 @@ def test_a_part_that_starts_anew_is_unchanged_and_its_neighbours_are_not():
     marked(dirty, [(1, 62), (2, 0), (2, 63), (3, 0)])
     dirty.cut(1)
     marked(dirty, [(1, 0), (2, 1), (3, 64)])
+    DirtyPart(dirty, 2).store(np.array([2]))
 
     DirtyPart(dirty, 2).clear()
+    dirty.recall()
 
     assert told(dirty) == {(1, 62), (3, 0), (1, 0), (3, 64)}
 

@@ -22,6 +22,7 @@ from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.ready import Durable, ReadyCut
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import open_reader
+from dlrm_trainer.embedding.dirty import MOST_KEPT
 from dlrm_trainer.gradual import GradualHandOver
 from dlrm_trainer.lookahead import prepared_ahead
 from dlrm_trainer.snapshots import live_digest, model_document
@@ -122,7 +123,8 @@ def train(
             taker.turn()
         for done in sorted(taker.whole.keys() & taker.pieces.keys()):
             before = parents[done]
-            check_cut(taker.pieces.pop(done), states[before], states[done], looked_up[:done], before)
+            exact = done - before <= MOST_KEPT
+            check_cut(taker.pieces.pop(done), states[before], states[done], looked_up[:done], before, exact=exact)
     if gradual is not None:
         gradual.give_up()
     taker.inbox.sweep()

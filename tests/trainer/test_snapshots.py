@@ -103,6 +103,28 @@ def test_a_cut_holds_exactly_the_rows_that_were_ever_updated_in_pieces_that_agre
     assert len(pieces) == 4
 
 
+@pytest.mark.parametrize("committed", [None, 8])
+def test_a_cut_without_a_parent_holds_all_that_was_ever_updated_also_before_a_restore(
+    tmp_path: Path, committed: int | None
+) -> None:
+    job = small_job(tmp_path)
+    first, second, third = (learner_of(job) for _ in range(3))
+    train(job, first, 0, 6)
+    restore(second, cut_of(job, first))  # type: ignore[arg-type]
+    restored = cut_of(job, second).pieces
+    train(job, second, 6, 8)
+    if committed is not None:
+        second.embeddings.begin_cut(committed, 6)
+        second.embeddings.begin_cut(committed + 1, committed)
+    train(job, second, 8, 10)
+
+    second.embeddings.begin_cut(10, None)
+    restore(third, cut_of(job, second))  # type: ignore[arg-type]
+
+    assert restored == []
+    assert digest_of(job, third) == digest_of(job, second)
+
+
 def test_an_evaluation_changes_no_byte_and_marks_no_row(tmp_path: Path) -> None:
     job = small_job(tmp_path)
     learner = learner_of(job)

@@ -101,13 +101,15 @@ def restore(learner: Learner, snapshot: Snapshot, *, mark: bool = False) -> None
     codes = snapshot.shard_codes([part.shard for part in parts])
     for number, group in groupby(codes, key=itemgetter(0)):
         pieces = (piece for _, piece in group)
-        parts[number].restore(_marking(parts[number], pieces) if mark else pieces)
+        parts[number].restore(_recorded(parts[number], pieces, mark=mark))
     learner.dense.restore(snapshot.dense())
 
 
-def _marking(part: LocalPart, pieces: Iterable[CodedRows]) -> Iterator[CodedRows]:
+def _recorded(part: LocalPart, pieces: Iterable[CodedRows], *, mark: bool) -> Iterator[CodedRows]:
+    """The pieces; their rows are changed, or held by the snapshot."""
+    record = part.dirty.mark if mark else part.dirty.store
     for piece in pieces:
-        part.dirty.mark(piece.row_ids - part.shard.row_start)
+        record(piece.row_ids - part.shard.row_start)
         yield piece
 
 

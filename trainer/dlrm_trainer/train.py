@@ -247,6 +247,8 @@ class Training:
         self.control.begun(self.step)
         begun = (writer.begin(self.attempt), time.time()) if rank == 0 else None
         parent, now = self.collectives.broadcast(begun)
+        if parent in self.collectives.gather(writer.broken_parent()):  # to any pod's checkpointer
+            parent = None
         embeddings, dense = parts.learner.embeddings, parts.learner.dense.arrays() if rank == 0 else None
         embeddings.begin_cut(self.step, None if parent is None else parent.step)
         meta, owned = self.cut_meta(parent, now), self.owned

@@ -262,11 +262,13 @@ class Embeddings:
 
         Args:
             step: of the cut.
-            parent: step of the snapshot that the cut goes on from: rows that changed before are let go of; None: none
-                are.
+            parent: step of the snapshot that the cut goes on from: rows that changed before are let go of; None: there
+                is none, and every row that was ever updated is taken as changed.
         """
         for dirty in self._records:
-            if parent is not None:
+            if parent is None:
+                dirty.recall()
+            else:
                 dirty.forget(parent)
             dirty.cut(step)
 

@@ -39,8 +39,9 @@ class DirtyRows:
     """Which rows of some parts changed since the parent of the next cut.
 
     A cut takes the words away and leaves zeroed ones, whose pages are untouched. They are kept, with the cut's step,
-    until a snapshot of that step or a later one is a cut's parent: so what a lost cut held comes back by itself. A
-    superset of the changed rows is always right.
+    until a snapshot of that step or a later one is a cut's parent: so what a lost cut held comes back by itself. What
+    snapshots hold is known too, for a cut that none of them can be the parent of. A superset of the changed rows is
+    always right.
 
     One thread marks; nothing marks while another method runs.
 
@@ -55,6 +56,8 @@ class DirtyRows:
         """(K,) the bit of each part's first row."""
         self._marked: Words = np.zeros(words[-1], U64)
         self._kept: list[Kept] = []
+        self._stored: Words | None = None
+        """Of rows that snapshots hold; None: none do."""
         self.marked = 0
         """Rows marked since the last cut."""
 
@@ -73,6 +76,12 @@ class DirtyRows:
         """
         self.marked += _mark(self._marked, ids, sizes, starts)
 
+    def store(self, ids: NDArray[np.int64], sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
+        """Take the rows of each segment of ids as held by a snapshot; see ``mark``."""
+        if self._stored is None:
+            self._stored = np.zeros_like(self._marked)
+        _mark(self._stored, ids, sizes, starts)
+
     def cut(self, step: int) -> None:
         """Begin anew, and keep what was marked up to this step."""
         if len(self._kept) == MOST_KEPT:
@@ -83,7 +92,17 @@ class DirtyRows:
 
     def forget(self, step: int) -> None:
         """Let go of what a snapshot of this step holds."""
+        for kept in self._kept:
+            if kept.step <= step:
+                self._stored = kept.words if self._stored is None else np.bitwise_or(self._stored, kept.words)
         self._kept = [kept for kept in self._kept if kept.step > step]
+
+    def recall(self) -> None:
+        """Take all that snapshots hold as changed: none of them is the next cut's parent."""
+        if self._stored is not None:
+            np.bitwise_or(self._marked, self._stored, out=self._marked)
+            self.marked += int(_count(self._stored))
+            self._stored = None
 
     def kept(self, step: int | None) -> int:
         """Rows kept, at most, where what a snapshot of this step holds will be let go of; None: there is none."""
@@ -92,8 +111,9 @@ class DirtyRows:
     def clear(self, part: int) -> None:
         """Take a part's rows as unchanged."""
         here = self.words_of(part, 0, self.sizes[part])
-        for words in (self._marked, *(kept.words for kept in self._kept)):
-            words[here] = 0
+        for words in (self._marked, self._stored, *(kept.words for kept in self._kept)):
+            if words is not None:
+                words[here] = 0
 
     def bits(self, part: int, first: int, last: int) -> Words:
         """The words of rows [first, last) of a part, ``first`` a multiple of 64: since the parent."""
@@ -134,6 +154,10 @@ class DirtyPart:
     def mark(self, ids: NDArray[np.int64]) -> None:
         """Mark (N,) rows of the part."""
         self.rows.mark(ids, np.array([len(ids)]), self.rows.starts[self.number : self.number + 1])
+
+    def store(self, ids: NDArray[np.int64]) -> None:
+        """Take (N,) rows of the part as held by a snapshot."""
+        self.rows.store(ids, np.array([len(ids)]), self.rows.starts[self.number : self.number + 1])
 
     def clear(self) -> None:
         """Take all rows as unchanged."""
