@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from dlrm_api.errors import DLRMError
+from dlrm_api.errors import DLRMError, InvalidSpecError
 from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
 from dlrm_api.progress import CheckpointerProgress
 from dlrm_checkpointer.endpoint import Endpoint
@@ -85,7 +85,13 @@ def _publisher(settings: Settings, options: StoreOptions, status: Status) -> Pub
         return None
     pod = settings.ranks.start // len(settings.ranks)
     terms = Terms(bits=wanted.bits, keep_last=wanted.keep_last, pod=pod, pods=settings.pods)
-    return Publisher(open_store(settings.uri, options), open_store(wanted.uri, options), terms, status)
+    snapshots, target = open_store(settings.uri, options), open_store(wanted.uri, options)
+    if target.uri == snapshots.uri:  # however the job writes it
+        raise InvalidSpecError(
+            "spec.checkpoint.publish.uri",
+            f"{target.uri} holds the job's snapshots, whose retention would remove deltas: give another folder",
+        )
+    return Publisher(snapshots, target, terms, status)
 
 
 def duties(settings: Settings) -> Duties:

@@ -139,6 +139,13 @@ class CheckpointSpec(ApiModel):
         _place_rule("uri", "uri"),
         _place_rule("restoreFrom", "restore_from", optional=True),
         Rule(
+            cel="!has(self.publish) || self.publish.uri.find('^.*[^/]') != self.uri.find('^.*[^/]')",
+            holds=lambda checkpoint: (
+                checkpoint.publish is None or checkpoint.publish.uri.rstrip("/") != checkpoint.uri.rstrip("/")
+            ),
+            message="publish.uri must be another folder than uri: retention of snapshots would remove deltas",
+        ),
+        Rule(
             cel=(
                 "type(self.restoreBandwidth) == int ? self.restoreBandwidth >= 1 "
                 ": self.restoreBandwidth.matches('[1-9]')"

@@ -280,6 +280,13 @@ BAD = {
         {"spec.checkpoint.publish": {"uri": "deltas"}},
         "spec.checkpoint.publish: uri must start with s3:// or file:///",
     ),
+    "deltas among the snapshots": job(
+        {
+            "spec.checkpoint.publish": {"uri": "s3://bucket/ranker-v12//"},
+            "spec.checkpoint.uri": "s3://bucket/ranker-v12/",
+        },
+        "spec.checkpoint: publish.uri must be another folder than uri: retention of snapshots would remove deltas",
+    ),
     "deltas at too few bits": job(
         {"spec.checkpoint.publish": {"uri": "s3://bucket/deltas", "bits": 4}},
         "spec.checkpoint.publish.bits: Input should be 8, 16 or 32",

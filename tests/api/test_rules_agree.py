@@ -73,7 +73,7 @@ checkpoints = st.fixed_dictionaries(
         "restoreBandwidth": st.sampled_from([0, 1, "0", "0M", "1k", "0.5M", "200M"]),
         "retention": st.fixed_dictionaries({}, optional={"keepEvery": st.sampled_from(["0s", "0d0h", "10m", "1d0h"])}),
         "s3": services,
-        "publish": st.fixed_dictionaries({"uri": uris}),
+        "publish": st.fixed_dictionaries({"uri": st.builds(str.__add__, uris, st.sampled_from(["", "", "/", "//"]))}),
     },
 )
 trainers = st.fixed_dictionaries({}, optional={"replicas": counts, "processesPerReplica": counts})

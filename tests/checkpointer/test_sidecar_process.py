@@ -142,6 +142,15 @@ def test_it_publishes_where_the_job_asks_for_it(tmp_path: Path, files: FileStore
     assert "checkpointer INFO delta published" in errors
 
 
+@pytest.mark.parametrize("uri", ["store", "/store//", "%73tore"])
+def test_it_publishes_nothing_among_the_snapshots_however_the_folder_is_written(tmp_path: Path, start, uri: str):
+    code, errors = start(checkpoint={"publish": {"uri": f"file://{tmp_path}/{uri}"}}).end()
+
+    assert code == ExitCode.BAD_CONFIG
+    assert "spec.checkpoint" in errors
+    assert "another folder" in errors
+
+
 @pytest.mark.slow
 def test_kill_9_of_the_sidecar_at_random_moments_loses_no_cut(
     tmp_path: Path, files: FileStore, new_model, new_pod, start
