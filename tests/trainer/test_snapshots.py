@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,19 @@ import pytest
 import torch
 from gangs import hand_plan, job_document, small_job
 
-from dlrm_api.errors import InvalidSpecError, SnapshotError
+from dlrm_api.errors import DLRMError, InvalidSpecError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJob, parse_job
+from dlrm_checkpointer.chain import Basis
 from dlrm_checkpointer.codes import CodedRows, code_rows
+from dlrm_checkpointer.commit import try_commit
 from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows
+from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.handoff import HandOffWriter
+from dlrm_checkpointer.inbox import Inbox
+from dlrm_checkpointer.ready import Durable
+from dlrm_checkpointer.restore import Snapshot, open_snapshot
+from dlrm_checkpointer.store import ObjectStore, StoreOptions
+from dlrm_checkpointer.upload import Traffic, Upload, Way
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.compatible import check_data, check_model, first_change
 from dlrm_trainer.data import open_reader
@@ -21,6 +31,7 @@ from dlrm_trainer.embedding.rows import ResidentPart, table_meta
 from dlrm_trainer.evaluate import evaluate
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.snapshots import live_digest, model_document, restore
+from dlrm_trainer.start import begin_from
 
 ALONE = Collectives(0, 1, lambda: "")
 
@@ -308,3 +319,58 @@ def _with_table(plan: Any, **values: Any) -> Any:
 
 def _with_shard(plan: Any, **values: Any) -> Any:
     return _with_table(plan, shards=(plan.tables[0].shards[0].model_copy(update=values),))
+
+
+def commit(job: DLRMJob, learner: Learner, step: int, folder: Path, store: FileStore) -> None:
+    """A snapshot of a learner, as the job's checkpointer would make it."""
+    writer, inbox = HandOffWriter(folder, 0, None), Inbox(folder, range(1))
+    meta = CutMeta(
+        step=step,
+        samples=0,
+        world_size=1,
+        attempt=1,
+        time=0.0,
+        reader={},
+        model=model_document(job.spec, learner),
+        metrics={},
+    )
+    owned = [part.shard for part in learner.embeddings.saved]
+    writer.put(meta, learner.embeddings.rows_in_place(), learner.dense.arrays(), owned=owned, patience_s=0)
+    way, traffic = Way(bits=32, basis=Basis(kind="full")), Traffic(put=lambda _: None, read=lambda _: None)
+    Upload(store, inbox.open(inbox.ready()[0]), Durable(), way, traffic).run()
+    assert try_commit(store, step, 1, 1)
+    writer.close("done")
+    inbox.close()
+
+
+@pytest.mark.parametrize(
+    ("gone", "opens", "error"),
+    [
+        ("manifests/ chunks/", False, TemporaryError),
+        ("manifests/ chunks/", True, TemporaryError),
+        ("chunks/", False, SnapshotError),
+        ("chunks/", True, SnapshotError),
+    ],
+)
+def test_a_snapshot_of_another_job_is_chosen_anew_where_it_is_retired_while_it_is_read_and_not_where_it_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str, opens: bool, error: type[DLRMError]
+) -> None:
+    job, store = small_job(tmp_path), FileStore(tmp_path / "other")
+    learner, fresh = learner_of(job), learner_of(job)
+    train(job, learner, 0, 3)
+    commit(job, learner, 3, tmp_path / "pod", store)
+
+    def retire() -> None:
+        store.delete_all([info.key for prefix in gone.split() for info in store.list(prefix)])
+
+    def opened(store: ObjectStore, step: int, attempt: int) -> Snapshot:
+        if opens:
+            found = open_snapshot(store, step, attempt)
+        retire()
+        return found if opens else open_snapshot(store, step, attempt)
+
+    monkeypatch.setattr("dlrm_trainer.start.open_snapshot", opened)
+    parts: Any = SimpleNamespace(job=job, learner=fresh, gang=SimpleNamespace(rank=0, collectives=ALONE))
+
+    with pytest.raises(error, match="restoreFrom: .* step 3 was retired" if error is TemporaryError else "missing"):
+        begin_from(parts, store.uri, StoreOptions())

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dlrm_api.errors import NoInputError, TemporaryError
+from dlrm_api.errors import NoInputError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
 from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.handoff import HandOffWriter
+from dlrm_checkpointer.manifest import manifest_key
 from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
-from dlrm_checkpointer.store import FieldNames, StoreOptions, open_store
+from dlrm_checkpointer.store import FieldNames, ObjectStore, StoreOptions, open_store
 from dlrm_trainer import snapshots
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.compatible import check_data, check_model, first_change
@@ -138,6 +140,7 @@ def begin_from(parts: Parts, uri: str, options: StoreOptions) -> None:
     Raises:
         NoInputError: there is none.
         SnapshotError: it can't be used, or is of another model.
+        TemporaryError: the other job, which may live, retired it meanwhile.
     """
     other = open_store(uri, replace(options, fields=RESTORE_FROM_FIELDS))
     found: tuple[SnapshotName, ...] | None = None
@@ -149,9 +152,28 @@ def begin_from(parts: Parts, uri: str, options: StoreOptions) -> None:
     names = parts.gang.collectives.broadcast(found)
     if not names:
         raise NoInputError(f"spec.checkpoint.restoreFrom: {other.uri} holds no snapshot: mend the URI or leave it out")
-    snapshot = open_snapshot(other, names[0].step, names[0].attempt)
-    spec = parts.job.spec
-    model = snapshots.model_document(spec, parts.learner)
-    check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)
-    snapshots.restore(parts.learner, snapshot, mark=True)
+    with _unless_retired(other, names[0]):
+        snapshot = open_snapshot(other, names[0].step, names[0].attempt)
+        spec = parts.job.spec
+        model = snapshots.model_document(spec, parts.learner)
+        check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)
+        snapshots.restore(parts.learner, snapshot, mark=True)
     logger.info("starting from step 0 with the model of %s", snapshot.uri)
+
+
+@contextlib.contextmanager
+def _unless_retired(store: ObjectStore, name: SnapshotName) -> Iterator[None]:
+    """Say of what went wrong in the block whether the snapshot is gone: no announcement keeps it, as it does our own.
+
+    Raises:
+        TemporaryError: it is gone; the next attempt chooses a newer one.
+    """
+    try:
+        yield
+    except (SnapshotError, NoInputError) as error:
+        if store.size(manifest_key(name.step, name.attempt)) is not None:
+            raise
+        raise TemporaryError(
+            f"spec.checkpoint.restoreFrom: {store.uri}: the snapshot of step {name.step} was retired while it was "
+            "read: running again chooses a newer one"
+        ) from error
