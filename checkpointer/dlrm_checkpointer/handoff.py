@@ -82,7 +82,13 @@ class HandOffWriter:
             raise_device(error, folder, 0)
 
     def ready(self) -> bool:
-        """Whether a cut can be handed over now: False while an earlier one of this rank waits or is not whole yet."""
+        """Whether a cut can be handed over now: False while an earlier one of this rank waits or is not whole yet.
+
+        Raises:
+            DivergedError: an earlier one of this attempt could never be stored, and so none that holds its rows.
+        """
+        if self._last is not None:
+            self._check_refused(self._last.attempt)
         return self._gradual is None and all(name.rank != self.rank for name in ready_cuts(self.folder))
 
     @property
@@ -224,6 +230,13 @@ class HandOffWriter:
         name = CutName(meta.step, meta.attempt, self.rank)
         return SlicedCut(self.folder, name, meta, owned, self._budget, patience_s)
 
+    def _check_refused(self, attempt: int) -> None:
+        refused, done = read_json(self.folder / REFUSED_FILE), read_json(self.folder / COMMITTED_FILE)
+        if refused is None or refused["attempt"] != attempt:
+            return
+        if done is None or (done["attempt"], done["step"]) < (attempt, refused["step"]):
+            raise DivergedError(refused["problem"])
+
     def _copy(
         self, cut: SlicedCut, meta: CutMeta, shards: Iterable[RowsInPlace], dense: Mapping[str, NDArray[Any]] | None
     ) -> None:
@@ -252,9 +265,7 @@ class HandOffWriter:
             done = read_json(self.folder / COMMITTED_FILE)
             if done and (done["attempt"], done["step"]) >= key:
                 break
-            refused = read_json(self.folder / REFUSED_FILE)
-            if refused and (refused["attempt"], refused["step"]) == key:
-                raise DivergedError(refused["problem"])
+            self._check_refused(self._last.attempt)
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)

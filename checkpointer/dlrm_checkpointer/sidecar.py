@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import DLRMError, SnapshotError, TemporaryError
@@ -54,6 +54,19 @@ class Duties:
     grace_s: float
 
 
+class Lost(NamedTuple):
+    """A cut that could not be stored."""
+
+    attempt: int
+    step: int
+    why: SnapshotError
+
+    @property
+    def by_its_parent(self) -> bool:
+        """Whether it may be otherwise with the next cut."""
+        return isinstance(self.why, BrokenChainError)
+
+
 class Sidecar:
     """Works off one pod's hand-off folder.
 
@@ -81,9 +94,8 @@ class Sidecar:
         self._looks: dict[UploadedCut, tuple[float, float]] = {}
         self._committed: tuple[int, int] | None = None
         self._searched = False
-        self._refusal: SnapshotError | None = None
-        self._broken = ""
-        """Why the newest cut was dropped, where that was its parent; nothing is committed since."""
+        self._lost: Lost | None = None
+        """The newest such cut, until a newer one is committed."""
 
     def run(self, stop: threading.Event) -> ExitCode:
         """Work until the trainers ended, or until ``stop`` is set and they are gone or out of time.
@@ -104,7 +116,7 @@ class Sidecar:
                 self._pause(self._backoff.next(hurried=self._life.deadline is not None), stop)
                 continue
             self._backoff.reset()
-            if not self._broken:
+            if not (self._lost and self._lost.by_its_parent):
                 self._status.store_answered()
             left = self._left()
             over = self._life.is_over(time.monotonic())
@@ -197,8 +209,9 @@ class Sidecar:
         try:
             self._upload(cut, self._inbox.durable(cut)).run()
         except BrokenChainError as error:
-            self._broken = f"the cut of step {cut.name.step} was dropped and the next is full: {error}"
-            self._fail(BrokenChainError(self._broken))
+            why = BrokenChainError(f"the cut of step {cut.name.step} was dropped and the next is full: {error}")
+            self._lose(cut.name, why)
+            self._fail(why)
             self._drop(cut.name, str(error))
             if cut.meta.parent is not None:
                 self._inbox.publish_broken(cut.meta.parent)
@@ -222,9 +235,13 @@ class Sidecar:
 
     def _refuse(self, name: CutName | SliceName, error: SnapshotError) -> None:
         logger.error("cut refused", extra={"cut": str(name), "problem": str(error)})
-        self._refusal = error.with_traceback(None)  # its frames hold the cut's memory
+        self._lose(name, error.with_traceback(None))  # its frames hold the cut's memory
         self._status.refused_cuts.inc()
         self._inbox.publish_refused(name.step, name.attempt, str(error))
+
+    def _lose(self, cut: CutName | SliceName | UploadedCut, why: SnapshotError) -> None:
+        if self._lost is None or self._lost[:2] <= (cut.attempt, cut.step):
+            self._lost = Lost(cut.attempt, cut.step, why)
 
     def _drop(self, cut: CutName | SliceName | UploadedCut, why: str) -> None:
         logger.warning("cut dropped", extra={"step": cut.step, "attempt": cut.attempt, "why": why})
@@ -246,7 +263,8 @@ class Sidecar:
         try:
             manifest = None if why else try_commit(self._store, cut.step, cut.attempt, cut.world_size)
         except SnapshotError as error:
-            self._refusal, why = error, str(error)
+            self._lose(cut, error)
+            why = str(error)
         if not manifest and not (why := why or self._hopeless(cut)):
             return
         if manifest:
@@ -279,7 +297,8 @@ class Sidecar:
             time=time.time(),
         )
         self._committed = max(self._committed or (0, 0), (cut.attempt, cut.step))
-        self._broken = ""
+        if self._lost and self._lost[:2] < (cut.attempt, cut.step):
+            self._lost = None
         self._status.committed(snapshot, cut.time, len(manifest.chain))
         self._inbox.publish_committed(cut.step, cut.attempt)
         self._offer(SnapshotName(cut.step, cut.attempt))
@@ -311,10 +330,10 @@ class Sidecar:
         return "" if step is None else f"the cut of step {step}"
 
     def _verdict(self) -> tuple[ExitCode, str]:
-        if self._refusal:
-            return self._refusal.exit_code, f"Refused: {self._refusal}"
-        if self._broken:
-            return ExitCode.TEMPORARY, f"BrokenParent: {self._broken}"
+        if self._lost and self._lost.by_its_parent:
+            return ExitCode.TEMPORARY, f"BrokenParent: {self._lost.why}"
+        if self._lost:
+            return self._lost.why.exit_code, f"Refused: {self._lost.why}"
         said = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(self._inbox.reasons().items()))
         return ExitCode.DONE, f"TrainersEnded: {said}" if said else "TrainersEnded"
 

@@ -200,8 +200,30 @@ def test_a_cut_with_a_value_that_is_not_finite_is_refused_by_table_and_row(
     assert code == ExitCode.BAD_DATA
     assert problem in pod.status.progress.reason
     assert list(files.list("manifests/")) == []
-    with pytest.raises(DivergedError, match=problem):
-        writer.wait_idle(1)
+    for then in (lambda: writer.wait_idle(1), writer.ready, lambda: pod.cut(model.train())):
+        with pytest.raises(DivergedError, match=problem):
+            then()
+
+
+def test_a_refused_cut_is_of_no_account_to_another_attempt_nor_after_a_newer_commit(tmp_path: Path, new_model, new_pod):
+    model, pod = new_model().train(), new_pod(tmp_path / "pod", FileStore(tmp_path / "store"))
+    inbox, writer = Inbox(pod.folder, pod.ranks), pod.writers[0]
+    pod.cut(model, attempt=2)
+    inbox.free(inbox.ready()[0])
+    answers = []
+    for notice in (
+        lambda: inbox.publish_refused(1, 1, "of an attempt before"),
+        lambda: inbox.publish_refused(1, 2, "bad"),
+        lambda: inbox.publish_committed(2, 2),
+    ):
+        notice()
+        try:
+            answers.append(writer.ready())
+        except DivergedError as error:
+            answers.append(str(error))
+
+    assert answers == [True, "bad", True]
+    inbox.close()
 
 
 def test_a_file_size_limit_is_a_full_device_too(tmp_path: Path, new_model):

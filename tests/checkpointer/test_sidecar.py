@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from restored import stored_rows
 
@@ -18,6 +19,8 @@ from dlrm_api.names import ExitCode
 from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.catalog import list_snapshots
 from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.folder import ready_cuts
+from dlrm_checkpointer.handoff import HandOffWriter
 from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.life import Backoff, Life
 from dlrm_checkpointer.restore import newest_snapshot
@@ -226,6 +229,32 @@ def test_a_cut_of_an_older_attempt_is_dropped_and_its_memory_freed(
     assert pod.writers[0].ready()
     assert list(files.list("manifests/")) == []
     assert list(files.list("chunks/")) == []
+
+
+def test_a_refused_cut_is_forgotten_with_the_next_commit(tmp_path: Path, files: FileStore, new_model, new_pod):
+    model, pod = new_model(), new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2))
+    first = claim_attempt(files, None, "test")
+    good = model.train().copy()
+    model.dense["top.0.weight"][0, 0] = np.inf
+    with running(pod) as (codes, _):
+        pod.cut(model, first)
+        wait_for(lambda: (pod.folder / "refused.json").exists() and all(map(has_room, pod.writers.values())))
+        second = claim_attempt(files, None, "again")
+        for rank, writer in pod.writers.items():  # one after the other, so that the sidecar goes on
+            writer.close("refused")
+            pod.writers[rank] = HandOffWriter(pod.folder, rank, None, 2)
+        pod.cut(good.train(), second)
+        committed = pod.writers[0].wait_idle(10)
+        pod.end("done")
+        code = codes[0].result(10)
+
+    assert committed
+    assert code == ExitCode.DONE, pod.status.progress
+    assert snapshot_digest(newest_snapshot(files)[0]) == good.digest()
+
+
+def has_room(writer: HandOffWriter) -> bool:
+    return all(name.rank != writer.rank for name in ready_cuts(writer.folder))
 
 
 def test_a_new_sidecar_knows_the_snapshots_that_were_there(tmp_path: Path, files: FileStore, new_model, new_pod):
