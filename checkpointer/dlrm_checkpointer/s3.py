@@ -72,6 +72,8 @@ class S3Store:
         self._encryption = _encryption(options.s3)
         self._signs_bodies = (options.s3.endpoint or "").startswith("http://")
         """Signatures of requests without TLS cover the SHA-256 of the body, which the service checks."""
+        self._knows_conditions: bool | None = None
+        """Whether the service takes conditional writes, honoured or not; None before the first."""
         self._knows_batches = True
         """Whether the service removes many objects by one request, for all that it said so far."""
 
@@ -165,14 +167,32 @@ class S3Store:
                 self._put_whole(key, view, sha256)
 
     def put_if_absent(self, key: str, body: Body) -> bool:
-        """Write the object unless one is there (``If-None-Match: *``)."""
+        """Write the object unless one is there (``If-None-Match: *``), or the service knows no conditions."""
         with self._known(key):
-            try:
-                self._put_whole(key, body, IfNoneMatch="*")
-            except ERRORS as error:
-                if status_of(error) == 412:
-                    return False
+            written = self._put_on_condition(key, body)
+            if written is None:
+                self._put_whole(key, body)
+                self._knows_conditions = False
+        return written is not False
+
+    def _put_on_condition(self, key: str, body: Body) -> bool | None:
+        """Whether the object was written; None: the service knows no conditions, and nothing was.
+
+        What a service refuses once it took a condition is refused for other reasons.
+        """
+        if self._knows_conditions is False:
+            return None
+        try:
+            self._put_whole(key, body, IfNoneMatch="*")
+        except ERRORS as error:
+            if status_of(error) != 412:
+                if self._knows_conditions is None and is_unknown_request(error):
+                    logger.info("objects are written without conditions", extra={"store": self.uri})
+                    return None
                 raise
+            self._knows_conditions = True
+            return False
+        self._knows_conditions = True
         return True
 
     def _put_whole(self, key: str, body: Body, sha256: str | None = None, **condition: Any) -> None:

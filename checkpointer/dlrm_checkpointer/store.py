@@ -95,7 +95,7 @@ class ObjectStore(Protocol):
     def put_if_absent(self, key: str, body: Body) -> bool:
         """Write the object unless one is there; False, and nothing written, where one is.
 
-        A store that ignores conditions overwrites and answers True: ``probe.honours_conditions`` tells.
+        A store that knows no conditions overwrites and answers True: ``attempts.honours_conditions`` tells.
         """
         ...
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import boto3
 import pytest
 from moto import mock_aws
 
-from dlrm_api.errors import StoreUnavailableError
+from dlrm_api.errors import DLRMError, StoreUnavailableError
 from dlrm_api.objects import SnapshotS3Spec
 from dlrm_checkpointer import s3
-from dlrm_checkpointer.attempts import claim_attempt
+from dlrm_checkpointer.attempts import claim_attempt, honours_conditions
 from dlrm_checkpointer.s3_payload import SEND_BYTES, Payload
 from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
 
@@ -160,3 +164,112 @@ def test_a_known_hash_is_not_computed_again(service: Any, monkeypatch: pytest.Mo
     store.put("whole", b"123", hashlib.sha256(b"123").hexdigest())
 
     assert store.get("whole") == b"123"
+
+
+class WithoutConditions(BaseHTTPRequestHandler):
+    """Keeps objects, and refuses what has a condition as a service does that never heard of any."""
+
+    protocol_version = "HTTP/1.1"
+    refusal: tuple[int, str]
+    objects: dict[str, bytes]
+    asked: list[str]
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        condition = self.headers.get("If-None-Match")
+        self.asked.append(condition or "")
+        if condition:
+            status, code = self.refusal
+            self.answer(status, f"<Error><Code>{code}</Code><Message>as it is</Message></Error>".encode())
+        else:
+            self.objects[self.path] = body
+            self.answer(200)
+
+    def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        if "list-type" not in query:
+            self.answer(200, self.objects[path]) if path in self.objects else self.answer(404, b"<Error/>")
+            return
+        prefix = parse_qs(query).get("prefix", [""])[0]
+        keys = sorted(key for each in self.objects if (key := each.removeprefix("/bucket/")).startswith(prefix))
+        found = "".join(
+            f"<Contents><Key>{key}</Key><Size>1</Size><ETag>a</ETag><LastModified>2026-01-01T00:00:00Z</LastModified></Contents>"
+            for key in keys
+        )
+        self.answer(200, f"<ListBucketResult>{found}</ListBucketResult>".encode())
+
+    def do_DELETE(self) -> None:
+        self.objects.pop(self.path, None)
+        self.answer(204)
+
+    def answer(self, status: int, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("ETag", '"a"')
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def handle_expect_100(self) -> bool:
+        self.send_response_only(100)
+        self.end_headers()
+        return True
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def without_conditions(folder: Path, status: int, code: str) -> Iterator[tuple[ObjectStore, Any]]:
+    """A store on such a service, and its handler."""
+    handler = type("Handler", (WithoutConditions,), {"refusal": (status, code), "objects": {}, "asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    for name in ("accessKeyId", "secretAccessKey"):
+        (folder / name).write_text("key")
+    s3 = SnapshotS3Spec(endpoint=f"http://127.0.0.1:{server.server_port}")
+    try:
+        yield open_store("s3://bucket/job", StoreOptions(s3=s3, credentials_dir=folder)), handler
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.mark.parametrize(("status", "code"), [(501, "NotImplemented"), (400, "InvalidArgument")])
+def test_a_service_that_refuses_conditions_is_asked_for_one_once_and_attempts_are_claimed_without(
+    tmp_path: Path, status: int, code: str
+):
+    with without_conditions(tmp_path, status, code) as (store, handler):
+        claimed = [claim_attempt(store, None, "") for _ in range(3)]
+
+        assert not honours_conditions(store)
+
+    assert claimed == [1, 2, 3]
+    assert handler.asked.count("*") == 1
+
+
+def test_a_write_that_is_refused_with_a_condition_and_without_is_an_error_and_teaches_nothing(tmp_path: Path):
+    with without_conditions(tmp_path, 400, "InvalidArgument") as (store, handler):
+        put = handler.do_PUT
+        handler.do_PUT = lambda self: (self.rfile.read(int(self.headers["Content-Length"])), self.answer(400))
+        with pytest.raises(DLRMError):
+            store.put_if_absent("x", b"1")
+        handler.do_PUT = put
+
+        assert store.put_if_absent("x", b"1")
+
+    assert handler.asked == ["*", ""]
+
+
+def test_a_service_that_took_a_condition_is_never_asked_without_one(tmp_path: Path):
+    with without_conditions(tmp_path, 412, "PreconditionFailed") as (store, handler):
+        taken = store.put_if_absent("x", b"1")
+        handler.refusal = (501, "NotImplemented")
+        with pytest.raises(StoreUnavailableError, match="NotImplemented"):
+            store.put_if_absent("x", b"1")
+
+    assert not taken
+    assert handler.asked == ["*", "*"]
