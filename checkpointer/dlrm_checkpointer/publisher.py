@@ -138,7 +138,8 @@ class Publisher:
                     return
                 logger.warning("publishing failed", extra={"problem": str(error)})
                 self._status.publish_errors.inc()
-                self._note_used(None)
+                if self.in_use is not None:
+                    self._note_used(None)
                 pause = backoff.next(hurried=False)
                 if not isinstance(error, TemporaryError):
                     self._forget(self._tried)

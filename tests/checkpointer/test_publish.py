@@ -385,6 +385,27 @@ def test_an_outage_of_the_publishers_store_delays_no_commit_and_skips_no_row(
     assert pod.status.registry.get_sample_value("dlrm_checkpointer_publish_errors_total") > 0
 
 
+def test_a_sidecar_that_starts_in_an_outage_of_the_publishers_store_keeps_what_the_next_delta_goes_from(
+    tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
+):
+    model, failing = new_model(small_tables), Failing(target)
+    pod = new_pod(tmp_path / "pod", files, policy="full", target=failing, keep_last=1)
+    attempt = claim_attempt(files, None, "test")
+    pod.commit(model.train(), attempt)
+    failing.away.set()
+    pod.grace_s = 1
+    for _ in range(2):
+        pod.commit(model.train(), attempt)
+    kept = snapshot_keys(files)
+    failing.away.clear()
+    pod.grace_s = 30
+    pod.commit(model.train(), attempt)
+
+    assert (1, attempt) in kept
+    assert [newest_delta(target)[1].delta.step, newest_delta(target)[1].delta.full] == [4, False]
+    assert snapshot_keys(files)[0] == (4, attempt)
+
+
 def wait_for(what: Any) -> None:
     until = time.monotonic() + 120
     while not what():
