@@ -9,6 +9,7 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from io import FileIO
+from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import quote
@@ -93,15 +94,10 @@ class FileStore:
         """Objects whose key starts with ``prefix``, in ascending order of their keys."""
         folder = self.root / prefix.rpartition("/")[0]
         found: list[ObjectInfo] = []
-        for directory, _, names in os.walk(folder, onerror=_raise_unless_absent):
-            for name in names:
-                path = Path(directory, name)
-                key = path.relative_to(self.root).as_posix()
-                if name.startswith(DRAFT_PREFIX) or not key.startswith(prefix):
-                    continue
-                with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
-                    status = path.stat()
-                    found.append(ObjectInfo(key=key, size=status.st_size, modified=status.st_mtime))
+        for path in _files(folder):
+            key = path.relative_to(self.root).as_posix()
+            if not path.name.startswith(DRAFT_PREFIX) and key.startswith(prefix) and (status := _status(path)):
+                found.append(ObjectInfo(key=key, size=status.st_size, modified=status.st_mtime))
         yield from sorted(found, key=lambda info: info.key)
 
     def delete(self, key: str) -> None:
@@ -123,32 +119,44 @@ class FileStore:
 
     def size(self, key: str) -> int | None:
         """The object's bytes, None where there is none."""
-        try:
-            status = (self.root / key).stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise _read_error(error, self.root / key) from error
-        return status.st_size if stat.S_ISREG(status.st_mode) else None
+        status = _status(self.root / key)
+        return status.st_size if status and stat.S_ISREG(status.st_mode) else None
 
     def sweep_uploads(self, older_than_s: float) -> int:
         """Remove drafts of dead writers that are older than this."""
         removed = 0
-        for path in self.root.rglob(f"{DRAFT_PREFIX}*"):
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > older_than_s:
-                    path.unlink()
-                    removed += 1
+        for path in _files(self.root):
+            status = _status(path) if path.name.startswith(DRAFT_PREFIX) else None
+            if status and time.time() - status.st_mtime > older_than_s:
+                self.delete(path.relative_to(self.root).as_posix())
+                removed += 1
         return removed
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """All files below a folder; what goes meanwhile may be among them or not."""
+    for directory, _, names in os.walk(folder, onerror=_raise_unless_absent):
+        yield from (Path(directory, name) for name in names)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """None where it is not there, any more or at all."""
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise _read_error(error, path) from error
 
 
 def _open_draft(draft: Path) -> FileIO:
     """Open a new file, making its folders: a delete next door may remove an empty folder between the two."""
     for _ in range(OPEN_TRIES):
-        if not draft.parent.is_dir():
-            draft.parent.mkdir(parents=True, exist_ok=True)
-            _sync_folder(draft.parent.parent)
         with contextlib.suppress(FileNotFoundError):
+            made = list(takewhile(lambda folder: not folder.is_dir(), draft.parents))
+            draft.parent.mkdir(parents=True, exist_ok=True)
+            for folder in made:
+                _sync_folder(folder.parent)
             return FileIO(draft, "xb")
     return FileIO(draft, "xb")
 

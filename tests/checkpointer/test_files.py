@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,6 +51,63 @@ def test_a_sweep_removes_what_dead_writers_left(files: FileStore):
     assert removed == 1
     assert not draft.exists()
     assert files.get("a/b") == b"1"
+
+
+def test_a_sweep_passes_over_a_folder_that_goes_meanwhile(files: FileStore, monkeypatch: pytest.MonkeyPatch):
+    for name in "abc":
+        files.put(f"{name}/{name}/x", b"1")
+        (files.root / name / name / ".draft-1-2-x").write_bytes(b"half")
+    scan = os.scandir
+
+    def remove_and_scan(folder: str):
+        if str(folder).endswith("/b/b"):
+            shutil.rmtree(files.root / "b")
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", remove_and_scan)
+
+    assert files.sweep_uploads(-1) == 2
+    assert [info.key for info in files.list("")] == ["a/a/x", "c/c/x"]
+
+
+@pytest.mark.parametrize("call", ["scandir", "stat", "unlink"])
+def test_an_error_of_a_mounted_folder_while_it_is_listed_or_swept_is_the_stores(
+    files: FileStore, monkeypatch: pytest.MonkeyPatch, call: str
+):
+    files.put("a/x", b"1")
+    draft = files.root / "a" / ".draft-1-2-x"
+    draft.write_bytes(b"half")
+    real = getattr(os, call)
+
+    def refuse(path: str, *more: object, **options: object):
+        if str(path).endswith(("/a", "/x", "-x")):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return real(path, *more, **options)
+
+    monkeypatch.setattr(os, call, refuse)
+
+    with pytest.raises(StoreUnavailableError, match="Stale file handle"):
+        files.sweep_uploads(-1)
+    if call != "unlink":
+        with pytest.raises(StoreUnavailableError, match="Stale file handle"):
+            list(files.list("a/"))
+
+
+def test_every_folder_that_a_write_makes_outlives_the_machine(files: FileStore, monkeypatch: pytest.MonkeyPatch):
+    files.put("chunks/1/x", b"1")
+    synced: list[str] = []
+    sync = os.fsync
+
+    def remember(descriptor: int) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()).removeprefix(str(files.root)))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", remember)
+
+    files.put("chunks/2/3/4/x", b"1")
+
+    folders = [name for name in synced if ".draft-" not in name]
+    assert sorted(folders) == ["/chunks", "/chunks/2", "/chunks/2/3", "/chunks/2/3/4"]
 
 
 def test_a_full_disk_is_named_with_path_and_bytes_and_leaves_the_old_object(files: FileStore):
