@@ -73,6 +73,16 @@ def read_attempts(store: ObjectStore, after: int) -> list[Attempt]:
     return [attempt for attempt in found if attempt]
 
 
+def is_claimed(number: int, attempts: Iterable[Attempt]) -> bool:
+    """Whether an attempt is sure of its snapshot, as it is where it begins anew: 0 is before the first.
+
+    Args:
+        number: of the attempt.
+        attempts: those that are not pending.
+    """
+    return number == 0 or any(each.number == number for each in attempts)
+
+
 def honours_conditions(store: ObjectStore) -> bool:
     """Whether the store refuses a conditional write over an object; some accept it silently and overwrite."""
     key = f"{PROBES}{secrets.token_hex(8)}"

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dlrm_api.errors import NoInputError, SnapshotError
-from dlrm_checkpointer.attempts import RETIRED, Attempt, in_lineage, newest_attempt, read_attempts
+from dlrm_checkpointer.attempts import RETIRED, Attempt, in_lineage, is_claimed, newest_attempt, read_attempts
 from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.manifest import CHUNKS, MANIFESTS, PARTS, manifest_key, parse_manifest
-from dlrm_checkpointer.restore import snapshot_keys
+from dlrm_checkpointer.restore import open_snapshot, snapshot_keys
 from dlrm_checkpointer.store import ObjectInfo, ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ class Found:
     objects: frozenset[str] = frozenset()
     """Keys of its own objects."""
     readable: bool = True
+    """Whether it can be read, and is known to lack no object where that was looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class Decision:
 def decide(found: Iterable[Found], attempts: Sequence[Attempt], rule: Rule, in_use: Iterable[SnapshotName]) -> Decision:
     """Keep what the rule says of the lineage, of each step the newest attempt's, with all chains; retire the rest.
 
-    Manifests that can't be read count for nothing and stay: something may mend them.
+    What can't be read counts for nothing and stays, with its chain: something may mend it.
 
     Args:
         found: every manifest.
@@ -84,7 +85,7 @@ def decide(found: Iterable[Found], attempts: Sequence[Attempt], rule: Rule, in_u
         if period is not None:
             periods.add(period)
     used = set(in_use)
-    held = [*keep.values(), *(each for each in newest_first if each.name in used)]
+    held = [*keep.values(), *(each for each in newest_first if each.name in used or not each.readable)]
     kept = tuple(each.name for each in keep.values())
     needed = frozenset(used.union(*(each.below for each in held))) - set(kept)
     stay = {*kept, *needed, *(each.name for each in newest_first if not each.readable)}
@@ -111,10 +112,12 @@ class Retention:
     Args:
         store: the job's store.
         rule: of the job.
+        present: whether a snapshot counts only where all its objects and those of its chain are there, which costs
+            listings of them.
     """
 
-    def __init__(self, store: ObjectStore, rule: Rule) -> None:
-        self._store, self._rule = store, rule
+    def __init__(self, store: ObjectStore, rule: Rule, *, present: bool = False) -> None:
+        self._store, self._rule, self._present = store, rule, present
         self._known: dict[SnapshotName, Found] = {}
         self._next_sweep = float("-inf")
 
@@ -127,10 +130,11 @@ class Retention:
 
         Orphans are looked for where a snapshot goes, and every now and then: that lists all objects.
 
-        Only the newest attempt removes anything. A snapshot is marked as retired before the attempts are read again,
-        and a new attempt looks for the mark after it announced itself: one of the two sees the other, so a snapshot
-        that a new attempt goes on from is never removed. The part lists go first, so that no sidecar commits them anew,
-        then the manifest, then its objects.
+        Only the newest attempt removes anything, once it is sure of the snapshot that it goes on from: while it is
+        pending, it may have looked for marks already. A snapshot is marked as retired before the attempts are read
+        again, and a new attempt looks for the mark after it announced itself: one of the two sees the other, so a
+        snapshot that a new attempt goes on from is never removed. The part lists go first, so that no sidecar commits
+        them anew, then the manifest, then its objects.
 
         Args:
             attempt: on whose behalf.
@@ -139,7 +143,10 @@ class Retention:
         store = self._store
         if newest_attempt(store) != attempt:
             return 0
-        found, attempts = self._found(), read_attempts(store, 0)
+        attempts = read_attempts(store, 0)
+        if not is_claimed(attempt, attempts):
+            return 0
+        found = self._found()
         decision = decide(found, attempts, self._rule, in_use)
         if not decision.retire and time.monotonic() < self._next_sweep:
             return 0
@@ -183,7 +190,16 @@ class Retention:
             time=manifest.cut.time,
             below=tuple(link.name for link in manifest.chain),
             objects=frozenset(entry.key for entry in manifest.objects),
+            readable=not self._present or self._is_present(name),
         )
+
+    def _is_present(self, name: SnapshotName) -> bool:
+        try:
+            open_snapshot(self._store, name.step, name.attempt)
+        except (SnapshotError, NoInputError) as error:
+            logger.warning("snapshot lacks something: it stays", extra={"step": name.step, "problem": str(error)})
+            return False
+        return True
 
     def _sweep(self, found: Sequence[Found], decision: Decision, attempts: Sequence[Attempt]) -> None:
         """Remove objects of no manifest: at once those of snapshots that are retired, others when they are old."""

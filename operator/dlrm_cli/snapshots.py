@@ -150,12 +150,17 @@ def prune(
     output: Output = Form.TABLE,
 ) -> None:
     """Remove what retention does not keep, now, also while the job runs; and objects that no snapshot needs."""
-    from dlrm_checkpointer.attempts import newest_attempt
+    from dlrm_checkpointer.attempts import is_claimed, newest_attempt, read_attempts
     from dlrm_checkpointer.retention import Retention, Rule
 
     store = store_of(uri, endpoint, region, ca_file, credentials_dir, encryption, kms_key_id)
     attempt = newest_attempt(store)
-    retention = Retention(store, Rule(keep_last=keep_last, keep_every_s=_seconds(keep_every)))
+    if not dry_run and not is_claimed(attempt, read_attempts(store, attempt - 1)):
+        raise TemporaryError(
+            f"{store.uri}: attempt {attempt} is choosing its snapshot: run the command again in a moment; if the "
+            f"attempt died in it, once there is another one, or without attempts/{attempt:08d}.json"
+        )
+    retention = Retention(store, Rule(keep_last=keep_last, keep_every_s=_seconds(keep_every)), present=True)
     decision = retention.decide()
     if not decision.keep:
         raise NoInputError(

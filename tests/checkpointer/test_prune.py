@@ -12,6 +12,7 @@ from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.catalog import list_snapshots
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.restore import newest_snapshot
+from dlrm_checkpointer.retention import Retention, Rule
 from dlrm_checkpointer.walk import snapshot_digest
 from dlrm_cli import app
 
@@ -104,6 +105,40 @@ def test_an_attempt_that_starts_meanwhile_stops_it(
     assert "a new attempt started meanwhile: run the command again" in capsys.readouterr().err
     assert len(list(files.list("manifests/"))) == 4
     assert list(files.list("retired/")) == []
+
+
+def test_an_attempt_that_still_chooses_its_snapshot_stops_it(
+    files: FileStore, digest: str, capsys: pytest.CaptureFixture[str]
+):
+    key = f"attempts/{2:08d}.json"
+    files.put(key, b'{"restoredStep": 1, "note": "", "token": "", "time": 0, "pending": true}')
+    before = [info.key for info in files.list("")]
+
+    code = prune(files, "--keep-last", "1")
+
+    assert code == ExitCode.TEMPORARY
+    assert "attempt 2 is choosing its snapshot: run the command again in a moment" in capsys.readouterr().err
+    assert prune(files, "--keep-last", "1", "--dry-run") == ExitCode.DONE
+    assert Retention(files, Rule(keep_last=1)).apply(2) == 0
+    assert [info.key for info in files.list("")] == before
+
+
+@pytest.mark.parametrize("damage", ["gone", "shorter"])
+def test_a_snapshot_that_lacks_an_object_is_none_of_those_that_are_kept(
+    files: FileStore, digest: str, capsys: pytest.CaptureFixture[str], damage: str
+):
+    path = files.root / list_snapshots(files)[0].manifest.chunks[0].key
+    path.unlink() if damage == "gone" else path.write_bytes(path.read_bytes()[:-1])
+
+    code = prune(files, "--keep-last", "1")
+
+    assert code == ExitCode.DONE
+    assert capsys.readouterr().out.splitlines() == [
+        "kept: step 3, attempt 1",
+        "removed: step 2, attempt 1",
+        "removed: step 1, attempt 1",
+    ]
+    assert newest_snapshot(files)[0].step == 3
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,15 @@ def test_a_manifest_that_cannot_be_read_neither_counts_nor_goes():
     assert decision.retire == (SnapshotName(7, 1),)
 
 
+def test_what_an_unusable_snapshot_goes_over_stays_with_it():
+    broken = Found(name=SnapshotName(9, 1), below=(SnapshotName(6, 1),), readable=False)
+
+    decision = decide([broken, *found([SnapshotName(8, 1), SnapshotName(6, 1)])], [], Rule(keep_last=1), ())
+
+    assert (decision.keep, decision.needed) == ((SnapshotName(8, 1),), {SnapshotName(6, 1)})
+    assert decision.retire == ()
+
+
 def test_a_step_committed_twice_counts_once_and_the_newer_attempts_stays():
     names = [SnapshotName(5, 1), SnapshotName(5, 2), SnapshotName(4, 1)]
 
