@@ -15,6 +15,7 @@ spare-<r>.bin                        memory of an entry of rank r that was remov
 committed.json                       newest committed snapshot: step, attempt
 refused.json                         a cut that can never be stored: step, attempt, problem
 broken.json                          a parent that a cut could not go over: step, attempt
+superseded.json                      a newer attempt than the ranks', which the store goes on with: attempt
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ DURABLE_FILE = "durable.json"
 COMMITTED_FILE = "committed.json"
 REFUSED_FILE = "refused.json"
 BROKEN_FILE = "broken.json"
+SUPERSEDED_FILE = "superseded.json"
 WRITING_PREFIX = "writing-"
 DURABLE_PREFIX = "durable-"
 DEAD_PREFIX = "dead-"

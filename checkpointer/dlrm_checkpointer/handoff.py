@@ -12,7 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from dlrm_api.errors import DeviceError, DivergedError, TemporaryError
+from dlrm_api.errors import DeviceError, DivergedError, InvalidSpecError, TemporaryError
 from dlrm_checkpointer.budget import Budget
 from dlrm_checkpointer.cut import CutMeta, CutSize, RowsInPlace, ShardId, SnapshotName, check_rows
 from dlrm_checkpointer.folder import (
@@ -20,6 +20,7 @@ from dlrm_checkpointer.folder import (
     COMMITTED_FILE,
     POLL_S,
     REFUSED_FILE,
+    SUPERSEDED_FILE,
     CutName,
     budget_lock,
     closed_path,
@@ -86,9 +87,10 @@ class HandOffWriter:
 
         Raises:
             DivergedError: an earlier one of this attempt could never be stored, and so none that holds its rows.
+            InvalidSpecError: another run has taken the store over.
         """
         if self._last is not None:
-            self._check_refused(self._last.attempt)
+            self._check_hopes(self._last.attempt)
         return self._gradual is None and all(name.rank != self.rank for name in ready_cuts(self.folder))
 
     @property
@@ -230,12 +232,19 @@ class HandOffWriter:
         name = CutName(meta.step, meta.attempt, self.rank)
         return SlicedCut(self.folder, name, meta, owned, self._budget, patience_s)
 
-    def _check_refused(self, attempt: int) -> None:
+    def _check_hopes(self, attempt: int) -> None:
+        """Raise where the sidecar knows that no cut of this attempt will be stored any more."""
         refused, done = read_json(self.folder / REFUSED_FILE), read_json(self.folder / COMMITTED_FILE)
-        if refused is None or refused["attempt"] != attempt:
-            return
-        if done is None or (done["attempt"], done["step"]) < (attempt, refused["step"]):
+        later = done and (done["attempt"], done["step"])
+        if refused is not None and refused["attempt"] == attempt and (not later or later < (attempt, refused["step"])):
             raise DivergedError(refused["problem"])
+        newer = read_json(self.folder / SUPERSEDED_FILE)
+        if newer is not None and newer["attempt"] > attempt:
+            raise InvalidSpecError(
+                "spec.checkpoint.uri",
+                f"another run, attempt {newer['attempt']} there, has taken the snapshots over from attempt {attempt}: "
+                "end one of the two, or give one another URI",
+            )
 
     def _copy(
         self, cut: SlicedCut, meta: CutMeta, shards: Iterable[RowsInPlace], dense: Mapping[str, NDArray[Any]] | None
@@ -258,6 +267,7 @@ class HandOffWriter:
 
         Raises:
             DivergedError: the cut can never be stored, because it holds a value that is not finite.
+            InvalidSpecError: another run has taken the store over.
         """
         deadline = time.monotonic() + timeout_s
         while self._last is not None:
@@ -265,7 +275,7 @@ class HandOffWriter:
             done = read_json(self.folder / COMMITTED_FILE)
             if done and (done["attempt"], done["step"]) >= key:
                 break
-            self._check_refused(self._last.attempt)
+            self._check_hopes(self._last.attempt)
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)

@@ -20,6 +20,7 @@ from dlrm_checkpointer.folder import (
     INDEX_FILE,
     REFUSED_FILE,
     ROWS_FILE,
+    SUPERSEDED_FILE,
     CutName,
     SliceName,
     boot_id,
@@ -42,7 +43,7 @@ from dlrm_checkpointer.folder import (
 )
 from dlrm_checkpointer.ready import Durable, ReadyCut, UploadedCut
 
-_NOTES = ("durable-*.json", "uploaded-*.json", COMMITTED_FILE, REFUSED_FILE, BROKEN_FILE)
+_NOTES = ("durable-*.json", "uploaded-*.json", COMMITTED_FILE, REFUSED_FILE, BROKEN_FILE, SUPERSEDED_FILE)
 """What the sidecar alone writes: a killed one may have left unfinished ones."""
 _UPLOADED = re.compile(r"uploaded-(\d+)-(\d+)\.json")
 
@@ -207,6 +208,10 @@ class Inbox:
     def publish_broken(self, parent: SnapshotName) -> None:
         """Tell the ranks that no cut can go on from a snapshot."""
         write_json(self.folder / BROKEN_FILE, asdict(parent))
+
+    def publish_superseded(self, attempt: int) -> None:
+        """Tell the ranks that the store goes on with a newer attempt than theirs."""
+        write_json(self.folder / SUPERSEDED_FILE, {"attempt": attempt})
 
     def living(self) -> frozenset[int]:
         """Local ranks whose lock is held."""

@@ -37,6 +37,7 @@ POLL_S = 0.02
 IDLE_S = 0.2
 """Longest pause between two turns while nothing comes: what names in the folder do not say, as a rank's end, is seen
 then."""
+NEWER_ATTEMPT = "a newer attempt has started"
 LONGEST_LOOK_S = 2.0
 """Longest pause between two looks for other pods' part lists."""
 
@@ -197,8 +198,8 @@ class Sidecar:
 
     def _store_cut(self, name: CutName | SliceName) -> None:
         cut = self._inbox.open(name)
-        if newest_attempt(self._store) > name.attempt:
-            self._drop(name, "a newer attempt has started")
+        if self._is_superseded(name.attempt):
+            self._drop(name, NEWER_ATTEMPT)
         elif isinstance(name, SliceName):
             self._store_slice(name, cut)
         else:
@@ -247,6 +248,13 @@ class Sidecar:
         logger.warning("cut dropped", extra={"step": cut.step, "attempt": cut.attempt, "why": why})
         self._status.dropped_cuts.inc()
 
+    def _is_superseded(self, attempt: int) -> bool:
+        """Whether the store goes on with a newer attempt; the ranks are told."""
+        newest = newest_attempt(self._store)
+        if newest > attempt:
+            self._inbox.publish_superseded(newest)
+        return newest > attempt
+
     def _is_due(self, cut: UploadedCut) -> bool:
         """Whether to look for the other pods' parts now: often at first, rarely when they take long."""
         now = time.monotonic()
@@ -258,7 +266,7 @@ class Sidecar:
 
     def _conclude(self, cut: UploadedCut) -> None:
         """Commit a cut whose parts are all durable; give up one that can't become whole."""
-        why = "a newer attempt has started" if newest_attempt(self._store) > cut.attempt else ""
+        why = NEWER_ATTEMPT if self._is_superseded(cut.attempt) else ""
         manifest = None
         try:
             manifest = None if why else try_commit(self._store, cut.step, cut.attempt, cut.world_size)

@@ -6,6 +6,8 @@ Each command imports what it needs when it runs, so that ``dlrmctl --help`` answ
 from __future__ import annotations
 
 import enum
+import errno
+import os
 import sys
 import tempfile
 import traceback
@@ -178,6 +180,9 @@ def trace(
     )
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run dlrmctl; returns its exit code and prints every error as one line on stderr."""
     try:
@@ -188,13 +193,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{error.format_message()} (see dlrmctl --help)", ExitCode.USAGE)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
-    except BrokenPipeError:  # the reader of our output has seen enough
-        sys.stderr.close()
+    except (BrokenPipeError, SystemExit) as error:
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        sys.stderr.close()  # typer makes an exit of it; the reader of our output has seen enough
         return int(ExitCode.DONE)
+    except OSError as error:
+        if error.errno not in FULL or error.filename is not None:
+            return _fail_by_a_bug(error)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it would fail at the exit too
+        return _fail(f"standard output can't be written: {error.strerror}: free space there", ExitCode.DEVICE)
     except Exception as error:
-        with tempfile.NamedTemporaryFile("w", prefix="dlrmctl-", suffix=".log", delete=False) as log:
-            traceback.print_exc(file=log)
-        return _fail(f"this is a bug: {type(error).__name__}: {error}; its log is {log.name}", ExitCode.INTERNAL)
+        return _fail_by_a_bug(error)
+
+
+def _fail_by_a_bug(error: Exception) -> int:
+    with tempfile.NamedTemporaryFile("w", prefix="dlrmctl-", suffix=".log", delete=False) as log:
+        traceback.print_exception(error, file=log)
+    return _fail(f"this is a bug: {type(error).__name__}: {error}; its log is {log.name}", ExitCode.INTERNAL)
 
 
 def _fail(message: str, code: int) -> int:

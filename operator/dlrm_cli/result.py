@@ -25,9 +25,9 @@ class TrainerResult(BaseModel):
     step: int
     samples: int
     world_size: int
-    train_loss: float | None
-    eval: EvalMetrics | None
-    samples_per_s: float | None
+    train_loss: float | None = None
+    eval: EvalMetrics | None = None
+    samples_per_s: float | None = None
     state_digest: str | None = None
     tiers: TierReport | None = None
     """How tables used their tiers in the last attempt; None where the plan has no levels."""
@@ -79,7 +79,7 @@ def read_result(workdir: WorkDir, store: ObjectStore, restarts: int) -> RunResul
     from dlrm_cli.snapshots import committed
 
     try:
-        said = TrainerResult.model_validate_json(workdir.result.read_text())
+        said = TrainerResult.model_validate_json(workdir.result.read_bytes())
     except (OSError, ValidationError) as error:
         raise DLRMError(f"{workdir.result}: the trainer ended well and left no result: {error}") from error
     return RunResult(**dict(said), restarts=restarts, snapshots=committed(store))
@@ -88,7 +88,7 @@ def read_result(workdir: WorkDir, store: ObjectStore, restarts: int) -> RunResul
 def read_profile(workdir: WorkDir) -> Profile | None:
     """The profile of the last attempt; None where it left none."""
     try:
-        return Profile.model_validate_json(workdir.profile.read_text())
+        return Profile.model_validate_json(workdir.profile.read_bytes())
     except (OSError, ValidationError):
         return None
 
@@ -96,7 +96,7 @@ def read_profile(workdir: WorkDir) -> Profile | None:
 def read_final(workdir: WorkDir, job: DLRMJob) -> RunResult | None:
     """The result of this job, where it finished in this work directory; None for a job that differs in any field."""
     try:
-        final = Final.model_validate_json(workdir.final.read_text())
+        final = Final.model_validate_json(workdir.final.read_bytes())
     except (OSError, ValidationError):
         return None
     return final.result if final.job == job else None

@@ -212,7 +212,7 @@ class Supervisor:
             self._look(watch)
             if self.stop.count and not told:
                 told = True
-                self.display.say("stopping: handing over a cut and committing it (a second signal ends at once)")
+                self.display.say(stopping_words(watch.seen))
                 running.signal(Container.TRAINER, signal.SIGTERM)
             failed = running.failed(Container.TRAINER)
             if failed and not self.stop.count:
@@ -270,3 +270,10 @@ class Supervisor:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.stop.count:
             time.sleep(POLL_S)
+
+
+def stopping_words(seen: Seen) -> str:
+    """What to say where a first signal asks for the end; a store that fails may take the whole grace period for it."""
+    words = "stopping: handing over a cut and committing it (a second signal ends at once)"
+    problem = seen.checkpointer.store_error.splitlines() if seen.checkpointer else []
+    return f"{words}; the store fails, and is asked until the grace period is over: {problem[0]}" if problem else words

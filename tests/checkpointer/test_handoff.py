@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlrm_api.errors import DeviceError, DivergedError, SnapshotError, TemporaryError, UsageError
+from dlrm_api.errors import DeviceError, DivergedError, InvalidSpecError, SnapshotError, TemporaryError, UsageError
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.folder import ready_cuts
@@ -223,6 +223,22 @@ def test_a_refused_cut_is_of_no_account_to_another_attempt_nor_after_a_newer_com
             answers.append(str(error))
 
     assert answers == [True, "bad", True]
+    inbox.close()
+
+
+def test_a_rank_whose_store_goes_on_with_a_newer_attempt_is_told_of_the_other_run(tmp_path: Path, new_model, new_pod):
+    model, pod = new_model().train(), new_pod(tmp_path / "pod", FileStore(tmp_path / "store"))
+    inbox, writer = Inbox(pod.folder, pod.ranks), pod.writers[0]
+    inbox.publish_superseded(2)  # of an earlier life of the folder
+    pod.cut(model, attempt=2)
+    inbox.free(inbox.ready()[0])
+    assert writer.ready()
+
+    inbox.publish_superseded(3)
+
+    for ask in (writer.ready, lambda: writer.wait_idle(1)):
+        with pytest.raises(InvalidSpecError, match=r"spec\.checkpoint\.uri: another run, attempt 3 there, has taken"):
+            ask()
     inbox.close()
 
 

@@ -14,7 +14,7 @@ import pytest
 from restored import stored_rows
 
 import dlrm_checkpointer.life as life_module
-from dlrm_api.errors import DLRMError, NoPermissionError, StoreUnavailableError, UsageError
+from dlrm_api.errors import DLRMError, InvalidSpecError, NoPermissionError, StoreUnavailableError, UsageError
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.catalog import list_snapshots
@@ -226,7 +226,8 @@ def test_a_cut_of_an_older_attempt_is_dropped_and_its_memory_freed(
     code = pod.finish()
 
     assert code == ExitCode.DONE
-    assert pod.writers[0].ready()
+    with pytest.raises(InvalidSpecError, match="another run, attempt 2 there"):
+        pod.writers[0].ready()
     assert list(files.list("manifests/")) == []
     assert list(files.list("chunks/")) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -51,6 +52,31 @@ def test_help_loads_neither_torch_nor_boto3_nor_kubernetes() -> None:
     assert finished.returncode == 0, finished.stderr
     for command in ("validate", "plan", "render", "run", "trace", "snapshots", "get", "logs", "top"):
         assert command in finished.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "JOB"], ["validate", "JOB"]])
+def test_a_reader_that_has_seen_enough_is_no_failure(job: Path, arguments: list[str]) -> None:
+    program = [sys.executable, "-m", "dlrm_cli.app", *(str(job) if each == "JOB" else each for each in arguments)]
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    finished = subprocess.run(program, stdout=writing, stderr=subprocess.PIPE, timeout=60)
+    os.close(writing)
+
+    assert (finished.returncode, finished.stderr) == (ExitCode.DONE, b"")
+
+
+@pytest.mark.slow
+def test_output_to_a_full_disk_is_told_as_such(job: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        program = [sys.executable, "-m", "dlrm_cli.app", "plan", str(job)]
+        finished = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+
+    assert finished.returncode == ExitCode.DEVICE
+    assert finished.stderr == (
+        "dlrmctl: error: standard output can't be written: No space left on device: free space there\n"
+    )
 
 
 def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) -> None:

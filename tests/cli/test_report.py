@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
@@ -334,6 +335,16 @@ def test_the_command_leaves_a_file_alone_that_is_no_report(
     assert code == ExitCode.USAGE
     assert "it is there and no report" in capsys.readouterr().err
     assert mine.read_text() == "mine"
+
+
+def test_the_command_writes_to_no_pipe(kept_run: Kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    code = app.main(["report", str(kept_run()), "-o", str(pipe)])
+
+    assert code == ExitCode.USAGE
+    assert "a pipe or device is there" in capsys.readouterr().err
 
 
 def test_the_command_says_what_it_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

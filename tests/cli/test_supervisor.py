@@ -18,8 +18,9 @@ import pytest
 from dlrm_api.errors import BadDataError, DeviceError, DLRMError, NoPermissionError, TemporaryError
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import ExitCode
+from dlrm_api.progress import CheckpointerProgress
 from dlrm_cli.gang import PROGRAMS
-from dlrm_cli.supervisor import Outcome, Stop, Supervisor
+from dlrm_cli.supervisor import Outcome, Stop, Supervisor, stopping_words
 from dlrm_cli.watch import Seen
 from dlrm_cli.workdir import WorkDir, locked
 
@@ -240,6 +241,17 @@ def test_a_first_signal_lets_the_gang_cut_and_commit(tmp_path: Path, number: int
     assert outcome is Outcome.STOPPED
     assert supervised.stop.exit_code == code
     assert supervised.committed_step == 7
+
+
+def test_a_first_signal_while_the_store_fails_says_what_is_waited_for() -> None:
+    failing = CheckpointerProgress(committed_step=7, store_error="cannot write 9 bytes to /full: No space left\nmore")
+
+    words = stopping_words(Seen(checkpointer=failing))
+
+    assert words.endswith("until the grace period is over: cannot write 9 bytes to /full: No space left")
+    assert "a second signal ends at once" in words
+    assert stopping_words(Seen()) == stopping_words(Seen(checkpointer=CheckpointerProgress()))
+    assert "fails" not in stopping_words(Seen())
 
 
 def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -45,7 +46,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _end_before_the_start(_number: int, _frame: FrameType | None) -> None:
-    sys.exit(ExitCode.TERMINATED)  # nothing is there to cut before the ranks are; then the launcher takes over
+    """Nothing is there to cut before the ranks are; then the launcher takes over.
+
+    Imports are under way: an exception may be lost among theirs.
+    """
+    os._exit(ExitCode.TERMINATED)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -65,6 +65,10 @@ def _record(what: str, connect: Callable[[], Connection]) -> Record:
 def _check_output(output: Path) -> None:
     if output.is_dir():
         raise UsageError(f"--output {output}: a folder is there: give a file")
+    if output.exists() and not output.is_file():
+        raise UsageError(
+            f"--output {output}: a pipe or device is there, and the page is put in place whole: give a file"
+        )
     try:
         with output.open("rb") as file:
             if GENERATOR.encode() not in file.read(HEAD_BYTES):
