@@ -46,7 +46,8 @@ class DeviceKernel:
         self._tables = tables
         self._fused = tables.dtype == "fp32" and tables.optimizer.kind != "adam"
         self._fbgemm = self._make_fbgemm()
-        self.weights: tuple[Tensor, ...] = tuple(self._fbgemm.split_embedding_weights())
+        # As .data: autograd would take rows fetched between a lookup and its update for a change of what it has kept.
+        self.weights: tuple[Tensor, ...] = tuple(weight.data for weight in self._fbgemm.split_embedding_weights())
         self.states = self._make_states()
         self._runs = () if self._fused else tuple(_runs(tables))
         self._graph: Tensor | None = None
@@ -72,7 +73,7 @@ class DeviceKernel:
 
     def _make_states(self) -> tuple[Tensor, ...]:
         if self._fused and self._tables.optimizer.kind == "rowwise-adagrad":
-            return tuple(state.unsqueeze(1) for (state,) in self._fbgemm.split_optimizer_states())
+            return tuple(state.data.unsqueeze(1) for (state,) in self._fbgemm.split_optimizer_states())
         kind = self._tables.optimizer.kind
         shapes = [(rows, state_values(kind, dim)) for rows, dim in self._tables.shapes]
         return table_views(torch.zeros(sum(rows * width for rows, width in shapes), device=self._tables.device), shapes)

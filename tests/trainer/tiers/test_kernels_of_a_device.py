@@ -1,0 +1,143 @@
+"""The code of slots in a GPU's memory, run on the host: fbgemm's kernels over slots that records are copied to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cutting import state_of
+from gangs import small_job
+from stacked import ALONE, Shape, make_learner, train_run
+
+from dlrm_api.job import DLRMJob
+from dlrm_checkpointer.codes import code_rows
+from dlrm_checkpointer.cut import ShardRows, loaded
+from dlrm_trainer.data import open_reader
+from dlrm_trainer.embedding import groups, kernels
+from dlrm_trainer.embedding.device import DeviceKernel
+from dlrm_trainer.embedding.kernels import HOST
+from dlrm_trainer.embedding.tiers import tables
+from dlrm_trainer.embedding.tiers.slot_memory import DeviceSlots
+from dlrm_trainer.learner import Learner
+from dlrm_trainer.lookahead import prepared_ahead
+
+STEPS, EVAL_EVERY = 10, 3
+TWO = ("hbm", "ddr")
+KINDS = ["rowwise-adagrad", "sgd", "adam"]
+HostAsDevice = Callable[[], AbstractContextManager[None]]
+
+
+@pytest.fixture
+def host_as_device() -> HostAsDevice:
+    """Takes the host for a GPU, as far as kernels and slots are concerned."""
+
+    @contextmanager
+    def taken() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(groups, "_device_of", lambda *_: HOST)
+            patch.setattr(kernels, "_kernel", DeviceKernel)
+            patch.setattr(tables, "slot_memory", DeviceSlots)
+            yield
+
+    return taken
+
+
+def job_of(folder: Path, kind: str, dtype: str = "fp32") -> DLRMJob:
+    """Two widths of rows, several features of a table, weights, means and bags without ids."""
+    model_tables = [
+        {"name": "users", "rows": 900, "dim": 8, "features": ["u", "v"], "maxLookups": 3},
+        {"name": "items", "rows": 400, "dim": 8, "features": ["i"], "weights": ["w"], "maxLookups": 4},
+        {"name": "bags", "rows": 120, "dim": 4, "pooling": "mean", "maxLookups": 4, "avgLookups": 1},
+        {"name": "small", "rows": 30, "dim": 4},
+    ]
+    training = {"rowOptimizer": {"kind": kind, "learningRate": 0.05}}
+    model = {"interaction": "dcn", "tables": [table | {"dtype": dtype} for table in model_tables]}
+    return small_job(folder, training=training, model=model)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_slots_train_the_bits_of_slots_for_every_row(
+    tmp_path: Path, host_as_device: HostAsDevice, kind: str, dtype: str
+) -> None:
+    job = job_of(tmp_path, kind, dtype)
+
+    with host_as_device():
+        every_row, few = (train_run(ALONE, job, Shape(TWO, slots=n), STEPS, EVAL_EVERY, tmp_path) for n in (1_000, 20))
+
+    assert few == every_row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiers", [TWO, ("hbm", "block"), ("hbm", "ddr", "scm", "block")])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_neither_the_levels_below_nor_how_far_ahead_rows_are_fetched_changes_a_bit(
+    tmp_path: Path, host_as_device: HostAsDevice, kind: str, dtype: str, tiers: tuple[str, ...]
+) -> None:
+    job = job_of(tmp_path, kind, dtype)
+    shapes = [Shape(tiers, slots=20, middle=30, lookahead=depth) for depth in (0, 1, 3)]
+
+    with host_as_device():
+        every_row = train_run(ALONE, job, Shape(TWO, slots=1_000), STEPS, EVAL_EVERY, tmp_path)
+        few = [train_run(ALONE, job, shape, STEPS, EVAL_EVERY, tmp_path) for shape in shapes]
+
+    assert few == [every_row] * len(shapes)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_agree_with_those_of_the_hosts_own_kernels(
+    tmp_path: Path, host_as_device: HostAsDevice, kind: str, dtype: str
+) -> None:
+    job = job_of(tmp_path, kind, dtype)
+
+    with host_as_device():
+        slots = train_run(ALONE, job, Shape(TWO, slots=20), STEPS, EVAL_EVERY, tmp_path)
+    resident = train_run(ALONE, job, None, STEPS, EVAL_EVERY, tmp_path)
+
+    np.testing.assert_allclose(slots.losses, resident.losses, rtol=1e-5)
+    log_losses = [[loss for loss, _ in run.evaluations] for run in (slots, resident)]
+    np.testing.assert_allclose(*log_losses, rtol=1e-5)
+
+
+def train_steps(learner: Learner, job: DLRMJob, first: int, stop: int) -> None:
+    reader = open_reader(job.spec, "train", 0, 1)
+    batches = (reader.read(number) for number in range(first, stop))
+    for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=1, sent_ahead=1):
+        learner.apply(learner.compute(prepared, reader.global_count(prepared.batch.number), factor=1.0))
+    learner.embeddings.settle()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cut_holds_rows_as_they_were_in_slots_before_their_update_and_restores_them(
+    tmp_path: Path, host_as_device: HostAsDevice, kind: str
+) -> None:
+    job, shape = job_of(tmp_path, kind), Shape(TWO, slots=20)
+    saved: list[ShardRows] = []
+    with host_as_device():
+        learner, restored = (make_learner(ALONE, job, shape, tmp_path) for _ in range(2))
+        train_steps(learner, job, 0, 4)
+        learner.embeddings.begin_cut(4, None)
+        pieces = list(learner.embeddings.rows_to_save())
+        before = state_of(learner.embeddings.owned.parts())
+        learner.embeddings.begin_copying(lambda rows: saved.append(loaded(rows)))
+        train_steps(learner, job, 4, 6)
+        for part in restored.embeddings.owned.parts():
+            part.restore(code_rows(piece, 32)[0] for piece in pieces if piece.shard == part.shard)
+        after = state_of(restored.embeddings.owned.parts())
+
+    assert len({piece.shard.table for piece in saved}) == 4
+    for piece in saved:
+        if piece.shard.table != "small":
+            rows, state = before[str(piece.shard)][1]
+            np.testing.assert_array_equal(piece.rows, rows[piece.row_ids])
+            np.testing.assert_array_equal(piece.state, state[piece.row_ids])
+    for name, (_, block) in before.items():
+        for had, has in zip(block, after[name][1], strict=True):
+            np.testing.assert_array_equal(had, has)
+    learner.embeddings.close()
+    restored.embeddings.close()
