@@ -70,6 +70,7 @@ class Learner:
             global_batch_size=spec.data.global_batch_size,
             tier_dir=tier_dir,
             communication=spec.training.communication,
+            local_rank=collectives.rank % spec.trainer.processes_per_replica,
         )
         self._dense_codec = spec.training.communication.dense
         self._micro_batch = spec.training.micro_batch_size

@@ -5,10 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gangs import small_job
-from stacked import ALONE, Shape, train_run
+from gangs import job_document, small_job
+from stacked import ALONE, Shape, make_learner, train_run
 
 from dlrm_api.errors import InvalidSpecError
+from dlrm_api.job import parse_job
+from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.embedding.tiers.slot_memory import DeviceSlots
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
@@ -18,6 +20,45 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
 def test_slots_in_hbm_are_refused_where_there_is_no_gpu(tmp_path: Path) -> None:
     with pytest.raises(InvalidSpecError, match="hbm need a CUDA device"):
         train_run(ALONE, small_job(tmp_path), Shape(tiers=("hbm", "ddr")), 1, 0, tmp_path)
+
+
+class TakenError(Exception):
+    """A device was made the current one."""
+
+
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has this process see two CUDA devices, until it takes one."""
+
+    def take(device: torch.device) -> None:
+        raise TakenError(str(device))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", take)
+
+
+def start_rank(folder: Path, rank: int, processes: int) -> None:
+    """Start one of four ranks, each of which has a table with slots in hbm."""
+    document = job_document(folder, model={"tables": [{"name": f"t{n}", "rows": 90, "dim": 8} for n in range(4)]})
+    document["spec"]["trainer"] = {"replicas": 4 // processes, "processesPerReplica": processes}
+    job = parse_job(document)
+    make_learner(Collectives(rank, 4, lambda: ""), job, Shape(tiers=("hbm", "ddr")), folder)
+
+
+@pytest.mark.usefixtures("two_devices")
+@pytest.mark.parametrize(("rank", "device"), [(0, "cuda:0"), (1, "cuda:1"), (2, "cuda:0"), (3, "cuda:1")])
+def test_each_process_of_a_pod_takes_a_gpu_of_its_own(tmp_path: Path, rank: int, device: str) -> None:
+    with pytest.raises(TakenError, match=f"^{device}$"):
+        start_rank(tmp_path, rank, processes=2)
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_a_pod_with_fewer_gpus_than_processes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        InvalidSpecError, match="processesPerReplica: process 2 of its pod has no CUDA device of its own"
+    ):
+        start_rank(tmp_path, 2, processes=4)
 
 
 @pytest.mark.gpu

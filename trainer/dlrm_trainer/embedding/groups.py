@@ -35,6 +35,8 @@ class OwnedOptions:
     """Folder of the tiers' mounts; None where the plan needs none."""
     communication: CommunicationSpec = field(default_factory=CommunicationSpec)
     """Number formats on the wire."""
+    local_rank: int = 0
+    """Of this process among those of its pod: the number of its GPU."""
 
 
 @dataclass
@@ -96,7 +98,7 @@ def _make_stacked(placement: Placement, plan: PartGroup, options: OwnedOptions, 
         for part in plan.parts
     ]
     members = stacked.stack_tables(plan, placement.tables, most)
-    device = _device_of(plan)
+    device = _device_of(plan, options.local_rank)
     batch = _make_batch(placement, plan, options, [member.slots + member.extra for member in members], device)
     stack = stacked.make_stack(plan, members, batch, options.seed, options.tier_dir)
     resources.callback(stack.close)
@@ -134,10 +136,19 @@ def _make_batch(
     )
 
 
-def _device_of(plan: PartGroup) -> torch.device:
-    """Where the slots of a group lie: on this process's GPU, or on the host."""
+def _device_of(plan: PartGroup, local_rank: int) -> torch.device:
+    """Where the slots of a group lie: on this process's own GPU, which becomes its current one, or on the host."""
     if plan.parts[0].share.levels[0].tier != "hbm":
         return HOST
     if not torch.cuda.is_available():
         raise InvalidSpecError("plan.tables", "slots in tier hbm need a CUDA device, and this process sees none")
-    return torch.device("cuda", torch.cuda.current_device())
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise InvalidSpecError(
+            "spec.trainer.processesPerReplica",
+            f"process {local_rank} of its pod has no CUDA device of its own, there are 0 to {count - 1} alone: "
+            f"give the pod a GPU for each process, or make it {count}",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
