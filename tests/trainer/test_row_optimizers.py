@@ -306,6 +306,16 @@ def test_a_batch_without_samples_or_without_ids_changes_nothing(kind: str, dtype
     assert same(tables.tensors(), before)
 
 
+@each_kind
+def test_a_table_of_which_a_batch_looks_no_row_up_is_left_as_it_is(kind: str) -> None:
+    empty = torch.zeros(0, 4)
+
+    weight, state = updated(empty, torch.zeros(0, state_values(kind, 4)), empty, OPTIMIZERS[kind], 0.1)
+
+    assert weight.shape == (0, 4)
+    assert state.shape == (0, state_values(kind, 4))
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.floats(0, 0.999999), st.integers(0, MOST_UPDATES + 1))
 def test_adams_correction_is_that_of_exact_powers_however_many_updates(decay: float, done: int) -> None:

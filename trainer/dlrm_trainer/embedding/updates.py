@@ -153,7 +153,7 @@ def _correction(decay: float, counts: Tensor) -> Tensor:
     """
     whole = counts.to(torch.int32)
     powers = torch.ones_like(counts, dtype=torch.float64)
-    for bit in range(int(whole.max()).bit_length()):
+    for bit in range(MOST_UPDATES.bit_length()):
         powers = torch.where((whole >> bit) & 1 == 1, powers * decay, powers)
         decay *= decay
     return (1 - powers).to(torch.float32)
