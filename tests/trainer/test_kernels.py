@@ -274,3 +274,47 @@ def test_the_kernels_of_a_gpu_do_on_the_host_what_the_compiled_loops_do(kind: An
         (*kernels[0].weights, *kernels[0].states), (*kernels[1].weights, *kernels[1].states), strict=True
     ):
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=tolerance, atol=tolerance)
+
+
+def flags() -> tuple[bool, bool]:
+    """Whether torch's algorithms are to be deterministic, and whether new memory is filled."""
+    return torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+
+
+def one_lookup(deterministic: bool) -> tuple[DeviceKernel, Lookup]:
+    tables = Tables(
+        shapes=((40, 4),),
+        features=(0,),
+        optimizer=ADAGRAD,
+        dtype="fp32",
+        device=HOST,
+        keys=torch.zeros(0, dtype=torch.int64),
+        first_columns=(0,),
+        deterministic=deterministic,
+    )
+    kernel, ids = DeviceKernel(tables), torch.arange(5)
+    lookup = Lookup(ids=ids, lengths=torch.ones(1, 5, dtype=torch.int64), weights=None, learning_rate=0.1)
+    kernel.pool(ids, lookup.lengths, None, lookup.learning_rate)
+    return kernel, lookup
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_fused_sums_are_deterministic_where_that_is_asked_for_and_nothing_else_is(deterministic: bool) -> None:
+    kernel, lookup = one_lookup(deterministic)
+    seen: list[tuple[bool, bool]] = []
+    assert kernel._graph is not None
+    kernel._graph.register_hook(lambda _: seen.append(flags()))
+
+    kernel.update(lookup, torch.ones(5, 4), 0, lookup.ids)
+
+    assert seen == [(deterministic, not deterministic)]
+    assert flags() == (False, True)
+
+
+def test_sums_that_fail_leave_nothing_deterministic_behind() -> None:
+    kernel, lookup = one_lookup(deterministic=True)
+
+    with pytest.raises(RuntimeError, match="shape"):
+        kernel.update(lookup, torch.ones(6, 4), 0, lookup.ids)
+
+    assert flags() == (False, True)

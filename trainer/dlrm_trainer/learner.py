@@ -71,6 +71,7 @@ class Learner:
             tier_dir=tier_dir,
             communication=spec.training.communication,
             local_rank=collectives.rank % spec.trainer.processes_per_replica,
+            deterministic=spec.training.deterministic,
         )
         self._dense_codec = spec.training.communication.dense
         self._micro_batch = spec.training.micro_batch_size

@@ -141,3 +141,13 @@ def test_a_cut_holds_rows_as_they_were_in_slots_before_their_update_and_restores
             np.testing.assert_array_equal(had, has)
     learner.embeddings.close()
     restored.embeddings.close()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_job_says_whether_sums_on_a_gpu_are_to_be_deterministic(tmp_path: Path, deterministic: bool) -> None:
+    job = small_job(tmp_path, training={"deterministic": deterministic})
+
+    owned = make_learner(ALONE, job, Shape(), tmp_path).embeddings.owned
+
+    assert {group.batch._tables.deterministic for group in owned.groups} == {deterministic}
+    owned.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
@@ -96,7 +98,8 @@ class DeviceKernel:
         if self._fused:
             graph, self._graph = self._graph, None
             assert graph is not None
-            graph.backward(gradient)  # type: ignore[no-untyped-call]
+            with _deterministic() if self._tables.deterministic else nullcontext():
+                graph.backward(gradient)  # type: ignore[no-untyped-call]
             return
         keys = step_keys(self._tables.keys, step)
         sizes = lookup.lengths.sum(dim=1, dtype=torch.int64).tolist()
@@ -140,6 +143,23 @@ class DeviceKernel:
             )
         weight, state = (joined(each, run.first_table, run.last_table) for each in (self.weights, self.states))
         update_rows(weight, state, slots, sums, self._tables.optimizer, lookup.learning_rate, rounding)
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Have kernels add in an order that is always the same: fbgemm's else add parts of a long sum as they come.
+
+    torch.use_deterministic_algorithms would do it too, but loads torch's compiler.
+    """
+    memory: Any = torch.utils.deterministic  # whose property no type checker sees
+    mode, fills = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    memory.fill_uninitialized_memory = False  # which costs a pass over what the kernels overwrite
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        memory.fill_uninitialized_memory = fills
 
 
 def _runs(tables: Tables) -> Iterator[Run]:

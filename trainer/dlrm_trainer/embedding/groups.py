@@ -37,6 +37,8 @@ class OwnedOptions:
     """Number formats on the wire."""
     local_rank: int = 0
     """Of this process among those of its pod: the number of its GPU."""
+    deterministic: bool = False
+    """Whether equal batches leave equal bits on a GPU too."""
 
 
 @dataclass
@@ -133,6 +135,7 @@ def _make_batch(
         names=[placement.tables[part.table].name for part in plan.parts],
         features=[part for part, _ in plan.columns],
         first_columns=[part.column_start for part in plan.parts],
+        deterministic=options.deterministic,
     )
 
 

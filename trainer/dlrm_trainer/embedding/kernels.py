@@ -34,8 +34,11 @@ class Kernel(Protocol):
 class TableBatch:
     """Row slots of several tables behind one kernel: pooled lookup, and an exact update of the rows looked up.
 
-    Each row that a batch looks up is updated once, by the sum of its gradients in the order of the batch (feature
-    after feature where a table has several): bits depend neither on threads nor on which slot a row is in.
+    Each row that a batch looks up is updated once, by the sum of its gradients, on the host in the order of the batch
+    (feature after feature where a table has several): bits depend neither on threads nor on which slot a row is in.
+    A GPU has an order of its own: with row-wise Adagrad and SGD an fp32 row that a batch looks up over 1,024 times may
+    get other bits each time, unless ``deterministic``; sums of fp16 rows and of Adam are the same each time, but depend
+    on whether neighbouring features of one dim have more than 3,072 lookups together.
 
     Memory is that of the rows and states alone; pages are untouched until rows are written.
 
@@ -49,6 +52,7 @@ class TableBatch:
         features: the table that each feature looks into, ascending; None: one each.
         first_columns: where each table's columns begin in the table of its name, for the rounding of fp16 rows;
             multiples of 4. None: all 0.
+        deterministic: whether equal batches leave equal bits on a GPU too.
 
     Source: Mudigere et al., ISCA 2022 (exact fused optimizers).
     """
@@ -64,6 +68,7 @@ class TableBatch:
         names: Sequence[str] = (),
         features: Sequence[int] | None = None,
         first_columns: Sequence[int] | None = None,
+        deterministic: bool = False,
     ) -> None:
         assert dtype == "fp32" or len(names) == len(shapes), "rounding of fp16 rows needs the name of every table"
         keys = [table_key(seed, name) for name in names] if dtype == "fp16" else []
@@ -75,6 +80,7 @@ class TableBatch:
             device=device,
             keys=torch.tensor(keys, dtype=torch.int64, device=device),
             first_columns=tuple([0] * len(shapes) if first_columns is None else first_columns),
+            deterministic=deterministic,
         )
         assert list(tables.features) == sorted(tables.features), "features of one table are to be neighbours"
         self._tables = tables

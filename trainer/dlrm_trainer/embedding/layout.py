@@ -29,6 +29,8 @@ class Tables:
     """(T,) int64 ``rounding.table_key``; empty for fp32."""
     first_columns: tuple[int, ...]
     """Of each table's columns in the whole table."""
+    deterministic: bool = False
+    """Whether a GPU sums gradients in an order that is always the same."""
 
 
 @dataclass(frozen=True, kw_only=True)

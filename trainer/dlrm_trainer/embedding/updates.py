@@ -33,7 +33,7 @@ class Rounding:
 
 
 def sum_by_row(slots: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum the gradients of each distinct row in the order of the batch.
+    """Sum the gradients of each distinct row: on the host in the order of the batch, on a GPU always in the same one.
 
     Args:
         slots: (L,) int64 rows looked up.
