@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import row_rules
 import torch
+from gpus import needs_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,13 +29,7 @@ KINDS = list(OPTIMIZERS)
 RATES = [0.1, 0.05, 0.2, 0.1]
 DEVICES = [
     "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here: its kernels are not tested"),
-        ],
-    ),
+    pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu]),
 ]
 both_types = pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 each_kind = pytest.mark.parametrize("kind", KINDS)

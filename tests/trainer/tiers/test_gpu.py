@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 from gangs import job_document, small_job
+from gpus import needs_gpu
 from stacked import ALONE, Shape, make_learner, train_run
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import parse_job
 from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.embedding import device
 from dlrm_trainer.embedding.tiers.slot_memory import DeviceSlots
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
@@ -30,12 +30,13 @@ class TakenError(Exception):
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has this process see two CUDA devices, until it takes one."""
 
-    def take(device: torch.device) -> None:
-        raise TakenError(str(device))
+    def take(taken: torch.device) -> None:
+        raise TakenError(str(taken))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", take)
+    monkeypatch.setattr(device, "made_for_gpus", lambda: True)
 
 
 def start_rank(folder: Path, rank: int, processes: int) -> None:
@@ -47,9 +48,9 @@ def start_rank(folder: Path, rank: int, processes: int) -> None:
 
 
 @pytest.mark.usefixtures("two_devices")
-@pytest.mark.parametrize(("rank", "device"), [(0, "cuda:0"), (1, "cuda:1"), (2, "cuda:0"), (3, "cuda:1")])
-def test_each_process_of_a_pod_takes_a_gpu_of_its_own(tmp_path: Path, rank: int, device: str) -> None:
-    with pytest.raises(TakenError, match=f"^{device}$"):
+@pytest.mark.parametrize(("rank", "taken"), [(0, "cuda:0"), (1, "cuda:1"), (2, "cuda:0"), (3, "cuda:1")])
+def test_each_process_of_a_pod_takes_a_gpu_of_its_own(tmp_path: Path, rank: int, taken: str) -> None:
+    with pytest.raises(TakenError, match=f"^{taken}$"):
         start_rank(tmp_path, rank, processes=2)
 
 
@@ -59,6 +60,16 @@ def test_a_pod_with_fewer_gpus_than_processes_is_refused(tmp_path: Path) -> None
         InvalidSpecError, match="processesPerReplica: process 2 of its pod has no CUDA device of its own"
     ):
         start_rank(tmp_path, 2, processes=4)
+
+
+@pytest.mark.skipif(device.made_for_gpus(), reason="fbgemm's kernels for GPUs are here")
+def test_slots_in_hbm_are_refused_where_fbgemm_has_no_kernels_for_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    with pytest.raises(InvalidSpecError, match="the package fbgemm-gpu-cpu lacks: put fbgemm-gpu in its place"):
+        train_run(ALONE, small_job(tmp_path), Shape(tiers=("hbm", "ddr")), 1, 0, tmp_path)
 
 
 @pytest.mark.gpu

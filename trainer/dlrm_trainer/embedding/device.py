@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
 
+import fbgemm_gpu
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
@@ -23,6 +24,11 @@ from dlrm_trainer.embedding.rounding import step_keys
 from dlrm_trainer.embedding.updates import Rounding, sum_by_row, update_rows
 
 FBGEMM_TYPES = {"fp32": SparseType.FP32, "fp16": SparseType.FP16}
+
+
+def made_for_gpus() -> bool:
+    """Whether fbgemm's operators have kernels for a GPU: the package fbgemm-gpu-cpu has none."""
+    return bool(fbgemm_gpu.__variant__ != "cpu")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,6 +145,14 @@ def _device_of(plan: PartGroup, local_rank: int) -> torch.device:
         return HOST
     if not torch.cuda.is_available():
         raise InvalidSpecError("plan.tables", "slots in tier hbm need a CUDA device, and this process sees none")
+    from dlrm_trainer.embedding.device import made_for_gpus  # loads fbgemm, which takes seconds
+
+    if not made_for_gpus():
+        raise InvalidSpecError(
+            "plan.tables",
+            "slots in tier hbm need fbgemm's kernels for GPUs, which the package fbgemm-gpu-cpu lacks: "
+            "put fbgemm-gpu in its place, as the trainer's image for GPUs has it",
+        )
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise InvalidSpecError(
