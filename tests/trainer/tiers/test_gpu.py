@@ -39,9 +39,10 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "made_for_gpus", lambda: True)
 
 
-def start_rank(folder: Path, rank: int, processes: int) -> None:
+def start_rank(folder: Path, rank: int, processes: int, dim: int = 8) -> None:
     """Start one of four ranks, each of which has a table with slots in hbm."""
-    document = job_document(folder, model={"tables": [{"name": f"t{n}", "rows": 90, "dim": 8} for n in range(4)]})
+    tables = [{"name": f"t{n}", "rows": 90, "dim": dim} for n in range(4)]
+    document = job_document(folder, model={"tables": tables, "interaction": "dcn"})
     document["spec"]["trainer"] = {"replicas": 4 // processes, "processesPerReplica": processes}
     job = parse_job(document)
     make_learner(Collectives(rank, 4, lambda: ""), job, Shape(tiers=("hbm", "ddr")), folder)
@@ -60,6 +61,16 @@ def test_a_pod_with_fewer_gpus_than_processes_is_refused(tmp_path: Path) -> None
         InvalidSpecError, match="processesPerReplica: process 2 of its pod has no CUDA device of its own"
     ):
         start_rank(tmp_path, 2, processes=4)
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_rows_of_more_columns_than_a_gpus_kernels_take_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TakenError):
+        start_rank(tmp_path, 1, 2, dim=2_048)
+    with pytest.raises(
+        InvalidSpecError, match=r"table t1: dim 2052 has .* at most 2048 columns: give .* a columnBlock"
+    ):
+        start_rank(tmp_path, 1, 2, dim=2_052)
 
 
 @pytest.mark.skipif(device.made_for_gpus(), reason="fbgemm's kernels for GPUs are here")

@@ -67,7 +67,7 @@ def make_group(placement: Placement, plan: PartGroup, options: OwnedOptions, res
         resources: gets what must be closed at the end.
 
     Raises:
-        InvalidSpecError: the plan asks for a tier and no folder was given for it.
+        InvalidSpecError: the plan asks for a tier and no folder was given for it, or no GPU here can hold its slots.
         DeviceError: a tier's file can't be made.
     """
     if plan.has_levels:
@@ -100,7 +100,7 @@ def _make_stacked(placement: Placement, plan: PartGroup, options: OwnedOptions, 
         for part in plan.parts
     ]
     members = stacked.stack_tables(plan, placement.tables, most)
-    device = _device_of(plan, options.local_rank)
+    device = _device_of(placement, plan, options.local_rank)
     batch = _make_batch(placement, plan, options, [member.slots + member.extra for member in members], device)
     stack = stacked.make_stack(plan, members, batch, options.seed, options.tier_dir)
     resources.callback(stack.close)
@@ -139,13 +139,13 @@ def _make_batch(
     )
 
 
-def _device_of(plan: PartGroup, local_rank: int) -> torch.device:
+def _device_of(placement: Placement, plan: PartGroup, local_rank: int) -> torch.device:
     """Where the slots of a group lie: on this process's own GPU, which becomes its current one, or on the host."""
     if plan.parts[0].share.levels[0].tier != "hbm":
         return HOST
     if not torch.cuda.is_available():
         raise InvalidSpecError("plan.tables", "slots in tier hbm need a CUDA device, and this process sees none")
-    from dlrm_trainer.embedding.device import made_for_gpus  # loads fbgemm, which takes seconds
+    from dlrm_trainer.embedding.device import MOST_COLUMNS, made_for_gpus  # loads fbgemm, which takes seconds
 
     if not made_for_gpus():
         raise InvalidSpecError(
@@ -153,6 +153,18 @@ def _device_of(plan: PartGroup, local_rank: int) -> torch.device:
             "slots in tier hbm need fbgemm's kernels for GPUs, which the package fbgemm-gpu-cpu lacks: "
             "put fbgemm-gpu in its place, as the trainer's image for GPUs has it",
         )
+    if plan.width > MOST_COLUMNS:
+        table = placement.tables[plan.parts[0].table]
+        raise InvalidSpecError(
+            "plan.tables",
+            f"table {table.name}: dim {table.dim} has column blocks of {plan.width}, and slots in tier hbm take "
+            f"at most {MOST_COLUMNS} columns: give the table a columnBlock of no more, or pin it to another tier",
+        )
+    return _own_gpu(local_rank)
+
+
+def _own_gpu(local_rank: int) -> torch.device:
+    """A GPU of this process alone, made its current one."""
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise InvalidSpecError(
