@@ -84,6 +84,8 @@ class DeviceSlots:
             if self._device.type == "cuda"
             else None
         )
+        if self._stream is not None:  # the slots may still have to be zeroed
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         pinned = self._stream is not None
         self._buffer = torch.empty(most, self.words - 1, dtype=torch.int32, pin_memory=pinned)
         """Rows and states side by side: whole, since the device copies no part of a row of it without a detour."""
