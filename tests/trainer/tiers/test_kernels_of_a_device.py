@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cutting import state_of
 from gangs import small_job
 from stacked import ALONE, Shape, make_learner, train_run
@@ -151,3 +154,33 @@ def test_a_job_says_whether_sums_on_a_gpu_are_to_be_deterministic(tmp_path: Path
 
     assert {group.batch._tables.deterministic for group in owned.groups} == {deterministic}
     owned.close()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_what_kernels_are_given_is_sent_to_the_gpu_before_the_first_of_them_begins(
+    tmp_path: Path, host_as_device: HostAsDevice, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    calls: list[str] = []
+    send = torch.Tensor.to
+
+    def told(tensor: torch.Tensor, *to: Any, **options: Any) -> torch.Tensor:
+        if threading.current_thread() is threading.main_thread():  # not the one that fetches rows
+            calls.append("send")
+        return send(tensor, *to, **options)
+
+    job = job_of(tmp_path, "sgd", dtype)
+    with host_as_device():
+        learner = make_learner(ALONE, job, Shape(TWO, slots=20), tmp_path)
+        owned = learner.embeddings.owned
+        expected = learner.prepare(learner.send(open_reader(job.spec, "train", 0, 1).read(0))).expected
+        monkeypatch.setattr(DeviceKernel, "pool", lambda *_: calls.append("pool"))
+        monkeypatch.setattr(DeviceKernel, "update", lambda *_: calls.append("update"))
+        monkeypatch.setattr(torch.Tensor, "to", told)
+        pooled = owned.lookup(expected, 0.1)
+        owned.update(pooled, [torch.zeros(64, 4) for _ in owned.groups], 0)
+        learner.embeddings.close()
+
+    assert len(owned.groups) == 2
+    sent = len(owned.groups) * (1 if dtype == "fp32" else 2)
+    weights = sum(each is not None for each in expected.weights)
+    assert calls == ["send"] * (4 + weights) + ["pool"] * 2 + ["send"] * sent + ["update"] * 2

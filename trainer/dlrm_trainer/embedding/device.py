@@ -110,7 +110,8 @@ class DeviceKernel:
                 graph.backward(gradient)  # type: ignore[no-untyped-call]
             return
         keys = step_keys(self._tables.keys, step)
-        sizes = lookup.lengths.sum(dim=1, dtype=torch.int64).tolist()
+        counts = lookup.lengths.sum(dim=1, dtype=torch.int64) if lookup.sizes is None else lookup.sizes
+        sizes = counts.tolist()
         at = column = 0
         for run in self._runs:
             count, width = sum(sizes[run.start : run.stop]), (run.stop - run.start) * run.dim
@@ -135,7 +136,7 @@ class DeviceKernel:
             rows: (L,) global rows of the ids.
         """
         features, samples = lookup.lengths.shape
-        bags = torch.repeat_interleave(lookup.lengths.flatten().to(torch.int64))
+        bags = torch.repeat_interleave(lookup.lengths.flatten().to(torch.int64), output_size=len(lookup.ids))
         feature, sample = bags // max(samples, 1), bags % max(samples, 1)
         each = gradient.index_select(0, sample * features + feature)
         if lookup.weights is not None:

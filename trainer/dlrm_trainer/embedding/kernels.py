@@ -109,7 +109,12 @@ class TableBatch:
         return joined(self.weights, 0, count), joined(self.states, 0, count)
 
     def lookup(
-        self, ids: Tensor, lengths: Tensor, learning_rate: float | None = None, weights: Tensor | None = None
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        learning_rate: float | None = None,
+        weights: Tensor | None = None,
+        sizes: Tensor | None = None,
     ) -> Tensor:
         """Sum the rows of each bag.
 
@@ -118,6 +123,7 @@ class TableBatch:
             lengths: (F, N) int32 or int64 ids in each bag.
             learning_rate: of the update that follows, which is fixed here; None: no update follows.
             weights: (sum of lengths,) float32 by which rows are multiplied, and so are their gradients; None: all 1.
+            sizes: (F,) int64 ids of each feature, on the host; None: a GPU is waited for to say how many they are.
 
         Returns:
             (N, dim) float32.
@@ -126,7 +132,7 @@ class TableBatch:
             return torch.zeros(lengths.shape[1], 0, device=self._tables.device)
         pooled = self._kernel.pool(ids, lengths, weights, learning_rate)
         if learning_rate is not None:
-            lookup = Lookup(ids=ids, lengths=lengths, weights=weights, learning_rate=learning_rate)
+            lookup = Lookup(ids=ids, lengths=lengths, weights=weights, learning_rate=learning_rate, sizes=sizes)
             self._pending = (pooled, lookup)
         return pooled
 

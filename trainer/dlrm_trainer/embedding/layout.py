@@ -44,6 +44,8 @@ class Lookup:
     weights: Tensor | None
     """(L,) float32; None: all 1."""
     learning_rate: float
+    sizes: Tensor | None = None
+    """(F,) int64 ids of each feature, on the host; None: they are to be read from ``lengths``."""
 
 
 def table_views(buffer: Tensor, shapes: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:

@@ -37,6 +37,8 @@ class Expected:
     """(L,) int64 of each group, column-major."""
     lengths: tuple[Tensor, ...]
     """(C_g, N) int32 of each group."""
+    sizes: tuple[Tensor, ...]
+    """(C_g,) int64 ids of each column of each group."""
     weights: tuple[Tensor | None, ...]
     """(L,) float32 of each group."""
     fetched: Future[list[Fetched]] | None
@@ -92,15 +94,18 @@ class OwnedParts:
         """
         fetched = None
         ids, lengths, weights = self._by_group(bags)
+        sizes = tuple(each.sum(dim=1, dtype=torch.int64) for each in lengths)
         if self._ahead is not None:
             lookups = [
-                (each.numpy(), _part_ends(group.plan, bag_lengths).numpy())
-                for group, each, bag_lengths in zip(self.groups, ids, lengths, strict=True)
+                (each.numpy(), _part_ends(group.plan, of_columns).numpy())
+                for group, each, of_columns in zip(self.groups, ids, sizes, strict=True)
                 if group.stack is not None
             ]
             self._batches += 1
             fetched = self._ahead.fetch(lookups, self._batches) if updates else self._ahead.borrow(lookups)
-        return Expected(bags=bags, ids=ids, lengths=lengths, weights=weights, fetched=fetched, updates=updates)
+        return Expected(
+            bags=bags, ids=ids, lengths=lengths, sizes=sizes, weights=weights, fetched=fetched, updates=updates
+        )
 
     def lookup(self, expected: Expected, learning_rate: float | None) -> Pooled:
         """Pool the rows of every bag, and keep what the update needs.
@@ -109,18 +114,21 @@ class OwnedParts:
             DeviceError: rows could not be fetched.
         """
         slots = iter(self._wait(expected))
-        pooled = []
-        for group, ids, lengths, weights in zip(
-            self.groups, expected.ids, expected.lengths, expected.weights, strict=True
-        ):
-            rows = ids if group.stack is None else torch.from_numpy(next(slots).slots)
-            on_device = None if weights is None else weights.to(group.device)
-            pooled.append(
-                group.batch.lookup(rows.to(group.device), lengths.to(group.device), learning_rate, weights=on_device)
-            )
+        rows = [
+            ids if group.stack is None else torch.from_numpy(next(slots).slots)
+            for group, ids in zip(self.groups, expected.ids, strict=True)
+        ]
+        on_devices = [  # of all groups before the first kernel: what is sent to a GPU waits for the kernels before it
+            (ids.to(group.device), lengths.to(group.device), None if weights is None else weights.to(group.device))
+            for group, ids, lengths, weights in zip(self.groups, rows, expected.lengths, expected.weights, strict=True)
+        ]
+        pooled = tuple(
+            group.batch.lookup(ids, lengths, learning_rate, weights, sizes)
+            for group, (ids, lengths, weights), sizes in zip(self.groups, on_devices, expected.sizes, strict=True)
+        )
         if not expected.updates and self._ahead is not None and expected.fetched is not None:
             self._ahead.give_back(expected.fetched.result())
-        return Pooled(pooled=tuple(pooled), expected=expected)
+        return Pooled(pooled=pooled, expected=expected)
 
     def _wait(self, expected: Expected) -> list[Fetched]:
         if expected.fetched is None:
@@ -144,24 +152,23 @@ class OwnedParts:
         expected = looked_up.expected
         if self.pending is not None:
             self._save_before(expected, self.pending)
-        for group, pooled, gradient, ids, lengths in zip(
-            self.groups, looked_up.pooled, gradients, expected.ids, expected.lengths, strict=True
+        on_devices = [  # see ``lookup``
+            (gradient.to(group.device), _rows_to_round(group, ids, sizes))
+            for group, gradient, ids, sizes in zip(self.groups, gradients, expected.ids, expected.sizes, strict=True)
+        ]
+        for group, pooled, (gradient, rows), ids, sizes in zip(
+            self.groups, looked_up.pooled, on_devices, expected.ids, expected.sizes, strict=True
         ):
-            sizes = lengths.sum(dim=1, dtype=torch.int64)
-            rows = None
-            if group.plan.dtype == "fp16" and (group.stack is not None or bool(group.first_rows.any())):
-                rows = (ids + torch.repeat_interleave(group.first_rows, sizes)).to(group.device)
-            group.batch.update(pooled, gradient.to(group.device), step=step, rows=rows)
+            group.batch.update(pooled, gradient, step=step, rows=rows)
             group.dirty.mark(ids.numpy(), sizes.numpy(), group.starts)
         if self._ahead is not None and expected.fetched is not None:
             self._ahead.release(expected.fetched.result())
 
     def _save_before(self, expected: Expected, pending: Pending) -> None:
         fetched = iter([] if expected.fetched is None else expected.fetched.result())
-        for group, ids, lengths in zip(self.groups, expected.ids, expected.lengths, strict=True):
+        for group, ids, sizes in zip(self.groups, expected.ids, expected.sizes, strict=True):
             slots = None if group.stack is None else next(fetched).slots
-            sizes = lengths.sum(dim=1, dtype=torch.int64).numpy()
-            pending.before_update(group.dirty, ids.numpy(), sizes, group.starts, partial(_place, group, slots))
+            pending.before_update(group.dirty, ids.numpy(), sizes.numpy(), group.starts, partial(_place, group, slots))
 
     def parts(self) -> Iterator[LocalPart]:
         """Every part that this rank alone holds."""
@@ -214,11 +221,17 @@ def _place(
     return SlotRows(part.shard, rows + part.shard.row_start, weight, state, slots[lookups])
 
 
-def _part_ends(plan: PartGroup, lengths: Tensor) -> Tensor:
-    """(K,) where the lookups of each part end, from (C_g, N) lengths of bags, part by part."""
+def _rows_to_round(group: Group, ids: Tensor, sizes: Tensor) -> Tensor | None:
+    """(L,) rows in their tables, on the group's device, where an update needs them and the ids looked up are others."""
+    if group.plan.dtype == "fp32" or (group.stack is None and not bool(group.first_rows.any())):
+        return None
+    return (ids + torch.repeat_interleave(group.first_rows, sizes)).to(group.device)
+
+
+def _part_ends(plan: PartGroup, sizes: Tensor) -> Tensor:
+    """(K,) where the lookups of each part end, from those of each column (C_g,), part by part."""
     part_of = torch.tensor([part for part, _ in plan.columns], dtype=torch.int64)
-    sizes = torch.zeros(len(plan.parts), dtype=torch.int64)
-    return sizes.index_add_(0, part_of, lengths.sum(dim=1, dtype=torch.int64)).cumsum(0)
+    return torch.zeros(len(plan.parts), dtype=torch.int64).index_add_(0, part_of, sizes).cumsum(0)
 
 
 def _lookahead(stacks: Sequence[Stack], tier_dir: Path | None) -> Lookahead:
