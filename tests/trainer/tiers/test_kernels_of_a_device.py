@@ -24,6 +24,7 @@ from dlrm_trainer.embedding.device import DeviceKernel
 from dlrm_trainer.embedding.kernels import HOST
 from dlrm_trainer.embedding.tiers import tables
 from dlrm_trainer.embedding.tiers.slot_memory import DeviceSlots
+from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK_BYTES
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.lookahead import prepared_ahead
 
@@ -184,3 +185,21 @@ def test_what_kernels_are_given_is_sent_to_the_gpu_before_the_first_of_them_begi
     sent = len(owned.groups) * (1 if dtype == "fp32" else 2)
     weights = sum(each is not None for each in expected.weights)
     assert calls == ["send"] * (4 + weights) + ["pool"] * 2 + ["send"] * sent + ["update"] * 2
+
+
+@pytest.mark.parametrize("dim", [4, 2_048])
+def test_pinned_buffers_are_of_so_many_bytes_however_wide_a_row_is(
+    tmp_path: Path, host_as_device: HostAsDevice, dim: int
+) -> None:
+    table = {"name": "wide", "rows": 100, "dim": dim}
+    job = small_job(
+        tmp_path, model={"interaction": "dcn", "tables": [table]}, training={"rowOptimizer": {"kind": "adam"}}
+    )
+
+    with host_as_device():
+        owned = make_learner(ALONE, job, Shape(TWO), tmp_path).embeddings.owned
+    (stack,) = [group.stack for group in owned.groups]
+    assert stack is not None
+    assert isinstance(stack.memory, DeviceSlots)
+    assert stack.memory._buffer.nbytes <= QUEUED_CHUNK_BYTES
+    owned.close()

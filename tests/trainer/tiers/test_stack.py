@@ -5,6 +5,7 @@ import os
 import sys
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from dlrm_trainer.embedding.tiers import stack as stack_module
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
 from dlrm_trainer.embedding.tiers.counts import ACCESSES, CREATED, EVICTED, HITS, SCRATCH
-from dlrm_trainer.embedding.tiers.level import Level
+from dlrm_trainer.embedding.tiers.level import Level, Records
 from dlrm_trainer.embedding.tiers.lookahead import Lookahead
 from dlrm_trainer.embedding.tiers.mapped import AnonymousStorage, MappedStorage
 from dlrm_trainer.embedding.tiers.replacement import SIZE
@@ -328,16 +329,18 @@ def test_after_an_error_every_request_fails_with_it_and_the_thread_ends(tmp_path
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="turns of threads are Linux's")
-def test_a_thread_that_only_copies_runs_in_gaps_and_one_that_keeps_a_queue_full_does_not(tmp_path: Path) -> None:
+def test_a_thread_that_only_copies_runs_in_gaps_and_one_that_keeps_a_queue_full_or_drives_a_gpu_does_not(
+    tmp_path: Path,
+) -> None:
     classes = []
-    for tier in ("ddr", "block"):
-        tables = Tables([100], 5, (tier,), tmp_path)
+    for tier, staged in (("ddr", False), ("block", False), ("ddr", True)):
+        tables = Tables([100], 5, (tier,), tmp_path, staged=staged)
         ahead = Lookahead([tables.stack])
         classes.append(ahead._submit(lambda: os.sched_getscheduler(0)).result())
         ahead.close()
         tables.stack.close()
 
-    assert classes == [os.SCHED_IDLE, os.SCHED_OTHER]
+    assert classes == [os.SCHED_IDLE, os.SCHED_OTHER, os.SCHED_OTHER]
 
 
 def test_rows_are_fetched_where_the_kernel_refuses_the_idle_class_and_the_log_says_so(
@@ -371,3 +374,19 @@ def test_bytes_kept_are_those_of_the_rows_that_were_stored(tmp_path: Path) -> No
     stored = len(np.unique(np.flatnonzero(tables.stack.directory.place_of)))
     assert kept["scm"] >= (stored - 2_000) * 24
     assert kept["ddr"] == pytest.approx(2_000 * (20 + 32) + 20_000 * 4 + (stored - 2_000) * 4, rel=0.05)
+
+
+def test_rows_go_to_a_gpu_in_few_large_copies_and_to_the_host_in_small_ones() -> None:
+    copies: dict[bool, list[int]] = {False: [], True: []}
+    for staged, counts in copies.items():
+        tables = Tables([20_000], 12_000, ("ddr",), Path(), staged=staged)
+        scatter = tables.stack.memory.scatter
+
+        def counted(slots: Ids, records: Records, counts: list[int] = counts, scatter: Any = scatter) -> None:
+            counts.append(len(slots))
+            scatter(slots, records)
+
+        tables.stack.memory.scatter = counted  # type: ignore[method-assign]
+        tables.stack.fetch(*tables.lookups([np.arange(12_000)]), 1)
+
+    assert copies == {False: [4_096, 4_096, 3_808], True: [12_000]}

@@ -12,7 +12,6 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
 from dlrm_trainer.embedding.tiers.stack import Fetched, Stack
 from dlrm_trainer.spans import spanned
 
@@ -36,7 +35,7 @@ class Lookahead:
     def __init__(self, stacks: Sequence[Stack], processors: frozenset[int] = frozenset()) -> None:
         self._stacks = tuple(stacks)
         self._failure: BaseException | None = None
-        copies = all(isinstance(level, ByteLevel) for stack in self._stacks for level in stack.levels)
+        copies = all(stack.only_copies for stack in self._stacks)
         self._thread = ThreadPoolExecutor(1, "dlrm-lookahead", initializer=_run_on, initargs=(processors, copies))
 
     def fetch(self, lookups: Sequence[Lookups], batch: int) -> Future[list[Fetched]]:
@@ -104,7 +103,7 @@ def _run_on(processors: frozenset[int], yielding: bool) -> None:
     region up, while rows that are fetched ahead can wait for a gap: there is one while the kernels, which gain nothing
     from a second thread, look rows up. The kernel puts a thread of the class for idle times off as soon as another one
     wakes; one of the least priority goes on to the end of its turn. A thread that keeps a device's queue full must not
-    wait.
+    wait, nor one that drives a GPU.
     """
     allowed = processors & os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else frozenset()
     if allowed:

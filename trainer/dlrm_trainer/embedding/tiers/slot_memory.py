@@ -48,7 +48,7 @@ class HostSlots:
         """(S, words) of the rows."""
         self.state = state.numpy().view(np.uint32)
         """(S, n) of their states."""
-        self.words = self.weight.shape[1] + self.state.shape[1] + 1
+        self.words = record_words(weight, state)
 
     def gather(self, slots: Slots, out: Records) -> None:
         """See ``SlotMemory``."""
@@ -77,7 +77,7 @@ class DeviceSlots:
     def __init__(self, weight: Tensor, state: Tensor, most: int) -> None:
         self._weight, self._state = weight.view(torch.int32), state.view(torch.int32)
         self._row_words = self._weight.shape[1]
-        self.words = self._row_words + self._state.shape[1] + 1
+        self.words = record_words(weight, state)
         self._device = weight.device
         self._stream = (
             torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -132,6 +132,11 @@ class DeviceSlots:
     def _send_slots(self, slots: Slots) -> Tensor:
         self._slots[: len(slots)] = torch.from_numpy(slots)
         return self._slots[: len(slots)].to(self._device, non_blocking=True)
+
+
+def record_words(weight: Tensor, state: Tensor) -> int:
+    """Words of a record: of a row, its state and its access count."""
+    return (weight.shape[1] * weight.itemsize + state.shape[1] * state.itemsize) // 4 + 1
 
 
 def slot_memory(weight: Tensor, state: Tensor, most: int) -> SlotMemory:

@@ -29,13 +29,14 @@ from dlrm_trainer.embedding.tiers.replacement import (
     PROTECTED_SHARE,
     Replacement,
 )
-from dlrm_trainer.embedding.tiers.slot_memory import SlotMemory
+from dlrm_trainer.embedding.tiers.slot_memory import HostSlots, SlotMemory
 from dlrm_trainer.embedding.tiers.swap import Swap, swap_between
 
 CHUNK = 4_096
 """Records moved at a time between byte-addressable levels: on their way they stay in the processor's cache."""
 QUEUED_CHUNK = 32_768
-"""The same where a level is read through a queue: each call fills the queue anew and waits for its last request."""
+"""The same where a level is read through a queue, or slots are a GPU's: each call fills the queue anew and waits for
+its last request."""
 QUEUED_CHUNK_BYTES = 8 << 20
 POLICIES = {"lru": LRU, "lfu": LFU, "mixed": MIXED}
 BROUGHT = -1
@@ -107,8 +108,8 @@ class Stack:
         """Give the levels below the slots, fastest first; they tell ``relocated`` of moves on their own account."""
         self.levels = tuple(levels)
         self._swap = swap_between(self.memory, self.levels)
-        if not all(isinstance(level, ByteLevel) for level in levels):
-            self._chunk = max(1, min(QUEUED_CHUNK, QUEUED_CHUNK_BYTES // (4 * self.memory.words)))
+        if not self.only_copies:
+            self._chunk = queued_chunk(self.memory.words)
             self._coming, self._going = (np.empty((self._chunk, self.memory.words), np.uint32) for _ in range(2))
 
     def relocated(self, level: int, rows: Rows, places: Places) -> None:
@@ -223,6 +224,11 @@ class Stack:
         out[:, : self._dim_words] = _row_words(weights, self._dtype)
         out[:, self._dim_words : self._row_words] = np.ascontiguousarray(state).view(np.uint32)
         return out
+
+    @property
+    def only_copies(self) -> bool:
+        """Whether rows move within what the processor itself addresses: no queue, no GPU."""
+        return isinstance(self.memory, HostSlots) and all(isinstance(level, ByteLevel) for level in self.levels)
 
     @property
     def state_values(self) -> int:
@@ -342,6 +348,11 @@ class Stack:
         places = level.write(rows, records)
         compiled.point(self.directory.place_of, rows, places, above + 1)
         self.moved_rows[above + 1, 1] += len(rows)
+
+
+def queued_chunk(words: int) -> int:
+    """Records of so many words that are moved at a time where each call waits for a queue."""
+    return max(1, min(QUEUED_CHUNK, QUEUED_CHUNK_BYTES // (4 * words)))
 
 
 def _finish_part(finish: Finish, out: Records, here: NDArray[np.bool_], part: Records) -> None:

@@ -27,8 +27,8 @@ from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel, Storage
 from dlrm_trainer.embedding.tiers.level import Level
 from dlrm_trainer.embedding.tiers.mapped import AnonymousStorage, MappedStorage
-from dlrm_trainer.embedding.tiers.slot_memory import slot_memory
-from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK, Stack, StackTable
+from dlrm_trainer.embedding.tiers.slot_memory import record_words, slot_memory
+from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK, Stack, StackTable, queued_chunk
 
 SCAN_SHARE = 0.5
 """All of a block level is read, by large reads, where the pages of the rows wanted may be this share of it."""
@@ -70,7 +70,14 @@ def make_stack(
     """
     weight, state = batch.storage()
     share = group.parts[0].share
-    stack = Stack(tables, share, slot_memory(weight, state, QUEUED_CHUNK), seed, group.width, group.dtype)
+    stack = Stack(
+        tables,
+        share,
+        slot_memory(weight, state, queued_chunk(record_words(weight, state))),
+        seed,
+        group.width,
+        group.dtype,
+    )
     tiers = [level.tier for level in share.levels[1:]]
     levels: list[Level] = []
     try:
