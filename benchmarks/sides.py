@@ -103,11 +103,12 @@ class Trained:
     def run(self, batches: Sequence[Batch]) -> float:
         """See ``Side``."""
         self._queue.extend(batches)
+        self._finish()
         start = time.perf_counter()
         for _ in range(len(batches) - (0 if self._started else self._depth)):
             self._step()
         self._started = True
-        self.learner.embeddings.settle()
+        self._finish()
         return time.perf_counter() - start
 
     def losses(self, batches: Sequence[Batch]) -> list[float]:
@@ -133,6 +134,12 @@ class Trained:
     def close(self) -> None:
         """Give memory and files back."""
         self.learner.embeddings.close()
+
+    def _finish(self) -> None:
+        """Wait for all that was begun: the rows under way, and what a GPU was asked for."""
+        self.learner.embeddings.settle()
+        if any(group.device.type == "cuda" for group in self.learner.embeddings.owned.groups):
+            torch.cuda.synchronize()
 
     def _ahead(self) -> Iterator[Prepared]:
         def queued() -> Iterator[Batch]:
