@@ -230,6 +230,7 @@ def after(seconds: float, act: Any) -> threading.Timer:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_first_signal_lets_the_gang_cut_and_commit(tmp_path: Path, number: int, code: int) -> None:
     supervised = supervisor(tmp_path, {"0": ["sleep:30"]})
+    outer = signal.signal(number, signal.default_int_handler)  # whoever runs the tests may have it ignored: nohup does
     restore = supervised.stop.install()
     after(0.7, lambda: os.kill(os.getpid(), number))
 
@@ -237,6 +238,7 @@ def test_a_first_signal_lets_the_gang_cut_and_commit(tmp_path: Path, number: int
         outcome = supervised.run()
     finally:
         restore()
+        signal.signal(number, outer)
 
     assert outcome is Outcome.STOPPED
     assert supervised.stop.exit_code == code
