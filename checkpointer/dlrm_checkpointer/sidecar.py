@@ -249,11 +249,12 @@ class Sidecar:
         self._status.dropped_cuts.inc()
 
     def _is_superseded(self, attempt: int) -> bool:
-        """Whether the store goes on with a newer attempt; the ranks are told."""
-        newest = newest_attempt(self._store)
-        if newest > attempt:
-            self._inbox.publish_superseded(newest)
-        return newest > attempt
+        """Whether there is a newer attempt; the ranks are told of one that is sure of the snapshot it goes on from."""
+        if newest_attempt(self._store) <= attempt:
+            return False
+        if claimed := read_attempts(self._store, attempt):
+            self._inbox.publish_superseded(claimed[-1].number)
+        return True
 
     def _is_due(self, cut: UploadedCut) -> bool:
         """Whether to look for the other pods' parts now: often at first, rarely when they take long."""

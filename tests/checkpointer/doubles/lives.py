@@ -12,8 +12,8 @@ import numpy as np
 from truth import Handed, Truth
 from turns import Actor, Clock, FailingStore, MemoryStore
 
-from dlrm_api.errors import SnapshotError, TemporaryError
-from dlrm_checkpointer.attempts import claim_attempt
+from dlrm_api.errors import InvalidSpecError, SnapshotError, TemporaryError
+from dlrm_checkpointer.attempts import claim_attempt, read_attempts
 from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.folder import COMMITTED_FILE, read_json
 from dlrm_checkpointer.restore import Snapshot, newest_snapshot, open_snapshot
@@ -229,8 +229,12 @@ class Life:
         writers = {rank: (pod, writer) for pod in gang.pods for rank, writer in pod.writers.items()}
         name = SnapshotName(gang.model.step, gang.attempt)
         for _ in range(100):
-            if all(writer.ready() for _, writer in writers.values()):
-                break
+            try:
+                if all(writer.ready() for _, writer in writers.values()):
+                    break
+            except InvalidSpecError:
+                self._superseded(gang)
+                return None
             self.go_on(5)
         else:
             return None
@@ -251,9 +255,16 @@ class Life:
         actor = self.until_ended(Actor(work))
         if dies:
             gang.end()
-        if actor.error and not isinstance(actor.error, CutAbandonedError):
+        if isinstance(actor.error, InvalidSpecError):
+            self._superseded(gang)
+        elif actor.error and not isinstance(actor.error, CutAbandonedError):
             raise actor.error
         return name
+
+    def _superseded(self, gang: Gang) -> None:
+        """Trainers that are told of a newer attempt end; one must have been claimed."""
+        assert read_attempts(self.store, gang.attempt)
+        gang.end()
 
     def _finish(self, gang: Gang) -> None:
         gang.end()
