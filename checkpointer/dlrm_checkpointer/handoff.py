@@ -234,10 +234,11 @@ class HandOffWriter:
 
     def _check_hopes(self, attempt: int) -> None:
         """Raise where the sidecar knows that no cut of this attempt will be stored any more."""
-        refused, done = read_json(self.folder / REFUSED_FILE), read_json(self.folder / COMMITTED_FILE)
-        later = done and (done["attempt"], done["step"])
-        if refused is not None and refused["attempt"] == attempt and (not later or later < (attempt, refused["step"])):
-            raise DivergedError(refused["problem"])
+        refused = read_json(self.folder / REFUSED_FILE)  # seldom there, and asked for at each step
+        if refused is not None and refused["attempt"] == attempt:
+            done = read_json(self.folder / COMMITTED_FILE)
+            if done is None or (done["attempt"], done["step"]) < (attempt, refused["step"]):
+                raise DivergedError(refused["problem"])
         newer = read_json(self.folder / SUPERSEDED_FILE)
         if newer is not None and newer["attempt"] > attempt:
             raise InvalidSpecError(

@@ -94,7 +94,9 @@ class DirtyRows:
         """Let go of what a snapshot of this step holds."""
         for kept in self._kept:
             if kept.step <= step:
-                self._stored = kept.words if self._stored is None else np.bitwise_or(self._stored, kept.words)
+                self._stored = (
+                    kept.words if self._stored is None else np.bitwise_or(self._stored, kept.words, self._stored)
+                )
         self._kept = [kept for kept in self._kept if kept.step > step]
 
     def recall(self) -> None:
