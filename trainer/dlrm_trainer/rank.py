@@ -19,7 +19,7 @@ import torch
 
 from dlrm_api.errors import DLRMError, PeerLostError
 from dlrm_api.job import DLRMJob
-from dlrm_api.names import ExitCode
+from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
 from dlrm_api.plan import Plan
 from dlrm_trainer.cuts import CutControl, StoppedError
 from dlrm_trainer.logs import log_to_stderr
@@ -32,8 +32,6 @@ from dlrm_trainer.train import train
 
 PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-MESSAGE_CHARACTERS = 4_096
-"""Of a report: a pipe takes no more than 64 KiB before it is read, which the launcher does when the rank has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +109,7 @@ def _report(code: int, reason: str, message: str, board: ProgressBoard) -> RankR
     return RankReport(
         exit_code=code,
         reason=reason,
-        message=message[:MESSAGE_CHARACTERS],
+        message=message[:TERMINATION_MESSAGE_BYTES],  # no more is told, and a pipe that nobody reads yet takes 64 KiB
         step=now.step,
         time=time.monotonic(),
         progress=now.model_dump(mode="json", exclude_none=True),

@@ -246,8 +246,11 @@ class Training:
         self.cut_step = self.step
         self.control.begun(self.step)
         begun = (writer.begin(self.attempt), time.time()) if rank == 0 else None
-        parent, now = self.collectives.broadcast(begun)
-        if parent in self.collectives.gather(writer.broken_parent()):  # to any pod's checkpointer
+        told = self.collectives.gather((begun, writer.broken_parent()))
+        first = told[0][0]
+        assert first is not None, "rank 0 began it"
+        parent, now = first
+        if parent in [broken for _, broken in told]:  # to any pod's checkpointer
             parent = None
         embeddings, dense = parts.learner.embeddings, parts.learner.dense.arrays() if rank == 0 else None
         embeddings.begin_cut(self.step, None if parent is None else parent.step)
