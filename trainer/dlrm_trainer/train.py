@@ -9,14 +9,11 @@ import time
 from contextlib import ExitStack, closing
 from typing import Any
 
-from dlrm_api.errors import TemporaryError
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics, TrainerPhase
-from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName
-from dlrm_checkpointer.handoff import CutAbandonedError, HandedOver, HandOffWriter
-from dlrm_checkpointer.life import PEERS_S
+from dlrm_checkpointer.cut import CutMeta, SnapshotName
 from dlrm_trainer import snapshots
 from dlrm_trainer.cuts import CutControl, StoppedError
 from dlrm_trainer.data import open_reader
@@ -24,7 +21,7 @@ from dlrm_trainer.divergence import diverged
 from dlrm_trainer.embedding import Prepared, place
 from dlrm_trainer.endpoint import Endpoint
 from dlrm_trainer.evaluate import evaluate
-from dlrm_trainer.gradual import GradualHandOver
+from dlrm_trainer.handing_over import HandingOver
 from dlrm_trainer.journal import Ledger, StepJournal, write_result
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.lookahead import prepared_ahead
@@ -42,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 STALL_S = 300.0
 """Where a step takes longer than this, every thread's stack goes to the log, even while the GIL is held."""
-READY_POLL_S = 0.02
-COMMIT_POLL_S = 1.0
 
 
 def train(
@@ -131,9 +126,7 @@ class Training:
         self.ledger = Ledger(settings.ledger_dir, rank, step) if settings.ledger_dir else None
         self.pace = Pace(self.collectives, self.stages.own_seconds)
         self.trained_s, self.trained_samples = 0.0, 0
-        self.cut_step = step or None
-        """Step of the newest cut that was begun, or of the snapshot that was restored; the same on all ranks."""
-        self.gradual: GradualHandOver | None = None
+        self.cuts = HandingOver(parts, attempt, step or None)
 
     def run(self) -> ExitCode | None:
         """Train to the last step; or to the cut that a signal asked for, and how that ended.
@@ -158,8 +151,8 @@ class Training:
                     if (ended := self.evaluate_if_due()) is not None:
                         return ended
                     if cut:
-                        self.hand_over()
-                    self.go_on_handing_over()
+                        self.cuts.hand_over(self.step, self.cut_meta)
+                    self.cuts.go_on()
                 self.observer.stepped(self.step)
                 mark = time.monotonic()
         return None
@@ -233,86 +226,6 @@ class Training:
         self.stages.lap("evaluation")
         return None
 
-    def hand_over(self, *, last: bool = False) -> None:
-        """Hand a cut of this step over to the checkpointer; one above the budget goes over while training goes on.
-
-        Raises:
-            CutAbandonedError: the last cut found no room in time.
-        """
-        parts, rank, writer = self.parts, self.parts.gang.rank, self.parts.writer
-        if writer is None or self.cut_step == self.step:
-            return
-        self.board.phase(TrainerPhase.CUTTING)
-        self.cut_step = self.step
-        self.control.begun(self.step)
-        begun = (writer.begin(self.attempt), time.time()) if rank == 0 else None
-        told = self.collectives.gather((begun, writer.broken_parent()))
-        first = told[0][0]
-        assert first is not None, "rank 0 began it"
-        parent, now = first
-        if parent in [broken for _, broken in told]:  # to any pod's checkpointer
-            parent = None
-        embeddings, dense = parts.learner.embeddings, parts.learner.dense.arrays() if rank == 0 else None
-        embeddings.begin_cut(self.step, None if parent is None else parent.step)
-        meta, owned = self.cut_meta(parent, now), self.owned
-        if last:
-            self.put_last(writer, meta, dense)
-        elif given := writer.put_if_room(
-            meta, embeddings.rows_in_place(), dense, owned=owned, size=embeddings.cut_size()
-        ):
-            self.handed_over(self.step, given)
-        else:
-            self.gradual = GradualHandOver(embeddings, writer.start_gradual(meta, dense, owned=owned))
-        self.board.phase(TrainerPhase.TRAINING)
-        self.stages.lap("cut")
-
-    @property
-    def owned(self) -> list[ShardId]:
-        """All that this rank stores."""
-        return [part.shard for part in self.parts.learner.embeddings.saved]
-
-    def put_last(self, writer: HandOffWriter, meta: CutMeta, dense: dict[str, Any] | None) -> None:
-        """Hand the last cut over, slice by slice where it must be: nothing is trained any more.
-
-        Raises:
-            CutAbandonedError: the checkpointer did not make room in time.
-        """
-        rows = self.parts.learner.embeddings.rows_in_place()
-        try:
-            given = writer.put(meta, rows, dense, owned=self.owned, patience_s=self.patience_s)
-        except CutAbandonedError as error:
-            self.control.abandoned(error.waited_s)
-            raise
-        self.handed_over(self.step, given)
-
-    def go_on_handing_over(self) -> None:
-        """Hand more of a cut over that is on its way; where its rows change too fast for that, it is given up."""
-        if self.gradual is None:
-            return
-        try:
-            given = self.gradual.go_on()
-        except CutAbandonedError as error:
-            self.control.abandoned(error.waited_s)
-            logger.warning("training goes on without a snapshot of step %d: %s", self.gradual.step, error)
-            self.gradual = None
-        else:
-            if given is not None:
-                self.handed_over(self.gradual.step, given)
-                self.gradual = None
-        self.stages.lap("cut")
-
-    def handed_over(self, step: int, given: HandedOver) -> None:
-        """Tell of a cut that is whole."""
-        self.control.made(step, given.waited_s)
-        self.board.update(last_cut_step=step)
-        logger.info("cut handed over at step %d", step)
-
-    def end_gradual(self) -> None:
-        """Make way for the last cut."""
-        if self.gradual is not None:
-            self.gradual.give_up()
-            self.gradual = None
-
     def cut_meta(self, parent: SnapshotName | None, now: float) -> CutMeta:
         """What is the same on all ranks at this step; ``now`` is rank 0's clock."""
         spec = self.parts.job.spec
@@ -339,9 +252,7 @@ class Training:
         Raises:
             TemporaryError: an earlier cut still waited at the end of that time, or this one found no room.
         """
-        self.end_gradual()
-        self.wait_ready()
-        self.hand_over(last=True)
+        self.cuts.hand_over_last(self.step, self.cut_meta)
         self.observer.save_profile(self.collectives, self.parts.settings.work_dir)
         logger.info("ending at step %d: a signal asked for it", self.step)
         return ExitCode.TERMINATED
@@ -359,12 +270,10 @@ class Training:
         if (ended := self.evaluate()) is not None:
             return ended
         self.board.phase(TrainerPhase.FINISHING)
-        self.end_gradual()
-        self.wait_ready()
-        self.hand_over(last=True)
+        self.cuts.hand_over_last(self.step, self.cut_meta)
         self.board.phase(TrainerPhase.FINISHING)
         state = snapshots.live_digest(self.parts.learner, self.collectives) if digest else None
-        self.wait_committed()
+        self.cuts.wait_committed(self.step)
         tiers = self.observer.report(self.collectives, self.step, self.parts.settings.work_dir)
         self.collectives.barrier()
         if self.parts.gang.rank == 0 and self.parts.settings.work_dir:
@@ -383,44 +292,6 @@ class Training:
             "samples_per_s": self.trained_samples / self.trained_s if self.trained_s else None,
             "state_digest": state_digest,
         }
-
-    @property
-    def patience_s(self) -> float:
-        """How long the last cut may take."""
-        grace = self.parts.settings.grace_s
-        return self.parts.job.spec.lifecycle.termination_grace_period if grace is None else grace
-
-    def wait_ready(self) -> None:
-        """Wait until an earlier cut is off the rank's hands.
-
-        Raises:
-            TemporaryError: it was not in time.
-        """
-        deadline = time.monotonic() + self.patience_s
-        while self.parts.writer and self.cut_step != self.step and not self.parts.writer.ready():
-            if time.monotonic() > deadline:
-                raise TemporaryError(
-                    f"step {self.step} could not be handed over: the checkpointer did not take the cut before it"
-                )
-            time.sleep(READY_POLL_S)
-
-    def wait_committed(self) -> None:
-        """Wait until the final cut is committed; after a signal, for other pods' parts of it ``PEERS_S`` at most.
-
-        Raises:
-            TemporaryError: it was not in time.
-        """
-        writer, began = self.parts.writer, time.monotonic()
-        stored_at: float | None = None
-        while writer and not writer.wait_idle(COMMIT_POLL_S):
-            now = time.monotonic()
-            if stored_at is None and self.control.told_to_stop and writer.ready():
-                stored_at = now
-            if now - began > self.patience_s or (stored_at is not None and now - stored_at > PEERS_S):
-                raise TemporaryError(
-                    f"the final cut at step {self.step} was not committed after {now - began:.0f} s: see the "
-                    "checkpointers' logs; running again goes on from the last snapshot"
-                )
 
     def close(self) -> None:
         """Close files."""

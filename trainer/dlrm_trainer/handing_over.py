@@ -1,0 +1,169 @@
+"""One rank's cuts on their way to the checkpointer: at once, while training goes on, or as the last one of all."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dlrm_api.errors import TemporaryError
+from dlrm_api.progress import TrainerPhase
+from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName
+from dlrm_checkpointer.handoff import CutAbandonedError, HandedOver, HandOffWriter
+from dlrm_checkpointer.life import PEERS_S
+from dlrm_trainer.gradual import GradualHandOver
+from dlrm_trainer.start import Parts
+
+logger = logging.getLogger(__name__)
+
+READY_POLL_S = 0.02
+COMMIT_POLL_S = 1.0
+
+MetaOf = Callable[[SnapshotName | None, float], CutMeta]
+"""What is the same on all ranks of a cut, by its parent and rank 0's clock."""
+
+
+class HandingOver:
+    """Hands cuts over. Every rank makes the same calls after the same steps; without a checkpointer nothing is done.
+
+    Args:
+        parts: restored.
+        attempt: the store's number of this attempt.
+        step: of the snapshot that was restored; None: none was.
+    """
+
+    def __init__(self, parts: Parts, attempt: int, step: int | None) -> None:
+        self._parts, self._attempt, self._writer = parts, attempt, parts.writer
+        self._collectives, self._control, self._board = parts.gang.collectives, parts.control, parts.board
+        self._embeddings, self._stages = parts.learner.embeddings, parts.observer.stages
+        self._newest = step
+        """Step of the newest cut that was begun, or of the snapshot that was restored; the same on all ranks."""
+        self._gradual: GradualHandOver | None = None
+
+    def hand_over(self, step: int, meta_of: MetaOf, *, last: bool = False) -> None:
+        """Hand a cut of this step over; one above the budget goes over while training goes on.
+
+        Raises:
+            CutAbandonedError: the last cut found no room in time.
+        """
+        writer, rank = self._writer, self._parts.gang.rank
+        if writer is None or self._newest == step:
+            return
+        self._board.phase(TrainerPhase.CUTTING)
+        self._newest = step
+        self._control.begun(step)
+        parent, now = self._begin(writer)
+        dense = self._parts.learner.dense.arrays() if rank == 0 else None
+        self._embeddings.begin_cut(step, None if parent is None else parent.step)
+        meta, owned = meta_of(parent, now), self._owned
+        if last:
+            self._put_last(writer, meta, dense)
+        elif given := writer.put_if_room(
+            meta, self._embeddings.rows_in_place(), dense, owned=owned, size=self._embeddings.cut_size()
+        ):
+            self._handed_over(step, given)
+        else:
+            self._gradual = GradualHandOver(self._embeddings, writer.start_gradual(meta, dense, owned=owned))
+        self._board.phase(TrainerPhase.TRAINING)
+        self._stages.lap("cut")
+
+    def hand_over_last(self, step: int, meta_of: MetaOf) -> None:
+        """Hand over the last cut, within the time that a signal leaves for it.
+
+        Raises:
+            TemporaryError: an earlier cut still waited at the end of that time, or this one found no room.
+        """
+        if self._gradual is not None:
+            self._gradual.give_up()
+            self._gradual = None
+        self._wait_ready(step)
+        self.hand_over(step, meta_of, last=True)
+
+    def go_on(self) -> None:
+        """Hand more of a cut over that is on its way; where its rows change too fast for that, it is given up."""
+        if self._gradual is None:
+            return
+        try:
+            given = self._gradual.go_on()
+        except CutAbandonedError as error:
+            self._control.abandoned(error.waited_s)
+            logger.warning("training goes on without a snapshot of step %d: %s", self._gradual.step, error)
+            self._gradual = None
+        else:
+            if given is not None:
+                self._handed_over(self._gradual.step, given)
+                self._gradual = None
+        self._stages.lap("cut")
+
+    def wait_committed(self, step: int) -> None:
+        """Wait until the final cut is committed; after a signal, for other pods' parts of it ``PEERS_S`` at most.
+
+        Raises:
+            TemporaryError: it was not in time.
+        """
+        writer, began = self._writer, time.monotonic()
+        stored_at: float | None = None
+        while writer and not writer.wait_idle(COMMIT_POLL_S):
+            now = time.monotonic()
+            if stored_at is None and self._control.told_to_stop and writer.ready():
+                stored_at = now
+            if now - began > self._patience_s or (stored_at is not None and now - stored_at > PEERS_S):
+                raise TemporaryError(
+                    f"the final cut at step {step} was not committed after {now - began:.0f} s: see the "
+                    "checkpointers' logs; running again goes on from the last snapshot"
+                )
+
+    def _begin(self, writer: HandOffWriter) -> tuple[SnapshotName | None, float]:
+        """The cut's parent, None where any pod's checkpointer can't read it; and rank 0's clock."""
+        begun = (writer.begin(self._attempt), time.time()) if self._parts.gang.rank == 0 else None
+        told = self._collectives.gather((begun, writer.broken_parent()))
+        first = told[0][0]
+        assert first is not None, "rank 0 began it"
+        parent, now = first
+        return None if parent in [broken for _, broken in told] else parent, now
+
+    @property
+    def _owned(self) -> list[ShardId]:
+        """All that this rank stores."""
+        return [part.shard for part in self._embeddings.saved]
+
+    def _put_last(self, writer: HandOffWriter, meta: CutMeta, dense: dict[str, Any] | None) -> None:
+        """Slice by slice where it must be: nothing is trained any more.
+
+        Raises:
+            CutAbandonedError: the checkpointer did not make room in time.
+        """
+        rows = self._embeddings.rows_in_place()
+        try:
+            given = writer.put(meta, rows, dense, owned=self._owned, patience_s=self._patience_s)
+        except CutAbandonedError as error:
+            self._control.abandoned(error.waited_s)
+            raise
+        self._handed_over(meta.step, given)
+
+    def _handed_over(self, step: int, given: HandedOver) -> None:
+        """Tell of a cut that is whole."""
+        self._control.made(step, given.waited_s)
+        self._board.update(last_cut_step=step)
+        logger.info("cut handed over at step %d", step)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long the last cut may take."""
+        grace = self._parts.settings.grace_s
+        return self._parts.job.spec.lifecycle.termination_grace_period if grace is None else grace
+
+    def _wait_ready(self, step: int) -> None:
+        """Wait until an earlier cut is off the rank's hands.
+
+        Raises:
+            TemporaryError: it was not in time.
+        """
+        deadline = time.monotonic() + self._patience_s
+        while self._writer and self._newest != step and not self._writer.ready():
+            if time.monotonic() > deadline:
+                raise TemporaryError(
+                    f"step {step} could not be handed over: the checkpointer did not take the cut before it"
+                )
+            time.sleep(READY_POLL_S)
