@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any, Final
+from typing import Final
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
@@ -40,8 +40,7 @@ def trainer_resources(
         requests["cpu"] = str(trainer.threads_per_process * trainer.processes_per_replica)
     if profile and profile.spec.devices and profile.spec.devices.resource not in limits:
         limits[profile.spec.devices.resource] = str(trainer.processes_per_replica)
-    found: dict[str, Any] = {"requests": requests} if requests else {}
-    return {**found, "limits": limits} if limits else found
+    return _stated(requests=requests, limits=limits)
 
 
 def checkpointer_resources(job: DLRMJob) -> Manifest:
@@ -53,8 +52,12 @@ def checkpointer_resources(job: DLRMJob) -> Manifest:
     requests, limits = dict(resources.requests), dict(resources.limits)
     if "memory" not in requests and "memory" not in limits:
         requests["memory"] = str(CHECKPOINTER_BASE_BYTES)
-    found: dict[str, Any] = {"requests": requests} if requests else {}
-    return {**found, "limits": limits} if limits else found
+    return _stated(requests=requests, limits=limits)
+
+
+def _stated(**amounts: dict[str, str]) -> Manifest:
+    """A container's resources without what says nothing."""
+    return {kind: each for kind, each in amounts.items() if each}
 
 
 def trainer_memory_bytes(job: DLRMJob, index: int, plan: Plan) -> int:
