@@ -13,6 +13,7 @@ from dlrm_api.base import ApiModel
 from dlrm_api.errors import InvalidSpecError, invalid_spec
 
 Tier = Literal["hbm", "ddr", "cxl", "scm", "block"]
+Device = Literal["cpu", "cuda"]
 ShardKind = Literal["table", "row", "column", "data", "table-row"]
 
 PART_BYTES = 900_000
@@ -98,6 +99,12 @@ class Plan(ApiModel):
     world_size: int = Field(ge=1, description="Ranks.")
     processes_per_node: int = Field(ge=1, description="Ranks of one pod.")
     hardware: str = Field("", description="HardwareProfile that it was made for.")
+    device: Device = Field(
+        "cpu",
+        description=(
+            "Where ranks compute: cuda on a GPU of each process's own, which slots in hbm need; cpu on the host."
+        ),
+    )
     ranks: tuple[RankPlan, ...] = Field(description="Ranks, in order.")
     tables: tuple[TablePlan, ...] = Field(description="Tables, in the model's order.")
     lookahead: int = Field(

@@ -63,6 +63,21 @@ def slot_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
     return row_bytes(dim, dtype, optimizer) + SLOT_META_BYTES
 
 
+def extra_slots(rows: int, most_lookups: int, global_batch_size: int, lookahead: int) -> int:
+    """Slots of a shard beside its planned ones: whatever the batches in flight may look up at most.
+
+    Those ahead are in flight, the one that is computed, and an evaluation's. On the host their pages are untouched
+    until used; in a GPU's memory they are taken at the start.
+
+    Args:
+        rows: of the shard.
+        most_lookups: of one sample, over all features of the table.
+        global_batch_size: samples of a batch, over all ranks.
+        lookahead: batches whose rows are fetched ahead.
+    """
+    return min(rows, most_lookups * global_batch_size * (lookahead + 2))
+
+
 def record_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
     """A row as it is kept below the first level: row, state and access count in one record."""
     return row_bytes(dim, dtype, optimizer) + COUNTER_BYTES

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.errors import InvalidSpecError
+from dlrm_api.tiers import extra_slots
 from dlrm_api.training import CommunicationSpec, RowOptimizerSpec
 from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.kernels import HOST, TableBatch
@@ -91,15 +92,16 @@ def make_group(placement: Placement, plan: PartGroup, options: OwnedOptions, res
 def _make_stacked(placement: Placement, plan: PartGroup, options: OwnedOptions, resources: ExitStack) -> Group:
     from dlrm_trainer.embedding.tiers import tables as stacked  # compiled loops: loaded where a plan needs them
 
-    in_flight = placement.lookahead + 2  # those ahead, the one computed, and an evaluation's
-    most = [
-        placement.tables[part.table].max_lookups
-        * len(placement.features_of[part.table])
-        * options.global_batch_size
-        * in_flight
+    extra = [
+        extra_slots(
+            part.rows,
+            placement.tables[part.table].max_lookups * len(placement.features_of[part.table]),
+            options.global_batch_size,
+            placement.lookahead,
+        )
         for part in plan.parts
     ]
-    members = stacked.stack_tables(plan, placement.tables, most)
+    members = stacked.stack_tables(plan, placement.tables, extra)
     device = _device_of(placement, plan, options.local_rank)
     batch = _make_batch(placement, plan, options, [member.slots + member.extra for member in members], device)
     stack = stacked.make_stack(plan, members, batch, options.seed, options.tier_dir)

@@ -37,25 +37,25 @@ Found: TypeAlias = tuple[NDArray[np.int64], NDArray[np.uint32]]
 """Rows of a class, and their records."""
 
 
-def stack_tables(group: PartGroup, tables: Sequence[TableSpec], most_lookups: Sequence[int]) -> list[StackTable]:
+def stack_tables(group: PartGroup, tables: Sequence[TableSpec], extra: Sequence[int]) -> list[StackTable]:
     """Slots of each part of a group: those of its plan, and extra ones for whatever batches in flight may need.
 
     Args:
         group: with levels.
         tables: all tables of the model.
-        most_lookups: of each part of the group, over all batches that may be in flight at once.
+        extra: slots of each part of the group beside those of the plan (``dlrm_api.tiers.extra_slots``).
     """
     return [
         StackTable(
             name=tables[part.table].name,
             rows=part.rows,
             slots=min(part.share.levels[0].rows, part.rows),
-            extra=min(part.rows, most),
+            extra=more,
             scale=table_scale(tables[part.table].initializer, tables[part.table].rows),
             first_row=part.row_start,
             first_column=part.column_start,
         )
-        for part, most in zip(group.parts, most_lookups, strict=True)
+        for part, more in zip(group.parts, extra, strict=True)
     ]
 
 
