@@ -127,6 +127,7 @@ def train(
             check_cut(taker.pieces.pop(done), states[before], states[done], looked_up[:done], before, exact=exact)
     if gradual is not None:
         gradual.give_up()
+        given_up.append(gradual.step)
     taker.inbox.sweep()
     assert not list(writer.folder.glob("writing-*"))
     digest = live_digest(learner, ALONE)
