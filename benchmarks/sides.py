@@ -15,6 +15,7 @@ from dlrm_api.tiers import state_values
 from dlrm_checkpointer.codes import code_rows
 from dlrm_checkpointer.cut import ShardRows
 from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding import Placement, Prepared
 from dlrm_trainer.embedding.tiers.counts import ACCESSES, HITS, LOOKUPS
@@ -50,7 +51,9 @@ class Trained:
         collectives: Collectives | None = None,
     ) -> None:
         self.shape, self._depth = shape, placement.lookahead
-        self.learner = Learner(job_of(shape).spec, placement, collectives or Collectives(0, 1, lambda: ""), tier_dir)
+        self._device = torch.device("cuda", 0) if _has_hbm(placement) else HOST
+        alone = Collectives(0, 1, lambda: "")
+        self.learner = Learner(job_of(shape).spec, placement, collectives or alone, tier_dir, device=self._device)
         if levels is not None:
             for stack in self.stacks:
                 stack.close()
@@ -138,7 +141,7 @@ class Trained:
     def _finish(self) -> None:
         """Wait for all that was begun: the rows under way, and what a GPU was asked for."""
         self.learner.embeddings.settle()
-        if any(group.device.type == "cuda" for group in self.learner.embeddings.owned.groups):
+        if self._device.type == "cuda":
             torch.cuda.synchronize()
 
     def _ahead(self) -> Iterator[Prepared]:
@@ -151,6 +154,10 @@ class Trained:
     def _prepared(self, batches: Batches, first: int, stop: int) -> Iterator[Prepared]:
         drawn = (batch for number in range(first, stop) for batch in batches.draw(number, number + 1))
         return prepared_ahead(drawn, self.learner.send, self.learner.prepare, depth=self._depth)
+
+
+def _has_hbm(placement: Placement) -> bool:
+    return any(level.tier == "hbm" for parts in placement.parts for part in parts for level in part.share.levels)
 
 
 class Rates:

@@ -44,11 +44,16 @@ class TierShare(ApiModel):
         max_length=4,
         description=(
             "Levels, fastest first; together they hold every row, and a row is in one of them at a time. The kernels "
-            "compute on the first. Empty: all rows are in host memory."
+            "compute on the first. One, hbm: all rows are in the GPU's memory. Empty: all are in host memory."
         ),
     )
     policy: Literal["lru", "lfu", "mixed"] = Field("lru", description="Which row leaves the first level.")
     ways: int = Field(0, ge=0, le=1_024, description="Slots of a set of the first level; 0: fully associative.")
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether rows move between levels."""
+        return len(self.levels) > 1
 
 
 class Shard(ApiModel):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_trainer.embedding.gather import gather
+from dlrm_trainer.embedding.gather import copy_rows
 
 
 @settings(max_examples=60, deadline=None)
@@ -27,7 +27,7 @@ def test_chosen_rows_and_their_state_are_copied_bit_for_bit_wherever_they_go(
     memory = np.full(len(rows) * dim + shift + 1, np.nan, np.float32)
     out, out_state = memory[shift:-1].reshape(len(rows), dim), np.empty((len(rows), values), np.float32)
 
-    gather(weight, state, rows, out, out_state)
+    copy_rows(weight, state, rows, out, out_state)
 
     np.testing.assert_array_equal(out, weight.float().numpy()[rows])
     np.testing.assert_array_equal(out_state, state.numpy()[rows])

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from dlrm_api.tiers import RowDtype
 from dlrm_api.training import RowOptimizerSpec
+from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding.device import DeviceKernel
 from dlrm_trainer.embedding.host import HostKernel
-from dlrm_trainer.embedding.kernels import HOST, TableBatch
+from dlrm_trainer.embedding.kernels import TableBatch
 from dlrm_trainer.embedding.layout import Lookup, Tables
 from dlrm_trainer.embedding.replicated import ReplicatedParts
 from dlrm_trainer.embedding.rounding import table_key

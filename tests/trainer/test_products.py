@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dlrm_trainer import products
+from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.products import Processor, maker_of
 
 MAKES = {
@@ -98,8 +99,9 @@ def test_a_job_is_computed_in_bf16_and_by_onednn_where_that_was_measured_to_be_f
     processor = Processor(maker=maker, **{f"has_{name}": name in has for name in ("avx512", "dot_products", "tiles")})
     monkeypatch.setattr(products, "this_processor", lambda: processor)
 
-    assert products.product_type("bf16") == (torch.bfloat16 if in_bf16 else torch.float32)
-    assert products.product_type("fp32") == torch.float32
+    assert products.product_type("bf16", HOST) == (torch.bfloat16 if in_bf16 else torch.float32)
+    assert products.product_type("fp32", HOST) == torch.float32
+    assert products.product_type("bf16", torch.device("cuda")) == torch.bfloat16
     assert processor.prefers_onednn == by_onednn
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -119,3 +120,20 @@ def test_spans_are_kept_only_where_they_were_asked_for() -> None:
 
     assert (before, double(3)) == (4, 6)
     assert [each["name"] for each in kept.events(0) if each["ph"] == "X"] == ["double"]
+
+
+def test_a_stage_of_a_profile_ends_when_the_gpu_has_done_what_it_was_asked_for_in_it() -> None:
+    waits: list[float] = []
+
+    def finish() -> None:
+        time.sleep(0.02)
+        waits.append(0.02)
+
+    profile = StepProfile(0, finish=finish)
+    profile.start()
+    profile.lap("forward")
+    profile.lap("backward")
+    profile.end_step()
+
+    assert len(waits) == 2
+    assert all(each.mean_seconds >= 0.02 for each in profile.stages() if each.stage != "step")

@@ -1,4 +1,4 @@
-"""Collectives over all ranks: gloo on CPU, counted, with a lost peer turned into an error that names it."""
+"""Collectives over all ranks, gloo on the host and NCCL on GPUs: counted, and a lost peer is an error that names it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ Traffic = Literal["lengths", "ids", "weights", "pooled", "gradients", "dense", "
 
 REDUCED_WIDTH = 64
 """Values of the dense gradient that int8 gives a range of their own."""
+BUSY_WAIT_S = 0.01
+"""A GPU's collective is asked so long, again and again, whether it is done: torch's own wait looks each millisecond."""
 
 
 class Arriving:
@@ -126,7 +128,7 @@ class Collectives:
             work = dist.all_to_all_single(
                 output, tensor.contiguous(), list(received), list(sent), group=self._group, async_op=True
             )
-        return Arriving(output, self._waiting("all_to_all", work))
+        return Arriving(output, self._waiting("all_to_all", work, tensor.device))
 
     def gather(self, value: T) -> list[T]:
         """One small picklable value of each rank, on every rank; for starts, ends and evaluations, not for steps."""
@@ -161,9 +163,11 @@ class Collectives:
             problem = str(error).strip().splitlines()[0]
             raise PeerLostError(f"{self._explain()} ({kind}: {problem})") from error
 
-    def _waiting(self, kind: str, work: Any) -> Callable[[], None]:
+    def _waiting(self, kind: str, work: Any, device: torch.device) -> Callable[[], None]:
         def wait() -> None:
             with self._watched(kind):
+                if device.type != "cpu":
+                    _busy_wait(work)
                 work.wait()
 
         return wait
@@ -185,7 +189,7 @@ class Collectives:
         self.bytes_sent[what] += 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
         with self._counted("all_reduce"):
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        return Arriving(tensor, self._waiting("all_reduce", work))
+        return Arriving(tensor, self._waiting("all_reduce", work, tensor.device))
 
     def _start_encoded(self, tensor: Tensor, codec: Codec) -> Arriving:
         """Each rank sums one slice of what all send it, in the order of ranks, and sends the sum to all."""
@@ -195,7 +199,7 @@ class Collectives:
         padded.view(-1)[: tensor.numel()] = tensor
         shape = (rows, REDUCED_WIDTH)
         size = message_bytes(codec, [shape])
-        message = torch.empty(ranks, size, dtype=torch.uint8)
+        message = torch.empty(ranks, size, dtype=torch.uint8, device=tensor.device)
         for part, out in zip(padded, message, strict=True):
             write_message(codec, [part], out)
         arriving = self.start_all_to_all("dense", message.view(-1), [size] * ranks, [size] * ranks)
@@ -204,9 +208,15 @@ class Collectives:
             total = tensor.new_zeros(rows, REDUCED_WIDTH)
             for part in torch.split(came, size):
                 total += read_message(codec, part, [shape])[0]
-            summed = torch.empty(size, dtype=torch.uint8)
+            summed = torch.empty(size, dtype=torch.uint8, device=tensor.device)
             write_message(codec, [total], summed)
             whole = torch.cat([read_message(codec, part, [shape])[0] for part in self._gathered("dense", summed)])
             return tensor.copy_(whole.view(-1)[: tensor.numel()])
 
         return arriving.then(finish)
+
+
+def _busy_wait(work: Any) -> None:
+    end = time.monotonic() + BUSY_WAIT_S
+    while not work.is_completed() and time.monotonic() < end:
+        time.sleep(0)

@@ -23,8 +23,8 @@ class DenseParameters:
     Args:
         model: its parameters become views of one tensor, and their gradients of ``gradient``.
         spec: of the optimizer.
-        gradient: (at least ``elements(model)``,) float32; losses divide by the global count, so that ranks sum it as
-            it is, in the one fixed order of the parameters.
+        gradient: (at least ``elements(model)``,) float32, on the parameters' device; losses divide by the global count,
+            so that ranks sum it as it is, in the one fixed order of the parameters.
     """
 
     def __init__(self, model: nn.Module, spec: DenseOptimizerSpec, gradient: Tensor) -> None:
@@ -56,7 +56,7 @@ class DenseParameters:
 
     def arrays(self) -> Arrays:
         """Parameters (``parameter/<name>``) and optimizer state (``optimizer/<name>/<slot>``), copies."""
-        return {name: tensor.detach().numpy().copy() for name, tensor in self._tensors().items()}
+        return {name: tensor.detach().cpu().numpy().copy() for name, tensor in self._tensors().items()}
 
     def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Take ``arrays()`` of an equal model over, bit for bit.

@@ -1,6 +1,6 @@
 """Starts the ranks of one pod and answers for them: signals in, one exit code and one termination message out.
 
-The ranks are forked from this process after it has loaded torch and fbgemm once: they start in milliseconds, and their
+The ranks are forked from this process after it has loaded torch once: they start in milliseconds, and their
 memory of code is shared. Nothing here starts a thread before the fork.
 """
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_trainer.collectives import Arriving, Collectives
+from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
 from dlrm_trainer.dense import DenseParameters
 from dlrm_trainer.embedding import Embeddings, OwnedOptions, Placement, Prepared, Sent
@@ -32,6 +34,15 @@ class Computed:
     factor: float
 
 
+class DenseBatch(NamedTuple):
+    """What the dense half needs of n samples, on its device."""
+
+    dense: Tensor
+    """(n, F) float32."""
+    labels: Tensor
+    """(n,) float32."""
+
+
 class Learner:
     """Model, optimizers and tables of one rank. Every rank must make the same calls in the same order.
 
@@ -44,6 +55,7 @@ class Learner:
         tier_dir: folder of the tiers that need a file system; None where the plan uses none.
         stages: told where time goes.
         id_collectives: of all ranks, for a thread that sends ids; None: ids are sent like the rest, at once.
+        device: of the dense half, and of rows that the plan puts into hbm.
 
     Raises:
         InvalidSpecError: the model has an interaction with nothing to work on, or a tier has no folder.
@@ -59,25 +71,27 @@ class Learner:
         stages: Stages | None = None,
         *,
         id_collectives: Collectives | None = None,
+        device: torch.device = HOST,
     ) -> None:
+        self._device = device
         self._collectives, self._stages = collectives, stages or Stages()
         self._row_rate = spec.training.row_optimizer.learning_rate
         self.row_optimizer = spec.training.row_optimizer.kind
-        self.model = build_model(spec.model, spec.training.seed)
+        self.model = build_model(spec.model, spec.training.seed, device)
         options = OwnedOptions(
             optimizer=spec.training.row_optimizer,
             seed=spec.training.seed,
             global_batch_size=spec.data.global_batch_size,
             tier_dir=tier_dir,
             communication=spec.training.communication,
-            local_rank=collectives.rank % spec.trainer.processes_per_replica,
+            device=device,
             deterministic=spec.training.deterministic,
         )
         self._dense_codec = spec.training.communication.dense
         self._micro_batch = spec.training.micro_batch_size
         self.embeddings = Embeddings(placement, collectives, options, id_collectives)
         dense = DenseParameters.elements(self.model)
-        self._gradient = torch.zeros(dense + self.embeddings.gradient_elements)
+        self._gradient = torch.zeros(dense + self.embeddings.gradient_elements, device=device)
         self._dense_gradient, self._table_gradient = self._gradient[:dense], self._gradient[dense:]
         self.dense = DenseParameters(self.model, spec.training.dense_optimizer, self._dense_gradient)
 
@@ -121,7 +135,7 @@ class Learner:
             DivergedError: a gradient that is to travel in fp16 is not finite.
             PeerLostError: a rank is gone.
         """
-        batch, owned, collectives = prepared.batch, self.embeddings.owned, self._collectives
+        batch, owned, collectives = self._on_device(prepared.batch), self.embeddings.owned, self._collectives
         waited, sent = owned.wait_s, collectives.seconds
         self.dense.zero_gradient()
         pooling = self.embeddings.pool(prepared, self._row_rate * factor)
@@ -131,12 +145,18 @@ class Learner:
         self._stages.apart("prefetch wait", owned.wait_s - waited)
         self._stages.apart("exchange", collectives.seconds - sent)
         if len(pieces) == 1:
-            loss, travelling = self._whole(lookup, bottom, global_count)
+            loss, travelling = self._whole(lookup, bottom, batch, global_count)
         else:
-            loss, travelling = self._piecewise(lookup, pieces, global_count)
+            loss, travelling = self._piecewise(lookup, pieces, batch, global_count)
         return Computed(loss=loss, lookup=lookup, travelling=travelling, factor=factor)
 
-    def _whole(self, lookup: Lookup, bottom: Tensor | None, global_count: int) -> tuple[float, Travelling]:
+    def _on_device(self, batch: Batch) -> DenseBatch:
+        device = self._device
+        return DenseBatch(batch.dense.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True))
+
+    def _whole(
+        self, lookup: Lookup, bottom: Tensor | None, batch: DenseBatch, global_count: int
+    ) -> tuple[float, Travelling]:
         """All samples at once: their features' gradient leaves while the bottom MLP's backward pass goes on."""
         travelling: list[Travelling] = []
 
@@ -146,7 +166,7 @@ class Learner:
 
         features = lookup.features.requires_grad_()
         hook = features.register_post_accumulate_grad_hook(send)  # type: ignore[no-untyped-call]
-        loss = global_mean_loss(self.model.logits(bottom, features), lookup.prepared.batch.labels, global_count)
+        loss = global_mean_loss(self.model.logits(bottom, features), batch.labels, global_count)
         self._stages.lap("forward")
         sent = self._collectives.seconds
         loss.backward()  # type: ignore[no-untyped-call]
@@ -155,9 +175,11 @@ class Learner:
         self._stages.lap("backward")
         return loss.item(), travelling[0]
 
-    def _piecewise(self, lookup: Lookup, pieces: Sequence[slice], global_count: int) -> tuple[float, Travelling]:
+    def _piecewise(
+        self, lookup: Lookup, pieces: Sequence[slice], batch: DenseBatch, global_count: int
+    ) -> tuple[float, Travelling]:
         """Some samples at a time, so that the activations of no more are held; gradients add up."""
-        batch, total = lookup.prepared.batch, 0.0
+        total = 0.0
         gradient = torch.empty_like(lookup.features)
         for piece in pieces:
             features = lookup.features[piece].detach().requires_grad_()
@@ -192,12 +214,13 @@ class Learner:
         self._stages.lap("dense update")
 
     def logits(self, batch: Batch) -> Tensor:
-        """(n,) float32 logits of this rank's samples; changes nothing, not even the record of updated rows."""
+        """(n,) float32 logits, on the host, of this rank's samples; changes nothing, not even which rows are dirty."""
         with torch.no_grad():
             prepared = self.embeddings.prepare(self.embeddings.send(batch), updates=False)
             features = self.embeddings.lookup(self.embeddings.pool(prepared, None)).features
             pieces = _pieces(len(batch.labels), self._micro_batch)
-            return torch.cat([self.model(batch.dense[piece], features[piece]) for piece in pieces])
+            dense = self._on_device(batch).dense
+            return torch.cat([self.model(dense[piece], features[piece]) for piece in pieces]).cpu()
 
     def _start_sums(self) -> list[Arriving]:
         """Begin to sum gradients over ranks, while rows are updated; those of tables are always sent in fp32."""

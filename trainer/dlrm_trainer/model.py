@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.model import ModelSpec
+from dlrm_trainer.compute_device import HOST
+from dlrm_trainer.device_pairs import DevicePairs, pair_places
 from dlrm_trainer.layers import Layers
 from dlrm_trainer.pairs import Pairs
 from dlrm_trainer.products import product_type
@@ -43,22 +45,30 @@ class MLP(nn.Module):
 class DotInteraction(nn.Module):
     """Dot products of all pairs of vectors: each feature's pooled row, and the bottom MLP's output where there is one.
 
-    Without a bottom MLP the pairs are all; with it, its output goes on beside them.
+    Without a bottom MLP the pairs are all; with it, its output goes on beside them. ``dtype`` is that of a GPU's
+    products; the host's are float32.
     """
 
-    def __init__(self, features: int, dim: int, with_dense: bool) -> None:
+    places: Tensor
+
+    def __init__(self, features: int, dim: int, with_dense: bool, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         vectors = features + with_dense
         if vectors < 2:
             raise InvalidSpecError(
                 "spec.model.interaction", "dot has no pair in a model of one feature without dense ones: use dcn"
             )
-        self.dim = dim
+        self.dim, self.dtype = dim, dtype
         self.width = vectors * (vectors - 1) // 2 + (dim if with_dense else 0)
+        self.register_buffer("places", pair_places(vectors), persistent=False)
 
     def forward(self, bottom: Tensor | None, features: Tensor) -> Tensor:
         """(n, E) and (n, T * E) to (n, width): ``bottom`` first, then the lower triangle row by row."""
-        out: Tensor = Pairs.apply(bottom, features, self.dim)  # type: ignore[no-untyped-call]
+        out: Tensor
+        if features.device.type == "cpu":
+            out = Pairs.apply(bottom, features, self.dim)  # type: ignore[no-untyped-call]
+        else:
+            out = DevicePairs.apply(bottom, features, self.dim, self.dtype, self.places)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -86,16 +96,16 @@ class CrossInteraction(nn.Module):
 class DLRM(nn.Module):
     """Dense features and pooled rows to one logit a sample. A model without dense features has no bottom MLP."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, device: torch.device = HOST) -> None:
         super().__init__()
         tables = spec.all_tables()
         dims = [tables[feature.table].dim for feature in spec.all_features()]
         dense = len(spec.dense_features)
-        dtype = product_type(spec.precision)
+        dtype = product_type(spec.precision, device)
         self.bottom = MLP(dense, spec.bottom_mlp, last_relu=True, dtype=dtype) if dense else None
         self.interaction: DotInteraction | CrossInteraction
         if spec.interaction == "dot":
-            self.interaction = DotInteraction(len(dims), dims[0], with_dense=bool(dense))
+            self.interaction = DotInteraction(len(dims), dims[0], bool(dense), dtype)
         else:
             width = sum(dims) + (spec.bottom_mlp[-1] if dense else 0)
             self.interaction = CrossInteraction(width, spec.cross_layers, spec.cross_rank, dtype)
@@ -131,13 +141,18 @@ class DLRM(nn.Module):
         return logits.squeeze(1)
 
 
-def build_model(spec: ModelSpec, seed: int) -> DLRM:
+def build_model(spec: ModelSpec, seed: int, device: torch.device = HOST) -> DLRM:
     """A model with weights drawn from ``seed`` alone: every rank, at every world size, builds the same bits.
+
+    Args:
+        spec: of the model.
+        seed: of its weights.
+        device: that it computes on.
 
     Raises:
         InvalidSpecError: the interaction has nothing to work on.
     """
-    model = DLRM(spec)
+    model = DLRM(spec, device)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():
@@ -146,7 +161,7 @@ def build_model(spec: ModelSpec, seed: int) -> DLRM:
                 module.weight.normal_(0.0, math.sqrt(2.0 / (inputs + outputs)), generator=generator)
                 if module.bias is not None:
                     module.bias.normal_(0.0, math.sqrt(1.0 / outputs), generator=generator)
-    return model
+    return model.to(device)
 
 
 def global_mean_loss(logits: Tensor, labels: Tensor, global_count: int) -> Tensor:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from prometheus_client.registry import Collector
 
 from dlrm_api.measured import Profile
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding import Placement
 from dlrm_trainer.embedding.owned import OwnedParts
 from dlrm_trainer.journal import join_trace, write_profile, write_trace_part
@@ -34,19 +37,28 @@ class Observer:
         rank: this one.
         shared: counters of the pod's ranks.
         profile: whether the stages of steps are timed.
+        device: that the rank computes on; each stage of a profile waits for a GPU, so that its time is its own.
     """
 
     def __init__(
-        self, placement: Placement, optimizer: RowOptimizerSpec, rank: int, shared: SharedCounters, *, profile: bool
+        self,
+        placement: Placement,
+        optimizer: RowOptimizerSpec,
+        rank: int,
+        shared: SharedCounters,
+        *,
+        profile: bool,
+        device: torch.device = HOST,
     ) -> None:
         self._placement, self._optimizer, self._shared = placement, optimizer, shared
         self._counters = RankCounters(placement, rank, shared.of(rank))
-        self._has_levels = placement.has_levels
+        self._has_stacks = placement.has_stacks
         self._owned: OwnedParts | None = None
         self._due = 0.0
         self._steps = StepCounters(rank, shared.steps_of(rank))
         self._channels: Sequence[Collectives] = ()
-        self._profile = StepProfile(rank, self._steps.stage_ns) if profile else None
+        finish = None if device.type == "cpu" else partial(torch.cuda.synchronize, device)
+        self._profile = StepProfile(rank, self._steps.stage_ns, finish) if profile else None
         self.stages: Stages = self._profile or Stages(self._steps.stage_ns)
 
     def collectors(self) -> Sequence[Collector]:
@@ -83,7 +95,7 @@ class Observer:
             folder: for the profile.
         """
         self.save_profile(collectives, folder)
-        if not self._has_levels:
+        if not self._has_stacks:
             return None
         self._copy(step)
         blocks = collectives.gather(self._counters.block)

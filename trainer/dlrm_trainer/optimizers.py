@@ -43,7 +43,7 @@ class SGD:
 
 
 class Adagrad:
-    """sum <- sum + g * g, then w <- w - learning_rate * g / (sqrt(sum) + eps), in one pass.
+    """sum <- sum + g * g, then w <- w - learning_rate * g / (sqrt(sum) + eps); in one pass on the host.
 
     Source: Duchi et al., JMLR 2011.
     """
@@ -55,6 +55,10 @@ class Adagrad:
 
     def step(self, parameters: Tensor, gradient: Tensor, learning_rate: float) -> None:
         """Make one step."""
+        if parameters.device.type != "cpu":
+            self._sums.addcmul_(gradient, gradient)
+            parameters.addcdiv_(gradient, self._sums.sqrt().add_(self._eps), value=-learning_rate)
+            return
         arrays = (each.numpy() for each in (parameters, gradient, self._sums))
         units = max(1, len(parameters) // UNIT_ELEMENTS)
         share(_adagrad, units, *arrays, np.float32(learning_rate), np.float32(self._eps))

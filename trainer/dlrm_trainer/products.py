@@ -44,9 +44,10 @@ class Processor:
         return self.has_avx512 and self.maker not in ("", INTEL)
 
 
-def product_type(precision: str) -> torch.dtype:
-    """What products are computed in on this processor: float32 where bf16 would be slower, not faster."""
-    return torch.bfloat16 if precision == "bf16" and this_processor().is_fast_in_bf16 else torch.float32
+def product_type(precision: str, device: torch.device) -> torch.dtype:
+    """What products are computed in on a device: float32 on a host whose processor is slower in bf16, not faster."""
+    is_fast_in_bf16 = device.type != "cpu" or this_processor().is_fast_in_bf16
+    return torch.bfloat16 if precision == "bf16" and is_fast_in_bf16 else torch.float32
 
 
 def row_stride(width: int) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -14,10 +16,18 @@ from dlrm_api.errors import PeerLostError, TemporaryError
 from dlrm_api.listening import listener
 from dlrm_api.names import ANY_ADDRESS
 from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.roll_call import RollCall, name_ranks
 
 RETRY_S = 0.1
 STORE_TIMEOUT_S = 30
+NCCL_WAITS = "TORCH_NCCL_BLOCKING_WAIT"
+"""Tells torch to raise where a wait for a GPU's collective fails or takes too long, and not to end the process."""
+
+
+def backends(device: torch.device) -> str:
+    """Of ranks that compute on a device, as torch names them: tensors on the host always travel by gloo."""
+    return "cpu:gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
 
 
 class Gang:
@@ -40,13 +50,20 @@ class Gang:
         self.id_collectives = Collectives(rank, world_size, self._who_is_gone)
         """For the thread that sends ids."""
 
-    def meet(self, rendezvous_timeout_s: float, collective_timeout_s: float, keep_on: Callable[[], None]) -> None:
+    def meet(
+        self,
+        rendezvous_timeout_s: float,
+        collective_timeout_s: float,
+        keep_on: Callable[[], None],
+        device: torch.device = HOST,
+    ) -> None:
         """Wait until all ranks are here.
 
         Args:
             rendezvous_timeout_s: longest wait for rank 0, and then for the rest.
             collective_timeout_s: longest wait for a silent peer in any later collective.
             keep_on: called between tries; what it raises ends the wait.
+            device: that this rank computes on, from which collectives send: all ranks' are of one type.
 
         Raises:
             PeerLostError: not all came in time; says which are absent as far as can be known.
@@ -65,14 +82,16 @@ class Gang:
                 )
             keep_on()
             time.sleep(RETRY_S / 5)
+        timeout = timedelta(seconds=collective_timeout_s)
+        os.environ.setdefault(NCCL_WAITS, "1")
         dist.init_process_group(
-            "gloo",
-            store=PrefixStore("gloo", self._store),
+            backends(device),
+            store=PrefixStore("gang", self._store),
             rank=self.rank,
             world_size=self.world_size,
-            timeout=timedelta(seconds=collective_timeout_s),
+            timeout=timeout,
         )
-        self.id_collectives.use(dist.new_group(timeout=timedelta(seconds=collective_timeout_s)))
+        self.id_collectives.use(dist.new_group(timeout=timeout, backend="gloo"))
         self._call_roll(collective_timeout_s)
 
     def leave(self, last_words: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -92,11 +92,19 @@ class Stages:
 
 
 class StepProfile(Stages):
-    """Keeps the time of every stage of every step besides, and spans of all threads."""
+    """Keeps the time of every stage of every step besides, and spans of all threads.
 
-    def __init__(self, rank: int, totals: NDArray[np.int64] | None = None) -> None:
+    Args:
+        rank: whose steps they are.
+        totals: see ``Stages``.
+        finish: waits, at the end of each stage, for what was asked of a GPU in it: it would fall into a later one.
+    """
+
+    def __init__(
+        self, rank: int, totals: NDArray[np.int64] | None = None, finish: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(totals)
-        self._rank = rank
+        self._rank, self._finish = rank, finish
         self._spans = keep_spans()
         self._now: dict[str, float] = defaultdict(float)
         self._total: dict[str, float] = defaultdict(float)
@@ -104,6 +112,12 @@ class StepProfile(Stages):
         self._newest: dict[str, deque[float]] = {}
         self._rates: deque[HitRate] = deque(maxlen=NEWEST_RATES)
         self._served = (0, 0)
+
+    def lap(self, stage: Stage) -> None:
+        """See ``Stages``."""
+        if self._finish is not None:
+            self._finish()
+        super().lap(stage)
 
     def end_step(self) -> None:
         """See ``Stages``."""

@@ -58,7 +58,7 @@ class RankCounters:
         self.groups: list[GroupCounters] = []
         first = HEAD_WORDS
         for group in placement.groups[rank]:
-            if group.has_levels:
+            if group.is_stacked:
                 levels = len(group.parts[0].share.levels) - 1
                 middle = first + len(group.parts) * COUNTS
                 last = middle + levels * LEVEL_WORDS
@@ -121,7 +121,7 @@ def _words(plan: Plan, rank: int) -> int:
     words = HEAD_WORDS
     for table in plan.tables:
         for shard in table.shards:
-            if shard.rank == rank and shard.tiers.levels:
+            if shard.rank == rank and shard.tiers.is_stack:
                 blocks = sum(shard.column_start <= edge < shard.column_end for edge in table.column_blocks)
                 words += blocks * (COUNTS + LEVEL_WORDS * len(shard.tiers.levels))
     return words

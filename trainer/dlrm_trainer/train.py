@@ -15,6 +15,7 @@ from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics, TrainerPhase
 from dlrm_checkpointer.cut import CutMeta, SnapshotName
 from dlrm_trainer import snapshots
+from dlrm_trainer.compute_device import take_device
 from dlrm_trainer.cuts import CutControl, StoppedError
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.divergence import diverged
@@ -73,7 +74,8 @@ def train(
     """
     spec, rank, world_size = job.spec, gang.rank, gang.world_size
     placement = place(spec.model, plan, world_size)
-    observer = Observer(placement, spec.training.row_optimizer, rank, shared, profile=settings.profile)
+    device = take_device(plan.device, rank % spec.trainer.processes_per_replica)
+    observer = Observer(placement, spec.training.row_optimizer, rank, shared, profile=settings.profile, device=device)
     with ExitStack() as stack:
         reader = stack.enter_context(closing(open_reader(spec, "train", rank, world_size)))
         eval_reader = stack.enter_context(closing(open_reader(spec, "eval", rank, world_size)))
@@ -84,12 +86,18 @@ def train(
             endpoint = Endpoint(address, port, board, control, settings.token_file, more, stacks.dump)
             stack.callback(endpoint.close)
         learner = Learner(
-            spec, placement, gang.collectives, settings.tier_dir, observer.stages, id_collectives=gang.id_collectives
+            spec,
+            placement,
+            gang.collectives,
+            settings.tier_dir,
+            observer.stages,
+            id_collectives=gang.id_collectives,
+            device=device,
         )
         stack.callback(learner.embeddings.close)
         observer.watch(learner.embeddings.owned, (gang.collectives, gang.id_collectives))
         learner.start(spec.training.seed)
-        gang.meet(settings.rendezvous_timeout_s, settings.collective_timeout_s, control.check_stop)
+        gang.meet(settings.rendezvous_timeout_s, settings.collective_timeout_s, control.check_stop, device)
         board.phase(TrainerPhase.RESTORING)
         parts = Parts(job, settings, gang, control, board, placement, reader, eval_reader, learner, writer, observer)
         agree_on_data(gang.collectives, {"train": reader.fingerprint, "eval": eval_reader.fingerprint})

@@ -61,7 +61,7 @@ def plan_document(job: DLRMJob, owners: Sequence[int | None] | None = None) -> d
         extent = {"rowStart": 0, "rowEnd": table.rows, "columnStart": 0, "columnEnd": table.dim}
         ranks, kind = (range(world_size), "data") if owner is None else ((owner,), "table")
         shards = [{"rank": rank, "kind": kind, **extent} for rank in ranks]
-        entries.append({"name": table.name, "columnBlocks": [0, table.dim], "shards": shards})
+        entries.append({"name": table.name, "columnBlocks": list(table.block_edges), "shards": shards})
     processes = job.spec.trainer.processes_per_replica
     ranks_plan = [{"rank": rank, "node": rank // processes, "bytesPerTier": {}} for rank in range(world_size)]
     return {

@@ -1,9 +1,13 @@
-"""What is absent where tests that need a GPU are skipped."""
+"""GPUs that tests run on, and what is absent where those that need a real one are skipped."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
+from pretended_gpu import pretended_gpu
 
 
 def lacking() -> str:
@@ -17,3 +21,18 @@ def lacking() -> str:
 
 LACKING = lacking()
 needs_gpu = pytest.mark.skipif(bool(LACKING), reason=LACKING or "nothing")
+GPUS = [
+    pytest.param("pretended"),
+    pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu]),
+]
+"""What tests of the code for GPUs run on: everywhere, and where there is a CUDA device."""
+
+
+@contextmanager
+def gpu_of(name: str) -> Iterator[torch.device]:
+    """One of ``GPUS``."""
+    if name == "cuda":
+        yield torch.device("cuda", 0)
+        return
+    with pretended_gpu() as device:
+        yield device

@@ -16,6 +16,7 @@ from dlrm_api.plan import Plan
 from dlrm_checkpointer.codes import CodedRows, code_rows
 from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
 from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.embedding import place
 from dlrm_trainer.embedding.rows import table_meta
@@ -70,13 +71,14 @@ def train_plan(
     folder: Path,
     saved: Saved | None = None,
     pipelined: bool = False,
+    device: torch.device = HOST,
 ) -> ShardedRun:
     """Train some steps, from a snapshot where there is one."""
     placement, ids = place(job.spec.model, plan, collectives.world_size), None
     if pipelined:
         ids = Collectives(collectives.rank, collectives.world_size, lambda: "")
         ids.use(dist.new_group())
-    learner = Learner(job.spec, placement, collectives, folder, id_collectives=ids)
+    learner = Learner(job.spec, placement, collectives, folder, id_collectives=ids, device=device)
     learner.start(job.spec.training.seed)
     if saved is not None:
         restore(learner, saved)  # type: ignore[arg-type]

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from gangs import plan_document
 
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan, parse_plan
 from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.embedding import place
 from dlrm_trainer.evaluate import evaluate
@@ -63,10 +65,16 @@ class Run:
 
 
 def train_run(
-    collectives: Collectives, job: DLRMJob, shape: Shape | None, steps: int, eval_every: int, folder: Path
+    collectives: Collectives,
+    job: DLRMJob,
+    shape: Shape | None,
+    steps: int,
+    eval_every: int,
+    folder: Path,
+    device: torch.device = HOST,
 ) -> Run:
     """Train some steps with evaluations between them, on every rank."""
-    learner, losses, evaluations = make_learner(collectives, job, shape, folder), [], []
+    learner, losses, evaluations = make_learner(collectives, job, shape, folder, device), [], []
     plan = stacked_plan(job, shape)
     reader = open_reader(job.spec, "train", collectives.rank, job.spec.world_size)
     eval_reader = open_reader(job.spec, "eval", collectives.rank, job.spec.world_size)
@@ -86,9 +94,11 @@ def train_run(
     return Run(losses, evaluations, digest)
 
 
-def make_learner(collectives: Collectives, job: DLRMJob, shape: Shape | None, folder: Path) -> Learner:
+def make_learner(
+    collectives: Collectives, job: DLRMJob, shape: Shape | None, folder: Path, device: torch.device = HOST
+) -> Learner:
     """A learner at its start."""
     placement = place(job.spec.model, stacked_plan(job, shape), job.spec.world_size)
-    learner = Learner(job.spec, placement, collectives, folder)
+    learner = Learner(job.spec, placement, collectives, folder, device=device)
     learner.start(job.spec.training.seed)
     return learner

@@ -62,9 +62,11 @@ class Embeddings:
         id_collectives: Collectives | None = None,
     ) -> None:
         tables = placement.tables
-        self._placement, self._rank = placement, collectives.rank
+        self._placement, self._rank, self._device = placement, collectives.rank, options.device
         scale = 2.0 ** (options.global_batch_size.bit_length() - 1)  # a loss is the mean over the global batch
-        self._exchange = Exchange(placement, collectives, id_collectives or collectives, options.communication, scale)
+        self._exchange = Exchange(
+            placement, collectives, id_collectives or collectives, options.communication, scale, options.device
+        )
         self._sender = None
         if id_collectives is not None and id_collectives.world_size > 1:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="dlrm-ids")
@@ -76,6 +78,7 @@ class Embeddings:
                 options.optimizer,
                 features=[part for part, _ in group.columns],
                 dtype=group.dtype,
+                device=options.device,
                 seed=options.seed,
                 names=[tables[part.table].name for part in group.parts],
                 first_columns=[part.column_start for part in group.parts],
@@ -85,7 +88,7 @@ class Embeddings:
         self._replicated_columns = [len(group.columns) for group in groups]
         self.gradient_elements = sum(group.gradient_elements for group in self._replicated)
         """float32 elements that this object needs in the buffer of summed gradients."""
-        self._mean_of_column, self._feature_of_column = _means(placement)
+        self._mean_of_column, self._feature_of_column = _means(placement, options.device)
         self.replicas = self._views(placement)
         """Column blocks of data-parallel tables, which every rank holds alike."""
 
@@ -147,8 +150,8 @@ class Embeddings:
             PeerLostError: a rank is gone.
         """
         owned = self.owned.lookup(prepared.expected, learning_rate)
-        rows = [each.detach().to("cpu") for each in owned.pooled]
-        travelling = self._exchange.send_pooled(rows, prepared.expected.bags)
+        rows = [each.detach().to(self._device) for each in owned.pooled]
+        travelling = self._exchange.send_pooled(rows, prepared.expected.bags.for_vectors(self._device))
         return Pooling(prepared=prepared, owned=owned, travelling=travelling, learning_rate=learning_rate)
 
     def lookup(self, pooling: Pooling) -> Lookup:
@@ -158,9 +161,10 @@ class Embeddings:
             PeerLostError: a rank is gone.
         """
         prepared = pooling.prepared
+        bags_of_groups = tuple(bags.to(self._device) for bags in self._by_group(prepared))
         replicated = [
             group.lookup(bags.ids, bags.lengths, bags.weights)
-            for group, bags in zip(self._replicated, self._by_group(prepared), strict=True)
+            for group, bags in zip(self._replicated, bags_of_groups, strict=True)
         ]
         features = self._exchange.features(pooling.travelling, replicated)
         scale = self._scale(prepared.batch.lengths)
@@ -169,6 +173,8 @@ class Embeddings:
         return Lookup(
             features=features,
             prepared=prepared,
+            bags=pooling.travelling.bags,
+            replicated=bags_of_groups,
             owned=pooling.owned,
             scale=scale,
             learning_rate=pooling.learning_rate,
@@ -188,14 +194,15 @@ class Embeddings:
         """
         if lookup.scale is not None:
             gradient = gradient * lookup.scale
-        travelling = self._exchange.send_gradients(gradient, lookup.prepared.expected.bags)
+        travelling = self._exchange.send_gradients(gradient, lookup.bags)
         if not travelling.finite:
             raise DivergedError(f"step {lookup.prepared.batch.number + 1}: {self._bad_gradient(gradient)}")
         rows = self._exchange.replicated_gradients(gradient)
-        for group, part, columns, bags in zip(
-            self._replicated, self._buffers(buffer), rows, self._by_group(lookup.prepared), strict=True
+        sizes = torch.split(lookup.prepared.replicated.sizes, self._replicated_columns) if self._replicated else ()
+        for group, part, columns, bags, each in zip(
+            self._replicated, self._buffers(buffer), rows, lookup.replicated, sizes, strict=True
         ):
-            group.write_gradient(part, columns, bags.ids, bags.lengths, bags.weights)
+            group.write_gradient(part, columns, bags.ids, bags.lengths, bags.weights, each)
         return travelling
 
     def _bad_gradient(self, gradient: Tensor) -> str:
@@ -232,11 +239,11 @@ class Embeddings:
             for rows in group.update(part, lookup.learning_rate, step=step)
         )
         for view, rows in zip(self.replicas, updated, strict=True):
-            view.dirty.mark(rows.numpy())
+            view.dirty.mark(rows.cpu().numpy())
 
     def _save_replicas_before(self, buffer: Tensor, pending: Pending) -> None:
         touched = (
-            rows.numpy()
+            rows.cpu().numpy()
             for group, part in zip(self._replicated, self._buffers(buffer), strict=True)
             for rows in group.touched(part)
         )
@@ -353,7 +360,7 @@ class Embeddings:
     def _scale(self, lengths: Tensor) -> Tensor | None:
         if self._mean_of_column is None:
             return None
-        shares = 1.0 / lengths.clamp(min=1).t().to(torch.float32)  # (n, F)
+        shares = 1.0 / lengths.to(self._device).clamp(min=1).t().to(torch.float32)  # (n, F)
         return shares.index_select(1, self._feature_of_column).where(self._mean_of_column, 1.0)
 
 
@@ -363,9 +370,10 @@ def _replica_rows(
     return view.in_place(rows)
 
 
-def _means(placement: Placement) -> tuple[Tensor | None, Tensor]:
-    """(D,) which columns are means, None if none is; and the feature of each."""
+def _means(placement: Placement, device: torch.device) -> tuple[Tensor | None, Tensor]:
+    """(D,) which columns are means, None if none is; and the feature of each; on the vectors' device."""
     dims = torch.tensor([placement.tables[feature.table].dim for feature in placement.features])
     means = torch.tensor([placement.tables[feature.table].pooling == "mean" for feature in placement.features])
     feature_of_column = torch.repeat_interleave(torch.arange(len(dims)), dims)
-    return (means[feature_of_column] if bool(means.any()) else None), feature_of_column
+    mean_of_column = means[feature_of_column].to(device) if bool(means.any()) else None
+    return mean_of_column, feature_of_column.to(device)

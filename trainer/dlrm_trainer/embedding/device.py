@@ -23,8 +23,6 @@ from dlrm_trainer.embedding.layout import Lookup, Tables, joined, table_views
 from dlrm_trainer.embedding.rounding import step_keys
 from dlrm_trainer.embedding.updates import Rounding, sum_by_row, update_rows
 
-MOST_COLUMNS = 2_048
-"""Of a row on a GPU; on the host fbgemm has no limit."""
 FBGEMM_TYPES = {"fp32": SparseType.FP32, "fp16": SparseType.FP16}
 
 

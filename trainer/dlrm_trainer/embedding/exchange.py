@@ -15,6 +15,7 @@ from torch import Tensor
 from dlrm_api.training import Codec, CommunicationSpec
 from dlrm_trainer.codecs import is_finite, message_bytes, write_message
 from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding.placement import Placement
 from dlrm_trainer.embedding.routes import GroupRoute, routes
 from dlrm_trainer.embedding.segments import Bags, pick_bags, pick_segments, split_bags
@@ -35,6 +36,7 @@ class Exchange:
         id_collectives: for ids; may be used by another thread.
         formats: of what travels.
         gradient_scale: power of two that brings usual gradients near 1.
+        device: of vectors and their gradients; ids are on the host.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class Exchange:
         id_collectives: Collectives,
         formats: CommunicationSpec,
         gradient_scale: float,
+        device: torch.device = HOST,
     ) -> None:
+        self._device = device
         self._collectives, self._ids, self._formats = collectives, id_collectives, formats
         self._gradient_scale = gradient_scale
         self._rank, self._world_size = collectives.rank, collectives.world_size
-        self.routes = routes(placement, self._rank)
+        self.routes = routes(placement, self._rank, device)
         most_rows = max((table.rows for table in placement.tables), default=0)
         self._id_type = torch.int32 if most_rows < NARROW_ROWS else torch.int64
         longest = max((table.max_lookups for table in placement.tables), default=0)
@@ -128,7 +132,7 @@ class Exchange:
 
         Args:
             pooled: (N, C_g * w_g) of each of this rank's groups.
-            bags: that were pooled.
+            bags: that were pooled, ``for_vectors``.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -165,14 +169,14 @@ class Exchange:
                 found.append(Landed(group, whole.reshape(here, group.whole, group.width), landing, parts))
         for group, rows in zip(table.replicated, replicated, strict=True):
             found.append(Landed(group, rows.view(here, group.columns, group.width)))
-        return join_vectors(found, table, here)
+        return join_vectors(found, table, here, self._device)
 
     def send_gradients(self, gradient: Tensor, bags: OwnedBags) -> Travelling:
         """Begin to send the gradients of vectors to those that pooled them: the way of ``send_pooled`` in reverse.
 
         Args:
             gradient: (n, D).
-            bags: that were pooled.
+            bags: that were pooled, ``for_vectors``.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -204,7 +208,7 @@ class Exchange:
             if not len(group.split_slots):
                 found.append(wholes[0] if len(wholes) == 1 else torch.cat(wholes))
                 continue
-            rows = torch.zeros(sum(bags.samples), group.columns * group.width)
+            rows = torch.zeros(sum(bags.samples), group.columns * group.width, device=self._device)
             for part, whole, filled, pieces in zip(
                 torch.split(rows, list(bags.samples)), wholes, bags.filled, came, strict=True
             ):
@@ -235,7 +239,7 @@ class Exchange:
         shapes = [[(piece.numel() // max(piece.shape[-1], 1), piece.shape[-1]) for piece in pieces] for pieces in sent]
         going = [0 if rank == self._rank else message_bytes(codec, each) for rank, each in enumerate(shapes)]
         coming = [0 if rank == self._rank else message_bytes(codec, each) for rank, each in enumerate(expected)]
-        message = torch.empty(sum(going), dtype=torch.uint8)
+        message = torch.empty(sum(going), dtype=torch.uint8, device=self._device)
         finite = True
         for rank, out in enumerate(torch.split(message, going)):
             if rank != self._rank:

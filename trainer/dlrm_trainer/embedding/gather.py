@@ -1,4 +1,4 @@
-"""Rows and row state of the host copied out in the order of their numbers, as float32: compiled, on all threads.
+"""Rows and row state copied out to the host, in the order of their numbers, as float32: by all its threads, or a GPU.
 
 Shapes: N rows copied, d columns, S values of state.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -29,19 +30,24 @@ AHEAD = 12
 """Rows asked for before their turn."""
 
 
-def gather(
+def copy_rows(
     weight: Tensor, state: Tensor, rows: NDArray[np.int64], out: NDArray[np.float32], out_state: NDArray[np.float32]
 ) -> None:
     """Copy some rows out.
 
     Args:
-        weight: (R, d) float32 or float16 on the host, contiguous.
-        state: (R, S) float32, likewise.
+        weight: (R, d) float32 or float16, contiguous.
+        state: (R, S) float32, likewise, on the same device.
         rows: (N,) chosen ones.
         out: (N, d), contiguous; filled.
         out_state: (N, S), contiguous; filled.
     """
     if len(rows) == 0:
+        return
+    if weight.device.type != "cpu":
+        chosen = torch.from_numpy(rows).to(weight.device)
+        torch.from_numpy(out).copy_(weight.index_select(0, chosen))
+        torch.from_numpy(out_state).copy_(state.index_select(0, chosen))
         return
     share(
         _gather_units,

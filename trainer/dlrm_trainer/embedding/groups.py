@@ -16,8 +16,10 @@ from torch import Tensor
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.tiers import extra_slots
 from dlrm_api.training import CommunicationSpec, RowOptimizerSpec
+from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
-from dlrm_trainer.embedding.kernels import HOST, TableBatch
+from dlrm_trainer.embedding.kernels import TableBatch
+from dlrm_trainer.embedding.layout import MOST_DEVICE_COLUMNS
 from dlrm_trainer.embedding.placement import PartGroup, Placement
 from dlrm_trainer.embedding.rows import LocalPart, ResidentPart
 
@@ -36,8 +38,8 @@ class OwnedOptions:
     """Folder of the tiers' mounts; None where the plan needs none."""
     communication: CommunicationSpec = field(default_factory=CommunicationSpec)
     """Number formats on the wire."""
-    local_rank: int = 0
-    """Of this process among those of its pod: the number of its GPU."""
+    device: torch.device = HOST
+    """Where the rank computes: rows in hbm lie there."""
     deterministic: bool = False
     """Whether equal batches leave equal bits on a GPU too."""
 
@@ -54,7 +56,7 @@ class Group:
     dirty: DirtyRows
     starts: NDArray[np.int64]
     """(C_g,) where the rows of each column's part begin in ``dirty``."""
-    device: torch.device = HOST
+    device: torch.device
     stack: Stack | None = None
 
 
@@ -68,13 +70,14 @@ def make_group(placement: Placement, plan: PartGroup, options: OwnedOptions, res
         resources: gets what must be closed at the end.
 
     Raises:
-        InvalidSpecError: the plan asks for a tier and no folder was given for it, or no GPU here can hold its slots.
+        InvalidSpecError: the plan asks for a tier and no folder was given for it, or for hbm that there is none of.
         DeviceError: a tier's file can't be made.
     """
-    if plan.has_levels:
-        return _make_stacked(placement, plan, options, resources)
+    device = _device_of(placement, plan, options.device)
+    if plan.is_stacked:
+        return _make_stacked(placement, plan, options, device, resources)
     rows = [part.rows for part in plan.parts]
-    batch = _make_batch(placement, plan, options, rows, HOST)
+    batch = _make_batch(placement, plan, options, rows, device)
     dirty = DirtyRows(rows)
     parts = [
         ResidentPart(
@@ -86,10 +89,12 @@ def make_group(placement: Placement, plan: PartGroup, options: OwnedOptions, res
         )
         for number, (part, weight, state) in enumerate(zip(plan.parts, batch.weights, batch.states, strict=True))
     ]
-    return _group(plan, batch, parts, dirty)
+    return _group(plan, batch, parts, dirty, device)
 
 
-def _make_stacked(placement: Placement, plan: PartGroup, options: OwnedOptions, resources: ExitStack) -> Group:
+def _make_stacked(
+    placement: Placement, plan: PartGroup, options: OwnedOptions, device: torch.device, resources: ExitStack
+) -> Group:
     from dlrm_trainer.embedding.tiers import tables as stacked  # compiled loops: loaded where a plan needs them
 
     extra = [
@@ -102,7 +107,6 @@ def _make_stacked(placement: Placement, plan: PartGroup, options: OwnedOptions, 
         for part in plan.parts
     ]
     members = stacked.stack_tables(plan, placement.tables, extra)
-    device = _device_of(placement, plan, options.local_rank)
     batch = _make_batch(placement, plan, options, [member.slots + member.extra for member in members], device)
     stack = stacked.make_stack(plan, members, batch, options.seed, options.tier_dir)
     resources.callback(stack.close)
@@ -113,16 +117,20 @@ def _make_stacked(placement: Placement, plan: PartGroup, options: OwnedOptions, 
         )
         for number, part in enumerate(plan.parts)
     ]
-    group = _group(plan, batch, parts, dirty)
-    group.device, group.stack = device, stack
+    group = _group(plan, batch, parts, dirty, device)
+    group.stack = stack
     return group
 
 
-def _group(plan: PartGroup, batch: TableBatch, parts: Sequence[LocalPart], dirty: DirtyRows) -> Group:
+def _group(
+    plan: PartGroup, batch: TableBatch, parts: Sequence[LocalPart], dirty: DirtyRows, device: torch.device
+) -> Group:
     part_of = torch.tensor([part for part, _ in plan.columns], dtype=torch.int64)
     firsts = torch.tensor([part.row_start for part in plan.parts], dtype=torch.int64)
     starts = dirty.starts[part_of.numpy()]
-    return Group(plan=plan, batch=batch, parts=parts, first_rows=firsts[part_of], dirty=dirty, starts=starts)
+    return Group(
+        plan=plan, batch=batch, parts=parts, first_rows=firsts[part_of], dirty=dirty, starts=starts, device=device
+    )
 
 
 def _make_batch(
@@ -141,39 +149,20 @@ def _make_batch(
     )
 
 
-def _device_of(placement: Placement, plan: PartGroup, local_rank: int) -> torch.device:
-    """Where the slots of a group lie: on this process's own GPU, which becomes its current one, or on the host."""
-    if plan.parts[0].share.levels[0].tier != "hbm":
+def _device_of(placement: Placement, plan: PartGroup, device: torch.device) -> torch.device:
+    """Where the kernel of a group computes: where the rank does, if rows of the group lie in hbm, or on the host."""
+    levels = plan.parts[0].share.levels
+    if not levels or levels[0].tier != "hbm":
         return HOST
-    if not torch.cuda.is_available():
-        raise InvalidSpecError("plan.tables", "slots in tier hbm need a CUDA device, and this process sees none")
-    from dlrm_trainer.embedding.device import MOST_COLUMNS, made_for_gpus  # loads fbgemm, which takes seconds
-
-    if not made_for_gpus():
+    table = placement.tables[plan.parts[0].table]
+    if device.type == "cpu":
+        raise InvalidSpecError(
+            "plan.tables", f"table {table.name} has rows in tier hbm, and plan.device is cpu: plan the job again"
+        )
+    if plan.width > MOST_DEVICE_COLUMNS:
         raise InvalidSpecError(
             "plan.tables",
-            "slots in tier hbm need fbgemm's kernels for GPUs, which the package fbgemm-gpu-cpu lacks: "
-            "put fbgemm-gpu in its place, as the trainer's image for GPUs has it",
+            f"table {table.name}: dim {table.dim} has column blocks of {plan.width}, and rows in tier hbm have "
+            f"at most {MOST_DEVICE_COLUMNS} columns: give the table a columnBlock of no more, or pin it elsewhere",
         )
-    if plan.width > MOST_COLUMNS:
-        table = placement.tables[plan.parts[0].table]
-        raise InvalidSpecError(
-            "plan.tables",
-            f"table {table.name}: dim {table.dim} has column blocks of {plan.width}, and slots in tier hbm take "
-            f"at most {MOST_COLUMNS} columns: give the table a columnBlock of no more, or pin it to another tier",
-        )
-    return _own_gpu(local_rank)
-
-
-def _own_gpu(local_rank: int) -> torch.device:
-    """A GPU of this process alone, made its current one."""
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise InvalidSpecError(
-            "spec.trainer.processesPerReplica",
-            f"process {local_rank} of its pod has no CUDA device of its own, there are 0 to {count - 1} alone: "
-            f"give the pod a GPU for each process, or make it {count}",
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
     return device

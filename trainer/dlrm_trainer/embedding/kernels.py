@@ -10,12 +10,11 @@ from torch import Tensor
 
 from dlrm_api.tiers import RowDtype
 from dlrm_api.training import RowOptimizerSpec
+from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding.host import HostKernel
 from dlrm_trainer.embedding.layout import Lookup, Tables, joined
 from dlrm_trainer.embedding.rounding import step_keys, table_key
 from dlrm_trainer.embedding.updates import Rounding
-
-HOST = torch.device("cpu")
 
 
 class Kernel(Protocol):

@@ -13,7 +13,7 @@ from torch import Tensor
 from dlrm_checkpointer.compiled import compiled
 from dlrm_checkpointer.cut import RowsInPlace, ShardId
 from dlrm_trainer.embedding.dirty import WINDOW_ROWS, DirtyRows, rows_of_bits
-from dlrm_trainer.embedding.gather import gather
+from dlrm_trainer.embedding.gather import copy_rows
 from dlrm_trainer.embedding.rows import LocalPart
 
 U64 = np.uint64
@@ -116,12 +116,7 @@ class SlotRows:
 
     def copy_to(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
         """See ``RowsInPlace``."""
-        slots = self.slots[start:end]
-        if self.weight.device.type == "cpu":
-            gather(self.weight, self.state, slots, rows, state)
-        else:
-            rows[:] = self.weight[slots].float().cpu().numpy()
-            state[:] = self.state[slots].cpu().numpy()
+        copy_rows(self.weight, self.state, self.slots[start:end], rows, state)
 
 
 @compiled

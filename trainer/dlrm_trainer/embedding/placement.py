@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class PartGroup:
-    """Parts of one rank that share a kernel: resident ones of one type and width, or a class whose rows share levels.
+    """Parts of one rank that share a kernel: resident ones of one type and width, or a class whose rows share a stack.
 
     A group's *columns* are pairs of a part and a feature that reads it, part by part: the bags that it pools.
     """
@@ -55,9 +55,9 @@ class PartGroup:
     """Part of the group, and feature of the model; those of parts with ``row_split`` come last."""
 
     @property
-    def has_levels(self) -> bool:
+    def is_stacked(self) -> bool:
         """Whether rows of these parts live in a stack of levels."""
-        return bool(self.parts[0].share.levels)
+        return self.parts[0].share.is_stack
 
     @property
     def width(self) -> int:
@@ -93,9 +93,9 @@ class Placement:
         return tuple(map(tuple, found))
 
     @cached_property
-    def has_levels(self) -> bool:
-        """Whether any part's rows live in levels."""
-        return any(part.share.levels for parts in self.parts for part in parts)
+    def has_stacks(self) -> bool:
+        """Whether any part's rows live in a stack of levels."""
+        return any(part.share.is_stack for parts in self.parts for part in parts)
 
     @cached_property
     def groups(self) -> tuple[tuple[PartGroup, ...], ...]:
@@ -139,11 +139,11 @@ def kernel_key(tables: Sequence[TableSpec], part: Part) -> tuple[Any, ...]:
 
 
 def _classes(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Runs of parts whose rows share a map of narrow entries; parts without levels have no map."""
+    """Runs of parts whose rows share a map of narrow entries; parts without a stack have no map."""
     members: list[Part] = []
     rows = 0
     for part in parts:
-        if members and part.share.levels and map_entry_bytes(rows + part.rows) > map_entry_bytes(1):
+        if members and part.share.is_stack and map_entry_bytes(rows + part.rows) > map_entry_bytes(1):
             yield members
             members, rows = [], 0
         members.append(part)

@@ -69,7 +69,8 @@ def _parts(number: int, table: TableSpec, plan: TablePlan, world_size: int) -> I
     rectangles: list[tuple[Rectangle, Shard]] = []
     for place_, shard in enumerate(shards):
         _check_shard(f"{path}.shards[{place_}]", table, shard, world_size)
-        share = shard.tiers if shard.tiers.levels else TierShare()  # where there are none, no policy tells groups apart
+        tiers = shard.tiers  # without a stack no policy tells groups apart
+        share = tiers if tiers.is_stack else TierShare(levels=tiers.levels)
         edges = [edge for edge in table.block_edges if shard.column_start <= edge <= shard.column_end]
         for first, last in pairwise(edges):
             rectangles.append(
@@ -117,9 +118,10 @@ def _check_shard(path: str, table: TableSpec, shard: Shard, world_size: int) -> 
             f"whose edges are {edges}",
         )
     levels, rows = shard.tiers.levels, shard.row_end - shard.row_start
-    if levels and (len(levels) < 2 or sum(level.rows for level in levels) < rows):
+    alone = len(levels) == 1 and levels[0].tier != "hbm"
+    if levels and (alone or sum(level.rows for level in levels) < rows):
         raise InvalidSpecError(
-            f"{path}.tiers", f"table {table.name}: its levels must be two or more and hold {rows} rows"
+            f"{path}.tiers", f"table {table.name}: its levels must be two or more, or hbm alone, and hold {rows} rows"
         )
 
 

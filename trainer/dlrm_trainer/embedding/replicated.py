@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dlrm_api.tiers import RowDtype
 from dlrm_api.training import RowOptimizerSpec
-from dlrm_trainer.embedding.kernels import HOST, TableBatch
+from dlrm_trainer.compute_device import HOST
+from dlrm_trainer.embedding.kernels import TableBatch
 from dlrm_trainer.embedding.updates import update_rows
 
 
@@ -59,7 +60,13 @@ class ReplicatedParts:
         return self.batch.lookup(ids, lengths, weights=weights)
 
     def write_gradient(
-        self, buffer: Tensor, gradient: Tensor, ids: Tensor, lengths: Tensor, weights: Tensor | None = None
+        self,
+        buffer: Tensor,
+        gradient: Tensor,
+        ids: Tensor,
+        lengths: Tensor,
+        weights: Tensor | None = None,
+        sizes: Tensor | None = None,
     ) -> None:
         """Fill this rank's gradient in.
 
@@ -69,15 +76,19 @@ class ReplicatedParts:
             ids: (L,) int64, column-major, as looked up.
             lengths: (C, n), as looked up.
             weights: (L,) float32 of the ids.
+            sizes: (C,) int64 ids of each column, on the host; None: a GPU is waited for to say how many they are.
         """
+        ids_of_columns = (lengths.sum(dim=1, dtype=torch.int64) if sizes is None else sizes).tolist()
         column = place = start = 0
         for count, (rows, width), (dense, touched) in zip(
             self._columns, self._shapes, self._views(buffer), strict=True
         ):
             bags = lengths[column : column + count]
-            stop = start + int(bags.sum())
+            found = sum(ids_of_columns[column : column + count])
+            stop = start + found
             by_sample = gradient[:, place : place + count * width].view(len(gradient), count, width)
-            each = torch.repeat_interleave(by_sample.transpose(0, 1).reshape(-1, width), bags.flatten(), dim=0)
+            of_bags = by_sample.transpose(0, 1).reshape(-1, width)
+            each = torch.repeat_interleave(of_bags, bags.flatten(), dim=0, output_size=found)
             if weights is not None:
                 each = each * weights[start:stop, None]
             dense.copy_(torch.ops.aten.embedding_dense_backward(each, ids[start:stop], rows, -1, False))

@@ -88,8 +88,12 @@ class Routes:
     """Vectors in the model's order: index of their width, first slot, and how many follow one another there."""
 
 
-def routes(placement: Placement, rank: int) -> Routes:
-    """The index tables of one rank."""
+def routes(placement: Placement, rank: int, device: torch.device) -> Routes:
+    """The index tables of one rank; ``device`` is that of vectors, and of ``whole_slots``."""
+
+    def route(group: PartGroup) -> GroupRoute:
+        return _route(group, slots, unit_of, vectors, device)
+
     widths, slots = _slots(placement)
     splits, unit_of = _units(placement)
     units: list[int] = []
@@ -111,8 +115,8 @@ def routes(placement: Placement, rank: int) -> Routes:
         unit_counts=tuple(counts),
         unit_owners=torch.repeat_interleave(torch.arange(placement.world_size), _index(counts)),
         own_columns=own,
-        groups=tuple(tuple(_route(group, slots, unit_of, vectors) for group in groups) for groups in placement.groups),
-        replicated=tuple(_route(group, slots, unit_of, vectors) for group in placement.replicated_groups),
+        groups=tuple(tuple(map(route, groups)) for groups in placement.groups),
+        replicated=tuple(map(route, placement.replicated_groups)),
         replicated_features=_index(feature for group in placement.replicated_groups for _, feature in group.columns),
         widths=widths,
         vector_counts=tuple(vectors[width] for width in widths),
@@ -183,16 +187,18 @@ def _route(
     slots: Mapping[VectorKey, tuple[int, int]],
     unit_of: Mapping[tuple[int, int, int], int],
     vectors: Mapping[int, int],
+    device: torch.device,
 ) -> GroupRoute:
     columns = [(group.parts[part], feature) for part, feature in group.columns]
     at = [slots[feature, part.column_start][1] for part, feature in columns]
     units = [unit_of[_unit_key(part, feature)] for part, feature in columns]
     whole = group.whole_columns
+    whole_slots = _slice(at[:whole])
     return GroupRoute(
         width=group.width,
         vectors=vectors[group.width],
         whole=whole,
-        whole_slots=_slice(at[:whole]),
+        whole_slots=whole_slots if isinstance(whole_slots, slice) else whole_slots.to(device),
         split_slots=_index(at[whole:]),
         split_units=_index(units[whole:]),
     )

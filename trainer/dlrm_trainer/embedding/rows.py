@@ -21,7 +21,7 @@ from dlrm_checkpointer.fetch import in_parallel
 from dlrm_checkpointer.initializer import initial_rows, table_scale
 from dlrm_checkpointer.restore import PARALLEL_DECODES
 from dlrm_trainer.embedding.dirty import DirtyPart
-from dlrm_trainer.embedding.gather import gather
+from dlrm_trainer.embedding.gather import copy_rows
 
 BLOCK_VALUES = 1 << 17
 """Weights decoded at a time on their way to their place."""
@@ -175,7 +175,7 @@ class ResidentRows(PartRows[ResidentPart]):
 
     def copy_to(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
         """See ``RowsInPlace``."""
-        gather(self.part.weight, self.part.state, self.rows[start:end], rows, state)
+        copy_rows(self.part.weight, self.part.state, self.rows[start:end], rows, state)
 
 
 def saved_rows(part: LocalPart) -> Iterator[RowsInPlace]:

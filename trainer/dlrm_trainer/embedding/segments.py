@@ -33,6 +33,13 @@ class Bags:
         """(U,) int64 ids of each unit."""
         return self.lengths.sum(dim=1, dtype=torch.int64)
 
+    def to(self, device: torch.device) -> Bags:
+        """The same bags on a device."""
+        if self.lengths.device == device:
+            return self
+        weights = None if self.weights is None else self.weights.to(device)
+        return Bags(lengths=self.lengths.to(device), ids=self.ids.to(device), weights=weights)
+
 
 def pick_segments(values: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
     """Join ``values[start : start + length]`` of every segment, in the order given; (S,) int64 each."""

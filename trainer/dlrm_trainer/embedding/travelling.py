@@ -7,7 +7,7 @@ width w.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,16 @@ class OwnedBags:
     bags that have ids in the part: no others travel."""
     landing: tuple[tuple[Tensor, ...], ...]
     """Of each rank and group of that: (k,) int64 places in this rank's (n * V_w) vectors where those it pools land."""
+
+    def for_vectors(self, device: torch.device) -> OwnedBags:
+        """The same bags, with the places of vectors where the vectors are."""
+        if device.type == "cpu":
+            return self
+        filled, landing = (
+            tuple(tuple(each.to(device, non_blocking=True) for each in groups) for groups in places)
+            for places in (self.filled, self.landing)
+        )
+        return replace(self, filled=filled, landing=landing)
 
 
 @dataclass(frozen=True, kw_only=True)

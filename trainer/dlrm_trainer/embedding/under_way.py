@@ -49,6 +49,10 @@ class Lookup:
     features: Tensor
     """(n, D) float32, vectors side by side in the model's order; a leaf."""
     prepared: Prepared
+    bags: OwnedBags
+    """That were pooled."""
+    replicated: tuple[Bags, ...]
+    """Of each data-parallel group, on the device of its rows."""
     owned: Pooled
     learning_rate: float | None
     scale: Tensor | None

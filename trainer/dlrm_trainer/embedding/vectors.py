@@ -27,7 +27,7 @@ class Landed:
     """(k, w) to be added there."""
 
 
-def join_vectors(landed: Iterable[Landed], table: Routes, samples: int) -> Tensor:
+def join_vectors(landed: Iterable[Landed], table: Routes, samples: int, device: torch.device) -> Tensor:
     """(n, D): every vector in its place; those of several parts are sums in the order given."""
     landed = list(landed)
     of_widths = []
@@ -36,7 +36,7 @@ def join_vectors(landed: Iterable[Landed], table: Routes, samples: int) -> Tenso
         if len(mine) == 1 and not summed and mine[0].group.in_order:
             of_widths.append(mine[0].whole)
             continue
-        vectors = (torch.zeros if summed else torch.empty)(samples, count, width)
+        vectors = (torch.zeros if summed else torch.empty)(samples, count, width, device=device)
         for each in mine:
             if each.whole.shape[1]:
                 vectors[:, each.group.whole_slots] = each.whole

@@ -1,10 +1,8 @@
-"""The code of slots in a GPU's memory, run on the host: fbgemm's kernels over slots that records are copied to."""
+"""Slots in a GPU's memory: records are copied to them and from them, and kernels of the device compute on them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +11,13 @@ import pytest
 import torch
 from cutting import state_of
 from gangs import small_job
+from gpus import needs_gpu
 from stacked import ALONE, Shape, make_learner, train_run
 
 from dlrm_api.job import DLRMJob
 from dlrm_checkpointer.codes import code_rows
 from dlrm_checkpointer.cut import ShardRows, loaded
 from dlrm_trainer.data import open_reader
-from dlrm_trainer.embedding import groups, kernels
-from dlrm_trainer.embedding.device import DeviceKernel
-from dlrm_trainer.embedding.kernels import HOST
-from dlrm_trainer.embedding.tiers import tables
 from dlrm_trainer.embedding.tiers.slot_memory import DeviceSlots
 from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK_BYTES
 from dlrm_trainer.learner import Learner
@@ -31,22 +26,6 @@ from dlrm_trainer.lookahead import prepared_ahead
 STEPS, EVAL_EVERY = 10, 3
 TWO = ("hbm", "ddr")
 KINDS = ["rowwise-adagrad", "sgd", "adam"]
-HostAsDevice = Callable[[], AbstractContextManager[None]]
-
-
-@pytest.fixture
-def host_as_device() -> HostAsDevice:
-    """Takes the host for a GPU, as far as kernels and slots are concerned."""
-
-    @contextmanager
-    def taken() -> Iterator[None]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(groups, "_device_of", lambda *_: HOST)
-            patch.setattr(kernels, "_kernel", DeviceKernel)
-            patch.setattr(tables, "slot_memory", DeviceSlots)
-            yield
-
-    return taken
 
 
 def job_of(folder: Path, kind: str, dtype: str = "fp32") -> DLRMJob:
@@ -65,12 +44,13 @@ def job_of(folder: Path, kind: str, dtype: str = "fp32") -> DLRMJob:
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_slots_train_the_bits_of_slots_for_every_row(
-    tmp_path: Path, host_as_device: HostAsDevice, kind: str, dtype: str
+    tmp_path: Path, gpu: torch.device, kind: str, dtype: str
 ) -> None:
     job = job_of(tmp_path, kind, dtype)
 
-    with host_as_device():
-        every_row, few = (train_run(ALONE, job, Shape(TWO, slots=n), STEPS, EVAL_EVERY, tmp_path) for n in (1_000, 20))
+    every_row, few = (
+        train_run(ALONE, job, Shape(TWO, slots=count), STEPS, EVAL_EVERY, tmp_path, gpu) for count in (1_000, 20)
+    )
 
     assert few == every_row
 
@@ -80,14 +60,13 @@ def test_few_slots_train_the_bits_of_slots_for_every_row(
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_neither_the_levels_below_nor_how_far_ahead_rows_are_fetched_changes_a_bit(
-    tmp_path: Path, host_as_device: HostAsDevice, kind: str, dtype: str, tiers: tuple[str, ...]
+    tmp_path: Path, gpu: torch.device, kind: str, dtype: str, tiers: tuple[str, ...]
 ) -> None:
     job = job_of(tmp_path, kind, dtype)
     shapes = [Shape(tiers, slots=20, middle=30, lookahead=depth) for depth in (0, 1, 3)]
 
-    with host_as_device():
-        every_row = train_run(ALONE, job, Shape(TWO, slots=1_000), STEPS, EVAL_EVERY, tmp_path)
-        few = [train_run(ALONE, job, shape, STEPS, EVAL_EVERY, tmp_path) for shape in shapes]
+    every_row = train_run(ALONE, job, Shape(TWO, slots=1_000), STEPS, EVAL_EVERY, tmp_path, gpu)
+    few = [train_run(ALONE, job, shape, STEPS, EVAL_EVERY, tmp_path, gpu) for shape in shapes]
 
     assert few == [every_row] * len(shapes)
 
@@ -95,12 +74,11 @@ def test_neither_the_levels_below_nor_how_far_ahead_rows_are_fetched_changes_a_b
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_agree_with_those_of_the_hosts_own_kernels(
-    tmp_path: Path, host_as_device: HostAsDevice, kind: str, dtype: str
+    tmp_path: Path, gpu: torch.device, kind: str, dtype: str
 ) -> None:
     job = job_of(tmp_path, kind, dtype)
 
-    with host_as_device():
-        slots = train_run(ALONE, job, Shape(TWO, slots=20), STEPS, EVAL_EVERY, tmp_path)
+    slots = train_run(ALONE, job, Shape(TWO, slots=20), STEPS, EVAL_EVERY, tmp_path, gpu)
     resident = train_run(ALONE, job, None, STEPS, EVAL_EVERY, tmp_path)
 
     np.testing.assert_allclose(slots.losses, resident.losses, rtol=1e-5)
@@ -118,21 +96,20 @@ def train_steps(learner: Learner, job: DLRMJob, first: int, stop: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cut_holds_rows_as_they_were_in_slots_before_their_update_and_restores_them(
-    tmp_path: Path, host_as_device: HostAsDevice, kind: str
+    tmp_path: Path, gpu: torch.device, kind: str
 ) -> None:
     job, shape = job_of(tmp_path, kind), Shape(TWO, slots=20)
     saved: list[ShardRows] = []
-    with host_as_device():
-        learner, restored = (make_learner(ALONE, job, shape, tmp_path) for _ in range(2))
-        train_steps(learner, job, 0, 4)
-        learner.embeddings.begin_cut(4, None)
-        pieces = list(learner.embeddings.rows_to_save())
-        before = state_of(learner.embeddings.owned.parts())
-        learner.embeddings.begin_copying(lambda rows: saved.append(loaded(rows)))
-        train_steps(learner, job, 4, 6)
-        for part in restored.embeddings.owned.parts():
-            part.restore(code_rows(piece, 32)[0] for piece in pieces if piece.shard == part.shard)
-        after = state_of(restored.embeddings.owned.parts())
+    learner, restored = (make_learner(ALONE, job, shape, tmp_path, gpu) for _ in range(2))
+    train_steps(learner, job, 0, 4)
+    learner.embeddings.begin_cut(4, None)
+    pieces = list(learner.embeddings.rows_to_save())
+    before = state_of(learner.embeddings.owned.parts())
+    learner.embeddings.begin_copying(lambda rows: saved.append(loaded(rows)))
+    train_steps(learner, job, 4, 6)
+    for part in restored.embeddings.owned.parts():
+        part.restore(code_rows(piece, 32)[0] for piece in pieces if piece.shard == part.shard)
+    after = state_of(restored.embeddings.owned.parts())
 
     assert len({piece.shard.table for piece in saved}) == 4
     for piece in saved:
@@ -159,7 +136,7 @@ def test_a_job_says_whether_sums_on_a_gpu_are_to_be_deterministic(tmp_path: Path
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_what_kernels_are_given_is_sent_to_the_gpu_before_the_first_of_them_begins(
-    tmp_path: Path, host_as_device: HostAsDevice, monkeypatch: pytest.MonkeyPatch, dtype: str
+    tmp_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     calls: list[str] = []
     send = torch.Tensor.to
@@ -170,16 +147,16 @@ def test_what_kernels_are_given_is_sent_to_the_gpu_before_the_first_of_them_begi
         return send(tensor, *to, **options)
 
     job = job_of(tmp_path, "sgd", dtype)
-    with host_as_device():
-        learner = make_learner(ALONE, job, Shape(TWO, slots=20), tmp_path)
-        owned = learner.embeddings.owned
-        expected = learner.prepare(learner.send(open_reader(job.spec, "train", 0, 1).read(0))).expected
-        monkeypatch.setattr(DeviceKernel, "pool", lambda *_: calls.append("pool"))
-        monkeypatch.setattr(DeviceKernel, "update", lambda *_: calls.append("update"))
-        monkeypatch.setattr(torch.Tensor, "to", told)
-        pooled = owned.lookup(expected, 0.1)
-        owned.update(pooled, [torch.zeros(64, 4) for _ in owned.groups], 0)
-        learner.embeddings.close()
+    learner = make_learner(ALONE, job, Shape(TWO, slots=20), tmp_path, gpu)
+    owned = learner.embeddings.owned
+    expected = learner.prepare(learner.send(open_reader(job.spec, "train", 0, 1).read(0))).expected
+    for group in owned.groups:
+        monkeypatch.setattr(group.batch._kernel, "pool", lambda *_: calls.append("pool"))
+        monkeypatch.setattr(group.batch._kernel, "update", lambda *_: calls.append("update"))
+    monkeypatch.setattr(torch.Tensor, "to", told)
+    pooled = owned.lookup(expected, 0.1)
+    owned.update(pooled, [torch.zeros(64, 4) for _ in owned.groups], 0)
+    learner.embeddings.close()
 
     assert len(owned.groups) == 2
     sent = len(owned.groups) * (1 if dtype == "fp32" else 2)
@@ -188,18 +165,30 @@ def test_what_kernels_are_given_is_sent_to_the_gpu_before_the_first_of_them_begi
 
 
 @pytest.mark.parametrize("dim", [4, 2_048])
-def test_pinned_buffers_are_of_so_many_bytes_however_wide_a_row_is(
-    tmp_path: Path, host_as_device: HostAsDevice, dim: int
-) -> None:
+def test_pinned_buffers_are_of_so_many_bytes_however_wide_a_row_is(tmp_path: Path, gpu: torch.device, dim: int) -> None:
     table = {"name": "wide", "rows": 100, "dim": dim}
     job = small_job(
         tmp_path, model={"interaction": "dcn", "tables": [table]}, training={"rowOptimizer": {"kind": "adam"}}
     )
 
-    with host_as_device():
-        owned = make_learner(ALONE, job, Shape(TWO), tmp_path).embeddings.owned
+    owned = make_learner(ALONE, job, Shape(TWO), tmp_path, gpu).embeddings.owned
     (stack,) = [group.stack for group in owned.groups]
     assert stack is not None
     assert isinstance(stack.memory, DeviceSlots)
     assert stack.memory._buffer.nbytes <= QUEUED_CHUNK_BYTES
     owned.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_records_come_back_from_a_device_as_they_went() -> None:
+    memory = DeviceSlots(torch.zeros(100, 8, device="cuda"), torch.zeros(100, 1, device="cuda"), 50)
+    records = np.random.default_rng(0).integers(0, 2**32, (50, memory.words), dtype=np.uint32)
+    slots = np.random.default_rng(1).permutation(100)[:50]
+
+    memory.scatter(slots, records)
+    memory.follow(memory.mark())
+    out = np.zeros_like(records)
+    memory.gather(slots, out)
+
+    assert np.array_equal(out[:, :-1], records[:, :-1])

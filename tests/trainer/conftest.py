@@ -1,0 +1,17 @@
+"""The devices that tests of the trainer may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pretended_gpu  # noqa: F401  before any test's backward pass
+import pytest
+import torch
+from gpus import GPUS, gpu_of
+
+
+@pytest.fixture(params=GPUS)
+def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Each device there is beside the host."""
+    with gpu_of(request.param) as device:
+        yield device

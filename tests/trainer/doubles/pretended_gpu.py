@@ -1,0 +1,152 @@
+"""A device of torch's beside the host, for machines without a GPU: what is computed there, and what may not be mixed.
+
+Its tensors keep their values in host memory and take part in every operation of torch's, autograd and collectives, but
+in none together with a tensor of the host, as those of a GPU don't; nor has any of them a numpy array. What it can't
+tell: speed, streams, and the kernels that a GPU has of its own.
+
+To be imported before the first backward pass of a process: autograd counts devices there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dlrm_trainer.embedding import kernels
+from dlrm_trainer.embedding.layout import Lookup, Tables
+
+NAME = "pretended"
+COPIES = {"aten._to_copy.default", "aten.copy_.default"}
+"""Operations that take tensors of two devices."""
+FACTORIES = ("empty.memory_format", "empty_strided")
+backend_registration._setup_privateuseone_for_python_backend(NAME)
+PRETENDED = torch.device(NAME, 0)
+HOST = torch.device("cpu")
+
+
+class MixedDevicesError(RuntimeError):
+    """An operation was given tensors of two devices."""
+
+
+class Pretended(Tensor):
+    """A tensor of the device."""
+
+    kept: Tensor
+    """Its values."""
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, kept: Tensor) -> Pretended:
+        """A tensor of the values."""
+        made: Pretended = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            kept.shape,
+            strides=kept.stride(),
+            storage_offset=kept.storage_offset(),
+            dtype=kept.dtype,
+            device=PRETENDED,
+        )
+        made.kept = kept
+        return made
+
+    @property
+    def data(self) -> Tensor:
+        """See ``torch.Tensor``."""
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, other: Pretended) -> None:
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.kept = other.kept
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, operation: Any, _types: Any, arguments: Sequence[Any] = (), named: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Compute on the values."""
+        named = dict(named or {})
+        tensors = [each for each in tree_leaves((arguments, named)) if isinstance(each, Tensor)]
+        foreign = [each for each in tensors if not isinstance(each, cls) and each.dim()]
+        if foreign and str(operation) not in COPIES:
+            raise MixedDevicesError(f"{operation}: tensors of {PRETENDED} and of {foreign[0].device}")
+        device = named.get("device")
+        if device is not None:
+            named["device"] = HOST
+        given, also = tree_map_only(cls, lambda each: each.kept, (tuple(arguments), named))
+        out = operation(*given, **also)
+        if str(operation) == "aten.copy_.default":
+            return arguments[0]
+        if device is not None and torch.device(device).type == "cpu":
+            return out
+        known = {id(each.kept): each for each in tensors if isinstance(each, cls)}
+        return tree_map_only(Tensor, lambda each: known[id(each)] if id(each) in known else cls(each), out)
+
+
+def _copy_from(source: Tensor, target: Pretended, _non_blocking: bool = False) -> Pretended:
+    """What ``torch.tensor`` does with what it has made on the host."""
+    target.kept.copy_(source)
+    return target
+
+
+def _register() -> torch.library.Library:
+    """What torch asks of a device before any of its tensors is there to be asked."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in FACTORIES:
+        base, _, overload = name.partition(".")
+        operation = getattr(getattr(torch.ops.aten, base), overload or "default")
+
+        def make(*arguments: Any, _operation: Callable[..., Tensor] = operation, **named: Any) -> Pretended:
+            return Pretended(_operation(*arguments, **named | {"device": HOST, "pin_memory": False}))
+
+        library.impl(name, make, "PrivateUse1")
+    library.impl("_copy_from", _copy_from, "PrivateUse1")
+    return library
+
+
+_LIBRARY = _register()  # let go of, they would be forgotten
+
+
+class PretendedKernel:
+    """``DeviceKernel`` behind tensors of the device."""
+
+    def __init__(self, tables: Tables) -> None:
+        from dlrm_trainer.embedding.device import DeviceKernel  # loads fbgemm, which takes seconds
+
+        self._kernel = DeviceKernel(replace(tables, device=HOST, keys=_kept(tables.keys)))
+        self.weights = tuple(map(Pretended, self._kernel.weights))
+        self.states = tuple(map(Pretended, self._kernel.states))
+
+    def pool(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, learning_rate: float | None) -> Tensor:
+        """See ``kernels.Kernel``."""
+        of_ids = None if weights is None else _kept(weights)
+        return Pretended(self._kernel.pool(_kept(ids), _kept(lengths), of_ids, learning_rate))
+
+    def update(self, lookup: Lookup, gradient: Tensor, step: int, rows: Tensor) -> None:
+        """See ``kernels.Kernel``."""
+        weights = None if lookup.weights is None else _kept(lookup.weights)
+        kept = replace(lookup, ids=_kept(lookup.ids), lengths=_kept(lookup.lengths), weights=weights)
+        self._kernel.update(kept, _kept(gradient), step, _kept(rows))
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, Pretended), f"a tensor of {tensor.device} is given to a kernel of {PRETENDED}"
+    return tensor.kept
+
+
+@contextmanager
+def pretended_gpu() -> Iterator[torch.device]:
+    """The device, with kernels for rows."""
+    made = kernels._kernel
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            kernels, "_kernel", lambda tables: (PretendedKernel if tables.device == PRETENDED else made)(tables)
+        )
+        yield PRETENDED
