@@ -9,7 +9,7 @@ import numpy as np
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.trace import TableTrace
-from dlrm_planner.search import Solution
+from dlrm_planner.question import Solution
 
 Policy = Literal["lru", "lfu", "mixed"]
 CLEARLY = 0.05
