@@ -65,8 +65,8 @@ class TierBudgets(ApiModel):
         None,
         description=(
             "Memory of one replica's devices, a like part of each process's own: everything that lies there counts, "
-            "dense parameters, activations and the 2 GiB that CUDA is allowed among it (bytes). Without a HardwareProfile "
-            "it also says that ranks compute on GPUs."
+            "dense parameters, activations and 2 GiB for CUDA among it (bytes). Without a HardwareProfile it also says "
+            "that ranks compute on GPUs."
         ),
     )
     ddr: Bytes | None = Field(

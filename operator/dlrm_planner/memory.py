@@ -27,6 +27,8 @@ RANK_BASE_BYTES = 768 * MIB
 """Python, torch, the kernels and a reader of synthetic samples, of one rank."""
 CUDA_HOST_BYTES = 2_048 * MIB
 """Host memory of one rank for CUDA's driver and libraries: an allowance, not a measurement."""
+CUDA_SHARED_BYTES = 256 * MIB
+"""Shared memory of one rank for NCCL's exchanges inside a pod: an allowance likewise."""
 CHECKPOINTER_BASE_BYTES = 512 * MIB
 """Python, the store's client and the chunks in flight of one checkpointer."""
 CUT_BYTES_PER_RANK = MIB
@@ -64,7 +66,7 @@ def working_set_bytes(spec: DLRMJobSpec, device: Device = "cpu") -> int:
     Of ranks that compute on a GPU what is read ahead and staged; the rest lies there.
     """
     if device == "cuda":
-        rank = RANK_BASE_BYTES + CUDA_HOST_BYTES + staged_bytes(spec) + reading_bytes(spec)
+        rank = RANK_BASE_BYTES + CUDA_HOST_BYTES + CUDA_SHARED_BYTES + staged_bytes(spec) + reading_bytes(spec)
     else:
         computing = dense_bytes(spec) + activation_bytes(spec) + exchange_bytes(spec)
         rank = RANK_BASE_BYTES + computing + reading_bytes(spec)

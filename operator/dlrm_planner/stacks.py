@@ -164,7 +164,9 @@ def _extra_slots(spec: DLRMJobSpec, shards: Shards) -> Floats:
 
 def _between(size: int, record: Floats, rows: Floats) -> int:
     """DDR for places in so many bytes of middle tiers, if they hold the smallest records there are, or all rows."""
-    return math.ceil((PLACE_META_BYTES + ORDER_META_BYTES) * min(size / float(record.min(initial=np.inf)), float(rows.sum())))
+    return math.ceil(
+        (PLACE_META_BYTES + ORDER_META_BYTES) * min(size / float(record.min(initial=np.inf)), float(rows.sum()))
+    )
 
 
 def _entries(shards: Shards, ranks: NDArray[np.int64] | None, world_size: int) -> Floats:
