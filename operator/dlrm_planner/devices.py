@@ -40,6 +40,11 @@ def device_of(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Device:
     return "cpu"
 
 
+def asks_for_hbm(spec: DLRMJobSpec) -> bool:
+    """Whether a job asks for memory of GPUs, by a budget or a pin."""
+    return next(_asks(spec), None) is not None
+
+
 def check_device_tables(tables: Tables) -> None:
     """Refuse what the kernels of a GPU cannot hold, and replicas elsewhere.
 
