@@ -51,6 +51,13 @@ class TierShare(ApiModel):
     policy: Literal["lru", "lfu", "mixed"] = Field("lru", description="Which row leaves the first level.")
     ways: int = Field(0, ge=0, le=1_024, description="Slots of a set of the first level; 0: fully associative.")
 
+    def whole_in_hbm(self, rows: int) -> bool:
+        """Whether slots in HBM hold all ``rows`` of a shard for good: no place below is ever touched.
+
+        Sets fill unevenly, so that not all rows find a slot however many there are.
+        """
+        return bool(self.levels) and self.levels[0].tier == "hbm" and self.levels[0].rows >= rows and self.ways == 0
+
 
 class Shard(ApiModel):
     """A rectangle of one table on one rank. ``data`` shards cover the whole table on each rank."""

@@ -80,7 +80,7 @@ def _used_below(plan: Plan) -> set[str]:
         for table in plan.tables
         for shard in table.shards
         for level in shard.tiers.levels[1:]
-        if shard.tiers.levels[0].rows < shard.row_end - shard.row_start
+        if not shard.tiers.whole_in_hbm(shard.row_end - shard.row_start)
     }
 
 
