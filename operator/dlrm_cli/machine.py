@@ -23,7 +23,7 @@ class Probe(Protocol):
     def memory_bytes(self) -> int:
         """Of host memory."""
 
-    def cpus(self) -> int:
+    def cores(self) -> int:
         """That this process may use."""
 
     def devices(self) -> tuple[Found, ...]:
@@ -72,7 +72,7 @@ def profile_text(name: str, probe: Probe) -> str:
 
 def _document(name: str, probe: Probe, devices: tuple[Found, ...]) -> dict[str, Any]:
     host = probe.host_rates()
-    spec: dict[str, Any] = {"cpus": probe.cpus(), "flopsPerSecond": _rounded(host.flops_per_second)}
+    spec: dict[str, Any] = {"cpus": probe.cores(), "flopsPerSecond": _rounded(host.flops_per_second)}
     if devices:
         rates = probe.device_rates()
         spec["devices"] = {

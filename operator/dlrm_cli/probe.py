@@ -48,7 +48,7 @@ class TorchProbe:
         """Of host memory."""
         return memory_bytes()
 
-    def cpus(self) -> int:
+    def cores(self) -> int:
         """That this process may use."""
         return len(os.sched_getaffinity(0))
 

@@ -30,7 +30,7 @@ class KnownMachine:
     def memory_bytes(self) -> int:
         return 512 * GIB
 
-    def cpus(self) -> int:
+    def cores(self) -> int:
         return 96
 
     def devices(self) -> tuple[Found, ...]:
@@ -112,7 +112,7 @@ def test_the_host_is_measured_for_real() -> None:
     assert min(rates.read_bytes_per_second, rates.write_bytes_per_second, rates.flops_per_second) > 1e6
     assert link_rate(HOST, SMALL) > 1e6
     assert TorchProbe().memory_bytes() > GIB
-    assert TorchProbe().cpus() >= 1
+    assert TorchProbe().cores() >= 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
