@@ -59,13 +59,16 @@ class TiersSpec(ApiModel):
 
 
 class DeviceSpec(ApiModel):
-    """The accelerators of a node."""
+    """The accelerators of a node. Where there are some, ranks compute on them: each process on one of its own."""
 
     resource: str = Field(min_length=1, max_length=317, description="Extended resource, such as nvidia.com/gpu.")
     count: int = Field(ge=1, le=64, description="Devices of one node.")
-    hbm: TierSpec = Field(description="Memory of one device. Not used yet.")
+    hbm: TierSpec = Field(description="Memory of one device.")
     flops_per_second: float | None = Field(
-        None, ge=0, le=1e18, description="Measured compute of one device (flop/s). Not used yet."
+        None, ge=0, le=1e18, description="Measured compute of one device (flop/s), by which plans predict."
+    )
+    host_bytes_per_second: BytesPerSecond | None = Field(
+        None, description="Between one device and host memory, each way (bytes/s)."
     )
 
 

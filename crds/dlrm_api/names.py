@@ -108,6 +108,7 @@ class Path:
     TIERS = "/var/lib/dlrm/tiers"
     """The volumes of the tiers that need a file system, each mounted at its tier's name."""
     SCRATCH = "/tmp"  # noqa: S108  an emptyDir in a pod with a read-only root
+    SHARED_MEMORY = "/dev/shm"  # noqa: S108  an emptyDir in a pod's own memory
     TERMINATION_LOG = "/dev/termination-log"
 
 

@@ -44,7 +44,8 @@ class TierShare(ApiModel):
         max_length=4,
         description=(
             "Levels, fastest first; together they hold every row, and a row is in one of them at a time. The kernels "
-            "compute on the first. One, hbm: all rows are in the GPU's memory. Empty: all are in host memory."
+            "compute on the first. The last has a place for every row, even where the first holds them all; hbm alone "
+            "holds all. Empty: all rows are in host memory; those of data shards where ranks compute."
         ),
     )
     policy: Literal["lru", "lfu", "mixed"] = Field("lru", description="Which row leaves the first level.")
@@ -83,7 +84,11 @@ class RankPlan(ApiModel):
 
     rank: int = Field(ge=0, description="Rank.")
     node: int = Field(ge=0, description="Index of its pod in the gang.")
-    bytes_per_tier: dict[str, int] = Field(description="Bytes of rows, row state, maps and hand-off, by tier.")
+    bytes_per_tier: dict[str, int] = Field(
+        description=(
+            "Bytes of rows, row state, maps and hand-off, by tier; in hbm all that the rank takes of its GPU's memory."
+        )
+    )
 
 
 class Prediction(ApiModel):

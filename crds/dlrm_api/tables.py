@@ -95,14 +95,12 @@ class TablePin(ApiModel):
             "rank where empty."
         ),
     )
-    tier: Annotated[Literal["hbm", "ddr", "cxl", "scm", "block"] | None, NotBuilt(("ddr", "cxl", "scm", "block"))] = (
-        Field(
-            None,
-            description=(
-                "Memory tier that backs the table's rows. ddr: all rows in host memory; another one: rows that "
-                "are not in the slots in host memory lie there."
-            ),
-        )
+    tier: Literal["hbm", "ddr", "cxl", "scm", "block"] | None = Field(
+        None,
+        description=(
+            "Memory tier that backs the table's rows. hbm: all rows in GPUs' memory; ddr: all rows in host memory; "
+            "another one: rows that are not in the slots in host memory lie there."
+        ),
     )
 
 

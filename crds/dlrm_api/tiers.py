@@ -15,6 +15,8 @@ RowOptimizerKind = Literal["rowwise-adagrad", "sgd", "adam"]
 ELEMENT_BYTES: dict[RowDtype, int] = {"fp32": 4, "fp16": 2}
 STATE_BYTES = 4
 """Row state is fp32 whatever the row's own type."""
+MOST_DEVICE_COLUMNS = 2_048
+"""Columns of a column block that fbgemm's kernels take on a GPU."""
 COUNTER_BYTES = 4
 """A row's access count, which goes down and up with it."""
 MOST_PLACES = 2**29

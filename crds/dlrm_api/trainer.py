@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from dlrm_api.base import ApiModel, NotBuilt, Rule
+from dlrm_api.base import ApiModel, Rule
 from dlrm_api.objects import ObjectName
 from dlrm_api.overlay import PodTemplateOverlay
 from dlrm_api.quantities import Bytes
@@ -58,10 +58,17 @@ class TierBudgets(ApiModel):
     """Bytes of each tier that one replica may use; by default what the hardware gives.
 
     A budget counts rows and their state, slots, maps and bookkeeping, and the hand-off. Memory that processes take by
-    themselves, dense parameters and activations come beside it.
+    themselves, dense parameters and activations come beside it; in hbm they count too.
     """
 
-    hbm: Annotated[Bytes | None, NotBuilt()] = Field(None, description="Device memory (bytes).")
+    hbm: Bytes | None = Field(
+        None,
+        description=(
+            "Memory of one replica's devices, a like part of each process's own: everything that lies there counts, "
+            "dense parameters, activations and 2 GiB for CUDA among it (bytes). Without a HardwareProfile it also says "
+            "that ranks compute on GPUs."
+        ),
+    )
     ddr: Bytes | None = Field(
         None,
         description=(

@@ -33,6 +33,8 @@ app = typer.Typer(
 snapshots.add_typer(serving)
 app.add_typer(snapshots, name="snapshots")
 app.add_typer(cluster)
+profiles = typer.Typer(name="profile", help="HardwareProfiles.", no_args_is_help=True)
+app.add_typer(profiles, name="profile")
 
 
 class TableOrJson(enum.StrEnum):
@@ -178,6 +180,17 @@ def trace(
             settings=tuple(settings or ()),
         )
     )
+
+
+@profiles.command()
+def measure(
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the profile.")] = "this-machine",
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write; printed by default.")] = None,
+) -> None:
+    """Measure this machine: its memory, CPUs and GPUs, as a HardwareProfile to complete by hand."""
+    from dlrm_cli.machine import write_profile
+
+    write_profile(name, out)
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import psutil
 
 from dlrm_api.errors import DeviceError, InvalidSpecError, NoInputError, NoPermissionError
-from dlrm_api.hardware import HardwareProfile, HardwareProfileSpec, ProfileMeta, TierSpec, TiersSpec
+from dlrm_api.hardware import DeviceSpec, HardwareProfile, HardwareProfileSpec, ProfileMeta, TierSpec, TiersSpec
 from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.objects import is_s3
 from dlrm_api.plan import Plan
 from dlrm_checkpointer.settings import store_options
 from dlrm_checkpointer.store import ObjectStore, open_store
+from dlrm_cli.devices import RESOURCE, Found
 
 PATTERN = frozenset("*?[")
 FILE_TIERS = frozenset({"cxl", "scm", "block"})
@@ -59,14 +61,22 @@ def reach_store(job: DLRMJob) -> ObjectStore:
     return store
 
 
-def this_machine(replicas: int) -> HardwareProfile:
-    """A profile of this machine, shared by the pods that it plays: its memory alone, which a plan must fit."""
+def this_machine(replicas: int, devices: Sequence[Found] = ()) -> HardwareProfile:
+    """A profile of this machine, shared by the pods that it plays: its memory and GPUs alone, which a plan must fit."""
+    spec = HardwareProfileSpec(tiers=TiersSpec(ddr=TierSpec(bytes=memory_bytes() // replicas)))
+    if each := len(devices) // replicas:
+        hbm = TierSpec(bytes=min(device.bytes for device in devices))
+        spec = spec.model_copy(update={"devices": DeviceSpec(resource=RESOURCE, count=each, hbm=hbm)})
+    return HardwareProfile(metadata=ProfileMeta(name="this-machine"), spec=spec)
+
+
+def memory_bytes() -> int:
+    """Host memory that this process may use."""
     memory = psutil.virtual_memory().total
     for path in CGROUP_LIMITS:
         text = path.read_text().strip() if path.is_file() else ""
         memory = min(memory, int(text)) if text.isdigit() else memory
-    tiers = TiersSpec(ddr=TierSpec(bytes=memory // replicas))
-    return HardwareProfile(metadata=ProfileMeta(name="this-machine"), spec=HardwareProfileSpec(tiers=tiers))
+    return memory
 
 
 def make_tier_folders(folder: Path, plan: Plan) -> None:

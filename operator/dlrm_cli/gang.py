@@ -15,6 +15,7 @@ from pathlib import Path
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import Container, Env
 from dlrm_cli.child import ChildSpec
+from dlrm_cli.devices import VISIBLE, visible_to
 from dlrm_cli.workdir import WorkDir
 
 LOOPBACK = "127.0.0.1"
@@ -97,6 +98,9 @@ class Gang:
             Env.TERMINATION_LOG: str(self.workdir.termination(process)),
             Env.GRACE_S: f"{self.job.spec.lifecycle.termination_grace_period:.0f}",
         }
+        if len(self.replicas) > 1:
+            processes = self.job.spec.trainer.processes_per_replica
+            environment[VISIBLE] = visible_to(replica, processes, os.environ)
         if self.tier_dir is not None:
             environment[Env.TIER_DIR] = str(self.tier_dir)
         if self.profile:

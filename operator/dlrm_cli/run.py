@@ -13,6 +13,7 @@ from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_checkpointer.store import ObjectStore
 from dlrm_cli.checks import check_inputs, make_tier_folders, reach_store, this_machine
+from dlrm_cli.devices import found_devices
 from dlrm_cli.display import LiveDisplay, PlainDisplay, open_display
 from dlrm_cli.manifests import read_job
 from dlrm_cli.references import read_references
@@ -156,10 +157,11 @@ def _share_threads(job: DLRMJob) -> DLRMJob:
 
 
 def _plan(job: DLRMJob) -> Plan:
-    """The plan for this machine, whatever hardware the job asks for elsewhere."""
-    from dlrm_planner import plan_job
+    """The plan for this machine, whatever hardware the job asks for elsewhere; for its GPUs where it asks for hbm."""
+    from dlrm_planner import asks_for_hbm, plan_job
 
-    return plan_job(job.spec, this_machine(job.spec.replicas), traces=read_references(job.spec))
+    devices = found_devices() if asks_for_hbm(job.spec) else ()
+    return plan_job(job.spec, this_machine(job.spec.replicas, devices), traces=read_references(job.spec))
 
 
 def _how_to_resume(committed_step: int | None) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 from dlrm_api import tiers
 from dlrm_api.job import DLRMJob
 from dlrm_api.model import TableSpec
-from dlrm_api.plan import Plan, Shard, TablePlan
+from dlrm_api.plan import Device, Plan, Shard, TablePlan
 from dlrm_api.progress import SnapshotInfo
 from dlrm_cli.measured import tiers_view
 from dlrm_cli.result import RunResult
@@ -71,7 +71,7 @@ def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:
             str(spec.dim),
             table.shards[0].kind,
             _ranks(table, plan.world_size),
-            "\n".join(_levels(job, spec, table.shards)),
+            "\n".join(_levels(job, plan.device, spec, table.shards)),
         )
     if len(largest) > MOST_TABLES:
         tables.add_row(f"and {len(largest) - MOST_TABLES} smaller ones", "", "", "", "", "-o json shows all")
@@ -136,8 +136,9 @@ def diff_view(tables: Sequence[TableDiff]) -> RenderableType:
     return view
 
 
-def _levels(job: DLRMJob, table: TableSpec, shards: Sequence[Shard]) -> Iterator[str]:
+def _levels(job: DLRMJob, device: Device, table: TableSpec, shards: Sequence[Shard]) -> Iterator[str]:
     """A line for each tier: rows and bytes of all shards, and the share of accesses that it and those above serve."""
+    home = "hbm" if device == "cuda" and shards[0].kind == "data" else "ddr"
     rows, sizes, served, weights = Counter[str](), Counter[str](), dict[str, float | None](), Counter[str]()
     for shard in shards[:1] if shards[0].kind == "data" else shards:
         width = shard.column_end - shard.column_start
@@ -145,10 +146,12 @@ def _levels(job: DLRMJob, table: TableSpec, shards: Sequence[Shard]) -> Iterator
         row = (width // blocks, table.dtype, job.spec.training.row_optimizer.kind)
         count = shard.row_end - shard.row_start
         if not shard.tiers.levels:
-            rows["ddr"] += count
-            sizes["ddr"] += count * blocks * tiers.row_bytes(*row)
+            rows[home] += count
+            sizes[home] += count * blocks * tiers.row_bytes(*row)
         for number, level in enumerate(shard.tiers.levels):
             size: float = tiers.slot_bytes(*row) if number == 0 else tiers.record_bytes(*row)
+            if level.tier == "hbm":
+                size = tiers.row_bytes(*row)  # what is known of a slot lies in ddr
             if level.tier == "block":
                 size = tiers.BLOCK_SLACK * tiers.block_place_bytes(*row)
             rows[level.tier] += level.rows
@@ -157,7 +160,7 @@ def _levels(job: DLRMJob, table: TableSpec, shards: Sequence[Shard]) -> Iterator
             before, rate = served.get(level.tier, 0.0), level.expected_hit_rate
             served[level.tier] = None if before is None or rate is None else before + count * rate
     if not weights:
-        yield f"ddr: all, {_size(sizes['ddr'])}"
+        yield f"{home}: all, {_size(sizes[home])}"
         return
     for number, (tier, count) in enumerate(rows.items()):
         kept = f" ({shards[0].tiers.policy})" if number == 0 else ""

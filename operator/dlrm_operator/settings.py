@@ -113,6 +113,7 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         parser.error("--lease-s must be longer than --renew-deadline-s, and that longer than --renew-every-s")
     images = Images(
         trainer=environ.get("DLRM_TRAINER_IMAGE") or known.images.trainer,
+        trainer_cuda=environ.get("DLRM_TRAINER_CUDA_IMAGE") or known.images.trainer_cuda,
         checkpointer=environ.get("DLRM_CHECKPOINTER_IMAGE") or known.images.checkpointer,
     )
     return Settings(

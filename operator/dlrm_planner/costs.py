@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_api.hardware import HardwareProfile
+from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
+from dlrm_api.plan import Device
 from dlrm_api.training import Codec
 
 ELEMENT_BYTES = 4
@@ -27,6 +28,8 @@ INT8_RANGE_BYTES = 8
 """Scale and least value of a vector that travels as int8."""
 MEMORY_RATE, LINK_RATE = 51 * 2**30, 12.5 * 2**30
 """Bytes/s of DDR and of the link between nodes where no profile says them; ranks of one node exchange through DDR."""
+HBM_RATE, DEVICE_LINK_RATE = 897 * 2**30, 600 * 2**30
+"""The same of HBM, and of the link between GPUs of one node."""
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
@@ -83,17 +86,19 @@ class Costs:
         return self.total(np.arange(len(self.dims)), 1.0, self.dims, self.blocks)
 
 
-def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Costs:
-    """Costs of a job's tables, at the rates of a profile where it gives them."""
+def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Device = "cpu") -> Costs:
+    """Costs of a job's tables on ranks of this kind, at the rates of a profile where it gives them."""
     tables, world_size, batch = spec.model.all_tables(), spec.world_size, spec.data.global_batch_size
     bags = np.array([batch * len(table.sources) for table in tables], np.float64)
     directions = (spec.training.communication.forward, spec.training.communication.backward)
-    ddr, network = (profile.spec.tiers.ddr, profile.spec.network) if profile else (None, None)
-    memory = (ddr and ddr.read_bytes_per_second) or MEMORY_RATE
+    network = profile.spec.network if profile else None
+    fast = lookup_tier(profile, device) if profile else None
+    memory = (fast and fast.read_bytes_per_second) or (HBM_RATE if device == "cuda" else MEMORY_RATE)
     if spec.replicas > 1:
         link = (network and network.inter_node_bytes_per_second) or LINK_RATE
     else:
-        link = (network and network.intra_node_bytes_per_second) or memory
+        inside = DEVICE_LINK_RATE if device == "cuda" else memory
+        link = (network and network.intra_node_bytes_per_second) or inside
     id_bytes = 4 if max(table.rows for table in tables) < NARROW_ROWS else 8
     longest = max(table.max_lookups for table in tables)
     return Costs(
@@ -108,3 +113,9 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Costs:
         away=(world_size - 1) / world_size,
         exchange=memory / (ELEMENT_BYTES * (ROW_READS + ROW_WRITES) * link),
     )
+
+
+def lookup_tier(profile: HardwareProfile, device: Device) -> TierSpec:
+    """The memory that kernels look rows up in: of one GPU, or of a node."""
+    devices = profile.spec.devices
+    return devices.hbm if device == "cuda" and devices is not None else profile.spec.tiers.ddr

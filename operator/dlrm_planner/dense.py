@@ -10,6 +10,7 @@ from dlrm_planner.costs import ELEMENT_BYTES
 
 OPTIMIZER_COPIES = {"sgd": 0, "adagrad": 1, "adam": 2}
 EXCHANGED_COPIES = 4
+ID_BYTES = 8
 FLOPS_PER_WEIGHT = 6
 """A multiply and an add forward, twice that backward (gradients of the input and of the weight)."""
 
@@ -61,6 +62,14 @@ def activation_bytes(spec: DLRMJobSpec) -> int:
     interaction = vectors * vectors if model.interaction == "dot" else pooled * model.cross_layers
     inputs, inner = len(model.dense_features) + pooled, sum(model.bottom_mlp) + sum(model.top_mlp) + interaction
     return 2 * ELEMENT_BYTES * (inputs * samples + inner * held_samples(spec))
+
+
+def staged_bytes(spec: DLRMJobSpec) -> int:
+    """Host memory of one rank for what a batch sends to its device: features, labels, ids, of all batches in flight."""
+    model, samples = spec.model, largest_slice(spec)
+    ids = sum(table.max_lookups * len(table.sources) for table in model.all_tables())
+    each = ELEMENT_BYTES * (len(model.dense_features) + 1) + ID_BYTES * ids
+    return (spec.trainer.cache.lookahead + 1) * samples * each
 
 
 def exchange_bytes(spec: DLRMJobSpec) -> int:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.plan import RankPlan
+from dlrm_api.plan import RankPlan, Tier
 from dlrm_planner.memory import Limit, human
 from dlrm_planner.placement import Placement
-from dlrm_planner.search import Solution
+from dlrm_planner.question import Question, Solution
 from dlrm_planner.tables import Tables
 
 NAMES_SHOWN = 5
@@ -23,26 +23,38 @@ SETS_THE_PACE = 1.05
 def explain(
     spec: DLRMJobSpec,
     found: Solution,
-    limit: Limit | None,
+    asked: Question,
     ranks: Sequence[RankPlan],
     handoff: Sequence[int],
     policy_rule: str,
 ) -> tuple[str, ...]:
-    """Why the plan is as it is: sharding, balance, tiers, hand-off, memory."""
+    """Why the plan is as it is: where ranks compute, sharding, balance, tiers, hand-off, memory."""
     tables, placement = found.tables, found.placement
     reasons = [
         f"{spec.world_size} ranks on {_count(spec.replicas, 'node')}: {_count(len(placement.whole), 'table')} whole on "
         "one rank each, "
         f"{len(placement.splits)} split over several, {len(placement.replicated)} replicated on every rank",
+        *_device(found),
         *_sharding(spec, tables, placement),
         *_splits(spec, tables, placement),
         *_balance(spec, found),
         *_tiers(spec, found),
         *([policy_rule] if policy_rule else []),
         *_handoff(spec, found, handoff),
-        _memory(spec, limit, ranks),
+        *_device_memory(asked, ranks),
+        _memory(spec, asked.limit, ranks),
     ]
     return tuple(reasons)
+
+
+def _device(found: Solution) -> list[str]:
+    if found.device == "cpu":
+        return []
+    host = [] if found.stacks is None else found.placement.shards.table[~found.stacks.on_device].tolist()
+    reasons = ["ranks compute on GPUs, one for each process: dense parameters, replicas and slots lie in HBM"]
+    if tables := list(dict.fromkeys(host)):
+        reasons.append(f"on the host, as they are pinned, and looked up there: {_names(found.tables, tables)}")
+    return reasons
 
 
 def _sharding(spec: DLRMJobSpec, tables: Tables, placement: Placement) -> list[str]:
@@ -106,26 +118,33 @@ def _balance(spec: DLRMJobSpec, found: Solution) -> list[str]:
 
 def _tiers(spec: DLRMJobSpec, found: Solution) -> list[str]:
     """Where the rows of stacks live, and what share of their accesses each tier serves, by group of like tables."""
-    reuse, shards, groups = found.reuse, found.placement.shards, dict[tuple[str, ...], list[int]]()
+    reuse, shards, groups = found.reuse, found.placement.shards, dict[tuple[Tier, ...], list[int]]()
     if reuse is None or not found.levels:
         return []
-    for i, levels in sorted(found.levels.items()):
-        groups.setdefault(tuple(tier for tier, _ in levels.below), []).append(i)
     reasons = []
-    for below, group in groups.items():
+    for i, levels in sorted(found.levels.items()):
+        groups.setdefault(tuple(tier for tier, _ in levels.each) if levels.below else (), []).append(i)
+    if in_hbm := groups.pop((), []):
+        named = list(dict.fromkeys(shards.table[in_hbm].tolist()))
+        reasons.append(f"{_count(len(named), 'table')} whole in HBM: {_names(found.tables, named)}")
+    for (first, *below), group in groups.items():
         rows = sum(int(shards.rows[i]) for i in group)
         accesses = max(sum(float(reuse.accesses[i]) for i in group), 1e-300)
         slots = sum(found.levels[i].slots for i in group)
         hits = sum(reuse.hits_at(i, found.levels[i].slots) for i in group)
-        kept = [f"{slots / rows:.1%} in slots in DDR, which are expected to serve {hits / accesses:.1%} of accesses"]
+        served = f"which are expected to serve {hits / accesses:.1%} of accesses"
+        kept = [f"{slots / rows:.1%} in slots in {first.upper()}, {served}"]
         for place, tier in enumerate(below):
             held = sum(found.levels[i].below[place][1] for i in group)
             kept.append(f"room for {held / rows:.1%} in {tier}")
         tables = list(dict.fromkeys(shards.table[group].tolist()))
         names = _names(found.tables, tables)
         reasons.append(f"{_count(len(tables), 'table')} with levels, {names}: of {rows} rows {', '.join(kept)}")
-    if whole := len(found.tables.specs) - len(set(shards.table[list(found.levels)].tolist())):
+    whole = len(found.tables.specs) - len(set(shards.table[list(found.levels)].tolist()))
+    if whole and found.device == "cpu":
         reasons.append(f"{_count(whole, 'table')} whole in DDR: there a byte spares most reads of slower tiers")
+    if not found.stacked:
+        return reasons
     ahead = spec.trainer.cache.lookahead
     reasons.append(
         f"rows are fetched {_count(ahead, 'batch')} ahead: slots hold at least the distinct rows expected of "
@@ -142,6 +161,18 @@ def _handoff(spec: DLRMJobSpec, found: Solution, handoff: Sequence[int]) -> list
         f"cuts are handed over in slices: {human(budget)} of shared memory a pod, because full cuts have no room "
         "beside the tables"
     ]
+
+
+def _device_memory(asked: Question, ranks: Sequence[RankPlan]) -> list[str]:
+    if asked.device == "cpu":
+        return []
+    fullest = max(ranks, key=lambda rank: rank.bytes_per_tier["hbm"])
+    taken = f"rank {fullest.rank} takes most of its GPU, {human(fullest.bytes_per_tier['hbm'])} in all"
+    if asked.hbm is None:
+        return [
+            f"{taken}; not checked against memory: neither devices of a HardwareProfile nor trainer.tierBudgets.hbm"
+        ]
+    return [f"{taken}; tables have {human(asked.hbm.size)} of it: {asked.hbm.source}"]
 
 
 def _memory(spec: DLRMJobSpec, limit: Limit | None, ranks: Sequence[RankPlan]) -> str:

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import HardwareProfile
-from dlrm_planner.costs import read_costs
+from dlrm_api.model import TableSpec
+from dlrm_api.tables import TablePin
 from dlrm_planner.dense import held_samples
-from dlrm_planner.memory import MIB, MOST_DDR, Limit, human, pod_limit
+from dlrm_planner.memory import MIB, MOST_DDR, Limit, human
 from dlrm_planner.needs import NoPlacement
-from dlrm_planner.search import Question, Refusal, solved
+from dlrm_planner.question import Question, Refusal, changed
+from dlrm_planner.search import solved
 from dlrm_planner.sharding import may_split
 from dlrm_planner.tiering import Short
 
@@ -34,12 +36,14 @@ def infeasible(
         reasons = [_tier_shortfall(asked, cause), *_tier_mends(asked, cause)]
     else:
         reasons = [_shortfall(asked, refusal, cause)]
-    if (limit := asked.limit) is not None:
-        reasons.insert(1, f"a pod has {max(0, limit.size)} bytes for tables: {limit.source}")
-        more = _enough_memory(asked, limit, _missing(cause))
+    if (limit := _limit_of(asked, cause)) is not None:
+        whose = "a rank" if cause.tier == "hbm" else "a pod"
+        reasons.insert(1, f"{whose} has {max(0, limit.size)} bytes for tables: {limit.source}")
+        more = _enough_memory(asked, limit, _missing(cause), cause.tier)
         if more is not None:
+            more *= limit.shares
             reasons.append(f"mend: raise {limit.field} by {more} bytes ({human(more)})")
-    reasons.extend(_fewer_activations(asked, profile))
+    reasons.extend(_fewer_activations(asked, profile, cause))
     reasons.extend(_other_mends(asked, refusal))
     if isinstance(cause, NoPlacement):
         reasons.extend(_unpinned(asked, cause))
@@ -51,17 +55,31 @@ def infeasible(
     return InfeasiblePlanError("spec.trainer", reasons)
 
 
+def _limit_of(asked: Question, cause: NoPlacement | Short) -> Limit | None:
+    """The limit that is too tight, or that of DDR where it is a slower tier's."""
+    return asked.hbm if cause.tier == "hbm" else asked.limit
+
+
 def _shortfall(asked: Question, refusal: Refusal, cause: NoPlacement) -> str:
-    table, limit = asked.tables.specs[cause.table], asked.limit
+    table, limit = asked.tables.specs[cause.table], _limit_of(asked, cause)
     where = f"rank {cause.rank} on node {cause.rank // asked.spec.trainer.processes_per_replica}"
     what = f"table {table.name} ({table.rows} rows x {table.dim})"
+    if cause.room < 0 and limit is not None and cause.tier == "hbm":
+        return (
+            f"{what} does not fit on the GPU of {where}: replicated tables, dense parameters and activations already "
+            f"take {-cause.room} bytes more than it has"
+        )
     if cause.room < 0 and limit is not None:
         return (
             f"{what} does not fit on {where}: replicated tables, the hand-off and buffers already take "
             f"{limit.size - cause.room} bytes there, {-cause.room} bytes more than the pod has"
         )
     batches = asked.spec.trainer.cache.lookahead + 1
-    if refusal.least:
+    if refusal.least and table.pin is not None and table.pin.tier == "hbm":
+        form = "with all rows, as it is pinned,"
+    elif refusal.least and cause.tier == "hbm":
+        form = f"with slots for {refusal.least} rows and for all lookups that {batches + 1} batches in flight can make"
+    elif refusal.least:
         form = (
             f"with slots for {refusal.least} rows, those of {batches} batches in flight, a scratch pad, and the map of "
             "all rows"
@@ -70,18 +88,25 @@ def _shortfall(asked: Question, refusal: Refusal, cause: NoPlacement) -> str:
         form = "with row state and hand-off" if refusal.full_cut else "with row state"
     beside = "" if cause.alone else " left beside other tables"
     if cause.spread:
+        over = f"GPUs of {cause.spread} ranks" if cause.tier == "hbm" else f"ranks of {cause.spread} nodes"
         return (
-            f"{what} does not fit, not even split over the ranks of {cause.spread} nodes: {form} it takes {cause.held} "
+            f"{what} does not fit, not even split over the {over}: {form} it takes {cause.held} "
             f"bytes, and {cause.room} bytes are free on all of them together{beside}: {cause.held - cause.room} bytes "
             "short"
         )
+    on = f"the GPU of {where}" if cause.tier == "hbm" else where
     return (
-        f"{what} does not fit on {where}, the roomiest that it may go to: {form} it takes {cause.held} bytes, and "
+        f"{what} does not fit on {on}, the roomiest that it may go to: {form} it takes {cause.held} bytes, and "
         f"{cause.room} bytes are free{beside}: {cause.held - cause.room} bytes short"
     )
 
 
 def _tier_shortfall(asked: Question, cause: Short) -> str:
+    if cause.tier == "ddr":
+        return (
+            f"rows that HBM does not hold, and what is known of them, do not fit DDR: it is {cause.missing} bytes "
+            f"({human(cause.missing)}) short"
+        )
     tiers = ", ".join(f"{tier} {human(size)}" for tier, size in asked.caps.items())
     return (
         f"rows that DDR does not hold do not fit the slower tiers of a pod ({tiers}): {cause.tier} is "
@@ -91,23 +116,27 @@ def _tier_shortfall(asked: Question, cause: Short) -> str:
 
 def _tier_mends(asked: Question, cause: Short) -> Iterator[str]:
     """More of the tier that is short; where its size comes from is for the user to know: budget or profile."""
-    has = asked.caps[cause.tier]
+    if (tier := cause.tier) == "ddr":
+        return  # as where a table does not fit
+    has = asked.caps[tier]
 
     def fits(more: int) -> bool:
-        return solved(replace(asked, caps={**asked.caps, cause.tier: has + more * MIB}))
+        return solved(replace(asked, caps={**asked.caps, tier: has + more * MIB}))
 
     if (more := _least(fits, MOST_BLOCK // MIB, -(-cause.missing // MIB))) is not None:
         size = has + more * MIB
         yield (
-            f"mend: {cause.tier} of {size} bytes ({human(size)}) a pod: trainer.tierBudgets.{cause.tier}, and the "
-            f"profile's tiers.{cause.tier}.bytes where hardware is named"
+            f"mend: {tier} of {size} bytes ({human(size)}) a pod: trainer.tierBudgets.{tier}, and the "
+            f"profile's tiers.{tier}.bytes where hardware is named"
         )
 
 
 def _other_mends(asked: Question, refusal: Refusal) -> Iterator[str]:
     """A slower tier where there is none; fewer batches ahead where slots for them have no room."""
-    cache = asked.spec.trainer.cache
-    if not asked.caps:
+    if isinstance(refusal.cause, NoPlacement) and refusal.cause.tier == "hbm":
+        yield from _on_host(asked, refusal.cause)
+        yield from _shorter(asked, "needs slots for fewer batches")
+    elif not asked.caps:
         rest = (
             sum(size.resident for size in asked.tables.whole)
             - max(0, asked.limit.size if asked.limit else 0) * asked.spec.replicas
@@ -119,17 +148,37 @@ def _other_mends(asked: Question, refusal: Refusal) -> Iterator[str]:
                 f"mend: trainer.tierBudgets.block: {size * MIB} ({human(size * MIB)}) puts rows that DDR does not hold "
                 "on block storage; in a cluster, name hardware whose profile mounts it"
             )
-    elif refusal.least and cache.lookahead > 0:
-        shorter = cache.model_copy(update={"lookahead": 0})
-        trainer = asked.spec.trainer.model_copy(update={"cache": shorter})
-        if solved(replace(asked, spec=asked.spec.model_copy(update={"trainer": trainer}))):
-            yield "mend: trainer.cache.lookahead: 0 needs slots for one batch alone, and hides no reads"
+    elif refusal.least:
+        yield from _shorter(asked, "needs slots for one batch alone")
+
+
+def _shorter(asked: Question, why: str) -> Iterator[str]:
+    """No batches ahead, where that is enough."""
+    cache = asked.spec.trainer.cache
+    trainer = asked.spec.trainer.model_copy(update={"cache": cache.model_copy(update={"lookahead": 0})})
+    if cache.lookahead > 0 and solved(replace(asked, spec=asked.spec.model_copy(update={"trainer": trainer}))):
+        yield f"mend: trainer.cache.lookahead: 0 {why}, and hides no reads"
+
+
+def _on_host(asked: Question, cause: NoPlacement) -> Iterator[str]:
+    """A pin of the table to host memory, where that is enough."""
+    table = asked.tables.specs[cause.table]
+    if cause.room < 0 or (table.pin is not None and table.pin.sharding == "data"):
+        return
+    pin = (table.pin or TablePin()).model_copy(update={"tier": "ddr"})
+    if solved(_with_table(asked, cause.table, table.model_copy(update={"pin": pin}))):
+        yield f"mend: {asked.tables.paths[cause.table]}.pin.tier: ddr keeps the table on the host, looked up there"
+
+
+def _with_table(asked: Question, i: int, table: TableSpec) -> Question:
+    specs = tuple(table if k == i else each for k, each in enumerate(asked.tables.specs))
+    return replace(asked, tables=replace(asked.tables, specs=specs))
 
 
 def _missing(cause: NoPlacement | Short) -> int:
     """Bytes that each pod lacks at least."""
     if isinstance(cause, Short):
-        return 1
+        return cause.missing if cause.tier == "ddr" else 1
     return -(-(cause.held - cause.room) // max(1, cause.spread))
 
 
@@ -149,36 +198,36 @@ def _unpinned(asked: Question, cause: NoPlacement) -> Iterator[str]:
     if table.pin is None or not (table.pin.sharding or table.pin.ranks) or cause.room < 0:
         return
     free = table.model_copy(update={"pin": table.pin.model_copy(update={"sharding": None, "ranks": ()})})
-    specs = tuple(free if i == cause.table else each for i, each in enumerate(asked.tables.specs))
-    if solved(replace(asked, tables=replace(asked.tables, specs=specs))):
+    if solved(_with_table(asked, cause.table, free)):
         names = [name for name in ("sharding", "ranks") if getattr(table.pin, name)]
         yield (
             f"mend: leave out {' and '.join(f'{asked.tables.paths[cause.table]}.pin.{name}' for name in names)}: the "
-            "planner then splits the table over nodes"
+            f"planner then splits the table over {'ranks' if cause.tier == 'hbm' else 'nodes'}"
         )
 
 
-def _enough_memory(asked: Question, limit: Limit, short: int) -> int | None:
-    """Bytes to add to each pod, to within a MiB, after which all tables fit at this number of replicas."""
+def _enough_memory(asked: Question, limit: Limit, short: int, tier: str) -> int | None:
+    """Bytes to add to each pod, or to each GPU, to within a MiB, after which all tables fit on as many replicas."""
 
     def fits(more: int) -> bool:
-        return solved(replace(asked, limit=Limit(limit.size + more * MIB, limit.source, limit.field)))
+        wider = replace(limit, size=limit.size + more * MIB)
+        return solved(replace(asked, hbm=wider) if tier == "hbm" else replace(asked, limit=wider))
 
     more = _least(fits, (MOST_DDR - limit.size) // MIB, -(-short // MIB))
     return None if more is None else more * MIB
 
 
-def _fewer_activations(asked: Question, profile: HardwareProfile | None) -> Iterator[str]:
-    """A micro batch, as large as halving finds one, whose activations leave enough of a pod's memory to tables."""
-    held, limit = held_samples(asked.spec), asked.limit
+def _fewer_activations(asked: Question, profile: HardwareProfile | None, cause: NoPlacement | Short) -> Iterator[str]:
+    """A micro batch, as large as halving finds one, whose activations leave enough memory to tables."""
+    held, limit = held_samples(asked.spec), _limit_of(asked, cause)
 
     def in_pieces(pieces: int) -> Question:
         training = asked.spec.training.model_copy(update={"micro_batch_size": -(-held // pieces)})
-        spec = asked.spec.model_copy(update={"training": training})
-        return replace(asked, spec=spec, limit=pod_limit(spec, profile, asked.reserve))
+        return changed(asked, asked.spec.model_copy(update={"training": training}), profile)
 
     least = in_pieces(held)
-    if limit is None or least.limit is None or least.limit.size <= limit.size or not solved(least):
+    roomier = _limit_of(least, cause)
+    if limit is None or roomier is None or roomier.size <= limit.size or not solved(least):
         return  # a budget of tables alone, or too little even so
     pieces = _least(lambda pieces: solved(in_pieces(pieces)), held)
     assert pieces is not None, "one sample at a time is enough"
@@ -191,9 +240,7 @@ def _enough_replicas(asked: Question, profile: HardwareProfile | None) -> int | 
     most = asked.spec.most_replicas - spec.replicas
 
     def fits(more: int) -> bool:
-        wider = spec.with_replicas(spec.replicas + more)
-        limit = pod_limit(wider, profile, asked.reserve)
-        return solved(replace(asked, spec=wider, limit=limit, costs=read_costs(wider, profile)))
+        return solved(changed(asked, spec.with_replicas(spec.replicas + more), profile))
 
     more = _least(fits, most) if most > 0 else None
     return None if more is None else spec.replicas + more

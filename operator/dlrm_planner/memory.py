@@ -8,15 +8,27 @@ from decimal import Decimal
 
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
+from dlrm_api.plan import Device
 from dlrm_api.quantities import parse_bytes
 from dlrm_planner.costs import ELEMENT_BYTES
-from dlrm_planner.dense import OPTIMIZER_COPIES, activation_bytes, dense_cut_bytes, dense_parameters, exchange_bytes
+from dlrm_planner.dense import (
+    OPTIMIZER_COPIES,
+    activation_bytes,
+    dense_cut_bytes,
+    dense_parameters,
+    exchange_bytes,
+    staged_bytes,
+)
 from dlrm_planner.sharding import replica_bytes
 from dlrm_planner.tables import Tables
 
 MIB = 2**20
 RANK_BASE_BYTES = 768 * MIB
 """Python, torch, the kernels and a reader of synthetic samples, of one rank."""
+CUDA_HOST_BYTES = 2_048 * MIB
+"""Host memory of one rank for CUDA's driver and libraries: an allowance, not a measurement."""
+CUDA_SHARED_BYTES = 256 * MIB
+"""Shared memory of one rank for NCCL's exchanges inside a pod: an allowance likewise."""
 CHECKPOINTER_BASE_BYTES = 512 * MIB
 """Python, the store's client and the chunks in flight of one checkpointer."""
 CUT_BYTES_PER_RANK = MIB
@@ -36,7 +48,7 @@ MOST_DDR = 2**50
 
 @dataclass(frozen=True)
 class Limit:
-    """DDR that one pod may use for tables and hand-off."""
+    """DDR that one pod may use for tables and hand-off, or HBM that one rank may use for tables."""
 
     size: int
     """Bytes; negative where a node is too small even without tables."""
@@ -44,14 +56,27 @@ class Limit:
     """Where the figure comes from, as a reason in words."""
     field: str
     """What the user raises to get more."""
+    shares: int = 1
+    """Equal parts of that field, of which this is one."""
 
 
-def working_set_bytes(spec: DLRMJobSpec) -> int:
-    """Memory of one pod beside tables and hand-off: its processes, dense parameters, and batches in flight."""
-    copies = 2 + OPTIMIZER_COPIES[spec.training.dense_optimizer.kind]  # the parameters and their gradient
-    dense = ELEMENT_BYTES * copies * dense_parameters(spec.model)
-    rank = RANK_BASE_BYTES + dense + activation_bytes(spec) + exchange_bytes(spec) + reading_bytes(spec)
+def working_set_bytes(spec: DLRMJobSpec, device: Device = "cpu") -> int:
+    """Host memory of one pod beside tables and hand-off: its processes, dense parameters, and batches in flight.
+
+    Of ranks that compute on a GPU what is read ahead and staged; the rest lies there.
+    """
+    if device == "cuda":
+        rank = RANK_BASE_BYTES + CUDA_HOST_BYTES + CUDA_SHARED_BYTES + staged_bytes(spec) + reading_bytes(spec)
+    else:
+        computing = dense_bytes(spec) + activation_bytes(spec) + exchange_bytes(spec)
+        rank = RANK_BASE_BYTES + computing + reading_bytes(spec)
     return CHECKPOINTER_BASE_BYTES + spec.trainer.processes_per_replica * rank
+
+
+def dense_bytes(spec: DLRMJobSpec) -> int:
+    """Dense parameters of one rank, their gradients and optimizer state."""
+    copies = 2 + OPTIMIZER_COPIES[spec.training.dense_optimizer.kind]  # the parameters and their gradient
+    return ELEMENT_BYTES * copies * dense_parameters(spec.model)
 
 
 def reading_bytes(spec: DLRMJobSpec) -> int:
@@ -61,17 +86,22 @@ def reading_bytes(spec: DLRMJobSpec) -> int:
     return int(spec.data.prefetch_bytes) * (1 + bool(spec.data.eval.uris))
 
 
-def pod_limit(spec: DLRMJobSpec, profile: HardwareProfile | None, reserve: int = 0) -> Limit | None:
+def pod_limit(
+    spec: DLRMJobSpec, profile: HardwareProfile | None, reserve: int = 0, device: Device = "cpu"
+) -> Limit | None:
     """The tightest of the node's DDR, the container's limit and the user's budget; None where none is known.
 
     Args:
         spec: of the job.
         profile: of the node.
         reserve: bytes of each pod that are to stay free besides.
+        device: where ranks compute.
     """
     limits: list[Limit] = []
-    working, spared = working_set_bytes(spec), f", less {human(reserve)} that stay free" if reserve else ""
+    working, spared = working_set_bytes(spec, device), f", less {human(reserve)} that stay free" if reserve else ""
     beside = "processes, dense parameters, activations and data read ahead"
+    if device == "cuda":
+        beside = "processes, CUDA's libraries, batches on their way to GPUs and data read ahead"
     if profile is not None:
         ddr, name = profile.spec.tiers.ddr.bytes, profile.metadata.name
         source = f"{human(ddr)} DDR of a {name} node less {human(working)} for {beside}{spared}"
@@ -115,9 +145,13 @@ def slice_bytes(spec: DLRMJobSpec, tables: Tables, limit: Limit | None) -> int:
     return least_handoff_bytes(spec, tables) + max(0, share - LEAST_SLICE_BYTES) // MIB * MIB
 
 
-def fixed_pod_bytes(spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], pod: int) -> int:
-    """Bytes of tables and hand-off that a pod holds before any whole table is placed on it."""
-    replicas = spec.trainer.processes_per_replica * sum(replica_bytes(tables, i) for i in replicated)
+def fixed_pod_bytes(
+    spec: DLRMJobSpec, tables: Tables, replicated: Sequence[int], pod: int, device: Device = "cpu"
+) -> int:
+    """Bytes of DDR that replicas and hand-off take of a pod before any whole table is placed on it."""
+    replicas = 0
+    if device == "cpu":
+        replicas = spec.trainer.processes_per_replica * sum(replica_bytes(tables, i) for i in replicated)
     budget = tables.handoff_budget
     return replicas + (full_cut_bytes(spec, tables, replicated, pod) if budget is None else budget)
 

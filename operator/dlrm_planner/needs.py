@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_planner.memory import Limit, fixed_pod_bytes
@@ -23,13 +24,22 @@ class Needs:
     held: tuple[int, ...]
     """What each table of the model takes of its node, if it is placed whole."""
     room: tuple[int, ...]
-    """What each node gives to shards."""
+    """What each node, or each rank, gives to shards."""
+    sharing: int
+    """Ranks that share one such room: those of a node, or one where a rank has a room to itself."""
     bounded: bool
-    """False: nothing is known of the nodes."""
+    """False: nothing is known of the rooms."""
     measure: Callable[[Shards], tuple[int, ...]]
     """What each shard takes of its node."""
     extra: tuple[int, ...]
     """What a range of a table's rows may take beyond its share of the table."""
+    tier: Literal["ddr", "hbm"] = "ddr"
+    """What runs short where there is too little room."""
+
+    @property
+    def holder(self) -> str:
+        """Who has such a room, in words."""
+        return "GPU" if self.tier == "hbm" else "node"
 
     @cached_property
     def placed(self) -> tuple[int, ...]:
@@ -56,7 +66,9 @@ class NoPlacement:
     alone: bool
     """Whether the table would not fit even if it were the only one."""
     spread: int = 0
-    """Nodes that it may be split over, of which ``room`` is the sum; 0 for a shard that goes to one node."""
+    """Rooms that it may be split over, of which ``room`` is the sum; 0 for a shard that goes to one of them."""
+    tier: Literal["ddr", "hbm"] = "ddr"
+    """The memory that has too little room."""
 
 
 def whole_needs(
@@ -72,6 +84,7 @@ def whole_needs(
         replicated=tuple(replicated),
         held=tables.held_bytes,
         room=room,
+        sharing=spec.trainer.processes_per_replica,
         bounded=limit is not None,
         measure=lambda shards: shards.held_bytes,
         extra=tuple(CUT_HEADER_BYTES * (len(table.block_edges) - 1) for table in tables.specs),

@@ -28,7 +28,7 @@ class Items:
 
 @dataclass(frozen=True, kw_only=True)
 class Bins:
-    """Where items go: ranks that compute, and nodes whose ranks share memory."""
+    """Where items go: ranks that compute, and nodes whose ranks share memory; a rank with its own is a node here."""
 
     node: NDArray[np.int64]
     """(W,) node of each rank."""

@@ -72,7 +72,7 @@ class _Attempt:
             ),
             allowed=self.shards.allowed,
         )
-        node = np.arange(spec.world_size, dtype=np.int64) // spec.trainer.processes_per_replica
+        node = np.arange(spec.world_size, dtype=np.int64) // needs.sharing
         self.bins = Bins(node=node, room=np.array(needs.room, np.int64))
         replicas = np.array(needs.replicated, np.int64)  # whose samples stay on their ranks
         self._share = float(costs.read(replicas, 1.0, costs.dims[replicas]).sum()) / spec.world_size
@@ -128,7 +128,7 @@ def place(
         crowded: Split also tables that some node could hold, where others leave no room for them whole.
     """
     which = needs.placed
-    refusal = _first_refusal(spec, tables, needs, which) if needs.bounded else None
+    refusal = _first_refusal(tables, needs, which) if needs.bounded else None
     if refusal is not None:
         return refusal
     attempt = _Attempt(spec, tables, costs, needs, decide(spec, tables, costs, needs, which))
@@ -191,9 +191,9 @@ def _balanced(items: Items, bins: Bins) -> Iterator[tuple[str, Ranks]]:
         yield "greedy", spread
 
 
-def _first_refusal(spec: DLRMJobSpec, tables: Tables, needs: Needs, which: Sequence[int]) -> NoPlacement | None:
+def _first_refusal(tables: Tables, needs: Needs, which: Sequence[int]) -> NoPlacement | None:
     """A table too large for empty nodes, or the largest one where nodes cannot hold what every node must."""
-    held, rooms, processes = needs.held, needs.room, spec.trainer.processes_per_replica
+    held, rooms, processes = needs.held, needs.room, needs.sharing
     node = min(range(len(rooms)), key=lambda node: rooms[node])
     if rooms[node] < 0:
         largest = max(range(len(held)), key=lambda i: held[i])

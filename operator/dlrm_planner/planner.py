@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,12 +15,14 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, RankPlan, Shard, TablePlan, TierLevel, TierShare
 from dlrm_api.trace import TableTrace
 from dlrm_planner.auto import plan_sized
+from dlrm_planner.devices import device_working_bytes
 from dlrm_planner.explain import explain
 from dlrm_planner.infeasible import infeasible
 from dlrm_planner.memory import MIB, full_cut_bytes, human, least_handoff_bytes
 from dlrm_planner.policy import Policy, choose_policy
 from dlrm_planner.predict import missing_rates, predict
-from dlrm_planner.search import Question, Refusal, Solution, buffer_bytes, question, search
+from dlrm_planner.question import Question, Refusal, Solution, buffer_bytes, question
+from dlrm_planner.search import search
 from dlrm_planner.sharding import check_pins, replica_bytes
 from dlrm_planner.tables import read_tables
 
@@ -107,12 +110,13 @@ def _written(spec: DLRMJobSpec, profile: HardwareProfile | None, asked: Question
         world_size=spec.world_size,
         processes_per_node=spec.trainer.processes_per_replica,
         hardware=profile.metadata.name if profile else "",
+        device=found.device,
         ranks=ranks,
         tables=_table_plans(spec, found, policy),
-        lookahead=spec.trainer.cache.lookahead if found.levels else 0,
+        lookahead=spec.trainer.cache.lookahead if found.stacked else 0,
         handoff_bytes=handoff,
         predicted=predict(spec, profile, found),
-        reasons=explain(spec, found, asked.limit, ranks, handoff, rule),
+        reasons=explain(spec, found, asked, ranks, handoff, rule),
     )
 
 
@@ -144,7 +148,12 @@ def _rank_plans(spec: DLRMJobSpec, found: Solution, handoff: tuple[int, ...]) ->
     tables, placement, processes = found.tables, found.placement, spec.trainer.processes_per_replica
     replicas = sum(replica_bytes(tables, i) for i in placement.replicated)
     buffers = buffer_bytes(found, spec.world_size)
-    held = [{"ddr": replicas + int(buffers[rank])} for rank in range(spec.world_size)]
+    held = [{"ddr": int(buffers[rank])} for rank in range(spec.world_size)]
+    for each in held:
+        if found.device == "cuda":
+            each["hbm"] = device_working_bytes(spec) + replicas
+        else:
+            each["ddr"] += replicas
     cut = [0] * spec.world_size
     for shard, rank in enumerate(placement.ranks.tolist()):
         for tier, size in _shard_bytes(found, shard).items():
@@ -163,8 +172,13 @@ def _shard_bytes(found: Solution, shard: int) -> dict[str, int]:
     levels = found.levels.get(shard)
     if levels is None or found.stacks is None:
         return {"ddr": found.placement.shards.resident_bytes[shard]}
-    held: dict[str, int] = {"ddr": levels.ddr_bytes(found.stacks, shard)}
-    held.update(levels.bytes_below(found.stacks, shard).items())
+    if not levels.below:
+        size = levels.device_bytes(found.stacks, shard)
+        return {"hbm": size, "ddr": found.placement.shards.resident_bytes[shard] - size}  # of what tells changed rows
+    held = Counter[str](ddr=levels.ddr_bytes(found.stacks, shard))
+    held.update(levels.bytes_below(found.stacks, shard))
+    if levels.first == "hbm":
+        held["hbm"] = levels.device_bytes(found.stacks, shard)
     return held
 
 
@@ -205,12 +219,11 @@ def _tiers(spec: DLRMJobSpec, found: Solution, shard: int, policy: Policy) -> Ti
     rows = np.cumsum([levels.slots, *(count for _, count in levels.below)])
     accesses = max(float(reuse.accesses[shard]), 1e-300)
     rates = [min(1.0, reuse.hits_at(shard, float(held)) / accesses) for held in rows]
-    each = [("ddr", levels.slots), *levels.below]
     return TierShare(
         levels=tuple(
             TierLevel(tier=tier, rows=count, expected_hit_rate=round(rate, 4))
-            for (tier, count), rate in zip(each, rates, strict=True)
+            for (tier, count), rate in zip(levels.each, rates, strict=True)
         ),
-        policy=policy,
-        ways=spec.trainer.cache.ways,
+        policy=policy if levels.below else "lru",
+        ways=spec.trainer.cache.ways if levels.below else 0,
     )

@@ -9,7 +9,7 @@ import numpy as np
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.trace import TableTrace
-from dlrm_planner.search import Solution
+from dlrm_planner.question import Solution
 
 Policy = Literal["lru", "lfu", "mixed"]
 CLEARLY = 0.05
@@ -22,14 +22,14 @@ def choose_policy(spec: DLRMJobSpec, found: Solution, traces: Mapping[str, Table
     Traced tables are asked what share of accesses their most recent rows would serve (the measured curve), and what
     share their most frequent ones (the histogram). LRU follows what changes, so it must be clearly worse to lose.
     """
-    if not found.levels or found.reuse is None:
+    if not found.stacked or found.reuse is None:
         return "lru", ""
     policy = spec.trainer.cache.policy
     if policy != "auto":
         return policy, f"rows leave the slots by {policy}, as trainer.cache.policy says"
     recent = frequent = total = 0.0
     shards = found.placement.shards
-    for i, levels in found.levels.items():
+    for i, levels in found.stacked.items():
         trace = traces.get(shards.spec(i).name)
         if trace is None or not trace.histogram:
             continue

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.plan import Plan, Prediction
+from dlrm_api.plan import Plan, Prediction, Tier
 from dlrm_api.tiers import BLOCK_PAGE_BYTES
-from dlrm_planner.costs import ELEMENT_BYTES, ROW_READS, ROW_WRITES, WIRE_BYTES, Costs
+from dlrm_planner.costs import ELEMENT_BYTES, ROW_READS, ROW_WRITES, WIRE_BYTES, Costs, Floats, lookup_tier
 from dlrm_planner.dense import dense_parameters, largest_slice, step_flops
 from dlrm_planner.placement import Placement
-from dlrm_planner.search import Solution
+from dlrm_planner.question import Solution
 
 SECONDS_PER_HOUR = 3_600
 
@@ -23,23 +22,21 @@ def predict(spec: DLRMJobSpec, profile: HardwareProfile | None, found: Solution)
     imbalance = placement.imbalance[placement.method]
     if profile is None:
         return Prediction(imbalance=imbalance)
-    compute = _compute_seconds(spec, profile)
-    lookups = _lookup_seconds(spec, profile, costs, placement)
+    compute = _compute_seconds(spec, profile, found)
+    lookups = _lookup_seconds(spec, profile, found)
     exchange = _communication_seconds(spec, profile, costs, placement)
     below = _slow_seconds(spec, profile, found)
-    timed: dict[str, float | None] = {"ddr": lookups}
-    timed.update(below)
     rate = price = None
-    if compute is not None and lookups is not None and exchange is not None and None not in below.values():
+    if compute is not None and None not in lookups.values() and exchange is not None and None not in below.values():
         slow = sum(seconds for seconds in below.values() if seconds is not None)
-        seconds = compute + lookups + exchange
+        seconds = compute + sum(each for each in lookups.values() if each is not None) + exchange
         seconds = max(seconds, slow) if spec.trainer.cache.lookahead else seconds + slow
         rate = spec.data.global_batch_size / seconds if seconds > 0 else None
     if rate and profile.spec.price_per_hour is not None:
         price = profile.spec.price_per_hour * spec.replicas / SECONDS_PER_HOUR * 1e9 / rate
     return Prediction(
         compute_seconds=compute,
-        lookup_seconds={tier: seconds for tier, seconds in timed.items() if seconds is not None},
+        lookup_seconds=_joined(lookups, below),
         communication_seconds=exchange,
         samples_per_second=rate,
         price_per_billion_samples=price,
@@ -47,80 +44,124 @@ def predict(spec: DLRMJobSpec, profile: HardwareProfile | None, found: Solution)
     )
 
 
+def _joined(*timed: dict[Tier, float | None]) -> dict[str, float]:
+    """Seconds by tier, of those whose rates are all known."""
+    tiers = dict.fromkeys(tier for each in timed for tier in each)
+    found = {tier: [each[tier] for each in timed if tier in each] for tier in tiers}
+    return {tier: sum(filter(None, each)) for tier, each in found.items() if None not in each}
+
+
 def missing_rates(spec: DLRMJobSpec, profile: HardwareProfile | None, plan: Plan) -> str:
     """Why a plan has no predicted throughput, by the fields that lack; empty where it has one."""
     if profile is None:
         return "trainer.hardware names no HardwareProfile"
-    known, hardware = plan.predicted, profile.spec
-    of_devices = hardware.devices is not None and hardware.devices.flops_per_second
-    lacking = []
-    if not hardware.flops_per_second:
-        lacking.append(
-            "flopsPerSecond" + (" of its CPUs (that of its devices does not count yet)" if of_devices else "")
-        )
-    if not hardware.tiers.ddr.read_bytes_per_second:
-        lacking.append("tiers.ddr.readBytesPerSecond")
+    known, hardware, lacking = plan.predicted, profile.spec, []
+    devices = hardware.devices if plan.device == "cuda" else None
+    if not (hardware if devices is None else devices).flops_per_second:
+        lacking.append("flopsPerSecond" if devices is None else "devices.flopsPerSecond")
+    fast = "tiers.ddr" if devices is None else "devices.hbm"
+    if not lookup_tier(profile, plan.device).read_bytes_per_second:
+        lacking.append(f"{fast}.readBytesPerSecond")
     if known.communication_seconds is None:
         lacking.append(f"network.{'inter' if spec.replicas > 1 else 'intra'}NodeBytesPerSecond")
-    used = {level.tier for table in plan.tables for shard in table.shards for level in shard.tiers.levels[1:]}
-    lacking += [f"tiers.{tier}.readBytesPerSecond" for tier in sorted(used) if tier not in known.lookup_seconds]
-    return f"HardwareProfile {profile.metadata.name} has no {', '.join(lacking)}" if lacking else ""
+    untimed = _used_below(plan) - set(known.lookup_seconds)
+    if untimed and devices is not None and not devices.host_bytes_per_second:
+        lacking.append("devices.hostBytesPerSecond")
+    lacking += [
+        f"tiers.{tier}.readBytesPerSecond" for tier in sorted(untimed) if _unrated(getattr(hardware.tiers, tier))
+    ]
+    return f"HardwareProfile {profile.metadata.name} has no {', '.join(dict.fromkeys(lacking))}" if lacking else ""
 
 
-def _compute_seconds(spec: DLRMJobSpec, profile: HardwareProfile) -> float | None:
-    flops = profile.spec.flops_per_second
-    if not flops:
-        return None
-    return step_flops(spec, largest_slice(spec)) / (flops / spec.trainer.processes_per_replica)
+def _used_below(plan: Plan) -> set[str]:
+    """Tiers that rows come from to slots."""
+    return {level.tier for table in plan.tables for shard in table.shards for level in shard.tiers.levels[1:]}
 
 
-def _lookup_seconds(spec: DLRMJobSpec, profile: HardwareProfile, costs: Costs, placement: Placement) -> float | None:
-    """Reads and writes of the rank with most lookups; its node's bandwidth is shared by the node's ranks."""
-    ddr = profile.spec.tiers.ddr
-    read, write = ddr.read_bytes_per_second, ddr.write_bytes_per_second or ddr.read_bytes_per_second
-    if not read or not write:
-        return None
-    shards, replicas = placement.shards, np.array(placement.replicated, np.int64)
-    looked_up = np.bincount(
-        placement.ranks, weights=costs.read(shards.table, shards.share, shards.width), minlength=spec.world_size
-    )
+def _compute_seconds(spec: DLRMJobSpec, profile: HardwareProfile, found: Solution) -> float | None:
+    """Of the rank with most samples: on a GPU of its own, or by its part of a node's CPUs."""
+    devices = profile.spec.devices
+    if found.device == "cuda" and devices is not None:
+        flops = devices.flops_per_second
+    else:
+        flops = profile.spec.flops_per_second and profile.spec.flops_per_second / spec.trainer.processes_per_replica
+    return step_flops(spec, largest_slice(spec)) / flops if flops else None
+
+
+def _lookup_seconds(spec: DLRMJobSpec, profile: HardwareProfile, found: Solution) -> dict[Tier, float | None]:
+    """Reads and writes of the rank with most lookups, by the memory that slots lie in.
+
+    A node's bandwidth is shared by the node's ranks, a GPU's is its rank's own.
+    """
+    costs, shards, ranks = found.costs, found.placement.shards, found.placement.ranks
+    looked_up = costs.read(shards.table, shards.share, shards.width)
+    replicas = np.array(found.placement.replicated, np.int64)
     own = float(costs.read(replicas, 1.0, costs.dims[replicas]).sum()) / spec.world_size
-    moved = (float(looked_up.max()) + own) * ELEMENT_BYTES
-    return moved * (ROW_READS / read + ROW_WRITES / write) * spec.trainer.processes_per_replica
+    on_host = np.ones(len(ranks), bool) if found.stacks is None else ~found.stacks.on_device
+    seconds: dict[Tier, float | None] = {}
+    if found.device == "cuda":
+        most = float(np.bincount(ranks, weights=looked_up * ~on_host, minlength=spec.world_size).max())
+        seconds["hbm"] = _moving_seconds(lookup_tier(profile, "cuda"), (most + own) * ELEMENT_BYTES)
+        if not on_host.any():
+            return seconds
+        own = 0.0
+    most = float(np.bincount(ranks, weights=looked_up * on_host, minlength=spec.world_size).max())
+    moving = _moving_seconds(profile.spec.tiers.ddr, (most + own) * ELEMENT_BYTES)
+    seconds["ddr"] = None if moving is None else moving * spec.trainer.processes_per_replica
+    return seconds
 
 
-def _slow_seconds(spec: DLRMJobSpec, profile: HardwareProfile, found: Solution) -> dict[str, float | None]:
+def _moving_seconds(tier: TierSpec, size: float) -> float | None:
+    """Of rows of so many bytes that are looked up and updated."""
+    read, write = tier.read_bytes_per_second, tier.write_bytes_per_second or tier.read_bytes_per_second
+    return size * (ROW_READS / read + ROW_WRITES / write) if read and write else None
+
+
+def _slow_seconds(spec: DLRMJobSpec, profile: HardwareProfile, found: Solution) -> dict[Tier, float | None]:
     """Time of each slower tier for a step of the pod that asks most of it; None where a rate is not known.
 
-    A row that is found in a tier is read from it, and in the end another one is written to it in its place.
+    A row that is found in a tier is read from it, and in the end another one is written to it in its place; where slots
+    lie in HBM, both cross the link between their GPU and the host, one each way.
     """
-    reuse, stacks = found.reuse, found.stacks
+    reuse, stacks, processes = found.reuse, found.stacks, spec.trainer.processes_per_replica
     if reuse is None or stacks is None:
         return {}
-    reads: dict[str, NDArray[np.float64]] = {}
-    moved: dict[str, NDArray[np.float64]] = {}
+    reads: dict[Tier, Floats] = {}
+    moved: dict[Tier, Floats] = {}
+    crossed: dict[Tier, Floats] = {}
     for i, levels in found.levels.items():
-        pod, held = int(found.placement.ranks[i]) // spec.trainer.processes_per_replica, levels.slots
-        below: tuple[tuple[str, int], ...] = levels.below
+        rank, held = int(found.placement.ranks[i]), levels.slots
+        below: tuple[tuple[Tier, int], ...] = levels.below
         for place, (tier, rows) in enumerate(below):
             last = place == len(below) - 1
             until = reuse.accesses[i] if last else reuse.hits_at(i, held + rows)
             misses = max(float(until) - reuse.hits_at(i, held), 0.0)
             held += rows
-            reads.setdefault(tier, np.zeros(spec.replicas))[pod] += misses
+            reads.setdefault(tier, np.zeros(spec.replicas))[rank // processes] += misses
             record = float(stacks.record[i])
             size = max(record, BLOCK_PAGE_BYTES) if tier == "block" else record
-            moved.setdefault(tier, np.zeros(spec.replicas))[pod] += misses * size
-    seconds: dict[str, float | None] = {}
+            moved.setdefault(tier, np.zeros(spec.replicas))[rank // processes] += misses * size
+            if levels.first == "hbm":
+                crossed.setdefault(tier, np.zeros(spec.world_size))[rank] += misses * record
+    link = profile.spec.devices and profile.spec.devices.host_bytes_per_second
+    seconds: dict[Tier, float | None] = {}
     for tier, count in reads.items():
         rates: TierSpec | None = getattr(profile.spec.tiers, tier)
         seconds[tier] = _tier_seconds(rates, float(count.max()), float(moved[tier].max()))
+        if tier in crossed:
+            known = seconds[tier]
+            seconds[tier] = known + float(crossed[tier].max()) / link if known is not None and link else None
     return seconds
+
+
+def _unrated(rates: TierSpec | None) -> bool:
+    """Whether nothing says how long a tier's reads take."""
+    return rates is None or not (rates.read_bytes_per_second or rates.read_iops)
 
 
 def _tier_seconds(rates: TierSpec | None, reads: float, moved: float) -> float | None:
     """Reads at random, limited by bytes and by count, and writes of as much."""
-    if rates is None or not (rates.read_bytes_per_second or rates.read_iops):
+    if rates is None or _unrated(rates):
         return None
     by_bytes = moved / rates.read_bytes_per_second if rates.read_bytes_per_second else 0.0
     by_count = reads / rates.read_iops if rates.read_iops else 0.0

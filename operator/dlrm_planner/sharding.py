@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TableSpec
+from dlrm_api.plan import Device
 from dlrm_planner.costs import ELEMENT_BYTES, Costs
 from dlrm_planner.tables import UPDATED_FLAG_BYTES, Tables
 
@@ -69,18 +70,17 @@ def pinned(tables: Tables, sharding: str) -> NDArray[np.bool_]:
     return np.array([t.pin is not None and t.pin.sharding == sharding for t in tables.specs], bool)
 
 
-def worth_replicating(spec: DLRMJobSpec, tables: Tables, costs: Costs) -> NDArray[np.bool_]:
+def worth_replicating(spec: DLRMJobSpec, tables: Tables, costs: Costs, device: Device) -> NDArray[np.bool_]:
     """(T,) small unpinned tables whose gradient costs fewer bytes to all-reduce than their samples to exchange.
 
     Over all W ranks, a ring all-reduce of R rows moves 2 (W - 1) R D elements; the exchange of a whole table moves the
-    ids of the samples of W - 1 ranks, and their pooled vectors there and back.
+    ids of the samples of W - 1 ranks, and their pooled vectors there and back. Replicas lie where ranks compute.
     """
+    homes = (None, "hbm" if device == "cuda" else "ddr")
     rows = np.array([table.rows for table in tables.specs], np.float64)
     reduced = 2 * (spec.world_size - 1) * rows * costs.dims * ELEMENT_BYTES
     exchanged = costs.sent(np.arange(len(rows)), 1.0, costs.dims, costs.blocks)
-    unpinned = [
-        t.pin is None or not (t.pin.sharding or t.pin.ranks or t.pin.tier not in (None, "ddr")) for t in tables.specs
-    ]
+    unpinned = [t.pin is None or not (t.pin.sharding or t.pin.ranks or t.pin.tier not in homes) for t in tables.specs]
     small = rows * costs.dims * ELEMENT_BYTES <= MAX_REPLICA_BYTES
     return np.array(unpinned, bool) & small & (reduced < exchanged)
 

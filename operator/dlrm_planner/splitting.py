@@ -29,17 +29,22 @@ Ranks = NDArray[np.int64]
 
 
 class Splitter:
-    """Splits tables one after the other, and knows what their shards leave of each rank and node."""
+    """Splits tables one after the other, and knows what their shards leave of each rank and of each room."""
 
     def __init__(self, spec: DLRMJobSpec, tables: Tables, costs: Costs, needs: Needs) -> None:
         self._tables, self._costs, self._needs = tables, costs, needs
-        self.processes, self.world_size, self.nodes = spec.trainer.processes_per_replica, spec.world_size, spec.replicas
+        self._processes, self.world_size, self._nodes = (
+            spec.trainer.processes_per_replica,
+            spec.world_size,
+            spec.replicas,
+        )
+        self.sharing = needs.sharing
         self._whole = costs.whole
         self._everywhere = np.arange(spec.world_size)
         self.load = np.zeros(spec.world_size)
         self.room = np.array(needs.room, np.int64)
         self.reserve = 0.0
-        """Of each node, for tables that stay whole."""
+        """Of each room, for tables that stay whole."""
         self.splits: dict[int, Split] = {}
 
     def add(self, i: int, split: Split | None) -> None:
@@ -50,13 +55,13 @@ class Splitter:
         self.splits[i] = split
         np.add.at(self.load, ranks, shards.cost(self._costs))
         if self._needs.bounded:
-            np.subtract.at(self.room, ranks // self.processes, np.array(self._needs.measure(shards), np.int64))
+            np.subtract.at(self.room, ranks // self.sharing, np.array(self._needs.measure(shards), np.int64))
 
     def put(self, i: int, rank: int) -> None:
         """Give a whole table to a rank."""
         self.splits[i] = Split(kind="table", ranks=(rank,), edges=(0, self._tables.specs[i].rows), why="")
         self.load[rank] += self._whole[i]
-        self.room[rank // self.processes] -= self._needs.held[i] if self._needs.bounded else 0
+        self.room[rank // self.sharing] -= self._needs.held[i] if self._needs.bounded else 0
 
     def allowed(self, i: int) -> Ranks:
         """Ranks that a table's pin allows."""
@@ -73,8 +78,8 @@ class Splitter:
             return self.by_columns(i, blocks, ranks, PINNED) or self._columns(i, ranks[:blocks], PINNED)
         kind: ShardKind = "row"
         if table.pin.sharding == "table-row":
-            kind, node = "table-row", ranks[0] // self.processes if table.pin.ranks else self._node_for(i)
-            ranks = np.arange(node * self.processes, (node + 1) * self.processes)
+            kind, node = "table-row", ranks[0] // self._processes if table.pin.ranks else self._node_for(i)
+            ranks = np.arange(node * self._processes, (node + 1) * self._processes)
         return self.by_rows(i, ranks, kind, PINNED) or self._evenly(i, ranks, kind)
 
     def _evenly(self, i: int, ranks: Ranks, kind: ShardKind) -> Split | None:
@@ -82,14 +87,16 @@ class Splitter:
         return _row_split(ranks, _even(rows, len(ranks)), kind, PINNED)
 
     def _node_for(self, i: int) -> int:
-        load = self.load.reshape(self.nodes, self.processes).sum(axis=1)
-        fits = self.room >= self._needs.held[i] if self._needs.bounded else np.ones(self.nodes, bool)
-        return int(np.lexsort((np.arange(self.nodes), load, ~fits))[0])
+        load = self.load.reshape(self._nodes, self._processes).sum(axis=1)
+        room = self.room.reshape(self._nodes, self._processes // self.sharing)
+        held = -(-self._needs.held[i] // room.shape[1])  # of each room, where a node has several
+        fits = (room >= held).all(axis=1) if self._needs.bounded else np.ones(self._nodes, bool)
+        return int(np.lexsort((np.arange(self._nodes), load, ~fits))[0])
 
     def by_rows(self, i: int, ranks: Ranks, kind: ShardKind, why: str) -> Split | None:
         """Row ranges over these ranks, even as far as their nodes have room; None where they have not."""
         for reserve in (self.reserve, 0.0):
-            nodes, per = np.unique(ranks // self.processes, return_counts=True)
+            nodes, per = np.unique(ranks // self.sharing, return_counts=True)
             got = spread(self._tables.specs[i].rows, per, self._caps(i, nodes, per, reserve))
             if got is not None:
                 sizes = [size for rows, count in zip(got, per.tolist(), strict=True) for size in _even(rows, count)]
@@ -107,15 +114,15 @@ class Splitter:
     def choose(self, i: int, count: int) -> tuple[Ranks, ShardKind] | None:
         """At least ``count`` ranks for row ranges of a table: of one node, or else of as few as have room for it."""
         allowed = self.allowed(i)
-        nodes, sizes = np.unique(allowed // self.processes, return_counts=True)
-        load = np.bincount(np.searchsorted(nodes, allowed // self.processes), weights=self.load[allowed]) / sizes
+        nodes, sizes = np.unique(allowed // self.sharing, return_counts=True)
+        load = np.bincount(np.searchsorted(nodes, allowed // self.sharing), weights=self.load[allowed]) / sizes
         rows = self._tables.specs[i].rows
         for reserve in (self.reserve, 0.0):
             caps = self._caps(i, nodes, sizes, reserve)
             order = np.lexsort((nodes, -caps, load))
             inside = order[(caps[order] >= rows) & (sizes[order] >= count)]
             if count > 1 and len(inside):
-                kind: ShardKind = "table-row" if self.nodes > 1 else "row"
+                kind: ShardKind = "table-row" if self._nodes > 1 else "row"
                 return self._least_loaded(allowed, nodes[inside[:1]], count), kind
             least = min(len(nodes), max(2, -(-count // int(sizes.max()))))
             if int(caps[order[:least]].sum()) < rows:
@@ -128,7 +135,7 @@ class Splitter:
     def _least_loaded(self, allowed: Ranks, nodes: Ranks, count: int) -> Ranks:
         chosen = []
         for node in nodes:
-            here = allowed[allowed // self.processes == node]
+            here = allowed[allowed // self.sharing == node]
             chosen.append(here[np.lexsort((here, self.load[here]))[:count]])
         return np.sort(np.concatenate(chosen))
 
@@ -141,11 +148,11 @@ class Splitter:
         room, taken = self.room.copy(), np.zeros(self.world_size, bool)
         ranks = []
         for held in self._needs.measure(cut(self._tables, (i,), {i: split})):
-            open_ = allowed[(room[allowed // self.processes] >= held) & ~taken[allowed]]
+            open_ = allowed[(room[allowed // self.sharing] >= held) & ~taken[allowed]]
             if not len(open_):
                 return None
-            ranks.append(int(open_[np.lexsort((open_, -room[open_ // self.processes], self.load[open_]))[0]]))
-            taken[ranks[-1]], room[ranks[-1] // self.processes] = True, room[ranks[-1] // self.processes] - held
+            ranks.append(int(open_[np.lexsort((open_, -room[open_ // self.sharing], self.load[open_]))[0]]))
+            taken[ranks[-1]], room[ranks[-1] // self.sharing] = True, room[ranks[-1] // self.sharing] - held
         return replace(split, ranks=tuple(ranks))
 
     def _columns(self, i: int, ranks: Ranks, why: str) -> Split | None:
@@ -157,9 +164,9 @@ class Splitter:
         return Split(kind="column", ranks=tuple(ranks.tolist()), edges=edges, why=why)
 
     def for_memory(self, i: int) -> Split | None:
-        """A split of a table that no node holds: by columns where that is enough, else by rows."""
+        """A split of a table that no room holds: by columns where that is enough, else by rows."""
         table, allowed = self._tables.specs[i], self.allowed(i)
-        why = "no node has room for it whole"
+        why = f"no {self._needs.holder} has room for it whole"
         for count in range(2, min(len(table.block_edges) - 1, len(allowed)) + 1):
             if self._needs.held[i] / count > self.room.max():
                 continue
@@ -212,7 +219,7 @@ def decide(spec: DLRMJobSpec, tables: Tables, costs: Costs, needs: Needs, which:
     if needs.bounded:
         larger = [i for i in free if needs.held[i] > max(needs.room)]
         rest = sum(needs.held[i] for i in which if i not in splitter.splits) - sum(needs.held[i] for i in larger)
-        splitter.reserve = rest / spec.replicas
+        splitter.reserve = rest / len(needs.room)
         for i in sorted(larger, key=lambda i: -needs.held[i]):
             splitter.add(i, splitter.for_memory(i))
     whole = costs.whole

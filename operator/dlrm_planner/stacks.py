@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
+from dlrm_api.plan import Device
 from dlrm_api.tiers import (
     BLOCK_PLACE_META_BYTES,
     BLOCK_SLACK,
@@ -20,6 +21,7 @@ from dlrm_api.tiers import (
     ORDER_META_BYTES,
     PLACE_META_BYTES,
     SLOT_META_BYTES,
+    extra_slots,
     map_entry_bytes,
     paged_bytes,
 )
@@ -28,6 +30,7 @@ from dlrm_planner.shards import Shards
 from dlrm_planner.tables import Tables
 
 SlowTier = Literal["cxl", "scm", "block"]
+LowerTier = Literal["ddr", "cxl", "scm", "block"]
 SLOW_TIERS: tuple[SlowTier, ...] = ("cxl", "scm", "block")
 """Fastest first."""
 META_BYTES: Mapping[SlowTier, float] = {
@@ -38,31 +41,40 @@ META_BYTES: Mapping[SlowTier, float] = {
 """DDR that a row's place in this tier takes, beside its map entry."""
 UNEVEN = 1.1
 """Rows of the rank that has most of a kind, over the mean, as long as nothing is placed."""
-UNPINNED, IN_DDR = -2, -1
-"""What :attr:`Stacks.pin` says of a table that has no pin of its tier, or one to DDR; else an index of SLOW_TIERS."""
+IN_HBM, UNPINNED, IN_DDR = -3, -2, -1
+"""What :attr:`Stacks.pin` says of a table pinned to HBM, to no tier, or to DDR; else an index of SLOW_TIERS."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stacks:
-    """(N,) what each shard takes as a stack, and whole in DDR."""
+    """(N,) what each shard takes as a stack, and whole in DDR.
+
+    The slots of a shard lie in DDR, or ``on_device`` in the HBM of its rank's GPU, with what is known of them in DDR.
+    """
 
     rows: Floats
     blocks: Floats
     """Column blocks: each is a stack of as many rows; what a row takes counts all of them."""
+    on_device: NDArray[np.bool_]
     whole: Floats
-    """DDR of all its rows, as a table without levels."""
+    """DDR of all its rows, as a table without levels; inf on a device, whose tables have levels."""
     least: Floats
     """Slots that it needs at least."""
     slot: Floats
     """DDR of one more slot."""
+    device_slot: Floats
+    """HBM of one more slot."""
     entry: Floats
     """DDR of a row's map entry."""
     fixed: Floats
-    """DDR of the map, of the places of the last level, which has one for every row, and of the scratch pad."""
+    """DDR of the map, of the places of the last level, which has one for every row, of the scratch pad, and of the
+    shard's part of a hand-off that holds a full cut."""
     scratch: Floats
-    """Slots beside the planned ones: rows of a batch that finds its set full, or of an evaluation."""
+    """Slots beside the planned ones, none where these are all rows: for rows of a batch that finds its set full, or of
+    an evaluation. What these are expected to be on the host, where memory is taken when used; at most on a device,
+    where it is taken at the start."""
     record: Floats
-    """Bytes of a row in cxl and scm."""
+    """Bytes of a row in ddr, cxl and scm, below the slots."""
     paged: Floats
     """Bytes of a row in block, slack included."""
     between: int
@@ -70,7 +82,7 @@ class Stacks:
     pin: NDArray[np.int64]
     ways: int
 
-    def row_bytes(self, tier: SlowTier) -> Floats:
+    def row_bytes(self, tier: LowerTier) -> Floats:
         """(N,) bytes that a row takes in a tier."""
         return self.paged if tier == "block" else self.record
 
@@ -83,7 +95,16 @@ class Stacks:
         """(N,) DDR of each shard in its cheapest form; ``possible``: there is a slower tier for its rows."""
         stack = self.fixed + self.least * self.slot
         cheapest = np.minimum(stack, self.whole) if possible else self.whole
-        return np.where(self.pin >= 0, stack, np.where(self.pin == IN_DDR, self.whole, cheapest))
+        is_stack = (self.pin >= 0) | self.on_device
+        return np.where(is_stack, stack, np.where(self.pin == IN_DDR, self.whole, cheapest))
+
+    def device_at_least(self) -> Floats:
+        """(N,) HBM of each shard in its cheapest form."""
+        return (self.least + self.scratch) * self.device_slot
+
+    def device_places(self, *, last: bool) -> Floats:
+        """(N,) DDR of a row of a shard on a device, in a level below its slots; ``last``: none is below that level."""
+        return self.record + self.blocks * (PLACE_META_BYTES + (0 if last else ORDER_META_BYTES))
 
 
 def read_stacks(
@@ -92,6 +113,7 @@ def read_stacks(
     reuse: Reuse,
     caps: Mapping[SlowTier, int],
     ranks: NDArray[np.int64] | None = None,
+    device: Device = "cpu",
 ) -> Stacks:
     """Size every shard for the slow tiers that there are; ``ranks`` of the shards, where they are known.
 
@@ -102,23 +124,28 @@ def read_stacks(
     """
     rows, blocks = shards.rows, shards.blocks
     row = np.array(shards.row_bytes, np.float64)
-    record, slot = row + blocks * COUNTER_BYTES, row + blocks * SLOT_META_BYTES
     ways = spec.trainer.cache.ways
     pin = np.array([_pin(shards.tables, i, caps) for i in shards.table.tolist()], np.int64)
+    on_device = (pin <= UNPINNED) & (device == "cuda")
+    record, slot = row + blocks * COUNTER_BYTES, np.where(on_device, 0.0, row) + blocks * SLOT_META_BYTES
     dearest = max((META_BYTES[tier] for tier in caps), default=0.0)
     meta = np.array([META_BYTES[SLOW_TIERS[p]] if p >= 0 else dearest for p in pin.tolist()])
     middle = sum(list(caps.values())[:-1])
-    scratch = np.ceil(reuse.accesses)
+    scratch = np.where(on_device, _extra_slots(spec, shards), np.ceil(reuse.accesses)) * (pin != IN_HBM)
+    least = np.ceil(reuse.least / max(ways, 1)) * max(ways, 1)
+    cut_parts = np.array(shards.held_bytes, np.float64) - np.array(shards.resident_bytes, np.float64)
     entry = _entries(shards, ranks, spec.world_size)
     return Stacks(
         rows=rows,
         blocks=blocks,
-        whole=np.array(shards.resident_bytes, np.float64),
-        least=np.ceil(reuse.least / max(ways, 1)) * max(ways, 1),
+        on_device=on_device,
+        whole=np.where(on_device, np.inf, np.array(shards.held_bytes, np.float64)),
+        least=np.where(pin == IN_HBM, rows, np.where(on_device, np.minimum(least, rows), least)),
         slot=slot,
+        device_slot=np.where(on_device, row, 0.0),
         entry=entry,
         # a place may be left over, or rounded up
-        fixed=blocks * (np.ceil(rows * (entry + meta)) + 2 * BLOCK_PLACE_META_BYTES) + scratch * slot,
+        fixed=blocks * (np.ceil(rows * (entry + meta)) + 2 * BLOCK_PLACE_META_BYTES) + scratch * slot + cut_parts,
         scratch=scratch,
         record=record,
         paged=BLOCK_SLACK * blocks * np.array([paged_bytes(each) for each in (record / blocks).astype(int).tolist()]),
@@ -128,9 +155,19 @@ def read_stacks(
     )
 
 
+def _extra_slots(spec: DLRMJobSpec, shards: Shards) -> Floats:
+    """(N,) slots that batches in flight may need beside the planned ones of each shard."""
+    batch, ahead = spec.data.global_batch_size, spec.trainer.cache.lookahead
+    most = [table.max_lookups * len(table.sources) for table in shards.tables.specs]
+    each = zip(shards.table.tolist(), shards.rows.tolist(), strict=True)
+    return np.array([float(extra_slots(int(rows), most[i], batch, ahead)) for i, rows in each])
+
+
 def _between(size: int, record: Floats, rows: Floats) -> int:
     """DDR for places in so many bytes of middle tiers, if they hold the smallest records there are, or all rows."""
-    return math.ceil((PLACE_META_BYTES + ORDER_META_BYTES) * min(size / float(record.min()), float(rows.sum())))
+    return math.ceil(
+        (PLACE_META_BYTES + ORDER_META_BYTES) * min(size / float(record.min(initial=np.inf)), float(rows.sum()))
+    )
 
 
 def _entries(shards: Shards, ranks: NDArray[np.int64] | None, world_size: int) -> Floats:
@@ -168,8 +205,8 @@ def _pin(tables: Tables, i: int, caps: Mapping[SlowTier, int]) -> int:
     table, path = tables.specs[i], tables.paths[i]
     if table.pin is None or table.pin.tier is None:
         return UNPINNED
-    if table.pin.tier == "ddr":
-        return IN_DDR
+    if table.pin.tier in ("hbm", "ddr"):
+        return IN_HBM if table.pin.tier == "hbm" else IN_DDR
     tier = next(each for each in SLOW_TIERS if each == table.pin.tier)
     if tier not in caps:
         raise InvalidSpecError(

@@ -469,16 +469,11 @@ BAD = {
         "leave it out",
         "spec.model.tableGroups[0].template.embedding.pruneRatio: Invalid value: pruneRatio is not built",
     ),
-    "bytes of a tier": job(
-        {"spec.trainer.tierBudgets.hbm": "1Gi"},
-        "spec.trainer.tierBudgets.hbm: hbm is not built in this version: leave it out",
-        "spec.trainer.tierBudgets.hbm: Invalid value: hbm is not built in this version: leave it out",
-    ),
-    "pin to device memory": job(
-        {"spec.model.tables.0.pin": {"tier": "hbm"}},
-        "spec.model.tables[0].pin.tier: tier: only ddr, cxl, scm, block are built in this version: "
-        "use one of them or leave the field out",
-        "spec.model.tables[0].pin.tier: Invalid value: tier: only ddr, cxl, scm, block are built in this version",
+    "rows below a count of lookups": job(
+        {"spec.model.tables.0.embedding": {"admissionCount": 2}},
+        "spec.model.tables[0].embedding.admissionCount: admissionCount is not built in this version: leave it out",
+        "spec.model.tables[0].embedding.admissionCount: Invalid value: admissionCount is not built in this version: "
+        "leave it out",
     ),
     # hardware profiles
     "profile without tiers": profile(

@@ -33,6 +33,8 @@ metadata: {name: box}
 spec: {tiers: {ddr: {bytes: 16Gi}}}
 """
 
+DEVICES = "{resource: nvidia.com/gpu, count: 2, hbm: {bytes: 8Gi}}"
+
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
@@ -280,6 +282,21 @@ def test_a_plan_as_a_table_shows_the_levels_of_each_table(tmp_path: Path, capsys
     assert f"hit rate {levels[0].expected_hit_rate:.1%}" in shown
     assert "ddr: all, 2.6 kB" in shown
     assert "block bytes" in shown
+
+
+def test_a_plan_for_gpus_shows_what_lies_in_their_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "gpus.yaml"
+    path.write_text(JOB.replace("ddr: {bytes: 16Gi}}", "ddr: {bytes: 16Gi}}, devices: " + DEVICES))
+    pins = [f"--set=spec.model.tables[{i}].pin.sharding={how}" for i, how in enumerate(("table", "data"))]
+
+    code = app.main(["plan", str(path), "--set", "spec.trainer.hardware=box", *pins])
+
+    shown = capsys.readouterr().out
+    assert code == ExitCode.DONE
+    assert "hbm bytes" in shown
+    assert "hbm (lru): 1,000 rows, 20.0 kB, hit rate 100.0%" in shown
+    assert "hbm: all, 0.2 kB" in shown
+    assert "ddr:" not in shown
 
 
 def plan_of(path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:

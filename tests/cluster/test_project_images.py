@@ -31,6 +31,7 @@ def test_images_are_called_what_pods_of_the_operator_and_of_the_chart_ask_for() 
 
     assert reference("operator") == f"{library}{values['image']['repository']}:{chart['appVersion']}"
     assert reference("trainer") == library + Images().trainer
+    assert reference("trainer", "cuda") == library + Images().trainer_cuda
     assert reference("checkpointer") == library + Images().checkpointer
 
 

@@ -9,10 +9,12 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Label
+from dlrm_operator.beside.plan_child import answer
+from dlrm_operator.facts.images import Images
 from dlrm_operator.objects.placement import REQUIRED, with_affinity
 from dlrm_operator.objects.rendering import render
-from dlrm_operator.objects.resources import check_devices
-from dlrm_planner import plan_job
+from dlrm_planner import plan_job, working_set_bytes
+from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES, CUDA_SHARED_BYTES
 
 Object = dict[str, Any]
 SCM_NODE = {"matchExpressions": [{"key": "memory.dlrm.dev/scm", "operator": "Exists"}]}
@@ -148,23 +150,47 @@ GPUS = {"resource": "nvidia.com/gpu", "count": 4, "hbm": {"bytes": "80Gi"}}
 
 def test_pods_that_no_node_has_devices_for_are_refused_before_one_is_made() -> None:
     a_job = job(trainer={"processesPerReplica": 8})
+    question = {
+        "job": a_job.model_dump(mode="json", by_alias=True, exclude_unset=True),
+        "profile": profile(devices=GPUS).model_dump(mode="json", by_alias=True, exclude_unset=True),
+        "traces": {},
+        "reserve": 0,
+    }
 
-    with pytest.raises(InvalidSpecError) as refusal:
-        check_devices(a_job.spec.trainer, profile(devices=GPUS))
-
-    assert str(refusal.value) == (
-        "spec.trainer.processesPerReplica: 8 processes take one nvidia.com/gpu each, and a node of HardwareProfile "
-        "pool has 4: use fewer processes and more replicas, or set spec.trainer.resources.limits[nvidia.com/gpu] where "
-        "they share"
-    )
+    assert answer(question) == {
+        "refusal": "spec.trainer.processesPerReplica: 8 processes take one nvidia.com/gpu each, and a node of "
+        "HardwareProfile pool has 4: use fewer processes and more replicas"
+    }
 
 
-@pytest.mark.parametrize("limits", [{}, {"nvidia.com/gpu": "2"}])
-def test_processes_that_fit_or_share_devices_are_let_through(limits: dict[str, str]) -> None:
-    processes = 8 if limits else 4
-    a_job = job(trainer={"processesPerReplica": processes, "resources": {"limits": limits}})
+def test_pods_that_compute_on_gpus_ask_for_one_a_process_and_run_what_has_kernels_for_them() -> None:
+    a_job = job(trainer={"processesPerReplica": 4})
 
-    check_devices(a_job.spec.trainer, profile(devices=GPUS))
+    on_gpus, on_hosts = pods(a_job, profile(devices=GPUS))[0], pods(a_job, profile())[0]
 
-    asked = pods(a_job, profile(devices=GPUS))[0]["containers"][0]["resources"]["limits"]
-    assert asked == {"nvidia.com/gpu": "2" if limits else "4"}
+    trainer, sidecar = on_gpus["containers"][0], on_gpus["initContainers"][0]
+    assert trainer["resources"]["limits"] == {"nvidia.com/gpu": "4"}
+    assert trainer["image"] == Images().trainer_cuda != on_hosts["containers"][0]["image"] == Images().trainer
+    assert "limits" not in sidecar["resources"]
+    shared = {"name": "shm", "mountPath": "/dev/shm"}
+    assert shared in trainer["volumeMounts"]
+    assert shared not in sidecar["volumeMounts"]
+    assert shared not in on_hosts["containers"][0]["volumeMounts"]
+    volume = next(each for each in on_gpus["volumes"] if each["name"] == "shm")
+    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": str(4 * CUDA_SHARED_BYTES)}
+
+
+def test_the_memory_of_pods_with_gpus_is_what_is_left_on_the_host() -> None:
+    a_job = job(trainer={"processesPerReplica": 2})
+    plan = plan_job(a_job.spec, profile(devices=GPUS))
+
+    requested = int(pods(a_job, profile(devices=GPUS))[0]["containers"][0]["resources"]["requests"]["memory"])
+
+    held = sum(rank.bytes_per_tier["ddr"] for rank in plan.ranks if rank.node == 0)
+    assert requested == working_set_bytes(a_job.spec, "cuda") - CHECKPOINTER_BASE_BYTES + held
+
+
+def test_a_job_that_names_an_image_keeps_it_on_gpus() -> None:
+    own = job(trainer={"image": "registry.example/own:1"})
+
+    assert pods(own, profile(devices=GPUS))[0]["containers"][0]["image"] == "registry.example/own:1"

@@ -175,7 +175,7 @@ def test_tables_that_fit_no_allowed_number_are_refused_with_a_larger_one_as_the_
         ({**RATES, "flopsPerSecond": None}, "HardwareProfile big has no flopsPerSecond"),
         (
             {**RATES, "flopsPerSecond": None, "devices": DEVICES},
-            "HardwareProfile big has no flopsPerSecond of its CPUs (that of its devices does not count yet)",
+            "HardwareProfile big has no devices.hbm.readBytesPerSecond",
         ),
         ({**RATES, "network": {}}, "2 replicas cannot be predicted: HardwareProfile big has no network.interNode"),
     ],

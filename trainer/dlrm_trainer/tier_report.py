@@ -57,8 +57,9 @@ def stack_bytes(part: Part, dtype: tiers.RowDtype, optimizer: RowOptimizerSpec) 
     """Bytes of one part with levels, by tier."""
     row = (part.width, dtype, optimizer.kind)
     first, *below = part.share.levels
-    planned: Counter[Tier] = Counter({first.tier: min(first.rows, part.rows) * tiers.slot_bytes(*row)})
-    planned["ddr"] += part.rows * tiers.map_entry_bytes(part.rows)
+    slots = min(first.rows, part.rows)
+    planned: Counter[Tier] = Counter({first.tier: slots * tiers.row_bytes(*row)})
+    planned["ddr"] += slots * tiers.SLOT_META_BYTES + part.rows * tiers.map_entry_bytes(part.rows)
     for level in below:
         if level.tier == "block":
             planned["block"] += math.ceil(math.ceil(level.rows * tiers.BLOCK_SLACK) * tiers.block_place_bytes(*row))

@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import parse_profile
 from dlrm_api.job import parse_job
-from dlrm_operator.objects.resources import check_devices
 from dlrm_operator.objects.tier_volumes import check_mounts
 from dlrm_planner import plan_job, read_traces
 
@@ -37,7 +36,6 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         spec = parse_job(asked["job"]).spec
         plan = plan_job(spec, profile, traces=read_traces(spec, asked["traces"]), reserve=asked["reserve"])
         check_mounts(plan, profile)
-        check_devices(spec.trainer, profile)
     except InvalidSpecError as error:
         return {"refusal": str(error)}
     return {"plan": plan.model_dump(mode="json")}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.lifecycle import RestartSpec
+from dlrm_api.plan import Device
 from dlrm_api.status import DLRMJobStatus, FailureEvidence
 from dlrm_operator.facts.conditions import shorten, timestamp
 from dlrm_operator.facts.reasons import Quoted, Reason, Word
@@ -81,10 +83,16 @@ def wait_s(restart: RestartSpec, used: int, seed: str) -> float:
 
 def memory_reserve(spec: DLRMJobSpec, status: DLRMJobStatus) -> int:
     """Bytes that each pod keeps free besides, after one ran out of memory; a quarter of what it was to need."""
-    tables = status.plan.bytes_per_tier.get("ddr", 0) if status.plan else 0
+    held = status.plan.bytes_per_tier if status.plan else {}
+    tables, device = held.get("ddr", 0), _device(held)
     sized = spec.with_replicas(status.plan.nodes) if status.plan else spec
-    needed = working_set_bytes(sized) + spec.trainer.processes_per_replica * tables
+    needed = working_set_bytes(sized, device) + spec.trainer.processes_per_replica * tables
     return -(-max(LEAST_RESERVE, round(RESERVE_SHARE * needed)) // MIB) * MIB
+
+
+def _device(bytes_per_tier: Mapping[str, int]) -> Device:
+    """Where the ranks of a plan computed, of which its bytes are known."""
+    return "cuda" if "hbm" in bytes_per_tier else "cpu"
 
 
 def _with_evidence(status: DLRMJobStatus, evidence: FailureEvidence) -> DLRMJobStatus:

@@ -17,6 +17,7 @@ from dlrm_operator.objects.overlay import with_overlay
 from dlrm_operator.objects.placement import placement
 from dlrm_operator.objects.resources import checkpointer_resources, trainer_resources
 from dlrm_operator.objects.tier_volumes import tier_bytes, tier_mounts, tier_volumes
+from dlrm_planner.memory import CUDA_SHARED_BYTES
 
 USER_ID = 65_532
 MEETING_S = 1_800
@@ -128,10 +129,12 @@ def _trainer(attempt: Attempt, index: int) -> Manifest:
         {"name": "rendezvous", "containerPort": Port.RENDEZVOUS},
     ]
     container = _container(attempt, index, command, env, ports)
+    if attempt.plan.device == "cuda":
+        own.append({"name": "shm", "mountPath": Path.SHARED_MEMORY})
     container["volumeMounts"] = [*container["volumeMounts"], *own, *tier_mounts(attempt.plan, index)]
     return {
         "name": Container.TRAINER,
-        "image": trainer.image or attempt.images.trainer,
+        "image": trainer.image or attempt.images.trainer_on(attempt.plan.device),
         **container,
         "resources": trainer_resources(job, attempt.plan, attempt.profile, index, attempt.memory_reserve_bytes),
     }
@@ -199,4 +202,7 @@ def _volumes(attempt: Attempt, index: int, config: Manifest) -> list[Manifest]:
         volumes.append({"name": "credentials", "secret": {"secretName": secret}})
     if secret := job.spec.data.credentials_secret:
         volumes.append({"name": "data-credentials", "secret": {"secretName": secret}})
+    if attempt.plan.device == "cuda":  # NCCL's ranks of a pod meet there; what a container has by default is too small
+        size = CUDA_SHARED_BYTES * attempt.plan.processes_per_node
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(size)}})
     return volumes + tier_volumes(attempt.plan, index, attempt.profile)

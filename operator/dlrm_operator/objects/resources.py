@@ -6,11 +6,9 @@ import math
 from fractions import Fraction
 from typing import Final
 
-from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
-from dlrm_api.trainer import TrainerSpec
 from dlrm_operator.facts.actions import Manifest
 from dlrm_planner import working_set_bytes
 from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES
@@ -63,7 +61,7 @@ def _stated(**amounts: dict[str, str]) -> Manifest:
 def trainer_memory_bytes(job: DLRMJob, index: int, plan: Plan) -> int:
     """Working set, tables and hand-off of one pod's ranks; tmpfs is charged to its writer, the trainer."""
     tables = sum(rank.bytes_per_tier.get("ddr", 0) for rank in plan.ranks if rank.node == index)
-    return working_set_bytes(job.spec) - CHECKPOINTER_BASE_BYTES + tables
+    return working_set_bytes(job.spec, plan.device) - CHECKPOINTER_BASE_BYTES + tables
 
 
 def requests_of_all(pods: list[Manifest]) -> dict[str, str]:
@@ -86,21 +84,3 @@ def _amount(quantity: str) -> Fraction:
 def _quantity(amount: Fraction) -> str:
     """As an integer, or in thousandths: no resource is counted finer."""
     return str(amount) if amount.denominator == 1 else f"{math.ceil(amount * 1000)}m"
-
-
-def check_devices(trainer: TrainerSpec, profile: HardwareProfile | None) -> None:
-    """Refuse pods that no node of the profile has devices for, before one is made.
-
-    Raises:
-        InvalidSpecError: a pod has more processes than a node has devices, and does not say that they share them.
-    """
-    devices = profile.spec.devices if profile else None
-    if profile is None or devices is None or devices.resource in trainer.resources.limits:
-        return
-    if trainer.processes_per_replica > devices.count:
-        raise InvalidSpecError(
-            "spec.trainer.processesPerReplica",
-            f"{trainer.processes_per_replica} processes take one {devices.resource} each, and a node of "
-            f"HardwareProfile {profile.metadata.name} has {devices.count}: use fewer processes and more replicas, or "
-            f"set spec.trainer.resources.limits[{devices.resource}] where they share",
-        )

@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.tiers import extra_slots
+from dlrm_api.tiers import MOST_DEVICE_COLUMNS, extra_slots
 from dlrm_api.training import CommunicationSpec, RowOptimizerSpec
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.kernels import TableBatch
-from dlrm_trainer.embedding.layout import MOST_DEVICE_COLUMNS
 from dlrm_trainer.embedding.placement import PartGroup, Placement
 from dlrm_trainer.embedding.rows import LocalPart, ResidentPart
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from dlrm_api.tiers import RowDtype
 from dlrm_api.training import RowOptimizerSpec
 
-MOST_DEVICE_COLUMNS = 2_048
-"""Of a row on a GPU: more no kernel of fbgemm takes there."""
 TORCH_TYPES: dict[RowDtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16}
 
 

@@ -60,7 +60,7 @@ def tag(name: str, variant: Variant) -> str:
 
 
 def _build(name: str, base: str, identity: str, variant: Variant, home: Path, say: Say) -> Image:
-    whole, local = reference(name), tag(name, variant)
+    whole, local = reference(name, variant), tag(name, variant)
     image = Image(reference=whole, archive=home / f"{name}-{fingerprint(name, identity, variant)}.tar")
     if image.archive.exists():
         return image

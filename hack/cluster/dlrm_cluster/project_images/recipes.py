@@ -50,15 +50,16 @@ RECIPES: Mapping[str, Recipe] = {
 }
 
 
-def reference(name: str) -> str:
+def reference(name: str, variant: Variant = "cpu") -> str:
     """The whole name of an image, as a kubelet reads the short one of the operator's and the chart's defaults."""
+    suffix = "-cuda" if (name, variant) == ("trainer", "cuda") else ""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    return f"docker.io/library/dlrm-{name}:{version}"
+    return f"docker.io/library/dlrm-{name}{suffix}:{version}"
 
 
 def fingerprint(name: str, base: str, variant: Variant) -> str:
     """Hash of all that decides what is in an image; ``base`` is the identity of its base image."""
-    digest = hashlib.sha256(f"{reference(name)} {base} {variant}".encode())
+    digest = hashlib.sha256(f"{reference(name, variant)} {base} {variant}".encode())
     for path in _files(name):
         digest.update(f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
     return digest.hexdigest()[:16]

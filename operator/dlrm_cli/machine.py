@@ -1,0 +1,99 @@
+"""``dlrmctl profile measure``: a HardwareProfile of this machine, with what was measured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import yaml
+
+from dlrm_api.errors import UsageError
+from dlrm_api.hardware import parse_profile
+from dlrm_api.names import API_VERSION
+from dlrm_cli.devices import RESOURCE, Found
+
+if TYPE_CHECKING:
+    from dlrm_cli.probe import Rates
+
+
+class Probe(Protocol):
+    """What is asked of a machine; see ``probe.TorchProbe``."""
+
+    def memory_bytes(self) -> int:
+        """Of host memory."""
+
+    def cores(self) -> int:
+        """That this process may use."""
+
+    def devices(self) -> tuple[Found, ...]:
+        """GPUs."""
+
+    def host_rates(self) -> Rates:
+        """Of the CPUs together and host memory."""
+
+    def device_rates(self) -> Rates:
+        """Of the first GPU."""
+
+    def link_bytes_per_second(self) -> float:
+        """Between host memory and the first GPU, each way."""
+
+
+def write_profile(name: str, out: Path | None) -> None:
+    """Measure this machine, and write its profile as YAML to a file that is not there yet, or print it.
+
+    Raises:
+        UsageError: the file is there.
+        DeviceError: the GPUs' driver does not answer.
+    """
+    from dlrm_cli.probe import TorchProbe  # loads torch, which takes seconds
+
+    if out is not None and out.exists():
+        raise UsageError(f"{out} is there already: choose another file with --out, or remove it")
+    text = profile_text(name, TorchProbe())
+    if out is None:
+        print(text, end="")
+    else:
+        out.write_text(text)
+
+
+def profile_text(name: str, probe: Probe) -> str:
+    """The profile as YAML; a comment says what the devices are called, and what was not measured."""
+    devices = probe.devices()
+    document = _document(name, probe, devices)
+    parse_profile(document)  # refuses what no profile may hold
+    counts = Counter(each.name for each in devices)
+    seen = ", ".join(f"{count} x {each}" for each, count in counts.items()) or "no GPU"
+    return (
+        f"# Measured on one machine with {seen}. By hand: slower tiers, network, price, node affinity.\n"
+        + yaml.safe_dump(document, sort_keys=False)
+    )
+
+
+def _document(name: str, probe: Probe, devices: tuple[Found, ...]) -> dict[str, Any]:
+    host = probe.host_rates()
+    spec: dict[str, Any] = {"cpus": probe.cores(), "flopsPerSecond": _rounded(host.flops_per_second)}
+    if devices:
+        rates = probe.device_rates()
+        spec["devices"] = {
+            "resource": RESOURCE,
+            "count": len(devices),
+            "hbm": _tier(min(each.bytes for each in devices), rates),
+            "flopsPerSecond": _rounded(rates.flops_per_second),
+            "hostBytesPerSecond": _rounded(probe.link_bytes_per_second()),
+        }
+    spec["tiers"] = {"ddr": _tier(probe.memory_bytes(), host)}
+    return {"apiVersion": API_VERSION, "kind": "HardwareProfile", "metadata": {"name": name}, "spec": spec}
+
+
+def _tier(size: int, rates: Rates) -> dict[str, Any]:
+    return {
+        "bytes": size,
+        "readBytesPerSecond": _rounded(rates.read_bytes_per_second),
+        "writeBytesPerSecond": _rounded(rates.write_bytes_per_second),
+    }
+
+
+def _rounded(rate: float) -> float:
+    """To three digits: more would be noise."""
+    return float(f"{rate:.3g}")

@@ -1,0 +1,173 @@
+"""``dlrmctl profile measure`` by a probe of our own; what measures is tried on the host, and no GPU is made believe."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from dlrm_api.errors import DeviceError, InvalidSpecError, UsageError
+from dlrm_api.hardware import parse_profile
+from dlrm_api.job import parse_job
+from dlrm_cli import devices
+from dlrm_cli.checks import this_machine
+from dlrm_cli.devices import Found, found_devices, visible_to
+from dlrm_cli.machine import profile_text, write_profile
+from dlrm_cli.probe import HOST, Effort, Rates, TorchProbe, link_rate, measured
+from dlrm_planner import plan_job
+
+GIB = 2**30
+SMALL = Effort(bytes=1 << 20, side=64, repeats=2)
+
+
+@dataclass(frozen=True)
+class KnownMachine:
+    """Implements ``Probe`` by what it is told."""
+
+    gpus: tuple[Found, ...] = ()
+
+    def memory_bytes(self) -> int:
+        return 512 * GIB
+
+    def cores(self) -> int:
+        return 96
+
+    def devices(self) -> tuple[Found, ...]:
+        return self.gpus
+
+    def host_rates(self) -> Rates:
+        return Rates(read_bytes_per_second=2.2345e11, write_bytes_per_second=1e11, flops_per_second=3e12)
+
+    def device_rates(self) -> Rates:
+        assert self.gpus, "no GPU is asked where there is none"
+        return Rates(read_bytes_per_second=2e12, write_bytes_per_second=1.9e12, flops_per_second=5.4321e13)
+
+    def link_bytes_per_second(self) -> float:
+        assert self.gpus, "no GPU is asked where there is none"
+        return 2.5e10
+
+
+def test_a_machine_without_gpus_has_no_devices() -> None:
+    text = profile_text("box", KnownMachine())
+
+    found = parse_profile(yaml.safe_load(text))
+    assert text.startswith("# Measured on one machine with no GPU.")
+    assert found.metadata.name == "box"
+    assert found.spec.devices is None
+    assert found.spec.cpus == 96
+    assert found.spec.flops_per_second == 3e12
+    assert found.spec.tiers.ddr.bytes == 512 * GIB
+    assert found.spec.tiers.ddr.read_bytes_per_second == 2.23e11
+
+
+def test_gpus_are_written_with_what_was_measured_of_the_first() -> None:
+    gpus = (Found("NVIDIA H200", 140 * GIB), Found("NVIDIA H200", 139 * GIB))
+
+    text = profile_text("box", KnownMachine(gpus))
+
+    found = parse_profile(yaml.safe_load(text)).spec.devices
+    assert found is not None
+    assert "2 x NVIDIA H200" in text.splitlines()[0]
+    assert (found.resource, found.count, found.hbm.bytes) == ("nvidia.com/gpu", 2, 139 * GIB)
+    assert (found.hbm.read_bytes_per_second, found.hbm.write_bytes_per_second) == (2e12, 1.9e12)
+    assert (found.flops_per_second, found.host_bytes_per_second) == (5.43e13, 2.5e10)
+
+
+def test_what_was_measured_is_enough_to_predict_one_process() -> None:
+    profile = parse_profile(yaml.safe_load(profile_text("box", KnownMachine((Found("a", 80 * GIB),)))))
+    job = parse_job(
+        {
+            "metadata": {"name": "job"},
+            "spec": {
+                "model": {"tables": [{"name": "t", "rows": 1_000, "dim": 16}], "interaction": "dcn", "topMlp": [1]},
+                "data": {"format": "synthetic"},
+                "checkpoint": {"uri": "file:///s"},
+            },
+        }
+    )
+
+    plan = plan_job(job.spec, profile)
+
+    assert plan.device == "cuda"
+    assert plan.predicted.samples_per_second
+
+
+def test_a_file_that_is_there_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlrm_cli.probe.TorchProbe", KnownMachine)
+    out = tmp_path / "box.yaml"
+
+    write_profile("box", out)
+    before = out.read_text()
+    with pytest.raises(UsageError, match="is there already: choose another file with --out"):
+        write_profile("other", out)
+
+    assert out.read_text() == before
+    assert parse_profile(yaml.safe_load(before)).metadata.name == "box"
+
+
+def test_the_host_is_measured_for_real() -> None:
+    rates = measured(HOST, SMALL)
+
+    assert min(rates.read_bytes_per_second, rates.write_bytes_per_second, rates.flops_per_second) > 1e6
+    assert link_rate(HOST, SMALL) > 1e6
+    assert TorchProbe().memory_bytes() > GIB
+    assert TorchProbe().cores() >= 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_where_torch_sees_no_gpu_there_are_none() -> None:
+    assert found_devices() == ()
+
+
+def test_a_driver_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'CUDA error: unknown error' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(devices.sys, "executable", str(broken))
+
+    with pytest.raises(DeviceError, match="GPUs can't be asked for: CUDA error: unknown error"):
+        found_devices()
+
+
+@pytest.mark.parametrize(
+    ("replica", "processes", "environment", "names"),
+    [
+        (0, 2, {}, "0,1"),
+        (1, 2, {}, "2,3"),
+        (1, 1, {"CUDA_VISIBLE_DEVICES": "5,7"}, "7"),
+        (1, 2, {"CUDA_VISIBLE_DEVICES": "5,7"}, ""),
+    ],
+)
+def test_pods_that_one_machine_plays_share_no_gpu(
+    replica: int, processes: int, environment: dict[str, str], names: str
+) -> None:
+    assert visible_to(replica, processes, environment) == names
+
+
+def test_pods_that_one_machine_plays_divide_its_gpus() -> None:
+    gpus = [Found("a", 80 * GIB)] * 4
+
+    two, one = this_machine(2, gpus).spec.devices, this_machine(1, gpus).spec.devices
+
+    assert two is not None
+    assert one is not None
+    assert (two.count, one.count) == (2, 4)
+    assert this_machine(1).spec.devices is None
+
+
+def test_a_run_that_asks_for_hbm_where_there_is_none_is_refused() -> None:
+    job = parse_job(
+        {
+            "metadata": {"name": "job"},
+            "spec": {
+                "model": {"tables": [{"name": "t", "rows": 1_000, "dim": 16}], "interaction": "dcn", "topMlp": [1]},
+                "data": {"format": "synthetic"},
+                "trainer": {"tierBudgets": {"hbm": "8Gi"}},
+                "checkpoint": {"uri": "file:///s"},
+            },
+        }
+    )
+
+    with pytest.raises(InvalidSpecError, match="HardwareProfile this-machine has no devices"):
+        plan_job(job.spec, this_machine(1, ()))
