@@ -145,9 +145,11 @@ def _levels(job: DLRMJob, device: Device, table: TableSpec, shards: Sequence[Sha
         blocks = width // (table.column_block or table.dim)
         row = (width // blocks, table.dtype, job.spec.training.row_optimizer.kind)
         count = shard.row_end - shard.row_start
-        if not shard.tiers.levels:
-            rows[home] += count
-            sizes[home] += count * blocks * tiers.row_bytes(*row)
+        if not shard.tiers.is_stack:
+            tier = shard.tiers.levels[0].tier if shard.tiers.levels else home
+            rows[tier] += count
+            sizes[tier] += count * blocks * tiers.row_bytes(*row)
+            continue
         for number, level in enumerate(shard.tiers.levels):
             size: float = tiers.slot_bytes(*row) if number == 0 else tiers.record_bytes(*row)
             if level.tier == "hbm":
@@ -160,7 +162,7 @@ def _levels(job: DLRMJob, device: Device, table: TableSpec, shards: Sequence[Sha
             before, rate = served.get(level.tier, 0.0), level.expected_hit_rate
             served[level.tier] = None if before is None or rate is None else before + count * rate
     if not weights:
-        yield f"{home}: all, {_size(sizes[home])}"
+        yield from (f"{tier}: all, {_size(size)}" for tier, size in sizes.items())
         return
     for number, (tier, count) in enumerate(rows.items()):
         kept = f" ({shards[0].tiers.policy})" if number == 0 else ""

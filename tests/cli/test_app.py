@@ -294,7 +294,7 @@ def test_a_plan_for_gpus_shows_what_lies_in_their_memory(tmp_path: Path, capsys:
     shown = capsys.readouterr().out
     assert code == ExitCode.DONE
     assert "hbm bytes" in shown
-    assert "hbm (lru): 1,000 rows, 20.0 kB, hit rate 100.0%" in shown
+    assert "hbm: all, 20.0 kB" in shown
     assert "hbm: all, 0.2 kB" in shown
     assert "ddr:" not in shown
 
