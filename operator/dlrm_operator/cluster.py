@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import unquote, urlencode
+from urllib.parse import unquote, urlencode, urlsplit
 
 import urllib3  # type: ignore[import-untyped]
 import yaml
@@ -95,10 +95,11 @@ class KubernetesApi:
         settings.connection_pool_maxsize = THREADS + 4
         self._agent = agent
         self._client = client.ApiClient(settings)
-        self._pool = self._client.rest_client.pool_manager
-        """Asked directly: the library's own calls cost twice the CPU."""
         self.host = settings.host.rstrip("/")
         """URL of the API server."""
+        self._pool = self._client.rest_client.pool_manager.connection_from_url(self.host)
+        """Asked directly: the library's own calls cost twice the CPU."""
+        self._root = urlsplit(self.host).path
         self.namespace = namespace
         """Where the configuration works by default."""
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="api")
@@ -210,7 +211,7 @@ class KubernetesApi:
         try:
             response = self._pool.urlopen(
                 method,
-                self.host + url,
+                self._root + url,
                 body=None if body is None else to_json(body),
                 headers=headers,
                 timeout=timeout,

@@ -188,7 +188,7 @@ def follow(api: KubernetesApi, server: ScriptedServer, requests: int) -> tuple[P
     woken: list[JobKey] = []
 
     async def run() -> PodCache:
-        cache = PodCache(api, "space", woken.append)
+        cache = PodCache(api, "space", woken.append, woken.append)
         cache.start()
         deadline = time.monotonic() + 20
         while len(server.asked) < requests and time.monotonic() < deadline:

@@ -88,7 +88,7 @@ class Life:
 
     def __init__(self, api: KubernetesApi, die_at: int | None = None, *, answer_lost: bool = False) -> None:
         planner, poller, jobs = InstantPlanner(), Poller(1, lambda key: None), JobCache()
-        pods = PodCache(api, None, lambda key: None)
+        pods = PodCache(api, None, lambda key: None, lambda key: None)
         cutter, stacks = Cutter(api, lambda key: None), StackTaker(lambda key: None)
         queues = Queues(api, lambda key: None)
         parts = (api, planner, cutter, stacks, Alarm(), jobs, pods)

@@ -74,7 +74,7 @@ def looked(api: ScriptedApi, planning: Planning | None = None) -> Observed:
     observer = Observer(
         cast("Api", api),
         JobCache(),
-        PodCache(cast("Any", None), None, lambda key: None),
+        PodCache(cast("Any", None), None, lambda key: None, lambda key: None),
         cast("Planner", OnePlan(planning)),
         cast("Poller", NoPoller()),
         Cutter(cast("Api", api), lambda key: None),

@@ -83,7 +83,7 @@ class Bench:
     def __init__(self, passing_s: float = 60.0) -> None:
         self.api = MemoryApi()
         self.jobs, self.planner, self.poller = JobCache(), SlowPlanner(), SaidPoller()
-        self.pods = PodCache(cast("Any", None), None, lambda key: None)
+        self.pods = PodCache(cast("Any", None), None, lambda key: None, lambda key: None)
         self.pods.filled = True
         document = job_document("demo")
         self.jobs.saw(self.api.put(JOB, {**document, "metadata": {"name": "demo", "namespace": "space"}}))
@@ -474,7 +474,7 @@ def test_the_watch_does_not_take_a_job_back_to_before_our_own_write() -> None:
 
 @pytest.mark.parametrize("late", [True, False])
 def test_a_pod_that_was_deleted_before_its_creation_was_answered_is_not_kept(late: bool) -> None:
-    cache = PodCache(cast("Any", None), None, lambda key: None)
+    cache = PodCache(cast("Any", None), None, lambda key: None, lambda key: None)
     labels = {"dlrm.dev/job": "demo", "dlrm.dev/attempt": "1", "dlrm.dev/index": "0"}
     pod = {"metadata": {"name": "demo-trainer-1-0", "namespace": "space", "uid": "u", "labels": labels}}
 
@@ -488,16 +488,19 @@ def test_a_pod_that_was_deleted_before_its_creation_was_answered_is_not_kept(lat
 
 def test_a_pod_wakes_its_job_by_what_it_shows_anew_and_by_nothing_else() -> None:
     woken: list[JobKey] = []
-    cache = PodCache(cast("Any", None), None, woken.append)
+    soon: list[JobKey] = []
+    cache = PodCache(cast("Any", None), None, woken.append, soon.append)
     labels = {"dlrm.dev/job": "demo", "dlrm.dev/attempt": "1", "dlrm.dev/index": "0"}
     pod = {"metadata": {"name": "demo-trainer-1-0", "namespace": "space", "uid": "u", "labels": labels}}
     marked = {**pod, "metadata": {**pod["metadata"], "annotations": {"seen": "yes"}}}
 
     cache.saw(pod)
-    for kind, shown in (("ADDED", pod), ("MODIFIED", marked), ("MODIFIED", {**marked, "status": RUNNING})):
-        cache._change({"type": kind, "object": shown})
+    cache._change({"type": "ADDED", "object": pod})
+    bound = {**marked, "spec": {"nodeName": "node"}}
+    for shown in (marked, bound, {**bound, "status": RUNNING}):
+        cache._change({"type": "MODIFIED", "object": shown})
 
-    assert woken == [KEY]
+    assert (woken, soon) == ([KEY], [KEY])
 
 
 def test_the_pod_groups_of_a_job_that_rests_are_looked_for_until_none_is_left() -> None:

@@ -24,14 +24,14 @@ class JobCache:
         seconds)."""
 
     def saw(self, document: Object) -> JobSeen:
-        """The job in ``document``, which replaces what was known unless that is newer.
+        """The job in ``document``, or the very one that was known, where that is as new or newer.
 
         Our own writes come back by the watch later than by their answers.
         """
         meta = document["metadata"]
         key = JobKey(meta["namespace"], meta["name"])
         known = self._jobs.get(key)
-        if known is not None and _version(known.resource_version) > _version(meta["resourceVersion"]):
+        if known is not None and _is_known(known, meta["uid"], meta["resourceVersion"]):
             return known
         spec: DLRMJob | InvalidSpecError | None = None
         if known is not None and (known.uid, known.generation) == (meta["uid"], meta.get("generation", 0)):
@@ -75,6 +75,12 @@ class JobCache:
 def _decided_from(job: JobSeen) -> tuple[str, int, DLRMJobStatus | None]:
     """What of a job's object makes a decision: one that was made of something else is void."""
     return job.uid, job.generation, job.status
+
+
+def _is_known(job: JobSeen, uid: str, version: str) -> bool:
+    """Whether the job was seen as it was at that version, or later."""
+    same = (job.uid, job.resource_version) == (uid, version)
+    return same or _version(job.resource_version) > _version(version)
 
 
 def _version(text: str) -> int:

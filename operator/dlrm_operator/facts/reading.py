@@ -98,8 +98,10 @@ def read_group(document: Object, api_version: str) -> GroupSeen:
 
 
 def _spec(document: Object) -> DLRMJob | InvalidSpecError:
+    """The job without its status, and without what the API server keeps in its metadata: nothing here reads that."""
+    meta = {key: value for key, value in document["metadata"].items() if key in ("name", "namespace")}
     try:
-        return parse_job({key: value for key, value in document.items() if key != "status"})
+        return parse_job({**{key: value for key, value in document.items() if key != "status"}, "metadata": meta})
     except InvalidSpecError as error:
         return error
 

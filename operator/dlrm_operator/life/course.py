@@ -45,7 +45,7 @@ def go_on(observed: Observed, spec: DLRMJob, status: DLRMJobStatus, now: datetim
         return _overdue(observed, spec, status, now)
     status = without_halt(status, HaltReason.DEADLINE_EXCEEDED)
     decision = _rest(observed, spec, status, now) if lifecycle.suspend else _train(observed, spec, status, now)
-    return replace(decision, wake=earliest(decision.wake, due))
+    return replace(decision, wake=earliest(decision.wake, active_due(decision.status, lifecycle)))
 
 
 def earliest(*times: datetime | None) -> datetime | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable
 from typing import Any
+
+from pydantic_core import from_json, to_json
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.names import GROUP
@@ -37,7 +38,7 @@ def with_overlay(pod: Manifest, overlay: PodTemplateOverlay) -> Manifest:
     Raises:
         InvalidSpecError: an addition has the wrong type, or would replace what the operator sets.
     """
-    pod = json.loads(json.dumps(pod))  # a manifest is JSON, and deepcopy takes many times as long
+    pod = from_json(to_json(pod))  # a manifest is JSON, and deepcopy takes many times as long
     _merge_metadata(pod["metadata"], overlay.metadata)
     _merge(pod["spec"], overlay.spec, f"{PATH}.spec")
     shared = {key: value for key, value in overlay.container.items() if key != "securityContext"}

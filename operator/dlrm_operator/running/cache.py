@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 from dlrm_api.names import FIELD_MANAGER, Label
@@ -42,10 +43,18 @@ class PodCache:
     The watch runs in a daemon thread; the copy changes on the event loop alone, and what it shows anew wakes its job.
     """
 
-    def __init__(self, api: WatchApi, namespace: str | None, wake: Callable[[JobKey], None]) -> None:
+    def __init__(
+        self,
+        api: WatchApi,
+        namespace: str | None,
+        wake: Callable[[JobKey], None],
+        wake_soon: Callable[[JobKey], None],
+    ) -> None:
+        """``wake_soon`` is told of what decides nothing: where the scheduler has put a pod, or why it has not."""
         self._api = api
         self._path = f"/api/v1/namespaces/{namespace}/pods" if namespace else "/api/v1/pods"
         self._wake = wake
+        self._wake_soon = wake_soon
         self._pods: dict[JobKey, dict[str, PodSeen]] = {}
         self._gone: dict[str, None] = {}
         """Uids of pods that were deleted last: the answer to their creation may come later than that."""
@@ -127,15 +136,19 @@ class PodCache:
             return
         pod = read_pod(event["object"])
         of_job = self._pods.setdefault(pod.key, {})
+        known = of_job.get(pod.name)
         if event["type"] == "DELETED":
             of_job.pop(pod.name, None)
             self._gone[pod.uid] = None
             if len(self._gone) > GONE_KEPT:
                 del self._gone[next(iter(self._gone))]
-        elif of_job.get(pod.name) == pod:
+        elif known == pod:
             return  # the answer to its creation, or a change of what decides nothing
         else:
             of_job[pod.name] = pod
+            if known is not None and replace(pod, node=known.node, unschedulable=known.unschedulable) == known:
+                self._wake_soon(pod.key)
+                return
         if not of_job:
             del self._pods[pod.key]
         self._wake(pod.key)

@@ -58,7 +58,7 @@ class Engine:
         self._leader = Leader(lease_api, where, settings.identity, settings.lease, self._led)
         self.jobs = JobCache()
         self.wakeups = Wakeups(self._take_turn, self.jobs.never_had_gang)
-        self._pods = PodCache(api, settings.namespace, self.wakeups.add)
+        self._pods = PodCache(api, settings.namespace, self.wakeups.add, self.wakeups.add_soon)
         self._planner = Planner(settings.plan_deadline_s, self.wakeups.add)
         self._poller = Poller(settings.poll_s, self.wakeups.add)
         self.references = References(api, settings.profiles)

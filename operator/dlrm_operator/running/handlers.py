@@ -40,11 +40,12 @@ def build_registry(engine: Engine) -> kopf.OperatorRegistry:
     @kopf.on.event(GROUP, VERSION, "dlrmjobs", registry=registry)
     async def job_changed(body: kopf.Body, type: str | None, **_: Any) -> None:  # noqa: A002  kopf's name
         key = JobKey(body["metadata"]["namespace"], body["metadata"]["name"])
+        known = engine.jobs.get(key)
+        engine.jobs.heard_at = time.monotonic()
         if type == "DELETED":
             engine.jobs.forget(key)
-        else:
-            engine.jobs.saw(dict(body))
-        engine.jobs.heard_at = time.monotonic()
+        elif engine.jobs.saw(dict(body)) is known:
+            return  # what a turn has seen, or has written
         engine.wakeups.add(key)
 
     if engine.settings.profiles is None:  # else no right beyond one namespace is asked for

@@ -216,7 +216,9 @@ class Performer:
                     raise
                 version = found.resource_version
             else:
-                return
+                break
+        if action.decisive:  # what rests on it is decided anew: the watch brings nothing that is not known by now
+            self._alarm.add_at(action.key, datetime.now(UTC))
 
     async def _emit(self, action: EmitEvent) -> None:
         words = "" if action.reason in TOLD_ONCE else action.message

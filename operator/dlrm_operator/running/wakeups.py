@@ -8,7 +8,6 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 
 from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError, ConflictError
@@ -18,6 +17,7 @@ from dlrm_operator.metrics import QUEUE, RECONCILES
 logger = logging.getLogger(__name__)
 
 PARALLEL = 8
+SOON_S = 1.0
 COOLDOWN_S = 0.02
 """Rest of one job between two turns, so that a burst of events makes one."""
 COOLDOWN_OF_WAITING_S = 0.0002
@@ -61,6 +61,10 @@ class Wakeups:
         """Wake the job now, or as soon as its running turn and its backoff end."""
         self._add(key, time.monotonic())
 
+    def add_soon(self, key: JobKey) -> None:
+        """Wake the job within ``SOON_S``: what it will see is to be told, and decides nothing."""
+        self._add(key, time.monotonic() + SOON_S)
+
     def add_at(self, key: JobKey, moment: datetime) -> None:
         """Wake the job then, unless it is woken before."""
         self._add(key, time.monotonic() + max((moment - datetime.now(UTC)).total_seconds(), 0.0))
@@ -99,14 +103,16 @@ class Wakeups:
 
     async def run(self) -> None:
         """Give turns, for ever. Cancelled, it lets running turns be cut off: they are safe to."""
+        loop = asyncio.get_running_loop()
         try:
             while True:
                 self._changed.clear()
-                wait_s = self._start_turns()
+                alarm = loop.call_later(self._start_turns(), self._changed.set)
                 QUEUE.set(len(self._due))
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(wait_s):  # wait_for of Python 3.11 may swallow a cancellation
-                        await self._changed.wait()
+                try:
+                    await self._changed.wait()
+                finally:
+                    alarm.cancel()
         finally:
             for task in self._busy.values():
                 task.cancel()
