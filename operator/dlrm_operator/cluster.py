@@ -37,7 +37,7 @@ Query = Mapping[str, str]
 JSON = "application/json"
 ANYTHING = "application/json, */*"
 SERVICE_ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-APPLY = "application/apply-patch+yaml"
+METADATA_OF_ONE = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"
 METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 15.0
@@ -58,7 +58,7 @@ class Api(Protocol):
         path: str,
         body: Object | None = None,
         query: Query | None = None,
-        kind: str = JSON,
+        accept: str = JSON,
         done_by: float = math.inf,
     ) -> Object:
         """One call; the answer's object. It is given up at ``done_by`` (monotonic), be it sent by then or not.
@@ -110,12 +110,12 @@ class KubernetesApi:
         path: str,
         body: Object | None = None,
         query: Query | None = None,
-        kind: str = JSON,
+        accept: str = JSON,
         done_by: float = math.inf,
     ) -> Object:
         """See :class:`Api`."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self.call_now, method, path, body, query, kind, done_by)
+        return await loop.run_in_executor(self._threads, self.call_now, method, path, body, query, accept, done_by)
 
     def call_now(
         self,
@@ -123,14 +123,15 @@ class KubernetesApi:
         path: str,
         body: Object | None = None,
         query: Query | None = None,
-        kind: str = JSON,
+        accept: str = JSON,
         done_by: float = math.inf,
+        kind: str = JSON,
     ) -> Object:
-        """The same as :meth:`call`, in the calling thread."""
+        """The same as :meth:`call`, in the calling thread, also with a body of another ``kind`` than JSON."""
         left_s = done_by - time.monotonic()
         if left_s <= 0:
             raise ClusterUnavailableError(f"{method} {path}: not sent, its time was over")
-        return self._call(method, path, body, query, kind, JSON, min(REQUEST_TIMEOUT_S, left_s))
+        return self._call(method, path, body, query, kind, accept, min(REQUEST_TIMEOUT_S, left_s))
 
     async def list_all(self, path: str, query: Query, accept: str = JSON) -> tuple[list[Object], str]:
         """See :class:`Api`."""

@@ -33,13 +33,13 @@ class LineDown(MemoryApi):
         path: str,
         body: Object | None = None,
         query: Mapping[str, str] | None = None,
-        kind: str = JSON,
+        accept: str = JSON,
         done_by: float = float("inf"),
     ) -> Object:
         self.done_by.append(done_by)
         if self.down:
             raise ClusterUnavailableError("the line is down")
-        return await self.server.call(method, path, body, query, kind)
+        return await self.server.call(method, path, body, query, accept)
 
 
 def leader(api: MemoryApi, identity: str, times: LeaseTimes = TIMES) -> Leader:

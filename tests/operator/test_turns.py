@@ -149,7 +149,7 @@ def test_a_start_that_goes_well_is_seven_writes_and_one_read() -> None:
     assert planning == scheduled == started == idle == []
     assert len(writes(forming)) == 6
     assert [request for request in forming if request not in writes(forming)] == [("GET", JOB)]
-    assert trains == [("PATCH", f"{JOB}/status")]
+    assert trains == [("PUT", f"{JOB}/status")]
     assert bench.status()["phase"] == "Running"
 
 
@@ -284,7 +284,7 @@ def test_in_a_crowd_a_start_that_goes_well_is_one_status() -> None:
 
     assert len(writes(forming)) == 5
     assert started == idle == []
-    assert trains == [("PATCH", f"{JOB}/status")]
+    assert trains == [("PUT", f"{JOB}/status")]
     assert bench.status()["phase"] == "Running"
     assert bench.status()["gangAttempt"] == 1
     assert bench.status()["plan"]["nodes"] == 2
@@ -302,7 +302,7 @@ def test_in_a_crowd_a_gang_that_does_not_start_is_told_once_it_has_waited() -> N
     asked = bench.turn()
 
     assert before == {}
-    assert asked == [("PATCH", f"{JOB}/status")]
+    assert asked == [("PUT", f"{JOB}/status")]
     assert bench.status()["phase"] == "Scheduling"
     assert bench.status()["gangAttempt"] == 1
 
@@ -329,7 +329,7 @@ def test_what_an_operator_kept_to_itself_the_next_one_reads_from_the_plan_and_th
 
     asked = after.turn()
 
-    assert [request for request in writes(asked) if "/events" not in request[1]] == [("PATCH", f"{JOB}/status")]
+    assert [request for request in writes(asked) if "/events" not in request[1]] == [("PUT", f"{JOB}/status")]
     assert after.status()["gangAttempt"] == 1
     assert after.status()["plan"]["nodes"] == 2
 
@@ -376,7 +376,7 @@ class BusyUser:
         bench.api.call = self.call  # type: ignore[method-assign]
 
     async def call(self, method: str, path: str, *args: Any, **further: Any) -> dict[str, Any]:
-        if (method, path) == ("PATCH", f"{JOB}/status") and self._left:
+        if (method, path) == ("PUT", f"{JOB}/status") and self._left:
             self._left -= 1
             job = self._api.objects[JOB]
             self._api.put(JOB, {**job, "metadata": {**job["metadata"], **self._changes}})
@@ -391,7 +391,7 @@ def test_a_status_is_written_though_the_jobs_labels_change_all_the_time() -> Non
 
     asked = bench.turn()
 
-    assert asked == [("PATCH", f"{JOB}/status"), ("GET", JOB)] * 3 + [("PATCH", f"{JOB}/status")]
+    assert asked == [("PUT", f"{JOB}/status"), ("GET", JOB)] * 3 + [("PUT", f"{JOB}/status")]
     assert bench.status()["phase"] == "Planning"
 
 
@@ -403,7 +403,7 @@ def test_a_status_that_was_decided_from_another_spec_is_not_written() -> None:
 
     asked = bench.turn()
 
-    assert asked[:2] == [("PATCH", f"{JOB}/status"), ("GET", JOB)]
+    assert asked[:2] == [("PUT", f"{JOB}/status"), ("GET", JOB)]
     assert bench.status() == {}
 
 
@@ -415,7 +415,7 @@ def test_a_status_on_the_way_is_written_once_it_has_waited() -> None:
     asked = bench.turn()
 
     assert at_first == []
-    assert asked == [("PATCH", f"{JOB}/status")]
+    assert asked == [("PUT", f"{JOB}/status")]
     assert bench.status()["phase"] == "Planning"
 
 
@@ -430,7 +430,7 @@ def test_an_old_copy_of_the_job_leads_to_a_look_and_not_to_an_overwritten_status
 
     asked = bench.turn()
 
-    assert asked[:2] == [("PATCH", f"{JOB}/status"), ("GET", JOB)]
+    assert asked[:2] == [("PUT", f"{JOB}/status"), ("GET", JOB)]
     assert bench.status()["phase"] == "Running"
     assert bench.api.objects[JOB]["spec"]["training"] == {"maxSteps": 7}
 

@@ -50,13 +50,13 @@ def with_condition(
 ) -> Conditions:
     """Set one condition; ``lastTransitionTime`` moves only with ``status``. A new one goes last."""
     old = find_condition(conditions, kind)
-    reason, message = reason[:REASON_LENGTH] or "Unknown", shorten(message, MESSAGE_LENGTH)
-    if old and (old.status, old.reason, old.message, old.observed_generation) == (truth, reason, message, generation):
+    why, message = reason[:REASON_LENGTH] or "Unknown", shorten(message, MESSAGE_LENGTH)
+    if old and (old.status, old.reason, old.message, old.observed_generation) == (truth, why, message, generation):
         return conditions
     new = Condition(
         type=kind,
         status=truth,
-        reason=reason,
+        reason=why,
         message=message,
         last_transition_time=old.last_transition_time if old and old.status == truth else timestamp(now),
         observed_generation=generation,

@@ -173,7 +173,7 @@ class FencedApi:
         path: str,
         body: Object | None = None,
         query: Query | None = None,
-        kind: str = JSON,
+        accept: str = JSON,
         done_by: float = math.inf,
     ) -> Object:
         """See ``cluster.Api``; a write also fails where this process does not lead.
@@ -182,10 +182,10 @@ class FencedApi:
             ClusterUnavailableError: another one may lead by now, so nothing was sent.
         """
         if method == "GET":
-            return await self._api.call(method, path, body, query, kind, done_by)
+            return await self._api.call(method, path, body, query, accept, done_by)
         if not self._leader.held:
             raise ClusterUnavailableError(f"{method} {path}: not sent, since this process does not hold the Lease")
-        return await self._api.call(method, path, body, query, kind, min(done_by, self._leader.write_until))
+        return await self._api.call(method, path, body, query, accept, min(done_by, self._leader.write_until))
 
     async def list_all(self, path: str, query: Query, accept: str = JSON) -> tuple[list[Object], str]:
         """See ``cluster.Api``."""

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from dlrm_api import names
 from dlrm_api.names import FIELD_MANAGER, Label
-from dlrm_operator.cluster import APPLY, Api
+from dlrm_operator.cluster import METADATA_OF_ONE, Api
 from dlrm_operator.cluster_errors import ClusterRefusedError, ConflictError, NotFoundError
 from dlrm_operator.facts.actions import (
     Action,
@@ -37,8 +37,7 @@ from dlrm_operator.facts.reasons import Reason
 from dlrm_operator.objects.gang_scheduling import KUEUE
 from dlrm_operator.running.observing import JOBS, owned_by
 
-FORCE = {"fieldManager": FIELD_MANAGER, "force": "true"}
-CREATE = {"fieldManager": FIELD_MANAGER}
+OURS = {"fieldManager": FIELD_MANAGER}
 MOST_WRITES = 4
 """Of one status, where others' writes come between."""
 TOLD_ONCE = frozenset({Reason.ATTEMPT_FAILED, Reason.FAILED})
@@ -150,14 +149,14 @@ class Performer:
     async def _create(self, kind: str, manifest: Manifest) -> None:
         """Create a child that the turn did not see; one that is there after all is seen, or refused, by the next."""
         path = f"{_root(manifest['apiVersion'])}/namespaces/{manifest['metadata']['namespace']}/{kind}"
-        await self._api.call("POST", path, manifest, CREATE)
+        await self._api.call("POST", path, manifest, OURS, METADATA_OF_ONE)
 
     async def _create_secret(self, manifest: Manifest) -> None:
         meta = manifest["metadata"]
         body = {**manifest, "stringData": {names.Path.TOKEN.rpartition("/")[2]: secrets.token_urlsafe(32)}}
         path = f"/api/v1/namespaces/{meta['namespace']}/secrets"
         try:
-            await self._api.call("POST", path, body, CREATE)
+            await self._api.call("POST", path, body, OURS, METADATA_OF_ONE)
         except ConflictError:
             found = await self._api.call("GET", f"{path}/{meta['name']}")
             if not owned_by(found, meta["ownerReferences"][0]["uid"]):
@@ -167,7 +166,7 @@ class Performer:
         meta = action.manifest["metadata"]
         path = f"/api/v1/namespaces/{meta['namespace']}/pods"
         try:
-            found = await self._api.call("POST", path, action.manifest, CREATE)
+            found = await self._api.call("POST", path, action.manifest, OURS, METADATA_OF_ONE)
         except ConflictError as error:
             found = await self._api.call("GET", f"{path}/{meta['name']}")
             attempt = found["metadata"].get("labels", {}).get(Label.ATTEMPT)
@@ -209,7 +208,7 @@ class Performer:
             meta = {"name": action.key.name, "uid": action.uid, "resourceVersion": version}
             body = {"apiVersion": names.API_VERSION, "kind": "DLRMJob", "metadata": meta, "status": said}
             try:
-                self._jobs.saw(await self._api.call("PATCH", f"{path}/status", body, FORCE, APPLY))
+                self._jobs.saw(await self._api.call("PUT", f"{path}/status", body, OURS))
             except ConflictError:
                 found = self._jobs.saw(await self._api.call("GET", path))
                 if not left or not _decides_alike(found, action):

@@ -13,7 +13,7 @@ Object = dict[str, Any]
 
 
 class MemoryApi:
-    """Objects by path. A status apply with an older resource version is refused, as a POST of what exists is."""
+    """Objects by path. A status with an older resource version is refused, as a POST of what exists is."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Object] = {}
@@ -32,7 +32,7 @@ class MemoryApi:
         path: str,
         body: Object | None = None,
         query: Mapping[str, str] | None = None,
-        kind: str = JSON,
+        accept: str = JSON,
         done_by: float = math.inf,
     ) -> Object:
         self.asked.append((method, path))
@@ -42,10 +42,8 @@ class MemoryApi:
             if path in self.objects:
                 raise ConflictError(409, "it exists")
             return self.put(path, body)
-        if method == "PATCH" and path.endswith("/status"):
+        if method == "PUT" and path.endswith("/status"):
             return self._status(path.removesuffix("/status"), body or {})
-        if method == "PATCH":
-            return self.put(path, body or {})
         if path not in self.objects:
             raise NotFoundError(404, "there is none")
         if method == "PUT":
