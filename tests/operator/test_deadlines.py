@@ -180,6 +180,17 @@ def test_the_end_of_the_active_deadline_is_waited_for_without_any_event() -> Non
     assert cluster.now + timedelta(seconds=left) == started + timedelta(hours=1)
 
 
+def test_the_turn_in_which_a_job_comes_to_run_already_waits_for_the_end_of_its_active_deadline() -> None:
+    cluster = ModelCluster(lifecycle={"activeDeadline": "1h"})
+    for _ in range(4):
+        cluster.turn()
+        cluster.plan()
+    for name in cluster.pods:
+        cluster.start(name)
+
+    assert wakes(cluster) == [3600.0]
+
+
 def test_suspended_time_does_not_count_for_the_active_deadline() -> None:
     cluster = running()
     cluster.edit("lifecycle", activeDeadline="1h")

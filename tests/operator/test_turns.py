@@ -1,7 +1,9 @@
 """What a turn asks of the API server: little from copies, live objects before anything that can't be undone."""
 
 import asyncio
+import copy
 import time
+from datetime import UTC, datetime
 from typing import Any, cast
 
 import pytest
@@ -73,15 +75,20 @@ class SaidPoller(Poller):
 
 
 class Alarm:
-    def add_at(self, key: JobKey, time: object) -> None:
-        """The test takes the turns."""
+    """The test takes the turns."""
+
+    def __init__(self) -> None:
+        self.set_for: list[datetime] = []
+
+    def add_at(self, key: JobKey, time: datetime) -> None:
+        self.set_for.append(time)
 
 
 class Bench:
     """One job, its turns, and the requests of each."""
 
     def __init__(self, passing_s: float = 60.0) -> None:
-        self.api = MemoryApi()
+        self.api, self.alarm = MemoryApi(), Alarm()
         self.jobs, self.planner, self.poller = JobCache(), SlowPlanner(), SaidPoller()
         self.pods = PodCache(cast("Any", None), None, lambda key: None, lambda key: None)
         self.pods.filled = True
@@ -92,7 +99,7 @@ class Bench:
         queues = Queues(self.api, lambda key: None)
         asked = (self.planner, self.poller, cutter, stacks, queues)
         observer = Observer(self.api, self.jobs, self.pods, *asked, references, Images())
-        performer = Performer(self.api, self.planner, cutter, stacks, Alarm(), self.jobs, self.pods)
+        performer = Performer(self.api, self.planner, cutter, stacks, self.alarm, self.jobs, self.pods)
         self.turns = Turns(observer, performer, self.jobs, self.planner, self.poller, passing_s)
 
     def turn(self) -> list[tuple[str, str]]:
@@ -109,6 +116,14 @@ class Bench:
         for path, pod in list(self.api.objects.items()):
             if path.startswith(PODS):
                 shown = self.api.put(path, {**pod, "spec": {**pod["spec"], "nodeName": "node"}, "status": RUNNING})
+                self.pods._change({"type": "MODIFIED", "object": shown})
+
+    def pods_crash(self) -> None:
+        """The watch shows that both trainers ended with 1."""
+        ended = {"name": "trainer", "state": {"terminated": {"exitCode": 1, "finishedAt": "2026-01-01T00:00:00Z"}}}
+        for path, pod in list(self.api.objects.items()):
+            if path.startswith(PODS):
+                shown = self.api.put(path, {**pod, "status": {"phase": "Failed", "containerStatuses": [ended]}})
                 self.pods._change({"type": "MODIFIED", "object": shown})
 
     def pod_0_trains(self) -> None:
@@ -501,6 +516,35 @@ def test_a_pod_wakes_its_job_by_what_it_shows_anew_and_by_nothing_else() -> None
         cache._change({"type": "MODIFIED", "object": shown})
 
     assert (woken, soon) == ([KEY], [KEY])
+
+
+def test_what_was_seen_already_replaces_no_copy() -> None:
+    bench = Bench()
+    shown = copy.deepcopy(bench.api.objects[JOB])
+    known = bench.jobs.get(KEY)
+
+    again = bench.jobs.saw(shown)
+    changed = bench.jobs.saw(bench.api.put(JOB, shown))
+
+    assert again is known
+    assert changed is not known
+
+
+def test_a_write_that_decisions_rest_on_is_followed_by_a_turn_and_another_is_not() -> None:
+    bench = planned()
+    bench.turn()
+    bench.pods_run()
+    bench.pod_0_trains()
+    bench.alarm.set_for.clear()
+
+    bench.turn()
+    told = list(bench.alarm.set_for)
+    bench.pods_crash()
+    bench.turn()
+
+    assert bench.status()["attempt"] == 2
+    assert told == []
+    assert bench.alarm.set_for[0] <= datetime.now(UTC)
 
 
 def test_the_pod_groups_of_a_job_that_rests_are_looked_for_until_none_is_left() -> None:

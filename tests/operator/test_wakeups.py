@@ -182,6 +182,27 @@ def test_a_later_wish_changes_nothing_and_an_earlier_one_does() -> None:
     assert moments[0] - began >= 0.19
 
 
+def test_what_is_only_to_be_told_makes_a_turn_with_what_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wakeups_module, "SOON_S", 0.2)
+    turns: list[JobKey] = []
+
+    async def take(key: JobKey) -> None:
+        turns.append(key)
+
+    def wake(wakeups: Wakeups) -> None:
+        wakeups.add_soon(A)
+        wakeups.add_soon(B)
+        wakeups.add(B)
+
+    run_for(0.1, take, wake)
+    at_once = list(turns)
+    turns.clear()
+    run_for(0.4, take, wake)
+
+    assert at_once == [B]
+    assert turns == [B, A]
+
+
 def test_what_is_forgotten_gets_no_turn() -> None:
     turns: list[JobKey] = []
 
