@@ -23,6 +23,8 @@ NODES = 20
 REPLACED = 50
 IDLE_S = 60.0
 QUIET_S = 10.0
+LOOK_S = 1.0
+"""Between two looks at a controller's processes: they cost processor time too, and on its side alone."""
 PEERS: dict[str, type[Controller]] = {"kubeflow-training-operator": Kubeflow, "bare-client": BareClient}
 
 
@@ -60,7 +62,7 @@ class Measured:
 
 
 class Watched:
-    """Processor time and memory of a process and all below it, looked at all the time."""
+    """Processor time and memory of a process and all below it, looked at again and again."""
 
     def __init__(self, process: subprocess.Popen[bytes] | None) -> None:
         self._process = psutil.Process(process.pid) if process else None
@@ -82,7 +84,7 @@ class Watched:
         return sum(self._ended_cpu_s.values())
 
     def _run(self) -> None:
-        while not self._stop.wait(0.1):
+        while not self._stop.wait(LOOK_S):
             self._look()
 
     def _look(self) -> None:

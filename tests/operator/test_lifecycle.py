@@ -91,7 +91,7 @@ def test_a_deleted_job_leaves_nothing_and_nothing_is_stuck(
     assert "finalizers" not in meta
     assert "annotations" not in meta
     assert kubelet.doubled == []
-    assert writes_to_jobs(account) == {("patch", "status")}
+    assert writes_to_jobs(account) == {("update", "status")}
 
 
 def writes_to_jobs(account: Identity) -> set[tuple[str, str]]:
