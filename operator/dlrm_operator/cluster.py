@@ -97,9 +97,11 @@ class KubernetesApi:
         self._client = client.ApiClient(settings)
         self.host = settings.host.rstrip("/")
         """URL of the API server."""
-        self._pool = self._client.rest_client.pool_manager.connection_from_url(self.host)
+        pools = self._client.rest_client.pool_manager
+        self._pool = pools.connection_from_url(self.host)
         """Asked directly: the library's own calls cost twice the CPU."""
-        self._root = urlsplit(self.host).path
+        by_proxy = pools.proxy is not None and self.host.startswith("http:")  # which is told the whole URL
+        self._root = self.host if by_proxy else urlsplit(self.host).path
         self.namespace = namespace
         """Where the configuration works by default."""
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="api")
@@ -218,6 +220,7 @@ class KubernetesApi:
                 timeout=timeout,
                 retries=False,  # the wakeups back off, and heed Retry-After
                 redirect=False,
+                assert_same_host=False,
                 preload_content=not stream,
             )
         except (urllib3.exceptions.HTTPError, OSError) as error:
