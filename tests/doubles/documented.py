@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DOCS = tuple(
-    sorted(path for path in ROOT.rglob("*.md") if not {".venv", "node_modules"} & set(path.relative_to(ROOT).parts))
-)
+NOT_OURS = {".venv", "node_modules", ".state"}
+"""Folders of others' documents: ``.state`` has file systems of containers while a node runs."""
+DOCS = tuple(sorted(path for path in ROOT.rglob("*.md") if not NOT_OURS & set(path.relative_to(ROOT).parts)))
 FENCED = re.compile(r"^```(?:console|sh|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
