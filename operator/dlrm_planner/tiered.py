@@ -86,9 +86,7 @@ class Tiered:
         Of that part first as if HBM spared them no row, then as if it were one of them.
         """
         asked, stacks, hbm = self._asked, self.whole, self._hbm(replicated)
-        more = (
-            stacks.scratch + stacks.ways + 4
-        )  # slots of a range of rows beyond its share, what is rounded up among it
+        more = stacks.scratch + stacks.ways + 4  # slots of a range of rows beyond its share, and what is rounded up
         yield Needs(
             replicated=replicated,
             held=_whole_parts(stacks.device_at_least()),

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from gangs import run_ranks, small_job
+from gangs import run_ranks
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from sharded_runs import ShardedRun, saved_of, train_plan, words_of_bad_gradient
+from sharded_runs import ShardedRun, job_of, saved_of, train_plan, words_of_bad_gradient
 from shardings import random_plan, whole_plan, without_levels
 
-from dlrm_api.job import DLRMJob
 from dlrm_trainer.collectives import Collectives
 
 ALONE = Collectives(0, 1, lambda: "")
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # a run takes a second: shrinking would take minutes
 QUIET = [HealthCheck.function_scoped_fixture]
 STEPS = 12
-
-
-def job_of(folder: Path, world_size: int, kind: str = "rowwise-adagrad", **training: Any) -> DLRMJob:
-    """Blocks, several features of a table, several tables of a feature, means, weights, both types of rows."""
-    tables = [
-        {"name": "users", "rows": 900, "dim": 16, "columnBlock": 8, "features": ["u", "v"]},
-        {"name": "bags", "rows": 120, "dim": 16, "columnBlock": 4, "pooling": "mean", "maxLookups": 4, "avgLookups": 2},
-        {"name": "small", "rows": 30, "dim": 16, "features": ["u2"]},
-        {"name": "items", "rows": 400, "dim": 16, "maxLookups": 3, "features": ["u2", "i"], "weights": ["a", "b"]},
-        {"name": "half", "rows": 300, "dim": 16, "columnBlock": 8, "maxLookups": 3, "dtype": "fp16"},
-    ]
-    model = {"denseFeatures": ["a", "b"], "bottomMlp": [16], "topMlp": [16, 1], "tables": tables}
-    row_optimizer = {"kind": kind, "learningRate": 0.01}
-    return small_job(folder, world_size, model=model, training={"rowOptimizer": row_optimizer, **training})
 
 
 def losses_of(runs: list[ShardedRun]) -> np.ndarray:

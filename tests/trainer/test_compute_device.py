@@ -13,7 +13,7 @@ from gangs import hand_plan, run_ranks, small_job
 from gpus import gpu_of
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from sharded_runs import ShardedRun, train_plan
+from sharded_runs import ShardedRun, job_of, train_plan
 from shardings import random_plan, without_levels
 from stacked import ALONE, Shape, make_learner, train_run
 
@@ -101,20 +101,6 @@ def test_rows_of_more_columns_than_a_gpus_kernels_take_are_refused(tmp_path: Pat
         start(2_052)
 
 
-def job_of(folder: Path, world_size: int = 1, kind: str = "rowwise-adagrad", **changes: Any) -> DLRMJob:
-    """Column blocks, several features of a table, means, weights, both types of rows."""
-    tables = [
-        {"name": "users", "rows": 900, "dim": 16, "columnBlock": 8, "features": ["u", "v"]},
-        {"name": "bags", "rows": 120, "dim": 16, "columnBlock": 4, "pooling": "mean", "maxLookups": 4, "avgLookups": 2},
-        {"name": "small", "rows": 30, "dim": 16, "features": ["u2"]},
-        {"name": "items", "rows": 400, "dim": 16, "maxLookups": 3, "features": ["u2", "i"], "weights": ["a", "b"]},
-        {"name": "half", "rows": 300, "dim": 16, "columnBlock": 8, "maxLookups": 3, "dtype": "fp16"},
-    ]
-    model = {"denseFeatures": ["a", "b"], "bottomMlp": [16], "topMlp": [16, 1], "tables": tables}
-    training = {"rowOptimizer": {"kind": kind, "learningRate": 0.01}} | changes.pop("training", {})
-    return small_job(folder, world_size, model=model | changes.pop("model", {}), training=training, **changes)
-
-
 def mixed_plan(seed: int, job: DLRMJob) -> Plan:
     """Shards of every kind, each wholly in hbm, in a stack over it, in one on the host, or resident on the host."""
     generator = np.random.default_rng(seed)
@@ -146,7 +132,7 @@ def test_the_plans_of_these_tests_have_shards_of_every_kind_in_every_place(tmp_p
 def test_losses_and_rows_are_those_of_the_host(
     tmp_path: Path, gpu: torch.device, seed: int, kind: str, most: int | None
 ) -> None:
-    job = job_of(tmp_path, kind=kind, training={"microBatchSize": most})
+    job = job_of(tmp_path, kind=kind, microBatchSize=most)
     plan = mixed_plan(seed, job)
 
     host = train_plan(ALONE, job, without_levels(plan), range(STEPS), tmp_path)
@@ -214,14 +200,10 @@ def test_one_level_alone_is_hbm(tmp_path: Path) -> None:
         place(job.spec.model, every_shard_in(hand_plan(job), ["ddr"]), 1)
 
 
-def train_on(name: str, collectives: Collectives, *arguments: Any) -> ShardedRun:
-    """``train_plan``, in a gang, on one of ``GPUS``."""
-    with gpu_of(name) as found:
-        return train_plan(collectives, *arguments, device=found)
-
-
 def train_pretending(collectives: Collectives, *arguments: Any) -> ShardedRun:
-    return train_on("pretended", collectives, *arguments)
+    """``train_plan``, in a gang, on the GPU that is pretended."""
+    with gpu_of("pretended") as found:
+        return train_plan(collectives, *arguments, device=found)
 
 
 @pytest.mark.slow
@@ -244,7 +226,7 @@ def test_gangs_train_as_one_rank_does_and_send_ahead_without_changing_a_bit(tmp_
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
 def test_fewer_bits_travel_between_gpus_too(tmp_path: Path, codec: str) -> None:
     formats = dict.fromkeys(("forward", "backward", "dense"), codec)
-    exact, fewer = job_of(tmp_path, 2), job_of(tmp_path, 2, training={"communication": formats})
+    exact, fewer = job_of(tmp_path, 2), job_of(tmp_path, 2, communication=formats)
     plan = mixed_plan(2, exact)
 
     runs = run_ranks(2, train_pretending, fewer, plan, range(STEPS), tmp_path)
@@ -267,7 +249,7 @@ def test_evaluations_between_steps_leave_no_trace(tmp_path: Path, gpu: torch.dev
 
 
 def test_bf16_products_train_nearly_as_fp32_ones(tmp_path: Path, gpu: torch.device) -> None:
-    exact, fewer = (job_of(tmp_path, model={"precision": precision}) for precision in ("fp32", "bf16"))
+    exact, fewer = (job_of(tmp_path, precision=precision) for precision in ("fp32", "bf16"))
 
     losses = [
         train_plan(ALONE, job, hand_plan(job), range(STEPS), tmp_path, device=gpu).losses for job in (exact, fewer)

@@ -219,7 +219,7 @@ class Learner:
             prepared = self.embeddings.prepare(self.embeddings.send(batch), updates=False)
             features = self.embeddings.lookup(self.embeddings.pool(prepared, None)).features
             pieces = _pieces(len(batch.labels), self._micro_batch)
-            dense = self._on_device(batch).dense
+            dense = batch.dense.to(self._device, non_blocking=True)
             return torch.cat([self.model(dense[piece], features[piece]) for piece in pieces]).cpu()
 
     def _start_sums(self) -> list[Arriving]:

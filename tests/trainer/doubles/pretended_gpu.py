@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding import kernels
 from dlrm_trainer.embedding.layout import Lookup, Tables
 
@@ -29,7 +30,6 @@ COPIES = {"aten._to_copy.default", "aten.copy_.default"}
 FACTORIES = ("empty.memory_format", "empty_strided")
 backend_registration._setup_privateuseone_for_python_backend(NAME)
 PRETENDED = torch.device(NAME, 0)
-HOST = torch.device("cpu")
 
 
 class MixedDevicesError(RuntimeError):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gangs import small_job
 
 from dlrm_api.errors import DivergedError
 from dlrm_api.job import DLRMJob
@@ -23,6 +24,27 @@ from dlrm_trainer.embedding.rows import table_meta
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.lookahead import prepared_ahead
 from dlrm_trainer.snapshots import live_digest, restore
+
+
+def job_of(
+    folder: Path, world_size: int = 1, kind: str = "rowwise-adagrad", *, precision: str = "fp32", **training: Any
+) -> DLRMJob:
+    """Blocks, several features of a table, several tables of a feature, means, weights, both types of rows."""
+    tables = [
+        {"name": "users", "rows": 900, "dim": 16, "columnBlock": 8, "features": ["u", "v"]},
+        {"name": "bags", "rows": 120, "dim": 16, "columnBlock": 4, "pooling": "mean", "maxLookups": 4, "avgLookups": 2},
+        {"name": "small", "rows": 30, "dim": 16, "features": ["u2"]},
+        {"name": "items", "rows": 400, "dim": 16, "maxLookups": 3, "features": ["u2", "i"], "weights": ["a", "b"]},
+        {"name": "half", "rows": 300, "dim": 16, "columnBlock": 8, "maxLookups": 3, "dtype": "fp16"},
+    ]
+    model = {"denseFeatures": ["a", "b"], "bottomMlp": [16], "topMlp": [16, 1], "tables": tables}
+    row_optimizer = {"kind": kind, "learningRate": 0.01}
+    return small_job(
+        folder,
+        world_size,
+        model=model | {"precision": precision},
+        training={"rowOptimizer": row_optimizer, **training},
+    )
 
 
 @dataclass(frozen=True)
