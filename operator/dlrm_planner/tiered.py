@@ -136,6 +136,9 @@ class Tiered:
         for pod in range(asked.spec.replicas):
             which = placement.on_pod(pod, asked.spec.trainer.processes_per_replica)
             ddr = self._ddr(placement.replicated, pod)
+            if ddr < 0:
+                self.short = self._no_room(pod, ddr)
+                return False
             if float(least[which].sum()) > ddr + len(which):  # wider maps than each shard alone would need
                 self.short = _too_little(placement, which, least, ddr)
                 return False
@@ -147,6 +150,13 @@ class Tiered:
             found.update(levels)
         self.found = found
         return True
+
+    def _no_room(self, pod: int, ddr: float) -> NoPlacement:
+        """A pod that cannot hold what every pod must, be it without any shard; told by the largest table."""
+        held = _whole_parts(self.whole.at_least(bool(self._asked.caps)))
+        largest = max(range(len(held)), key=held.__getitem__)
+        rank = pod * self._asked.spec.trainer.processes_per_replica
+        return NoPlacement(table=largest, rank=rank, held=held[largest], room=math.floor(ddr), alone=True)
 
     def _fits_devices(self, placement: Placement, hbm: float) -> bool:
         """Whether the GPU of every rank holds the least that its shards take of it."""

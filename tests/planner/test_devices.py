@@ -432,6 +432,20 @@ def test_a_gpu_too_small_for_the_dense_part_is_said_so(make_spec: MakeSpec, make
     assert any(reason.startswith("mend: raise HBM per device") for reason in reasons)
 
 
+@pytest.mark.parametrize("pin", [{"ranks": [1]}, {"sharding": "data"}, {}])
+def test_a_node_too_small_for_its_processes_is_refused_though_no_table_lies_there(
+    make_spec: MakeSpec, make_profile: MakeProfile, pin: dict[str, Any]
+) -> None:
+    spec = make_spec([table("a", 1_000, pin=pin)], replicas=2)
+
+    reasons = refusal(spec, make_profile("1Gi", devices=gpus()))
+
+    assert "table a (1000 rows x 64) does not fit on rank 0 on node 0: replicated tables, the hand-off" in reasons[0]
+    more = re.search(r"mend: raise DDR per node \(HardwareProfile big\) by (\d+) bytes", " ".join(reasons))
+    assert more is not None
+    assert plan_job(spec, make_profile(GIB + int(more[1]), devices=gpus())).device == "cuda"
+
+
 def test_rows_that_neither_hbm_nor_ddr_holds_are_told(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
     spec = make_spec([table("t", 10**8)], replicas=1)  # 26 GB
 
