@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -94,7 +96,7 @@ class DeviceSlots:
     def gather(self, slots: Slots, out: Records) -> None:
         """See ``SlotMemory``."""
         count = len(slots)
-        with torch.cuda.stream(self._stream):
+        with self._on_stream():
             on_device = self._send_slots(slots)
             found = torch.cat((self._weight[on_device], self._state[on_device]), dim=1)
             self._buffer[:count].copy_(found, non_blocking=True)
@@ -105,7 +107,7 @@ class DeviceSlots:
         """See ``SlotMemory``."""
         count, words = len(slots), self._row_words
         self._buffer[:count] = torch.from_numpy(records.view(np.int32)[:, :-1])
-        with torch.cuda.stream(self._stream):
+        with self._on_stream():
             on_device = self._send_slots(slots)
             found = self._buffer[:count].to(self._device, non_blocking=True)
             self._weight[on_device] = found[:, :words]
@@ -124,6 +126,19 @@ class DeviceSlots:
         """See ``SlotMemory``."""
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Work on the stream, and leave the calling thread on the device that it was on.
+
+        A thread is on device 0 until it says otherwise, and torch goes back there from a stream of another device by a
+        call that takes some hundred MiB of device 0 for this process; from the device itself it goes back without.
+        """
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
 
     def _wait(self) -> None:
         if self._stream is not None:
