@@ -20,6 +20,7 @@ DELTAS = "deltas/"
 PLAN_KEY = "plan.json"
 TRIES = 10**8
 _KEY = re.compile(r"deltas/(\d{16})\.json")
+_OF_A_DELTA = re.compile(f"(?:{CHUNKS}|{PARTS})([0-9]{{16}})/")
 
 
 class DeltaLink(Link):
@@ -152,9 +153,10 @@ def delta_object_key(plan: DeltaPlan, pod: int, name: str, sha256: str) -> str:
     return f"{try_prefix(CHUNKS, plan.sequence, plan.number)}{pod:06d}/{name}-{sha256[:16]}.safetensors"
 
 
-def sequence_of(key: str) -> int:
-    """The sequence number below whose prefix an object or part list lies."""
-    return int(key.split("/")[1])
+def sequence_of(key: str) -> int | None:
+    """The sequence number below whose prefix an object or part list lies; None of what others put beside them."""
+    match = _OF_A_DELTA.match(key)
+    return int(match[1]) if match else None
 
 
 def sequences(store: ObjectStore) -> list[int]:

@@ -127,7 +127,10 @@ def _below(target: ObjectStore, kind: str, first: int) -> list[str]:
     """Keys of objects of deltas before the first one that is kept; reads no more of the listing than these."""
     found = []
     for info in target.list(kind):
-        if sequence_of(info.key) >= first:
+        sequence = sequence_of(info.key)
+        if sequence is None:
+            continue
+        if sequence >= first:
             break
         found.append(info.key)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ ORPHAN_S = 3_600.0
 """Objects without a manifest stay for so long, by the store's clock: somebody may be looking into what happened."""
 SWEEPS = 6
 """Within the time that objects without a manifest stay, how often they are looked for where no snapshot goes."""
+_OF_A_CUT = re.compile(f"(?:{CHUNKS}|{PARTS})([0-9]{{16}})/([0-9]{{8}})/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +231,6 @@ def _mark(name: SnapshotName) -> str:
 
 
 def _cut_of(key: str) -> SnapshotName | None:
-    """The cut that an object or a part list is of."""
-    path = key.split("/")
-    return SnapshotName(int(path[1]), int(path[2])) if path[1].isdigit() and path[2].isdigit() else None
+    """The cut that an object or a part list is of; None of what others put beside them."""
+    match = _OF_A_CUT.match(key)
+    return SnapshotName(int(match[1]), int(match[2])) if match else None

@@ -565,6 +565,21 @@ def test_no_object_of_a_delta_is_put_while_a_cut_is_stored(
     assert during == []
 
 
+def test_what_others_put_beside_objects_of_deltas_stays_and_keeps_no_delta_back(
+    tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
+):
+    model, attempt = new_model(small_tables), claim_attempt(files, None, "test")
+    pod = new_pod(tmp_path / "pod", files, target=target)
+    target.put("chunks/.nfs0001", b"theirs")
+    target.put("parts/notes.txt", b"theirs")
+
+    for _ in range(2):
+        pod.commit(model.train(), attempt)
+
+    assert sequences(target) == [1, 2]
+    assert target.get("chunks/.nfs0001") == target.get("parts/notes.txt") == b"theirs"
+
+
 def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path, target: FileStore):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")

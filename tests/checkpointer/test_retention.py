@@ -244,6 +244,22 @@ def test_what_a_live_writer_is_uploading_stays_and_what_a_lost_one_left_goes(
     assert files.size(abandoned) is None
 
 
+@pytest.mark.parametrize("stray", ["chunks/7", "chunks/notes.txt", "parts/7", "chunks/²/1/x", "chunks/7/1"])
+def test_what_others_put_beside_objects_stays_and_keeps_retention_from_nothing(
+    tmp_path: Path, files: FileStore, new_model, new_pod, stray
+):
+    model, pod = new_model(), new_pod(tmp_path / "pod", files, keep_last=100)
+    attempt = claim_attempt(files, None, "test")
+    for _ in range(2):
+        pod.commit(model.train(), attempt)
+    files.put(stray, b"theirs")
+
+    removed = Retention(files, Rule(keep_last=1, orphan_s=0)).apply(attempt)
+
+    assert removed == 1
+    assert files.get(stray) == b"theirs"
+
+
 def test_orphans_stay_for_their_safety_age_by_the_stores_clock(tmp_path: Path, files: FileStore, new_model, new_pod):
     model, pod = new_model(), new_pod(tmp_path / "pod", files)
     lost = claim_attempt(files, None, "lost")
