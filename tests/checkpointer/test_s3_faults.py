@@ -432,6 +432,30 @@ def test_credentials_that_expire_under_an_upload_in_parts_rotate_under_it(
     assert plan.count("POST", "uploads") == 1
 
 
+def test_credentials_that_expire_before_an_object_is_looked_for_rotate_under_it(
+    store: ObjectStore, plan: Plan, told: list[str], versitygw: Any, tmp_path: Path
+):
+    def expire(proxy: Proxy, body: bytes) -> None:
+        write_keys(tmp_path, versitygw.access_key, versitygw.secret_key)
+        refuse(400, "ExpiredToken")(proxy, body)
+
+    store.put("x", b"four")
+    plan.faults += [Fault(method, expire) for method in ("GET", "HEAD")]
+
+    assert store.size("x") == 4
+    assert store.size("y") is None
+    assert told == []
+
+
+def test_a_token_that_is_expired_where_an_object_is_looked_for_is_an_error_of_the_credentials(
+    store: ObjectStore, plan: Plan
+):
+    plan.faults += [Fault(method, refuse(400, "ExpiredToken"), times=10**9) for method in ("GET", "HEAD")]
+
+    with pytest.raises(NoPermissionError, match="ExpiredToken: as planned; mend the credentials Secret"):
+        store.size("x")
+
+
 def test_a_token_that_stays_expired_is_an_error_of_the_credentials(store: ObjectStore, plan: Plan):
     plan.faults.append(Fault("PUT", refuse(400, "ExpiredToken"), times=10**9))
 

@@ -25,6 +25,12 @@ def test_what_is_put_is_read_back(store: ObjectStore):
     assert store.size("a/b") == 5
 
 
+def test_an_object_is_none_whose_key_only_begins_as_another_ones(store: ObjectStore):
+    store.put("a/b.json", b"hello")
+
+    assert store.size("a/b") is None
+
+
 def test_a_put_replaces_the_whole_object(store: ObjectStore):
     store.put("a", b"a long object")
     store.put("a", memoryview(b"short"))
