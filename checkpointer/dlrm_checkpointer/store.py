@@ -144,8 +144,11 @@ def open_store(uri: str, options: StoreOptions | None = None) -> ObjectStore:
     """Open ``file:///folder`` or ``s3://bucket/prefix``; nothing is contacted or created yet.
 
     Raises:
-        InvalidSpecError: the URI is of another kind.
+        InvalidSpecError: the URI is of another kind, or has a part that names no folder.
     """
+    options = options or StoreOptions()
+    if cut := next((mark for mark in "?#" if mark in uri), None):
+        raise InvalidSpecError(options.fields.uri, f"{uri}: {cut} ends the path of a URI: name the folder without it")
     parts = urlsplit(uri)
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
         from dlrm_checkpointer.files import FileStore
@@ -154,5 +157,5 @@ def open_store(uri: str, options: StoreOptions | None = None) -> ObjectStore:
     if parts.scheme == "s3" and parts.netloc:
         from dlrm_checkpointer.s3 import S3Store  # imported here: boto3 takes most of a second to load
 
-        return S3Store(parts.netloc, parts.path.strip("/"), options or StoreOptions())
-    raise InvalidSpecError("spec.checkpoint.uri", f"{uri} is neither file:///folder nor s3://bucket/prefix")
+        return S3Store(parts.netloc, parts.path.strip("/"), options)
+    raise InvalidSpecError(options.fields.uri, f"{uri} is neither file:///folder nor s3://bucket/prefix")

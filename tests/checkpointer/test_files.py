@@ -173,3 +173,9 @@ def test_a_path_below_a_file_is_refused_with_its_name(tmp_path: Path):
 def test_a_uri_of_another_kind_is_refused_by_field(uri: str):
     with pytest.raises(InvalidSpecError, match=r"spec\.checkpoint\.uri: .* is neither file:///folder nor s3://bucket"):
         open_store(uri)
+
+
+@pytest.mark.parametrize("uri", ["s3://bucket/job#2", "s3://bucket/job?2", "file:///jobs/a#2", "file:///jobs/a?2"])
+def test_a_uri_with_more_than_a_path_is_refused_so_that_no_two_jobs_share_what_comes_before(uri: str):
+    with pytest.raises(InvalidSpecError, match=r"spec\.checkpoint\.uri: .* ends the path of a URI: name the folder"):
+        open_store(uri)
