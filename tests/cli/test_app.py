@@ -81,6 +81,18 @@ def test_output_to_a_full_disk_is_told_as_such(job: Path) -> None:
     )
 
 
+def test_ctrl_c_while_the_program_loads_ends_it_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    program = [sys.executable, "-m", "dlrm_cli", "--help"]
+
+    finished = subprocess.run(
+        program, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60
+    )
+
+    assert (finished.returncode, finished.stdout, finished.stderr) == (130, "", "")
+
+
 def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) -> None:
     code = app.main(["--version"])
 
