@@ -181,8 +181,7 @@ class BareClient:
     def __init__(self) -> None:
         job = parse_job(job_document(0))
         plan = plan_job(job.spec, None)
-        kept = [made for made in render(job, None, plan) if made["kind"] != "Secret"]
-        self._objects = yaml.dump(kept, Dumper=yaml.CSafeDumper)
+        self._objects = yaml.dump(render(job, None, plan), Dumper=yaml.CSafeDumper)
 
     def start(self, cluster: FakeNodes) -> None:
         """Nothing runs beside the client."""

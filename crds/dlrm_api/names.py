@@ -61,7 +61,8 @@ class Env:
     """Address that the HTTP endpoints listen on; all interfaces in a pod, 127.0.0.1 on one machine."""
     TRAINER_PORT = "DLRM_TRAINER_PORT"
     CHECKPOINTER_PORT = "DLRM_CHECKPOINTER_PORT"
-    TOKEN_FILE = "DLRM_TOKEN_FILE"  # noqa: S105  the path of a mounted Secret, not a secret
+    TOKEN_SHA256 = "DLRM_TOKEN_SHA256"  # noqa: S105  a variable's name
+    """``dlrm_api.tokens.token_digest`` of the token that asks this gang for a cut; without it nobody may."""
     HANDOFF_DIR = "DLRM_HANDOFF_DIR"
     WORK_DIR = "DLRM_WORK_DIR"
     """Where rank 0 writes ``progress.jsonl``; unset in pods."""
@@ -101,7 +102,6 @@ class Path:
     JOB = "/etc/dlrm/job.json"
     PLAN = "/etc/dlrm/plan"
     """The folder of the plan's parts (``dlrm_api.plan.plan_from_parts``)."""
-    TOKEN = "/etc/dlrm-token/token"  # noqa: S105  a path
     CREDENTIALS = "/etc/dlrm-credentials"
     DATA_CREDENTIALS = "/etc/dlrm-data-credentials"
     HANDOFF = "/dev/dlrm-handoff"
@@ -143,8 +143,3 @@ def plan_config_map(job: str, attempt: int) -> str:
 def pod_group(job: str, attempt: int) -> str:
     """Name under which a gang scheduler knows one attempt's pods."""
     return f"{job}-{attempt}"
-
-
-def token_secret(job: str, attempt: int) -> str:
-    """Name of the Secret that holds one attempt's control token."""
-    return f"{job}-token-{attempt}"

@@ -32,15 +32,13 @@ def train(folder: Path) -> None:
     Raises:
         CalledProcessError: the trainer or its sidecar ended badly.
     """
-    handoff, token, tiers = WORK / "handoff", WORK / "token", WORK / "tiers"
+    handoff, tiers = WORK / "handoff", WORK / "tiers"
     handoff.mkdir()
-    token.write_text("warming")
     for tier in ("scm", "block"):
         (tiers / tier).mkdir(parents=True)
     own = {
         Env.HANDOFF_DIR: str(handoff),
         Env.TIER_DIR: str(tiers),
-        Env.TOKEN_FILE: str(token),
         Env.ATTEMPT: "1",
         Env.BIND: "127.0.0.1",
         "HOME": str(WORK),

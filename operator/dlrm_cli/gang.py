@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import Container, Env
+from dlrm_api.tokens import token_digest
 from dlrm_cli.child import ChildSpec
 from dlrm_cli.devices import VISIBLE, visible_to
 from dlrm_cli.workdir import WorkDir
@@ -92,7 +93,7 @@ class Gang:
             Env.BIND: LOOPBACK,
             Env.TRAINER_PORT: str(self.ports.trainers[replica]),
             Env.CHECKPOINTER_PORT: str(self.ports.checkpointers[replica]),
-            Env.TOKEN_FILE: str(self.workdir.token),
+            Env.TOKEN_SHA256: token_digest(self.workdir.token.read_text()),
             Env.HANDOFF_DIR: str(self.workdir.handoff(replica)),
             Env.WORK_DIR: str(self.workdir.root),
             Env.TERMINATION_LOG: str(self.workdir.termination(process)),

@@ -14,6 +14,7 @@ from operator_cluster import JobDriver, OperatorProcess, eventually, job_documen
 from dlrm_api.progress import TerminationMessage
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.control_plane import ControlPlane
+from dlrm_operator.beside.control_key import ControlKey
 from dlrm_operator.beside.cuts import Cutter
 from dlrm_operator.beside.planning import Planner
 from dlrm_operator.beside.polling import Poller
@@ -89,9 +90,10 @@ class Life:
     def __init__(self, api: KubernetesApi, die_at: int | None = None, *, answer_lost: bool = False) -> None:
         planner, poller, jobs = InstantPlanner(), Poller(1, lambda key: None), JobCache()
         pods = PodCache(api, None, lambda key: None, lambda key: None)
-        cutter, stacks = Cutter(api, lambda key: None), StackTaker(lambda key: None)
+        control_key = ControlKey(api, api.namespace)
+        cutter, stacks = Cutter(control_key, lambda key: None), StackTaker(lambda key: None)
         queues = Queues(api, lambda key: None)
-        parts = (api, planner, cutter, stacks, Alarm(), jobs, pods)
+        parts = (api, planner, cutter, stacks, Alarm(), jobs, pods, control_key)
         self.performer = MortalPerformer(*parts, die_at=die_at, answer_lost=answer_lost)
         observer = Observer(api, jobs, pods, planner, poller, cutter, stacks, queues, References(api), Images())
         self.turns = Turns(observer, self.performer, jobs, planner, poller)

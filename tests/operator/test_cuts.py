@@ -1,39 +1,41 @@
 """How the operator asks a pod for a cut: with its attempt's token, beside the turns; and its words when that fails."""
 
 import asyncio
-import base64
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from kubelet_double import ProgressServer
 
 from dlrm_api.names import Port
 from dlrm_operator.beside import cuts
+from dlrm_operator.beside.control_key import ControlKey
 from dlrm_operator.beside.cuts import Cutter
-from dlrm_operator.cluster import Api
-from dlrm_operator.cluster_errors import ClusterUnavailableError, NotFoundError
+from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError
 from dlrm_operator.facts.actions import RequestCut
 from dlrm_operator.facts.observed import CutAnswer, CutQuestion, JobKey
 
-Object = dict[str, Any]
 KEY = JobKey("space", "demo")
 IP = "127.53.7.1"
-TOKEN = base64.b64encode(b"drawn-by-chance").decode()
+TOKEN = "derived"
 
 
-class Secrets:
-    """One Secret, or why it can't be read."""
+class Key:
+    """A token, or why there is none."""
 
-    def __init__(self, data: Object | Exception) -> None:
-        self._data = data
+    def __init__(self, problem: Exception | None = None) -> None:
+        self._problem = problem
 
-    async def call(self, method: str, path: str) -> Object:
-        assert (method, path) == ("GET", "/api/v1/namespaces/space/secrets/demo-token-1")
-        if isinstance(self._data, Exception):
-            raise self._data
-        return {"data": self._data}
+    async def token(self, uid: str, attempt: int) -> str:
+        assert (uid, attempt) == ("job-uid", 3)
+        if self._problem is not None:
+            raise self._problem
+        return TOKEN
+
+
+def cutter_of(key: Key, wake: Callable[[JobKey], None] = lambda key: None) -> Cutter:
+    return Cutter(cast("ControlKey", key), wake)
 
 
 @pytest.fixture
@@ -46,15 +48,15 @@ def pod() -> Iterator[ProgressServer]:
 
 def question(asked: str = "2026-01-01T00:00:00Z") -> RequestCut:
     about = CutQuestion(pod_uid="uid-1", asked=asked)
-    return RequestCut(key=KEY, question=about, ip=IP, secret="demo-token-1", reason="Suspended")
+    return RequestCut(key=KEY, uid="job-uid", attempt=3, question=about, ip=IP, reason="Suspended")
 
 
-def answer(secret: Object | Exception, times: int = 1) -> tuple[CutAnswer, list[JobKey]]:
+def answer(problem: Exception | None = None, times: int = 1) -> tuple[CutAnswer, list[JobKey]]:
     """What comes of a request that is made ``times`` times, and whom it woke."""
 
     async def ask() -> tuple[CutAnswer, list[JobKey]]:
         woken: list[JobKey] = []
-        cutter = Cutter(cast("Api", Secrets(secret)), woken.append)
+        cutter = cutter_of(Key(problem), woken.append)
         for _ in range(times):
             cutter.request(question())
         while (found := cutter.answer(KEY)) is None:
@@ -67,44 +69,38 @@ def answer(secret: Object | Exception, times: int = 1) -> tuple[CutAnswer, list[
 def test_the_cut_is_asked_for_once_with_the_attempts_token(pod: ProgressServer) -> None:
     pod.cut_step = 51
 
-    found, woken = answer({"token": TOKEN}, times=3)
+    found, woken = answer(times=3)
 
     assert found == CutAnswer(question=question().question, step=51)
-    assert pod.tokens == ["drawn-by-chance"]
+    assert pod.tokens == [TOKEN]
     assert woken == [KEY]
 
 
 def test_a_refusal_is_told_in_the_trainers_words(pod: ProgressServer) -> None:
-    found, _ = answer({"token": TOKEN})
+    found, _ = answer()
 
     assert found.step is None
     assert found.problem == 'pod 0 answered 409: {"error": "no hand-off"}'
 
 
 def test_a_pod_that_does_not_listen_is_told() -> None:
-    found, _ = answer({"token": TOKEN})
+    found, _ = answer()
 
     assert found.problem.startswith("pod 0 did not answer: ")
-    assert "drawn-by-chance" not in found.problem
+    assert TOKEN not in found.problem
 
 
 @pytest.mark.parametrize(
-    ("secret", "words"),
+    "problem",
     [
-        (
-            NotFoundError(404, 'secrets "demo-token-1" not found'),
-            'Secret demo-token-1: secrets "demo-token-1" not found',
-        ),
-        (ClusterUnavailableError("GET: 503 slow down"), "Secret demo-token-1: GET: 503 slow down"),
-        ({}, "Secret demo-token-1 holds no token"),
-        ({"token": "not base64"}, "Secret demo-token-1 holds no token"),
-        ({"token": base64.b64encode(b"two\nlines").decode()}, "Secret demo-token-1 holds no token"),
+        ClusterUnavailableError("GET: 503 slow down"),
+        ClusterRefusedError(403, 'secrets "dlrm-operator-control-key" is forbidden'),
     ],
 )
-def test_without_a_token_nobody_is_asked(pod: ProgressServer, secret: Object | Exception, words: str) -> None:
-    found, _ = answer(secret)
+def test_without_a_token_nobody_is_asked(pod: ProgressServer, problem: Exception) -> None:
+    found, _ = answer(problem)
 
-    assert found.problem == words
+    assert found.problem == f"the control key could not be had: {problem}"
     assert pod.tokens == []
 
 
@@ -114,7 +110,7 @@ def test_a_refused_cut_is_forgotten_after_a_moment_and_a_given_one_is_not(
     monkeypatch.setattr(cuts, "AGAIN_S", 0.05)
 
     async def live() -> tuple[CutAnswer | None, CutAnswer | None]:
-        cutter = Cutter(cast("Api", Secrets({"token": TOKEN})), lambda key: None)
+        cutter = cutter_of(Key())
         cutter.request(question())
         while cutter.answer(KEY) is None:
             await asyncio.sleep(0.01)
@@ -137,7 +133,7 @@ def test_a_later_question_takes_the_place_of_one_at_work(pod: ProgressServer) ->
     pod.cut_step = 9
 
     async def live() -> CutAnswer:
-        cutter = Cutter(cast("Api", Secrets({"token": TOKEN})), lambda key: None)
+        cutter = cutter_of(Key())
         cutter.request(question("earlier"))
         cutter.request(question("later"))
         while (found := cutter.answer(KEY)) is None:
@@ -159,7 +155,7 @@ def test_a_pod_cannot_send_the_token_elsewhere(pod: ProgressServer) -> None:
 
     async def live() -> CutAnswer:
         server = await asyncio.start_server(serve, "127.53.7.2", Port.TRAINER)
-        cutter = Cutter(cast("Api", Secrets({"token": TOKEN})), lambda key: None)
+        cutter = cutter_of(Key())
         cutter.request(replace(question(), ip="127.53.7.2"))
         while (found := cutter.answer(KEY)) is None:
             await asyncio.sleep(0.01)

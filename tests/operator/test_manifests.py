@@ -15,6 +15,7 @@ from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Env, Label
 from dlrm_api.plan import Plan, plan_from_parts
 from dlrm_operator.objects.manifests import CONFIG_MAP_BYTES, Owner, plan_config_maps
+from dlrm_operator.objects.pods import with_token_digest
 from dlrm_operator.objects.rendering import render
 from dlrm_operator.objects.stores import passing_stores
 from dlrm_planner import plan_job, working_set_bytes
@@ -47,7 +48,6 @@ def test_render_gives_every_object_of_one_attempt() -> None:
 
     assert {kind: len(items) for kind, items in found.items()} == {
         "ConfigMap": 1,
-        "Secret": 1,
         "Service": 1,
         "Pod": 2,
     }
@@ -295,7 +295,7 @@ def test_additions_of_the_user_join_ours() -> None:
     assert pod["metadata"]["labels"]["team"] == "ads"
     assert pod["metadata"]["labels"][Label.JOB] == "demo"
     assert pod["spec"]["volumes"][-1] == {"name": "data", "emptyDir": {}}
-    assert len(pod["spec"]["volumes"]) == 5
+    assert len(pod["spec"]["volumes"]) == 4
     for container in containers(pod):
         assert env(container)["A"] == "1"
         assert container["volumeMounts"][-1] == {"name": "data", "mountPath": "/data"}
@@ -328,8 +328,11 @@ def test_a_job_too_large_for_a_config_map_says_so(monkeypatch: pytest.MonkeyPatc
         rendered(job())
 
 
-def test_a_secret_is_rendered_without_its_token() -> None:
-    secret = rendered(job())["Secret"][0]
+def test_trainers_know_the_digest_of_a_token_and_a_rendered_pod_knows_none() -> None:
+    before = rendered(job())["Pod"][0]["spec"]
 
-    assert "data" not in secret
-    assert "stringData" not in secret
+    after = with_token_digest({"spec": before}, "d1e5")["spec"]
+
+    assert env(before["containers"][0])["DLRM_TOKEN_SHA256"] == ""
+    assert env(after["containers"][0]) == {**env(before["containers"][0]), "DLRM_TOKEN_SHA256": "d1e5"}
+    assert {**after, "containers": []} == {**before, "containers": []}

@@ -13,7 +13,6 @@ from dlrm_api.progress import EvalMetrics, Progress, TerminationMessage, Trainer
 from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.facts.actions import (
     ApplyConfigMap,
-    ApplySecret,
     ApplyService,
     ApplyStatus,
     CreatePod,
@@ -47,7 +46,7 @@ def test_a_plan_is_written_down_before_a_pod_relies_on_it() -> None:
     created = cluster.turn()
 
     kinds = [type(action) for action in actions]
-    assert kinds == [ApplyService, ApplyConfigMap, ApplySecret, CreatePod, CreatePod, ApplyStatus]
+    assert kinds == [ApplyService, ApplyConfigMap, CreatePod, CreatePod, ApplyStatus]
     assert len([action for action in created if isinstance(action, CreatePod)]) == 2
     assert not [action for action in created if isinstance(action, RequestPlan)]
 
@@ -291,24 +290,21 @@ def test_a_config_map_that_holds_its_part_of_the_plan_already_is_not_made_again(
     actions = cluster.turn()
 
     kinds = [type(action).__name__ for action in actions if not isinstance(action, ApplyStatus | EmitEvent)]
-    assert kinds[:2] == ["DeleteObject", "ApplySecret"]
+    assert kinds[:2] == ["DeleteObject", "CreatePod"]
 
 
-def test_plans_and_tokens_of_earlier_attempts_are_removed_once_the_next_gang_stands() -> None:
+def test_plans_of_earlier_attempts_are_removed_once_the_next_gang_stands() -> None:
     cluster = running()
     cluster.end(POD_0, "trainer", 1)
 
     next_gang(cluster)
 
     assert set(cluster.config_maps) == {"demo-plan-2"}
-    assert set(cluster.secrets) == {"demo-token-2"}
 
 
 @pytest.mark.parametrize("again", range(1, 3))
 @pytest.mark.parametrize("most", range(2, 8))
-def test_an_operator_that_is_cut_off_while_the_next_gang_is_made_leaves_no_earlier_plan_or_token(
-    most: int, again: int
-) -> None:
+def test_an_operator_that_is_cut_off_while_the_next_gang_is_made_leaves_no_earlier_plan(most: int, again: int) -> None:
     cluster = running()
     cluster.end(POD_0, "trainer", 1)
     cluster.turn()
@@ -320,7 +316,6 @@ def test_an_operator_that_is_cut_off_while_the_next_gang_is_made_leaves_no_earli
     bring_up(cluster)
 
     assert set(cluster.config_maps) == {"demo-plan-2"}
-    assert set(cluster.secrets) == {"demo-token-2"}
 
 
 def test_the_schedulers_words_explain_a_pending_gang() -> None:

@@ -46,18 +46,18 @@ class Life:
         return pod
 
     def with_names_taken(self) -> JobDriver:
-        """A job whose pod and Secret have names that others hold until they are gone."""
+        """A job whose pod and ConfigMap have names that others hold until they are gone."""
         image = {"containers": [{"name": "c", "image": "none"}]}
         labels = {"dlrm.dev/job": "other", "dlrm.dev/attempt": "0", "dlrm.dev/index": "0"}
         pod = {"metadata": {"name": "taken-trainer-1-0", "labels": labels}, "spec": image}
-        self.api.call("POST", self.core("secrets"), {"metadata": {"name": "taken-token-1"}})
+        self.api.call("POST", self.core("configmaps"), {"metadata": {"name": "taken-plan-1"}})
         self.api.call("POST", self.core("pods"), {**pod, "apiVersion": "v1", "kind": "Pod"})
         job = JobDriver(self.api, self.namespace, job_document("taken", replicas=1))
-        for kind, name in (("secrets", "taken-token-1"), ("pods", "taken-trainer-1-0")):
+        for kind, name in (("configmaps", "taken-plan-1"), ("pods", "taken-trainer-1-0")):
             eventually(lambda: job.condition("Scheduled").get("reason") == "Refused", state=lambda: str(job.status()))
             options = {"kind": "DeleteOptions", "gracePeriodSeconds": 0}
             self.api.call("DELETE", f"{self.core(kind)}/{name}", options)
-            if kind == "secrets":
+            if kind == "configmaps":
                 eventually(lambda: "pod taken-trainer-1-0" in job.condition("Scheduled").get("message", ""))
         self.gang(job, 1)
         return job

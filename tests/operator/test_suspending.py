@@ -73,7 +73,7 @@ def test_the_cut_is_asked_for_once_and_its_step_outlives_the_operator() -> None:
     cluster.turn()
 
     assert first is not None
-    assert (first.secret, first.ip, first.reason) == ("demo-token-1", "127.0.0.2", "Suspended")
+    assert (first.attempt, first.ip, first.reason) == (1, "127.0.0.2", "Suspended")
     assert status(cluster).halt is not None
     assert status(cluster).halt.step == 9
     assert cluster.cut_asked is None

@@ -12,6 +12,7 @@ from model_cluster import ModelCluster
 from operator_cluster import job_document
 
 from dlrm_api.progress import Progress, TrainerPhase
+from dlrm_operator.beside.control_key import ControlKey
 from dlrm_operator.beside.cuts import Cutter
 from dlrm_operator.beside.planning import Planner
 from dlrm_operator.beside.polling import Poller
@@ -95,11 +96,12 @@ class Bench:
         document = job_document("demo")
         self.jobs.saw(self.api.put(JOB, {**document, "metadata": {"name": "demo", "namespace": "space"}}))
         references = References(self.api)
-        cutter, stacks = Cutter(self.api, lambda key: None), StackTaker(lambda key: None)
+        control_key = ControlKey(MemoryApi(), "operators")
+        cutter, stacks = Cutter(control_key, lambda key: None), StackTaker(lambda key: None)
         queues = Queues(self.api, lambda key: None)
         asked = (self.planner, self.poller, cutter, stacks, queues)
         observer = Observer(self.api, self.jobs, self.pods, *asked, references, Images())
-        performer = Performer(self.api, self.planner, cutter, stacks, self.alarm, self.jobs, self.pods)
+        performer = Performer(self.api, self.planner, cutter, stacks, self.alarm, self.jobs, self.pods, control_key)
         self.turns = Turns(observer, performer, self.jobs, self.planner, self.poller, passing_s)
 
     def turn(self) -> list[tuple[str, str]]:
@@ -148,7 +150,7 @@ def writes(asked: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [request for request in asked if request[0] not in ("GET", "LIST")]
 
 
-def test_a_start_that_goes_well_is_seven_writes_and_one_read() -> None:
+def test_a_start_that_goes_well_is_six_writes_and_one_read() -> None:
     bench = Bench()
 
     planning = bench.turn()
@@ -162,7 +164,7 @@ def test_a_start_that_goes_well_is_seven_writes_and_one_read() -> None:
     idle = bench.turn()
 
     assert planning == scheduled == started == idle == []
-    assert len(writes(forming)) == 6
+    assert len(writes(forming)) == 5
     assert [request for request in forming if request not in writes(forming)] == [("GET", JOB)]
     assert trains == [("PUT", f"{JOB}/status")]
     assert bench.status()["phase"] == "Running"
@@ -204,7 +206,7 @@ def test_a_young_copy_of_a_new_job_is_read_no_more_before_its_gang_is_made() -> 
     asked = bench.turn()
 
     assert asked == writes(asked)
-    assert len(asked) == 6
+    assert len(asked) == 5
     assert bench.status()["gangAttempt"] == 1
 
 
@@ -269,7 +271,7 @@ def test_what_needs_nothing_of_each_other_is_made_at_once_and_the_status_after_a
     made = [action for action in cluster.turn() if not isinstance(action, EmitEvent | WakeAt)]
 
     kinds = [[type(action).__name__ for action in step] for step in steps(made)]
-    assert kinds == [["ApplyService"], ["ApplyConfigMap", "ApplySecret"], ["CreatePod", "CreatePod"], ["ApplyStatus"]]
+    assert kinds == [["ApplyService"], ["ApplyConfigMap"], ["CreatePod", "CreatePod"], ["ApplyStatus"]]
 
 
 def test_a_large_gang_is_made_few_pods_at_a_time_so_that_a_quota_refuses_few() -> None:

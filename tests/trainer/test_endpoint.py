@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,6 +16,7 @@ from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_api.errors import TemporaryError
 from dlrm_api.names import ANY_ADDRESS, TOKEN_HEADER
 from dlrm_api.progress import EvalMetrics, Progress, TrainerPhase
+from dlrm_api.tokens import token_digest
 from dlrm_cluster.ports import LOOPBACK, free_port
 from dlrm_trainer import endpoint as endpoint_module
 from dlrm_trainer.collectives import Collectives
@@ -57,15 +57,14 @@ class Served:
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(endpoint_module, "CUT_WAIT_S", 0.5)
-    (tmp_path / "token").write_text("secret\n")
     collectives = Collectives(0, 1, lambda: "")
     board = ProgressBoard(attempt=4, world_size=2)
     control = CutControl(CheckpointSpec(uri="file:///nowhere", interval_steps=1_000), collectives)
     control.attach(Idle())  # type: ignore[arg-type]
     board.begin(3, 3, SCHEDULE)
-    endpoint = Endpoint(LOOPBACK, free_port(), board, control, tmp_path / "token")
+    endpoint = Endpoint(LOOPBACK, free_port(), board, control, token_digest("secret"))
     yield Served(endpoint, board, control)
     endpoint.close()
 
@@ -117,6 +116,21 @@ def test_a_cut_needs_the_token(served: Served, token: str | None) -> None:
     assert status == 403
     assert TOKEN_HEADER in json.loads(body)["error"]
     assert not served.control.agree(0.1, 4).cut
+
+
+def test_without_a_digest_nobody_may_ask_for_a_cut(served: Served) -> None:
+    served.endpoint.token_sha256 = None
+
+    answers = [served.ask("POST", "/cut", {TOKEN_HEADER: token}) for token in ("", "secret", "None")]
+
+    assert [status for status, _ in answers] == [403, 403, 403]
+    assert not served.control.agree(0.1, 4).cut
+
+
+def test_the_digest_itself_is_no_token(served: Served) -> None:
+    status, _ = served.ask("POST", "/cut", {TOKEN_HEADER: token_digest("secret")})
+
+    assert status == 403
 
 
 def test_a_cut_is_answered_with_its_step_once_it_is_handed_over(served: Served) -> None:

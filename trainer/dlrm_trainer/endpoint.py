@@ -9,7 +9,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -19,6 +18,7 @@ from prometheus_client.registry import Collector
 from dlrm_api.errors import TemporaryError
 from dlrm_api.names import TOKEN_HEADER
 from dlrm_api.progress import Progress, TrainerPhase
+from dlrm_api.tokens import token_digest
 from dlrm_checkpointer.serving import EndpointHandler, EndpointServer
 from dlrm_trainer.cuts import CutControl
 from dlrm_trainer.progress import ProgressBoard
@@ -36,7 +36,7 @@ class Endpoint:
         port: to listen on.
         board: what ``/progress`` shows.
         control: takes ``POST /cut``.
-        token_file: holds what the header must say for a cut; None: no token is asked for.
+        token_sha256: digest of what the header must say for a cut (``dlrm_api.tokens``); None: nobody may ask for one.
         collectors: of more metrics.
         stacks: what ``/stacks`` shows; by default those of this process.
 
@@ -50,11 +50,11 @@ class Endpoint:
         port: int,
         board: ProgressBoard,
         control: CutControl,
-        token_file: Path | None,
+        token_sha256: str | None,
         collectors: Sequence[Collector] = (),
         stacks: Callable[[], bytes] | None = None,
     ) -> None:
-        self.board, self.control, self.token_file = board, control, token_file
+        self.board, self.control, self.token_sha256 = board, control, token_sha256
         self.stacks = stacks or own_stacks
         self.registry = CollectorRegistry()
         for collector in (TrainerMetrics(board, control), *collectors):
@@ -75,10 +75,9 @@ class Endpoint:
 
     def allows(self, token: str | None) -> bool:
         """Whether a request may ask for a cut."""
-        if self.token_file is None:
-            return True
-        expected = self.token_file.read_text().strip()
-        return token is not None and hmac.compare_digest(token.encode(), expected.encode())
+        if token is None or self.token_sha256 is None:
+            return False
+        return hmac.compare_digest(token_digest(token), self.token_sha256)
 
     def cut(self) -> tuple[HTTPStatus, dict[str, Any]]:
         """Ask for a cut: its step once it is handed over; else the first step that it can be at."""

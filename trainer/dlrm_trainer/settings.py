@@ -39,7 +39,8 @@ class Settings:
     bind: str = ANY_ADDRESS
     """In the pod's network namespace; dlrmctl says 127.0.0.1."""
     trainer_port: int = names.Port.TRAINER
-    token_file: Path | None = None
+    token_sha256: str | None = None
+    """What the token of ``POST /cut`` is known by; None: nobody may ask for a cut."""
     handoff_dir: Path | None = None
     """None: train without snapshots."""
     work_dir: Path | None = None
@@ -83,7 +84,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         collective_timeout_s=number(Env.COLLECTIVE_TIMEOUT_S, default.collective_timeout_s),
         bind=source.get(Env.BIND) or default.bind,
         trainer_port=int(number(Env.TRAINER_PORT, 0)) or default.trainer_port,
-        token_file=path(Env.TOKEN_FILE),
+        token_sha256=source.get(Env.TOKEN_SHA256) or None,
         handoff_dir=path(Env.HANDOFF_DIR),
         work_dir=path(Env.WORK_DIR),
         ledger_dir=path(Env.LEDGER_DIR),

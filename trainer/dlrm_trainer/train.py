@@ -83,7 +83,7 @@ def train(
         control.attach(writer)
         if rank % spec.trainer.processes_per_replica == 0:
             address, port, more = settings.bind, settings.trainer_port, observer.collectors()
-            endpoint = Endpoint(address, port, board, control, settings.token_file, more, stacks.dump)
+            endpoint = Endpoint(address, port, board, control, settings.token_sha256, more, stacks.dump)
             stack.callback(endpoint.close)
         learner = Learner(
             spec,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable
 
 import aiohttp
 
-from dlrm_api.names import TOKEN_HEADER, Path, Port
+from dlrm_api.names import TOKEN_HEADER, Port
 from dlrm_api.progress import CutWord
 from dlrm_operator.beside.addresses import pod_url
+from dlrm_operator.beside.control_key import ControlKey
 from dlrm_operator.beside.questions import Questions
-from dlrm_operator.cluster import Api
 from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError
 from dlrm_operator.facts.actions import RequestCut
 from dlrm_operator.facts.conditions import shorten
@@ -30,14 +29,11 @@ class CutRefusedError(Exception):
 
 
 class Cutter(Questions[CutQuestion, CutAnswer]):
-    """Asks for cuts; a refusal is forgotten after a moment, so that the cut is asked for again.
+    """Asks for cuts; a refusal is forgotten after a moment, so that the cut is asked for again."""
 
-    The attempt's token is read for each request and never kept.
-    """
-
-    def __init__(self, api: Api, wake: Callable[[JobKey], None]) -> None:
+    def __init__(self, control_key: ControlKey, wake: Callable[[JobKey], None]) -> None:
         super().__init__(wake, keep_s=lambda answer: AGAIN_S if answer.step is None else None)
-        self._api = api
+        self._control_key = control_key
 
     def request(self, action: RequestCut) -> None:
         """Ask, unless this very question is at work already."""
@@ -52,7 +48,10 @@ class Cutter(Questions[CutQuestion, CutAnswer]):
     async def _step(self, action: RequestCut) -> int:
         """The step of the cut, or the first that it can have."""
         url, asked = pod_url(action.ip, Port.TRAINER, "/cut"), {"reason": action.reason}
-        headers = {TOKEN_HEADER: await self._token(action)}
+        try:
+            headers = {TOKEN_HEADER: await self._control_key.token(action.uid, action.attempt)}
+        except (ClusterUnavailableError, ClusterRefusedError) as error:
+            raise CutRefusedError(f"the control key could not be had: {error}") from error
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
             async with (
@@ -67,19 +66,6 @@ class Cutter(Questions[CutQuestion, CutAnswer]):
         except (aiohttp.ClientError, OSError) as error:
             raise CutRefusedError(f"pod 0 did not answer: {error}") from error
         return _read_step(body)
-
-    async def _token(self, action: RequestCut) -> str:
-        path = f"/api/v1/namespaces/{action.key.namespace}/secrets/{action.secret}"
-        try:
-            found = await self._api.call("GET", path)
-            token = base64.b64decode(found["data"][Path.TOKEN.rpartition("/")[2]]).decode().strip()
-        except (ClusterUnavailableError, ClusterRefusedError) as error:
-            raise CutRefusedError(f"Secret {action.secret}: {error}") from error
-        except (KeyError, ValueError):
-            token = ""
-        if not (token and token.isascii() and token.isprintable()):
-            raise CutRefusedError(f"Secret {action.secret} holds no token")
-        return token
 
 
 def _read_step(body: str) -> int:

@@ -31,14 +31,6 @@ class ApplyConfigMap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ApplySecret:
-    """Create the attempt's token Secret; the token is drawn while doing so. One that exists stays as it is."""
-
-    manifest: Manifest
-    """Without data."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ApplyPodGroup:
     """Create the object by which a gang scheduler knows one attempt's pods."""
 
@@ -58,7 +50,7 @@ class CreatePod:
 class DeleteObject:
     """Delete one child, provided that it is still the one that was seen."""
 
-    kind: Literal["Pod", "ConfigMap", "Secret", "PodGroup"]
+    kind: Literal["Pod", "ConfigMap", "PodGroup"]
     key: JobKey
     """The job's; the child is in its namespace."""
     name: str
@@ -150,10 +142,10 @@ class RequestCut:
     """Ask pod 0 for a cut, with its attempt's token; the answer is observed in a later turn."""
 
     key: JobKey
+    uid: str
+    attempt: int
     question: CutQuestion
     ip: str
-    secret: str
-    """Secret that holds the token."""
     reason: str
 
 
@@ -178,7 +170,6 @@ class WakeAt:
 Action = (
     ApplyService
     | ApplyConfigMap
-    | ApplySecret
     | ApplyPodGroup
     | CreatePod
     | DeleteObject

@@ -161,15 +161,6 @@ class ConfigMapSeen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SecretSeen:
-    """One token Secret; its content is never read."""
-
-    name: str
-    uid: str
-    attempt: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class GroupSeen:
     """One object by which a gang scheduler knows a group of pods."""
 
@@ -198,7 +189,6 @@ class Children:
 
     services: frozenset[str] = frozenset()
     config_maps: tuple[ConfigMapSeen, ...] = ()
-    secrets: tuple[SecretSeen, ...] = ()
     groups: Groups = field(default_factory=Groups)
     assumed: bool = False
     """Whether nobody looked for those that a first attempt has: the Service, which is created first, will tell."""

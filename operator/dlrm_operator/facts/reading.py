@@ -14,7 +14,7 @@ from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import GROUP, Label
 from dlrm_api.status import DLRMJobStatus
 from dlrm_operator.facts.conditions import parse_timestamp
-from dlrm_operator.facts.observed import ConfigMapSeen, ContainerSeen, GroupSeen, JobKey, JobSeen, PodSeen, SecretSeen
+from dlrm_operator.facts.observed import ConfigMapSeen, ContainerSeen, GroupSeen, JobKey, JobSeen, PodSeen
 
 Object = dict[str, Any]
 NOWHERE = -1
@@ -75,13 +75,6 @@ def read_config_map(document: Object) -> ConfigMapSeen:
         parts={key: base64.b64decode(value) for key, value in (document.get("binaryData") or {}).items()},
         text=document.get("data") or {},
     )
-
-
-def read_secret(document: Object) -> SecretSeen:
-    """One token Secret, its metadata alone."""
-    meta = document["metadata"]
-    attempt = _number((meta.get("labels") or {}).get(Label.ATTEMPT))
-    return SecretSeen(name=meta["name"], uid=meta["uid"], attempt=attempt)
 
 
 def read_group(document: Object, api_version: str) -> GroupSeen:

@@ -16,7 +16,6 @@ from dlrm_operator.facts.actions import (
     Action,
     ApplyConfigMap,
     ApplyPodGroup,
-    ApplySecret,
     ApplyService,
     CreatePod,
     DeleteObject,
@@ -33,7 +32,7 @@ from dlrm_operator.life.attempts import with_next_attempt
 from dlrm_operator.life.leftovers import group_deletion
 from dlrm_operator.life.phases import in_phase, newly_whole, of_whole_gang, with_truth
 from dlrm_operator.objects.gang_scheduling import group_obstacle, pod_groups
-from dlrm_operator.objects.manifests import JOB_FILE, Owner, gang_service, job_document, plan_config_maps, token_secret
+from dlrm_operator.objects.manifests import JOB_FILE, Owner, gang_service, job_document, plan_config_maps
 from dlrm_operator.objects.pods import Attempt, trainer_pods
 
 LOOK_AGAIN = timedelta(seconds=5)
@@ -149,7 +148,7 @@ def _create(
     now: datetime,
     maps: list[Manifest] | None = None,
 ) -> Formation:
-    """Create what lacks: ``maps`` where the plan is not written yet, then token, Service and pods; then it is whole.
+    """Create what lacks: ``maps`` where the plan is not written yet, then Service and pods; then it is whole.
 
     The status that says so goes last: from then on a pod that is not there was taken away, and is not made again.
     """
@@ -202,9 +201,6 @@ def _creations(
     if service["metadata"]["name"] not in children.services:
         yield ApplyService(manifest=service)
     yield from written
-    secret = token_secret(job, gang.attempt, owner)
-    if secret["metadata"]["name"] not in {seen.name for seen in children.secrets}:
-        yield ApplySecret(manifest=secret)
     attempt = Attempt(
         job=job.with_replicas(plan.nodes),
         number=gang.attempt,
@@ -224,14 +220,11 @@ def _creations(
 
 
 def _outdated(observed: Observed, children: Children, attempt: int) -> Iterator[Action]:
-    """Plans and tokens of earlier attempts: nothing mounts them any more."""
+    """Plans and groups of earlier attempts: nothing needs them any more."""
     key = observed.job.key
     for config_map in children.config_maps:
         if config_map.attempt < attempt:
             yield DeleteObject(kind="ConfigMap", key=key, name=config_map.name, uid=config_map.uid)
-    for secret in children.secrets:
-        if secret.attempt < attempt:
-            yield DeleteObject(kind="Secret", key=key, name=secret.name, uid=secret.uid)
     for group in children.groups.seen:
         if group.owner_uid == observed.job.uid and group.attempt < attempt:
             yield group_deletion(key, group)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from dlrm_api.lifecycle import LifecycleSpec
-from dlrm_api.names import token_secret
 from dlrm_api.status import DLRMJobStatus, HaltReason, HaltStatus
 from dlrm_operator.facts.actions import Action, RequestCut
 from dlrm_operator.facts.conditions import parse_timestamp, timestamp
@@ -87,6 +86,11 @@ def _committed(gang: Gang, step: int) -> bool:
 
 
 def _request(observed: Observed, gang: Gang, question: CutQuestion, why: HaltReason) -> RequestCut:
-    key = observed.job.key
-    secret = token_secret(key.name, gang.attempt)
-    return RequestCut(key=key, question=question, ip=gang.pods[0].ip, secret=secret, reason=why.value)
+    return RequestCut(
+        key=observed.job.key,
+        uid=observed.job.uid,
+        attempt=gang.attempt,
+        question=question,
+        ip=gang.pods[0].ip,
+        reason=why.value,
+    )

@@ -1,1 +1,1 @@
-"""The objects of an attempt as plain data: Service, ConfigMaps, Secret, pods, and who starts them together."""
+"""The objects of an attempt as plain data: Service, ConfigMaps, pods, and who starts them together."""

@@ -1,4 +1,4 @@
-"""The objects of a job beside its pods, as plain data: Service, ConfigMaps, Secret."""
+"""The objects of a job beside its pods, as plain data: Service and ConfigMaps."""
 
 from __future__ import annotations
 
@@ -93,18 +93,6 @@ def gang_service(job: DLRMJob, owner: Owner) -> Manifest:
             "selector": {Label.JOB: job.metadata.name, Label.ROLE: ROLE},
             "ports": [{"name": port, "port": number, "protocol": "TCP"} for port, number in ports],
         },
-    }
-
-
-def token_secret(job: DLRMJob, attempt: int, owner: Owner) -> Manifest:
-    """The Secret of the attempt's control token, without the token: whoever creates it draws one."""
-    name = names.token_secret(job.metadata.name, attempt)
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": metadata(job, name, owner, attempt),
-        "type": "Opaque",
-        "immutable": True,
     }
 
 

@@ -69,6 +69,16 @@ def trainer_pods(attempt: Attempt, maps: list[Manifest] | None = None) -> list[M
     return [_pod(attempt, index, config) for index in range(attempt.plan.nodes)]
 
 
+def with_token_digest(pod: Manifest, digest: str) -> Manifest:
+    """The pod with what its trainer knows the attempt's control token by (``dlrm_api.tokens.token_digest``)."""
+    spec = pod["spec"]
+    trainer = next(container for container in spec["containers"] if container["name"] == Container.TRAINER)
+    told = {"name": Env.TOKEN_SHA256, "value": digest}
+    env = [told if variable["name"] == Env.TOKEN_SHA256 else variable for variable in trainer["env"]]
+    containers = [{**trainer, "env": env} if container is trainer else container for container in spec["containers"]]
+    return {**pod, "spec": {**spec, "containers": containers}}
+
+
 def _pod(attempt: Attempt, index: int, config: Manifest) -> Manifest:
     job = attempt.job
     name = names.trainer_pod(job.metadata.name, attempt.number, index)
@@ -116,11 +126,11 @@ def _trainer(attempt: Attempt, index: int) -> Manifest:
         Env.MASTER_PORT: str(Port.RENDEZVOUS),
         Env.RENDEZVOUS_TIMEOUT_S: str(_rendezvous_timeout_s(job)),
         Env.TRAINER_PORT: str(Port.TRAINER),
-        Env.TOKEN_FILE: Path.TOKEN,
+        Env.TOKEN_SHA256: "",  # of a token that is derived when the pod is made
     }
     if tier_bytes(attempt.plan, index):
         env[Env.TIER_DIR] = Path.TIERS
-    own = [{"name": "token", "mountPath": Path.TOKEN.rpartition("/")[0], "readOnly": True}]
+    own: list[Manifest] = []
     if job.spec.data.credentials_secret:
         env[Env.DATA_CREDENTIALS_DIR] = Path.DATA_CREDENTIALS
         own.append({"name": "data-credentials", "mountPath": Path.DATA_CREDENTIALS, "readOnly": True})
@@ -196,7 +206,6 @@ def _volumes(attempt: Attempt, index: int, config: Manifest) -> list[Manifest]:
         config,
         {"name": "handoff", "emptyDir": {"medium": "Memory", "sizeLimit": str(handoff_bytes)}},
         {"name": "scratch", "emptyDir": {}},
-        {"name": "token", "secret": {"secretName": names.token_secret(job.metadata.name, attempt.number)}},
     ]
     if secret := job.spec.checkpoint.credentials_secret:
         volumes.append({"name": "credentials", "secret": {"secretName": secret}})

@@ -8,7 +8,7 @@ from dlrm_api.plan import Plan
 from dlrm_operator.facts.actions import Manifest
 from dlrm_operator.facts.images import Images
 from dlrm_operator.objects.gang_scheduling import pod_groups
-from dlrm_operator.objects.manifests import Owner, gang_service, plan_config_maps, token_secret
+from dlrm_operator.objects.manifests import Owner, gang_service, plan_config_maps
 from dlrm_operator.objects.pods import Attempt, trainer_pods
 
 
@@ -22,6 +22,8 @@ def render(
     uid: str = "",
 ) -> list[Manifest]:
     """Every object that the operator creates for one attempt, in the order in which it creates them.
+
+    Pods are told no digest of a control token, so those that somebody makes of these take no cuts by request.
 
     Args:
         job: The job; its namespace is used where it names one.
@@ -42,7 +44,6 @@ def render(
     return [
         gang_service(job, owner),
         *maps,
-        token_secret(job, attempt, owner),
         *pod_groups(job, attempt, pods, owner),
         *pods,
     ]

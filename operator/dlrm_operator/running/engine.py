@@ -13,6 +13,7 @@ from dlrm_api import names
 from dlrm_operator.admission.certificates import Certificate
 from dlrm_operator.admission.judging import Admission
 from dlrm_operator.admission.server import AdmissionServer
+from dlrm_operator.beside.control_key import ControlKey
 from dlrm_operator.beside.cuts import Cutter
 from dlrm_operator.beside.planning import Planner
 from dlrm_operator.beside.polling import Poller
@@ -62,13 +63,14 @@ class Engine:
         self._planner = Planner(settings.plan_deadline_s, self.wakeups.add)
         self._poller = Poller(settings.poll_s, self.wakeups.add)
         self.references = References(api, settings.profiles)
-        self._cutter = Cutter(api, self.wakeups.add)
+        control_key = ControlKey(api, where)
+        self._cutter = Cutter(control_key, self.wakeups.add)
         self._stacks = StackTaker(self.wakeups.add)
         self._queues = Queues(api, self.wakeups.add)
         asked = (self._planner, self._poller, self._cutter, self._stacks, self._queues)
         observer = Observer(api, self.jobs, self._pods, *asked, self.references, settings.images)
         fenced, asked_of = FencedApi(api, self._leader), (self._planner, self._cutter, self._stacks)
-        performer = Performer(fenced, *asked_of, self.wakeups, self.jobs, self._pods)
+        performer = Performer(fenced, *asked_of, self.wakeups, self.jobs, self._pods, control_key)
         self.turns = Turns(observer, performer, self.jobs, self._planner, self._poller, settings.passing_s)
         forgotten = (self._cutter.forget, self._stacks.forget, self._queues.forget, self.wakeups.forget)
         self.turns.forgotten.extend(forgotten)

@@ -20,7 +20,7 @@ from dlrm_operator.cluster_errors import NotFoundError
 from dlrm_operator.facts.images import Images
 from dlrm_operator.facts.jobs import JobCache
 from dlrm_operator.facts.observed import Children, JobKey, JobSeen, Observed, PodSeen
-from dlrm_operator.facts.reading import read_config_map, read_pod, read_secret
+from dlrm_operator.facts.reading import read_config_map, read_pod
 from dlrm_operator.life.formation import plan_in_force
 from dlrm_operator.life.phases import rests
 from dlrm_operator.life.resizing import wants_resize
@@ -169,15 +169,12 @@ class Observer:
             return Children(groups=groups, assumed=True)
         if _attempt(job) == 1 and not await self._was_begun(job):
             return Children(groups=groups)
-        maps, secrets, services = await asyncio.gather(
-            self._owned(job, "configmaps"),
-            self._owned(job, "secrets", METADATA_ONLY),
-            self._owned(job, "services", METADATA_ONLY),
+        maps, services = await asyncio.gather(
+            self._owned(job, "configmaps"), self._owned(job, "services", METADATA_ONLY)
         )
         return Children(
             services=frozenset(item["metadata"]["name"] for item in services),
             config_maps=tuple(read_config_map(item) for item in maps),
-            secrets=tuple(read_secret(item) for item in secrets),
             groups=groups,
         )
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Protocol
 
 from dlrm_api import names
 from dlrm_api.names import FIELD_MANAGER, Label
+from dlrm_api.tokens import token_digest
+from dlrm_operator.beside.control_key import ControlKey
 from dlrm_operator.cluster import METADATA_OF_ONE, Api
 from dlrm_operator.cluster_errors import ClusterRefusedError, ConflictError, NotFoundError
 from dlrm_operator.facts.actions import (
     Action,
     ApplyConfigMap,
     ApplyPodGroup,
-    ApplySecret,
     ApplyService,
     ApplyStatus,
     CreatePod,
@@ -35,6 +35,7 @@ from dlrm_operator.facts.conditions import timestamp
 from dlrm_operator.facts.observed import JobKey, JobSeen
 from dlrm_operator.facts.reasons import Reason
 from dlrm_operator.objects.gang_scheduling import KUEUE
+from dlrm_operator.objects.pods import with_token_digest
 from dlrm_operator.running.observing import JOBS, owned_by
 
 OURS = {"fieldManager": FIELD_MANAGER}
@@ -42,7 +43,7 @@ MOST_WRITES = 4
 """Of one status, where others' writes come between."""
 TOLD_ONCE = frozenset({Reason.ATTEMPT_FAILED, Reason.FAILED})
 """What befalls an attempt once. A turn after one that was cut off may see other evidence of it."""
-KINDS = {"Pod": "pods", "ConfigMap": "configmaps", "Secret": "secrets", "PodGroup": "podgroups"}
+KINDS = {"Pod": "pods", "ConfigMap": "configmaps", "PodGroup": "podgroups"}
 
 
 class PlansAsked(Protocol):
@@ -99,6 +100,7 @@ class Performer:
         alarm: Alarm,
         jobs: Jobs,
         pods: Pods,
+        control_key: ControlKey,
     ) -> None:
         self._api = api
         self._planner = planner
@@ -107,6 +109,7 @@ class Performer:
         self._alarm = alarm
         self._jobs = jobs
         self._pods = pods
+        self._control_key = control_key
 
     async def perform(self, action: Action) -> None:
         """Do one action. Repeating it changes nothing.
@@ -121,8 +124,6 @@ class Performer:
                 await self._create("services", manifest)
             case ApplyConfigMap(manifest=manifest):
                 await self._create("configmaps", manifest)
-            case ApplySecret(manifest=manifest):
-                await self._create_secret(manifest)
             case ApplyPodGroup(manifest=manifest):
                 await self._create("podgroups", manifest)
             case CreatePod():
@@ -151,22 +152,13 @@ class Performer:
         path = f"{_root(manifest['apiVersion'])}/namespaces/{manifest['metadata']['namespace']}/{kind}"
         await self._api.call("POST", path, manifest, OURS, METADATA_OF_ONE)
 
-    async def _create_secret(self, manifest: Manifest) -> None:
-        meta = manifest["metadata"]
-        body = {**manifest, "stringData": {names.Path.TOKEN.rpartition("/")[2]: secrets.token_urlsafe(32)}}
-        path = f"/api/v1/namespaces/{meta['namespace']}/secrets"
-        try:
-            await self._api.call("POST", path, body, OURS, METADATA_OF_ONE)
-        except ConflictError:
-            found = await self._api.call("GET", f"{path}/{meta['name']}")
-            if not owned_by(found, meta["ownerReferences"][0]["uid"]):
-                raise
-
     async def _create_pod(self, action: CreatePod) -> None:
         meta = action.manifest["metadata"]
         path = f"/api/v1/namespaces/{meta['namespace']}/pods"
+        token = await self._control_key.token(action.owner_uid, action.attempt)
+        body = with_token_digest(action.manifest, token_digest(token))
         try:
-            found = await self._api.call("POST", path, action.manifest, OURS, METADATA_OF_ONE)
+            found = await self._api.call("POST", path, body, OURS, METADATA_OF_ONE)
         except ConflictError as error:
             found = await self._api.call("GET", f"{path}/{meta['name']}")
             attempt = found["metadata"].get("labels", {}).get(Label.ATTEMPT)

@@ -16,7 +16,6 @@ from dlrm_operator.facts.actions import (
     Action,
     ApplyConfigMap,
     ApplyPodGroup,
-    ApplySecret,
     ApplyService,
     ApplyStatus,
     CreatePod,
@@ -35,9 +34,9 @@ from dlrm_operator.running.performing import Performer
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE: tuple[type[Action] | UnionType, ...] = (CreatePod, DeleteObject, ApplyConfigMap | ApplySecret | ApplyPodGroup)
+AT_ONCE: tuple[type[Action] | UnionType, ...] = (CreatePod, DeleteObject, ApplyConfigMap | ApplyPodGroup)
 """Actions in a row that may be done in any order: what follows them waits for all."""
-Creation = ApplyService | ApplyConfigMap | ApplySecret | ApplyPodGroup | CreatePod
+Creation = ApplyService | ApplyConfigMap | ApplyPodGroup | CreatePod
 """Actions that make an object."""
 MOST_AT_ONCE = 8
 """So many refusals at most, where a quota holds no more pods."""

@@ -129,7 +129,7 @@ def at_rest(pod: Object, story: Story) -> bool:
 
 
 def check_children(story: Story, children: Iterable[str]) -> None:
-    """Plans, tokens and groups of earlier attempts are gone once a later gang stood, and there are no others.
+    """Plans and groups of earlier attempts are gone once a later gang stood, and there are no others.
 
     Raises:
         WorldError: something is left over.
@@ -137,7 +137,7 @@ def check_children(story: Story, children: Iterable[str]) -> None:
     name, attempt, stood = story.script.name, story.status["attempt"], story.status.get("gangAttempt", 0)
     meant = {f"services/{name}-trainer"}
     for number in range(max(min(stood, attempt), 1), attempt + 1):
-        meant |= {f"configmaps/{name}-plan-{number}", f"secrets/{name}-token-{number}", f"podgroups/{name}-{number}"}
+        meant |= {f"configmaps/{name}-plan-{number}", f"podgroups/{name}-{number}"}
     left = sorted(child for child in set(children) - meant if not child.startswith("pods/"))
     if left:
         raise WorldError(f"left over of earlier attempts: {left}")

@@ -15,7 +15,6 @@ from dlrm_operator.facts.actions import (
     Action,
     ApplyConfigMap,
     ApplyPodGroup,
-    ApplySecret,
     ApplyService,
     ApplyStatus,
     CreatePod,
@@ -40,7 +39,7 @@ from dlrm_operator.facts.observed import (
     Polled,
     StacksSeen,
 )
-from dlrm_operator.facts.reading import read_config_map, read_group, read_job, read_pod, read_secret
+from dlrm_operator.facts.reading import read_config_map, read_group, read_job, read_pod
 from dlrm_operator.life.reconcile import reconcile
 from dlrm_planner import plan_job
 
@@ -57,7 +56,6 @@ class ModelCluster:
         self.job: Object = {**document, "metadata": {**document["metadata"], **meta}}
         self.pods: dict[str, Object] = {}
         self.config_maps: dict[str, Object] = {}
-        self.secrets: dict[str, Object] = {}
         self.services: dict[str, Object] = {}
         self.groups: dict[str, Object] = {}
         """PodGroups, and Workloads of Kueue."""
@@ -93,7 +91,6 @@ class ModelCluster:
         children = Children(
             services=frozenset(self.services),
             config_maps=tuple(read_config_map(item) for item in self.config_maps.values()),
-            secrets=tuple(read_secret(item) for item in self.secrets.values()),
             groups=Groups(
                 seen=tuple(read_group(item, item["apiVersion"]) for item in self.groups.values()),
                 attempt=max(job.status.attempt, 1) if job.status else 1,
@@ -149,8 +146,6 @@ class ModelCluster:
                 )
                 assert same, "an immutable ConfigMap can't change"
                 self.config_maps[manifest["metadata"]["name"]] = self._made(manifest)
-            case ApplySecret(manifest=manifest):
-                self.secrets.setdefault(manifest["metadata"]["name"], self._made(manifest))
             case ApplyService(manifest=manifest):
                 self.services[manifest["metadata"]["name"]] = self._made(manifest)
             case ApplyPodGroup(manifest=manifest):
@@ -263,7 +258,6 @@ class ModelCluster:
         kept = {
             "Pod": self.pods,
             "ConfigMap": self.config_maps,
-            "Secret": self.secrets,
             "PodGroup": self.groups,
         }[action.kind]
         found = kept.get(action.name)
