@@ -299,7 +299,7 @@ def test_in_a_crowd_a_start_that_goes_well_is_one_status() -> None:
     trains = bench.turn()
     idle = bench.turn()
 
-    assert len(writes(forming)) == 5
+    assert len(writes(forming)) == 4
     assert started == idle == []
     assert trains == [("PUT", f"{JOB}/status")]
     assert bench.status()["phase"] == "Running"
