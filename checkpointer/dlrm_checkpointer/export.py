@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from dlrm_api.errors import SnapshotError, UsageError
+from dlrm_api.errors import NoPermissionError, SnapshotError, UsageError
 from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.digest import combine, state_digest
 from dlrm_checkpointer.folder import raise_device
@@ -21,6 +24,8 @@ from dlrm_checkpointer.walk import walk_table
 META_FILE = "meta.json"
 DENSE_FILE = "dense.safetensors"
 TABLES_FOLDER = "tables"
+NO_FOLDER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP})
+"""Errors of paths that no folder can have."""
 
 
 def restore_to_folder(snapshot: Snapshot, folder: Path) -> str:
@@ -31,12 +36,13 @@ def restore_to_folder(snapshot: Snapshot, folder: Path) -> str:
     through memory in blocks.
 
     Raises:
-        UsageError: the folder holds something.
+        UsageError: the folder holds something, or can't be made.
         SnapshotError: an object is missing or corrupt.
+        NoPermissionError: the folder may not be written.
         DeviceError: the disk is full.
     """
-    check_new(folder)
-    try:
+    with written_to(folder):
+        check_new(folder)
         (folder / TABLES_FOLDER).mkdir(parents=True, exist_ok=True)
         tables = [(table.name, _write_table(snapshot, table, folder / TABLES_FOLDER)) for table in snapshot.meta.tables]
         dense = snapshot.dense()
@@ -44,9 +50,28 @@ def restore_to_folder(snapshot: Snapshot, folder: Path) -> str:
         digest = state_digest(tables, dense)
         meta = {"snapshot": snapshot.uri, "stateDigest": digest, **snapshot.meta.to_json()}
         write_last(folder / META_FILE, json.dumps(meta, indent=2, sort_keys=True) + "\n")
-    except OSError as error:
-        raise_device(error, folder, 0)
     return digest
+
+
+@contextlib.contextmanager
+def written_to(folder: Path) -> Iterator[None]:
+    """Say who can act where a user's folder can't be made or written.
+
+    Raises:
+        UsageError: there can be no such folder.
+        NoPermissionError: it may not be looked into or written.
+        DeviceError: the disk is full, or fails.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+            raise NoPermissionError(
+                f"{folder}: cannot be written: {error.strerror}: give this user the right, or another folder"
+            ) from error
+        if error.errno in NO_FOLDER:
+            raise UsageError(f"{folder}: cannot be written: {error.strerror}: give another folder") from error
+        raise_device(error, folder, 0)
 
 
 def check_new(folder: Path) -> None:

@@ -19,6 +19,7 @@ from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.codes import decode_rows
 from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.digest import BLOCK_ROWS
+from dlrm_checkpointer.export import written_to
 from dlrm_checkpointer.fetch import fetch, fetch_rows, in_parallel
 from dlrm_checkpointer.image import Applied, Image, ImageState, TableRows, initial_values
 from dlrm_checkpointer.objects import decode_row_numbers
@@ -75,12 +76,14 @@ class Follower:
         before_write: called before each write to the folder.
 
     Raises:
-        UsageError: the folder holds something else.
+        UsageError: the folder holds something else, or can't be made.
+        NoPermissionError: it may not be written.
     """
 
     def __init__(self, store: ObjectStore, folder: Path, before_write: Callable[[], None] = _nothing) -> None:
-        self._store = store
-        self._image = Image(folder, before_write)
+        self._store, self._folder = store, folder
+        with written_to(folder):
+            self._image = Image(folder, before_write)
 
     @property
     def state(self) -> ImageState | None:
@@ -92,8 +95,13 @@ class Follower:
 
         Raises:
             SnapshotError: an object is corrupt.
-            StoreUnavailableError: call again.
+            TemporaryError: the store does not answer, or another follower is at work in the folder: call again.
+            DeviceError: the disk is full.
         """
+        with written_to(self._folder), self._image.held():
+            return self._catch_up()
+
+    def _catch_up(self) -> list[Did]:
         self._image.remove_rest()
         did: list[Did] = []
         reloads = 0

@@ -7,22 +7,27 @@ delta makes a folder of its own, which the state file names once it is whole.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dlrm_api.errors import SnapshotError, UsageError
+from dlrm_api.errors import SnapshotError, TemporaryError, UsageError
 from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.digest import block_ranges
 from dlrm_checkpointer.initializer import initial_rows
 from dlrm_checkpointer.store import Body
 from dlrm_checkpointer.table_files import safetensors_header
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
 IMAGES = "image-"
@@ -43,8 +48,8 @@ class ImageState(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    format: str = "dlrm-image"
-    version: int = 1
+    format: Literal["dlrm-image"] = "dlrm-image"
+    version: Literal[1] = 1
     image: str
     """Folder with the tables."""
     dense: str
@@ -70,15 +75,42 @@ class Image:
 
     def __init__(self, folder: Path, before_write: Callable[[], None]) -> None:
         self._folder, self._before_write = folder, before_write
-        state = folder / STATE_FILE
         foreign = [path.name for path in folder.glob("*") if not path.name.startswith((IMAGES, STATE_FILE))]
         if foreign or (folder.exists() and not folder.is_dir()):
             raise UsageError(f"{folder}: holds something else: give a new folder")
         folder.mkdir(parents=True, exist_ok=True)
+        self.state = self._read_state()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Have the folder for oneself, as it is now; where its file system knows no locks, nobody is kept out.
+
+        Raises:
+            TemporaryError: another follower has it.
+        """
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            self.state = ImageState.model_validate_json(state.read_text()) if state.exists() else None
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise TemporaryError(
+                    f"{self._folder}: another follower is at work in this folder: end one of the two"
+                ) from error
+            except OSError as error:
+                logger.warning("folder can't be locked", extra={"folder": str(self._folder), "problem": str(error)})
+            self.state = self._read_state()
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _read_state(self) -> ImageState | None:
+        """None where no image is there."""
+        path = self._folder / STATE_FILE
+        try:
+            state = ImageState.model_validate_json(path.read_bytes()) if path.exists() else None
         except ValidationError as error:
-            raise UsageError(f"{state}: is no follower's state: give a new folder") from error
+            raise UsageError(f"{path}: is no follower's state: give a new folder") from error
+        return state if state and (self._folder / state.image).is_dir() else None
 
     def remove_rest(self) -> None:
         """Remove what a killed follower left, and images that were replaced."""
@@ -129,7 +161,10 @@ class Image:
         header = safetensors_header({"weights": (np.dtype(np.float32), shape)})
         with path.open("xb") as file:
             file.write(header)
-            file.truncate(len(header) + 4 * table.rows * table.dim)
+            file.flush()
+            os.posix_fallocate(
+                file.fileno(), 0, len(header) + 4 * table.rows * table.dim
+            )  # else a full disk is a SIGBUS
         with self.table(image, table) as rows:
             for start, end in block_ranges(table.rows):
                 ids = np.arange(start, end, dtype=np.int64)

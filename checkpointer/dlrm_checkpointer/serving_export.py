@@ -14,8 +14,7 @@ from safetensors.numpy import save_file
 
 from dlrm_api.errors import UsageError
 from dlrm_checkpointer.cut import TableMeta
-from dlrm_checkpointer.export import DENSE_FILE, TABLES_FOLDER, check_new, write_last
-from dlrm_checkpointer.folder import raise_device
+from dlrm_checkpointer.export import DENSE_FILE, TABLES_FOLDER, check_new, write_last, written_to
 from dlrm_checkpointer.precision import Precision, at_precision
 from dlrm_checkpointer.restore import Snapshot
 from dlrm_checkpointer.table_files import TableFormat
@@ -43,13 +42,14 @@ def export_tables(snapshot: Snapshot, folder: Path, wanted: Wanted) -> int:
     written last, what is there with the SHA-256 of each file. Tables stream through memory in blocks.
 
     Raises:
-        UsageError: the folder holds something, or there is no table of a name.
+        UsageError: the folder holds something or can't be made, or there is no table of a name.
         SnapshotError: an object is missing or corrupt, or a weight is too large for the precision.
+        NoPermissionError: the folder may not be written.
         DeviceError: the disk is full.
     """
-    check_new(folder)
     tables = _tables(snapshot, wanted.tables)
-    try:
+    with written_to(folder):
+        check_new(folder)
         (folder / TABLES_FOLDER).mkdir(parents=True, exist_ok=True)
         entries = [_export_table(snapshot, table, folder, wanted) for table in tables]
         save_file(snapshot.dense(), folder / DENSE_FILE)
@@ -66,8 +66,6 @@ def export_tables(snapshot: Snapshot, folder: Path, wanted: Wanted) -> int:
             "dense": _file_entry(folder, DENSE_FILE),
         }
         write_last(folder / EXPORT_FILE, json.dumps(described, indent=2) + "\n")
-    except OSError as error:
-        raise_device(error, folder, 0)
     return sum(entry["storedRows"] for entry in entries)
 
 

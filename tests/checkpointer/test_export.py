@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dlrm_api.errors import DeviceError, UsageError
+from dlrm_api.errors import DeviceError, NoPermissionError, UsageError
 from dlrm_checkpointer.catalog import find_snapshot
 from dlrm_checkpointer.export import restore_to_folder
 from dlrm_checkpointer.files import FileStore
@@ -48,6 +48,30 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, files: File
         restore_to_folder(find_snapshot(files), tmp_path / "out")
 
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("folder", ["file/out", "a" * 300])
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, files: FileStore, new_model, new_pod, folder: str):
+    new_pod(tmp_path / "pod", files).commit(new_model().train())
+    (tmp_path / "file").write_bytes(b"x")
+
+    with pytest.raises(UsageError, match=f"{folder}: cannot be written: .*: give another folder"):
+        restore_to_folder(find_snapshot(files), tmp_path / folder)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_folder_that_may_not_be_looked_into_is_one_of_the_rights(
+    tmp_path: Path, files: FileStore, new_model, new_pod, monkeypatch: pytest.MonkeyPatch, number: int
+):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    new_pod(tmp_path / "pod", files).commit(new_model().train())
+    snapshot = find_snapshot(files)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+
+    with pytest.raises(NoPermissionError, match=r"out: cannot be written: .*: give this user the right, or another"):
+        restore_to_folder(snapshot, tmp_path / "out")
 
 
 def test_a_full_disk_is_named_and_leaves_no_meta(tmp_path: Path, files: FileStore, new_model, new_pod):

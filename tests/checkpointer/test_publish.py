@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -15,7 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from dlrm_api.errors import NoPermissionError, SnapshotError, StoreUnavailableError, UsageError
+from dlrm_api.errors import (
+    DeviceError,
+    NoPermissionError,
+    SnapshotError,
+    StoreUnavailableError,
+    TemporaryError,
+    UsageError,
+)
 from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.catalog import find_snapshot
 from dlrm_checkpointer.cut import SnapshotName
@@ -563,6 +573,79 @@ def test_no_object_of_a_delta_is_put_while_a_cut_is_stored(
     publisher.close()
 
     assert during == []
+
+
+def test_two_followers_of_one_folder_take_turns_and_never_mix_deltas(
+    tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
+):
+    model, attempt = new_model(small_tables), claim_attempt(files, None, "test")
+    pod = new_pod(tmp_path / "pod", files, policy="consecutive", target=target)
+    pod.commit(model.train(), attempt)
+    second = Follower(target, tmp_path / "out")
+    turned_away = []
+
+    def meanwhile() -> None:
+        with pytest.raises(TemporaryError, match="another follower is at work in this folder") as caught:
+            second.catch_up()
+        turned_away.append(caught.value)
+
+    first = Follower(target, tmp_path / "out", meanwhile)
+    first.catch_up()
+    pod.commit(model.train(), attempt)
+    first.catch_up()
+    said = second.catch_up()
+
+    assert turned_away
+    assert said == []
+    assert_is(tmp_path / "out", find_snapshot(files))
+
+
+def test_an_image_that_is_gone_is_made_anew(tmp_path: Path, target: FileStore, files: FileStore, two_deltas: int):
+    follower = Follower(target, tmp_path / "out")
+    follower.catch_up()
+    shutil.rmtree(tmp_path / "out" / follower.state.image)
+
+    did = Follower(target, tmp_path / "out").catch_up()
+
+    assert [each.what for each in did] == ["full", "delta"]
+    assert_is(tmp_path / "out", find_snapshot(files))
+
+
+@pytest.mark.parametrize("state", [b"\xff\xfe{", b"{}", b"[]", b"OTHER FORMAT", b"OTHER VERSION"])
+def test_a_state_that_no_such_follower_wrote_is_refused(
+    tmp_path: Path, target: FileStore, two_deltas: int, state: bytes
+):
+    Follower(target, tmp_path / "out").catch_up()
+    path = tmp_path / "out" / "state.json"
+    written = path.read_bytes()
+    others = {
+        b"OTHER FORMAT": written.replace(b"dlrm-image", b"dlrm-map"),
+        b"OTHER VERSION": written.replace(b'"version": 1', b'"version": 2'),
+    }
+    path.write_bytes(others.get(state, state))
+
+    with pytest.raises(UsageError, match=r"state\.json: is no follower's state: give a new folder"):
+        Follower(target, tmp_path / "out")
+
+
+@pytest.mark.parametrize("folder", ["file/out", "a" * 300])
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, target: FileStore, two_deltas: int, folder: str):
+    (tmp_path / "file").write_bytes(b"x")
+
+    with pytest.raises(UsageError, match=f"{folder}: cannot be written: .*: give another folder"):
+        Follower(target, tmp_path / folder)
+
+
+def test_a_full_disk_is_told_before_rows_are_written_to_it(
+    tmp_path: Path, target: FileStore, two_deltas: int, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+    with pytest.raises(DeviceError, match="out: No space left on device; free space there"):
+        Follower(target, tmp_path / "out").catch_up()
 
 
 def test_what_others_put_beside_objects_of_deltas_stays_and_keeps_no_delta_back(
