@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
-from dlrm_api.errors import UsageError
+from dlrm_api.errors import DeviceError, UsageError
 from dlrm_api.hardware import parse_profile
 from dlrm_api.names import API_VERSION
+from dlrm_api.objects import ObjectName
 from dlrm_cli.devices import RESOURCE, Found
 
 if TYPE_CHECKING:
@@ -43,18 +46,41 @@ def write_profile(name: str, out: Path | None) -> None:
     """Measure this machine, and write its profile as YAML to a file that is not there yet, or print it.
 
     Raises:
-        UsageError: the file is there.
-        DeviceError: the GPUs' driver does not answer.
+        UsageError: the file is there, or can't be made, or no object of a cluster can have the name.
+        DeviceError: the GPUs' driver does not answer, or the file can't be written.
     """
+    _check_name(name)
+    if out is not None:
+        _check_new(out)
     from dlrm_cli.probe import TorchProbe  # loads torch, which takes seconds
 
-    if out is not None and out.exists():
-        raise UsageError(f"{out} is there already: choose another file with --out, or remove it")
     text = profile_text(name, TorchProbe())
     if out is None:
         print(text, end="")
-    else:
+        return
+    try:
         out.write_text(text)
+    except OSError as error:
+        raise DeviceError(f"--out: {out}: {error.strerror}: choose another file") from error
+
+
+def _check_name(name: str) -> None:
+    try:
+        TypeAdapter(ObjectName).validate_python(name)
+    except ValidationError as error:
+        raise UsageError(
+            f"--name: {name!r} is no name of an object in a cluster: use up to 253 lower-case letters, digits, - and ."
+        ) from error
+
+
+def _check_new(out: Path) -> None:
+    try:
+        if out.exists():
+            raise UsageError(f"{out} is there already: choose another file with --out, or remove it")
+    except OSError as error:
+        raise UsageError(f"--out: {out}: {error.strerror}: choose another file") from error
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"--out: {out.parent} is no folder that you may write: choose another file")
 
 
 def profile_text(name: str, probe: Probe) -> str:

@@ -171,3 +171,21 @@ def test_a_run_that_asks_for_hbm_where_there_is_none_is_refused() -> None:
 
     with pytest.raises(InvalidSpecError, match="HardwareProfile this-machine has no devices"):
         plan_job(job.spec, this_machine(1, ()))
+
+
+@pytest.mark.parametrize(
+    ("name", "out", "words"),
+    [
+        ("Bad Name", "profile.yaml", "--name: 'Bad Name' is no name of an object in a cluster"),
+        ("a" * 254, "profile.yaml", "up to 253 lower-case letters"),
+        ("node", "no/profile.yaml", "no is no folder that you may write: choose another file"),
+        ("node", "a" * 300, "File name too long: choose another file"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, out: str, words: str
+) -> None:
+    monkeypatch.setattr("dlrm_cli.probe.TorchProbe", None)
+
+    with pytest.raises(UsageError, match=words):
+        write_profile(name, tmp_path / out)

@@ -80,4 +80,4 @@ def _check_output(output: Path) -> None:
 
 
 def _not_written(output: Path, error: OSError) -> DLRMError:
-    return type(folder_error(output, error))(f"--output {output}: {error.strerror}")
+    return type(folder_error(output, error))(f"--output {output}: {error.strerror}: give another file")
