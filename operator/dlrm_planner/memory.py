@@ -17,6 +17,7 @@ from dlrm_planner.dense import (
     dense_cut_bytes,
     dense_parameters,
     exchange_bytes,
+    lookup_bytes,
     staged_bytes,
 )
 from dlrm_planner.sharding import replica_bytes
@@ -66,10 +67,10 @@ def working_set_bytes(spec: DLRMJobSpec, device: Device = "cpu") -> int:
     Of ranks that compute on a GPU what is read ahead and staged; the rest lies there.
     """
     if device == "cuda":
-        rank = RANK_BASE_BYTES + CUDA_HOST_BYTES + CUDA_SHARED_BYTES + staged_bytes(spec) + reading_bytes(spec)
+        computing = CUDA_HOST_BYTES + CUDA_SHARED_BYTES + staged_bytes(spec)
     else:
         computing = dense_bytes(spec) + activation_bytes(spec) + exchange_bytes(spec)
-        rank = RANK_BASE_BYTES + computing + reading_bytes(spec)
+    rank = RANK_BASE_BYTES + computing + lookup_bytes(spec) + reading_bytes(spec)
     return CHECKPOINTER_BASE_BYTES + spec.trainer.processes_per_replica * rank
 
 

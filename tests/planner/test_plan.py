@@ -13,7 +13,7 @@ from dlrm_api.data import DataSpec
 from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.plan import Plan, parse_plan, plan_from_parts, plan_to_parts
+from dlrm_api.plan import Device, Plan, parse_plan, plan_from_parts, plan_to_parts
 from dlrm_api.training import TrainingSpec
 from dlrm_planner import plan_job, working_set_bytes
 from dlrm_planner.dense import activation_bytes, exchange_bytes
@@ -353,6 +353,17 @@ def test_the_working_set_counts_inner_activations_of_a_micro_batch_alone(make_sp
     assert activation_bytes(larger) == activation_bytes(whole)
     assert working_set_bytes(whole) - working_set_bytes(micro) == spared
     assert spared == 2 * 4 * layers * (share - 256)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_working_set_counts_the_ids_of_long_bags(make_spec: MakeSpec, device: Device) -> None:
+    def working(replicas: int, lookups: int) -> int:
+        bags = table("t", 10, maxLookups=1_000, avgLookups=lookups, features=["a", "b"])
+        spec = make_spec([bags], batch=2**16, replicas=replicas, cache={"lookahead": 0})
+        return working_set_bytes(spec, device)
+
+    assert working(1, 101) - working(1, 1) == 32 * 100 * 2 * 2**16
+    assert working(2, 101) - working(2, 1) == 96 * 100 * 2 * 2**15
 
 
 def test_the_working_set_counts_what_files_are_read_ahead_and_what_travels(make_spec: MakeSpec) -> None:
