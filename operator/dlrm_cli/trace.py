@@ -23,7 +23,7 @@ from dlrm_api.trace import Trace, parse_trace
 from dlrm_cli.checks import check_inputs
 from dlrm_cli.display import PLAIN_EVERY_S
 from dlrm_cli.manifests import read_job
-from dlrm_cli.views import WIDTH_OFF_TERMINAL, print_view
+from dlrm_cli.views import print_view
 
 if TYPE_CHECKING:
     from dlrm_trainer.data import Reader
@@ -82,8 +82,7 @@ def trace_job(options: TraceOptions) -> None:
             f"written to {out} instead; put that file where the planner reads it and refer to it as file:///..."
         )
     print(configmap(options.configmap, job.metadata.namespace, text), end="")
-    console = Console(stderr=True)
-    (console if console.is_terminal else Console(stderr=True, width=WIDTH_OFF_TERMINAL)).print(trace_view(trace))
+    print_view(trace_view(trace), stderr=True)
 
 
 def configmap(name: str, namespace: str | None, text: str) -> str:

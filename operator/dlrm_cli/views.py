@@ -29,12 +29,26 @@ MOST_SHARDS = 8
 WIDTH_OFF_TERMINAL = 200
 
 
-def print_view(view: RenderableType) -> None:
-    """Print on stdout; wide where nobody sees it, so that URIs and digests stay whole."""
-    console = Console()
+def print_view(view: RenderableType, *, stderr: bool = False) -> None:
+    """Print on stdout, or stderr; wide where nobody sees it, so that URIs and digests stay whole.
+
+    On a narrow terminal whatever has no room in its column goes on in the next line, figures too: none is cut.
+    """
+    console = Console(stderr=stderr)
     if not console.is_terminal:
-        console = Console(width=WIDTH_OFF_TERMINAL)
+        console = Console(stderr=stderr, width=WIDTH_OFF_TERMINAL)
+    for table in _tables(view):
+        for column in table.columns:
+            column.overflow = "fold"
     console.print(view)
+
+
+def _tables(view: RenderableType) -> Iterator[Table]:
+    if isinstance(view, Table):
+        yield view
+    elif isinstance(view, Group):
+        for part in view.renderables:
+            yield from _tables(part)
 
 
 def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 
-from rich.console import Console, RenderableType
+import pytest
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
 
 from dlrm_api.measured import HitRate, LevelUse, Profile, RankUse, StageTimes, TableUse, TierBytes, TierReport
 from dlrm_api.progress import CheckpointerProgress, EvalMetrics, Progress, SnapshotInfo, TrainerPhase
+from dlrm_checkpointer.diff import TableDiff
 from dlrm_cli.display import LiveDisplay, PlainDisplay, progress_text
 from dlrm_cli.measured import profile_view, tiers_view
 from dlrm_cli.result import RunResult
-from dlrm_cli.views import result_view
+from dlrm_cli.views import diff_view, print_view, result_view
 from dlrm_cli.watch import Seen
 
 
@@ -168,3 +171,31 @@ def test_a_profile_of_many_ranks_shows_the_slowest_of_each_stage() -> None:
     rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in text.splitlines()]
     assert [row[:2] for row in rows if len(row) > 6 and row[1] == "forward"] == [["11", "forward"]]
     assert "slowest of 12 ranks" in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_no_figure_is_cut_on_a_narrow_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    many = 123_456_789_012
+    table = TableDiff(
+        table="users",
+        changed=many,
+        new=many,
+        gone=many,
+        change_norm=1.23456e-10,
+        largest_change=1.23456e-10,
+        norm_before=1.23456e10,
+        norm_after=1.23456e10,
+    )
+
+    print_view(Group(diff_view([table])))
+
+    printed = Text.from_ansi(capsys.readouterr().out).plain
+    cells = [line.split("│")[1:-1] for line in printed.splitlines() if "│" in line]
+    figures = ["".join(part.strip() for part in column) for column in zip(*cells, strict=True)]
+    assert max(map(len, printed.splitlines())) <= width
+    assert figures[:4] == ["users", *["123,456,789,012"] * 3]
+    assert "…" not in printed
