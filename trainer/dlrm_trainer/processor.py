@@ -73,21 +73,31 @@ def lowest_bit(_typing: Any, number: Any) -> Any:  # noqa: ARG001
     return types.uint64(types.uint64), generate
 
 
-@instruction
-def stream_four(_typing: Any, out: Any, place: Any, array: Any, start: Any) -> Any:  # noqa: ARG001
-    """Copy four float32 ``array[start:]`` to ``out[place:]`` past the caches; ``out`` is aligned to 16 bytes there."""
+def _streaming(floats: int) -> Any:
+    """An instruction that copies so many float32 past the caches."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        four = ir.VectorType(ir.FloatType(), 4).as_pointer()
-        to = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        from_ = context.make_array(signature.args[2])(context, builder, arguments[2]).data
-        value = builder.load(builder.bitcast(cgutils.gep(builder, from_, arguments[3]), four), align=4)
-        stored = builder.store(value, builder.bitcast(cgutils.gep(builder, to, arguments[1]), four), align=16)
-        one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-        stored.set_metadata("nontemporal", one)
-        return context.get_dummy_value()
+    @instruction
+    def stream(_typing: Any, out: Any, place: Any, array: Any, start: Any) -> Any:  # noqa: ARG001
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            vector = ir.VectorType(ir.FloatType(), floats).as_pointer()
+            to = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+            from_ = context.make_array(signature.args[2])(context, builder, arguments[2]).data
+            value = builder.load(builder.bitcast(cgutils.gep(builder, from_, arguments[3]), vector), align=4)
+            place = builder.bitcast(cgutils.gep(builder, to, arguments[1]), vector)
+            stored = builder.store(value, place, align=4 * floats)
+            one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+            stored.set_metadata("nontemporal", one)
+            return context.get_dummy_value()
 
-    return types.void(out, types.uintp, array, types.uintp), generate
+        return types.void(out, types.uintp, array, types.uintp), generate
+
+    return stream
+
+
+stream_four = _streaming(4)
+"""Copy four float32 ``array[start:]`` to ``out[place:]`` past the caches; ``out`` is aligned to 16 bytes there."""
+stream_line = _streaming(16)
+"""The same of a whole cache line, aligned to 64 bytes: no part of it ever waits for the rest."""
 
 
 @instruction

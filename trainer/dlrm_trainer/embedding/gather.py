@@ -5,6 +5,7 @@ Shapes: N rows copied, d columns, S values of state.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,21 +14,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_checkpointer.compiled import compiled
-from dlrm_checkpointer.prefetching import prefetch, prefetch_lines
+from dlrm_checkpointer.prefetching import prefetch_second
 from dlrm_trainer.embedding.half import widened
 from dlrm_trainer.embedding.row_rules import memory_of
-from dlrm_trainer.processor import lent, stream_four
+from dlrm_trainer.processor import lent, stream_four, stream_line
 from dlrm_trainer.sizes import size_of, value_of
 from dlrm_trainer.team import finish, share, take
 
 U64 = np.uint64
-NONE, ONE, FOUR = U64(0), U64(1), U64(4)
+NONE, ONE, FOUR, LINE = U64(0), U64(1), U64(4), U64(16)
+"""Numbers of float32."""
+HALVES_OF_LINE = U64(32)
+FOUR_BYTES, LINE_BYTES = 16, 64
+"""What is written past the caches is aligned to as many bytes as are written together."""
 UNIT_ROWS = 1 << 12
 """Rows that a thread copies at a time."""
-ALIGNMENT = 16
-"""Of what is written past the caches."""
-AHEAD = 12
-"""Rows asked for before their turn."""
+AHEAD = U64(24)
+"""Rows asked for before their turn: with more of two lines each, the first level of caches could not wait for all."""
 
 
 def copy_rows(
@@ -58,7 +61,8 @@ def copy_rows(
         U64(state.shape[1]),
         out.reshape(-1),
         out_state.reshape(-1),
-        out.ctypes.data % ALIGNMENT == 0 and weight.shape[1] % 4 == 0,
+        math.gcd(out.ctypes.data, LINE_BYTES),
+        math.gcd(out_state.ctypes.data, 4 * state.shape[1], FOUR_BYTES) == FOUR_BYTES,
     )
 
 
@@ -72,30 +76,101 @@ def _gather_units(
     width: Any,
     out: Any,
     out_state: Any,
-    streams: bool,
+    aligned: int,
+    streams_state: bool,
 ) -> None:
-    dim, memory, chosen, out = value_of(size), lent(memory), lent(chosen), lent(out)
-    rows, halves, states, half = memory.rows, memory.halves, memory.states, memory.half
-    shift, last = ONE if half else NONE, len(chosen) - 1
+    dim, memory, chosen, out, out_state = value_of(size), lent(memory), lent(chosen), lent(out), lent(out_state)
     while True:
         unit = take(counts)
         if unit >= units:
             return
-        for n in range(unit * UNIT_ROWS, min(len(chosen), (unit + 1) * UNIT_ROWS)):
-            coming = chosen[min(n + AHEAD, last)]
-            first = (coming * dim) >> shift
-            prefetch_lines(rows, first, first + (dim >> shift))
-            prefetch(states, coming * width)
-            row, state, into = chosen[n] * dim, chosen[n] * width, U64(n) * dim
-            if half:
-                for c in range(dim):
-                    out[into + c] = widened(halves[row + c])
-            elif streams:
-                for c in range(NONE, dim, FOUR):
-                    stream_four(out, into + c, rows, row + c)
-            else:
-                for c in range(dim):
-                    out[into + c] = rows[row + c]
-            for c in range(width):
-                out_state[U64(n) * width + c] = states[state + c]
+        first, stop = U64(unit * UNIT_ROWS), U64(min(len(chosen), (unit + 1) * UNIT_ROWS))
+        if memory.half:
+            _widen(size, memory, chosen, width, first, stop, out, out_state)
+        elif dim % LINE == NONE and aligned == LINE_BYTES:
+            _stream_lines(size, memory, chosen, width, first, stop, out, out_state)
+        elif dim % FOUR == NONE and aligned >= FOUR_BYTES:
+            _stream_fours(size, memory, chosen, width, first, stop, out, out_state)
+        else:
+            _copy(size, memory, chosen, width, first, stop, out, out_state)
+        if width != ONE:  # else with the rows
+            _copy_states(memory.states, chosen, width, first, stop, out_state, streams_state)
         finish(counts)
+
+
+@compiled
+def _widen(size: Any, memory: Any, chosen: Any, width: Any, first: Any, stop: Any, out: Any, out_state: Any) -> None:
+    dim, last = value_of(size), U64(len(chosen)) - ONE
+    for n in range(first, stop):
+        source, coming = chosen[n], chosen[min(n + AHEAD, last)]
+        for c in range(NONE, dim, HALVES_OF_LINE):
+            prefetch_second(memory.halves, coming * dim + c)
+        row, into = source * dim, n * dim
+        for c in range(dim):
+            out[into + c] = widened(memory.halves[row + c])
+        if width == ONE:
+            prefetch_second(memory.states, coming)
+            out_state[n] = memory.states[source]
+
+
+@compiled
+def _stream_lines(
+    size: Any, memory: Any, chosen: Any, width: Any, first: Any, stop: Any, out: Any, out_state: Any
+) -> None:
+    dim, last = value_of(size), U64(len(chosen)) - ONE
+    for n in range(first, stop):
+        source, coming = chosen[n], chosen[min(n + AHEAD, last)]
+        for c in range(NONE, dim, LINE):
+            prefetch_second(memory.rows, coming * dim + c)
+        row, into = source * dim, n * dim
+        for c in range(NONE, dim, LINE):
+            stream_line(out, into + c, memory.rows, row + c)
+        if width == ONE:
+            prefetch_second(memory.states, coming)
+            out_state[n] = memory.states[source]
+
+
+@compiled
+def _stream_fours(
+    size: Any, memory: Any, chosen: Any, width: Any, first: Any, stop: Any, out: Any, out_state: Any
+) -> None:
+    dim, last = value_of(size), U64(len(chosen)) - ONE
+    for n in range(first, stop):
+        source, coming = chosen[n], chosen[min(n + AHEAD, last)]
+        for c in range(NONE, dim, LINE):
+            prefetch_second(memory.rows, coming * dim + c)
+        row, into = source * dim, n * dim
+        for c in range(NONE, dim, FOUR):
+            stream_four(out, into + c, memory.rows, row + c)
+        if width == ONE:
+            prefetch_second(memory.states, coming)
+            out_state[n] = memory.states[source]
+
+
+@compiled
+def _copy(size: Any, memory: Any, chosen: Any, width: Any, first: Any, stop: Any, out: Any, out_state: Any) -> None:
+    dim, last = value_of(size), U64(len(chosen)) - ONE
+    for n in range(first, stop):
+        source, coming = chosen[n], chosen[min(n + AHEAD, last)]
+        for c in range(NONE, dim, LINE):
+            prefetch_second(memory.rows, coming * dim + c)
+        row, into = source * dim, n * dim
+        for c in range(dim):
+            out[into + c] = memory.rows[row + c]
+        if width == ONE:
+            prefetch_second(memory.states, coming)
+            out_state[n] = memory.states[source]
+
+
+@compiled
+def _copy_states(states: Any, chosen: Any, width: Any, first: Any, stop: Any, out_state: Any, streams: bool) -> None:
+    last = U64(len(chosen)) - ONE
+    for n in range(first, stop):
+        source, into = chosen[n] * width, n * width
+        prefetch_second(states, chosen[min(n + AHEAD, last)] * width)
+        if streams:
+            for c in range(NONE, width, FOUR):
+                stream_four(out_state, into + c, states, source + c)
+        else:
+            for c in range(width):
+                out_state[into + c] = states[source + c]
