@@ -19,7 +19,7 @@ from dlrm_operator.beside.polling import Poller
 from dlrm_operator.beside.queues import Queues
 from dlrm_operator.beside.references import References
 from dlrm_operator.beside.stack_taking import StackTaker
-from dlrm_operator.cluster_errors import ConflictError
+from dlrm_operator.cluster_errors import ClusterRefusedError, ConflictError
 from dlrm_operator.facts.actions import CreatePod, EmitEvent, PlanQuestion, WakeAt
 from dlrm_operator.facts.images import Images
 from dlrm_operator.facts.jobs import JobCache
@@ -96,7 +96,8 @@ class Bench:
         document = job_document("demo")
         self.jobs.saw(self.api.put(JOB, {**document, "metadata": {"name": "demo", "namespace": "space"}}))
         references = References(self.api)
-        control_key = ControlKey(MemoryApi(), "operators")
+        self.key_api = MemoryApi()
+        control_key = ControlKey(self.key_api, "operators")
         cutter, stacks = Cutter(control_key, lambda key: None), StackTaker(lambda key: None)
         queues = Queues(self.api, lambda key: None)
         asked = (self.planner, self.poller, cutter, stacks, queues)
@@ -197,6 +198,24 @@ def test_an_object_of_others_whose_name_is_needed_is_named_in_the_condition() ->
 
     assert said["reason"] == "Refused"
     assert "Service demo-trainer exists and belongs to another owner: delete it" in said["message"]
+
+
+def test_pods_wait_for_a_control_key_and_the_condition_says_what_is_wrong_with_it() -> None:
+    bench, secret = planned(), "/api/v1/namespaces/operators/secrets/dlrm-operator-control-key"
+    bench.key_api.put(secret, {"metadata": {"name": "dlrm-operator-control-key"}, "data": {"key": ""}})
+    for _ in range(3):
+        with pytest.raises(ClusterRefusedError):
+            bench.turn()
+    said = next(item for item in bench.status()["conditions"] if item["type"] == "Scheduled")
+    waited = [path for path in bench.api.objects if path.startswith(PODS)]
+    del bench.key_api.objects[secret]
+
+    bench.turn()
+
+    assert said["reason"] == "Refused"
+    assert "Secret operators/dlrm-operator-control-key holds no 'key' of 32 bytes: delete it" in said["message"]
+    assert waited == []
+    assert len([path for path in bench.api.objects if path.startswith(PODS)]) == 2
 
 
 def test_a_young_copy_of_a_new_job_is_read_no_more_before_its_gang_is_made() -> None:
