@@ -24,10 +24,11 @@ from dlrm_checkpointer.retention import Rule
 from dlrm_checkpointer.settings import Settings, read_settings
 from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.store import StoreOptions, open_store
+from dlrm_checkpointer.store import FieldNames, StoreOptions, open_store
 
 LONGEST_REASON = 512
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+PUBLISH_FIELDS = FieldNames(uri="spec.checkpoint.publish.uri")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,10 +86,11 @@ def _publisher(settings: Settings, options: StoreOptions, status: Status) -> Pub
         return None
     pod = settings.ranks.start // len(settings.ranks)
     terms = Terms(bits=wanted.bits, keep_last=wanted.keep_last, pod=pod, pods=settings.pods)
-    snapshots, target = open_store(settings.uri, options), open_store(wanted.uri, options)
+    snapshots = open_store(settings.uri, options)
+    target = open_store(wanted.uri, replace(options, fields=PUBLISH_FIELDS))
     if target.uri == snapshots.uri:  # however the job writes it
         raise InvalidSpecError(
-            "spec.checkpoint.publish.uri",
+            PUBLISH_FIELDS.uri,
             f"{target.uri} holds the job's snapshots, whose retention would remove deltas: give another folder",
         )
     return Publisher(snapshots, target, terms, status)
