@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from dlrm_api.errors import DLRMError
+from dlrm_api.errors import DLRMError, NoInputError
 from dlrm_api.names import ExitCode
 from dlrm_cli.cluster.commands import cluster
 from dlrm_cli.serving import serving
@@ -57,6 +57,14 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="spec.path=value", help="Set a field; the value is YAML. May be repeated."),
 ]
+
+
+def _need_current_folder() -> None:
+    """Refuse to start where the current folder was removed: relative paths mean nothing, and torch can't load."""
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise NoInputError("the current folder was removed: change to one that is there") from error
 
 
 def _print_version(asked: bool) -> None:
@@ -132,6 +140,7 @@ def run(
     """Train the job on this machine; run the same command again to resume."""
     from dlrm_cli.run import RunOptions, run_job
 
+    _need_current_folder()
     options = RunOptions(
         file=file,
         workdir=workdir,
@@ -169,6 +178,7 @@ def trace(
     """Measure how a job's data reuses rows, for the planner to size caches by."""
     from dlrm_cli.trace import TraceOptions, trace_job
 
+    _need_current_folder()
     trace_job(
         TraceOptions(
             file=file,
@@ -190,6 +200,7 @@ def measure(
     """Measure this machine: its memory, CPUs and GPUs, as a HardwareProfile to complete by hand."""
     from dlrm_cli.machine import write_profile
 
+    _need_current_folder()
     write_profile(name, out)
 
 

@@ -197,3 +197,18 @@ def test_a_bad_command_line_is_refused_before_anything_starts(
     for word in words:
         assert word in line
     assert not (folder / "snapshots").exists()
+
+
+@pytest.mark.parametrize("command", [["run", "JOB"], ["trace", "JOB", "--batches", "3"], ["profile", "measure"]])
+def test_a_current_folder_that_was_removed_is_told_as_such(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "job.yaml").write_text(yaml.safe_dump(document(folder)))
+    (folder / "gone").mkdir()
+    monkeypatch.chdir(folder / "gone")
+    (folder / "gone").rmdir()
+
+    got = app.main([str(folder / "job.yaml") if each == "JOB" else each for each in command])
+
+    assert got == 66
+    assert error_line(capsys) == "dlrmctl: error: the current folder was removed: change to one that is there"
