@@ -124,7 +124,7 @@ class LocalRun:
                 self.workdir.history.unlink(missing_ok=True)
             outcome = supervisor.run()
             if outcome is Outcome.STOPPED:
-                self.display.say(_how_to_resume(supervisor.committed_step))
+                self.display.say(how_to_resume(supervisor.committed_step))
                 return None
             return self._keep(read_result(self.workdir, self.store, supervisor.restarts))
         except OSError as error:
@@ -164,8 +164,9 @@ def _plan(job: DLRMJob) -> Plan:
     return plan_job(job.spec, this_machine(job.spec.replicas, devices), traces=read_references(job.spec))
 
 
-def _how_to_resume(committed_step: int | None) -> str:
-    again = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+def how_to_resume(committed_step: int | None) -> str:
+    """What a stopped run leaves, and the command that goes on from there."""
+    again = shlex.join(["dlrmctl", *sys.argv[1:]])
     if committed_step is None:
         return f"stopped before a snapshot was committed; to start again: {again}"
     return f"stopped; the snapshot of step {committed_step:,} is committed; to resume: {again}"

@@ -16,6 +16,7 @@ from dlrm_api.job import parse_job
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import parse_plan
 from dlrm_cli import app, manifests
+from dlrm_cli.run import how_to_resume
 
 JOB = """
 apiVersion: dlrm.dev/v1alpha1
@@ -91,6 +92,15 @@ def test_ctrl_c_while_the_program_loads_ends_it_without_a_word(tmp_path: Path) -
     )
 
     assert (finished.returncode, finished.stdout, finished.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("started", ["/somewhere/dlrmctl", "/somewhere/dlrm_cli/__main__.py"])
+def test_the_way_to_resume_is_told_by_the_programs_name_however_it_was_started(
+    monkeypatch: pytest.MonkeyPatch, started: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [started, "run", "a job.yaml"])
+
+    assert how_to_resume(7) == ("stopped; the snapshot of step 7 is committed; to resume: dlrmctl run 'a job.yaml'")
 
 
 def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) -> None:
