@@ -10,7 +10,7 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Device
 from dlrm_api.tiers import MOST_DEVICE_COLUMNS
 from dlrm_planner.dense import activation_bytes, exchange_bytes
-from dlrm_planner.memory import MIB, MOST_DDR, Limit, dense_bytes, human
+from dlrm_planner.memory import MIB, MOST_DDR, Limit, dense_bytes, human, tightest
 from dlrm_planner.tables import Tables, table_paths
 
 CONTEXT_BYTES = 2_048 * MIB
@@ -82,7 +82,7 @@ def device_limit(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Limit | 
         each = f", {human(budget // processes)} for each of {processes} processes" if processes > 1 else ""
         source = f"{BUDGET} of {human(budget)}{each}, less {beside}"
         limits.append(Limit(min(budget // processes, MOST_DDR) - working, source, BUDGET, processes))
-    return min(limits, key=lambda limit: limit.size, default=None)
+    return tightest(limits)
 
 
 def device_working_bytes(spec: DLRMJobSpec) -> int:

@@ -41,8 +41,7 @@ def infeasible(
         reasons.insert(1, f"{whose} has {max(0, limit.size)} bytes for tables: {limit.source}")
         more = _enough_memory(asked, limit, _missing(cause), cause.tier)
         if more is not None:
-            more *= limit.shares
-            reasons.append(f"mend: raise {limit.field} by {more} bytes ({human(more)})")
+            reasons.append(f"mend: raise {_raised(limit, limit.size + more)}")
     reasons.extend(_fewer_activations(asked, profile, cause))
     reasons.extend(_other_mends(asked, refusal))
     if isinstance(cause, NoPlacement):
@@ -215,6 +214,15 @@ def _enough_memory(asked: Question, limit: Limit, short: int, tier: str) -> int 
 
     more = _least(fits, (MOST_DDR - limit.size) // MIB, -(-short // MIB))
     return None if more is None else more * MIB
+
+
+def _raised(limit: Limit, enough: int) -> str:
+    """By how much each field is to be raised that holds a pod, or a GPU, below what is enough."""
+    below = [each for each in (limit, *limit.looser) if each.size < enough]
+    sizes = [(enough - each.size) * each.shares for each in below]
+    return " and ".join(
+        f"{each.field} by {size} bytes ({human(size)})" for each, size in zip(below, sizes, strict=True)
+    )
 
 
 def _fewer_activations(asked: Question, profile: HardwareProfile | None, cause: NoPlacement | Short) -> Iterator[str]:

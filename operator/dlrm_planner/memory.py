@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from decimal import Decimal
 
 from dlrm_api.hardware import HardwareProfile
@@ -59,6 +59,14 @@ class Limit:
     """What the user raises to get more."""
     shares: int = 1
     """Equal parts of that field, of which this is one."""
+    looser: tuple[Limit, ...] = ()
+    """Those that hold beside it, the next tightest first."""
+
+
+def tightest(limits: Iterable[Limit]) -> Limit | None:
+    """The tightest of some limits, which knows the others; None where there is none."""
+    ordered = sorted(limits, key=lambda limit: limit.size)
+    return replace(ordered[0], looser=tuple(ordered[1:])) if ordered else None
 
 
 def working_set_bytes(spec: DLRMJobSpec, device: Device = "cpu") -> int:
@@ -115,7 +123,7 @@ def pod_limit(
     if most is not None:
         source = f"{CONTAINER_LIMIT} of {human(most)} less {human(own)} for {beside}{spared}"
         limits.append(Limit(min(most, MOST_DDR) - own - reserve, source, CONTAINER_LIMIT))
-    return min(limits, key=lambda limit: limit.size, default=None)
+    return tightest(limits)
 
 
 def container_limit(spec: DLRMJobSpec) -> int | None:

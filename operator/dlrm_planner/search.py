@@ -52,8 +52,18 @@ def _search(asked: Question, *, quick: bool) -> Solution | Refusal | None:
             return found
         refusal = found or refusal
     if stacked or asked.caps:
-        return _search_tiers(replace(asked, tables=_in_slices(asked)), quick=quick)
+        found = _search_tiers(replace(asked, tables=_in_slices(asked)), quick=quick)
+        whole = isinstance(found, Refusal) and not stacked and not quick and _lacks_less_whole(asked, found)
+        return _search_ddr(replace(asked, caps={}), quick=False, crowded=True) if whole else found
     return refusal
+
+
+def _lacks_less_whole(asked: Question, tiered: Refusal) -> bool:
+    """Whether all rows in DDR lack less of a pod than what slower tiers take of every pod lacks, tables aside."""
+    if asked.limit is None or not isinstance(tiered.cause, NoPlacement) or tiered.cause.room >= 0:
+        return False
+    wider = replace(asked.limit, size=asked.limit.size - tiered.cause.room)
+    return solved(replace(asked, caps={}, limit=wider))
 
 
 def _search_devices(asked: Question, *, quick: bool) -> Solution | Refusal | None:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import HardwareProfile
@@ -159,3 +161,45 @@ def test_the_tighter_of_profile_and_budget_counts(make_spec: MakeSpec, make_prof
 
     assert "trainer.tierBudgets.ddr of 64.0 MiB" in refusal(spec, make_profile("1Ti")).reasons[1]
     assert "a big node less" in refusal(roomy, node).reasons[1]
+
+
+def test_rows_that_nearly_fit_ddr_are_refused_by_what_they_lack_there(make_spec: MakeSpec) -> None:
+    spec = make_spec(tables(50_000), tierBudgets={"ddr": "6Mi", "block": "1Gi"})
+
+    reasons = refusal(spec).reasons
+
+    short, more = (int(re.search(r"(\d+) bytes (?:short|\()", reasons[i])[1]) for i in (0, 2))  # type: ignore[index]
+    assert "with row state and hand-off it takes" in reasons[0]
+    assert short <= more < short + 2 * MIB
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.integers(1, 10**6), min_size=1, max_size=4),
+    replicas=st.integers(1, 3),
+    sizes=st.fixed_dictionaries(
+        {tier: st.none() | st.integers(MIB, 300 * MIB) for tier in ("scm", "block")},
+        optional={tier: st.integers(MIB, 300 * MIB) for tier in ("ddr", "node", "limit")},
+    ),
+)
+def test_every_limit_that_a_mend_raises_is_enough_together(
+    make_spec: MakeSpec, make_profile: MakeProfile, rows: list[int], replicas: int, sizes: dict[str, int | None]
+) -> None:
+    working = working_set_bytes(make_spec(tables(*rows), replicas=replicas))
+
+    def planned(more: dict[str, int]) -> None:
+        size = {name: found + more.get(name, 0) for name, found in sizes.items() if found is not None}
+        budgets = {tier: size[tier] for tier in ("ddr", "scm", "block") if tier in size}
+        memory = {"limits": {"memory": str(working + size["limit"])}} if "limit" in size else {}
+        node = make_profile(working + size["node"]) if "node" in size else None
+        free = [{**each, "pin": None} for each in tables(*rows)]
+        plan_job(make_spec(free, replicas=replicas, tierBudgets=budgets, resources=memory), node)
+
+    fields = {"trainer.tierBudgets.ddr": "ddr", "DDR per node (HardwareProfile big)": "node"}
+    try:
+        planned({})
+    except InfeasiblePlanError as refused:
+        mend = next(reason for reason in refused.reasons if reason.startswith("mend: raise "))
+        raised = re.findall(r"(?:raise|and) (.+?) by (\d+) bytes", mend)
+
+        planned({fields.get(field, "limit"): int(more) for field, more in raised})
