@@ -37,6 +37,8 @@ BLOCK_PLACE_META_BYTES = 8
 """Host memory of each place of a block level: its row, or that it is free."""
 TIER_BUFFER_BYTES = 64 << 20
 """Host memory of one rank with levels, for rows on their way: staging, segments being written, pages being read."""
+CLASS_BUFFER_BYTES = 32 << 20
+"""The same of each further class of its tables, those of another width or type, where a device's queue moves rows."""
 
 
 def map_entry_bytes(rows: int) -> int:

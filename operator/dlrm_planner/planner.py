@@ -104,7 +104,7 @@ class _Planning:
 def _written(spec: DLRMJobSpec, profile: HardwareProfile | None, asked: Question, found: Solution) -> Plan:
     """A solution as the plan of its job."""
     handoff = tuple(_handoff_bytes(spec, found, pod) for pod in range(spec.replicas))
-    ranks = _rank_plans(spec, found, handoff)
+    ranks = _rank_plans(asked, found, handoff)
     policy, rule = choose_policy(spec, found, asked.traces)
     return Plan(
         world_size=spec.world_size,
@@ -143,11 +143,12 @@ def _handoff_bytes(spec: DLRMJobSpec, found: Solution, pod: int) -> int:
     return budget
 
 
-def _rank_plans(spec: DLRMJobSpec, found: Solution, handoff: tuple[int, ...]) -> tuple[RankPlan, ...]:
+def _rank_plans(asked: Question, found: Solution, handoff: tuple[int, ...]) -> tuple[RankPlan, ...]:
     """Bytes of each rank; a pod's hand-off counts at its ranks by what they hold, where they fit, else at its first."""
-    tables, placement, processes = found.tables, found.placement, spec.trainer.processes_per_replica
+    spec, tables, placement = asked.spec, found.tables, found.placement
+    processes = spec.trainer.processes_per_replica
     replicas = sum(replica_bytes(tables, i) for i in placement.replicated)
-    buffers = buffer_bytes(found, spec.world_size)
+    buffers = buffer_bytes(asked, found)
     held = [{"ddr": int(buffers[rank])} for rank in range(spec.world_size)]
     for each in held:
         if found.device == "cuda":

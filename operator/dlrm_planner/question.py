@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Device
-from dlrm_api.tiers import TIER_BUFFER_BYTES
+from dlrm_api.tiers import CLASS_BUFFER_BYTES, TIER_BUFFER_BYTES
 from dlrm_api.trace import TableTrace
 from dlrm_planner.costs import Costs, read_costs
 from dlrm_planner.devices import check_device_tables, device_limit, device_of
@@ -19,7 +20,7 @@ from dlrm_planner.memory import Limit, pod_limit
 from dlrm_planner.needs import NoPlacement
 from dlrm_planner.placement import Placement
 from dlrm_planner.reuse import Reuse, read_reuse
-from dlrm_planner.stacks import SlowTier, Stacks, slow_caps
+from dlrm_planner.stacks import SlowTier, Stacks, slow_caps, stack_classes
 from dlrm_planner.tables import Tables
 from dlrm_planner.tiering import Levels, Short
 
@@ -42,6 +43,13 @@ class Question:
     traces: Mapping[str, TableTrace]
     curves: dict[int, Reuse] = field(default_factory=dict)
     """Read once for each depth of lookahead, however often memory is asked for."""
+
+    @cached_property
+    def buffers(self) -> int:
+        """Host memory of each rank with levels, for rows on their way, as if it had a stack of every class."""
+        if self.device == "cpu" and "block" not in self.caps:
+            return TIER_BUFFER_BYTES  # rows are copied few at a time
+        return TIER_BUFFER_BYTES + CLASS_BUFFER_BYTES * max(0, stack_classes(self.tables) - 1)
 
     def reuse(self) -> Reuse:
         """Curves of all tables."""
@@ -122,8 +130,8 @@ def changed(asked: Question, spec: DLRMJobSpec, profile: HardwareProfile | None)
     )
 
 
-def buffer_bytes(solution: Solution, world_size: int) -> NDArray[np.int64]:
+def buffer_bytes(asked: Question, solution: Solution) -> NDArray[np.int64]:
     """(W,) host memory of each rank with levels, for rows on their way."""
-    found = np.zeros(world_size, np.int64)
-    found[solution.placement.ranks[list(solution.stacked)]] = TIER_BUFFER_BYTES
+    found = np.zeros(asked.spec.world_size, np.int64)
+    found[solution.placement.ranks[list(solution.stacked)]] = asked.buffers
     return found

@@ -196,6 +196,16 @@ def slow_caps(spec: DLRMJobSpec, profile: HardwareProfile | None) -> dict[SlowTi
     return caps
 
 
+def stack_classes(tables: Tables) -> int:
+    """Kinds of rows, by width and type, of which a rank may have a stack: tables of a kind share one."""
+    kinds = {
+        (table.column_block or table.dim, table.dtype)
+        for table in tables.specs
+        if table.pin is None or not (table.pin.sharding == "data" or table.pin.tier in ("hbm", "ddr"))
+    }
+    return len(kinds)
+
+
 def pinned_slow(tables: Tables) -> bool:
     """Whether any table's rows are pinned to a tier below DDR."""
     return any(t.pin is not None and t.pin.tier in SLOW_TIERS for t in tables.specs)

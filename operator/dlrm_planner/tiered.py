@@ -49,7 +49,7 @@ class Tiered:
     def _host_needs(self, replicated: tuple[int, ...]) -> Iterator[Needs]:
         """By DDR alone, and where tiers of several pods fill unevenly, by the tighter of DDR and all tiers."""
         asked, stacks = self._asked, self.whole
-        beside = TIER_BUFFER_BYTES * asked.spec.trainer.processes_per_replica + stacks.between
+        beside = asked.buffers * asked.spec.trainer.processes_per_replica + stacks.between
         by_ddr = whole_needs(asked.spec, asked.tables, replicated, asked.limit, beside=beside)
         room = min(by_ddr.room)
         more = stacks.slot * (stacks.ways + 4) + TIER_BUFFER_BYTES // 2**16  # what is rounded up
@@ -181,7 +181,7 @@ class Tiered:
         if asked.limit is None:
             return math.inf
         fixed = fixed_pod_bytes(asked.spec, asked.tables, replicated, pod, asked.device)
-        buffers = TIER_BUFFER_BYTES * asked.spec.trainer.processes_per_replica
+        buffers = asked.buffers * asked.spec.trainer.processes_per_replica
         return asked.limit.size - fixed - buffers - max(self.whole.between, self.stacks.between)
 
 

@@ -87,7 +87,10 @@ def bytes_by_hand(spec: DLRMJobSpec, plan: Plan, pod: int) -> dict[str, float]:
                 meta = tiers.BLOCK_PLACE_META_BYTES if level.tier == "block" else tiers.PLACE_META_BYTES + order
                 taken["ddr"] += places * meta
                 taken[level.tier] = taken.get(level.tier, 0.0) + places * size
-    taken["ddr"] += len(buffered) * tiers.TIER_BUFFER_BYTES + plan.handoff_bytes[pod]
+    free = [table for table in spec.model.all_tables() if table.pin is None or table.pin.tier != "ddr"]
+    classes = len({(table.dim, table.dtype) for table in free}) if spec.trainer.tier_budgets.block else 1
+    buffers = tiers.TIER_BUFFER_BYTES + max(0, classes - 1) * tiers.CLASS_BUFFER_BYTES
+    taken["ddr"] += len(buffered) * buffers + plan.handoff_bytes[pod]
     return taken
 
 
@@ -397,3 +400,16 @@ def test_five_thousand_tables_are_tiered(make_spec: MakeSpec, capsys: pytest.Cap
     assert any(found.shards[0].tiers.levels for found in plan.tables)
     assert max(sum(r.bytes_per_tier["ddr"] for r in plan.ranks if r.node == pod) for pod in range(4)) <= 160 * GIB
     assert expected_hits(plan, spec) > 0.5
+
+
+@pytest.mark.parametrize(("tier", "each"), [("block", tiers.CLASS_BUFFER_BYTES), ("scm", 0)])
+def test_buffers_of_each_class_of_rows_are_counted(make_spec: MakeSpec, tier: str, each: int) -> None:
+    def buffers(*kinds: dict[str, Any]) -> int:
+        found = [{"rows": 100_000, "dim": 16, "pin": {"tier": tier}, **kind} for kind in kinds]
+        plan = plan_job(make_spec(named(found), tierBudgets={"ddr": "4Gi", tier: "4Gi"}))
+        by_shards = bytes_by_hand(make_spec(named(found)), plan, 0)["ddr"]
+        return round((plan.ranks[0].bytes_per_tier["ddr"] - by_shards) / MIB) * MIB
+
+    assert buffers({}, {}) == 0
+    assert buffers({}, {"dim": 32}, {"dtype": "fp16"}, {"dtype": "fp16"}) == 2 * each
+    assert buffers({}, {"dim": 32, "pin": {"tier": "ddr"}}) == 0
