@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -61,6 +62,8 @@ def write_profile(name: str, out: Path | None) -> None:
     try:
         out.write_text(text)
     except OSError as error:
+        with suppress(OSError):
+            out.unlink()  # part of a profile is none, and would be in the way of the next try
         raise DeviceError(f"--out: {out}: {error.strerror}: choose another file") from error
 
 

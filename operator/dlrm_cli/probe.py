@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from dlrm_cli.checks import memory_bytes
 from dlrm_cli.devices import Found, found_devices
+from dlrm_trainer.settings import usable_cpus
 
 HOST = torch.device("cpu")
 
@@ -38,6 +38,8 @@ class Effort:
 
 
 HOST_EFFORT = Effort(bytes=1 << 30, side=2_048, repeats=5)
+HOST_SHARE = 16
+"""No more than one part in so many of host memory is moved at a time."""
 DEVICE_EFFORT = Effort(bytes=1 << 30, side=8_192, repeats=10)
 
 
@@ -50,7 +52,7 @@ class TorchProbe:
 
     def cores(self) -> int:
         """That this process may use."""
-        return len(os.sched_getaffinity(0))
+        return usable_cpus()
 
     def devices(self) -> tuple[Found, ...]:
         """GPUs."""
@@ -58,7 +60,7 @@ class TorchProbe:
 
     def host_rates(self) -> Rates:
         """Of the CPUs together and host memory."""
-        return measured(HOST, HOST_EFFORT)
+        return measured(HOST, host_effort(self.memory_bytes()))
 
     def device_rates(self) -> Rates:
         """Of the first GPU."""
@@ -67,6 +69,11 @@ class TorchProbe:
     def link_bytes_per_second(self) -> float:
         """Between host memory and the first GPU, in the slower direction."""
         return link_rate(torch.device("cuda", 0), DEVICE_EFFORT)
+
+
+def host_effort(memory_bytes: int) -> Effort:
+    """How much work measuring a host is that has so much memory."""
+    return replace(HOST_EFFORT, bytes=min(HOST_EFFORT.bytes, memory_bytes // HOST_SHARE))
 
 
 def measured(device: torch.device, effort: Effort) -> Rates:

@@ -1,5 +1,7 @@
 """``dlrmctl profile measure`` by a probe of our own; what measures is tried on the host, and no GPU is made believe."""
 
+import errno
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from dlrm_cli import devices
 from dlrm_cli.checks import this_machine
 from dlrm_cli.devices import Found, found_devices, visible_to
 from dlrm_cli.machine import profile_text, write_profile
-from dlrm_cli.probe import HOST, Effort, Rates, TorchProbe, link_rate, measured
+from dlrm_cli.probe import HOST, HOST_EFFORT, Effort, Rates, TorchProbe, host_effort, link_rate, measured
 from dlrm_planner import plan_job
 
 GIB = 2**30
@@ -113,6 +115,25 @@ def test_the_host_is_measured_for_real() -> None:
     assert link_rate(HOST, SMALL) > 1e6
     assert TorchProbe().memory_bytes() > GIB
     assert TorchProbe().cores() >= 1
+
+
+def test_a_host_with_little_memory_is_measured_by_less_of_it() -> None:
+    assert host_effort(512 * GIB) == HOST_EFFORT
+    assert host_effort(GIB).bytes == GIB // 16
+
+
+def test_a_full_disk_is_told_and_leaves_no_part_of_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_part(path: Path, _text: str) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("dlrm_cli.probe.TorchProbe", KnownMachine)
+    monkeypatch.setattr(Path, "write_text", write_part)
+
+    with pytest.raises(DeviceError, match=r"box\.yaml: No space left on device: choose another file"):
+        write_profile("box", tmp_path / "box.yaml")
+
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
