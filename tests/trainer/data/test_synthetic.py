@@ -20,6 +20,7 @@ from dlrm_trainer.data.hashing import random_bits, stream_key
 from dlrm_trainer.data.histogram import parse_histogram, read_histogram
 from dlrm_trainer.data.popularity import Popularity, Scatter
 from dlrm_trainer.data.synthetic import SyntheticSource
+from dlrm_trainer.data.teacher import sigmoid
 
 SYNTHETIC = {"samples": 20_000, "evalSamples": 5_000}
 HISTOGRAM = """Ratio of index distribution at different column sizes:
@@ -190,3 +191,8 @@ def test_scattering_ranks_over_a_table_hits_each_row_once(rows: int, key: int) -
     scattered = scatter(np.arange(rows, dtype=np.uint64))
 
     assert np.sort(scattered).tolist() == list(range(rows))
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_teacher_warns_of_no_logit_however_far_from_0() -> None:
+    assert sigmoid(np.array([-1e4, 0.0, 1e4])).tolist() == [0.0, 0.5, 1.0]

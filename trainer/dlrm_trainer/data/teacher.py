@@ -78,7 +78,8 @@ def row_effects(keys: Sequence[np.uint64], rows: NDArray[np.uint64]) -> tuple[Fl
 
 def sigmoid(logits: Floats) -> Floats:
     """Probability of a positive label."""
-    return np.asarray(1.0 / (1.0 + np.exp(-logits)))
+    with np.errstate(over="ignore"):  # what is less than a double can tell from 0 is 0
+        return np.asarray(1.0 / (1.0 + np.exp(-logits)))
 
 
 def gaussian(bits: NDArray[np.uint64]) -> Floats:
