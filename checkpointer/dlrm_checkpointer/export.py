@@ -18,6 +18,7 @@ from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.digest import combine, state_digest
 from dlrm_checkpointer.folder import raise_device
 from dlrm_checkpointer.restore import Snapshot
+from dlrm_checkpointer.synced import make_folder, replace_synced, sync_all
 from dlrm_checkpointer.table_files import little_endian, safetensors_header
 from dlrm_checkpointer.walk import walk_table
 
@@ -43,7 +44,7 @@ def restore_to_folder(snapshot: Snapshot, folder: Path) -> str:
     """
     with written_to(folder):
         check_new(folder)
-        (folder / TABLES_FOLDER).mkdir(parents=True, exist_ok=True)
+        make_folder(folder / TABLES_FOLDER)
         tables = [(table.name, _write_table(snapshot, table, folder / TABLES_FOLDER)) for table in snapshot.meta.tables]
         dense = snapshot.dense()
         save_file(dense, folder / DENSE_FILE)
@@ -85,13 +86,14 @@ def check_new(folder: Path) -> None:
 
 
 def write_last(path: Path, text: str) -> None:
-    """Write the file that says that all others are whole: it is there whole or not at all."""
+    """Write the file that says that all others are whole, once they outlive the machine: whole or not at all."""
+    sync_all(path.parent)
     draft = path.with_name(f".{path.name}")
     with draft.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    draft.replace(path)
+    replace_synced(draft, path)
 
 
 def _write_table(snapshot: Snapshot, table: TableMeta, folder: Path) -> str:

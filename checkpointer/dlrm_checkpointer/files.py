@@ -9,7 +9,6 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from io import FileIO
-from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import quote
@@ -17,6 +16,7 @@ from urllib.parse import quote
 from dlrm_api.errors import DLRMError, NoInputError, NoPermissionError, StoreUnavailableError
 from dlrm_checkpointer.folder import FULL, raise_device
 from dlrm_checkpointer.store import Body, ObjectInfo, delete_each
+from dlrm_checkpointer.synced import make_folder, sync
 
 DRAFT_PREFIX = ".draft-"
 """Start of the name of a file that is being written; never listed, never read."""
@@ -84,7 +84,7 @@ class FileStore:
                 os.fsync(file.fileno())
             yield draft
             draft.unlink(missing_ok=True)
-            _sync_folder(path.parent)
+            sync(path.parent)
         except OSError as error:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
@@ -153,20 +153,9 @@ def _open_draft(draft: Path) -> FileIO:
     """Open a new file, making its folders: a delete next door may remove an empty folder between the two."""
     for _ in range(OPEN_TRIES):
         with contextlib.suppress(FileNotFoundError):
-            made = list(takewhile(lambda folder: not folder.is_dir(), draft.parents))
-            draft.parent.mkdir(parents=True, exist_ok=True)
-            for folder in made:
-                _sync_folder(folder.parent)
+            make_folder(draft.parent)
             return FileIO(draft, "xb")
     return FileIO(draft, "xb")
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _raise_unless_absent(error: OSError) -> None:

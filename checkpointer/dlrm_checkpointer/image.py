@@ -25,6 +25,7 @@ from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.digest import block_ranges
 from dlrm_checkpointer.initializer import initial_rows
 from dlrm_checkpointer.store import Body
+from dlrm_checkpointer.synced import make_folder, replace_synced, sync
 from dlrm_checkpointer.table_files import safetensors_header
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Image:
         foreign = [path.name for path in folder.glob("*") if not path.name.startswith((IMAGES, STATE_FILE))]
         if foreign or (folder.exists() and not folder.is_dir()):
             raise UsageError(f"{folder}: holds something else: give a new folder")
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self.state = self._read_state()
 
     @contextlib.contextmanager
@@ -125,15 +126,17 @@ class Image:
                     path.unlink()
 
     def save(self, state: ImageState) -> None:
-        """Remember, in one step, what the folder holds."""
+        """Remember, in one step, what the folder holds, once the names of its files outlive the machine."""
         self._before_write()
+        for folder in (self._folder / state.image / TABLES_FOLDER, self._folder / state.image, self._folder):
+            sync(folder)
         draft = self._folder / f"{STATE_FILE}.draft"
         with draft.open("w") as file:
             file.write(state.model_dump_json(indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
         self._before_write()
-        draft.replace(self._folder / STATE_FILE)
+        replace_synced(draft, self._folder / STATE_FILE)
         self.state = state
 
     def new(self, sequence: int) -> str:

@@ -17,6 +17,7 @@ from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.export import DENSE_FILE, TABLES_FOLDER, check_new, write_last, written_to
 from dlrm_checkpointer.precision import Precision, at_precision
 from dlrm_checkpointer.restore import Snapshot
+from dlrm_checkpointer.synced import make_folder
 from dlrm_checkpointer.table_files import TableFormat
 from dlrm_checkpointer.walk import walk_table
 
@@ -50,7 +51,7 @@ def export_tables(snapshot: Snapshot, folder: Path, wanted: Wanted) -> int:
     tables = _tables(snapshot, wanted.tables)
     with written_to(folder):
         check_new(folder)
-        (folder / TABLES_FOLDER).mkdir(parents=True, exist_ok=True)
+        make_folder(folder / TABLES_FOLDER)
         entries = [_export_table(snapshot, table, folder, wanted) for table in tables]
         save_file(snapshot.dense(), folder / DENSE_FILE)
         described = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -409,3 +410,36 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     if request.param == "file":
         return open_store(f"file://{tmp_path}/a%20store")
     return s3_store(request.getfixturevalue(request.param), tmp_path / "credentials")
+
+
+@dataclass
+class ToDisk:
+    """What reached the device, in order."""
+
+    steps: list[tuple[str, Path]] = field(default_factory=list)
+    """``synced`` files and folders, and names that files were ``renamed`` to."""
+
+    def synced_before(self, name: Path) -> set[Path]:
+        before = self.steps[: self.steps.index(("renamed", name))]
+        return {path for what, path in before if what == "synced"}
+
+    def synced_after(self, name: Path) -> set[Path]:
+        after = self.steps[self.steps.index(("renamed", name)) :]
+        return {path for what, path in after if what == "synced"}
+
+
+@pytest.fixture
+def to_disk(monkeypatch: pytest.MonkeyPatch) -> ToDisk:
+    found, sync, replace = ToDisk(), os.fsync, Path.replace
+
+    def remember_sync(descriptor: int) -> None:
+        sync(descriptor)
+        found.steps.append(("synced", Path(f"/proc/self/fd/{descriptor}").readlink()))
+
+    def remember_name(path: Path, target: Path) -> Path:
+        found.steps.append(("renamed", target))
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", remember_sync)
+    monkeypatch.setattr(Path, "replace", remember_name)
+    return found

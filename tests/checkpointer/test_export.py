@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import signal
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -104,3 +105,33 @@ def test_a_disk_that_is_full_at_the_very_end_leaves_no_meta(
         restore_to_folder(snapshot, tmp_path / "out")
 
     assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_all_files_outlive_the_machine_before_the_one_that_says_that_they_are_whole(
+    tmp_path: Path, files: FileStore, new_model, new_pod, few_rows, to_disk
+):
+    new_pod(tmp_path / "pod", files).commit(new_model(few_rows).train())
+
+    restore_to_folder(find_snapshot(files), out := tmp_path / "new" / "out")
+
+    others = {path for path in out.rglob("*") if path.name != "meta.json"}
+    assert {tmp_path, tmp_path / "new", out, *others} <= to_disk.synced_before(out / "meta.json")
+    assert out in to_disk.synced_after(out / "meta.json")
+
+
+def test_a_file_system_that_syncs_no_folders_takes_files_all_the_same(
+    tmp_path: Path, files: FileStore, new_model, new_pod, few_rows, monkeypatch: pytest.MonkeyPatch
+):
+    new_pod(tmp_path / "pod", files).commit(new_model(few_rows).train())
+    sync = os.fsync
+
+    def refuse(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+
+    restore_to_folder(find_snapshot(files), tmp_path / "out")
+
+    assert (tmp_path / "out" / "meta.json").exists()

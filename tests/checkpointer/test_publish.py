@@ -89,6 +89,18 @@ def test_a_follower_has_what_was_published_at_its_precision(
     assert pod.status.registry.get_sample_value("dlrm_checkpointer_published_step") == 4
 
 
+def test_the_names_of_an_images_files_outlive_the_machine_before_the_state_that_names_it(
+    tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables, to_disk
+):
+    new_pod(tmp_path / "pod", files, target=target).commit(new_model(small_tables).train())
+
+    Follower(target, out := tmp_path / "new" / "out").catch_up()
+
+    folders = {path for path in out.rglob("*") if path.is_dir()}
+    assert {tmp_path, tmp_path / "new", out, *folders} <= to_disk.synced_before(out / "state.json")
+    assert out in to_disk.synced_after(out / "state.json")
+
+
 @pytest.mark.slow
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

@@ -139,3 +139,17 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, files: File
 
     with pytest.raises(UsageError, match="is not empty"):
         export_tables(find_snapshot(files), tmp_path / "out", Wanted(form=Safetensors(), precision="fp32"))
+
+
+@pytest.mark.parametrize("updated_only", [False, True])
+@pytest.mark.parametrize("form", FORMS, ids=["safetensors", "parquet"])
+def test_all_files_outlive_the_machine_before_the_one_that_says_that_they_are_whole(
+    tmp_path: Path, files: FileStore, trained, to_disk, form, updated_only: bool
+):
+    wanted = Wanted(form=form, precision="fp32", updated_only=updated_only)
+
+    export_tables(find_snapshot(files), out := tmp_path / "new" / "out", wanted)
+
+    others = {path for path in out.rglob("*") if path.name != "export.json"}
+    assert {tmp_path, tmp_path / "new", out, *others} <= to_disk.synced_before(out / "export.json")
+    assert out in to_disk.synced_after(out / "export.json")
