@@ -38,6 +38,19 @@ class FileStore:
         """Where the keys live, without a trailing slash."""
         return "file://" + quote(str(self.root).rstrip("/"))
 
+    def check_folder(self) -> None:
+        """Refuse a folder that somebody must have made before and that is not there.
+
+        Raises:
+            NoInputError: it is absent, or a file.
+            NoPermissionError: it may not be looked for.
+        """
+        status = _status(self.root)
+        if status is None:
+            raise NoInputError(f"{self.root}: there is no such folder: mend the URI")
+        if not stat.S_ISDIR(status.st_mode):
+            raise _no_folder(self.root)
+
     def get(self, key: str) -> bytes:
         """The object's bytes."""
         try:
@@ -94,7 +107,7 @@ class FileStore:
         """Objects whose key starts with ``prefix``, in ascending order of their keys."""
         folder = self.root / prefix.rpartition("/")[0]
         found: list[ObjectInfo] = []
-        for path in _files(folder):
+        for path in self._files(folder):
             key = path.relative_to(self.root).as_posix()
             if not path.name.startswith(DRAFT_PREFIX) and key.startswith(prefix) and (status := _status(path)):
                 found.append(ObjectInfo(key=key, size=status.st_size, modified=status.st_mtime))
@@ -125,18 +138,24 @@ class FileStore:
     def sweep_uploads(self, older_than_s: float) -> int:
         """Remove drafts of dead writers that are older than this."""
         removed = 0
-        for path in _files(self.root):
+        for path in self._files(self.root):
             status = _status(path) if path.name.startswith(DRAFT_PREFIX) else None
             if status and time.time() - status.st_mtime > older_than_s:
                 self.delete(path.relative_to(self.root).as_posix())
                 removed += 1
         return removed
 
+    def _files(self, folder: Path) -> Iterator[Path]:
+        """All files below a folder; what goes meanwhile may be among them or not."""
+        for directory, _, names in os.walk(folder, onerror=self._raise_unless_absent):
+            yield from (Path(directory, name) for name in names)
 
-def _files(folder: Path) -> Iterator[Path]:
-    """All files below a folder; what goes meanwhile may be among them or not."""
-    for directory, _, names in os.walk(folder, onerror=_raise_unless_absent):
-        yield from (Path(directory, name) for name in names)
+    def _raise_unless_absent(self, error: OSError) -> None:
+        """A folder that is not there holds nothing, and neither does one below an object."""
+        if isinstance(error, NotADirectoryError) and not self.root.is_dir():
+            raise _no_folder(self.root) from error
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise _read_error(error, Path(str(error.filename))) from error
 
 
 def _status(path: Path) -> os.stat_result | None:
@@ -158,9 +177,8 @@ def _open_draft(draft: Path) -> FileIO:
     return FileIO(draft, "xb")
 
 
-def _raise_unless_absent(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise _read_error(error, Path(str(error.filename))) from error
+def _no_folder(root: Path) -> NoInputError:
+    return NoInputError(f"{root}: is a file, not a folder, or below one: mend the URI")
 
 
 def _read_error(error: OSError, path: Path) -> DLRMError:

@@ -159,3 +159,19 @@ def open_store(uri: str, options: StoreOptions | None = None) -> ObjectStore:
 
         return S3Store(parts.netloc, parts.path.strip("/"), options)
     raise InvalidSpecError(options.fields.uri, f"{uri} is neither file:///folder nor s3://bucket/prefix")
+
+
+def open_made_store(uri: str, options: StoreOptions | None = None) -> ObjectStore:
+    """Open a store that a job has written to; of an S3 service nothing is contacted yet.
+
+    Raises:
+        InvalidSpecError: see ``open_store``.
+        NoInputError: the folder of a ``file:///`` URI is not there, or is a file.
+        NoPermissionError: it may not be looked for.
+    """
+    from dlrm_checkpointer.files import FileStore
+
+    store = open_store(uri, options)
+    if isinstance(store, FileStore):
+        store.check_folder()
+    return store

@@ -112,7 +112,8 @@ def follow(
     """Keep tables in a folder at the newest published delta, and say what was applied; a gap starts them anew."""
     from dlrm_checkpointer.follow import Follower
 
-    follower = Follower(store_of(uri, endpoint, region, ca_file, credentials_dir), to)
+    store = store_of(uri, endpoint, region, ca_file, credentials_dir, may_come=not once)
+    follower = Follower(store, to)
     said = ""
     while True:
         try:

@@ -234,16 +234,18 @@ def store_of(
     credentials_dir: Path | None,
     encryption: Encryption = Encryption.NONE,
     kms_key_id: str | None = None,
+    *,
+    may_come: bool = False,
 ) -> ObjectStore:
-    """Open the store.
+    """Open the store; ``may_come``: its folder may be made later.
 
     Raises:
-        NoInputError: a file or folder that the options name is not there.
+        NoInputError: a file or folder that the URI or the options name is not there.
         InvalidSpecError: the URI is neither file:/// nor s3://, or the options do not describe an S3 service.
     """
     from dlrm_api.base import read
     from dlrm_api.objects import SnapshotS3Spec
-    from dlrm_checkpointer.store import StoreOptions, open_store
+    from dlrm_checkpointer.store import StoreOptions, open_made_store, open_store
 
     for option, path in (("--ca-file", ca_file), ("--credentials-dir", credentials_dir)):
         if path is not None and not path.exists():
@@ -256,7 +258,8 @@ def store_of(
         "kmsKeyId": kms_key_id,
     }
     s3 = read(SnapshotS3Spec, {name: value for name, value in given.items() if value is not None})
-    return open_store(uri, StoreOptions(s3=s3, credentials_dir=credentials_dir))
+    opened = open_store if may_come else open_made_store
+    return opened(uri, StoreOptions(s3=s3, credentials_dir=credentials_dir))
 
 
 def _description(snapshot: Snapshot) -> dict[str, Any]:

@@ -169,6 +169,24 @@ def test_a_path_below_a_file_is_refused_with_its_name(tmp_path: Path):
         FileStore(tmp_path / "file").put("a", b"x")
 
 
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_listing_below_a_file_is_no_empty_store(tmp_path: Path, place: str):
+    (tmp_path / "file").write_text("x")
+
+    with pytest.raises(NoInputError, match=f"{tmp_path}/{place}: is a file, not a folder, or below one"):
+        list(FileStore(tmp_path / place).list("attempts/"))
+
+
+def test_a_store_is_empty_before_its_folder_is_made_and_below_an_object(tmp_path: Path):
+    store = FileStore(tmp_path / "new" / "store")
+
+    before = list(store.list("attempts/"))
+    store.put("attempts/1", b"1")
+
+    assert before == []
+    assert list(store.list("attempts/1/")) == []
+
+
 @pytest.mark.parametrize("uri", ["ftp://host/x", "/tmp/x", "file://host/x", "s3:///x", "gs://b/x"])
 def test_a_uri_of_another_kind_is_refused_by_field(uri: str):
     with pytest.raises(InvalidSpecError, match=r"spec\.checkpoint\.uri: .* is neither file:///folder nor s3://bucket"):

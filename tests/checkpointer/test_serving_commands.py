@@ -94,6 +94,8 @@ def test_follow_once_applies_what_is_there_and_then_nothing(tmp_path: Path, publ
 
 
 def test_follow_once_says_where_nothing_is_published(tmp_path: Path, files: FileStore, capsys):
+    files.root.mkdir()
+
     assert app.main(["snapshots", "follow", files.uri, "--to", str(tmp_path / "out"), "--once"]) == ExitCode.NO_INPUT
     assert "no delta is there" in capsys.readouterr().err
 

@@ -218,7 +218,6 @@ def test_a_job_survives_its_way_through_the_work_directory(job: Path) -> None:
         (["plan", "JOB", "--profile", "absent.yaml"], ExitCode.NO_INPUT, "absent.yaml"),
         (["plan", "JOB", "--set", "spec.trainer.hardware=other"], ExitCode.USAGE, "no HardwareProfile other"),
         (["snapshots", "list", "ftp://host/x"], ExitCode.BAD_CONFIG, "ftp://host/x is neither"),
-        (["snapshots", "show", "file:///nowhere/at/all"], ExitCode.NO_INPUT, "no snapshot is there"),
         (["snapshots", "list", "s3://b", "--ca-file", "absent.pem"], ExitCode.NO_INPUT, "--ca-file: absent.pem"),
     ],
 )
@@ -233,6 +232,54 @@ def test_an_error_is_one_line_with_its_exit_code(
     assert len(printed.err.splitlines()) == 1
     assert printed.err.startswith("dlrmctl: error: ")
     assert words in printed.err
+
+
+ON_SNAPSHOTS = [
+    ["list"],
+    ["show"],
+    ["verify"],
+    ["prune", "--dry-run"],
+    ["restore", "--to", "out"],
+    ["export", "--to", "out"],
+    ["diff", "1", "2"],
+    ["follow", "--once", "--to", "out"],
+]
+
+
+@pytest.mark.parametrize("command", ON_SNAPSHOTS, ids=[command[0] for command in ON_SNAPSHOTS])
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [("mistyped", "there is no such folder"), ("job.yaml", "is a file, not a folder")],
+    ids=["absent", "file"],
+)
+def test_a_folder_of_snapshots_that_is_none_is_told_as_such(
+    job: Path,
+    command: list[str],
+    place: str,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(job.parent)
+    name, *options = command
+
+    got = app.main(["snapshots", name, (job.parent / place).as_uri(), *options])
+
+    printed = capsys.readouterr()
+    assert got == ExitCode.NO_INPUT
+    assert printed.out == ""
+    assert printed.err.startswith(f"dlrmctl: error: {job.parent / place}: {says}")
+    assert [path.name for path in job.parent.iterdir()] == ["job.yaml"]
+
+
+def test_an_empty_folder_of_snapshots_is_one_without_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = app.main(["snapshots", "list", tmp_path.as_uri()])
+    words = capsys.readouterr().out
+    shown = app.main(["snapshots", "show", tmp_path.as_uri()])
+
+    assert (listed, words) == (ExitCode.DONE, "no snapshot is committed\n")
+    assert shown == ExitCode.NO_INPUT
+    assert "no snapshot is there (steps: none)" in capsys.readouterr().err
 
 
 def test_a_bug_is_told_as_one_with_its_log(
