@@ -101,6 +101,7 @@ def run_rank(
         body = _report(code, type(error).__name__.removesuffix("Error"), message, board)
         report.send_bytes(replace(body, peer_lost=lost).encode())
         _end_at_once(code)
+    gang.close()
     sys.exit(int(code))
 
 

@@ -99,6 +99,11 @@ class Gang:
         if self._roll_call is not None:
             self._roll_call.close(last_words)
 
+    def close(self) -> None:
+        """Give the groups back after the last collective of all ranks: NCCL warns of those left to the end."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
     def _call_roll(self, collective_timeout_s: float) -> None:
         assert self._store is not None
 
