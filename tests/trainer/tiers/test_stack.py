@@ -19,7 +19,7 @@ from dlrm_api.model import TableSpec
 from dlrm_api.plan import Tier, TierLevel, TierShare
 from dlrm_api.tiers import BLOCK_SLACK
 from dlrm_checkpointer.codes import code_rows
-from dlrm_checkpointer.cut import loaded
+from dlrm_checkpointer.cut import ShardRows, loaded
 from dlrm_checkpointer.initializer import initial_rows
 from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.rows import table_meta
@@ -269,6 +269,39 @@ def test_mixed_protects_rows_looked_up_twice_and_four_fifths_of_the_slots_at_mos
     assert most_protected[1] <= 8
 
 
+def changed_views(tables: Tables) -> list[StackedPart]:
+    """The tables as parts of their stack after some batches, with what these updated marked."""
+    generator = np.random.default_rng(3)
+    for batch in range(1, 15):
+        ids = [generator.integers(0, n, 60) for n in tables.rows]
+        fetched = tables.stack.fetch(*tables.lookups(ids), batch)
+        tables.update(ids, fetched.slots)
+        tables.stack.release(fetched)
+    tables.stack.fetch(*tables.lookups([np.arange(60), np.arange(60)]), 15)  # of the next batch: not to be saved
+    dirty = DirtyRows(tables.rows)
+    views = []
+    for k, updates in enumerate(tables.updates):
+        spec, part = TableSpec(name=f"t{k}", rows=tables.rows[k], dim=DIM), DirtyPart(dirty, k)
+        part.mark(np.flatnonzero(updates))
+        views.append(StackedPart(spec, table_meta(spec, 0, "rowwise-adagrad").whole(), tables.stack, k, part))
+    return views
+
+
+@pytest.mark.parametrize("scan_share", [0, np.inf])
+def test_rows_on_block_storage_are_read_for_a_snapshot_in_bounded_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scan_share: float
+) -> None:
+    tables, most = Tables([300, 500], 20, ("ddr", "block"), tmp_path), 32
+    views = changed_views(tables)
+    monkeypatch.setattr("dlrm_trainer.embedding.tiers.tables.SCAN_SHARE", scan_share)
+    monkeypatch.setattr("dlrm_trainer.embedding.tiers.tables.SCAN_BYTES", most * 4 * tables.stack.memory.words)
+
+    read = [len(piece.row_ids) for piece in rows_of_stack(tables.stack, views) if isinstance(piece, ShardRows)]
+
+    assert sum(read) > 4 * most
+    assert max(read) < 2 * most
+
+
 @pytest.mark.parametrize("scan_share", [0, np.inf])
 @pytest.mark.parametrize("first", [("ddr",), ("ddr", "block")])
 @pytest.mark.parametrize("second", [("scm",), ("block",), ("ddr", "scm", "block")])
@@ -280,25 +313,11 @@ def test_a_snapshot_fills_another_stack_with_the_same_rows(
     scan_share: float,
 ) -> None:
     tables, other = Tables([300, 500], 20, first, tmp_path), Tables([300, 500], 45, second, tmp_path, ways=4)
-    generator = np.random.default_rng(3)
-    for batch in range(1, 15):
-        ids = [generator.integers(0, n, 60) for n in tables.rows]
-        fetched = tables.stack.fetch(*tables.lookups(ids), batch)
-        tables.update(ids, fetched.slots)
-        tables.stack.release(fetched)
-    tables.stack.fetch(*tables.lookups([np.arange(60), np.arange(60)]), 15)  # of the next batch: not to be saved
-
-    specs = [TableSpec(name=f"t{k}", rows=n, dim=DIM) for k, n in enumerate(tables.rows)]
-    shards = [table_meta(spec, 0, "rowwise-adagrad").whole() for spec in specs]
-    dirty = DirtyRows(tables.rows)
-    parts = [DirtyPart(dirty, k) for k in range(len(specs))]
-    views = [StackedPart(spec, shards[k], tables.stack, k, parts[k]) for k, spec in enumerate(specs)]
-    others = [StackedPart(spec, shards[k], other.stack, k, parts[k]) for k, spec in enumerate(specs)]
-    for part, updates in zip(parts, tables.updates, strict=True):
-        part.mark(np.flatnonzero(updates))
+    views = changed_views(tables)
+    others = [StackedPart(view.table, view.shard, other.stack, k, view.dirty) for k, view in enumerate(views)]
     monkeypatch.setattr("dlrm_trainer.embedding.tiers.tables.SCAN_SHARE", scan_share)
     pieces = [loaded(each) for each in rows_of_stack(tables.stack, views)]
-    for k, spec in enumerate(specs):
+    for k, spec in enumerate(view.table for view in views):
         mine = [piece for piece in pieces if piece.shard.table == spec.name]
         others[k].restore(code_rows(piece, 32)[0] for piece in mine)
 

@@ -19,7 +19,7 @@ WORD = 64
 """Rows of a word."""
 MOST_KEPT = 3
 """Sets of words kept for cuts that no snapshot holds yet; more are joined."""
-WINDOW_ROWS = 1 << 22
+WINDOW_ROWS = 1 << 20
 """Rows looked through at a time."""
 UNIT_WORDS = 1 << 9
 """Words that a thread lists the rows of at a time."""

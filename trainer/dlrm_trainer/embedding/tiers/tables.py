@@ -241,15 +241,17 @@ def _stored(
 def _joined(
     pieces: Iterable[tuple[NDArray[np.int64], Values]], most: int
 ) -> Iterator[tuple[NDArray[np.int64], Values]]:
-    """Rows and what comes with them, ``most`` at a time or a few more."""
+    """Rows and what comes with them, at least ``most`` at a time but for the last, and fewer than twice that."""
     waiting: list[tuple[NDArray[np.int64], Values]] = []
     count = 0
     for rows, values in pieces:
-        waiting.append((rows.copy(), values.copy()))
-        count += len(rows)
-        if count >= most:
-            yield _concatenated(waiting)
-            waiting, count = [], 0
+        for start in range(0, len(rows), most):
+            some = slice(start, start + most)
+            waiting.append((rows[some].copy(), values[some].copy()))
+            count += len(waiting[-1][0])
+            if count >= most:
+                yield _concatenated(waiting)
+                waiting, count = [], 0
     if count:
         yield _concatenated(waiting)
 
