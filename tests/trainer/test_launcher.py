@@ -16,13 +16,15 @@ import pytest
 from gangs import Pod, alive, job_document, plan_document, small_job
 from sample_ledgers import sample_ids
 
-from dlrm_api.names import Env, ExitCode
+from dlrm_api.names import TOKEN_HEADER, Env, ExitCode
+from dlrm_api.tokens import token_digest
 from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.store import open_store
 
 pytestmark = pytest.mark.slow
 
 STEPS = 63  # 4,000 samples in batches of 64, the last of them short
+TOKEN = "shown-by-who-may-ask"  # noqa: S105  of tests
 MakePod = Callable[..., Pod]
 
 
@@ -72,7 +74,8 @@ def evaluations(pod: Pod) -> dict[int, Any]:
 
 
 def post_cut(pod: Pod) -> int:
-    request = urllib.request.Request(f"http://127.0.0.1:{pod.port}/cut", data=b'{"reason": "test"}', method="POST")
+    address, headers = f"http://127.0.0.1:{pod.port}/cut", {TOKEN_HEADER: TOKEN}
+    request = urllib.request.Request(address, data=b'{"reason": "test"}', headers=headers, method="POST")
     with urllib.request.urlopen(request, timeout=20) as answer:
         return int(json.load(answer)["step"])
 
@@ -86,7 +89,8 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 def test_a_run_that_is_killed_signalled_and_restarted_ends_with_the_same_bytes(make_pod: MakePod) -> None:
     data = {"format": "synthetic", "synthetic": {"samples": 40_000, "evalSamples": 500}}
-    undisturbed, pod = make_pod("whole", 2, data=data), make_pod("broken", 2, data=data)
+    told = {Env.TOKEN_SHA256: token_digest(TOKEN)}
+    undisturbed, pod = make_pod("whole", 2, data=data), make_pod("broken", 2, told, data=data)
     steps = 10 * 62 + 5
     assert undisturbed.run() == ExitCode.DONE, undisturbed.log()
 
