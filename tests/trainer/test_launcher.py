@@ -24,7 +24,7 @@ from dlrm_checkpointer.store import open_store
 pytestmark = pytest.mark.slow
 
 STEPS = 63  # 4,000 samples in batches of 64, the last of them short
-TOKEN = "shown-by-who-may-ask"  # noqa: S105  of tests
+TOKEN = "shown-by-who-may-ask"
 MakePod = Callable[..., Pod]
 
 
