@@ -18,7 +18,7 @@ from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.digest import combine, state_digest
 from dlrm_checkpointer.folder import raise_device
 from dlrm_checkpointer.restore import Snapshot
-from dlrm_checkpointer.synced import make_folder, replace_synced, sync_all
+from dlrm_checkpointer.synced import make_folder, replace_synced, sync_all, write_synced
 from dlrm_checkpointer.table_files import little_endian, safetensors_header
 from dlrm_checkpointer.walk import walk_table
 
@@ -89,10 +89,7 @@ def write_last(path: Path, text: str) -> None:
     """Write the file that says that all others are whole, once they outlive the machine: whole or not at all."""
     sync_all(path.parent)
     draft = path.with_name(f".{path.name}")
-    with draft.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(draft, text)
     replace_synced(draft, path)
 
 

@@ -25,7 +25,7 @@ from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.digest import block_ranges
 from dlrm_checkpointer.initializer import initial_rows
 from dlrm_checkpointer.store import Body
-from dlrm_checkpointer.synced import make_folder, replace_synced, sync
+from dlrm_checkpointer.synced import make_folder, replace_synced, sync, write_synced
 from dlrm_checkpointer.table_files import safetensors_header
 
 logger = logging.getLogger(__name__)
@@ -131,10 +131,7 @@ class Image:
         for folder in (self._folder / state.image / TABLES_FOLDER, self._folder / state.image, self._folder):
             sync(folder)
         draft = self._folder / f"{STATE_FILE}.draft"
-        with draft.open("w") as file:
-            file.write(state.model_dump_json(indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(draft, state.model_dump_json(indent=2) + "\n")
         self._before_write()
         replace_synced(draft, self._folder / STATE_FILE)
         self.state = state
@@ -165,9 +162,8 @@ class Image:
         with path.open("xb") as file:
             file.write(header)
             file.flush()
-            os.posix_fallocate(
-                file.fileno(), 0, len(header) + 4 * table.rows * table.dim
-            )  # else a full disk is a SIGBUS
+            size = len(header) + 4 * table.rows * table.dim
+            os.posix_fallocate(file.fileno(), 0, size)  # else a full disk is a SIGBUS
         with self.table(image, table) as rows:
             for start, end in block_ranges(table.rows):
                 ids = np.arange(start, end, dtype=np.int64)

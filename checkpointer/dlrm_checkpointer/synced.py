@@ -36,6 +36,14 @@ def sync_all(folder: Path) -> None:
         sync(Path(directory))
 
 
+def write_synced(path: Path, text: str) -> None:
+    """Write a file, to its last byte on the device."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def replace_synced(draft: Path, path: Path) -> None:
     """Give a synced file its final name, in the same folder."""
     draft.replace(path)

@@ -98,6 +98,8 @@ def _gather_units(
         finish(counts)
 
 
+# Each of the next four loops stands whole: with what they share in functions of their own, which are compiled into
+# them, copying rows of 32 and 64 columns took 2 to 9 % longer.
 @compiled
 def _widen(size: Any, memory: Any, chosen: Any, width: Any, first: Any, stop: Any, out: Any, out_state: Any) -> None:
     dim, last = value_of(size), U64(len(chosen)) - ONE
