@@ -11,6 +11,8 @@ from dlrm_planner.reuse import Floats
 
 ROUNDS = 64
 """Times that tables too large to be taken whole are put aside; then all of them are."""
+SIGNIFICANT = 2.0**30
+"""What gains differ in beyond one in so many is how a processor rounds, and makes no plan another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ def fill(wants: Wants, budget: float, *, spend_all: bool = False) -> Filled:
     hits = np.stack([np.interp(a, b, c) for a, b, c in zip(x, wants.rows, wants.hits, strict=True)])
     cost, gain = np.diff(x, axis=1) * wants.row_cost[:, None], np.diff(hits, axis=1)
     ends = np.concatenate([np.zeros((len(x), 1)), np.cumsum(cost, axis=1)], axis=1)
-    worth = np.where(cost > 0, gain / np.maximum(cost, 1e-9), np.inf)
+    worth = _significant(np.where(cost > 0, gain / np.maximum(cost, 1e-9), np.inf))
     open_ = np.isfinite(wants.whole_cost)
     spent, whole = np.zeros_like(cost), np.zeros(len(x), bool)
     for turn in range(ROUNDS + 1):
@@ -92,10 +94,16 @@ def _jumps(
     The upper hull of a concave curve and one more point leaves the curve where its line to that point is least steep.
     """
     left = np.where(open_, wants.whole_cost, np.inf)[:, None] - ends
-    slope = np.where(left > 0, (wants.whole_hits[:, None] - hits) / np.where(left > 0, left, 1), np.inf)
+    slope = _significant(np.where(left > 0, (wants.whole_hits[:, None] - hits) / np.where(left > 0, left, 1), np.inf))
     due = np.argmin(slope, axis=1)
     here = np.arange(len(due))
     until = np.where(open_, ends[here, due], np.inf)
     least = np.where(ends[:, :-1] < until[:, None], worth, np.inf).min(axis=1)  # never before its own segments
     best = np.minimum(slope[here, due], least * (1 - 1e-9))
     return np.where(open_, left[here, due], 0.0), np.where(open_, best, 0.0), until
+
+
+def _significant(values: Floats) -> Floats:
+    """Without the last digits, so that equal gains are equal on every processor and the first one listed goes first."""
+    mantissa, exponent = np.frexp(values)
+    return np.ldexp(np.rint(mantissa * SIGNIFICANT) / SIGNIFICANT, exponent)

@@ -14,6 +14,8 @@ from dlrm_planner.placement import Placement
 from dlrm_planner.question import Solution
 
 SECONDS_PER_HOUR = 3_600
+LEAST_MISSES = 1e-9
+"""Of the accesses of a shard: fewer are how a processor rounds."""
 
 
 def predict(spec: DLRMJobSpec, profile: HardwareProfile | None, found: Solution) -> Prediction:
@@ -136,6 +138,7 @@ def _slow_seconds(spec: DLRMJobSpec, profile: HardwareProfile, found: Solution) 
             last = place == len(below) - 1
             until = reuse.accesses[i] if last else reuse.hits_at(i, held + rows)
             misses = max(float(until) - reuse.hits_at(i, held), 0.0)
+            misses = misses if misses > LEAST_MISSES * float(until) else 0.0
             held += rows
             reads.setdefault(tier, np.zeros(spec.replicas))[rank // processes] += misses
             record = float(stacks.record[i])
