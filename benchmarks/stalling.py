@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
 from benchmarks.measure import Pairs, report
 from benchmarks.scratch import SHARED_MEMORY, Scratch
-from dlrm_api.model import TableSpec
-from dlrm_checkpointer.cut import CutMeta
-from dlrm_checkpointer.handoff import HandOffWriter
+from benchmarks.shapes import Shape
+from benchmarks.shapes import quick as quick_shape
+from benchmarks.training_cuts import TOUCHED, AsyncSave, Cuts, Training
 from dlrm_checkpointer.inbox import Inbox
-from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
-from dlrm_trainer.embedding.host import lazy_zeros
-from dlrm_trainer.embedding.rows import ResidentPart, saved_rows, table_meta
+from dlrm_trainer.embedding.dirty import DirtyRows
+from dlrm_trainer.embedding.pending import BeforeUpdates, Place
 
-ROWS, DIM = 20_000_000, 32
-CHANGED = 0.26
 REPEATS, DCP_REPEATS = 9, 3
+ALONE_STEPS = 20
 METRIC = "stall_ms"
 
 
@@ -41,14 +36,15 @@ METRIC = "stall_ms"
 class Stall:
     """Of a line."""
 
-    rows: int
+    shape: Shape
     against: str
     benchmark: str = "stalling"
 
     @property
     def shown(self) -> dict[str, Any]:
         """See ``measure.Described``."""
-        return {"rows": self.rows, "dim": DIM, "changed": CHANGED, "threads": torch.get_num_threads()}
+        shape = {"tables": self.shape.tables, "rows": self.shape.rows, "dim": self.shape.dim}
+        return {**shape, "changed": TOUCHED, "threads": torch.get_num_threads()}
 
 
 @dataclass(frozen=True)
@@ -60,70 +56,93 @@ class Line:
     measured: dict[str, float]
 
 
-class Table:
-    """A table in host memory whose rows changed here and there, and its way to the checkpointer."""
+class Timed:
+    """Times what is done before updates; ``BeforeUpdates``."""
 
-    def __init__(self, rows: int, folder: Path) -> None:
-        self.spec = TableSpec(name="items", rows=rows, dim=DIM)
-        self.meta = table_meta(self.spec, 0, "rowwise-adagrad")
-        self.dirty = DirtyRows([rows])
-        self.part = ResidentPart(
-            table=self.spec,
-            shard=self.meta.whole(),
-            weight=lazy_zeros(rows * DIM, torch.float32).view(rows, DIM).uniform_(),
-            state=lazy_zeros(rows, torch.float32).view(rows, 1).uniform_(),
-            dirty=DirtyPart(self.dirty, 0),
-        )
-        self.changed = np.flatnonzero(np.random.default_rng(0).random(rows) < CHANGED)
-        cut_bytes = len(self.changed) * (8 + 4 * DIM + 4)
-        self.writer = HandOffWriter(folder, 0, int(1.2 * cut_bytes) + (8 << 20))
-        self.writer.touch()
-        self.inbox = Inbox(folder, range(1))
-        self.step = 0
+    def __init__(self, timed: BeforeUpdates) -> None:
+        self._timed = timed
+        self.seconds = 0.0
 
-    def cut(self) -> float:
-        """Milliseconds of one cut of the changed rows; the checkpointer is done with it afterwards."""
-        self.part.dirty.mark(self.changed)
-        self.step += 1
+    def before_update(
+        self,
+        record: DirtyRows,
+        ids: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        place: Place,
+    ) -> None:
+        """See ``BeforeUpdates``."""
         start = time.perf_counter()
-        parent = self.writer.begin(attempt=1)
-        if parent is not None:
-            self.dirty.forget(parent.step)
-        self.dirty.cut(self.step)
-        meta = CutMeta(
-            step=self.step,
-            samples=0,
-            world_size=1,
-            attempt=1,
-            parent=parent,
-            time=time.time(),
-            model={"tables": [self.meta.to_json()]},
-        )
-        given = self.writer.put(meta, saved_rows(self.part), None, owned=[self.part.shard], patience_s=0)
-        taken = time.perf_counter() - start
-        assert (given.slices, given.waited_s) == (1, 0)
-        self.inbox.free(self.inbox.ready()[0])
-        self.inbox.publish_committed(self.step, 1)
-        return taken * 1_000
+        self._timed.before_update(record, ids, sizes, starts, place)
+        self.seconds += time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a cut took, in milliseconds."""
+
+    stall: float
+    """All that training waited for: between steps, and before their updates."""
+    longest: float
+    """The most of it at one time."""
+    steps: int
+    """Beside which rows were copied."""
+    lost: float
+    """That these took longer than as many take by themselves, the stall included."""
+
+
+class Cutter:
+    """Cuts beside training, which a checkpointer takes that does nothing with them."""
+
+    def __init__(self, training: Training, folder: Path) -> None:
+        self._training, self._cuts, self._inbox = training, Cuts(training, folder, 1), Inbox(folder, range(1))
+
+    def cut(self) -> Taken:
+        """One cut of a share of the rows, and the steps until it is handed over."""
+        training, owned = self._training, self._training.learner.embeddings.owned
+        alone = training.undisturbed_s(ALONE_STEPS)
+        training.touch()
+        waits, steps = [_seconds(self._cuts.begin)], 0
+        began, whole, timed = time.perf_counter() - waits[0], False, None
+        while not whole:
+            if owned.pending is not None and timed is None:
+                owned.pending = timed = Timed(owned.pending)
+            before = 0.0 if timed is None else timed.seconds
+            training.step()
+            steps += 1
+            if timed is not None:
+                waits.append(timed.seconds - before)
+            start = time.perf_counter()
+            whole = self._cuts.go_on()
+            waits.append(time.perf_counter() - start)
+        lost = time.perf_counter() - began - steps * alone
+        [name] = self._inbox.ready()
+        self._inbox.free(name)
+        self._inbox.publish_committed(training.steps - steps, 1)
+        return Taken(stall=1_000 * sum(waits), longest=1_000 * max(waits), steps=steps, lost=1_000 * lost)
 
     def close(self) -> None:
         """Let go of the folder."""
-        self.inbox.close()
-        self.writer.close("measured")
+        self._inbox.close()
+        self._cuts.close()
 
 
 class Gather:
     """Bare ``index_select`` of the rows and states of a cut, in their order, into memory that was touched before."""
 
-    def __init__(self, table: Table) -> None:
-        self._sources = (table.part.weight, table.part.state)
-        self._rows = torch.from_numpy(table.changed)
-        self.out = tuple(torch.ones(len(table.changed), source.shape[1]) for source in self._sources)
+    def __init__(self, training: Training) -> None:
+        [group] = training.learner.embeddings.owned.groups
+        self._sources = group.batch.storage()
+        rows = self._sources[0].shape[0]
+        self._rows = torch.from_numpy(np.flatnonzero(np.random.default_rng(0).random(rows) < TOUCHED))
+        self.out = tuple(torch.ones(len(self._rows), source.shape[1]) for source in self._sources)
 
-    def run(self) -> None:
-        """Once."""
+    def run(self) -> float:
+        """Once: milliseconds."""
+        start = time.perf_counter()
         for source, out in zip(self._sources, self.out, strict=True):
             torch.index_select(source, 0, self._rows, out=out)
+        return (time.perf_counter() - start) * 1_000
 
 
 class Copy:
@@ -132,68 +151,65 @@ class Copy:
     def __init__(self, like: Sequence[Tensor]) -> None:
         self._to, self._from = [torch.ones_like(each) for each in like], like
 
-    def run(self) -> None:
-        """Once."""
+    def run(self) -> float:
+        """Once: milliseconds."""
+        start = time.perf_counter()
         for to, from_ in zip(self._to, self._from, strict=True):
             to.copy_(from_)
+        return (time.perf_counter() - start) * 1_000
 
 
-class AsyncSave:
-    """``torch.distributed.checkpoint.async_save`` of the whole model: what it takes before training may go on."""
-
-    def __init__(self, table: Table, folder: Path) -> None:
-        self._state = {"items": table.part.weight, "items.state": table.part.state}
-        self._folder = folder
-
-    def run_ms(self) -> float:
-        """Milliseconds until it returned; what it writes is waited for, removed, and synced outside of that."""
-        writer = FileSystemWriter(self._folder, sync_files=False)
-        start = time.perf_counter()
-        saving = async_save(self._state, storage_writer=writer, no_dist=True)
-        taken = time.perf_counter() - start
-        assert not isinstance(saving, AsyncSaveResponse)
-        saving.result()
-        shutil.rmtree(self._folder)
-        os.sync()  # or the kernel writes on beside the next cut
-        return taken * 1_000
+def dcp_ms(save: AsyncSave) -> float:
+    """Milliseconds until ``async_save`` returned; what it writes is waited for, and synced, outside of that."""
+    taken = 1_000 * _seconds(save.begin)
+    save.wait()
+    os.sync()  # or the kernel writes on beside the next cut
+    return taken
 
 
 def lines(quick: bool, repeats: int | None = None) -> Iterator[Line]:
     """A rank's cuts against each peer, in turn; the first two of either are not counted."""
-    rows = ROWS // 10 if quick else ROWS
+    shape, count = quick_shape(Shape()) if quick else Shape(), repeats or (2 if quick else REPEATS)
     with ExitStack() as resources:
         folder = resources.enter_context(Scratch(SHARED_MEMORY)).path
         scratch = Path(resources.enter_context(tempfile.TemporaryDirectory()))
-        table = Table(rows, folder)
-        resources.callback(table.close)
-        gather = Gather(table)
+        training = Training(shape)
+        cutter = Cutter(training, folder)
+        resources.callback(cutter.close)
+        gather = Gather(training)
         copy = Copy(gather.out)
-        count = repeats or (2 if quick else REPEATS)
         for name, run in (("gather", gather.run), ("memcpy", copy.run)):
-            yield Line(Stall(rows, name), *_alternated(table, partial(_ms, run), count))
-        save = AsyncSave(table, scratch / "dcp")
-        yield Line(Stall(rows, "dcp-async-save"), *_alternated(table, save.run_ms, min(count, DCP_REPEATS)))
+            yield _alternated(cutter, Stall(shape, name), run, count)
+        save = AsyncSave(training.learner, scratch / "dcp")
+        setting = Stall(shape, "dcp-async-save")
+        yield _alternated(cutter, setting, lambda: dcp_ms(save), min(count, DCP_REPEATS))
 
 
-def _alternated(table: Table, peer: Callable[[], float], repeats: int) -> tuple[Pairs, dict[str, float]]:
-    pairs = Pairs()
+def _alternated(cutter: Cutter, setting: Stall, peer: Callable[[], float], repeats: int) -> Line:
+    pairs, cuts = Pairs(), list[Taken]()
     for repeat in range(-2, repeats):
-        ours, theirs = (table.cut(), peer()) if repeat % 2 == 0 else (peer(), table.cut())[::-1]
+        if repeat % 2 == 0:
+            ours, theirs = cutter.cut(), peer()
+        else:
+            theirs, ours = peer(), cutter.cut()
         if repeat >= 0:
-            pairs.add(ours, theirs)
-    return pairs, {"ours_least": min(pairs.ours), "theirs_least": min(pairs.theirs)}
+            pairs.add(ours.stall, theirs)
+            cuts.append(ours)
+    medians = {name: float(np.median([getattr(cut, name) for cut in cuts])) for name in ("longest", "steps", "lost")}
+    measured = {"longest_ms": medians["longest"], "steps": medians["steps"], "lost_ms": medians["lost"]}
+    return Line(setting, pairs, measured | {"theirs_least": min(pairs.theirs)})
 
 
-def _ms(run: Callable[[], None]) -> float:
+def _seconds(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
-    return (time.perf_counter() - start) * 1_000
+    return time.perf_counter() - start
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print the lines."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stalling", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the rows: does it run here?")
+    parser.add_argument("--quick", action="store_true", help="a small model: does it run here?")
     parser.add_argument("--repeats", type=int, metavar="N")
     given = parser.parse_args(arguments)
     for line in lines(given.quick, given.repeats):

@@ -4,50 +4,38 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
 from benchmarks.carrying import Carrier
 from benchmarks.loopback import Service
 from benchmarks.measure import Line, Pairs, tell
 from benchmarks.scratch import SHARED_MEMORY, Scratch
-from benchmarks.shapes import Batches, Shape, job_of, popularity_of, quick, split_placement
-from benchmarks.sides import Trained
+from benchmarks.shapes import Shape, job_of, quick
 from benchmarks.slow_link import LOOPBACK, slow_link
+from benchmarks.training_cuts import TOUCHED, AsyncSave, Cuts, Training
 from dlrm_api.checkpoint import Bits, PolicyName
 from dlrm_api.names import Env
 from dlrm_checkpointer.attempts import claim_attempt
-from dlrm_checkpointer.cut import CutMeta
-from dlrm_checkpointer.handoff import HandOffWriter
 from dlrm_checkpointer.restore import newest_snapshot
-from dlrm_trainer.data import Batch
-from dlrm_trainer.embedding.rows import table_meta
-from dlrm_trainer.learner import Learner
 
 BITS: Bits = 8
 POLICIES: tuple[PolicyName, ...] = ("intermittent", "consecutive")
 """The second stores what the cut holds and reads nothing."""
 SLOWED_ROWS = 100_000
 """Of each table, where the store is slow: of the whole model an upload would take minutes."""
-TOUCHED = 0.26
-"""Of the rows, between two cuts; evenly drawn."""
-AFTER = 10
-"""Steps that still count once a snapshot is durable: what comes behind it may take time too."""
 SLOWED = 10
 """Times that the slow store takes what the other does."""
 SLOW_REPEATS = 3
@@ -80,66 +68,6 @@ class Setting:
         }
 
 
-class Saving(Protocol):
-    """A way to save a model."""
-
-    def begin(self) -> None:
-        """Do what training waits for."""
-
-    def durable(self) -> bool:
-        """Whether all that was begun would survive a crash."""
-
-
-class Training:
-    """Real steps of one rank, all rows in memory, on a few batches in turn; every row has a value and a state."""
-
-    def __init__(self, shape: Shape) -> None:
-        self._side = Trained(shape, split_placement(shape, 1, "table"), None)
-        self._side.learner.start(shape.seed)
-        self._side.fill()
-        batches = Batches(shape, popularity_of("zipf-1.05", shape.rows, Path()))
-        self._batches: Sequence[Batch] = batches.draw(0, 16)
-        self._random = np.random.default_rng(shape.seed)
-        self.shape, self.steps = shape, 0
-
-    @property
-    def learner(self) -> Learner:
-        """What is trained."""
-        return self._side.learner
-
-    def step(self) -> float:
-        """Train on one batch: seconds."""
-        batch = self._batches[self.steps % len(self._batches)]
-        self.steps += 1
-        return self._side.run([batch])
-
-    def touch(self) -> None:
-        """Have a share of all rows count as updated, beside those that steps did update."""
-        for part in self.learner.embeddings.local:
-            part.dirty.mark(np.flatnonzero(self._random.random(self.shape.rows) < TOUCHED))
-
-    def undisturbed_s(self, steps: int) -> float:
-        """Seconds of a step beside which nothing is saved: the mean, since that is what a long run is made of."""
-        return float(np.mean([self.step() for _ in range(steps)]))
-
-    def beside(self, saving: Saving) -> tuple[float, list[float]]:
-        """Save, and train until it is durable and a little longer: seconds in all, and those of each step."""
-        self.touch()
-        taken: list[float] = []
-        started, left = time.perf_counter(), AFTER
-        saving.begin()
-        while left:
-            taken.append(self.step())
-            left -= saving.durable()
-        return time.perf_counter() - started, taken
-
-    def lost_s(self, saving: Saving, steps: int) -> float:
-        """Seconds of training that a save costs, by the steps before it."""
-        alone = self.undisturbed_s(steps)
-        seconds, taken = self.beside(saving)
-        return seconds - len(taken) * alone
-
-
 class Sidecar:
     """Cuts, and the checkpointer in a process of its own that stores them.
 
@@ -154,14 +82,12 @@ class Sidecar:
     def __init__(
         self, training: Training, service: Service, prefix: str, endpoint: str, policy: PolicyName = POLICIES[0]
     ) -> None:
-        self._training, self._learner = training, training.learner
+        self._training = training
         self.prefix, self.endpoint = prefix, endpoint
         self._attempt = claim_attempt(service.store(prefix), None, "")
         self._scratch = Scratch(SHARED_MEMORY)
         self.folder = self._scratch.path
-        size = training.shape.table_bytes * 3 // 2 + (64 << 20)
-        self._writer = HandOffWriter(self.folder, 0, size)
-        self._writer.touch()
+        self._cuts = Cuts(training, self.folder, self._attempt)
         job = job_of(training.shape).model_dump(mode="json", by_alias=True, exclude_none=True)
         job["spec"]["checkpoint"] |= {
             "uri": f"s3://{service.bucket}/{prefix}",
@@ -181,30 +107,15 @@ class Sidecar:
 
     def begin(self) -> None:
         """As a rank makes a cut."""
-        shape, learner = self._training.shape, self._learner
         self._step, self._began, self.took_s = self._training.steps, time.monotonic(), 0.0
-        parent = self._writer.begin(self._attempt)
-        learner.embeddings.begin_cut(self._step, None if parent is None else parent.step)
-        tables = [table_meta(part.table, shape.seed, learner.row_optimizer) for part in learner.embeddings.local]
-        meta = CutMeta(
-            step=self._step,
-            samples=self._step * shape.batch,
-            world_size=1,
-            attempt=self._attempt,
-            parent=parent,
-            time=time.time(),
-            model={"tables": [table.to_json() for table in tables]},
-        )
-        owned = [part.shard for part in learner.embeddings.saved]
-        rows, size, dense = learner.embeddings.rows_in_place(), learner.embeddings.cut_size(), learner.dense.arrays()
-        if self._writer.put_if_room(meta, rows, dense, owned=owned, size=size) is None:
-            raise RuntimeError("the hand-off folder has no room for a cut")
+        self._cuts.begin()
 
     def durable(self) -> bool:
-        """Whether the snapshot is committed."""
+        """Go on with the cut, as a rank does between two steps; whether the snapshot is committed."""
+        self._cuts.go_on()
         if self._process.poll() is not None:
             raise RuntimeError(f"the checkpointer ended with {self._process.returncode}")
-        committed = self._writer.committed_step() == self._step
+        committed = self._cuts.writer.committed_step() == self._step
         if committed and not self.took_s:
             self.took_s = time.monotonic() - self._began
         return committed
@@ -216,35 +127,13 @@ class Sidecar:
 
     def close(self) -> None:
         """End the checkpointer, give the memory back."""
-        self._writer.close("measured")
+        self._cuts.close()
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(PATIENCE_S)
         self._process.kill()
         self._process.wait()
         self._scratch.close()
-
-
-class AsyncSave:
-    """``torch.distributed.checkpoint.async_save`` of all of the model into files that are synced."""
-
-    def __init__(self, learner: Learner, folder: Path) -> None:
-        self._folder = folder
-        self._state: dict[str, Any] = {"dense": {n: torch.from_numpy(a) for n, a in learner.dense.arrays().items()}}
-        for part in learner.embeddings.local:
-            self._state[part.table.name] = {"weight": part.weight, "state": part.state}  # type: ignore[attr-defined]
-        self._done: Callable[[], bool] = lambda: True
-
-    def begin(self) -> None:
-        """Until it returns."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-        saving = async_save(self._state, storage_writer=FileSystemWriter(self._folder), no_dist=True)
-        assert not isinstance(saving, AsyncSaveResponse)
-        self._done = saving.done
-
-    def durable(self) -> bool:
-        """Whether all files are written and synced."""
-        return self._done()
 
 
 def lines(service: Service, quick_run: bool) -> Iterator[Line]:

@@ -8,6 +8,7 @@ import mmap
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,39 @@ HEAD_BYTES = 1_024
 """What an index takes beside its entries and the cut's description."""
 MOST_MAPS = 2
 """Files that a rank's entries take turns with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Some rows of a shard, of which no more is known yet than how many."""
+
+    shard: ShardId
+    count: int
+    state_values: int
+    """Values of a row's state."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, its number and its state."""
+        return 8 + 4 * (self.shard.width + self.state_values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Laid:
+    """Memory of the hand-off folder for some rows of a shard: what is in it is nothing yet."""
+
+    row_ids: NDArray[np.int64]
+    """(N,) global row numbers, to be strictly ascending."""
+    rows: NDArray[np.float32]
+    """(N, width)."""
+    state: NDArray[np.float32]
+    """(N, S)."""
+    memory: NDArray[np.float32]
+    """All of the file, of which the others are parts: the same for all that was laid together."""
+    rows_at: int
+    """Where in it rows begin."""
+    state_at: int
+    """Where in it their state does."""
 
 
 class Draft:
@@ -116,17 +150,26 @@ class Draft:
 
     def add_rows(self, place: RowsInPlace, start: int, end: int) -> None:
         """Copy rows [start, end) of some."""
-        count, width, values = end - start, place.shard.width, place.state_values
-        ids = 8 * count + -8 * count % ALIGNMENT
-        offset = self._next(ids + 4 * count * (width + values))
-        rows_at = offset + ids
+        [laid] = self.lay([Rows(shard=place.shard, count=end - start, state_values=place.state_values)])
+        laid.row_ids[:] = place.row_ids[start:end]
+        place.copy_to(start, end, laid.rows, laid.state)
+
+    def lay(self, wanted: Sequence[Rows]) -> list[Laid]:
+        """Pieces of which the arrays are filled in later."""
+        places = []
+        for rows in wanted:
+            ids = 8 * rows.count + -8 * rows.count % ALIGNMENT
+            offset = self._next(ids + 4 * rows.count * (rows.shard.width + rows.state_values))
+            places.append((offset, offset + ids))
+            shape = {
+                "rows": rows.count,
+                "stateColumns": rows.state_values,
+                "offset": offset,
+                "rowsOffset": offset + ids,
+            }
+            self._pieces.append({"shard": vars(rows.shard), **shape})
         memory = self._maps.of(self._rows)
-        np.frombuffer(memory, np.int64, count, offset)[:] = place.row_ids[start:end]
-        rows = np.frombuffer(memory, np.float32, count * width, rows_at).reshape(count, width)
-        state = np.frombuffer(memory, np.float32, count * values, rows_at + rows.nbytes).reshape(count, values)
-        place.copy_to(start, end, rows, state)
-        shape = {"rows": count, "stateColumns": values, "offset": offset, "rowsOffset": rows_at}
-        self._pieces.append({"shard": vars(place.shard), **shape})
+        return [_laid(memory, rows, *place) for rows, place in zip(wanted, places, strict=True)]
 
     def add_dense(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Copy the dense state."""
@@ -188,6 +231,19 @@ def _resized(memory: mmap.mmap, size: int) -> mmap.mmap | None:
     except BufferError:  # somebody still has a view
         return None
     return memory
+
+
+def _laid(memory: mmap.mmap, rows: Rows, offset: int, rows_at: int) -> Laid:
+    width, values = rows.shard.width, rows.state_values
+    state_at = rows_at + 4 * rows.count * width
+    return Laid(
+        row_ids=np.frombuffer(memory, np.int64, rows.count, offset),
+        rows=np.frombuffer(memory, np.float32, rows.count * width, rows_at).reshape(rows.count, width),
+        state=np.frombuffer(memory, np.float32, rows.count * values, state_at).reshape(rows.count, values),
+        memory=np.frombuffer(memory, np.float32, len(memory) // 4),
+        rows_at=rows_at // 4,
+        state_at=state_at // 4,
+    )
 
 
 def allocate(path: Path, start: int, end: int) -> None:

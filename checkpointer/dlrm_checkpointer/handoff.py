@@ -37,8 +37,9 @@ from dlrm_checkpointer.folder import (
 )
 from dlrm_checkpointer.gradual import GradualCut
 from dlrm_checkpointer.slices import CutAbandonedError, HandedOver, SlicedCut, withdrawn
+from dlrm_checkpointer.whole import WholeCut
 
-__all__ = ["CutAbandonedError", "GradualCut", "HandOffWriter", "HandedOver", "has_lost_its_sidecar"]
+__all__ = ["CutAbandonedError", "GradualCut", "HandOffWriter", "HandedOver", "WholeCut", "has_lost_its_sidecar"]
 
 
 def has_lost_its_sidecar(folder: Path) -> bool:
@@ -73,7 +74,7 @@ class HandOffWriter:
         self._budget = Budget(folder, budget_bytes, ranks_here)
         self._last: CutName | None = None
         self._restored: SnapshotName | None = None
-        self._gradual: GradualCut | None = None
+        self._under_way: GradualCut | WholeCut | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock: int | None = take_lock(lock_path(folder, rank), f"rank {rank}")
@@ -91,7 +92,7 @@ class HandOffWriter:
         """
         if self._last is not None:
             self._check_hopes(self._last.attempt)
-        return self._gradual is None and all(name.rank != self.rank for name in ready_cuts(self.folder))
+        return self._under_way is None and all(name.rank != self.rank for name in ready_cuts(self.folder))
 
     @property
     def share(self) -> int | None:
@@ -172,28 +173,19 @@ class HandOffWriter:
         self._last = CutName(meta.step, meta.attempt, self.rank)
         return given
 
-    def put_if_room(
-        self,
-        meta: CutMeta,
-        shards: Iterable[RowsInPlace],
-        dense: Mapping[str, NDArray[Any]] | None,
-        *,
-        owned: Sequence[ShardId],
-        size: CutSize,
-    ) -> HandedOver | None:
-        """``put`` of a cut that fits the budget now; None: it does not, and nothing was done.
+    def start_if_room(
+        self, meta: CutMeta, dense: Mapping[str, NDArray[Any]] | None, *, owned: Sequence[ShardId], size: CutSize
+    ) -> WholeCut | None:
+        """Begin to hand over a cut that fits the budget now; None: it does not, and nothing was done.
 
         Room for all of it is taken before any of it is copied, so nothing that others take meanwhile stops it.
+        ``ready`` is False until it ended.
 
         Args:
             meta: see ``put``.
-            shards: see there.
-            dense: see there.
+            dense: see there; copied here.
             owned: see there.
-            size: of ``shards``.
-
-        Raises:
-            DLRMError: see ``put``; never a CutAbandonedError.
+            size: of all rows that it will hold.
         """
         cut = self._new(meta, owned, patience_s=0)
         with withdrawn(cut, self.folder):
@@ -201,10 +193,11 @@ class HandOffWriter:
             if not cut.reserve(size, dense):
                 cut.leave()
                 return None
-            self._copy(cut, meta, shards, dense)
-            given = cut.finish()
-        self._last = CutName(meta.step, meta.attempt, self.rank)
-        return given
+            if dense is not None:
+                cut.add_dense(dense)
+        tables = {table.name: table for table in meta.tables}
+        self._under_way = whole = WholeCut(cut, tables, self.folder, self._ended)
+        return whole
 
     def start_gradual(
         self, meta: CutMeta, dense: Mapping[str, NDArray[Any]] | None, *, owned: Sequence[ShardId]
@@ -219,11 +212,11 @@ class HandOffWriter:
         cut = self._new(meta, owned, patience_s=0)
         with withdrawn(cut, self.folder):
             cut.start()
-        self._gradual = GradualCut(cut, meta, dense, self.folder, self._ended)
-        return self._gradual
+        self._under_way = gradual = GradualCut(cut, meta, dense, self.folder, self._ended)
+        return gradual
 
     def _ended(self, name: CutName | None) -> None:
-        self._gradual = None
+        self._under_way = None
         self._last = name or self._last
 
     def _new(self, meta: CutMeta, owned: Sequence[ShardId], patience_s: float) -> SlicedCut:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dlrm_api.errors import DivergedError, TemporaryError
 from dlrm_checkpointer.budget import Budget
 from dlrm_checkpointer.cut import CutMeta, CutSize, RowsInPlace, ShardId, row_bytes
-from dlrm_checkpointer.draft import Draft, dense_bytes
+from dlrm_checkpointer.draft import Draft, Laid, Rows, dense_bytes
 from dlrm_checkpointer.folder import (
     DURABLE_FILE,
     POLL_S,
@@ -146,6 +146,15 @@ class SlicedCut:
             self._draft.add_rows(place, start, end)
             start = end
         self._nbytes += count * size
+
+    def lay(self, wanted: Sequence[Rows]) -> list[Laid]:
+        """Memory for rows, for all of which room was taken."""
+        wanted = [rows for rows in wanted if rows.count]
+        for rows in wanted:
+            taken = self._budget.take(self._draft, rows.row_bytes, rows.count, shared=False)
+            assert taken == rows.count, f"{rows}: room for {taken}"
+            self._nbytes += rows.count * rows.row_bytes
+        return self._draft.lay(wanted) if wanted else []
 
     def add_dense(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Copy the dense state, which stays whole."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dlrm_checkpointer.budget import Budget
 from dlrm_checkpointer.cut import CutMeta, CutSize, ShardId, ShardRows, row_bytes
+from dlrm_checkpointer.draft import Rows
 from dlrm_checkpointer.folder import SPARE_PREFIX, CutName, SliceName, discard_unfinished
 from dlrm_checkpointer.handoff import CutAbandonedError, HandOffWriter
 from dlrm_checkpointer.inbox import Inbox
@@ -78,17 +79,17 @@ def test_a_cut_that_fits_when_it_is_begun_fits_to_its_end(tmp_path: Path, meanwh
     mine, other = (HandOffWriter(tmp_path, rank, SIZE, 2) for rank in range(2))
     inbox, pieces = Inbox(tmp_path, range(2)), [180] * 7
 
-    def given() -> Iterator[ShardRows]:
-        if meanwhile == "a note grows":
-            note_grown(inbox, other, 1)
-        else:
-            rest_taken(other, 1)
-        yield from map(rows, pieces)
+    cut = mine.start_if_room(meta(1), None, owned=[SHARD], size=size_of(pieces))
+    assert cut is not None
+    if meanwhile == "a note grows":
+        note_grown(inbox, other, 1)
+    else:
+        rest_taken(other, 1)
+    for count in pieces[:4]:
+        cut.copy(rows(count))
+    cut.lay([Rows(shard=SHARD, count=count, state_values=1) for count in pieces[4:]])
 
-    handed = mine.put_if_room(meta(1), given(), None, owned=[SHARD], size=size_of(pieces))
-
-    assert handed is not None
-    assert handed.slices == 1
+    assert cut.finish().slices == 1
     assert folder_bytes(tmp_path) <= SIZE
     inbox.close()
 

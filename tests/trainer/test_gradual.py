@@ -20,6 +20,7 @@ from dlrm_checkpointer.folder import SliceName
 from dlrm_checkpointer.handoff import CutAbandonedError, HandOffWriter
 from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.ready import Durable, ReadyCut
+from dlrm_trainer.background import BackgroundHandOver
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.embedding.dirty import MOST_KEPT
@@ -96,7 +97,8 @@ def train(
     taker = Taker(Inbox(writer.folder, range(1)), draw, pace)
     looked_up: list[dict[str, set[int]]] = []
     states, parents = [state_of(embeddings.saved)], {}
-    gradual, parent, given_up = None, 0, []
+    under_way: BackgroundHandOver | GradualHandOver | None = None
+    parent, given_up = 0, []
     owned = [part.shard for part in embeddings.saved]
     batches = (reader.read(number) for number in range(STEPS))
     for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=plan.lookahead, sent_ahead=0):
@@ -105,29 +107,31 @@ def train(
         step = len(looked_up)
         embeddings.settle()
         states.append(state_of(embeddings.saved))
-        if budget is not None and gradual is None and writer.ready():
+        if budget is not None and under_way is None and writer.ready():
             parent = max([parent, *taker.whole]) if commits else 0
             parents[step] = parent
             embeddings.begin_cut(step, parent or None)
             meta = CutMeta(step=step, samples=0, world_size=1, attempt=1, model=model_document(job.spec, learner))
             size = embeddings.cut_size()
-            if not writer.put_if_room(meta, embeddings.rows_in_place(), None, owned=owned, size=size):
-                gradual = GradualHandOver(embeddings, writer.start_gradual(meta, None, owned=owned))
-        if gradual is not None:
+            if cut := writer.start_if_room(meta, None, owned=owned, size=size):
+                under_way = BackgroundHandOver(embeddings, cut, at_once=int(draw.integers(0, 20_000)))
+            else:
+                under_way = GradualHandOver(embeddings, writer.start_gradual(meta, None, owned=owned))
+        if under_way is not None:
             try:
-                gradual = None if gradual.go_on() else gradual
+                under_way = None if under_way.go_on() else under_way
             except CutAbandonedError:
-                given_up.append(gradual.step)
-                gradual = None
+                given_up.append(under_way.step)
+                under_way = None
         if step > idle:
             taker.turn()
         for done in sorted(taker.whole.keys() & taker.pieces.keys()):
             before = parents[done]
             exact = done - before <= MOST_KEPT
             check_cut(taker.pieces.pop(done), states[before], states[done], looked_up[:done], before, exact=exact)
-    if gradual is not None:
-        gradual.give_up()
-        given_up.append(gradual.step)
+    if under_way is not None:
+        under_way.give_up()
+        given_up.append(under_way.step)
     taker.inbox.sweep()
     assert not list(writer.folder.glob("writing-*"))
     digest = live_digest(learner, ALONE)

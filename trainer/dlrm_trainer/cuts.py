@@ -59,6 +59,8 @@ class CutControl:
         self._last_time = time.monotonic()
         self.last_step: int | None = None
         """Step of the newest cut of this attempt, or of the snapshot that it started from."""
+        self._newest: int | None = None
+        """Step of the newest cut that was begun and not given up."""
         self.delays = 0
         """Cuts that had to wait because an earlier one still did."""
         self.abandoned_cuts = 0
@@ -82,7 +84,7 @@ class CutControl:
 
     def restored(self, step: int | None) -> None:
         """Say which step's snapshot training goes on from, and start the interval."""
-        self.last_step = step
+        self.last_step = self._newest = step
         self._last_time = time.monotonic()
 
     def ask(self, step: int) -> None:
@@ -136,6 +138,7 @@ class CutControl:
     def begun(self, step: int) -> None:
         """Record that a cut is begun after ``step`` steps: it answers no request for a later one, made meanwhile."""
         self._due = False
+        self._newest = step
         self._last_time = time.monotonic()
         self._answer(step)
 
@@ -150,6 +153,7 @@ class CutControl:
     def abandoned(self, waited_s: float) -> None:
         """Record that a cut was given up; the next is due when the interval is over, lest every step waits for one."""
         self.abandoned_cuts += 1
+        self._newest = self.last_step
         self.waited_s += waited_s
         self._last_time = time.monotonic()
 
@@ -177,7 +181,7 @@ class CutControl:
             return False
         known = [self._writer.committed_step()]
         if time.monotonic() - self._last_time < COMMIT_S:
-            known.append(self.last_step)
+            known.append(self._newest)
         changed = self._changed_bytes(max((step for step in known if step is not None), default=None))
         return changed.kept < limit <= sum(changed)
 

@@ -12,6 +12,7 @@ from dlrm_api.progress import TrainerPhase
 from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName
 from dlrm_checkpointer.handoff import CutAbandonedError, HandedOver, HandOffWriter
 from dlrm_checkpointer.life import PEERS_S
+from dlrm_trainer.background import BackgroundHandOver
 from dlrm_trainer.gradual import GradualHandOver
 from dlrm_trainer.start import Parts
 
@@ -39,10 +40,10 @@ class HandingOver:
         self._embeddings, self._stages = parts.learner.embeddings, parts.observer.stages
         self._newest = step
         """Step of the newest cut that was begun, or of the snapshot that was restored; the same on all ranks."""
-        self._gradual: GradualHandOver | None = None
+        self._under_way: BackgroundHandOver | GradualHandOver | None = None
 
     def hand_over(self, step: int, meta_of: MetaOf, *, last: bool = False) -> None:
-        """Hand a cut of this step over; one above the budget goes over while training goes on.
+        """Begin to hand a cut of this step over: it goes over while training goes on, unless it is the last.
 
         Raises:
             CutAbandonedError: the last cut found no room in time.
@@ -59,12 +60,10 @@ class HandingOver:
         meta, owned = meta_of(parent, now), self._owned
         if last:
             self._put_last(writer, meta, dense)
-        elif given := writer.put_if_room(
-            meta, self._embeddings.rows_in_place(), dense, owned=owned, size=self._embeddings.cut_size()
-        ):
-            self._handed_over(step, given)
+        elif cut := writer.start_if_room(meta, dense, owned=owned, size=self._embeddings.cut_size()):
+            self._under_way = BackgroundHandOver(self._embeddings, cut)
         else:
-            self._gradual = GradualHandOver(self._embeddings, writer.start_gradual(meta, dense, owned=owned))
+            self._under_way = GradualHandOver(self._embeddings, writer.start_gradual(meta, dense, owned=owned))
         self._board.phase(TrainerPhase.TRAINING)
         self._stages.lap("cut")
 
@@ -74,27 +73,39 @@ class HandingOver:
         Raises:
             TemporaryError: an earlier cut still waited at the end of that time, or this one found no room.
         """
-        if self._gradual is not None:
-            self._gradual.give_up()
-            self._gradual = None
+        if isinstance(self._under_way, BackgroundHandOver):
+            self._observe(self._under_way.end())
+        self.close()
         self._wait_ready(step)
         self.hand_over(step, meta_of, last=True)
 
     def go_on(self) -> None:
         """Hand more of a cut over that is on its way; where its rows change too fast for that, it is given up."""
-        if self._gradual is None:
+        if self._under_way is None:
             return
         try:
-            given = self._gradual.go_on()
+            self._observe(self._under_way.go_on())
         except CutAbandonedError as error:
             self._control.abandoned(error.waited_s)
-            logger.warning("training goes on without a snapshot of step %d: %s", self._gradual.step, error)
-            self._gradual = None
-        else:
-            if given is not None:
-                self._handed_over(self._gradual.step, given)
-                self._gradual = None
+            logger.warning("training goes on without a snapshot of step %d: %s", self._under_way.step, error)
+            self._under_way = None
         self._stages.lap("cut")
+
+    def go_on_evaluating(self) -> None:
+        """The same between two batches that are evaluated, beside which rows move: for cuts that a thread copies."""
+        if isinstance(self._under_way, BackgroundHandOver):
+            self._observe(self._under_way.go_on())
+
+    def _observe(self, given: HandedOver | None) -> None:
+        if given is not None and self._under_way is not None:
+            self._handed_over(self._under_way.step, given)
+            self._under_way = None
+
+    def close(self) -> None:
+        """Give up a cut that is on its way. Repeating it does nothing."""
+        if self._under_way is not None:
+            self._under_way.give_up()
+            self._under_way = None
 
     def wait_committed(self, step: int) -> None:
         """Wait until the final cut is committed; after a signal, for other pods' parts of it ``PEERS_S`` at most.

@@ -6,7 +6,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,17 @@ LOOKS = 20_000
 _helpers: dict[int, queue.SimpleQueue[tuple[Any, ...]]] = {}
 """Of each process that has any, its queue: a process that was forked has none of its parent's threads."""
 _started = 0
+_this_thread = threading.local()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Have ``share`` leave all units to this thread, within the block: beside training that needs the others."""
+    _this_thread.alone = True
+    try:
+        yield
+    finally:
+        _this_thread.alone = False
 
 
 def share(loop: Callable[..., None], units: int, *arguments: Any) -> None:
@@ -38,7 +50,7 @@ def share(loop: Callable[..., None], units: int, *arguments: Any) -> None:
         arguments: of the loop.
     """
     counts = np.zeros(COUNTS, np.int64)
-    helpers = min(torch.get_num_threads(), units) - 1
+    helpers = 0 if getattr(_this_thread, "alone", False) else min(torch.get_num_threads(), units) - 1
     if helpers > 0:
         waiting = _team(helpers)
         for _ in range(helpers):

@@ -222,7 +222,7 @@ class Training:
                     batches,
                     self.collectives,
                     self.step,
-                    scored=self.board.evaluating,
+                    scored=self.scored,
                     stopping=lambda: self.control.told_to_stop,
                 )
             except StoppedError:
@@ -233,6 +233,11 @@ class Training:
             self.journal.evaluated(self.step, self.quality)
         self.stages.lap("evaluation")
         return None
+
+    def scored(self, batches: int) -> None:
+        """Show how far an evaluation is, and hand a cut over that is whole meanwhile."""
+        self.board.evaluating(batches)
+        self.cuts.go_on_evaluating()
 
     def cut_meta(self, parent: SnapshotName | None, now: float) -> CutMeta:
         """What is the same on all ranks at this step; ``now`` is rank 0's clock."""
@@ -302,8 +307,9 @@ class Training:
         }
 
     def close(self) -> None:
-        """Close files."""
+        """Give up a cut that is on its way, and close files."""
         faulthandler.cancel_dump_traceback_later()
+        self.cuts.close()
         for file in (self.journal, self.ledger):
             if file:
                 file.close()

@@ -16,11 +16,12 @@ from dlrm_api.errors import DivergedError
 from dlrm_checkpointer.cut import CutSize, RowsInPlace, ShardRows, loaded, row_bytes
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch
+from dlrm_trainer.embedding.copy_on_update import CopyOnUpdate, Lay
 from dlrm_trainer.embedding.dirty import WINDOW_ROWS, WORD, DirtyPart, DirtyRows
 from dlrm_trainer.embedding.exchange import Exchange
 from dlrm_trainer.embedding.groups import OwnedOptions
 from dlrm_trainer.embedding.owned import OwnedParts
-from dlrm_trainer.embedding.pending import Pending, Save
+from dlrm_trainer.embedding.pending import BeforeUpdates, Pending, Save
 from dlrm_trainer.embedding.placement import Placement
 from dlrm_trainer.embedding.replicated import ReplicatedParts
 from dlrm_trainer.embedding.rows import SCAN_BYTES, LocalPart, ResidentPart, saved_rows
@@ -115,6 +116,10 @@ class Embeddings:
     def saved(self) -> Iterator[LocalPart]:
         """Parts that this rank hands over: its own, and its turn of the data-parallel ones. Each is one rank's."""
         yield from self.owned.parts()
+        yield from self._saved_replicas
+
+    @property
+    def _saved_replicas(self) -> Iterator[ResidentPart]:
         for number, part in enumerate(self.replicas):
             if self._placement.saver(number) == self._rank:
                 yield part
@@ -241,7 +246,7 @@ class Embeddings:
         for view, rows in zip(self.replicas, updated, strict=True):
             view.dirty.mark(rows.cpu().numpy())
 
-    def _save_replicas_before(self, buffer: Tensor, pending: Pending) -> None:
+    def _save_replicas_before(self, buffer: Tensor, pending: BeforeUpdates) -> None:
         touched = (
             rows.cpu().numpy()
             for group, part in zip(self._replicated, self._buffers(buffer), strict=True)
@@ -257,8 +262,18 @@ class Embeddings:
         Args:
             save: is given rows that are about to change, and copies them.
         """
-        self.owned.pending = Pending(tuple(self.saved), save)
-        return self.owned.pending
+        self.owned.pending = pending = Pending(tuple(self.saved), save)
+        return pending
+
+    def begin_copying_on_update(self, lay: Lay) -> CopyOnUpdate:
+        """Take the rows at rest that ``moving_rows`` leaves out as to be copied likewise.
+
+        Args:
+            lay: gives memory of the cut.
+        """
+        at_rest = [part for part in self.saved if isinstance(part, ResidentPart) and part.is_on_host]
+        self.owned.pending = copying = CopyOnUpdate(at_rest, lay)
+        return copying
 
     def end_copying(self) -> None:
         """Let rows change without being copied before."""
@@ -293,8 +308,15 @@ class Embeddings:
         """
         self.settle()
         yield from self.owned.saved_rows()
-        for number, part in enumerate(self.replicas):
-            if self._placement.saver(number) == self._rank:
+        for part in self._saved_replicas:
+            yield from saved_rows(part)
+
+    def moving_rows(self) -> Iterator[RowsInPlace]:
+        """Those of ``rows_in_place`` that do not stay where they are in the host's memory."""
+        self.settle()
+        yield from self.owned.saved_rows(moving=True)
+        for part in self._saved_replicas:
+            if not part.is_on_host:
                 yield from saved_rows(part)
 
     def cut_size(self) -> CutSize:

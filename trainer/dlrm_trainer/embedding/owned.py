@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dlrm_checkpointer.cut import RowsInPlace
 from dlrm_trainer.embedding.groups import Group, OwnedOptions, make_group
-from dlrm_trainer.embedding.pending import Pending, SlotRows
+from dlrm_trainer.embedding.pending import BeforeUpdates, SlotRows
 from dlrm_trainer.embedding.placement import PartGroup, Placement
 from dlrm_trainer.embedding.rows import LocalPart, saved_rows
 from dlrm_trainer.embedding.travelling import OwnedBags
@@ -73,7 +73,7 @@ class OwnedParts:
         """Seconds for which training waited for rows."""
         self.missing = 0
         """Lookups whose row was in no slot when their batch began: none, ever."""
-        self.pending: Pending | None = None
+        self.pending: BeforeUpdates | None = None
         """Of a cut that is being handed over while training goes on."""
         with ExitStack() as resources:
             self.groups = [make_group(placement, group, options, resources) for group in placement.groups[rank]]
@@ -164,7 +164,7 @@ class OwnedParts:
         if self._ahead is not None and expected.fetched is not None:
             self._ahead.release(expected.fetched.result())
 
-    def _save_before(self, expected: Expected, pending: Pending) -> None:
+    def _save_before(self, expected: Expected, pending: BeforeUpdates) -> None:
         fetched = iter([] if expected.fetched is None else expected.fetched.result())
         for group, ids, sizes in zip(self.groups, expected.ids, expected.sizes, strict=True):
             slots = None if group.stack is None else next(fetched).slots
@@ -175,9 +175,15 @@ class OwnedParts:
         for group in self.groups:
             yield from group.parts
 
-    def saved_rows(self) -> Iterator[RowsInPlace]:
-        """Every row of every part that changed since the parent of the next cut, once."""
+    def saved_rows(self, *, moving: bool = False) -> Iterator[RowsInPlace]:
+        """Every row of every part that changed since the parent of the next cut, once.
+
+        Args:
+            moving: those alone that do not stay where they are in the host's memory.
+        """
         for group in self.groups:
+            if moving and group.stack is None and group.device.type == "cpu":
+                continue
             if group.stack is None:
                 for part in group.parts:
                     yield from saved_rows(part)

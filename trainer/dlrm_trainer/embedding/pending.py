@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,30 @@ Place = Callable[[int, NDArray[np.int64], NDArray[np.int64]], RowsInPlace]
 """Where chosen rows of a part are: its number in its record, rows counted from its first, and their lookups."""
 
 
+class BeforeUpdates(Protocol):
+    """What must be done before rows change."""
+
+    def before_update(
+        self,
+        record: DirtyRows,
+        ids: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        place: Place,
+    ) -> None:
+        """Copy the rows among these that a cut holds and that were not copied yet.
+
+        Args:
+            record: of their parts.
+            ids: see ``DirtyRows.mark``.
+            sizes: see there.
+            starts: see there.
+            place: where they are.
+        """
+
+
 class Pending:
-    """What a cut still has to copy.
+    """What a cut still has to copy; ``BeforeUpdates``.
 
     Args:
         parts: whose changed rows the cut holds.
@@ -44,15 +66,7 @@ class Pending:
         starts: NDArray[np.int64],
         place: Place,
     ) -> None:
-        """Copy the rows among these that were not copied yet.
-
-        Args:
-            record: of their parts.
-            ids: see ``DirtyRows.mark``.
-            sizes: see there.
-            starts: see there.
-            place: where they are.
-        """
+        """See ``BeforeUpdates``."""
         bits = self._bits.get(record)
         if bits is None:
             return

@@ -83,6 +83,11 @@ class ResidentPart:
     dirty: DirtyPart
     """Set by updates; lookups leave it alone."""
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its rows are in the host's memory."""
+        return self.weight.device.type == "cpu"
+
     def start(self, seed: int) -> None:
         """See ``LocalPart``."""
         scale = table_scale(self.table.initializer, self.table.rows)
