@@ -147,13 +147,17 @@ def test_a_cut_comes_early_when_changed_rows_nearly_fill_the_ranks_share_and_is_
     assert control.early_cuts == 1
 
 
-def test_a_cut_that_is_on_its_way_makes_none_early_unless_it_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_handed_over", [True, False])
+def test_a_cut_that_is_on_its_way_makes_none_early_unless_it_stays_away(
+    monkeypatch: pytest.MonkeyPatch, is_handed_over: bool
+) -> None:
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     control = control_of(Writer(share=1_000), intervalSteps=1_000)
     control.watch(lambda step: Changed(700 if step is None or step < 5 else 0, 200))
     control.begun(5)
-    control.made(5)
+    if is_handed_over:
+        control.made(5)
 
     soon = control.agree(0.5, 10).cut
     now = COMMIT_S

@@ -11,6 +11,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from gangs import Pod, job_document, plan_document, small_job
 from dlrm_api.names import Env, ExitCode
 from dlrm_checkpointer.catalog import list_snapshots, verify_snapshot
 from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.folder import SliceName, ready_slices
+from dlrm_checkpointer.folder import ROWS_FILE, WRITING_PREFIX, SliceName, ready_slices
 from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
 from dlrm_checkpointer.walk import snapshot_digest
 
@@ -53,12 +54,12 @@ CHANGES: dict[str, Any] = {
 Victim = Literal["sidecar", "rank", "both"]
 
 
-def pod_in(folder: Path, module: str, **environment: str) -> Pod:
+def pod_in(folder: Path, module: str, budget: int = BUDGET_BYTES, **environment: str) -> Pod:
     """A pod whose trainer is one of the doubles."""
     doubles = str(Path(__file__).parent / "doubles")
     path = os.pathsep.join((doubles, os.environ.get("PYTHONPATH", "")))
     plan = plan_document(small_job(folder, WORLD_SIZE, **CHANGES))
-    plan["handoffBytes"] = [BUDGET_BYTES]
+    plan["handoffBytes"] = [budget]
     pod = Pod(folder, job_document(folder, WORLD_SIZE, **CHANGES), plan, PYTHONPATH=path, **environment)
     pod.module = module
     return pod
@@ -75,15 +76,18 @@ def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return {int(step): digest for step, digest in lines}
 
 
-@pytest.fixture
-def pod(tmp_path: Path) -> Iterator[Pod]:
-    made = pod_in(tmp_path, "slow_trainer", FAULT=f"0 read 0 {STEP_S}", UNTIL=str(tmp_path / "hurry"))
+@pytest.fixture(params=["in slices", "by a thread"])
+def pod(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pod]:
+    """Whose ranks hand cuts over in slices, or by a thread each."""
+    module, budget = ("slow_trainer", BUDGET_BYTES) if request.param == "in slices" else ("copying_trainer", 1 << 28)
+    told = {"UNTIL": str(tmp_path / "hurry"), "COPIED": str(tmp_path / "copied")}
+    made = pod_in(tmp_path, module, budget, FAULT=f"0 read 0 {STEP_S}", **told)
     yield made
     made.close()
 
 
 class Life:
-    """A run to its end, whoever is killed."""
+    """A run to its end, whoever is killed amid a cut."""
 
     def __init__(self, pod: Pod, dice: random.Random) -> None:
         self.pod, self.dice = pod, dice
@@ -96,9 +100,12 @@ class Life:
 
     def kill(self, victim: Victim) -> None:
         """Kill in the middle of a gradual cut, and start again what is gone then."""
-        self.disturbed.append(self._wait_for_slice())
-        time.sleep(self.dice.uniform(0.0, LATEST_S))
         pod = self.pod
+        if pod.module == "copying_trainer":
+            self._wait_for_draft()
+        else:
+            self.disturbed.append(self._wait_for_slice())
+        time.sleep(self.dice.uniform(0.0, LATEST_S))
         assert pod.checkpointer is not None
         if victim != "rank":
             pod.checkpointer.kill()
@@ -111,6 +118,13 @@ class Life:
             assert pod.wait() != ExitCode.DONE, pod.log()
             self.left = set(ready_slices(self.handoff))
             pod.start()
+
+    def _wait_for_draft(self) -> None:
+        """Until a rank copies rows into a draft that it made now."""
+        deadline, began = time.monotonic() + 120, time.time()
+        while not any(map(partial(_is_newer, began), self.handoff.glob(f"{WRITING_PREFIX}*/{ROWS_FILE}"))):
+            assert time.monotonic() < deadline, self.pod.log()
+            time.sleep(0.001)
 
     def _wait_for_slice(self) -> int:
         deadline = time.monotonic() + 120
@@ -131,7 +145,12 @@ class Life:
         (self.pod.folder / "hurry").touch()
 
     def gradual(self) -> list[int]:
-        """Steps of the committed cuts that went over in slices while training went on."""
+        """Steps of the committed cuts that went over while training went on."""
+        if self.pod.module == "copying_trainer":
+            copied = self.pod.folder / "copied"
+            lines = [line.split() for line in copied.read_text().splitlines()] if copied.exists() else []
+            slow = {int(step) for step, times in lines if int(times) > 1}
+            return sorted(slow & {each.step for each in list_snapshots(self.store)})
         steps = (each.step for each in list_snapshots(self.store))
         return [step for step in steps if step < STEPS and self._slices(step) > len(TABLES)]
 
@@ -151,6 +170,13 @@ class Life:
             verify_snapshot(snapshot)
             assert snapshot_digest(snapshot) == digests[each.step], each
         return sorted(each.step for each in found)
+
+
+def _is_newer(moment: float, path: Path) -> bool:
+    try:
+        return path.stat().st_mtime > moment
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.parametrize("victim", ["sidecar", "rank", "both"])

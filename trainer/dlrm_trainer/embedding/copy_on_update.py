@@ -59,7 +59,7 @@ class _Map(NamedTuple):
     states_at: NDArray[np.uint64]
 
 
-class _Image:
+class Image:
     """What a cut holds of the parts of one record of changed rows, which lie in one memory."""
 
     def __init__(self, parts: Sequence[ResidentPart]) -> None:
@@ -160,7 +160,7 @@ class CopyOnUpdate:
         records: dict[DirtyRows, list[ResidentPart]] = {}
         for part in parts:
             records.setdefault(part.dirty.rows, []).append(part)
-        self._images = {record: _Image(each) for record, each in records.items()}
+        self._images = {record: Image(each) for record, each in records.items()}
         laid = iter(lay([rows for image in self._images.values() for rows in image.wanted]))
         nothing = np.empty(0, np.int64)
         for image in self._images.values():
