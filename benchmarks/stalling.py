@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.measure import Pairs, report
@@ -24,8 +24,7 @@ from benchmarks.shapes import Shape
 from benchmarks.shapes import quick as quick_shape
 from benchmarks.training_cuts import TOUCHED, AsyncSave, Cuts, Training
 from dlrm_checkpointer.inbox import Inbox
-from dlrm_trainer.embedding.dirty import DirtyRows
-from dlrm_trainer.embedding.pending import BeforeUpdates, Place
+from dlrm_trainer.embedding.pending import BeforeUpdates, Changing
 
 REPEATS, DCP_REPEATS = 9, 3
 ALONE_STEPS = 20
@@ -63,18 +62,9 @@ class Timed:
         self._timed = timed
         self.seconds = 0.0
 
-    def before_update(
-        self,
-        record: DirtyRows,
-        ids: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        place: Place,
-    ) -> None:
+    def before_update(self, rows: Changing) -> None:
         """See ``BeforeUpdates``."""
-        start = time.perf_counter()
-        self._timed.before_update(record, ids, sizes, starts, place)
-        self.seconds += time.perf_counter() - start
+        self.seconds += _seconds(partial(self._timed.before_update, rows))
 
 
 @dataclass(frozen=True)
@@ -103,8 +93,8 @@ class Cutter:
         alone = training.undisturbed_s(ALONE_STEPS)
         training.touch()
         waits, steps = [_seconds(self._cuts.begin)], 0
-        began, whole, timed = time.perf_counter() - waits[0], False, None
-        while not whole:
+        began, timed = time.perf_counter() - waits[0], None
+        while not self._cuts.handed_over:
             if owned.pending is not None and timed is None:
                 owned.pending = timed = Timed(owned.pending)
             before = 0.0 if timed is None else timed.seconds
@@ -112,9 +102,7 @@ class Cutter:
             steps += 1
             if timed is not None:
                 waits.append(timed.seconds - before)
-            start = time.perf_counter()
-            whole = self._cuts.go_on()
-            waits.append(time.perf_counter() - start)
+            waits.append(_seconds(self._cuts.go_on))
         lost = time.perf_counter() - began - steps * alone
         [name] = self._inbox.ready()
         self._inbox.free(name)
@@ -137,12 +125,10 @@ class Gather:
         self._rows = torch.from_numpy(np.flatnonzero(np.random.default_rng(0).random(rows) < TOUCHED))
         self.out = tuple(torch.ones(len(self._rows), source.shape[1]) for source in self._sources)
 
-    def run(self) -> float:
-        """Once: milliseconds."""
-        start = time.perf_counter()
+    def run(self) -> None:
+        """Once."""
         for source, out in zip(self._sources, self.out, strict=True):
             torch.index_select(source, 0, self._rows, out=out)
-        return (time.perf_counter() - start) * 1_000
 
 
 class Copy:
@@ -151,17 +137,15 @@ class Copy:
     def __init__(self, like: Sequence[Tensor]) -> None:
         self._to, self._from = [torch.ones_like(each) for each in like], like
 
-    def run(self) -> float:
-        """Once: milliseconds."""
-        start = time.perf_counter()
+    def run(self) -> None:
+        """Once."""
         for to, from_ in zip(self._to, self._from, strict=True):
             to.copy_(from_)
-        return (time.perf_counter() - start) * 1_000
 
 
 def dcp_ms(save: AsyncSave) -> float:
     """Milliseconds until ``async_save`` returned; what it writes is waited for, and synced, outside of that."""
-    taken = 1_000 * _seconds(save.begin)
+    taken = _ms(save.begin)
     save.wait()
     os.sync()  # or the kernel writes on beside the next cut
     return taken
@@ -179,10 +163,10 @@ def lines(quick: bool, repeats: int | None = None) -> Iterator[Line]:
         gather = Gather(training)
         copy = Copy(gather.out)
         for name, run in (("gather", gather.run), ("memcpy", copy.run)):
-            yield _alternated(cutter, Stall(shape, name), run, count)
+            yield _alternated(cutter, Stall(shape, name), partial(_ms, run), count)
         save = AsyncSave(training.learner, scratch / "dcp")
         setting = Stall(shape, "dcp-async-save")
-        yield _alternated(cutter, setting, lambda: dcp_ms(save), min(count, DCP_REPEATS))
+        yield _alternated(cutter, setting, partial(dcp_ms, save), min(count, DCP_REPEATS))
 
 
 def _alternated(cutter: Cutter, setting: Stall, peer: Callable[[], float], repeats: int) -> Line:
@@ -204,6 +188,10 @@ def _seconds(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
+
+
+def _ms(run: Callable[[], object]) -> float:
+    return 1_000 * _seconds(run)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

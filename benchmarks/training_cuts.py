@@ -126,10 +126,14 @@ class Cuts:
             raise RuntimeError("the hand-off folder has no room for a cut")
         self._under_way = BackgroundHandOver(learner.embeddings, cut)
 
-    def go_on(self) -> bool:
-        """Go on with a cut; whether it is handed over."""
+    def go_on(self) -> None:
+        """Go on with a cut that is on its way."""
         if self._under_way is not None and self._under_way.go_on() is not None:
             self._under_way = None
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether all cuts that were begun are."""
         return self._under_way is None
 
     def close(self) -> None:

@@ -95,20 +95,24 @@ class ShardRows:
         check_rows(self, table)
 
 
-class RowsInPlace(Protocol):
-    """Some rows of one shard that are still where the trainer keeps them; ``ShardRows`` are such rows too."""
+class RowsOfShard(Protocol):
+    """Some rows of one shard, whose form alone is known."""
 
     @property
     def shard(self) -> ShardId:
         """The shard."""
 
     @property
-    def row_ids(self) -> NDArray[np.int64]:
-        """(N,) global row numbers, strictly ascending and inside the shard."""
-
-    @property
     def state_values(self) -> int:
         """Values of a row's state."""
+
+
+class RowsInPlace(RowsOfShard, Protocol):
+    """Some rows of one shard that are still where the trainer keeps them; ``ShardRows`` are such rows too."""
+
+    @property
+    def row_ids(self) -> NDArray[np.int64]:
+        """(N,) global row numbers, strictly ascending and inside the shard."""
 
     def copy_to(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
         """Copy rows [start, end) of these, counted from 0, into (end - start, width) and (end - start, S)."""
@@ -123,7 +127,7 @@ def loaded(place: RowsInPlace) -> ShardRows:
     return ShardRows(shard=place.shard, row_ids=place.row_ids, rows=rows, state=state)
 
 
-def row_bytes(place: RowsInPlace) -> int:
+def row_bytes(place: RowsOfShard) -> int:
     """Bytes of one row, its number and its state."""
     return 8 + 4 * (place.shard.width + place.state_values)
 

@@ -40,11 +40,6 @@ class Rows:
     state_values: int
     """Values of a row's state."""
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row, its number and its state."""
-        return 8 + 4 * (self.shard.width + self.state_values)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Laid:

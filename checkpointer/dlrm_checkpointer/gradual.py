@@ -8,12 +8,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.cut import CutMeta, RowsInPlace
+from dlrm_checkpointer.cut import RowsInPlace
 from dlrm_checkpointer.folder import CutName
-from dlrm_checkpointer.slices import HandedOver, SlicedCut, withdrawn
+from dlrm_checkpointer.slices import HandedOver, SlicedCut
+from dlrm_checkpointer.under_way import CutUnderWay
 
 
-class GradualCut:
+class GradualCut(CutUnderWay):
     """One rank's part of a cut, on its way. No call waits, and nothing is left of the cut where one raises.
 
     The rank must ``save`` each row of the cut before it changes, unless the row was copied before, and calls ``copy``
@@ -21,7 +22,6 @@ class GradualCut:
 
     Args:
         cut: started.
-        meta: of the cut.
         dense: dense state, on global rank 0; copied.
         folder: the hand-off folder.
         ended: told once, with the cut's name where it is whole, else with None.
@@ -30,17 +30,12 @@ class GradualCut:
     def __init__(
         self,
         cut: SlicedCut,
-        meta: CutMeta,
         dense: Mapping[str, NDArray[Any]] | None,
         folder: Path,
         ended: Callable[[CutName | None], None],
     ) -> None:
-        self._cut, self._folder, self._tell = cut, folder, ended
-        self._name = cut.name
+        super().__init__(cut, folder, ended)
         self._dense = None if dense is None else {name: array.copy() for name, array in dense.items()}
-        self.step = meta.step
-        self.ended = False
-        """Whether it is whole or given up."""
 
     def copy(self, place: RowsInPlace, start: int) -> int:
         """Copy rows from ``start`` on; returns how many, 0 where there is no room before the sidecar has made some.
@@ -74,18 +69,5 @@ class GradualCut:
         with self._withdrawn():
             given = self._cut.finish_gradually(self._dense)
         if given:
-            self._end(self._name)
+            self._end(self._cut.name)
         return given
-
-    def withdraw(self) -> None:
-        """Give the cut up, and leave nothing of it. Repeating it does nothing."""
-        if not self.ended:
-            self._cut.withdraw()
-            self._end(None)
-
-    def _end(self, name: CutName | None) -> None:
-        self.ended = True
-        self._tell(name)
-
-    def _withdrawn(self) -> withdrawn:
-        return withdrawn(self._cut, self._folder, lambda: self._end(None))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError, DivergedError, InvalidSpecError, TemporaryError
 from dlrm_checkpointer.budget import Budget
-from dlrm_checkpointer.cut import CutMeta, CutSize, RowsInPlace, ShardId, SnapshotName, check_rows
+from dlrm_checkpointer.cut import CutMeta, CutSize, RowsInPlace, ShardId, SnapshotName
 from dlrm_checkpointer.folder import (
     BROKEN_FILE,
     COMMITTED_FILE,
@@ -168,7 +168,10 @@ class HandOffWriter:
         cut = self._new(meta, owned, patience_s)
         with withdrawn(cut, self.folder):
             cut.start()
-            self._copy(cut, meta, shards, dense)
+            for place in shards:
+                cut.add_rows(place)
+            if dense is not None:
+                cut.add_dense(dense)
             given = cut.finish()
         self._last = CutName(meta.step, meta.attempt, self.rank)
         return given
@@ -195,8 +198,7 @@ class HandOffWriter:
                 return None
             if dense is not None:
                 cut.add_dense(dense)
-        tables = {table.name: table for table in meta.tables}
-        self._under_way = whole = WholeCut(cut, tables, self.folder, self._ended)
+        self._under_way = whole = WholeCut(cut, self.folder, self._ended)
         return whole
 
     def start_gradual(
@@ -212,7 +214,7 @@ class HandOffWriter:
         cut = self._new(meta, owned, patience_s=0)
         with withdrawn(cut, self.folder):
             cut.start()
-        self._under_way = gradual = GradualCut(cut, meta, dense, self.folder, self._ended)
+        self._under_way = gradual = GradualCut(cut, dense, self.folder, self._ended)
         return gradual
 
     def _ended(self, name: CutName | None) -> None:
@@ -239,17 +241,6 @@ class HandOffWriter:
                 f"another run, attempt {newer['attempt']} there, has taken the snapshots over from attempt {attempt}: "
                 "end one of the two, or give one another URI",
             )
-
-    def _copy(
-        self, cut: SlicedCut, meta: CutMeta, shards: Iterable[RowsInPlace], dense: Mapping[str, NDArray[Any]] | None
-    ) -> None:
-        tables = {table.name: table for table in meta.tables}
-        for place in shards:
-            cut.check_owned(place.shard)
-            check_rows(place, tables[place.shard.table])
-            cut.add_rows(place)
-        if dense is not None:
-            cut.add_dense(dense)
 
     def committed_step(self) -> int | None:
         """Step of the newest committed snapshot that the sidecar knows of; None before it said so."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import DivergedError, TemporaryError
 from dlrm_checkpointer.budget import Budget
-from dlrm_checkpointer.cut import CutMeta, CutSize, RowsInPlace, ShardId, row_bytes
+from dlrm_checkpointer.cut import CutMeta, CutSize, RowsInPlace, ShardId, check_rows, row_bytes
 from dlrm_checkpointer.draft import Draft, Laid, Rows, dense_bytes
 from dlrm_checkpointer.folder import (
     DURABLE_FILE,
@@ -103,6 +103,7 @@ class SlicedCut:
         patience_s: float,
     ) -> None:
         self._folder, self._meta, self._owned, self._budget = folder, meta, owned, budget
+        self._tables = {table.name: table for table in meta.tables}
         self.name = name
         self._began, self._put = time.monotonic(), time.monotonic_ns()
         self._patience_s = patience_s
@@ -124,22 +125,16 @@ class SlicedCut:
             size = CutSize(row_bytes=size.row_bytes + dense_bytes(dense), pieces=size.pieces + 1)
         return self._budget.reserve(self._draft, size)
 
-    def check_owned(self, shard: ShardId) -> None:
-        """Refuse rows that another rank stores.
-
-        Raises:
-            ValueError: the rank does not store the shard.
-        """
-        if shard not in self._owned:
-            raise ValueError(f"{shard}: is nothing that rank {self.name.rank} stores")
-
     def add_rows(self, place: RowsInPlace) -> None:
         """Copy rows, over several slices where it must be.
 
         Raises:
             CutAbandonedError: there was no room in time.
             DeviceError: the budget does not hold one row.
+            ValueError: they are not of the cut's tables, or the rank does not store them.
         """
+        self._check_owned(place.shard)
+        check_rows(place, self._tables[place.shard.table])
         count, size, start = len(place.row_ids), row_bytes(place), 0
         while start < count:
             end = start + self._take(size, count - start)
@@ -148,12 +143,17 @@ class SlicedCut:
         self._nbytes += count * size
 
     def lay(self, wanted: Sequence[Rows]) -> list[Laid]:
-        """Memory for rows, for all of which room was taken."""
+        """Memory for those of some rows that are any, for all of which room was taken.
+
+        Raises:
+            ValueError: the rank does not store them.
+        """
         wanted = [rows for rows in wanted if rows.count]
         for rows in wanted:
-            taken = self._budget.take(self._draft, rows.row_bytes, rows.count, shared=False)
+            self._check_owned(rows.shard)
+            taken = self._budget.take(self._draft, row_bytes(rows), rows.count, shared=False)
             assert taken == rows.count, f"{rows}: room for {taken}"
-            self._nbytes += rows.count * rows.row_bytes
+            self._nbytes += rows.count * row_bytes(rows)
         return self._draft.lay(wanted) if wanted else []
 
     def add_dense(self, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -260,6 +260,10 @@ class SlicedCut:
     def drafted_bytes(self) -> int:
         """Bytes of the slice that is being copied."""
         return self._draft.end
+
+    def _check_owned(self, shard: ShardId) -> None:
+        if shard not in self._owned:
+            raise ValueError(f"{shard}: is nothing that rank {self.name.rank} stores")
 
     def _take(self, unit: int, wanted: int) -> int:
         """Take room for at least one unit of bytes, whatever that needs."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardings import random_plan
 
 from dlrm_api.model import TableSpec
-from dlrm_checkpointer.cut import ShardRows
+from dlrm_checkpointer.cut import RowsInPlace, ShardRows
 from dlrm_checkpointer.draft import Laid, Rows
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import open_reader
@@ -22,7 +22,7 @@ from dlrm_trainer.embedding import copy_on_update
 from dlrm_trainer.embedding.copy_on_update import CopyOnUpdate
 from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.host import lazy_zeros
-from dlrm_trainer.embedding.pending import Place
+from dlrm_trainer.embedding.pending import Changing
 from dlrm_trainer.embedding.rows import ResidentPart, table_meta
 from dlrm_trainer.lookahead import prepared_ahead
 
@@ -39,11 +39,8 @@ class Memory:
         self.pieces: list[ShardRows] = []
 
     def lay(self, wanted: Sequence[Rows]) -> list[Laid]:
-        laid, memory = (
-            [],
-            np.full(sum(rows.count * (rows.shard.width + rows.state_values) for rows in wanted), NOT_FILLED),
-        )
-        memory, at = memory.astype(np.float32), 0
+        values = sum(rows.count * (rows.shard.width + rows.state_values) for rows in wanted)
+        laid, memory, at = [], np.full(values, NOT_FILLED, np.float32), 0
         for rows in wanted:
             if rows.count == 0:
                 continue
@@ -91,7 +88,7 @@ def test_a_cut_holds_each_row_as_it_was_however_much_of_it_was_copied_before_eac
     copying.copy()
 
     assert copying.done
-    assert not list(embeddings.moving_rows())
+    assert not list(embeddings.rows_in_place(moving=True))
     assert all((np.diff(piece.row_ids) > 0).all() for piece in memory.pieces)
     check_cut(memory.pieces, states[0], states[1], looked_up[:begin], 0, exact=True)
     embeddings.close()
@@ -108,8 +105,8 @@ def resident(rows: int, dtype: torch.dtype = torch.float32) -> ResidentPart:
     return ResidentPart(table=spec, shard=shard, weight=weight, state=state, dirty=DirtyPart(DirtyRows([rows]), 0))
 
 
-def nowhere(*_: object) -> None:
-    """Where rows are needs no telling."""
+def nowhere(*_: object) -> RowsInPlace:
+    raise AssertionError("rows at rest need no telling where they are")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -119,14 +116,14 @@ def test_a_thread_copies_beside_updates_and_no_row_is_torn(share: float, dtype: 
     part.weight[:], part.state[:] = 1.0, 1.0
     changed = np.flatnonzero(draw.random(ROWS) < share)
     part.dirty.mark(changed)
-    record, place = part.dirty.rows, cast_place(nowhere)
+    record = part.dirty.rows
     record.cut(1)
     copying = CopyOnUpdate([part], memory.lay)
     copying.start()
     updates = 0
     while not copying.ended() or updates < 3:
         ids = draw.integers(0, ROWS, 2_000)
-        copying.before_update(record, ids, np.array([len(ids)]), record.starts, place)
+        copying.before_update(Changing(record, ids, np.array([len(ids)]), record.starts, nowhere))
         part.weight[ids], part.state[ids] = 2.0, 2.0
         updates += 1
     copying.wait()
@@ -135,10 +132,6 @@ def test_a_thread_copies_beside_updates_and_no_row_is_torn(share: float, dtype: 
     np.testing.assert_array_equal(piece.row_ids, changed)
     assert (piece.rows == 1.0).all()
     assert (piece.state == 1.0).all()
-
-
-def cast_place(place: object) -> Place:
-    return place  # type: ignore[return-value]
 
 
 def test_what_ends_the_copying_is_told_to_training(monkeypatch: pytest.MonkeyPatch):

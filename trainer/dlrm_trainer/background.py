@@ -23,7 +23,7 @@ class BackgroundHandOver:
     def __init__(self, embeddings: Embeddings, cut: WholeCut, at_once: int = AT_ONCE_BYTES) -> None:
         self._embeddings, self._cut = embeddings, cut
         try:
-            for rows in embeddings.moving_rows():
+            for rows in embeddings.rows_in_place(moving=True):
                 cut.copy(rows)
             self._copying = embeddings.begin_copying_on_update(cut.lay)
             self._copying.copy(at_once)

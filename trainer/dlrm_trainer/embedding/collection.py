@@ -21,7 +21,7 @@ from dlrm_trainer.embedding.dirty import WINDOW_ROWS, WORD, DirtyPart, DirtyRows
 from dlrm_trainer.embedding.exchange import Exchange
 from dlrm_trainer.embedding.groups import OwnedOptions
 from dlrm_trainer.embedding.owned import OwnedParts
-from dlrm_trainer.embedding.pending import BeforeUpdates, Pending, Save
+from dlrm_trainer.embedding.pending import BeforeUpdates, Changing, Pending, Save
 from dlrm_trainer.embedding.placement import Placement
 from dlrm_trainer.embedding.replicated import ReplicatedParts
 from dlrm_trainer.embedding.rows import SCAN_BYTES, LocalPart, ResidentPart, saved_rows
@@ -254,7 +254,8 @@ class Embeddings:
         )
         for view, rows in zip(self.replicas, touched, strict=True):
             record = view.dirty.rows
-            pending.before_update(record, rows, np.array([len(rows)]), record.starts, partial(_replica_rows, view))
+            sizes, place = np.array([len(rows)]), partial(_replica_rows, view)
+            pending.before_update(Changing(record, rows, sizes, record.starts, place))
 
     def begin_copying(self, save: Save) -> Pending:
         """Take the rows of ``rows_in_place`` as to be copied while training goes on, until ``end_copying``.
@@ -266,7 +267,7 @@ class Embeddings:
         return pending
 
     def begin_copying_on_update(self, lay: Lay) -> CopyOnUpdate:
-        """Take the rows at rest that ``moving_rows`` leaves out as to be copied likewise.
+        """Take those that do not move likewise.
 
         Args:
             lay: gives memory of the cut.
@@ -298,25 +299,21 @@ class Embeddings:
         """Copies of ``rows_in_place``."""
         return map(loaded, self.rows_in_place())
 
-    def rows_in_place(self) -> Iterator[RowsInPlace]:
+    def rows_in_place(self, *, moving: bool = False) -> Iterator[RowsInPlace]:
         """The rows that changed since the parent and that this rank hands over: those of ``saved``, each once.
 
         They are to be copied before anything else is asked of this object.
+
+        Args:
+            moving: those alone that do not stay where they are in the host's memory.
 
         Raises:
             DeviceError: rows could not be read from their tier.
         """
         self.settle()
-        yield from self.owned.saved_rows()
+        yield from self.owned.saved_rows(moving=moving)
         for part in self._saved_replicas:
-            yield from saved_rows(part)
-
-    def moving_rows(self) -> Iterator[RowsInPlace]:
-        """Those of ``rows_in_place`` that do not stay where they are in the host's memory."""
-        self.settle()
-        yield from self.owned.saved_rows(moving=True)
-        for part in self._saved_replicas:
-            if not part.is_on_host:
+            if not (moving and part.is_on_host):
                 yield from saved_rows(part)
 
     def cut_size(self) -> CutSize:

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from dlrm_checkpointer.compiled import compiled
 from dlrm_checkpointer.draft import Laid, Rows
-from dlrm_trainer.embedding.dirty import WORD, DirtyRows, Words
+from dlrm_trainer.embedding.dirty import UNIT_WORDS, WORD, DirtyRows, Words
 from dlrm_trainer.embedding.gather import copy_rows
 from dlrm_trainer.embedding.half import widened
 from dlrm_trainer.embedding.layout import joined
-from dlrm_trainer.embedding.pending import Place
+from dlrm_trainer.embedding.pending import Changing
 from dlrm_trainer.embedding.row_rules import memory_of
 from dlrm_trainer.embedding.rows import ResidentPart
 from dlrm_trainer.processor import bit_count, lent, lowest_bit
@@ -30,8 +30,6 @@ from dlrm_trainer.team import alone
 
 U64 = np.uint64
 ONE, SIX, SIXTY_THREE = U64(1), U64(6), U64(63)
-UNIT_WORDS = 1 << 9
-"""Words whose changed rows are counted together."""
 UNIT_SHIFT = U64(UNIT_WORDS.bit_length() - 1)
 CHUNK_ROWS = 1 << 14
 """Rows copied at a time, or those of a unit: what an update may have to wait for."""
@@ -174,20 +172,12 @@ class CopyOnUpdate:
         self.done = False
         """Whether all is copied."""
 
-    def before_update(
-        self,
-        record: DirtyRows,
-        ids: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        place: Place,
-    ) -> None:
+    def before_update(self, rows: Changing) -> None:
         """See ``BeforeUpdates``."""
-        del place  # where they always are
-        image = self._images.get(record)
+        image = self._images.get(rows.record)
         if image is not None and not self.done:
             with self._turns.taken():
-                image.save(ids, sizes, starts)
+                image.save(rows.ids, rows.sizes, rows.starts)
 
     def copy(self, most: int | None = None) -> None:
         """Copy ``most`` bytes, or a little more, or all that is left; no other thread may do so meanwhile."""

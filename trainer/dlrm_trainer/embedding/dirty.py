@@ -22,7 +22,7 @@ MOST_KEPT = 3
 WINDOW_ROWS = 1 << 20
 """Rows looked through at a time."""
 UNIT_WORDS = 1 << 9
-"""Words that a thread lists the rows of at a time."""
+"""Words whose rows are counted together, and listed by a thread at a time."""
 Words = NDArray[np.uint64]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dlrm_checkpointer.cut import RowsInPlace
 from dlrm_trainer.embedding.groups import Group, OwnedOptions, make_group
-from dlrm_trainer.embedding.pending import BeforeUpdates, SlotRows
+from dlrm_trainer.embedding.pending import BeforeUpdates, Changing, SlotRows
 from dlrm_trainer.embedding.placement import PartGroup, Placement
 from dlrm_trainer.embedding.rows import LocalPart, saved_rows
 from dlrm_trainer.embedding.travelling import OwnedBags
@@ -168,7 +168,8 @@ class OwnedParts:
         fetched = iter([] if expected.fetched is None else expected.fetched.result())
         for group, ids, sizes in zip(self.groups, expected.ids, expected.sizes, strict=True):
             slots = None if group.stack is None else next(fetched).slots
-            pending.before_update(group.dirty, ids.numpy(), sizes.numpy(), group.starts, partial(_place, group, slots))
+            place = partial(_place, group, slots)
+            pending.before_update(Changing(group.dirty, ids.numpy(), sizes.numpy(), group.starts, place))
 
     def parts(self) -> Iterator[LocalPart]:
         """Every part that this rank alone holds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,26 +22,24 @@ Place = Callable[[int, NDArray[np.int64], NDArray[np.int64]], RowsInPlace]
 """Where chosen rows of a part are: its number in its record, rows counted from its first, and their lookups."""
 
 
+class Changing(NamedTuple):
+    """Rows of some parts that are about to change."""
+
+    record: DirtyRows
+    """Of the parts."""
+    ids: NDArray[np.int64]
+    """See ``DirtyRows.mark``."""
+    sizes: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    place: Place
+    """Where they are."""
+
+
 class BeforeUpdates(Protocol):
     """What must be done before rows change."""
 
-    def before_update(
-        self,
-        record: DirtyRows,
-        ids: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        place: Place,
-    ) -> None:
-        """Copy the rows among these that a cut holds and that were not copied yet.
-
-        Args:
-            record: of their parts.
-            ids: see ``DirtyRows.mark``.
-            sizes: see there.
-            starts: see there.
-            place: where they are.
-        """
+    def before_update(self, rows: Changing) -> None:
+        """Copy those that a cut holds and that were not copied yet."""
 
 
 class Pending:
@@ -58,15 +56,9 @@ class Pending:
         self._at = 0, 0
         """The part and its first row that may still have to be copied."""
 
-    def before_update(
-        self,
-        record: DirtyRows,
-        ids: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        place: Place,
-    ) -> None:
+    def before_update(self, rows: Changing) -> None:
         """See ``BeforeUpdates``."""
+        record, ids, sizes, starts, place = rows
         bits = self._bits.get(record)
         if bits is None:
             return
