@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so for a shell's background jobs, and then for what tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["dlrm_cluster.fixtures", "rights_ledger"]
 
