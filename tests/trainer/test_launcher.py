@@ -126,7 +126,7 @@ def test_a_run_that_is_killed_signalled_and_restarted_ends_with_the_same_bytes(m
 
 def test_a_signal_ends_an_evaluation_which_the_next_start_makes_up_for(make_pod: MakePod) -> None:
     changes = {
-        "data": {"format": "synthetic", "synthetic": {"samples": 4_000, "evalSamples": 60_000}},
+        "data": {"format": "synthetic", "synthetic": {"samples": 4_000, "evalSamples": 12_000}},
         "training": {"evalEverySteps": 20, "rowOptimizer": {"learningRate": 0.05}},
         "checkpoint": {"intervalSteps": 1_000},
     }
