@@ -38,7 +38,6 @@ SLOWED_ROWS = 100_000
 """Of each table, where the store is slow: of the whole model an upload would take minutes."""
 SLOWED = 10
 """Times that the slow store takes what the other does."""
-SLOW_REPEATS = 3
 PATIENCE_S = 120.0
 
 
@@ -174,7 +173,7 @@ def slow_lines(service: Service, quick_run: bool) -> Iterator[Line]:
         for policy in POLICIES:
             with closing(Sidecar(training, service, f"slow/{policy}", endpoint, policy)) as late:
                 setting = Setting(rows=shape.rows, tables=shape.tables, against="undisturbed", policy=policy)
-                yield from beside_slow(training, late, service, setting, min(repeats, SLOW_REPEATS))
+                yield from beside_slow(training, late, service, setting, repeats)
 
 
 def _sized(shape: Shape, quick_run: bool) -> tuple[Shape, int, int]:

@@ -12,23 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from dlrm_api.errors import DLRMError, InvalidSpecError
+from dlrm_api.errors import DLRMError
 from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
 from dlrm_api.progress import CheckpointerProgress
 from dlrm_checkpointer.endpoint import Endpoint
 from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.logs import log_to_stderr
 from dlrm_checkpointer.policy import ChainPolicy
-from dlrm_checkpointer.publisher import Publisher, Terms
+from dlrm_checkpointer.publisher import Publisher, Terms, open_target
 from dlrm_checkpointer.retention import Rule
 from dlrm_checkpointer.settings import Settings, read_settings
 from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.store import FieldNames, StoreOptions, open_store
+from dlrm_checkpointer.store import StoreOptions, open_store
 
 LONGEST_REASON = 512
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-PUBLISH_FIELDS = FieldNames(uri="spec.checkpoint.publish.uri")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -87,13 +86,7 @@ def _publisher(settings: Settings, options: StoreOptions, status: Status) -> Pub
     pod = settings.ranks.start // len(settings.ranks)
     terms = Terms(bits=wanted.bits, keep_last=wanted.keep_last, pod=pod, pods=settings.pods)
     snapshots = open_store(settings.uri, options)
-    target = open_store(wanted.uri, replace(options, fields=PUBLISH_FIELDS))
-    if target.uri == snapshots.uri:  # however the job writes it
-        raise InvalidSpecError(
-            PUBLISH_FIELDS.uri,
-            f"{target.uri} holds the job's snapshots, whose retention would remove deltas: give another folder",
-        )
-    return Publisher(snapshots, target, terms, status)
+    return Publisher(snapshots, open_target(wanted.uri, options, snapshots), terms, status)
 
 
 def duties(settings: Settings) -> Duties:

@@ -62,6 +62,11 @@ def _dims_agree(model: ModelSpec) -> bool:
     return model.interaction != "dot" or len(dims) <= 1
 
 
+def _has_a_pair(model: ModelSpec) -> bool:
+    vectors = sum(len(table.sources) for table in model.tables) + sum(group.count for group in model.table_groups)
+    return model.interaction != "dot" or vectors + bool(model.bottom_mlp) != 1  # none: another rule says so
+
+
 class ModelSpec(ApiModel):
     """A deep-learning recommendation model: bottom MLP, embedding tables, interaction, top MLP."""
 
@@ -125,6 +130,18 @@ class ModelSpec(ApiModel):
             message=(
                 "interaction dot needs one width: make the dim of every table and the last of bottomMlp equal, "
                 "or use interaction dcn"
+            ),
+        ),
+        Rule(
+            cel=(
+                "self.interaction != 'dot' || (has(self.bottomMlp) && size(self.bottomMlp) > 0) || "
+                "(has(self.tables) && self.tables.exists(t, has(t.features) && size(t.features) > 1)) || "
+                "(has(self.tableGroups) && self.tableGroups.exists(g, g.count > 1)) || "
+                "(has(self.tables) ? size(self.tables) : 0) + (has(self.tableGroups) ? size(self.tableGroups) : 0) != 1"
+            ),
+            holds=_has_a_pair,
+            message=(
+                "interaction dot needs a pair of vectors: add denseFeatures or a second feature, or use interaction dcn"
             ),
         ),
     )

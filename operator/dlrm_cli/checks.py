@@ -9,20 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import psutil
-
 from dlrm_api.errors import DeviceError, InvalidSpecError, NoInputError, NoPermissionError
 from dlrm_api.hardware import DeviceSpec, HardwareProfile, HardwareProfileSpec, ProfileMeta, TierSpec, TiersSpec
 from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.objects import is_s3
 from dlrm_api.plan import Plan
+from dlrm_checkpointer.publisher import PUBLISH_FIELDS, open_target
 from dlrm_checkpointer.settings import store_options
-from dlrm_checkpointer.store import ObjectStore, open_store
+from dlrm_checkpointer.store import CHECKPOINT_FIELDS, ObjectStore, open_store
 from dlrm_cli.devices import RESOURCE, Found
+from dlrm_trainer.limits import usable_memory_bytes
 
 PATTERN = frozenset("*?[")
 FILE_TIERS = frozenset({"cxl", "scm", "block"})
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def check_inputs(spec: DLRMJobSpec) -> None:
@@ -47,36 +46,29 @@ def check_inputs(spec: DLRMJobSpec) -> None:
 def reach_store(job: DLRMJob) -> ObjectStore:
     """Open the job's store and ask it something, so that a wrong endpoint or key is told before training starts.
 
+    The store that the job publishes to is asked too.
+
     Raises:
+        InvalidSpecError: one can't be used; names the field.
         StoreUnavailableError: nobody answers.
         NoPermissionError: the credentials, or the folder's mode, don't allow it.
         NoInputError: the bucket is not there.
     """
-    store = open_store(job.spec.checkpoint.uri, store_options(job, os.environ))
-    parts = urlsplit(job.spec.checkpoint.uri)
-    if parts.scheme == "file":
-        _check_folder(Path(unquote(parts.path)))
-    for _ in store.list("attempts/"):
-        break
+    options, publish = store_options(job, os.environ), job.spec.checkpoint.publish
+    store = open_store(job.spec.checkpoint.uri, options)
+    _ask(store, CHECKPOINT_FIELDS.uri)
+    if publish is not None:
+        _ask(open_target(publish.uri, options, store), PUBLISH_FIELDS.uri)
     return store
 
 
 def this_machine(replicas: int, devices: Sequence[Found] = ()) -> HardwareProfile:
     """A profile of this machine, shared by the pods that it plays: its memory and GPUs alone, which a plan must fit."""
-    spec = HardwareProfileSpec(tiers=TiersSpec(ddr=TierSpec(bytes=memory_bytes() // replicas)))
+    spec = HardwareProfileSpec(tiers=TiersSpec(ddr=TierSpec(bytes=usable_memory_bytes() // replicas)))
     if each := len(devices) // replicas:
         hbm = TierSpec(bytes=min(device.bytes for device in devices))
         spec = spec.model_copy(update={"devices": DeviceSpec(resource=RESOURCE, count=each, hbm=hbm)})
     return HardwareProfile(metadata=ProfileMeta(name="this-machine"), spec=spec)
-
-
-def memory_bytes() -> int:
-    """Host memory that this process may use."""
-    memory = psutil.virtual_memory().total
-    for path in CGROUP_LIMITS:
-        text = path.read_text().strip() if path.is_file() else ""
-        memory = min(memory, int(text)) if text.isdigit() else memory
-    return memory
 
 
 def make_tier_folders(folder: Path, plan: Plan) -> None:
@@ -120,12 +112,20 @@ def _check_file(field: str, uri: str, mend: str) -> None:
         raise NoInputError(f"{field}: {path}: no such file or folder: {mend}")
 
 
-def _check_folder(folder: Path) -> None:
-    """The snapshot folder, or the one above that it would be made in, must be a folder that can be written."""
+def _ask(store: ObjectStore, field: str) -> None:
+    """List something; a store in files must have a folder that can be written, or made in one."""
+    parts = urlsplit(store.uri)
+    if parts.scheme == "file":
+        _check_folder(Path(unquote(parts.path)), field)
+    for _ in store.list("attempts/"):
+        break
+
+
+def _check_folder(folder: Path, field: str) -> None:
     place = folder
     while not place.exists() and place != place.parent:
         place = place.parent
     if not place.is_dir():
-        raise InvalidSpecError("spec.checkpoint.uri", f"{place} is a file: choose a folder for the snapshots")
+        raise InvalidSpecError(field, f"{place} is a file: choose a folder")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise NoPermissionError(f"spec.checkpoint.uri: {place}: no permission to write: choose a folder that you may")
+        raise NoPermissionError(f"{field}: {place}: no permission to write: choose a folder that you may")

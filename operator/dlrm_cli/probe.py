@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dlrm_cli.checks import memory_bytes
 from dlrm_cli.devices import Found, found_devices
-from dlrm_trainer.settings import usable_cpus
+from dlrm_trainer.limits import usable_cpus, usable_memory_bytes
 
 HOST = torch.device("cpu")
 
@@ -48,7 +47,7 @@ class TorchProbe:
 
     def memory_bytes(self) -> int:
         """Of host memory."""
-        return memory_bytes()
+        return usable_memory_bytes()
 
     def cores(self) -> int:
         """That this process may use."""

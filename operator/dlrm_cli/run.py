@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from dlrm_cli.result import RunResult, read_final, read_profile, read_result, wr
 from dlrm_cli.snapshots import committed
 from dlrm_cli.supervisor import Outcome, Stop, Supervisor
 from dlrm_cli.workdir import WorkDir, folder_error, locked
+from dlrm_trainer.limits import usable_cpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ def _share_threads(job: DLRMJob) -> DLRMJob:
     """Divide this machine's CPUs over all ranks of the job; a trainer would divide them over its own replica's."""
     if job.spec.trainer.threads_per_process is not None or job.spec.replicas == 1:
         return job
-    threads = max(1, len(os.sched_getaffinity(0)) // job.spec.world_size)
+    threads = max(1, usable_cpus() // job.spec.world_size)
     trainer = job.spec.trainer.model_copy(update={"threads_per_process": threads})
     return job.model_copy(update={"spec": job.spec.model_copy(update={"trainer": trainer})})
 

@@ -251,6 +251,11 @@ BAD = {
         {"spec.model.tables": []},
         "spec.model: tables and tableGroups are both empty: a recommendation model needs at least one table",
     ),
+    "one vector alone": job(
+        {"spec.model.denseFeatures": [], "spec.model.bottomMlp": [], "spec.model.tables.1": GONE},
+        "spec.model: interaction dot needs a pair of vectors: add denseFeatures or a second feature, "
+        "or use interaction dcn",
+    ),
     "dims of two widths": job({"spec.model.tables.1.dim": 32}, f"spec.model: {WIDTH}"),
     "dim of a group": job(
         {"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 32}}]}, f"spec.model: {WIDTH}"

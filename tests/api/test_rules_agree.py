@@ -29,6 +29,7 @@ splits = st.fixed_dictionaries(
         "columnBlock": st.sampled_from([4, 8, 16, 12]),
         "maxLookups": st.sampled_from([1, 5]),
         "avgLookups": st.sampled_from([0.5, 1, 5]),
+        "features": st.sampled_from([[], ["a"], ["a", "b"]]),
         "pin": st.fixed_dictionaries(
             {}, optional={"sharding": st.sampled_from(["table", "row", "column"]), "ranks": st.just([0])}
         ),
@@ -44,9 +45,10 @@ models = st.tuples(
             "tables": st.lists(st.tuples(dims, splits), max_size=3).map(
                 lambda found: [{"name": f"t{i}", "rows": 9, "dim": dim, **more} for i, (dim, more) in enumerate(found)]
             ),
-            "tableGroups": st.lists(dims, max_size=2).map(
+            "tableGroups": st.lists(st.tuples(dims, st.sampled_from([1, 2])), max_size=2).map(
                 lambda found: [
-                    {"name": f"g{i}", "count": 2, "template": {"rows": 9, "dim": dim}} for i, dim in enumerate(found)
+                    {"name": f"g{i}", "count": count, "template": {"rows": 9, "dim": dim}}
+                    for i, (dim, count) in enumerate(found)
                 ]
             ),
         },
@@ -153,7 +155,7 @@ def test_profiles(server: Any, spec: dict[str, Any]) -> None:
 def one_part(part: str, value: dict[str, Any]) -> dict[str, Any]:
     """A job that is good but for this part: many faults would hide that one rule is not said."""
     spec: dict[str, dict[str, Any]] = {
-        "model": {"topMlp": [1], "tables": [{"name": "t", "rows": 9, "dim": 8}]},
+        "model": {"topMlp": [1], "tables": [{"name": name, "rows": 9, "dim": 8} for name in "tu"]},
         "data": {"format": "synthetic"},
         "checkpoint": {"uri": "s3://bucket/job"},
     }

@@ -13,7 +13,7 @@ from dlrm_checkpointer.settings import read_settings
 
 def written(folder: Path, **parts: dict[str, Any]) -> Path:
     spec: dict[str, dict[str, Any]] = {
-        "model": {"topMlp": [1], "tables": [{"name": "t", "rows": 9, "dim": 8}]},
+        "model": {"interaction": "dcn", "topMlp": [1], "tables": [{"name": "t", "rows": 9, "dim": 8}]},
         "data": {"format": "synthetic"},
         "checkpoint": {"uri": "s3://bucket/job"},
     }

@@ -46,7 +46,7 @@ def _write_documents(folder: Path, name: str) -> None:
             "kind": "DLRMJob",
             "metadata": {"name": name},
             "spec": {
-                "model": {"tables": [{"name": "C1", "rows": 9_000, "dim": 4}]},
+                "model": {"tables": [{"name": "C1", "rows": 9_000, "dim": 4}], "interaction": "dcn"},
                 "data": {"format": "synthetic"},
                 "checkpoint": {"uri": "file:///tmp/small"},
             },

@@ -17,7 +17,7 @@ apiVersion: dlrm.dev/v1alpha1
 kind: DLRMJob
 metadata: {name: small}
 spec:
-  model: {tables: [{name: C1, rows: 10, dim: 4}]}
+  model: {interaction: dcn, tables: [{name: C1, rows: 10, dim: 4}]}
   data: {format: synthetic}
   checkpoint: {uri: file:///tmp/small}
 """

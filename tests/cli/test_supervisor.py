@@ -83,7 +83,7 @@ def job(replicas: int = 1, **restart: Any) -> DLRMJob:
             "kind": "DLRMJob",
             "metadata": {"name": "small"},
             "spec": {
-                "model": {"tables": [{"name": "C1", "rows": 10, "dim": 4}]},
+                "model": {"tables": [{"name": "C1", "rows": 10, "dim": 4}], "interaction": "dcn"},
                 "data": {"format": "synthetic"},
                 "trainer": {"replicas": replicas},
                 "checkpoint": {"uri": "file:///tmp/small"},

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from dlrm_api.errors import InvalidSpecError
 from dlrm_api.model import ModelSpec
 from dlrm_trainer.model import DLRM, build_model, global_mean_loss
 
@@ -81,11 +80,6 @@ def test_dcn_takes_tables_of_mixed_widths() -> None:
     model = build_model(spec(tables=tables, interaction="dcn"), seed=7)
 
     assert model.interaction.width == 4 + 4 + 12
-
-
-def test_dot_with_nothing_to_pair_is_refused_with_the_mend() -> None:
-    with pytest.raises(InvalidSpecError, match="use dcn"):
-        build_model(spec(denseFeatures=[], bottomMlp=[], tables=TABLES[:1]), seed=7)
 
 
 def test_initial_weights_are_a_function_of_the_seed_alone() -> None:

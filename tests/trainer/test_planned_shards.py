@@ -36,7 +36,7 @@ def manifest(found: list[dict[str, Any]], replicas: int, processes: int) -> dict
     return {
         "metadata": {"name": "job"},
         "spec": {
-            "model": {"tables": each, "topMlp": [1]},
+            "model": {"tables": each, "interaction": "dcn", "topMlp": [1]},
             "data": {"format": "synthetic"},
             "trainer": {"replicas": replicas, "processesPerReplica": processes, "tierBudgets": {"block": "100Gi"}},
             "checkpoint": {"uri": "file:///snapshots"},

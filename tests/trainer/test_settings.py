@@ -6,7 +6,7 @@ import pytest
 
 from dlrm_api.errors import UsageError
 from dlrm_api.names import Env, Port
-from dlrm_trainer.settings import Settings, read_settings, usable_cpus
+from dlrm_trainer.settings import Settings, read_settings
 
 
 def test_an_empty_environment_is_that_of_a_pod() -> None:
@@ -31,7 +31,3 @@ def test_every_variable_is_read_and_an_empty_one_counts_as_unset() -> None:
 def test_a_value_that_is_no_number_is_named() -> None:
     with pytest.raises(UsageError, match="DLRM_MASTER_PORT: 'http' is no number"):
         read_settings({Env.MASTER_PORT: "http"})
-
-
-def test_there_is_at_least_one_cpu() -> None:
-    assert usable_cpus() >= 1

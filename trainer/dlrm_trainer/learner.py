@@ -58,7 +58,7 @@ class Learner:
         device: of the dense half, and of rows that the plan puts into hbm.
 
     Raises:
-        InvalidSpecError: the model has an interaction with nothing to work on, or a tier has no folder.
+        InvalidSpecError: a tier has no folder.
         DeviceError: a tier's file can't be made.
     """
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dlrm_api.errors import InvalidSpecError
 from dlrm_api.model import ModelSpec
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.device_pairs import DevicePairs, pair_places
@@ -54,10 +53,6 @@ class DotInteraction(nn.Module):
     def __init__(self, features: int, dim: int, with_dense: bool, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         vectors = features + with_dense
-        if vectors < 2:
-            raise InvalidSpecError(
-                "spec.model.interaction", "dot has no pair in a model of one feature without dense ones: use dcn"
-            )
         self.dim, self.dtype = dim, dtype
         self.width = vectors * (vectors - 1) // 2 + (dim if with_dense else 0)
         self.register_buffer("places", pair_places(vectors), persistent=False)
@@ -148,9 +143,6 @@ def build_model(spec: ModelSpec, seed: int, device: torch.device = HOST) -> DLRM
         spec: of the model.
         seed: of its weights.
         device: that it computes on.
-
-    Raises:
-        InvalidSpecError: the interaction has nothing to work on.
     """
     model = DLRM(spec, device)
     generator = torch.Generator().manual_seed(seed)

@@ -22,10 +22,11 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
 from dlrm_api.plan import Plan
 from dlrm_trainer.cuts import CutControl, StoppedError
+from dlrm_trainer.limits import usable_cpus
 from dlrm_trainer.logs import log_to_stderr
 from dlrm_trainer.progress import ProgressBoard
 from dlrm_trainer.rendezvous import Gang
-from dlrm_trainer.settings import Settings, usable_cpus
+from dlrm_trainer.settings import Settings
 from dlrm_trainer.stacks import RankStacks
 from dlrm_trainer.tier_counters import SharedCounters
 from dlrm_trainer.train import train

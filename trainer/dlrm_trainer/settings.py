@@ -118,13 +118,3 @@ def keep_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_PIECE_BYTES)
         libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-
-
-def usable_cpus() -> int:
-    """CPUs that this process may use: its affinity, and the cgroup's quota where there is one."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return cpus
-    return cpus if quota == "max" else max(1, min(cpus, int(quota) // int(period)))

@@ -27,7 +27,8 @@ def _spec(
     training: dict[str, Any] | None = None,
 ) -> DLRMJobSpec:
     features = [f"I{i}" for i in range(1, 14)] if dense is None else dense
-    model: dict[str, Any] = {"denseFeatures": features, "topMlp": [1], "tables": tables or criteo_tables()}
+    model: dict[str, Any] = {"denseFeatures": features, "interaction": "dcn", "topMlp": [1]}
+    model["tables"] = tables or criteo_tables()
     if features:
         model["bottomMlp"] = [4]
     spec = {"model": model, "data": data, "training": training or {}, "checkpoint": {"uri": "file:///unused"}}

@@ -1,0 +1,64 @@
+"""What this process may use of its machine: what control groups, of version 1 or 2, leave it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+MOUNT, GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def usable_memory_bytes(mount: Path = MOUNT, groups: Path = GROUPS) -> int:
+    """Host memory that this process may use.
+
+    Args:
+        mount: where control groups are.
+        groups: says which of them the process is in.
+    """
+    found = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    for folder in _folders("memory", mount, groups):
+        found += [_number(folder / name) for name in ("memory.max", "memory.limit_in_bytes")]
+    return int(min(found))
+
+
+def usable_cpus(mount: Path = MOUNT, groups: Path = GROUPS) -> int:
+    """CPUs that this process may use: its affinity, and the quota of its control groups; at least one.
+
+    Args:
+        mount: where control groups are.
+        groups: says which of them the process is in.
+    """
+    found = [float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)]
+    for folder in _folders("cpu", mount, groups):
+        found.append(_number(folder / "cpu.cfs_quota_us") / _number(folder / "cpu.cfs_period_us", 1))
+        quota, _, period = _text(folder / "cpu.max").partition(" ")
+        found.append(int(quota) / int(period) if quota.isdigit() else math.inf)
+    return max(1, int(min(found)))
+
+
+def _folders(controller: str, mount: Path, groups: Path) -> Iterator[Path]:
+    """The process's own group and those above it, as far as they can be seen from here: each of them limits it."""
+    for line in _text(groups).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = mount / controllers if controllers else mount
+        steps = Path(path.lstrip("/")).parts
+        if ".." not in steps:  # a group that lies outside of what is mounted here
+            yield from (root.joinpath(*steps[:depth]) for depth in range(len(steps), 0, -1))
+        yield root
+
+
+def _number(file: Path, absent: float = math.inf) -> float:
+    """What a file holds; a word, a negative number and no file are no limit."""
+    text = _text(file)
+    return int(text) if text.isdigit() else absent
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
