@@ -19,6 +19,10 @@ MOST_DEVICE_COLUMNS = 2_048
 """Columns of a column block that fbgemm's kernels take on a GPU."""
 COUNTER_BYTES = 4
 """A row's access count, which goes down and up with it."""
+CHANGED_BYTES = 1
+"""Of each row of a column block, wherever it is, in host memory: bits that say whether it changed since the last cut
+and before up to three older ones, whether snapshots hold it, and whether a cut that is on its way has it and must still
+copy it."""
 MOST_PLACES = 2**29
 """Places of a level that 32 bits can name beside the level, its own sign spared."""
 SLOT_META_BYTES = 32

@@ -10,7 +10,7 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TableSpec
 from dlrm_api.plan import Device
 from dlrm_planner.costs import ELEMENT_BYTES, Costs
-from dlrm_planner.tables import UPDATED_FLAG_BYTES, Tables
+from dlrm_planner.tables import Tables
 
 MAX_REPLICA_BYTES = 4 * 2**20
 """Largest table that is replicated unasked: its gradient is cleared and summed whole in every step, in cache still."""
@@ -86,6 +86,6 @@ def worth_replicating(spec: DLRMJobSpec, tables: Tables, costs: Costs, device: D
 
 
 def replica_bytes(tables: Tables, index: int) -> int:
-    """Bytes of one replica on one rank: the table, and the whole gradient that is all-reduced."""
+    """Bytes of one replica on one rank: the table, and the gradient that is all-reduced, with a count of each row."""
     table = tables.specs[index]
-    return tables.whole[index].resident + table.rows * (ELEMENT_BYTES * table.dim + UPDATED_FLAG_BYTES)
+    return tables.whole[index].resident + table.rows * ELEMENT_BYTES * (table.dim + 1)

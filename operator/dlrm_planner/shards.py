@@ -53,7 +53,7 @@ class Shards:
     row_bytes: tuple[int, ...]
     """A row and its state, as the kernels hold them."""
     resident_bytes: tuple[int, ...]
-    """Rows, row state and update flags."""
+    """Rows, row state and what tells that rows changed."""
     handoff_bytes: tuple[int, ...]
     """All rows with their ids and state, as a full cut hands them over."""
 

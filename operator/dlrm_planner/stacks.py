@@ -17,6 +17,7 @@ from dlrm_api.plan import Device
 from dlrm_api.tiers import (
     BLOCK_PLACE_META_BYTES,
     BLOCK_SLACK,
+    CHANGED_BYTES,
     COUNTER_BYTES,
     ORDER_META_BYTES,
     PLACE_META_BYTES,
@@ -38,7 +39,7 @@ META_BYTES: Mapping[SlowTier, float] = {
     "scm": PLACE_META_BYTES,
     "block": BLOCK_PLACE_META_BYTES * BLOCK_SLACK,
 }
-"""DDR that a row's place in this tier takes, beside its map entry."""
+"""DDR that a row's place in this tier takes, beside its entry."""
 UNEVEN = 1.1
 """Rows of the rank that has most of a kind, over the mean, as long as nothing is placed."""
 IN_HBM, UNPINNED, IN_DDR = -3, -2, -1
@@ -65,9 +66,9 @@ class Stacks:
     device_slot: Floats
     """HBM of one more slot."""
     entry: Floats
-    """DDR of a row's map entry."""
+    """DDR of a row's map entry, and of what tells that it changed."""
     fixed: Floats
-    """DDR of the map, of the places of the last level, which has one for every row, of the scratch pad, and of the
+    """DDR of all entries, of the places of the last level, which has one for every row, of the scratch pad, and of the
     shard's part of a hand-off that holds a full cut."""
     scratch: Floats
     """Slots beside the planned ones, none where these are all rows: for rows of a batch that finds its set full, or of
@@ -134,7 +135,7 @@ def read_stacks(
     scratch = np.where(on_device, _extra_slots(spec, shards), np.ceil(reuse.accesses)) * (pin != IN_HBM)
     least = np.ceil(reuse.least / max(ways, 1)) * max(ways, 1)
     cut_parts = np.array(shards.held_bytes, np.float64) - np.array(shards.resident_bytes, np.float64)
-    entry = _entries(shards, ranks, spec.world_size)
+    entry = _map_entries(shards, ranks, spec.world_size) + CHANGED_BYTES
     return Stacks(
         rows=rows,
         blocks=blocks,
@@ -170,7 +171,7 @@ def _between(size: int, record: Floats, rows: Floats) -> int:
     )
 
 
-def _entries(shards: Shards, ranks: NDArray[np.int64] | None, world_size: int) -> Floats:
+def _map_entries(shards: Shards, ranks: NDArray[np.int64] | None, world_size: int) -> Floats:
     """(N,) bytes of a row's map entry in one block, if all shards of a rank with rows of one kind are one stack.
 
     Where ranks are not known yet, each has its part of all rows of that kind, and a little more.

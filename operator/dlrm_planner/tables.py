@@ -6,16 +6,14 @@ from dataclasses import dataclass, replace
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TableSpec
+from dlrm_api.tiers import CHANGED_BYTES, STATE_BYTES, state_values
 from dlrm_api.tiers import ELEMENT_BYTES as BYTES_OF
-from dlrm_api.tiers import STATE_BYTES, state_values
 from dlrm_planner.costs import ELEMENT_BYTES
 
 ROW_ID_BYTES = 8
 """Of each row of a cut."""
 CUT_PIECE_ROWS, CUT_HEADER_BYTES = 65_536, 512
 """A cut lists its pieces; a piece of fewer rows than this would be waste, and its entry is shorter than that."""
-UPDATED_FLAG_BYTES = 1
-"""The trainer keeps one byte a row that says whether the row was ever updated."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class PartBytes:
     row: int
     """A row and its state, as the kernels hold them."""
     resident: int
-    """Rows, row state and update flags."""
+    """Rows, row state and what tells that rows changed."""
     handoff: int
     """All rows with their ids and state, as a full cut hands them over, headers included."""
 
@@ -74,7 +72,7 @@ def part_bytes(table: TableSpec, block_state: int, row_start: int, row_end: int,
     row = BYTES_OF[table.dtype] * width + block_state
     pieces = CUT_HEADER_BYTES * -(-rows // CUT_PIECE_ROWS)
     handoff = rows * (ELEMENT_BYTES * width + block_state + ROW_ID_BYTES) + pieces
-    return PartBytes(blocks * row, blocks * rows * (row + UPDATED_FLAG_BYTES), blocks * handoff)
+    return PartBytes(blocks * row, blocks * rows * (row + CHANGED_BYTES), blocks * handoff)
 
 
 def table_paths(spec: DLRMJobSpec) -> tuple[str, ...]:

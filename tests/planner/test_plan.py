@@ -77,7 +77,7 @@ def test_a_pod_s_bytes_are_its_rows_its_state_and_its_hand_off(
             for shard in here:
                 rows, width = shard.row_end - shard.row_start, shard.column_end - shard.column_start
                 held += rows * (4 * width + 4 + 1)
-                held += rows * (4 * width + 1) if shard.kind == "data" else 0
+                held += rows * 4 * (width + 1) if shard.kind == "data" else 0
             for shard in here[:1] if planned.shards[0].kind == "data" else here:
                 rows, width = shard.row_end - shard.row_start, shard.column_end - shard.column_start
                 cut += rows * (4 * width + 4 + 8) + 512 * -(-rows // 65_536)

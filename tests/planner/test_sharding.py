@@ -371,7 +371,7 @@ def test_each_column_block_of_a_table_with_levels_is_a_stack_of_its_own(make_spe
     block = places * tiers.BLOCK_SLACK * tiers.block_place_bytes(*row)
     ddr = (
         slots * tiers.slot_bytes(*row)
-        + 10**6 * tiers.map_entry_bytes(10**6)
+        + 10**6 * (tiers.map_entry_bytes(10**6) + tiers.CHANGED_BYTES)
         + tiers.places_meta_bytes("block", places, last=True)
     )
     held = plan.ranks[0].bytes_per_tier
@@ -388,7 +388,8 @@ def test_a_map_of_many_rows_has_wider_entries(make_spec: MakeSpec) -> None:
         rows = sum(each["rows"] for each in found)
         slots = sum(level.rows for t in plan.tables for shard in t.shards for level in shard.tiers.levels[:1])
         held = sum(rank.bytes_per_tier["ddr"] for rank in plan.ranks) - sum(plan.handoff_bytes)
-        held -= slots * tiers.slot_bytes(4, "fp32", "rowwise-adagrad") + rows * 8 * tiers.BLOCK_SLACK
+        held -= slots * tiers.slot_bytes(4, "fp32", "rowwise-adagrad")
+        held -= rows * (8 * tiers.BLOCK_SLACK + tiers.CHANGED_BYTES)
         return held / rows
 
     def one(name: str, rows: int) -> dict[str, Any]:

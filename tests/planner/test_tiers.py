@@ -73,13 +73,14 @@ def bytes_by_hand(spec: DLRMJobSpec, plan: Plan, pod: int) -> dict[str, float]:
             if shard.rank // plan.processes_per_node != pod:
                 continue
             if not shard.tiers.levels:
-                taken["ddr"] += rows * (tiers.row_bytes(*row) + 1)
-                taken["ddr"] += rows * (asked.dim * 4 + 1) if shard.kind == "data" else 0
+                taken["ddr"] += rows * (tiers.row_bytes(*row) + tiers.CHANGED_BYTES)
+                taken["ddr"] += rows * (asked.dim + 1) * 4 if shard.kind == "data" else 0
                 continue
             buffered.add(shard.rank)
             pad = math.ceil(looked_up * rows / asked.rows)
             first, *below = shard.tiers.levels
-            taken["ddr"] += rows * tiers.map_entry_bytes(rows) + (first.rows + pad) * tiers.slot_bytes(*row)
+            taken["ddr"] += rows * (tiers.map_entry_bytes(rows) + tiers.CHANGED_BYTES)
+            taken["ddr"] += (first.rows + pad) * tiers.slot_bytes(*row)
             for number, level in enumerate(below, 1):
                 places = level.rows * tiers.BLOCK_SLACK if level.tier == "block" else level.rows
                 size = tiers.block_place_bytes(*row) if level.tier == "block" else tiers.record_bytes(*row)
