@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +16,14 @@ from hypothesis import strategies as st
 from shardings import random_plan
 
 from dlrm_api.model import TableSpec
+from dlrm_api.tiers import CHANGED_BYTES
 from dlrm_checkpointer.cut import RowsInPlace, ShardRows
 from dlrm_checkpointer.draft import Laid, Rows
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.embedding import copy_on_update
-from dlrm_trainer.embedding.copy_on_update import CopyOnUpdate
-from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
+from dlrm_trainer.embedding.copy_on_update import CopyOnUpdate, Image
+from dlrm_trainer.embedding.dirty import MOST_KEPT, DirtyPart, DirtyRows
 from dlrm_trainer.embedding.host import lazy_zeros
 from dlrm_trainer.embedding.pending import Changing
 from dlrm_trainer.embedding.rows import ResidentPart, table_meta
@@ -103,6 +106,27 @@ def resident(rows: int, dtype: torch.dtype = torch.float32) -> ResidentPart:
     state = lazy_zeros(rows, torch.float32).view(rows, 1)
     shard = table_meta(spec, 0, "rowwise-adagrad").whole()
     return ResidentPart(table=spec, shard=shard, weight=weight, state=state, dirty=DirtyPart(DirtyRows([rows]), 0))
+
+
+def test_what_tells_changed_rows_takes_no_more_than_plans_count():
+    part, few = resident(ROWS), (np.arange(3), np.array([3]), np.zeros(1, np.int64))
+
+    def most_there_is() -> tuple[DirtyRows, Image]:
+        record = DirtyRows([ROWS])
+        record.store(*few)
+        for step in range(MOST_KEPT + 2):
+            record.mark(*few)
+            record.cut(step)
+        return record, Image([replace(part, dirty=DirtyPart(record, 0))])
+
+    most_there_is()  # what is compiled stays
+    tracemalloc.start()
+    there = most_there_is()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert there[1].counts == [3]
+    assert (MOST_KEPT + 3) / 8 * ROWS < held <= CHANGED_BYTES * ROWS
 
 
 def nowhere(*_: object) -> RowsInPlace:
