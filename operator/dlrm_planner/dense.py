@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from dlrm_api.job import DLRMJobSpec
@@ -15,6 +16,10 @@ LONE_ID_BYTES, ID_BYTES = 32, 96
 """Of each id of a batch, alone and among ranks. Measured, with tables in DDR: 30, and 81 to 95."""
 ID_BYTES_AHEAD = 24
 """Of each id of a batch whose rows are fetched ahead: as it was read, as it came, and its slot."""
+UPDATED_ELEMENT_BYTES, UPDATED_ROW_BYTES = 48, 100
+"""Of each element of the rows looked up, and of each row, where torch's operations update them on a GPU: gradients of
+lookups and of rows, rows and states before and after, and whose they are. Counted operation by operation: 39 and 89,
+under Adam 48 and 97."""
 FLOPS_PER_WEIGHT = 6
 """A multiply and an add forward, twice that backward (gradients of the input and of the weight)."""
 
@@ -75,13 +80,27 @@ def staged_bytes(spec: DLRMJobSpec) -> int:
 
 
 def lookup_bytes(spec: DLRMJobSpec) -> int:
-    """Host memory of one rank for ids: of the batch that is read, those that travel and those that are looked up.
+    """Memory of one rank for ids, on the host, and on a GPU that computes: as they are read, travel and are looked up.
 
     A rank looks up as many ids as its slice of the batch has, where the cost of tables is even.
     """
     ids = sum(table.lookups * len(table.sources) for table in spec.model.all_tables())
     each = (LONE_ID_BYTES if spec.world_size == 1 else ID_BYTES) + ID_BYTES_AHEAD * spec.trainer.cache.lookahead
     return math.ceil(ids * largest_slice(spec)) * each
+
+
+def update_bytes(spec: DLRMJobSpec) -> int:
+    """Memory of a GPU that updates of rows take: none where fbgemm's kernels make them, which do fp32 without Adam.
+
+    Tables of one width and type are updated at a time; a rank looks up as many rows as its slice of the batch has.
+    """
+    adam, taken = spec.training.row_optimizer.kind == "adam", Counter[tuple[int, str]]()
+    for table in spec.model.all_tables():
+        if adam or table.dtype != "fp32":
+            width = table.column_block or table.dim
+            rows = math.ceil(table.lookups * len(table.sources) * largest_slice(spec)) * table.dim // width
+            taken[width, table.dtype] += rows * (UPDATED_ELEMENT_BYTES * width + UPDATED_ROW_BYTES)
+    return max(taken.values(), default=0)
 
 
 def exchange_bytes(spec: DLRMJobSpec) -> int:

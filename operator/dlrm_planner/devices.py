@@ -9,7 +9,7 @@ from dlrm_api.hardware import DeviceSpec, HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Device
 from dlrm_api.tiers import MOST_DEVICE_COLUMNS
-from dlrm_planner.dense import activation_bytes, exchange_bytes
+from dlrm_planner.dense import activation_bytes, exchange_bytes, lookup_bytes, update_bytes
 from dlrm_planner.memory import MIB, MOST_DDR, Limit, dense_bytes, human, tightest
 from dlrm_planner.tables import Tables, table_paths
 
@@ -73,7 +73,8 @@ def check_device_tables(tables: Tables) -> None:
 def device_limit(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Limit | None:
     """The tighter of a device's HBM and a process's part of the user's budget, for tables; None: neither is known."""
     processes, budget, limits = spec.trainer.processes_per_replica, spec.trainer.tier_budgets.hbm, list[Limit]()
-    working, beside = device_working_bytes(spec), ", ".join(_working_words(spec))
+    working = device_working_bytes(spec)
+    beside = ", ".join(f"{human(size)} {what}" for what, size in _working(spec).items())
     if profile is not None and profile.spec.devices is not None:
         size, name = profile.spec.devices.hbm.bytes, profile.metadata.name
         source = f"{human(size)} HBM of a device of a {name} node, less {beside}"
@@ -86,16 +87,21 @@ def device_limit(spec: DLRMJobSpec, profile: HardwareProfile | None) -> Limit | 
 
 
 def device_working_bytes(spec: DLRMJobSpec) -> int:
-    """HBM of one rank beside tables: CUDA's own, dense parameters, activations, and pooled rows that travel."""
-    return CONTEXT_BYTES + dense_bytes(spec) + activation_bytes(spec) + exchange_bytes(spec)
+    """HBM of one rank beside tables."""
+    return sum(_working(spec).values())
 
 
-def _working_words(spec: DLRMJobSpec) -> Iterator[str]:
-    yield f"{human(CONTEXT_BYTES)} for CUDA"
-    yield f"{human(dense_bytes(spec))} for dense parameters, their gradients and optimizer state"
-    yield f"{human(activation_bytes(spec))} for activations"
-    if travelling := exchange_bytes(spec):
-        yield f"{human(travelling)} for pooled rows that travel"
+def _working(spec: DLRMJobSpec) -> dict[str, int]:
+    """Bytes by what they are for."""
+    parts = {
+        "for CUDA": CONTEXT_BYTES,
+        "for dense parameters, their gradients and optimizer state": dense_bytes(spec),
+        "for activations": activation_bytes(spec),
+        "for ids": lookup_bytes(spec),
+        "for pooled rows that travel": exchange_bytes(spec),
+        "for updates of rows": update_bytes(spec),
+    }
+    return {what: size for what, size in parts.items() if size}
 
 
 def _asks(spec: DLRMJobSpec) -> Iterator[str]:

@@ -65,7 +65,7 @@ def _shortfall(asked: Question, refusal: Refusal, cause: NoPlacement) -> str:
     what = f"table {table.name} ({table.rows} rows x {table.dim})"
     if cause.room < 0 and limit is not None and cause.tier == "hbm":
         return (
-            f"{what} does not fit on the GPU of {where}: replicated tables, dense parameters and activations already "
+            f"{what} does not fit on the GPU of {where}: replicated tables and what else a step needs already "
             f"take {-cause.room} bytes more than it has"
         )
     if cause.room < 0 and limit is not None:

@@ -15,7 +15,10 @@ from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, TierShare, parse_plan
+from dlrm_api.tiers import RowOptimizerKind
+from dlrm_api.training import RowOptimizerSpec, TrainingSpec
 from dlrm_planner import plan_job, working_set_bytes
+from dlrm_planner.dense import update_bytes
 from dlrm_planner.devices import CONTEXT_BYTES, device_working_bytes
 from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES
 
@@ -294,6 +297,23 @@ def test_what_hosts_spend_on_computing_is_not_asked_of_them(make_spec: MakeSpec)
     assert on_host > device_working_bytes(spec) - CONTEXT_BYTES
 
 
+def test_updates_that_fbgemm_does_not_make_take_memory_of_a_gpu(make_spec: MakeSpec) -> None:
+    def updates(kind: RowOptimizerKind, *dtypes: str, **more: Any) -> int:
+        tables = [table(f"t{i}", 9_000, maxLookups=20, dtype=dtype) for i, dtype in enumerate(dtypes)]
+        spec = make_spec(tables, **more)
+        optimizer = RowOptimizerSpec(kind=kind)
+        return update_bytes(spec.model_copy(update={"training": TrainingSpec(row_optimizer=optimizer)}))
+
+    of_one = 20 * 2_048 * (48 * 64 + 100)
+    assert updates("rowwise-adagrad", "fp32", "fp32") == 0
+    assert updates("adam", "fp32") == updates("sgd", "fp16") == of_one
+    assert updates("adam", "fp32", "fp32", "fp16") == 2 * of_one
+    assert updates("rowwise-adagrad", "fp32", "fp16") == of_one
+    assert updates("adam", "fp32", replicas=2) == of_one // 2
+    one, two = (make_spec([table("t", 9_000, dtype=dtype)]) for dtype in ("fp32", "fp16"))
+    assert device_working_bytes(two) - device_working_bytes(one) == update_bytes(two)
+
+
 def test_nothing_known_of_hbm_gives_slots_to_a_tenth_and_is_said(make_spec: MakeSpec) -> None:
     plan = plan_job(make_spec([table("in", 10**5, pin={"tier": "hbm"}), table("free", 10**6)]))
 
@@ -404,7 +424,7 @@ def test_slots_that_a_gpu_has_no_room_for_are_told_with_the_batches_in_flight(
 ) -> None:
     spec = make_spec([table("t", 10**8, maxLookups=1_000)])
 
-    reasons = refusal(spec, make_profile("64Gi", devices=gpus(1, "2150Mi")))
+    reasons = refusal(spec, make_profile("64Gi", devices=gpus(1, "2260Mi")))
 
     assert reasons[0].startswith("table t (100000000 rows x 64) does not fit on the GPU of rank 0 on node 0")
     assert "rows and for all lookups that 3 batches in flight can make it takes" in reasons[0]
@@ -426,9 +446,7 @@ def test_the_budget_mend_counts_all_processes(make_spec: MakeSpec) -> None:
 def test_a_gpu_too_small_for_the_dense_part_is_said_so(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
     reasons = refusal(make_spec([table("t", 10)]), make_profile("64Gi", devices=gpus(1, "1Gi")))
 
-    assert (
-        "does not fit on the GPU of rank 0 on node 0: replicated tables, dense parameters and activations" in reasons[0]
-    )
+    assert "does not fit on the GPU of rank 0 on node 0: replicated tables and what else a step needs" in reasons[0]
     assert any(reason.startswith("mend: raise HBM per device") for reason in reasons)
 
 

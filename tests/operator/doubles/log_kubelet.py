@@ -26,20 +26,26 @@ class LogKubelet(ThreadingHTTPServer):
         """Pods that may still write."""
         self.asked: list[dict[str, str]] = []
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-        self._register(plane)
+        self._plane = plane
+        self._register()
 
     def write(self, pod: str, line: str, container: str = "trainer", *, previous: bool = False) -> None:
         """One line, each a second after the one before, so that their order can be told by their times."""
         lines = self.logs.setdefault((pod, container, previous), [])
         lines.append(f"2026-01-01T00:00:{len(lines):02d}.000000001Z {line}")
 
-    def _register(self, plane: ControlPlane) -> None:
+    def server_close(self) -> None:
+        """Leave no node behind: other tests of this control plane would find it."""
+        super().server_close()
+        self._plane.api.call("DELETE", f"/api/v1/nodes/{NODE}")
+
+    def _register(self) -> None:
         node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}}
-        plane.api.ensure("/api/v1/nodes", node)
+        self._plane.api.ensure("/api/v1/nodes", node)
         address = {"type": "InternalIP", "address": "127.0.0.1"}
         port = {"kubeletEndpoint": {"Port": self.server_address[1]}}
         status = {"addresses": [address], "daemonEndpoints": port}
-        plane.api.call("PATCH", f"/api/v1/nodes/{NODE}/status", {"status": status})
+        self._plane.api.call("PATCH", f"/api/v1/nodes/{NODE}/status", {"status": status})
 
 
 class LogHandler(BaseHTTPRequestHandler):
