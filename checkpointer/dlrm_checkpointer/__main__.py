@@ -19,12 +19,12 @@ from dlrm_checkpointer.endpoint import Endpoint
 from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.logs import log_to_stderr
 from dlrm_checkpointer.policy import ChainPolicy
-from dlrm_checkpointer.publisher import Publisher, Terms, open_target
+from dlrm_checkpointer.publisher import Publisher, Terms
 from dlrm_checkpointer.retention import Rule
 from dlrm_checkpointer.settings import Settings, read_settings
 from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.store import StoreOptions, open_store
+from dlrm_checkpointer.store import StoreOptions, open_store, open_target
 
 LONGEST_REASON = 512
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -11,10 +11,10 @@ import logging
 import secrets
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from dlrm_api.errors import DLRMError, InvalidSpecError, NoInputError, SnapshotError, TemporaryError
+from dlrm_api.errors import DLRMError, NoInputError, SnapshotError, TemporaryError
 from dlrm_checkpointer.attempts import newest_attempt
 from dlrm_checkpointer.chain import Chain, load_chain
 from dlrm_checkpointer.cut import SnapshotName
@@ -33,7 +33,7 @@ from dlrm_checkpointer.publication import (
 from dlrm_checkpointer.publish import Place, delta_of, parts_of, put_part, remove_old
 from dlrm_checkpointer.restore import Snapshot
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.store import FieldNames, ObjectStore, StoreOptions, open_store
+from dlrm_checkpointer.store import ObjectStore
 
 logger = logging.getLogger(__name__)
 
@@ -42,27 +42,6 @@ LONGEST_LOOK_S = 5.0
 """Pauses between two looks for the plan, or for other pods' parts, grow up to this."""
 LONGEST_END_S = 2.0
 """Wait for the thread at the end; a call of a store that takes longer dies with the process."""
-PUBLISH_FIELDS = FieldNames(uri="spec.checkpoint.publish.uri")
-
-
-def open_target(uri: str, options: StoreOptions, snapshots: ObjectStore) -> ObjectStore:
-    """The store that deltas go to.
-
-    Args:
-        uri: that the job gives.
-        options: of the job's store, by which this one is reached too.
-        snapshots: the job's store.
-
-    Raises:
-        InvalidSpecError: the URI can't be used, or is that of the snapshots.
-    """
-    target = open_store(uri, replace(options, fields=PUBLISH_FIELDS))
-    if target.uri == snapshots.uri:  # however the job writes it
-        raise InvalidSpecError(
-            PUBLISH_FIELDS.uri,
-            f"{target.uri} holds the job's snapshots, whose retention would remove deltas: give another folder",
-        )
-    return target
 
 
 @dataclass(frozen=True, kw_only=True)

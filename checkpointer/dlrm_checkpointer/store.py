@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
@@ -41,6 +41,7 @@ class FieldNames:
 
 
 CHECKPOINT_FIELDS = FieldNames()
+PUBLISH_FIELDS = FieldNames(uri="spec.checkpoint.publish.uri")
 AWS = S3Spec()
 
 
@@ -175,3 +176,23 @@ def open_made_store(uri: str, options: StoreOptions | None = None) -> ObjectStor
     if isinstance(store, FileStore):
         store.check_folder()
     return store
+
+
+def open_target(uri: str, options: StoreOptions, snapshots: ObjectStore) -> ObjectStore:
+    """The store that deltas go to.
+
+    Args:
+        uri: that the job gives.
+        options: of the job's store, by which this one is reached too.
+        snapshots: the job's store.
+
+    Raises:
+        InvalidSpecError: the URI can't be used, or is that of the snapshots.
+    """
+    target = open_store(uri, replace(options, fields=PUBLISH_FIELDS))
+    if target.uri == snapshots.uri:  # however the job writes it
+        raise InvalidSpecError(
+            PUBLISH_FIELDS.uri,
+            f"{target.uri} holds the job's snapshots, whose retention would remove deltas: give another folder",
+        )
+    return target

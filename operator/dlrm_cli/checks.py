@@ -14,9 +14,8 @@ from dlrm_api.hardware import DeviceSpec, HardwareProfile, HardwareProfileSpec, 
 from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.objects import is_s3
 from dlrm_api.plan import Plan
-from dlrm_checkpointer.publisher import PUBLISH_FIELDS, open_target
 from dlrm_checkpointer.settings import store_options
-from dlrm_checkpointer.store import CHECKPOINT_FIELDS, ObjectStore, open_store
+from dlrm_checkpointer.store import CHECKPOINT_FIELDS, PUBLISH_FIELDS, ObjectStore, open_store, open_target
 from dlrm_cli.devices import RESOURCE, Found
 from dlrm_trainer.limits import usable_memory_bytes
 
