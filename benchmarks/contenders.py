@@ -21,6 +21,8 @@ THREADS = 2
 TRIED_ROWS = 2_000
 DRAWN = 10
 """Batches in memory at a time: they count against the limit too."""
+Kept = tuple[float, str, int]
+"""Share of rows in slots, their policy, and batches whose rows are fetched ahead."""
 
 
 class ContenderError(RuntimeError):
@@ -34,13 +36,11 @@ class Contender:
         kind: ours, or mapped-bags.
         shape: of the model.
         trace: of its batches.
-        cache: share of rows in slots, and their policy; ours alone.
+        cache: how rows are kept in slots; ours alone.
         folders: of the rows, and of the histograms.
     """
 
-    def __init__(
-        self, kind: str, shape: Shape, trace: str, cache: tuple[float, str], folders: tuple[Path, Path]
-    ) -> None:
+    def __init__(self, kind: str, shape: Shape, trace: str, cache: Kept, folders: tuple[Path, Path]) -> None:
         self.kind, self.group = kind, MemoryGroup(kind)
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -82,9 +82,7 @@ class Contender:
         self.group.close()
 
 
-def _serve(
-    pipe: Connection, kind: str, shape: Shape, trace: str, cache: tuple[float, str], folders: tuple[Path, Path]
-) -> None:
+def _serve(pipe: Connection, kind: str, shape: Shape, trace: str, cache: Kept, folders: tuple[Path, Path]) -> None:
     """The child: answers until its parent is gone."""
     torch.set_num_threads(THREADS)
     make: Callable[[Shape], Any] = {"ours": _ours(cache, folders[0]), "mapped-bags": _bags(folders[0])}[kind]
@@ -124,7 +122,7 @@ def _try_out(make: Callable[[Shape], Any], shape: Shape, trace: str, data_dir: P
     side.close()
 
 
-def _ours(cache: tuple[float, str], folder: Path) -> Callable[[Shape], Trained]:
+def _ours(cache: Kept, folder: Path) -> Callable[[Shape], Trained]:
     return lambda shape: Trained(shape, placement_of(shape, ("block",), *cache), folder)
 
 

@@ -54,6 +54,8 @@ class Options:
     data_dir: Path
     policy: str | None
     """Of the slots; None: as the planner would choose."""
+    lookahead: int
+    """Batches whose rows are fetched ahead."""
     readers: int
     """Threads that read from RocksDB."""
     memory_share: float
@@ -61,11 +63,15 @@ class Options:
 
     def placement(self, tier: str, trace: str, cache: float) -> Placement:
         """Slots for a share of the rows, over one tier."""
-        return placement_of(self.shape, (tier,), cache, self.policy_of(trace))
+        return placement_of(self.shape, (tier,), cache, self.policy_of(trace), self.lookahead)
 
     def policy_of(self, trace: str) -> str:
         """Which row leaves the slots."""
         return self.policy or POLICIES[trace]
+
+    def chosen(self, trace: str) -> dict[str, str | int]:
+        """How rows are kept in slots, for the line."""
+        return {"policy": self.policy_of(trace), "lookahead": self.lookahead}
 
 
 Measure = Callable[[Options, str, Sequence[Setting]], None]
@@ -90,17 +96,17 @@ def in_memory(options: Options, trace: str, settings: Sequence[Setting]) -> None
     for setting in settings:
         against = "ddr" if setting.against == "ddr-backed" else setting.against
         pairs = Pairs([each[setting.backing] for each in taken], [each[against] for each in taken])
-        report(setting, "step_ms", pairs, policy=options.policy_of(trace), **rates[setting.backing].measured())
+        report(setting, "step_ms", pairs, **options.chosen(trace), **rates[setting.backing].measured())
 
 
 def in_hbm(options: Options, trace: str, settings: Sequence[Setting]) -> None:
     """Slots in a GPU's memory for a share of the rows, over DDR, against slots there for all of them."""
     batches, (setting,) = Batches(options.shape, popularity_of(trace, options.shape.rows, options.data_dir)), settings
-    pairs, policy = Pairs(), options.policy_of(trace)
+    pairs, kept = Pairs(), (options.policy_of(trace), options.lookahead)
     with ExitStack() as stack:
         sides = {}
         for name, cache in (("hbm", setting.cache), ("all-in-hbm", 1.0)):
-            placement = placement_of(options.shape, ("ddr",), cache, policy, slots="hbm")
+            placement = placement_of(options.shape, ("ddr",), cache, *kept, slots="hbm")
             sides[name] = stack.enter_context(closing(Trained(options.shape, placement, None)))
         first = _warmed(sides, batches, options)
         rates = Rates(sides["hbm"])
@@ -108,7 +114,7 @@ def in_hbm(options: Options, trace: str, settings: Sequence[Setting]) -> None:
             _as_sides(sides), batches, first, options.steps, options.repeats,
             lambda taken: pairs.add(taken["hbm"], taken["all-in-hbm"]),
         )  # fmt: skip
-        report(setting, "step_ms", pairs, policy=policy, **rates.measured())
+        report(setting, "step_ms", pairs, **options.chosen(trace), **rates.measured())
 
 
 def on_block(options: Options, trace: str, settings: Sequence[Setting]) -> None:
@@ -140,7 +146,7 @@ def on_block(options: Options, trace: str, settings: Sequence[Setting]) -> None:
 
         alternate(_as_sides(sides), batches, first, options.steps, options.repeats, limit)
         middle = {name: sorted(each[name] for each in measured)[len(measured) // 2] for name in measured[0]}
-        report(setting, "step_ms", pairs, policy=options.policy_of(trace), **middle, **rates.measured())
+        report(setting, "step_ms", pairs, **options.chosen(trace), **middle, **rates.measured())
 
 
 def against_rocksdb(options: Options, trace: str, settings: Sequence[Setting]) -> None:
@@ -170,7 +176,7 @@ def against_rocksdb(options: Options, trace: str, settings: Sequence[Setting]) -
             _as_sides(sides), batches, first, max(1, options.steps // 2), options.repeats,
             lambda taken: pairs.add(taken["block"], taken["rocksdb"]),
         )  # fmt: skip
-        more = {"policy": options.policy_of(trace), "rocksdb_threads": options.readers}
+        more = options.chosen(trace) | {"rocksdb_threads": options.readers}
         report(setting, "step_ms", pairs, **more, **rates.measured())
         report(setting, "samples_per_s", pairs.inverted(shape.batch * 1000))
 
@@ -179,7 +185,7 @@ def against_mapped_bags(options: Options, trace: str, settings: Sequence[Setting
     """Our block level and torch's own embedding bags over a mapped file, both under one memory limit."""
     shape = replace(options.shape, row_optimizer="sgd", dense_optimizer="sgd")
     (setting,), folders = settings, (options.tier_dir, options.data_dir)
-    pairs, cache = Pairs(), (setting.cache, options.policy_of(trace))
+    pairs, cache = Pairs(), (setting.cache, options.policy_of(trace), options.lookahead)
     with ExitStack() as stack:
         ours = stack.enter_context(closing(Contender("ours", shape, trace, cache, folders)))
         theirs = stack.enter_context(closing(Contender("mapped-bags", shape, trace, cache, folders)))
@@ -252,6 +258,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--scm-dir", type=_folder, default=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None,
                         help="of the page-cached file; by default /dev/shm")  # fmt: skip
     parser.add_argument("--policy", choices=("lru", "lfu", "mixed"), help="of the slots; by default as plans choose it")
+    parser.add_argument("--lookahead", type=int, default=1, metavar="N", help="batches fetched ahead (default 1)")
     parser.add_argument(
         "--rocksdb-threads", type=int, default=8, metavar="N", help="that read from RocksDB (default 8)"
     )
@@ -285,6 +292,7 @@ def _options(given: argparse.Namespace) -> Iterator[Options]:
             scm_dir=scm_dir,
             data_dir=given.data_dir,
             policy=given.policy,
+            lookahead=given.lookahead,
             readers=given.rocksdb_threads,
             memory_share=given.memory_share,
         )
