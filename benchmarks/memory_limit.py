@@ -86,7 +86,7 @@ def _outcome(manifest: Path, store: Path, output: bytes) -> dict[str, Any]:
     kind = job.spec.training.row_optimizer.kind
     sizes = {table.name: row_bytes(table.dim, table.dtype, kind) for table in job.spec.model.all_tables()}
     result = json.loads(output)
-    snapshot, _ = newest_snapshot(open_store(store.as_uri(), StoreOptions()), verify=False)
+    snapshot, _ = newest_snapshot(open_store(store.as_uri(), StoreOptions()), check=None)
     assert snapshot is not None, "dlrmctl ended well, and so left a snapshot"
     touched = sum(rows * sizes[table] for table, rows in verify_snapshot(snapshot).rows.items())
     return {

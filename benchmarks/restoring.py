@@ -87,7 +87,7 @@ def save(service: Service, prefix: str, bits: Bits, kind: str, rows: int) -> Non
 
 def measure(service: Service, prefix: str, repeats: int) -> tuple[Pairs, dict[str, Any]]:
     """Restore and read in turn, in a process that does nothing else; rates count the bytes of objects."""
-    snapshot, _ = newest_snapshot(service.store(prefix), verify=False)
+    snapshot, _ = newest_snapshot(service.store(prefix), check=None)
     assert snapshot is not None, "it was saved just now"
     parts = [part_of(table) for table in snapshot.meta.tables]
     bare = BareRead(service, prefix, snapshot.objects)

@@ -242,7 +242,7 @@ def beside_slow(training: Training, late: Sidecar, service: Service, setting: Se
 
 def object_sizes(service: Service, prefix: str) -> list[int]:
     """Bytes of each object of the newest snapshot."""
-    snapshot, _ = newest_snapshot(service.store(prefix), verify=False)
+    snapshot, _ = newest_snapshot(service.store(prefix), check=None)
     assert snapshot is not None, "it was committed just now"
     return [entry.bytes for entry in snapshot.manifest.objects]
 

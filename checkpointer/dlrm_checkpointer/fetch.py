@@ -24,6 +24,8 @@ AT_ONCE = 4
 """Items at work at a time where their results, or what they are made of, are in memory too."""
 T = TypeVar("T")
 R = TypeVar("R")
+Check = Callable[[ObjectStore, Sequence[ObjectEntry], Callable[[str], None]], None]
+"""``check_bytes``, or what does the same with the help of others."""
 
 
 def fetch(store: ObjectStore, entry: ObjectEntry, bodies: Bodies | None = None) -> memoryview:

@@ -18,7 +18,7 @@ from dlrm_checkpointer.bodies import Bodies
 from dlrm_checkpointer.chain import Chain, load_chain
 from dlrm_checkpointer.codes import CodedRows
 from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName, TableMeta
-from dlrm_checkpointer.fetch import check_bytes, check_present, fetch, fetch_rows, gets_at_once, in_parallel
+from dlrm_checkpointer.fetch import Check, check_bytes, check_present, fetch, fetch_rows, gets_at_once, in_parallel
 from dlrm_checkpointer.manifest import MANIFESTS, ChunkEntry, ObjectEntry, manifest_key, parse_manifest_key
 from dlrm_checkpointer.merge import overlapping
 from dlrm_checkpointer.objects import decode_dense
@@ -172,13 +172,13 @@ def open_snapshot(store: ObjectStore, step: int, attempt: int) -> Snapshot:
     return snapshot
 
 
-def newest_snapshot(store: ObjectStore, *, verify: bool = True) -> tuple[Snapshot | None, list[str]]:
+def newest_snapshot(store: ObjectStore, *, check: Check | None = check_bytes) -> tuple[Snapshot | None, list[str]]:
     """The newest snapshot of the lineage that can be used.
 
     Args:
         store: the job's store.
-        verify: read every object once and check its SHA-256 before the answer, so that restoring from it can't
-            fail midway. It costs one more read of the snapshot, in parallel and in bounded memory; without it a
+        check: reads every object once and checks its SHA-256 before the answer, so that restoring from it can't
+            fail midway. It costs one more read of the snapshot, in parallel and in bounded memory; with None a
             corrupt object shows as a SnapshotError from ``shard_codes``, when part of the model is filled.
 
     Returns:
@@ -191,7 +191,7 @@ def newest_snapshot(store: ObjectStore, *, verify: bool = True) -> tuple[Snapsho
     whole: set[str] = set()
     while True:
         keys = snapshot_keys(store)
-        snapshot, reasons, broken = _newest_of(store, keys, whole if verify else None)
+        snapshot, reasons, broken = _newest_of(store, keys, check, whole)
         if not broken or snapshot_keys(store) == keys:
             break  # else an older attempt has committed and retired meanwhile: what was passed over may have been whole
     if broken and snapshot is None:
@@ -219,14 +219,15 @@ def _check_beginning(store: ObjectStore) -> None:
 
 
 def _newest_of(
-    store: ObjectStore, keys: Sequence[tuple[int, int]], whole: set[str] | None
+    store: ObjectStore, keys: Sequence[tuple[int, int]], check: Check | None, whole: set[str]
 ) -> tuple[Snapshot | None, list[str], bool]:
     """The first of some manifests that can be used; why the others can't; and whether one of these should be usable.
 
     Args:
         store: the job's store.
         keys: (step, attempt) of the manifests, newest first.
-        whole: objects whose bytes were read and are as they should be, added to; None: their bytes aren't read.
+        check: see ``newest_snapshot``.
+        whole: objects whose bytes were read and are as they should be, added to.
     """
     attempts = read_attempts(store, min((attempt for _, attempt in keys), default=0)) if keys else []
     reasons: list[str] = []
@@ -237,8 +238,8 @@ def _newest_of(
             continue
         try:
             snapshot = open_snapshot(store, step, attempt)
-            if whole is not None:
-                check_bytes(store, [entry for entry in snapshot.objects if entry.key not in whole], whole.add)
+            if check is not None:
+                check(store, [entry for entry in snapshot.objects if entry.key not in whole], whole.add)
         except (SnapshotError, NoInputError) as error:
             broken = True
             reasons.append(str(error))

@@ -18,7 +18,7 @@ from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.attempts import in_lineage, read_attempts
 from dlrm_checkpointer.chain import Chain
 from dlrm_checkpointer.cut import CutMeta, SnapshotName
-from dlrm_checkpointer.fetch import check_bytes, check_present
+from dlrm_checkpointer.fetch import Check, check_bytes, check_present
 from dlrm_checkpointer.manifest import PARTS, ChainLink, Manifest, PartList, parse_part, part_key
 from dlrm_checkpointer.restore import Snapshot, snapshot_keys
 from dlrm_checkpointer.store import ObjectStore
@@ -47,7 +47,7 @@ class SalvagedSnapshot(Snapshot):
         return f"{self.store.uri}/{PARTS}{self.step:016d}/{self.attempt:08d}/"
 
 
-def find_salvage(store: ObjectStore, base: Snapshot) -> Salvage | None:
+def find_salvage(store: ObjectStore, base: Snapshot, check: Check = check_bytes) -> Salvage | None:
     """The newest cut after a snapshot that rank 0 stored, and whichever others; None where there is none.
 
     What it holds is read and checked once, so that a restore can't fail midway.
@@ -55,6 +55,7 @@ def find_salvage(store: ObjectStore, base: Snapshot) -> Salvage | None:
     Args:
         store: the job's store.
         base: the newest snapshot of the lineage that can be used.
+        check: reads it.
     """
     cuts: dict[SnapshotName, list[int]] = {}
     for info in store.list(PARTS):
@@ -68,7 +69,7 @@ def find_salvage(store: ObjectStore, base: Snapshot) -> Salvage | None:
         salvage = Salvage(name, tuple(sorted(cuts[name])))
         try:
             found = open_salvage(store, base, salvage)
-            check_bytes(store, found.manifest.objects, lambda _key: None)
+            check(store, found.manifest.objects, lambda _key: None)
         except (SnapshotError, NoInputError) as error:
             logger.warning("cut can't be salvaged", extra={"step": name.step, "problem": str(error)})
         else:

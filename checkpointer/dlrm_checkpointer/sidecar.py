@@ -270,7 +270,8 @@ class Sidecar:
         why = NEWER_ATTEMPT if self._is_superseded(cut.attempt) else ""
         manifest = None
         try:
-            manifest = None if why else try_commit(self._store, cut.step, cut.attempt, cut.world_size)
+            if not why:
+                manifest = try_commit(self._store, cut.step, cut.attempt, cut.world_size, self._inbox.ranks)
         except SnapshotError as error:
             self._lose(cut, error)
             why = str(error)

@@ -158,7 +158,7 @@ def test_without_verification_damage_shows_while_reading(two):
     files, _ = two
     flip_a_byte(files)
 
-    snapshot, _ = newest_snapshot(files, verify=False)
+    snapshot, _ = newest_snapshot(files, check=None)
 
     assert snapshot.step == 2
     with pytest.raises(SnapshotError, match="corrupt"):

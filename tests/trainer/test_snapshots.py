@@ -12,15 +12,14 @@ from gangs import hand_plan, job_document, small_job
 
 from dlrm_api.errors import DLRMError, InvalidSpecError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJob, parse_job
-from dlrm_checkpointer.chain import Basis
+from dlrm_checkpointer.chain import Basis, Chain, load_chain
 from dlrm_checkpointer.codes import CodedRows, code_rows
 from dlrm_checkpointer.commit import try_commit
-from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows
+from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, SnapshotName
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.handoff import HandOffWriter
 from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.ready import Durable
-from dlrm_checkpointer.restore import Snapshot, open_snapshot
 from dlrm_checkpointer.store import ObjectStore, StoreOptions
 from dlrm_checkpointer.upload import Traffic, Upload, Way
 from dlrm_trainer.collectives import Collectives
@@ -363,13 +362,13 @@ def test_a_snapshot_of_another_job_is_chosen_anew_where_it_is_retired_while_it_i
     def retire() -> None:
         store.delete_all([info.key for prefix in gone.split() for info in store.list(prefix)])
 
-    def opened(store: ObjectStore, step: int, attempt: int) -> Snapshot:
+    def opened(store: ObjectStore, name: SnapshotName) -> Chain:
         if opens:
-            found = open_snapshot(store, step, attempt)
+            found = load_chain(store, name)
         retire()
-        return found if opens else open_snapshot(store, step, attempt)
+        return found if opens else load_chain(store, name)
 
-    monkeypatch.setattr("dlrm_trainer.start.open_snapshot", opened)
+    monkeypatch.setattr("dlrm_trainer.start.load_chain", opened)
     parts: Any = SimpleNamespace(job=job, learner=fresh, gang=SimpleNamespace(rank=0, collectives=ALONE))
 
     with pytest.raises(error, match="restoreFrom: .* step 3 was retired" if error is TemporaryError else "missing"):

@@ -142,8 +142,16 @@ class Collectives:
         return [pickle.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]  # noqa: S301
 
     def broadcast(self, value: T | None) -> T:
-        """Rank 0's value, on every rank."""
-        first = self.gather(value if self.rank == 0 else None)[0]
+        """Rank 0's picklable value, on every rank; the others give None."""
+        if self.world_size == 1:
+            assert value is not None
+            return value
+        body = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = torch.tensor([len(body)])
+        self._broadcast(size)
+        body = body if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+        self._broadcast(body)
+        first: T = pickle.loads(bytes(body.numpy()))  # noqa: S301
         assert first is not None
         return first
 
@@ -178,6 +186,12 @@ class Collectives:
         with self._counted("all_gather"):
             dist.all_gather(gathered, tensor, group=self._group)
         return gathered
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        if self.rank == 0:
+            self.bytes_sent["small"] += tensor.nbytes * (self.world_size - 1)
+        with self._counted("broadcast"):
+            dist.broadcast(tensor, src=0, group=self._group)
 
     @contextlib.contextmanager
     def _counted(self, kind: str) -> Iterator[None]:

@@ -10,14 +10,18 @@ from typing import Any
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_checkpointer.attempts import claim_attempt
+from dlrm_checkpointer.chain import load_chain
 from dlrm_checkpointer.codes import CodedRows
+from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.digest import Partial, add, combine, shard_digest, state_digest
-from dlrm_checkpointer.restore import Snapshot, newest_snapshot, open_snapshot
+from dlrm_checkpointer.fetch import Check
+from dlrm_checkpointer.restore import Snapshot, newest_snapshot
 from dlrm_checkpointer.salvage import Salvage, find_salvage, open_salvage
 from dlrm_checkpointer.store import ObjectStore
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.embedding.rows import LocalPart, table_meta
 from dlrm_trainer.learner import Learner
+from dlrm_trainer.verifying import choose_together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +30,8 @@ class Start:
 
     attempt: int
     """The store's number of this attempt."""
-    step: int | None
-    """Step of the snapshot; None: from the beginning."""
-    snapshot_attempt: int | None
-    """Attempt that wrote it."""
+    snapshot: SnapshotName | None
+    """None: from the beginning."""
     reasons: tuple[str, ...]
     """Why newer snapshots were passed over."""
     salvage: Salvage | None = None
@@ -39,6 +41,8 @@ class Start:
 def choose_start(store: ObjectStore, collectives: Collectives, note: str, *, partial: bool = False) -> Start:
     """Choose the newest snapshot that verifies and announce an attempt that goes on from it; rank 0 does it for all.
 
+    All ranks read what it verifies, a share each.
+
     Args:
         store: the job's store.
         collectives: of all ranks.
@@ -46,28 +50,25 @@ def choose_start(store: ObjectStore, collectives: Collectives, note: str, *, par
         partial: whether a newer cut may be used of which parts are missing.
 
     Raises:
-        SnapshotError: snapshots are there and none of them can be used.
+        SnapshotError: on rank 0: snapshots are there and none of them can be used.
+        PeerLostError: on the others, then.
     """
-    start = None
-    if collectives.rank == 0:
-        snapshot, reasons = newest_snapshot(store)
-        step = None if snapshot is None else snapshot.step
-        salvage = find_salvage(store, snapshot) if partial and snapshot else None
-        start = Start(
-            attempt=claim_attempt(store, step, note),
-            step=step,
-            snapshot_attempt=None if snapshot is None else snapshot.attempt,
-            reasons=tuple(reasons),
-            salvage=salvage,
-        )
-    return collectives.broadcast(start)
+
+    def choose(check: Check) -> Start:
+        snapshot, reasons = newest_snapshot(store, check=check)
+        salvage = find_salvage(store, snapshot, check) if partial and snapshot else None
+        name = None if snapshot is None else snapshot.name
+        attempt = claim_attempt(store, None if name is None else name.step, note)
+        return Start(attempt=attempt, snapshot=name, reasons=tuple(reasons), salvage=salvage)
+
+    return choose_together(store, collectives, choose)
 
 
 def open_start(store: ObjectStore, start: Start) -> Snapshot | None:
     """The snapshot that ``choose_start`` chose, with the parts of a newer cut over it where there are any."""
-    if start.step is None or start.snapshot_attempt is None:
+    if start.snapshot is None:
         return None
-    snapshot = open_snapshot(store, start.step, start.snapshot_attempt)
+    snapshot = Snapshot(store, load_chain(store, start.snapshot))  # its objects were all read just now
     return open_salvage(store, snapshot, start.salvage) if start.salvage else snapshot
 
 

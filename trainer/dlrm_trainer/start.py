@@ -15,10 +15,12 @@ from typing import Any
 from dlrm_api.errors import NoInputError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
+from dlrm_checkpointer.chain import load_chain
 from dlrm_checkpointer.cut import SnapshotName
+from dlrm_checkpointer.fetch import Check
 from dlrm_checkpointer.handoff import HandOffWriter
 from dlrm_checkpointer.manifest import manifest_key
-from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
+from dlrm_checkpointer.restore import Snapshot, newest_snapshot
 from dlrm_checkpointer.store import FieldNames, ObjectStore, StoreOptions, open_store
 from dlrm_trainer import snapshots
 from dlrm_trainer.collectives import Collectives
@@ -31,6 +33,7 @@ from dlrm_trainer.observer import Observer
 from dlrm_trainer.progress import ProgressBoard
 from dlrm_trainer.rendezvous import Gang
 from dlrm_trainer.settings import Settings
+from dlrm_trainer.verifying import choose_together
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +131,9 @@ def restore_newest(parts: Parts) -> tuple[int, int, dict[str, Any]]:
     new = resized or start.salvage is not None  # a state that no snapshot holds
     snapshots.restore(parts.learner, snapshot, mark=new)
     parts.writer.restored(None if new else snapshot.name)
-    if start.salvage:
-        logger.warning("rows of lost ranks are of step %s; ranks %s had stored", start.step, start.salvage.ranks)
+    if start.salvage and start.snapshot:
+        lost, stored = start.snapshot.step, start.salvage.ranks
+        logger.warning("rows of lost ranks are of step %s; ranks %s had stored", lost, stored)
     logger.info("restored step %d from %s", snapshot.step, snapshot.uri)
     return start.attempt, snapshot.step, snapshot.meta.metrics
 
@@ -143,17 +147,18 @@ def begin_from(parts: Parts, uri: str, options: StoreOptions) -> None:
         TemporaryError: the other job, which may live, retired it meanwhile.
     """
     other = open_store(uri, replace(options, fields=RESTORE_FROM_FIELDS))
-    found: tuple[SnapshotName, ...] | None = None
-    if parts.gang.rank == 0:
-        newest, reasons = newest_snapshot(other)
-        for reason in reasons:
-            logger.warning("snapshot passed over: %s", reason)
-        found = () if newest is None else (newest.name,)
-    names = parts.gang.collectives.broadcast(found)
-    if not names:
+
+    def choose(check: Check) -> tuple[SnapshotName | None, list[str]]:
+        newest, reasons = newest_snapshot(other, check=check)
+        return None if newest is None else newest.name, reasons
+
+    name, reasons = choose_together(other, parts.gang.collectives, choose)
+    for reason in reasons:
+        logger.warning("snapshot passed over: %s", reason)
+    if name is None:
         raise NoInputError(f"spec.checkpoint.restoreFrom: {other.uri} holds no snapshot: mend the URI or leave it out")
-    with _unless_retired(other, names[0]):
-        snapshot = open_snapshot(other, names[0].step, names[0].attempt)
+    with _unless_retired(other, name):
+        snapshot = Snapshot(other, load_chain(other, name))
         spec = parts.job.spec
         model = snapshots.model_document(spec, parts.learner)
         check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)

@@ -1,0 +1,78 @@
+"""The manifest, which any sidecar of a gang may put."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dlrm_checkpointer.commit import try_commit
+from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.manifest import (
+    Manifest,
+    SnapshotConflictError,
+    manifest_key,
+    parse_manifest,
+    parse_part,
+    part_key,
+)
+
+RANKS = 8
+KEY = manifest_key(1, 1)
+
+
+class NotingStore(FileStore):
+    """Notes what is read."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.read: list[str] = []
+
+    def get(self, key: str) -> bytes:
+        self.read.append(key)
+        return super().get(key)
+
+
+@pytest.fixture
+def committed(tmp_path: Path, files: FileStore, new_model, new_pod) -> Manifest:
+    new_pod(tmp_path / "pod", files, world_size=RANKS, ranks=range(RANKS)).commit(new_model().train())
+    return parse_manifest(files.get(KEY), KEY)
+
+
+def test_a_pod_that_finds_the_manifest_reads_its_own_part_lists_alone(files: FileStore, committed: Manifest) -> None:
+    store = NotingStore(files.root)
+
+    found = try_commit(store, 1, 1, RANKS, range(2, 4))
+
+    assert found == committed
+    assert sorted(store.read) == [KEY, part_key(1, 1, 2), part_key(1, 1, 3)]
+
+
+def test_whoever_finds_all_part_lists_and_no_manifest_puts_the_same_one(files: FileStore, committed: Manifest) -> None:
+    body = files.get(KEY)
+    files.delete(KEY)
+
+    assert try_commit(files, 1, 1, RANKS, range(2, 4)) == committed
+    assert files.get(KEY) == body
+
+
+@pytest.mark.parametrize("missing", [0, RANKS - 1])
+def test_nothing_is_committed_while_a_part_list_is_missing(files: FileStore, committed: Manifest, missing: int) -> None:
+    files.delete(KEY)
+    files.delete(part_key(1, 1, missing))
+    files.put(part_key(1, 1, RANKS), b"")
+
+    assert try_commit(files, 1, 1, RANKS, range(2, 4)) is None
+    assert files.size(KEY) is None
+
+
+def test_a_manifest_without_the_objects_of_a_pod_is_no_commit_of_its_cut(files: FileStore, committed: Manifest) -> None:
+    key = part_key(1, 1, 3)
+    mine = parse_part(files.get(key), key).chunks
+    assert mine
+    less = committed.model_copy(update={"chunks": tuple(chunk for chunk in committed.chunks if chunk not in mine)})
+    files.put(KEY, less.encode())
+
+    with pytest.raises(SnapshotConflictError, match="other content: nothing was replaced"):
+        try_commit(files, 1, 1, RANKS, range(2, 4))
+    assert files.get(KEY) == less.encode()

@@ -1,0 +1,90 @@
+"""Objects of snapshots read by all ranks, a share each, while rank 0 chooses what there is to read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from dlrm_api.errors import SnapshotError
+from dlrm_checkpointer.fetch import Check, check_bytes
+from dlrm_checkpointer.manifest import ObjectEntry
+from dlrm_checkpointer.store import ObjectStore
+from dlrm_trainer.collectives import Collectives
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ROUND_BYTES = 1 << 30
+"""What each rank reads before all hear of it: no wait for a rank comes near the timeout of collectives."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What rank 0 chose, where there is nothing more to read."""
+
+    value: Any
+
+
+def choose_together(store: ObjectStore, collectives: Collectives, choose: Callable[[Check], T]) -> T:
+    """What rank 0 chooses, on every rank; what it has checked for that is read by all of them.
+
+    Args:
+        store: of what is read.
+        collectives: of all ranks, each of which calls this.
+        choose: called on rank 0 alone, with what it checks objects by.
+
+    Raises:
+        PeerLostError: rank 0 chose nothing, or another rank could not read.
+    """
+    if collectives.rank == 0:
+        chosen = choose(partial(_check_together, collectives))
+        collectives.broadcast(Chosen(chosen))
+        return chosen
+    while True:
+        told: Chosen | tuple[ObjectEntry, ...] = collectives.broadcast(None)
+        if isinstance(told, Chosen):
+            found: T = told.value
+            return found
+        _check_share(collectives, store, told)
+
+
+def _check_together(
+    collectives: Collectives, store: ObjectStore, objects: Sequence[ObjectEntry], on_whole: Callable[[str], None]
+) -> None:
+    """See ``check_bytes``; on rank 0, whose peers are told what to read."""
+    size, done = sum(entry.bytes for entry in objects), 0
+    for entries in _rounds(objects, ROUND_BYTES * collectives.world_size):
+        collectives.broadcast(entries)
+        if problem := _check_share(collectives, store, entries):
+            raise SnapshotError(problem)
+        for entry in entries:
+            on_whole(entry.key)
+        done += sum(entry.bytes for entry in entries)
+        logger.info("verified %d of %d bytes of snapshots", done, size)
+
+
+def _check_share(collectives: Collectives, store: ObjectStore, entries: Sequence[ObjectEntry]) -> str:
+    """Read this rank's share of some objects; every rank returns the first one's problem, empty where none has any."""
+    problem = ""
+    try:
+        check_bytes(store, entries[collectives.rank :: collectives.world_size], lambda _key: None)
+    except SnapshotError as error:
+        problem = str(error)
+    return next(filter(None, collectives.gather(problem)), "")
+
+
+def _rounds(objects: Sequence[ObjectEntry], most: int) -> Iterator[tuple[ObjectEntry, ...]]:
+    """Some objects, so many bytes at a time, or one that has more."""
+    taken: list[ObjectEntry] = []
+    size = 0
+    for entry in objects:
+        if taken and size + entry.bytes > most:
+            yield tuple(taken)
+            taken, size = [], 0
+        taken.append(entry)
+        size += entry.bytes
+    if taken:
+        yield tuple(taken)
