@@ -31,14 +31,20 @@ if TYPE_CHECKING:
 ERRORS = (ClientError, BotoCoreError, HTTPError)
 """All that a call of a client raises, and what reading the body of an answer does."""
 CREDENTIALS_CHECK_S = 1.0
+CONNECT_TIMEOUT_S = 5
+READ_TIMEOUT_S = 20
+"""For the next bytes of an answer, so that two more tries begin within ``repeats.LONGEST_RUN_S`` after one of these.
+
+Where S3 takes minutes to answer, to complete an upload in parts, it sends white space all the while.
+"""
 SIGNATURE = "s3v4-known-sha256"
 CONNECTIONS = 64
 KEY_FILES = {"accessKeyId": "aws_access_key_id", "secretAccessKey": "aws_secret_access_key"}
 TOKEN_FILE = ("sessionToken", "aws_session_token")
 CONFIG = Config(
     retries={"mode": "standard", "total_max_attempts": 1},  # repeats are ours: see repeats.py
-    connect_timeout=5,
-    read_timeout=60,
+    connect_timeout=CONNECT_TIMEOUT_S,
+    read_timeout=READ_TIMEOUT_S,
     max_pool_connections=CONNECTIONS,
     request_checksum_calculation="when_required",  # we send SHA-256 ourselves; not every store takes trailers
     response_checksum_validation="when_required",

@@ -16,6 +16,7 @@ from dlrm_checkpointer.repeats import (
     Reason,
     Repeats,
 )
+from dlrm_checkpointer.s3_client import CONNECT_TIMEOUT_S, READ_TIMEOUT_S
 
 
 class OutageError(Exception):
@@ -30,8 +31,11 @@ class Store:
         self.pauses: list[float] = []
         self.told: list[Reason] = []
         self.now, self.call_s = 0.0, 0.0
-        clock = {"sleep": self.pauses.append, "clock": lambda: self.now}
-        self.repeats = Repeats(reason_of, self.told.append, draw=lambda: draw, **clock)
+        self.repeats = Repeats(reason_of, self.told.append, draw=lambda: draw, sleep=self.sleep, clock=lambda: self.now)
+
+    def sleep(self, pause: float) -> None:
+        self.pauses.append(pause)
+        self.now += pause
 
     def call(self) -> int:
         self.calls += 1
@@ -90,6 +94,13 @@ def test_a_store_that_hangs_holds_a_caller_up_for_a_bounded_time():
     with pytest.raises(OutageError):
         store.run(failures=MOST_TRIES)
     assert store.calls == 2
+
+
+def test_a_store_that_answers_nothing_for_its_whole_timeouts_is_tried_twice_more():
+    store = Store()
+    store.call_s = CONNECT_TIMEOUT_S + READ_TIMEOUT_S
+
+    assert store.run(failures=2) == 3
 
 
 def test_what_another_try_would_not_mend_is_raised_at_once():
