@@ -22,8 +22,9 @@ TOKENS = 100.0
 GIVEN_BACK = 0.2
 """Tokens for a call that worked: in the long run at most one call of six is a repeat."""
 
-Reason = Literal["throttled", "failed", "broken"]
-"""Why a call is repeated: the store asked for fewer calls, could not answer, or the answer did not come whole."""
+Reason = Literal["throttled", "failed", "broken", "credentials"]
+"""Why a call is repeated: the store asked for fewer calls, could not answer, or the answer did not come whole; or
+there are no credentials yet to call it with."""
 OnRepeat = Callable[[Reason], object]
 R = TypeVar("R")
 
@@ -67,6 +68,8 @@ class Repeats:
                 if reason is None or not tries_left or self._clock() >= until or not self._take():
                     raise
                 self._on_repeat(reason)
+                if reason == "credentials":
+                    pause = LONGEST_PAUSE_S  # what hands them out, on a node that has just come up, is late by seconds
                 self._sleep(self._draw() * pause)
                 pause = min(pause * 2, LONGEST_PAUSE_S)
             else:

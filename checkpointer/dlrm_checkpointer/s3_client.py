@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import ssl
 import threading
 import time
@@ -16,12 +17,12 @@ import botocore
 import botocore.session
 from botocore.auth import AUTH_TYPE_MAPS, S3SigV4Auth
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 from botocore.utils import parse_timestamp
 from urllib3.exceptions import HTTPError  # type: ignore[import-untyped]
 
 from dlrm_api.errors import InvalidSpecError, NoInputError, NoPermissionError
-from dlrm_checkpointer.s3_errors import Place
+from dlrm_checkpointer.s3_errors import Place, translate
 from dlrm_checkpointer.s3_payload import Payload
 from dlrm_checkpointer.store import StoreOptions
 
@@ -37,6 +38,9 @@ READ_TIMEOUT_S = 20
 
 Where S3 takes minutes to answer, to complete an upload in parts, it sends white space all the while.
 """
+METADATA_TIMEOUT = ("metadata_service_timeout", "AWS_METADATA_SERVICE_TIMEOUT", 2, int)
+"""How long a machine's metadata service is waited for, in seconds: as long as botocore waits for a pod's, and twice
+its own choice. Where a variable or the user's configuration says otherwise, that holds."""
 SIGNATURE = "s3v4-known-sha256"
 CONNECTIONS = 64
 KEY_FILES = {"accessKeyId": "aws_access_key_id", "secretAccessKey": "aws_secret_access_key"}
@@ -65,8 +69,11 @@ class Clients:
     def current(self) -> S3Client:
         """The client; another one when the mounted credentials change, so that they rotate without a restart.
 
+        Where no credentials are found, none is made, and the next call looks for them again.
+
         Raises:
-            NoPermissionError: a credentials file is missing or unreadable.
+            BotoCoreError: there are no credentials, or none yet.
+            NoPermissionError: a credentials file is missing or unreadable, or there are no credentials and never will.
             NoInputError: the authority's file is missing.
             InvalidSpecError: the endpoint is no URL, or that file holds no certificate.
         """
@@ -98,9 +105,10 @@ def _connect(options: StoreOptions, place: Place) -> S3Client:
     if s3.ca_file:
         _check_authority(s3.ca_file, f"{place.fields.service}.caFile")
     keys: dict[str, Any] = _credentials(options.credentials_dir, place) if options.credentials_dir else {}
-    core = botocore.session.get_session()
+    core = botocore.session.get_session({METADATA_TIMEOUT[0]: METADATA_TIMEOUT})
     core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_time_of)
     session = boto3.session.Session(**keys, botocore_session=core)
+    _check_credentials(session, place)
     try:
         client = session.client(
             "s3",
@@ -113,6 +121,25 @@ def _connect(options: StoreOptions, place: Place) -> S3Client:
         raise InvalidSpecError(f"{place.fields.service}.endpoint", str(error)) from error
     _trust_known_hashes(client)
     return client
+
+
+def _check_credentials(session: boto3.session.Session, place: Place) -> None:
+    """Refuse to make a client that has no credentials: it would never look for them again.
+
+    Raises:
+        NoCredentialsError: none are there; a metadata service may hand them out yet. The call's repeats bound the
+            wait: a machine without such a service looks the same, and its user wants to be told.
+        NoPermissionError: none are there, and no such service is to be asked.
+        InvalidSpecError: what the environment says of them can't be used.
+    """
+    try:
+        found = session.get_credentials()
+    except ValueError as error:
+        raise translate(error, place, "") from error
+    if found is None:
+        missing = NoCredentialsError()
+        asks_no_service = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+        raise translate(missing, place, "") if asks_no_service else missing
 
 
 def _check_authority(ca_file: str, field: str) -> None:

@@ -29,7 +29,11 @@ REFUSED = frozenset(  # by the credentials, which may rotate
         "TokenRefreshRequired",
     }
 )
-NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"})
+NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError"})
+UNFETCHED_CREDENTIALS = frozenset({"CredentialRetrievalError", "MetadataRetrievalError"})
+"""A service hands them out here, and did not."""
+MAYBE_LATE = UNFETCHED_CREDENTIALS | {"NoCredentialsError"}
+"""A machine whose metadata service does not answer yet looks like one that has none."""
 THROTTLED = frozenset(
     {"RequestLimitExceeded", "RequestThrottled", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests"}
 )
@@ -94,7 +98,10 @@ def repeat_reason(error: Exception) -> Reason | None:
         return "failed"
     if code in CORRUPTED or isinstance(error, StoreUnavailableError):
         return "broken"
-    broken_off = type(error).__name__ in BROKEN_OFF or isinstance(error, HTTPError)
+    kind = type(error).__name__
+    if kind in MAYBE_LATE:
+        return "credentials"
+    broken_off = kind in BROKEN_OFF or isinstance(error, HTTPError)
     return "broken" if broken_off and not is_bad_certificate(error) else None
 
 
@@ -152,7 +159,13 @@ def _without_answer(error: Exception, kind: str, place: Place) -> DLRMError:
     if kind in NO_CREDENTIALS:
         return NoPermissionError(
             f"no credentials for bucket {place.bucket} at {place.endpoint} ({error}): "
-            f"set {place.fields.credentials}, or boto3's own environment variables or files"
+            f"set {place.fields.credentials}, or boto3's own environment variables or files; where the machine has a "
+            "role, its metadata service must be reachable"
+        )
+    if kind in UNFETCHED_CREDENTIALS:
+        return StoreUnavailableError(
+            f"credentials for bucket {place.bucket} at {place.endpoint} can't be fetched now ({error}): "
+            "the service that hands them out to this machine or pod did not do so"
         )
     if is_bad_certificate(error):
         return InvalidSpecError(

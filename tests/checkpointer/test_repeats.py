@@ -23,6 +23,10 @@ class OutageError(Exception):
     """What a call raises while the store is down."""
 
 
+class NobodyYetError(Exception):
+    """What a call raises while there are no credentials."""
+
+
 class Store:
     """Fails as often as it is told to; its pauses take no time."""
 
@@ -51,6 +55,8 @@ class Store:
 
 
 def reason_of(error: Exception) -> Reason | None:
+    if isinstance(error, NobodyYetError):
+        return "credentials"
     return "throttled" if isinstance(error, OutageError) else None
 
 
@@ -68,6 +74,17 @@ def test_pauses_double_up_to_a_longest():
 
     assert store.pauses == [min(FIRST_PAUSE_S * 2**n, LONGEST_PAUSE_S) for n in range(MOST_TRIES - 1)]
     assert store.told == ["throttled"] * (MOST_TRIES - 1)
+
+
+def test_missing_credentials_are_waited_for_by_the_longest_pauses():
+    store = Store()
+
+    def call() -> None:
+        raise NobodyYetError
+
+    with pytest.raises(NobodyYetError):
+        store.repeats.run(call)
+    assert store.pauses == [LONGEST_PAUSE_S] * (MOST_TRIES - 1)
 
 
 @given(draw=st.floats(0, 1, exclude_max=True), failures=st.integers(0, MOST_TRIES - 1))
