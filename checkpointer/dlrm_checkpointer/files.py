@@ -1,9 +1,13 @@
-"""Object store over a local or mounted folder: temp file, sync, rename (or link, where nothing may be replaced)."""
+"""Object store over a local or mounted folder: temp file, sync, rename (or link, where nothing may be replaced).
+
+Some file systems know no hard links: exFAT, many that FUSE mounts, some that a network serves.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 import time
@@ -18,8 +22,12 @@ from dlrm_checkpointer.folder import FULL, raise_device
 from dlrm_checkpointer.store import Body, ObjectInfo, delete_each
 from dlrm_checkpointer.synced import make_folder, sync
 
+logger = logging.getLogger(__name__)
+
 DRAFT_PREFIX = ".draft-"
 """Start of the name of a file that is being written; never listed, never read."""
+NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+"""What file systems without hard links answer to one."""
 OPEN_TRIES = 5
 
 
@@ -32,6 +40,8 @@ class FileStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._knows_conditions: bool | None = None
+        """Whether the file system makes hard links; None before the first that it made or refused."""
 
     @property
     def uri(self) -> str:
@@ -76,13 +86,33 @@ class FileStore:
             draft.replace(path)
 
     def put_if_absent(self, key: str, body: Body) -> bool:
-        """Write the object unless one is there: a hard link never replaces."""
+        """Write the object unless one is there: a hard link never replaces. Where there are none, a rename does."""
         path = self.root / key
         with self._draft(path, body) as draft:
-            try:
-                os.link(draft, path)
-            except FileExistsError:
-                return False
+            written = self._link(draft, path)
+            if written is None:
+                draft.replace(path)
+                self._knows_conditions = False
+        return written is not False
+
+    def _link(self, draft: Path, path: Path) -> bool | None:
+        """Whether the draft became the object; None: the file system knows no hard links, and it did not.
+
+        Where a draft could be written and is renamed, it was the link alone that was refused; what is refused once a
+        link was made is refused for other reasons. That a file is there is said before links are thought of.
+        """
+        if self._knows_conditions is False:
+            return None
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if self._knows_conditions is None and error.errno in NO_LINKS:
+                logger.info("objects are written without conditions", extra={"store": self.uri})
+                return None
+            raise
+        self._knows_conditions = True
         return True
 
     @contextlib.contextmanager

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from dlrm_api.errors import DeviceError, InvalidSpecError, NoInputError, NoPermissionError, StoreUnavailableError
+from dlrm_checkpointer.attempts import claim_attempt, honours_conditions
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.store import open_store
 
@@ -197,3 +199,75 @@ def test_a_uri_of_another_kind_is_refused_by_field(uri: str):
 def test_a_uri_with_more_than_a_path_is_refused_so_that_no_two_jobs_share_what_comes_before(uri: str):
     with pytest.raises(InvalidSpecError, match=r"spec\.checkpoint\.uri: .* ends the path of a URI: name the folder"):
         open_store(uri)
+
+
+@pytest.fixture(params=[errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS], ids=errno.errorcode.get)
+def asked_to_link(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A file system without hard links: names that one was asked for."""
+    asked: list[str] = []
+
+    def link(_draft: Path, path: Path) -> None:
+        if path.exists():
+            raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+        asked.append(path.name)
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(os, "link", link)
+    return asked
+
+
+def test_where_there_are_no_hard_links_attempts_are_claimed_without_conditions(
+    files: FileStore, asked_to_link: list[str]
+):
+    claimed = [claim_attempt(files, None, "") for _ in range(3)]
+
+    assert not honours_conditions(files)
+    assert claimed == [1, 2, 3]
+    assert len(asked_to_link) == 1
+    assert [info.key for info in files.list("")] == [f"attempts/{number:08d}.json" for number in claimed]
+
+
+@pytest.mark.usefixtures("asked_to_link")
+def test_where_there_are_no_hard_links_claimants_at_once_get_numbers_of_their_own(files: FileStore):
+    with ThreadPoolExecutor(3) as pool:
+        numbers = list(pool.map(lambda number: claim_attempt(FileStore(files.root), None, str(number)), range(3)))
+
+    assert len(set(numbers)) == 3
+
+
+@pytest.mark.usefixtures("asked_to_link")
+def test_a_file_that_was_there_first_stays_and_does_not_hide_that_there_are_no_hard_links(files: FileStore):
+    files.put("x", b"1")
+
+    assert not files.put_if_absent("x", b"2")
+    assert files.get("x") == b"1"
+    assert not honours_conditions(files)
+
+
+def test_a_write_that_is_refused_whether_linked_or_renamed_is_an_error_and_teaches_nothing(
+    files: FileStore, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", refuse)
+        patch.setattr(Path, "replace", refuse)
+        with pytest.raises(NoPermissionError, match=f"{files.root}/x: cannot be written"):
+            files.put_if_absent("x", b"1")
+
+    assert list(files.root.iterdir()) == []
+    assert honours_conditions(files)
+
+
+def test_a_link_that_is_refused_where_others_were_made_is_an_error(files: FileStore, monkeypatch: pytest.MonkeyPatch):
+    assert files.put_if_absent("x", b"1")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+
+    with pytest.raises(NoPermissionError, match=f"{files.root}/y: cannot be written"):
+        files.put_if_absent("y", b"1")
+    assert [info.key for info in files.list("")] == ["x"]
