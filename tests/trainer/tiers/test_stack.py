@@ -120,6 +120,12 @@ class Tables:
             assert (entries & 3 == number).sum() == level.used
 
 
+def move_at_a_time(patched: pytest.MonkeyPatch, rows: int) -> None:
+    """Have stacks that are made from now on move so many rows at a time."""
+    patched.setattr(stack_module, "CHUNK", rows)
+    patched.setattr(stack_module, "QUEUED_CHUNK", rows)
+
+
 tier_stacks: st.SearchStrategy[tuple[Tier, ...]] = st.sampled_from(
     [("ddr",), ("scm",), ("block",), ("ddr", "block"), ("ddr", "scm", "block")]
 )
@@ -134,8 +140,9 @@ tier_stacks: st.SearchStrategy[tuple[Tier, ...]] = st.sampled_from(
     ways=st.sampled_from([0, 2, 8]),
     depth=st.integers(0, 2),
     staged=st.booleans(),
+    chunk=st.sampled_from([7, 4_096]),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=90, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_batch_finds_its_rows_as_updates_left_them(
     tmp_path: Path,
     data: st.DataObject,
@@ -145,8 +152,11 @@ def test_every_batch_finds_its_rows_as_updates_left_them(
     ways: int,
     depth: int,
     staged: bool,
+    chunk: int,
 ) -> None:
-    tables = Tables([60, 90], slots, tiers, tmp_path, policy=policy, ways=ways, staged=staged)
+    with pytest.MonkeyPatch.context() as patched:
+        move_at_a_time(patched, chunk)
+        tables = Tables([60, 90], slots, tiers, tmp_path, policy=policy, ways=ways, staged=staged)
     generator = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     ahead = []
     for batch in range(1, 25):
@@ -202,10 +212,27 @@ def test_lru_hits_evictions_and_created_rows_are_those_of_a_simulation(seed: int
     assert stats[SCRATCH] == 0
 
 
+@pytest.mark.parametrize("tiers", [("ddr", "scm"), ("ddr", "scm", "block")])
+def test_rows_that_make_room_below_for_others_of_their_batch_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: tuple[Tier, ...]
+) -> None:
+    move_at_a_time(monkeypatch, 5)
+    tables = Tables([80], 12, tiers, tmp_path)
+    generator = np.random.default_rng(0)
+
+    for batch in range(1, 60):
+        ids = [generator.integers(0, 80, 40)]
+        fetched = tables.stack.fetch(*tables.lookups(ids), batch)
+        tables.check(ids, fetched.slots)
+        tables.update(ids, fetched.slots)
+        tables.stack.release(fetched)
+        tables.places_agree()
+
+
 def test_rows_that_a_level_moves_while_they_are_on_their_way_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stack_module, "QUEUED_CHUNK", 50)
+    move_at_a_time(monkeypatch, 50)
     tables = Tables([4_000], 400, ("block",), tmp_path, extra=600)
     generator = np.random.default_rng(0)
 

@@ -113,17 +113,8 @@ class Stack:
             self._coming, self._going = (np.empty((self._chunk, self.memory.words), np.uint32) for _ in range(2))
 
     def relocated(self, level: int, rows: Rows, places: Places) -> None:
-        """Record where a level (1 is the first below the slots) has moved rows to.
-
-        Rows that are on their way to a slot are entered there already: it is their source that moves.
-        """
-        coming = (self.directory.place_of[rows].astype(np.int64) - 1) & 3 != level
-        compiled.point(self.directory.place_of, rows[~coming], places[~coming], level)
-        if coming.any():
-            missing, sources = self._coming_from
-            order = np.argsort(missing)
-            found = order[np.searchsorted(missing, rows[coming], sorter=order)]
-            sources[found] = (places[coming] << LEVEL_BITS) + level + 1
+        """Record where a level (1 is the first below the slots) has moved rows to."""
+        self._enter(rows, places, level, level)
 
     def fetch(self, ids: NDArray[np.int64], ends: NDArray[np.int64], batch: int) -> Fetched:
         """Bring every row that a batch will update into a slot, and hold it there until ``release``.
@@ -330,8 +321,15 @@ class Stack:
         out[:, : self._dim_words] = _row_words(weights, self._dtype)
         out[:, self._dim_words :] = 0
 
-    def _demote(self, rows: Rows, records: Records, above: int) -> None:
-        """Write records into the level below number ``above``, whose coldest make room for them."""
+    def _demote(self, rows: Rows, records: Records, above: int, source: int = 0) -> None:
+        """Write records into the level below number ``above``, whose coldest make room for them.
+
+        Args:
+            rows: that they are of.
+            records: no longer where they were.
+            above: number of the level.
+            source: that of the level that the rows leave.
+        """
         level = self.levels[above]
         over = len(rows) + level.used - level.places
         if over > 0 and above + 1 < len(self.levels):
@@ -340,14 +338,30 @@ class Stack:
                 moved = np.empty((len(cold), records.shape[1]), np.uint32)
                 level.read(places, moved)()
                 level.free(places)
-                self._demote(cold, moved, above + 1)
+                self._demote(cold, moved, above + 1, above + 1)
             beyond = over - len(cold)
             if beyond:
-                self._demote(rows[:beyond], records[:beyond], above + 1)
+                self._demote(rows[:beyond], records[:beyond], above + 1, source)
                 rows, records = rows[beyond:], records[beyond:]
-        places = level.write(rows, records)
-        compiled.point(self.directory.place_of, rows, places, above + 1)
+        self._enter(rows, level.write(rows, records), source, above + 1)
         self.moved_rows[above + 1, 1] += len(rows)
+
+    def _enter(self, rows: Rows, places: Places, source: int, level: int) -> None:
+        """Record that rows of one level are now in these places of another, or of the same.
+
+        Rows that are on their way to a slot are entered there already: it is their source that moves. A batch that
+        misses more rows than are moved at a time may push some of these down itself.
+        """
+        if source == 0:
+            compiled.point(self.directory.place_of, rows, places, level)
+            return
+        coming = (self.directory.place_of[rows].astype(np.int64) - 1) & 3 != source
+        compiled.point(self.directory.place_of, rows[~coming], places[~coming], level)
+        if coming.any():
+            missing, sources = self._coming_from
+            order = np.argsort(missing)
+            found = order[np.searchsorted(missing, rows[coming], sorter=order)]
+            sources[found] = (places[coming] << LEVEL_BITS) + level + 1
 
 
 def queued_chunk(words: int) -> int:
