@@ -135,7 +135,8 @@ def test_tables_get_more_rows_between_two_runs_and_lose_none_that_were_trained(l
     assert "table C2 has 2000 rows now: row " in refused.stderr
 
 
-def test_a_job_goes_on_from_a_cut_that_one_rank_lost_where_it_asks_for_that(local: Any) -> None:
+def salvageable(local: Any) -> None:
+    """A job of two ranks whose newest cut, at its last step, rank 1 lost."""
     local.write(
         data={"epochs": 1},
         training={"maxSteps": 10},
@@ -146,10 +147,25 @@ def test_a_job_goes_on_from_a_cut_that_one_rank_lost_where_it_asks_for_that(loca
     (local.store / "manifests/0000000000000010-00000001.json").unlink()
     (local.store / "parts/0000000000000010/00000001/000001.json").unlink()
 
+
+def test_a_job_goes_on_from_a_cut_that_one_rank_lost_where_it_asks_for_that(local: Any) -> None:
+    salvageable(local)
+
     result = local.done("--digest", "--set", "spec.training.maxSteps=15")
 
     snapshot, reasons = newest_snapshot(open_store(local.store.as_uri()))
     assert (reasons, result["step"], snapshot.step, snapshot.manifest.kind) == ([], 15, 15, "full")
     assert snapshot_digest(snapshot) == result["state_digest"]
     assert [line["step"] for line in local.steps()] == list(range(1, 16))
+    assert "rows of lost ranks are of step 5; ranks (0,) had stored" in local.logs()
+
+
+def test_a_last_cut_that_one_rank_lost_is_committed_where_no_step_is_left_to_train(local: Any) -> None:
+    salvageable(local)
+
+    result = local.done("--digest")
+
+    snapshot, reasons = newest_snapshot(open_store(local.store.as_uri()))
+    assert (reasons, result["step"], snapshot.step, snapshot.attempt, snapshot.manifest.kind) == ([], 10, 10, 2, "full")
+    assert snapshot_digest(snapshot) == result["state_digest"]
     assert "rows of lost ranks are of step 5; ranks (0,) had stored" in local.logs()

@@ -83,7 +83,7 @@ class CutControl:
         self._changed_bytes = changed_bytes
 
     def restored(self, step: int | None) -> None:
-        """Say which step's snapshot training goes on from, and start the interval."""
+        """Say which step's state a snapshot holds as training goes on from it, and start the interval."""
         self.last_step = self._newest = step
         self._last_time = time.monotonic()
 

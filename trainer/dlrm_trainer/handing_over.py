@@ -31,7 +31,7 @@ class HandingOver:
     Args:
         parts: restored.
         attempt: the store's number of this attempt.
-        step: of the snapshot that was restored; None: none was.
+        step: whose state a snapshot of the store holds as it was restored; None: none does.
     """
 
     def __init__(self, parts: Parts, attempt: int, step: int | None) -> None:
@@ -39,7 +39,7 @@ class HandingOver:
         self._collectives, self._control, self._board = parts.gang.collectives, parts.control, parts.board
         self._embeddings, self._stages = parts.learner.embeddings, parts.observer.stages
         self._newest = step
-        """Step of the newest cut that was begun, or of the snapshot that was restored; the same on all ranks."""
+        """Step of the newest cut that was begun, or ``step``; the same on all ranks."""
         self._under_way: BackgroundHandOver | GradualHandOver | None = None
 
     def hand_over(self, step: int, meta_of: MetaOf, *, last: bool = False) -> None:

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dlrm_api.errors import NoInputError, SnapshotError, TemporaryError
@@ -97,11 +97,22 @@ def agree_on_data(collectives: Collectives, fingerprint: Mapping[str, Any]) -> N
     )
 
 
-def restore_newest(parts: Parts) -> tuple[int, int, dict[str, Any]]:
-    """Fill the learner from the newest snapshot that can be used, and say which one that is and why not a newer one.
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What training goes on from."""
 
-    Returns:
-        The store's number of this attempt, the steps done, and the metrics that the snapshot carries.
+    attempt: int = 0
+    """The store's number of this attempt."""
+    step: int = 0
+    """Steps done."""
+    held_step: int | None = None
+    """Step whose state, as it is now, a snapshot of the job's store holds; None: none does."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Of the snapshot: loss of its last step, last evaluation."""
+
+
+def restore_newest(parts: Parts) -> Restored:
+    """Fill the learner from the newest snapshot that can be used, and say which one that is and why not a newer one.
 
     Raises:
         SnapshotError: none can be used, or it is of another model or of other data.
@@ -110,7 +121,7 @@ def restore_newest(parts: Parts) -> tuple[int, int, dict[str, Any]]:
     spec = parts.job.spec
     checkpoint = spec.checkpoint
     if parts.writer is None:
-        return 0, 0, {}
+        return Restored()
     options = StoreOptions(s3=checkpoint.s3, credentials_dir=parts.settings.credentials_dir)
     store = open_store(checkpoint.uri, options)
     note = f"{parts.job.metadata.name}, attempt {parts.settings.attempt}"
@@ -124,7 +135,7 @@ def restore_newest(parts: Parts) -> tuple[int, int, dict[str, Any]]:
             begin_from(parts, checkpoint.restore_from, options)
         else:
             logger.info("no snapshot in %s: starting from step 0", checkpoint.uri)
-        return start.attempt, 0, {}
+        return Restored(attempt=start.attempt)
     check_data(snapshot.meta, parts.reader.fingerprint, snapshot.uri)
     model = snapshots.model_document(spec, parts.learner)
     resized = check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)
@@ -135,7 +146,12 @@ def restore_newest(parts: Parts) -> tuple[int, int, dict[str, Any]]:
         lost, stored = start.snapshot.step, start.salvage.ranks
         logger.warning("rows of lost ranks are of step %s; ranks %s had stored", lost, stored)
     logger.info("restored step %d from %s", snapshot.step, snapshot.uri)
-    return start.attempt, snapshot.step, snapshot.meta.metrics
+    return Restored(
+        attempt=start.attempt,
+        step=snapshot.step,
+        held_step=None if new else snapshot.step,
+        metrics=snapshot.meta.metrics,
+    )
 
 
 def begin_from(parts: Parts, uri: str, options: StoreOptions) -> None:

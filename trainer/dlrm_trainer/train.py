@@ -33,7 +33,7 @@ from dlrm_trainer.rendezvous import Gang
 from dlrm_trainer.schedule import Schedule, make_schedule
 from dlrm_trainer.settings import Settings
 from dlrm_trainer.stacks import RankStacks
-from dlrm_trainer.start import Parts, agree_on_data, open_writer, restore_newest
+from dlrm_trainer.start import Parts, Restored, agree_on_data, open_writer, restore_newest
 from dlrm_trainer.tier_counters import SharedCounters
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def train(
         board.phase(TrainerPhase.RESTORING)
         parts = Parts(job, settings, gang, control, board, placement, reader, eval_reader, learner, writer, observer)
         agree_on_data(gang.collectives, {"train": reader.fingerprint, "eval": eval_reader.fingerprint})
-        training = Training(parts, *restore_newest(parts))
+        training = Training(parts, restore_newest(parts))
         stack.callback(training.close)
         ended = training.run()
         return training.finish(digest) if ended is None else ended
@@ -112,29 +112,28 @@ class Training:
 
     Args:
         parts: restored.
-        attempt: the store's number of this attempt.
-        step: steps done.
-        metrics: of the snapshot: loss of its last step, last evaluation.
+        restored: what to.
     """
 
-    def __init__(self, parts: Parts, attempt: int, step: int, metrics: dict[str, Any]) -> None:
-        self.parts, self.attempt, self.step = parts, attempt, step
+    def __init__(self, parts: Parts, restored: Restored) -> None:
+        self.parts, self.attempt, self.step = parts, restored.attempt, restored.step
         spec, settings = parts.job.spec, parts.settings
         self.schedule: Schedule = make_schedule(spec, parts.reader.num_samples, parts.reader.batches_per_epoch)
         self.collectives, self.board, self.control = parts.gang.collectives, parts.board, parts.control
         self.observer, self.stages = parts.observer, parts.observer.stages
-        self.board.begin(step, step or None, self.schedule)
+        self.board.begin(self.step, self.step or None, self.schedule)
+        metrics = restored.metrics
         self.loss: float | None = metrics.get("loss")
         self.quality = EvalMetrics.model_validate(metrics["eval"]) if metrics.get("eval") else None
         self.board.update(loss=self.loss, evaluation=self.quality)
         self.control.watch(parts.learner.embeddings.changed_bytes)
-        self.control.restored(step or None)
+        self.control.restored(restored.held_step)
         first, rank = parts.gang.rank == 0, parts.gang.rank
-        self.journal = StepJournal(settings.work_dir, step) if first and settings.work_dir else None
-        self.ledger = Ledger(settings.ledger_dir, rank, step) if settings.ledger_dir else None
+        self.journal = StepJournal(settings.work_dir, self.step) if first and settings.work_dir else None
+        self.ledger = Ledger(settings.ledger_dir, rank, self.step) if settings.ledger_dir else None
         self.pace = Pace(self.collectives, self.stages.own_seconds)
         self.trained_s, self.trained_samples = 0.0, 0
-        self.cuts = HandingOver(parts, attempt, step or None)
+        self.cuts = HandingOver(parts, restored.attempt, restored.held_step)
 
     def run(self) -> ExitCode | None:
         """Train to the last step; or to the cut that a signal asked for, and how that ended.
