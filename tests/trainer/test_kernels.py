@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from dlrm_api.tiers import RowDtype
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding.device import DeviceKernel
-from dlrm_trainer.embedding.host import HostKernel
+from dlrm_trainer.embedding.host import HostKernel, lazy_zeros
 from dlrm_trainer.embedding.kernels import TableBatch
 from dlrm_trainer.embedding.layout import Lookup, Tables
 from dlrm_trainer.embedding.replicated import ReplicatedParts
@@ -236,6 +238,17 @@ def test_a_row_that_all_samples_look_up_has_the_same_bits_on_one_and_two_threads
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
     assert results[0][0][[1, 2, 4]].count_nonzero() == 0
+
+
+def test_more_memory_than_the_machine_has_can_be_had_for_rows_that_are_never_touched() -> None:
+    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
+        pytest.skip("this machine promises no more memory than it has (vm.overcommit_memory is 2)")
+    rows = lazy_zeros(2 * psutil.virtual_memory().total // 4, torch.float32)
+
+    rows[:1_000] += 1
+
+    assert rows[[0, 999, 1_000, -1]].tolist() == [1, 1, 0, 0]
+    assert rows.data_ptr() % 64 == 0
 
 
 @pytest.mark.parametrize("kind", ["rowwise-adagrad", "sgd", "adam"])

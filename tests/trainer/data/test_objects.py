@@ -130,14 +130,19 @@ def test_parquet_objects_give_the_batches_of_files(uri: str, bucket: Bucket, ope
 
 
 @pytest.mark.cluster
-def test_lines_of_objects_give_the_batches_of_files(bucket: Bucket, opened: Any, tmp_path: Path) -> None:
+def test_lines_of_objects_give_the_batches_of_files_and_cost_a_request_a_block(
+    bucket: Bucket, opened: Any, fetched: list[int], tmp_path: Path
+) -> None:
     path = write_lines(tmp_path / "day.tsv")
     bucket.put("day.tsv", path)
     assert path.stat().st_size > 2 * 4 << 20
 
     remote = opened("s3://data/day.tsv", bucket, format="criteo-tsv")
 
+    fetched.clear()  # of the lines' index
     check_same(remote, opened(str(path), format="criteo-tsv"))
+    assert min(fetched) > 1_000
+    assert sum(fetched) <= path.stat().st_size
 
 
 @pytest.mark.cluster

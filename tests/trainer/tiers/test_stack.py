@@ -22,6 +22,7 @@ from dlrm_checkpointer.codes import code_rows
 from dlrm_checkpointer.cut import ShardRows, loaded
 from dlrm_checkpointer.initializer import initial_rows
 from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
+from dlrm_trainer.embedding.host import lazy_zeros
 from dlrm_trainer.embedding.rows import table_meta
 from dlrm_trainer.embedding.tiers import stack as stack_module
 from dlrm_trainer.embedding.tiers.block import BlockLevel
@@ -246,6 +247,23 @@ def test_rows_that_a_level_moves_while_they_are_on_their_way_are_found(
     level = tables.stack.levels[0]
     assert isinstance(level, BlockLevel)
     assert level.cleaned > 10_000
+
+
+def test_slots_beyond_what_32_bits_can_name_are_found_whatever_few_rows_there_are() -> None:
+    members = [StackTable(name=name, rows=9, slots=n, extra=4, scale=SCALE) for name, n in (("a", 2**29), ("b", 4))]
+    slots = sum(table.slots + table.extra for table in members)
+    weight, state = lazy_zeros(slots, torch.float32).view(slots, 1), lazy_zeros(slots, torch.float32).view(slots, 1)
+    share = TierShare.model_validate({"levels": [TierLevel(tier="ddr", rows=2**29), TierLevel(tier="ddr", rows=9)]})
+    stack = Stack(members, share, HostSlots(weight, state), SEED, 1, "fp32")
+    stack.attach([ByteLevel("ddr", AnonymousStorage(stack.memory.words, 18), 18, ordered=False)])
+
+    fetched = stack.fetch(np.array([1, 8, 2]), np.array([1, 3]), 1)
+
+    assert fetched.slots.tolist() == [0, 0, 1]
+    assert fetched.distinct.tolist() == [0, 2**29 + 4, 2**29 + 5]
+    again = stack.fetch(np.array([1, 2, 8]), np.array([1, 3]), 2)
+    assert again.slots.tolist() == [0, 1, 0]
+    stack.close()
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "mixed"])

@@ -40,8 +40,11 @@ class BlockCache(Generic[Block]):
         self._threads = threads
         self._lock = threading.RLock()  # a block may be done before we ask to be told
         self._held: OrderedDict[int, Block] = OrderedDict()
+        self._held_bytes = 0
         self._making: dict[int, Future[Block]] = {}
         self._queue: list[int] = []
+        self._all_begun = True
+        """Whether every queued block is held or being made: then none has to be looked for."""
         self._seen: set[int] = set()
         self._largest = 0
         self.remade = 0
@@ -51,12 +54,12 @@ class BlockCache(Generic[Block]):
     def held_bytes(self) -> int:
         """Memory of the blocks that are held."""
         with self._lock:
-            return self._bytes()
+            return self._held_bytes
 
     def plan(self, numbers: Sequence[int]) -> None:
         """Say which blocks are taken next, in order; some are made ahead from now on."""
         with self._lock:
-            self._queue = list(numbers)
+            self._queue, self._all_begun = list(numbers), False
             self._begin()
 
     def take(self, number: int) -> Block:
@@ -85,6 +88,7 @@ class BlockCache(Generic[Block]):
             self._queue = []
             self._making.clear()
             self._held.clear()
+            self._held_bytes, self._all_begun = 0, True
             self._seen.clear()
 
     def close(self) -> None:
@@ -94,6 +98,8 @@ class BlockCache(Generic[Block]):
 
     def _begin(self) -> None:
         """Begin to make queued blocks while there is room beside the queued ones before them."""
+        if self._all_begun:
+            return
         room = self._budget
         for number in dict.fromkeys(self._queue):
             if len(self._making) >= self._threads:
@@ -106,6 +112,7 @@ class BlockCache(Generic[Block]):
                 making = self._pool.submit(self._make, number)
                 self._making[number] = making
                 making.add_done_callback(functools.partial(self._made, number))
+        self._all_begun = True
 
     def _made(self, number: int, done: Future[Block]) -> None:
         with self._lock:
@@ -115,6 +122,8 @@ class BlockCache(Generic[Block]):
             if not done.cancelled() and done.exception() is None:  # who takes it makes it again, and sees the error
                 self._keep(number, done.result())
                 self._begin()
+            else:
+                self._all_begun = False
 
     def _keep(self, number: int, block: Block) -> None:
         if number in self._held:
@@ -123,12 +132,13 @@ class BlockCache(Generic[Block]):
         self._seen.add(number)
         self._largest = max(self._largest, block.num_bytes)
         self._held[number] = block
-        held, queued = self._bytes(), set(self._queue)
+        self._held_bytes += block.num_bytes
+        if self._held_bytes <= self._budget:
+            return
+        queued = set(self._queue)
         for other in [*(each for each in self._held if each not in queued), *reversed(self._queue)]:
-            if held <= self._budget:
+            if self._held_bytes <= self._budget:
                 return
             if other != number and other in self._held:
-                held -= self._held.pop(other).num_bytes
-
-    def _bytes(self) -> int:
-        return sum(block.num_bytes for block in self._held.values())
+                self._held_bytes -= self._held.pop(other).num_bytes
+                self._all_begun = False

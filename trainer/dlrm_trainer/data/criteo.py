@@ -125,7 +125,9 @@ class CriteoSource:
         for place, number in enumerate(shares.blocks):
             span = slice(shares.edges[place], shares.edges[place + 1])
             order = shares.order[span]
-            self._files.files[self._blocks[number][0]].check()
+            file = self._blocks[number][0]
+            if self._texts[file] is not None:  # what is fetched is of the very object that was listed
+                self._files.files[file].check()
             bad = self._parse(self._fetched.take(number), shares.within[span], order, gathered)
             if bad >= 0:
                 self._refuse(int(sample_ids[order[bad]]))

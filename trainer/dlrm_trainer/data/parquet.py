@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dlrm_api.errors import BadDataError, NoInputError
+from dlrm_checkpointer.fetch import in_parallel
 from dlrm_trainer.data.batch import Fingerprint, RawRows, no_rows
 from dlrm_trainer.data.blocks import BlockCache
 from dlrm_trainer.data.files import DataFile, FileSet
@@ -20,6 +21,8 @@ from dlrm_trainer.data.staged import StagedRows
 
 SUFFIXES = (".parquet",)
 
+FOOTERS_AT_ONCE = 32
+"""Each is a request or two of a service that may be far away, and there may be thousands of files."""
 _SHOWN_COLUMNS = 20
 
 
@@ -43,7 +46,7 @@ class ParquetSource:
         threads: int = 1,
     ) -> None:
         self._columns = columns
-        self._footers = [_footer(file, columns) for file in files]
+        self._footers = list(in_parallel(lambda file: _footer(file, columns), files, FOOTERS_AT_ONCE))
         self._files = FileSet(files, [footer.num_rows for footer in self._footers])
         self.num_samples = self._files.num_rows
         groups = [(file, group) for file, footer in enumerate(self._footers) for group in range(footer.num_row_groups)]

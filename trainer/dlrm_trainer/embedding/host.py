@@ -17,12 +17,11 @@ from dlrm_trainer.embedding.layout import TORCH_TYPES, Lookup, Tables, table_vie
 from dlrm_trainer.embedding.rounding import step_keys
 from dlrm_trainer.embedding.row_rules import memory_of, rule_of
 from dlrm_trainer.embedding.row_sums import Layout, Lookups, Work, update_rows_of_bags
+from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
 from dlrm_trainer.embedding.updates import unsigned
 from dlrm_trainer.sizes import size_of
 from dlrm_trainer.team import share
 
-ALIGNMENT = 64
-"""Bytes of a cache line: rows of 64 bytes and more straddle as few as they can."""
 UNIT_LOOKUPS, UNIT_BAGS = 1 << 10, 1 << 9
 """What a thread takes at a time, or more."""
 UNITS_PER_THREAD = 4
@@ -141,11 +140,13 @@ def _starts(sizes: Iterable[int]) -> NDArray[np.uint64]:
 
 
 def lazy_zeros(count: int, dtype: torch.dtype) -> Tensor:
-    """(count,) zeros on the host, aligned to a cache line, whose pages take no memory until they are written.
+    """(count,) zeros on the host, page-aligned, that take no memory, and no promise of it, until they are written.
 
-    torch.zeros writes every page.
+    torch.zeros writes every page, and numpy's zeros are promised memory: a machine may have less of it than the slots
+    take that a rare batch alone would fill.
+
+    Raises:
+        DeviceError: not even their addresses are to be had.
     """
-    size = dtype.itemsize
-    bytes_ = torch.from_numpy(np.zeros(count * size + ALIGNMENT, np.uint8))
-    start = -bytes_.data_ptr() % ALIGNMENT
-    return bytes_[start : start + count * size].view(dtype)
+    words = untouched_zeros(max(1, -(-count * dtype.itemsize // 8)))
+    return torch.from_numpy(words).view(dtype)[:count]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.plan import Tier, TierShare
-from dlrm_api.tiers import SLOT_META_BYTES, RowDtype, map_entry_bytes
+from dlrm_api.tiers import MOST_PLACES, SLOT_META_BYTES, RowDtype, map_entry_bytes
 from dlrm_checkpointer.initializer import table_key
 from dlrm_trainer.embedding.tiers import directory as compiled
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
@@ -387,7 +387,8 @@ def _found(lookups: int) -> Found:
 def _directory(tables: Sequence[StackTable], share: TierShare) -> Directory:
     rows = list(accumulate((table.rows for table in tables), initial=0))
     slots = list(accumulate((table.slots + table.extra for table in tables), initial=0))
-    entry = np.int32 if map_entry_bytes(rows[-1]) == np.dtype(np.int32).itemsize else np.int64
+    narrow = slots[-1] < MOST_PLACES and map_entry_bytes(rows[-1]) == np.dtype(np.int32).itemsize
+    entry = np.int32 if narrow else np.int64
     policy, ways = POLICIES[share.policy], share.ways
     capacity = np.array([table.slots // ways * ways if ways else table.slots for table in tables], np.int64)
     return Directory(
