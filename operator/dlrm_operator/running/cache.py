@@ -23,7 +23,9 @@ WATCH_S = 240
 SILENCE_S = 75.0
 """The server sends a bookmark each minute; a watch that is silent for longer is dead."""
 PAUSE_S = 0.2
+FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
+"""Before a watch that broke starts anew: twice as long each time, and the first again once one has shown anything."""
 GONE_KEPT = 4_096
 
 
@@ -59,6 +61,7 @@ class PodCache:
         self._gone: dict[str, None] = {}
         """Uids of pods that were deleted last: the answer to their creation may come later than that."""
         self._stop = threading.Event()
+        self._pause_s = FIRST_PAUSE_S
         self.filled = False
         self.fresh_at = time.monotonic()
         """When the server last proved that the copy is current (monotonic seconds)."""
@@ -83,17 +86,15 @@ class PodCache:
             self._pods.setdefault(pod.key, {})[pod.name] = pod
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        pause_s = 1.0
         while not self._stop.is_set():
             try:
                 self._follow(loop)
-                pause_s = 1.0
             except GoneError:
                 continue
             except (ClusterUnavailableError, ClusterRefusedError):
                 logger.warning("the pod watch broke, it starts anew", exc_info=True)
-                self._stop.wait(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                self._stop.wait(self._pause_s)
+                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             except RuntimeError:
                 if loop.is_closed():
                     return
@@ -112,6 +113,7 @@ class PodCache:
                 "timeoutSeconds": str(WATCH_S),
             }
             for event in self._api.watch(self._path, asked, SILENCE_S):
+                self._pause_s = FIRST_PAUSE_S
                 version = event["object"]["metadata"]["resourceVersion"]
                 loop.call_soon_threadsafe(self._change, event)
                 if self._stop.is_set():
