@@ -19,7 +19,7 @@ from dlrm_operator.beside.polling import Poller
 from dlrm_operator.beside.queues import Queues
 from dlrm_operator.beside.references import References
 from dlrm_operator.beside.stack_taking import StackTaker
-from dlrm_operator.cluster_errors import ClusterRefusedError, ConflictError
+from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError, ConflictError
 from dlrm_operator.facts.actions import CreatePod, EmitEvent, PlanQuestion, WakeAt
 from dlrm_operator.facts.images import Images
 from dlrm_operator.facts.jobs import JobCache
@@ -586,3 +586,63 @@ def test_the_pod_groups_of_a_job_that_rests_are_looked_for_until_none_is_left() 
     assert ("DELETE", f"{GROUPS}/demo-1") in again
     assert ("LIST", GROUPS) in gone
     assert bench.turn() == []
+
+
+class Ailing:
+    """An API server by which nothing of one kind can be written, until it is mended."""
+
+    def __init__(self, bench: Bench, kind: str, error: Exception) -> None:
+        self._call, self._api, self._kind, self._error = bench.api.call, bench.api, kind, error
+        bench.api.call = self.call  # type: ignore[method-assign]
+
+    def mend(self) -> None:
+        self._api.call = self._call  # type: ignore[method-assign]
+
+    async def call(self, method: str, path: str, *args: Any, **further: Any) -> dict[str, Any]:
+        if method == "GET" or not path.endswith(self._kind):
+            return await self._call(method, path, *args, **further)
+        self._api.asked.append((method, path))
+        raise self._error
+
+
+WEBHOOK_DOWN = 'failed calling webhook "pods.example.com": connection refused'
+
+
+def unavailable(code: int, words: str = WEBHOOK_DOWN) -> ClusterUnavailableError:
+    return ClusterUnavailableError(f"POST {PODS}: {code} {words}", None, code)
+
+
+@pytest.mark.parametrize("kind", ["/services", "/configmaps", "/pods"])
+def test_an_object_that_a_webhook_which_is_down_keeps_from_being_made_is_told_and_made_once_it_is_back(
+    kind: str,
+) -> None:
+    bench = planned()
+    webhook = Ailing(bench, kind, unavailable(500))
+    for _ in range(3):
+        with pytest.raises(ClusterUnavailableError):
+            bench.turn()
+    told = bench.status()
+    webhook.mend()
+    bench.turn()
+    bench.turn()
+
+    said = next(item for item in told["conditions"] if item["type"] == "Scheduled")
+    assert told["phase"] == "Scheduling"
+    assert (said["status"], said["reason"]) == ("False", "Refused")
+    assert WEBHOOK_DOWN in said["message"]
+    assert len([path for path in bench.api.objects if path.startswith(PODS)]) == 2
+    assert bench.status()["gangAttempt"] == 1
+    assert bench.status().get("restarts", 0) == 0
+    assert "Refused" not in str(bench.status()["conditions"])
+
+
+@pytest.mark.parametrize("code", [0, 401, 429], ids=["no answer", "an old token", "too many requests"])
+def test_a_server_that_asks_for_patience_or_does_not_answer_refuses_nothing(code: int) -> None:
+    bench = planned()
+    Ailing(bench, "/pods", unavailable(code))
+
+    for _ in range(3):
+        with pytest.raises(ClusterUnavailableError):
+            bench.turn()
+
+    assert bench.status() == {}

@@ -11,7 +11,7 @@ from types import UnionType
 from dlrm_api.status import Phase
 from dlrm_operator.beside.planning import Planner
 from dlrm_operator.beside.polling import Poller, poll_target
-from dlrm_operator.cluster_errors import ClusterRefusedError, ConflictError, NotFoundError
+from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError, ConflictError, NotFoundError
 from dlrm_operator.facts.actions import (
     Action,
     ApplyConfigMap,
@@ -38,6 +38,8 @@ AT_ONCE: tuple[type[Action] | UnionType, ...] = (CreatePod, DeleteObject, ApplyC
 """Actions in a row that may be done in any order: what follows them waits for all."""
 Creation = ApplyService | ApplyConfigMap | ApplyPodGroup | CreatePod
 """Actions that make an object."""
+FAILED_INSIDE = 500
+"""First code of answers by which something behind the API server failed, such as a webhook that every pod needs."""
 MOST_AT_ONCE = 8
 """So many refusals at most, where a quota holds no more pods."""
 
@@ -70,7 +72,8 @@ class Turns:
         """Decide from the caches; where that is not enough, look at the live objects and decide again.
 
         Raises:
-            ClusterUnavailableError: some actions may be done; wake the job again after a backoff.
+            ClusterUnavailableError: some actions may be done; wake the job again after a backoff. Where it is the
+                answer to a creation, the next turn says so in the status.
             ConflictError: the job changed meanwhile; wake it again.
             ClusterRefusedError: a child was refused; the next turn says so in the status.
         """
@@ -144,6 +147,10 @@ class Turns:
             raise
         except ClusterRefusedError as error:
             if not isinstance(action, ApplyStatus):
+                self._refused(key, action, str(error))
+            raise
+        except ClusterUnavailableError as error:
+            if isinstance(action, Creation) and error.code >= FAILED_INSIDE:
                 self._refused(key, action, str(error))
             raise
         if isinstance(action, ApplyStatus):
