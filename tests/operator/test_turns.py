@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import logging
 import time
 from datetime import UTC, datetime
 from typing import Any, cast
@@ -26,7 +27,7 @@ from dlrm_operator.facts.jobs import JobCache
 from dlrm_operator.facts.observed import JobKey, JobSeen, Planning, Polled
 from dlrm_operator.running.cache import PodCache
 from dlrm_operator.running.observing import Observer
-from dlrm_operator.running.performing import Performer
+from dlrm_operator.running.performing import EVENT_S, Performer
 from dlrm_operator.running.turns import Turns, steps
 from dlrm_planner import plan_job
 
@@ -593,6 +594,8 @@ class Ailing:
 
     def __init__(self, bench: Bench, kind: str, error: Exception) -> None:
         self._call, self._api, self._kind, self._error = bench.api.call, bench.api, kind, error
+        self.waits_s: list[float] = []
+        """How long each answer was waited for at most."""
         bench.api.call = self.call  # type: ignore[method-assign]
 
     def mend(self) -> None:
@@ -602,6 +605,7 @@ class Ailing:
         if method == "GET" or not path.endswith(self._kind):
             return await self._call(method, path, *args, **further)
         self._api.asked.append((method, path))
+        self.waits_s.append(further.get("done_by", float("inf")) - time.monotonic())
         raise self._error
 
 
@@ -646,3 +650,59 @@ def test_a_server_that_asks_for_patience_or_does_not_answer_refuses_nothing(code
             bench.turn()
 
     assert bench.status() == {}
+
+
+def training() -> Bench:
+    bench = planned()
+    bench.turn()
+    bench.pods_run()
+    bench.pod_0_trains()
+    bench.turn()
+    return bench
+
+
+@pytest.mark.parametrize(
+    "error",
+    [unavailable(429), unavailable(500), unavailable(0), ClusterRefusedError(403, "events is forbidden")],
+    ids=["429", "500", "no answer", "403"],
+)
+def test_a_gang_that_crashed_is_charged_and_replaced_though_no_event_can_be_created(error: Exception) -> None:
+    bench = training()
+    events = Ailing(bench, "/events", error)
+    bench.pods_crash()
+    bench.turn()
+    charged = bench.status()
+
+    deleting = bench.turn()
+
+    assert charged["attempt"] == 2
+    assert charged["lastFailure"]["attempt"] == 1
+    assert ("DELETE", f"{PODS}/demo-trainer-1-0") in deleting
+    assert events.waits_s
+    assert max(events.waits_s) <= EVENT_S
+
+
+def test_events_that_cannot_be_created_are_told_by_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    bench = training()
+    events = Ailing(bench, "/events", unavailable(429, "the limit of Events is reached"))
+    bench.pods_crash()
+
+    with caplog.at_level(logging.WARNING):
+        bench.turn()
+
+    (said,) = [record for record in caplog.records if "an Event could not be created" in record.message]
+    assert len(events.waits_s) > 1
+    assert "the limit of Events is reached" in said.__dict__["why"]
+
+
+def test_nothing_is_done_about_a_crash_while_the_server_takes_neither_events_nor_the_status() -> None:
+    bench = training()
+    Ailing(bench, "/events", unavailable(0))
+    Ailing(bench, "/status", unavailable(0))
+    bench.pods_crash()
+
+    with pytest.raises(ClusterUnavailableError):
+        bench.turn()
+
+    assert not [request for request in bench.api.asked if request[0] == "DELETE"]
+    assert bench.status()["attempt"] == 1

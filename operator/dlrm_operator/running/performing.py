@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Protocol
 
 from dlrm_api import names
+from dlrm_api.errors import DLRMError
 from dlrm_api.names import FIELD_MANAGER, Label
 from dlrm_api.tokens import token_digest
 from dlrm_operator.beside.control_key import ControlKey
 from dlrm_operator.cluster import METADATA_OF_ONE, Api
-from dlrm_operator.cluster_errors import ClusterRefusedError, ConflictError, NotFoundError
+from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError, ConflictError, NotFoundError
 from dlrm_operator.facts.actions import (
     Action,
     ApplyConfigMap,
@@ -38,11 +41,17 @@ from dlrm_operator.objects.gang_scheduling import KUEUE
 from dlrm_operator.objects.pods import with_token_digest
 from dlrm_operator.running.observing import JOBS, owned_by
 
+logger = logging.getLogger(__name__)
+
 OURS = {"fieldManager": FIELD_MANAGER}
 MOST_WRITES = 4
 """Of one status, where others' writes come between."""
 TOLD_ONCE = frozenset({Reason.ATTEMPT_FAILED, Reason.FAILED})
 """What befalls an attempt once. A turn after one that was cut off may see other evidence of it."""
+EVENT_S = 5.0
+"""For the creation of one Event: the status waits for it."""
+QUIET_S = 60.0
+"""Between two lines of the log about Events that could not be created."""
 KINDS = {"Pod": "pods", "ConfigMap": "configmaps", "PodGroup": "podgroups"}
 
 
@@ -110,12 +119,14 @@ class Performer:
         self._jobs = jobs
         self._pods = pods
         self._control_key = control_key
+        self._told_at = float("-inf")
+        """When the log last told of an Event that could not be created (monotonic seconds)."""
 
     async def perform(self, action: Action) -> None:
         """Do one action. Repeating it changes nothing.
 
         Raises:
-            ClusterUnavailableError: it may or may not be done.
+            ClusterUnavailableError: it may or may not be done. An Event that could not be created raises nothing.
             ConflictError: the object is there already, or has changed: look again.
             ClusterRefusedError: the API server said no; the message is its own words.
         """
@@ -212,6 +223,7 @@ class Performer:
             self._alarm.add_at(action.key, datetime.now(UTC))
 
     async def _emit(self, action: EmitEvent) -> None:
+        """Create the Event, or pass it over: it decides nothing, and what decides follows it."""
         words = "" if action.reason in TOLD_ONCE else action.message
         said = "\n".join((action.uid, str(action.attempt), action.reason, words))
         now = timestamp(datetime.now(UTC))
@@ -234,8 +246,20 @@ class Performer:
             "lastTimestamp": now,
             "count": 1,
         }
-        with suppress(ClusterRefusedError):  # emitted before, or unwelcome: an Event decides nothing
-            await self._api.call("POST", f"/api/v1/namespaces/{action.key.namespace}/events", body)
+        path, done_by = f"/api/v1/namespaces/{action.key.namespace}/events", time.monotonic() + EVENT_S
+        try:
+            await self._api.call("POST", path, body, done_by=done_by)
+        except ConflictError:
+            pass  # emitted before
+        except (ClusterUnavailableError, ClusterRefusedError) as error:
+            self._tell_of_lost_event(action, error)
+
+    def _tell_of_lost_event(self, action: EmitEvent, error: DLRMError) -> None:
+        if time.monotonic() - self._told_at < QUIET_S:
+            return
+        self._told_at = time.monotonic()
+        extra = {"job": action.key, "event": action.reason.value, "why": str(error)}
+        logger.warning("an Event could not be created, and is passed over", extra=extra)
 
 
 def _decides_alike(found: JobSeen, action: ApplyStatus) -> bool:
