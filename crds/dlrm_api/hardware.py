@@ -8,10 +8,12 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 
 from dlrm_api.base import ApiModel, Rule, read
 from dlrm_api.names import API_VERSION
+from dlrm_api.pod_shapes import NODE_TERM, OBJECT, Shaped
 from dlrm_api.quantities import Bytes
 
 BytesPerSecond = Annotated[float, Field(ge=0, le=1e18)]
-PodObject = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True})]
+NodeTerm = Annotated[dict[str, Any], Shaped(NODE_TERM)]
+PodObject = Annotated[dict[str, Any], WithJsonSchema(OBJECT)]
 """A part of a pod as Kubernetes defines it, which the API server checks when a pod is made."""
 
 
@@ -82,7 +84,7 @@ class NetworkSpec(ApiModel):
 class HardwareProfileSpec(ApiModel):
     """What one node of a pool gives."""
 
-    node_affinity_terms: tuple[PodObject, ...] = Field(
+    node_affinity_terms: tuple[NodeTerm, ...] = Field(
         (),
         max_length=16,
         description="nodeSelectorTerms that find the pool's nodes; a node must match one of them.",

@@ -10,41 +10,36 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from dlrm_api.base import ApiModel
+from dlrm_api.pod_shapes import AFFINITY, OBJECT, OBJECTS, TEXT, TEXTS, Shape, closed, objects_with, refuse_misfits
 
-_TEXT: dict[str, Any] = {"type": "string", "maxLength": 253}
-_TEXTS: dict[str, Any] = {
-    "type": "object",
-    "maxProperties": 64,
-    "additionalProperties": {"type": "string", "maxLength": 65_536},
-}
-_OBJECT: dict[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-_OBJECTS: dict[str, Any] = {"type": "array", "maxItems": 64, "items": _OBJECT}
-
-POD_OVERLAY_METADATA = {"labels": _TEXTS, "annotations": _TEXTS}
+POD_OVERLAY_METADATA = {"labels": TEXTS, "annotations": TEXTS}
 POD_OVERLAY_SPEC = {
-    "affinity": _OBJECT,
-    "dnsConfig": _OBJECT,
-    "dnsPolicy": _TEXT,
-    "hostAliases": _OBJECTS,
-    "imagePullSecrets": _OBJECTS,
-    "nodeSelector": _TEXTS,
-    "runtimeClassName": _TEXT,
-    "schedulingGates": _OBJECTS,
-    "securityContext": _OBJECT,
-    "serviceAccountName": _TEXT,
-    "tolerations": _OBJECTS,
-    "topologySpreadConstraints": _OBJECTS,
-    "volumes": _OBJECTS,
+    "affinity": AFFINITY,
+    "dnsConfig": OBJECT,
+    "dnsPolicy": TEXT,
+    "hostAliases": OBJECTS,
+    "imagePullSecrets": OBJECTS,
+    "nodeSelector": TEXTS,
+    "runtimeClassName": TEXT,
+    "schedulingGates": objects_with("name"),
+    "securityContext": OBJECT,
+    "serviceAccountName": TEXT,
+    "tolerations": OBJECTS,
+    "topologySpreadConstraints": objects_with("topologyKey"),
+    "volumes": objects_with("name"),
 }
 """Pod fields that the overlay may set; the others belong to the operator."""
-POD_OVERLAY_CONTAINER = {"env": _OBJECTS, "envFrom": _OBJECTS, "securityContext": _OBJECT, "volumeMounts": _OBJECTS}
-
-_KINDS = {"string": str, "object": dict, "array": list}
+POD_OVERLAY_CONTAINER = {
+    "env": objects_with("name"),
+    "envFrom": OBJECTS,
+    "securityContext": OBJECT,
+    "volumeMounts": objects_with("mountPath"),
+}
 
 
 @dataclass(frozen=True)
 class AllowedKeys:
-    """Marks an object whose keys are listed; what is below them the API server checks when a pod is made.
+    """Marks an object whose keys are listed, each with its shape; the API server checks the rest when a pod is made.
 
     CEL cannot see keys that a schema does not list: the API server itself refuses them as unknown fields.
     """
@@ -52,7 +47,7 @@ class AllowedKeys:
     name: str
 
     @property
-    def fields(self) -> dict[str, dict[str, Any]]:
+    def fields(self) -> dict[str, Shape]:
         """Schema of each allowed key."""
         return {
             "metadata": POD_OVERLAY_METADATA,
@@ -64,8 +59,7 @@ class AllowedKeys:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        fields = {key: {**field, "description": f"{key}, as in a pod."} for key, field in self.fields.items()}
-        return {"type": "object", "properties": fields}
+        return closed(**self.fields)
 
     def _check(self, value: dict[str, Any]) -> dict[str, Any]:
         unknown = sorted(set(value) - set(self.fields))
@@ -75,10 +69,7 @@ class AllowedKeys:
                 "{message}",
                 {"message": f"{unknown[0]} cannot be added: only {', '.join(sorted(self.fields))} can"},
             )
-        for key, item in value.items():
-            kind = self.fields[key]["type"]
-            if not isinstance(item, _KINDS[kind]):
-                raise PydanticCustomError("overlay", "{message}", {"message": f"{key} must be of type {kind}"})
+        refuse_misfits(value, closed(**self.fields))
         return value
 
 

@@ -9,6 +9,7 @@ import pytest
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import parse_profile
 from dlrm_api.job import parse_job
+from dlrm_api.pod_shapes import REQUIRED
 
 GONE = object()
 PARSERS = {"DLRMJob": parse_job, "HardwareProfile": parse_profile}
@@ -446,8 +447,59 @@ BAD = {
     ),
     "overlay of another type": job(
         {"spec.trainer.podTemplate.spec": {"volumes": {}}},
-        "spec.trainer.podTemplate.spec: volumes must be of type array",
+        "spec.trainer.podTemplate.spec.volumes: must be of type array",
         "spec.trainer.podTemplate.spec.volumes in body must be of type array",
+    ),
+    "overlay of a variable with a list for a name": job(
+        {"spec.trainer.podTemplate.container": {"env": [{"name": ["A"], "value": "1"}]}},
+        "spec.trainer.podTemplate.container.env[0].name: must be of type string",
+        "spec.trainer.podTemplate.container.env[0].name in body must be of type string",
+    ),
+    "overlay of a variable without a name": job(
+        {"spec.trainer.podTemplate.container": {"env": [{"name": "A"}, {"value": "1"}]}},
+        "spec.trainer.podTemplate.container.env[1].name: this field is required",
+        "spec.trainer.podTemplate.container.env[1].name: Required value",
+    ),
+    "overlay of a text for a volume": job(
+        {"spec.trainer.podTemplate.spec": {"volumes": ["data"]}},
+        "spec.trainer.podTemplate.spec.volumes[0]: must be of type object",
+        "spec.trainer.podTemplate.spec.volumes[0] in body must be of type object",
+    ),
+    "overlay of a label that is a number": job(
+        {"spec.trainer.podTemplate.metadata": {"labels": {"version": 2}}},
+        "spec.trainer.podTemplate.metadata.labels.version: must be of type string: put it in quotes",
+        "spec.trainer.podTemplate.metadata.labels.version in body must be of type string",
+    ),
+    "overlay of an affinity to nothing": job(
+        {"spec.trainer.podTemplate.spec": {"affinity": {"nodeAffinty": {}}}},
+        "spec.trainer.podTemplate.spec.affinity.nodeAffinty: unknown field: only nodeAffinity, podAffinity, "
+        "podAntiAffinity can stand here",
+        'unknown field "spec.trainer.podTemplate.spec.affinity.nodeAffinty"',
+    ),
+    "overlay of a list for an affinity": job(
+        {"spec.trainer.podTemplate.spec": {"affinity": {"nodeAffinity": []}}},
+        "spec.trainer.podTemplate.spec.affinity.nodeAffinity: must be of type object",
+        "spec.trainer.podTemplate.spec.affinity.nodeAffinity in body must be of type object",
+    ),
+    "overlay of a text for a term": job(
+        {"spec.trainer.podTemplate.spec": {"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": ["a"]}}}}},
+        f"spec.trainer.podTemplate.spec.affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0]: must be of type object",
+        f"affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0] in body must be of type object",
+    ),
+    "overlay of expressions that are left empty": job(
+        {
+            "spec.trainer.podTemplate.spec": {
+                "affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [{"matchExpressions": None}]}}}
+            }
+        },
+        f"spec.trainer.podTemplate.spec.affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0].matchExpressions: "
+        "must be of type array: give a value, or leave the field out",
+        None,
+    ),
+    "overlay of an object for a list of terms": job(
+        {"spec.trainer.podTemplate.spec": {"affinity": {"podAffinity": {REQUIRED: {}}}}},
+        f"spec.trainer.podTemplate.spec.affinity.podAffinity.{REQUIRED}: must be of type array",
+        f"affinity.podAffinity.{REQUIRED} in body must be of type array",
     ),
     # where pods go
     "pack without a domain": job(
@@ -507,6 +559,11 @@ BAD = {
         {"spec.tiers.ddr.readBytesPerSecond": -5},
         "spec.tiers.ddr.readBytesPerSecond: Input should be greater than or equal to 0",
         "spec.tiers.ddr.readBytesPerSecond in body should be greater than or equal to 0",
+    ),
+    "text for a profile's expressions": profile(
+        {"spec.nodeAffinityTerms": [{"matchExpressions": "memory.dlrm.dev/scm"}]},
+        "spec.nodeAffinityTerms[0].matchExpressions: must be of type array",
+        "spec.nodeAffinityTerms[0].matchExpressions in body must be of type array",
     ),
     "price in words": profile(
         {"spec.pricePerHour": "cheap"},

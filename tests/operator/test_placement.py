@@ -9,9 +9,10 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Label
+from dlrm_api.pod_shapes import REQUIRED
 from dlrm_operator.beside.plan_child import answer
 from dlrm_operator.facts.images import Images
-from dlrm_operator.objects.placement import REQUIRED, with_affinity
+from dlrm_operator.objects.placement import with_affinity
 from dlrm_operator.objects.rendering import render
 from dlrm_planner import plan_job, working_set_bytes
 from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES, CUDA_SHARED_BYTES
@@ -122,13 +123,6 @@ def test_tolerations_and_spread_of_users_join_the_pools() -> None:
             "topologySpreadConstraints[0].topologyKey",
             "kubernetes.io/hostname is taken by the operator: choose another",
         ),
-        ({"affinity": {"nodeAffinity": []}}, "affinity.nodeAffinity", "must be an object"),
-        (
-            {"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": ["a"]}}}},
-            f"affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0]",
-            "must be an object",
-        ),
-        ({"affinity": {"podAffinity": {REQUIRED: {}}}}, f"affinity.podAffinity.{REQUIRED}", "must be a list"),
     ],
 )
 def test_additions_that_contradict_the_placement_are_refused_by_name(overlay: Object, path: str, words: str) -> None:

@@ -1,4 +1,7 @@
-"""What users add to the pods: merged beneath what the operator sets, refused by name where the two collide."""
+"""What users add to the pods: merged beneath what the operator sets, refused by name where the two collide.
+
+That it has the shape it is merged by, the model has checked (``dlrm_api.pod_shapes``).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.names import GROUP
 from dlrm_api.overlay import PodTemplateOverlay
 from dlrm_operator.facts.actions import Manifest
-from dlrm_operator.objects.placement import REQUIRED, with_affinity
+from dlrm_operator.objects.placement import with_affinity
 
 PATH = "spec.trainer.podTemplate"
 LISTS = {
@@ -20,7 +23,7 @@ LISTS = {
     "tolerations": None,
     "topologySpreadConstraints": "topologyKey",
     "schedulingGates": "name",
-    "imagePullSecrets": "name",
+    "imagePullSecrets": None,
     "hostAliases": None,
     "env": "name",
     "envFrom": None,
@@ -36,7 +39,7 @@ def with_overlay(pod: Manifest, overlay: PodTemplateOverlay) -> Manifest:
     is restored from. A security context of the container is the trainer's alone.
 
     Raises:
-        InvalidSpecError: an addition has the wrong type, or would replace what the operator sets.
+        InvalidSpecError: an addition would replace what the operator sets.
     """
     pod = from_json(to_json(pod))  # a manifest is JSON, and deepcopy takes many times as long
     _merge_metadata(pod["metadata"], overlay.metadata)
@@ -50,9 +53,7 @@ def with_overlay(pod: Manifest, overlay: PodTemplateOverlay) -> Manifest:
 def _merge_metadata(metadata: Manifest, additions: Manifest) -> None:
     for field, values in additions.items():
         path = f"{PATH}.metadata.{field}"
-        for key, value in _as_object(values, path).items():
-            if not isinstance(value, str):
-                raise InvalidSpecError(f"{path}[{key}]", "must be a string: put it in quotes")
+        for key, value in values.items():
             if key.split("/")[0] == GROUP or key in metadata.get(field, {}):
                 raise InvalidSpecError(f"{path}[{key}]", "the operator sets this key: choose another")
             metadata.setdefault(field, {})[key] = value
@@ -64,45 +65,19 @@ def _merge(target: Manifest, additions: Manifest, root: str) -> None:
         if field in LISTS:
             target[field] = [*target.get(field, []), *_new_items(target.get(field, []), value, LISTS[field], path)]
         elif field == "affinity":
-            target[field] = with_affinity(target.get(field, {}), _as_affinity(value, path))
+            target[field] = with_affinity(target.get(field, {}), copy.deepcopy(value))
         elif isinstance(target.get(field), dict):
-            target[field] = {**target[field], **_as_object(value, path)}
+            target[field] = {**target[field], **value}
         elif target.get(field, value) != value:
             raise InvalidSpecError(path, f"the HardwareProfile says {target[field]}: leave it out")
         else:
             target[field] = copy.deepcopy(value)
 
 
-def _new_items(present: Iterable[Any], value: Any, key: str | None, path: str) -> list[Any]:
-    value = _as_list(value, path)
+def _new_items(present: Iterable[Any], value: list[Any], key: str | None, path: str) -> list[Any]:
     taken = {item.get(key) for item in present} if key else set()
     for position, item in enumerate(value):
-        name = _as_object(item, f"{path}[{position}]").get(key) if key else None
-        if key and name in taken:
-            raise InvalidSpecError(f"{path}[{position}].{key}", f"{name} is taken by the operator: choose another")
+        if key and item.get(key) in taken:
+            words = f"{item[key]} is taken by the operator: choose another"
+            raise InvalidSpecError(f"{path}[{position}].{key}", words)
     return copy.deepcopy(value)
-
-
-def _as_affinity(value: Any, path: str) -> Manifest:
-    """An affinity whose parts can be joined with others; the API server checks the rest."""
-    for kind, rules in _as_object(value, path).items():
-        for rule, terms in _as_object(rules, f"{path}.{kind}").items():
-            place = f"{path}.{kind}.{rule}"
-            if kind == "nodeAffinity" and rule == REQUIRED:
-                terms, place = _as_object(terms, place).get("nodeSelectorTerms", []), f"{place}.nodeSelectorTerms"
-                for position, term in enumerate(_as_list(terms, place)):
-                    _as_object(term, f"{place}[{position}]")
-            _as_list(terms, place)
-    return copy.deepcopy(dict(value))
-
-
-def _as_list(value: Any, path: str) -> list[Any]:
-    if not isinstance(value, list | tuple):
-        raise InvalidSpecError(path, "must be a list")
-    return list(value)
-
-
-def _as_object(value: Any, path: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidSpecError(path, "must be an object")
-    return value
