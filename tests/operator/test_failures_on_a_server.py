@@ -1,11 +1,13 @@
-"""Failures as a cluster's own controllers and kubelets report them: a silent node, want of memory, a missing image."""
+"""Failures as a cluster's own parts report them: a silent node, want of memory, a missing image, a webhook away."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from kubelet_double import KubeletDouble, container
 from operator_cluster import JobDriver, Object, OperatorProcess, eventually, job_document
 
+from dlrm_cluster.api import ApiError
 from dlrm_cluster.control_plane import ControlPlane
 
 pytestmark = pytest.mark.cluster
@@ -137,3 +139,44 @@ def test_an_image_that_cannot_be_pulled_is_told_in_the_kubelets_words_and_waited
     assert f"demo-trainer-1-0/trainer: ImagePullBackOff: {words}" in said
     assert "check spec.trainer.image, imagePullPolicy and the pull secrets" in said
     assert job.status().get("restarts", 0) == 0
+
+
+@pytest.fixture
+def webhook_down(api_types: ControlPlane, namespace: str) -> Iterator[str]:
+    """The path of a webhook that pods of the namespace have to pass, and that nobody serves."""
+    configurations = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
+    webhook = {
+        "name": "pods.example.com",
+        "clientConfig": {"url": "https://127.0.0.1:9/judge"},
+        "rules": [{"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}],
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
+        "failurePolicy": "Fail",
+        "sideEffects": "None",
+        "admissionReviewVersions": ["v1"],
+        "timeoutSeconds": 1,
+    }
+    api_types.api.call("POST", configurations, {"metadata": {"name": namespace}, "webhooks": [webhook]})
+    path = f"{configurations}/{namespace}"
+    yield path
+    with suppress(ApiError):
+        api_types.api.call("DELETE", path)
+
+
+def test_a_webhook_of_pods_that_is_down_is_told_in_the_servers_words_and_waited_for(
+    api_types: ControlPlane, namespace: str, webhook_down: str, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    job = JobDriver(api_types.api, namespace, job_document("demo", replicas=2))
+
+    eventually(lambda: job.condition("Scheduled").get("reason") == "Refused", state=lambda: str(job.status()))
+    told = job.status()
+    words = job.condition("Scheduled")["message"]
+    api_types.api.call("DELETE", webhook_down)
+    for index in range(2):
+        runs(kubelet, job, f"demo-trainer-1-{index}")
+    kubelet.trains("demo-trainer-1-0", 1)
+    status = job.until("Running")
+
+    assert told["phase"] == "Scheduling"
+    assert 'failed calling webhook "pods.example.com"' in words
+    assert status["attempt"] == 1
+    assert status.get("restarts", 0) == 0
