@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -20,7 +21,7 @@ from pydantic.alias_generators import to_camel
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from dlrm_api.errors import BadDataError, invalid_spec
+from dlrm_api.errors import BadDataError, field_path, invalid_spec
 
 NOT_BUILT = "x-dlrm-not-built"
 """JSON schema key under which :class:`NotBuilt` leaves the allowed values for the CRD generator."""
@@ -134,6 +135,46 @@ def read(model: type[Model], document: Any) -> Model:
         return _read_json(model, mended)
     except ValidationError as error:
         raise invalid_spec(error) from error
+
+
+def read_stored(model: type[Model], document: Any, root: str = "") -> tuple[Model, tuple[str, ...]]:
+    """Read what the API server stores as strictly as :func:`read` does, but for fields that are not known here.
+
+    Another version of ours may have written them, or the definition is newer than this code.
+
+    Args:
+        model: Whose document it is.
+        document: Decoded JSON.
+        root: Path of the document.
+
+    Returns:
+        The model of the fields that are known, and the paths of the others as kubectl shows them.
+
+    Raises:
+        InvalidSpecError: names the first refused field; the known ones can't be read either.
+    """
+    unknown: list[str] = []
+    while True:  # a model may show what lies below it only once its own fields are known
+        try:
+            return _read_json(model, document), tuple(unknown)
+        except ValidationError as error:
+            problems = error.errors(include_url=False, include_input=False)
+            places = [problem["loc"] for problem in problems if problem["type"] == "extra_forbidden"]
+            if not places:
+                raise invalid_spec(error, root) from error
+        unknown += [field_path(place, root) for place in places]
+        document = _without(document, places)
+
+
+def _without(document: Any, places: Iterable[tuple[int | str, ...]]) -> Any:
+    """A copy that lacks the fields at these places."""
+    left = copy.deepcopy(document)
+    for *above, last in places:
+        place = left
+        for step in above:
+            place = place[step]
+        del place[last]
+    return left
 
 
 def _read_json(model: type[Model], document: Any) -> Model:

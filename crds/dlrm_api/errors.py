@@ -108,14 +108,18 @@ class InfeasiblePlanError(InvalidSpecError):
 def invalid_spec(error: ValidationError, root: str = "") -> InvalidSpecError:
     """Name the first refused field below ``root`` the way kubectl shows it, and say how many more there are."""
     problems = error.errors(include_url=False, include_input=True)
-    first = problems[0]
-    path = root
-    for step in first["loc"]:
-        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else str(step)
-    message = _message(first)
+    message = _message(problems[0])
     if len(problems) > 1:
         message += f" (and {len(problems) - 1} more)"
-    return InvalidSpecError(path or "document", message)
+    return InvalidSpecError(field_path(problems[0]["loc"], root) or "document", message)
+
+
+def field_path(steps: Sequence[int | str], root: str = "") -> str:
+    """A field below ``root`` the way kubectl shows it."""
+    path = root
+    for step in steps:
+        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else str(step)
+    return path
 
 
 def _message(problem: ErrorDetails) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from dlrm_api.base import WHOLE, ApiModel, Rule, read
+from dlrm_api.base import WHOLE, ApiModel, Rule, read, read_stored
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_api.data import DataSpec
 from dlrm_api.lifecycle import LifecycleSpec, SchedulingSpec
@@ -151,6 +151,18 @@ def parse_job(document: Any) -> DLRMJob:
         InvalidSpecError: names the first refused field as kubectl shows it, and how many more there are.
     """
     return read(DLRMJob, document)
+
+
+def parse_stored_job(document: Any) -> tuple[DLRMJob, tuple[str, ...]]:
+    """Read a job that the API server stores; its definition may be newer than this code.
+
+    Returns:
+        The job as far as its fields are known here, and the paths of the others.
+
+    Raises:
+        InvalidSpecError: names the first refused field; the known ones can't be read either.
+    """
+    return read_stored(DLRMJob, document)
 
 
 def _refuse(message: str) -> None:

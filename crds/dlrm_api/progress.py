@@ -5,10 +5,16 @@ from __future__ import annotations
 import enum
 from typing import Self
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from dlrm_api.base import ApiModel
 from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
+
+
+class Told(ApiModel):
+    """What a process of ours tells another, maybe of another version: fields that are not known are passed over."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 class TrainerPhase(enum.StrEnum):
@@ -23,7 +29,7 @@ class TrainerPhase(enum.StrEnum):
     DONE = "Done"
 
 
-class EvalMetrics(ApiModel):
+class EvalMetrics(Told):
     """Quality over the whole evaluation set."""
 
     step: int = Field(0, ge=0, description="Step after which it was measured.")
@@ -38,7 +44,7 @@ class EvalMetrics(ApiModel):
     calibration: float | None = Field(None, description="Mean prediction over the base rate; None without positives.")
 
 
-class SlowestRank(ApiModel):
+class SlowestRank(Told):
     """The rank that took longest by itself over the last window of steps, without its waiting for others."""
 
     rank: int = Field(ge=0, description="Its number.")
@@ -46,7 +52,7 @@ class SlowestRank(ApiModel):
     median_seconds: float = Field(ge=0, description="Median of the other ranks' own times of a step (s).")
 
 
-class Progress(ApiModel):
+class Progress(Told):
     """``GET /progress`` of a trainer pod."""
 
     attempt: int = Field(0, ge=0, description="The operator's attempt.")
@@ -73,7 +79,7 @@ class Progress(ApiModel):
     time: float = Field(0, ge=0, description="When the last step ended (Unix seconds).")
 
 
-class SnapshotInfo(ApiModel):
+class SnapshotInfo(Told):
     """One committed snapshot."""
 
     step: int = Field(ge=0, description="Step of the cut.")
@@ -84,7 +90,7 @@ class SnapshotInfo(ApiModel):
     time: float = Field(0, ge=0, description="When it was committed (Unix seconds).")
 
 
-class CheckpointerProgress(ApiModel):
+class CheckpointerProgress(Told):
     """``GET /progress`` of a checkpointer, and its termination message."""
 
     committed_step: int | None = Field(None, ge=0, description="Step of the newest committed snapshot.")
@@ -97,13 +103,13 @@ class CheckpointerProgress(ApiModel):
     time: float = Field(0, ge=0, description="When this was written (Unix seconds).")
 
 
-class CutWord(ApiModel):
+class CutWord(Told):
     """The answer to ``POST /cut``."""
 
     step: int = Field(ge=0, description="Step of the cut, or the first that it can have where it is not made yet.")
 
 
-class TerminationMessage(ApiModel):
+class TerminationMessage(Told):
     """What a container leaves for the operator: what went wrong, and where."""
 
     exit_code: ExitCode | int = Field(description="Exit code of the process.")

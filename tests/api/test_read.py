@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.job import DLRMJob, parse_job
+from dlrm_api.job import DLRMJob, parse_job, parse_stored_job
+from dlrm_api.progress import CheckpointerProgress, Progress, TerminationMessage
 
 
 @pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("5E-1", 0.5), ("1.5e1", 15.0), ("2", 2.0), ("0.5", 0.5)])
@@ -92,3 +93,42 @@ def test_groups_are_written_out_in_order(good: dict[str, Any]) -> None:
     assert [table.name for table in tables] == ["ads", "sites", "g-0", "g-1"]
     assert [feature.column for feature in model.all_features()] == ["C1", "C2", "g-0", "g-1"]
     assert tables[3].embedding.hash == "mix"
+
+
+def test_a_stored_job_is_read_without_the_fields_that_are_not_known_and_they_are_named(good: dict[str, Any]) -> None:
+    known = parse_job(good["DLRMJob"])
+    good["DLRMJob"]["spec"]["data"]["newField"] = 1
+    good["DLRMJob"]["spec"]["model"]["tables"][1]["newField"] = {"a": 1}
+
+    job, unknown = parse_stored_job(good["DLRMJob"])
+
+    assert job == known
+    assert unknown == ("spec.model.tables[1].newField", "spec.data.newField")
+    assert good["DLRMJob"]["spec"]["data"]["newField"] == 1
+
+
+def test_a_stored_job_is_refused_by_its_wrong_field_also_beside_unknown_ones(good: dict[str, Any]) -> None:
+    good["DLRMJob"]["spec"]["data"] |= {"newField": 1, "epochs": 0}
+
+    with pytest.raises(InvalidSpecError) as refused:
+        parse_stored_job(good["DLRMJob"])
+
+    assert str(refused.value) == "spec.data.epochs: Input should be greater than or equal to 1"
+
+
+def test_a_manifest_with_a_field_that_is_not_known_is_refused_in_spec_and_status(good: dict[str, Any]) -> None:
+    for section in ({"spec": {**good["DLRMJob"]["spec"], "newField": 1}}, {"status": {"newField": 1}}):
+        with pytest.raises(InvalidSpecError, match=r"newField: unknown field"):
+            parse_job({**good["DLRMJob"], **section})
+
+
+def test_what_pods_of_another_version_say_is_heard_as_far_as_it_is_known() -> None:
+    slowest = '{"rank": 1, "seconds": 2, "medianSeconds": 1, "why": "disk"}'
+    progress = Progress.model_validate_json(f'{{"step": 5, "slowest": {slowest}, "gpuBusy": 0.9}}')
+    word = CheckpointerProgress.model_validate_json('{"committedStep": 5, "compression": "zstd"}')
+    left = TerminationMessage.decode('{"exitCode": 0, "reason": "Done", "step": 5, "host": "a", "progress": {"z": 1}}')
+
+    assert progress.step == 5
+    assert word.committed_step == 5
+    assert left is not None
+    assert left.step == 5
