@@ -59,7 +59,7 @@ OPERATOR = Dashboard(
                 Panel(
                     title="Turns by result",
                     description="done is well; conflict is a job that changed meanwhile; refused and unavailable are "
-                    "the API server's answers; error is a bug.",
+                    "the API server's answers; unreadable is a status of another version; error is a bug.",
                     unit="ops",
                     stacked=True,
                     queries=(

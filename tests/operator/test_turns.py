@@ -26,7 +26,7 @@ from dlrm_operator.facts.images import Images
 from dlrm_operator.facts.jobs import JobCache
 from dlrm_operator.facts.observed import JobKey, JobSeen, Planning, Polled
 from dlrm_operator.running.cache import PodCache
-from dlrm_operator.running.observing import Observer
+from dlrm_operator.running.observing import Observer, UnreadableStatusError
 from dlrm_operator.running.performing import EVENT_S, Performer
 from dlrm_operator.running.turns import Turns, steps
 from dlrm_planner import plan_job
@@ -36,6 +36,7 @@ JOB = "/apis/dlrm.dev/v1alpha1/namespaces/space/dlrmjobs/demo"
 PODS = "/api/v1/namespaces/space/pods"
 SERVICE = "/api/v1/namespaces/space/services/demo-trainer"
 PLAN = "/api/v1/namespaces/space/configmaps/demo-plan-1"
+EVENTS = "/api/v1/namespaces/space/events"
 GROUPS = "/apis/scheduling.volcano.sh/v1beta1/namespaces/space/podgroups"
 RUNNING = {
     "phase": "Running",
@@ -134,6 +135,14 @@ class Bench:
         uid = self.api.objects[f"{PODS}/demo-trainer-1-0"]["metadata"]["uid"]
         trainer = Progress(attempt=1, phase=TrainerPhase.TRAINING, step=1)
         self.poller.said = Polled(pod_uid=uid, trainer=trainer)
+
+    def shown_anew(self, job: dict[str, Any]) -> None:
+        """An operator that knows nothing of before is shown the job, stored or defaulted like this."""
+        self.jobs.forget(KEY)
+        self.jobs.saw(self.api.put(JOB, job))
+
+    def gang_pods(self) -> list[str]:
+        return sorted(path for path in self.api.objects if path.startswith(PODS))
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = self.api.objects[JOB].get("status", {})
@@ -706,3 +715,100 @@ def test_nothing_is_done_about_a_crash_while_the_server_takes_neither_events_nor
 
     assert not [request for request in bench.api.asked if request[0] == "DELETE"]
     assert bench.status()["attempt"] == 1
+
+
+def trains() -> Bench:
+    bench = planned()
+    bench.turn()
+    bench.pods_run()
+    bench.turn()
+    bench.pod_0_trains()
+    bench.turn()
+    assert bench.status()["phase"] == "Running"
+    return bench
+
+
+def test_an_operator_that_does_not_know_a_field_of_the_spec_deletes_no_pod_of_a_gang_and_writes_once() -> None:
+    bench = trains()
+    job, pods = bench.api.objects[JOB], bench.gang_pods()
+    bench.shown_anew({**job, "spec": {**job["spec"], "lifecycle": {**job["spec"]["lifecycle"], "newKnob": "x"}}})
+    stored = bench.status()["progress"]
+    bench.shown_anew({**bench.api.objects[JOB], "status": {**bench.status(), "progress": {**stored, "time": None}}})
+
+    asked = [writes(bench.turn()) for _ in range(4)]
+
+    assert bench.gang_pods() == pods
+    assert asked == [[("POST", EVENTS), ("PUT", f"{JOB}/status")], [], [], []]
+    assert "spec.lifecycle.newKnob" in str(bench.status()["conditions"])
+
+
+def test_a_new_job_with_a_field_that_is_not_known_is_looked_at_live_and_begun_once_it_is_without() -> None:
+    bench = Bench(passing_s=0)
+    job = bench.api.objects[JOB]
+    bench.shown_anew({**job, "spec": {**job["spec"], "newSection": {}}})
+
+    bench.turn()
+    time.sleep(0.1)  # what is passing waits for as long in the smallest crowd
+    waiting = [writes(bench.turn()) for _ in range(3)]
+    asked = bench.planner.asked
+    bench.api.objects[JOB]["spec"].pop("newSection")  # a definition that was rolled back: no version moves
+    bench.turn()
+
+    assert waiting == [[("POST", EVENTS), ("PUT", f"{JOB}/status")], [], []]
+    assert asked is None
+    assert bench.planner.asked is not None
+
+
+def test_a_status_with_keys_of_another_version_is_kept_and_not_written_again() -> None:
+    bench = trains()
+    job = bench.api.objects[JOB]
+    bench.shown_anew({**job, "status": {**job["status"], "restarts": 3, "newCounter": 0}})
+
+    asked = [bench.turn() for _ in range(4)]
+
+    assert asked == [[], [], [], []]
+    assert bench.status()["restarts"] == 3
+
+
+def test_no_turn_is_taken_at_a_job_whose_status_cannot_be_read_and_it_goes_on_once_it_can() -> None:
+    bench = trains()
+    job, pods = bench.api.objects[JOB], bench.gang_pods()
+    bench.shown_anew({**job, "status": {**job["status"], "phase": "Dreaming"}})
+    bench.pods_crash()
+    for _ in range(4):
+        with pytest.raises(UnreadableStatusError, match=r"status\.phase: .*upgrade the operator"):
+            bench.turn()
+        assert bench.api.asked == []
+    kept = bench.gang_pods()
+    bench.jobs.saw(bench.api.put(JOB, job))
+
+    bench.turn()
+
+    assert kept == pods
+    assert bench.status()["attempt"] == 2
+
+
+def test_a_job_whose_live_status_cannot_be_read_is_left_alone_whatever_the_copy_says() -> None:
+    bench = trains()
+    job, pods = bench.api.objects[JOB], bench.gang_pods()
+    bench.api.put(JOB, {**job, "status": {**job["status"], "phase": "Dreaming"}})
+    bench.pods_crash()
+
+    with pytest.raises(UnreadableStatusError):
+        bench.turn()
+
+    assert bench.api.asked == [("GET", JOB)]
+    assert bench.gang_pods() == pods
+
+
+def test_a_first_status_never_replaces_one_that_another_version_wrote_meanwhile() -> None:
+    bench = Bench(passing_s=0)
+    bench.turn()
+    time.sleep(0.1)
+    bench.api.put(JOB, {**bench.api.objects[JOB], "status": {"phase": "Dreaming", "restarts": 3}})
+
+    with pytest.raises(UnreadableStatusError):
+        bench.turn()
+
+    assert ("PUT", f"{JOB}/status") in bench.api.asked
+    assert bench.status() == {"phase": "Dreaming", "restarts": 3}

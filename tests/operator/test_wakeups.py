@@ -9,7 +9,9 @@ import pytest
 
 from dlrm_operator.cluster_errors import ClusterUnavailableError, ConflictError
 from dlrm_operator.facts.observed import JobKey
+from dlrm_operator.metrics import RECONCILES
 from dlrm_operator.running import wakeups as wakeups_module
+from dlrm_operator.running.observing import UnreadableStatusError
 from dlrm_operator.running.wakeups import Wakeups
 
 A, B = JobKey("space", "a"), JobKey("space", "b")
@@ -277,3 +279,25 @@ def test_keys_that_are_spread_get_their_turns_one_after_the_other_and_events_nee
     run_for(0.3, take, wake)
 
     assert turns == [jobs[0], jobs[-1]]
+
+
+def test_a_job_whose_status_cannot_be_read_is_put_off_counted_and_named_with_its_field(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    turns: list[JobKey] = []
+    counted = RECONCILES.labels("unreadable")
+    before = counted._value.get()
+
+    async def take(key: JobKey) -> None:
+        turns.append(key)
+        raise UnreadableStatusError("status.phase: Input should be 'Pending'")
+
+    with caplog.at_level("WARNING"):
+        run_for(2.0, take, lambda wakeups: wakeups.add(A))
+
+    assert 2 <= len(turns) <= 4
+    assert counted._value.get() - before == len(turns)
+    said = [record for record in caplog.records if "job" in record.__dict__]
+    assert {(record.levelname, record.__dict__["why"]) for record in said} == {
+        ("WARNING", "status.phase: Input should be 'Pending'")
+    }

@@ -82,6 +82,14 @@ def a_profile_is_missing() -> ModelCluster:
     return Speaking().turn_with(profile_problem=words)
 
 
+@reads(Reason.UNKNOWN_FIELDS, r"spec\.lifecycle\.newKnob: a field that this operator does not know.*upgraded")
+def a_definition_is_newer() -> ModelCluster:
+    cluster = ModelCluster()
+    cluster.job["spec"]["lifecycle"]["newKnob"] = "x"
+    cluster.turn()
+    return cluster
+
+
 @reads(Reason.TRACE, r"there is no ConfigMap reuse in namespace space: create it with dlrmctl trace")
 def a_trace_is_missing() -> ModelCluster:
     words = "there is no ConfigMap reuse in namespace space: create it with dlrmctl trace --configmap reuse"

@@ -7,8 +7,6 @@ import sys
 from collections import Counter
 from dataclasses import replace
 
-from dlrm_api.errors import InvalidSpecError
-from dlrm_api.job import DLRMJob
 from dlrm_api.status import DLRMJobStatus, Phase
 from dlrm_operator.facts.observed import JobKey, JobSeen
 from dlrm_operator.facts.reading import Object, read_job
@@ -33,12 +31,12 @@ class JobCache:
         known = self._jobs.get(key)
         if known is not None and _is_known(known, meta["uid"], meta["resourceVersion"]):
             return known
-        spec: DLRMJob | InvalidSpecError | None = None
-        if known is not None and (known.uid, known.generation) == (meta["uid"], meta.get("generation", 0)):
-            spec = known.spec  # parsing 5,000 tables takes a while, and status writes are many
-        job = read_job(document, spec)
+        # parsing 5,000 tables takes a while, and status writes are many
+        job = read_job(document, known if known is not None and _has_spec_of(known, document) else None)
         if known is not None and _decided_from(known) == _decided_from(job):
             job = replace(job, unwritten=known.unwritten)
+        if known is not None and known.unknown_fields and job == known:
+            return known
         self._jobs[key] = job
         return job
 
@@ -66,20 +64,31 @@ class JobCache:
         return list(self._jobs)
 
     def phases(self) -> Counter[str]:
-        """Number of jobs in each phase."""
+        """Number of jobs in each phase; one whose status can't be read is in none."""
         found = Counter({phase.value: 0 for phase in Phase})
-        found.update((job.status.phase if job.status else Phase.PENDING).value for job in self._jobs.values())
+        readable = (job for job in self._jobs.values() if not job.unreadable)
+        found.update((job.status.phase if job.status else Phase.PENDING).value for job in readable)
         return found
 
 
-def _decided_from(job: JobSeen) -> tuple[str, int, DLRMJobStatus | None]:
+def _decided_from(job: JobSeen) -> tuple[object, ...]:
     """What of a job's object makes a decision: one that was made of something else is void."""
-    return job.uid, job.generation, job.status
+    return job.uid, job.generation, job.unknown_fields, job.status, job.unreadable
+
+
+def _has_spec_of(job: JobSeen, document: Object) -> bool:
+    """Whether the document's spec is the one that was read.
+
+    Another CustomResourceDefinition gives or takes fields that are not known here, and moves neither generation nor
+    resource version.
+    """
+    meta = document["metadata"]
+    return not job.unknown_fields and (job.uid, job.generation) == (meta["uid"], meta.get("generation", 0))
 
 
 def _is_known(job: JobSeen, uid: str, version: str) -> bool:
     """Whether the job was seen as it was at that version, or later."""
-    same = (job.uid, job.resource_version) == (uid, version)
+    same = (job.uid, job.resource_version) == (uid, version) and not job.unknown_fields
     return same or _version(job.resource_version) > _version(version)
 
 

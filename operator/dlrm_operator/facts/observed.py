@@ -26,7 +26,11 @@ class JobKey:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSeen:
-    """The job's object: its spec as a model or as the reason why it is none, and its status as last written."""
+    """The job's object: its spec as a model or as the reason why it is none, and its status as last written.
+
+    Where the CustomResourceDefinition is newer than this process, or another version of it wrote, there may be fields
+    that are not known here. Those of the spec are named; those of the status say nothing to this version.
+    """
 
     key: JobKey
     uid: str
@@ -35,7 +39,11 @@ class JobSeen:
     deleting: bool
     spec: DLRMJob | InvalidSpecError
     status: DLRMJobStatus | None
-    """None: nothing was written yet, or something unreadable is there."""
+    """None: nothing was written yet, or ``unreadable``."""
+    unknown_fields: tuple[str, ...] = ()
+    """Paths of fields that ``spec`` lacks because they are not known here."""
+    unreadable: str = ""
+    """Why the status that is there can't be read; empty where it can, or there is none. Nothing can be decided then."""
     unwritten: DLRMJobStatus | None = None
     """What this process decided since, and has kept to itself; None where that is what stands there."""
 

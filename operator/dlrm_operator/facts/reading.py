@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from pydantic import ValidationError
-
+from dlrm_api.base import read_stored
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.job import DLRMJob, parse_job
+from dlrm_api.job import DLRMJob, parse_stored_job
 from dlrm_api.names import GROUP, Label
 from dlrm_api.status import DLRMJobStatus
 from dlrm_operator.facts.conditions import parse_timestamp
@@ -21,17 +20,21 @@ NOWHERE = -1
 """Attempt or index of a child whose label is no number."""
 
 
-def read_job(document: Object, spec: DLRMJob | InvalidSpecError | None = None) -> JobSeen:
-    """The job's object; a spec that is none becomes its own refusal. ``spec``, where given, is not parsed again."""
+def read_job(document: Object, known: JobSeen | None = None) -> JobSeen:
+    """The job's object; a spec that is none becomes its own refusal. Where ``known`` is given, its spec is this one."""
     meta = document["metadata"]
+    spec, unknown_fields = (known.spec, known.unknown_fields) if known else _spec(document)
+    status, unreadable = _status(document.get("status"))
     return JobSeen(
         key=JobKey(meta["namespace"], meta["name"]),
         uid=meta["uid"],
         resource_version=meta["resourceVersion"],
         generation=meta.get("generation", 0),
         deleting="deletionTimestamp" in meta,
-        spec=spec or _spec(document),
-        status=_status(document.get("status")),
+        spec=spec,
+        status=status,
+        unknown_fields=unknown_fields,
+        unreadable=unreadable,
     )
 
 
@@ -90,22 +93,28 @@ def read_group(document: Object, api_version: str) -> GroupSeen:
     )
 
 
-def _spec(document: Object) -> DLRMJob | InvalidSpecError:
-    """The job without its status, and without what the API server keeps in its metadata: nothing here reads that."""
+def _spec(document: Object) -> tuple[DLRMJob | InvalidSpecError, tuple[str, ...]]:
+    """The job without its status, and without what the API server keeps in its metadata: nothing here reads that.
+
+    With it the paths of fields that are not known here.
+    """
     meta = {key: value for key, value in document["metadata"].items() if key in ("name", "namespace")}
     try:
-        return parse_job({**{key: value for key, value in document.items() if key != "status"}, "metadata": meta})
+        return parse_stored_job(
+            {**{key: value for key, value in document.items() if key != "status"}, "metadata": meta}
+        )
     except InvalidSpecError as error:
-        return error
+        return error, ()
 
 
-def _status(document: Any) -> DLRMJobStatus | None:
+def _status(document: Any) -> tuple[DLRMJobStatus | None, str]:
+    """The status as far as its fields are known here, or why it can't be read."""
     if not document:
-        return None
+        return None, ""
     try:
-        return DLRMJobStatus.model_validate(document)
-    except ValidationError:
-        return None
+        return read_stored(DLRMJobStatus, document, "status")[0], ""
+    except InvalidSpecError as error:
+        return None, str(error)
 
 
 def _disruption(conditions: Mapping[str, Object]) -> Object:

@@ -14,6 +14,7 @@ class Reason(enum.StrEnum):
     """Our own words."""
 
     # the plan
+    UNKNOWN_FIELDS = "UnknownFields"
     HARDWARE_PROFILE = "HardwareProfile"
     TRACE = "Trace"
     PLANNING = "Planning"

@@ -90,9 +90,14 @@ def after_the_end(observed: Observed, status: DLRMJobStatus, now: datetime) -> I
     if due is not None and now >= due:
         yield DeleteJob(key=job.key, uid=job.uid, resource_version=job.resource_version)
         return
-    if status.phase is Phase.FAILED and job.generation > status.observed_generation:
+    if status.phase is Phase.FAILED and job.generation > status.observed_generation and _is_judged(job):
         yield _seen(job, status)
     yield from at_the_end(observed, status, now)
+
+
+def _is_judged(job: JobSeen) -> bool:
+    """Whether it is known that the change mends nothing; of a field that is not known here a newer operator decides."""
+    return not job.unknown_fields or _at_rest(job)
 
 
 def _seen(job: JobSeen, status: DLRMJobStatus) -> ApplyStatus:

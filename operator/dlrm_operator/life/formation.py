@@ -31,6 +31,7 @@ from dlrm_operator.life.absorbing import plan_status
 from dlrm_operator.life.attempts import with_next_attempt
 from dlrm_operator.life.leftovers import group_deletion
 from dlrm_operator.life.phases import in_phase, newly_whole, of_whole_gang, with_truth
+from dlrm_operator.life.unknown_fields import unknown_words
 from dlrm_operator.objects.gang_scheduling import group_obstacle, pod_groups
 from dlrm_operator.objects.manifests import JOB_FILE, Owner, gang_service, job_document, plan_config_maps
 from dlrm_operator.objects.pods import Attempt, trainer_pods
@@ -78,9 +79,8 @@ def plan_in_force(children: Children, pods: Iterable[PodSeen], job: DLRMJob, att
 def _plan(observed: Observed, job: DLRMJob, status: DLRMJobStatus, now: datetime) -> Formation:
     """Get a plan, and write it down before anything relies on it."""
     planning = observed.planning
-    if observed.profile_problem:
-        words = observed.profile_problem
-        status = with_truth(status, ConditionType.PLANNED, "False", Reason.HARDWARE_PROFILE, words, now=now)
+    if (obstacle := _obstacle(observed)) is not None:
+        status = with_truth(status, ConditionType.PLANNED, "False", *obstacle, now=now)
         return Formation(status=in_phase(status, Phase.PENDING))
     if planning is None and observed.trace_problem:
         words = observed.trace_problem
@@ -101,6 +101,13 @@ def _plan(observed: Observed, job: DLRMJob, status: DLRMJobStatus, now: datetime
     except InvalidSpecError as error:
         return Formation(status=status, fatal_reason=Reason.INVALID_SPEC, fatal=str(error))
     return _create(observed, job, planning.plan, status, now, maps)
+
+
+def _obstacle(observed: Observed) -> tuple[Reason, str] | None:
+    """What keeps a gang from being begun at all, in words for a condition."""
+    if words := unknown_words(observed.job.unknown_fields):
+        return Reason.UNKNOWN_FIELDS, words
+    return (Reason.HARDWARE_PROFILE, observed.profile_problem) if observed.profile_problem else None
 
 
 def plan_question(observed: Observed, job: DLRMJob, status: DLRMJobStatus) -> RequestPlan:
@@ -163,12 +170,11 @@ def _create(
         status = of_whole_gang(status.model_copy(update={"gang_attempt": status.attempt}), gang, now)
         actions = (*first, *_outdated(observed, children, status.attempt))
         return Formation(status=status, actions=actions, status_last=True)  # a whole gang's children are not looked at
-    if observed.profile_problem:
-        words = observed.profile_problem
-        status = with_truth(status, ConditionType.SCHEDULED, "False", Reason.HARDWARE_PROFILE, words, now=now)
+    if (obstacle := _obstacle(observed)) is not None:
+        status = with_truth(status, ConditionType.SCHEDULED, "False", *obstacle, now=now)
         return Formation(status=in_phase(status, Phase.PENDING))
-    if not gang.pods and (obstacle := group_obstacle(job, gang.attempt, children.groups)):
-        status = with_truth(status, ConditionType.SCHEDULED, "False", Reason.GANG_SCHEDULER, obstacle, now=now)
+    if not gang.pods and (words := group_obstacle(job, gang.attempt, children.groups)):
+        status = with_truth(status, ConditionType.SCHEDULED, "False", Reason.GANG_SCHEDULER, words, now=now)
         again = WakeAt(key=observed.job.key, time=now + LOOK_AGAIN)  # nothing watches what others' groups do
         return Formation(status=in_phase(status, Phase.PENDING), actions=(*first, again))
     try:

@@ -22,17 +22,18 @@ from dlrm_operator.facts.actions import Action, ApplyStatus, WakeAt
 from dlrm_operator.facts.conditions import with_old_times
 from dlrm_operator.facts.gang import current_gang
 from dlrm_operator.facts.observed import JobSeen, Observed
-from dlrm_operator.facts.reasons import Reason
 from dlrm_operator.life.absorbing import with_final_step, with_progress, with_snapshot
 from dlrm_operator.life.budgets import after_failure
 from dlrm_operator.life.course import Decision, earliest, go_on
 from dlrm_operator.life.endings import after_the_end, at_the_end, failed, is_retried, remembering, retried, succeeded
 from dlrm_operator.life.hangs import watch
+from dlrm_operator.life.invalid_specs import without_spec
 from dlrm_operator.life.leftovers import last_words
 from dlrm_operator.life.phases import FINISHED, with_store_health, with_truth
 from dlrm_operator.life.releases import releases
 from dlrm_operator.life.restarts import Outcome, Verdict, judge
 from dlrm_operator.life.transitions import transition_events
+from dlrm_operator.life.unknown_fields import beside_running, unknown_words
 from dlrm_operator.life.writing import is_decisive, is_passing, is_repeatable, worth_writing
 
 
@@ -48,8 +49,8 @@ def reconcile(observed: Observed, now: datetime) -> tuple[Action, ...]:
         them leaves a state from which the next turn goes on.
     """
     job = observed.job
-    if job.deleting:
-        return ()  # owner references remove the children
+    if job.deleting or job.unreadable:
+        return ()  # owner references remove the children; and nothing can be told of a job whose life is not known
     before = known_status(observed)
     released = tuple(releases(observed, now))
     start = before
@@ -106,7 +107,7 @@ def _in_view(observed: Observed, status: DLRMJobStatus) -> DLRMJobStatus:
 
 def _decide(observed: Observed, spec: DLRMJob | InvalidSpecError, status: DLRMJobStatus, now: datetime) -> Decision:
     if isinstance(spec, InvalidSpecError):
-        return Decision(status=failed(status, Reason.INVALID_SPEC, str(spec), now))
+        return without_spec(observed, spec, status, now)
     restart = spec.spec.lifecycle.restart
     gang = current_gang(observed, status)
     words = gang.checkpoints if gang.pods else last_words(observed)
@@ -120,10 +121,17 @@ def _decide(observed: Observed, spec: DLRMJob | InvalidSpecError, status: DLRMJo
     watched = watch(observed, status, gang, spec.spec.lifecycle.hang_timeout, now)
     if watched.verdict is not None:
         return _after_attempt(observed, spec, status, watched.verdict, now)
-    decision = go_on(observed, spec, status, now)
+    decision = _with_unknown_fields(observed, go_on(observed, spec, status, now), now)
     asked = (watched.ask,) if watched.ask else ()
     wake = earliest(decision.wake, verdict.settle_at, watched.wake)
     return replace(decision, actions=(*decision.actions, *asked), wake=wake)
+
+
+def _with_unknown_fields(observed: Observed, decision: Decision, now: datetime) -> Decision:
+    if not observed.job.unknown_fields or not current_gang(observed, decision.status).pods:
+        return decision
+    words = unknown_words(observed.job.unknown_fields)
+    return replace(decision, status=beside_running(decision.status, words, now))
 
 
 def _after_attempt(

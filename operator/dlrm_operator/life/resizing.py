@@ -18,6 +18,7 @@ from dlrm_operator.life.attempts import with_next_attempt
 from dlrm_operator.life.formation import plan_question
 from dlrm_operator.life.halting import Halting, without_halt
 from dlrm_operator.life.phases import FINISHED, with_truth
+from dlrm_operator.life.unknown_fields import unknown_words
 
 KIND = ConditionType.RESIZED
 
@@ -49,16 +50,18 @@ def plan_resize(observed: Observed, spec: DLRMJob, status: DLRMJobStatus, now: d
     if _refused(status, observed.job.generation) or observed.children is None:
         return Resize(status=status)
     planning, pods = observed.planning, f"{spec.spec.replicas} pods"
-    if planning is not None and planning.plan is not None:
+    unknown = unknown_words(observed.job.unknown_fields)
+    if planning is not None and planning.plan is not None and not unknown:
         return Resize(status=status, ready=True)
     stays = f"the gang of {status.plan.nodes} pods trains on"
-    if planning is not None:
+    if planning is not None and not unknown:
         reason = Reason.INFEASIBLE if planning.final else Reason.PLANNER_FAILED
         mend = f"set spec.trainer.replicas back to {status.plan.nodes}, or to a number that fits, before it restarts"
         words = f"no plan for {pods}: {planning.problem}; {stays}: {mend}"
         status = without_halt(status, HaltReason.RESIZED)
         return Resize(status=with_truth(status, KIND, "False", reason, words, now=now))
     for reason, problem in (
+        (Reason.UNKNOWN_FIELDS, unknown),
         (Reason.HARDWARE_PROFILE, observed.profile_problem),
         (Reason.TRACE, observed.trace_problem),
     ):

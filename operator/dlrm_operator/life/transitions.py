@@ -12,6 +12,7 @@ from dlrm_operator.facts.observed import JobSeen
 from dlrm_operator.facts.reasons import Reason
 from dlrm_operator.life.phases import FINISHED
 from dlrm_operator.life.stragglers import straggler_words
+from dlrm_operator.life.unknown_fields import unknown_words
 
 EVENT_LENGTH = 1_024
 """The API server refuses longer notes."""
@@ -42,6 +43,8 @@ def transition_events(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus)
     if before.phase in SUSPENSION and after.phase not in SUSPENSION | FINISHED:
         yield event("Normal", Reason.RESUMED, f"attempt {after.attempt} goes on")
     yield from _resize_events(before, after, event)
+    if (words := unknown_words(job.unknown_fields)) and _says(after, words) and not _says(before, words):
+        yield event("Warning", Reason.UNKNOWN_FIELDS, words)
     if (slow := _straggler(after)) is not None and _rank(slow) != _rank(_straggler(before)):
         yield event("Warning", Reason.STRAGGLER, straggler_words(slow))
     if after.phase is not before.phase:
@@ -69,6 +72,10 @@ def _phase_events(after: DLRMJobStatus, event: EventMaker) -> Iterator[EmitEvent
         yield event("Normal", Reason.SUCCEEDED, _words(after, ConditionType.SUCCEEDED))
     if after.phase is Phase.FAILED:
         yield event("Warning", Reason.FAILED, _words(after, ConditionType.FAILED))
+
+
+def _says(status: DLRMJobStatus, words: str) -> bool:
+    return any(words in condition.message for condition in status.conditions)
 
 
 def _straggler(status: DLRMJobStatus) -> StragglerStatus | None:

@@ -187,10 +187,11 @@ class JobMetrics(Collector):
         return [*_families(()), _phases()]
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric once; none where another process leads."""
+        """Every metric once; none where another process leads, and no series of a job whose status can't be read."""
         if self._leads():
             seen = ((key, self._jobs.get(key)) for key in self._jobs.known())
-            yield from _families([JobFacts(job, self._latest(key)) for key, job in seen if job is not None])
+            known = ((key, job) for key, job in seen if job is not None and not job.unreadable)
+            yield from _families([JobFacts(job, self._latest(key)) for key, job in known])
             phases = _phases()
             for phase, count in self._jobs.phases().items():
                 phases.add_metric([phase], count)

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 from dlrm_api import names
-from dlrm_api.errors import InvalidSpecError
+from dlrm_api.errors import InvalidSpecError, TemporaryError
 from dlrm_api.names import FIELD_MANAGER, Label
 from dlrm_operator.beside.cuts import Cutter
 from dlrm_operator.beside.planning import Planner
@@ -31,6 +31,10 @@ from dlrm_planner import trace_references
 YOUNG_S = 1.0
 """Copies of jobs that are not older are good enough to begin a first gang from."""
 JOBS = f"/apis/{names.API_VERSION}/namespaces/{{}}/dlrmjobs/{{}}"
+
+
+class UnreadableStatusError(TemporaryError):
+    """The job's status was written by a version whose words are not known here: no turn is taken at it."""
 
 
 class Observer:
@@ -69,10 +73,14 @@ class Observer:
 
         Of a gang that is being made they can say no more than that a plan is lacking, where the plan is of nothing
         but the job itself: what was written before a crash shows only to a look.
+
+        Raises:
+            UnreadableStatusError: nobody can decide.
         """
         job = self._jobs.get(key)
         if job is None or not self._pods.filled:
             return None
+        _check_readable(job)
         pods = self._pods.pods(key)
         if needs_plan(job) and (pods or self._planner.has_answered(key) or not _stands_alone(job)):
             return None
@@ -83,10 +91,12 @@ class Observer:
 
         Raises:
             ClusterUnavailableError: nobody can tell.
+            UnreadableStatusError: nobody can decide.
         """
         job = self._about_to_begin(key) or await self._live_job(key)
         if job is None:
             return None
+        _check_readable(job)
         if not needs_plan(job):
             pods = await self._live_pods(key)
             return replace(self._at_work(job, pods), children=await self._left_groups.look(job, pods))
@@ -180,7 +190,7 @@ class Observer:
 
     def _begins(self, job: JobSeen) -> bool:
         """Whether the first thing to be done is to create the Service of the first attempt, for all that is known."""
-        first = _attempt(job) == 1 and _forming(job)
+        first = _attempt(job) == 1 and _forming(job) and not job.unknown_fields
         return first and self._planner.has_answered(job.key) and job.key not in self.begun
 
     async def _was_begun(self, job: JobSeen) -> bool:
@@ -206,6 +216,14 @@ class Observer:
         if plan_in_force(children, pods, job.spec, _attempt(job)) is not None and not wants_resize(job):
             return {}, ""
         return await self._references.traces(job.key.namespace, job.spec.spec)
+
+
+def _check_readable(job: JobSeen) -> None:
+    if job.unreadable and not job.deleting:
+        raise UnreadableStatusError(
+            f"{job.unreadable}: another version wrote what this operator can't read; upgrade the operator, or mend the "
+            "field (kubectl edit --subresource=status)"
+        )
 
 
 def owned_by(document: Object, uid: str) -> bool:
@@ -235,7 +253,9 @@ def _attempt(job: JobSeen) -> int:
 
 
 def _stands_alone(job: JobSeen) -> bool:
-    """Whether a plan needs nothing that the spec merely refers to."""
+    """Whether a plan needs nothing that the spec merely refers to, and waits for no other definition of it."""
     if isinstance(job.spec, InvalidSpecError):
         return True
+    if job.unknown_fields:
+        return False
     return job.spec.spec.trainer.hardware is None and not trace_references(job.spec.spec)

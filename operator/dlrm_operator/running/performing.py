@@ -264,7 +264,7 @@ class Performer:
 
 def _decides_alike(found: JobSeen, action: ApplyStatus) -> bool:
     """Whether all that a status is decided from is as it was seen."""
-    same = found.uid == action.uid and not found.deleting and found.status == action.seen
+    same = found.uid == action.uid and not (found.deleting or found.unreadable) and found.status == action.seen
     return same and found.generation == action.status.observed_generation
 
 

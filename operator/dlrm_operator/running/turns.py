@@ -76,6 +76,7 @@ class Turns:
                 answer to a creation, the next turn says so in the status.
             ConflictError: the job changed meanwhile; wake it again.
             ClusterRefusedError: a child was refused; the next turn says so in the status.
+            UnreadableStatusError: nothing was done, and nothing can be before somebody writes a status that is known.
         """
         with RECONCILE_SECONDS.time():
             if await self._glance(key):

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError, ConflictError
 from dlrm_operator.facts.observed import JobKey
 from dlrm_operator.metrics import QUEUE, RECONCILES
+from dlrm_operator.running.observing import UnreadableStatusError
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +161,10 @@ class Wakeups:
         except ClusterRefusedError as error:
             RECONCILES.labels("refused").inc()  # the next turn says so in the status
             logger.warning("the API server refused", extra={"job": key, "why": str(error)})
+            self._put_off(key, None)
+        except UnreadableStatusError as error:
+            RECONCILES.labels("unreadable").inc()
+            logger.warning("no turn is taken at a job", extra={"job": key, "why": str(error)})
             self._put_off(key, None)
         except Exception:  # one job's surprise must not end the others' turns
             RECONCILES.labels("error").inc()
