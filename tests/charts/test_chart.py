@@ -252,6 +252,23 @@ def test_trainers_reach_what_gives_out_a_role_s_credentials_only_where_a_value_s
     assert addresses("networkPolicy.trainers.cloudIdentity=true") == ["169.254.169.254/32", "169.254.170.23/32"]
 
 
+@pytest.mark.parametrize(("own", "ports"), [({}, [53, 5353]), ({"dnsPorts": [1053]}, [1053]), ({"dnsPorts": []}, [])])
+def test_operator_and_trainers_reach_dns_where_its_pods_listen_on_openshift_too(
+    helm: Path, tmp_path: Path, own: Object, ports: list[int]
+) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump({"networkPolicy": own}))
+    objects = render(helm, tmp_path, "demo", NAMESPACE, variant("guarded"), values)
+    wanted = [{"port": port, "protocol": protocol} for port in ports for protocol in ("UDP", "TCP")]
+    of_both = [each["spec"]["egress"] for each in of_kind(objects, "NetworkPolicy")]
+
+    assert len(of_both) == 2
+    for egress in of_both:
+        dns = [rule for rule in egress if any(each["protocol"] == "UDP" for each in rule.get("ports", ()))]
+        assert dns == ([{"ports": wanted}] if ports else [])
+        assert all(rule.get("ports") or rule.get("to") for rule in egress), "a rule without either lets all through"
+
+
 def test_every_value_is_described_and_stands_in_the_schema() -> None:
     lines = (CHART / "values.yaml").read_text().splitlines()
     schema = json.loads((CHART / "values.schema.json").read_text())
