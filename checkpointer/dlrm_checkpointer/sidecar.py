@@ -160,6 +160,7 @@ class Sidecar:
             self._status.dropped_cuts.inc()
         self._forget_withdrawn()
         if not self._searched:
+            self._status.set_pending(self._pending())  # a store that is away is searched for long
             self._search()
         for name in self._inbox.ready():
             self._status.set_pending(name.step)

@@ -24,7 +24,7 @@ from dlrm_checkpointer.handoff import HandOffWriter
 from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.life import Backoff, Life
 from dlrm_checkpointer.restore import newest_snapshot
-from dlrm_checkpointer.store import Body
+from dlrm_checkpointer.store import Body, ObjectInfo
 from dlrm_checkpointer.walk import snapshot_digest
 
 
@@ -186,6 +186,26 @@ def test_an_outage_at_the_end_is_waited_for_within_the_grace_and_loses_no_cut(tm
     assert code == ExitCode.TEMPORARY
     assert later == ExitCode.DONE
     assert snapshot_digest(newest_snapshot(store)[0]) == model.digest()
+
+
+def test_a_sidecar_that_starts_in_an_outage_after_its_trainers_ended_says_what_it_has_to_commit(
+    tmp_path: Path, new_model, new_pod
+):
+    class Silent(FileStore):
+        """A store that does not even list."""
+
+        def list(self, prefix: str) -> Iterator[ObjectInfo]:
+            raise StoreUnavailableError("http://s3 did not answer")
+
+    pod = new_pod(tmp_path / "pod", Silent(tmp_path / "store"), grace_s=0.1)
+    pod.cut(new_model().train())
+    pod.end()
+
+    with running(pod):
+        wait_for(lambda: "did not answer" in pod.status.progress.store_error)
+        told = pod.status.progress
+
+    assert (told.pending_step, told.committed_step) == (1, None)
 
 
 def test_refused_credentials_end_it_at_once_when_the_trainers_are_gone(tmp_path: Path, new_model, new_pod):
