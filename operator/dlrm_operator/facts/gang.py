@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
+from dlrm_api.job import DLRMJob
+from dlrm_api.lifecycle import LifecycleSpec
 from dlrm_api.names import trainer_pod
 from dlrm_api.progress import CheckpointerProgress, Progress
 from dlrm_api.status import DLRMJobStatus
@@ -33,6 +36,8 @@ class Gang:
     """Seconds for which it named one rank as far slower than the others."""
     last_step: int
     """Newest step that the status knows of."""
+    grace: timedelta
+    """What each pod has for its last cut and the upload of that."""
     queue_words: str = ""
     """Why Kueue lets it wait."""
 
@@ -102,5 +107,12 @@ def current_gang(observed: Observed, status: DLRMJobStatus) -> Gang:
         slow_s=current.slow_s if current else 0.0,
         checkpointer=polled.checkpointer if polled and fits else None,
         last_step=status.progress.step if status.progress else 0,
+        grace=timedelta(seconds=_lifecycle(observed).termination_grace_period),
         queue_words=observed.queue_words,
     )
+
+
+def _lifecycle(observed: Observed) -> LifecycleSpec:
+    """The defaults where the spec can't be read."""
+    spec = observed.job.spec
+    return spec.spec.lifecycle if isinstance(spec, DLRMJob) else LifecycleSpec()

@@ -7,10 +7,12 @@ from datetime import datetime, timedelta
 
 from dlrm_api.lifecycle import LifecycleSpec
 from dlrm_api.progress import CheckpointerProgress
-from dlrm_api.status import DLRMJobStatus
+from dlrm_api.status import DLRMJobStatus, Phase
 from dlrm_operator.facts.actions import Action, DeleteObject, WakeAt
+from dlrm_operator.facts.gang import current_gang
 from dlrm_operator.facts.observed import GroupSeen, JobKey, Observed, PodSeen
-from dlrm_operator.life.clearing import FORCE_AFTER, deletions
+from dlrm_operator.life.clearing import deletions
+from dlrm_operator.life.last_uploads import end_awaited_until, upload_awaited_until
 
 KEPT_ATTEMPTS = 3
 """With ``keepFailedPods`` the dead pods of so many attempts before the current one are kept."""
@@ -27,7 +29,8 @@ def clear(
     """End what holds the gang back; with ``keepFailedPods`` a pod whose trainer ended gets time to end by itself."""
     doomed = []
     for pod in left:
-        due = _end_awaited_until(pod, lifecycle) if _may_be_kept(pod, status.attempt, lifecycle) else None
+        kept = _may_be_kept(pod, status.attempt, lifecycle)
+        due = end_awaited_until(pod, timedelta(seconds=lifecycle.termination_grace_period)) if kept else None
         if due is None or now >= due:
             doomed.append(pod)
         else:
@@ -47,16 +50,30 @@ def last_words(observed: Observed) -> Iterator[CheckpointerProgress | None]:
 def tidy(observed: Observed, status: DLRMJobStatus, lifecycle: LifecycleSpec | None, now: datetime) -> Iterator[Action]:
     """A finished job keeps the dead pods of its last attempt, for their logs; nothing of it trains on.
 
-    A pod whose trainer ended is left to its checkpointer, which the kubelet stops when its upload is done.
+    A pod whose trainer ended is left to its checkpointer, which the kubelet stops when its upload is done. Where other
+    containers keep it from that it goes when its time is over, unless a cut of a job that failed may yet be committed.
     """
+    gang = current_gang(observed, status)
 
     def ends_by_itself(pod: PodSeen) -> bool:
         if pod.attempt != status.attempt:
             return lifecycle is not None and _is_kept(pod, status.attempt, lifecycle)
         return pod.ended or (pod.started and not pod.training)
 
-    alive = [pod for pod in observed.pods if not ends_by_itself(pod)]
-    return deletions(observed, status, alive, now)
+    def awaited_until(pod: PodSeen) -> datetime | None:
+        if pod.attempt != status.attempt or pod.ended:
+            return None
+        all_safe = status.phase is Phase.SUCCEEDED
+        return end_awaited_until(pod, gang.grace) if all_safe else upload_awaited_until(gang, pod)
+
+    doomed = []
+    for pod in observed.pods:
+        due = awaited_until(pod)
+        if not ends_by_itself(pod) or (due is not None and now >= due):
+            doomed.append(pod)
+        elif due is not None:
+            yield WakeAt(key=observed.job.key, time=due)
+    yield from deletions(observed, status, doomed, now)
 
 
 def left_groups(observed: Observed) -> Iterator[Action]:
@@ -90,11 +107,3 @@ def _is_kept(pod: PodSeen, attempt: int, lifecycle: LifecycleSpec) -> bool:
 def _may_be_kept(pod: PodSeen, attempt: int, lifecycle: LifecycleSpec) -> bool:
     recent = attempt - KEPT_ATTEMPTS <= pod.attempt < attempt
     return lifecycle.keep_failed_pods and recent and not pod.deleting
-
-
-def _end_awaited_until(pod: PodSeen, lifecycle: LifecycleSpec) -> datetime | None:
-    """How long a pod whose trainer ended may take for its last upload; None where it does not end by itself."""
-    trainer = pod.trainer
-    if trainer is None or trainer.exit_code is None or trainer.finished_at is None:
-        return None
-    return trainer.finished_at + timedelta(seconds=lifecycle.termination_grace_period) + FORCE_AFTER

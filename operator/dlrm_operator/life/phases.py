@@ -12,7 +12,7 @@ from dlrm_operator.facts.gang import Gang
 from dlrm_operator.facts.observed import JobSeen
 from dlrm_operator.facts.reasons import Reason, Word
 from dlrm_operator.life.stragglers import straggler_words
-from dlrm_operator.life.waiting import NO_CONTAINER_WAITS, SCHEDULER_SILENT, why_pods_wait
+from dlrm_operator.life.waiting import CRASH_LOOP, NO_CONTAINER_WAITS, SCHEDULER_SILENT, why_pods_wait
 from dlrm_operator.objects.gang_scheduling import gate_words
 
 FINISHED = frozenset({Phase.SUCCEEDED, Phase.FAILED})
@@ -97,7 +97,7 @@ def with_store_health(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJ
     word, kind = gang.checkpointer, ConditionType.SNAPSHOT_HEALTHY
     for pod in gang.pods.values():
         sidecar = pod.checkpointer
-        if sidecar is not None and pod.training and sidecar.waiting_reason == "CrashLoopBackOff":
+        if sidecar is not None and pod.training and sidecar.waiting_reason == CRASH_LOOP:
             words = (
                 f"{pod.name}/{sidecar.name} ended with exit code {sidecar.last_exit_code} again and again: see its log"
             )

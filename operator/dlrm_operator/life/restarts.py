@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import chain
 
 from dlrm_api.lifecycle import RestartSpec
 from dlrm_api.names import USER_MUST_MEND, ExitCode
@@ -23,7 +24,8 @@ from dlrm_operator.facts.gang import Gang
 from dlrm_operator.facts.observed import ContainerSeen, PodSeen
 from dlrm_operator.facts.reasons import Quoted, Reason
 from dlrm_operator.life.clearing import LOST_AFTER, force_due
-from dlrm_operator.life.waiting import NEVER_STARTS, why_it_is_late, why_it_waits
+from dlrm_operator.life.last_uploads import has_stored, outliving, upload_awaited_until, uploading_ended
+from dlrm_operator.life.waiting import CRASH_LOOP, NEVER_STARTS, why_it_is_late, why_it_waits
 
 SETTLE = timedelta(seconds=5)
 """How long the cause may lag behind its symptoms."""
@@ -33,7 +35,6 @@ PEER_LOST = "PeerLost"
 """A trainer's word for that."""
 OUT_OF_MEMORY = "OOMKilled"
 """The kubelet's word for a container that the kernel ended for want of memory."""
-CRASH_LOOP = "CrashLoopBackOff"
 SYMPTOMS = frozenset({ExitCode.TEMPORARY, ExitCode.TERMINATED})
 """What the other ranks of a gang end with when one is lost."""
 DISRUPTIONS = frozenset(
@@ -214,30 +215,28 @@ def _all_committed(gang: Gang) -> bool:
 def _unsaved(gang: Gang, now: datetime) -> Verdict:
     """All trainers ended well, and none of their checkpointers says that the last step is safe.
 
-    Who still uploads is waited for, unless nobody is there any more who could end it. Where a pod was taken away before
-    its part was stored, that is why.
+    Who still uploads is waited for, unless nobody is there any more who could end it, or nothing speaks for a cut that
+    could still come. Where a pod was taken away before its part was stored, that is why.
     """
-    at_work = [pod for pod in gang.pods.values() if not _uploading_ended(pod)]
-    dues = [due for pod in at_work if (due := _silent_for_good(pod)) is not None]
+    at_work = [pod for pod in gang.pods.values() if not uploading_ended(pod)]
+    dues = [due for pod in at_work if (due := _awaited_until(gang, pod)) is not None]
     if len(dues) < len(at_work):
         return ONGOING
     if dues and now < max(dues):
         return Verdict(outcome=Outcome.ONGOING, settle_at=max(dues))
-    cut_off = (pod for pod in gang.pods.values() if _uploading_ended(pod) and _disrupted(pod) and not _stored(pod))
-    taken = next(iter([*at_work, *cut_off]), None)
+    silent = (pod for pod in at_work if _silent_for_good(pod) is not None)
+    cut_off = (pod for pod in gang.pods.values() if _disrupted(pod) and not has_stored(pod))
+    taken = next(chain(silent, cut_off), None)
     if taken is None:
         return Verdict(outcome=Outcome.RESTART, evidence=_not_committed(gang, now))
     evidence = lost_node_evidence(taken, now) if taken.lost_since is not None else _disruption(taken, now)
     return Verdict(outcome=Outcome.RESTART_FREE, evidence=evidence)
 
 
-def _uploading_ended(pod: PodSeen) -> bool:
-    return pod.ended or (pod.checkpointer is not None and pod.checkpointer.exit_code is not None)
-
-
-def _stored(pod: PodSeen) -> bool:
-    """Whether its checkpointer ended with nothing left to store."""
-    return pod.checkpointer is not None and pod.checkpointer.exit_code == 0
+def _awaited_until(gang: Gang, pod: PodSeen) -> datetime | None:
+    """How long a pod that may still upload is waited for; None: until it says more."""
+    silent = _silent_for_good(pod)
+    return upload_awaited_until(gang, pod) if silent is None else silent
 
 
 def _silent_for_good(pod: PodSeen) -> datetime | None:
@@ -247,7 +246,7 @@ def _silent_for_good(pod: PodSeen) -> datetime | None:
 
 
 def _not_committed(gang: Gang, now: datetime) -> FailureEvidence:
-    """All trainers ended well, all checkpointers ended, and none says that the last step is safe."""
+    """All trainers ended well, all checkpointers ended or had their time, and none says that the last step is safe."""
     word = gang.committed
     newest = "none is known" if word is None else f"the newest is of step {word.committed_step}"
     message = f"training ended at step {gang.final_step} and no snapshot of it was committed: {newest}"
@@ -255,4 +254,7 @@ def _not_committed(gang: Gang, now: datetime) -> FailureEvidence:
     sidecar = pod.checkpointer.checkpoint if pod.checkpointer else None
     if sidecar is not None and sidecar.store_error:
         message += f"; the store said: {sidecar.store_error}"
+    kept = next((each for each in gang.pods.values() if not each.ended and outliving(each)), None)
+    if kept is not None:
+        message += f"; pod {kept.name} could not end, for it still runs {', '.join(outliving(kept))}"
     return pod_evidence(pod, Reason.SNAPSHOT_NOT_COMMITTED, message, now)

@@ -14,6 +14,7 @@ NEVER_STARTS = frozenset({"InvalidImageName"})
 NOT_PULLED = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError", "RegistryUnavailable"}
 )
+CRASH_LOOP = "CrashLoopBackOff"
 SCHEDULER_SILENT = "the scheduler has not spoken yet"
 NO_CONTAINER_WAITS = "no container reports why"
 IMAGE_FIELDS = {Container.TRAINER: "spec.trainer.image", Container.CHECKPOINTER: "spec.trainer.checkpointerImage"}

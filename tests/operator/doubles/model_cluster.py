@@ -220,12 +220,14 @@ class ModelCluster:
         """One container of a started pod ends; the pod does with its last one."""
         status = self.pods[name]["status"]
         kind = "containerStatuses" if which == "trainer" else "initContainerStatuses"
-        if status["phase"] != "Running" or "running" not in status[kind][0]["state"]:
+        [container] = [each for each in status[kind] if each["name"] == which]
+        if status["phase"] != "Running" or "running" not in container["state"]:
             return
         ended = {"exitCode": code, "message": message, "reason": reason, "finishedAt": timestamp(self.now)}
-        status[kind] = [{"name": which, "state": {"terminated": ended}}]
-        trainer = status["containerStatuses"][0]["state"].get("terminated")
-        if trainer and "terminated" in status["initContainerStatuses"][0]["state"]:
+        container["state"] = {"terminated": ended}
+        every = (*status["initContainerStatuses"], *status["containerStatuses"])
+        if all("terminated" in each["state"] for each in every):
+            trainer = status["containerStatuses"][0]["state"]["terminated"]
             status["phase"] = "Failed" if trainer["exitCode"] else "Succeeded"
 
     def done(self, step: int) -> str:
