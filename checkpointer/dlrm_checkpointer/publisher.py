@@ -103,11 +103,17 @@ class Publisher:
             self._free.set()
 
     @property
-    def in_use(self) -> frozenset[SnapshotName] | None:
-        """Snapshots that the next delta goes from or to; None until the deltas that are there were looked at."""
+    def knows(self) -> bool:
+        """Whether the deltas that are there were looked at, and so ``in_use`` is all of it."""
+        with self._lock:
+            return self._used is not None
+
+    @property
+    def in_use(self) -> frozenset[SnapshotName]:
+        """Snapshots that the next delta goes from or to, as far as that is known."""
         with self._lock:
             wanted = {self._wanted} if self._wanted else set()
-            return None if self._used is None else self._used | wanted
+            return (self._used or frozenset()) | wanted
 
     @property
     def settled(self) -> bool:
@@ -138,7 +144,7 @@ class Publisher:
                     return
                 logger.warning("publishing failed", extra={"problem": str(error)})
                 self._status.publish_errors.inc()
-                if self.in_use is not None:
+                if self.knows:
                     self._note_used(None)
                 pause = backoff.next(hurried=False)
                 if not isinstance(error, TemporaryError):
@@ -148,10 +154,10 @@ class Publisher:
 
     def _turn(self) -> float | None:
         """Go on with the next delta; returns for how long to wait then, None until there is something new."""
+        with self._lock:
+            wanted = self._tried = self._wanted  # before the first call, which may be refused for good
         sequence, newest = newest_delta(self._target)
         self._note_used(newest)
-        with self._lock:
-            wanted = self._tried = self._wanted
         if wanted is None:
             return None
         if newest and _order(newest.delta.name) >= _order(wanted) and self._is_there(newest.delta):

@@ -95,6 +95,7 @@ class Sidecar:
         self._looks: dict[UploadedCut, tuple[float, float]] = {}
         self._committed: tuple[int, int] | None = None
         self._searched = False
+        self._started, self._retains_blindly = time.monotonic(), False
         self._lost: Lost | None = None
         """The newest such cut, until a newer one is committed."""
 
@@ -320,13 +321,28 @@ class Sidecar:
 
     def _retain(self, attempt: int) -> None:
         """Remove what need not be kept; the ranks know of the newest snapshot already, so no new cut needs an older."""
+        if self._waits_for_deltas():
+            return
         used = self._publisher.in_use if self._publisher else frozenset[SnapshotName]()
-        if used is None:
-            return  # it is not known yet which snapshot the next delta goes from
         try:
             self._status.retired.inc(self._retention.apply(attempt, self._inbox.parents_in_flight() | used))
         except DLRMError as error:  # what is left goes with the next snapshot
             self._fail(error)
+
+    def _waits_for_deltas(self) -> bool:
+        """Whether it is not known yet which snapshot the next delta goes from, and may soon be.
+
+        Where the deltas' store stays away, that snapshot may go, which costs one full delta; a full store of
+        snapshots would cost all of them.
+        """
+        if self._publisher is None or self._publisher.knows:
+            return False
+        if time.monotonic() - self._started < self._duties.retention.orphan_s:
+            return True
+        if not self._retains_blindly:
+            self._retains_blindly = True
+            logger.warning("snapshots are retired though the deltas that are there can't be read: one may be full")
+        return False
 
     def _fail(self, error: DLRMError) -> None:
         logger.warning("the store failed", extra={"problem": str(error)})

@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors.numpy import load_file
 
 from dlrm_api.errors import (
     DeviceError,
+    DLRMError,
     NoPermissionError,
     SnapshotError,
     StoreUnavailableError,
@@ -27,14 +29,14 @@ from dlrm_api.errors import (
     UsageError,
 )
 from dlrm_checkpointer.attempts import claim_attempt
-from dlrm_checkpointer.catalog import find_snapshot
+from dlrm_checkpointer.catalog import find_snapshot, list_snapshots
 from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.follow import Follower
 from dlrm_checkpointer.publication import newest_delta, read_delta, read_plan, sequences
 from dlrm_checkpointer.restore import Snapshot, open_snapshot, snapshot_keys
 from dlrm_checkpointer.sealing import sealed
-from dlrm_checkpointer.store import ObjectStore
+from dlrm_checkpointer.store import ObjectInfo, ObjectStore
 from dlrm_checkpointer.walk import walk_table
 
 
@@ -585,6 +587,60 @@ def test_no_object_of_a_delta_is_put_while_a_cut_is_stored(
     publisher.close()
 
     assert during == []
+
+
+class Unlisted(FileStore):
+    """A store of deltas that nobody may look into, or that is away."""
+
+    problem: DLRMError = NoPermissionError("no listing")
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        raise self.problem
+
+
+def test_a_job_ends_without_waiting_for_deltas_whose_store_refuses_to_be_listed(
+    tmp_path: Path, files: FileStore, new_model, new_pod, small_tables
+):
+    pod = new_pod(tmp_path / "pod", files, target=Unlisted(tmp_path / "deltas"), grace_s=3_600.0)
+
+    pod.commit(new_model(small_tables).train())
+
+    assert pod.running_publisher.settled
+
+
+@pytest.mark.parametrize("problem", [NoPermissionError("no listing"), StoreUnavailableError("gone")])
+@pytest.mark.parametrize(("patience_s", "left"), [(3_600.0, [4, 3, 2, 1]), (0.0, [4])])
+def test_snapshots_are_retired_though_deltas_cannot_be_listed_once_these_were_waited_for_as_long_as_for_orphans(
+    tmp_path: Path, files: FileStore, new_model, new_pod, small_tables, problem, patience_s, left, caplog
+):
+    model, target = new_model(small_tables), Unlisted(tmp_path / "deltas")
+    target.problem = problem
+    pod = new_pod(tmp_path / "pod", files, keep_last=1, target=target, orphan_s=patience_s, grace_s=0.5)
+    attempt = claim_attempt(files, None, "test")
+
+    for _ in range(4):
+        pod.commit(model.train(), attempt)
+
+    assert [each.step for each in list_snapshots(files)] == left
+    assert ("snapshots are retired though" in caplog.text) == (len(left) == 1)
+
+
+def test_a_delta_is_full_where_the_snapshot_before_went_while_deltas_could_not_be_listed(
+    tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
+):
+    model, attempt = new_model(small_tables), claim_attempt(files, None, "test")
+    pod = new_pod(tmp_path / "pod", files, keep_last=1, target=target, orphan_s=0.0, grace_s=0.5)
+    pod.commit(model.train(), attempt)
+    pod.target = Unlisted(target.root)
+    for _ in range(2):
+        pod.commit(model.train(), attempt)
+    pod.target, pod.grace_s = target, 30.0
+    pod.commit(model.train(), attempt)
+
+    did = Follower(target, tmp_path / "out").catch_up()
+
+    assert (did[0].what, did[0].sequence, did[-1].step) == ("full", 2, 4)
+    assert_is(tmp_path / "out", find_snapshot(files))
 
 
 def test_two_followers_of_one_folder_take_turns_and_never_mix_deltas(
