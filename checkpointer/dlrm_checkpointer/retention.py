@@ -7,11 +7,13 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.attempts import RETIRED, Attempt, in_lineage, is_claimed, newest_attempt, read_attempts
 from dlrm_checkpointer.cut import SnapshotName
-from dlrm_checkpointer.manifest import CHUNKS, MANIFESTS, PARTS, manifest_key, parse_manifest
+from dlrm_checkpointer.key_set import KeySet
+from dlrm_checkpointer.manifest import CHUNKS, MANIFESTS, PARTS, cut_prefix, manifest_key, parse_manifest
 from dlrm_checkpointer.restore import open_snapshot, snapshot_keys
 from dlrm_checkpointer.store import ObjectInfo, ObjectStore
 
@@ -22,7 +24,13 @@ ABANDONED_UPLOAD_S = 24 * 3_600
 ORPHAN_S = 3_600.0
 """Objects without a manifest stay for so long, by the store's clock: somebody may be looking into what happened."""
 SWEEPS = 6
-"""Within the time that objects without a manifest stay, how often they are looked for where no snapshot goes."""
+"""Within the time that objects without a manifest stay, how often they are looked for."""
+REST_SHARE = 20
+"""Where that takes long, it is not done again for so many times as long, but within that time: no cut is stored
+meanwhile."""
+AT_ONCE = 1_000
+"""Objects that are removed together, and keys of a listing that are in memory."""
+NONE = KeySet(())
 _OF_A_CUT = re.compile(f"(?:{CHUNKS}|{PARTS})([0-9]{{16}})/([0-9]{{8}})/")
 
 
@@ -46,7 +54,7 @@ class Found:
     """Of the cut (Unix seconds)."""
     below: tuple[SnapshotName, ...] = ()
     """Its chain."""
-    objects: frozenset[str] = frozenset()
+    objects: KeySet = NONE
     """Keys of its own objects."""
     readable: bool = True
     """Whether it can be read, and is known to lack no object where that was looked for."""
@@ -122,6 +130,7 @@ class Retention:
         self._store, self._rule, self._present = store, rule, present
         self._known: dict[SnapshotName, Found] = {}
         self._next_sweep = float("-inf")
+        """By the clock; in the past while something that was to go may be left."""
 
     def decide(self, in_use: Iterable[SnapshotName] = ()) -> Decision:
         """What would go now; nothing is removed."""
@@ -130,7 +139,8 @@ class Retention:
     def apply(self, attempt: int, in_use: Iterable[SnapshotName] = ()) -> int:
         """Remove what the rule doesn't keep, and orphans; return how many snapshots went. Safe to repeat or cut off.
 
-        Orphans are looked for where a snapshot goes, and every now and then: that lists all objects.
+        Of a snapshot that goes its own folders are listed. Orphans are looked for every now and then, in a listing of
+        all objects.
 
         Only the newest attempt removes anything, once it is sure of the snapshot that it goes on from: while it is
         pending, it may have looked for marks already. A snapshot is marked as retired before the attempts are read
@@ -150,27 +160,41 @@ class Retention:
             return 0
         found = self._found()
         decision = decide(found, attempts, self._rule, in_use)
-        if not decision.retire and time.monotonic() < self._next_sweep:
+        is_due = time.monotonic() >= self._next_sweep
+        if not decision.retire and not is_due:
             return 0
-        self._next_sweep = float("-inf")  # until all of it is done
+        next_sweep, self._next_sweep = self._next_sweep, float("-inf")  # until all of it is done
         for name in decision.retire:
             store.put(_mark(name), b"")
         if newest_attempt(store) != attempt:
             store.delete_all([_mark(name) for name in decision.retire])
             return 0
-        retired = set(decision.retire)
-        if retired:
-            store.delete_all([info.key for info in store.list(PARTS) if _cut_of(info.key) in retired])
-        for name in decision.retire:  # newest first, one after the other: none is ever there without those below it
-            store.delete(manifest_key(name.step, name.attempt))
-            self._known.pop(name, None)
-        self._sweep([each for each in found if each.name not in decision.retire], decision, attempts)
+        self._retire(decision.retire)
+        if is_due:
+            next_sweep = self._sweep([each for each in found if each.name not in decision.retire], decision, attempts)
         store.delete_all([info.key for info in store.list(RETIRED)])
-        store.sweep_uploads(ABANDONED_UPLOAD_S)
-        self._next_sweep = time.monotonic() + self._rule.orphan_s / SWEEPS
+        self._next_sweep = next_sweep
         if decision.retire:
             logger.info("snapshots retired", extra={"steps": [name.step for name in decision.retire]})
         return len(decision.retire)
+
+    def _retire(self, names: Sequence[SnapshotName]) -> None:
+        """Remove snapshots that are marked, newest first."""
+        store = self._store
+        parts = [info.key for name in names for info in store.list(cut_prefix(PARTS, name.step, name.attempt))]
+        if parts:
+            store.delete_all(parts)
+        for name in names:  # one after the other: none is ever there without those below it
+            store.delete(manifest_key(name.step, name.attempt))
+            self._known.pop(name, None)
+        for name in names:
+            self._remove(info.key for info in store.list(cut_prefix(CHUNKS, name.step, name.attempt)))
+
+    def _remove(self, keys: Iterable[str]) -> None:
+        """Remove objects of a listing while it goes on."""
+        rest = iter(keys)
+        while some := list(islice(rest, AT_ONCE)):
+            self._store.delete_all(some)
 
     def _found(self) -> list[Found]:
         found = [self._known.get(name) or self._read(name) for name in self._names()]
@@ -191,7 +215,7 @@ class Retention:
             name=name,
             time=manifest.cut.time,
             below=tuple(link.name for link in manifest.chain),
-            objects=frozenset(entry.key for entry in manifest.objects),
+            objects=KeySet(entry.key for entry in manifest.objects),
             readable=not self._present or self._is_present(name),
         )
 
@@ -203,27 +227,35 @@ class Retention:
             return False
         return True
 
-    def _sweep(self, found: Sequence[Found], decision: Decision, attempts: Sequence[Attempt]) -> None:
-        """Remove objects of no manifest: at once those of snapshots that are retired, others when they are old."""
+    def _sweep(self, found: Sequence[Found], decision: Decision, attempts: Sequence[Attempt]) -> float:
+        """Remove old objects of no manifest, and uploads that nobody finishes; returns when to look for them again.
+
+        Args:
+            found: every manifest that is left.
+            decision: on these.
+            attempts: all.
+        """
+        store, began = self._store, time.monotonic()
         there = {each.name: each for each in found}
-        infos = [info for kind in (PARTS, CHUNKS) for info in self._store.list(kind)]
-        now = max((info.modified for info in infos), default=0.0)
-        retired = set(decision.retire)
+        newest = decision.keep[: self._rule.keep_last]
+        now = max((info.modified for info in store.list(MANIFESTS)), default=0.0)
 
         def goes(info: ObjectInfo) -> bool:
+            nonlocal now
+            now = max(now, info.modified)
             name = _cut_of(info.key)
-            if name is None or name in retired:
-                return name is not None
+            if name is None or now - info.modified < self._rule.orphan_s:
+                return False
             if name in there:
-                own = there[name].objects
-                stray = there[name].readable and info.key.startswith(CHUNKS) and info.key not in own
-                return stray and now - info.modified >= self._rule.orphan_s
-            return (
-                is_orphan(name, decision.keep[: self._rule.keep_last], attempts)
-                and now - info.modified >= self._rule.orphan_s
-            )
+                own = there[name]
+                return own.readable and info.key.startswith(CHUNKS) and info.key not in own.objects
+            return is_orphan(name, newest, attempts)
 
-        self._store.delete_all([info.key for info in infos if goes(info)])
+        for kind in (PARTS, CHUNKS):
+            self._remove(info.key for info in store.list(kind) if goes(info))
+        store.sweep_uploads(ABANDONED_UPLOAD_S)
+        ended, rest = time.monotonic(), self._rule.orphan_s
+        return ended + max(rest / SWEEPS, min(rest, (ended - began) * REST_SHARE))
 
 
 def _mark(name: SnapshotName) -> str:

@@ -325,7 +325,7 @@ class DyingStore:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Stands in for the time of all that waits; work that goes to threads elsewhere is done in turn."""
     clock = Clock()
-    for module in ("sidecar", "slices", "attempts"):
+    for module in ("sidecar", "slices", "attempts", "retention"):
         monkeypatch.setattr(f"dlrm_checkpointer.{module}.time", clock)
     monkeypatch.setattr("dlrm_checkpointer.fetch.ThreadPoolExecutor", InTurn)
     return clock

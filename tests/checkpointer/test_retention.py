@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turns import Clock
 
 from dlrm_api.errors import StoreUnavailableError
 from dlrm_checkpointer.attempts import Attempt, claim_attempt, in_lineage
@@ -14,9 +16,10 @@ from dlrm_checkpointer.catalog import list_snapshots
 from dlrm_checkpointer.commit import try_commit
 from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.key_set import KeySet
 from dlrm_checkpointer.manifest import manifest_key, part_key
 from dlrm_checkpointer.restore import newest_snapshot
-from dlrm_checkpointer.retention import Found, Retention, Rule, decide, is_orphan
+from dlrm_checkpointer.retention import ORPHAN_S, SWEEPS, Found, Retention, Rule, decide, is_orphan
 from dlrm_checkpointer.store import Body, ObjectInfo
 from dlrm_checkpointer.walk import snapshot_digest
 
@@ -149,24 +152,120 @@ class Counting(FileStore):
         super().delete(key)
 
 
-def test_all_objects_are_listed_where_a_snapshot_goes_and_else_only_now_and_then(
-    tmp_path: Path, files: FileStore, new_model, new_pod
+def test_where_a_snapshot_goes_its_own_folders_are_listed_and_all_objects_only_now_and_then(
+    tmp_path: Path, files: FileStore, new_model, new_pod, clock: Clock
 ):
     model, pod, store = new_model(), new_pod(tmp_path / "pod", files, keep_last=9), Counting(files.root)
     attempt = claim_attempt(files, None, "one")
     retention = Retention(store, Rule(keep_last=1))
-    pod.commit(model.train(), attempt)
 
     removed, listed = [], []
-    for _ in range(2):
-        for _ in range(2):
-            removed.append(retention.apply(attempt))
-            listed.append("chunks/" in store.listed)
-            store.listed.clear()
+    for pause_s in (0, 0, 0, ORPHAN_S / SWEEPS):
         pod.commit(model.train(), attempt)
+        clock.now += pause_s
+        removed.append(retention.apply(attempt))
+        listed.append([prefix for prefix in store.listed if prefix.startswith(("parts/", "chunks/"))])
+        store.listed.clear()
 
-    assert removed == [0, 0, 1, 0]
-    assert listed == [True, False, True, False]
+    def own(step: int) -> list[str]:
+        return [f"{kind}{step:016d}/{attempt:08d}/" for kind in ("parts/", "chunks/")]
+
+    assert removed == [0, 1, 1, 1]
+    assert listed == [["parts/", "chunks/"], own(1), own(2), [*own(3), "parts/", "chunks/"]]
+    assert {info.key.split("/")[1] for info in files.list("chunks/")} == {f"{model.step:016d}"}
+
+
+class Slow(FileStore):
+    """Its listings of all objects take a while."""
+
+    def __init__(self, root: Path, clock: Clock, seconds: float) -> None:
+        super().__init__(root)
+        self.sweeps, self._clock, self._seconds = 0, clock, seconds
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        if prefix == "chunks/":
+            self.sweeps += 1
+            self._clock.now += self._seconds
+        return super().list(prefix)
+
+
+@pytest.mark.parametrize(("seconds", "pause_s"), [(1, 600), (60, 1_200), (3_000, 3_600)])
+def test_the_longer_all_objects_take_to_be_listed_the_rarer_they_are_but_hourly_at_least(
+    tmp_path: Path, files: FileStore, new_model, new_pod, clock: Clock, seconds, pause_s
+):
+    new_pod(tmp_path / "pod", files).commit(new_model().train(), claim_attempt(files, None, "one"))
+    store = Slow(files.root, clock, seconds)
+    retention = Retention(store, Rule(keep_last=1))
+
+    sweeps = []
+    for pause in (0, pause_s - 1, 1):
+        clock.now += pause
+        retention.apply(1)
+        sweeps.append(store.sweeps)
+
+    assert sweeps == [1, 1, 2]
+
+
+class Crowded(FileStore):
+    """Holds many orphans beside what is there, and counts how many entries of its listing anybody holds at once."""
+
+    orphans = 20_000
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.held = self.most = self.removed = 0
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        yield from super().list(prefix)
+        for number in range(self.orphans) if prefix == "chunks/" else ():
+            info = ObjectInfo(key=f"chunks/{0:016d}/{0:08d}/000000/{number:06d}-aa.safetensors", size=1, modified=0.0)
+            self.held += 1
+            self.most = max(self.most, self.held)
+            weakref.finalize(info, self._let_go)
+            yield info
+
+    def _let_go(self) -> None:
+        self.held -= 1
+
+    def delete_all(self, keys: Sequence[str]) -> None:
+        self.removed += len(keys)
+        assert len(keys) <= 1_000
+
+
+def test_a_sweep_removes_orphans_while_it_lists_and_holds_a_few_entries_at_once(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    new_pod(tmp_path / "pod", files).commit(new_model().train(), claim_attempt(files, None, "one"))
+    store = Crowded(files.root)
+
+    Retention(store, Rule(keep_last=1)).apply(1)
+
+    assert store.removed == store.orphans
+    assert store.most < 10
+
+
+@given(names=st.sets(st.text(max_size=9), max_size=30), other=st.text(max_size=9))
+def test_keys_are_known_again_and_take_eight_bytes_each(names, other):
+    keys = KeySet(names)
+
+    assert all(name in keys for name in names)
+    assert (other in keys) == (other in names)
+    assert (len(keys), keys.nbytes) == (len(names), 8 * len(names))
+
+
+def test_what_a_sidecar_that_died_put_beside_a_snapshots_objects_goes_and_these_stay(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    model = new_model()
+    new_pod(tmp_path / "pod", files).commit(model.train(), claim_attempt(files, None, "one"))
+    own = [info.key for info in files.list("chunks/")]
+    stray = f"{own[0].rpartition('-')[0]}-aa.safetensors"
+    files.put(stray, b"x")
+
+    Retention(files, Rule(keep_last=1, orphan_s=0)).apply(1)
+
+    assert [info.key for info in files.list("chunks/")] == own
+    assert snapshot_digest(newest_snapshot(files)[0]) == model.digest()
 
 
 def test_a_removal_that_an_outage_cut_off_is_looked_after_with_the_next_snapshot(

@@ -17,7 +17,7 @@ from dlrm_checkpointer.attempts import claim_attempt, read_attempts
 from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.folder import COMMITTED_FILE, read_json
 from dlrm_checkpointer.restore import Snapshot, newest_snapshot, open_snapshot
-from dlrm_checkpointer.retention import Rule
+from dlrm_checkpointer.retention import ORPHAN_S, Rule
 from dlrm_checkpointer.slices import CutAbandonedError
 
 MOST_TURNS = 40_000
@@ -89,7 +89,8 @@ class Life:
         self.max_chain = self.draw.choice([1, 3, 24])
         self.keep_every_s = self.draw.choice([None, None, 5_000.0])
         self.gangs: list[Gang] = []
-        rule = Rule(keep_last=self.keep_last, keep_every_s=self.keep_every_s)
+        self.orphan_s = ORPHAN_S if seed % 2 else 60.0
+        rule = Rule(keep_last=self.keep_last, keep_every_s=self.keep_every_s, orphan_s=self.orphan_s)
         self.truth = Truth(self.store, rule, new_model, tables)
         self.made = 0
 
@@ -201,6 +202,7 @@ class Life:
                 max_chain=self.max_chain,
                 keep_every_s=self.keep_every_s,
                 grace_s=20.0,
+                orphan_s=self.orphan_s,
                 budget_bytes=self.draw.choice([None, None, 12_000 * each]),
             )
             for number in range(pods)
