@@ -37,6 +37,11 @@ class Delta:
     def __len__(self) -> int:
         return len(self.row_ids)
 
+    @property
+    def state_values(self) -> int:
+        """Values of optimizer state of each row; 0 where there is no row."""
+        return self._pieces[0].state.shape[1] if self._pieces else 0
+
     def rows(self, begin: int, end: int) -> ShardRows:
         """The rows at places [begin, end) of ``row_ids``; views where they are of one piece."""
         if self._order is None:
@@ -47,7 +52,7 @@ class Delta:
         places = np.arange(begin, end) if self._order is None else self._order[begin:end]
         numbers = np.searchsorted(self._starts, places, side="right") - 1
         rows = np.empty((end - begin, self.shard.width), np.float32)
-        state = np.empty((end - begin, self._pieces[0].state.shape[1]), np.float32)
+        state = np.empty((end - begin, self.state_values), np.float32)
         for number in np.unique(numbers).tolist():
             here = numbers == number
             at = places[here] - self._starts[number]

@@ -77,13 +77,17 @@ class Gathering:
     def _fill(self, form: Form, picked: Picked) -> Iterator[CodedRows]:
         begin = 0
         while begin < len(picked):
-            chunk = self._filling[form]
-            end = min(len(picked), begin + self._size - chunk.count)
-            chunk.copy(picked.part(begin, end))
+            end = min(len(picked), begin + self._size - self._filling[form].count)
+            self._filling[form].copy(picked.part(begin, end))
             begin = end
-            if chunk.count == self._size:
-                self._filling[form] = _Chunk(self._shard, chunk.rows, self._size)
-                yield chunk.rows
+            if self._filling[form].count == self._size:
+                yield self._full(form)  # nothing here holds it any more
+
+    def _full(self, form: Form) -> CodedRows:
+        """Give a chunk away and begin the next."""
+        rows = self._filling[form].rows
+        self._filling[form] = _Chunk(self._shard, rows, self._size)
+        return rows
 
     def rest(self) -> Iterator[CodedRows]:
         """What filled no chunk."""

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-from dlrm_api.checkpoint import Bits
+from dlrm_api.checkpoint import INCREMENT_CHUNK_BYTES, Bits
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.chain import BrokenChainError
-from dlrm_checkpointer.codes import CodedRows, code_rows
+from dlrm_checkpointer.codes import CodedRows, code_rows, row_bytes
 from dlrm_checkpointer.cut import ShardId, TableMeta
 from dlrm_checkpointer.delta import Delta
 from dlrm_checkpointer.gathering import Gathering, newest
@@ -19,19 +19,37 @@ from dlrm_checkpointer.store import ObjectStore
 from dlrm_checkpointer.sweep import Band, Source, stored, sweep
 
 CHUNK_BYTES = 32 << 20
-"""Bytes of float32 rows in one chunk: bounds the memory of upload and restore, and is read as one object."""
+"""Bytes of float32 rows with their state in one chunk: bounds the memory of upload and restore, and is read as one
+object."""
+ID_BYTES = 8
+"""Of a row's number in memory."""
 
 
-def chunk_rows(width: int) -> int:
-    """Most rows of so many columns in one chunk."""
-    return max(1, CHUNK_BYTES // (4 * width))
+def chunk_rows(width: int, state_values: int = 0) -> int:
+    """Most rows of so many columns and values of state in one chunk."""
+    return max(1, CHUNK_BYTES // (4 * (width + state_values)))
 
 
-def coded_chunks(delta: Delta, bits: Bits) -> Iterator[Callable[[], Sequence[CodedRows]]]:
-    """What codes the rows of a cut, chunk by chunk: to be called in any thread."""
-    size = chunk_rows(delta.shard.width)
+def coded_chunks(delta: Delta, bits: Bits, *, chained: bool = False) -> Iterator[Callable[[], Sequence[CodedRows]]]:
+    """What codes the rows of a cut, chunk by chunk: to be called in any thread.
+
+    Args:
+        delta: the rows.
+        bits: of each weight.
+        chained: whether a merge will read them beside a whole chain of others: their chunks are small.
+    """
+    for begin, end in _bounds(delta, bits, chained=chained):
+        yield partial(_code, delta, begin, end, bits)
+
+
+def _bounds(delta: Delta, bits: Bits, *, chained: bool = False) -> Iterator[tuple[int, int]]:
+    """Places at which the chunks of a cut begin and end."""
+    width, state = delta.shard.width, delta.state_values
+    size = chunk_rows(width, state)
+    if chained:
+        size = max(1, min(size, INCREMENT_CHUNK_BYTES // (row_bytes(bits, width, state) + ID_BYTES)))
     for begin in range(0, len(delta), size):
-        yield partial(_code, delta, begin, min(begin + size, len(delta)), bits)
+        yield begin, min(begin + size, len(delta))
 
 
 def _code(delta: Delta, begin: int, end: int, bits: Bits) -> Sequence[CodedRows]:
@@ -84,15 +102,14 @@ def merged_chunks(
         for source, entry in zip(stored(store, table, number, entries), entries, strict=True)
     ]
     edges = {entry.last_row + 1 for entries in layers for entry in entries}
-    for begin, code in enumerate(coded_chunks(delta, bits)):
-        first = begin * chunk_rows(shard.width)
-        last = min(first + chunk_rows(shard.width), len(delta)) - 1
-        ids = delta.row_ids
-        sources.append(Source(layer=len(layers), first_row=int(ids[first]), last_row=int(ids[last]), load=code))
-        edges.add(int(ids[last]) + 1)
+    for begin, end in _bounds(delta, bits):
+        first, last = delta.row_ids[[begin, end - 1]].tolist()
+        code = partial(_code, delta, begin, end, bits)
+        sources.append(Source(layer=len(layers), first_row=first, last_row=last, load=code))
+        edges.add(last + 1)
     inner = sorted(edge for edge in edges if shard.row_start < edge < shard.row_end)
     columns = _columns(shard, layers)
-    outputs = [Gathering(part, chunk_rows(part.width)) for part in columns]
+    outputs = [Gathering(part, chunk_rows(part.width, _state_values(table, part))) for part in columns]
     for band in sweep(sources, [*inner, shard.row_end], shard.row_start):
         for part, output in zip(columns, outputs, strict=True):
             if pieces := _pieces(band, part, table):
@@ -110,6 +127,10 @@ def _load_older(
         raise BrokenChainError(str(error)) from error
     on_read(size)
     return rows
+
+
+def _state_values(table: TableMeta, part: ShardId) -> int:
+    return len(table.state_of(part.column_start, part.column_end))
 
 
 def _columns(shard: ShardId, layers: Sequence[Sequence[ChunkEntry]]) -> list[ShardId]:

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import NoInputError
 from dlrm_checkpointer.chain import Basis, layers
 from dlrm_checkpointer.codes import CodedRows
-from dlrm_checkpointer.cut import TableMeta
+from dlrm_checkpointer.cut import ShardId, TableMeta
 from dlrm_checkpointer.delta import Delta, deltas
-from dlrm_checkpointer.fetch import in_parallel
+from dlrm_checkpointer.fetch import AT_ONCE, in_parallel
 from dlrm_checkpointer.manifest import ChunkEntry, ObjectEntry, PartList, chunk_key, parse_part, part_key
 from dlrm_checkpointer.merge import coded_chunks, merged_chunks
 from dlrm_checkpointer.objects import encode_dense, encode_rows
 from dlrm_checkpointer.ready import Durable, ReadyCut
 from dlrm_checkpointer.store import Body, ObjectStore, put_by_digest
 
-Load = Callable[[], Sequence[CodedRows]]
+MERGED_AT_ONCE = 2
+"""Chunks of a merge that are put at a time: what it reads is in memory beside them."""
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """A chunk as it is put, and what its entry says of the rows."""
+
+    shard: ShardId
+    row_ids: NDArray[np.int64]
+    body: Body
+
+    @classmethod
+    def of(cls, rows: CodedRows) -> _Encoded:
+        return cls(rows.shard, rows.row_ids, encode_rows(rows))
+
+
+Load = Callable[[], Iterable[_Encoded]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +48,8 @@ class Way:
 
     bits: Bits
     basis: Basis
+    chained: bool = False
+    """Whether a base will be made of these rows and those of a whole chain: their chunks are small."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +76,7 @@ class Upload:
 
     def __init__(self, store: ObjectStore, cut: ReadyCut, before: Durable, way: Way, traffic: Traffic) -> None:
         self._store, self._cut, self._before, self._traffic = store, cut, before, traffic
-        self._basis, self._bits = way.basis, before.bits or way.bits
+        self._basis, self._bits, self._chained = way.basis, before.bits or way.bits, way.chained
         self._put_already: dict[int, tuple[ChunkEntry, ...]] = {}
         self._dense: ObjectEntry | None = None
 
@@ -105,17 +127,18 @@ class Upload:
 
     def _coded(self, mine: Sequence[Delta]) -> Iterator[Load]:
         for delta in mine:
-            yield from coded_chunks(delta, self._bits)
+            yield from map(_encoding, coded_chunks(delta, self._bits, chained=self._chained))
 
     def _put_merged(self, mine: Sequence[Delta]) -> tuple[ChunkEntry, ...]:
-        return self._put_chunks(load for delta in mine for load in self._merged(delta))
+        return self._put_chunks((load for delta in mine for load in self._merged(delta)), MERGED_AT_ONCE)
 
     def _merged(self, delta: Delta) -> Iterator[Load]:
         table = self._tables[delta.shard.table]
         slices = tuple(chunk for chunk in self._before.chunks if chunk.shard == delta.shard)
         older = (*layers(self._basis.merged, table.name), slices)
-        for chunk in merged_chunks(self._store, table, delta, older, self._bits, self._traffic.read):
-            yield partial(_as_it_is, chunk)
+        merged = merged_chunks(self._store, table, delta, older, self._bits, self._traffic.read)
+        for encoded in map(_Encoded.of, merged):  # at once, so that the rows are not in memory while it is put
+            yield partial(_as_it_is, encoded)
 
     @property
     def _tables(self) -> dict[str, TableMeta]:
@@ -126,10 +149,10 @@ class Upload:
         if arrays is not None and self._dense is None:
             self._dense = ObjectEntry.model_validate(self._put("dense", encode_dense(arrays)))
 
-    def _put_chunks(self, loads: Iterator[Load]) -> tuple[ChunkEntry, ...]:
+    def _put_chunks(self, loads: Iterator[Load], at_once: int = AT_ONCE) -> tuple[ChunkEntry, ...]:
         """Put what is loaded, a few at a time; entries in its order."""
         numbered = enumerate(loads, len(self._before.chunks))
-        entries = in_parallel(lambda task: self._put_chunk(*task), numbered)
+        entries = in_parallel(lambda task: self._put_chunk(*task), numbered, at_once)
         return tuple(entry for found in entries for entry in found)
 
     def _put_chunk(self, number: int, load: Load) -> tuple[ChunkEntry, ...]:
@@ -137,8 +160,8 @@ class Upload:
             self._put_already[number] = tuple(self._put_rows(number, rows) for rows in load())
         return self._put_already[number]
 
-    def _put_rows(self, number: int, rows: CodedRows) -> ChunkEntry:
-        return ChunkEntry.of(self._put(f"{number:06d}", encode_rows(rows)), rows.shard, rows.row_ids)
+    def _put_rows(self, number: int, rows: _Encoded) -> ChunkEntry:
+        return ChunkEntry.of(self._put(f"{number:06d}", rows.body), rows.shard, rows.row_ids)
 
     def _put(self, name: str, body: Body) -> dict[str, str | int]:
         entry = put_by_digest(self._store, partial(chunk_key, self._cut.meta, self._cut.name.rank, name), body)
@@ -146,8 +169,12 @@ class Upload:
         return entry
 
 
-def _as_it_is(chunk: CodedRows) -> Sequence[CodedRows]:
+def _as_it_is(chunk: _Encoded) -> Iterable[_Encoded]:
     return (chunk,)
+
+
+def _encoding(code: Callable[[], Sequence[CodedRows]]) -> Load:
+    return lambda: map(_Encoded.of, code())
 
 
 def _get_part(store: ObjectStore, key: str) -> PartList | None:

@@ -40,8 +40,10 @@ class Ways:
         Raises:
             BrokenChainError: its parent can't be read.
         """
-        bits = self._bits_of(cut.name.attempt)
-        return Way(bits=bits, basis=Basis(kind="full") if isinstance(cut.name, SliceName) else self._basis(cut))
+        bits, is_slice = self._bits_of(cut.name.attempt), isinstance(cut.name, SliceName)
+        basis = Basis(kind="full") if is_slice else self._basis(cut)
+        chained = self._chains.name == "consecutive" and (is_slice or basis.kind == "increment")
+        return Way(bits=bits, basis=basis, chained=chained)
 
     def _basis(self, cut: ReadyCut) -> Basis:
         """What the cut's snapshot goes over: a function of the cut, its parent and the job, so all pods agree."""

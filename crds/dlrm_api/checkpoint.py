@@ -16,6 +16,9 @@ PolicyName = Literal["full", "one-shot", "consecutive", "intermittent"]
 
 DEFAULT_INTERVAL_S = 1_800.0
 """``interval`` where neither it nor ``intervalSteps`` is given."""
+INCREMENT_CHUNK_BYTES = 8 << 20
+"""Memory that one object of an increment takes at most under the policy ``consecutive``: a checkpointer that makes a
+base holds one of each of the chain at once."""
 PLACES = ("s3://", "file:///")
 """How URIs of folders start."""
 
@@ -127,7 +130,10 @@ class CheckpointSpec(ApiModel):
     publish: PublishSpec | None = Field(None, description="Deltas for inference caches.")
     resources: ResourcesSpec = Field(
         ResourcesSpec(),
-        description="Requests and limits of the checkpointer container; by default it asks for 512Mi of memory.",
+        description=(
+            "Requests and limits of the checkpointer container; by default it asks for 512Mi of memory, and with "
+            "policy consecutive for 8Mi more for each snapshot of maxChain."
+        ),
     )
 
     rules = (

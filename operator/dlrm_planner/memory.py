@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
+from dlrm_api.checkpoint import INCREMENT_CHUNK_BYTES
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Device
@@ -31,7 +32,7 @@ CUDA_HOST_BYTES = 2_048 * MIB
 CUDA_SHARED_BYTES = 256 * MIB
 """Shared memory of one rank for NCCL's exchanges inside a pod: an allowance likewise."""
 CHECKPOINTER_BASE_BYTES = 512 * MIB
-"""Python, the store's client and the chunks in flight of one checkpointer."""
+"""Python, the store's client and the chunks in flight of one checkpointer, beside those of a chain."""
 CUT_BYTES_PER_RANK = MIB
 """File headers of one rank's cut."""
 CUT_BYTES_PER_TABLE = 512
@@ -79,7 +80,13 @@ def working_set_bytes(spec: DLRMJobSpec, device: Device = "cpu") -> int:
     else:
         computing = dense_bytes(spec) + activation_bytes(spec) + exchange_bytes(spec)
     rank = RANK_BASE_BYTES + computing + lookup_bytes(spec) + reading_bytes(spec)
-    return CHECKPOINTER_BASE_BYTES + spec.trainer.processes_per_replica * rank
+    return checkpointer_bytes(spec) + spec.trainer.processes_per_replica * rank
+
+
+def checkpointer_bytes(spec: DLRMJobSpec) -> int:
+    """Memory of one pod's checkpointer: where a base ends a chain, it holds an object of each snapshot at once."""
+    chained = spec.checkpoint.max_chain if spec.checkpoint.policy == "consecutive" else 0
+    return CHECKPOINTER_BASE_BYTES + chained * INCREMENT_CHUNK_BYTES
 
 
 def dense_bytes(spec: DLRMJobSpec) -> int:
@@ -119,7 +126,7 @@ def pod_limit(
     if budget is not None:
         source = f"trainer.tierBudgets.ddr of {human(budget)}{spared}"
         limits.append(Limit(min(budget, MOST_DDR) - reserve, source, "trainer.tierBudgets.ddr"))
-    most, own = container_limit(spec), working - CHECKPOINTER_BASE_BYTES
+    most, own = container_limit(spec), working - checkpointer_bytes(spec)
     if most is not None:
         source = f"{CONTAINER_LIMIT} of {human(most)} less {human(own)} for {beside}{spared}"
         limits.append(Limit(min(most, MOST_DDR) - own - reserve, source, CONTAINER_LIMIT))

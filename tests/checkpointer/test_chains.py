@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from dlrm_api.names import ExitCode
 from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.catalog import find_snapshot, list_snapshots, verify_snapshot
 from dlrm_checkpointer.codes import code_rows, decode_rows
-from dlrm_checkpointer.cut import ShardRows, SnapshotName
+from dlrm_checkpointer.cut import ShardRows, SnapshotName, TableMeta
+from dlrm_checkpointer.fetch import AT_ONCE, fetch_rows
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
 from dlrm_checkpointer.sealing import sealed
@@ -53,6 +55,72 @@ def test_every_snapshot_of_a_job_holds_its_steps_state_whatever_the_policy(
     assert ("increment" in kinds) == (policy != "full")
 
 
+CHUNK_BYTES, INCREMENT_CHUNK_BYTES = 64 << 10, 8 << 10
+CHAIN = 12
+
+
+class Holding(FileStore):
+    """Counts the bytes of objects that their readers hold at once."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.held = self.most = 0
+
+    def get_into(self, key: str, buffer: memoryview) -> int:
+        self.held += buffer.nbytes
+        self.most = max(self.most, self.held)
+        weakref.finalize(buffer.obj, self._let_go, buffer.nbytes)
+        return super().get_into(key, buffer)
+
+    def _let_go(self, size: int) -> None:
+        self.held -= size
+
+
+@pytest.fixture
+def long_chain(tmp_path: Path, files: FileStore, new_model, new_pod, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A pod with a full snapshot and as many increments over it as may be, and what it trains; objects are small."""
+    monkeypatch.setattr("dlrm_checkpointer.merge.CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr("dlrm_checkpointer.merge.INCREMENT_CHUNK_BYTES", INCREMENT_CHUNK_BYTES)
+    items = TableMeta(
+        name="items", rows=40_000, dim=16, seed=7, scale=0.25, column_blocks=((0, 16),), state_columns=(8,)
+    )
+    model = new_model((items,)).train(20)
+    pod = new_pod(tmp_path / "pod", files, policy="consecutive", max_chain=CHAIN, keep_last=100)
+    for _ in range(CHAIN + 1):
+        pod.commit(model)
+        model.train()
+    return pod, model
+
+
+def test_increments_of_a_chain_are_small_objects_and_full_snapshots_large_ones_state_included(
+    files: FileStore, long_chain: Any
+):
+    sizes = {"full": 0, "increment": 0}
+    for each in list_snapshots(files):
+        tables = {table.name: table for table in each.manifest.cut.tables}
+        for entry in each.manifest.chunks:
+            rows = fetch_rows(files, entry, tables[entry.table])
+            sizes[each.manifest.kind] = max(sizes[each.manifest.kind], rows.nbytes - rows.row_ids.nbytes)
+
+    assert CHUNK_BYTES * 0.9 < sizes["full"] <= CHUNK_BYTES
+    assert INCREMENT_CHUNK_BYTES * 0.8 < sizes["increment"] <= INCREMENT_CHUNK_BYTES
+
+
+def test_a_base_at_the_end_of_a_chain_holds_a_small_object_of_each_increment_and_few_of_the_base(
+    files: FileStore, long_chain: Any
+):
+    pod, model = long_chain
+    pod.store = Holding(files.root)
+
+    pod.commit(model)
+
+    snapshot, header = find_snapshot(files), 1 << 10
+    assert snapshot.manifest.kind == "full"
+    assert snapshot_digest(snapshot) == model.digest()
+    increments = (CHAIN + AT_ONCE) * (INCREMENT_CHUNK_BYTES + header)
+    assert CHAIN * INCREMENT_CHUNK_BYTES < pod.store.most < increments + (1 + AT_ONCE) * (CHUNK_BYTES + header)
+
+
 def test_a_chain_names_the_manifests_that_are_read_and_no_others(tmp_path: Path, files: FileStore, new_model, new_pod):
     chains = {}
     for policy in ("one-shot", "consecutive"):
@@ -82,6 +150,7 @@ def test_random_lives_of_a_job_restore_what_their_last_commit_held(
 ):
     """Attempts at random world sizes, sharded otherwise each time, under policies that change, with lost cuts."""
     monkeypatch.setattr("dlrm_checkpointer.merge.CHUNK_BYTES", data.draw(st.sampled_from([64, 700, 32 << 20])))
+    monkeypatch.setattr("dlrm_checkpointer.merge.INCREMENT_CHUNK_BYTES", data.draw(st.sampled_from([200, 8 << 20])))
     root = tmp_path_factory.mktemp("life")
     store, model = FileStore(root / "store"), new_model(small_tables)
     at: SnapshotName | None = None

@@ -208,6 +208,20 @@ def test_memory_is_the_working_set_and_the_plans_bytes_and_the_hand_off_is_bound
         assert handoff["emptyDir"] == {"medium": "Memory", "sizeLimit": str(plan.handoff_bytes[index])}
 
 
+@pytest.mark.parametrize(("policy", "mib"), [("intermittent", 512), ("consecutive", 512 + 8 * 30)])
+def test_a_checkpointer_that_reads_a_whole_chain_at_once_asks_for_an_object_of_each_of_its_snapshots(
+    policy: str, mib: int
+) -> None:
+    a_job = job(checkpoint={"uri": "s3://bucket/job", "policy": policy, "maxChain": 30})
+    plan = plan_job(a_job.spec, None)
+
+    trainer, checkpointer = containers(rendered(a_job)["Pod"][0])
+
+    asked = [int(each["resources"]["requests"]["memory"]) for each in (trainer, checkpointer)]
+    assert asked[1] == mib << 20
+    assert sum(asked) == working_set_bytes(a_job.spec) + plan.ranks[0].bytes_per_tier["ddr"]
+
+
 def test_the_users_own_requests_win() -> None:
     trainer = {"replicas": 1, "threadsPerProcess": 4, "resources": {"requests": {"memory": "3Gi", "cpu": "7"}}}
 

@@ -11,7 +11,7 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
 from dlrm_operator.facts.actions import Manifest
 from dlrm_planner import working_set_bytes
-from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES
+from dlrm_planner.memory import checkpointer_bytes
 
 FACTORS: Final = {
     "": Fraction(1),
@@ -49,7 +49,7 @@ def checkpointer_resources(job: DLRMJob) -> Manifest:
     resources = job.spec.checkpoint.resources
     requests, limits = dict(resources.requests), dict(resources.limits)
     if "memory" not in requests and "memory" not in limits:
-        requests["memory"] = str(CHECKPOINTER_BASE_BYTES)
+        requests["memory"] = str(checkpointer_bytes(job.spec))
     return _stated(requests=requests, limits=limits)
 
 
@@ -61,7 +61,7 @@ def _stated(**amounts: dict[str, str]) -> Manifest:
 def trainer_memory_bytes(job: DLRMJob, index: int, plan: Plan) -> int:
     """Working set, tables and hand-off of one pod's ranks; tmpfs is charged to its writer, the trainer."""
     tables = sum(rank.bytes_per_tier.get("ddr", 0) for rank in plan.ranks if rank.node == index)
-    return working_set_bytes(job.spec, plan.device) - CHECKPOINTER_BASE_BYTES + tables
+    return working_set_bytes(job.spec, plan.device) - checkpointer_bytes(job.spec) + tables
 
 
 def requests_of_all(pods: list[Manifest]) -> dict[str, str]:
