@@ -13,7 +13,7 @@ from dlrm_api.base import WHOLE, ApiModel, Rule, read, read_stored
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_api.data import DataSpec
 from dlrm_api.lifecycle import LifecycleSpec, SchedulingSpec
-from dlrm_api.model import MAX_FEATURES, MAX_TABLES, ModelSpec
+from dlrm_api.model import MAX_FEATURES, ModelSpec
 from dlrm_api.names import API_VERSION
 from dlrm_api.status import DLRMJobStatus
 from dlrm_api.trainer import MAX_REPLICAS, TrainerSpec
@@ -78,10 +78,6 @@ class DLRMJobSpec(ApiModel):
     def _tables_agree(self) -> DLRMJobSpec:
         """Uniqueness and references over up to 5,000 tables: here, because CEL would need quadratic time."""
         tables = self.model.all_tables()
-        if len(tables) > MAX_TABLES:
-            _refuse(
-                f"model.tables: {len(tables)} tables with tableGroups written out, at most {MAX_TABLES} are allowed"
-            )
         _refuse_duplicates("name", [table.name for table in tables])
         features = self.model.all_features()
         if len(features) > MAX_FEATURES:

@@ -62,6 +62,10 @@ def _dims_agree(model: ModelSpec) -> bool:
     return model.interaction != "dot" or len(dims) <= 1
 
 
+def _few_enough(model: ModelSpec) -> bool:
+    return len(model.tables) + sum(group.count for group in model.table_groups) <= MAX_TABLES
+
+
 def _has_a_pair(model: ModelSpec) -> bool:
     vectors = sum(len(table.sources) for table in model.tables) + sum(group.count for group in model.table_groups)
     return model.interaction != "dot" or vectors + bool(model.bottom_mlp) != 1  # none: another rule says so
@@ -119,6 +123,14 @@ class ModelSpec(ApiModel):
             ),
             holds=lambda model: bool(model.tables or model.table_groups),
             message="tables and tableGroups are both empty: a recommendation model needs at least one table",
+        ),
+        Rule(
+            cel=(
+                "(has(self.tables) ? size(self.tables) : 0) + "
+                f"(has(self.tableGroups) ? self.tableGroups.map(g, g.count).sum() : 0) <= {MAX_TABLES}"
+            ),
+            holds=_few_enough,  # counts alone: whatever writes groups out comes after
+            message=f"tables, with the counts of tableGroups, are more than {MAX_TABLES}: give fewer",
         ),
         Rule(
             cel=(

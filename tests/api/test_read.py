@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -132,3 +133,17 @@ def test_what_pods_of_another_version_say_is_heard_as_far_as_it_is_known() -> No
     assert word.committed_step == 5
     assert left is not None
     assert left.step == 5
+
+
+def test_groups_of_over_a_million_tables_are_refused_without_writing_them_out(good: dict[str, Any]) -> None:
+    template = {"rows": 10, "dim": 16}
+    groups = [{"name": f"g{i}", "count": 5_000, "template": template} for i in range(256)]
+    good["DLRMJob"]["spec"]["model"]["tableGroups"] = groups
+
+    tracemalloc.start()
+    with pytest.raises(InvalidSpecError, match=r"^spec\.model: tables, with the counts of tableGroups, are more than"):
+        parse_job(good["DLRMJob"])
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert most < 16 * 2**20

@@ -45,7 +45,7 @@ models = st.tuples(
             "tables": st.lists(st.tuples(dims, splits), max_size=3).map(
                 lambda found: [{"name": f"t{i}", "rows": 9, "dim": dim, **more} for i, (dim, more) in enumerate(found)]
             ),
-            "tableGroups": st.lists(st.tuples(dims, st.sampled_from([1, 2])), max_size=2).map(
+            "tableGroups": st.lists(st.tuples(dims, st.sampled_from([1, 2, 2_500, 4_999])), max_size=2).map(
                 lambda found: [
                     {"name": f"g{i}", "count": count, "template": {"rows": 9, "dim": dim}}
                     for i, (dim, count) in enumerate(found)
