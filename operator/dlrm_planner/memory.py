@@ -118,15 +118,18 @@ def pod_limit(
     beside = "processes, dense parameters, activations and data read ahead"
     if device == "cuda":
         beside = "processes, CUDA's libraries, batches on their way to GPUs and data read ahead"
+    taken = checkpointer_bytes(spec)
+    most, own = container_limit(spec), working - taken
     if profile is not None:
-        ddr, name = profile.spec.tiers.ddr.bytes, profile.metadata.name
-        source = f"{human(ddr)} DDR of a {name} node less {human(working)} for {beside}{spared}"
-        limits.append(Limit(min(ddr, MOST_DDR) - working - reserve, source, f"DDR per node (HardwareProfile {name})"))
+        ddr, name, sidecar = profile.spec.tiers.ddr.bytes, profile.metadata.name, _kept_for_checkpointer(spec)
+        asked = f" ({human(sidecar)} of it by checkpoint.resources)" if sidecar > taken else ""
+        source = f"{human(ddr)} DDR of a {name} node less {human(own + sidecar)} for {beside}{asked}{spared}"
+        size = min(ddr, MOST_DDR) - own - sidecar - reserve
+        limits.append(Limit(size, source, f"DDR per node (HardwareProfile {name})"))
     budget = spec.trainer.tier_budgets.ddr
     if budget is not None:
         source = f"trainer.tierBudgets.ddr of {human(budget)}{spared}"
         limits.append(Limit(min(budget, MOST_DDR) - reserve, source, "trainer.tierBudgets.ddr"))
-    most, own = container_limit(spec), working - checkpointer_bytes(spec)
     if most is not None:
         source = f"{CONTAINER_LIMIT} of {human(most)} less {human(own)} for {beside}{spared}"
         limits.append(Limit(min(most, MOST_DDR) - own - reserve, source, CONTAINER_LIMIT))
@@ -136,8 +139,17 @@ def pod_limit(
 def container_limit(spec: DLRMJobSpec) -> int | None:
     """Bytes above which the kernel ends the trainer's container; None where the user sets no such limit."""
     text = spec.trainer.resources.limits.get("memory")
-    if text is None:
-        return None
+    return None if text is None else _quantity_bytes(text)
+
+
+def _kept_for_checkpointer(spec: DLRMJobSpec) -> int:
+    """What a node keeps for a checkpointer: what the user has it ask for, at least what it takes."""
+    resources = spec.checkpoint.resources
+    text = resources.requests.get("memory", resources.limits.get("memory"))
+    return max(checkpointer_bytes(spec), 0 if text is None else _quantity_bytes(text))
+
+
+def _quantity_bytes(text: str) -> int:
     return int(Decimal(text[:-1]) / 1000) if text.endswith("m") else int(parse_bytes(text))
 
 

@@ -161,6 +161,19 @@ def test_the_next_attempt_and_an_equal_job_need_no_planner_and_another_job_does(
     assert found.plan == plan_job(question().job.spec, None)
 
 
+def test_a_job_whose_checkpointer_asks_for_more_memory_is_planned_anew() -> None:
+    async def run() -> bool:
+        planner = Planner(60, lambda key: None)
+        await answers(planner, KEYS[:1], question())
+        roomier = {"uri": "s3://bucket/prefix", "resources": {"limits": {"memory": "2Gi"}}}
+        planner.request(KEYS[1], question(checkpoint=roomier))
+        known = planner.has_answered(KEYS[1])
+        await planner.stop()
+        return known
+
+    assert not asyncio.run(run())
+
+
 def test_a_planner_stays_for_the_next_question_however_large_the_operator_is() -> None:
     async def run() -> list[psutil.Process]:
         process = PlannerProcess()

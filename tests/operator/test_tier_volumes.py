@@ -13,6 +13,7 @@ from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Env
 from dlrm_api.plan import Plan
 from dlrm_operator.objects.rendering import render
+from dlrm_operator.objects.resources import requests_of_all
 from dlrm_operator.objects.tier_volumes import check_mounts
 from dlrm_planner import plan_job, working_set_bytes
 
@@ -83,6 +84,29 @@ def test_memory_of_a_pod_with_tiers_is_its_working_set_and_its_ddr() -> None:
         containers = (pod["spec"]["containers"][0], pod["spec"]["initContainers"][0])
         asked = sum(int(container["resources"]["requests"]["memory"]) for container in containers)
         assert asked == working_set_bytes(job().spec) + plan.ranks[index].bytes_per_tier["ddr"]
+
+
+@pytest.mark.parametrize(
+    "resources",
+    [
+        {"limits": {"memory": "2Gi"}},
+        {"requests": {"memory": "3Gi"}, "limits": {"memory": "4Gi"}},
+        {"requests": {"memory": "700000000000m"}},
+        {"limits": {"memory": "256Mi"}},
+    ],
+)
+def test_a_pod_that_fills_its_node_has_room_for_what_its_checkpointer_asks_for(resources: Object) -> None:
+    checkpoint = {"uri": "s3://bucket/prefix", "resources": resources}
+    trainer = {"replicas": 2, "hardware": "node", "tierBudgets": {}}
+    model = {"tables": [{"name": f"t{i}", "rows": 30_000_000, "dim": 64} for i in range(2)], "interaction": "dcn"}
+    a_job = parse_job(job_document("demo", model=model, trainer=trainer, checkpoint=checkpoint))
+    a_profile = profile(ddr={"bytes": "6Gi"}, block={"bytes": "100Gi", "storageClass": "local-nvme"})
+
+    _, found = pods(a_job, a_profile)
+
+    for pod in found:
+        asked = int(requests_of_all([pod])["memory"])
+        assert 6 * 2**30 * 0.9 < asked <= 6 * 2**30
 
 
 def test_a_pod_whose_rows_are_all_in_ddr_mounts_no_tier() -> None:

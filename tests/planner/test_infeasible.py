@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
+from dlrm_api.trainer import ResourcesSpec
 from dlrm_api.training import TrainingSpec
 from dlrm_planner import plan_job, working_set_bytes
 
@@ -82,6 +83,17 @@ def test_a_node_too_small_for_what_every_node_holds_is_said_so(make_spec: MakeSp
     assert "replicated tables, the hand-off and buffers already take" in reasons[0]
     assert reasons[1].startswith("a pod has 0 bytes for tables: 1.0 GiB DDR of a big node less 1.3 GiB")
     assert reasons[2].startswith("mend: raise DDR per node (HardwareProfile big) by ")
+
+
+def test_what_the_checkpointer_asks_for_is_named_where_it_takes_the_nodes_memory(
+    make_spec: MakeSpec, make_profile: MakeProfile
+) -> None:
+    spec, node = make_spec(tables(10_000_000)), make_profile("4Gi")
+    resources = ResourcesSpec(requests={"memory": "3Gi"})
+    greedy = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"resources": resources})})
+
+    assert plan_job(spec, node)
+    assert "(3.0 GiB of it by checkpoint.resources)" in refusal(greedy, node).reasons[1]
 
 
 @pytest.mark.parametrize("processes", [1, 2])

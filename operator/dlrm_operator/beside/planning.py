@@ -29,7 +29,7 @@ REMEMBERED = 8
 NOT_PLANNED: dict[str, bool | set[str]] = {
     "lifecycle": True,
     "scheduling": True,
-    "checkpoint": {"uri", "restore_from", "credentials_secret", "resources"},
+    "checkpoint": {"uri", "restore_from", "credentials_secret"},
 }
 """Parts of a spec that no plan depends on: an edit of them asks for no other plan."""
 
