@@ -167,6 +167,32 @@ def test_names_beside_a_selector_are_refused_before_a_job_is_asked_for(
     assert "--selector goes with no names" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_in_a_pod_the_users_own_kubeconfig_goes_before_the_pods_account(
+    api: ScriptedApi,
+    kubeconfig: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    there: bool,
+) -> None:
+    api.answers[JOBS] = listed(job())
+    own = tmp_path / ".kube" / "config"
+    if there:
+        own.parent.mkdir()
+        kubeconfig.rename(own)
+    for name, value in {"HOME": str(tmp_path), "KUBERNETES_SERVICE_HOST": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+
+    code = app.main(["get"])
+
+    said = capsys.readouterr()
+    assert code == (ExitCode.DONE if there else ExitCode.NO_INPUT)
+    assert ("ads" in said.out) == there
+    assert ("the pod's service account" in said.err) != there
+
+
 def test_a_watch_that_is_cut_or_too_old_is_begun_anew_and_shows_each_change_once(
     api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from dlrm_cli.cluster.refusals import explain, no_such_job, not_installed
 from dlrm_operator.cluster import KubernetesApi
 from dlrm_operator.cluster_errors import GoneError, NotFoundError
 
+USERS_OWN = "~/.kube/config"
 MERGE = "application/merge-patch+json"
 JOBS = "dlrmjobs (dlrm.dev)"
 WATCH_S = 300
@@ -38,7 +39,7 @@ class Connection:
     """
 
     def __init__(self, place: Place) -> None:
-        kubeconfig = place.kubeconfig or os.environ.get("KUBECONFIG") or None
+        kubeconfig = place.kubeconfig or os.environ.get("KUBECONFIG") or _of_the_user()
         in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
         self._api = KubernetesApi(kubeconfig, in_cluster=in_cluster, context=place.context)
         self.namespace = place.namespace or self._api.namespace
@@ -140,3 +141,9 @@ class Connection:
 
     def _job_path(self, name: str) -> str:
         return f"{self._jobs_path(self.namespace)}/{quote(name)}"
+
+
+def _of_the_user() -> str | None:
+    """The user's own kubeconfig, which goes before the account of a pod that dlrmctl runs in; None without one."""
+    file = os.path.expanduser(USERS_OWN)  # noqa: PTH111  pathlib raises where no home is known
+    return file if os.path.isfile(file) else None  # noqa: PTH113  and where that may not be looked into
