@@ -17,7 +17,7 @@ from dlrm_api.plan import Plan
 from dlrm_checkpointer.settings import store_options
 from dlrm_checkpointer.store import CHECKPOINT_FIELDS, PUBLISH_FIELDS, ObjectStore, open_store, open_target
 from dlrm_cli.devices import RESOURCE, Found
-from dlrm_trainer.limits import usable_memory_bytes
+from dlrm_trainer.limits import free_memory_bytes
 
 PATTERN = frozenset("*?[")
 FILE_TIERS = frozenset({"cxl", "scm", "block"})
@@ -62,8 +62,8 @@ def reach_store(job: DLRMJob) -> ObjectStore:
 
 
 def this_machine(replicas: int, devices: Sequence[Found] = ()) -> HardwareProfile:
-    """A profile of this machine, shared by the pods that it plays: its memory and GPUs alone, which a plan must fit."""
-    spec = HardwareProfileSpec(tiers=TiersSpec(ddr=TierSpec(bytes=usable_memory_bytes() // replicas)))
+    """A profile of this machine, shared by the pods that it plays: its free memory and GPUs, which a plan must fit."""
+    spec = HardwareProfileSpec(tiers=TiersSpec(ddr=TierSpec(bytes=free_memory_bytes() // replicas)))
     if each := len(devices) // replicas:
         hbm = TierSpec(bytes=min(device.bytes for device in devices))
         spec = spec.model_copy(update={"devices": DeviceSpec(resource=RESOURCE, count=each, hbm=hbm)})

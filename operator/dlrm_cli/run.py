@@ -19,7 +19,7 @@ from dlrm_cli.references import read_references
 from dlrm_cli.result import RunResult, read_final, read_profile, read_result, write_final
 from dlrm_cli.snapshots import committed
 from dlrm_cli.supervisor import Outcome, Stop, Supervisor
-from dlrm_cli.workdir import WorkDir, folder_error, locked
+from dlrm_cli.workdir import WorkDir, folder_error, has_processes, locked
 from dlrm_trainer.limits import usable_cpus
 
 
@@ -48,9 +48,9 @@ def run_job(options: RunOptions) -> int:
     asked = read_job(options.file, options.settings, options.data, options.eval_data)
     job = _share_threads(_sized(asked))
     check_inputs(job.spec)
-    plan = _plan(job)
-    store = reach_store(job)
     root = (options.workdir or Path("runs") / job.metadata.name).absolute()
+    plan = None if has_processes(root) else _plan(job)  # else once they have ended: their memory is free then
+    store = reach_store(job)
     grace_s = job.spec.lifecycle.termination_grace_period
     stop = Stop()
     restore = stop.install()
@@ -61,7 +61,7 @@ def run_job(options: RunOptions) -> int:
         ):
             if asked.spec.fixed_replicas is None:
                 display.say(_fewest_run_here(job))
-            result = LocalRun(job, plan, store, workdir, display, stop, options).result()
+            result = LocalRun(job, plan or _plan(job), store, workdir, display, stop, options).result()
     finally:
         restore()
     if options.profile:
@@ -161,7 +161,8 @@ def _plan(job: DLRMJob) -> Plan:
     from dlrm_planner import asks_for_hbm, plan_job
 
     devices = found_devices() if asks_for_hbm(job.spec) else ()
-    return plan_job(job.spec, this_machine(job.spec.replicas, devices), traces=read_references(job.spec))
+    machine = this_machine(job.spec.replicas, devices)
+    return plan_job(job.spec, machine, traces=read_references(job.spec), shared=True)
 
 
 def how_to_resume(committed_step: int | None) -> str:

@@ -179,6 +179,21 @@ def folder_error(root: Path, error: OSError) -> DeviceError | NoPermissionError:
     )
 
 
+def has_processes(root: Path) -> bool:
+    """Whether processes of an earlier run still work in a folder, and hold memory."""
+    try:
+        lock = os.open(WorkDir(root).process_lock, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def _wait_for_old_processes(
     workdir: WorkDir, grace_s: float, say: Callable[[str], None], stop: Callable[[], bool]
 ) -> None:

@@ -18,10 +18,12 @@ from dlrm_planner.sharding import may_split
 from dlrm_planner.tiering import Short
 
 MOST_BLOCK = 2**55
+LEAST_READ_AHEAD = 64 * MIB
+"""Readers of files are told to hold no less: they would decode the same row groups again and again."""
 
 
 def infeasible(
-    asked: Question, profile: HardwareProfile | None, refusal: Refusal, grows: str = "trainer.replicas"
+    asked: Question, profile: HardwareProfile | None, refusal: Refusal, grows: str | None = "trainer.replicas"
 ) -> InfeasiblePlanError:
     """The error whose reasons name the table, the rank, the node, the bytes that are missing, and the mends.
 
@@ -29,7 +31,7 @@ def infeasible(
         asked: what has no answer.
         profile: of the nodes.
         refusal: why.
-        grows: the field that a larger gang is asked for by.
+        grows: the field that a larger gang is asked for by; None where its pods would share one machine.
     """
     cause = refusal.cause
     if isinstance(cause, Short):
@@ -43,11 +45,14 @@ def infeasible(
         if more is not None:
             reasons.append(f"mend: raise {_raised(limit, limit.size + more)}")
     reasons.extend(_fewer_activations(asked, profile, cause))
+    reasons.extend(_less_read_ahead(asked, profile, cause))
     reasons.extend(_other_mends(asked, refusal))
     if isinstance(cause, NoPlacement):
         reasons.extend(_unpinned(asked, cause))
-    replicas = _enough_replicas(asked, profile)
-    if replicas is not None:
+    replicas = _enough_replicas(asked, profile) if grows else None
+    if not grows:
+        reasons.append("more replicas do not help: they share this machine's memory")
+    elif replicas is not None:
         reasons.append(f"mend: {grows}: {replicas} of the same hardware hold all tables")
     else:
         reasons.append(f"more replicas do not help: {_bound(asked, cause)}")
@@ -227,19 +232,37 @@ def _raised(limit: Limit, enough: int) -> str:
 
 def _fewer_activations(asked: Question, profile: HardwareProfile | None, cause: NoPlacement | Short) -> Iterator[str]:
     """A micro batch, as large as halving finds one, whose activations leave enough memory to tables."""
-    held, limit = held_samples(asked.spec), _limit_of(asked, cause)
+    held = held_samples(asked.spec)
 
     def in_pieces(pieces: int) -> Question:
         training = asked.spec.training.model_copy(update={"micro_batch_size": -(-held // pieces)})
         return changed(asked, asked.spec.model_copy(update={"training": training}), profile)
 
-    least = in_pieces(held)
-    roomier = _limit_of(least, cause)
-    if limit is None or roomier is None or roomier.size <= limit.size or not solved(least):
-        return  # a budget of tables alone, or too little even so
-    pieces = _least(lambda pieces: solved(in_pieces(pieces)), held)
-    assert pieces is not None, "one sample at a time is enough"
-    yield f"mend: training.microBatchSize: {-(-held // pieces)} holds the activations of so many samples at a time"
+    if (pieces := _least_that_spares(asked, cause, in_pieces, held)) is not None:
+        yield f"mend: training.microBatchSize: {-(-held // pieces)} holds the activations of so many samples at a time"
+
+
+def _less_read_ahead(asked: Question, profile: HardwareProfile | None, cause: NoPlacement | Short) -> Iterator[str]:
+    """Readers of files that hold less, as much as halving finds, where that leaves enough memory to tables."""
+    held = int(asked.spec.data.prefetch_bytes)
+
+    def without(less: int) -> Question:
+        data = asked.spec.data.model_copy(update={"prefetch_bytes": held - less * MIB})
+        return changed(asked, asked.spec.model_copy(update={"data": data}), profile)
+
+    if (less := _least_that_spares(asked, cause, without, (held - LEAST_READ_AHEAD) // MIB)) is not None:
+        size = held - less * MIB
+        yield f"mend: data.prefetchBytes: {size} ({human(size)}) is what each reader of files then holds ahead"
+
+
+def _least_that_spares(
+    asked: Question, cause: NoPlacement | Short, after: Callable[[int], Question], most: int
+) -> int | None:
+    """How much of a change leaves enough memory to tables; None where even the most of it does not."""
+    limit, roomier = _limit_of(asked, cause), _limit_of(after(most), cause) if most > 0 else None
+    if limit is None or roomier is None or roomier.size <= limit.size:
+        return None  # a budget of tables alone
+    return _least(lambda amount: solved(after(amount)), most) if solved(after(most)) else None
 
 
 def _enough_replicas(asked: Question, profile: HardwareProfile | None) -> int | None:

@@ -33,6 +33,7 @@ def plan_job(
     *,
     traces: Mapping[str, TableTrace] | None = None,
     reserve: int = 0,
+    shared: bool = False,
 ) -> Plan:
     """Place every table of the job on its ranks, and its rows in the tiers of their nodes.
 
@@ -46,6 +47,7 @@ def plan_job(
         traces: How tables whose ``distribution`` refers to a trace are reused, by table
             (:func:`dlrm_planner.traces.read_traces`).
         reserve: Bytes of memory of each pod that are to stay free.
+        shared: The nodes are parts of one machine, of which more replicas would have smaller ones.
 
     Returns:
         The same plan for the same arguments, on every machine.
@@ -56,8 +58,8 @@ def plan_job(
             is given for a throughput that the profile does not let predict.
     """
     if spec.fixed_replicas is not None:
-        return _Planning(profile, traces or {}, reserve).fixed(spec)
-    planning = _Planning(profile, traces or {}, reserve, grows="trainer.auto.max")
+        return _Planning(profile, traces or {}, reserve, shared).fixed(spec)
+    planning = _Planning(profile, traces or {}, reserve, shared, grows="trainer.auto.max")
     return plan_sized(spec, planning.perhaps, planning.refusal, lambda fixed, plan: missing_rates(fixed, profile, plan))
 
 
@@ -68,6 +70,7 @@ class _Planning:
     profile: HardwareProfile | None
     traces: Mapping[str, TableTrace]
     reserve: int
+    shared: bool
     grows: str = "trainer.replicas"
     """The field that a larger gang is asked for by."""
 
@@ -75,7 +78,7 @@ class _Planning:
         """The plan of ``spec.replicas`` replicas."""
         asked, found = self._search(spec)
         if isinstance(found, Refusal):
-            raise infeasible(asked, self.profile, found, self.grows)
+            raise infeasible(asked, self.profile, found, None if self.shared else self.grows)
         return _written(spec, self.profile, asked, found)
 
     def perhaps(self, spec: DLRMJobSpec) -> Plan | None:

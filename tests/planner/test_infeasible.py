@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dlrm_api.data import DataSpec
 from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
@@ -156,6 +157,47 @@ def test_a_micro_batch_is_no_mend_where_a_budget_of_tables_is_short(make_spec: M
     reasons = refusal(make_spec(tables(10**6), batch=2**20, tierBudgets={"ddr": "64Mi"})).reasons
 
     assert not any("microBatchSize" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_less_read_ahead_is_named_where_that_is_enough(
+    make_spec: MakeSpec, make_profile: MakeProfile, evaluates: bool
+) -> None:
+    spec = make_spec(tables(10**6), processesPerReplica=2)
+    read = {"train": {"uris": ["/a"]}, "eval": {"uris": ["/b"] if evaluates else []}}
+
+    def reads_ahead(size: int) -> DLRMJobSpec:
+        data = DataSpec.model_validate({"format": "parquet", "prefetchBytes": size, **read})
+        return spec.model_copy(update={"data": data})
+
+    node = make_profile(working_set_bytes(reads_ahead(200 * MIB)) + 2 * GIB)
+    said = [reason for reason in refusal(reads_ahead(3 * GIB), node).reasons if "prefetchBytes" in reason]
+    size = int(said[0].removeprefix("mend: data.prefetchBytes: ").split()[0])
+
+    assert plan_job(reads_ahead(size), node).world_size == 2
+    with pytest.raises(InfeasiblePlanError):
+        plan_job(reads_ahead(size + (3 * GIB - size) // 64), node)
+
+
+def test_less_read_ahead_is_no_mend_where_nothing_is_read_or_all_of_it_is_too_little(
+    make_spec: MakeSpec, make_profile: MakeProfile
+) -> None:
+    reads = DataSpec.model_validate({"format": "parquet", "train": {"uris": ["/a"]}})
+
+    for data in ({}, {"data": reads}):
+        spec = make_spec(tables(10**8)).model_copy(update=data)
+        assert not any("prefetchBytes" in reason for reason in refusal(spec, make_profile("4Gi")).reasons)
+
+
+def test_more_replicas_are_no_mend_where_all_share_one_machine(make_spec: MakeSpec, make_profile: MakeProfile) -> None:
+    spec, node = make_spec(tables(3 * 10**7, 3 * 10**7)), make_profile("4Gi")
+
+    with pytest.raises(InfeasiblePlanError) as refused:
+        plan_job(spec, node, shared=True)
+
+    assert any(reason.startswith("mend: trainer.replicas: ") for reason in refusal(spec, node).reasons)
+    assert refused.value.reasons[-1] == "more replicas do not help: they share this machine's memory"
+    assert not any("trainer.replicas" in reason for reason in refused.value.reasons)
 
 
 def test_replicas_beyond_the_virtual_shards_are_not_proposed(make_spec: MakeSpec) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dlrm_trainer.limits import usable_cpus, usable_memory_bytes
+from dlrm_trainer.limits import free_memory_bytes, usable_cpus, usable_memory_bytes
 
 CPUS = len(os.sched_getaffinity(0))
 MEMORY = psutil.virtual_memory().total
@@ -78,3 +78,23 @@ def test_version_1_says_no_limit_by_a_negative_quota_and_a_huge_number(tmp_path:
     }
 
     assert Machine(tmp_path, "4:memory:/\n1:cpu:/\n0::/\n", files).seen == (MEMORY, CPUS)
+
+
+@pytest.mark.parametrize(
+    ("limit", "available", "free"),
+    [
+        ("max", 0.5, 0.5),
+        ("max", 0.999, 0.95),
+        ("max", None, 0.95),
+        (str(MEMORY // 4), 0.5, 0.25 * 0.95),
+        (str(MEMORY // 2), 0.25, 0.25),
+    ],
+)
+def test_what_others_use_is_not_free_and_a_twentieth_is_left_in_any_case(
+    tmp_path: Path, limit: str, available: float | None, free: float
+) -> None:
+    machine, said = Machine(tmp_path, "0::/\n", {"memory.max": limit}), tmp_path / "meminfo"
+    if available is not None:
+        said.write_text(f"MemTotal: {MEMORY // 1024} kB\nMemAvailable:   {int(MEMORY * available) // 1024} kB\n")
+
+    assert free_memory_bytes(machine.mount, machine.groups, said) == pytest.approx(MEMORY * free, abs=1_024)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-MOUNT, GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+MOUNT, GROUPS, MEMORY = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/meminfo")
+LEFT_SHARE = 20
+"""One part in so many of a machine's memory is left to its system, however idle it is."""
 
 
 def usable_memory_bytes(mount: Path = MOUNT, groups: Path = GROUPS) -> int:
@@ -21,6 +24,19 @@ def usable_memory_bytes(mount: Path = MOUNT, groups: Path = GROUPS) -> int:
     for folder in _folders("memory", mount, groups):
         found += [_number(folder / name) for name in ("memory.max", "memory.limit_in_bytes")]
     return int(min(found))
+
+
+def free_memory_bytes(mount: Path = MOUNT, groups: Path = GROUPS, memory: Path = MEMORY) -> int:
+    """Host memory that processes which are started now may take: less what is in use, or is left to the system.
+
+    Args:
+        mount: where control groups are.
+        groups: says which of them the process is in.
+        memory: says how much of the machine's is available.
+    """
+    usable = usable_memory_bytes(mount, groups)
+    available = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(memory), re.MULTILINE)
+    return min(usable - usable // LEFT_SHARE, int(available[1]) * 1024 if available else usable)
 
 
 def usable_cpus(mount: Path = MOUNT, groups: Path = GROUPS) -> int:
