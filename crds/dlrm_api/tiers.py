@@ -45,6 +45,20 @@ CLASS_BUFFER_BYTES = 32 << 20
 """The same of each further class of its tables, those of another width or type, where a device's queue moves rows."""
 
 
+CLAIM_SHARE = 10
+"""One part in so many is added to the bytes of a volume claim: what its file system keeps for itself, and for root."""
+
+
+def claim_bytes(held: int) -> int:
+    """What a claim for a volume that is to hold so many bytes of rows asks for."""
+    return held + -(-held // CLAIM_SHARE)
+
+
+def held_by_claim(size: int) -> int:
+    """The most bytes of rows whose claim asks for no more than ``size``."""
+    return size * CLAIM_SHARE // (CLAIM_SHARE + 1)
+
+
 def map_entry_bytes(rows: int) -> int:
     """Of each row of a stack that holds so many: the level and place that it is in.
 

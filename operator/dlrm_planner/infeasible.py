@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dlrm_api.errors import InfeasiblePlanError
-from dlrm_api.hardware import HardwareProfile
+from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.model import TableSpec
 from dlrm_api.tables import TablePin
+from dlrm_api.tiers import claim_bytes
 from dlrm_planner.dense import held_samples
 from dlrm_planner.memory import MIB, MOST_DDR, Limit, human
 from dlrm_planner.needs import NoPlacement
@@ -35,7 +36,7 @@ def infeasible(
     """
     cause = refusal.cause
     if isinstance(cause, Short):
-        reasons = [_tier_shortfall(asked, cause), *_tier_mends(asked, cause)]
+        reasons = [_tier_shortfall(asked, cause), *_tier_mends(asked, profile, cause)]
     else:
         reasons = [_shortfall(asked, refusal, cause)]
     if (limit := _limit_of(asked, cause)) is not None:
@@ -118,7 +119,7 @@ def _tier_shortfall(asked: Question, cause: Short) -> str:
     )
 
 
-def _tier_mends(asked: Question, cause: Short) -> Iterator[str]:
+def _tier_mends(asked: Question, profile: HardwareProfile | None, cause: Short) -> Iterator[str]:
     """More of the tier that is short; where its size comes from is for the user to know: budget or profile."""
     if (tier := cause.tier) == "ddr":
         return  # as where a table does not fit
@@ -129,9 +130,11 @@ def _tier_mends(asked: Question, cause: Short) -> Iterator[str]:
 
     if (more := _least(fits, MOST_BLOCK // MIB, -(-cause.missing // MIB))) is not None:
         size = has + more * MIB
+        node: TierSpec | None = getattr(profile.spec.tiers, tier) if profile else None
+        claimed = f" ({claim_bytes(size)} of them: it is claimed with a file system)"
         yield (
             f"mend: {tier} of {size} bytes ({human(size)}) a pod: trainer.tierBudgets.{tier}, and the "
-            f"profile's tiers.{tier}.bytes where hardware is named"
+            f"profile's tiers.{tier}.bytes{claimed if node and node.storage_class else ''} where hardware is named"
         )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.hardware import HardwareProfile
+from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Device
 from dlrm_api.tiers import (
@@ -23,6 +23,7 @@ from dlrm_api.tiers import (
     PLACE_META_BYTES,
     SLOT_META_BYTES,
     extra_slots,
+    held_by_claim,
     map_entry_bytes,
     paged_bytes,
 )
@@ -187,11 +188,17 @@ def _map_entries(shards: Shards, ranks: NDArray[np.int64] | None, world_size: in
 
 
 def slow_caps(spec: DLRMJobSpec, profile: HardwareProfile | None) -> dict[SlowTier, int]:
-    """Bytes of each slower tier of one pod, fastest first: the tighter of the node's and the user's budget."""
+    """Bytes of each slower tier of one pod, fastest first: the tighter of the node's and the user's budget.
+
+    A node that gives a tier by claims has the rows whose claim it holds.
+    """
     caps: dict[SlowTier, int] = {}
     for tier in SLOW_TIERS:
-        node = getattr(profile.spec.tiers, tier) if profile else None
-        given = [size for size in (node and node.bytes, getattr(spec.trainer.tier_budgets, tier)) if size is not None]
+        node: TierSpec | None = getattr(profile.spec.tiers, tier) if profile else None
+        budget = getattr(spec.trainer.tier_budgets, tier)
+        given = [] if budget is None else [int(budget)]
+        if node is not None:
+            given.append(held_by_claim(node.bytes) if node.storage_class else node.bytes)
         if given and min(given) > 0:
             caps[tier] = min(given)
     return caps

@@ -1,6 +1,5 @@
 """Volumes of slower tiers: the right bytes, where the trainer looks, and a refusal where nobody says what to mount."""
 
-import math
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Env
 from dlrm_api.plan import Plan
+from dlrm_api.tiers import claim_bytes
 from dlrm_operator.objects.rendering import render
 from dlrm_operator.objects.resources import requests_of_all
 from dlrm_operator.objects.tier_volumes import check_mounts
@@ -67,8 +67,23 @@ def test_a_claim_asks_for_the_pods_own_bytes_and_those_of_its_file_system() -> N
         assert volume["ephemeral"]["volumeClaimTemplate"]["spec"] == {
             "accessModes": ["ReadWriteOnce"],
             "storageClassName": "local-nvme",
-            "resources": {"requests": {"storage": str(math.ceil(planned * 1.1))}},
+            "resources": {"requests": {"storage": str(claim_bytes(planned))}},
         }
+
+
+@pytest.mark.parametrize("mounted", [{"storageClass": "local-nvme"}, {"hostPath": "/mnt/nvme"}])
+def test_a_plan_that_fills_a_tier_of_the_node_claims_no_more_than_the_node_has(mounted: Object) -> None:
+    node = profile(scm={"bytes": "1Gi", **mounted}, block={"bytes": "20Gi", "hostPath": "/mnt"})
+
+    plan, found = pods(job(tierBudgets={"ddr": "1Gi"}), node)
+
+    for index, pod in enumerate(found):
+        volume = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "tier-scm")
+        if "storageClass" in mounted:
+            request = volume["ephemeral"]["volumeClaimTemplate"]["spec"]["resources"]["requests"]["storage"]
+            assert 0.99 * 2**30 < int(request) <= 2**30
+        else:
+            assert 0.99 * 2**30 < plan.ranks[index].bytes_per_tier["scm"] <= 2**30
 
 
 def test_what_is_mounted_can_be_written_by_the_pods_user() -> None:

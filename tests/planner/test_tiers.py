@@ -318,6 +318,24 @@ def test_a_missing_tier_is_mended_by_the_bytes_that_are_named(make_spec: MakeSpe
         plan_job(make_spec([table("t", 10**7)], tierBudgets={"ddr": "1Gi", "block": block * 97 // 100}))
 
 
+def test_the_mend_of_a_tier_that_nodes_give_by_claims_says_how_many_of_their_bytes_are_enough(
+    make_spec: MakeSpec, make_profile: MakeProfile
+) -> None:
+    spec = make_spec([table(f"t{i}", 6_000_000 + i) for i in range(4)], tierBudgets={"ddr": "1Gi"})
+
+    def node(size: int) -> HardwareProfile:
+        block = {"bytes": size, "storageClass": "nvme"}
+        return make_profile("16Gi", tiers={"ddr": {"bytes": "16Gi"}, "block": block})
+
+    with pytest.raises(InfeasiblePlanError) as refused:
+        plan_job(spec, node(GIB))
+    said = next(reason for reason in refused.value.reasons if reason.startswith("mend: block of "))
+    enough = int(re.search(r"tiers\.block\.bytes \((\d+) of them: ", said)[1])  # type: ignore[index]
+
+    plan = plan_job(spec, node(enough))
+    assert enough * 0.9 < tiers.claim_bytes(plan.ranks[0].bytes_per_tier["block"]) <= enough
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_tier_that_is_too_small_is_named_with_its_bytes_and_the_mends_hold(
     make_spec: MakeSpec, replicas: int

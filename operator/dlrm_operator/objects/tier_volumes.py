@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.names import Path
 from dlrm_api.plan import Plan
+from dlrm_api.tiers import claim_bytes
 from dlrm_operator.facts.actions import Manifest
 
 FILE_TIERS = ("cxl", "scm", "block")
-CLAIM_SLACK = 1.1
-"""A claim's bytes over the plan's: what the file system keeps for itself, and for root."""
 
 
 def tier_bytes(plan: Plan, pod: int) -> dict[str, int]:
@@ -78,6 +75,6 @@ def _volume(tier: str, size: int, spec: TierSpec) -> Manifest:
     claim = {
         "accessModes": ["ReadWriteOnce"],
         "storageClassName": spec.storage_class,
-        "resources": {"requests": {"storage": str(math.ceil(size * CLAIM_SLACK))}},
+        "resources": {"requests": {"storage": str(claim_bytes(size))}},
     }
     return {"name": _name(tier), "ephemeral": {"volumeClaimTemplate": {"spec": claim}}}
