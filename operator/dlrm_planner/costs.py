@@ -30,8 +30,39 @@ MEMORY_RATE, LINK_RATE = 51 * 2**30, 12.5 * 2**30
 """Bytes/s of DDR and of the link between nodes where no profile says them; ranks of one node exchange through DDR."""
 HBM_RATE, DEVICE_LINK_RATE = 897 * 2**30, 600 * 2**30
 """The same of HBM, and of the link between GPUs of one node."""
+NEWTON_STEPS, NEWTON_CLOSE = 12, 1e-4
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What parts of one table cost, by their share of its rows or of its column blocks."""
+
+    fixed: float
+    """Of every part, however small."""
+    linear: float
+    vectors: float
+    """Of vectors for all bags, of which a part sends those that have an id there."""
+    ids: float
+    """Ids of a bag; 1 where there are fewer, which counts too much of small parts rather than too little."""
+
+    def cost(self, share: float) -> float:
+        """Cost of a part."""
+        apart: float = (1.0 - share) ** self.ids
+        return self.fixed + self.linear * share + self.vectors * (1.0 - apart)
+
+    def share(self, cost: float) -> float:
+        """The largest share that costs no more."""
+        if cost >= self.cost(1.0):
+            return 1.0
+        share = 0.0
+        for _ in range(NEWTON_STEPS):  # cost is concave, so every step ends below what is sought
+            missing = cost - self.cost(share)
+            if missing <= NEWTON_CLOSE * cost:
+                break
+            share += missing / (self.linear + self.vectors * self.ids * (1.0 - share) ** (self.ids - 1.0))
+        return share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +111,17 @@ class Costs:
         """Cost in elements looked up."""
         return self.read(table, share, width) + self.exchange * self.sent(table, share, width, blocks)
 
+    def parts(self, table: int, *, by_columns: bool) -> Parts:
+        """What ranges of its rows, or groups of its column blocks, cost."""
+        bags, ids = float(self.bags[table]), float(self.ids[table])
+        sent = self.exchange * self.away
+        vector = self.element_bytes * float(self.dims[table]) + self.vector_bytes * float(self.blocks[table])
+        read, lengths = ids * float(self.dims[table]), sent * bags * self.length_bytes
+        moved, vectors = sent * ids * float(self.id_bytes[table]), sent * bags * vector
+        if by_columns:
+            return Parts(lengths + moved, read + vectors, 0.0, 1.0)
+        return Parts(lengths, read + moved, vectors, max(ids / max(bags, 1.0), 1.0))
+
     @property
     def whole(self) -> Floats:
         """(T,) cost of each table on one rank."""
@@ -91,14 +133,18 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
     tables, world_size, batch = spec.model.all_tables(), spec.world_size, spec.data.global_batch_size
     bags = np.array([batch * len(table.sources) for table in tables], np.float64)
     directions = (spec.training.communication.forward, spec.training.communication.backward)
+    processes = spec.trainer.processes_per_replica
     network = profile.spec.network if profile else None
     fast = lookup_tier(profile, device) if profile else None
-    memory = (fast and fast.read_bytes_per_second) or (HBM_RATE if device == "cuda" else MEMORY_RATE)
+    read = (fast and fast.read_bytes_per_second) or (HBM_RATE if device == "cuda" else MEMORY_RATE)
+    write = (fast and fast.write_bytes_per_second) or read
     if spec.replicas > 1:
         link = (network and network.inter_node_bytes_per_second) or LINK_RATE
     else:
-        inside = DEVICE_LINK_RATE if device == "cuda" else memory
+        inside = DEVICE_LINK_RATE if device == "cuda" else read
         link = (network and network.intra_node_bytes_per_second) or inside
+    looking_up = ELEMENT_BYTES * (ROW_READS / read + ROW_WRITES / write) * (1 if device == "cuda" else processes)
+    exchanging = (processes if spec.replicas > 1 else 1) / link  # a node's ranks share its memory and its link
     id_bytes = 4 if max(table.rows for table in tables) < NARROW_ROWS else 8
     longest = max(table.max_lookups for table in tables)
     return Costs(
@@ -111,7 +157,7 @@ def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Devic
         element_bytes=sum(WIRE_BYTES[codec] for codec in directions),
         vector_bytes=INT8_RANGE_BYTES * directions.count("int8"),
         away=(world_size - 1) / world_size,
-        exchange=memory / (ELEMENT_BYTES * (ROW_READS + ROW_WRITES) * link),
+        exchange=exchanging / looking_up,
     )
 
 

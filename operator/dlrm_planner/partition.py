@@ -159,8 +159,9 @@ def _place(items: Items, bins: Bins, order: list[int], *, by_room: bool) -> Rank
             best = int(np.argmax(there))
             return Misfit(i, int(allowed[best]), int(there[best]))
         allowed, there = allowed[open_], there[open_]
-        keys = (allowed, load[allowed], there) if by_room else (allowed, -there, load[allowed])
-        ranks[i] = allowed[np.lexsort(keys)[0]]
+        keys = (there, load[allowed]) if by_room else (load[allowed], -there)
+        least = np.flatnonzero(keys[0] == keys[0].min())
+        ranks[i] = allowed[least[np.argmin(keys[1][least])]]
         load[ranks[i]] += items.cost[i]
         room[bins.node[ranks[i]]] -= items.held_bytes[i]
     return ranks

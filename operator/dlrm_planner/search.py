@@ -13,7 +13,8 @@ import numpy as np
 
 from dlrm_planner.memory import slice_bytes
 from dlrm_planner.needs import NoPlacement, whole_needs
-from dlrm_planner.placement import Placement, place
+from dlrm_planner.placement import Placement
+from dlrm_planner.placing import place
 from dlrm_planner.question import Question, Refusal, Solution
 from dlrm_planner.sharding import pinned, worth_replicating
 from dlrm_planner.stacks import pinned_slow

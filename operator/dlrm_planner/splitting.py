@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.job import DLRMJobSpec
+from dlrm_api.model import TableSpec
 from dlrm_api.plan import ShardKind
 from dlrm_planner.costs import Costs
 from dlrm_planner.needs import Needs
@@ -24,7 +26,11 @@ NEAR = 1.02
 """Fewer shards are taken where they come this close to the best balance."""
 NEAR_BY_COLUMNS = 1.1
 """So much worse a balance is taken for columns, whose vectors are sums of whole bags."""
+MOST_PIECES = 2**14
+"""No more shards are made of tables that are split over all ranks for the sake of balance."""
 PINNED = "as it is pinned"
+EVERYWHERE = "a step is shortest where all ranks have a part of every table"
+UNLEVEL = "whole tables leave the ranks less level"
 Ranks = NDArray[np.int64]
 
 
@@ -33,7 +39,7 @@ class Splitter:
 
     def __init__(self, spec: DLRMJobSpec, tables: Tables, costs: Costs, needs: Needs) -> None:
         self._tables, self._costs, self._needs = tables, costs, needs
-        self._processes, self.world_size, self._nodes = (
+        self._processes, self.world_size, self.nodes = (
             spec.trainer.processes_per_replica,
             spec.world_size,
             spec.replicas,
@@ -46,6 +52,12 @@ class Splitter:
         self.reserve = 0.0
         """Of each room, for tables that stay whole."""
         self.splits: dict[int, Split] = {}
+
+    def copy(self) -> Splitter:
+        """One that goes on from here by itself."""
+        other = copy(self)
+        other.load, other.room, other.splits = self.load.copy(), self.room.copy(), dict(self.splits)
+        return other
 
     def add(self, i: int, split: Split | None) -> None:
         """Take a split over, if there is one."""
@@ -87,11 +99,11 @@ class Splitter:
         return _row_split(ranks, _even(rows, len(ranks)), kind, PINNED)
 
     def _node_for(self, i: int) -> int:
-        load = self.load.reshape(self._nodes, self._processes).sum(axis=1)
-        room = self.room.reshape(self._nodes, self._processes // self.sharing)
+        load = self.load.reshape(self.nodes, self._processes).sum(axis=1)
+        room = self.room.reshape(self.nodes, self._processes // self.sharing)
         held = -(-self._needs.held[i] // room.shape[1])  # of each room, where a node has several
-        fits = (room >= held).all(axis=1) if self._needs.bounded else np.ones(self._nodes, bool)
-        return int(np.lexsort((np.arange(self._nodes), load, ~fits))[0])
+        fits = (room >= held).all(axis=1) if self._needs.bounded else np.ones(self.nodes, bool)
+        return int(np.lexsort((np.arange(self.nodes), load, ~fits))[0])
 
     def by_rows(self, i: int, ranks: Ranks, kind: ShardKind, why: str) -> Split | None:
         """Row ranges over these ranks, even as far as their nodes have room; None where they have not."""
@@ -122,7 +134,7 @@ class Splitter:
             order = np.lexsort((nodes, -caps, load))
             inside = order[(caps[order] >= rows) & (sizes[order] >= count)]
             if count > 1 and len(inside):
-                kind: ShardKind = "table-row" if self._nodes > 1 else "row"
+                kind: ShardKind = "table-row" if self.nodes > 1 else "row"
                 return self._least_loaded(allowed, nodes[inside[:1]], count), kind
             least = min(len(nodes), max(2, -(-count // int(sizes.max()))))
             if int(caps[order[:least]].sum()) < rows:
@@ -156,11 +168,11 @@ class Splitter:
         return replace(split, ranks=tuple(ranks))
 
     def _columns(self, i: int, ranks: Ranks, why: str) -> Split | None:
-        blocks = self._tables.specs[i].block_edges
-        if len(ranks) < 2 or len(blocks) < 3:
+        table = self._tables.specs[i]
+        blocks = len(table.block_edges) - 1
+        if len(ranks) < 2 or blocks < 2:
             return None
-        ends = np.cumsum(_even(len(blocks) - 1, len(ranks)))
-        edges = (0, *(blocks[end] for end in ends))
+        edges = edges_of(table, "column", _even(blocks, len(ranks)))
         return Split(kind="column", ranks=tuple(ranks.tolist()), edges=edges, why=why)
 
     def for_memory(self, i: int) -> Split | None:
@@ -175,6 +187,19 @@ class Splitter:
         chosen = self.choose(i, 1)
         return chosen and self.by_rows(i, *chosen, why)
 
+    def why(self, i: int, total: float) -> str:
+        """Why a table is split that has room whole, in words; ``total`` is the cost of all tables."""
+        times = float(self._whole[i]) / total * self.world_size
+        return f"alone it costs {times:.2f} times the mean of a rank" if times > 1 else UNLEVEL
+
+    def widely(self, i: int, why: str) -> Split | None:
+        """A table over all ranks that it may lie on: by columns where bags have several ids and all get a block."""
+        table, allowed = self._tables.specs[i], self.allowed(i)
+        blocks = len(table.block_edges) - 1
+        if table.lookups > 1 and blocks >= len(allowed):
+            return self.by_columns(i, len(allowed), allowed, why)
+        return self.by_rows(i, allowed, "row", why)
+
     def for_balance(self, i: int, total: float, other: float) -> Split | None:
         """The split of a table that sets the pace, if one brings the costliest rank down.
 
@@ -183,7 +208,7 @@ class Splitter:
         """
         costs, table, allowed = self._costs, self._tables.specs[i], self.allowed(i)
         before, blocks = float(self._whole[i]), len(table.block_edges) - 1
-        why = f"alone it costs {before / total * self.world_size:.2f} times the mean of a rank"
+        why = self.why(i, total)
         by_rows = np.arange(2, min(len(allowed), table.rows) + 1)
         by_blocks = np.arange(2, min(len(allowed), blocks) + 1)
         largest = np.asarray(-(-blocks // by_blocks), np.float64)
@@ -208,27 +233,60 @@ class Splitter:
         return None
 
 
-def decide(spec: DLRMJobSpec, tables: Tables, costs: Costs, needs: Needs, which: Sequence[int]) -> dict[int, Split]:
-    """The splits of those of the tables ``which`` that are to be split; each on ranks of its own choice."""
+def forced(spec: DLRMJobSpec, tables: Tables, costs: Costs, needs: Needs, which: Sequence[int]) -> Splitter:
+    """The splits that pins and memory ask for; each on ranks of its own choice."""
     splitter = Splitter(spec, tables, costs, needs)
     if spec.world_size == 1:
-        return {}
+        return splitter
     for i in which:
         splitter.add(i, splitter.as_pinned(i))
-    free = [i for i in which if i not in splitter.splits and may_split(tables.specs[i])]
     if needs.bounded:
-        larger = [i for i in free if needs.held[i] > max(needs.room)]
+        roomiest = max(needs.room)
+        larger = [i for i in free(splitter, tables, which) if needs.held[i] > roomiest]
         rest = sum(needs.held[i] for i in which if i not in splitter.splits) - sum(needs.held[i] for i in larger)
         splitter.reserve = rest / len(needs.room)
         for i in sorted(larger, key=lambda i: -needs.held[i]):
             splitter.add(i, splitter.for_memory(i))
+    return splitter
+
+
+def free(splitter: Splitter, tables: Tables, which: Sequence[int]) -> list[int]:
+    """Tables that may be split and are not."""
+    return [i for i in which if i not in splitter.splits and may_split(tables.specs[i])]
+
+
+def split_heaviest(splitter: Splitter, tables: Tables, costs: Costs, which: Sequence[int]) -> dict[int, Split]:
+    """Split the tables that alone cost more than the mean of a rank; what splits add counts for the next."""
     whole = costs.whole
     total = float(whole[list(which)].sum())
-    for i in sorted((i for i in free if i not in splitter.splits), key=lambda i: -whole[i]):
-        if whole[i] <= total / spec.world_size or whole[i] < LEAST_ELEMENTS:
+    costliest = sorted(which, key=lambda i: -whole[i])[:2]
+    for i in sorted(free(splitter, tables, which), key=lambda i: -whole[i]):
+        if whole[i] <= total / splitter.world_size or whole[i] < LEAST_ELEMENTS:
             break
-        others = whole[list(which)][np.array(which) != i]
-        splitter.add(i, splitter.for_balance(i, total, float(others.max(initial=0.0))))
+        split = splitter.for_balance(
+            i, total, max((float(whole[each]) for each in costliest if each != i), default=0.0)
+        )
+        splitter.add(i, split)
+    return splitter.splits
+
+
+def spread_heaviest(splitter: Splitter, tables: Tables, costs: Costs, which: Sequence[int]) -> dict[int, Split]:
+    """Split the same tables over as many ranks as there may be: each then reads and exchanges as much as others."""
+    whole = costs.whole
+    total = float(whole[list(which)].sum())
+    least = max(total / splitter.world_size, LEAST_ELEMENTS)
+    heaviest = [i for i in free(splitter, tables, which) if whole[i] > least]
+    for i in heaviest if len(heaviest) * splitter.world_size <= MOST_PIECES else ():
+        splitter.add(i, splitter.widely(i, splitter.why(i, total)))
+    return splitter.splits
+
+
+def spread_all(splitter: Splitter, tables: Tables, costs: Costs, which: Sequence[int]) -> dict[int, Split]:
+    """Split every table whose step is long enough by rows over all ranks that it may lie on."""
+    whole = costs.whole
+    for i in free(splitter, tables, which):
+        if whole[i] >= LEAST_ELEMENTS:
+            splitter.add(i, splitter.by_rows(i, splitter.allowed(i), "row", EVERYWHERE))
     return splitter.splits
 
 
@@ -243,6 +301,12 @@ def spread(rows: int, weights: Ranks, caps: Ranks) -> list[int] | None:
         share[: left - int(share.sum())] += 1 if not share.any() else 0
         got[open_] = np.minimum(got[open_] + share, caps[open_])
     return got.tolist()
+
+
+def edges_of(table: TableSpec, kind: ShardKind, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Edges of consecutive parts of so many rows, or of so many column blocks."""
+    ends = np.cumsum(sizes).tolist()
+    return (0, *(table.block_edges[end] if kind == "column" else end for end in ends))
 
 
 def _even(count: int, parts: int) -> list[int]:

@@ -153,7 +153,9 @@ def test_a_table_that_alone_costs_more_than_a_rank_should_is_split_and_balance_i
 
 
 def test_row_ranges_are_shorter_where_a_rank_holds_more_besides(make_spec: MakeSpec) -> None:
-    plan = plan_job(make_spec([table("t", 10**7, maxLookups=4), table("u", 10**6)], replicas=2))
+    whole = table("u", 10**6, pin={"sharding": "table"})
+
+    plan = plan_job(make_spec([table("t", 10**7, maxLookups=4), whole], replicas=2))
 
     rows = {shard.rank: shard.row_end - shard.row_start for shard in shards(plan)}
     home = shards(plan, "u")[0].rank
