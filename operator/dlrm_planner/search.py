@@ -143,6 +143,8 @@ def _search_tiers(asked: Question, *, quick: bool) -> Solution | Refusal | None:
                 cause = tiered.short if placed is None else replace(placed, tier=needs.tier)
     if cause is None:
         return None
+    if isinstance(cause, Short) and tiered.least_short is not None and tiered.least_short.tier == cause.tier:
+        return Refusal(cause=tiered.least_short)
     if isinstance(cause, NoPlacement) and tiered.whole.is_stack(cause.table):
         return Refusal(cause=cause, least=int(tiered.whole.least[cause.table]))
     return Refusal(cause=cause)

@@ -37,6 +37,8 @@ class Tiered:
         self.stacks = self.whole
         self.found: dict[int, Levels] = {}
         self.short: NoPlacement | Short | None = None
+        self.least_short: Short | None = None
+        """Of all placements that were tried, the one whose fullest pod lacks least."""
 
     def _sized(self, shards: Shards, ranks: NDArray[np.int64] | None = None) -> tuple[Stacks, Reuse]:
         reuse = self._curves.of(shards)
@@ -146,10 +148,16 @@ class Tiered:
             levels = tier_tables(which, placement.ranks[which], self.stacks, self.reuse, room)
             if isinstance(levels, Short):
                 self.short = levels
+                self._remember(levels)
                 return False
             found.update(levels)
         self.found = found
         return True
+
+    def _remember(self, short: Short) -> None:
+        known = self.least_short
+        if known is None or (short.tier == known.tier and short.missing < known.missing):
+            self.least_short = short
 
     def _no_room(self, pod: int, ddr: float) -> NoPlacement:
         """A pod that cannot hold what every pod must, be it without any shard; told by the largest table."""

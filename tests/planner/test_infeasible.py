@@ -257,3 +257,21 @@ def test_every_limit_that_a_mend_raises_is_enough_together(
         raised = re.findall(r"(?:raise|and) (.+?) by (\d+) bytes", mend)
 
         planned({fields.get(field, "limit"): int(more) for field, more in raised})
+
+
+def test_a_short_tier_is_told_by_what_even_pods_lack_and_its_mends_spread_tables_too(
+    make_spec: MakeSpec, make_profile: MakeProfile
+) -> None:
+    found = [{"name": f"t{i}", "rows": 10**8, "dim": 64} for i in range(40)]
+    profile = make_profile("64Gi")
+
+    def asked(block: int) -> DLRMJobSpec:
+        return make_spec(found, batch=8_192, replicas=4, tierBudgets={"block": block})
+
+    reasons = refusal(asked(320 * GIB), profile).reasons
+
+    short = int(reasons[0].split(" block is ")[1].split()[0])
+    enough = int(next(r for r in reasons if r.startswith("mend: block of ")).split()[3])
+    assert 320 * GIB + short <= enough < 1.01 * (320 * GIB + short)
+    assert any(r.startswith("mend: trainer.replicas: 5 ") for r in reasons)
+    assert plan_job(asked(enough), profile)
