@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -22,6 +22,8 @@ BELOW_DDR = 2
 """Tiers below DDR, the slowest ones, that a shard may have whose slots are in HBM: a stack has four levels at most."""
 PARTS = (1.0, 0.5, 0.25, 0.0)
 """Of the HBM that is left beside what shards need at least: slots take DDR too, for what is known of each."""
+DDR_TURNS = ((False, False), (True, False), (True, True))
+"""Ways to fill DDR, one after the other: what gains hits; all of it, gain or not; all of it, whole shards first."""
 Indices = NDArray[np.int64]
 
 
@@ -83,16 +85,18 @@ def tier_tables(which: Indices, ranks: Indices, stacks: Stacks, reuse: Reuse, ro
 
     Each tier goes where a byte gains most expected hits: HBM to slots of its rank's shards, then DDR to slots, to whole
     shards, and to rows below slots in HBM. Then the next tiers take what is left, fastest first. DDR that is known
-    holds the cheapest form of every shard, and so does HBM.
+    holds the cheapest form of every shard, and so does HBM. Where slower tiers do not hold the rest, DDR first takes
+    whole shards, which need none of them.
     """
     shortest: Short | None = None
     for slots in _device_slots(which, ranks, stacks, reuse, room.hbm):
-        for spend_all in (False, True) if math.isfinite(room.ddr) else (False,):
-            filled = _in_ddr(which, slots, stacks, reuse, room, spend_all=spend_all)
+        for spend_all, wholes in DDR_TURNS if math.isfinite(room.ddr) else DDR_TURNS[:1]:
+            filled = _in_ddr(which, slots, stacks, reuse, room, spend_all=spend_all, wholes=wholes)
             found = filled if isinstance(filled, Short) else _below(which, slots, filled, stacks, reuse, room.slow)
             if not isinstance(found, Short):
                 return found
-            shortest = shortest or found
+            if shortest is None or (found.tier == shortest.tier and found.missing < shortest.missing):
+                shortest = found
     assert shortest is not None, "something was tried"
     return shortest
 
@@ -145,9 +149,9 @@ def _slot_wants(
 
 
 def _in_ddr(
-    which: Indices, slots: Floats, stacks: Stacks, reuse: Reuse, room: Room, *, spend_all: bool
+    which: Indices, slots: Floats, stacks: Stacks, reuse: Reuse, room: Room, *, spend_all: bool, wholes: bool
 ) -> Filled | Short:
-    """Rows of each shard in its slots and in DDR, or that it needs no slower tier."""
+    """Rows of each shard in its slots and in DDR, or that it needs no slower tier; ``wholes``: first many of these."""
     ddr, here, pin, least = room.ddr, stacks.on_device[which], stacks.pin[which], stacks.least[which]
     floor = stacks.fixed[which] + np.where(here, slots, least) * stacks.slot[which]
     backed = stacks.rows[which] * stacks.device_places(last=True)[which]
@@ -162,12 +166,15 @@ def _in_ddr(
         assert here.any(), "the cheapest forms were placed where they fit"
         return Short("ddr", math.ceil(-rest))
     rows, done = np.where(here, slots, least), bound.copy()
+    rest = max(rest, 0.0)
+    if wholes and len(free):
+        wants = _ddr_wants(which[free], slots[free], stacks, reuse, (whole - floor)[free])
+        held = fill(replace(wants, stop=wants.start), rest)
+        done[free], rest = held.whole, held.left
+        free = free[~held.whole]
     if len(free):
-        got = fill(
-            _ddr_wants(which[free], slots[free], stacks, reuse, (whole - floor)[free]),
-            max(rest, 0.0),
-            spend_all=spend_all,
-        )
+        wants = _ddr_wants(which[free], slots[free], stacks, reuse, (whole - floor)[free])
+        got = fill(wants, rest, spend_all=spend_all)
         rows[free], done[free] = got.rows, got.whole
     return Filled(np.where(here, rows, _in_sets(rows, stacks.ways)), done, 0.0)
 

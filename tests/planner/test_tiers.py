@@ -432,3 +432,15 @@ def test_buffers_of_each_class_of_rows_are_counted(make_spec: MakeSpec, tier: st
     assert buffers({}, {}) == 0
     assert buffers({}, {"dim": 32}, {"dtype": "fp16"}, {"dtype": "fp16"}) == 2 * each
     assert buffers({}, {"dim": 32, "pin": {"tier": "ddr"}}) == 0
+
+
+def test_tables_are_whole_in_ddr_where_slower_tiers_cannot_back_slots_of_all(
+    make_spec: MakeSpec, make_profile: MakeProfile
+) -> None:
+    found = [{"name": f"t{i}", "rows": 192_000_000, "dim": 64} for i in range(3)]
+    spec = make_spec(found, batch=8_192, replicas=1, tierBudgets={"block": "80Gi"})
+
+    plan = plan_job(spec, make_profile("128Gi"))
+
+    assert sorted(len(table.shards[0].tiers.levels) for table in plan.tables) == [0, 0, 2]
+    assert plan.ranks[0].bytes_per_tier["block"] <= 80 * 2**30
