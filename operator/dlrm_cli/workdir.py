@@ -182,15 +182,28 @@ def folder_error(root: Path, error: OSError) -> DeviceError | NoPermissionError:
 def has_processes(root: Path) -> bool:
     """Whether processes of an earlier run still work in a folder, and hold memory."""
     try:
-        lock = os.open(WorkDir(root).process_lock, os.O_RDWR)
-    except OSError:
+        return is_held(WorkDir(root).process_lock, fcntl.LOCK_EX)
+    except OSError:  # told when the folder is made
+        return False
+
+
+def is_held(lock: Path, kind: int) -> bool:
+    """Whether somebody has a lock that keeps this kind of it away; asked by taking that for an instant.
+
+    Args:
+        lock: its file, which may be absent.
+        kind: ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``.
+    """
+    try:
+        file = os.open(lock, os.O_RDWR if kind == fcntl.LOCK_EX else os.O_RDONLY)
+    except FileNotFoundError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:
-        os.close(lock)
+        os.close(file)
     return False
 
 

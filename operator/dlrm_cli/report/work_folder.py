@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from dlrm_api.progress import EvalMetrics
 from dlrm_cli.history import Committed, Ended, Failure, Line, Look, Started, of_kind, read_lines
 from dlrm_cli.report.record import Record, Steps, summed_up
 from dlrm_cli.result import Final, TrainerResult, read_profile
-from dlrm_cli.workdir import WorkDir
+from dlrm_cli.workdir import WorkDir, is_held
 
 MOST_NAMED = 5
 """Damaged lines of a file that are named one by one."""
@@ -95,7 +94,7 @@ def _read(workdir: WorkDir) -> Record:
 
 
 def _state(workdir: WorkDir, history: Sequence[Line], *, finished: bool) -> State:
-    if _is_held(workdir.root / "lock"):
+    if is_held(workdir.root / "lock", fcntl.LOCK_SH):
         return "running", "open", "it still goes on; this is how far it was when the report was made"
     if not history:
         return ("done", "good", "") if finished else ("unknown", "open", "it kept no history of how it ended")
@@ -106,21 +105,6 @@ def _state(workdir: WorkDir, history: Sequence[Line], *, finished: bool) -> Stat
     if outcome == "failed":
         return "failed", "bad", words
     return ("done", "good", "") if outcome == "done" else ("stopped", "open", "the user stopped it")
-
-
-def _is_held(lock: Path) -> bool:
-    """Whether a dlrmctl works in the folder now. It is asked by taking its lock for an instant, shared."""
-    try:
-        file = os.open(lock, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-    return False
 
 
 def _history(path: Path, notes: list[str]) -> list[Line]:

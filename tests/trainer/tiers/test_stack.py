@@ -112,6 +112,13 @@ class Tables:
             self.updates[table][np.unique(mine)] += 1
             first += len(mine)
 
+    def train(self, ids: list[Ids], batch: int) -> None:
+        """One batch, from its fetch to its release."""
+        fetched = self.stack.fetch(*self.lookups(ids), batch)
+        self.check(ids, fetched.slots)
+        self.update(ids, fetched.slots)
+        self.stack.release(fetched)
+
     def places_agree(self) -> None:
         """Every known row is in one place, and every place holds one row."""
         entries = self.stack.directory.place_of.astype(np.int64)
@@ -222,11 +229,7 @@ def test_rows_that_make_room_below_for_others_of_their_batch_are_found(
     generator = np.random.default_rng(0)
 
     for batch in range(1, 60):
-        ids = [generator.integers(0, 80, 40)]
-        fetched = tables.stack.fetch(*tables.lookups(ids), batch)
-        tables.check(ids, fetched.slots)
-        tables.update(ids, fetched.slots)
-        tables.stack.release(fetched)
+        tables.train([generator.integers(0, 80, 40)], batch)
         tables.places_agree()
 
 
@@ -238,11 +241,7 @@ def test_rows_that_a_level_moves_while_they_are_on_their_way_are_found(
     generator = np.random.default_rng(0)
 
     for batch in range(1, 120):
-        ids = [generator.integers(0, 4_000, 500)]
-        fetched = tables.stack.fetch(*tables.lookups(ids), batch)
-        tables.check(ids, fetched.slots)
-        tables.update(ids, fetched.slots)
-        tables.stack.release(fetched)
+        tables.train([generator.integers(0, 4_000, 500)], batch)
 
     level = tables.stack.levels[0]
     assert isinstance(level, BlockLevel)
