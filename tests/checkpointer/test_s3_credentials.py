@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 from botocore.utils import ContainerMetadataFetcher
+from loopback_http import served
 
 from dlrm_api.errors import InvalidSpecError, NoPermissionError, StoreUnavailableError
 from dlrm_api.names import ExitCode
@@ -81,14 +81,8 @@ def machine() -> Machine:
 
 @pytest.fixture
 def endpoint(machine: Machine) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("MachineHandler", (Handler,), {"machine": machine}))
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with served(Handler, machine=machine) as address:
+        yield address
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback_http import served
 
 from dlrm_api.errors import DLRMError, NoInputError, NoPermissionError, StoreUnavailableError
 from dlrm_api.objects import S3Spec
@@ -163,16 +164,8 @@ def plan(versitygw: Any) -> Iterator[Plan]:
     """A plan of faults, with its proxy before a real server."""
     (versitygw.data / "bucket").mkdir(parents=True, exist_ok=True)
     found = Plan(("127.0.0.1", versitygw.port))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("PlannedProxy", (Proxy,), {"plan": found}))
-    server.daemon_threads = True
-    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that went away
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    found.endpoint = f"http://127.0.0.1:{server.server_port}"
-    yield found
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with served(Proxy, plan=found) as found.endpoint:
+        yield found
 
 
 @pytest.fixture
