@@ -8,10 +8,11 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from dlrm_api.errors import NoPermissionError, SnapshotError, UsageError
 from dlrm_checkpointer.cut import TableMeta
@@ -47,11 +48,19 @@ def restore_to_folder(snapshot: Snapshot, folder: Path) -> str:
         make_folder(folder / TABLES_FOLDER)
         tables = [(table.name, _write_table(snapshot, table, folder / TABLES_FOLDER)) for table in snapshot.meta.tables]
         dense = snapshot.dense()
-        save_file(dense, folder / DENSE_FILE)
+        write_dense(folder, dense)
         digest = state_digest(tables, dense)
         meta = {"snapshot": snapshot.uri, "stateDigest": digest, **snapshot.meta.to_json()}
         write_last(folder / META_FILE, json.dumps(meta, indent=2, sort_keys=True) + "\n")
     return digest
+
+
+def write_dense(folder: Path, dense: dict[str, NDArray[Any]]) -> None:
+    """Write the dense arrays as the other files are written.
+
+    safetensors' ``save_file`` gives the user alone the right to read, and tells of a full disk by an error of its own.
+    """
+    (folder / DENSE_FILE).write_bytes(save(dense))
 
 
 @contextlib.contextmanager

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from dlrm_api.errors import UsageError
 from dlrm_checkpointer.cut import TableMeta
-from dlrm_checkpointer.export import DENSE_FILE, TABLES_FOLDER, check_new, write_last, written_to
+from dlrm_checkpointer.export import DENSE_FILE, TABLES_FOLDER, check_new, write_dense, write_last, written_to
 from dlrm_checkpointer.precision import Precision, at_precision
 from dlrm_checkpointer.restore import Snapshot
 from dlrm_checkpointer.synced import make_folder
@@ -53,7 +52,7 @@ def export_tables(snapshot: Snapshot, folder: Path, wanted: Wanted) -> int:
         check_new(folder)
         make_folder(folder / TABLES_FOLDER)
         entries = [_export_table(snapshot, table, folder, wanted) for table in tables]
-        save_file(snapshot.dense(), folder / DENSE_FILE)
+        write_dense(folder, snapshot.dense())
         described = {
             "format": "dlrm-export",
             "version": 1,

@@ -16,6 +16,8 @@ from dlrm_api.errors import DeviceError, NoPermissionError, UsageError
 from dlrm_checkpointer.catalog import find_snapshot
 from dlrm_checkpointer.export import restore_to_folder
 from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.serving_export import Wanted, export_tables
+from dlrm_checkpointer.table_files import Safetensors
 
 
 def test_a_restored_folder_holds_every_row_and_its_digest(
@@ -89,6 +91,45 @@ def test_a_full_disk_is_named_and_leaves_no_meta(tmp_path: Path, files: FileStor
         signal.signal(signal.SIGXFSZ, handler)
 
     assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_a_disk_that_is_full_at_the_dense_arrays_is_named(
+    tmp_path: Path, files: FileStore, new_model, new_pod, few_rows, monkeypatch: pytest.MonkeyPatch
+):
+    new_pod(tmp_path / "pod", files).commit(new_model(few_rows).train())
+    snapshot = find_snapshot(files)
+    large = {"mlp.weight": np.zeros(1 << 20, np.float32)}
+    monkeypatch.setattr(type(snapshot), "dense", lambda _: large)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+        with pytest.raises(DeviceError, match=f"{tmp_path}/out: File too large; free space"):
+            restore_to_folder(snapshot, tmp_path / "out")
+        assert (tmp_path / "out" / "dense.safetensors").exists()
+        with pytest.raises(DeviceError, match=f"{tmp_path}/serving: File too large; free space"):
+            export_tables(snapshot, tmp_path / "serving", Wanted(form=Safetensors(), precision="fp32"))
+        assert (tmp_path / "serving" / "dense.safetensors").exists()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_all_files_of_a_folder_may_be_read_by_whom_the_umask_lets(
+    tmp_path: Path, files: FileStore, new_model, new_pod, few_rows
+):
+    new_pod(tmp_path / "pod", files).commit(new_model(few_rows).train())
+    snapshot = find_snapshot(files)
+    before = os.umask(0o027)
+    try:
+        restore_to_folder(snapshot, tmp_path / "out")
+        export_tables(snapshot, tmp_path / "serving", Wanted(form=Safetensors(), precision="fp16"))
+    finally:
+        os.umask(before)
+
+    written = [path for folder in ("out", "serving") for path in (tmp_path / folder).rglob("*") if path.is_file()]
+    assert {path.name for path in written} >= {"dense.safetensors", "meta.json", "export.json"}
+    assert {stat.filemode(path.stat().st_mode) for path in written} == {"-rw-r-----"}
 
 
 def test_a_disk_that_is_full_at_the_very_end_leaves_no_meta(
