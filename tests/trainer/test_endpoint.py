@@ -102,6 +102,24 @@ def test_metrics_are_in_prometheus_form_with_our_names(served: Served) -> None:
     assert samples["dlrm_trainer_eval_auc_ratio"] == 0.7
 
 
+@pytest.mark.parametrize("phase", [TrainerPhase.STARTING, TrainerPhase.RESTORING])
+def test_steps_and_samples_have_no_series_before_their_first_value_is_known(
+    served: Served, phase: TrainerPhase
+) -> None:
+    """A rate over a 0 and the restored step would be that of the whole life before."""
+    served.board.phase(phase)
+
+    _, before = served.ask("GET", "/metrics")
+    served.board.begin(3, 3, SCHEDULE)
+    _, after = served.ask("GET", "/metrics")
+
+    assert b"dlrm_trainer_world_size_ranks 2.0" in before
+    assert b"dlrm_trainer_steps_total" not in before
+    assert b"dlrm_trainer_samples_total" not in before
+    assert b"dlrm_trainer_steps_total 3.0" in after
+    assert b"dlrm_trainer_samples_total 300.0" in after
+
+
 def test_stacks_show_what_the_threads_are_doing(served: Served) -> None:
     status, body = served.ask("GET", "/stacks")
 

@@ -95,10 +95,16 @@ class Endpoint:
         return (HTTPStatus.ACCEPTED, {"step": now.step + 1}) if step is None else (HTTPStatus.OK, {"step": step})
 
 
+UNCOUNTED = frozenset({TrainerPhase.STARTING, TrainerPhase.RESTORING})
+"""Phases before it is known which step the attempt goes on from: a 0 there would make that step's samples a rate."""
 Reading = Callable[[Progress, CutControl], float | None]
 COUNTERS: tuple[tuple[str, str, Reading], ...] = (
-    ("steps", "Steps done in the job's life.", lambda now, _: now.step),
-    ("samples", "Samples trained on in the job's life.", lambda now, _: now.samples),
+    ("steps", "Steps done in the job's life.", lambda now, _: now.step if now.phase not in UNCOUNTED else None),
+    (
+        "samples",
+        "Samples trained on in the job's life.",
+        lambda now, _: now.samples if now.phase not in UNCOUNTED else None,
+    ),
     ("cut_delays", "Cuts that waited for the one before.", lambda _, control: control.delays),
     (
         "cuts_early",
