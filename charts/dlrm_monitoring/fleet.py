@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlrm_monitoring.panels import Dashboard, Panel, Query, Row, Variable
+from dlrm_monitoring.panels import Dashboard, Panel, Query, Row, Variable, within_an_hour
 
 HERE = 'namespace=~"$namespace"'
 BY_JOB = "{{namespace}}/{{dlrm_job}}"
@@ -160,7 +160,7 @@ FLEET = Dashboard(
                     description="The same of all namespaces that an operator serves, by what ended the gangs.",
                     unit="none",
                     stacked=True,
-                    queries=(Query("sum by (reason) (increase(dlrm_operator_restarts_total[1h]))", "{{reason}}"),),
+                    queries=(Query(within_an_hour("dlrm_operator_restarts_total", "reason"), "{{reason}}"),),
                 ),
                 Panel(
                     title="Snapshot age",

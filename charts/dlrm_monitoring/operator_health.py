@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlrm_monitoring.panels import Dashboard, Panel, Query, Row, Variable
+from dlrm_monitoring.panels import Dashboard, Panel, Query, Row, Variable, within_an_hour
 
 HERE = 'namespace=~"$namespace"'
 RATE = "[$__rate_interval]"
@@ -86,12 +86,7 @@ OPERATOR = Dashboard(
                     description="Gangs that were replaced within the hour before.",
                     unit="none",
                     stacked=True,
-                    queries=(
-                        Query(
-                            f"sum by (reason) (increase(dlrm_operator_restarts_total{{{HERE}}}[1h]))",
-                            "{{reason}}",
-                        ),
-                    ),
+                    queries=(Query(within_an_hour(f"dlrm_operator_restarts_total{{{HERE}}}", "reason"), "{{reason}}"),),
                 ),
                 Panel(
                     title="Progress polls",

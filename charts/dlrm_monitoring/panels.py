@@ -77,6 +77,16 @@ class Dashboard:
             yield from row.panels
 
 
+def within_an_hour(counter: str, by: str) -> str:
+    """What a counter grew by within an hour, where its series begin with their first event.
+
+    ``increase`` alone leaves out what a series begins with. One that was not there an hour ago has counted all that it
+    holds since then.
+    """
+    older = f"last_over_time({counter}[10m] offset 1h)"
+    return f"sum by ({by}) ((increase({counter}[1h]) and {older}) or {counter})"
+
+
 def to_json(dashboard: Dashboard) -> str:
     """The text that Grafana imports; equal dashboards give equal texts."""
     document = {

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from dlrm_api.errors import DLRMError
 from dlrm_api.progress import CheckpointerProgress, SnapshotInfo
+from dlrm_checkpointer.manifest import Kind
 from dlrm_checkpointer.publication import Delta
 from dlrm_checkpointer.repeats import Reason
 
@@ -71,6 +73,12 @@ class Status:
             prefix + "published_bytes", "Bytes of objects put for deltas.", registry=registry
         )
         self.publish_errors = Counter(prefix + "publish_errors", "Failed rounds of publishing.", registry=registry)
+        for kind in get_args(
+            Kind
+        ):  # at 0 from the start: a series that begins with its first event has no increase by it
+            self.commits.labels(kind)
+        for reason in get_args(Reason):
+            self._store_repeats.labels(reason)
         self._committed.set(-1)
         self._pending.set(-1)
 

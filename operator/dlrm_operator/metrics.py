@@ -14,3 +14,8 @@ QUEUE = Gauge("dlrm_operator_queue_keys", "Jobs that wait for a turn.")
 POLLS = Counter("dlrm_operator_polls_total", "Progress polls by part and result.", ["part", "result"])
 ADMISSIONS = Counter("dlrm_operator_admissions_total", "Reviews of jobs by verdict.", ["verdict"])
 ADMISSION_SECONDS = Histogram("dlrm_operator_admission_seconds", "Time of one review (s).")
+
+for _result in ("done", "conflict", "unavailable", "refused", "unreadable", "error"):
+    RECONCILES.labels(_result)  # at 0 from the start: a rate can't tell of a series that is not there
+for _verdict in ("admitted", "warned", "refused"):
+    ADMISSIONS.labels(_verdict)

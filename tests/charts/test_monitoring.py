@@ -84,6 +84,51 @@ def test_rules_are_sound_and_fire_when_they_should(promtool: str) -> None:
     checked(promtool, "test", "rules", RULES_TEST)
 
 
+@pytest.mark.parametrize("dashboard", ["dlrm-fleet", "dlrm-operator"])
+def test_restarts_by_reason_show_the_first_of_a_reason(promtool: str, tmp_path: Path, dashboard: str) -> None:
+    """The series of a reason begins with its first restart, which ``increase`` leaves out."""
+    [found] = [each for each in DASHBOARDS if each["uid"] == dashboard]
+    [panel] = [each for each in found["panels"] if each["title"] == "Restarts by reason"]
+    expr = panel["targets"][0]["expr"].replace("$namespace", ".*")
+    name = "dlrm_operator_restarts_total"
+    series = {
+        f'{name}{{namespace="n", pod="a", reason="NodeLost"}}': "_x30 1x90",
+        f'{name}{{namespace="n", pod="a", reason="OOMKilled"}}': "7x50 9x70",
+        f'{name}{{namespace="n", pod="gone", reason="OOMKilled"}}': "_x10 2x20 stale",
+    }
+    asked = [(40, {"NodeLost": 1}), (80, {"NodeLost": 1, "OOMKilled": 2}), (119, {"NodeLost": 0})]
+    document = {
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": each, "values": values} for each, values in series.items()],
+                "promql_expr_test": [
+                    {
+                        "expr": f'round({expr}) and on (reason) label_replace(vector(1), "reason", "{reason}", "", "")',
+                        "eval_time": f"{minute}m",
+                        "exp_samples": [{"labels": f'{{reason="{reason}"}}', "value": value}],
+                    }
+                    for minute, values in asked
+                    for reason, value in values.items()
+                ],
+            }
+        ],
+    }
+    (tmp_path / "rules_test.yaml").write_text(yaml.safe_dump(document))
+
+    checked(promtool, "test", "rules", tmp_path / "rules_test.yaml")
+
+
+def test_an_alert_tells_of_a_leader_that_never_ended_a_turn() -> None:
+    """Its rate needs the series of turns that are done: a Prometheus client shows none before the first."""
+    program = "import dlrm_operator.metrics, prometheus_client; print(prometheus_client.generate_latest().decode())"
+
+    shown = checked(sys.executable, "-c", program)
+
+    assert 'dlrm_operator_reconciles_total{result="done"} 0.0' in shown
+
+
 def test_each_alert_is_tested_to_fire_and_to_keep_still() -> None:
     tests = yaml.safe_load(RULES_TEST.read_text())["tests"]
     for alert in alerts():
