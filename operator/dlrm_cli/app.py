@@ -124,7 +124,7 @@ def render(
 def run(
     file: File,
     workdir: Annotated[
-        Path | None, typer.Option(metavar="D", help="Folder for logs and progress [runs/<job>].")
+        Path | None, typer.Option(metavar="D", help="Folder for logs and progress; runs/<job> by default.")
     ] = None,
     data: Annotated[str | None, typer.Option(metavar="URI", help="Train on this instead of the job's files.")] = None,
     eval_data: Annotated[str | None, typer.Option(metavar="URI", help="Evaluate on this.")] = None,
@@ -133,7 +133,7 @@ def run(
     ledger: Annotated[bool, typer.Option("--ledger", help="Keep the ids of all samples, for audits.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Time the stages of steps; show them at the end.")] = False,
     tier_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for rows in slower tiers [<workdir>/tiers].")
+        Path | None, typer.Option(metavar="DIR", help="Folder for rows in slower tiers; <workdir>/tiers by default.")
     ] = None,
     output: Annotated[TableOrJson, typer.Option("--output", "-o", help="Form of the result.")] = TableOrJson.TABLE,
 ) -> None:

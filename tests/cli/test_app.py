@@ -57,6 +57,20 @@ def test_help_loads_neither_torch_nor_boto3_nor_kubernetes() -> None:
         assert command in finished.stdout
 
 
+def test_help_shows_where_a_run_keeps_its_files() -> None:
+    """In brackets it would be taken for markup."""
+    finished = subprocess.run(
+        [sys.executable, "-m", "dlrm_cli", "run", "--help"],
+        env=os.environ | {"COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert "Folder for logs and progress; runs/<job> by default." in finished.stdout
+    assert "Folder for rows in slower tiers; <workdir>/tiers by default." in finished.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "JOB"], ["validate", "JOB"]])
 def test_a_reader_that_has_seen_enough_is_no_failure(job: Path, arguments: list[str]) -> None:
