@@ -13,6 +13,13 @@ def _of_jobs(name: str) -> str:
     return f"max by (namespace, dlrm_job) (dlrm_operator_job_{name}{{{HERE}}})"
 
 
+UNSAVED = (
+    f"(time() - ({_of_jobs('last_snapshot_timestamp_seconds')} > {_of_jobs('running_timestamp_seconds')} "
+    f"or {_of_jobs('running_timestamp_seconds')}))"
+)
+"""Seconds of training that a failure now would cost: since the newest snapshot, or since the gang trains where that was
+later or there is no snapshot; of jobs that train alone."""
+
 FLEET = Dashboard(
     uid="dlrm-fleet",
     title="DLRM / Fleet",
@@ -83,12 +90,7 @@ FLEET = Dashboard(
                     kind="stat",
                     width=4,
                     height=4,
-                    queries=(
-                        Query(
-                            f"max((time() - {_of_jobs('last_snapshot_timestamp_seconds')}) and "
-                            f"{_of_jobs('running_timestamp_seconds')})"
-                        ),
-                    ),
+                    queries=(Query(f"max({UNSAVED})"),),
                 ),
             ),
         ),
@@ -164,15 +166,10 @@ FLEET = Dashboard(
                 ),
                 Panel(
                     title="Snapshot age",
-                    description="Time since the newest committed snapshot of jobs that train.",
+                    description="Time since the newest committed snapshot of jobs that train, or since the gang trains "
+                    "where that was later: what a failure now would cost.",
                     unit="s",
-                    queries=(
-                        Query(
-                            f"(time() - {_of_jobs('last_snapshot_timestamp_seconds')}) and "
-                            f"{_of_jobs('running_timestamp_seconds')}",
-                            BY_JOB,
-                        ),
-                    ),
+                    queries=(Query(UNSAVED, BY_JOB),),
                 ),
                 Panel(
                     title="Snapshot age in intervals",
@@ -180,13 +177,7 @@ FLEET = Dashboard(
                     "Over 3 the alert DLRMJobSnapshotStale is near.",
                     unit="none",
                     decimals=1,
-                    queries=(
-                        Query(
-                            f"((time() - {_of_jobs('last_snapshot_timestamp_seconds')}) and "
-                            f"{_of_jobs('running_timestamp_seconds')}) / {_of_jobs('snapshot_interval_seconds')}",
-                            BY_JOB,
-                        ),
-                    ),
+                    queries=(Query(f"{UNSAVED} / {_of_jobs('snapshot_interval_seconds')}", BY_JOB),),
                 ),
                 Panel(
                     title="Stores that fail",

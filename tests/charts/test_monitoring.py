@@ -84,19 +84,16 @@ def test_rules_are_sound_and_fire_when_they_should(promtool: str) -> None:
     checked(promtool, "test", "rules", RULES_TEST)
 
 
-@pytest.mark.parametrize("dashboard", ["dlrm-fleet", "dlrm-operator"])
-def test_restarts_by_reason_show_the_first_of_a_reason(promtool: str, tmp_path: Path, dashboard: str) -> None:
-    """The series of a reason begins with its first restart, which ``increase`` leaves out."""
+def panel_query(dashboard: str, title: str) -> str:
+    """The one query of a panel, of all namespaces."""
     [found] = [each for each in DASHBOARDS if each["uid"] == dashboard]
-    [panel] = [each for each in found["panels"] if each["title"] == "Restarts by reason"]
-    expr = panel["targets"][0]["expr"].replace("$namespace", ".*")
-    name = "dlrm_operator_restarts_total"
-    series = {
-        f'{name}{{namespace="n", pod="a", reason="NodeLost"}}': "_x30 1x90",
-        f'{name}{{namespace="n", pod="a", reason="OOMKilled"}}': "7x50 9x70",
-        f'{name}{{namespace="n", pod="gone", reason="OOMKilled"}}': "_x10 2x20 stale",
-    }
-    asked = [(40, {"NodeLost": 1}), (80, {"NodeLost": 1, "OOMKilled": 2}), (119, {"NodeLost": 0})]
+    [panel] = [each for each in found["panels"] if each["title"] == title]
+    [target] = panel["targets"]
+    return str(target["expr"]).replace("$namespace", ".*")
+
+
+def ask_promtool(promtool: str, folder: Path, series: dict[str, str], asked: list[tuple[int, str, Object]]) -> None:
+    """Hold what expressions give of recorded series, a value a minute, against what is expected by minute."""
     document = {
         "evaluation_interval": "1m",
         "tests": [
@@ -105,19 +102,69 @@ def test_restarts_by_reason_show_the_first_of_a_reason(promtool: str, tmp_path: 
                 "input_series": [{"series": each, "values": values} for each, values in series.items()],
                 "promql_expr_test": [
                     {
-                        "expr": f'round({expr}) and on (reason) label_replace(vector(1), "reason", "{reason}", "", "")',
+                        "expr": expr,
                         "eval_time": f"{minute}m",
-                        "exp_samples": [{"labels": f'{{reason="{reason}"}}', "value": value}],
+                        "exp_samples": [{"labels": labels, "value": value} for labels, value in values.items()],
                     }
-                    for minute, values in asked
-                    for reason, value in values.items()
+                    for minute, expr, values in asked
                 ],
             }
         ],
     }
-    (tmp_path / "rules_test.yaml").write_text(yaml.safe_dump(document))
+    (folder / "rules_test.yaml").write_text(yaml.safe_dump(document))
+    checked(promtool, "test", "rules", folder / "rules_test.yaml")
 
-    checked(promtool, "test", "rules", tmp_path / "rules_test.yaml")
+
+@pytest.mark.parametrize("dashboard", ["dlrm-fleet", "dlrm-operator"])
+def test_restarts_by_reason_show_the_first_of_a_reason(promtool: str, tmp_path: Path, dashboard: str) -> None:
+    """The series of a reason begins with its first restart, which ``increase`` leaves out."""
+    name = "dlrm_operator_restarts_total"
+    series = {
+        f'{name}{{namespace="n", pod="a", reason="NodeLost"}}': "_x30 1x90",
+        f'{name}{{namespace="n", pod="a", reason="OOMKilled"}}': "7x50 9x70",
+        f'{name}{{namespace="n", pod="gone", reason="OOMKilled"}}': "_x10 2x20 stale",
+    }
+    expr = f"round({panel_query(dashboard, 'Restarts by reason')})"
+
+    ask_promtool(
+        promtool,
+        tmp_path,
+        series,
+        [
+            (80, expr, {'{reason="NodeLost"}': 1, '{reason="OOMKilled"}': 2}),
+            (119, expr, {'{reason="NodeLost"}': 0, '{reason="OOMKilled"}': 0}),
+        ],
+    )
+
+
+def test_the_fleet_shows_what_a_failure_would_cost_of_every_job_that_trains(promtool: str, tmp_path: Path) -> None:
+    """Of one that has no snapshot all since it trains; of one that was resumed nothing of the time before."""
+    snapshot, running = (f"dlrm_operator_job_{name}_timestamp_seconds" for name in ("last_snapshot", "running"))
+    series = {
+        f'{running}{{namespace="n", dlrm_job="never"}}': "600x60",
+        f'{running}{{namespace="n", dlrm_job="saved"}}': "0x60",
+        f'{snapshot}{{namespace="n", dlrm_job="saved"}}': "2400x60",
+        f'{running}{{namespace="n", dlrm_job="resumed"}}': "_x40 2700x20",
+        f'{snapshot}{{namespace="n", dlrm_job="resumed"}}': "60x60",
+        f'{snapshot}{{namespace="n", dlrm_job="finished"}}': "60x60",
+    } | {
+        f'dlrm_operator_job_snapshot_interval_seconds{{namespace="n", dlrm_job="{job}"}}': "300x60"
+        for job in ("never", "saved", "resumed", "finished")
+    }
+    costs = {
+        f'{{namespace="n", dlrm_job="{job}"}}': s for job, s in (("never", 2400), ("saved", 600), ("resumed", 300))
+    }
+
+    ask_promtool(
+        promtool,
+        tmp_path,
+        series,
+        [
+            (50, panel_query("dlrm-fleet", "Oldest snapshot"), {"{}": 2400}),
+            (50, panel_query("dlrm-fleet", "Snapshot age"), costs),
+            (50, panel_query("dlrm-fleet", "Snapshot age in intervals"), {job: s / 300 for job, s in costs.items()}),
+        ],
+    )
 
 
 def test_an_alert_tells_of_a_leader_that_never_ended_a_turn() -> None:
