@@ -6,6 +6,7 @@ import copy
 import re
 import typing
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,12 @@ def _uris(body: dict[str, Any], split: str) -> list[Any]:
 
 
 def _set(body: dict[str, Any], path: str, value: Any) -> None:
-    *above, last = _steps(path)
+    steps = _steps(path)
+    last = steps[-1]
     node: Any = body
     model: Any = DLRMJob
     walked = ""
-    for step, following in zip(above, [*above[1:], last], strict=True):
+    for step, following in pairwise(steps):
         model = _inner(model, step, path, walked, node)
         node = _below(node, _key(node, step, path, walked), model, following)
         walked = _joined(walked, step)

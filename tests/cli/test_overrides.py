@@ -89,6 +89,7 @@ def test_the_last_of_several_settings_wins() -> None:
     [
         ("spec.trainer.replcas=2", "spec.trainer has no field replcas: it has replicas, auto, processesPerReplica"),
         ("trainer.replicas=2", "the document has no field trainer: it has apiVersion, kind, metadata, spec"),
+        ("maxSteps=3", "the document has no field maxSteps: it has apiVersion, kind, metadata, spec"),
         ("spec.model.tables[5].rows=1", "spec.model.tables has no element [5]: it has 2 elements"),
         ("spec.model.tables.rows=1", "spec.model.tables is a list of 2: write spec.model.tables[0]"),
         ("spec.data.epochs.more=1", "spec.data.epochs is a single value"),
