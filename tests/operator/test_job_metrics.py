@@ -82,6 +82,7 @@ def test_a_job_that_trains_is_shown_as_its_pods_and_its_plan_say() -> None:
         "last_snapshot_step": 80,
         "last_snapshot_timestamp_seconds": 1_767_226_200,
         "snapshot_interval_seconds": 50 * 64 / 640,
+        "snapshot_interval_steps": 50,
         "passed_over_snapshots": 1,
         "store_failing": 1,
         "cost_per_hour": pytest.approx(5_000 * 1_000 * 3_600 / 1e9),
@@ -100,6 +101,7 @@ def test_what_pods_said_before_is_not_shown_of_a_job_that_does_not_train() -> No
 def test_an_interval_by_time_is_shown_as_it_is() -> None:
     assert Seen(RUNNING, interval="10m").figures()["snapshot_interval_seconds"] == 600
     assert Seen(RUNNING).figures()["snapshot_interval_seconds"] == 1_800
+    assert "snapshot_interval_steps" not in Seen(RUNNING).figures()
 
 
 def test_series_of_a_deleted_job_end_and_those_of_a_new_one_begin_without_figures() -> None:

@@ -119,6 +119,10 @@ class JobFacts:
         rate = self.samples_per_second()
         return spec.checkpoint.interval_steps * spec.data.global_batch_size / rate if rate else None
 
+    def snapshot_interval_steps(self) -> float | None:
+        """Steps between two cuts, where the spec counts these."""
+        return self.job.spec.spec.checkpoint.interval_steps if isinstance(self.job.spec, DLRMJob) else None
+
     def passed_over(self) -> float | None:
         """Newer snapshots that its attempt could not start from."""
         return self.trainer.passed_over_snapshots if self.trains else None
@@ -154,6 +158,11 @@ GAUGES: tuple[tuple[str, str, Callable[[JobFacts], float | None]], ...] = (
         "snapshot_interval_seconds",
         "Time between two cuts that the spec asks for; where it counts steps, at the present throughput.",
         JobFacts.snapshot_interval_s,
+    ),
+    (
+        "snapshot_interval_steps",
+        "Steps between two cuts that the spec asks for; absent where it counts time.",
+        JobFacts.snapshot_interval_steps,
     ),
     (
         "passed_over_snapshots",
