@@ -42,11 +42,13 @@ def export_tables(snapshot: Snapshot, folder: Path, wanted: Wanted) -> int:
     written last, what is there with the SHA-256 of each file. Tables stream through memory in blocks.
 
     Raises:
-        UsageError: the folder holds something or can't be made, or there is no table of a name.
+        UsageError: the folder holds something or can't be made, there is no table of a name, or files of this kind
+            don't know the precision.
         SnapshotError: an object is missing or corrupt, or a weight is too large for the precision.
         NoPermissionError: the folder may not be written.
         DeviceError: the disk is full.
     """
+    wanted.form.check(wanted.precision)
     tables = _tables(snapshot, wanted.tables)
     with written_to(folder):
         check_new(folder)

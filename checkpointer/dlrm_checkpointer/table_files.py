@@ -38,6 +38,14 @@ class TableFormat(Protocol):
     name: str
     suffix: str
 
+    def check(self, precision: Precision) -> None:
+        """Refuse a precision that files of this kind don't know.
+
+        Raises:
+            UsageError: it is none of theirs; says which are.
+        """
+        ...
+
     def open(self, path: Path, table: TableMeta, precision: Precision, *, all_rows: bool) -> TableFile:
         """A new file; ``all_rows``: every row of the table will come."""
         ...
@@ -51,6 +59,9 @@ class Safetensors:
 
     name = "safetensors"
     suffix = ".safetensors"
+
+    def check(self, precision: Precision) -> None:
+        """Every precision has its type."""
 
     def open(self, path: Path, table: TableMeta, precision: Precision, *, all_rows: bool) -> TableFile:  # noqa: ARG002
         """A new file. Unless all rows come, each array is in a file of its own beside it until the rows are there."""

@@ -23,14 +23,17 @@ class Parquet:
     name = "parquet"
     suffix = ".parquet"
 
-    def open(self, path: Path, table: TableMeta, precision: Precision, *, all_rows: bool) -> TableFile:  # noqa: ARG002
-        """A new file; row numbers are always in it, because engines that read it may change the order.
+    def check(self, precision: Precision) -> None:
+        """Refuse a precision that files of this kind don't know.
 
         Raises:
             UsageError: Parquet has no such numbers.
         """
         if precision == "bf16":
             raise UsageError("Parquet has no bf16: take --precision fp16, or --format safetensors")
+
+    def open(self, path: Path, table: TableMeta, precision: Precision, *, all_rows: bool) -> TableFile:  # noqa: ARG002
+        """A new file; row numbers are always in it, because engines that read it may change the order."""
         vector = {"fp32": pa.float32(), "fp16": pa.float16(), "int8": pa.uint8()}[precision]
         name = "codes" if precision == "int8" else "weights"
         columns = [("row_id", pa.int64()), (name, pa.list_(vector, table.dim))]
