@@ -322,7 +322,8 @@ SNAPSHOTS = Row(
             description="Snapshots committed, by kind, and removed by retention.",
             unit="none",
             queries=(
-                Query(_in_window("checkpointer_commits_total", "kind"), "{{kind}}"),
+                # every pod counts all of them
+                Query(f"max by (kind) (increase(dlrm_checkpointer_commits_total{{{JOB}}}{RATE}))", "{{kind}}"),
                 Query(f"sum(increase(dlrm_checkpointer_retired_snapshots_total{{{JOB}}}{RATE}))", "removed"),
             ),
         ),

@@ -85,11 +85,16 @@ def test_rules_are_sound_and_fire_when_they_should(promtool: str) -> None:
 
 
 def panel_query(dashboard: str, title: str) -> str:
-    """The one query of a panel, of all namespaces."""
+    """The first query of a panel, of all namespaces and jobs."""
     [found] = [each for each in DASHBOARDS if each["uid"] == dashboard]
     [panel] = [each for each in found["panels"] if each["title"] == title]
-    [target] = panel["targets"]
-    return str(target["expr"]).replace("$namespace", ".*")
+    expr = str(panel["targets"][0]["expr"])
+    return (
+        expr.replace('="$namespace"', '=~".+"')
+        .replace("$namespace", ".*")
+        .replace('="$job"', '=~".+"')
+        .replace("$__rate_interval", "5m")
+    )
 
 
 def ask_promtool(promtool: str, folder: Path, series: dict[str, str], asked: list[tuple[int, str, Object]]) -> None:
@@ -164,6 +169,22 @@ def test_the_fleet_shows_what_a_failure_would_cost_of_every_job_that_trains(prom
             (50, panel_query("dlrm-fleet", "Snapshot age"), costs),
             (50, panel_query("dlrm-fleet", "Snapshot age in intervals"), {job: s / 300 for job, s in costs.items()}),
         ],
+    )
+
+
+def test_a_snapshot_is_one_commit_however_many_pods_see_it(promtool: str, tmp_path: Path) -> None:
+    name = "dlrm_checkpointer_commits_total"
+    series = {
+        f'{name}{{namespace="n", dlrm_job="j", pod="j-trainer-1-{pod}", kind="{kind}"}}': values
+        for pod in range(4)
+        for kind, values in (("full", "0x10"), ("increment", "0+1x10"))
+    }
+
+    ask_promtool(
+        promtool,
+        tmp_path,
+        series,
+        [(10, panel_query("dlrm-job", "Commits and removals"), {'{kind="full"}': 0, '{kind="increment"}': 5})],
     )
 
 
