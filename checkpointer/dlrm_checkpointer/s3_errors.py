@@ -27,6 +27,7 @@ REFUSED = frozenset(  # by the credentials, which may rotate
         "InvalidToken",
         "SignatureDoesNotMatch",
         "TokenRefreshRequired",
+        "XAdminUserNotFound",  # versitygw, with 404: it does not know the access key
     }
 )
 NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError"})

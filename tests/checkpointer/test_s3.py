@@ -188,6 +188,7 @@ def answer(code: str, status: int) -> Exception:
         ("AccessDenied", 403, ExitCode.NO_PERMISSION),
         ("ExpiredToken", 400, ExitCode.NO_PERMISSION),
         ("InvalidAccessKeyId", 403, ExitCode.NO_PERMISSION),
+        ("XAdminUserNotFound", 404, ExitCode.NO_PERMISSION),
         ("RequestTimeTooSkewed", 403, ExitCode.NO_PERMISSION),
         ("NoSuchBucket", 404, ExitCode.NO_INPUT),
         ("NoSuchKey", 404, ExitCode.NO_INPUT),
