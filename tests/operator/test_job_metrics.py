@@ -68,6 +68,7 @@ def test_a_job_that_trains_is_shown_as_its_pods_and_its_plan_say() -> None:
     assert found == {
         "Running": 1,
         "restarts_total": 2,
+        "failures_total": 2,
         "step": 100,
         "planned_steps": 200,
         "samples": 6_400,
@@ -98,6 +99,15 @@ def test_what_pods_said_before_is_not_shown_of_a_job_that_does_not_train() -> No
     assert not {"samples_per_second", "loss_nats", "running_timestamp_seconds", "store_failing"} & set(found)
 
 
+def test_gangs_that_were_replaced_by_wish_are_no_failures() -> None:
+    by_reason = {"Suspended": 2, "Resized": 1, "Edited": 1, "OOMKilled": 3}
+
+    found = Seen({**RUNNING, "restarts": 7, "restartsByReason": by_reason}).figures()
+
+    assert found["restarts_total"] == 7
+    assert found["failures_total"] == 3
+
+
 def test_an_interval_by_time_is_shown_as_it_is() -> None:
     assert Seen(RUNNING, interval="10m").figures()["snapshot_interval_seconds"] == 600
     assert Seen(RUNNING).figures()["snapshot_interval_seconds"] == 1_800
@@ -107,7 +117,13 @@ def test_an_interval_by_time_is_shown_as_it_is() -> None:
 def test_series_of_a_deleted_job_end_and_those_of_a_new_one_begin_without_figures() -> None:
     seen = Seen({})
 
-    assert seen.figures() == {"Pending": 1, "restarts_total": 0, "pods": 0, "snapshot_interval_seconds": 1_800}
+    assert seen.figures() == {
+        "Pending": 1,
+        "restarts_total": 0,
+        "failures_total": 0,
+        "pods": 0,
+        "snapshot_interval_seconds": 1_800,
+    }
     seen.jobs.forget(KEY)
     assert seen.figures() == {}
 

@@ -11,14 +11,17 @@ from prometheus_client.registry import Collector
 from dlrm_api.checkpoint import DEFAULT_INTERVAL_S
 from dlrm_api.job import DLRMJob
 from dlrm_api.progress import CheckpointerProgress, Progress
-from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
+from dlrm_api.status import ConditionType, DLRMJobStatus, HaltReason, Phase
 from dlrm_operator.facts.conditions import find_condition, parse_timestamp
 from dlrm_operator.facts.jobs import JobCache
 from dlrm_operator.facts.observed import JobKey, JobSeen, Polled
+from dlrm_operator.facts.reasons import Reason
 
 JOB_LABELS = ("namespace", "dlrm_job")
 """``job`` is the name of a scrape to Prometheus. A scrape has to honour these labels."""
 SECONDS_PER_HOUR = 3_600
+ASKED_FOR = (HaltReason.SUSPENDED, HaltReason.RESIZED, Reason.EDITED)
+"""Reasons of replaced gangs that somebody wished for."""
 UNSEEN = DLRMJobStatus()
 
 
@@ -50,6 +53,11 @@ class JobFacts:
         """What its checkpointer said last."""
         said = self.polled.checkpointer if self.polled else None
         return said or CheckpointerProgress()
+
+    @property
+    def failures(self) -> int:
+        """Gangs that were replaced and not by anybody's wish."""
+        return self.status.restarts - sum(self.status.restarts_by_reason.get(reason, 0) for reason in ASKED_FOR)
 
     def step(self) -> float | None:
         """Steps done: the newer of what was polled and what was written."""
@@ -219,11 +227,17 @@ def _families(jobs: Sequence[JobFacts]) -> Iterator[Metric]:
     restarts = CounterMetricFamily(
         "dlrm_operator_job_restarts", "Gangs that were replaced in the job's life.", labels=JOB_LABELS
     )
+    failures = CounterMetricFamily(
+        "dlrm_operator_job_failures",
+        "Replaced gangs that failed or were disrupted: not for a suspension, another size or a changed spec.",
+        labels=JOB_LABELS,
+    )
     for each in jobs:
         key = [each.job.key.namespace, each.job.key.name]
         phase.add_metric([*key, each.status.phase.value], 1)
         restarts.add_metric(key, each.status.restarts)
-    yield from (phase, restarts)
+        failures.add_metric(key, each.failures)
+    yield from (phase, restarts, failures)
     for name, words, figure in GAUGES:
         family = GaugeMetricFamily(f"dlrm_operator_job_{name}", words, labels=JOB_LABELS)
         for each in jobs:
