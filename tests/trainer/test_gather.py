@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from live_memory import LiveMemory
 
-from dlrm_trainer.embedding.gather import copy_rows
+from dlrm_trainer.embedding.gather import DEVICE_BYTES, copy_rows
 
 LINE = 16
 """float32 elements of a cache line, which memory below is aligned to but for the shift."""
@@ -36,3 +38,18 @@ def test_chosen_rows_and_their_state_are_copied_bit_for_bit_wherever_they_go(
     np.testing.assert_array_equal(out, weight.float().numpy()[rows])
     np.testing.assert_array_equal(out_state, state.numpy()[rows])
     assert np.isnan([*memory[:shift], memory[-1]]).all()
+
+
+@pytest.mark.parametrize(("dim", "values"), [(64, 1), (4, 129)])
+def test_a_gpu_gathers_rows_beside_its_tables_a_few_at_a_time(gpu: torch.device, dim: int, values: int) -> None:
+    count = 3 * DEVICE_BYTES // (4 * max(dim, values))
+    weight, state = (torch.rand(count, width).to(gpu) for width in (dim, values))
+    rows = np.random.default_rng(0).permutation(count)
+    out, out_state = (np.empty((count, width), np.float32) for width in (dim, values))
+
+    with LiveMemory([weight, state]) as memory:
+        copy_rows(weight, state, rows, out, out_state)
+
+    np.testing.assert_array_equal(out, weight.cpu().numpy()[rows])
+    np.testing.assert_array_equal(out_state, state.cpu().numpy()[rows])
+    assert memory.peak < 2.5 * DEVICE_BYTES  # where they go counts too

@@ -29,6 +29,8 @@ FOUR_BYTES, LINE_BYTES = 16, 64
 """What is written past the caches is aligned to as many bytes as are written together."""
 UNIT_ROWS = 1 << 12
 """Rows that a thread copies at a time."""
+DEVICE_BYTES = 32 << 20
+"""Of rows, or of their state, that a GPU gathers at a time beside its tables."""
 AHEAD = U64(24)
 """Rows asked for before their turn: with more of two lines each, the first level of caches could not wait for all."""
 IN_ORDER = np.empty(0, np.int64)
@@ -57,9 +59,12 @@ def copy_rows(
         return
     if weight.device.type != "cpu":
         assert len(places) == 0
-        chosen = torch.from_numpy(rows).to(weight.device)
-        torch.from_numpy(out).copy_(weight.index_select(0, chosen))
-        torch.from_numpy(out_state).copy_(state.index_select(0, chosen))
+        most = max(1, DEVICE_BYTES // (4 * max(weight.shape[1], state.shape[1])))
+        for first in range(0, len(rows), most):
+            piece = slice(first, first + most)
+            chosen = torch.from_numpy(rows[piece]).to(weight.device)
+            torch.from_numpy(out[piece]).copy_(weight.index_select(0, chosen))
+            torch.from_numpy(out_state[piece]).copy_(state.index_select(0, chosen))
         return
     share(
         _gather_units,
