@@ -66,7 +66,8 @@ class Gang:
             device: that this rank computes on, from which collectives send: all ranks' are of one type.
 
         Raises:
-            PeerLostError: not all came in time; says which are absent as far as can be known.
+            PeerLostError: not all came in time, or NCCL finds no way between GPUs; says which are absent as far as can
+                be known.
             TemporaryError: rank 0 can't listen on its port.
         """
         if self.world_size == 1:
@@ -93,6 +94,8 @@ class Gang:
         )
         self.id_collectives.use(dist.new_group(timeout=timeout, backend="gloo"))
         self._call_roll(collective_timeout_s)
+        if device.type != "cpu":  # NCCL meets at its first collective, by a store that waits STORE_TIMEOUT_S for rank 0
+            self.collectives.all_reduce(torch.zeros(1, device=device))
 
     def leave(self, last_words: str) -> None:
         """Tell the others that this rank ends, and why; empty words: it ended well, or another rank is to blame."""
