@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gangs import hand_plan, run_ranks, small_job
+from failing_gpu import FAILURES
+from gangs import Pod, hand_plan, job_document, plan_document, run_ranks, small_job
 from gpus import gpu_of
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -19,6 +23,7 @@ from stacked import ALONE, Shape, make_learner, train_run
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob
+from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan, TierLevel, TierShare
 from dlrm_api.training import DenseOptimizerSpec
 from dlrm_trainer.collectives import Collectives
@@ -77,6 +82,42 @@ def test_a_package_without_kernels_for_gpus_is_refused(monkeypatch: pytest.Monke
 
     with pytest.raises(InvalidSpecError, match="the package fbgemm-gpu-cpu lacks: put fbgemm-gpu in its place"):
         take_device("cuda", 0)
+
+
+@pytest.mark.parametrize("failure", FAILURES.values())
+def test_a_gpu_that_fails_while_others_are_waited_for_is_no_fault_of_theirs(failure: Exception) -> None:
+    def wait() -> None:
+        raise failure
+
+    arriving = Collectives(0, 2, lambda: "rank 1 died")._waiting("all_reduce", SimpleNamespace(wait=wait), HOST)
+
+    with pytest.raises(type(failure)):
+        arriving()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (
+            "full",
+            r"the rank's GPU is full: .* Tried to allocate 2.00 GiB.*: set spec.trainer.tierBudgets.hbm, or lower",
+        ),
+        ("failing", r"the rank's GPU failed: CUDA error: uncorrectable ECC error encountered: where .* drain the node"),
+    ],
+)
+def test_a_rank_whose_gpu_is_full_or_failing_says_so_and_what_to_do(tmp_path: Path, fault: str, words: str) -> None:
+    doubles = {
+        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parent / "doubles"), os.environ.get("PYTHONPATH", "")))
+    }
+    pod = Pod(tmp_path, job_document(tmp_path), plan_document(small_job(tmp_path)), FAULT=fault, **doubles)
+    pod.module = "failing_gpu"
+
+    code, ended = pod.run(checkpointer=False), pod.termination()
+
+    assert (code, ended.exit_code, ended.reason, ended.rank) == (ExitCode.DEVICE, ExitCode.DEVICE, "Device", 0)
+    assert re.match(words, ended.message)
+    assert "Traceback" not in pod.log()
 
 
 def test_ranks_on_gpus_send_by_nccl_and_what_is_on_their_hosts_by_gloo() -> None:

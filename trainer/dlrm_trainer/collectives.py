@@ -16,6 +16,7 @@ from torch import Tensor
 from dlrm_api.errors import PeerLostError
 from dlrm_api.training import Codec
 from dlrm_trainer.codecs import message_bytes, read_message, write_message
+from dlrm_trainer.compute_device import GPU_FAILURES
 from dlrm_trainer.spans import add_span
 
 T = TypeVar("T")
@@ -167,6 +168,8 @@ class Collectives:
             end = time.monotonic()
             self.seconds += end - start
             add_span(kind, start, end)
+        except GPU_FAILURES:  # of this rank: it shows them at whatever it does next
+            raise
         except RuntimeError as error:
             problem = str(error).strip().splitlines()[0]
             raise PeerLostError(f"{self._explain()} ({kind}: {problem})") from error

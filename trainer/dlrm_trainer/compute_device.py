@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from dlrm_api.errors import InvalidSpecError
+from dlrm_api.errors import DeviceError, InvalidSpecError
 from dlrm_api.plan import Device
 
 HOST = torch.device("cpu")
+GPU_FAILURES = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""What torch raises of a GPU that is full or failing, wherever it is next asked for something."""
 
 
 def take_device(device: Device, local_rank: int) -> torch.device:
@@ -42,3 +44,19 @@ def take_device(device: Device, local_rank: int) -> torch.device:
     own = torch.device("cuda", local_rank)
     torch.cuda.set_device(own)
     return own
+
+
+def named_failure(error: BaseException) -> BaseException:
+    """A GPU's own failure as an error that says what to do; any other error as it is."""
+    if not isinstance(error, GPU_FAILURES):
+        return error
+    words = str(error).strip().splitlines()[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return DeviceError(
+            f"the rank's GPU is full: {words}: set spec.trainer.tierBudgets.hbm, or lower it, so that tables leave "
+            "more of it free, or give a smaller spec.training.microBatchSize"
+        )
+    return DeviceError(
+        f"the rank's GPU failed: {words}: where the kernel log of its node tells of an Xid, drain the node; the next "
+        "attempt goes on from the last snapshot"
+    )
