@@ -21,7 +21,7 @@ from sharded_runs import ShardedRun, job_of, train_plan
 from shardings import random_plan, without_levels
 from stacked import ALONE, Shape, make_learner, train_run
 
-from dlrm_api.errors import InvalidSpecError
+from dlrm_api.errors import DeviceError, InvalidSpecError
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan, TierLevel, TierShare
@@ -48,6 +48,39 @@ def test_ranks_of_a_plan_for_hosts_compute_there() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 def test_a_plan_for_gpus_is_refused_where_there_is_none() -> None:
     with pytest.raises(InvalidSpecError, match=r"plan.device: .* this process sees no CUDA device"):
+        take_device("cuda", 0)
+
+
+OLD = "The NVIDIA driver on your system is too old (found version 12040)."
+NOT_READY = (
+    "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() that "
+    "might have already set an error? Error 802: system not yet initialized"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (RuntimeError("Found no NVIDIA driver on your system."), InvalidSpecError, "Found no .* runtimeClass"),
+        (RuntimeError(OLD), InvalidSpecError, r"too old \(found version 12040\).*: mend the node's driver"),
+        (RuntimeError("No CUDA GPUs are available"), InvalidSpecError, "No CUDA GPUs are available: mend"),
+        (AssertionError("Torch not compiled with CUDA enabled"), InvalidSpecError, "not compiled with CUDA"),
+        (RuntimeError(NOT_READY), DeviceError, "Error 802: system not yet initialized: a start later or elsewhere"),
+        (RuntimeError("CUDA driver initialization failed"), DeviceError, "initialization failed: a start later"),
+        (None, DeviceError, "they were not there, and are now: a start later"),
+    ],
+)
+def test_gpus_that_may_come_are_tried_again_and_such_as_never_will_refused_with_the_drivers_words(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, kind: type[Exception], message: str
+) -> None:
+    def init() -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+
+    with pytest.raises(kind, match=message):
         take_device("cuda", 0)
 
 

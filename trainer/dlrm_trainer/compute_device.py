@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from dlrm_api.errors import DeviceError, InvalidSpecError
+from dlrm_api.errors import DeviceError, DLRMError, InvalidSpecError
 from dlrm_api.plan import Device
 
 HOST = torch.device("cpu")
 GPU_FAILURES = (torch.OutOfMemoryError, torch.AcceleratorError)
 """What torch raises of a GPU that is full or failing, wherever it is next asked for something."""
+NONE_THERE = (
+    "Found no NVIDIA driver",
+    "The NVIDIA driver on your system is too old",
+    "No CUDA GPUs are available",
+    "Torch not compiled with CUDA",
+)
+"""What torch's words begin with where waiting does not help; all else a node may get over, or another one lack."""
 
 
 def take_device(device: Device, local_rank: int) -> torch.device:
@@ -21,11 +28,12 @@ def take_device(device: Device, local_rank: int) -> torch.device:
 
     Raises:
         InvalidSpecError: the plan wants a GPU, and this process has none of its own or no kernels for it.
+        DeviceError: the driver is there and gives none.
     """
     if device == "cpu":
         return HOST
     if not torch.cuda.is_available():
-        raise InvalidSpecError("plan.device", "the plan computes on GPUs, and this process sees no CUDA device")
+        raise _without_gpus()
     from dlrm_trainer.embedding.device import made_for_gpus  # loads fbgemm, which takes seconds
 
     if not made_for_gpus():
@@ -44,6 +52,24 @@ def take_device(device: Device, local_rank: int) -> torch.device:
     own = torch.device("cuda", local_rank)
     torch.cuda.set_device(own)
     return own
+
+
+def _without_gpus() -> DLRMError:
+    words = "they were not there, and are now"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # says why, which is_available does not
+    except (RuntimeError, AssertionError) as error:
+        words = str(error).strip().splitlines()[0]
+    if words.startswith(NONE_THERE):
+        return InvalidSpecError(
+            "plan.device",
+            f"the plan computes on GPUs, and this process sees no CUDA device: {words}: mend the node's driver, or the "
+            "HardwareProfile's devices and runtimeClass, or name hardware without devices",
+        )
+    return DeviceError(
+        f"the node's GPUs can't be used: {words}: a start later or elsewhere may succeed; where none does, look at the "
+        "node's driver, and at its fabric manager if it has NVSwitch"
+    )
 
 
 def named_failure(error: BaseException) -> BaseException:
