@@ -26,11 +26,14 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan, TierLevel, TierShare
 from dlrm_api.training import DenseOptimizerSpec
+from dlrm_trainer import stages
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.compute_device import HOST, take_device
+from dlrm_trainer.data import open_reader
 from dlrm_trainer.dense import DenseParameters
 from dlrm_trainer.device_pairs import DevicePairs, pair_places
 from dlrm_trainer.embedding import device, place
+from dlrm_trainer.learner import Learner
 from dlrm_trainer.model import build_model
 from dlrm_trainer.pairs import Pairs
 from dlrm_trainer.rendezvous import backends
@@ -331,6 +334,31 @@ def test_bf16_products_train_nearly_as_fp32_ones(tmp_path: Path, gpu: torch.devi
 
     assert losses[0] != losses[1]
     np.testing.assert_allclose(*losses, rtol=0.02)
+
+
+@pytest.mark.parametrize("most", [None, 7])
+def test_the_time_that_a_gpu_computes_is_the_ranks_own_and_not_spent_waiting_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int | None
+) -> None:
+    job, clock = small_job(tmp_path, training={"microBatchSize": most}), SimpleNamespace(now=100.0)
+    ask = torch.Tensor.item
+
+    def compute_and_tell(loss: torch.Tensor) -> Any:
+        clock.now += 1  # a GPU is asked for a value once it has computed all that it was asked for before
+        return ask(loss)
+
+    monkeypatch.setattr(stages, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    with gpu_of("pretended") as found:
+        times = stages.Stages()
+        learner = Learner(job.spec, place(job.spec.model, hand_plan(job), 1), ALONE, stages=times, device=found)
+        prepared = learner.prepare(learner.send(open_reader(job.spec, "train", 0, 1).read(0)))
+        monkeypatch.setattr(torch.Tensor, "item", compute_and_tell)
+        learner.compute(prepared, 64, factor=1.0)
+        times.lap("agreement")
+    learner.embeddings.close()
+
+    assert clock.now > 100
+    assert times.own_seconds() == pytest.approx(clock.now - 100)
 
 
 @pytest.mark.parametrize("with_bottom", [True, False])

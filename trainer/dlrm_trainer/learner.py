@@ -171,9 +171,10 @@ class Learner:
         sent = self._collectives.seconds
         loss.backward()  # type: ignore[no-untyped-call]
         hook.remove()  # it and the features hold each other, out of the garbage collector's sight
+        value = loss.item()  # waits for a GPU, whose work is this rank's own and not what others are waited for
         self._stages.apart("exchange", self._collectives.seconds - sent)
         self._stages.lap("backward")
-        return loss.item(), travelling[0]
+        return value, travelling[0]
 
     def _piecewise(
         self, lookup: Lookup, pieces: Sequence[slice], batch: DenseBatch, global_count: int
