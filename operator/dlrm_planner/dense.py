@@ -20,6 +20,8 @@ UPDATED_ELEMENT_BYTES, UPDATED_ROW_BYTES = 48, 100
 """Of each element of the rows looked up, and of each row, where torch's operations update them on a GPU: gradients of
 lookups and of rows, rows and states before and after, and whose they are. Counted operation by operation: 39 and 89,
 under Adam 48 and 97."""
+INTERACTION_COPIES = {"dot": 2, "dcn": 4}
+"""Of what goes into the interaction, beside what its layers give: as one tensor, and gradients under way."""
 FLOPS_PER_WEIGHT = 6
 """A multiply and an add forward, twice that backward (gradients of the input and of the weight)."""
 
@@ -66,11 +68,29 @@ def activation_bytes(spec: DLRMJobSpec) -> int:
 
     What goes into the dense part, pooled rows too, is held of its whole slice; the rest of a micro batch.
     """
-    model, samples = spec.model, largest_slice(spec)
-    vectors, pooled = len(model.all_features()) + bool(model.bottom_mlp), _pooled(model)
-    interaction = vectors * vectors if model.interaction == "dot" else pooled * model.cross_layers
-    inputs, inner = len(model.dense_features) + pooled, sum(model.bottom_mlp) + sum(model.top_mlp) + interaction
-    return 2 * ELEMENT_BYTES * (inputs * samples + inner * held_samples(spec))
+    inputs = len(spec.model.dense_features) + _pooled(spec.model)
+    return 2 * ELEMENT_BYTES * (inputs * largest_slice(spec) + _inner(spec.model) * held_samples(spec))
+
+
+def device_activation_bytes(spec: DLRMJobSpec) -> int:
+    """The same on a GPU, where each of torch's operations makes a tensor. Counted operation by operation.
+
+    Most is taken as the interaction's gradients are made, or as those of pooled rows are divided among their tables.
+    """
+    model, samples, held = spec.model, largest_slice(spec), held_samples(spec)
+    pooled, means = _pooled(model), any(table.pooling == "mean" for table in model.all_tables())
+    joined = (pooled + (model.bottom_mlp[-1] if model.bottom_mlp else 0)) * held
+    made = (2 + means + (held < samples)) * pooled * samples + INTERACTION_COPIES[model.interaction] * joined
+    divided = (4 + 2 * means) * pooled * samples
+    inputs = 2 * len(model.dense_features) * samples
+    return ELEMENT_BYTES * (inputs + max(made + 2 * _inner(model) * held, divided))
+
+
+def _inner(model: ModelSpec) -> int:
+    """Elements that a sample's MLPs and interaction give."""
+    vectors = len(model.all_features()) + bool(model.bottom_mlp)
+    interaction = vectors * vectors if model.interaction == "dot" else _pooled(model) * model.cross_layers
+    return sum(model.bottom_mlp) + sum(model.top_mlp) + interaction
 
 
 def staged_bytes(spec: DLRMJobSpec) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from gpus import gpu_of
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from sharded_runs import ShardedRun, job_of, train_plan
-from shardings import random_plan, without_levels
+from shardings import every_shard_in, random_plan, without_levels
 from stacked import ALONE, Shape, make_learner, train_run
 
 from dlrm_api.errors import DeviceError, InvalidSpecError
@@ -244,29 +243,6 @@ def test_a_table_wholly_in_hbm_has_the_bits_of_one_whose_rows_come_and_go(
 
     assert whole.losses == stacked.losses
     assert whole.digest == stacked.digest
-
-
-def every_shard_in(plan: Plan, tiers: Sequence[str]) -> Plan:
-    def placed(rows: int) -> TierShare:
-        sizes = [rows if len(tiers) == 1 else rows // 4, *[rows] * (len(tiers) - 1)]
-        return TierShare.model_validate(
-            {"levels": [{"tier": tier, "rows": size} for tier, size in zip(tiers, sizes, strict=True)]}
-        )
-
-    tables = [
-        table.model_copy(
-            update={
-                "shards": tuple(
-                    shard
-                    if shard.kind == "data"
-                    else shard.model_copy(update={"tiers": placed(shard.row_end - shard.row_start)})
-                    for shard in table.shards
-                )
-            }
-        )
-        for table in plan.tables
-    ]
-    return plan.model_copy(update={"tables": tuple(tables)})
 
 
 def test_one_level_alone_is_hbm(tmp_path: Path) -> None:

@@ -19,14 +19,21 @@ class LiveMemory(TorchDispatchMode):
 
     Args:
         known: tensors that were there before.
+        kind: of the tensors that count: all, or ``Pretended`` alone.
     """
 
-    def __init__(self, known: Sequence[Tensor]) -> None:
+    def __init__(self, known: Sequence[Tensor] = (), kind: type[Tensor] = Tensor) -> None:
         super().__init__()
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._live = 0
+        self._kind = kind
+        self._counted: dict[int, int] = {}
         self.peak = 0
         """Most bytes at a time."""
+
+    def begin(self) -> None:
+        """Count from now on; what is there stays known."""
+        self._counted.clear()
+        self.peak = 0
 
     def __torch_dispatch__(
         self, operation: Any, _types: Any, arguments: Sequence[Any] = (), named: Mapping[str, Any] | None = None
@@ -34,7 +41,7 @@ class LiveMemory(TorchDispatchMode):
         """Run one operation, and count what it made."""
         made = operation(*arguments, **(named or {}))
         for each in tree_leaves(made):
-            if isinstance(each, Tensor):
+            if isinstance(each, self._kind):
                 self._count(each.kept if isinstance(each, Pretended) else each)
         return made
 
@@ -44,10 +51,10 @@ class LiveMemory(TorchDispatchMode):
         if key in self._known:
             return
         self._known.add(key)
-        self._live += size
-        self.peak = max(self.peak, self._live)
-        weakref.finalize(storage, self._gone, key, size)
+        self._counted[key] = size
+        self.peak = max(self.peak, sum(self._counted.values()))
+        weakref.finalize(storage, self._gone, key)
 
-    def _gone(self, key: int, size: int) -> None:
+    def _gone(self, key: int) -> None:
         self._known.discard(key)
-        self._live -= size
+        self._counted.pop(key, None)

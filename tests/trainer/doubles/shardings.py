@@ -110,3 +110,28 @@ def random_shards(generator: np.random.Generator, rows: int, edges: tuple[int, .
             extent = {"row_start": start, "row_end": end, "column_start": first, "column_end": last}
             shards.append(Shard(rank=rank, kind=kind, **extent))
     return shards
+
+
+def every_shard_in(plan: Plan, tiers: Sequence[str]) -> Plan:
+    """The plan with all shards but replicas in levels of these tiers: whole in one, or a quarter of them in slots."""
+
+    def placed(rows: int) -> TierShare:
+        sizes = [rows if len(tiers) == 1 else rows // 4, *[rows] * (len(tiers) - 1)]
+        return TierShare.model_validate(
+            {"levels": [{"tier": tier, "rows": size} for tier, size in zip(tiers, sizes, strict=True)]}
+        )
+
+    tables = [
+        table.model_copy(
+            update={
+                "shards": tuple(
+                    shard
+                    if shard.kind == "data"
+                    else shard.model_copy(update={"tiers": placed(shard.row_end - shard.row_start)})
+                    for shard in table.shards
+                )
+            }
+        )
+        for table in plan.tables
+    ]
+    return plan.model_copy(update={"tables": tuple(tables)})
