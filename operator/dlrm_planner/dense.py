@@ -11,7 +11,7 @@ from dlrm_api.model import ModelSpec
 from dlrm_planner.costs import ELEMENT_BYTES
 
 OPTIMIZER_COPIES = {"sgd": 0, "adagrad": 1, "adam": 2}
-EXCHANGED_COPIES = 4
+EXCHANGED_COPIES, MESSAGES = 4, 2
 LONE_ID_BYTES, ID_BYTES = 32, 96
 """Of each id of a batch, alone and among ranks. Measured, with tables in DDR: 30, and 81 to 95."""
 ID_BYTES_AHEAD = 24
@@ -132,6 +132,11 @@ def exchange_bytes(spec: DLRMJobSpec) -> int:
     if spec.world_size == 1:
         return 0
     return EXCHANGED_COPIES * ELEMENT_BYTES * _pooled(spec.model) * largest_slice(spec)
+
+
+def message_bytes(spec: DLRMJobSpec) -> int:
+    """Of ``exchange_bytes`` the messages alone: a GPU's pooled rows and gradients are among its activations."""
+    return exchange_bytes(spec) * MESSAGES // EXCHANGED_COPIES
 
 
 def _pooled(model: ModelSpec) -> int:

@@ -9,7 +9,7 @@ from dlrm_api.hardware import DeviceSpec, HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Device
 from dlrm_api.tiers import MOST_DEVICE_COLUMNS
-from dlrm_planner.dense import device_activation_bytes, exchange_bytes, lookup_bytes, update_bytes
+from dlrm_planner.dense import device_activation_bytes, lookup_bytes, message_bytes, update_bytes
 from dlrm_planner.memory import MIB, MOST_DDR, Limit, dense_bytes, human, tightest
 from dlrm_planner.tables import Tables, table_paths
 
@@ -98,7 +98,7 @@ def _working(spec: DLRMJobSpec) -> dict[str, int]:
         "for dense parameters, their gradients and optimizer state": dense_bytes(spec),
         "for activations": device_activation_bytes(spec),
         "for ids": lookup_bytes(spec),
-        "for pooled rows that travel": exchange_bytes(spec),
+        "for pooled rows that travel": message_bytes(spec),
         "for updates of rows": update_bytes(spec),
     }
     return {what: size for what, size in parts.items() if size}
