@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlrm_api.errors import NoInputError, SnapshotError, TemporaryError
-from dlrm_checkpointer.manifest import MANIFESTS, parse_manifest_key
+from dlrm_checkpointer.manifest import MANIFESTS, PARTS, parse_manifest_key
 from dlrm_checkpointer.store import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ DEAD_MARK_S = 600.0
 """A retention that marked a snapshot removes it in moments: a mark that is so much older than a claim has no owner."""
 _ATTEMPT = re.compile(r"attempts/(\d+)\.json")
 _CLAIM = re.compile(r"claims/(\d+)\.[0-9a-f]+\.json")
+_MANIFEST = re.compile(r"manifests/\d+-(\d+)\.json")
+_PART = re.compile(r"parts/\d+/(\d+)/\d+\.json")
 
 
 @dataclass(frozen=True, order=True)
@@ -122,7 +124,7 @@ def claim_attempt(store: ObjectStore, restored_step: int | None, note: str) -> i
 
 
 def _claim_by_condition(store: ObjectStore, token: str, body: bytes) -> int:
-    number = newest_attempt(store)
+    number = _greatest_used(store)
     while True:
         number += 1
         key = attempt_key(number)
@@ -139,7 +141,7 @@ def _claim_by_rank(store: ObjectStore, token: str, body: bytes) -> int:
     whoever sees one withdraws and tries a higher number. So a number has at most one owner, who announces it.
     """
     while True:
-        number = max(newest_attempt(store), max(_numbers(store, CLAIMS, _CLAIM), default=0)) + 1
+        number = max(_greatest_used(store), max(_numbers(store, CLAIMS, _CLAIM), default=0)) + 1
         mine = f"{CLAIMS}{number:08d}.{token}.json"
         store.put(mine, body)
         rivals = [info.key for info in store.list(f"{CLAIMS}{number:08d}.") if info.key != mine]
@@ -149,6 +151,16 @@ def _claim_by_rank(store: ObjectStore, token: str, body: bytes) -> int:
             return number
         store.delete(mine)
         time.sleep(random.uniform(0, JITTER_S))  # noqa: S311  jitter
+
+
+def _greatest_used(store: ObjectStore) -> int:
+    """The greatest number of an attempt that was announced or has stored something; 0 where there is none.
+
+    A copy of a store that was in use may lack announcements, and so may one whose objects expire. An attempt that got
+    such a number would take part lists of the other one for its own, and commit what that had handed over.
+    """
+    stored = (*_numbers(store, MANIFESTS, _MANIFEST), *_numbers(store, PARTS, _PART))
+    return max(newest_attempt(store), max(stored, default=0))
 
 
 def _still_there(store: ObjectStore, step: int, number: int) -> bool:

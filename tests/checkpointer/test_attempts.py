@@ -14,6 +14,7 @@ from dlrm_api.errors import SnapshotError, StoreUnavailableError, TemporaryError
 from dlrm_checkpointer.attempts import DEAD_MARK_S, Attempt, claim_attempt, in_lineage, newest_attempt, read_attempts
 from dlrm_checkpointer.catalog import list_snapshots
 from dlrm_checkpointer.commit import try_commit
+from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.retention import Retention, Rule
@@ -229,3 +230,28 @@ def test_a_snapshot_that_goes_while_it_is_verified_gives_way_to_the_one_that_too
 
     assert (snapshot.step, reasons) == (2, [])
     assert snapshot_digest(snapshot) == model.digest()
+
+
+@pytest.mark.parametrize("left", ["manifest", "part list"])
+def test_a_number_that_anything_is_stored_under_is_not_claimed_again(
+    tmp_path: Path, files: FileStore, new_model, new_pod, left: str
+):
+    """A copy of a store that was in use, or a lifecycle rule, may lack an announcement whose gang stored something."""
+    new_pod(tmp_path / "pod", files).commit(new_model().train(), claim_attempt(files, None, "1"))
+    other = new_model().train()
+    second = claim_attempt(files, 1, "2")
+    other.dense["top.0.weight"] += 1
+    new_pod(tmp_path / "second", files).commit(other.train(2), second)
+    files.delete(f"attempts/{second:08d}.json")
+    if left == "part list":
+        files.delete(f"manifests/{other.step:016d}-{second:08d}.json")
+    else:
+        files.delete(f"parts/{other.step:016d}/{second:08d}/000000.json")
+
+    model = new_model().train()
+    third = claim_attempt(files, 1, "3")
+    new_pod(tmp_path / "third", files).commit(model.train(2), third)
+    snapshot, _ = newest_snapshot(files)
+
+    assert third == 3
+    assert (snapshot.name, snapshot_digest(snapshot)) == (SnapshotName(3, 3), model.digest())

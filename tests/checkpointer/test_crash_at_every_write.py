@@ -54,9 +54,9 @@ def test_retention_cut_off_anywhere_leaves_only_whole_snapshots_and_the_next_run
     tmp_path: Path, files: FileStore, new_model, new_pod, dying, writes_left: int
 ):
     model, pod = new_model(), new_pod(tmp_path / "pod", files, keep_last=100)
+    claim_attempt(files, None, "names attempt 1")
     for _ in range(3):
         pod.commit(model.train(), 1)
-    claim_attempt(files, None, "names attempt 1")
 
     with contextlib.suppress(StoreUnavailableError):
         Retention(dying(files, writes_left), Rule(keep_last=1, orphan_s=0)).apply(1)
