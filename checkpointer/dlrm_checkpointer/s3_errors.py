@@ -136,6 +136,12 @@ def translate(error: Exception, place: Place, key: str) -> DLRMError:
             f"bucket {place.bucket} at {place.endpoint} refused {key}: the clock of this machine or of the service is "
             "wrong: set it, both must be within 15 minutes"
         )
+    if code == "InvalidObjectState":
+        return NoPermissionError(
+            f"bucket {place.bucket} at {place.endpoint}: {key} is archived and can't be read ({detail}): have the "
+            f"service restore all objects below {place.fields.uri}, and take them out of the lifecycle rule that "
+            "archives them"
+        )
     if status in {401, 403} or code in REFUSED:
         return NoPermissionError(
             f"bucket {place.bucket} at {place.endpoint} refused {key}: {detail or status}; "

@@ -464,6 +464,18 @@ def test_clocks_that_differ_are_named(store: ObjectStore, plan: Plan):
         store.put("x", b"1")
 
 
+def test_an_object_that_a_lifecycle_rule_archived_is_told_as_such_and_not_as_a_matter_of_credentials(
+    store: ObjectStore, plan: Plan
+):
+    store.put("x", b"1")
+    plan.faults.append(Fault("GET", refuse(403, "InvalidObjectState"), times=10**9))
+
+    for read in (lambda: store.get("x"), lambda: read_into(store, "x", 1)):
+        with pytest.raises(NoPermissionError, match=r"x is archived .* below spec\.checkpoint\.uri") as refused:
+            read()
+        assert "credentials" not in str(refused.value)
+
+
 def test_a_server_that_ignores_ranges_is_refused_by_the_name_of_its_field(store: ObjectStore, plan: Plan):
     store.put("x", b"12345")
 
