@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,8 @@ from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.manifest import ChunkEntry, ObjectEntry
 from dlrm_checkpointer.objects import decode_rows
 from dlrm_checkpointer.store import ObjectStore
+
+logger = logging.getLogger(__name__)
 
 PARALLEL_GETS = 16
 """Objects that are read at a time, memory allowing: what comes from far takes its while, however small it is."""
@@ -41,6 +44,15 @@ def fetch(store: ObjectStore, entry: ObjectEntry, bodies: Bodies | None = None) 
     """
     body = (bodies or Bodies(0)).take(entry.bytes)
     try:
+        _read(store, entry, body)
+    except SnapshotError as error:  # the store may have it whole: nothing but TLS notices what is garbled on the way
+        logger.warning("object is read again", extra={"problem": str(error)})
+        _read(store, entry, body)
+    return body
+
+
+def _read(store: ObjectStore, entry: ObjectEntry, body: memoryview) -> None:
+    try:
         size = store.get_into(entry.key, body)
     except NoInputError as error:
         raise SnapshotError(f"{store.uri}/{entry.key}: an object of the snapshot is missing") from error
@@ -48,7 +60,6 @@ def fetch(store: ObjectStore, entry: ObjectEntry, bodies: Bodies | None = None) 
         raise SnapshotError(f"{store.uri}/{entry.key}: {size} bytes, the manifest says {entry.bytes}")
     if hashlib.sha256(body).hexdigest() != entry.sha256:
         raise SnapshotError(f"{store.uri}/{entry.key}: corrupt: its SHA-256 is not the manifest's")
-    return body
 
 
 def fetch_rows(store: ObjectStore, entry: ChunkEntry, table: TableMeta, bodies: Bodies | None = None) -> CodedRows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import socket
 import struct
@@ -17,9 +18,11 @@ from typing import Any
 import pytest
 from loopback_http import served
 
-from dlrm_api.errors import DLRMError, NoInputError, NoPermissionError, StoreUnavailableError
+from dlrm_api.errors import DLRMError, NoInputError, NoPermissionError, SnapshotError, StoreUnavailableError
 from dlrm_api.objects import S3Spec
 from dlrm_checkpointer import repeats, s3
+from dlrm_checkpointer.fetch import fetch
+from dlrm_checkpointer.manifest import ObjectEntry
 from dlrm_checkpointer.repeats import MOST_TRIES, TOKENS
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
@@ -474,6 +477,24 @@ def test_an_object_that_a_lifecycle_rule_archived_is_told_as_such_and_not_as_a_m
         with pytest.raises(NoPermissionError, match=r"x is archived .* below spec\.checkpoint\.uri") as refused:
             read()
         assert "credentials" not in str(refused.value)
+
+
+def test_an_object_that_is_garbled_on_its_way_once_is_read_again(store: ObjectStore, plan: Plan):
+    body = b"12345"
+    digest = hashlib.sha256(body).hexdigest()
+    entry = ObjectEntry(key=f"chunks/{0:016d}/{1:08d}/{0:06d}/dense.safetensors", bytes=5, sha256=digest)
+    store.put(entry.key, body)
+
+    def garble(proxy: Proxy, _body: bytes) -> None:
+        status, headers, content = proxy.ask(_body)
+        proxy.send(status, headers, bytes([content[0] ^ 1]) + content[1:])
+
+    plan.faults.append(Fault("GET", garble))
+    assert fetch(store, entry) == body
+
+    plan.faults.append(Fault("GET", garble, times=10**9))
+    with pytest.raises(SnapshotError, match="corrupt"):
+        fetch(store, entry)
 
 
 def test_a_server_that_ignores_ranges_is_refused_by_the_name_of_its_field(store: ObjectStore, plan: Plan):
