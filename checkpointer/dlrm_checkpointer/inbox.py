@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dlrm_api.errors import SnapshotError
+from dlrm_api.errors import SnapshotError, TemporaryError
 from dlrm_checkpointer.cut import CutMeta, SnapshotName
 from dlrm_checkpointer.folder import (
     BROKEN_FILE,
@@ -90,6 +90,7 @@ class Inbox:
 
         Raises:
             SnapshotError: it can't be whole, because the machine went down after it was written or bytes are gone.
+            TemporaryError: the system does not let it be opened now.
         """
         path = self.folder / str(name)
         try:
@@ -97,8 +98,10 @@ class Inbox:
             meta, number = CutMeta.from_json(index["meta"]), int(index["slice"])
             data = _map(path / ROWS_FILE, int(index["bytes"]))
             whole = len(data) == index["bytes"] and index["boot"] == boot_id()
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             raise SnapshotError(f"{path}: not a whole cut: {error!r}") from error
+        except OSError as error:
+            raise TemporaryError(f"{path}: cannot be opened now: {error.strerror or error}") from error
         if not whole:
             raise SnapshotError(
                 f"{path}: {len(data)} of {index['bytes']} bytes, or written before the machine restarted"

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from restored import stored_rows
 
+import dlrm_checkpointer.inbox as inbox_module
 import dlrm_checkpointer.life as life_module
 from dlrm_api.errors import DLRMError, InvalidSpecError, NoPermissionError, StoreUnavailableError, UsageError
 from dlrm_api.names import ExitCode
@@ -349,3 +355,27 @@ def test_pauses_grow_to_a_bound_and_shrink_near_the_end():
     assert backoff.next(hurried=True) <= 2
     backoff.reset()
     assert backoff.next(hurried=False) <= 0.2
+
+
+def test_a_cut_that_the_system_does_not_let_be_opened_for_a_moment_is_stored_and_ends_no_training(
+    tmp_path: Path, files: FileStore, new_model, new_pod, monkeypatch: pytest.MonkeyPatch
+):
+    refused = []
+
+    def refuse_once(*given: Any, **named: Any) -> mmap.mmap:
+        if not refused:
+            refused.append(errno.ENOMEM)
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return mmap.mmap(*given, **named)
+
+    model, pod = new_model(), new_pod(tmp_path / "pod", files)
+    monkeypatch.setattr(inbox_module, "mmap", SimpleNamespace(mmap=refuse_once, ACCESS_READ=mmap.ACCESS_READ))
+    with running(pod) as (codes, _):
+        pod.cut(model.train())
+        assert pod.writers[0].wait_idle(20)
+        pod.end("done")
+        code = codes[0].result(10)
+
+    assert refused
+    assert code == ExitCode.DONE
+    assert newest_snapshot(files)[0].step == 1
