@@ -193,7 +193,7 @@ def _read(store: ObjectStore, number: int) -> Attempt | None:
         return None if said.get("pending") else Attempt(number, None if restored is None else int(restored))
     except NoInputError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise SnapshotError(f"{store.uri}/{key}: not an attempt's announcement: {error!r}") from error
 
 

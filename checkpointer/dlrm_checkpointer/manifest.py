@@ -245,7 +245,7 @@ def parse_manifest(body: bytes, key: str) -> Manifest:
     try:
         cut = manifest.cut
         tables = {table.name for table in cut.tables}
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise SnapshotError(f"{key}: meta is not as the format says: {error!r}") from error
     if parse_manifest_key(key) != (cut.step, cut.attempt):
         raise SnapshotError(f"{key}: says that it is step {cut.step} of attempt {cut.attempt}")

@@ -65,7 +65,7 @@ def parse_sealed(model: type[M], body: bytes, key: str, version: int, refusal: C
     try:
         value = json.loads(body)
         found = int(value["version"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise SnapshotError(f"{key}: not JSON of this format: {error!r}") from error
     if found != version:
         raise SnapshotError(f"{key}: {refusal(found)}")

@@ -82,6 +82,20 @@ def empty_manifest(files: FileStore) -> None:
     (files.root / manifest_key(2, 1)).write_bytes(b"")
 
 
+def endless_version(files: FileStore) -> None:
+    (files.root / manifest_key(2, 1)).write_text('{"version": Infinity}')
+
+
+def bottomless_manifest(files: FileStore) -> None:
+    (files.root / manifest_key(2, 1)).write_text("[" * 200_000)
+
+
+def endless_rows(files: FileStore) -> None:
+    meta = open_snapshot(files, 2, 1).manifest.meta
+    tables = [table | {"rows": float("inf")} for table in meta["model"]["tables"]]
+    change_manifest(files, meta=meta | {"model": meta["model"] | {"tables": tables}})
+
+
 def wrong_kind(files: FileStore) -> None:
     change_manifest(files, kind="sideways")
 
@@ -114,6 +128,9 @@ DAMAGES = {
     without_a_seal: r"0000000000000002-00000001\.json: corrupt: its SHA-256 is not its seal",
     torn_manifest: r"0000000000000002-00000001\.json: not JSON of this format",
     empty_manifest: r"0000000000000002-00000001\.json: not JSON of this format",
+    endless_version: r"0000000000000002-00000001\.json: not JSON of this format",
+    bottomless_manifest: r"0000000000000002-00000001\.json: not JSON of this format",
+    endless_rows: r"meta is not as the format says",
     wrong_kind: r"0000000000000002-00000001\.json: kind: Input should be 'full'",
     of_another_step: r"says that it is step 1 of attempt 1",
     without_meta: r"meta is not as the format says",
