@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -51,6 +51,7 @@ PARALLEL_RANGES = 16
 MOST_KEYS = 1_000
 """Objects that one request removes: S3 takes no more."""
 R = TypeVar("R")
+A = TypeVar("A", bound=Mapping[str, Any])
 
 
 class S3Store:
@@ -100,6 +101,28 @@ class S3Store:
                 return operation(newer)
 
         return self._repeats.run(attempt)
+
+    def _ask(self, operation: Callable[[S3Client], A], field: str) -> A:
+        """Make a call whose answer must say ``field``, as S3's does.
+
+        What stands before a service, or another server in its place, may answer with a page of its own and 200: a
+        listing would be empty then, and a write done.
+
+        Raises:
+            StoreUnavailableError: it does not.
+        """
+
+        def checked(s3: S3Client) -> A:
+            answer = operation(s3)
+            if field not in answer:
+                place = self._place
+                raise StoreUnavailableError(
+                    f"{place.endpoint}, bucket {place.bucket}: an answer came that is none of S3's, without {field}: "
+                    f"see that {place.fields.service}.endpoint is the service's, and what stands before it"
+                )
+            return answer
+
+        return self._call(checked)
 
     @contextlib.contextmanager
     def _known(self, key: str) -> Iterator[None]:
@@ -199,7 +222,7 @@ class S3Store:
         arguments = {**self._object(key), **self._encryption, **condition}
         digest = sha256 or hashlib.sha256(body).hexdigest()
         checksum, content = self._checksum(digest), partial(_payload, body, digest)
-        self._call(lambda s3: s3.put_object(Body=content(), **checksum, **arguments))
+        self._ask(lambda s3: s3.put_object(Body=content(), **checksum, **arguments), "ETag")
 
     def _checksum(self, sha256: str) -> dict[str, Any]:
         """SHA-256 for the service to check, where the signature does not cover it."""
@@ -211,7 +234,7 @@ class S3Store:
         size = max(PART_BYTES, -(-len(body) // MAX_PARTS))
         place = self._object(key)
         algorithm: dict[str, Any] = {} if self._signs_bodies else {"ChecksumAlgorithm": "SHA256"}
-        begun = self._call(lambda s3: s3.create_multipart_upload(**algorithm, **place, **self._encryption))
+        begun = self._ask(lambda s3: s3.create_multipart_upload(**algorithm, **place, **self._encryption), "UploadId")
         upload = {**place, "UploadId": begun["UploadId"]}
         starts = range(0, len(body), size)
         tasks = [
@@ -220,7 +243,7 @@ class S3Store:
         ]
         try:
             parts: CompletedMultipartUploadTypeDef = {"Parts": [task.result() for task in tasks]}
-            self._call(lambda s3: s3.complete_multipart_upload(MultipartUpload=parts, **upload))
+            self._ask(lambda s3: s3.complete_multipart_upload(MultipartUpload=parts, **upload), "ETag")
         except BaseException:
             for task in tasks:
                 task.cancel()
@@ -233,7 +256,7 @@ class S3Store:
     def _put_part(self, upload: dict[str, Any], number: int, body: memoryview) -> CompletedPartTypeDef:
         digest = hashlib.sha256(body).hexdigest()
         checksum, content = self._checksum(digest), partial(_payload, body, digest)
-        answer = self._call(lambda s3: s3.upload_part(PartNumber=number, Body=content(), **checksum, **upload))
+        answer = self._ask(lambda s3: s3.upload_part(PartNumber=number, Body=content(), **checksum, **upload), "ETag")
         done: CompletedPartTypeDef = {"ETag": answer["ETag"], "PartNumber": number}
         if "ChecksumSHA256" in answer:  # the service took it: have it checked over the whole
             done["ChecksumSHA256"] = answer["ChecksumSHA256"]
@@ -253,7 +276,7 @@ class S3Store:
         more = True
         while more:
             with self._known(prefix):
-                page = self._call(lambda s3: s3.list_objects_v2(**wanted))
+                page = self._ask(lambda s3: s3.list_objects_v2(**wanted), "IsTruncated")
             for item in page.get("Contents", ()):
                 yield ObjectInfo(
                     key=item["Key"].removeprefix(self._prefix),
@@ -300,7 +323,7 @@ class S3Store:
         """The object's bytes, None where there is none, by a listing: a refusal of HEAD would not say why."""
         wanted: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + key, "MaxKeys": 1}
         with self._known(key):
-            page = self._call(lambda s3: s3.list_objects_v2(**wanted))
+            page = self._ask(lambda s3: s3.list_objects_v2(**wanted), "IsTruncated")
         return next((item["Size"] for item in page.get("Contents", ()) if item["Key"] == wanted["Prefix"]), None)
 
     def sweep_uploads(self, older_than_s: float) -> int:

@@ -23,7 +23,7 @@ from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
 
 ROLE = "/latest/meta-data/iam/security-credentials/"
 POD = "/v1/credentials"
-NOTHING_THERE = b"<ListBucketResult></ListBucketResult>"
+NOTHING_THERE = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
 
 
 class Machine:

@@ -24,6 +24,7 @@ from dlrm_checkpointer import repeats, s3
 from dlrm_checkpointer.fetch import fetch
 from dlrm_checkpointer.manifest import ObjectEntry
 from dlrm_checkpointer.repeats import MOST_TRIES, TOKENS
+from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
 
@@ -495,6 +496,41 @@ def test_an_object_that_is_garbled_on_its_way_once_is_read_again(store: ObjectSt
     plan.faults.append(Fault("GET", garble, times=10**9))
     with pytest.raises(SnapshotError, match="corrupt"):
         fetch(store, entry)
+
+
+def answer_page(body: bytes) -> Act:
+    """What a proxy, a gateway or another server says in a service's place."""
+
+    def act(proxy: Proxy, _body: bytes) -> None:
+        proxy.send(200, [("Content-Type", "text/html")], body)
+
+    return act
+
+
+@pytest.mark.parametrize("page", [b"", b"<html>Under maintenance</html>"], ids=["empty", "html"])
+@pytest.mark.parametrize(
+    ("method", "where"), [("PUT", "large"), ("PUT", "small"), ("POST", "uploads"), ("POST", "uploadId")]
+)
+def test_a_write_that_another_server_calls_done_is_made_again(store: ObjectStore, plan: Plan, method, where, page):
+    plan.faults.append(Fault(method, answer_page(page), where))
+
+    for key, body in (("small", b"12345"), ("large", LARGE)):
+        store.put(key, body)
+        assert store.get(key) == body
+
+
+@pytest.mark.parametrize("page", [b"", b"<html>Under maintenance</html>"], ids=["empty", "html"])
+def test_a_listing_by_another_server_is_none(store: ObjectStore, plan: Plan, page):
+    store.put("attempts/00000001.json", b"{}")
+    plan.faults.append(Fault("GET", answer_page(page), "list-type"))
+    assert [info.key for info in store.list("")] == ["attempts/00000001.json"]
+
+    plan.faults.append(Fault("GET", answer_page(page), "list-type", times=10**9))
+    for look in (lambda: newest_snapshot(store), lambda: store.size("attempts/00000001.json")):
+        with pytest.raises(
+            StoreUnavailableError, match=r"none of S3's, without IsTruncated: see that spec\.checkpoint"
+        ):
+            look()
 
 
 def test_a_server_that_ignores_ranges_is_refused_by_the_name_of_its_field(store: ObjectStore, plan: Plan):

@@ -196,7 +196,7 @@ class WithoutConditions(BaseHTTPRequestHandler):
             f"<Contents><Key>{key}</Key><Size>1</Size><ETag>a</ETag><LastModified>2026-01-01T00:00:00Z</LastModified></Contents>"
             for key in keys
         )
-        self.answer(200, f"<ListBucketResult>{found}</ListBucketResult>".encode())
+        self.answer(200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{found}</ListBucketResult>".encode())
 
     def do_DELETE(self) -> None:
         self.objects.pop(self.path, None)
