@@ -343,9 +343,14 @@ class S3Store:
                 try:
                     page = self._call(lambda s3: s3.list_multipart_uploads(**wanted))
                 except ERRORS as error:
-                    if status_of(error) in {404, 405, 501}:  # a service without such a list has nothing to sweep
-                        return
-                    raise
+                    if status_of(error) == 403:
+                        logger.warning(
+                            "uploads that nobody finishes stay: who lists them needs s3:ListBucketMultipartUploads",
+                            extra={"store": self.uri, "error": str(error)},
+                        )
+                    elif status_of(error) not in {404, 405, 501}:  # a service without such a list has nothing to sweep
+                        raise
+                    return
             yield from page.get("Uploads", ())
             more = page.get("IsTruncated", False)
             wanted.update(KeyMarker=page.get("NextKeyMarker"), UploadIdMarker=page.get("NextUploadIdMarker"))

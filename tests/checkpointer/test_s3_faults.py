@@ -21,10 +21,12 @@ from loopback_http import served
 from dlrm_api.errors import DLRMError, NoInputError, NoPermissionError, SnapshotError, StoreUnavailableError
 from dlrm_api.objects import S3Spec
 from dlrm_checkpointer import repeats, s3
+from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.fetch import fetch
 from dlrm_checkpointer.manifest import ObjectEntry
 from dlrm_checkpointer.repeats import MOST_TRIES, TOKENS
 from dlrm_checkpointer.restore import newest_snapshot
+from dlrm_checkpointer.retention import Retention, Rule
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
 
@@ -496,6 +498,17 @@ def test_an_object_that_is_garbled_on_its_way_once_is_read_again(store: ObjectSt
     plan.faults.append(Fault("GET", garble, times=10**9))
     with pytest.raises(SnapshotError, match="corrupt"):
         fetch(store, entry)
+
+
+def test_who_may_not_list_uploads_looks_for_other_leftovers_no_more_often_for_that(store: ObjectStore, plan: Plan):
+    plan.faults.append(Fault("GET", refuse(403, "AccessDenied"), "uploads", times=10**9))
+    attempt = claim_attempt(store, None, "test")
+    retention = Retention(store, Rule(keep_last=1))
+
+    for _ in range(3):
+        retention.apply(attempt)
+
+    assert plan.count("GET", "prefix=job%2Fchunks%2F&") == 1
 
 
 def answer_page(body: bytes) -> Act:
