@@ -129,6 +129,8 @@ class Retention:
     def __init__(self, store: ObjectStore, rule: Rule, *, present: bool = False) -> None:
         self._store, self._rule, self._present = store, rule, present
         self._known: dict[SnapshotName, Found] = {}
+        self._lacking: frozenset[SnapshotName] = frozenset()
+        """Snapshots of whose own objects the last sweep did not see all."""
         self._next_sweep = float("-inf")
         """By the clock; in the past while something that was to go may be left."""
 
@@ -177,6 +179,12 @@ class Retention:
         if decision.retire:
             logger.info("snapshots retired", extra={"steps": [name.step for name in decision.retire]})
         return len(decision.retire)
+
+    def lacking(self, name: SnapshotName) -> SnapshotName | None:
+        """Which of a snapshot and those below it lacks an object, as far as sweeps saw; None: none does."""
+        found = self._known.get(name)
+        chain = (*found.below, name) if found else ()
+        return next((each for each in chain if each in self._lacking), None)
 
     def _retire(self, names: Sequence[SnapshotName]) -> None:
         """Remove snapshots that are marked, newest first."""
@@ -230,6 +238,8 @@ class Retention:
     def _sweep(self, found: Sequence[Found], decision: Decision, attempts: Sequence[Attempt]) -> float:
         """Remove old objects of no manifest, and uploads that nobody finishes; returns when to look for them again.
 
+        Manifests whose objects are not all in the listing are remembered.
+
         Args:
             found: every manifest that is left.
             decision: on these.
@@ -238,21 +248,27 @@ class Retention:
         store, began = self._store, time.monotonic()
         there = {each.name: each for each in found}
         newest = decision.keep[: self._rule.keep_last]
+        missing = {each.name: len(each.objects) for each in found}
         now = max((info.modified for info in store.list(MANIFESTS)), default=0.0)
 
         def goes(info: ObjectInfo) -> bool:
             nonlocal now
             now = max(now, info.modified)
             name = _cut_of(info.key)
-            if name is None or now - info.modified < self._rule.orphan_s:
+            if name is None:
+                return False
+            is_own = name in there and info.key in there[name].objects
+            if is_own:
+                missing[name] -= 1
+            if is_own or now - info.modified < self._rule.orphan_s:
                 return False
             if name in there:
-                own = there[name]
-                return own.readable and info.key.startswith(CHUNKS) and info.key not in own.objects
+                return there[name].readable and info.key.startswith(CHUNKS)
             return is_orphan(name, newest, attempts)
 
         for kind in (PARTS, CHUNKS):
             self._remove(info.key for info in store.list(kind) if goes(info))
+        self._lacking = frozenset(name for name, count in missing.items() if count)
         store.sweep_uploads(ABANDONED_UPLOAD_S)
         ended, rest = time.monotonic(), self._rule.orphan_s
         return ended + max(rest / SWEEPS, min(rest, (ended - began) * REST_SHARE))

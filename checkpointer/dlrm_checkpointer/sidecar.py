@@ -286,7 +286,7 @@ class Sidecar:
         self._inbox.forget_uploaded(cut)
         self._looks.pop(cut, None)
         if manifest and 0 in self._inbox.ranks:
-            self._retain(cut.attempt)
+            self._retain(SnapshotName(cut.step, cut.attempt))
 
     def _hopeless(self, cut: UploadedCut) -> str:
         """Why the missing part lists of a cut will never come, or aren't worth waiting for; empty while they may."""
@@ -319,15 +319,26 @@ class Sidecar:
         if self._publisher:
             self._publisher.offer(name)
 
-    def _retain(self, attempt: int) -> None:
-        """Remove what need not be kept; the ranks know of the newest snapshot already, so no new cut needs an older."""
+    def _retain(self, newest: SnapshotName) -> None:
+        """Remove what need not be kept; the ranks know of the newest snapshot already, so no new cut needs an older.
+
+        Where objects of that, or of one below it, turn out to be gone, the next cut is to hold all.
+        """
         if self._waits_for_deltas():
             return
         used = self._publisher.in_use if self._publisher else frozenset[SnapshotName]()
         try:
-            self._status.retired.inc(self._retention.apply(attempt, self._inbox.parents_in_flight() | used))
+            self._status.retired.inc(self._retention.apply(newest.attempt, self._inbox.parents_in_flight() | used))
         except DLRMError as error:  # what is left goes with the next snapshot
             self._fail(error)
+        if lacking := self._retention.lacking(newest):
+            self._fail(
+                BrokenChainError(
+                    f"{self._store.uri}: objects of the snapshot of step {lacking.step} are gone, so that of step "
+                    f"{newest.step} can't be restored: the next is full; see what removes objects there"
+                )
+            )
+            self._inbox.publish_broken(newest)
 
     def _waits_for_deltas(self) -> bool:
         """Whether it is not known yet which snapshot the next delta goes from, and may soon be.

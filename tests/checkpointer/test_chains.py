@@ -353,3 +353,21 @@ def test_after_a_parent_that_is_damaged_one_cut_is_lost_and_the_next_holds_all(
     kept = [each for each in list_snapshots(files) if each.step > 2]
     assert [each.step for each in kept] == [7, 6, 5, 4]
     assert kept[-1].manifest.kind == "full"
+
+
+@pytest.mark.parametrize(("policy", "lacking"), [("one-shot", 1), ("consecutive", 1), ("consecutive", 3)])
+def test_where_a_snapshot_below_the_newest_lacks_an_object_the_next_is_full(
+    tmp_path: Path, files: FileStore, new_model, new_pod, few_rows, policy, lacking
+):
+    model, pod = new_model(few_rows), new_pod(tmp_path / "pod", files, policy=policy)
+    attempt = claim_attempt(files, None, "test")
+    for _ in range(3):
+        pod.commit(model.train(), attempt)
+    files.delete(open_snapshot(files, lacking, attempt).manifest.chunks[0].key)
+
+    pod.commit(model.train(), attempt)  # the retention that follows it sees what is gone
+    pod.commit(model.train(), attempt)
+    snapshot, reasons = newest_snapshot(files)
+
+    assert (snapshot.step, snapshot.manifest.kind, reasons) == (5, "full", [])
+    assert snapshot_digest(snapshot) == model.digest()
