@@ -504,6 +504,29 @@ def test_a_job_that_is_gone_is_forgotten_though_a_late_answer_brought_it_back() 
     assert bench.jobs.known() == []
 
 
+def test_a_job_made_anew_while_a_slow_answer_says_that_it_is_gone_is_not_forgotten() -> None:
+    bench = Bench()
+    document, call = bench.api.objects.pop(JOB), bench.api.call
+    bench.jobs.forget(KEY)  # the watch has shown that it was deleted
+    forgotten: list[JobKey] = []
+    bench.turns.forgotten.append(forgotten.append)
+
+    async def late(method: str, path: str, *args: Any, **further: Any) -> dict[str, Any]:
+        try:
+            return await call(method, path, *args, **further)
+        finally:
+            if path == JOB and path not in bench.api.objects:
+                bench.jobs.saw(bench.api.put(JOB, document))
+
+    bench.api.call = late  # type: ignore[method-assign]
+
+    with pytest.raises(ConflictError):
+        bench.turn()
+
+    assert bench.jobs.known() == [KEY]
+    assert forgotten == []
+
+
 def test_the_watch_does_not_take_a_job_back_to_before_our_own_write() -> None:
     bench = Bench(passing_s=0.0)
     before = bench.api.objects[JOB]

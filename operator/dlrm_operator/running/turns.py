@@ -81,8 +81,11 @@ class Turns:
         with RECONCILE_SECONDS.time():
             if await self._glance(key):
                 return
+            known = self._jobs.get(key)
             observed = await self._observer.look(key)
             if observed is None:
+                if self._jobs.get(key) is not known:  # the answer is older than what the watch has shown since
+                    raise ConflictError(404, f"job {key.namespace}/{key.name} changed while it was found to be gone")
                 self._forget(key)
                 return
             self._follow(key, observed)
