@@ -4,6 +4,7 @@ import asyncio
 import copy
 import logging
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, cast
 
@@ -123,11 +124,11 @@ class Bench:
                 shown = self.api.put(path, {**pod, "spec": {**pod["spec"], "nodeName": "node"}, "status": RUNNING})
                 self.pods._change({"type": "MODIFIED", "object": shown})
 
-    def pods_crash(self) -> None:
-        """The watch shows that both trainers ended with 1."""
-        ended = {"name": "trainer", "state": {"terminated": {"exitCode": 1, "finishedAt": "2026-01-01T00:00:00Z"}}}
+    def pods_crash(self, code: int = 1, only: str = "") -> None:
+        """The watch shows that trainers ended with ``code``: both, or that of one pod."""
+        ended = {"name": "trainer", "state": {"terminated": {"exitCode": code, "finishedAt": "2026-01-01T00:00:00Z"}}}
         for path, pod in list(self.api.objects.items()):
-            if path.startswith(PODS):
+            if path.startswith(PODS) and path.endswith(only):
                 shown = self.api.put(path, {**pod, "status": {"phase": "Failed", "containerStatuses": [ended]}})
                 self.pods._change({"type": "MODIFIED", "object": shown})
 
@@ -149,9 +150,9 @@ class Bench:
         return found
 
 
-def planned() -> Bench:
+def planned(passing_s: float = 60.0) -> Bench:
     """A job whose plan is at hand: its next turn begins the first gang."""
-    bench = Bench()
+    bench = Bench(passing_s)
     bench.turn()
     bench.answer()
     return bench
@@ -622,10 +623,11 @@ def test_the_pod_groups_of_a_job_that_rests_are_looked_for_until_none_is_left() 
 
 
 class Ailing:
-    """An API server by which nothing of one kind can be written, until it is mended."""
+    """An API server by which nothing of one kind can be written, or deleted alone, until it is mended."""
 
-    def __init__(self, bench: Bench, kind: str, error: Exception) -> None:
+    def __init__(self, bench: Bench, kind: str, error: Exception, *methods: str) -> None:
         self._call, self._api, self._kind, self._error = bench.api.call, bench.api, kind, error
+        self._methods = methods or ("POST", "PUT", "DELETE")
         self.waits_s: list[float] = []
         """How long each answer was waited for at most."""
         bench.api.call = self.call  # type: ignore[method-assign]
@@ -634,7 +636,7 @@ class Ailing:
         self._api.call = self._call  # type: ignore[method-assign]
 
     async def call(self, method: str, path: str, *args: Any, **further: Any) -> dict[str, Any]:
-        if method == "GET" or not path.endswith(self._kind):
+        if method not in self._methods or not path.endswith(self._kind):
             return await self._call(method, path, *args, **further)
         self._api.asked.append((method, path))
         self.waits_s.append(further.get("done_by", float("inf")) - time.monotonic())
@@ -684,8 +686,57 @@ def test_a_server_that_asks_for_patience_or_does_not_answer_refuses_nothing(code
     assert bench.status() == {}
 
 
-def training() -> Bench:
-    bench = planned()
+@pytest.mark.parametrize(
+    "error", [ClusterRefusedError(403, "pods are protected here"), unavailable(500, "pods are protected here")]
+)
+@pytest.mark.parametrize(
+    ("lifecycle", "kind"), [({"suspend": True, "commitDeadline": "0s"}, "Suspended"), ({}, "Scheduled")]
+)
+def test_pods_that_cannot_be_deleted_are_told_in_the_servers_words_until_they_can(
+    lifecycle: dict[str, Any], kind: str, error: Exception
+) -> None:
+    bench = training(passing_s=0.0)
+    protected = Ailing(bench, "", error, "DELETE")
+    job = bench.api.objects[JOB]
+    spec = {**job["spec"], "lifecycle": {**job["spec"]["lifecycle"], **lifecycle}}
+    bench.jobs.saw(bench.api.put(JOB, {**job, "spec": spec, "metadata": {**job["metadata"], "generation": 2}}))
+    if not lifecycle:
+        bench.pods_crash()
+    for _ in range(5):
+        with suppress(type(error)):
+            bench.turn()
+        time.sleep(0.15)
+    told = bench.status()
+    protected.mend()
+    for _ in range(3):
+        bench.turn()
+        time.sleep(0.15)
+
+    said = next(item for item in told["conditions"] if item["type"] == kind)
+    assert (said["status"], said["reason"]) == ("False", "Refused")
+    assert "does not let the operator delete demo-trainer-1-0, demo-trainer-1-1, which may train on" in said["message"]
+    assert "pods are protected here" in said["message"]
+    assert told["attempt"] == 2
+    assert "Refused" not in str(bench.status()["conditions"])
+
+
+def test_pods_of_a_finished_job_that_cannot_be_deleted_are_told_by_one_event() -> None:
+    bench = training()
+    Ailing(bench, "", ClusterRefusedError(403, "pods are protected here"), "DELETE")
+    bench.pods_crash(code=78, only="demo-trainer-1-1")
+    for _ in range(5):
+        with suppress(ClusterRefusedError):
+            bench.turn()
+
+    told = [item for path, item in bench.api.objects.items() if path.startswith(EVENTS) and item["reason"] == "Refused"]
+    assert bench.status()["phase"] == "Failed"
+    assert len(told) == 1
+    assert "does not let the operator delete demo-trainer-1-0, which may train on" in told[0]["message"]
+    assert "pods are protected here" in told[0]["message"]
+
+
+def training(passing_s: float = 60.0) -> Bench:
+    bench = planned(passing_s)
     bench.turn()
     bench.pods_run()
     bench.pod_0_trains()

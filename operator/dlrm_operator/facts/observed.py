@@ -316,3 +316,5 @@ class Observed:
     """Images where the job names none."""
     refusal: str = ""
     """The API server's words, where it refused a child in an earlier turn."""
+    refused_deletion: str = ""
+    """The same, where it would not delete what has to go."""

@@ -61,6 +61,16 @@ def force_due(pod: PodSeen) -> datetime | None:
     return overdue if pod.lost_since is None else min(overdue, pod.lost_since + LOST_AFTER)
 
 
+def refusal_words(observed: Observed, pods: Iterable[PodSeen]) -> str:
+    """Why pods of the job that have to go were not even told to; empty where they were, or will be now."""
+    kept = [pod.name for pod in pods if pod.owner_uid == observed.job.uid and not pod.deleting]
+    if not observed.refused_deletion or not kept:
+        return ""
+    more = f" and {len(kept) - MOST_NAMED} more" if len(kept) > MOST_NAMED else ""
+    named = ", ".join(kept[:MOST_NAMED]) + more
+    return f"the API server does not let the operator delete {named}, which may train on: {observed.refused_deletion}"
+
+
 def clearing_words(pods: Iterable[PodSeen]) -> str:
     """Which pods are waited for, and what holds each up."""
     found = list(pods)

@@ -12,7 +12,7 @@ from dlrm_operator.facts.conditions import parse_timestamp
 from dlrm_operator.facts.gang import Gang, current_gang
 from dlrm_operator.facts.observed import Observed, PodSeen
 from dlrm_operator.facts.reasons import Reason
-from dlrm_operator.life.clearing import clearing_words
+from dlrm_operator.life.clearing import clearing_words, refusal_words
 from dlrm_operator.life.deadlines import active_due, active_words, pending_due, pending_since, pending_words
 from dlrm_operator.life.endings import failed
 from dlrm_operator.life.formation import form_gang
@@ -76,7 +76,7 @@ def _rest(observed: Observed, spec: DLRMJob, status: DLRMJobStatus, now: datetim
         status = halted(halting.status, now)
     if left := leftovers(observed, status, lifecycle):
         actions = tuple(clear(observed, left, status, lifecycle, now))
-        return Decision(status=stopping(status, len(left), now), actions=actions)
+        return Decision(status=stopping(status, len(left), refusal_words(observed, left), now), actions=actions)
     return Decision(status=suspended(status, lifecycle, now), actions=tuple(left_groups(observed)))
 
 
@@ -94,7 +94,7 @@ def _train(observed: Observed, spec: DLRMJob, status: DLRMJobStatus, now: dateti
             status = resized(halting.status, spec, now)
     if left := leftovers(observed, status, lifecycle):
         actions = tuple(clear(observed, left, status, lifecycle, now))
-        return Decision(status=_clearing(status, left, now), actions=actions)
+        return Decision(status=_clearing(observed, status, left, now), actions=actions)
     start = status.restart_not_before
     if start is not None and now < (due := parse_timestamp(start)):
         words = f"attempt {status.attempt} starts after a pause of spec.lifecycle.restart.backoff, at {start}"
@@ -122,9 +122,10 @@ def _as_it_trains(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJobSt
     return of_whole_gang(status, gang, now) if gang.whole and gang.size is not None else status
 
 
-def _clearing(status: DLRMJobStatus, left: list[PodSeen], now: datetime) -> DLRMJobStatus:
+def _clearing(observed: Observed, status: DLRMJobStatus, left: list[PodSeen], now: datetime) -> DLRMJobStatus:
     """The gang waits for the end of others' pods."""
-    words = clearing_words(left)
+    refused = refusal_words(observed, left)
+    words, reason = (refused, Reason.REFUSED) if refused else (clearing_words(left), Reason.WAITING_FOR_OLD_PODS)
     status = status.model_copy(update={"pending_since": None})  # it is wanted once they are gone
-    status = with_truth(status, ConditionType.SCHEDULED, "False", Reason.WAITING_FOR_OLD_PODS, words, now=now)
+    status = with_truth(status, ConditionType.SCHEDULED, "False", reason, words, now=now)
     return in_phase(status, Phase.RESTARTING if status.restarts else Phase.PENDING)

@@ -8,11 +8,14 @@ from datetime import datetime, timedelta
 from dlrm_api.lifecycle import LifecycleSpec
 from dlrm_api.progress import CheckpointerProgress
 from dlrm_api.status import DLRMJobStatus, Phase
-from dlrm_operator.facts.actions import Action, DeleteObject, WakeAt
+from dlrm_operator.facts.actions import Action, DeleteObject, EmitEvent, WakeAt
+from dlrm_operator.facts.conditions import shorten
 from dlrm_operator.facts.gang import current_gang
 from dlrm_operator.facts.observed import GroupSeen, JobKey, Observed, PodSeen
-from dlrm_operator.life.clearing import deletions
+from dlrm_operator.facts.reasons import Reason
+from dlrm_operator.life.clearing import deletions, refusal_words
 from dlrm_operator.life.last_uploads import end_awaited_until, upload_awaited_until
+from dlrm_operator.life.transitions import EVENT_LENGTH
 
 KEPT_ATTEMPTS = 3
 """With ``keepFailedPods`` the dead pods of so many attempts before the current one are kept."""
@@ -73,6 +76,15 @@ def tidy(observed: Observed, status: DLRMJobStatus, lifecycle: LifecycleSpec | N
             doomed.append(pod)
         elif due is not None:
             yield WakeAt(key=observed.job.key, time=due)
+    if words := refusal_words(observed, doomed):
+        yield EmitEvent(
+            key=observed.job.key,
+            uid=observed.job.uid,
+            kind="Warning",
+            reason=Reason.REFUSED,
+            message=shorten(words, EVENT_LENGTH),
+            attempt=status.attempt,
+        )
     yield from deletions(observed, status, doomed, now)
 
 

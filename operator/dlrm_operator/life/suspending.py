@@ -29,10 +29,11 @@ def halted(status: DLRMJobStatus, now: datetime) -> DLRMJobStatus:
     return with_truth(status, ConditionType.SCHEDULED, "False", Reason.SUSPENDED, now=now)
 
 
-def stopping(status: DLRMJobStatus, pods: int, now: datetime) -> DLRMJobStatus:
-    """Pods are on their way out."""
-    words = f"{pods} pods are ending; each may commit a last cut within its grace period"
-    return in_phase(with_truth(status, KIND, "False", Reason.STOPPING, words, now=now), Phase.SUSPENDING)
+def stopping(status: DLRMJobStatus, pods: int, refused: str, now: datetime) -> DLRMJobStatus:
+    """Pods are on their way out, or ``refused`` says why they are not."""
+    words = refused or f"{pods} pods are ending; each may commit a last cut within its grace period"
+    reason = Reason.REFUSED if refused else Reason.STOPPING
+    return in_phase(with_truth(status, KIND, "False", reason, words, now=now), Phase.SUSPENDING)
 
 
 def suspended(status: DLRMJobStatus, lifecycle: LifecycleSpec, now: datetime) -> DLRMJobStatus:

@@ -65,6 +65,7 @@ class Observer:
         self._images = images
         self._left_groups = LeftGroups(api)
         self.refusals: dict[JobKey, str] = {}
+        self.refused_deletions: dict[JobKey, str] = {}
         self.begun: set[JobKey] = set()
         """Jobs whose gang this process began to make: what there is of it has to be looked for."""
 
@@ -121,6 +122,7 @@ class Observer:
     def forget(self, key: JobKey) -> None:
         """The job is gone: nothing of it is kept."""
         self.refusals.pop(key, None)
+        self.refused_deletions.pop(key, None)
         self.begun.discard(key)
         self._left_groups.forget(key)
 
@@ -145,7 +147,10 @@ class Observer:
         """All that a job whose gang stands, or is to have none, is judged by."""
         polled, cut = self._poller.latest(job.key), self._cutter.answer(job.key)
         stacks = self._stacks.answer(job.key)
-        said = Observed(job=job, pods=pods, polled=polled, cut=cut, stacks=stacks, images=self._images)
+        refused = self.refused_deletions.get(job.key, "")
+        said = Observed(
+            job=job, pods=pods, polled=polled, cut=cut, stacks=stacks, images=self._images, refused_deletion=refused
+        )
         self._queues.follow(job.key, waiting_group(said))
         return replace(said, queue_words=self._queues.words(job.key))
 

@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 OURS = {"fieldManager": FIELD_MANAGER}
 MOST_WRITES = 4
 """Of one status, where others' writes come between."""
-TOLD_ONCE = frozenset({Reason.ATTEMPT_FAILED, Reason.FAILED})
-"""What befalls an attempt once. A turn after one that was cut off may see other evidence of it."""
+TOLD_ONCE = frozenset({Reason.ATTEMPT_FAILED, Reason.FAILED, Reason.REFUSED})
+"""What befalls an attempt once, or goes on. A turn after one that was cut off may see other evidence of it."""
 EVENT_S = 5.0
 """For the creation of one Event: the status waits for it."""
 QUIET_S = 60.0

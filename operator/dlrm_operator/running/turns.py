@@ -73,9 +73,9 @@ class Turns:
 
         Raises:
             ClusterUnavailableError: some actions may be done; wake the job again after a backoff. Where it is the
-                answer to a creation, the next turn says so in the status.
+                answer to a creation or a deletion, the next turn says so in the status.
             ConflictError: the job changed meanwhile; wake it again.
-            ClusterRefusedError: a child was refused; the next turn says so in the status.
+            ClusterRefusedError: a child, or its deletion, was refused; the next turn says so in the status.
             UnreadableStatusError: nothing was done, and nothing can be before somebody writes a status that is known.
         """
         with RECONCILE_SECONDS.time():
@@ -134,6 +134,7 @@ class Turns:
                 if problem is not None:
                     raise problem
         self._observer.refusals.pop(key, None)
+        self._observer.refused_deletions.pop(key, None)
 
     async def _do(self, key: JobKey, observed: Observed, action: Action) -> None:
         if isinstance(action, ApplyStatus) and action.repeatable and self._patience.crowded:
@@ -154,14 +155,16 @@ class Turns:
                 self._refused(key, action, str(error))
             raise
         except ClusterUnavailableError as error:
-            if isinstance(action, Creation) and error.code >= FAILED_INSIDE:
+            if isinstance(action, Creation | DeleteObject) and error.code >= FAILED_INSIDE:
                 self._refused(key, action, str(error))
             raise
         if isinstance(action, ApplyStatus):
             _report(key, observed, action)
 
     def _refused(self, key: JobKey, action: Action, words: str) -> None:
-        self._observer.refusals[key] = f"{type(action).__name__}: {words}"
+        deletes = isinstance(action, DeleteObject)
+        refused = self._observer.refused_deletions if deletes else self._observer.refusals
+        refused[key] = f"{type(action).__name__}: {words}"
 
     def _forget(self, key: JobKey) -> None:
         """Owner references remove the children; nothing of the job is kept here."""
