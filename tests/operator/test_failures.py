@@ -244,7 +244,9 @@ def test_whoever_takes_a_pod_away_is_named_and_the_restart_is_free(kind: str, re
     assert "somebody needed the node" in failure(cluster).message
 
 
-@pytest.mark.parametrize("reason", ["OutOfmemory", "UnexpectedAdmissionError", "NodeAffinity"])
+@pytest.mark.parametrize(
+    "reason", ["OutOfmemory", "UnexpectedAdmissionError", "NodeAffinity", "TaintToleration", "InvalidNodeInfo"]
+)
 def test_a_pod_that_its_node_did_not_admit_is_not_charged(reason: str) -> None:
     cluster = running()
     cluster.pods[POD_1]["status"] = {"phase": "Failed", "reason": reason, "message": "Pod was rejected"}

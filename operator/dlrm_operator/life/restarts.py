@@ -41,7 +41,15 @@ DISRUPTIONS = frozenset(
     {"Evicted", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated", "DeletionByTaintManager"}
 )
 """Pod reasons that name something which befell the pod from outside."""
-TURNED_AWAY = ("OutOf", "UnexpectedAdmissionError", "NodeAffinity", "TopologyAffinityError", "NodePorts")
+TURNED_AWAY = (
+    "OutOf",
+    "UnexpectedAdmissionError",
+    "NodeAffinity",
+    "TaintToleration",
+    "TopologyAffinityError",
+    "NodePorts",
+    "InvalidNodeInfo",
+)
 """How pod reasons begin where a kubelet did not admit what the scheduler had sent to it."""
 
 
