@@ -23,6 +23,7 @@ from pydantic_core import from_json, to_json
 
 from dlrm_api.errors import NoInputError
 from dlrm_operator.cluster_errors import (
+    AlreadyExistsError,
     ClusterRefusedError,
     ClusterUnavailableError,
     ConflictError,
@@ -291,16 +292,19 @@ def _event(line: bytes, path: str) -> Object:
 
 def _mapped(response: Any, what: str) -> ClusterUnavailableError | ClusterRefusedError:
     """Our error for an answer: by HTTP status, with the server's own words."""
-    code, message = response.status, _words(response)
+    code, (reason, message) = response.status, _words(response)
     if code == 429 or code >= 500 or code in TOKEN_REVIEWS:
         wish = response.headers.get("Retry-After", "")
         return ClusterUnavailableError(f"{what}: {code} {message}", float(wish) if wish.isdigit() else None, code)
-    kinds = {404: NotFoundError, 409: ConflictError, 410: GoneError}
+    conflict = AlreadyExistsError if reason == "AlreadyExists" else ConflictError
+    kinds = {404: NotFoundError, 409: conflict, 410: GoneError}
     return kinds.get(code, ClusterRefusedError)(code, message)
 
 
-def _words(response: Any) -> str:
+def _words(response: Any) -> tuple[str, str]:
+    """The server's word for machines, empty where it has none, and its sentence."""
     try:
-        return str(json.loads(response.data)["message"])
-    except (TypeError, ValueError, KeyError, urllib3.exceptions.HTTPError):
-        return str(response.reason)
+        said = json.loads(response.data)
+        return str(said.get("reason", "")), str(said["message"])
+    except (AttributeError, TypeError, ValueError, KeyError, urllib3.exceptions.HTTPError):
+        return "", str(response.reason)

@@ -3,7 +3,8 @@
 ClusterUnavailableError   nothing was decided: the same call may succeed later
 ClusterRefusedError       the server understood and said no
 ├── NotFoundError         404
-├── ConflictError         409  someone else was first, or the object has changed
+├── ConflictError         409  the object, or a quota that it counts in, has changed meanwhile
+│   └── AlreadyExistsError     someone else was first: an object of that name is there
 └── GoneError             410  a list or watch must start anew
 """
 
@@ -38,6 +39,10 @@ class NotFoundError(ClusterRefusedError):
 
 class ConflictError(ClusterRefusedError):
     """The object exists already, or is not the one that was seen any more."""
+
+
+class AlreadyExistsError(ConflictError):
+    """An object of that name is there. A creation that meets another conflict, as in its quota, made nothing."""
 
 
 class GoneError(ClusterRefusedError):

@@ -14,6 +14,7 @@ import pytest
 from dlrm_api.errors import NoInputError
 from dlrm_operator.cluster import KubernetesApi
 from dlrm_operator.cluster_errors import (
+    AlreadyExistsError,
     ClusterRefusedError,
     ClusterUnavailableError,
     ConflictError,
@@ -92,6 +93,18 @@ def pod(name: str, version: int, job: str = "demo") -> Object:
 
 def listing(version: int, *items: Object) -> tuple[int, Object, list[Object | bytes]]:
     return 200, {}, [{"items": list(items), "metadata": {"resourceVersion": str(version)}}]
+
+
+@pytest.mark.parametrize(("reason", "error"), [("AlreadyExists", AlreadyExistsError), ("Conflict", ConflictError)])
+def test_a_conflict_says_whether_there_is_an_object_of_that_name(
+    server: ScriptedServer, api: KubernetesApi, reason: str, error: type[Exception]
+) -> None:
+    server.script = [(409, {}, [{"message": "the server's words", "reason": reason}])]
+
+    with pytest.raises(error, match="the server's words") as met:
+        asyncio.run(api.call("GET", "/api/v1/pods"))
+
+    assert type(met.value) is error
 
 
 @pytest.mark.parametrize(

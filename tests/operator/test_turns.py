@@ -674,6 +674,26 @@ def test_an_object_that_a_webhook_which_is_down_keeps_from_being_made_is_told_an
     assert "Refused" not in str(bench.status()["conditions"])
 
 
+QUOTA_MOVED = 'Operation cannot be fulfilled on resourcequotas "few": the object has been modified'
+
+
+@pytest.mark.parametrize("kind", ["/services", "/configmaps", "/pods"])
+def test_a_creation_that_meets_another_in_its_quota_is_repeated_and_no_refusal(kind: str) -> None:
+    bench = planned(passing_s=0.0)
+    quota = Ailing(bench, kind, ConflictError(409, QUOTA_MOVED))
+    for _ in range(3):
+        with pytest.raises(ConflictError):
+            bench.turn()
+        time.sleep(0.15)
+    told = str(bench.status())
+    quota.mend()
+    bench.turn()
+
+    assert "Refused" not in told
+    assert len([path for path in bench.api.objects if path.startswith(PODS)]) == 2
+    assert bench.status()["gangAttempt"] == 1
+
+
 @pytest.mark.parametrize("code", [0, 401, 429], ids=["no answer", "an old token", "too many requests"])
 def test_a_server_that_asks_for_patience_or_does_not_answer_refuses_nothing(code: int) -> None:
     bench = planned()

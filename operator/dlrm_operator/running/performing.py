@@ -15,7 +15,13 @@ from dlrm_api.names import FIELD_MANAGER, Label
 from dlrm_api.tokens import token_digest
 from dlrm_operator.beside.control_key import ControlKey
 from dlrm_operator.cluster import METADATA_OF_ONE, Api
-from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError, ConflictError, NotFoundError
+from dlrm_operator.cluster_errors import (
+    AlreadyExistsError,
+    ClusterRefusedError,
+    ClusterUnavailableError,
+    ConflictError,
+    NotFoundError,
+)
 from dlrm_operator.facts.actions import (
     Action,
     ApplyConfigMap,
@@ -170,7 +176,7 @@ class Performer:
         body = with_token_digest(action.manifest, token_digest(token))
         try:
             found = await self._api.call("POST", path, body, OURS, METADATA_OF_ONE)
-        except ConflictError as error:
+        except AlreadyExistsError as error:
             found = await self._api.call("GET", f"{path}/{meta['name']}")
             attempt = found["metadata"].get("labels", {}).get(Label.ATTEMPT)
             if not owned_by(found, action.owner_uid) or attempt != str(action.attempt):

@@ -11,7 +11,13 @@ from types import UnionType
 from dlrm_api.status import Phase
 from dlrm_operator.beside.planning import Planner
 from dlrm_operator.beside.polling import Poller, poll_target
-from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError, ConflictError, NotFoundError
+from dlrm_operator.cluster_errors import (
+    AlreadyExistsError,
+    ClusterRefusedError,
+    ClusterUnavailableError,
+    ConflictError,
+    NotFoundError,
+)
 from dlrm_operator.facts.actions import (
     Action,
     ApplyConfigMap,
@@ -146,10 +152,12 @@ class Turns:
             self._observer.begun.add(key)
         try:
             await self._performer.perform(action)
-        except ConflictError:
+        except AlreadyExistsError:
             if isinstance(action, Creation) and not unseen:
                 self._refused(key, action, _taken(action))
             raise
+        except ConflictError:
+            raise  # nothing was decided, be it a status or a creation
         except ClusterRefusedError as error:
             if not isinstance(action, ApplyStatus):
                 self._refused(key, action, str(error))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlrm_operator.cluster import JSON
-from dlrm_operator.cluster_errors import ConflictError, NotFoundError
+from dlrm_operator.cluster_errors import AlreadyExistsError, ConflictError, NotFoundError
 
 Object = dict[str, Any]
 
@@ -40,7 +40,7 @@ class MemoryApi:
             assert body is not None
             path = f"{path}/{body['metadata']['name']}"
             if path in self.objects:
-                raise ConflictError(409, "it exists")
+                raise AlreadyExistsError(409, "it exists")
             return self.put(path, body)
         if method == "PUT" and path.endswith("/status"):
             return self._status(path.removesuffix("/status"), body or {})
