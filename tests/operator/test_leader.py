@@ -102,6 +102,29 @@ def test_a_lease_that_is_released_is_taken_at_once() -> None:
     assert taken_s < 5
 
 
+def test_a_lease_that_somebody_deletes_gives_nobody_the_lead_beside_its_holder() -> None:
+    async def run() -> None:
+        server = MemoryApi()
+        first, second = leader(server, "a"), leader(server, "b")
+        await first._look()
+        await second._look()
+        for _ in range(3):
+            del server.objects[LEASE]
+            await second._look()
+            beside = second.held
+            await first._look()
+            assert (first.held, beside) == (True, False)
+            assert LEASE in server.objects
+        del server.objects[LEASE]  # and nobody who held it is there any more
+        await second._look()
+        at_once = second.held
+        await asyncio.sleep(TIMES.duration_s)
+        await second._look()
+        assert (at_once, second.held, first.held) == (False, True, False)
+
+    asyncio.run(run())
+
+
 def test_a_process_that_comes_back_under_its_name_need_not_wait() -> None:
     async def run() -> float:
         server = MemoryApi()

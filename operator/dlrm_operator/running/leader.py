@@ -51,7 +51,9 @@ class Leader:
         self._changed = changed
         self._renewed_at = float("-inf")
         self._seen: tuple[str, float] = ("", float("-inf"))
-        """The record's version as last read, and since when it has stood still."""
+        """The record's version as last read, and since when it has stood still; no version where it was not there."""
+        self._holds_for_s = 0.0
+        """How long whoever held it when it was last read may go on without it; 0 where that is nobody else."""
         self._looked_at = float("-inf")
         self._was_held = False
 
@@ -108,25 +110,33 @@ class Leader:
             self._changed()
 
     async def _look(self) -> None:
-        """Renew the Lease, take it where it is free or stood still for long enough, or remember that it moved."""
+        """Renew the Lease, take it where it is free or stood still for long enough, or remember that it moved.
+
+        One that somebody deleted is made again by who held it; others wait as if it stood still.
+        """
         began = time.monotonic()
         try:
             record = await self._call("GET", f"/{NAME}")
         except NotFoundError:
-            await self._create(began)
+            if self._still_s("") >= self._holds_for_s:
+                await self._create(began)
             return
-        self._looked_at = time.monotonic()
-        version, spec = record["metadata"]["resourceVersion"], record.get("spec") or {}
-        holder = spec.get("holderIdentity") or ""
-        if self._seen[0] != version:
-            self._seen = version, self._looked_at
-        still_s = self._looked_at - self._seen[1]
-        if holder in ("", self._identity) or still_s >= float(spec.get("leaseDurationSeconds") or 0):
+        spec = record.get("spec") or {}
+        still_s, holder = self._still_s(record["metadata"]["resourceVersion"]), spec.get("holderIdentity") or ""
+        self._holds_for_s = 0.0 if holder in ("", self._identity) else float(spec.get("leaseDurationSeconds") or 0)
+        if still_s >= self._holds_for_s:
             sent = time.monotonic()
             await self._write(record, holder=self._identity, duration_s=self._times.duration_s)
             self._renewed_at = sent
         else:
             self._renewed_at = float("-inf")
+
+    def _still_s(self, version: str) -> float:
+        """Seconds for which the record has been of this version, which was read just now."""
+        self._looked_at = time.monotonic()
+        if self._seen[0] != version:
+            self._seen = version, self._looked_at
+        return self._looked_at - self._seen[1]
 
     async def _create(self, began: float) -> None:
         body = {
