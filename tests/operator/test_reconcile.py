@@ -334,6 +334,19 @@ def test_the_schedulers_words_explain_a_pending_gang() -> None:
     assert words in scheduled.message
 
 
+@pytest.mark.parametrize("code", [0, 78])
+def test_a_job_that_has_ended_shows_no_replicas(code: int) -> None:
+    cluster = running()
+    for name in (POD_0, POD_1):
+        cluster.end(name, "trainer", code, cluster.done(100) if code == 0 else "")
+    cluster.end(POD_0, "checkpointer", 0, committed_word(100).model_dump_json())
+
+    cluster.settle()
+
+    assert status(cluster).phase is (Phase.FAILED if code else Phase.SUCCEEDED)
+    assert status(cluster).replicas == 0
+
+
 def test_the_status_says_what_the_job_selects_and_how_many_pods_there_are() -> None:
     cluster = running()
 

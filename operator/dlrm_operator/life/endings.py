@@ -125,10 +125,10 @@ def _expiry(observed: Observed, status: DLRMJobStatus) -> datetime | None:
 
 
 def _ended(status: DLRMJobStatus, phase: Phase, now: datetime) -> DLRMJobStatus:
-    """Nothing more is asked of the job, whatever was."""
+    """Nothing more is asked of the job, whatever was; pods that are still there end, and no later write counts them."""
     for kind in (ConditionType.SUSPENDED, ConditionType.RESIZED):
         said = find_condition(status.conditions, kind)
         if said is not None and said.status == "False":
             status = with_truth(status, kind, "False", Reason.FINISHED, now=now)
-    over = {"completion_time": timestamp(now), "halt": None, "pending_since": None}
+    over = {"completion_time": timestamp(now), "halt": None, "pending_since": None, "replicas": 0}
     return in_phase(status.model_copy(update=over), phase)
