@@ -104,6 +104,35 @@ def test_a_turn_that_fails_is_repeated_with_growing_rests_and_events_do_not_shor
     assert 3 <= len(times) <= 6
 
 
+def test_jobs_whose_turns_are_held_up_leave_turns_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wakeups_module, "HELD_UP_S", 0.3)
+    monkeypatch.setattr(wakeups_module, "LONGEST_BACKOFF_S", 0.1)
+    waited: list[float] = []
+
+    async def take(key: JobKey) -> None:
+        if key == A:
+            waited.append(time.monotonic() - woken[0])
+            return
+        await asyncio.sleep(0.4)
+        raise ClusterUnavailableError("a webhook hangs")
+
+    def wake(wakeups: Wakeups) -> None:
+        for number in range(40):
+            wakeups.add(JobKey("ailing", f"job-{number}"))
+
+        def later() -> None:
+            woken[0] = time.monotonic()
+            wakeups.add(A)
+
+        asyncio.get_running_loop().call_later(2.6, later)  # each was held up once
+
+    woken = [0.0]
+    run_for(3.4, take, wake)
+
+    assert waited
+    assert waited[0] < 0.2
+
+
 def test_the_servers_wish_to_be_left_alone_is_heeded() -> None:
     times: list[float] = []
 

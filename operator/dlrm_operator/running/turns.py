@@ -182,11 +182,17 @@ class Turns:
 
 
 def steps(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
-    """The actions in their order; those that may be done at once are together."""
+    """The actions in their order; those that may be done at once are together.
+
+    The first pod is created alone: what refuses it, or hangs, would hold up each of the others as well, and with them
+    the requests of all jobs.
+    """
     step: list[Action] = []
+    first_pod = next((action for action in actions if isinstance(action, CreatePod)), None)
     for action in actions:
         kind = next((kind for kind in AT_ONCE if isinstance(action, kind)), None)
-        if step and (kind is None or not isinstance(step[0], kind) or len(step) == MOST_AT_ONCE):
+        full = len(step) == MOST_AT_ONCE or (step and step[0] is first_pod)
+        if step and (kind is None or not isinstance(step[0], kind) or full):
             yield tuple(step)
             step = []
         step.append(action)

@@ -18,6 +18,10 @@ from dlrm_operator.running.observing import UnreadableStatusError
 logger = logging.getLogger(__name__)
 
 PARALLEL = 8
+MOST_HELD_UP = PARALLEL // 2
+"""Of these so many at most of jobs whose last turn was held up: a webhook that hangs costs each turn ten seconds."""
+HELD_UP_S = 2.0
+"""A turn that failed after so long was held up."""
 SOON_S = 1.0
 COOLDOWN_S = 0.02
 """Rest of one job between two turns, so that a burst of events makes one."""
@@ -52,6 +56,7 @@ class Wakeups:
         """A heap of keys whose time has come, with what orders them; one that had its turn may still be in it."""
         self._rest_until: dict[JobKey, float] = {}
         self._failures: dict[JobKey, int] = {}
+        self._held_up: set[JobKey] = set()
         self._busy: dict[JobKey, asyncio.Task[None]] = {}
         self._forgotten: set[JobKey] = set()
         """Jobs that are gone by what their running turn has found."""
@@ -80,6 +85,7 @@ class Wakeups:
         """The job is gone: nothing of it is kept."""
         for kept in (self._due, self._rest_until, self._failures):
             kept.pop(key, None)
+        self._held_up.discard(key)
         if key in self._busy:
             self._forgotten.add(key)
 
@@ -121,14 +127,21 @@ class Wakeups:
     def _start_turns(self) -> float:
         """Start every turn that may start now; the seconds until the next may."""
         wait_s = self._find_ready(time.monotonic())
+        passed_over: list[tuple[float, JobKey]] = []
         while self._ready and not self._closing and len(self._busy) < PARALLEL:
-            _, key = heapq.heappop(self._ready)
+            entry = heapq.heappop(self._ready)
+            key = entry[1]
             if key not in self._due or key in self._busy:  # the end of a turn puts its key into the queue again
                 continue
             if self._starts_at(key) > time.monotonic():  # an old entry: the queue has the new one
                 continue
+            if key in self._held_up and sum(each in self._held_up for each in self._busy) >= MOST_HELD_UP:
+                passed_over.append(entry)
+                continue
             del self._due[key]
             self._busy[key] = asyncio.create_task(self._turn(key))
+        for entry in passed_over:
+            heapq.heappush(self._ready, entry)
         return wait_s
 
     def _find_ready(self, now: float) -> float:
@@ -149,6 +162,7 @@ class Wakeups:
         return LONGEST_SLEEP_S
 
     async def _turn(self, key: JobKey) -> None:
+        began = time.monotonic()
         try:
             await self._take_turn(key)
         except ConflictError:
@@ -173,10 +187,13 @@ class Wakeups:
         else:
             RECONCILES.labels("done").inc()
             self._failures.pop(key, None)
+            self._held_up.discard(key)
             rest_s = min(COOLDOWN_S + len(self._ready) * COOLDOWN_OF_WAITING_S, LONGEST_COOLDOWN_S)
             if key not in self._forgotten:
                 self._rest_until[key] = time.monotonic() + rest_s
         finally:
+            if key in self._failures and time.monotonic() - began >= HELD_UP_S:
+                self._held_up.add(key)
             self._forgotten.discard(key)
             del self._busy[key]
             if key in self._due:
