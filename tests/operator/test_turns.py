@@ -674,6 +674,38 @@ def test_an_object_that_a_webhook_which_is_down_keeps_from_being_made_is_told_an
     assert "Refused" not in str(bench.status()["conditions"])
 
 
+@pytest.mark.parametrize("change", ["label", "owner"])
+def test_a_pod_whose_marks_an_admission_controller_changes_is_deleted_and_the_condition_says_so(change: str) -> None:
+    bench, label = planned(passing_s=0.0), "app.kubernetes.io/managed-by"
+    call = bench.api.call
+
+    async def mutate(method: str, path: str, body: Any = None, *args: Any, **further: Any) -> dict[str, Any]:
+        if (method, path) == ("POST", PODS):
+            meta = body["metadata"]
+            mine = {"labels": {**meta["labels"], label: "platform"}} if change == "label" else {"ownerReferences": []}
+            body = {**body, "metadata": {**meta, **mine}}
+        found = await call(method, path, body, *args, **further)
+        if method == "DELETE":
+            del bench.api.objects[path]
+        return found
+
+    bench.api.call = mutate  # type: ignore[method-assign]
+    for _ in range(3):
+        with pytest.raises(ClusterRefusedError):
+            bench.turn()
+        time.sleep(0.15)
+    said = next(item for item in bench.status()["conditions"] if item["type"] == "Scheduled")
+    left = bench.gang_pods()
+    bench.api.call = call  # type: ignore[method-assign]
+    bench.turn()
+
+    lost = f"the label {label}" if change == "label" else "the owner reference"
+    assert (said["status"], said["reason"]) == ("False", "Refused")
+    assert f"an admission controller changed {lost} of pod demo-trainer-1-0" in said["message"]
+    assert left == []
+    assert len(bench.gang_pods()) == 2
+
+
 QUOTA_MOVED = 'Operation cannot be fulfilled on resourcequotas "few": the object has been modified'
 
 

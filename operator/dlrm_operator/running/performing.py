@@ -54,6 +54,8 @@ MOST_WRITES = 4
 """Of one status, where others' writes come between."""
 TOLD_ONCE = frozenset({Reason.ATTEMPT_FAILED, Reason.FAILED, Reason.REFUSED})
 """What befalls an attempt once, or goes on. A turn after one that was cut off may see other evidence of it."""
+MARKS = (Label.JOB, Label.MANAGED_BY, Label.ATTEMPT, Label.INDEX)
+"""Labels by which pods are watched and read."""
 EVENT_S = 5.0
 """For the creation of one Event: the status waits for it."""
 QUIET_S = 60.0
@@ -182,6 +184,11 @@ class Performer:
             if not owned_by(found, action.owner_uid) or attempt != str(action.attempt):
                 words = f"pod {meta['name']} exists and belongs to another owner or attempt: delete it"
                 raise ClusterRefusedError(error.code, words) from error
+        if (lost := _lost_marks(action, found)) is not None:
+            with suppress(NotFoundError, ConflictError):
+                await self._api.call("DELETE", f"{path}/{meta['name']}", _deletion(uid=found["metadata"]["uid"]))
+            words = f"an admission controller changed {lost} of pod {meta['name']}, by which it is found again"
+            raise ClusterRefusedError(422, f"{words}: it was deleted; have that webhook or policy leave it as it is")
         self._pods.saw(found)
 
     async def _delete(self, action: DeleteObject) -> None:
@@ -266,6 +273,15 @@ class Performer:
         self._told_at = time.monotonic()
         extra = {"job": action.key, "event": action.reason.value, "why": str(error)}
         logger.warning("an Event could not be created, and is passed over", extra=extra)
+
+
+def _lost_marks(action: CreatePod, found: Manifest) -> str | None:
+    """What a pod lacks of that by which turns see it: such a gang would train on unseen, beside the next one."""
+    wanted, labels = action.manifest["metadata"]["labels"], found["metadata"].get("labels") or {}
+    lost = next((name for name in MARKS if labels.get(name) != wanted.get(name)), None)
+    if lost is not None:
+        return f"the label {lost}"
+    return None if owned_by(found, action.owner_uid) else "the owner reference"
 
 
 def _decides_alike(found: JobSeen, action: ApplyStatus) -> bool:
