@@ -257,6 +257,22 @@ def test_a_pod_that_its_node_did_not_admit_is_not_charged(reason: str) -> None:
     assert status(cluster).restarts_by_reason == {reason: 1}
 
 
+def test_a_container_of_others_that_fails_before_the_trainer_starts_is_named() -> None:
+    cluster = running()
+    ended = {"terminated": {"exitCode": 3, "reason": "Error", "message": "vault: permission denied"}}
+    trainer = {"name": "trainer", "state": {"waiting": {"reason": "PodInitializing"}}}
+    cluster.pods[POD_1]["status"] = {
+        "phase": "Failed",
+        "initContainerStatuses": [{"name": "vault-agent-init", "state": ended}],
+        "containerStatuses": [trainer],
+    }
+
+    cluster.turn()
+
+    assert status(cluster).restarts_by_reason == {"PodFailed": 1}
+    assert "container vault-agent-init ended with exit code 3 (vault: permission denied)" in failure(cluster).message
+
+
 def test_an_image_name_that_can_never_be_pulled_fails_the_job_and_names_the_field() -> None:
     cluster = ModelCluster()
     for _ in range(4):

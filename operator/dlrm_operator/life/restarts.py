@@ -161,10 +161,20 @@ def _pod_end(pod: PodSeen, now: datetime) -> Verdict | None:
         words = pod.message or f"node {pod.node} did not admit pod {pod.name}"
         return Verdict(outcome=Outcome.RESTART_FREE, evidence=pod_evidence(pod, Quoted(pod.reason), words, now))
     if pod.phase == "Failed":
-        words = pod.message or f"pod {pod.name} failed before its trainer could start"
+        words = pod.message or _failed_early(pod)
         reason = Quoted(pod.reason) if pod.reason else Reason.POD_FAILED
         return Verdict(outcome=Outcome.RESTART, evidence=pod_evidence(pod, reason, words, now))
     return None
+
+
+def _failed_early(pod: PodSeen) -> str:
+    """Which container ended a pod whose trainer never ran: an injector's, since ours is started again."""
+    words = f"pod {pod.name} failed before its trainer could start"
+    ended = next((container for container in pod.containers if container.exit_code), None)
+    if ended is None:
+        return words
+    last = f" ({ended.message})" if ended.message else ""
+    return f"{words}: container {ended.name} ended with exit code {ended.exit_code}{last}"
 
 
 def _starves(sidecar: ContainerSeen) -> bool:
