@@ -41,9 +41,9 @@ def check_against_reference(model: ModelSpec, ranks: list[RankState], samples: l
             assert all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))  # bit for bit
 
 
-def random_case(seed: int, world_size: int, count: int = 7) -> tuple[ModelSpec, Placement]:
+def random_case(seed: int, world_size: int, count: int = 7, max_lookups: int = 4) -> tuple[ModelSpec, Placement]:
     generator = np.random.default_rng(seed)
-    model = random_model(generator, count, weighted=seed % 2 == 1)
+    model = random_model(generator, count, weighted=seed % 2 == 1, max_lookups=max_lookups)
     return model, place(model, random_plan(generator, model, world_size), world_size)
 
 
@@ -58,6 +58,17 @@ def test_any_mixture_of_shardings_agrees_with_dense_float64_tables_with_uneven_a
     rates = [0.1, 0.05, 0.2, 0.1, 0.0, 0.1]
 
     ranks = run_ranks(world_size, train_sharded, model, placement, cuts, samples, rates)
+
+    check_against_reference(model, ranks, samples, rates)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_lookups", [255, 256, 32_767, 32_768])
+def test_ranks_tell_each_other_of_bags_of_any_number_of_ids(max_lookups: int) -> None:
+    model, placement = random_case(4, world_size=2, count=1, max_lookups=max_lookups)
+    samples, rates = [3, 0, 1], [0.01, 0.01, 0.01]
+
+    ranks = run_ranks(2, train_sharded, model, placement, [[0, 2, 3], [0, 0, 0], [0, 0, 1]], samples, rates)
 
     check_against_reference(model, ranks, samples, rates)
 

@@ -19,19 +19,24 @@ from dlrm_trainer.embedding import Embeddings, OwnedOptions, Placement
 from dlrm_trainer.embedding.rows import ResidentPart
 
 EPS = 1e-8
+LONGEST = 400
+"""Longer bags would take float32 sums too far from those in float64."""
 Floats = NDArray[np.float64]
 Bag = list[tuple[int, float]]
 """Ids with their weights."""
 
 
 def global_batch(model: ModelSpec, samples: int, seed: int) -> list[list[Bag]]:
-    """Random bags of each feature; some are empty, some ids repeat. Features without weights have weights of 1."""
+    """Random bags of each feature, shorter than ``maxLookups`` and ``LONGEST``; some are empty, some ids repeat.
+
+    Features without weights have weights of 1.
+    """
     generator, tables = np.random.default_rng(seed), model.all_tables()
     found = []
     for feature in model.all_features():
-        rows, bags = tables[feature.table].rows, []
+        table, bags = tables[feature.table], []
         for _ in range(samples):
-            ids = generator.integers(0, rows, generator.integers(0, 4)).tolist()
+            ids = generator.integers(0, table.rows, generator.integers(0, min(table.max_lookups, LONGEST))).tolist()
             weights = (
                 generator.normal(size=len(ids)).astype(np.float32).tolist() if feature.weights else [1.0] * len(ids)
             )

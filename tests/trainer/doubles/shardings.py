@@ -12,7 +12,9 @@ from dlrm_api.model import ModelSpec
 from dlrm_api.plan import Plan, RankPlan, Shard, TablePlan, Tier, TierLevel, TierShare
 
 
-def random_model(generator: np.random.Generator, count: int, *, weighted: bool = False, dim: int = 0) -> ModelSpec:
+def random_model(
+    generator: np.random.Generator, count: int, *, weighted: bool = False, dim: int = 0, max_lookups: int = 4
+) -> ModelSpec:
     """Tables of any dims, blocks, poolings and features; ``dim``: one dim for all, as the dot interaction needs."""
     tables: list[dict[str, Any]] = []
     for number in range(count):
@@ -26,7 +28,7 @@ def random_model(generator: np.random.Generator, count: int, *, weighted: bool =
                 "dim": width,
                 "columnBlock": int(generator.choice(blocks)),
                 "pooling": "mean" if generator.random() < 0.4 else "sum",
-                "maxLookups": 4,
+                "maxLookups": max_lookups,
                 "features": features,
                 "weights": [f"w{feature}" for feature in features] if weighted and generator.random() < 0.5 else [],
             }

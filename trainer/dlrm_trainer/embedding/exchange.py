@@ -92,12 +92,14 @@ class Exchange:
         header[1:].index_add_(0, self.routes.unit_owners, bags.sizes)
         headers = self._ids.all_gather(header).tolist()
         samples = tuple(row[0] for row in headers)
+        size = self._length_type.itemsize
         lengths = self._ids.all_to_all(
             "lengths",
-            bags.lengths.flatten().to(self._length_type),
-            [count * samples_here for count in counts],
-            [own * count for count in samples],
-        ).to(torch.int32)
+            bags.lengths.flatten().to(self._length_type).view(torch.uint8),  # gloo knows no integers of two bytes
+            [count * samples_here * size for count in counts],
+            [own * count * size for count in samples],
+        )
+        lengths = lengths.view(self._length_type).to(torch.int32)
         sent, received = headers[self._rank][1:], [row[1 + self._rank] for row in headers]
         ids = self._ids.all_to_all("ids", bags.ids.to(self._id_type), sent, received).to(torch.int64)
         weights = None
