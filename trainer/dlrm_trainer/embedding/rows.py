@@ -58,7 +58,7 @@ class LocalPart(Protocol):
         """
 
     def held(self) -> Iterator[NDArray[np.int64]]:
-        """Every row that may have changed since its start, as for ``in_place``, at most ``CHUNK_ROWS`` at a time."""
+        """Every row that may have changed since its start, as for ``in_place``, 1 to ``CHUNK_ROWS`` at a time."""
 
     def restore(self, pieces: Iterable[CodedRows]) -> None:
         """Take rows of a snapshot over a part that has just started; marks none of them as changed."""

@@ -136,7 +136,9 @@ class StackedPart:
         """See ``LocalPart``: those that were ever looked up."""
         count = self.shard.row_end - self.shard.row_start
         for first in range(0, count, CHUNK_ROWS):
-            yield self.stack.known(self.number, first, min(first + CHUNK_ROWS, count)) - self.first
+            rows = self.stack.known(self.number, first, min(first + CHUNK_ROWS, count))
+            if len(rows):
+                yield rows - self.first
 
     def restore(self, pieces: Iterable[CodedRows]) -> None:
         """See ``LocalPart``."""
