@@ -9,6 +9,9 @@ from pydantic import Field
 from dlrm_api.base import ApiModel, Rule
 
 Codec = Literal["fp32", "fp16", "bf16", "int8"]
+LEAST_EPS = 1e-20
+"""Where gradients were all zero, or too small for their squares to be float32, the state is 0, and a step is divided by
+this alone."""
 
 
 class RowOptimizerSpec(ApiModel):
@@ -22,7 +25,7 @@ class RowOptimizerSpec(ApiModel):
         ),
     )
     learning_rate: float = Field(0.02, ge=0, le=1_000, description="Learning rate at referenceBatchSize.")
-    eps: float = Field(1e-8, ge=0, le=1, description="Added to the root of the state (rowwise-adagrad, adam).")
+    eps: float = Field(1e-8, ge=LEAST_EPS, le=1, description="Added to the root of the state (rowwise-adagrad, adam).")
     beta1: float = Field(0.9, ge=0, le=0.9999, description="Decay of adam's first moment.")
     beta2: float = Field(0.999, ge=0, le=0.999999, description="Decay of adam's second moment.")
 
@@ -32,7 +35,7 @@ class DenseOptimizerSpec(ApiModel):
 
     kind: Literal["adagrad", "sgd", "adam"] = Field("adagrad", description="Kind of optimizer.")
     learning_rate: float = Field(0.01, ge=0, le=1_000, description="Learning rate at referenceBatchSize.")
-    eps: float = Field(1e-8, ge=0, le=1, description="Added to the root of the state (adagrad, adam).")
+    eps: float = Field(1e-8, ge=LEAST_EPS, le=1, description="Added to the root of the state (adagrad, adam).")
     beta1: float = Field(0.9, ge=0, le=0.9999, description="Decay of adam's first moment.")
     beta2: float = Field(0.999, ge=0, le=0.999999, description="Decay of adam's second moment.")
 

@@ -11,12 +11,15 @@ import torch
 from gpus import needs_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from dlrm_api.base import ApiModel
 from dlrm_api.tiers import RowDtype, state_values
-from dlrm_api.training import RowOptimizerSpec
+from dlrm_api.training import LEAST_EPS, DenseOptimizerSpec, RowOptimizerSpec
 from dlrm_trainer.embedding.kernels import TableBatch
 from dlrm_trainer.embedding.replicated import ReplicatedParts
 from dlrm_trainer.embedding.updates import MOST_UPDATES, updated
+from dlrm_trainer.optimizers import make_optimizer
 
 SHAPES = [(40, 4), (7, 4), (30, 16), (1, 8)]
 NAMES = ("t0", "t1", "t2", "t3")
@@ -311,10 +314,45 @@ def test_a_table_of_which_a_batch_looks_no_row_up_is_left_as_it_is(kind: str) ->
     assert state.shape == (0, state_values(kind, 4))
 
 
+@each_kind
+@both_types
+@pytest.mark.parametrize("size", [0.0, 1e-23])
+def test_gradients_of_zero_and_nearly_so_move_no_row_at_the_least_eps(kind: str, dtype: RowDtype, size: float) -> None:
+    spec = RowOptimizerSpec.model_validate({"kind": kind, "eps": LEAST_EPS})
+    batch = TableBatch([(3, 4)], spec, dtype=dtype, names=["t"])
+    batch.weights[0].fill_(1.0)
+    gradient = torch.full((2, 4), size)
+    sums = torch.zeros(3, 4).index_copy_(0, torch.tensor([0, 2]), gradient)
+
+    pooled = batch.lookup(torch.tensor([0, 2]), torch.ones(1, 2, dtype=torch.int32), 1.0)
+    batch.update(pooled, gradient)
+    elsewhere, _ = updated(torch.ones(3, 4), torch.zeros(3, state_values(kind, 4)), sums, spec, 1.0)
+
+    np.testing.assert_allclose(batch.weights[0].float().numpy(), 1.0, atol=0.01)
+    np.testing.assert_allclose(elsewhere.numpy(), 1.0, atol=0.01)
+
+
+@pytest.mark.parametrize("spec", [RowOptimizerSpec, DenseOptimizerSpec])
+def test_an_eps_of_zero_is_refused(spec: type[ApiModel]) -> None:
+    with pytest.raises(ValidationError, match="eps"):
+        spec.model_validate({"eps": 0})
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("size", [0.0, 1e-23])
+def test_gradients_of_zero_and_nearly_so_move_no_dense_parameter_at_the_least_eps(kind: str, size: float) -> None:
+    values = torch.ones(5)
+
+    optimizer = make_optimizer(DenseOptimizerSpec.model_validate({"kind": kind, "eps": LEAST_EPS}), values)
+    optimizer.step(values, torch.full((5,), size), 1.0)
+
+    np.testing.assert_allclose(values.numpy(), 1.0, atol=0.01)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.floats(0, 0.999999), st.integers(0, MOST_UPDATES + 1))
 def test_adams_correction_is_that_of_exact_powers_however_many_updates(decay: float, done: int) -> None:
-    spec = RowOptimizerSpec(kind="adam", beta1=min(decay, 0.9999), beta2=decay, eps=0)
+    spec = RowOptimizerSpec(kind="adam", beta1=min(decay, 0.9999), beta2=decay, eps=LEAST_EPS)
     count = min(done, MOST_UPDATES)
     state = torch.cat((torch.zeros(1, 8), torch.full((1, 1), float(count))), dim=1)
 
@@ -327,7 +365,7 @@ def test_adams_correction_is_that_of_exact_powers_however_many_updates(decay: fl
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 0.999, 0.999999])
 @pytest.mark.parametrize("count", [1, 2, 3, 100, 12_345])
 def test_a_first_gradient_of_one_after_many_updates_moves_by_the_exact_ratio(decay: float, count: int) -> None:
-    spec = RowOptimizerSpec(kind="adam", beta1=min(decay, 0.9999), beta2=decay, eps=0)
+    spec = RowOptimizerSpec(kind="adam", beta1=min(decay, 0.9999), beta2=decay, eps=LEAST_EPS)
     state = torch.tensor([[0.0] * 8 + [count - 1.0]])
 
     weight, _ = updated(torch.zeros(1, 4), state, torch.ones(1, 4), spec, 1.0)
