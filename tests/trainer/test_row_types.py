@@ -101,7 +101,7 @@ def test_a_cut_holds_the_live_state_and_training_goes_on_from_it_to_the_same_byt
     train(job, whole, 0, 5)
     cut, live = Stored(whole, 32), digest_of(job, whole)
     train(job, whole, 5, 9)
-    restore(second, cut)  # type: ignore[arg-type]
+    restore(second, cut, ALONE)  # type: ignore[arg-type]
     restored = digest_of(job, second)
     train(job, second, 5, 9)
 
@@ -119,7 +119,7 @@ def test_fp16_rows_start_and_stay_at_values_of_fp16_also_from_a_cut_at_8_bits(tm
 
     train(job, learner, 0, 3)
     cut = Stored(learner, 8)
-    restore(second, cut, mark=True)  # type: ignore[arg-type]
+    restore(second, cut, ALONE, mark=True)  # type: ignore[arg-type]
 
     assert start.pieces == []
     assert any((piece.rows != piece.rows.astype(np.float16)).any() for piece in cut.pieces)

@@ -85,7 +85,7 @@ def test_training_from_a_cut_ends_with_the_bytes_of_training_through(tmp_path: P
     train(job, whole, 0, 6)
     cut = cut_of(job, whole)
     train(job, whole, 6, 14)
-    restore(second, cut)  # type: ignore[arg-type]
+    restore(second, cut, ALONE)  # type: ignore[arg-type]
     train(job, second, 6, 14)
 
     assert digest_of(job, second) == digest_of(job, whole)
@@ -120,7 +120,7 @@ def test_a_cut_without_a_parent_holds_all_that_was_ever_updated_also_before_a_re
     job = small_job(tmp_path)
     first, second, third = (learner_of(job) for _ in range(3))
     train(job, first, 0, 6)
-    restore(second, cut_of(job, first))  # type: ignore[arg-type]
+    restore(second, cut_of(job, first), ALONE)  # type: ignore[arg-type]
     restored = cut_of(job, second).pieces
     train(job, second, 6, 8)
     if committed is not None:
@@ -129,7 +129,7 @@ def test_a_cut_without_a_parent_holds_all_that_was_ever_updated_also_before_a_re
     train(job, second, 8, 10)
 
     second.embeddings.begin_cut(10, None)
-    restore(third, cut_of(job, second))  # type: ignore[arg-type]
+    restore(third, cut_of(job, second), ALONE)  # type: ignore[arg-type]
 
     assert restored == []
     assert digest_of(job, third) == digest_of(job, second)

@@ -14,6 +14,7 @@ from dlrm_checkpointer.handoff import CutAbandonedError, HandedOver, HandOffWrit
 from dlrm_checkpointer.life import PEERS_S
 from dlrm_trainer.background import BackgroundHandOver
 from dlrm_trainer.gradual import GradualHandOver
+from dlrm_trainer.in_step import InStep
 from dlrm_trainer.start import Parts
 
 logger = logging.getLogger(__name__)
@@ -166,15 +167,19 @@ class HandingOver:
         return self._parts.job.spec.lifecycle.termination_grace_period if grace is None else grace
 
     def _wait_ready(self, step: int) -> None:
-        """Wait until an earlier cut is off the rank's hands.
+        """Wait until an earlier cut is off all ranks' hands.
 
         Raises:
             TemporaryError: it was not in time.
         """
-        deadline = time.monotonic() + self._patience_s
-        while self._writer and self._newest != step and not self._writer.ready():
+        if self._writer is None or self._newest == step:
+            return
+        deadline, in_step = time.monotonic() + self._patience_s, InStep(self._collectives)
+        while not self._writer.ready():
             if time.monotonic() > deadline:
                 raise TemporaryError(
                     f"step {step} could not be handed over: the checkpointer did not take the cut before it"
                 )
+            in_step.at_work()
             time.sleep(READY_POLL_S)
+        in_step.wait()

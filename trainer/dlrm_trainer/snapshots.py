@@ -20,6 +20,7 @@ from dlrm_checkpointer.salvage import Salvage, find_salvage, open_salvage
 from dlrm_checkpointer.store import ObjectStore
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.embedding.rows import LocalPart, table_meta
+from dlrm_trainer.in_step import InStep
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.verifying import choose_together
 
@@ -85,25 +86,31 @@ def model_document(spec: DLRMJobSpec, learner: Learner) -> dict[str, Any]:
     }
 
 
-def restore(learner: Learner, snapshot: Snapshot, *, mark: bool = False) -> None:
+def restore(learner: Learner, snapshot: Snapshot, collectives: Collectives, *, mark: bool = False) -> None:
     """Take a snapshot over a learner that has just started; at 32 bits every byte is as it was.
+
+    Returns on all ranks when it is done on all of them: some have many times the rows of others.
 
     Args:
         learner: at its start.
         snapshot: of the same model.
+        collectives: of all ranks, each of which calls this.
         mark: whether the next cut is to hold every row of it: it can't be a cut's parent, because it is of another
             store, its tables have other sizes, or it is no snapshot but parts of one.
 
     Raises:
         SnapshotError: an object is absent or corrupt.
+        PeerLostError: a rank is gone.
     """
     learner.embeddings.settle()
+    in_step = InStep(collectives)
     parts = list(learner.embeddings.local)
     codes = snapshot.shard_codes([part.shard for part in parts])
     for number, group in groupby(codes, key=itemgetter(0)):
-        pieces = (piece for _, piece in group)
+        pieces = (piece for _, piece in in_step.over(group))
         parts[number].restore(_recorded(parts[number], pieces, mark=mark))
     learner.dense.restore(snapshot.dense())
+    in_step.wait()
 
 
 def _recorded(part: LocalPart, pieces: Iterable[CodedRows], *, mark: bool) -> Iterator[CodedRows]:

@@ -140,7 +140,7 @@ def restore_newest(parts: Parts) -> Restored:
     model = snapshots.model_document(spec, parts.learner)
     resized = check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)
     new = resized or start.salvage is not None  # a state that no snapshot holds
-    snapshots.restore(parts.learner, snapshot, mark=new)
+    snapshots.restore(parts.learner, snapshot, parts.gang.collectives, mark=new)
     parts.writer.restored(None if new else snapshot.name)
     if start.salvage and start.snapshot:
         lost, stored = start.snapshot.step, start.salvage.ranks
@@ -178,7 +178,7 @@ def begin_from(parts: Parts, uri: str, options: StoreOptions) -> None:
         spec = parts.job.spec
         model = snapshots.model_document(spec, parts.learner)
         check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)
-        snapshots.restore(parts.learner, snapshot, mark=True)
+        snapshots.restore(parts.learner, snapshot, parts.gang.collectives, mark=True)
     logger.info("starting from step 0 with the model of %s", snapshot.uri)
 
 

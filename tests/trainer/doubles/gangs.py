@@ -79,11 +79,16 @@ def hand_plan(job: DLRMJob, owners: Sequence[int | None] | None = None) -> Plan:
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *arguments: Any, host: str = LOOPBACK, bind: str = LOOPBACK
+    world_size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    host: str = LOOPBACK,
+    bind: str = LOOPBACK,
+    timeout_s: float = 60.0,
 ) -> list[Any]:
     """Run ``function(collectives, *arguments)`` on every rank of a gang of processes; what each returned.
 
-    Rank 0 serves the store on ``bind``, and the others reach it at ``host``.
+    Rank 0 serves the store on ``bind``, and the others reach it at ``host``. Collectives wait for ``timeout_s``.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dlrm_trainer.learner"])  # torch and fbgemm load once for all gangs
@@ -92,7 +97,7 @@ def run_ranks(
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
-            target=_rank, args=(rank, world_size, (host, port, bind), sender, function, arguments)
+            target=_rank, args=(rank, world_size, (host, port, bind), timeout_s, sender, function, arguments)
         )
         process.start()
         sender.close()
@@ -112,6 +117,7 @@ def _rank(
     rank: int,
     world_size: int,
     store: tuple[str, int, str],
+    timeout_s: float,
     sender: Connection,
     function: Callable[..., Any],
     arguments: Any,
@@ -122,7 +128,7 @@ def _rank(
 
     torch.set_num_threads(1)
     gang = Gang(rank, world_size, *store)
-    gang.meet(60.0, 60.0, lambda: None)
+    gang.meet(60.0, timeout_s, lambda: None)
     sender.send(function(gang.collectives, *arguments))
     gang.collectives.barrier()
     os._exit(0)

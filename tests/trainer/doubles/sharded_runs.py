@@ -103,7 +103,7 @@ def train_plan(
     learner = Learner(job.spec, placement, collectives, folder, id_collectives=ids, device=device)
     learner.start(job.spec.training.seed)
     if saved is not None:
-        restore(learner, saved)  # type: ignore[arg-type]
+        restore(learner, saved, collectives)  # type: ignore[arg-type]
     reader = open_reader(job.spec, "train", collectives.rank, collectives.world_size)
     batches, losses = (reader.read(number) for number in steps), []
     ahead = 1 if pipelined else 0
