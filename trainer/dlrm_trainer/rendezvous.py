@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
@@ -20,6 +20,8 @@ from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.roll_call import RollCall, name_ranks
 
 RETRY_S = 0.1
+RANK_POLL_S = 0.0005
+"""Each rank asks for the others a pause apart that grows by this with each: rank 0's store answers all of them."""
 STORE_TIMEOUT_S = 30
 NCCL_WAITS = "TORCH_NCCL_BLOCKING_WAIT"
 """Tells torch to raise where a wait for a GPU's collective fails or takes too long, and not to end the process."""
@@ -75,14 +77,15 @@ class Gang:
         deadline = time.monotonic() + rendezvous_timeout_s
         self._store = self._serve() if self.rank == 0 else self._reach(deadline, keep_on)
         self._store.set(f"here/{self.rank}", "1")
-        absent = list(range(self.world_size))
-        while absent := [rank for rank in absent if not self._said("here", rank)]:
+        pause_s = max(RETRY_S / 5, self.world_size * RANK_POLL_S)
+        while not self._are_here(range(self.world_size)):
             if time.monotonic() > deadline:
+                absent = [rank for rank in range(self.world_size) if not self._are_here([rank])]
                 raise PeerLostError(
                     f"{name_ranks(absent)} did not come within {rendezvous_timeout_s:.0f} s: see the logs of its pod"
                 )
             keep_on()
-            time.sleep(RETRY_S / 5)
+            time.sleep(pause_s)
         timeout = timedelta(seconds=collective_timeout_s)
         os.environ.setdefault(NCCL_WAITS, "1")
         dist.init_process_group(
@@ -147,10 +150,11 @@ class Gang:
         except RuntimeError as error:
             raise PeerLostError(f"rank 0 at {self._host}:{self._port} went away at the start: {error}") from error
 
-    def _said(self, what: str, rank: int) -> bool:
+    def _are_here(self, ranks: Iterable[int]) -> bool:
+        """Whether all of some ranks came: one request, however many they are."""
         assert self._store is not None
         try:
-            return bool(self._store.check([f"{what}/{rank}"]))
+            return bool(self._store.check([f"here/{rank}" for rank in ranks]))
         except RuntimeError as error:
             raise PeerLostError(f"rank 0 at {self._host}:{self._port} is gone: {error}") from error
 

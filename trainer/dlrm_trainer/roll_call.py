@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -28,6 +29,8 @@ STORE_S = 2.0
 LEAVE_S = 10.0
 """A rank that still runs so long after it heard who was missed is stuck, and ends itself."""
 ALARM, VERDICT = "alarm", "verdict"
+ANSWERS, LEFT, HEARD = "answers", "left", "heard"
+"""What ranks say, a line each and all in one place: hundreds of them are read by one request, not by one for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,7 @@ class RollCall:
         """Answer no more; words say why this rank ends where nobody else is to blame, and are empty otherwise."""
         self._closed.set()
         if last_words:
-            self._in_time(lambda: self._store.set(f"left/{self._rank}", last_words))
+            self._in_time(lambda: self._say(LEFT, last_words))
 
     def who_is_missed(self) -> str:
         """The ranks to blame for a failed collective, in words; the same on every rank."""
@@ -92,27 +95,23 @@ class RollCall:
         self._verdict = self._store.compare_set(VERDICT, "", verdict).decode()
 
     def _answer(self) -> None:
-        answer = Answer(made=self._last, still_s=time.monotonic() - self._since)
-        self._store.set(f"answer/{self._rank}", json.dumps(asdict(answer)))
+        self._say(ANSWERS, asdict(Answer(made=self._last, still_s=time.monotonic() - self._since)))
 
     def _ask(self) -> tuple[Mapping[int, Answer], Mapping[int, str], Sequence[int]]:
         """Where ranks are that answer, last words of those that ended, and who says nothing."""
-        silent = list(range(self._world_size))
         deadline = time.monotonic() + ANSWERS_S
-        while silent and time.monotonic() < deadline:
-            silent = [rank for rank in silent if not self._has(f"answer/{rank}") and not self._has(f"left/{rank}")]
+        while True:
+            answers, words = self._said(ANSWERS), self._said(LEFT)
+            silent = [rank for rank in range(self._world_size) if rank not in answers and rank not in words]
+            if not silent or time.monotonic() >= deadline:
+                return {rank: Answer(**body) for rank, body in answers.items()}, words, silent
             time.sleep(POLL_S / 20)
-        ranks = range(self._world_size)
-        answers = {rank: self._store.get(f"answer/{rank}") for rank in ranks if self._has(f"answer/{rank}")}
-        words = {rank: self._store.get(f"left/{rank}").decode() for rank in ranks if self._has(f"left/{rank}")}
-        return {rank: Answer(**json.loads(body)) for rank, body in answers.items()}, words, silent
 
     def _let_others_hear(self) -> None:
         """Stay, with the store if it is here, until all who answered know the verdict."""
         deadline = time.monotonic() + ANSWERS_S
-        waiting = [rank for rank in range(self._world_size) if self._has(f"answer/{rank}")]
-        while waiting and time.monotonic() < deadline:
-            waiting = [rank for rank in waiting if not self._has(f"heard/{rank}") and not self._has(f"left/{rank}")]
+        waiting = self._said(ANSWERS).keys()
+        while waiting - self._said(HEARD).keys() - self._said(LEFT).keys() and time.monotonic() < deadline:
             time.sleep(POLL_S / 20)
 
     def _listen(self) -> None:
@@ -126,11 +125,20 @@ class RollCall:
                     answered = True
                 if answered and self._has(VERDICT):
                     self._verdict = self._store.get(VERDICT).decode()
-                    self._store.set(f"heard/{self._rank}", "1")
+                    self._say(HEARD, True)
                     heard = True
         if not self._closed.wait(LEAVE_S):
             faulthandler.dump_traceback()
             os._exit(ExitCode.TEMPORARY)
+
+    def _say(self, where: str, what: object) -> None:
+        line = json.dumps([self._rank, what]) + "\n"
+        self._store.append(where, line)  # type: ignore[attr-defined]  # torch's stubs leave it out
+
+    def _said(self, where: str) -> dict[int, Any]:
+        """What each rank said there last."""
+        lines = self._store.get(where).splitlines() if self._has(where) else []
+        return dict(map(json.loads, lines))
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))

@@ -1,0 +1,71 @@
+"""What a roll call costs rank 0's store, which answers every rank of the gang."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from dlrm_trainer.roll_call import ANSWERS, HEARD, LEFT, RollCall
+
+LONG_AGO_S = 900.0
+
+
+class CountingStore:
+    """Keeps keys in memory and counts requests, as TCPStore takes them."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, bytes] = {}
+        self.requests = 0
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        with self._lock:
+            self.requests += 1
+            self.kept[key] = value.encode()
+
+    def append(self, key: str, value: str) -> None:
+        with self._lock:
+            self.requests += 1
+            self.kept[key] = self.kept.get(key, b"") + value.encode()
+
+    def get(self, key: str) -> bytes:
+        self.requests += 1
+        return self.kept[key]
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests += 1
+        return all(key in self.kept for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self.requests += 1
+        return self.kept.setdefault(key, desired.encode())
+
+
+def call(world_size: int, hung: int | None = None, left: int | None = None) -> tuple[str, int]:
+    """What rank 0 hears of a gang where all the others answered, and the requests that it made for that."""
+    store: Any = CountingStore()
+    for rank in range(1, world_size):
+        answer = {"made": 8 if rank == hung else 9, "still_s": LONG_AGO_S}
+        store.append(ANSWERS, json.dumps([rank, answer]) + "\n")
+        store.append(HEARD, json.dumps([rank, True]) + "\n")
+    store.append(HEARD, json.dumps([0, True]) + "\n")
+    if left is not None:
+        store.append(LEFT, json.dumps([left, "the disk is full\nof data"]) + "\n")
+    roll = RollCall(store, 0, world_size, lambda: 9, 0.0)
+    before = store.requests
+    said = roll.who_is_missed()
+    roll.close("")
+    return said, store.requests - before
+
+
+@pytest.mark.parametrize("world_size", [8, 1_000])
+def test_the_rank_to_blame_is_found_in_few_requests_however_many_ranks_there_are(world_size: int) -> None:
+    hung, requests = call(world_size, hung=7)
+    ended, _ = call(world_size, left=5)
+
+    assert hung.startswith("rank 7 hung: alive, but in no collective for 900 s and 1 behind")
+    assert ended == "rank 5 ended: the disk is full\nof data"
+    assert requests < 20
