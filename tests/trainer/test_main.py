@@ -88,3 +88,17 @@ def test_what_is_wrong_with_the_files_is_said_before_torch_is_loaded(files: Path
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=True)
 
     assert done.stdout.split() == ["78", "False"]
+
+
+def test_ranks_may_open_as_many_files_as_the_system_lets_them(files: Path) -> None:
+    program = (
+        "import resource; from dlrm_trainer.__main__ import main; "
+        "_, most = resource.getrlimit(resource.RLIMIT_NOFILE); "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (most // 2, most)); "
+        f"main(['--job', '{files}/absent.json', '--plan', '{files}/plan.json']); "
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most))"
+    )
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=True)
+
+    assert done.stdout.split() == ["True"]

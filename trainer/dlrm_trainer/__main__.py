@@ -15,6 +15,7 @@ from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan, parse_plan, plan_from_parts
 from dlrm_api.progress import TerminationMessage
 from dlrm_checkpointer.settings import read_job
+from dlrm_trainer.limits import allow_open_files
 from dlrm_trainer.logs import log_to_stderr
 from dlrm_trainer.settings import Settings, keep_memory, read_settings, spin_briefly
 
@@ -28,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the launcher; the exit code is one of ``dlrm_api.names.ExitCode`` or a crashed rank's."""
     spin_briefly()
     keep_memory()
+    allow_open_files()
     log_to_stderr("launcher")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end_before_the_start)

@@ -1,16 +1,27 @@
-"""What this process may use of its machine: what control groups, of version 1 or 2, leave it."""
+"""What this process may use of its machine: what control groups, of version 1 or 2, leave it, and open files."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 MOUNT, GROUPS, MEMORY = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/meminfo")
 LEFT_SHARE = 20
 """One part in so many of a machine's memory is left to its system, however idle it is."""
+
+
+def allow_open_files() -> None:
+    """Let this process and those that it starts open as many files as the system lets them ask for.
+
+    A rank takes two connections to each other one, and rank 0 a third and a fourth for its store: the usual soft limit
+    of 1,024 ends gangs of some 250 ranks.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def usable_memory_bytes(mount: Path = MOUNT, groups: Path = GROUPS) -> int:
