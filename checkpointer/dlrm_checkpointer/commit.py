@@ -90,10 +90,19 @@ def _conflict(where: str) -> SnapshotConflictError:
 
 
 def _parts(store: ObjectStore, step: int, attempt: int, ranks: Iterable[int]) -> list[PartList]:
-    """The part lists of some ranks, as far as they are there."""
+    """The part lists of some ranks, as far as they are there.
+
+    What they say alike of the cut (of thousands of tables and of files of data) is in memory once.
+    """
     keys = [part_key(step, attempt, rank) for rank in ranks]
     bodies = in_parallel(lambda key: _get(store, key), keys, PARALLEL_GETS)
-    return [parse_part(body, key) for body, key in zip(bodies, keys, strict=True) if body is not None]
+    found: list[PartList] = []
+    for body, key in zip(bodies, keys, strict=True):
+        if body is not None:
+            part = parse_part(body, key)
+            alike = found and part.meta == found[0].meta
+            found.append(part.model_copy(update={"meta": found[0].meta}) if alike else part)
+    return found
 
 
 def _present(store: ObjectStore, step: int, attempt: int) -> set[str]:

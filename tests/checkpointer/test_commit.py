@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,27 @@ def test_a_manifest_without_the_objects_of_a_pod_is_no_commit_of_its_cut(files: 
     with pytest.raises(SnapshotConflictError, match="other content: nothing was replaced"):
         try_commit(files, 1, 1, RANKS, range(2, 4))
     assert files.get(KEY) == less.encode()
+
+
+def test_a_commit_holds_what_part_lists_say_alike_once(files: FileStore, committed: Manifest) -> None:
+    data = [{"name": f"day-{number}.parquet", "bytes": 10**8 + number, "rows": 10**6} for number in range(5_000)]
+    files.delete(KEY)
+    for rank in range(RANKS):
+        key = part_key(1, 1, rank)
+        part = parse_part(files.get(key), key)
+        files.put(key, part.model_copy(update={"meta": part.meta | {"metrics": {"files": data}}}).encode())
+    body = files.get(part_key(1, 1, 0))
+
+    tracemalloc.start()
+    try:
+        one = parse_part(body, part_key(1, 1, 0))
+        size, _ = tracemalloc.get_traced_memory()
+        del one
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        assert try_commit(files, 1, 1, RANKS) is not None
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak - before < 5 * size
