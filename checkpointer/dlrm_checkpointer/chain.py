@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from dlrm_api.checkpoint import PolicyName
 from dlrm_api.errors import NoInputError, SnapshotError
@@ -15,6 +16,26 @@ from dlrm_checkpointer.store import ObjectStore
 
 class BrokenChainError(SnapshotError):
     """What a cut goes over is gone or damaged: the cut can't be stored, and its rows come again with a later one."""
+
+
+class Layers:
+    """The chunks of some manifests by table: looked through once, however many tables there are.
+
+    Args:
+        manifests: oldest first.
+    """
+
+    def __init__(self, manifests: Sequence[Manifest]) -> None:
+        self._of: list[dict[str, list[ChunkEntry]]] = []
+        for manifest in manifests:
+            found: dict[str, list[ChunkEntry]] = {}
+            for chunk in manifest.chunks:
+                found.setdefault(chunk.table, []).append(chunk)
+            self._of.append(found)
+
+    def __call__(self, table: str) -> tuple[tuple[ChunkEntry, ...], ...]:
+        """A table's chunks in each of the manifests."""
+        return tuple(tuple(each.get(table, ())) for each in self._of)
 
 
 @dataclass(frozen=True)
@@ -30,9 +51,10 @@ class Chain:
         """The snapshot itself."""
         return self.manifests[-1]
 
-    def chunks(self, table: str) -> tuple[tuple[ChunkEntry, ...], ...]:
-        """A table's chunks, manifest by manifest."""
-        return layers(self.manifests, table)
+    @cached_property
+    def chunks(self) -> Layers:
+        """Each table's chunks, manifest by manifest."""
+        return Layers(self.manifests)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +67,6 @@ class Basis:
     """Of the parent; None where the snapshot is full."""
     merged: tuple[Manifest, ...] = ()
     """Snapshots, oldest first, whose rows are stored once more with those of the cut."""
-
-
-def layers(manifests: Sequence[Manifest], table: str) -> tuple[tuple[ChunkEntry, ...], ...]:
-    """A table's chunks in each of some manifests."""
-    return tuple(tuple(chunk for chunk in each.chunks if chunk.table == table) for each in manifests)
 
 
 def load_chain(store: ObjectStore, name: SnapshotName) -> Chain:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.chain import Chain, layers
+from dlrm_checkpointer.chain import Chain
 from dlrm_checkpointer.codes import CodedRows, decode_rows
 from dlrm_checkpointer.cut import ShardRows, TableMeta
 from dlrm_checkpointer.digest import BLOCK_ROWS
 from dlrm_checkpointer.fetch import fetch_rows, in_parallel
 from dlrm_checkpointer.initializer import initial_rows
-from dlrm_checkpointer.manifest import ChunkEntry, Manifest
+from dlrm_checkpointer.manifest import ChunkEntry
 from dlrm_checkpointer.merge import chunk_rows
 from dlrm_checkpointer.store import ObjectStore
 from dlrm_checkpointer.sweep import stored, sweep
@@ -143,12 +143,12 @@ def _bands(
     store: ObjectStore, table: TableMeta, before: Chain | None, after: Chain, rows: range
 ) -> Iterator[_Candidates]:
     count = _common(before, after)
-    older = () if before is None else before.manifests[count:]
-    shared = _Shared(store, table, after.manifests[:count])
-    own = [*layers(older, table.name), *layers(after.manifests[count:], table.name)]
+    older = () if before is None else before.chunks(table.name)[count:]
+    newer = after.chunks(table.name)
+    shared = _Shared(store, table, newer[:count])
     inside = [
         tuple(entry for entry in entries if entry.first_row < rows.stop and entry.last_row >= rows.start)
-        for entries in own
+        for entries in (*older, *newer[count:])
     ]
     sources = [source for number, entries in enumerate(inside) for source in stored(store, table, number, entries)]
     size = min(BLOCK_ROWS, chunk_rows(table.dim + table.state_width))
@@ -204,9 +204,9 @@ class _Shared:
     Rows are asked for in ascending order; a chunk stays in memory until it is passed.
     """
 
-    def __init__(self, store: ObjectStore, table: TableMeta, manifests: Sequence[Manifest]) -> None:
+    def __init__(self, store: ObjectStore, table: TableMeta, layers: Sequence[Sequence[ChunkEntry]]) -> None:
         self._store, self._table = store, table
-        every = [(number, entry) for number, each in enumerate(layers(manifests, table.name)) for entry in each]
+        every = [(number, entry) for number, each in enumerate(layers) for entry in each]
         self._waiting = sorted(every, key=lambda each: each[1].first_row, reverse=True)
         self._near: list[tuple[int, ChunkEntry]] = []
         self._loaded: dict[str, CodedRows] = {}

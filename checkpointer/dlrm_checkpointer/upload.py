@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import NoInputError
-from dlrm_checkpointer.chain import Basis, layers
+from dlrm_checkpointer.chain import Basis, Layers
 from dlrm_checkpointer.codes import CodedRows
 from dlrm_checkpointer.cut import ShardId, TableMeta
 from dlrm_checkpointer.delta import Delta, deltas
@@ -134,15 +134,26 @@ class Upload:
 
     def _merged(self, delta: Delta) -> Iterator[Load]:
         table = self._tables[delta.shard.table]
-        slices = tuple(chunk for chunk in self._before.chunks if chunk.shard == delta.shard)
-        older = (*layers(self._basis.merged, table.name), slices)
+        older = (*self._older(table.name), self._slices.get(delta.shard, ()))
         merged = merged_chunks(self._store, table, delta, older, self._bits, self._traffic.read)
         for encoded in map(_Encoded.of, merged):  # at once, so that the rows are not in memory while it is put
             yield partial(_as_it_is, encoded)
 
-    @property
+    @cached_property
     def _tables(self) -> dict[str, TableMeta]:
         return {table.name: table for table in self._cut.meta.tables}
+
+    @cached_property
+    def _older(self) -> Layers:
+        return Layers(self._basis.merged)
+
+    @cached_property
+    def _slices(self) -> dict[ShardId, list[ChunkEntry]]:
+        """Chunks of the slices before, by shard."""
+        found: dict[ShardId, list[ChunkEntry]] = {}
+        for chunk in self._before.chunks:
+            found.setdefault(chunk.shard, []).append(chunk)
+        return found
 
     def _put_dense(self) -> None:
         arrays = self._cut.dense()

@@ -318,6 +318,28 @@ def test_a_delta_gives_rows_in_order_whatever_the_order_of_its_pieces(new_model)
     np.testing.assert_array_equal(np.concatenate([part.state for part in parts])[:, 0], found)
 
 
+def test_a_merge_of_many_tables_looks_at_each_of_them_a_few_times(
+    tmp_path: Path, files: FileStore, new_model, new_pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, read = 60, list[str]()
+    tables = tuple(
+        TableMeta(name=f"t{number}", rows=20, dim=4, seed=7, scale=0.25, column_blocks=((0, 4),))
+        for number in range(count)
+    )
+    model, pod = new_model(tables), new_pod(tmp_path / "pod", files, policy="intermittent")
+    attempt = claim_attempt(files, None, "test")
+    for _ in range(2):
+        pod.commit(model.train(), attempt)
+    from_json = TableMeta.from_json
+    monkeypatch.setattr(TableMeta, "from_json", lambda value: read.append(value["name"]) or from_json(value))
+
+    pod.commit(model.train(), attempt)
+    monkeypatch.undo()
+
+    assert count < len(read) < 20 * count
+    assert snapshot_digest(find_snapshot(files)) == model.digest()
+
+
 def spoil(files: FileStore, key: str) -> None:
     path = files.root / key
     path.write_bytes(path.read_bytes()[:-1] + b"?")
