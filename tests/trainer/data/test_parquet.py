@@ -17,6 +17,7 @@ from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError
 from dlrm_api.model import TableSpec
 from dlrm_trainer.data import Reader, open_reader
 from dlrm_trainer.data.files import LocalFile
+from dlrm_trainer.data.hashing import rows_of_ids
 from dlrm_trainer.data.lookups import hashing_of
 from dlrm_trainer.data.parquet import ParquetSource
 from dlrm_trainer.data.row_group import Columns
@@ -216,6 +217,20 @@ def test_hashed_ids_of_any_size_and_sign_find_a_row(hashing: str, write_parquet:
     assert int(values.max()) < 4
     if hashing == "modulo":
         assert values.tolist() == [(2**64 - 1) % 4, (2**63 - 1) % 4, 2**63 % 4, 0, 0]
+
+
+@pytest.mark.parametrize("hashing", ["none", "modulo", "mix"])
+@pytest.mark.parametrize("kind", [pa.uint8(), pa.uint32(), pa.int64()])
+def test_ids_of_any_type_find_the_same_row_of_a_table_above_4_billion_rows(
+    kind: pa.DataType, hashing: Any, write_parquet: Write, open_file: Any
+) -> None:
+    rows, ids = 2**33, np.arange(200)
+    columns = {"label": ids % 2, "price": ids * 1.0, "user": pa.array(ids).cast(kind)}
+    table = {"name": "user", "rows": rows, "dim": 4, "embedding": {"hash": hashing}}
+
+    batch = open_file(write_parquet(columns, row_group_size=64), [table], globalBatchSize=200).read(0)
+
+    np.testing.assert_array_equal(batch.values.numpy(), rows_of_ids(ids, rows, hashing)[0])
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 1_000])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError
 from dlrm_checkpointer.compiled import compiled
-from dlrm_trainer.data.lookups import NONE, Hashing, put_rows_of
+from dlrm_trainer.data.lookups import MIX, NONE, Hashing, put_rows_of
 from dlrm_trainer.data.packed import Numbers, PackedRows, SingleIds, pack_bags
 from dlrm_trainer.data.scratch import scratch
 
@@ -102,7 +102,8 @@ class RowGroupDecoder:
     def _ids(self, data: pa.Table, name: str, hashing: Hashing, place: int, singles: SingleIds) -> _Bags:
         """A feature's rows, in ``singles`` where each bag has one; a null bag and a null scalar are empty bags."""
         few = hashing.kind != NONE and int(hashing.rows) <= 2**32
-        column = singles.column(place, narrow=few or holds_narrow(data.schema.field(name).type))
+        kept = hashing.kind != MIX and holds_narrow(data.schema.field(name).type)  # mixed, short ids become any row
+        column = singles.column(place, narrow=few or kept)
         sizes, flat = self._flat(data[name], name, "ids")
         rows = column if sizes is None else np.empty(len(flat), dtype=np.int64)
         ids = flat.to_numpy(zero_copy_only=False)
