@@ -147,6 +147,15 @@ def test_histogram_bins_keep_their_share_of_lookups() -> None:
     assert np.bincount(counted) / ranks.size == pytest.approx([0.1, 0.4, 0.3, 0.2], abs=0.005)
 
 
+def test_bins_without_lookups_change_no_rows_popularity() -> None:
+    bare = parse_histogram(HISTOGRAM, Path("h.txt")).popularity(10_000)
+
+    more = HISTOGRAM.replace("(4+: 0.100", "(4, 8]: 0.100\n(8, 16]: 0.000\n(16+: 0.000")
+    popularity = parse_histogram(more, Path("h.txt")).popularity(10_000)
+
+    np.testing.assert_array_equal(draws(popularity), draws(bare))
+
+
 @given(st.integers(1, 3_000))
 @settings(max_examples=60, deadline=None)
 def test_a_histogram_shapes_a_table_of_any_size_and_uses_all_its_rows(rows: int) -> None:

@@ -36,14 +36,17 @@ class ReuseHistogram:
     def popularity(self, rows: int) -> Popularity:
         """Popularity of a table of ``rows`` rows, all of them in use, with this histogram's shape.
 
-        A bin that would hold less than one row of a small table gives its share to the hotter step before it.
+        A bin that would hold less than one row of a small table gives its share to the hotter step before it; one
+        without lookups holds no row.
         """
-        of_rows = (self.shares / self.reuse)[::-1]
+        used = self.shares > 0
+        hottest_first = self.shares[used][::-1]
+        of_rows = hottest_first / self.reuse[used][::-1]
         edges = np.ceil(np.cumsum(of_rows) / of_rows.sum() * rows - 1e-9).astype(np.int64).clip(1, rows)
         edges[-1] = rows
         counts = np.diff(edges, prepend=0)
         steps = np.cumsum(counts > 0) - 1
-        shares = np.bincount(steps, weights=self.shares[::-1])
+        shares = np.bincount(steps, weights=hottest_first)
         return Popularity.from_steps(counts[counts > 0], shares.astype(np.float64))
 
 
