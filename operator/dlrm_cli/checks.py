@@ -106,7 +106,7 @@ def _check_file(field: str, uri: str, mend: str) -> None:
     if "://" in uri and (parts.scheme != "file" or parts.netloc not in ("", "localhost")):
         more = ", or s3://bucket/prefix" if samples else ""
         raise InvalidSpecError(field, f"{uri}: can't be read from there: give a path or file:///path{more}")
-    path = Path(unquote(parts.path)) if "://" in uri else Path(uri).expanduser()
+    path = Path(unquote(uri.partition("://")[2].removeprefix(parts.netloc))) if "://" in uri else Path(uri).expanduser()
     if not PATTERN & set(str(path)) and not path.exists():
         raise NoInputError(f"{field}: {path}: no such file or folder: {mend}")
 

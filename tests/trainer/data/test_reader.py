@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from dlrm_api.errors import NoInputError, NoPermissionError
+from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError
 from dlrm_api.job import parse_job
 from dlrm_api.tables import TableSpec
 from dlrm_trainer.data import open_reader
@@ -190,9 +190,45 @@ def test_paths_uris_folders_and_patterns_name_files(tmp_path: Path) -> None:
     assert local_path("file:///data/two%20words.tsv") == Path("/data/two words.tsv")
 
 
+def test_a_folder_and_a_pattern_of_any_depth_hold_what_lies_behind_links_once(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "data", tmp_path / "other disk"
+    for file in (folder / "2024/a.tsv", folder / "_tmp/x.tsv", folder / "lost+found/x.tsv", elsewhere / "b.tsv"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    (folder / "2023").symlink_to(elsewhere)
+    (folder / ".latest").symlink_to(folder / "2024")
+    (folder / "0 newest").symlink_to(folder / "2024")
+    (folder / "2024/loop").symlink_to(folder)
+    (folder / "2024/broken").symlink_to(folder / "absent")
+    (folder / "2024/itself").symlink_to(folder / "2024/itself")
+
+    expected = [folder / "2023/b.tsv", folder / "2024/a.tsv"]
+    assert find_files([str(folder)], [".tsv"]) == expected
+    assert find_files([f"{folder}/**/*.tsv"], [".tsv"]) == expected
+    assert find_files([f"{folder}/20*/?.tsv"], [".tsv"]) == expected
+    assert find_files([f"{folder}/2*/**"], [".tsv"]) == expected
+
+
+def test_question_marks_and_hashes_of_file_uris_are_part_of_the_path(tmp_path: Path) -> None:
+    for name in ("part-1.tsv", "part-2.tsv", "day#1/a.tsv", "day"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+
+    assert len(find_files([f"file://{tmp_path}/part-?.tsv"], [".tsv"])) == 2
+    assert find_files([f"file://{tmp_path}/day#1"], [".tsv"]) == [tmp_path / "day#1/a.tsv"]
+
+
+def test_a_pipe_is_refused_by_name(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.tsv")
+
+    with pytest.raises(BadDataError, match=r"pipe\.tsv: a pipe or device: .* write it to a file"):
+        find_files([str(tmp_path / "pipe.tsv")], [".tsv"])
+
+
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
+        ("{0}/**.tsv", r"\*\* must stand alone between slashes"),
         ("{0}/absent.tsv", r"absent\.tsv: no such file or folder: check data\.train\.uris"),
         ("{0}/*.tsv", r"no file matches the pattern"),
         ("{0}", r"the folder holds no file that ends in \.tsv"),
@@ -220,8 +256,10 @@ def test_a_folder_that_may_not_be_entered_or_listed_is_refused_by_name() -> None
 
         with pytest.raises(NoPermissionError, match=r"day\.tsv: no permission to look there"):
             find_files([str(locked / "day.tsv")], [".tsv"])
-        with pytest.raises(NoPermissionError, match=r"locked: no permission to list it"):
-            find_files([str(locked)], [".tsv"])
+        (locked.parent / "lost+found").mkdir(mode=0o000)
+        for uri in ("locked", "", "**/*.tsv", "*/*.tsv"):
+            with pytest.raises(NoPermissionError, match=r"locked: no permission to list it"):
+                find_files([f"{folder}/{uri}"], [".tsv"])
 
 
 @contextmanager

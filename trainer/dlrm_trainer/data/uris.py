@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from urllib.parse import unquote, urlsplit
 
@@ -24,19 +25,25 @@ def local_path(uri: str) -> Path:
     parts = urlsplit(uri)
     if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
         raise NoInputError(f"{uri}: only files of this machine can be read: give a path or file:///path")
-    return Path(unquote(parts.path))
+    return Path(unquote(uri.partition("://")[2].removeprefix(parts.netloc)))  # "?" and "#" are part of names
 
 
 def find_files(uris: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
     """Files that the URIs name, each once, sorted by path.
 
-    A folder stands for all files below it that end in one of ``suffixes``; hidden ones are passed over.
+    A folder stands for all files below it, also behind links, that end in one of ``suffixes``; hidden ones are passed
+    over.
 
     Raises:
         NoInputError: a URI names nothing.
         NoPermissionError: a file or folder can't be read.
+        BadDataError: a URI names a pipe or a device.
     """
-    found = {path for uri in uris for path in _expand(uri, suffixes)}
+    try:
+        found = {path for uri in uris for path in _expand(uri, suffixes)}
+    except PermissionError as error:
+        where = error.filename
+        raise NoPermissionError(f"{where}: no permission to look there: change the folder's owner or mode") from error
     for path in found:
         if not os.access(path, os.R_OK, effective_ids=True):
             raise NoPermissionError(f"{path}: no permission to read it: change its owner or mode, or run as its owner")
@@ -73,30 +80,89 @@ def _expand(uri: str, suffixes: Sequence[str]) -> list[Path]:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         mode = 0
-    except PermissionError as error:
-        raise NoPermissionError(f"{path}: no permission to look there: change the folder's owner or mode") from error
+    if stat.S_ISDIR(mode):
+        return _in_folder(path, suffixes)
+    if mode and not stat.S_ISREG(mode):
+        raise BadDataError(f"{path}: a pipe or device: data is read in any order, so write it to a file")
     if mode:
-        return _in_folder(path, suffixes) if stat.S_ISDIR(mode) else [path.absolute()]
+        return [path.absolute()]
     if not _MAGIC & set(str(path)):
         raise NoInputError(f"{path}: no such file or folder: check data.train.uris and data.eval.uris")
-    anchor = Path(path.anchor) if path.is_absolute() else Path.cwd()
-    pattern = str(path.relative_to(path.anchor)) if path.is_absolute() else str(path)
-    matches = [match for match in anchor.glob(pattern) if match.is_file()]
+    matches = _matching(path.absolute())
     if not matches:
         raise NoInputError(f"{path}: no file matches the pattern: check data.train.uris and data.eval.uris")
     return matches
 
 
 def _in_folder(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    if not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
-        raise NoPermissionError(f"{folder}: no permission to list it: change the folder's owner or mode")
-    files = [
-        path.absolute()
-        for path in folder.rglob("*")
-        if path.name.endswith(tuple(suffixes))
-        and path.is_file()
-        and not any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
-    ]
+    found = (file for each in _tree([folder.absolute()]) for file in _files(each, "*"))
+    files = [file for file in found if file.name.endswith(tuple(suffixes)) and not _is_passed_over(file.name)]
     if not files:
         raise NoInputError(f"{folder}: the folder holds no file that ends in {' or '.join(suffixes)}: check the path")
     return files
+
+
+def _matching(pattern: Path) -> list[Path]:
+    """Files that a pattern matches: a part ``**`` stands for a folder and all below it, others for one name.
+
+    Raises:
+        NoInputError: ``**`` is only a piece of a part.
+    """
+    root, *parts = pattern.parts
+    if any("**" in part and part != "**" for part in parts):
+        raise NoInputError(f"{pattern}: ** must stand alone between slashes: write **/*NAME for files at any depth")
+    *above, last = parts if parts[-1] != "**" else (*parts, "*")
+    folders = [Path(root)]
+    for part in above:
+        folders = _tree(folders) if part == "**" else [found for each in folders for found in _folders(each, part)]
+    return [file for folder in folders for file in _files(folder, last)]
+
+
+def _tree(tops: Sequence[Path]) -> list[Path]:
+    """Folders and all below them, hidden ones passed over; each once, as links may lead to it again, or to a loop."""
+    found: dict[Path, Path] = {}
+    waiting, linked = [*reversed(tops)], list[Path]()
+    while waiting or linked:
+        folder = (waiting or linked).pop()  # behind links last: what has a name of its own here keeps it
+        if found.setdefault(folder.resolve(), folder) is folder:
+            below = [each for each in reversed(_folders(folder, "*")) if not _is_passed_over(each.name)]
+            waiting += [each for each in below if not each.is_symlink()]
+            linked += [each for each in below if each.is_symlink()]
+    return list(found.values())
+
+
+def _folders(folder: Path, pattern: str) -> list[Path]:
+    if not _MAGIC & set(pattern):
+        return [folder / pattern] if (folder / pattern).is_dir() else []
+    return [folder / each.name for each in _listed(folder) if fnmatchcase(each.name, pattern) and _is_folder(each)]
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    if not _MAGIC & set(pattern):
+        return [folder / pattern] if (folder / pattern).is_file() else []
+    return [folder / each.name for each in _listed(folder) if fnmatchcase(each.name, pattern) and _is_file(each)]
+
+
+def _listed(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder, by name; its entries know without asking whether they are folders, files or links.
+
+    What a volume's repair has found is nobody's data, and root's alone.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return sorted((each for each in entries if each.name != "lost+found"), key=lambda each: each.name)
+    except PermissionError as error:
+        raise NoPermissionError(f"{folder}: no permission to list it: change the folder's owner or mode") from error
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    return Path(entry.path).is_dir() if entry.is_symlink() else entry.is_dir()
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    return Path(entry.path).is_file() if entry.is_symlink() else entry.is_file()
+
+
+def _is_passed_over(name: str) -> bool:
+    """Whether a folder's own URI leaves it out: it is hidden, or a writer's own."""
+    return name.startswith((".", "_"))
