@@ -279,6 +279,20 @@ def test_changed_data_is_refused_and_an_unchanged_job_is_not(tmp_path: Path) -> 
         check_data(meta, {"samples": 10, "files": [{"name": "a", "bytes": 6}]}, "here")
 
 
+@pytest.mark.parametrize(
+    ("days", "change"),
+    [
+        (range(41), "day_40.tsv is new; there were 40 and there are 41"),
+        (range(39), "day_39.tsv is gone; there were 40 and there are 39"),
+        ([*range(20), *range(21, 40), 50, 51], "day_20.tsv is gone; there were 40 and there are 41"),
+    ],
+)
+def test_files_that_came_or_went_are_named_however_many_there_are(days: Sequence[int], change: str) -> None:
+    then, now = ([{"name": f"day_{day}.tsv", "bytes": 9, "rows": 1} for day in found] for found in (range(40), days))
+
+    assert first_change({"files": then}, {"files": now}, "data") == f"data.files: {change}"
+
+
 def test_lists_and_tuples_of_json_are_the_same() -> None:
     assert first_change({"a": [1, [2, 3]]}, {"a": (1, (2, 3))}, "x") is None
     assert first_change({"a": [1]}, {"a": [1, 2]}, "x") == "x.a was [1] and is [1, 2]"

@@ -95,10 +95,20 @@ def first_change(then: Any, now: Any, path: str) -> str | None:
             if change := first_change(then.get(key), now.get(key), f"{path}.{key}"):
                 return change
         return None
-    if _is_list(then) and _is_list(now) and len(then) == len(now) and any(isinstance(each, Mapping) for each in now):
-        changes = (first_change(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(then, now, strict=True)))
-        return next((change for change in changes if change), None)
+    if _is_list(then) and _is_list(now) and any(isinstance(each, Mapping) for each in now):
+        if len(then) == len(now):
+            changes = (first_change(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(then, now, strict=True)))
+            return next((change for change in changes if change), None)
+        return f"{path}: {_first_odd(then, now)}; there were {len(then)} and there are {len(now)}"
     return None if json.dumps(then) == json.dumps(now) else f"{path} was {_short(then)} and is {_short(now)}"
+
+
+def _first_odd(then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:
+    """The first name that only one of two lists of another length has, in words."""
+    names, kept = [each["name"] for each in then], {each["name"] for each in now}
+    gone = next((name for name in names if name not in kept), None)
+    new = next((each["name"] for each in now if each["name"] not in names), None)
+    return f"{new} is new" if gone is None else f"{gone} is gone"
 
 
 def _is_list(value: Any) -> bool:
