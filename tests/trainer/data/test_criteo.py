@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import tempfile
+import tracemalloc
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 
 from dlrm_api.errors import BadDataError
-from dlrm_trainer.data import Reader, open_reader
+from dlrm_trainer.data import Reader, line_index, open_reader
 from dlrm_trainer.data.criteo import COLUMNS, CriteoSource
 from dlrm_trainer.data.files import LocalFile
 from dlrm_trainer.data.hashing import rows_of_ids
@@ -151,19 +153,47 @@ def test_the_line_index_is_kept_and_built_anew_when_the_file_changes(write: Any,
     path = write(line(), line())
     assert source(path, cache).num_samples == 2
     assert source(path, cache).num_samples == 2
-    assert len(list(cache.glob("*.npy"))) == 1
+    assert len(list(cache.glob("*.starts"))) == 1
 
     path = write(line(), line(), line())
     os.utime(path, (1, 1))
 
     assert source(path, cache).num_samples == 3
-    assert len(list(cache.glob("*.npy"))) == 2
+    assert len(list(cache.glob("*.starts"))) == 2
 
 
 def test_an_index_that_cannot_be_kept_is_built_all_the_same(write: Any, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file where the cache folder should be")
 
     assert source(write(line(), line()), tmp_path / "taken").num_samples == 2
+
+
+def test_an_index_that_finds_no_room_leaves_nothing_behind(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(line_index.os, "fsync", full)
+
+    assert source(write(line(), line()), tmp_path / "cache").num_samples == 2
+    assert [each.suffix for each in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_building_an_index_takes_memory_for_a_piece_of_the_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "day.tsv"
+    path.write_bytes(b"\n" * (1 << 20))
+    monkeypatch.setattr(line_index, "_CHUNK_BYTES", 1 << 14)
+    tracemalloc.start()
+
+    starts = line_index.line_starts(LocalFile(path), tmp_path / "cache")
+
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+    np.testing.assert_array_equal(starts, np.arange((1 << 20) + 1))
 
 
 def test_criteos_own_lines_are_read_as_a_plain_parser_reads_them(shared_data: Path, make_spec: Any) -> None:

@@ -7,12 +7,14 @@ import hashlib
 import logging
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError
+from dlrm_checkpointer.synced import replace_synced
 from dlrm_trainer.data.files import DataFile
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,8 @@ def line_starts(file: DataFile, cache_folder: Path) -> NDArray[np.int64]:
 
     The last entry is one past the final newline, or one past where it is missing. The index is read from
     ``cache_folder`` if it holds one for the file's name and stamp; else the file is read once from beginning to end.
-    Ranks that start together build it once. Without room or rights to keep it, it is built all the same.
+    Ranks that start together build it once. It goes to the folder as it is built and is mapped from there. Without room
+    or rights to keep it, it is built all the same, in memory.
 
     Raises:
         BadDataError: the file is empty or compressed.
@@ -44,25 +47,31 @@ def line_starts(file: DataFile, cache_folder: Path) -> NDArray[np.int64]:
         cache_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (cache_folder / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            return _kept(cache_folder / f"{name}.npy", file)
+            return _kept(cache_folder / f"{name}.starts", file)
     except OSError as error:
         logger.warning("line index not kept", extra={"folder": str(cache_folder), "error": str(error)})
-        return _scan(file)
+        return np.concatenate(list(_scan(file)))
 
 
 def _kept(kept: Path, file: DataFile) -> NDArray[np.int64]:
     if not kept.exists():
-        starts = _scan(file)
-        unfinished = kept.with_suffix(".tmp")
-        with unfinished.open("wb") as stream:
-            np.save(stream, starts)
-        unfinished.replace(kept)
-    kept_starts: NDArray[np.int64] = np.load(kept, mmap_mode="r")
+        draft = kept.with_suffix(".tmp")
+        try:
+            with draft.open("wb") as stream:
+                for starts in _scan(file):
+                    starts.tofile(stream)
+                os.fsync(stream.fileno())  # else a power cut could leave the name to an index that lacks its end
+            replace_synced(draft, kept)
+        finally:
+            draft.unlink(missing_ok=True)
+    kept_starts: NDArray[np.int64] = np.memmap(kept, dtype=np.int64, mode="r")
     return kept_starts
 
 
-def _scan(file: DataFile) -> NDArray[np.int64]:
-    found, offset, last = [np.zeros(1, dtype=np.int64)], 0, 0
+def _scan(file: DataFile) -> Iterator[NDArray[np.int64]]:
+    """The entries of an index, in pieces."""
+    yield np.zeros(1, dtype=np.int64)
+    offset, last = 0, 0
     with file.open() as opened:
         while body := opened.read(_CHUNK_BYTES):
             if not offset and body.startswith(_GZIP):
@@ -70,12 +79,11 @@ def _scan(file: DataFile) -> NDArray[np.int64]:
                     f"{file.name}: the file is compressed by gzip: decompress it, lines are read in any order"
                 )
             data = np.frombuffer(body, dtype=np.uint8)
-            found.append(np.flatnonzero(data == _NEWLINE) + (offset + 1))
+            yield np.flatnonzero(data == _NEWLINE) + (offset + 1)
             offset, last = offset + data.size, int(data[-1])
     file.check()
     if last != _NEWLINE:
-        found.append(np.array([offset + 1], dtype=np.int64))
-    return np.concatenate(found)
+        yield np.array([offset + 1], dtype=np.int64)
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:
