@@ -26,11 +26,14 @@ def read(s3: S3Client, place: Place, wanted: dict[str, Any], start: int, length:
     """Bytes [start, start + length), fewer at the object's end; ``wanted`` names the object, as boto3 does.
 
     Raises:
+        StoreUnavailableError: the service sent fewer bytes.
         InvalidSpecError: the service answers with something else than the range.
     """
     answer = s3.get_object(**wanted, Range=f"bytes={start}-{start + length - 1}")
-    _version(answer, place)
+    end = min(length, _version(answer, place).size - start)
     body: bytes = answer["Body"].read()
+    if len(body) < end:
+        raise StoreUnavailableError(f"{place.endpoint}: {len(body)} bytes of {end} came of {wanted['Key']}")
     return body
 
 

@@ -232,6 +232,18 @@ def test_a_read_that_fails_for_a_moment_is_repeated(store: ObjectStore, plan: Pl
     assert len(told) == 3
 
 
+@pytest.mark.parametrize("act", [refuse(503, "SlowDown"), break_mid_body, send_too_little])
+def test_a_range_of_an_object_that_was_listed_comes_whole(store: ObjectStore, plan: Plan, told: list[str], act: Act):
+    assert isinstance(store, s3.S3Store)
+    store.put("x", LARGE)
+    (found,) = store.list("x")
+    plan.faults.append(Fault("GET", act, times=2))
+
+    assert store.get_range_of("x", found.etag, 7, 5_000) == LARGE[7:5_007]
+    assert store.get_range_of("x", found.etag, len(LARGE) - 3, 5) == LARGE[-3:]
+    assert len(told) == 2
+
+
 @pytest.mark.parametrize("act", [refuse(503, "SlowDown"), break_mid_body])
 def test_a_whole_read_gets_all_bytes_or_tries_again(store: ObjectStore, plan: Plan, act: Act):
     store.put("x", LARGE)

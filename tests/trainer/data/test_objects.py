@@ -220,12 +220,29 @@ def test_an_object_that_goes_while_training_is_named(bucket: Bucket, opened: Any
         ("s3://nowhere/day.parquet", r"bucket nowhere is not there at http.*: create it, or mend data\.train\.uris"),
         ("s3://data/absent", r"s3://data/absent: no such object, and below it is none that ends in \.parquet"),
         ("s3://data/*.parquet", r"no object matches the pattern: check data\.train\.uris"),
+        ("s3://data/[9-0]*", r"s3://data/\[9-0\]\*: no pattern \(bad character range 9-0\): mend what stands in its"),
         ("s3:///day.parquet", r"no bucket: write s3://bucket/prefix"),
     ],
 )
 def test_a_uri_that_names_nothing_is_refused(uri: str, message: str, bucket: Bucket, opened: Any) -> None:
     with pytest.raises(NoInputError, match=message):
         opened(uri, bucket)
+
+
+@pytest.mark.cluster
+def test_an_object_whose_name_looks_like_a_pattern_is_found_by_it(bucket: Bucket, opened: Any, tmp_path: Path) -> None:
+    bucket.put("day [1]?*.parquet", write_rows(tmp_path / "day.parquet"))
+
+    assert opened("s3://data/day [1]?*.parquet", bucket).num_samples == ROWS
+
+
+@pytest.mark.cluster
+def test_an_empty_object_is_told_as_such_and_not_as_changed(bucket: Bucket, opened: Any, tmp_path: Path) -> None:
+    (tmp_path / "_SUCCESS").touch()
+    bucket.put("_SUCCESS", tmp_path / "_SUCCESS")
+
+    with pytest.raises(BadDataError, match=r"s3://data/_SUCCESS: not a Parquet file, or .*size is 0 bytes"):
+        opened("s3://data/*", bucket)
 
 
 @pytest.mark.cluster

@@ -26,6 +26,7 @@ FIELDS = FieldNames(
 PATIENCE_S = 300.0
 """How long a service that does not answer is asked again."""
 _MAGIC = re.compile(r"[*?\[]")
+_SET = re.compile(r"\[!?[^\]]+\]")
 _PATTERNS = {"**/": r"(?:[^/]+/)*", "**": r".*", "*": r"[^/]*", "?": r"[^/]"}
 
 
@@ -40,8 +41,9 @@ class S3Object:
         self.stamp = f"{found.size}\x00{found.etag}"
 
     def check(self) -> None:
-        """Ask for one byte of it."""
-        self.read(0, 1)
+        """Ask for one byte of it, if it has any."""
+        if self.size:
+            self.read(0, 1)
 
     def open(self) -> BinaryIO:
         """To be read by ranges."""
@@ -103,8 +105,8 @@ def find_objects(
 ) -> list[S3Object]:
     """Objects that ``s3://`` URIs name, each once.
 
-    A URI that names no object is a folder: it stands for all objects below it that end in one of ``suffixes``; hidden
-    ones are passed over.
+    A URI that names no object is a pattern, or a folder: that stands for all objects below it that end in one of
+    ``suffixes``; hidden ones are passed over.
 
     Raises:
         NoInputError: a URI names nothing, or its bucket is not there.
@@ -129,11 +131,12 @@ def _expand(uri: str, suffixes: Sequence[str], s3: S3Spec, credentials_dir: Path
     magic = _MAGIC.search(key)
     prefix = key[: magic.start()] if magic else key.rstrip("/")
     listed = [item for item in _listed(store, prefix) if not item.key.endswith("/")]  # what marks a folder is no file
-    if magic:
-        chosen = [item for item in listed if re.fullmatch(_expression(key), item.key)]
-        problem = "no object matches the pattern"
-    elif chosen := [item for item in listed if item.key == key]:
+    if chosen := [item for item in listed if item.key == key]:
         return [S3Object(store, bucket, chosen[0])]
+    if magic:
+        wanted = _expression(key, uri)
+        chosen = [item for item in listed if wanted.fullmatch(item.key)]
+        problem = "no object matches the pattern"
     else:
         folder = f"{prefix}/" if prefix else ""
         chosen = [item for item in listed if item.key.startswith(folder) and _wanted(item.key[len(folder) :], suffixes)]
@@ -158,10 +161,18 @@ def _wanted(name: str, suffixes: Sequence[str]) -> bool:
     return name.endswith(tuple(suffixes)) and not hidden
 
 
-def _expression(pattern: str) -> str:
-    """A regular expression for a pattern in which ``*`` and ``?`` stop at slashes and ``**`` does not."""
-    pieces = re.split(r"(\*\*/|\*\*|\*|\?|\[!?[^\]]+\])", pattern)
-    return "".join(
-        _PATTERNS.get(piece) or (piece.replace("[!", "[^") if piece.startswith("[") else re.escape(piece))
-        for piece in pieces
-    )
+def _expression(pattern: str, uri: str) -> re.Pattern[str]:
+    """A regular expression for a pattern in which ``*`` and ``?`` stop at slashes and ``**`` does not.
+
+    Raises:
+        NoInputError: brackets hold no set of characters.
+    """
+    pieces = re.split(rf"(\*\*/|\*\*|\*|\?|{_SET.pattern})", pattern)
+    try:
+        return re.compile("".join(_PATTERNS.get(piece) or _of_piece(piece) for piece in pieces))
+    except re.error as error:
+        raise NoInputError(f"{uri}: no pattern ({error.msg}): mend what stands in its brackets") from error
+
+
+def _of_piece(piece: str) -> str:
+    return piece.replace("\\", r"\\").replace("[!", "[^") if _SET.fullmatch(piece) else re.escape(piece)
