@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import math
 import os
+import resource
 import tempfile
 import tracemalloc
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 
 from dlrm_api.errors import BadDataError
-from dlrm_trainer.data import Reader, line_index, open_reader
+from dlrm_trainer.data import Reader, criteo, line_index, open_reader
 from dlrm_trainer.data.criteo import COLUMNS, CriteoSource
 from dlrm_trainer.data.files import LocalFile
 from dlrm_trainer.data.hashing import rows_of_ids
@@ -148,6 +150,37 @@ def test_an_empty_file_and_a_compressed_one_are_refused_by_name(tmp_path: Path) 
         source(tmp_path / "packed.tsv", tmp_path / "cache")
 
 
+@pytest.fixture
+def many_files(tmp_path: Path) -> Iterator[Sequence[LocalFile]]:
+    """More files than this process may have open, unless it raises its limit, which it may."""
+    paths = [tmp_path / f"part-{number}.tsv" for number in range(200)]
+    for path in paths:
+        path.write_text(line())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = max(int(each.name) for each in Path("/proc/self/fd").iterdir()) + 100
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, few), hard))
+    yield [LocalFile(path) for path in paths]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_files_are_read_than_a_process_may_have_open_at_first(
+    many_files: Sequence[LocalFile], tmp_path: Path
+) -> None:
+    lines = CriteoSource(many_files, DENSE, SPARSE, False, tmp_path / "cache")
+
+    assert lines.batches([np.arange(200)])[0].dense[:, 0].tolist() == [7] * 200
+    lines.close()
+
+
+def test_more_files_than_a_process_may_have_open_are_refused_with_the_mend(
+    many_files: Sequence[LocalFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(criteo, "raise_open_files_limit", lambda: None)
+
+    with pytest.raises(BadDataError, match=r"part-0\.tsv and 199 more text files: Too many open files.*ulimit -n"):
+        CriteoSource(many_files, DENSE, SPARSE, False, tmp_path / "cache")
+
+
 def test_the_line_index_is_kept_and_built_anew_when_the_file_changes(write: Any, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     path = write(line(), line())
@@ -171,13 +204,24 @@ def test_an_index_that_cannot_be_kept_is_built_all_the_same(write: Any, tmp_path
 def test_an_index_that_finds_no_room_leaves_nothing_behind(
     write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_descriptor: int) -> None:
+    def full(_draft: Path, _kept: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(line_index.os, "fsync", full)
+    monkeypatch.setattr(Path, "replace", full)
 
     assert source(write(line(), line()), tmp_path / "cache").num_samples == 2
     assert [each.suffix for each in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 8, 12, 16])
+def test_an_index_that_lost_its_end_is_built_anew(kept_bytes: int, write: Any, tmp_path: Path) -> None:
+    path = write(line(), line())
+    source(path, tmp_path / "cache").close()
+    (kept,) = (tmp_path / "cache").glob("*.starts")
+    os.truncate(kept, kept_bytes)
+
+    assert source(path, tmp_path / "cache").num_samples == 2
+    assert kept.stat().st_size == 24
 
 
 def test_building_an_index_takes_memory_for_a_piece_of_the_file_alone(

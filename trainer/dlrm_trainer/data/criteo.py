@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,15 @@ from dlrm_api.job import CRITEO_DENSE, CRITEO_SPARSE
 from dlrm_trainer.data.batch import Fingerprint, RawRows
 from dlrm_trainer.data.blocks import BlockCache
 from dlrm_trainer.data.files import DataFile, FileSet, LocalFile
-from dlrm_trainer.data.line_index import line_starts, map_file
+from dlrm_trainer.data.line_index import line_starts, map_file, raise_open_files_limit
 from dlrm_trainer.data.lines import ID, INTEGER, LABEL, UNUSED, parse_lines, problem_of
 from dlrm_trainer.data.spots import Gathered, Ints, Spots, blocks_of, shares_of
 
 SUFFIXES = (".tsv", ".txt")
 COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_SPARSE)
 
+_TOO_MANY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""A process has a limit of open files, the machine too, and a process one of mappings."""
 BLOCK_BYTES = 4 << 20
 """Of a file that is not on this machine, lines are fetched in blocks of about this."""
 
@@ -54,6 +57,9 @@ class CriteoSource:
         cache_folder: keeps where lines start.
         budget_bytes: of blocks of lines.
         threads: that fetch blocks ahead.
+
+    Raises:
+        BadDataError: a file is empty or compressed, or there are more than this process may have open.
     """
 
     hashed = False
@@ -68,8 +74,17 @@ class CriteoSource:
         budget_bytes: int = 1 << 30,
         threads: int = 1,
     ) -> None:
-        self._starts = [line_starts(file, cache_folder) for file in files]
-        self._texts = [map_file(file.path) if isinstance(file, LocalFile) else None for file in files]
+        raise_open_files_limit()
+        try:
+            self._starts = [line_starts(file, cache_folder) for file in files]
+            self._texts = [map_file(file.path) if isinstance(file, LocalFile) else None for file in files]
+        except OSError as error:
+            if error.errno not in _TOO_MANY:
+                raise
+            raise BadDataError(
+                f"{files[0].name} and {len(files) - 1} more text files: {error.strerror} to have all of them open: "
+                "join them into fewer, or raise the limit of open files (ulimit -n)"
+            ) from error
         self._files = FileSet(files, [starts.size - 1 for starts in self._starts])
         self._dense = np.array([COLUMNS.index(name) for name in dense], dtype=np.int64)
         self._ids = np.array([COLUMNS.index(name) for name in ids], dtype=np.int64)

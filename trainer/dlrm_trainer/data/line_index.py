@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
 import os
+import resource
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError
-from dlrm_checkpointer.synced import replace_synced
 from dlrm_trainer.data.files import DataFile
 
 logger = logging.getLogger(__name__)
@@ -54,18 +55,31 @@ def line_starts(file: DataFile, cache_folder: Path) -> NDArray[np.int64]:
 
 
 def _kept(kept: Path, file: DataFile) -> NDArray[np.int64]:
-    if not kept.exists():
-        draft = kept.with_suffix(".tmp")
-        try:
-            with draft.open("wb") as stream:
-                for starts in _scan(file):
-                    starts.tofile(stream)
-                os.fsync(stream.fileno())  # else a power cut could leave the name to an index that lacks its end
-            replace_synced(draft, kept)
-        finally:
-            draft.unlink(missing_ok=True)
-    kept_starts: NDArray[np.int64] = np.memmap(kept, dtype=np.int64, mode="r")
-    return kept_starts
+    if (starts := _whole(kept, file.size)) is not None:
+        return starts
+    draft = kept.with_suffix(".tmp")
+    try:
+        with draft.open("wb") as stream:
+            for some in _scan(file):
+                some.tofile(stream)
+        draft.replace(kept)
+    finally:
+        draft.unlink(missing_ok=True)
+    return _mapped(kept)
+
+
+def _whole(kept: Path, size: int) -> NDArray[np.int64] | None:
+    """The index of a file of ``size`` bytes; None where there is none, or a power cut took its end."""
+    try:
+        starts = _mapped(kept)
+    except (FileNotFoundError, ValueError):  # numpy's word for an empty file and for a part of a number
+        return None
+    return starts if starts[-1] in (size, size + 1) else None
+
+
+def _mapped(kept: Path) -> NDArray[np.int64]:
+    starts: NDArray[np.int64] = np.memmap(kept, dtype=np.int64, mode="r")
+    return starts
 
 
 def _scan(file: DataFile) -> Iterator[NDArray[np.int64]]:
@@ -90,3 +104,10 @@ def map_file(path: Path) -> NDArray[np.uint8]:
     """The bytes of a file, not empty, mapped into memory and read when looked at."""
     data: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
     return data
+
+
+def raise_open_files_limit() -> None:
+    """Let this process have as many files open as its hard limit allows: a file that is mapped stays open."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a system that takes none so high
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
