@@ -236,6 +236,8 @@ def test_another_number_of_rows_is_refused_where_it_would_change_what_was_traine
         (lambda path: with_table(path, name="bag", features=["bags"]), "table bag is new"),
         (lambda path: with_table(path, initializer={"kind": "zero"}), "table bags.scale was"),
         (lambda path: with_table(path, dtype="fp16"), "table bags.dtype was fp32 and is fp16"),
+        (lambda path: with_table(path, embedding={"hash": "mix"}), "table bags.hash was none and is mix"),
+        (lambda path: with_table(path, pooling="sum"), "table bags.pooling was mean and is sum"),
         (
             lambda path: changed(path, "training", rowOptimizer={"kind": "adam"}),
             "model.rowOptimizer was rowwise-adagrad and is adam",
@@ -256,10 +258,11 @@ def test_another_model_is_refused_by_the_name_of_what_changed(tmp_path: Path, ed
     assert "spec.checkpoint.uri" in str(caught.value)
 
 
-def test_a_snapshot_from_before_tables_said_their_state_and_type_is_of_an_unchanged_model(tmp_path: Path) -> None:
+def test_a_snapshot_from_before_tables_said_their_state_type_and_hash_is_of_an_unchanged_model(tmp_path: Path) -> None:
     job = small_job(tmp_path)
     model = model_document(job.spec, learner_of(job))
-    older = [{key: table[key] for key in table if key not in ("stateColumns", "dtype")} for table in model["tables"]]
+    since = ("stateColumns", "dtype", "hash", "pooling")
+    older = [{key: table[key] for key in table if key not in since} for table in model["tables"]]
 
     meta = CutMeta(step=1, samples=64, world_size=1, attempt=1, model={**model, "tables": older})
 
@@ -291,6 +294,26 @@ def test_files_that_came_or_went_are_named_however_many_there_are(days: Sequence
     then, now = ([{"name": f"day_{day}.tsv", "bytes": 9, "rows": 1} for day in found] for found in (range(40), days))
 
     assert first_change({"files": then}, {"files": now}, "data") == f"data.files: {change}"
+
+
+def test_a_snapshot_from_before_data_said_its_columns_and_dense_values_is_of_unchanged_data() -> None:
+    then = {"samples": 10}
+    now = {"samples": 10, "columns": {"label": "click"}, "dense": {"transform": "none", "missing": 0.0}}
+    older, newer = (
+        CutMeta(step=1, samples=64, world_size=1, attempt=1, reader={"fingerprint": each}) for each in (then, now)
+    )
+
+    check_data(older, now, "here")
+    check_data(newer, now, "here")
+    with pytest.raises(SnapshotError, match=r"data\.columns\.label was click and is like"):
+        check_data(newer, now | {"columns": {"label": "like"}}, "here")
+
+
+def test_of_long_lists_the_first_value_that_changed_is_named() -> None:
+    then = {"bags": [f"feature_{number}" for number in range(100)]}
+    now = {"bags": [*then["bags"][:70], "other", *then["bags"][71:]]}
+
+    assert first_change(then, now, "data.columns") == "data.columns.bags[70] was feature_70 and is other"
 
 
 def test_lists_and_tuples_of_json_are_the_same() -> None:

@@ -13,6 +13,11 @@ from dlrm_checkpointer.initializer import table_scale
 
 MEND = "undo the change, or give another spec.checkpoint.uri to start from step 0"
 
+_SAID_SINCE = frozenset({"columns", "dense", "hash", "pooling"})
+"""What older snapshots don't say of their data and tables: it is not compared with theirs."""
+_SHORT = 80
+"""Characters of a value that a message shows."""
+
 
 def check_data(meta: CutMeta, fingerprint: Mapping[str, Any], where: str) -> None:
     """Refuse a snapshot made with other data: its reader's position would mean other samples.
@@ -20,7 +25,9 @@ def check_data(meta: CutMeta, fingerprint: Mapping[str, Any], where: str) -> Non
     Raises:
         SnapshotError: names the part of the data that changed.
     """
-    if change := first_change(meta.reader.get("fingerprint", {}), fingerprint, "data"):
+    then = meta.reader.get("fingerprint", {})
+    now = {key: value for key, value in fingerprint.items() if key in then or key not in _SAID_SINCE}
+    if change := first_change(then, now, "data"):
         raise SnapshotError(f"{where}: the data changed since the snapshot: {change}; {MEND}")
 
 
@@ -79,7 +86,8 @@ def _model_change(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None
     if odd := sorted(old.keys() ^ new.keys()):
         return f"table {odd[0]} is {'gone' if odd[0] in old else 'new'}"
     for name, table in new.items():
-        if change := first_change(old[name], table, f"table {name}"):
+        said = {key: table[key] for key in table if key in old[name] or key not in _SAID_SINCE}
+        if change := first_change(old[name], said, f"table {name}"):
             return change
     if list(old) != list(new):
         return "the order of the tables"
@@ -95,11 +103,13 @@ def first_change(then: Any, now: Any, path: str) -> str | None:
             if change := first_change(then.get(key), now.get(key), f"{path}.{key}"):
                 return change
         return None
-    if _is_list(then) and _is_list(now) and any(isinstance(each, Mapping) for each in now):
-        if len(then) == len(now):
+    if _is_list(then) and _is_list(now):
+        documents = any(isinstance(each, Mapping) for each in now)
+        if len(then) == len(now) and (documents or len(str(now)) > _SHORT):
             changes = (first_change(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(then, now, strict=True)))
             return next((change for change in changes if change), None)
-        return f"{path}: {_first_odd(then, now)}; there were {len(then)} and there are {len(now)}"
+        if documents:
+            return f"{path}: {_first_odd(then, now)}; there were {len(then)} and there are {len(now)}"
     return None if json.dumps(then) == json.dumps(now) else f"{path} was {_short(then)} and is {_short(now)}"
 
 
@@ -117,4 +127,4 @@ def _is_list(value: Any) -> bool:
 
 def _short(value: Any) -> str:
     text = "absent" if value is None else str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= _SHORT else f"{text[: _SHORT - 3]}..."

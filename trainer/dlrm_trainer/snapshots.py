@@ -77,7 +77,10 @@ def model_document(spec: DLRMJobSpec, learner: Learner) -> dict[str, Any]:
     """What a snapshot says of the model, and what one must agree with to be restored."""
     seed, optimizer = spec.training.seed, spec.training.row_optimizer.kind
     return {
-        "tables": [table_meta(table, seed, optimizer).to_json() for table in spec.model.all_tables()],
+        "tables": [
+            table_meta(table, seed, optimizer).to_json() | {"hash": table.embedding.hash, "pooling": table.pooling}
+            for table in spec.model.all_tables()
+        ],
         "dense": learner.dense.shapes(),
         "interaction": spec.model.interaction,
         "denseFeatures": list(spec.model.dense_features),

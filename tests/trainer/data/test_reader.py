@@ -97,6 +97,8 @@ def test_the_fingerprint_changes_with_anything_that_batch_numbers_mean(make_spec
         {"virtualShards": 6},
         {"shuffle": {"windowRows": 8}},
         {"synthetic": {"samples": 1_004}},
+        {"dense": {"transform": "log1p"}},
+        {"dense": {"missing": 1}},
         {"synthetic": DATA["synthetic"] | {"noise": 1}},  # type: ignore[operator]
     ]
 

@@ -101,8 +101,9 @@ class CriteoSource:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Names, sizes and line counts of the files."""
-        return {"format": "criteo-tsv", "files": self._files.description()}
+        """Names, sizes and line counts of the files, and which columns are read."""
+        columns = {"dense": [COLUMNS[place] for place in self._dense], "bags": [COLUMNS[place] for place in self._ids]}
+        return {"format": "criteo-tsv", "files": self._files.description(), "columns": columns}
 
     @property
     def remade(self) -> int:

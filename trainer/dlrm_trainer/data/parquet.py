@@ -61,8 +61,10 @@ class ParquetSource:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Names, sizes and row counts of the files."""
-        return {"format": "parquet", "files": self._files.description()}
+        """Names, sizes and row counts of the files, and which columns are read."""
+        read = self._columns
+        columns = {"label": read.label, "dense": [*read.dense], "bags": [*read.bags], "weights": [*read.weights]}
+        return {"format": "parquet", "files": self._files.description(), "columns": columns}
 
     @property
     def remade(self) -> int:

@@ -86,7 +86,7 @@ class Reader:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """JSON document of all that batch numbers mean: equal fingerprints give equal batches."""
+        """JSON document of all that batch numbers mean: of one model, equal fingerprints give equal batches."""
         order = {
             "globalBatchSize": self._order.batch_size,
             "virtualShards": self._order.virtual_shards,
@@ -94,7 +94,8 @@ class Reader:
             "blockRows": self._order.block_rows,
             "seed": self._order.seed,
         }
-        return {"samples": self.num_samples, **self._source.fingerprint, "order": order}
+        dense = {"transform": self._dense.transform, "missing": self._dense.missing}
+        return {"samples": self.num_samples, **self._source.fingerprint, "dense": dense, "order": order}
 
     def global_count(self, batch: int) -> int:
         """Samples of a global batch over all ranks."""
