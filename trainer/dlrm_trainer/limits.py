@@ -7,6 +7,7 @@ import os
 import re
 import resource
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 MOUNT, GROUPS, MEMORY = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/meminfo")
@@ -17,11 +18,12 @@ LEFT_SHARE = 20
 def allow_open_files() -> None:
     """Let this process and those that it starts open as many files as the system lets them ask for.
 
-    A rank takes two connections to each other one, and rank 0 a third and a fourth for its store: the usual soft limit
-    of 1,024 ends gangs of some 250 ranks.
+    The usual soft limit of 1,024 ends gangs of some 250 ranks, of which each takes two connections to each other one
+    and rank 0 a third and a fourth for its store, and sets of some 500 text files, each mapped with its index.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with suppress(ValueError, OSError):  # a system that takes none so high
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def usable_memory_bytes(mount: Path = MOUNT, groups: Path = GROUPS) -> int:

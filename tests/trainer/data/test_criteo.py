@@ -175,7 +175,7 @@ def test_more_files_are_read_than_a_process_may_have_open_at_first(
 def test_more_files_than_a_process_may_have_open_are_refused_with_the_mend(
     many_files: Sequence[LocalFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(criteo, "raise_open_files_limit", lambda: None)
+    monkeypatch.setattr(criteo, "allow_open_files", lambda: None)
 
     with pytest.raises(BadDataError, match=r"part-0\.tsv and 199 more text files: Too many open files.*ulimit -n"):
         CriteoSource(many_files, DENSE, SPARSE, False, tmp_path / "cache")

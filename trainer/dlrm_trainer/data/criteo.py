@@ -15,9 +15,10 @@ from dlrm_api.job import CRITEO_DENSE, CRITEO_SPARSE
 from dlrm_trainer.data.batch import Fingerprint, RawRows
 from dlrm_trainer.data.blocks import BlockCache
 from dlrm_trainer.data.files import DataFile, FileSet, LocalFile
-from dlrm_trainer.data.line_index import line_starts, map_file, raise_open_files_limit
+from dlrm_trainer.data.line_index import line_starts, map_file
 from dlrm_trainer.data.lines import ID, INTEGER, LABEL, UNUSED, parse_lines, problem_of
 from dlrm_trainer.data.spots import Gathered, Ints, Spots, blocks_of, shares_of
+from dlrm_trainer.limits import allow_open_files
 
 SUFFIXES = (".tsv", ".txt")
 COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_SPARSE)
@@ -74,7 +75,7 @@ class CriteoSource:
         budget_bytes: int = 1 << 30,
         threads: int = 1,
     ) -> None:
-        raise_open_files_limit()
+        allow_open_files()
         try:
             self._starts = [line_starts(file, cache_folder) for file in files]
             self._texts = [map_file(file.path) if isinstance(file, LocalFile) else None for file in files]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import logging
 import os
-import resource
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,10 +102,3 @@ def map_file(path: Path) -> NDArray[np.uint8]:
     """The bytes of a file, not empty, mapped into memory and read when looked at."""
     data: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
     return data
-
-
-def raise_open_files_limit() -> None:
-    """Let this process have as many files open as its hard limit allows: a file that is mapped stays open."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # a system that takes none so high
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
