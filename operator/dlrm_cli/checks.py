@@ -28,6 +28,7 @@ def check_inputs(spec: DLRMJobSpec) -> None:
 
     Raises:
         NoInputError: one is not there; names the field.
+        NoPermissionError: one lies in a folder that may not be entered.
         InvalidSpecError: one is a URI that this machine can't read.
     """
     if spec.data.format != "synthetic":
@@ -106,9 +107,24 @@ def _check_file(field: str, uri: str, mend: str) -> None:
     if "://" in uri and (parts.scheme != "file" or parts.netloc not in ("", "localhost")):
         more = ", or s3://bucket/prefix" if samples else ""
         raise InvalidSpecError(field, f"{uri}: can't be read from there: give a path or file:///path{more}")
-    path = Path(unquote(uri.partition("://")[2].removeprefix(parts.netloc))) if "://" in uri else Path(uri).expanduser()
-    if not PATTERN & set(str(path)) and not path.exists():
-        raise NoInputError(f"{field}: {path}: no such file or folder: {mend}")
+    try:
+        path = (
+            Path(unquote(uri.partition("://")[2].removeprefix(parts.netloc)))
+            if "://" in uri
+            else Path(uri).expanduser()
+        )
+    except RuntimeError as error:  # a ~ of a user who is not here
+        raise NoInputError(f"{field}: {uri}: no such user: {mend}") from error
+    if PATTERN & set(str(path)):
+        return
+    try:
+        path.stat()
+    except PermissionError as error:
+        raise NoPermissionError(
+            f"{field}: {path}: no permission to look there: change the owner or mode of the folders above it"
+        ) from error
+    except (OSError, ValueError) as error:  # also names that no file can have
+        raise NoInputError(f"{field}: {path}: no such file or folder: {mend}") from error
 
 
 def _ask(store: ObjectStore, field: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from nobody import as_nobody
 
 from dlrm_cli import app
 
@@ -110,6 +112,9 @@ JOB_CASES: list[tuple[str, Change, int, tuple[str, ...]]] = [
      ("spec.checkpoint.publish.uri", "give another folder")),
     ("tables above all memory", put("spec.model.tables.0.rows", 2**36), 78, ("C1", "bytes")),
     ("a missing training file", tsv("train", "{folder}/no.tsv"), 66, ("spec.data.train.uris[0]", "no.tsv", "--data")),
+    ("a training file that no name can be of", tsv("train", "/" + 300 * "a"), 66,
+     ("spec.data.train.uris[0]", "no such file", "--data")),
+    ("a training file of nobody", tsv("train", "~no-user/x.tsv"), 66, ("uris[0]", "no such user", "--data")),
     ("a missing evaluation file", both(tsv("train", "/dev/null"), tsv("eval", "/no.tsv")), 66,
      ("spec.data.eval.uris[0]", "/no.tsv", "--eval-data")),
     ("data on another machine", tsv("train", "hdfs://host/x"), 78, ("spec.data.train.uris[0]", "hdfs://host/x")),
@@ -162,6 +167,26 @@ def test_a_bad_job_is_refused_before_anything_starts(
         assert word in line
     assert not (folder / "snapshots").exists()
     assert not list(folder.glob("runs/*/logs/*"))
+
+
+def test_data_below_a_folder_that_may_not_be_entered_is_refused_by_the_name_of_its_field(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with tempfile.TemporaryDirectory() as above:
+        folder = Path(above) / "folder"
+        (folder / "locked").mkdir(parents=True)
+        body = document(folder)
+        tsv("train", str(folder / "locked" / "day.tsv"))(body, folder)
+        (folder / "job.yaml").write_text(yaml.safe_dump(body))
+        (folder / "locked").chmod(0)
+        Path(above).chmod(0o755)
+        with as_nobody(folder):
+            got = app.main(["run", str(folder / "job.yaml"), "--workdir", str(folder / "work"), "-o", "json"])
+
+    line = error_line(capsys)
+    assert got == 77, line
+    assert "spec.data.train.uris[0]" in line
+    assert "locked/day.tsv: no permission to look there: change" in line
 
 
 def test_a_job_without_credentials_is_refused_before_anything_starts(

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from stacked import Shape, stacked_plan
 
 from dlrm_api.checkpoint import CheckpointSpec
-from dlrm_api.progress import EvalMetrics
+from dlrm_api.progress import EvalMetrics, TrainerPhase
 from dlrm_trainer import tier_counters, tier_metrics
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.cuts import CutControl
@@ -104,6 +104,7 @@ def described(collector: Collector) -> dict[str, tuple[str, list[str]]]:
 
 def test_what_is_served_is_what_was_announced(tmp_path: Path) -> None:
     board = ProgressBoard(attempt=0, world_size=1)
+    board.phase(TrainerPhase.TRAINING)
     board.update(loss=0.5, samples_per_second=1.0, last_cut_step=1, restored_step=1)
     board.evaluated(EvalMetrics(step=1, samples=1, log_loss=0.4, ne=0.8, auc=0.7, calibration=1.0))
     control = CutControl(CheckpointSpec(uri="file:///nowhere"), Collectives(0, 1, lambda: ""))

@@ -6,7 +6,6 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from nobody import as_nobody
 
 from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError
 from dlrm_api.job import parse_job
 from dlrm_api.tables import TableSpec
 from dlrm_trainer.data import open_reader
+from dlrm_trainer.data.files import LocalFile
 from dlrm_trainer.data.hashing import rows_of_ids
 from dlrm_trainer.data.lookups import hashing_of, put_rows_of
 from dlrm_trainer.data.prefetch import prefetched
@@ -233,14 +234,25 @@ def test_a_pipe_is_refused_by_name(tmp_path: Path) -> None:
         ("{0}/**.tsv", r"\*\* must stand alone between slashes"),
         ("{0}/absent.tsv", r"absent\.tsv: no such file or folder: check data\.train\.uris"),
         ("{0}/*.tsv", r"no file matches the pattern"),
-        ("{0}", r"the folder holds no file that ends in \.tsv"),
+        ("{0}", r"the folder holds no file that ends in \.tsv: .* by a pattern, as .*/\*$"),
+        ("{0}/loop.tsv", r"loop\.tsv: no such file or folder"),
+        ("{0}/" + 300 * "a", r"a: no such file or folder"),
+        ("file://{0}/a%00.tsv", r"a%00\.tsv': no name of a file: it holds a NUL"),
+        ("~nobody-of-that-name/a.tsv", r"~nobody-of-that-name/a\.tsv: no such user"),
         ("https://example.com/a.tsv", r"only files of this machine"),
         ("file://server/a.tsv", r"only files of this machine"),
     ],
 )
 def test_a_uri_that_names_nothing_is_refused(uri: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "loop.tsv").symlink_to(tmp_path / "loop.tsv")
+
     with pytest.raises(NoInputError, match=message):
         find_files([uri.format(tmp_path)], [".tsv"])
+
+
+def test_a_file_that_went_since_it_was_found_is_told_by_name(tmp_path: Path) -> None:
+    with pytest.raises(NoInputError, match=r"gone\.tsv: no such file: it was there a moment ago"):
+        LocalFile(tmp_path / "gone.tsv")
 
 
 def test_a_file_that_may_not_be_read_is_refused_by_name() -> None:
@@ -262,20 +274,6 @@ def test_a_folder_that_may_not_be_entered_or_listed_is_refused_by_name() -> None
         for uri in ("locked", "", "**/*.tsv", "*/*.tsv"):
             with pytest.raises(NoPermissionError, match=r"locked: no permission to list it"):
                 find_files([f"{folder}/{uri}"], [".tsv"])
-
-
-@contextmanager
-def as_nobody(folder: Path) -> Iterator[None]:
-    """Root may read everything: give the folder to nobody and take nobody's rights for a while."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.chown(folder, 65_534, -1)
-    os.seteuid(65_534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 def _spec() -> Any:

@@ -47,12 +47,19 @@ class DataFile(Protocol):
 
 
 class LocalFile:
-    """A file of this machine, or mounted here."""
+    """A file of this machine, or mounted here.
+
+    Raises:
+        NoInputError: it is gone since it was found.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = str(path)
-        stat = path.stat()
+        try:
+            stat = path.stat()
+        except FileNotFoundError as error:
+            raise NoInputError(f"{self.name}: no such file: it was there a moment ago, so put it back") from error
         self.size = stat.st_size
         self.stamp = f"{stat.st_size}\x00{stat.st_mtime_ns}"
 

@@ -19,7 +19,15 @@ from dlrm_trainer.data.files import DataFile
 logger = logging.getLogger(__name__)
 
 _NEWLINE = ord("\n")
-_GZIP = b"\x1f\x8b"
+_PACKED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ": "xz",
+    b"PK\x03\x04": "zip",
+    b"\x04\x22\x4d\x18": "lz4",
+}
+"""What files that were compressed begin with."""
 _CHUNK_BYTES = 16 << 20
 
 
@@ -86,9 +94,9 @@ def _scan(file: DataFile) -> Iterator[NDArray[np.int64]]:
     offset, last = 0, 0
     with file.open() as opened:
         while body := opened.read(_CHUNK_BYTES):
-            if not offset and body.startswith(_GZIP):
+            if not offset and (packed := next((name for mark, name in _PACKED.items() if body.startswith(mark)), "")):
                 raise BadDataError(
-                    f"{file.name}: the file is compressed by gzip: decompress it, lines are read in any order"
+                    f"{file.name}: the file is compressed by {packed}: decompress it, lines are read in any order"
                 )
             data = np.frombuffer(body, dtype=np.uint8)
             yield np.flatnonzero(data == _NEWLINE) + (offset + 1)

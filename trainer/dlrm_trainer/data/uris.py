@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Sequence
@@ -12,16 +13,22 @@ from urllib.parse import unquote, urlsplit
 from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError
 
 _MAGIC = frozenset("*?[")
+_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 
 
 def local_path(uri: str) -> Path:
     """Path of a plain path or ``file:///`` URI.
 
     Raises:
-        NoInputError: the URI names another machine or another scheme.
+        NoInputError: the URI names another machine or another scheme, or what no file can be called.
     """
+    if "\0" in unquote(uri):
+        raise NoInputError(f"{uri!r}: no name of a file: it holds a NUL")
     if "://" not in uri:
-        return Path(uri).expanduser()
+        try:
+            return Path(uri).expanduser()
+        except RuntimeError as error:
+            raise NoInputError(f"{uri}: no such user: give the whole path") from error
     parts = urlsplit(uri)
     if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
         raise NoInputError(f"{uri}: only files of this machine can be read: give a path or file:///path")
@@ -78,7 +85,9 @@ def _expand(uri: str, suffixes: Sequence[str]) -> list[Path]:
     path = local_path(uri)
     try:
         mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
         mode = 0
     if stat.S_ISDIR(mode):
         return _in_folder(path, suffixes)
@@ -98,7 +107,10 @@ def _in_folder(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     found = (file for each in _tree([folder.absolute()]) for file in _files(each, "*"))
     files = [file for file in found if file.name.endswith(tuple(suffixes)) and not _is_passed_over(file.name)]
     if not files:
-        raise NoInputError(f"{folder}: the folder holds no file that ends in {' or '.join(suffixes)}: check the path")
+        raise NoInputError(
+            f"{folder}: the folder holds no file that ends in {' or '.join(suffixes)}: check the path, or name files "
+            f"without that ending by a pattern, as {folder}/*"
+        )
     return files
 
 
