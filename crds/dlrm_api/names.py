@@ -70,6 +70,8 @@ class Env:
     """Where each rank writes the ids of the samples that it trained on, for audits; unset normally."""
     PROFILE = "DLRM_PROFILE"
     """1: time the stages of steps and write ``profile.json`` at the end; the same for all pods of a gang."""
+    COMMITTED_SNAPSHOT = "DLRM_COMMITTED_SNAPSHOT"
+    """URI of the manifest of the newest snapshot that the job is known to have committed; unset where none is known."""
     TERMINATION_LOG = "DLRM_TERMINATION_LOG"
     GRACE_S = "DLRM_GRACE_S"
     """Seconds between SIGTERM and SIGKILL, in which a cut must be handed over."""

@@ -1,11 +1,13 @@
 """How an attempt ends and what follows, case by case, on a cluster of plain data."""
 
 import json
+from typing import Any
 
 import pytest
 from kubelet_double import committed_word
 from running_job import POD_0, POD_1, bring_up, condition, failure, next_gang, running, say, status
 
+from dlrm_api.names import Container, Env
 from dlrm_api.progress import CheckpointerProgress, TerminationMessage
 from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.facts.actions import CreatePod, DeleteObject, EmitEvent, RequestPlan, WakeAt
@@ -201,6 +203,24 @@ def test_a_snapshot_seen_again_after_a_restore_is_no_progress() -> None:
     cluster.turn()
 
     assert status(cluster).phase is Phase.FAILED
+
+
+def test_each_gang_is_told_which_snapshot_the_job_has_committed() -> None:
+    cluster = running()
+    first = [env_of(pod) for pod in cluster.pods.values()]
+    say(cluster, step=60, committed=50)
+    cluster.end(POD_0, "trainer", 1)
+    next_gang(cluster)
+    second = [env_of(pod) for pod in cluster.pods.values()]
+
+    assert [env.get(Env.COMMITTED_SNAPSHOT) for env in first] == [None] * 2
+    assert [env.get(Env.COMMITTED_SNAPSHOT) for env in second] == ["s3://b/manifests/50-1.json"] * 2
+
+
+def env_of(pod: dict[str, Any]) -> dict[str, str]:
+    """The environment of a pod's trainer."""
+    [trainer] = [each for each in pod["spec"]["containers"] if each["name"] == Container.TRAINER]
+    return {each["name"]: each["value"] for each in trainer["env"]}
 
 
 def test_success_needs_the_last_step_committed() -> None:

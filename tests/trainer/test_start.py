@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from gangs import run_ranks
 
-from dlrm_api.errors import TemporaryError
+from dlrm_api.errors import SnapshotError, TemporaryError
+from dlrm_checkpointer.attempts import newest_attempt
+from dlrm_checkpointer.files import FileStore
 from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.snapshots import choose_start
 from dlrm_trainer.start import agree_on_data
 
 FILES = [{"name": "a.parquet", "bytes": 10, "rows": 5}, {"name": "b.parquet", "bytes": 20, "rows": 9}]
@@ -43,3 +47,22 @@ def test_ranks_that_found_the_same_files_go_on() -> None:
     same = {"train": {"files": FILES}, "eval": {"files": []}}
 
     assert run_ranks(2, refusal, [same, same]) == ["", ""]
+
+
+def test_an_empty_store_in_which_the_job_committed_a_snapshot_is_no_beginning(tmp_path: Path) -> None:
+    store, alone = FileStore(tmp_path / "snapshots"), Collectives(0, 1, lambda: "")
+    committed = f"{store.uri}/manifests/0000000000000050-00000003.json"
+
+    with pytest.raises(SnapshotError, match=r"no snapshot is there, and the job committed .*50-00000003\.json: bring"):
+        choose_start(store, alone, "demo, attempt 4", committed=committed)
+
+    assert newest_attempt(store) == 0  # what comes back is not given up
+
+
+def test_another_store_than_the_one_that_holds_the_jobs_snapshots_is_a_beginning(tmp_path: Path) -> None:
+    store, other = (FileStore(tmp_path / name) for name in ("snapshots", "snapshots-2"))
+    alone, committed = Collectives(0, 1, lambda: ""), f"{other.uri}/manifests/0000000000000050-00000003.json"
+
+    start = choose_start(store, alone, "demo, attempt 4", committed=committed)
+
+    assert (start.attempt, start.snapshot) == (1, None)

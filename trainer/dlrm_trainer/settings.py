@@ -45,6 +45,8 @@ class Settings:
     """None: train without snapshots."""
     work_dir: Path | None = None
     ledger_dir: Path | None = None
+    committed_snapshot: str = ""
+    """URI of the manifest of the newest snapshot that the job is known to have committed; empty: none is known."""
     termination_log: Path | None = None
     grace_s: float | None = None
     """None: what the job's lifecycle says."""
@@ -88,6 +90,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         handoff_dir=path(Env.HANDOFF_DIR),
         work_dir=path(Env.WORK_DIR),
         ledger_dir=path(Env.LEDGER_DIR),
+        committed_snapshot=source.get(Env.COMMITTED_SNAPSHOT, default.committed_snapshot),
         termination_log=path(Env.TERMINATION_LOG),
         grace_s=number(Env.GRACE_S, -1.0) if source.get(Env.GRACE_S) else None,
         credentials_dir=path(Env.CREDENTIALS_DIR),

@@ -8,6 +8,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+from dlrm_api.errors import SnapshotError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.chain import load_chain
@@ -39,7 +40,9 @@ class Start:
     """A newer cut whose parts are restored over the snapshot."""
 
 
-def choose_start(store: ObjectStore, collectives: Collectives, note: str, *, partial: bool = False) -> Start:
+def choose_start(
+    store: ObjectStore, collectives: Collectives, note: str, *, partial: bool = False, committed: str = ""
+) -> Start:
     """Choose the newest snapshot that verifies and announce an attempt that goes on from it; rank 0 does it for all.
 
     All ranks read what it verifies, a share each.
@@ -49,14 +52,21 @@ def choose_start(store: ObjectStore, collectives: Collectives, note: str, *, par
         collectives: of all ranks.
         note: who claims, for people.
         partial: whether a newer cut may be used of which parts are missing.
+        committed: URI of the manifest of a snapshot that the job is known to have committed; empty where none is known.
 
     Raises:
-        SnapshotError: on rank 0: snapshots are there and none of them can be used.
+        SnapshotError: on rank 0: snapshots are there and none of them can be used, or the store holds none and no word
+            of one though the job committed one there. Nothing is announced.
         PeerLostError: on the others, then.
     """
 
     def choose(check: Check) -> Start:
         snapshot, reasons = newest_snapshot(store, check=check)
+        if snapshot is None and committed.startswith(f"{store.uri}/"):
+            raise SnapshotError(
+                f"{store.uri}: no snapshot is there, and the job committed {committed}: bring back what was there (is "
+                "the right folder mounted?), or give another spec.checkpoint.uri to start from step 0"
+            )
         salvage = find_salvage(store, snapshot, check) if partial and snapshot else None
         name = None if snapshot is None else snapshot.name
         attempt = claim_attempt(store, None if name is None else name.step, note)

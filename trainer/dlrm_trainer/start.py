@@ -115,7 +115,8 @@ def restore_newest(parts: Parts) -> Restored:
     """Fill the learner from the newest snapshot that can be used, and say which one that is and why not a newer one.
 
     Raises:
-        SnapshotError: none can be used, or it is of another model or of other data.
+        SnapshotError: none can be used, none is there though the job committed one, or it is of another model or of
+            other data.
         NoInputError: there is none, and none in ``restoreFrom``.
     """
     spec = parts.job.spec
@@ -125,7 +126,13 @@ def restore_newest(parts: Parts) -> Restored:
     options = StoreOptions(s3=checkpoint.s3, credentials_dir=parts.settings.credentials_dir)
     store = open_store(checkpoint.uri, options)
     note = f"{parts.job.metadata.name}, attempt {parts.settings.attempt}"
-    start = snapshots.choose_start(store, parts.gang.collectives, note, partial=checkpoint.partial_restore)
+    start = snapshots.choose_start(
+        store,
+        parts.gang.collectives,
+        note,
+        partial=checkpoint.partial_restore,
+        committed=parts.settings.committed_snapshot,
+    )
     for reason in start.reasons:
         logger.warning("snapshot passed over: %s", reason)
     parts.board.update(passed_over_snapshots=len(start.reasons))

@@ -178,7 +178,7 @@ def _create(
         again = WakeAt(key=observed.job.key, time=now + LOOK_AGAIN)  # nothing watches what others' groups do
         return Formation(status=in_phase(status, Phase.PENDING), actions=(*first, again))
     try:
-        actions = tuple(_creations(observed, job, plan, gang, status.memory_reserve_bytes, first, maps))
+        actions = tuple(_creations(observed, job, plan, gang, status, first, maps))
     except InvalidSpecError as error:
         return Formation(status=status, fatal_reason=Reason.INVALID_SPEC, fatal=str(error))
     status = in_phase(status, Phase.SCHEDULING)
@@ -194,7 +194,7 @@ def _creations(
     job: DLRMJob,
     plan: Plan,
     gang: Gang,
-    reserve: int,
+    status: DLRMJobStatus,
     written: Iterable[Action],
     maps: list[Manifest] | None,
 ) -> Iterator[Action]:
@@ -214,7 +214,8 @@ def _creations(
         profile=observed.profile,
         images=observed.images,
         owner=owner,
-        memory_reserve_bytes=reserve,
+        memory_reserve_bytes=status.memory_reserve_bytes,
+        committed_snapshot=status.last_snapshot.uri if status.last_snapshot else "",
     )
     pods = trainer_pods(attempt, maps)
     groups = {group.name for group in children.groups.seen if group.owner_uid == owner.uid}

@@ -51,6 +51,8 @@ class Attempt:
     owner: Owner
     memory_reserve_bytes: int = 0
     """Of each pod, besides what the plan needs."""
+    committed_snapshot: str = ""
+    """URI of the manifest of the newest snapshot that the job is known to have; empty where none is."""
 
 
 def trainer_pods(attempt: Attempt, maps: list[Manifest] | None = None) -> list[Manifest]:
@@ -128,6 +130,8 @@ def _trainer(attempt: Attempt, index: int) -> Manifest:
         Env.TRAINER_PORT: str(Port.TRAINER),
         Env.TOKEN_SHA256: "",  # of a token that is derived when the pod is made
     }
+    if attempt.committed_snapshot:
+        env[Env.COMMITTED_SNAPSHOT] = attempt.committed_snapshot
     if tier_bytes(attempt.plan, index):
         env[Env.TIER_DIR] = Path.TIERS
     own: list[Manifest] = []
