@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName
-from dlrm_checkpointer.sealing import FormatModel, SealedModel, parse_sealed
+from dlrm_checkpointer.sealing import FORMAT, FormatModel, SealedModel, parse_sealed
 
 FORMAT_VERSION = 2
 MANIFESTS = "manifests/"
@@ -26,14 +27,19 @@ class SnapshotConflictError(SnapshotError):
     """The same step of the same attempt is there already with other content; nothing was replaced."""
 
 
-class ObjectEntry(FormatModel):
-    """One object: its key below the store's URI, its bytes and their SHA-256."""
+@dataclass(frozen=True, slots=True, kw_only=True, config=FORMAT)
+class ObjectEntry:
+    """One object: its key below the store's URI, its bytes and their SHA-256.
+
+    In slots: of a model of terabytes there are hundreds of thousands, in every checkpointer and restoring rank.
+    """
 
     key: str = Field(pattern=r"^chunks/\d{16}/\d{8}/\d{6}/[0-9A-Za-z_-]+\.safetensors$")
     bytes: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, config=FORMAT)
 class ChunkEntry(ObjectEntry):
     """Some rows of one shard."""
 
@@ -47,16 +53,27 @@ class ChunkEntry(ObjectEntry):
     last_row: int
 
     @classmethod
-    def of(cls, put: Mapping[str, str | int], shard: ShardId, row_ids: NDArray[np.int64]) -> Self:
-        """The entry of an object that was put.
+    def of(cls, put: ObjectEntry, shard: ShardId, row_ids: NDArray[np.int64]) -> Self:
+        """The entry of an object that holds rows.
 
         Args:
-            put: ``ObjectEntry``'s fields.
+            put: the object.
             shard: that the rows are of.
             row_ids: (N,) ascending, N >= 1.
         """
-        rows = {"rows": len(row_ids), "first_row": int(row_ids[0]), "last_row": int(row_ids[-1])}
-        return cls.model_validate({**put, **vars(shard), **rows})
+        return cls(
+            key=put.key,
+            bytes=put.bytes,
+            sha256=put.sha256,
+            table=shard.table,
+            row_start=shard.row_start,
+            row_end=shard.row_end,
+            column_start=shard.column_start,
+            column_end=shard.column_end,
+            rows=len(row_ids),
+            first_row=int(row_ids[0]),
+            last_row=int(row_ids[-1]),
+        )
 
     @property
     def shard(self) -> ShardId:

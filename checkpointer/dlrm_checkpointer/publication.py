@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field
+from pydantic.dataclasses import dataclass as entry
 
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.cut import SnapshotName, TableMeta
 from dlrm_checkpointer.manifest import CHUNKS, PARTS, ChunkEntry, Link, ObjectEntry
-from dlrm_checkpointer.sealing import SealedModel, parse_sealed
+from dlrm_checkpointer.sealing import FORMAT, SealedModel, parse_sealed
 from dlrm_checkpointer.store import ObjectStore
 
 PUBLICATION_VERSION = 1
@@ -29,6 +30,7 @@ class DeltaLink(Link):
     sequence: int = Field(ge=1)
 
 
+@entry(frozen=True, slots=True, kw_only=True, config=FORMAT)
 class GoneEntry(ObjectEntry):
     """Numbers of rows that are back at their initial values."""
 

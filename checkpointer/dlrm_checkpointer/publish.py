@@ -156,7 +156,7 @@ class _Part:
 
     def _put_dense(self) -> ObjectEntry:
         body = fetch(self._place.snapshots, self._after.newest.dense)
-        return ObjectEntry.model_validate(self._put_object("dense", body))
+        return self._put_object("dense", body)
 
     def _tasks(self, table: TableMeta) -> Iterator[Callable[[str], Iterator[ChunkEntry]]]:
         """What codes and puts the rows of this pod's share of a table; numbers of rows that are gone go meanwhile."""
@@ -185,10 +185,12 @@ class _Part:
             yield ChunkEntry.of(self._put_object(name, encode_rows(coded)), shard, coded.row_ids)
 
     def _put_gone(self, table: TableMeta, numbers: NDArray[np.int64]) -> None:
-        entry = self._put_object(f"gone-{len(self._tombstones):06d}", encode_row_numbers(table.name, numbers))
-        self._tombstones.append(GoneEntry.model_validate({**entry, "table": table.name, "rows": len(numbers)}))
+        put = self._put_object(f"gone-{len(self._tombstones):06d}", encode_row_numbers(table.name, numbers))
+        self._tombstones.append(
+            GoneEntry(key=put.key, bytes=put.bytes, sha256=put.sha256, table=table.name, rows=len(numbers))
+        )
 
-    def _put_object(self, name: str, body: Body) -> dict[str, str | int]:
+    def _put_object(self, name: str, body: Body) -> ObjectEntry:
         self._place.before_put()
         key_of = partial(delta_object_key, self._plan, self._place.pod, name)
         entry = put_by_digest(self._place.target, key_of, body)

@@ -13,14 +13,15 @@ from pydantic.alias_generators import to_camel
 from dlrm_api.errors import SnapshotError
 
 UNSEALED = "0" * 64
+FORMAT = ConfigDict(alias_generator=to_camel, validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
+"""Of all parts of the format, which never change: camelCase; unknown fields are ignored, incompatible ones raise the
+version."""
 
 
 class FormatModel(BaseModel):
-    """Part of the format: camelCase, immutable; unknown fields are ignored, incompatible ones raise the version."""
+    """Part of the format."""
 
-    model_config = ConfigDict(
-        frozen=True, alias_generator=to_camel, validate_by_name=True, validate_by_alias=True, serialize_by_alias=True
-    )
+    model_config = ConfigDict(**FORMAT, frozen=True)
 
 
 class SealedModel(FormatModel):
@@ -29,6 +30,13 @@ class SealedModel(FormatModel):
     def encode(self) -> bytes:
         """JSON with sorted keys and no spaces, sealed: equal content gives equal bytes."""
         return sealed(self.model_dump(mode="json"))
+
+
+class _Head(BaseModel):
+    """What is looked at before all else."""
+
+    version: int
+    seal: str = ""
 
 
 M = TypeVar("M", bound=SealedModel)
@@ -40,9 +48,9 @@ def sealed(value: Mapping[str, Any]) -> bytes:
     return _with_seal(unsealed, UNSEALED, hashlib.sha256(unsealed).hexdigest())
 
 
-def _is_sealed(body: bytes, seal: object) -> bool:
+def _is_sealed(body: bytes, seal: str) -> bool:
     """Whether the seal that an object's JSON says is that of its bytes."""
-    return isinstance(seal, str) and hashlib.sha256(_with_seal(body, seal, UNSEALED)).hexdigest() == seal
+    return hashlib.sha256(_with_seal(body, seal, UNSEALED)).hexdigest() == seal
 
 
 def _with_seal(body: bytes, old: str, new: str) -> bytes:
@@ -50,7 +58,7 @@ def _with_seal(body: bytes, old: str, new: str) -> bytes:
 
 
 def parse_sealed(model: type[M], body: bytes, key: str, version: int, refusal: Callable[[int], str]) -> M:
-    """Read sealed JSON of one version.
+    """Read sealed JSON of one version, which no Python object but the model is made of.
 
     Args:
         model: what it is.
@@ -63,17 +71,20 @@ def parse_sealed(model: type[M], body: bytes, key: str, version: int, refusal: C
         SnapshotError: names the object and what is wrong with it.
     """
     try:
-        value = json.loads(body)
-        found = int(value["version"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise SnapshotError(f"{key}: not JSON of this format: {error!r}") from error
-    if found != version:
-        raise SnapshotError(f"{key}: {refusal(found)}")
-    if not _is_sealed(body, value.get("seal")):
+        head = _Head.model_validate_json(body)
+    except ValidationError as error:
+        raise SnapshotError(f"{key}: not JSON of this format: {_first_problem(error)}") from error
+    if head.version != version:
+        raise SnapshotError(f"{key}: {refusal(head.version)}")
+    if not _is_sealed(body, head.seal):
         raise SnapshotError(f"{key}: corrupt: its SHA-256 is not its seal")
     try:
-        return model.model_validate(value)
+        return model.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = ".".join(str(step) for step in first["loc"])
-        raise SnapshotError(f"{key}: {path}: {first['msg']}") from error
+        raise SnapshotError(f"{key}: {_first_problem(error)}") from error
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = ".".join(str(step) for step in first["loc"])
+    return f"{path}: {first['msg']}" if path else first["msg"]

@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.objects import S3Spec
+from dlrm_checkpointer.manifest import ObjectEntry
 from dlrm_checkpointer.repeats import OnRepeat, count_nothing
 
 Body = bytes | bytearray | memoryview
@@ -121,8 +122,8 @@ class ObjectStore(Protocol):
         ...
 
 
-def put_by_digest(store: ObjectStore, key_of: Callable[[str], str], body: Body) -> dict[str, str | int]:
-    """Put an object whose key holds the SHA-256 of its bytes; returns what a manifest's entry says of it.
+def put_by_digest(store: ObjectStore, key_of: Callable[[str], str], body: Body) -> ObjectEntry:
+    """Put an object whose key holds the SHA-256 of its bytes.
 
     Args:
         store: takes it.
@@ -132,7 +133,7 @@ def put_by_digest(store: ObjectStore, key_of: Callable[[str], str], body: Body) 
     sha256 = hashlib.sha256(body).hexdigest()
     key = key_of(sha256)
     store.put(key, body, sha256)
-    return {"key": key, "bytes": len(body), "sha256": sha256}
+    return ObjectEntry(key=key, bytes=len(body), sha256=sha256)
 
 
 def delete_each(delete: Callable[[str], None], keys: Sequence[str]) -> None:

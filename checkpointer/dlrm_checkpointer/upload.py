@@ -158,7 +158,7 @@ class Upload:
     def _put_dense(self) -> None:
         arrays = self._cut.dense()
         if arrays is not None and self._dense is None:
-            self._dense = ObjectEntry.model_validate(self._put("dense", encode_dense(arrays)))
+            self._dense = self._put("dense", encode_dense(arrays))
 
     def _put_chunks(self, loads: Iterator[Load], at_once: int = AT_ONCE) -> tuple[ChunkEntry, ...]:
         """Put what is loaded, a few at a time; entries in its order."""
@@ -174,7 +174,7 @@ class Upload:
     def _put_rows(self, number: int, rows: _Encoded) -> ChunkEntry:
         return ChunkEntry.of(self._put(f"{number:06d}", rows.body), rows.shard, rows.row_ids)
 
-    def _put(self, name: str, body: Body) -> dict[str, str | int]:
+    def _put(self, name: str, body: Body) -> ObjectEntry:
         entry = put_by_digest(self._store, partial(chunk_key, self._cut.meta, self._cut.name.rank, name), body)
         self._traffic.put(len(body))
         return entry

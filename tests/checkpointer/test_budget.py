@@ -21,7 +21,7 @@ from dlrm_checkpointer.draft import Rows
 from dlrm_checkpointer.folder import SPARE_PREFIX, CutName, SliceName, discard_unfinished
 from dlrm_checkpointer.handoff import CutAbandonedError, HandOffWriter
 from dlrm_checkpointer.inbox import Inbox
-from dlrm_checkpointer.manifest import ChunkEntry
+from dlrm_checkpointer.manifest import ChunkEntry, ObjectEntry
 from dlrm_checkpointer.ready import Durable
 from dlrm_checkpointer.slices import SlicedCut
 
@@ -51,8 +51,9 @@ def chunk(number: int, name: SliceName) -> ChunkEntry:
     """The entry of an object, as hard to pack as a real one."""
     sha256 = hashlib.sha256(f"{name} {number}".encode()).hexdigest()
     key = f"chunks/{name.step:016d}/00000001/{name.rank:06d}/{number:06d}-{sha256[:16]}.safetensors"
-    entry = {"key": key, "bytes": 4_096 + number, "sha256": sha256, **vars(SHARD)}
-    return ChunkEntry.model_validate({**entry, "rows": 40, "first_row": number, "last_row": 60_000 + number})
+    put = ObjectEntry(key=key, bytes=4_096 + number, sha256=sha256)
+    ids = np.array([number, *range(number + 1, number + 39), 60_000 + number])
+    return ChunkEntry.of(put, SHARD, ids)
 
 
 def folder_bytes(folder: Path, *, spare: bool = True) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,20 @@ def test_a_commit_holds_what_part_lists_say_alike_once(files: FileStore, committ
         tracemalloc.stop()
 
     assert peak - before < 5 * size
+
+
+def test_a_manifest_of_many_objects_takes_little_more_memory_than_its_json(committed: Manifest) -> None:
+    count, chunk = 20_000, committed.chunks[0]
+    chunks = tuple(replace(chunk, first_row=number, last_row=10**9 + number) for number in range(count))
+    body = committed.model_copy(update={"chunks": chunks}).encode()
+    del chunks
+
+    tracemalloc.start()
+    try:
+        manifest = parse_manifest(body, KEY)
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert len(manifest.chunks) == count
+    assert max(held, peak) < 2 * len(body)
