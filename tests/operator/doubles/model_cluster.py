@@ -217,11 +217,13 @@ class ModelCluster:
         }
 
     def end(self, name: str, which: str, code: int, message: str = "", reason: str = "Error") -> None:
-        """One container of a started pod ends; the pod does with its last one."""
+        """One container of a started pod ends; the pod does with its last one. Of other pods none runs that could."""
         status = self.pods[name]["status"]
+        if status["phase"] != "Running":
+            return
         kind = "containerStatuses" if which == "trainer" else "initContainerStatuses"
         [container] = [each for each in status[kind] if each["name"] == which]
-        if status["phase"] != "Running" or "running" not in container["state"]:
+        if "running" not in container["state"]:
             return
         ended = {"exitCode": code, "message": message, "reason": reason, "finishedAt": timestamp(self.now)}
         container["state"] = {"terminated": ended}
