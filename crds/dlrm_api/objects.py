@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import unquote, urlsplit
 
 from pydantic import Field
 
@@ -16,6 +17,19 @@ ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[a-z0
 def is_s3(uri: str) -> bool:
     """Whether the URI names an object store."""
     return uri.startswith("s3://")
+
+
+def file_path(uri: str) -> str | None:
+    """Path that a plain path or a ``file:`` URI of this machine names; None where a URI names another place.
+
+    A ``?`` or ``#`` of a URI is part of the path: names of files hold them, and patterns.
+    """
+    if "://" not in uri:
+        return uri
+    parts = urlsplit(uri)
+    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
+        return None
+    return unquote(uri.partition("://")[2].removeprefix(parts.netloc))
 
 
 class S3Spec(ApiModel):

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from dlrm_api.errors import DeviceError, InvalidSpecError, NoInputError, NoPermissionError
 from dlrm_api.hardware import DeviceSpec, HardwareProfile, HardwareProfileSpec, ProfileMeta, TierSpec, TiersSpec
 from dlrm_api.job import DLRMJob, DLRMJobSpec
-from dlrm_api.objects import is_s3
+from dlrm_api.objects import file_path, is_s3
 from dlrm_api.plan import Plan
 from dlrm_checkpointer.settings import store_options
 from dlrm_checkpointer.store import CHECKPOINT_FIELDS, PUBLISH_FIELDS, ObjectStore, open_store, open_target
@@ -100,19 +100,15 @@ def make_tier_folders(folder: Path, plan: Plan) -> None:
 
 
 def _check_file(field: str, uri: str, mend: str) -> None:
-    parts = urlsplit(uri)
     samples = ".uris[" in field
     if is_s3(uri) and samples:
         return  # the trainer asks the service
-    if "://" in uri and (parts.scheme != "file" or parts.netloc not in ("", "localhost")):
+    here = file_path(uri)
+    if here is None:
         more = ", or s3://bucket/prefix" if samples else ""
         raise InvalidSpecError(field, f"{uri}: can't be read from there: give a path or file:///path{more}")
     try:
-        path = (
-            Path(unquote(uri.partition("://")[2].removeprefix(parts.netloc)))
-            if "://" in uri
-            else Path(uri).expanduser()
-        )
+        path = Path(here).expanduser()
     except RuntimeError as error:  # a ~ of a user who is not here
         raise NoInputError(f"{field}: {uri}: no such user: {mend}") from error
     if PATTERN & set(str(path)):

@@ -8,9 +8,9 @@ import stat
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
-from urllib.parse import unquote, urlsplit
 
 from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError
+from dlrm_api.objects import file_path
 
 _MAGIC = frozenset("*?[")
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
@@ -22,17 +22,15 @@ def local_path(uri: str) -> Path:
     Raises:
         NoInputError: the URI names another machine or another scheme, or what no file can be called.
     """
-    if "\0" in unquote(uri):
-        raise NoInputError(f"{uri!r}: no name of a file: it holds a NUL")
-    if "://" not in uri:
-        try:
-            return Path(uri).expanduser()
-        except RuntimeError as error:
-            raise NoInputError(f"{uri}: no such user: give the whole path") from error
-    parts = urlsplit(uri)
-    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
+    path = file_path(uri)
+    if path is None:
         raise NoInputError(f"{uri}: only files of this machine can be read: give a path or file:///path")
-    return Path(unquote(uri.partition("://")[2].removeprefix(parts.netloc)))  # "?" and "#" are part of names
+    if "\0" in path:
+        raise NoInputError(f"{uri!r}: no name of a file: it holds a NUL")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise NoInputError(f"{uri}: no such user: give the whole path") from error
 
 
 def find_files(uris: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
