@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlrm_api.errors import NoInputError, SnapshotError, TemporaryError
-from dlrm_checkpointer.manifest import MANIFESTS, PARTS, parse_manifest_key
+from dlrm_checkpointer.manifest import MANIFESTS, PARTS, parse_cut_key, parse_manifest_key
 from dlrm_checkpointer.store import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,6 @@ DEAD_MARK_S = 600.0
 """A retention that marked a snapshot removes it in moments: a mark that is so much older than a claim has no owner."""
 _ATTEMPT = re.compile(r"attempts/(\d+)\.json")
 _CLAIM = re.compile(r"claims/(\d+)\.[0-9a-f]+\.json")
-_MANIFEST = re.compile(r"manifests/\d+-(\d+)\.json")
-_PART = re.compile(r"parts/\d+/(\d+)/\d+\.json")
 
 
 @dataclass(frozen=True, order=True)
@@ -159,8 +157,9 @@ def _greatest_used(store: ObjectStore) -> int:
     A copy of a store that was in use may lack announcements, and so may one whose objects expire. An attempt that got
     such a number would take part lists of the other one for its own, and commit what that had handed over.
     """
-    stored = (*_numbers(store, MANIFESTS, _MANIFEST), *_numbers(store, PARTS, _PART))
-    return max(newest_attempt(store), max(stored, default=0))
+    manifests = filter(None, (parse_manifest_key(info.key) for info in store.list(MANIFESTS)))
+    cuts = filter(None, (parse_cut_key(info.key) for info in store.list(PARTS)))
+    return max([newest_attempt(store), *(attempt for _, attempt in manifests), *(cut.attempt for cut in cuts)])
 
 
 def _still_there(store: ObjectStore, step: int, number: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ PARTS = "parts/"
 CHUNKS = "chunks/"
 Kind = Literal["full", "increment"]
 _KEY = re.compile(r"manifests/(\d{16})-(\d{8})\.json")
+_OF_A_CUT = re.compile(f"(?:{CHUNKS}|{PARTS})([0-9]{{16}})/([0-9]{{8}})/")
 
 
 class SnapshotConflictError(SnapshotError):
@@ -61,19 +63,8 @@ class ChunkEntry(ObjectEntry):
             shard: that the rows are of.
             row_ids: (N,) ascending, N >= 1.
         """
-        return cls(
-            key=put.key,
-            bytes=put.bytes,
-            sha256=put.sha256,
-            table=shard.table,
-            row_start=shard.row_start,
-            row_end=shard.row_end,
-            column_start=shard.column_start,
-            column_end=shard.column_end,
-            rows=len(row_ids),
-            first_row=int(row_ids[0]),
-            last_row=int(row_ids[-1]),
-        )
+        first, last = int(row_ids[0]), int(row_ids[-1])
+        return cls(**asdict(put), **asdict(shard), rows=len(row_ids), first_row=first, last_row=last)
 
     @property
     def shard(self) -> ShardId:
@@ -226,6 +217,12 @@ def parse_manifest_key(key: str) -> tuple[int, int] | None:
     """(step, attempt) of a manifest's key; None where it is none."""
     match = _KEY.fullmatch(key)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def parse_cut_key(key: str) -> SnapshotName | None:
+    """The cut that an object or a part list is of; None of what others put beside them."""
+    match = _OF_A_CUT.match(key)
+    return SnapshotName(int(match[1]), int(match[2])) if match else None
 
 
 def cut_prefix(kind: str, step: int, attempt: int) -> str:

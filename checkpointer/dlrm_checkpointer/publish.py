@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import numpy as np
@@ -186,9 +186,7 @@ class _Part:
 
     def _put_gone(self, table: TableMeta, numbers: NDArray[np.int64]) -> None:
         put = self._put_object(f"gone-{len(self._tombstones):06d}", encode_row_numbers(table.name, numbers))
-        self._tombstones.append(
-            GoneEntry(key=put.key, bytes=put.bytes, sha256=put.sha256, table=table.name, rows=len(numbers))
-        )
+        self._tombstones.append(GoneEntry(**asdict(put), table=table.name, rows=len(numbers)))
 
     def _put_object(self, name: str, body: Body) -> ObjectEntry:
         self._place.before_put()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.attempts import RETIRED, Attempt, in_lineage, is_claimed, newest_attempt, read_attempts
 from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.key_set import KeySet
-from dlrm_checkpointer.manifest import CHUNKS, MANIFESTS, PARTS, cut_prefix, manifest_key, parse_manifest
+from dlrm_checkpointer.manifest import CHUNKS, MANIFESTS, PARTS, cut_prefix, manifest_key, parse_cut_key, parse_manifest
 from dlrm_checkpointer.restore import open_snapshot, snapshot_keys
 from dlrm_checkpointer.store import ObjectInfo, ObjectStore
 
@@ -31,7 +30,6 @@ meanwhile."""
 AT_ONCE = 1_000
 """Objects that are removed together, and keys of a listing that are in memory."""
 NONE = KeySet(())
-_OF_A_CUT = re.compile(f"(?:{CHUNKS}|{PARTS})([0-9]{{16}})/([0-9]{{8}})/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +252,7 @@ class Retention:
         def goes(info: ObjectInfo) -> bool:
             nonlocal now
             now = max(now, info.modified)
-            name = _cut_of(info.key)
+            name = parse_cut_key(info.key)
             if name is None:
                 return False
             is_own = name in there and info.key in there[name].objects
@@ -276,9 +274,3 @@ class Retention:
 
 def _mark(name: SnapshotName) -> str:
     return RETIRED + manifest_key(name.step, name.attempt).removeprefix(MANIFESTS)
-
-
-def _cut_of(key: str) -> SnapshotName | None:
-    """The cut that an object or a part list is of; None of what others put beside them."""
-    match = _OF_A_CUT.match(key)
-    return SnapshotName(int(match[1]), int(match[2])) if match else None

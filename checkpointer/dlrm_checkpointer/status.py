@@ -73,9 +73,8 @@ class Status:
             prefix + "published_bytes", "Bytes of objects put for deltas.", registry=registry
         )
         self.publish_errors = Counter(prefix + "publish_errors", "Failed rounds of publishing.", registry=registry)
-        for kind in get_args(
-            Kind
-        ):  # at 0 from the start: a series that begins with its first event has no increase by it
+        # at 0 from the start: a series that begins with its first event has no increase by it
+        for kind in get_args(Kind):
             self.commits.labels(kind)
         for reason in get_args(Reason):
             self._store_repeats.labels(reason)
