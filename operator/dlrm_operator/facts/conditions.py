@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -11,6 +12,7 @@ from dlrm_operator.facts.reasons import Word
 Truth = Literal["True", "False", "Unknown"]
 MESSAGE_LENGTH = 4_096
 REASON_LENGTH = 128
+MOST_NAMED = 3
 Conditions = tuple[Condition, ...]
 
 
@@ -31,6 +33,12 @@ def shorten(text: str, length: int) -> str:
     mark = " [...] "
     head = (length - len(mark)) // 2
     return text[:head] + mark + text[len(text) - (length - len(mark) - head) :]
+
+
+def first_few(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def find_condition(conditions: Conditions, kind: ConditionType) -> Condition | None:

@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 
 from dlrm_api.status import DLRMJobStatus
 from dlrm_operator.facts.actions import Action, DeleteObject, EmitEvent, WakeAt
+from dlrm_operator.facts.conditions import first_few
 from dlrm_operator.facts.observed import Observed, PodSeen
 from dlrm_operator.facts.reasons import Reason
 
@@ -16,7 +17,6 @@ LOST_AFTER = timedelta(seconds=60)
 """So is one whose node has been silent for so long: there is nobody to ask, and grace periods may be long."""
 HUNG_GRACE_S = 30
 """A gang that hung makes no last cut, and had time enough to upload the one before."""
-MOST_NAMED = 3
 
 
 def deletions(observed: Observed, status: DLRMJobStatus, pods: Iterable[PodSeen], now: datetime) -> Iterator[Action]:
@@ -66,18 +66,15 @@ def refusal_words(observed: Observed, pods: Iterable[PodSeen]) -> str:
     kept = [pod.name for pod in pods if pod.owner_uid == observed.job.uid and not pod.deleting]
     if not observed.refused_deletion or not kept:
         return ""
-    more = f" and {len(kept) - MOST_NAMED} more" if len(kept) > MOST_NAMED else ""
-    named = ", ".join(kept[:MOST_NAMED]) + more
-    return f"the API server does not let the operator delete {named}, which may train on: {observed.refused_deletion}"
+    why = f"which may train on: {observed.refused_deletion}"
+    return f"the API server does not let the operator delete {first_few(kept)}, {why}"
 
 
 def clearing_words(pods: Iterable[PodSeen]) -> str:
     """Which pods are waited for, and what holds each up."""
-    found = list(pods)
-    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-    named = ", ".join(f"{pod.name}{_held_up(pod)}" for pod in found[:MOST_NAMED])
+    found = [f"{pod.name}{_held_up(pod)}" for pod in pods]
     noun, verb = ("pod", "is") if len(found) == 1 else ("pods", "are")
-    return f"the next gang waits until {len(found)} {noun} of others before it {verb} gone: {named}{more}"
+    return f"the next gang waits until {len(found)} {noun} of others before it {verb} gone: {first_few(found)}"
 
 
 def _held_up(pod: PodSeen) -> str:

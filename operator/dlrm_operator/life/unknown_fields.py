@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from dlrm_api.status import ConditionType, DLRMJobStatus
-from dlrm_operator.facts.conditions import find_condition
+from dlrm_operator.facts.conditions import find_condition, first_few
 from dlrm_operator.facts.reasons import Quoted
 from dlrm_operator.life.phases import with_truth
 
-MOST_NAMED = 3
 GOES_ON = "the gang that is there goes on meanwhile"
 
 
@@ -23,11 +22,10 @@ def unknown_words(fields: Sequence[str]) -> str:
     """Which fields, why, and the mend; empty where there is none."""
     if not fields:
         return ""
-    named = ", ".join(fields[:MOST_NAMED]) + (f" and {len(fields) - MOST_NAMED} more" if fields[MOST_NAMED:] else "")
     noun = "a field" if len(fields) == 1 else "fields"
     return (
-        f"{named}: {noun} that this operator does not know, for it is older than the CustomResourceDefinition; no gang "
-        "is begun before it is upgraded, or the spec is without"
+        f"{first_few(fields)}: {noun} that this operator does not know, for it is older than the "
+        "CustomResourceDefinition; no gang is begun before it is upgraded, or the spec is without"
     )
 
 
