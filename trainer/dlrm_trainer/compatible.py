@@ -26,8 +26,7 @@ def check_data(meta: CutMeta, fingerprint: Mapping[str, Any], where: str) -> Non
         SnapshotError: names the part of the data that changed.
     """
     then = meta.reader.get("fingerprint", {})
-    now = {key: value for key, value in fingerprint.items() if key in then or key not in _SAID_SINCE}
-    if change := first_change(then, now, "data"):
+    if change := first_change(then, _as_said_by(then, fingerprint), "data"):
         raise SnapshotError(f"{where}: the data changed since the snapshot: {change}; {MEND}")
 
 
@@ -86,14 +85,18 @@ def _model_change(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None
     if odd := sorted(old.keys() ^ new.keys()):
         return f"table {odd[0]} is {'gone' if odd[0] in old else 'new'}"
     for name, table in new.items():
-        said = {key: table[key] for key in table if key in old[name] or key not in _SAID_SINCE}
-        if change := first_change(old[name], said, f"table {name}"):
+        if change := first_change(old[name], _as_said_by(old[name], table), f"table {name}"):
             return change
     if list(old) != list(new):
         return "the order of the tables"
     rest_then = {key: value for key, value in then.items() if key != "tables"}
     rest_now = {key: value for key, value in now.items() if key != "tables"}
     return first_change(rest_then, rest_now, "model")
+
+
+def _as_said_by(then: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A document without what an older one did not say yet."""
+    return {key: value for key, value in now.items() if key in then or key not in _SAID_SINCE}
 
 
 def first_change(then: Any, now: Any, path: str) -> str | None:
