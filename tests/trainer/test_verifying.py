@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,16 +11,18 @@ import pytest
 from gangs import run_ranks
 
 from dlrm_api.errors import SnapshotError
+from dlrm_checkpointer import fetch
 from dlrm_checkpointer.fetch import Check
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.manifest import ObjectEntry
-from dlrm_trainer import verifying
+from dlrm_trainer import in_step, verifying
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.verifying import choose_together
 
 Snapshots = Sequence[Sequence[ObjectEntry]]
 Outcome = tuple[tuple[int | None, list[str]], list[str], list[str]]
 SIZE = 1_000
+TIMEOUT_S = 2.0
 pytestmark = pytest.mark.slow
 
 
@@ -52,6 +55,28 @@ def first_whole(collectives: Collectives, root: Path, snapshots: Snapshots, roun
         return None, problems
 
     return choose_together(store, collectives, choose), store.read, heard
+
+
+class SlowStore(FileStore):
+    """Takes its time for each object."""
+
+    def get_into(self, key: str, buffer: memoryview) -> int:
+        time.sleep(TIMEOUT_S / 4)
+        return super().get_into(key, buffer)
+
+
+def read_some(collectives: Collectives, root: Path, objects: Sequence[ObjectEntry]) -> tuple[bool, float]:
+    """Have all ranks read objects, that of the first from a slow store; whether they are whole, and the seconds."""
+    in_step.WORD_S = TIMEOUT_S / 4
+    fetch.PARALLEL_GETS = 2
+    store = SlowStore(root) if collectives.rank == 0 else FileStore(root)
+
+    def choose(check: Check) -> bool:
+        check(store, objects, lambda _key: None)
+        return True
+
+    began = time.monotonic()
+    return choose_together(store, collectives, choose), time.monotonic() - began
 
 
 @pytest.fixture
@@ -101,3 +126,12 @@ def test_a_damaged_object_is_told_to_all_ranks_whichever_reads_it(
     assert found[1][0] == found[0][0]
     assert newer[damaged].key not in heard
     assert {entry.key for entry in older} <= set(heard)
+
+
+def test_a_rank_may_read_for_longer_than_a_collective_may_wait(
+    tmp_path: Path, put: Callable[[int, int], list[ObjectEntry]]
+) -> None:
+    found = run_ranks(2, read_some, tmp_path, put(5, 40), timeout_s=TIMEOUT_S)
+
+    assert [whole for whole, _ in found] == [True, True]
+    assert min(seconds for _, seconds in found) > 2 * TIMEOUT_S

@@ -13,12 +13,13 @@ from dlrm_checkpointer.fetch import Check, check_bytes
 from dlrm_checkpointer.manifest import ObjectEntry
 from dlrm_checkpointer.store import ObjectStore
 from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.in_step import InStep
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ROUND_BYTES = 1 << 30
-"""What each rank reads before all hear of it: no wait for a rank comes near the timeout of collectives."""
+"""What each rank reads before all hear of it: where one finds something damaged, the others read little in vain."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,12 @@ def _check_together(
 
 def _check_share(collectives: Collectives, store: ObjectStore, entries: Sequence[ObjectEntry]) -> str:
     """Read this rank's share of some objects; every rank returns the first one's problem, empty where none has any."""
-    problem = ""
+    together, problem = InStep(collectives), ""
     try:
-        check_bytes(store, entries[collectives.rank :: collectives.world_size], lambda _key: None)
+        check_bytes(store, entries[collectives.rank :: collectives.world_size], lambda _key: together.at_work())
     except SnapshotError as error:
         problem = str(error)
+    together.wait()
     return next(filter(None, collectives.gather(problem)), "")
 
 
