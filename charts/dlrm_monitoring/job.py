@@ -30,7 +30,8 @@ def _in_window(name: str, by: str) -> str:
     return f"sum by ({by}) (increase(dlrm_{name}{{{JOB}}}{RATE}))"
 
 
-STEPS = f"scalar(max(rate(dlrm_trainer_steps_total{{{JOB}}}{RATE})))"
+STEPS = f"scalar(max(rate(dlrm_trainer_steps_total{{{JOB}}}{RATE})) > 0)"
+"""Nothing, not a division by zero, while a job evaluates."""
 ACCESSES = f"sum(rate(dlrm_trainer_table_accesses_total{{{JOB}}}{RATE}))"
 NOW = Row(
     "Now",
@@ -226,7 +227,7 @@ TIERS = Row(
             description="Share of accesses whose row had to come up from a slower tier.",
             unit="percentunit",
             stacked=True,
-            queries=(Query(_rate("trainer_tier_read_rows_total", "tier") + f" / scalar({ACCESSES})", "{{tier}}"),),
+            queries=(Query(_rate("trainer_tier_read_rows_total", "tier") + f" / scalar({ACCESSES} > 0)", "{{tier}}"),),
         ),
         Panel(
             title="Read from tiers",

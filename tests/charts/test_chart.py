@@ -125,6 +125,7 @@ def test_variables_of_the_operator_are_spelt_as_it_spells_them(helm: Path, tmp_p
         ("scope.namespace=Team", "namespace"),
         ("image.digest=latest", "digest"),
         ("webhook.timeoutSeconds=60", "timeoutSeconds"),
+        ("operator.resyncSeconds=201", "resyncSeconds"),
         ("serviceAccount.name=Operator", "serviceAccount"),
         ("webhook.certificate.existingSecret=a..b", "existingSecret"),
         ("imagePullSecrets[0].names=registry", "imagePullSecrets"),

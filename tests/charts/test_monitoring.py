@@ -188,6 +188,26 @@ def test_a_snapshot_is_one_commit_however_many_pods_see_it(promtool: str, tmp_pa
     )
 
 
+def test_times_of_a_step_are_left_out_while_a_job_evaluates(promtool: str, tmp_path: Path) -> None:
+    """No step is done then, and a time divided by none would be infinite."""
+    series = {
+        'dlrm_trainer_steps_total{namespace="n", dlrm_job="j"}': "0+60x20 1200x20",
+        'dlrm_trainer_stage_seconds_total{namespace="n", dlrm_job="j", stage="read"}': "0+30x20 600x20",
+        'dlrm_trainer_stage_seconds_total{namespace="n", dlrm_job="j", stage="evaluation"}': "0x20 0+60x20",
+    }
+    expr = panel_query("dlrm-job", "Step time by stage")
+
+    ask_promtool(
+        promtool,
+        tmp_path,
+        series,
+        [
+            (20, expr, {'{stage="read"}': 0.5, '{stage="evaluation"}': 0}),
+            (40, f"({expr}) >= 0", {}),
+        ],
+    )
+
+
 def test_an_alert_tells_of_a_leader_that_never_ended_a_turn() -> None:
     """Its rate needs the series of turns that are done: a Prometheus client shows none before the first."""
     program = "import dlrm_operator.metrics, prometheus_client; print(prometheus_client.generate_latest().decode())"

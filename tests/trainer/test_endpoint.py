@@ -82,6 +82,14 @@ def test_progress_is_the_newest_step(served: Served) -> None:
     assert progress.eta_seconds is not None
 
 
+def test_a_job_that_was_made_shorter_than_it_is_shows_no_more_steps_than_it_has() -> None:
+    board = ProgressBoard(attempt=4, world_size=2)
+
+    board.begin(25, 25, SCHEDULE)
+
+    assert (board.now.step, board.now.total_steps, board.now.samples) == (25, 25, 2_500)
+
+
 def test_metrics_are_in_prometheus_form_with_our_names(served: Served) -> None:
     served.board.stepped(12, 0.25, SCHEDULE)
     served.board.evaluated(EvalMetrics(step=12, samples=9, log_loss=0.4, ne=0.8, auc=0.7, calibration=1.1))

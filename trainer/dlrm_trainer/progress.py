@@ -37,7 +37,7 @@ class ProgressBoard:
             phase=TrainerPhase.TRAINING,
             step=step,
             restored_step=restored_step,
-            total_steps=schedule.total_steps,
+            total_steps=max(step, schedule.total_steps),  # a job that was made shorter since has done more
             samples=samples,
             epoch=schedule.epoch_of(step),
         )

@@ -122,6 +122,8 @@ class Training:
         self.collectives, self.board, self.control = parts.gang.collectives, parts.board, parts.control
         self.observer, self.stages = parts.observer, parts.observer.stages
         self.board.begin(self.step, self.step or None, self.schedule)
+        if self.step >= self.schedule.total_steps:
+            logger.info("nothing is left to train: the job ends at step %d", self.schedule.total_steps)
         metrics = restored.metrics
         self.loss: float | None = metrics.get("loss")
         self.quality = EvalMetrics.model_validate(metrics["eval"]) if metrics.get("eval") else None
