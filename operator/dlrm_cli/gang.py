@@ -49,6 +49,8 @@ class Gang:
     digest: bool
     tier_dir: Path | None = None
     profile: bool = False
+    committed_snapshot: str = ""
+    """URI of the newest manifest that an attempt before it committed; empty where none is known."""
     programs: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PROGRAMS)
 
     @property
@@ -102,6 +104,8 @@ class Gang:
         if len(self.replicas) > 1:
             processes = self.job.spec.trainer.processes_per_replica
             environment[VISIBLE] = visible_to(replica, processes, os.environ)
+        if self.committed_snapshot:
+            environment[Env.COMMITTED_SNAPSHOT] = self.committed_snapshot
         if self.tier_dir is not None:
             environment[Env.TIER_DIR] = str(self.tier_dir)
         if self.profile:

@@ -78,15 +78,14 @@ class Running:
             self._publish()
         return None
 
-    def committed_steps(self) -> list[int]:
-        """What the sidecars that ended said was committed."""
+    def last_words(self) -> list[CheckpointerProgress]:
+        """What the sidecars that ended left."""
         words = [self._last_words(process.name) for process in self._of(Container.CHECKPOINTER)]
-        return [word.committed_step for word in words if word is not None and word.committed_step is not None]
+        return [word for word in words if word is not None]
 
     def last_snapshots(self) -> list[SnapshotInfo]:
         """The newest snapshot of each sidecar that ended, by what it left."""
-        words = [self._last_words(process.name) for process in self._of(Container.CHECKPOINTER)]
-        return [word.last_snapshot for word in words if word is not None and word.last_snapshot is not None]
+        return [word.last_snapshot for word in self.last_words() if word.last_snapshot is not None]
 
     def uncommitted(self) -> Ending | None:
         """After trainers that did well: the sidecar that did not commit everything; None where all did."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Literal, NoReturn, Protocol
 from dlrm_api.errors import DLRMError
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import Container, ExitCode
+from dlrm_api.progress import CheckpointerProgress, SnapshotInfo
 from dlrm_cli.gang import PROGRAMS, Gang, free_ports
 from dlrm_cli.history import MOST_WORDS, Ended, Failure, History, Started, Then
 from dlrm_cli.processes import LocalScheduler
@@ -106,6 +107,8 @@ class Supervisor:
     """Times that the gang was started again."""
     committed_step: int | None = None
     """Newest step that a sidecar reported as committed."""
+    committed: SnapshotInfo | None = None
+    """Newest snapshot that a sidecar reported to have committed in this run."""
     _history: History = field(init=False, repr=False)
 
     def run(self) -> Outcome:
@@ -188,6 +191,7 @@ class Supervisor:
             digest=self.digest,
             tier_dir=self.tier_dir,
             profile=self.profile,
+            committed_snapshot=self.committed.uri if self.committed else "",
             programs=self.programs,
         )
         self._history.note(Started(time=time.time(), attempt=attempt))
@@ -234,17 +238,20 @@ class Supervisor:
         while running.alive(Container.CHECKPOINTER) and time.monotonic() < deadline and not self._impatient():
             self._look(watch)
             time.sleep(POLL_S)
-        self._note_committed(running.committed_steps())
+        for word in running.last_words():
+            self._note_committed(word)
 
     def _look(self, watch: Watch) -> None:
         seen = watch.seen
-        if seen.checkpointer is not None and seen.checkpointer.committed_step is not None:
-            self._note_committed([seen.checkpointer.committed_step])
+        if seen.checkpointer is not None:
+            self._note_committed(seen.checkpointer)
         self.display.update(seen)
 
-    def _note_committed(self, steps: Iterable[int]) -> None:
-        known = [] if self.committed_step is None else [self.committed_step]
-        self.committed_step = max([*steps, *known], default=None)
+    def _note_committed(self, said: CheckpointerProgress) -> None:
+        steps = [step for step in (said.committed_step, self.committed_step) if step is not None]
+        self.committed_step = max(steps, default=None)
+        snapshots = [each for each in (self.committed, said.last_snapshot) if each is not None]
+        self.committed = max(snapshots, key=lambda each: each.step, default=None)
 
     def _note_sidecar(self, ending: Ending) -> None:
         self._note_failure(ending, "sidecar restarted")

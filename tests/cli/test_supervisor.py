@@ -44,12 +44,13 @@ said = Path(os.environ["DLRM_TERMINATION_LOG"])
 def end(number, frame):
     if role == "trainer":
         sys.exit(143)
-    said.write_text(json.dumps({"committedStep": 7, "reason": "trainers ended"}))
+    snapshot = {"step": 7, "bits": 8, "bytes": 1, "uri": "file:///tmp/small/manifests/7-1.json"}
+    said.write_text(json.dumps({"committedStep": 7, "lastSnapshot": snapshot, "reason": "trainers ended"}))
     sys.exit(0)
 
 
 signal.signal(signal.SIGTERM, end)
-print("hello from", role, replica, flush=True)
+print("hello from", role, replica, "after", os.environ.get("DLRM_COMMITTED_SNAPSHOT"), flush=True)
 for step in steps:
     if step.startswith("exit:"):
         code, _, message = step[5:].partition(":")
@@ -145,6 +146,17 @@ def test_a_killed_trainer_starts_the_whole_gang_again(tmp_path: Path) -> None:
     assert supervised.restarts == 1
     assert [turns(tmp_path, f"trainer-{i}") for i in range(2)] == [2, 2]
     assert "trainer-1 ended with signal 9" in said(supervised)
+
+
+def test_a_gang_is_told_what_the_one_before_it_committed(tmp_path: Path) -> None:
+    """So that it does not begin anew where the store was emptied meanwhile."""
+    supervised = supervisor(tmp_path, {"0": ["sleep:1 exit:75:try_later", "exit:0"]})
+
+    assert supervised.run() is Outcome.DONE
+
+    first, second = ((tmp_path / "logs" / str(attempt) / "trainer-0.log").read_text() for attempt in (1, 2))
+    assert first.startswith("hello from trainer 0 after None")
+    assert second.startswith("hello from trainer 0 after file:///tmp/small/manifests/7-1.json")
 
 
 def test_what_the_user_must_mend_ends_the_job_at_once_in_the_trainers_own_words(tmp_path: Path) -> None:
