@@ -10,6 +10,7 @@ from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.attempts import in_lineage, read_attempts
 from dlrm_checkpointer.manifest import MANIFESTS, Manifest, parse_manifest, parse_manifest_key
 from dlrm_checkpointer.restore import Snapshot, given_up, open_snapshot
+from dlrm_checkpointer.sealing import NewerVersionError
 from dlrm_checkpointer.store import ObjectStore
 from dlrm_checkpointer.walk import walk_table
 
@@ -28,6 +29,8 @@ class Listed:
     """None where it can't be read."""
     problem: str
     """Why it will not be restored from; empty where it can be (its objects were not read)."""
+    newer: bool = False
+    """Whether it is of the lineage and a newer version wrote it: what is older is not restored from unasked."""
 
     @property
     def bytes(self) -> int:
@@ -55,8 +58,9 @@ def list_snapshots(store: ObjectStore) -> list[Listed]:
     found = []
     for step, attempt in keys:
         info = infos[step, attempt]
-        manifest, problem = _read(store, info.key)
-        if not problem and not in_lineage(step, attempt, attempts):
+        manifest, problem, newer = _read(store, info.key)
+        counts = in_lineage(step, attempt, attempts)
+        if not problem and not counts:
             problem = given_up(step, attempt, attempts)
         found.append(
             Listed(
@@ -66,6 +70,7 @@ def list_snapshots(store: ObjectStore) -> list[Listed]:
                 time=info.modified,
                 manifest=manifest,
                 problem=problem,
+                newer=newer and counts,
             )
         )
     return found
@@ -76,6 +81,7 @@ def find_snapshot(store: ObjectStore, step: int | None = None, attempt: int | No
 
     Raises:
         NoInputError: there is none; says which steps there are.
+        NewerVersionError: none is named, and a newer version wrote the newest.
         SnapshotError: there is one and it can't be used.
     """
     listed = list_snapshots(store)
@@ -83,6 +89,9 @@ def find_snapshot(store: ObjectStore, step: int | None = None, attempt: int | No
         each for each in listed if (step is None or each.step == step) and (attempt is None or each.attempt == attempt)
     ]
     usable = [each for each in wanted if not each.problem or attempt is not None]
+    newest = next((each for each in listed if each.newer or not each.problem), None)
+    if usable and newest and newest.newer and step is None and attempt is None:
+        raise NewerVersionError(f"{store.uri}: {newest.problem}, or name an older snapshot: step {usable[0].step}")
     if usable:
         return open_snapshot(store, usable[0].step, usable[0].attempt)
     if wanted:
@@ -112,8 +121,9 @@ def verify_snapshot(snapshot: Snapshot) -> Verified:
     )
 
 
-def _read(store: ObjectStore, key: str) -> tuple[Manifest | None, str]:
+def _read(store: ObjectStore, key: str) -> tuple[Manifest | None, str, bool]:
+    """A manifest, or why it can't be read and whether that is for a newer version."""
     try:
-        return parse_manifest(store.get(key), key), ""
+        return parse_manifest(store.get(key), key), "", False
     except (SnapshotError, NoInputError) as error:
-        return None, str(error)
+        return None, str(error), isinstance(error, NewerVersionError)

@@ -253,7 +253,8 @@ def parse_manifest(body: bytes, key: str) -> Manifest:
     """Read a manifest.
 
     Raises:
-        SnapshotError: names the object and the field that is wrong, or the newer version that wrote it.
+        NewerVersionError: a newer version wrote it.
+        SnapshotError: names the object and the field that is wrong.
     """
     manifest = _parse(Manifest, body, key)
     try:

@@ -22,6 +22,7 @@ from dlrm_checkpointer.fetch import Check, check_bytes, check_present, fetch, fe
 from dlrm_checkpointer.manifest import MANIFESTS, ChunkEntry, ObjectEntry, manifest_key, parse_manifest_key
 from dlrm_checkpointer.merge import overlapping
 from dlrm_checkpointer.objects import decode_dense
+from dlrm_checkpointer.sealing import NewerVersionError
 from dlrm_checkpointer.seen import SeenRows
 from dlrm_checkpointer.store import ObjectStore
 
@@ -185,6 +186,8 @@ def newest_snapshot(store: ObjectStore, *, check: Check | None = check_bytes) ->
         the snapshot, None where the lineage holds none; and why each newer one was passed over.
 
     Raises:
+        NewerVersionError: a newer version wrote one that comes first: after a rollback of the software it is whole, and
+            going back behind it must be a decision.
         SnapshotError: snapshots are there and none can be used, or the newest attempt went on from one and none is
             there: starting from step 0 must be a decision.
     """
@@ -228,11 +231,14 @@ def _newest_of(
         keys: (step, attempt) of the manifests, newest first.
         check: see ``newest_snapshot``.
         whole: objects whose bytes were read and are as they should be, added to.
+
+    Raises:
+        NewerVersionError: a newer version wrote one of them before the first that can be used.
     """
     attempts = read_attempts(store, min((attempt for _, attempt in keys), default=0)) if keys else []
     reasons: list[str] = []
     broken = False
-    for step, attempt in keys:
+    for number, (step, attempt) in enumerate(keys):
         if not in_lineage(step, attempt, attempts):
             reasons.append(given_up(step, attempt, attempts))
             continue
@@ -240,6 +246,9 @@ def _newest_of(
             snapshot = open_snapshot(store, step, attempt)
             if check is not None:
                 check(store, [entry for entry in snapshot.objects if entry.key not in whole], whole.add)
+        except NewerVersionError as error:
+            counting = [SnapshotName(*key) for key in keys[number:] if in_lineage(*key, attempts)]
+            raise NewerVersionError(f"{store.uri}: {error}; {_way_back(store, counting)}") from error
         except (SnapshotError, NoInputError) as error:
             broken = True
             reasons.append(str(error))
@@ -247,6 +256,30 @@ def _newest_of(
         else:
             return snapshot, reasons, broken
     return None, reasons, broken
+
+
+def _way_back(store: ObjectStore, names: Sequence[SnapshotName]) -> str:
+    """How to go on without the snapshots that a newer version wrote, in words.
+
+    Args:
+        store: the job's store.
+        names: snapshots of the lineage, newest first.
+    """
+    newer: list[int] = []
+    for name in names:
+        try:
+            load_chain(store, name)
+        except NewerVersionError:
+            newer.append(name.step)
+        except (SnapshotError, NoInputError):
+            continue
+        else:
+            which = f"step {newer[0]}" if len(newer) == 1 else f"steps {newer[-1]} to {newer[0]}"
+            return (
+                f"or, to go back to step {name.step} and lose what was trained since, move the manifests of later "
+                f"steps ({which}) out of {store.uri}/{MANIFESTS}"
+            )
+    return "this program can read no older one: give an empty spec.checkpoint.uri to start from step 0"
 
 
 def given_up(step: int, attempt: int, attempts: list[Attempt]) -> str:

@@ -14,6 +14,7 @@ from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.key_set import KeySet
 from dlrm_checkpointer.manifest import CHUNKS, MANIFESTS, PARTS, cut_prefix, manifest_key, parse_cut_key, parse_manifest
 from dlrm_checkpointer.restore import open_snapshot, snapshot_keys
+from dlrm_checkpointer.sealing import NewerVersionError
 from dlrm_checkpointer.store import ObjectInfo, ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class Found:
     """Keys of its own objects."""
     readable: bool = True
     """Whether it can be read, and is known to lack no object where that was looked for."""
+    newer: str = ""
+    """What is said of the newer version that wrote it; empty where none did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +136,13 @@ class Retention:
         """By the clock; in the past while something that was to go may be left."""
 
     def decide(self, in_use: Iterable[SnapshotName] = ()) -> Decision:
-        """What would go now; nothing is removed."""
-        return decide(self._found(), read_attempts(self._store, 0), self._rule, in_use)
+        """What would go now; nothing is removed.
+
+        Raises:
+            NewerVersionError: see ``apply``.
+        """
+        attempts = read_attempts(self._store, 0)
+        return decide(self._found(attempts), attempts, self._rule, in_use)
 
     def apply(self, attempt: int, in_use: Iterable[SnapshotName] = ()) -> int:
         """Remove what the rule doesn't keep, and orphans; return how many snapshots went. Safe to repeat or cut off.
@@ -151,6 +159,10 @@ class Retention:
         Args:
             attempt: on whose behalf.
             in_use: snapshots that cuts on their way are relative to.
+
+        Raises:
+            NewerVersionError: a newer version wrote a snapshot of the lineage: which others that goes over can't be
+                known, so nothing is removed.
         """
         store = self._store
         if newest_attempt(store) != attempt:
@@ -158,7 +170,7 @@ class Retention:
         attempts = read_attempts(store, 0)
         if not is_claimed(attempt, attempts):
             return 0
-        found = self._found()
+        found = self._found(attempts)
         decision = decide(found, attempts, self._rule, in_use)
         is_due = time.monotonic() >= self._next_sweep
         if not decision.retire and not is_due:
@@ -202,8 +214,11 @@ class Retention:
         while some := list(islice(rest, AT_ONCE)):
             self._store.delete_all(some)
 
-    def _found(self) -> list[Found]:
+    def _found(self, attempts: Sequence[Attempt]) -> list[Found]:
         found = [self._known.get(name) or self._read(name) for name in self._names()]
+        for each in found:
+            if each.newer and in_lineage(each.name.step, each.name.attempt, attempts):
+                raise NewerVersionError(f"{self._store.uri}: {each.newer}; nothing is removed meanwhile")
         self._known = {each.name: each for each in found if each.readable}
         return found
 
@@ -216,7 +231,7 @@ class Retention:
             manifest = parse_manifest(self._store.get(key), key)
         except (SnapshotError, NoInputError) as error:
             logger.warning("manifest can't be read: it stays", extra={"key": key, "problem": str(error)})
-            return Found(name=name, readable=False)
+            return Found(name=name, readable=False, newer=str(error) if isinstance(error, NewerVersionError) else "")
         return Found(
             name=name,
             time=manifest.cut.time,

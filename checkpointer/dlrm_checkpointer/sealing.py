@@ -18,6 +18,10 @@ FORMAT = ConfigDict(alias_generator=to_camel, validate_by_name=True, validate_by
 version."""
 
 
+class NewerVersionError(SnapshotError):
+    """A newer version of the software wrote it: it may be whole, so nothing older is taken in its place unasked."""
+
+
 class FormatModel(BaseModel):
     """Part of the format."""
 
@@ -68,6 +72,7 @@ def parse_sealed(model: type[M], body: bytes, key: str, version: int, refusal: C
         refusal: what is said of another one.
 
     Raises:
+        NewerVersionError: it is of a newer version.
         SnapshotError: names the object and what is wrong with it.
     """
     try:
@@ -75,7 +80,8 @@ def parse_sealed(model: type[M], body: bytes, key: str, version: int, refusal: C
     except ValidationError as error:
         raise SnapshotError(f"{key}: not JSON of this format: {_first_problem(error)}") from error
     if head.version != version:
-        raise SnapshotError(f"{key}: {refusal(head.version)}")
+        refused = NewerVersionError if head.version > version else SnapshotError
+        raise refused(f"{key}: {refusal(head.version)}")
     if not _is_sealed(body, head.seal):
         raise SnapshotError(f"{key}: corrupt: its SHA-256 is not its seal")
     try:

@@ -57,10 +57,6 @@ def change_manifest(files: FileStore, **changes: object) -> None:
     path.write_bytes(sealed(json.loads(path.read_text()) | changes))
 
 
-def newer_version(files: FileStore) -> None:
-    change_manifest(files, version=3, somethingNew={})
-
-
 def another_digit(files: FileStore) -> None:
     path = files.root / manifest_key(2, 1)
     path.write_text(path.read_text().replace('"samples":128', '"samples":129'))
@@ -123,7 +119,6 @@ DAMAGES = {
     truncate: r"chunks/.*: \d+ bytes, the manifest says \d+",
     delete: r"chunks/.*: an object of the snapshot is missing",
     lose_the_dense_state: r"dense-.*: an object of the snapshot is missing",
-    newer_version: r"0000000000000002-00000001\.json: format version 3, this program reads version 2: use a newer",
     another_digit: r"0000000000000002-00000001\.json: corrupt: its SHA-256 is not its seal",
     without_a_seal: r"0000000000000002-00000001\.json: corrupt: its SHA-256 is not its seal",
     torn_manifest: r"0000000000000002-00000001\.json: not JSON of this format",

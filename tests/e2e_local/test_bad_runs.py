@@ -161,8 +161,8 @@ def spoil_manifests(local: Any) -> None:
     damage(local, "manifests/*", lambda body: body[: len(body) // 2])
 
 
-def write_newer_manifests(local: Any) -> None:
-    damage(local, "manifests/*", newer)
+def write_a_newer_manifest(local: Any) -> None:
+    damage(local, "manifests/0000000000000120-*", newer)
 
 
 def lose_chunks(local: Any) -> None:
@@ -193,7 +193,7 @@ def change_seed(local: Any) -> None:
 AFTERWARDS: list[tuple[str, Callable[[Any], None], tuple[str, ...]]] = [
     ("corrupt chunks", spoil_chunks, ("no snapshot can be used", "SHA-256")),
     ("torn manifests", spoil_manifests, ("no snapshot can be used", "manifests/")),
-    ("manifests of a newer version", write_newer_manifests, ("version 99", "newer dlrm-operator")),
+    ("a manifest of a newer version", write_a_newer_manifest, ("99", "newer dlrm-operator", "to go back to step ")),
     ("lost chunks", lose_chunks, ("no snapshot can be used", "chunks/")),
     ("changed data", change_data, ("the data changed since the snapshot", "checkpoint.uri")),
     ("a changed table", change_rows, ("table C1 has 301 rows now", "initializer.scale", "300 rows")),
