@@ -31,6 +31,7 @@ from dlrm_operator.cluster_errors import (
     NotFoundError,
 )
 from dlrm_operator.metrics import API_REQUESTS
+from dlrm_operator.server_clock import ServerClock
 
 Object = dict[str, Any]
 Query = Mapping[str, str]
@@ -105,6 +106,8 @@ class KubernetesApi:
         self._root = self.host if by_proxy else urlsplit(self.host).path
         self.namespace = namespace
         """Where the configuration works by default."""
+        self.clock = ServerClock()
+        """The server's time, as its answers say it."""
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="api")
 
     async def call(
@@ -228,6 +231,7 @@ class KubernetesApi:
             API_REQUESTS.labels(method, "none").inc()
             raise ClusterUnavailableError(f"{method} {path}: {error}") from error
         API_REQUESTS.labels(method, response.status).inc()
+        self.clock.hear(response.headers.get("Date"))
         if response.status >= FIRST_ERROR:
             raise _mapped(response, f"{method} {path}")
         return response

@@ -22,7 +22,8 @@ def progress_due(status: DLRMJobStatus, now: datetime) -> bool:
     """Whether the written progress is old enough to be replaced."""
     if status.progress is None or status.progress.time is None:
         return True
-    return now - parse_timestamp(status.progress.time) >= REPORT_EVERY
+    written = parse_timestamp(status.progress.time)
+    return abs(now - written) >= REPORT_EVERY  # a clock that was set back must not hold it up
 
 
 def with_progress(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJobStatus:

@@ -52,13 +52,17 @@ class Engine:
     """Everything behind kopf's handlers: caches, turns, planner, poller, endpoints."""
 
     def __init__(self, settings: Settings, api: KubernetesApi, lease_api: KubernetesApi) -> None:
-        """``lease_api`` has threads of its own, so that no pile of requests delays a renewal."""
+        """``lease_api`` has threads of its own, so that no pile of requests delays a renewal.
+
+        Its clock is that of all decisions: it is asked every few seconds.
+        """
+        clock = lease_api.clock.now
         self.settings = settings
         self._api = api
         where = settings.namespace or settings.lease_namespace or api.namespace
         self._leader = Leader(lease_api, where, settings.identity, settings.lease, self._led)
         self.jobs = JobCache()
-        self.wakeups = Wakeups(self._take_turn, self.jobs.never_had_gang)
+        self.wakeups = Wakeups(self._take_turn, self.jobs.never_had_gang, clock)
         self._pods = PodCache(api, settings.namespace, self.wakeups.add, self.wakeups.add_soon)
         self._planner = Planner(settings.plan_deadline_s, self.wakeups.add)
         self._poller = Poller(settings.poll_s, self.wakeups.add)
@@ -70,8 +74,8 @@ class Engine:
         asked = (self._planner, self._poller, self._cutter, self._stacks, self._queues)
         observer = Observer(api, self.jobs, self._pods, *asked, self.references, settings.images)
         fenced, asked_of = FencedApi(api, self._leader), (self._planner, self._cutter, self._stacks)
-        performer = Performer(fenced, *asked_of, self.wakeups, self.jobs, self._pods, control_key)
-        self.turns = Turns(observer, performer, self.jobs, self._planner, self._poller, settings.passing_s)
+        performer = Performer(fenced, *asked_of, self.wakeups, self.jobs, self._pods, control_key, clock)
+        self.turns = Turns(observer, performer, self.jobs, self._planner, self._poller, settings.passing_s, clock)
         forgotten = (self._cutter.forget, self._stacks.forget, self._queues.forget, self.wakeups.forget)
         self.turns.forgotten.extend(forgotten)
         seen = JobMetrics(self.jobs, self._poller.latest, lambda: self._leader.held)

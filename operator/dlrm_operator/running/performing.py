@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Protocol
@@ -118,8 +119,10 @@ class Performer:
         jobs: Jobs,
         pods: Pods,
         control_key: ControlKey,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._api = api
+        self._clock = clock
         self._planner = planner
         self._cutter = cutter
         self._stacks = stacks
@@ -233,13 +236,13 @@ class Performer:
             else:
                 break
         if action.decisive:  # what rests on it is decided anew: the watch brings nothing that is not known by now
-            self._alarm.add_at(action.key, datetime.now(UTC))
+            self._alarm.add_at(action.key, self._clock())
 
     async def _emit(self, action: EmitEvent) -> None:
         """Create the Event, or pass it over: it decides nothing, and what decides follows it."""
         words = "" if action.reason in TOLD_ONCE else action.message
         said = "\n".join((action.uid, str(action.attempt), action.reason, words))
-        now = timestamp(datetime.now(UTC))
+        now = timestamp(self._clock())
         body = {
             "apiVersion": "v1",
             "kind": "Event",

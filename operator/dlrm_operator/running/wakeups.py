@@ -44,11 +44,15 @@ class Wakeups:
     """
 
     def __init__(
-        self, take_turn: Callable[[JobKey], Awaitable[None]], is_new: Callable[[JobKey], bool] = lambda _: False
+        self,
+        take_turn: Callable[[JobKey], Awaitable[None]],
+        is_new: Callable[[JobKey], bool] = lambda _: False,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """``is_new`` says of a job whether it never had a gang."""
+        """``is_new`` says of a job whether it never had a gang; ``clock`` is that of the moments in ``add_at``."""
         self._take_turn = take_turn
         self._is_new = is_new
+        self._clock = clock
         self._due: dict[JobKey, float] = {}
         self._queue: list[tuple[float, JobKey]] = []
         """A heap of when to look at a key; one that was looked at, or is looked at sooner, may still be in it."""
@@ -73,7 +77,7 @@ class Wakeups:
 
     def add_at(self, key: JobKey, moment: datetime) -> None:
         """Wake the job then, unless it is woken before."""
-        self._add(key, time.monotonic() + max((moment - datetime.now(UTC)).total_seconds(), 0.0))
+        self._add(key, time.monotonic() + max((moment - self._clock()).total_seconds(), 0.0))
 
     def spread(self, keys: Sequence[JobKey], over_s: float) -> None:
         """Wake them one after the other, evenly over so many seconds: no event has to wait behind all of them."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from dlrm_operator.cluster import JSON
 from dlrm_operator.cluster_errors import AlreadyExistsError, ConflictError, NotFoundError
+from dlrm_operator.server_clock import ServerClock
 
 Object = dict[str, Any]
 
@@ -18,6 +19,7 @@ class MemoryApi:
     def __init__(self) -> None:
         self.objects: dict[str, Object] = {}
         self.asked: list[tuple[str, str]] = []
+        self.clock = ServerClock()
         self._versions = itertools.count(1)
 
     def put(self, path: str, document: Object) -> Object:
