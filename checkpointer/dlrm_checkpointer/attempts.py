@@ -14,11 +14,12 @@ import random
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dlrm_api.errors import NoInputError, SnapshotError, TemporaryError
+from dlrm_checkpointer.fetch import PARALLEL_GETS, in_parallel
 from dlrm_checkpointer.manifest import MANIFESTS, PARTS, parse_cut_key, parse_manifest_key
 from dlrm_checkpointer.store import ObjectStore
 
@@ -63,13 +64,21 @@ def newest_attempt(store: ObjectStore) -> int:
     return max(_numbers(store, ATTEMPTS, _ATTEMPT), default=0)
 
 
-def read_attempts(store: ObjectStore, after: int) -> list[Attempt]:
+def read_attempts(store: ObjectStore, after: int, known: Mapping[int, Attempt] | None = None) -> list[Attempt]:
     """Attempts with a number above ``after``: those that can rule on a manifest of attempt ``after``; no pending ones.
+
+    Args:
+        store: the job's store.
+        after: see above.
+        known: attempts by number that were read before. They are listed again and not read: one that is not pending any
+            more never changes, and a job that is often restarted has thousands.
 
     Raises:
         SnapshotError: an announcement can't be read.
     """
-    found = (_read(store, number) for number in sorted(_numbers(store, ATTEMPTS, _ATTEMPT)) if number > after)
+    known = known or {}
+    numbers = [number for number in sorted(_numbers(store, ATTEMPTS, _ATTEMPT)) if number > after]
+    found = in_parallel(lambda number: known.get(number) or _read(store, number), numbers, PARALLEL_GETS)
     return [attempt for attempt in found if attempt]
 
 

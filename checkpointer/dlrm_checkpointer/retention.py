@@ -118,7 +118,7 @@ def is_orphan(cut: SnapshotName, newest: Sequence[SnapshotName], attempts: Seque
 
 
 class Retention:
-    """Applies a rule to a store again and again; what it read of manifests, which never change, it remembers.
+    """Applies a rule to a store again and again; it remembers manifests and attempts, which never change.
 
     Args:
         store: the job's store.
@@ -130,6 +130,7 @@ class Retention:
     def __init__(self, store: ObjectStore, rule: Rule, *, present: bool = False) -> None:
         self._store, self._rule, self._present = store, rule, present
         self._known: dict[SnapshotName, Found] = {}
+        self._attempts: dict[int, Attempt] = {}
         self._lacking: frozenset[SnapshotName] = frozenset()
         """Snapshots of whose own objects the last sweep did not see all."""
         self._next_sweep = float("-inf")
@@ -141,7 +142,7 @@ class Retention:
         Raises:
             NewerVersionError: see ``apply``.
         """
-        attempts = read_attempts(self._store, 0)
+        attempts = self._read_attempts()
         return decide(self._found(attempts), attempts, self._rule, in_use)
 
     def apply(self, attempt: int, in_use: Iterable[SnapshotName] = ()) -> int:
@@ -167,7 +168,7 @@ class Retention:
         store = self._store
         if newest_attempt(store) != attempt:
             return 0
-        attempts = read_attempts(store, 0)
+        attempts = self._read_attempts()
         if not is_claimed(attempt, attempts):
             return 0
         found = self._found(attempts)
@@ -213,6 +214,11 @@ class Retention:
         rest = iter(keys)
         while some := list(islice(rest, AT_ONCE)):
             self._store.delete_all(some)
+
+    def _read_attempts(self) -> list[Attempt]:
+        attempts = read_attempts(self._store, 0, self._attempts)
+        self._attempts = {each.number: each for each in attempts}
+        return attempts
 
     def _found(self, attempts: Sequence[Attempt]) -> list[Found]:
         found = [self._known.get(name) or self._read(name) for name in self._names()]

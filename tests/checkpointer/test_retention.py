@@ -417,3 +417,27 @@ def test_a_snapshot_that_is_retired_while_another_pod_commits_it_does_not_come_b
 
     assert manifest is None
     assert [each.step for each in list_snapshots(files)] == [2]
+
+
+def test_announcements_of_a_job_that_is_often_restarted_are_read_once(tmp_path: Path, new_model, new_pod):
+    asked: list[str] = []
+
+    class Asked(FileStore):
+        def get(self, key: str) -> bytes:
+            asked.append(key)
+            return super().get(key)
+
+    store = Asked(tmp_path / "store")
+    model, pod = new_model(), new_pod(tmp_path / "pod", store, keep_last=9)
+    attempts = [claim_attempt(store, None, "test") for _ in range(40)]
+    pod.commit(model.train(), attempts[-1])
+    retention = Retention(store, Rule(keep_last=1))
+    retention.apply(attempts[-1])
+    pod.commit(model.train(), attempts[-1])
+    newest = claim_attempt(store, 2, "test")
+    asked.clear()
+
+    retired = retention.apply(newest)
+
+    assert retired == 1
+    assert [key for key in asked if key.startswith("attempts/")] == [f"attempts/{newest:08d}.json"]
