@@ -25,6 +25,9 @@ and before up to three older ones, whether snapshots hold it, and whether a cut 
 copy it."""
 MOST_PLACES = 2**29
 """Places of a level that 32 bits can name beside the level, its own sign spared."""
+MOST_LINKED = 2**31 - 1
+"""Slots of a shard, the extra ones included, and places of a level between two others: links between them have 32 bits,
+a sign among them."""
 SLOT_META_BYTES = 32
 """Of each slot: its row, links of the replacement policy, access count, pins, flags."""
 PLACE_META_BYTES = 4

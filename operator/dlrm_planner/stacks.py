@@ -19,6 +19,7 @@ from dlrm_api.tiers import (
     BLOCK_SLACK,
     CHANGED_BYTES,
     COUNTER_BYTES,
+    MOST_LINKED,
     ORDER_META_BYTES,
     PLACE_META_BYTES,
     SLOT_META_BYTES,
@@ -62,6 +63,8 @@ class Stacks:
     """DDR of all its rows, as a table without levels; inf on a device, whose tables have levels."""
     least: Floats
     """Slots that it needs at least."""
+    most: Floats
+    """Slots that it may have at most: links between them name no more."""
     slot: Floats
     """DDR of one more slot."""
     device_slot: Floats
@@ -133,7 +136,8 @@ def read_stacks(
     dearest = max((META_BYTES[tier] for tier in caps), default=0.0)
     meta = np.array([META_BYTES[SLOW_TIERS[p]] if p >= 0 else dearest for p in pin.tolist()])
     middle = sum(list(caps.values())[:-1])
-    scratch = np.where(on_device, _extra_slots(spec, shards), np.ceil(reuse.accesses)) * (pin != IN_HBM)
+    extra = _extra_slots(spec, shards)
+    scratch = np.where(on_device, extra, np.ceil(reuse.accesses)) * (pin != IN_HBM)
     least = np.ceil(reuse.least / max(ways, 1)) * max(ways, 1)
     cut_parts = np.array(shards.held_bytes, np.float64) - np.array(shards.resident_bytes, np.float64)
     entry = _map_entries(shards, ranks, spec.world_size) + CHANGED_BYTES
@@ -143,6 +147,7 @@ def read_stacks(
         on_device=on_device,
         whole=np.where(on_device, np.inf, np.array(shards.held_bytes, np.float64)),
         least=np.where(pin == IN_HBM, rows, np.where(on_device, np.minimum(least, rows), least)),
+        most=np.minimum(rows, np.maximum(MOST_LINKED - extra, 1)),
         slot=slot,
         device_slot=np.where(on_device, row, 0.0),
         entry=entry,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.plan import Tier
-from dlrm_api.tiers import places_meta_bytes
+from dlrm_api.tiers import MOST_LINKED, places_meta_bytes
 from dlrm_planner.fill import Filled, Wants, fill
 from dlrm_planner.reuse import Floats, Reuse
 from dlrm_planner.stacks import IN_DDR, SLOW_TIERS, UNPINNED, LowerTier, SlowTier, Stacks
@@ -111,9 +111,7 @@ def _device_slots(which: Indices, ranks: Indices, stacks: Stacks, reuse: Reuse, 
         yield np.zeros(len(which))
         return
     if not math.isfinite(hbm):
-        rows, least = stacks.rows[which], stacks.least[which]
-        wide = np.minimum(np.maximum(least, np.ceil(UNCHECKED_SHARE * rows)), rows)
-        yield np.where(here, _whole_or_in_sets(wide, rows, stacks.ways), 0.0)
+        yield np.where(here, _whole_or_in_sets(_unchecked(which, stacks), stacks.rows[which], stacks.ways), 0.0)
         return
     for wholes, part in ((False, PARTS[0]), *((True, part) for part in PARTS)):
         slots = np.zeros(len(which))
@@ -130,7 +128,8 @@ def _slots_of_rank(which: Indices, stacks: Stacks, reuse: Reuse, hbm: float, par
     if wholes:
         held = fill(_slot_wants(which, stacks, reuse, slots, slots, (rows - slots) * slot), left)
         slots, left = np.where(held.whole, rows, slots), held.left
-    got = fill(_slot_wants(which, stacks, reuse, slots, rows, np.inf), part * left, spend_all=True)
+    most = np.maximum(stacks.most[which], slots)
+    got = fill(_slot_wants(which, stacks, reuse, slots, most, np.inf), part * left, spend_all=True)
     return _whole_or_in_sets(got.rows, rows, stacks.ways)
 
 
@@ -158,8 +157,7 @@ def _in_ddr(
     whole = np.where(here, floor + np.where(_in_hbm(which, slots, stacks), 0.0, backed), stacks.whole[which])
     bound = (pin == IN_DDR) | ((pin == UNPINNED) & (whole <= floor)) | (here & ((whole <= floor) | (not room.slow)))
     if not math.isfinite(ddr):
-        wide = np.maximum(least, np.ceil(UNCHECKED_SHARE * stacks.rows[which]))
-        return Filled(np.where(here, slots, _in_sets(wide, stacks.ways)), here | (pin < 0), ddr)
+        return Filled(np.where(here, slots, _in_sets(_unchecked(which, stacks), stacks.ways)), here | (pin < 0), ddr)
     free = np.flatnonzero(~bound)
     rest = ddr - float(np.where(bound, whole, floor).sum())
     if rest < -len(which) - 1:
@@ -183,15 +181,23 @@ def _ddr_wants(which: Indices, slots: Floats, stacks: Stacks, reuse: Reuse, whol
     """More slots on the host, or rows below slots in HBM; or all of a shard."""
     here, least = stacks.on_device[which], stacks.least[which]
     start = np.where(here, slots, least)
+    most = np.where(here, np.minimum(stacks.rows[which] - 1, slots + MOST_LINKED), stacks.most[which])
     return Wants(
         rows=reuse.rows[which],
         hits=reuse.hits[which],
         start=start,
-        stop=np.maximum(stacks.rows[which] - here, start),  # below DDR some level has a row to hold
+        stop=np.maximum(most, start),  # below DDR some level has a row to hold
         row_cost=np.where(here, stacks.device_places(last=False)[which], stacks.slot[which]),
         whole_cost=np.where(stacks.pin[which] >= 0, np.inf, whole_cost),
         whole_hits=reuse.accesses[which],
     )
+
+
+def _unchecked(which: Indices, stacks: Stacks) -> Floats:
+    """Slots of each shard in memory of which nothing is known."""
+    least = stacks.least[which]
+    wide = np.maximum(least, np.ceil(UNCHECKED_SHARE * stacks.rows[which]))
+    return np.minimum(wide, np.maximum(stacks.most[which], least))
 
 
 def _in_hbm(which: Indices, slots: Floats, stacks: Stacks) -> NDArray[np.bool_]:
@@ -266,7 +272,7 @@ def _middle(shards: Indices, above: Floats, rest: Floats, size: Floats, reuse: R
         rows=reuse.rows[shards],
         hits=reuse.hits[shards],
         start=above,
-        stop=above + np.maximum(rest - 1, 0),  # so that the last level stays the last
+        stop=above + np.clip(rest - 1, 0, MOST_LINKED),  # so that the last level stays the last
         row_cost=size,
         whole_cost=np.full(len(shards), np.inf),
         whole_hits=np.zeros(len(shards)),

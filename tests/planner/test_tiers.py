@@ -286,6 +286,17 @@ def test_without_a_ddr_limit_a_pinned_table_keeps_a_tenth_of_its_rows_in_slots(m
     assert share(plan, "u").levels == ()
 
 
+def test_no_shard_has_more_slots_or_places_between_levels_than_links_name(make_spec: MakeSpec) -> None:
+    budgets = {"ddr": "2Ti", "scm": "2Ti", "block": "100Ti"}
+    known = plan_job(make_spec([table("t", 2**34)], tierBudgets=budgets))
+    unknown = plan_job(make_spec([table("t", 2**36, dim=4, pin={"tier": "block"})], tierBudgets=PLENTY))
+
+    extra = tiers.extra_slots(2**34, 1, 2_048, known.lookahead)
+    slots = tiers.MOST_LINKED - extra
+    assert [level.rows for level in share(known, "t").levels] == [slots, tiers.MOST_LINKED, 2**34]
+    assert [level.rows for level in share(unknown, "t").levels] == [slots, 2**36]
+
+
 @pytest.mark.parametrize(
     ("more", "path", "says"),
     [

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.tiers import MOST_DEVICE_COLUMNS, extra_slots
+from dlrm_api.tiers import MOST_DEVICE_COLUMNS, MOST_LINKED, extra_slots
 from dlrm_api.training import CommunicationSpec, RowOptimizerSpec
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
@@ -106,6 +106,7 @@ def _make_stacked(
         for part in plan.parts
     ]
     members = stacked.stack_tables(plan, placement.tables, extra)
+    _check_links(placement, plan, [member.slots + member.extra for member in members])
     batch = _make_batch(placement, plan, options, [member.slots + member.extra for member in members], device)
     stack = stacked.make_stack(plan, members, batch, options.seed, options.tier_dir)
     resources.callback(stack.close)
@@ -146,6 +147,25 @@ def _make_batch(
         first_columns=[part.column_start for part in plan.parts],
         deterministic=options.deterministic,
     )
+
+
+def _check_links(placement: Placement, plan: PartGroup, slots: Sequence[int]) -> None:
+    """Refuse levels of more slots or places than links between them can name."""
+    for part, count in zip(plan.parts, slots, strict=True):
+        table = placement.tables[part.table]
+        if count > MOST_LINKED:
+            raise InvalidSpecError(
+                "plan.tables",
+                f"table {table.name}: a shard of {part.rows:,} rows has {count:,} slots, those for batches in flight "
+                f"included, and {MOST_LINKED:,} at most: plan the job again, or lower globalBatchSize or maxLookups",
+            )
+        for level in part.share.levels[1:-1]:
+            if min(level.rows, part.rows) > MOST_LINKED:
+                raise InvalidSpecError(
+                    "plan.tables",
+                    f"table {table.name}: a shard of {part.rows:,} rows has {level.rows:,} places in tier {level.tier} "
+                    f"above a slower one, and {MOST_LINKED:,} at most: plan the job again",
+                )
 
 
 def _device_of(placement: Placement, plan: PartGroup, device: torch.device) -> torch.device:
