@@ -89,6 +89,8 @@ def _export_table(snapshot: Snapshot, table: TableMeta, folder: Path, wanted: Wa
     file = wanted.form.open(folder / name, table, wanted.precision, all_rows=all_rows)
     count = 0
     for block in walk_table(snapshot, table):
+        if not all_rows and not block.stored and block.start:  # the first one begins the file, with or without rows
+            continue
         rows, _ = block.fill()
         ids = np.arange(block.start, block.end, dtype=np.int64)
         if not all_rows:

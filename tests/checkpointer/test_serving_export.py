@@ -13,11 +13,13 @@ import pytest
 from safetensors import safe_open
 
 from dlrm_api.errors import SnapshotError, UsageError
+from dlrm_checkpointer import digest
 from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.catalog import find_snapshot
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.serving_export import Wanted, export_tables
 from dlrm_checkpointer.table_files import Safetensors
+from dlrm_checkpointer.walk import Block
 from dlrm_cli.parquet import Parquet
 
 FORMS = [Safetensors(), Parquet()]
@@ -94,6 +96,24 @@ def test_files_hold_the_rows_at_the_precision_that_was_asked_for(
         }[precision]
         assert (np.abs(found - expected).max(axis=1, initial=0) <= bound).all()
     assert {path.name for path in (tmp_path / "out").rglob("*") if path.name.startswith(".")} == set()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["safetensors", "parquet"])
+def test_updated_rows_alone_take_no_time_for_blocks_without_any(
+    tmp_path: Path, files: FileStore, trained, form, monkeypatch: pytest.MonkeyPatch
+):
+    made: list[Block] = []
+    fill = Block.fill
+    monkeypatch.setattr(digest, "BLOCK_ROWS", 2)
+    monkeypatch.setattr(Block, "fill", lambda block: (made.append(block), fill(block))[1])
+
+    written = export_tables(
+        find_snapshot(files), tmp_path / "out", Wanted(form=form, precision="fp32", updated_only=True)
+    )
+
+    assert written == sum(int(touched.sum()) for touched in trained.touched.values())
+    assert all(block.stored for block in made if block.start)
+    assert len(made) < sum(len(digest.block_ranges(table.rows)) for table in trained.tables)
 
 
 def test_half_precisions_round_to_the_nearest_with_ties_to_even(tmp_path: Path, files: FileStore, trained):
