@@ -42,6 +42,8 @@ class Rivals:
         self._spec, self._tables, self._costs, self._needs = spec, tables, costs, needs
         self._which = needs.placed
         self._forced = forced(spec, tables, costs, needs, self._which)
+        self._pinned = forced(spec, tables, costs, needs, self._which, heavy=False)
+        """Without splits that memory asks for of the heaviest tables: balance may want them wider."""
 
     @cached_property
     def _least(self) -> Attempt:
@@ -49,8 +51,8 @@ class Rivals:
 
     @cached_property
     def _heaviest(self) -> Attempt | None:
-        splits = split_heaviest(self._forced.copy(), self._tables, self._costs, self._which)
-        return self._attempt(splits) if len(splits) > len(self._forced.splits) else None
+        splits = split_heaviest(self._pinned.copy(), self._tables, self._costs, self._which)
+        return self._attempt(splits) if splits != self._forced.splits else None
 
     def _attempt(self, splits: dict[int, Split]) -> Attempt:
         return Attempt(self._spec, self._tables, self._costs, self._needs, splits)
@@ -99,18 +101,18 @@ class Rivals:
         spec, tables, costs, needs, which = self._spec, self._tables, self._costs, self._needs, self._which
         if spec.world_size == 1:
             return
-        heaviest = spread_heaviest(self._forced.copy(), tables, costs, which)
-        if len(heaviest) > len(self._forced.splits):
+        heaviest = spread_heaviest(self._pinned.copy(), tables, costs, which)
+        if len(heaviest) > len(self._pinned.splits):
             wide = self._attempt(heaviest)
             if (placed := wide.by_load(WIDE)) is not None:
                 most = min(most, placed.pace)
                 yield from self._with_level(placed, wide)
         if self._even_pace() < most:
-            even = self._attempt(spread_all(self._forced.copy(), tables, costs, which))
+            even = self._attempt(spread_all(self._pinned.copy(), tables, costs, which))
             if (placed := even.by_load(EVEN)) is not None:
                 most = min(most, placed.pace)
                 yield from self._with_level(placed, even)
-        wrapping = Wrapping(self._forced, tables, costs, needs, which, spec.trainer.processes_per_replica)
+        wrapping = Wrapping(self._pinned, tables, costs, needs, which, spec.trainer.processes_per_replica)
         if (splits := wrapping.lowest(min(most, float(self._least.items.cost.sum())))) is not None:
             attempt = self._attempt(splits)
             if (placed := attempt.by_load(WRAPPED)) is not None:
@@ -118,7 +120,7 @@ class Rivals:
 
     def _even_pace(self) -> float:
         """The least pace with all tables over all ranks; infinite where there would be too many shards."""
-        costs, splitter, whole = self._costs, self._forced, self._costs.whole
+        costs, splitter, whole = self._costs, self._pinned, self._costs.whole
         over = [i for i in free(splitter, self._tables, self._which) if whole[i] >= LEAST_ELEMENTS]
         if len(over) * self._spec.world_size > MOST_PIECES:
             return np.inf
@@ -126,7 +128,7 @@ class Rivals:
         count = np.array([len(splitter.allowed(i)) for i in over], np.float64)
         parts = costs.total(spread, 1 / count, costs.dims[spread], costs.blocks[spread])
         added = float((count * parts - whole[spread]).sum()) / self._spec.world_size
-        return self._least.least_pace + added
+        return self._attempt(splitter.splits).least_pace + added
 
 
 def _preferred(found: list[Placement]) -> list[Placement]:

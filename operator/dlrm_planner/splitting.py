@@ -175,6 +175,10 @@ class Splitter:
         edges = edges_of(table, "column", _even(blocks, len(ranks)))
         return Split(kind="column", ranks=tuple(ranks.tolist()), edges=edges, why=why)
 
+    def is_larger(self, i: int) -> bool:
+        """Whether no room holds a table whole, even an empty one."""
+        return self._needs.bounded and self._needs.held[i] > max(self._needs.room)
+
     def for_memory(self, i: int) -> Split | None:
         """A split of a table that no room holds: by columns where that is enough, else by rows."""
         table, allowed = self._tables.specs[i], self.allowed(i)
@@ -233,21 +237,38 @@ class Splitter:
         return None
 
 
-def forced(spec: DLRMJobSpec, tables: Tables, costs: Costs, needs: Needs, which: Sequence[int]) -> Splitter:
-    """The splits that pins and memory ask for; each on ranks of its own choice."""
+def forced(
+    spec: DLRMJobSpec, tables: Tables, costs: Costs, needs: Needs, which: Sequence[int], *, heavy: bool = True
+) -> Splitter:
+    """The splits that pins and memory ask for; each on ranks of its own choice.
+
+    Args:
+        spec: of the job.
+        tables: its tables.
+        costs: of their shards.
+        needs: their bytes, and the room for them.
+        which: tables that are placed.
+        heavy: also of tables that balance splits anyway: over more ranks than memory alone asks for.
+    """
     splitter = Splitter(spec, tables, costs, needs)
     if spec.world_size == 1:
         return splitter
     for i in which:
         splitter.add(i, splitter.as_pinned(i))
     if needs.bounded:
-        roomiest = max(needs.room)
-        larger = [i for i in free(splitter, tables, which) if needs.held[i] > roomiest]
+        larger = [i for i in free(splitter, tables, which) if splitter.is_larger(i)]
         rest = sum(needs.held[i] for i in which if i not in splitter.splits) - sum(needs.held[i] for i in larger)
         splitter.reserve = rest / len(needs.room)
+        least = _least_heavy(splitter, costs, which)
         for i in sorted(larger, key=lambda i: -needs.held[i]):
-            splitter.add(i, splitter.for_memory(i))
+            if heavy or costs.whole[i] <= least:
+                splitter.add(i, splitter.for_memory(i))
     return splitter
+
+
+def _least_heavy(splitter: Splitter, costs: Costs, which: Sequence[int]) -> float:
+    """What a table costs at most that no balance asks to split: the mean of a rank, or little."""
+    return max(float(costs.whole[list(which)].sum()) / splitter.world_size, LEAST_ELEMENTS)
 
 
 def free(splitter: Splitter, tables: Tables, which: Sequence[int]) -> list[int]:
@@ -258,23 +279,22 @@ def free(splitter: Splitter, tables: Tables, which: Sequence[int]) -> list[int]:
 def split_heaviest(splitter: Splitter, tables: Tables, costs: Costs, which: Sequence[int]) -> dict[int, Split]:
     """Split the tables that alone cost more than the mean of a rank; what splits add counts for the next."""
     whole = costs.whole
-    total = float(whole[list(which)].sum())
+    total, least = float(whole[list(which)].sum()), _least_heavy(splitter, costs, which)
     costliest = sorted(which, key=lambda i: -whole[i])[:2]
     for i in sorted(free(splitter, tables, which), key=lambda i: -whole[i]):
-        if whole[i] <= total / splitter.world_size or whole[i] < LEAST_ELEMENTS:
+        if whole[i] <= least:
             break
         split = splitter.for_balance(
             i, total, max((float(whole[each]) for each in costliest if each != i), default=0.0)
         )
-        splitter.add(i, split)
+        splitter.add(i, split or (splitter.for_memory(i) if splitter.is_larger(i) else None))
     return splitter.splits
 
 
 def spread_heaviest(splitter: Splitter, tables: Tables, costs: Costs, which: Sequence[int]) -> dict[int, Split]:
     """Split the same tables over as many ranks as there may be: each then reads and exchanges as much as others."""
-    whole = costs.whole
+    whole, least = costs.whole, _least_heavy(splitter, costs, which)
     total = float(whole[list(which)].sum())
-    least = max(total / splitter.world_size, LEAST_ELEMENTS)
     heaviest = [i for i in free(splitter, tables, which) if whole[i] > least]
     for i in heaviest if len(heaviest) * splitter.world_size <= MOST_PIECES else ():
         splitter.add(i, splitter.widely(i, splitter.why(i, total)))

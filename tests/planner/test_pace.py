@@ -95,6 +95,20 @@ def test_column_blocks_of_bags_go_to_all_ranks_where_that_is_quickest(
     assert plan.predicted.imbalance == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("replicas", [4, 8, 16])
+@pytest.mark.parametrize("shape", [{}, {"columnBlock": 16}])
+def test_a_table_that_no_node_holds_is_read_by_as_many_ranks_as_one_that_any_holds(
+    make_spec: MakeSpec, make_profile: MakeProfile, replicas: int, shape: dict[str, Any]
+) -> None:
+    found = named([{"rows": 10**9, "dim": 64, "maxLookups": 20, **shape}, {"rows": 10**6, "dim": 64}])
+    spec = make_spec(found, batch=BATCH, replicas=replicas)
+    tight = plan_job(spec, make_profile({**DDR, "bytes": "256Gi"}, **RATES))
+
+    ample = plan_job(spec, make_profile(DDR, **RATES))
+
+    assert rate(tight) >= rate(ample) / 1.02
+
+
 @pytest.mark.parametrize("lookups", [1, 4, 10])
 def test_auto_finds_a_size_where_whole_tables_do(make_spec: MakeSpec, make_profile: MakeProfile, lookups: int) -> None:
     found = [{"rows": 10**7, "dim": 32, "maxLookups": lookups}] * 26
