@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dlrm_api.errors import InfeasiblePlanError
-from dlrm_api.hardware import HardwareProfile, TierSpec
+from dlrm_api.hardware import TierSpec
 from dlrm_api.model import TableSpec
 from dlrm_api.tables import TablePin
 from dlrm_api.tiers import claim_bytes
@@ -23,20 +23,17 @@ LEAST_READ_AHEAD = 64 * MIB
 """Readers of files are told to hold no less: they would decode the same row groups again and again."""
 
 
-def infeasible(
-    asked: Question, profile: HardwareProfile | None, refusal: Refusal, grows: str | None = "trainer.replicas"
-) -> InfeasiblePlanError:
+def infeasible(asked: Question, refusal: Refusal, grows: str | None = "trainer.replicas") -> InfeasiblePlanError:
     """The error whose reasons name the table, the rank, the node, the bytes that are missing, and the mends.
 
     Args:
         asked: what has no answer.
-        profile: of the nodes.
         refusal: why.
         grows: the field that a larger gang is asked for by; None where its pods would share one machine.
     """
     cause = refusal.cause
     if isinstance(cause, Short):
-        reasons = [_tier_shortfall(asked, cause), *_tier_mends(asked, profile, cause)]
+        reasons = [_tier_shortfall(asked, cause), *_tier_mends(asked, cause)]
     else:
         reasons = [_shortfall(asked, refusal, cause)]
     if (limit := _limit_of(asked, cause)) is not None:
@@ -45,12 +42,12 @@ def infeasible(
         more = _enough_memory(asked, limit, _missing(cause), cause.tier)
         if more is not None:
             reasons.append(f"mend: raise {_raised(limit, limit.size + more)}")
-    reasons.extend(_fewer_activations(asked, profile, cause))
-    reasons.extend(_less_read_ahead(asked, profile, cause))
+    reasons.extend(_fewer_activations(asked, cause))
+    reasons.extend(_less_read_ahead(asked, cause))
     reasons.extend(_other_mends(asked, refusal))
     if isinstance(cause, NoPlacement):
         reasons.extend(_unpinned(asked, cause))
-    replicas = _enough_replicas(asked, profile) if grows else None
+    replicas = _enough_replicas(asked) if grows else None
     if not grows:
         reasons.append("more replicas do not help: they share this machine's memory")
     elif replicas is not None:
@@ -119,7 +116,7 @@ def _tier_shortfall(asked: Question, cause: Short) -> str:
     )
 
 
-def _tier_mends(asked: Question, profile: HardwareProfile | None, cause: Short) -> Iterator[str]:
+def _tier_mends(asked: Question, cause: Short) -> Iterator[str]:
     """More of the tier that is short; where its size comes from is for the user to know: budget or profile."""
     if (tier := cause.tier) == "ddr":
         return  # as where a table does not fit
@@ -130,7 +127,7 @@ def _tier_mends(asked: Question, profile: HardwareProfile | None, cause: Short) 
 
     if (more := _least(fits, MOST_BLOCK // MIB, -(-cause.missing // MIB))) is not None:
         size = has + more * MIB
-        node: TierSpec | None = getattr(profile.spec.tiers, tier) if profile else None
+        node: TierSpec | None = getattr(asked.profile.spec.tiers, tier) if asked.profile else None
         claimed = f" ({claim_bytes(size)} of them: it is claimed with a file system)"
         yield (
             f"mend: {tier} of {size} bytes ({human(size)}) a pod: trainer.tierBudgets.{tier}, and the "
@@ -233,25 +230,25 @@ def _raised(limit: Limit, enough: int) -> str:
     )
 
 
-def _fewer_activations(asked: Question, profile: HardwareProfile | None, cause: NoPlacement | Short) -> Iterator[str]:
+def _fewer_activations(asked: Question, cause: NoPlacement | Short) -> Iterator[str]:
     """A micro batch, as large as halving finds one, whose activations leave enough memory to tables."""
     held = held_samples(asked.spec)
 
     def in_pieces(pieces: int) -> Question:
         training = asked.spec.training.model_copy(update={"micro_batch_size": -(-held // pieces)})
-        return changed(asked, asked.spec.model_copy(update={"training": training}), profile)
+        return changed(asked, asked.spec.model_copy(update={"training": training}))
 
     if (pieces := _least_that_spares(asked, cause, in_pieces, held)) is not None:
         yield f"mend: training.microBatchSize: {-(-held // pieces)} holds the activations of so many samples at a time"
 
 
-def _less_read_ahead(asked: Question, profile: HardwareProfile | None, cause: NoPlacement | Short) -> Iterator[str]:
+def _less_read_ahead(asked: Question, cause: NoPlacement | Short) -> Iterator[str]:
     """Readers of files that hold less, as much as halving finds, where that leaves enough memory to tables."""
     held = int(asked.spec.data.prefetch_bytes)
 
     def without(less: int) -> Question:
         data = asked.spec.data.model_copy(update={"prefetch_bytes": held - less * MIB})
-        return changed(asked, asked.spec.model_copy(update={"data": data}), profile)
+        return changed(asked, asked.spec.model_copy(update={"data": data}))
 
     if (less := _least_that_spares(asked, cause, without, (held - LEAST_READ_AHEAD) // MIB)) is not None:
         size = held - less * MIB
@@ -268,13 +265,13 @@ def _least_that_spares(
     return _least(lambda amount: solved(after(amount)), most) if solved(after(most)) else None
 
 
-def _enough_replicas(asked: Question, profile: HardwareProfile | None) -> int | None:
+def _enough_replicas(asked: Question) -> int | None:
     """A larger number of replicas at which all tables fit, as small as halving finds one."""
     spec = asked.spec
     most = asked.spec.most_replicas - spec.replicas
 
     def fits(more: int) -> bool:
-        return solved(changed(asked, spec.with_replicas(spec.replicas + more), profile))
+        return solved(changed(asked, spec.with_replicas(spec.replicas + more)))
 
     more = _least(fits, most) if most > 0 else None
     return None if more is None else spec.replicas + more

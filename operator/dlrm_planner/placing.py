@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from dlrm_api.job import DLRMJobSpec
@@ -10,6 +11,7 @@ from dlrm_planner.needs import Needs, NoPlacement
 from dlrm_planner.placement import Placement
 from dlrm_planner.rivals import Rivals
 from dlrm_planner.sharding import may_split
+from dlrm_planner.splitting import NEAR
 from dlrm_planner.tables import Tables
 
 
@@ -18,7 +20,7 @@ def place(
     tables: Tables,
     costs: Costs,
     needs: Needs,
-    fits: Callable[[Placement], bool] = lambda _: True,
+    slowed: Callable[[Placement], float | None] = lambda _: 1.0,
     *,
     quick: bool = False,
     crowded: bool = False,
@@ -30,7 +32,8 @@ def place(
         tables: Its tables.
         costs: Of their shards.
         needs: Their bytes, and the room for them.
-        fits: Asked of each placement whether it also fits in every other way.
+        slowed: How many times as long a step takes with a placement as by its pace; None where it does not fit in some
+            other way.
         quick: Only ask whether there is a placement; the one that is found need not be balanced.
         crowded: Split also tables that some node could hold, where others leave no room for them whole.
     """
@@ -40,23 +43,38 @@ def place(
         return refusal
     rivals = Rivals(spec, tables, costs, needs)
     found = [] if quick or needs.hopeless else rivals.balanced(crowded=crowded)
-    for placement in found:
-        if fits(placement):
-            return placement
+    if (quickest := _quickest(rivals, found, slowed)) is not None:
+        return quickest
     misfit = None
     for attempt in rivals.plain():
-        if quick and (placed := attempt.by_load("greedy")) is not None and fits(placed):
+        if quick and (placed := attempt.by_load("greedy")) is not None and slowed(placed) is not None:
             return placed
         packed = attempt.by_room()
         if isinstance(packed, Placement):
-            return packed if fits(packed) else None
+            return packed if slowed(packed) is not None else None
         misfit = attempt.misfit(packed)
     if found:
         return None
     if not crowded:
         return misfit
     crammed = rivals.packed()
-    return None if isinstance(crammed, Placement) and not fits(crammed) else crammed
+    return None if isinstance(crammed, Placement) and slowed(crammed) is None else crammed
+
+
+def _quickest(
+    rivals: Rivals, found: Sequence[Placement], slowed: Callable[[Placement], float | None]
+) -> Placement | None:
+    """The first that fits, or a later one that is quicker once slower tiers count; None where none fits."""
+    best, least = None, math.inf
+    for wide in (False, True):
+        for placement in rivals.wide() if wide else found:
+            if placement.pace * NEAR >= least or (factor := slowed(placement)) is None:
+                continue
+            if placement.pace * factor * NEAR < least:
+                best, least = placement, placement.pace * factor
+        if best is None or least <= NEAR * best.pace:
+            break
+    return best
 
 
 def _first_refusal(tables: Tables, needs: Needs, which: Sequence[int]) -> NoPlacement | None:

@@ -78,14 +78,14 @@ class _Planning:
         """The plan of ``spec.replicas`` replicas."""
         asked, found = self._search(spec)
         if isinstance(found, Refusal):
-            raise infeasible(asked, self.profile, found, None if self.shared else self.grows)
-        return _written(spec, self.profile, asked, found)
+            raise infeasible(asked, found, None if self.shared else self.grows)
+        return _written(spec, asked, found)
 
     def perhaps(self, spec: DLRMJobSpec) -> Plan | None:
         """The same; None where there is none, which is told without the time that mends take."""
         try:
             asked, found = self._search(spec)
-            return None if isinstance(found, Refusal) else _written(spec, self.profile, asked, found)
+            return None if isinstance(found, Refusal) else _written(spec, asked, found)
         except InvalidSpecError:
             return None
 
@@ -104,7 +104,7 @@ class _Planning:
         return asked, search(asked)
 
 
-def _written(spec: DLRMJobSpec, profile: HardwareProfile | None, asked: Question, found: Solution) -> Plan:
+def _written(spec: DLRMJobSpec, asked: Question, found: Solution) -> Plan:
     """A solution as the plan of its job."""
     handoff = tuple(_handoff_bytes(spec, found, pod) for pod in range(spec.replicas))
     ranks = _rank_plans(asked, found, handoff)
@@ -112,13 +112,13 @@ def _written(spec: DLRMJobSpec, profile: HardwareProfile | None, asked: Question
     return Plan(
         world_size=spec.world_size,
         processes_per_node=spec.trainer.processes_per_replica,
-        hardware=profile.metadata.name if profile else "",
+        hardware=asked.profile.metadata.name if asked.profile else "",
         device=found.device,
         ranks=ranks,
         tables=_table_plans(spec, found, policy),
         lookahead=spec.trainer.cache.lookahead if found.stacked else 0,
         handoff_bytes=handoff,
-        predicted=predict(spec, profile, found),
+        predicted=predict(spec, asked.profile, found),
         reasons=explain(spec, found, asked, ranks, handoff, rule),
     )
 

@@ -32,7 +32,7 @@ def predict(spec: DLRMJobSpec, profile: HardwareProfile | None, found: Solution)
     if compute is not None and None not in lookups.values() and exchange is not None and None not in below.values():
         slow = sum(seconds for seconds in below.values() if seconds is not None)
         seconds = compute + sum(each for each in lookups.values() if each is not None) + exchange
-        seconds = max(seconds, slow) if spec.trainer.cache.lookahead else seconds + slow
+        seconds = _with_slower(spec, seconds, slow)
         rate = spec.data.global_batch_size / seconds if seconds > 0 else None
     if rate and profile.spec.price_per_hour is not None:
         price = profile.spec.price_per_hour * spec.replicas / SECONDS_PER_HOUR * 1e9 / rate
@@ -44,6 +44,26 @@ def predict(spec: DLRMJobSpec, profile: HardwareProfile | None, found: Solution)
         price_per_billion_samples=price,
         imbalance=imbalance,
     )
+
+
+def slowdown(spec: DLRMJobSpec, profile: HardwareProfile | None, found: Solution) -> float:
+    """How many times as long a step takes for slower tiers; 1 where the profile's rates do not tell."""
+    below = _slow_seconds(spec, profile, found) if profile is not None else {}
+    if profile is None or not below or None in below.values():
+        return 1.0
+    slow = sum(filter(None, below.values()))
+    parts = (
+        _compute_seconds(spec, profile, found),
+        *_lookup_seconds(spec, profile, found).values(),
+        _communication_seconds(spec, profile, found.costs, found.placement),
+    )
+    fast = sum(filter(None, parts))
+    return _with_slower(spec, fast, slow) / fast if fast > 0 else 1.0
+
+
+def _with_slower(spec: DLRMJobSpec, fast: float, slow: float) -> float:
+    """Time of a step whose rows in slower tiers are fetched ahead, or else when they are asked for."""
+    return max(fast, slow) if spec.trainer.cache.lookahead else fast + slow
 
 
 def _joined(*timed: dict[Tier, float | None]) -> dict[str, float]:

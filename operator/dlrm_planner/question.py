@@ -30,6 +30,7 @@ class Question:
     """What is to be placed, and the memory that there is for it."""
 
     spec: DLRMJobSpec
+    profile: HardwareProfile | None
     tables: Tables
     costs: Costs
     device: Device
@@ -108,6 +109,7 @@ def question(
         check_device_tables(tables)
     return Question(
         spec=spec,
+        profile=profile,
         tables=tables,
         device=device,
         costs=read_costs(spec, profile, device),
@@ -119,8 +121,9 @@ def question(
     )
 
 
-def changed(asked: Question, spec: DLRMJobSpec, profile: HardwareProfile | None) -> Question:
+def changed(asked: Question, spec: DLRMJobSpec) -> Question:
     """The same question of another job over the same tables."""
+    profile = asked.profile
     return replace(
         asked,
         spec=spec,

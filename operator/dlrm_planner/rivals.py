@@ -83,6 +83,10 @@ class Rivals:
                 found += self._cut(min((each.pace for each in found), default=np.inf))
         return _preferred(found)
 
+    def wide(self) -> list[Placement]:
+        """Placements of tables that are split however level whole ones are: slower tiers may be less so."""
+        return _preferred(list(self._cut(None)))
+
     def packed(self) -> Placement | NoPlacement:
         """Best fit by bytes, where what fits nowhere whole is split."""
         splits = pack(self._spec, self._tables, self._costs, self._needs, self._which)
@@ -96,18 +100,19 @@ class Rivals:
         better = _levelled(self._spec, self._costs, self._needs, placement, attempt.items.cost)
         return [placement] if better is None else [better, placement]
 
-    def _cut(self, most: float) -> Iterator[Placement]:
-        """Tables cut where ranks are full, and all tables over all ranks, where these may be quicker than ``most``."""
+    def _cut(self, below: float | None) -> Iterator[Placement]:
+        """Tables cut where ranks are full, and all tables over all ranks, where these may be quicker than ``below``."""
         spec, tables, costs, needs, which = self._spec, self._tables, self._costs, self._needs, self._which
         if spec.world_size == 1:
             return
+        most = np.inf if below is None else below
         heaviest = spread_heaviest(self._pinned.copy(), tables, costs, which)
         if len(heaviest) > len(self._pinned.splits):
             wide = self._attempt(heaviest)
             if (placed := wide.by_load(WIDE)) is not None:
                 most = min(most, placed.pace)
                 yield from self._with_level(placed, wide)
-        if self._even_pace() < most:
+        if self._even_pace() < (np.inf if below is None else most):
             even = self._attempt(spread_all(self._pinned.copy(), tables, costs, which))
             if (placed := even.by_load(EVEN)) is not None:
                 most = min(most, placed.pace)

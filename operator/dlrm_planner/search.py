@@ -15,6 +15,7 @@ from dlrm_planner.memory import slice_bytes
 from dlrm_planner.needs import NoPlacement, whole_needs
 from dlrm_planner.placement import Placement
 from dlrm_planner.placing import place
+from dlrm_planner.predict import slowdown
 from dlrm_planner.question import Question, Refusal, Solution
 from dlrm_planner.sharding import pinned, worth_replicating
 from dlrm_planner.stacks import pinned_slow
@@ -22,12 +23,15 @@ from dlrm_planner.tables import Tables
 from dlrm_planner.tiered import Tiered
 from dlrm_planner.tiering import Short
 
+WORTH_SLICES = 0.9
+"""Cuts are handed over in slices where full ones fit too, if that brings a step below this part of what it was."""
+
 
 def search(asked: Question) -> Solution | Refusal:
     """The first placement that fits: with hand-offs of full cuts, then of slices, then with rows in slower tiers.
 
-    Each with small tables replicated, or else only those that pins ask for, and at first without splitting tables that
-    an empty node could hold.
+    Of slices also where these leave room for a quicker placement. Each with small tables replicated, or else only those
+    that pins ask for, and at first without splitting tables that an empty node could hold.
 
     Raises:
         InvalidSpecError: a pin names a tier that is not there, or a trace is missing.
@@ -80,18 +84,23 @@ def _search_devices(asked: Question, *, quick: bool) -> Solution | Refusal | Non
 def _search_ddr(asked: Question, *, quick: bool, crowded: bool) -> Solution | Refusal | None:
     """None where there is too little memory, and more to try before a reason is needed."""
     refusal: Refusal | None = None
+    best: Solution | None = None
     for tables in _hand_offs(asked):
+        if best is not None and (quick or best.placement.imbalance[best.placement.method] * WORTH_SLICES <= 1):
+            break
         for replicated in _replications(asked):
             needs = whole_needs(asked.spec, tables, replicated, asked.limit)
             if needs.hopeless and (asked.caps or quick or not crowded):
                 continue
             placed = place(asked.spec, tables, asked.costs, needs, quick=quick, crowded=crowded)
             if isinstance(placed, Placement):
-                return Solution(device=asked.device, costs=asked.costs, tables=tables, placement=placed, levels={})
+                if best is None or placed.pace < WORTH_SLICES * best.placement.pace:
+                    best = Solution(device=asked.device, costs=asked.costs, tables=tables, placement=placed, levels={})
+                break
             assert placed is not None, "nothing but bytes was asked of it"
             if refusal is None or tables is asked.tables or placed.room >= 0:
                 refusal = Refusal(cause=placed, full_cut=tables.handoff_budget is None)
-    return refusal
+    return best or refusal
 
 
 def _hand_offs(asked: Question) -> Iterator[Tables]:
@@ -118,6 +127,31 @@ def _replications(asked: Question) -> Iterator[tuple[int, ...]]:
         yield tuple(np.flatnonzero(by_pin).tolist())
 
 
+class _Tried:
+    """How much slower tiers slow placements down, and the solutions that they are; ``predicts``: not only these."""
+
+    def __init__(self, tiered: Tiered, asked: Question, *, predicts: bool) -> None:
+        self._tiered, self._asked, self._predicts = tiered, asked, predicts
+        self.solutions: list[Solution] = []
+
+    def __call__(self, placement: Placement) -> float | None:
+        """How many times as long a step takes for them; None where tiers do not hold the rows."""
+        asked, tiered = self._asked, self._tiered
+        if not tiered.fits(placement):
+            return None
+        found = Solution(
+            device=asked.device,
+            costs=asked.costs,
+            tables=asked.tables,
+            placement=placement,
+            levels=tiered.found,
+            stacks=tiered.stacks,
+            reuse=tiered.reuse,
+        )
+        self.solutions.append(found)
+        return slowdown(asked.spec, asked.profile, found) if self._predicts else 1.0
+
+
 def _search_tiers(asked: Question, *, quick: bool) -> Solution | Refusal | None:
     spec, tables, tiered = asked.spec, asked.tables, Tiered(asked)
     cause: NoPlacement | Short | None = None
@@ -126,17 +160,10 @@ def _search_tiers(asked: Question, *, quick: bool) -> Solution | Refusal | None:
         for turn, needs in enumerate(tiered.needs(replicated)):
             if (quick and needs.hopeless) or (crowded and (replicated, turn) not in misfits):
                 continue
-            placed = place(spec, tables, asked.costs, needs, tiered.fits, quick=quick, crowded=crowded)
+            tried = _Tried(tiered, asked, predicts=not quick)
+            placed = place(spec, tables, asked.costs, needs, tried, quick=quick, crowded=crowded)
             if isinstance(placed, Placement):
-                return Solution(
-                    device=asked.device,
-                    costs=asked.costs,
-                    tables=tables,
-                    placement=placed,
-                    levels=tiered.found,
-                    stacks=tiered.stacks,
-                    reuse=tiered.reuse,
-                )
+                return next(each for each in tried.solutions if each.placement is placed)
             if isinstance(placed, NoPlacement):
                 misfits.add((replicated, turn))
             if turn == 0:  # the other needs are in no bytes

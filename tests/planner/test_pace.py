@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_api.hardware import HardwareProfile
+from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan
 from dlrm_planner import plan_job
@@ -107,6 +107,47 @@ def test_a_table_that_no_node_holds_is_read_by_as_many_ranks_as_one_that_any_hol
     ample = plan_job(spec, make_profile(DDR, **RATES))
 
     assert rate(tight) >= rate(ample) / 1.02
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_reads_of_slower_tiers_are_spread_over_nodes_where_they_set_the_pace(
+    make_spec: MakeSpec, make_profile: MakeProfile, lookahead: int
+) -> None:
+    cold = [{"rows": rows, "dim": 32, "maxLookups": lookups} for rows, lookups in ((27_000_000, 20), (26_000_000, 3))]
+    found = [{"rows": 3_500_000, "dim": 64, "maxLookups": 60}, {"rows": 60_000_000, "dim": 64, "maxLookups": 20}, *cold]
+    gang = {"replicas": 8, "cache": {"lookahead": lookahead}, "tierBudgets": {"ddr": "2Gi"}}
+    block = {"bytes": "1Ti", "readBytesPerSecond": 2e9, "readIops": 4e5}
+    profile = make_profile(DDR, **RATES)
+    tiers = profile.spec.tiers.model_copy(update={"block": TierSpec.model_validate(block)})
+    profile = profile.model_copy(update={"spec": profile.spec.model_copy(update={"tiers": tiers})})
+
+    chosen = plan_job(make_spec(named(found), batch=BATCH, **gang), profile)
+
+    assert "block" in chosen.predicted.lookup_seconds
+    by_rows = plan_job(make_spec(named(found, sharding="row"), batch=BATCH, **gang), profile)
+    assert rate(chosen) * NEAR >= rate(by_rows)
+
+
+def test_more_memory_makes_no_plan_slower_whose_full_cuts_then_fit(
+    make_spec: MakeSpec, make_profile: MakeProfile
+) -> None:
+    found = named(
+        [
+            {"rows": 2_780_510, "dim": 128, "maxLookups": 60},
+            {"rows": 1_126_432, "dim": 64, "maxLookups": 20},
+            {"rows": 42_944_037, "dim": 32, "columnBlock": 8},
+            {"rows": 6_484_751, "dim": 16, "maxLookups": 3},
+            {"rows": 896_162, "dim": 32, "columnBlock": 8},
+        ]
+    )
+    profile = make_profile(DDR, **RATES)
+
+    def asked(budget: str) -> Plan:
+        spec = make_spec(found, batch=BATCH, replicas=3, processesPerReplica=4, tierBudgets={"ddr": budget})
+        return plan_job(spec, profile)
+
+    for more in ("6Gi", "7Gi", "7600Mi", "8Gi", "9Gi", "12Gi"):
+        assert rate(asked(more)) >= 0.9 * rate(asked("5632Mi"))
 
 
 @pytest.mark.parametrize("lookups", [1, 4, 10])
