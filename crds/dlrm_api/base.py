@@ -116,25 +116,27 @@ class NotBuilt:
 Model = TypeVar("Model", bound=ApiModel)
 YAML_1_1_TEXT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?[0-9]+\.[0-9]*[eE][0-9]+")
 """Numbers that YAML 1.1 readers, such as PyYAML, take for text, and kubectl does not: 1e-3, 1.5e3."""
+NUMBER_MEANT = ("int_type", "float_type")
+"""Types of pydantic's errors about text where only a number is meant."""
 
 
 def read(model: type[Model], document: Any) -> Model:
     """Read a decoded YAML or JSON document as strictly as the API server: no text for numbers, no Python names.
 
+    As there, a field that holds null is left out, and 2.0 and 1e6 are integers.
+
     Raises:
         InvalidSpecError: names the first refused field as kubectl shows it, and how many more there are.
         BadDataError: YAML that no JSON can say, such as a date for a key.
     """
-    try:
-        return _read_json(model, document)
-    except ValidationError as error:
-        mended = _with_numbers(document, error)
-        if mended is None:
-            raise invalid_spec(error) from error
-    try:
-        return _read_json(model, mended)
-    except ValidationError as error:
-        raise invalid_spec(error) from error
+    while True:  # a model may show what lies below it only once its own fields are good
+        try:
+            return _read_json(model, document)
+        except ValidationError as error:
+            mended = _as_the_server_takes_it(document, error)
+            if mended is None:
+                raise invalid_spec(error) from error
+            document = mended
 
 
 def read_stored(model: type[Model], document: Any, root: str = "") -> tuple[Model, tuple[str, ...]]:
@@ -185,19 +187,42 @@ def _read_json(model: type[Model], document: Any) -> Model:
     return model.model_validate_json(text, strict=True, by_alias=True, by_name=False)
 
 
-def _with_numbers(document: Any, error: ValidationError) -> Any:
-    """A copy in which refused numbers of :data:`YAML_1_1_TEXT` are numbers; None where there is none."""
-    texts = [
-        problem["loc"]
-        for problem in error.errors(include_url=False)
-        if problem["type"] == "float_type" and YAML_1_1_TEXT.fullmatch(str(problem["input"]))
-    ]
-    if not texts:
-        return None
+def _as_the_server_takes_it(document: Any, error: ValidationError) -> Any:
+    """A copy without refused nulls of fields, and with numbers as kubectl sends them; None where it has neither."""
     mended = json.loads(json.dumps(document, default=str))
-    for *above, last in texts:
-        place = mended
-        for step in above:
-            place = place[step]
-        place[last] = float(place[last])
-    return mended
+    changed = False
+    for problem in error.errors(include_url=False):
+        *above, last = problem["loc"] or ("",)
+        place = _below(mended, above)
+        value = _below(place, [last])
+        if value is None and isinstance(place, dict) and last in place:
+            del place[last]
+        elif (number := _number(value, problem["type"])) is not None:
+            place[last] = number
+        else:
+            continue
+        changed = True
+    return mended if changed else None
+
+
+def _below(document: Any, steps: Iterable[int | str]) -> Any:
+    """What stands at a place; None where nothing does: pydantic also names keys and choices as steps."""
+    for step in steps:
+        if isinstance(document, dict):
+            document = document.get(step)
+        elif isinstance(document, list) and isinstance(step, int) and step < len(document):
+            document = document[step]
+        else:
+            return None
+    return document
+
+
+def _number(value: Any, problem: str) -> int | float | None:
+    """The number that kubectl makes of a value that was refused; None where it makes no other one."""
+    is_text = isinstance(value, str) and problem in NUMBER_MEANT and YAML_1_1_TEXT.fullmatch(value)
+    if not is_text and not isinstance(value, float):
+        return None
+    number = float(value)
+    if number.is_integer():
+        return int(number)
+    return number if is_text else None

@@ -485,16 +485,6 @@ BAD = {
         f"spec.trainer.podTemplate.spec.affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0]: must be of type object",
         f"affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0] in body must be of type object",
     ),
-    "overlay of expressions that are left empty": job(
-        {
-            "spec.trainer.podTemplate.spec": {
-                "affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [{"matchExpressions": None}]}}}
-            }
-        },
-        f"spec.trainer.podTemplate.spec.affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0].matchExpressions: "
-        "must be of type array: give a value, or leave the field out",
-        None,
-    ),
     "overlay of an object for a list of terms": job(
         {"spec.trainer.podTemplate.spec": {"affinity": {"podAffinity": {REQUIRED: {}}}}},
         f"spec.trainer.podTemplate.spec.affinity.podAffinity.{REQUIRED}: must be of type array",

@@ -59,13 +59,13 @@ def test_durations_survive_a_round_trip_through_json(seconds: int) -> None:
     assert read(Amounts, json.loads(text)).time == seconds
 
 
-@pytest.mark.parametrize("value", ["", "16 Gi", "Gi", "1e3", "-1", "16GiB", "0x10", None, True, 1.5, [], "9999P"])
+@pytest.mark.parametrize("value", ["", "16 Gi", "Gi", "1e3", "-1", "16GiB", "0x10", True, 1.5, [], "9999P"])
 def test_what_is_no_amount_of_bytes_is_refused(value: object) -> None:
     with pytest.raises(InvalidSpecError, match=r"^bytes: "):
         read(Amounts, {"bytes": value})
 
 
-@pytest.mark.parametrize("value", ["", "10", "1m30", "s", "1.5h", "30s1m", "-5s", "5 m", 30, 1.5, True, None, "99999d"])
+@pytest.mark.parametrize("value", ["", "10", "1m30", "s", "1.5h", "30s1m", "-5s", "5 m", 30, 1.5, True, "99999d"])
 def test_what_is_no_time_span_is_refused(value: object) -> None:
     with pytest.raises(InvalidSpecError, match=r"^time: "):
         read(Amounts, {"time": value})

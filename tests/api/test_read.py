@@ -42,6 +42,67 @@ def test_text_that_looks_like_a_number_stays_text_where_text_is_meant(good: dict
     assert spec.training.row_optimizer.eps == 1e-6
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e6", 10**6), ("1E+3", 1_000), ("1.5e3", 1_500), ("2.0", 2), ("5.", 5), ("3", 3)]
+)
+def test_whole_numbers_may_be_written_with_a_point_or_an_exponent(good: dict[str, Any], text: str, value: int) -> None:
+    spec = good["DLRMJob"]["spec"]
+    spec["training"] = {"maxSteps": yaml.safe_load(text)}
+    spec["data"]["prefetchBytes"] = float(text)
+    spec["trainer"] = {"resources": {"limits": {"cpu": float(text)}}}
+
+    found = parse_job(good["DLRMJob"]).spec
+
+    assert found.training.max_steps == found.data.prefetch_bytes == value
+    assert found.trainer.resources.limits == {"cpu": str(value)}
+
+
+@pytest.mark.parametrize("text", ["1.5", "15e-1", "1e999"])
+def test_other_numbers_are_no_whole_ones(good: dict[str, Any], text: str) -> None:
+    good["DLRMJob"]["spec"]["training"] = {"maxSteps": yaml.safe_load(text)}
+
+    with pytest.raises(InvalidSpecError, match=r"^spec\.training\.maxSteps: "):
+        parse_job(good["DLRMJob"])
+
+
+NULLS = """
+training:
+trainer: {replicas: null, cache: {lookahead: null}, podTemplate: {spec: {affinity: null, tolerations: null}}}
+lifecycle: {restart: {backoff: null, maxRestarts: null}, suspend: null}
+checkpoint: {bits: null, policy: null, restoreBandwidth: null, publish: null, resources: {limits: {cpu: null}}}
+"""
+"""Sections of which nothing is left, as where all below them is commented out."""
+
+
+def test_a_field_that_holds_nothing_is_left_out(good: dict[str, Any]) -> None:
+    plain = parse_job(good["DLRMJob"])
+    for section, fields in yaml.safe_load(NULLS).items():
+        there = good["DLRMJob"]["spec"].get(section)
+        good["DLRMJob"]["spec"][section] = fields if there is None else there | fields
+
+    assert parse_job(good["DLRMJob"]) == plain
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"data": None}, "spec.data: this field is required"),
+        ({"checkpoint": {"uri": None}}, "spec.checkpoint.uri: this field is required"),
+        (
+            {"trainer": {"podTemplate": {"spec": {"volumes": [None]}}}},
+            "spec.trainer.podTemplate.spec.volumes[0]: must be",
+        ),
+    ],
+)
+def test_what_is_needed_must_hold_something(good: dict[str, Any], change: dict[str, Any], says: str) -> None:
+    good["DLRMJob"]["spec"] |= change
+
+    with pytest.raises(InvalidSpecError) as refused:
+        parse_job(good["DLRMJob"])
+
+    assert str(refused.value).startswith(says)
+
+
 def test_metadata_of_the_server_passes_through(good: dict[str, Any]) -> None:
     good["DLRMJob"]["metadata"] |= {
         "uid": "u-1",
