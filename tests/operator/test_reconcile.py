@@ -223,6 +223,20 @@ def test_pods_of_a_deleted_job_of_the_same_name_are_waited_for_and_left_alone() 
     assert not [action for action in actions if isinstance(action, CreatePod | DeleteObject)]
 
 
+def test_a_pod_that_no_job_owns_any_more_is_named_with_what_ends_it() -> None:
+    """``kubectl delete --cascade=orphan`` leaves such pods, which the garbage collector never takes."""
+    cluster = running()
+    pod = next(iter(cluster.pods.values()))
+    pod["metadata"]["ownerReferences"] = []
+
+    actions = [action for _ in range(3) for action in cluster.turn()]
+
+    waits = condition(cluster, ConditionType.SCHEDULED)
+    name = pod["metadata"]["name"]
+    assert not [action for action in actions if isinstance(action, DeleteObject) and action.name == name]
+    assert f"no job owns it, so nobody ends it: kubectl delete pod {name}" in waits.message
+
+
 def test_a_spec_that_can_never_work_fails_with_its_field_named() -> None:
     cluster = ModelCluster()
     cluster.job["spec"]["model"]["tables"][0]["dim"] = 3

@@ -79,6 +79,8 @@ def clearing_words(pods: Iterable[PodSeen]) -> str:
 
 def _held_up(pod: PodSeen) -> str:
     where = f" on node {pod.node}" if pod.node else ""
+    if not pod.owner_uid and not pod.deleting:
+        return f"{where} (no job owns it, so nobody ends it: kubectl delete pod {pod.name})"
     if pod.lost_since is not None:
         return f"{where} (its node fell silent; forced {LOST_AFTER.seconds} s after that)"
     return f"{where} (it ends within its grace period, or is forced {FORCE_AFTER.seconds} s after it)"
