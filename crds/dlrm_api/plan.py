@@ -58,9 +58,9 @@ class TierShare(ApiModel):
 
 
 class Shard(ApiModel):
-    """A rectangle of one table on one rank. ``data`` shards cover the whole table on each rank."""
+    """A rectangle of one table on one rank; a ``data`` shard is the whole table, and stands for one on each rank."""
 
-    rank: int = Field(ge=0, description="Rank that holds it.")
+    rank: int = Field(ge=0, description="Rank that holds it; 0 of a data shard, which each rank holds.")
     kind: ShardKind = Field(description="How the table was split.")
     row_start: int = Field(ge=0, description="First global row.")
     row_end: int = Field(ge=0, description="One past the last global row.")

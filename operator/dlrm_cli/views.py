@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
@@ -60,10 +60,13 @@ def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:
     used = sorted({tier for rank in plan.ranks for tier in rank.bytes_per_tier})
     for tier in used:
         ranks.add_column(f"{tier} bytes", justify="right")
-    held = [sum(any(shard.rank == rank.rank for shard in table.shards) for table in plan.tables) for rank in plan.ranks]
-    for rank, count in zip(plan.ranks, held, strict=True):
+    held = Counter(rank for table in plan.tables for rank in _homes(table, plan.world_size))
+    for rank in plan.ranks:
         ranks.add_row(
-            str(rank.rank), str(rank.node), str(count), *(f"{rank.bytes_per_tier.get(tier, 0):,}" for tier in used)
+            str(rank.rank),
+            str(rank.node),
+            str(held[rank.rank]),
+            *(f"{rank.bytes_per_tier.get(tier, 0):,}" for tier in used),
         )
     tables = Table(title="tables", title_justify="left")
     for name, justify in (
@@ -193,11 +196,18 @@ def _size(count: float) -> str:
     return f"{count / 1e3:,.1f} kB"
 
 
+def _homes(table: TablePlan, world_size: int) -> Iterable[int]:
+    """Ranks that hold a part of a table."""
+    return range(world_size) if table.shards[0].kind == "data" else {shard.rank for shard in table.shards}
+
+
 def _ranks(table: TablePlan, world_size: int) -> str:
     """The ranks of a table's shards; what each holds of a table that is split over a few."""
     shards = table.shards
-    if len(shards) == 1 or shards[0].kind == "data":
-        return "all" if len(shards) == world_size > 1 else str(shards[0].rank)
+    if shards[0].kind == "data":
+        return "all"
+    if len(shards) == 1:
+        return str(shards[0].rank)
     if len(shards) > MOST_SHARDS:
         return f"{len(shards)} of {world_size}: {', '.join(str(shard.rank) for shard in shards[:MOST_SHARDS])}, ..."
     return "\n".join(f"{shard.rank}: {_part(shard)}" for shard in shards)

@@ -204,11 +204,8 @@ def _table_plans(spec: DLRMJobSpec, found: Solution, policy: Policy) -> tuple[Ta
         )
     for i in found.placement.replicated:
         table_spec = found.tables.specs[i]
-        planned[i] = tuple(
-            Shard(
-                rank=rank, kind="data", row_start=0, row_end=table_spec.rows, column_start=0, column_end=table_spec.dim
-            )
-            for rank in range(spec.world_size)
+        planned[i] = (
+            Shard(rank=0, kind="data", row_start=0, row_end=table_spec.rows, column_start=0, column_end=table_spec.dim),
         )
     return tuple(
         TablePlan(name=table.name, column_blocks=table.block_edges, shards=planned[i])

@@ -74,7 +74,7 @@ def bytes_on_gpu(spec: DLRMJobSpec, plan: Plan, rank: int) -> int:
     for planned, asked in zip(plan.tables, spec.model.all_tables(), strict=True):
         width = asked.column_block or asked.dim
         row = tiers.row_bytes(width, asked.dtype, optimizer)
-        for shard in (shard for shard in planned.shards if shard.rank == rank):
+        for shard in (shard for shard in planned.shards if shard.kind == "data" or shard.rank == rank):
             rows, blocks = shard.row_end - shard.row_start, (shard.column_end - shard.column_start) // width
             if shard.kind == "data":
                 taken += blocks * rows * (row + width * 4)

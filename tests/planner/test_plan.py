@@ -41,7 +41,8 @@ def table(name: str, rows: int, dim: int = 16, **more: Any) -> dict[str, Any]:
 
 
 def homes(plan: Plan, name: str) -> list[int]:
-    return [shard.rank for found in plan.tables if found.name == name for shard in found.shards]
+    [shards] = [found.shards for found in plan.tables if found.name == name]
+    return list(range(plan.world_size)) if shards[0].kind == "data" else [shard.rank for shard in shards]
 
 
 @pytest.mark.slow
@@ -73,13 +74,13 @@ def test_a_pod_s_bytes_are_its_rows_its_state_and_its_hand_off(
     for pod in range(plan.nodes):
         held = cut = 0
         for planned in plan.tables:
-            here = [shard for shard in planned.shards if shard.rank // processes == pod]
-            for shard in here:
+            for shard in planned.shards:
+                if shard.kind != "data" and shard.rank // processes != pod:
+                    continue
                 rows, width = shard.row_end - shard.row_start, shard.column_end - shard.column_start
-                held += rows * (4 * width + 4 + 1)
-                held += rows * 4 * (width + 1) if shard.kind == "data" else 0
-            for shard in here[:1] if planned.shards[0].kind == "data" else here:
-                rows, width = shard.row_end - shard.row_start, shard.column_end - shard.column_start
+                copies = processes if shard.kind == "data" else 1
+                held += copies * rows * (4 * width + 4 + 1)
+                held += copies * rows * 4 * (width + 1) if shard.kind == "data" else 0
                 cut += rows * (4 * width + 4 + 8) + 512 * -(-rows // 65_536)
         planned_bytes = sum(rank.bytes_per_tier["ddr"] for rank in plan.ranks if rank.node == pod)
         assert planned_bytes == held + plan.handoff_bytes[pod]
@@ -87,6 +88,7 @@ def test_a_pod_s_bytes_are_its_rows_its_state_and_its_hand_off(
         assert plan.handoff_bytes[pod] % MIB == 0
 
 
+@settings(deadline=None)
 @given(found=tables, replicas=st.integers(1, 4))
 def test_equal_input_gives_an_equal_plan(make_spec: MakeSpec, found: list[dict[str, Any]], replicas: int) -> None:
     spec, again = make_spec(named(found), replicas=replicas), make_spec(named(found), replicas=replicas)
@@ -128,6 +130,14 @@ def test_a_small_table_is_replicated_and_a_large_one_is_not(make_spec: MakeSpec)
     assert homes(plan, "small") == [0, 1]
     assert len(homes(plan, "big")) == 1
     assert any("all-reducing their gradient moves fewer bytes: small" in reason for reason in plan.reasons)
+
+
+def test_a_plan_grows_by_no_shard_with_the_ranks_that_hold_a_replica(make_spec: MakeSpec) -> None:
+    found = [table(f"t{i}", 100, pin={"sharding": "data"}) for i in range(50)]
+
+    few, many = (plan_job(make_spec(found, replicas=replicas)) for replicas in (2, 64))
+
+    assert [each.shards for each in few.tables] == [each.shards for each in many.tables]
 
 
 def test_a_table_beyond_the_size_threshold_is_not_replicated_however_large_the_batch(make_spec: MakeSpec) -> None:

@@ -78,7 +78,7 @@ def check_tiling(spec: DLRMJobSpec, plan: Plan) -> None:
             assert {shard.column_start, shard.column_end} <= set(asked.block_edges)
             assert shard.column_start < shard.column_end
         if kinds == {"data"}:
-            assert ranks == list(range(plan.world_size))
+            assert ranks == [0]
             assert all(areas((shard,)) == asked.rows * asked.dim for shard in found)
             continue
         assert areas(found) == asked.rows * asked.dim

@@ -70,11 +70,14 @@ def bytes_by_hand(spec: DLRMJobSpec, plan: Plan, pod: int) -> dict[str, float]:
         for shard in planned.shards:
             rows = shard.row_end - shard.row_start
             assert (shard.column_start, shard.column_end) == (0, asked.dim)
+            if shard.kind == "data":
+                replica = tiers.row_bytes(*row) + tiers.CHANGED_BYTES + (asked.dim + 1) * 4
+                taken["ddr"] += plan.processes_per_node * rows * replica
+                continue
             if shard.rank // plan.processes_per_node != pod:
                 continue
             if not shard.tiers.levels:
                 taken["ddr"] += rows * (tiers.row_bytes(*row) + tiers.CHANGED_BYTES)
-                taken["ddr"] += rows * (asked.dim + 1) * 4 if shard.kind == "data" else 0
                 continue
             buffered.add(shard.rank)
             pad = math.ceil(looked_up * rows / asked.rows)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import parse_job
 from dlrm_planner import plan_job
 from dlrm_trainer.embedding import place
@@ -62,3 +64,27 @@ def test_a_placement_holds_every_row_and_column_that_was_planned(
             levels = part.share.levels
             assert not levels or levels[-1].rows == part.row_end - part.row_start
     assert held == [table["rows"] * 32 for table in found]
+
+
+def test_a_stored_plan_that_lists_the_replica_of_each_rank_is_taken_like_one_that_lists_it_once() -> None:
+    found = [{"rows": 100, "kind": "data", "lookups": 1, "slow": False}]
+    spec = parse_job(manifest(found, 2, 2)).spec
+    plan = plan_job(spec)
+    [table] = plan.tables
+    [shard] = table.shards
+
+    listed = table.model_copy(update={"shards": tuple(shard.model_copy(update={"rank": rank}) for rank in range(4))})
+    stored = plan.model_copy(update={"tables": (listed,)})
+
+    assert place(spec.model, stored, 4) == place(spec.model, plan, 4)
+
+
+def test_a_replica_that_some_ranks_lack_is_refused() -> None:
+    spec = parse_job(manifest([{"rows": 100, "kind": "data", "lookups": 1, "slow": False}], 2, 2)).spec
+    plan = plan_job(spec)
+    [table] = plan.tables
+    [shard] = table.shards
+    lacking = table.model_copy(update={"shards": tuple(shard.model_copy(update={"rank": k}) for k in (0, 2, 3))})
+
+    with pytest.raises(InvalidSpecError, match="needs one data shard, whole"):
+        place(spec.model, plan.model_copy(update={"tables": (lacking,)}), 4)

@@ -52,7 +52,7 @@ def random_plan(
     for table in model.all_tables():
         if generator.random() < 0.25:
             extent = {"row_start": 0, "row_end": table.rows, "column_start": 0, "column_end": table.dim}
-            shards = [Shard(rank=rank, kind="data", **extent) for rank in range(world_size)]
+            shards = [Shard(rank=0, kind="data", **extent)]
         else:
             shards = random_shards(generator, table.rows, table.block_edges, world_size)
             shards = [shard.model_copy(update={"tiers": _levels(generator, shard, tiers)}) for shard in shards]
