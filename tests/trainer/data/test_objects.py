@@ -16,10 +16,13 @@ from tenacity import wait_none
 
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError, NoPermissionError, StoreUnavailableError
 from dlrm_api.names import Env
+from dlrm_api.objects import S3Spec
 from dlrm_checkpointer.s3 import S3Store
+from dlrm_checkpointer.store import ObjectInfo
 from dlrm_cluster.ports import free_port
-from dlrm_trainer.data import Reader, open_reader
-from dlrm_trainer.data.objects import S3Object
+from dlrm_trainer.data import Reader, objects, open_reader
+from dlrm_trainer.data.objects import S3Object, find_objects
+from dlrm_trainer.data.uris import find_files
 
 TABLES = [{"name": "user", "rows": 5_000, "dim": 4}, {"name": "film", "rows": 5_000, "dim": 4}]
 ROWS, GROUP_ROWS = 4_000, 100
@@ -108,6 +111,58 @@ def check_same(ours: Reader, theirs: Reader) -> None:
         for field in ("sample_ids", "dense", "labels", "lengths", "values"):
             assert torch.equal(getattr(batch, field), getattr(expected, field))
     assert number + 1 == theirs.batches_per_epoch
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "**/*.tsv",
+        "**",
+        "data/**",
+        "data/**/?.tsv",
+        "data/*/*.tsv",
+        "*/**/part-[0-3].tsv",
+        "data/**/part-[!0].tsv",
+        "data/_temporary/**/*.tsv",
+        "data",
+    ],
+)
+def test_a_pattern_means_the_same_of_objects_and_of_files(
+    pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a writer has not finished, or hides, is nobody's data in either."""
+    names = [
+        f"data/{name}"
+        for name in (
+            "a.tsv",
+            "_SUCCESS",
+            "day=1/b.tsv",
+            "day=1/part-0.tsv",
+            "day=1/hour=2/part-1.tsv",
+            "_temporary/0/task/part-1.tsv",
+            "day=1/.spark-staging/part-2.tsv",
+            "other/c.csv",
+        )
+    ]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    listed = [ObjectInfo(key=name, size=0, modified=0.0) for name in sorted(names)]
+    monkeypatch.setattr(objects, "_listed", lambda _, prefix: [each for each in listed if each.key.startswith(prefix)])
+
+    found = find_objects([f"s3://bucket/{pattern}"], [".tsv"], S3Spec(), None)
+
+    expected = find_files([f"{tmp_path}/{pattern}"], [".tsv"])
+    assert sorted(item.path.relative_to("/bucket") for item in found) == [
+        path.relative_to(tmp_path) for path in expected
+    ]
+
+
+def test_two_stars_in_a_piece_of_a_pattern_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_listed", lambda *_: [])
+
+    with pytest.raises(NoInputError, match=r"s3://bucket/day\*\*\.tsv: \*\* must stand alone between slashes"):
+        find_objects(["s3://bucket/day**.tsv"], [".tsv"], S3Spec(), None)
 
 
 @pytest.mark.cluster

@@ -16,6 +16,7 @@ from dlrm_api.errors import BadDataError, NoInputError, StoreUnavailableError
 from dlrm_api.objects import S3Spec
 from dlrm_checkpointer.store import FieldNames, ObjectInfo, StoreOptions
 from dlrm_trainer.data.files import CHANGED
+from dlrm_trainer.data.uris import ANY_DEPTH, is_passed_over, pattern_parts
 
 if TYPE_CHECKING:
     from dlrm_checkpointer.s3 import S3Store
@@ -27,7 +28,9 @@ PATIENCE_S = 300.0
 """How long a service that does not answer is asked again."""
 _MAGIC = re.compile(r"[*?\[]")
 _SET = re.compile(r"\[!?[^\]]+\]")
-_PATTERNS = {"**/": r"(?:[^/]+/)*", "**": r".*", "*": r"[^/]*", "?": r"[^/]"}
+_PATTERNS = {"*": r"[^/]*", "?": r"[^/]"}
+_FOLDERS = r"(?:[^/._][^/]*/)*"
+"""Any below, hidden ones passed over."""
 
 
 class S3Object:
@@ -157,21 +160,25 @@ def _listed(store: S3Store, prefix: str) -> list[ObjectInfo]:
 
 
 def _wanted(name: str, suffixes: Sequence[str]) -> bool:
-    hidden = any(part.startswith((".", "_")) for part in name.split("/"))
-    return name.endswith(tuple(suffixes)) and not hidden
+    return name.endswith(tuple(suffixes)) and not any(map(is_passed_over, name.split("/")))
 
 
 def _expression(pattern: str, uri: str) -> re.Pattern[str]:
-    """A regular expression for a pattern in which ``*`` and ``?`` stop at slashes and ``**`` does not.
+    """A regular expression for a pattern, which means what it does of files.
 
     Raises:
-        NoInputError: brackets hold no set of characters.
+        NoInputError: brackets hold no set of characters, or ``**`` is only a piece of a part.
     """
-    pieces = re.split(rf"(\*\*/|\*\*|\*|\?|{_SET.pattern})", pattern)
+    *above, last = pattern_parts(pattern, uri)
+    folders = "".join(_FOLDERS if part == ANY_DEPTH else f"{_of_part(part)}/" for part in above)
     try:
-        return re.compile("".join(_PATTERNS.get(piece) or _of_piece(piece) for piece in pieces))
+        return re.compile(folders + _of_part(last))
     except re.error as error:
         raise NoInputError(f"{uri}: no pattern ({error.msg}): mend what stands in its brackets") from error
+
+
+def _of_part(part: str) -> str:
+    return "".join(_PATTERNS.get(piece) or _of_piece(piece) for piece in re.split(rf"(\*|\?|{_SET.pattern})", part))
 
 
 def _of_piece(piece: str) -> str:

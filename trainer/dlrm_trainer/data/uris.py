@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError
 from dlrm_api.objects import file_path
 
+ANY_DEPTH = "**"
 _MAGIC = frozenset("*?[")
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 
@@ -61,6 +62,11 @@ def relative_names(paths: Sequence[PurePath]) -> list[str]:
     return [path.relative_to(shared).as_posix() for path in paths]
 
 
+def is_passed_over(name: str) -> bool:
+    """Whether a folder's own URI leaves it out: it is hidden, or a writer's own."""
+    return name.startswith((".", "_"))
+
+
 def read_text(path: Path) -> str:
     """Content of a small text file.
 
@@ -103,7 +109,7 @@ def _expand(uri: str, suffixes: Sequence[str]) -> list[Path]:
 
 def _in_folder(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     found = (file for each in _tree([folder.absolute()]) for file in _files(each, "*"))
-    files = [file for file in found if file.name.endswith(tuple(suffixes)) and not _is_passed_over(file.name)]
+    files = [file for file in found if file.name.endswith(tuple(suffixes)) and not is_passed_over(file.name)]
     if not files:
         raise NoInputError(
             f"{folder}: the folder holds no file that ends in {' or '.join(suffixes)}: check the path, or name files "
@@ -113,19 +119,28 @@ def _in_folder(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def _matching(pattern: Path) -> list[Path]:
-    """Files that a pattern matches: a part ``**`` stands for a folder and all below it, others for one name.
+    """Files that a pattern matches; see ``pattern_parts``."""
+    *above, last = pattern_parts(str(pattern.relative_to(pattern.anchor)), str(pattern))
+    folders = [Path(pattern.anchor)]
+    for part in above:
+        folders = _tree(folders) if part == ANY_DEPTH else [found for each in folders for found in _folders(each, part)]
+    return [file for folder in folders for file in _files(folder, last)]
+
+
+def pattern_parts(pattern: str, uri: str) -> list[str]:
+    """What stands between a pattern's slashes: ``**`` for a folder and all below it, else a pattern of one name.
+
+    Args:
+        pattern: without a slash in front.
+        uri: as users wrote it, for messages.
 
     Raises:
         NoInputError: ``**`` is only a piece of a part.
     """
-    root, *parts = pattern.parts
-    if any("**" in part and part != "**" for part in parts):
-        raise NoInputError(f"{pattern}: ** must stand alone between slashes: write **/*NAME for files at any depth")
-    *above, last = parts if parts[-1] != "**" else (*parts, "*")
-    folders = [Path(root)]
-    for part in above:
-        folders = _tree(folders) if part == "**" else [found for each in folders for found in _folders(each, part)]
-    return [file for folder in folders for file in _files(folder, last)]
+    parts = pattern.split("/")
+    if any(ANY_DEPTH in part and part != ANY_DEPTH for part in parts):
+        raise NoInputError(f"{uri}: ** must stand alone between slashes: write **/*NAME for files at any depth")
+    return parts if parts[-1] != ANY_DEPTH else [*parts, "*"]
 
 
 def _tree(tops: Sequence[Path]) -> list[Path]:
@@ -135,7 +150,7 @@ def _tree(tops: Sequence[Path]) -> list[Path]:
     while waiting or linked:
         folder = (waiting or linked).pop()  # behind links last: what has a name of its own here keeps it
         if found.setdefault(folder.resolve(), folder) is folder:
-            below = [each for each in reversed(_folders(folder, "*")) if not _is_passed_over(each.name)]
+            below = [each for each in reversed(_folders(folder, "*")) if not is_passed_over(each.name)]
             waiting += [each for each in below if not each.is_symlink()]
             linked += [each for each in below if each.is_symlink()]
     return list(found.values())
@@ -171,8 +186,3 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 def _is_file(entry: os.DirEntry[str]) -> bool:
     return Path(entry.path).is_file() if entry.is_symlink() else entry.is_file()
-
-
-def _is_passed_over(name: str) -> bool:
-    """Whether a folder's own URI leaves it out: it is hidden, or a writer's own."""
-    return name.startswith((".", "_"))
