@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as encryption
 import pytest
 from hypothesis import HealthCheck, given, settings
 
@@ -168,6 +170,38 @@ def test_a_missing_column_is_named_with_those_that_exist(write_parquet: Write, o
         BadDataError, match=r"data\.parquet: no column user: the file has label, price, films: .*rename"
     ):
         open_file(write_parquet(columns))
+
+
+def test_a_column_that_is_there_twice_is_named(write_parquet: Write, open_file: Any) -> None:
+    path = write_parquet(COLUMNS)
+    table = pq.read_table(path)
+    pq.write_table(table.append_column("user", table["user"]), path)
+
+    with pytest.raises(BadDataError, match=r"data\.parquet: 2 columns are called user: write the file with one"):
+        open_file(path)
+
+
+class PlainKeys(encryption.KmsClient):  # type: ignore[misc]
+    """Keys that wrap nothing."""
+
+    def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> bytes:
+        return base64.b64encode(key_bytes)
+
+
+@pytest.mark.parametrize("plaintext_footer", [False, True])
+def test_an_encrypted_file_is_called_so(plaintext_footer: bool, write_parquet: Write, open_file: Any) -> None:
+    path = write_parquet(COLUMNS)
+    table = pq.read_table(path)
+    settings = encryption.EncryptionConfiguration(
+        footer_key="footer", column_keys={"column": ["user"]}, plaintext_footer=plaintext_footer
+    )
+    factory = encryption.CryptoFactory(lambda _: PlainKeys())
+    properties = factory.file_encryption_properties(encryption.KmsConnectionConfig(), settings)
+    with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table)
+
+    with pytest.raises(BadDataError, match=r"data\.parquet: it is encrypted, .* write it without"):
+        open_file(path).read(0)
 
 
 def test_renaming_a_feature_that_the_model_lacks_is_refused(write_parquet: Write, open_file: Any) -> None:

@@ -173,15 +173,17 @@ def _footer(file: DataFile, columns: Columns) -> Any:
 
 
 def _type_of(file: DataFile, schema: Any, column: str) -> Any:
-    place = schema.get_field_index(column)
-    if place < 0:
+    places = schema.get_all_field_indices(column)
+    if len(places) > 1:
+        raise BadDataError(f"{file.name}: {len(places)} columns are called {column}: write the file with one of them")
+    if not places:
         names = schema.names
         more = f" and {len(names) - _SHOWN_COLUMNS} more" if len(names) > _SHOWN_COLUMNS else ""
         raise BadDataError(
             f"{file.name}: no column {column}: the file has {', '.join(names[:_SHOWN_COLUMNS])}{more}: "
             "name the right one in data.columns (label, rename)"
         )
-    return schema.field(place).type
+    return schema.field(places[0]).type
 
 
 def _guarded(file: DataFile, rows: str, read: Callable[[], Any]) -> Any:
@@ -197,5 +199,7 @@ def _guarded(file: DataFile, rows: str, read: Callable[[], Any]) -> Any:
 
 def _refuse(file: DataFile, rows: str, error: Exception) -> NoReturn:
     reason = str(error).partition("\n")[0][:200]
+    if "decrypt" in reason.lower():
+        raise BadDataError(f"{file.name}: it is encrypted, and no keys are known here: write it without") from error
     what = f"{rows} can't be decoded: damaged" if rows else "not a Parquet file, or a damaged one"
     raise BadDataError(f"{file.name}: {what} ({reason}): write or copy it anew") from error
