@@ -186,7 +186,7 @@ def test_every_batch_finds_its_rows_as_updates_left_them(
         tables.places_agree()
     for table, rows in enumerate(tables.rows):
         records = tables.stack.read(np.arange(rows) + int(tables.stack.directory.row_starts[table]))
-        assert np.array_equal(tables.stack.values(records)[1][:, 0], tables.updates[table])
+        assert np.array_equal(tables.stack.format.values(records)[1][:, 0], tables.updates[table])
     tables.stack.close()
 
 

@@ -20,6 +20,7 @@ from dlrm_trainer.embedding.tiers.directory import LEVEL_BITS, Directory, Found
 from dlrm_trainer.embedding.tiers.initial import fill_initial
 from dlrm_trainer.embedding.tiers.level import Finish, Level, Places, Records, Rows, finished
 from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
+from dlrm_trainer.embedding.tiers.record import RecordFormat
 from dlrm_trainer.embedding.tiers.replacement import (
     LFU,
     LISTS,
@@ -88,7 +89,8 @@ class Stack:
         self, tables: Sequence[StackTable], share: TierShare, memory: SlotMemory, seed: int, dim: int, dtype: RowDtype
     ) -> None:
         self.tables = tuple(tables)
-        self.memory, self._dim, self._dtype = memory, dim, dtype
+        self.memory = memory
+        self.format = RecordFormat(dim=dim, dtype=dtype, words=memory.words)
         self._slots_tier = share.levels[0].tier
         self.levels: tuple[Level, ...] = ()
         self._swap: Swap | None = None
@@ -101,7 +103,6 @@ class Stack:
         self._coming, self._going = (np.empty((CHUNK, memory.words), np.uint32) for _ in range(2))
         self.moved_rows = np.zeros((len(share.levels), 2), np.int64)
         """(levels, 2) rows that came to the slots from each level, and that went to it."""
-        self._row_words = memory.words - 1
         self._coming_from = self._found.missing, self._found.sources
 
     def attach(self, levels: Sequence[Level]) -> None:
@@ -203,38 +204,16 @@ class Stack:
             self._copy(rows[part], sources[part], records[part])
         return records
 
-    def values(self, records: Records) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Rows (N, dim) and row state (N, S) of records, both float32; fp16 rows are exact in it."""
-        row = np.ascontiguousarray(records[:, : self._dim_words])
-        weights = row.view(np.float32 if self._dtype == "fp32" else np.float16).astype(np.float32, copy=False)
-        return weights, np.ascontiguousarray(records[:, self._dim_words : self._row_words]).view(np.float32)
-
-    def records(self, weights: NDArray[np.float32], state: NDArray[np.float32]) -> Records:
-        """Records of rows and their state; the other way round. Access counts start anew."""
-        out = np.zeros((len(weights), self.memory.words), np.uint32)
-        out[:, : self._dim_words] = _row_words(weights, self._dtype)
-        out[:, self._dim_words : self._row_words] = np.ascontiguousarray(state).view(np.uint32)
-        return out
-
     @property
     def only_copies(self) -> bool:
         """Whether rows move within what the processor itself addresses: no queue, no GPU."""
         return isinstance(self.memory, HostSlots) and all(isinstance(level, ByteLevel) for level in self.levels)
 
     @property
-    def state_values(self) -> int:
-        """Values of a row's state."""
-        return self._row_words - self._dim_words
-
-    @property
-    def _dim_words(self) -> int:
-        return self._dim if self._dtype == "fp32" else self._dim // 2
-
-    @property
     def bytes_kept(self) -> dict[Tier, int]:
         """Bytes really taken now, by tier, of slots (their rows, states and what is known of them), maps and levels."""
         filled = int(self.directory.filled[:, :2].sum())
-        slot = self._row_words * 4 + SLOT_META_BYTES
+        slot = self.format.kept_words * 4 + SLOT_META_BYTES
         kept: dict[Tier, int] = {"ddr": self.directory.place_of.nbytes}
         kept[self._slots_tier] = kept.get(self._slots_tier, 0) + filled * slot
         for level in self.levels:
@@ -316,10 +295,9 @@ class Stack:
         return out
 
     def _initial(self, rows: Rows, out: Records) -> None:
-        weights = np.empty((len(rows), self._dim), np.float32)
+        weights = np.empty((len(rows), self.format.dim), np.float32)
         fill_initial(rows, self.directory.row_starts, self._firsts, self._keys, self._scales, weights)
-        out[:, : self._dim_words] = _row_words(weights, self._dtype)
-        out[:, self._dim_words :] = 0
+        self.format.begin(weights, out)
 
     def _demote(self, rows: Rows, records: Records, above: int, source: int = 0) -> None:
         """Write records into the level below number ``above``, whose coldest make room for them.
@@ -372,11 +350,6 @@ def queued_chunk(words: int) -> int:
 def _finish_part(finish: Finish, out: Records, here: NDArray[np.bool_], part: Records) -> None:
     finish()
     out[here] = part
-
-
-def _row_words(weights: NDArray[np.float32], dtype: RowDtype) -> NDArray[np.uint32]:
-    values = weights if dtype == "fp32" else weights.astype(np.float16)
-    return np.ascontiguousarray(values).view(np.uint32)
 
 
 def _found(lookups: int) -> Found:

@@ -144,12 +144,12 @@ class StackedPart:
         """See ``LocalPart``."""
         for piece in in_parallel(decode_rows, pieces, PARALLEL_DECODES):
             rows = piece.row_ids - self.shard.row_start + self.first
-            self.stack.restore(self.number, rows, self.stack.records(piece.rows, piece.state))
+            self.stack.restore(self.number, rows, self.stack.format.records(piece.rows, piece.state))
 
     def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """See ``LocalPart``."""
         shift = self.first - self.shard.row_start
-        return self.stack.values(self.stack.read(np.arange(shift + start, shift + end)))
+        return self.stack.format.values(self.stack.read(np.arange(shift + start, shift + end)))
 
     @property
     def first(self) -> int:
@@ -164,14 +164,14 @@ class StackedRows(PartRows[StackedPart]):
     @property
     def state_values(self) -> int:
         """See ``RowsInPlace``."""
-        return self.part.stack.state_values
+        return self.part.stack.format.state_values
 
     def copy_to(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
         """See ``RowsInPlace``."""
         stack, chosen = self.part.stack, self.rows[start:end] + self.part.first
         for first in range(0, len(chosen), CHUNK_ROWS):
             part = slice(first, first + CHUNK_ROWS)
-            rows[part], state[part] = stack.values(stack.read(chosen[part]))
+            rows[part], state[part] = stack.format.values(stack.read(chosen[part]))
 
 
 def rows_of_stack(stack: Stack, parts: Sequence[StackedPart]) -> Iterator[RowsInPlace]:
@@ -205,7 +205,7 @@ def _by_part(
     edges = np.searchsorted(rows, stack.directory.row_starts)
     for number in np.flatnonzero(np.diff(edges)).tolist():
         part, here = parts[number], slice(edges[number], edges[number + 1])
-        weights, state = stack.values(records[order[here]])
+        weights, state = stack.format.values(records[order[here]])
         ids = rows[here] - part.first + part.shard.row_start
         yield ShardRows(shard=part.shard, row_ids=ids, rows=weights, state=state)
 
