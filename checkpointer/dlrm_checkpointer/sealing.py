@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel
 
-from dlrm_api.errors import SnapshotError
+from dlrm_api.errors import SnapshotError, field_path, first_problem
 
 UNSEALED = "0" * 64
 FORMAT = ConfigDict(alias_generator=to_camel, validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
@@ -91,6 +91,5 @@ def parse_sealed(model: type[M], body: bytes, key: str, version: int, refusal: C
 
 
 def _first_problem(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    path = ".".join(str(step) for step in first["loc"])
-    return f"{path}: {first['msg']}" if path else first["msg"]
+    path = field_path(error.errors(include_url=False, include_input=False)[0]["loc"])
+    return f"{path}: {first_problem(error)}" if path else first_problem(error)

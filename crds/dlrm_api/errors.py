@@ -105,6 +105,10 @@ class InfeasiblePlanError(InvalidSpecError):
         self.reasons = tuple(reasons)
 
 
+OF_A_RULE = "Value error, "
+"""What pydantic, and typer by it, put in front of a rule's own words."""
+
+
 def invalid_spec(error: ValidationError, root: str = "") -> InvalidSpecError:
     """Name the first refused field below ``root`` the way kubectl shows it, and say how many more there are."""
     problems = error.errors(include_url=False, include_input=True)
@@ -112,6 +116,11 @@ def invalid_spec(error: ValidationError, root: str = "") -> InvalidSpecError:
     if len(problems) > 1:
         message += f" (and {len(problems) - 1} more)"
     return InvalidSpecError(field_path(problems[0]["loc"], root) or "document", message)
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first thing that is wrong, in words for users, without its place."""
+    return _message(error.errors(include_url=False, include_input=True)[0])
 
 
 def field_path(steps: Sequence[int | str], root: str = "") -> str:
@@ -136,4 +145,4 @@ def _message(problem: ErrorDetails) -> str:
             return f"more than {context['max_length']} items, the most that are allowed"
         case "string_pattern_mismatch":
             return f"{problem['input']!r} does not match {context['pattern']}"
-    return problem["msg"].removeprefix("Value error, ")
+    return problem["msg"].removeprefix(OF_A_RULE)

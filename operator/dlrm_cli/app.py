@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from dlrm_api.errors import DLRMError, NoInputError
+from dlrm_api.errors import OF_A_RULE, DLRMError, NoInputError
 from dlrm_api.names import ExitCode
 from dlrm_cli.cluster.commands import cluster
 from dlrm_cli.serving import serving
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DLRMError as error:
         return _fail(str(error), error.exit_code)
     except typer.TyperException as error:
-        return _fail(f"{error.format_message()} (see dlrmctl --help)", ExitCode.USAGE)
+        return _fail(f"{error.format_message().replace(OF_A_RULE, '')} (see dlrmctl --help)", ExitCode.USAGE)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
     except (BrokenPipeError, SystemExit) as error:

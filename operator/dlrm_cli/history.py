@@ -15,6 +15,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from dlrm_api.base import ApiModel
+from dlrm_api.errors import first_problem
 
 EVERY_S = 2.0
 """Time between two looks at counters, until the first thinning."""
@@ -183,7 +184,7 @@ def read_lines(path: Path) -> Iterator[Line | str]:
             try:
                 yield LINE.validate_json(text)
             except ValidationError as error:
-                what = error.errors()[0]["msg"]
+                what = first_problem(error)
                 yield f"{path.name}, line {number}: {what}: the line is left out"
 
 

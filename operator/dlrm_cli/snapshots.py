@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlrm_api.errors import NoInputError, TemporaryError, UsageError
+from dlrm_api.errors import NoInputError, TemporaryError, UsageError, first_problem
 
 if TYPE_CHECKING:
     from dlrm_api.progress import SnapshotInfo
@@ -186,7 +186,7 @@ def _seconds(keep_every: str | None) -> float | None:
     try:
         return RetentionSpec.model_validate({"keepEvery": keep_every}).keep_every
     except ValidationError as error:
-        raise UsageError(f"--keep-every: {keep_every}: {error.errors(include_url=False)[0]['msg']}") from error
+        raise UsageError(f"--keep-every: {keep_every}: {first_problem(error)}") from error
 
 
 def _print_decision(decision: Decision, gone: str, output: Form) -> None:

@@ -129,7 +129,7 @@ DAMAGES = {
     wrong_kind: r"0000000000000002-00000001\.json: kind: Input should be 'full'",
     of_another_step: r"says that it is step 1 of attempt 1",
     without_meta: r"meta is not as the format says",
-    reaching_out_of_the_store: r"dense\.key: String should match pattern",
+    reaching_out_of_the_store: r"dense\.key: 'chunks.*passwd' does not match",
     of_an_unknown_table: r"holds rows of a table ghosts that its model does not have",
 }
 

@@ -228,7 +228,12 @@ def test_a_job_survives_its_way_through_the_work_directory(job: Path) -> None:
         (["run"], ExitCode.USAGE, "Missing argument"),
         (["walk"], ExitCode.USAGE, "No such command"),
         (["plan", "JOB", "--fast"], ExitCode.USAGE, "No such option"),
-        (["plan", "JOB", "-o", "xml"], ExitCode.USAGE, "xml"),
+        (["plan", "JOB", "-o", "xml"], ExitCode.USAGE, "'-o': 'xml' is not one of 'table', 'json'"),
+        (
+            ["snapshots", "prune", "file:///", "--keep-every", "5"],
+            ExitCode.USAGE,
+            "--keep-every: 5: '5' is no duration",
+        ),
         (["plan", "JOB", "--profile", "absent.yaml"], ExitCode.NO_INPUT, "absent.yaml"),
         (["plan", "JOB", "--set", "spec.trainer.hardware=other"], ExitCode.USAGE, "no HardwareProfile other"),
         (["snapshots", "list", "ftp://host/x"], ExitCode.BAD_CONFIG, "ftp://host/x is neither"),

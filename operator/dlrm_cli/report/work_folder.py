@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError
+from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError, first_problem
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics
@@ -139,7 +139,7 @@ def _document(kind: type[Document], path: Path, notes: list[str]) -> Document | 
     except FileNotFoundError:
         return None
     except (ValidationError, UnicodeDecodeError) as error:
-        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else "it is no text"
+        first = first_problem(error) if isinstance(error, ValidationError) else "it is no text"
         notes.append(f"{path.name} can't be read: {first}: it is left out")
         return None
 
