@@ -48,15 +48,21 @@ def share(loop: Callable[..., None], units: int, *arguments: Any) -> None:
             each that it is done by ``finish``.
         units: parts of the work.
         arguments: of the loop.
+
+    Raises:
+        BaseException: what the loop raised, on whichever thread: units may be undone, and others still under way.
     """
     counts = np.zeros(COUNTS, np.int64)
+    raised: list[BaseException] = []
     helpers = 0 if getattr(_this_thread, "alone", False) else min(torch.get_num_threads(), units) - 1
     if helpers > 0:
         waiting = _team(helpers)
         for _ in range(helpers):
-            waiting.put((loop, counts, units, *arguments))
+            waiting.put((raised, loop, counts, units, *arguments))
     loop(counts, units, *arguments)
     while helpers > 0 and not _await(counts, units):
+        if raised:  # the unit that it was at is never done
+            raise raised[0]
         time.sleep(0)  # a helper may wait for the processor that this thread is on
 
 
@@ -69,16 +75,20 @@ def _team(helpers: int) -> queue.SimpleQueue[tuple[Any, ...]]:
         _helpers[process] = queue.SimpleQueue()
         _started = 0
     while _started < helpers:
+        name = f"compute-{_started + 1}"
+        threading.Thread(target=_serve, args=(_helpers[process],), name=name, daemon=True).start()
         _started += 1
-        threading.Thread(target=_serve, args=(_helpers[process],), name=f"compute-{_started}", daemon=True).start()
     return _helpers[process]
 
 
 def _serve(waiting: queue.SimpleQueue[tuple[Any, ...]]) -> None:
     while True:
-        loop, *arguments = waiting.get()
-        loop(*arguments)
-        del loop, arguments  # their memory, before the next wait
+        raised, loop, *arguments = waiting.get()
+        try:
+            loop(*arguments)
+        except BaseException as error:  # whoever shares the loop raises it, and this thread serves on
+            raised.append(error)
+        del raised, loop, arguments  # their memory, before the next wait
 
 
 @compiled
