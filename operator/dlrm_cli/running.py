@@ -18,6 +18,8 @@ from dlrm_cli.verdict import Ending
 POLL_S = 0.1
 SIDECAR_STARTS = 5
 """Times that one sidecar is started again before the whole attempt counts as failed."""
+SETTLED_S = 10.0
+"""A sidecar ends well where its trainers did, whose processes are gone so long after it."""
 
 
 class Running:
@@ -28,6 +30,8 @@ class Running:
         self._scheduler = scheduler
         self._files = gang.write_children()
         self._starts: Counter[str] = Counter()
+        self._ended_well: dict[int, float] = {}
+        """When sidecars were first seen to have ended with 0, by process."""
         started = scheduler.start(gang.job.metadata.name, self._files)
         self._processes = {process.name: process for process in started}
         self._publish()
@@ -65,8 +69,11 @@ class Running:
             process.kill()
 
     def revive_sidecars(self, tell: Callable[[Ending], None]) -> Ending | None:
-        """Start sidecars that died again, on the same hand-off folder; the ending of one that would only die again."""
-        for ending in self.failed(Container.CHECKPOINTER):
+        """Start sidecars that died again, on the same hand-off folder; the ending of one that would only die again.
+
+        So are those that ended well though trainers run on, as one that was told to end by itself does.
+        """
+        for ending in (*self.failed(Container.CHECKPOINTER), *self._ended_alone()):
             hopeless = ending.code in USER_MUST_MEND or ending.code == ExitCode.DEVICE
             if hopeless or self._starts[ending.name] == SIDECAR_STARTS:
                 return ending
@@ -77,6 +84,16 @@ class Running:
                 self._processes[process.name] = process
             self._publish()
         return None
+
+    def _ended_alone(self) -> list[Ending]:
+        """Sidecars that ended well, so long ago that the trainers' end is not why."""
+        now = time.monotonic()
+        ended = [process for process in self._of(Container.CHECKPOINTER) if process.exit_code() == ExitCode.DONE]
+        long = [each for each in ended if now - self._ended_well.setdefault(each.pid, now) >= SETTLED_S]
+        if not long or not self.alive(Container.TRAINER):
+            return []
+        words, code = "trainers run on and nobody stores their snapshots", ExitCode.DONE
+        return [Ending(name=each.name, code=code, message=words, log=self._gang.log(each.name)) for each in long]
 
     def last_words(self) -> list[CheckpointerProgress]:
         """What the sidecars that ended left."""

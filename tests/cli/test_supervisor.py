@@ -19,6 +19,7 @@ from dlrm_api.errors import BadDataError, DeviceError, DLRMError, NoPermissionEr
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import ExitCode
 from dlrm_api.progress import CheckpointerProgress
+from dlrm_cli import running
 from dlrm_cli.gang import PROGRAMS
 from dlrm_cli.supervisor import Outcome, Stop, Supervisor, stopping_words
 from dlrm_cli.watch import Seen
@@ -201,6 +202,28 @@ def test_a_sidecar_that_dies_alone_is_started_again_beside_its_trainer(tmp_path:
     assert [turns(tmp_path, f"{role}-1") for role in ("trainer", "checkpointer")] == [1, 2]
     assert turns(tmp_path, "checkpointer-0") == 1
     assert supervised.restarts == 0
+
+
+def test_a_sidecar_that_ends_well_while_its_trainer_runs_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that somebody tells to end before the trainers have begun."""
+    monkeypatch.setattr(running, "SETTLED_S", 0.5)
+    supervised = supervisor(tmp_path, {"0": ["sleep:3 exit:0"]}, {"0": ["exit:0", "sleep:60"]})
+
+    outcome = supervised.run()
+
+    assert outcome is Outcome.DONE
+    assert turns(tmp_path, "checkpointer-0") == 2
+    assert "checkpointer-0 ended with exit code 0: trainers run on and nobody stores" in said(supervised)
+
+
+def test_a_sidecar_that_ends_well_just_before_its_trainer_is_not_started_again(tmp_path: Path) -> None:
+    supervised = supervisor(tmp_path, {"0": ["sleep:2 exit:0"]}, {"0": ["exit:0"]})
+
+    assert supervised.run() is Outcome.DONE
+
+    assert turns(tmp_path, "checkpointer-0") == 1
 
 
 def test_a_sidecar_that_only_the_user_can_mend_ends_the_job(tmp_path: Path) -> None:
