@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dlrm_api.errors import NoInputError, SnapshotError, TemporaryError
@@ -77,9 +78,11 @@ def read_attempts(store: ObjectStore, after: int, known: Mapping[int, Attempt] |
         SnapshotError: an announcement can't be read.
     """
     known = known or {}
-    numbers = [number for number in sorted(_numbers(store, ATTEMPTS, _ATTEMPT)) if number > after]
-    found = in_parallel(lambda number: known.get(number) or _read(store, number), numbers, PARALLEL_GETS)
-    return [attempt for attempt in found if attempt]
+    numbers = [number for number in _numbers(store, ATTEMPTS, _ATTEMPT) if number > after]
+    there = [known[number] for number in numbers if number in known]
+    new = [number for number in numbers if number not in known]
+    read = filter(None, in_parallel(partial(_read, store), new, PARALLEL_GETS))
+    return sorted([*there, *read], key=lambda attempt: attempt.number)
 
 
 def is_claimed(number: int, attempts: Iterable[Attempt]) -> bool:

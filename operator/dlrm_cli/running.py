@@ -6,6 +6,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from pydantic import ValidationError
 
@@ -92,8 +93,8 @@ class Running:
         long = [each for each in ended if now - self._ended_well.setdefault(each.pid, now) >= SETTLED_S]
         if not long or not self.alive(Container.TRAINER):
             return []
-        words, code = "trainers run on and nobody stores their snapshots", ExitCode.DONE
-        return [Ending(name=each.name, code=code, message=words, log=self._gang.log(each.name)) for each in long]
+        words = "trainers run on and nobody stores their snapshots"
+        return [replace(self._ending(each), message=words) for each in long]
 
     def last_words(self) -> list[CheckpointerProgress]:
         """What the sidecars that ended left."""

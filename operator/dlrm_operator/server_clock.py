@@ -13,6 +13,11 @@ SAME = timedelta(seconds=2)
 """What two looks at one clock may differ by, whose answers say whole seconds."""
 
 
+def own_time() -> datetime:
+    """This machine's time of day, in UTC."""
+    return datetime.now(UTC)
+
+
 class ServerClock:
     """Own time while it agrees with what the server's answers say; else the server's, counted on by a steady clock.
 
@@ -24,9 +29,7 @@ class ServerClock:
         steady: seconds of a clock that nobody sets.
     """
 
-    def __init__(
-        self, own: Callable[[], datetime] = lambda: datetime.now(UTC), steady: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, own: Callable[[], datetime] = own_time, steady: Callable[[], float] = time.monotonic) -> None:
         self._own, self._steady = own, steady
         self._zero: datetime | None = None
         """The server's time when the steady clock was 0; None while it said none."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from dlrm_api.hardware import HardwareProfile, TierSpec
@@ -20,26 +22,20 @@ LEAST_MISSES = 1e-9
 
 def predict(spec: DLRMJobSpec, profile: HardwareProfile | None, found: Solution) -> Prediction:
     """Times of the slowest rank by part, one after the other, but for slower tiers: these work for batches ahead."""
-    placement, costs = found.placement, found.costs
-    imbalance = placement.imbalance[placement.method]
+    imbalance = found.placement.imbalance[found.placement.method]
     if profile is None:
         return Prediction(imbalance=imbalance)
-    compute = _compute_seconds(spec, profile, found)
-    lookups = _lookup_seconds(spec, profile, found)
-    exchange = _communication_seconds(spec, profile, costs, placement)
-    below = _slow_seconds(spec, profile, found)
+    times = _Times.of(spec, profile, found)
     rate = price = None
-    if compute is not None and None not in lookups.values() and exchange is not None and None not in below.values():
-        slow = sum(seconds for seconds in below.values() if seconds is not None)
-        seconds = compute + sum(each for each in lookups.values() if each is not None) + exchange
-        seconds = _with_slower(spec, seconds, slow)
+    if None not in (times.compute, times.exchange, *times.lookups.values(), *times.below.values()):
+        seconds = times.step(spec)
         rate = spec.data.global_batch_size / seconds if seconds > 0 else None
     if rate and profile.spec.price_per_hour is not None:
         price = profile.spec.price_per_hour * spec.replicas / SECONDS_PER_HOUR * 1e9 / rate
     return Prediction(
-        compute_seconds=compute,
-        lookup_seconds=_joined(lookups, below),
-        communication_seconds=exchange,
+        compute_seconds=times.compute,
+        lookup_seconds=_joined(times.lookups, times.below),
+        communication_seconds=times.exchange,
         samples_per_second=rate,
         price_per_billion_samples=price,
         imbalance=imbalance,
@@ -48,22 +44,42 @@ def predict(spec: DLRMJobSpec, profile: HardwareProfile | None, found: Solution)
 
 def slowdown(spec: DLRMJobSpec, profile: HardwareProfile | None, found: Solution) -> float:
     """How many times as long a step takes for slower tiers; 1 where the profile's rates do not tell."""
-    below = _slow_seconds(spec, profile, found) if profile is not None else {}
-    if profile is None or not below or None in below.values():
+    if profile is None:
         return 1.0
-    slow = sum(filter(None, below.values()))
-    parts = (
-        _compute_seconds(spec, profile, found),
-        *_lookup_seconds(spec, profile, found).values(),
-        _communication_seconds(spec, profile, found.costs, found.placement),
-    )
-    fast = sum(filter(None, parts))
-    return _with_slower(spec, fast, slow) / fast if fast > 0 else 1.0
+    times = _Times.of(spec, profile, found)
+    if not times.below or None in times.below.values():
+        return 1.0
+    return times.step(spec) / times.fast if times.fast > 0 else 1.0
 
 
-def _with_slower(spec: DLRMJobSpec, fast: float, slow: float) -> float:
-    """Time of a step whose rows in slower tiers are fetched ahead, or else when they are asked for."""
-    return max(fast, slow) if spec.trainer.cache.lookahead else fast + slow
+@dataclass(frozen=True, kw_only=True)
+class _Times:
+    """Seconds of a step's parts on the rank or pod that takes longest for each; None where a rate is not known."""
+
+    compute: float | None
+    lookups: dict[Tier, float | None]
+    exchange: float | None
+    below: dict[Tier, float | None]
+    """Of tiers below the slots."""
+
+    @classmethod
+    def of(cls, spec: DLRMJobSpec, profile: HardwareProfile, found: Solution) -> _Times:
+        return cls(
+            compute=_compute_seconds(spec, profile, found),
+            lookups=_lookup_seconds(spec, profile, found),
+            exchange=_communication_seconds(spec, profile, found.costs, found.placement),
+            below=_slow_seconds(spec, profile, found),
+        )
+
+    @property
+    def fast(self) -> float:
+        """All that is known but slower tiers."""
+        return (self.compute or 0.0) + sum(filter(None, self.lookups.values())) + (self.exchange or 0.0)
+
+    def step(self, spec: DLRMJobSpec) -> float:
+        """Of a step whose rows in slower tiers are fetched ahead, or else when they are asked for."""
+        slow = sum(filter(None, self.below.values()))
+        return max(self.fast, slow) if spec.trainer.cache.lookahead else self.fast + slow
 
 
 def _joined(*timed: dict[Tier, float | None]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from dlrm_planner.splitting import (
     LEAST_ELEMENTS,
     MOST_PIECES,
     NEAR,
+    Splitter,
     forced,
     free,
     split_heaviest,
@@ -42,8 +43,11 @@ class Rivals:
         self._spec, self._tables, self._costs, self._needs = spec, tables, costs, needs
         self._which = needs.placed
         self._forced = forced(spec, tables, costs, needs, self._which)
-        self._pinned = forced(spec, tables, costs, needs, self._which, heavy=False)
+
+    @cached_property
+    def _pinned(self) -> Splitter:
         """Without splits that memory asks for of the heaviest tables: balance may want them wider."""
+        return forced(self._spec, self._tables, self._costs, self._needs, self._which, heavy=False)
 
     @cached_property
     def _least(self) -> Attempt:
@@ -85,7 +89,7 @@ class Rivals:
 
     def wide(self) -> list[Placement]:
         """Placements of tables that are split however level whole ones are: slower tiers may be less so."""
-        return _preferred(list(self._cut(None)))
+        return _preferred(list(self._cut(np.inf, every=True)))
 
     def packed(self) -> Placement | NoPlacement:
         """Best fit by bytes, where what fits nowhere whole is split."""
@@ -100,19 +104,23 @@ class Rivals:
         better = _levelled(self._spec, self._costs, self._needs, placement, attempt.items.cost)
         return [placement] if better is None else [better, placement]
 
-    def _cut(self, below: float | None) -> Iterator[Placement]:
-        """Tables cut where ranks are full, and all tables over all ranks, where these may be quicker than ``below``."""
+    def _cut(self, most: float, *, every: bool = False) -> Iterator[Placement]:
+        """Tables cut where ranks are full, and all tables over all ranks, where these may be quicker than ``most``.
+
+        Args:
+            most: pace of what there is.
+            every: all tables over all ranks also where others of these are quicker.
+        """
         spec, tables, costs, needs, which = self._spec, self._tables, self._costs, self._needs, self._which
         if spec.world_size == 1:
             return
-        most = np.inf if below is None else below
         heaviest = spread_heaviest(self._pinned.copy(), tables, costs, which)
         if len(heaviest) > len(self._pinned.splits):
             wide = self._attempt(heaviest)
             if (placed := wide.by_load(WIDE)) is not None:
                 most = min(most, placed.pace)
                 yield from self._with_level(placed, wide)
-        if self._even_pace() < (np.inf if below is None else most):
+        if self._even_pace < (np.inf if every else most):
             even = self._attempt(spread_all(self._pinned.copy(), tables, costs, which))
             if (placed := even.by_load(EVEN)) is not None:
                 most = min(most, placed.pace)
@@ -123,6 +131,7 @@ class Rivals:
             if (placed := attempt.by_load(WRAPPED)) is not None:
                 yield from self._with_level(placed, attempt)
 
+    @cached_property
     def _even_pace(self) -> float:
         """The least pace with all tables over all ranks; infinite where there would be too many shards."""
         costs, splitter, whole = self._costs, self._pinned, self._costs.whole

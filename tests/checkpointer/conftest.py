@@ -21,6 +21,7 @@ from dlrm_api.errors import StoreUnavailableError
 from dlrm_api.names import ExitCode
 from dlrm_api.objects import S3Spec
 from dlrm_api.tiers import RowDtype
+from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, SnapshotName, TableMeta
 from dlrm_checkpointer.digest import combine, shard_digest, state_digest
 from dlrm_checkpointer.files import FileStore
@@ -367,6 +368,20 @@ def all_tables() -> tuple[TableMeta, ...]:
 @pytest.fixture
 def new_pod() -> type[Pod]:
     return Pod
+
+
+@pytest.fixture
+def train_and_commit(tmp_path: Path, files: FileStore) -> Callable[[int], Model]:
+    """Trains a model so many steps, each of which is committed: the first whole, then increments over each other."""
+
+    def run(steps: int) -> Model:
+        model, pod = Model(), Pod(tmp_path / "pod", files, policy="consecutive", keep_last=9)
+        attempt = claim_attempt(files, None, "test")
+        for _ in range(steps):
+            pod.commit(model.train(), attempt)
+        return model
+
+    return run
 
 
 @pytest.fixture

@@ -27,12 +27,9 @@ def rewrite(files: FileStore, step: int, **changes: object) -> None:
 
 
 @pytest.fixture
-def upgraded(tmp_path: Path, files: FileStore, new_model, new_pod) -> FileStore:
+def upgraded(files: FileStore, train_and_commit) -> FileStore:
     """A store of four snapshots, of which a newer version wrote those of steps 3 and 4."""
-    model, pod = new_model(), new_pod(tmp_path / "pod", files, policy="consecutive", keep_last=9)
-    attempt = claim_attempt(files, None, "test")
-    for _ in range(4):
-        pod.commit(model.train(), attempt)
+    train_and_commit(4)
     for step in (3, 4):
         rewrite(files, step, version=3, chain={"another": "form"})
     return files

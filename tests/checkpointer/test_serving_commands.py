@@ -20,13 +20,9 @@ from dlrm_cli import app
 
 
 @pytest.fixture
-def trained(tmp_path: Path, files: FileStore, new_model, new_pod) -> Any:
+def trained(train_and_commit) -> Any:
     """A model of which steps 1 to 3 are committed."""
-    model, pod = new_model(), new_pod(tmp_path / "pod", files, policy="consecutive", keep_last=9)
-    attempt = claim_attempt(files, None, "test")
-    for _ in range(3):
-        pod.commit(model.train(), attempt)
-    return model
+    return train_and_commit(3)
 
 
 def test_diff_counts_rows_by_table(files: FileStore, trained, capsys: pytest.CaptureFixture[str]):

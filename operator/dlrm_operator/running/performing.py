@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Protocol
 
 from dlrm_api import names
@@ -47,6 +47,7 @@ from dlrm_operator.facts.reasons import Reason
 from dlrm_operator.objects.gang_scheduling import KUEUE
 from dlrm_operator.objects.pods import with_token_digest
 from dlrm_operator.running.observing import JOBS, owned_by
+from dlrm_operator.server_clock import own_time
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class Performer:
         jobs: Jobs,
         pods: Pods,
         control_key: ControlKey,
-        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        clock: Callable[[], datetime] = own_time,
     ) -> None:
         self._api = api
         self._clock = clock

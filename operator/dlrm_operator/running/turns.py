@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from types import UnionType
 
 from dlrm_api.status import Phase
@@ -37,6 +37,7 @@ from dlrm_operator.metrics import RECONCILE_SECONDS, RESTARTS
 from dlrm_operator.running.observing import Observer, needs_plan
 from dlrm_operator.running.patience import Patience
 from dlrm_operator.running.performing import Performer
+from dlrm_operator.server_clock import own_time
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Turns:
         planner: Planner,
         poller: Poller,
         passing_s: float = 0.0,
-        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        clock: Callable[[], datetime] = own_time,
     ) -> None:
         self._patience = Patience(passing_s)
         self.forgotten: list[Callable[[JobKey], None]] = [jobs.forget, planner.forget, poller.forget]

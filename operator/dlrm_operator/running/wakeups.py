@@ -8,12 +8,13 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 
 from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError, ConflictError
 from dlrm_operator.facts.observed import JobKey
 from dlrm_operator.metrics import QUEUE, RECONCILES
 from dlrm_operator.running.observing import UnreadableStatusError
+from dlrm_operator.server_clock import own_time
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Wakeups:
         self,
         take_turn: Callable[[JobKey], Awaitable[None]],
         is_new: Callable[[JobKey], bool] = lambda _: False,
-        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        clock: Callable[[], datetime] = own_time,
     ) -> None:
         """``is_new`` says of a job whether it never had a gang; ``clock`` is that of the moments in ``add_at``."""
         self._take_turn = take_turn
