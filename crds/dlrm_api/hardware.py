@@ -27,10 +27,10 @@ class TierSpec(ApiModel):
         None, ge=0, le=1e12, description="Random reads of one row or page (1/s), of tiers below ddr."
     )
     write_iops: float | None = Field(
-        None, ge=0, le=1e12, description="Random writes of one row or page (1/s). Not used yet."
-    )
-    latency_seconds: float | None = Field(
-        None, ge=0, le=10, description="Latency of one random read (s). Not used yet."
+        None,
+        ge=0,
+        le=1e12,
+        description="Random writes of one row (1/s), of cxl and scm; block storage is written in sequence.",
     )
     host_path: str | None = Field(
         None, min_length=1, max_length=1_024, description="Folder of the node to mount, of tiers below ddr."

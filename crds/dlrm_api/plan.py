@@ -86,7 +86,8 @@ class RankPlan(ApiModel):
     node: int = Field(ge=0, description="Index of its pod in the gang.")
     bytes_per_tier: dict[str, int] = Field(
         description=(
-            "Bytes of rows, row state, maps and hand-off, by tier; in hbm all that the rank takes of its GPU's memory."
+            "Bytes of rows, row state, maps, vectors of ranges of rows and hand-off, by tier; in hbm all that the rank "
+            "takes of its GPU's memory."
         )
     )
 

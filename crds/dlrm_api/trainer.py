@@ -57,8 +57,9 @@ class AutoReplicas(ApiModel):
 class TierBudgets(ApiModel):
     """Bytes of each tier that one replica may use; by default what the hardware gives.
 
-    A budget counts rows and their state, slots, maps and bookkeeping, and the hand-off. Memory that processes take by
-    themselves, dense parameters and activations come beside it; in hbm they count too.
+    A budget counts rows and their state, slots, maps and bookkeeping, the hand-off, and vectors of a batch that ranks
+    with ranges of a table's rows pool. Memory that processes take by themselves, dense parameters and activations come
+    beside it; in hbm they count too.
     """
 
     hbm: Bytes | None = Field(

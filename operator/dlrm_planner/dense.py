@@ -20,8 +20,12 @@ UPDATED_ELEMENT_BYTES, UPDATED_ROW_BYTES = 48, 100
 """Of each element of the rows looked up, and of each row, where torch's operations update them on a GPU: gradients of
 lookups and of rows, rows and states before and after, and whose they are. Counted operation by operation: 39 and 89,
 under Adam 48 and 97."""
-INTERACTION_COPIES = {"dot": 2, "dcn": 4}
-"""Of what goes into the interaction, beside what its layers give: as one tensor, and gradients under way."""
+INTERACTION_COPIES = {"cpu": {"dot": 0, "dcn": 3}, "cuda": {"dot": 2, "dcn": 4}}
+"""Of what goes into the interaction, beside what its layers give: as one tensor, and gradients under way. The host's
+compiled loops of dot products take pooled rows as they lie."""
+MEAN_COPIES, WIDTH_COPIES = 3, 2
+"""On the host, of pooled rows where some are means: the sums, what they are divided by, and gradients divided so; and
+where they are of several widths: side by side, and gradients apart again."""
 FLOPS_PER_WEIGHT = 6
 """A multiply and an add forward, twice that backward (gradients of the input and of the weight)."""
 
@@ -68,8 +72,12 @@ def activation_bytes(spec: DLRMJobSpec) -> int:
 
     What goes into the dense part, pooled rows too, is held of its whole slice; the rest of a micro batch.
     """
-    inputs = len(spec.model.dense_features) + _pooled(spec.model)
-    return 2 * ELEMENT_BYTES * (inputs * largest_slice(spec) + _inner(spec.model) * held_samples(spec))
+    model, samples, held = spec.model, largest_slice(spec), held_samples(spec)
+    inputs = len(model.dense_features) + _pooled(model)
+    joined = INTERACTION_COPIES["cpu"][model.interaction] * _joined(model) * held
+    copies = MEAN_COPIES * _has_means(model) + WIDTH_COPIES * _has_widths(model)
+    copied = copies * _pooled(model) * samples
+    return ELEMENT_BYTES * (2 * (inputs * samples + _inner(model) * held) + joined + copied)
 
 
 def device_activation_bytes(spec: DLRMJobSpec) -> int:
@@ -78,9 +86,9 @@ def device_activation_bytes(spec: DLRMJobSpec) -> int:
     Most is taken as the interaction's gradients are made, or as those of pooled rows are divided among their tables.
     """
     model, samples, held = spec.model, largest_slice(spec), held_samples(spec)
-    pooled, means = _pooled(model), any(table.pooling == "mean" for table in model.all_tables())
-    joined = (pooled + (model.bottom_mlp[-1] if model.bottom_mlp else 0)) * held
-    made = (2 + means + (held < samples)) * pooled * samples + INTERACTION_COPIES[model.interaction] * joined
+    pooled, means = _pooled(model), _has_means(model)
+    joined = INTERACTION_COPIES["cuda"][model.interaction] * _joined(model) * held
+    made = (2 + means + (held < samples)) * pooled * samples + joined
     divided = (4 + 2 * means) * pooled * samples
     inputs = 2 * len(model.dense_features) * samples
     return ELEMENT_BYTES * (inputs + max(made + 2 * _inner(model) * held, divided))
@@ -89,7 +97,8 @@ def device_activation_bytes(spec: DLRMJobSpec) -> int:
 def _inner(model: ModelSpec) -> int:
     """Elements that a sample's MLPs and interaction give."""
     vectors = len(model.all_features()) + bool(model.bottom_mlp)
-    interaction = vectors * vectors if model.interaction == "dot" else _pooled(model) * model.cross_layers
+    crossed = (_joined(model) + model.cross_rank) * model.cross_layers
+    interaction = vectors * vectors if model.interaction == "dot" else crossed
     return sum(model.bottom_mlp) + sum(model.top_mlp) + interaction
 
 
@@ -142,6 +151,19 @@ def message_bytes(spec: DLRMJobSpec) -> int:
 def _pooled(model: ModelSpec) -> int:
     """Elements of a sample's pooled vectors."""
     return sum(table.dim * len(table.sources) for table in model.all_tables())
+
+
+def _joined(model: ModelSpec) -> int:
+    """Elements of a sample that go into the interaction."""
+    return _pooled(model) + (model.bottom_mlp[-1] if model.bottom_mlp else 0)
+
+
+def _has_means(model: ModelSpec) -> bool:
+    return any(table.pooling == "mean" for table in model.all_tables())
+
+
+def _has_widths(model: ModelSpec) -> bool:
+    return len({table.column_block or table.dim for table in model.all_tables()}) > 1
 
 
 def _mlp(inputs: int, widths: Sequence[int]) -> int:

@@ -54,6 +54,8 @@ def infeasible(asked: Question, refusal: Refusal, grows: str | None = "trainer.r
         reasons.append(f"mend: {grows}: {replicas} of the same hardware hold all tables")
     else:
         reasons.append(f"more replicas do not help: {_bound(asked, cause)}")
+    if not any(reason.startswith("mend: ") for reason in reasons):
+        reasons.append(f"no one change is enough: with all the {cause.tier} there may be, something else is too small")
     return InfeasiblePlanError("spec.trainer", reasons)
 
 

@@ -90,8 +90,8 @@ def checkpointer_bytes(spec: DLRMJobSpec) -> int:
 
 
 def dense_bytes(spec: DLRMJobSpec) -> int:
-    """Dense parameters of one rank, their gradients and optimizer state."""
-    copies = 2 + OPTIMIZER_COPIES[spec.training.dense_optimizer.kind]  # the parameters and their gradient
+    """Dense parameters of one rank, their gradients, as they are found and as they add up, and optimizer state."""
+    copies = 3 + OPTIMIZER_COPIES[spec.training.dense_optimizer.kind] + (spec.model.precision == "bf16")
     return ELEMENT_BYTES * copies * dense_parameters(spec.model)
 
 

@@ -87,5 +87,8 @@ def whole_needs(
         sharing=spec.trainer.processes_per_replica,
         bounded=limit is not None,
         measure=lambda shards: shards.held_bytes,
-        extra=tuple(CUT_HEADER_BYTES * (len(table.block_edges) - 1) for table in tables.specs),
+        extra=tuple(
+            CUT_HEADER_BYTES * (len(table.block_edges) - 1) + step
+            for table, step in zip(tables.specs, tables.most_range_bytes, strict=True)
+        ),
     )

@@ -106,7 +106,7 @@ class _Planning:
 
 def _written(spec: DLRMJobSpec, asked: Question, found: Solution) -> Plan:
     """A solution as the plan of its job."""
-    handoff = tuple(_handoff_bytes(spec, found, pod) for pod in range(spec.replicas))
+    handoff = _handoff_bytes(spec, found)
     ranks = _rank_plans(asked, found, handoff)
     policy, rule = choose_policy(spec, found, asked.traces)
     return Plan(
@@ -123,27 +123,34 @@ def _written(spec: DLRMJobSpec, asked: Question, found: Solution) -> Plan:
     )
 
 
-def _handoff_bytes(spec: DLRMJobSpec, found: Solution, pod: int) -> int:
-    """Budget of a pod's shared memory in whole MiB: the user's; or a full cut of all that its ranks hold, or slices."""
-    tables, shards = found.tables, found.placement.shards
-    here: list[int] = found.placement.on_pod(pod, spec.trainer.processes_per_replica).tolist()
-    own = sum(shards.handoff_bytes[i] for i in here)
-    needed = (own + full_cut_bytes(spec, tables, found.placement.replicated, pod)) // MIB * MIB
+def _handoff_bytes(spec: DLRMJobSpec, found: Solution) -> tuple[int, ...]:
+    """Budget of each pod's shared memory in whole MiB: the user's; or a full cut of all its ranks hold, or slices."""
+    tables, pods = found.tables, range(spec.replicas)
+    needed = [_cut_bytes(spec, found, pod) for pod in pods]
     budget = spec.checkpoint.handoff_budget
     if budget is None:
-        return needed if tables.handoff_budget is None else min(needed, tables.handoff_budget)
+        return tuple(each if tables.handoff_budget is None else min(each, tables.handoff_budget) for each in needed)
     floor = least_handoff_bytes(spec, tables)
-    if budget < min(needed, floor):
+    pod = max(pods, key=needed.__getitem__)
+    least = min(needed[pod], floor)
+    if budget < least:
         raise InfeasiblePlanError(
             "spec.checkpoint.handoffBudget",
             [
-                f"a full cut of the ranks on node {pod} takes {needed} bytes, and slices of it take turns in at least "
-                f"{floor} bytes (64 MiB of rows, all dense state, headers): the budget is "
-                f"{min(needed, floor) - budget} bytes short",
-                f"mend: raise handoffBudget to {min(needed, floor)} ({human(min(needed, floor))}), or leave it out",
+                f"a full cut of the ranks on node {pod} takes {needed[pod]} bytes, and slices of it take turns in at "
+                f"least {floor} bytes (64 MiB of rows, all dense state, headers): the budget is {least - budget} bytes "
+                "short",
+                f"mend: raise handoffBudget to {least} ({human(least)}), or leave it out",
             ],
         )
-    return budget
+    return (budget,) * spec.replicas
+
+
+def _cut_bytes(spec: DLRMJobSpec, found: Solution, pod: int) -> int:
+    """A full cut of all that a pod's ranks hold, in whole MiB."""
+    here: list[int] = found.placement.on_pod(pod, spec.trainer.processes_per_replica).tolist()
+    own = sum(found.placement.shards.handoff_bytes[i] for i in here)
+    return (own + full_cut_bytes(spec, found.tables, found.placement.replicated, pod)) // MIB * MIB
 
 
 def _rank_plans(asked: Question, found: Solution, handoff: tuple[int, ...]) -> tuple[RankPlan, ...]:
@@ -162,6 +169,7 @@ def _rank_plans(asked: Question, found: Solution, handoff: tuple[int, ...]) -> t
     for shard, rank in enumerate(placement.ranks.tolist()):
         for tier, size in _shard_bytes(found, shard).items():
             held[rank][tier] = held[rank].get(tier, 0) + size
+        held[rank]["ddr"] += placement.shards.range_bytes[shard]
         cut[rank] += placement.shards.handoff_bytes[shard] if tables.handoff_budget is None else 0
     for pod, budget in enumerate(handoff):
         cut[pod * processes] += budget - sum(cut[pod * processes : (pod + 1) * processes])

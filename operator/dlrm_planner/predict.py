@@ -186,7 +186,7 @@ def _slow_seconds(spec: DLRMJobSpec, profile: HardwareProfile, found: Solution) 
     seconds: dict[Tier, float | None] = {}
     for tier, count in reads.items():
         rates: TierSpec | None = getattr(profile.spec.tiers, tier)
-        seconds[tier] = _tier_seconds(rates, float(count.max()), float(moved[tier].max()))
+        seconds[tier] = _tier_seconds(tier, rates, float(count.max()), float(moved[tier].max()))
         if tier in crossed:
             known = seconds[tier]
             seconds[tier] = known + float(crossed[tier].max()) / link if known is not None and link else None
@@ -198,14 +198,23 @@ def _unrated(rates: TierSpec | None) -> bool:
     return rates is None or not (rates.read_bytes_per_second or rates.read_iops)
 
 
-def _tier_seconds(rates: TierSpec | None, reads: float, moved: float) -> float | None:
-    """Reads at random, limited by bytes and by count, and writes of as much."""
+def _tier_seconds(tier: Tier, rates: TierSpec | None, rows: float, moved: float) -> float | None:
+    """Reads of rows at random, and writes of as many: each limited by bytes and by count.
+
+    Block storage is written a segment at a time, which only bytes limit.
+    """
     if rates is None or _unrated(rates):
         return None
-    by_bytes = moved / rates.read_bytes_per_second if rates.read_bytes_per_second else 0.0
-    by_count = reads / rates.read_iops if rates.read_iops else 0.0
-    written = rates.write_bytes_per_second or rates.read_bytes_per_second
-    return max(by_bytes, by_count) + (moved / written if written else 0.0)
+    write_rate = rates.write_bytes_per_second or rates.read_bytes_per_second
+    write_iops = None if tier == "block" else rates.write_iops
+    return _limited(rows, rates.read_iops, moved, rates.read_bytes_per_second) + _limited(
+        rows, write_iops, moved, write_rate
+    )
+
+
+def _limited(count: float, iops: float | None, size: float, rate: float | None) -> float:
+    """Seconds of so many transfers of so many bytes in all."""
+    return max(count / iops if iops else 0.0, size / rate if rate else 0.0)
 
 
 def _communication_seconds(

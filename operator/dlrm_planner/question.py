@@ -107,6 +107,7 @@ def question(
     device = device_of(spec, profile)
     if device == "cuda":
         check_device_tables(tables)
+        tables = replace(tables, vector_bytes=(0,) * len(tables.specs))
     return Question(
         spec=spec,
         profile=profile,

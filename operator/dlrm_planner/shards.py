@@ -56,6 +56,8 @@ class Shards:
     """Rows, row state and what tells that rows changed."""
     handoff_bytes: tuple[int, ...]
     """All rows with their ids and state, as a full cut hands them over."""
+    range_bytes: tuple[int, ...]
+    """Of ranges of rows, what a step takes beyond an even part."""
 
     def spec(self, shard: int) -> TableSpec:
         """Its table."""
@@ -63,10 +65,11 @@ class Shards:
 
     @property
     def held_bytes(self) -> tuple[int, ...]:
-        """What a pod's memory gives for each shard: it, and its part of a hand-off that holds a full cut."""
+        """What a pod's memory gives for each shard: it, its steps, and its part of a hand-off that holds a full cut."""
+        held = tuple(a + b for a, b in zip(self.resident_bytes, self.range_bytes, strict=True))
         if self.tables.handoff_budget is not None:
-            return self.resident_bytes
-        return tuple(a + b for a, b in zip(self.resident_bytes, self.handoff_bytes, strict=True))
+            return held
+        return tuple(a + b for a, b in zip(held, self.handoff_bytes, strict=True))
 
     def cost(self, costs: Costs) -> Floats:
         """(N,) cost of one step."""
@@ -80,6 +83,7 @@ def cut(tables: Tables, which: Collection[int], splits: Mapping[int, Split]) -> 
     kinds: list[ShardKind] = []
     allowed: list[tuple[int, ...]] = []
     sizes: list[PartBytes] = []
+    steps: list[int] = []
     for i in which:
         spec = tables.specs[i]
         if (split := splits.get(i)) is not None:
@@ -89,12 +93,15 @@ def cut(tables: Tables, which: Collection[int], splits: Mapping[int, Split]) -> 
             allowed += [(rank,) for rank in split.ranks]
             table += [i] * len(found)
             sizes += [part_bytes(spec, tables.block_state_bytes[i], *rectangle) for rectangle in found]
+            shares = [1.0 if split.kind == "column" else (end - start) / spec.rows for start, end, _, _ in found]
+            steps += [0 if share == 1 else tables.range_bytes(i, share, len(found)) for share in shares]
         else:
             rectangles.append((0, spec.rows, 0, spec.dim))
             kinds.append("table")
             allowed.append(tuple(sorted(set(spec.pin.ranks))) if spec.pin else ())
             table.append(i)
             sizes.append(tables.whole[i])
+            steps.append(0)
     edges = np.array(rectangles, np.float64).reshape(-1, 4)
     rows, width = edges[:, 1] - edges[:, 0], edges[:, 3] - edges[:, 2]
     return Shards(
@@ -110,4 +117,5 @@ def cut(tables: Tables, which: Collection[int], splits: Mapping[int, Split]) -> 
         row_bytes=tuple(size.row for size in sizes),
         resident_bytes=tuple(size.resident for size in sizes),
         handoff_bytes=tuple(size.handoff for size in sizes),
+        range_bytes=tuple(steps),
     )

@@ -54,7 +54,8 @@ class Tiered:
         beside = asked.buffers * asked.spec.trainer.processes_per_replica + stacks.between
         by_ddr = whole_needs(asked.spec, asked.tables, replicated, asked.limit, beside=beside)
         room = min(by_ddr.room)
-        more = stacks.slot * (stacks.ways + 4) + TIER_BUFFER_BYTES // 2**16  # what is rounded up
+        steps = np.array(asked.tables.most_range_bytes, np.float64)
+        more = stacks.slot * (stacks.ways + 4) + steps + TIER_BUFFER_BYTES // 2**16  # what is rounded up
 
         def least(shards: Shards) -> tuple[int, ...]:
             return _whole_parts(self._sized(shards)[0].at_least(bool(asked.caps)))

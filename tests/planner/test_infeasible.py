@@ -275,3 +275,17 @@ def test_a_short_tier_is_told_by_what_even_pods_lack_and_its_mends_spread_tables
     assert 320 * GIB + short <= enough < 1.01 * (320 * GIB + short)
     assert any(r.startswith("mend: trainer.replicas: 5 ") for r in reasons)
     assert plan_job(asked(enough), profile)
+
+
+def test_where_two_memories_are_too_small_no_one_change_is_said_to_be_enough(make_spec: MakeSpec) -> None:
+    found = [
+        {"name": "in-memory", "rows": 10**6, "dim": 64, "pin": {"tier": "ddr", "ranks": [0]}},
+        {"name": "below", "rows": 10**6, "dim": 64, "pin": {"tier": "block", "ranks": [0]}},
+    ]
+    spec = make_spec(found, tierBudgets={"ddr": 200 * MIB, "block": 100 * MIB})
+
+    with pytest.raises(InfeasiblePlanError) as refused:
+        plan_job(spec)
+
+    assert not any(reason.startswith("mend: ") for reason in refused.value.reasons)
+    assert refused.value.reasons[-1].startswith("no one change is enough: ")

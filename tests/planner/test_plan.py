@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from split_rows import range_bytes
 
 from dlrm_api.data import DataSpec
 from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
@@ -81,11 +82,31 @@ def test_a_pod_s_bytes_are_its_rows_its_state_and_its_hand_off(
                 copies = processes if shard.kind == "data" else 1
                 held += copies * rows * (4 * width + 4 + 1)
                 held += copies * rows * 4 * (width + 1) if shard.kind == "data" else 0
+                held += range_bytes(spec, planned, shard) if "row" in shard.kind else 0
                 cut += rows * (4 * width + 4 + 8) + 512 * -(-rows // 65_536)
         planned_bytes = sum(rank.bytes_per_tier["ddr"] for rank in plan.ranks if rank.node == pod)
         assert planned_bytes == held + plan.handoff_bytes[pod]
         assert cut < plan.handoff_bytes[pod] < cut + processes * 2 * MIB + 4 * MIB
         assert plan.handoff_bytes[pod] % MIB == 0
+
+
+@pytest.mark.parametrize(("processes", "replicas"), [(1, 4), (4, 1), (2, 16)])
+def test_ranges_of_rows_count_vectors_of_the_whole_batch(make_spec: MakeSpec, processes: int, replicas: int) -> None:
+    def held(sharding: str, batch: int) -> int:
+        spec = make_spec(
+            named([{"rows": 10**6, "dim": 64, "maxLookups": 2, "pin": {"sharding": sharding}}] * 32),
+            batch=batch,
+            replicas=replicas,
+            processesPerReplica=processes,
+        )
+        return sum(rank.bytes_per_tier["ddr"] for rank in plan_job(spec).ranks if rank.node == 0)
+
+    vectors = 32 * 64 * 4 * (2**16 - 2**12) * processes  # more of them in the larger batch
+    ranks = processes * replicas
+    copies = 2 + 2 * (1 - (1 - 1 / ranks) ** 2) - 4 / ranks
+
+    assert held("table", 2**16) == held("table", 2**12)
+    assert held("row", 2**16) - held("row", 2**12) == pytest.approx(copies * vectors, rel=1e-6)
 
 
 @settings(deadline=None)
@@ -246,6 +267,19 @@ def test_the_largest_tables_that_the_api_allows_can_be_planned(make_spec: MakeSp
     assert sum(rank.bytes_per_tier["ddr"] for rank in plan.ranks) > 2**63
 
 
+def test_a_hand_off_is_told_what_the_pod_with_the_largest_cut_needs(make_spec: MakeSpec) -> None:
+    pinned = [table("small", 10_000, pin={"ranks": [0]}), table("large", 100_000, pin={"ranks": [1]})]
+    spec = make_spec(pinned, replicas=2)
+
+    with pytest.raises(InfeasiblePlanError, match="on node 1 takes") as refused:
+        plan_job(with_handoff_budget(spec, 1))
+
+    enough = int(refused.value.reasons[1].split()[4])
+    assert plan_job(with_handoff_budget(spec, enough)).handoff_bytes == (enough, enough)
+    with pytest.raises(InfeasiblePlanError):
+        plan_job(with_handoff_budget(spec, enough - 1))
+
+
 def with_handoff_budget(spec: DLRMJobSpec, size: int) -> DLRMJobSpec:
     return spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"handoff_budget": size})})
 
@@ -350,7 +384,7 @@ def test_the_working_set_counts_processes_dense_parameters_and_activations(make_
 
 
 def test_the_working_set_counts_inner_activations_of_a_micro_batch_alone(make_spec: MakeSpec) -> None:
-    share, layers = 2**16, 4_096 + 1 + 16  # of the top MLP, and of one cross layer over 16 columns
+    share, layers = 2**16, 4_096 + 1 + 16 + 1  # of the top MLP, and of one cross layer over 16 columns, of rank 1
     whole = make_spec([table("t", 10)], batch=share)
     model = whole.model.model_copy(update={"top_mlp": (4_096, 1)})
     whole = whole.model_copy(update={"model": model})
@@ -362,7 +396,7 @@ def test_the_working_set_counts_inner_activations_of_a_micro_batch_alone(make_sp
 
     assert activation_bytes(larger) == activation_bytes(whole)
     assert working_set_bytes(whole) - working_set_bytes(micro) == spared
-    assert spared == 2 * 4 * layers * (share - 256)
+    assert spared == 4 * (2 * layers + 3 * 16) * (share - 256)  # 16 columns go into the interaction
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
