@@ -134,7 +134,7 @@ def test_a_multipart_upload_that_fails_is_given_back(versitygw, tmp_path: Path, 
     (versitygw.data / "bucket").mkdir(parents=True, exist_ok=True)
     store = open_at(versitygw.endpoint, keys)
     store.put("warm", b"1")
-    client = store._clients.current()  # the one client of this store: its calls are made to fail on their third part
+    client = store._calls.run(lambda s3: s3)  # the one of this store: its calls are made to fail on their third part
 
     real, lock, parts = client.upload_part, threading.Lock(), []
 
@@ -161,7 +161,7 @@ def test_a_sweep_aborts_old_uploads_below_its_prefix_alone(versitygw, tmp_path: 
     (versitygw.data / "bucket").mkdir(parents=True, exist_ok=True)
     store = open_at(versitygw.endpoint, keys)
     store.put("warm", b"1")
-    client = store._clients.current()
+    client = store._calls.run(lambda s3: s3)
     for key in ("a/chunks/1", "other/1"):
         client.create_multipart_upload(Bucket="bucket", Key=key)
 

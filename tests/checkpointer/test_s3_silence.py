@@ -13,7 +13,7 @@ from botocore.config import Config
 
 from dlrm_api.errors import StoreUnavailableError
 from dlrm_api.objects import S3Spec
-from dlrm_checkpointer import repeats, s3, s3_client
+from dlrm_checkpointer import repeats, s3_client, s3_writes
 from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
 
 FACTOR = 1 / 40
@@ -105,7 +105,7 @@ def store(server: Server, told: list[str], tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / name).write_text("key")
     options = StoreOptions(s3=S3Spec(endpoint=server.endpoint), credentials_dir=tmp_path, on_repeat=told.append)
     store = open_store("s3://bucket/job", options)
-    store._clients.current()  # takes longer to make than its timeouts are here
+    store._calls.run(lambda s3: s3)  # takes longer to make than its timeouts are here
     return store
 
 
@@ -135,7 +135,7 @@ def test_a_service_that_stays_silent_is_told_of_within_the_longest_run_and_one_t
 def test_an_upload_whose_parts_are_put_together_for_long_is_waited_for_while_the_service_says_so(
     store: ObjectStore, server: Server, told: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(s3, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(s3_writes, "WHOLE_BYTES", 0)
     server.answers = [begin_upload, take_part, complete_slowly]
 
     store.put("x", b"body")

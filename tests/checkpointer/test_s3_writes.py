@@ -17,7 +17,7 @@ from moto import mock_aws
 
 from dlrm_api.errors import DLRMError, StoreUnavailableError
 from dlrm_api.objects import SnapshotS3Spec
-from dlrm_checkpointer import s3
+from dlrm_checkpointer import s3_writes
 from dlrm_checkpointer.attempts import claim_attempt, honours_conditions
 from dlrm_checkpointer.s3_payload import SEND_BYTES, Payload
 from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
@@ -75,7 +75,7 @@ def headers_of(store: ObjectStore) -> list[tuple[str, dict[str, Any]]]:
     def look(model: Any, params: dict[str, Any], **_: Any) -> None:
         seen.append((model.name, {name.lower(): value for name, value in params["headers"].items()}))
 
-    store._clients.current().meta.events.register("before-call.s3", look)
+    store._calls.run(lambda s3: s3).meta.events.register("before-call.s3", look)
     return seen
 
 
@@ -104,7 +104,7 @@ def test_over_tls_every_body_travels_with_its_checksum(service: Any):
 def test_removals_of_many_objects_travel_with_the_checksum_that_s3_asks_for(service: Any):
     store, sent = opened(), []
     store.put("whole", b"1")
-    store._clients.current().meta.events.register_first(
+    store._calls.run(lambda s3: s3).meta.events.register_first(
         "before-send.s3.DeleteObjects", lambda request, **_: sent.extend(name.lower() for name in request.headers)
     )
 
@@ -121,10 +121,10 @@ def test_a_checksum_that_does_not_fit_is_noticed_by_a_real_service(versitygw: An
     (tmp_path / "secretAccessKey").write_text(versitygw.secret_key)
     options = StoreOptions(s3=SnapshotS3Spec(endpoint=versitygw.endpoint), credentials_dir=tmp_path)
     store = open_store("s3://bucket/job", options)
-    store._signs_bodies = False  # as over TLS
+    store._writes._signs_bodies = False  # as over TLS
 
     store.put("parts", LARGE)
-    store._checksum = lambda body: {"ChecksumSHA256": "A" * 43 + "="}
+    store._writes._checksum = lambda body: {"ChecksumSHA256": "A" * 43 + "="}
 
     assert store.get("parts") == LARGE
     with pytest.raises(StoreUnavailableError, match=r"checksum|Digest"):
@@ -159,7 +159,7 @@ def test_a_body_is_handed_to_the_connection_in_large_views_and_again_after_a_rep
 
 def test_a_known_hash_is_not_computed_again(service: Any, monkeypatch: pytest.MonkeyPatch):
     store = opened()
-    monkeypatch.setattr(s3, "hashlib", None)
+    monkeypatch.setattr(s3_writes, "hashlib", None)
 
     store.put("whole", b"123", hashlib.sha256(b"123").hexdigest())
 
