@@ -1,7 +1,7 @@
 """The hand-off folder's entries: what the ranks of one pod and its sidecar tell each other, by renames.
 
-rank-<r>.lock                        held by rank r for its whole life (flock)
-sidecar.lock                         held by the sidecar for its whole life (flock)
+rank-<r>.lock                        held by rank r for its whole life (flock): its pid and ``LAYOUT_VERSION``
+sidecar.lock                         held by the sidecar for its whole life (flock), with the same of it
 closed-<r>.json                      why rank r ended, and whether it failed; absent after a kill
 budget.lock                          held for a moment by whoever takes room, moves or frees an entry (flock)
 parent-<r>.json                      the snapshot that the cut of rank r goes on from, until that cut is whole
@@ -33,7 +33,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from dlrm_api.errors import DeviceError, UsageError
+from dlrm_api.errors import DeviceError, SnapshotError, UsageError
+from dlrm_checkpointer.sealing import NewerVersionError
+
+LAYOUT_VERSION = 1
+"""Of all that is described above and of what the entries hold: raised with each change that the other side, of another
+release, would misread."""
 
 ROWS_FILE = "rows.bin"
 INDEX_FILE = "index.json"
@@ -206,14 +211,45 @@ def take_lock(path: Path, who: str) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+                holder = next(iter(_words(path)), "unknown")
                 os.close(descriptor)
                 raise UsageError(f"{path}: {who} already runs (pid {holder}): end it first") from None
             time.sleep(POLL_S)
         else:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            os.pwrite(descriptor, f"{os.getpid()} {LAYOUT_VERSION}\n".encode(), 0)
             return descriptor
+
+
+def check_version(path: Path, who: str) -> None:
+    """Refuse what another release wrote or reads, by the lock of whoever did.
+
+    Args:
+        path: the lock; where it is absent, or its holder has not got to say anything yet, there is nothing to refuse.
+        who: holds it, or did last.
+
+    Raises:
+        NewerVersionError: its release is newer.
+        SnapshotError: it is older.
+    """
+    words = _words(path)
+    if not words:
+        return
+    version = int(words[1]) if len(words) > 1 else 0
+    if version != LAYOUT_VERSION:
+        refused = NewerVersionError if version > LAYOUT_VERSION else SnapshotError
+        raise refused(
+            f"{path.parent}: {who} hands cuts over by version {version} of the folder, this program by version "
+            f"{LAYOUT_VERSION}: give images of one release, or none, as spec.trainer.image and "
+            "spec.trainer.checkpointerImage"
+        )
+
+
+def _words(path: Path) -> list[str]:
+    """What the last holder of a lock said of itself: the first line, since a longer one may have been there before."""
+    try:
+        return path.read_text(errors="replace").partition("\n")[0].split()
+    except FileNotFoundError:
+        return []
 
 
 @contextlib.contextmanager

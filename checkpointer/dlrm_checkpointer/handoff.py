@@ -23,6 +23,7 @@ from dlrm_checkpointer.folder import (
     SUPERSEDED_FILE,
     CutName,
     budget_lock,
+    check_version,
     closed_path,
     discard_unfinished,
     lock_if_free,
@@ -67,6 +68,7 @@ class HandOffWriter:
     Raises:
         UsageError: another live process is this rank.
         DeviceError: the folder can't be written.
+        SnapshotError: the checkpointer that works on the folder is of another release.
     """
 
     def __init__(self, folder: Path, rank: int, budget_bytes: int | None, ranks_here: int = 1) -> None:
@@ -75,6 +77,7 @@ class HandOffWriter:
         self._last: CutName | None = None
         self._restored: SnapshotName | None = None
         self._under_way: GradualCut | WholeCut | None = None
+        check_version(sidecar_lock_path(folder), "the checkpointer")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock: int | None = take_lock(lock_path(folder, rank), f"rank {rank}")

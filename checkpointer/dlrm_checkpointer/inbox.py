@@ -25,6 +25,7 @@ from dlrm_checkpointer.folder import (
     SliceName,
     boot_id,
     budget_lock,
+    check_version,
     closed_path,
     dead_path,
     discard_unfinished,
@@ -89,9 +90,11 @@ class Inbox:
         """Map a cut or a slice.
 
         Raises:
-            SnapshotError: it can't be whole, because the machine went down after it was written or bytes are gone.
+            SnapshotError: it can't be whole, because the machine went down after it was written or bytes are gone; or
+                another release handed it over.
             TemporaryError: the system does not let it be opened now.
         """
+        check_version(lock_path(self.folder, name.rank), f"rank {name.rank}")
         path = self.folder / str(name)
         try:
             index = json.loads((path / INDEX_FILE).read_text())

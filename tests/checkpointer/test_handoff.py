@@ -17,6 +17,7 @@ from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.folder import ready_cuts
 from dlrm_checkpointer.handoff import HandOffWriter
 from dlrm_checkpointer.inbox import Inbox
+from dlrm_checkpointer.sealing import NewerVersionError
 
 
 def test_what_a_rank_hands_over_the_sidecar_reads(tmp_path: Path, new_model):
@@ -110,6 +111,44 @@ def test_rows_that_are_not_of_their_shard_are_refused(tmp_path: Path, new_model)
 
     with pytest.raises(ValueError, match="row ids"):
         writer.put(model.meta(1), [piece], model.dense, owned=model.shards(0, 1), patience_s=1)
+
+
+BESIDE = {2: NewerVersionError, 0: SnapshotError}
+"""Versions of the folder, which releases before this one and after it would say, and how they are refused."""
+
+
+@pytest.mark.parametrize("version", BESIDE)
+def test_a_trainer_beside_a_checkpointer_of_another_release_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+):
+    with monkeypatch.context() as other:
+        other.setattr("dlrm_checkpointer.folder.LAYOUT_VERSION", version)
+        Inbox(tmp_path, range(1)).close()
+
+    with pytest.raises(BESIDE[version], match=rf"the checkpointer .* version {version} .* version 1: give images of"):
+        HandOffWriter(tmp_path, 0, None)
+    assert not (tmp_path / "rank-0.lock").exists()
+
+
+@pytest.mark.parametrize("version", BESIDE)
+def test_a_cut_of_another_release_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_model, version: int):
+    model = new_model().train()
+    with monkeypatch.context() as other:
+        other.setattr("dlrm_checkpointer.folder.LAYOUT_VERSION", version)
+        writer = HandOffWriter(tmp_path, 0, None)
+        writer.put(model.meta(1), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), patience_s=1)
+    inbox = Inbox(tmp_path, range(1))
+
+    with pytest.raises(BESIDE[version], match=rf"rank 0 hands cuts over by version {version} .* version 1"):
+        inbox.open(inbox.ready()[0])
+    inbox.close()
+
+
+def test_a_checkpointer_from_before_versions_is_told_by_its_lock(tmp_path: Path):
+    (tmp_path / "sidecar.lock").write_text("4711")
+
+    with pytest.raises(SnapshotError, match="the checkpointer hands cuts over by version 0"):
+        HandOffWriter(tmp_path, 0, None)
 
 
 @pytest.mark.slow
