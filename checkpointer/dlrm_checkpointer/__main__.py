@@ -15,6 +15,7 @@ from typing import NoReturn
 from dlrm_api.errors import DLRMError
 from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
 from dlrm_api.progress import CheckpointerProgress
+from dlrm_api.system_limits import named_limit
 from dlrm_checkpointer.endpoint import Endpoint
 from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.logs import log_to_stderr
@@ -56,7 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(number, end)
     try:
         return _run(read_settings(options.job, os.environ), stop)
-    except DLRMError as error:
+    except Exception as caught:
+        error = named_limit(caught)
+        if not isinstance(error, DLRMError):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return int(error.exit_code)
 

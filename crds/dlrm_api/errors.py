@@ -58,7 +58,7 @@ class NoInputError(DLRMError):
 
 
 class DeviceError(DLRMError):
-    """A disk or memory is full or failing; the message names the path and the bytes."""
+    """A disk or memory is full or failing, or a limit of the system is met; the message names it, or path and bytes."""
 
     exit_code = ExitCode.DEVICE
 

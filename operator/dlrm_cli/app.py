@@ -19,6 +19,7 @@ import typer
 
 from dlrm_api.errors import OF_A_RULE, DLRMError, NoInputError
 from dlrm_api.names import ExitCode
+from dlrm_api.system_limits import named_limit
 from dlrm_cli.cluster.commands import cluster
 from dlrm_cli.serving import serving
 from dlrm_cli.snapshots import snapshots
@@ -224,14 +225,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(ExitCode.DONE)
     except OSError as error:
         if error.errno not in FULL or error.filename is not None:
-            return _fail_by_a_bug(error)
+            return _fail_unforeseen(error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it would fail at the exit too
         return _fail(f"standard output can't be written: {error.strerror}: free space there", ExitCode.DEVICE)
     except Exception as error:
-        return _fail_by_a_bug(error)
+        return _fail_unforeseen(error)
 
 
-def _fail_by_a_bug(error: Exception) -> int:
+def _fail_unforeseen(caught: Exception) -> int:
+    """Say which limit of the system was met, or that it is a bug."""
+    error = named_limit(caught)
+    if isinstance(error, DLRMError):
+        return _fail(str(error), error.exit_code)
     with tempfile.NamedTemporaryFile("w", prefix="dlrmctl-", suffix=".log", delete=False) as log:
         traceback.print_exception(error, file=log)
     return _fail(f"this is a bug: {type(error).__name__}: {error}; its log is {log.name}", ExitCode.INTERNAL)

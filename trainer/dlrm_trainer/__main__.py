@@ -14,6 +14,7 @@ from dlrm_api.errors import DLRMError, NoInputError, UsageError
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan, parse_plan, plan_from_parts
 from dlrm_api.progress import TerminationMessage
+from dlrm_api.system_limits import named_limit
 from dlrm_checkpointer.settings import read_job
 from dlrm_trainer.limits import allow_open_files
 from dlrm_trainer.logs import log_to_stderr
@@ -37,7 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         settings = read_settings()
         message = _run(_parse(arguments), settings)
-    except DLRMError as error:
+    except Exception as caught:
+        error = named_limit(caught)
+        if not isinstance(error, DLRMError):
+            raise
         reason = type(error).__name__.removesuffix("Error")
         message = TerminationMessage(exit_code=error.exit_code, reason=reason, message=str(error))
     if settings.termination_log:

@@ -21,6 +21,7 @@ from dlrm_api.errors import DLRMError, PeerLostError
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
 from dlrm_api.plan import Plan
+from dlrm_api.system_limits import named_limit
 from dlrm_trainer.compute_device import named_failure
 from dlrm_trainer.cuts import CutControl, StoppedError
 from dlrm_trainer.limits import usable_cpus
@@ -95,7 +96,7 @@ def run_rank(
         gang.leave("")
         report.send_bytes(_report(code, "Done", "training is done", board).encode())
     except BaseException as caught:
-        error = named_failure(caught)
+        error = named_limit(named_failure(caught))
         code, message = _blame(error), str(error) or type(error).__name__
         if code == ExitCode.INTERNAL:
             traceback.print_exc()
