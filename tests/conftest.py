@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import signal
+from contextlib import closing
+from pathlib import Path
 
 import pytest
+
+from dlrm_api.errors import DeviceError
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so for a shell's background jobs, and then for what tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -18,3 +22,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cluster") or item.get_closest_marker("e2e"):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def direct_folder(tmp_path: Path) -> Path:
+    """A folder whose file system has direct I/O."""
+    from dlrm_trainer.embedding.tiers.scratch import ScratchFile
+
+    try:
+        with closing(ScratchFile(tmp_path, direct=True)):
+            return tmp_path
+    except DeviceError as error:
+        pytest.skip(f"NO DIRECT I/O HERE, point --basetemp at a disk: {error}")

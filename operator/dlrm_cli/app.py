@@ -197,12 +197,19 @@ def trace(
 def measure(
     name: Annotated[str, typer.Option(metavar="NAME", help="Name of the profile.")] = "this-machine",
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write; printed by default.")] = None,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TIER=FOLDER",
+            help="Slower tier to measure too, and a folder of its mount: cxl=, scm= or block=. May be repeated.",
+        ),
+    ] = None,
 ) -> None:
-    """Measure this machine: its memory, CPUs and GPUs, as a HardwareProfile to complete by hand."""
+    """Measure this machine: its memory, CPUs, GPUs and slower tiers, as a HardwareProfile to complete by hand."""
     from dlrm_cli.machine import write_profile
 
     _need_current_folder()
-    write_profile(name, out)
+    write_profile(name, out, tier or ())
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,10 +16,15 @@ from dlrm_api.errors import DeviceError, UsageError
 from dlrm_api.hardware import parse_profile
 from dlrm_api.names import API_VERSION
 from dlrm_api.objects import ObjectName
+from dlrm_api.plan import Tier
 from dlrm_cli.devices import RESOURCE, Found
 
 if TYPE_CHECKING:
     from dlrm_cli.probe import Rates
+    from dlrm_cli.probe_tiers import TierRates
+
+
+SLOWER_TIERS: tuple[Tier, ...] = ("cxl", "scm", "block")
 
 
 class Probe(Protocol):
@@ -42,20 +48,32 @@ class Probe(Protocol):
     def link_bytes_per_second(self) -> float:
         """Between host memory and the first GPU, each way."""
 
+    def tier_rates(self, tier: Tier, folder: Path) -> TierRates:
+        """Of a slower tier that is mounted there."""
 
-def write_profile(name: str, out: Path | None) -> None:
+    def exchange_bytes_per_second(self) -> float:
+        """That each of two ranks that compute on the CPUs sends the other."""
+
+
+def write_profile(name: str, out: Path | None, tiers: Sequence[str] = ()) -> None:
     """Measure this machine, and write its profile as YAML to a file that is not there yet, or print it.
 
+    Args:
+        name: of the profile.
+        out: the file; None: it is printed.
+        tiers: ``TIER=FOLDER`` of each slower tier to measure.
+
     Raises:
-        UsageError: the file is there, or can't be made, or no object of a cluster can have the name.
-        DeviceError: the GPUs' driver does not answer, or the file can't be written.
+        UsageError: the file is there, or can't be made, or no object of a cluster can have the name; a tier is none.
+        DeviceError: the GPUs' driver does not answer, or a file can't be written.
     """
     _check_name(name)
+    folders = _folders(tiers)
     if out is not None:
         _check_new(out)
     from dlrm_cli.probe import TorchProbe  # loads torch, which takes seconds
 
-    text = profile_text(name, TorchProbe())
+    text = profile_text(name, TorchProbe(), folders)
     if out is None:
         print(text, end="")
         return
@@ -86,20 +104,37 @@ def _check_new(out: Path) -> None:
         raise UsageError(f"--out: {out.parent} is no folder that you may write: choose another file")
 
 
-def profile_text(name: str, probe: Probe) -> str:
+def _folders(tiers: Sequence[str]) -> dict[Tier, Path]:
+    folders: dict[Tier, Path] = {}
+    for each in tiers:
+        tier, _, folder = each.partition("=")
+        if tier not in SLOWER_TIERS or not folder:
+            raise UsageError(
+                f"--tier: {each!r} is no TIER=FOLDER: name a tier ({', '.join(SLOWER_TIERS)}) and a folder of its "
+                "mount, as in block=/mnt/nvme"
+            )
+        if tier in folders:
+            raise UsageError(f"--tier: {tier} is given twice: a profile has one folder for each tier")
+        folders[tier] = Path(folder).absolute()
+    return folders
+
+
+def profile_text(name: str, probe: Probe, folders: Mapping[Tier, Path]) -> str:
     """The profile as YAML; a comment says what the devices are called, and what was not measured."""
     devices = probe.devices()
-    document = _document(name, probe, devices)
+    document = _document(name, probe, devices, folders)
     parse_profile(document)  # refuses what no profile may hold
     counts = Counter(each.name for each in devices)
+    unmeasured = [tier for tier in SLOWER_TIERS if tier not in folders]
+    missing = [f"tiers ({', '.join(unmeasured)})"] if unmeasured else []
+    missing += ["network" if devices else "network between nodes", "price", "node affinity"]
     seen = ", ".join(f"{count} x {each}" for each, count in counts.items()) or "no GPU"
-    return (
-        f"# Measured on one machine with {seen}. By hand: slower tiers, network, price, node affinity.\n"
-        + yaml.safe_dump(document, sort_keys=False)
+    return f"# Measured on one machine with {seen}. By hand: {', '.join(missing)}.\n" + yaml.safe_dump(
+        document, sort_keys=False
     )
 
 
-def _document(name: str, probe: Probe, devices: tuple[Found, ...]) -> dict[str, Any]:
+def _document(name: str, probe: Probe, devices: tuple[Found, ...], folders: Mapping[Tier, Path]) -> dict[str, Any]:
     host = probe.host_rates()
     spec: dict[str, Any] = {"cpus": probe.cores(), "flopsPerSecond": _rounded(host.flops_per_second)}
     if devices:
@@ -111,16 +146,26 @@ def _document(name: str, probe: Probe, devices: tuple[Found, ...]) -> dict[str, 
             "flopsPerSecond": _rounded(rates.flops_per_second),
             "hostBytesPerSecond": _rounded(probe.link_bytes_per_second()),
         }
-    spec["tiers"] = {"ddr": _tier(probe.memory_bytes(), host)}
+    slower = {tier: _slower_tier(probe.tier_rates(tier, folder), folder) for tier, folder in folders.items()}
+    spec["tiers"] = {"ddr": _tier(probe.memory_bytes(), host), **slower}
+    if not devices:  # which have links of their own
+        spec["network"] = {"intraNodeBytesPerSecond": _rounded(probe.exchange_bytes_per_second())}
     return {"apiVersion": API_VERSION, "kind": "HardwareProfile", "metadata": {"name": name}, "spec": spec}
 
 
-def _tier(size: int, rates: Rates) -> dict[str, Any]:
+def _tier(size: int, rates: Rates | TierRates) -> dict[str, Any]:
     return {
         "bytes": size,
         "readBytesPerSecond": _rounded(rates.read_bytes_per_second),
         "writeBytesPerSecond": _rounded(rates.write_bytes_per_second),
     }
+
+
+def _slower_tier(rates: TierRates, folder: Path) -> dict[str, Any]:
+    found = {**_tier(rates.bytes, rates), "readIops": _rounded(rates.read_iops)}
+    if rates.write_iops is not None:
+        found["writeIops"] = _rounded(rates.write_iops)
+    return {**found, "hostPath": str(folder)}
 
 
 def _rounded(rate: float) -> float:

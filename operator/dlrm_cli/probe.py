@@ -5,10 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
+from dlrm_api.plan import Tier
 from dlrm_cli.devices import Found, found_devices
+from dlrm_cli.probe_exchange import exchange_rate
+from dlrm_cli.probe_tiers import TierRates, tier_rates
 from dlrm_trainer.limits import usable_cpus, usable_memory_bytes
 
 HOST = torch.device("cpu")
@@ -68,6 +72,14 @@ class TorchProbe:
     def link_bytes_per_second(self) -> float:
         """Between host memory and the first GPU, in the slower direction."""
         return link_rate(torch.device("cuda", 0), DEVICE_EFFORT)
+
+    def tier_rates(self, tier: Tier, folder: Path) -> TierRates:
+        """Of a slower tier that is mounted there."""
+        return tier_rates(tier, folder)
+
+    def exchange_bytes_per_second(self) -> float:
+        """That each of two ranks that compute on the CPUs sends the other."""
+        return exchange_rate()
 
 
 def host_effort(memory_bytes: int) -> Effort:

@@ -4,6 +4,7 @@ import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,14 @@ import yaml
 from dlrm_api.errors import DeviceError, InvalidSpecError, UsageError
 from dlrm_api.hardware import parse_profile
 from dlrm_api.job import parse_job
+from dlrm_api.plan import Tier
 from dlrm_cli import devices
 from dlrm_cli.checks import this_machine
 from dlrm_cli.devices import Found, found_devices, visible_to
 from dlrm_cli.machine import profile_text, write_profile
 from dlrm_cli.probe import HOST, HOST_EFFORT, Effort, Rates, TorchProbe, host_effort, link_rate, measured
+from dlrm_cli.probe_exchange import exchange_rate
+from dlrm_cli.probe_tiers import BATCH_RECORDS, RECORD_BYTES, TierEffort, TierRates, tier_rates
 from dlrm_planner import plan_job
 
 GIB = 2**30
@@ -49,15 +53,30 @@ class KnownMachine:
         assert self.gpus, "no GPU is asked where there is none"
         return 2.5e10
 
+    def tier_rates(self, tier: Tier, folder: Path) -> TierRates:
+        assert folder == Path("/mnt") / tier
+        return TierRates(
+            bytes=7 * GIB,
+            read_bytes_per_second=3.2111e9,
+            write_bytes_per_second=1.5e9,
+            read_iops=412_345.6,
+            write_iops=None if tier == "block" else 2e6,
+        )
+
+    def exchange_bytes_per_second(self) -> float:
+        assert not self.gpus, "ranks on GPUs exchange by their links"
+        return 1.2345e9
+
 
 def test_a_machine_without_gpus_has_no_devices() -> None:
-    text = profile_text("box", KnownMachine())
+    text = profile_text("box", KnownMachine(), {})
 
     found = parse_profile(yaml.safe_load(text))
     assert text.startswith("# Measured on one machine with no GPU.")
     assert found.metadata.name == "box"
     assert found.spec.devices is None
     assert found.spec.cpus == 96
+    assert found.spec.network.intra_node_bytes_per_second == 1.23e9
     assert found.spec.flops_per_second == 3e12
     assert found.spec.tiers.ddr.bytes == 512 * GIB
     assert found.spec.tiers.ddr.read_bytes_per_second == 2.23e11
@@ -66,7 +85,7 @@ def test_a_machine_without_gpus_has_no_devices() -> None:
 def test_gpus_are_written_with_what_was_measured_of_the_first() -> None:
     gpus = (Found("NVIDIA H200", 140 * GIB), Found("NVIDIA H200", 139 * GIB))
 
-    text = profile_text("box", KnownMachine(gpus))
+    text = profile_text("box", KnownMachine(gpus), {})
 
     found = parse_profile(yaml.safe_load(text)).spec.devices
     assert found is not None
@@ -76,14 +95,16 @@ def test_gpus_are_written_with_what_was_measured_of_the_first() -> None:
     assert (found.flops_per_second, found.host_bytes_per_second) == (5.43e13, 2.5e10)
 
 
-def test_what_was_measured_is_enough_to_predict_one_process() -> None:
-    profile = parse_profile(yaml.safe_load(profile_text("box", KnownMachine((Found("a", 80 * GIB),)))))
+@pytest.mark.parametrize(("gpus", "processes", "device"), [((Found("a", 80 * GIB),), 1, "cuda"), ((), 4, "cpu")])
+def test_what_was_measured_is_enough_to_predict_one_node(gpus: tuple[Found, ...], processes: int, device: str) -> None:
+    profile = parse_profile(yaml.safe_load(profile_text("box", KnownMachine(gpus), {})))
     job = parse_job(
         {
             "metadata": {"name": "job"},
             "spec": {
                 "model": {"tables": [{"name": "t", "rows": 1_000, "dim": 16}], "interaction": "dcn", "topMlp": [1]},
                 "data": {"format": "synthetic"},
+                "trainer": {"processesPerReplica": processes},
                 "checkpoint": {"uri": "file:///s"},
             },
         }
@@ -91,8 +112,78 @@ def test_what_was_measured_is_enough_to_predict_one_process() -> None:
 
     plan = plan_job(job.spec, profile)
 
-    assert plan.device == "cuda"
+    assert plan.device == device
     assert plan.predicted.samples_per_second
+
+
+def test_slower_tiers_are_written_as_they_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlrm_cli.probe.TorchProbe", KnownMachine)
+
+    write_profile("box", tmp_path / "box.yaml", ["scm=/mnt/scm", "block=/mnt/block"])
+
+    text = (tmp_path / "box.yaml").read_text()
+    tiers = parse_profile(yaml.safe_load(text)).spec.tiers
+    assert "By hand: tiers (cxl), network between nodes, price, node affinity." in text.splitlines()[0]
+    assert tiers.cxl is None
+    assert tiers.scm is not None
+    assert tiers.block is not None
+    assert (tiers.scm.bytes, tiers.scm.read_bytes_per_second, tiers.scm.read_iops) == (7 * GIB, 3.21e9, 412_000)
+    assert (tiers.scm.write_iops, tiers.block.write_iops) == (2e6, None)
+    assert (tiers.scm.host_path, tiers.block.host_path) == ("/mnt/scm", "/mnt/block")
+
+
+@pytest.mark.parametrize("tier", ["cxl", "scm", "block"])
+def test_a_slower_tier_is_measured_for_real_and_nothing_is_left(tier: Tier, direct_folder: Path) -> None:
+    rates = tier_rates(tier, direct_folder, TierEffort(bytes=3 * BATCH_RECORDS * RECORD_BYTES, seconds=0.01))
+
+    assert rates.bytes > GIB
+    assert min(rates.read_bytes_per_second, rates.write_bytes_per_second) > 1e6
+    assert rates.read_iops > 100
+    assert (rates.write_iops is None) == (tier == "block")
+    assert not list(direct_folder.iterdir())
+
+
+@pytest.mark.slow
+def test_two_ranks_exchange_bytes_for_real() -> None:
+    assert exchange_rate() > 1e6
+
+
+def test_ranks_that_cannot_exchange_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlrm_cli.probe_exchange.free_ports", lambda _: SimpleNamespace(rendezvous="no number"))
+
+    with pytest.raises(DeviceError, match=r"two ranks of this machine can't exchange bytes: ValueError: .*no number"):
+        exchange_rate()
+
+
+@pytest.mark.parametrize("tier", ["scm", "block"])
+def test_a_tier_that_is_not_there_is_told(tier: Tier, tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match=f"none: No such file or directory: give a folder on the {tier} tier's mount"):
+        tier_rates(tier, tmp_path / "none")
+
+
+def test_a_tier_without_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1_000_000))
+
+    with pytest.raises(DeviceError, match=r"1,000,000 bytes are free, too few to measure it: make room for \d"):
+        tier_rates("scm", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "words"),
+    [
+        (["ddr=/x"], r"--tier: 'ddr=/x' is no TIER=FOLDER: name a tier \(cxl, scm, block\)"),
+        (["block"], "--tier: 'block' is no TIER=FOLDER"),
+        (["block="], "--tier: 'block=' is no TIER=FOLDER"),
+        (["scm=/a", "scm=/b"], "--tier: scm is given twice"),
+    ],
+)
+def test_tiers_that_cannot_be_measured_are_refused_before_anything_is(
+    tiers: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlrm_cli.probe.TorchProbe", None)
+
+    with pytest.raises(UsageError, match=words):
+        write_profile("box", tmp_path / "box.yaml", tiers)
 
 
 def test_a_file_that_is_there_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,24 +1,10 @@
-"""Folders for tests of memory tiers."""
+"""Devices for tests of memory tiers."""
 
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
-
-from dlrm_api.errors import DeviceError
-from dlrm_trainer.embedding.tiers.scratch import ScratchFile
-
-
-@pytest.fixture
-def direct_folder(tmp_path: Path) -> Path:
-    """A folder whose file system has direct I/O."""
-    try:
-        with closing(ScratchFile(tmp_path, direct=True)):
-            return tmp_path
-    except DeviceError as error:
-        pytest.skip(f"NO DIRECT I/O HERE, point --basetemp at a disk: {error}")
 
 
 @pytest.fixture
