@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,7 +51,7 @@ def test_a_ledger_keeps_whole_records_up_to_the_restored_step(
 ) -> None:
     folder: Path = tmp_path_factory.mktemp("ledger")  # type: ignore[attr-defined]
     path = folder / "rank-0.bin"
-    whole, ends = Ledger(folder, 0, 0), [0]
+    whole, ends = Ledger(folder, 0, 0, 1), [0]
     for step, count in enumerate(counts, start=1):
         whole.write(step, np.arange(count) + 100 * step)
         ends.append(path.stat().st_size)
@@ -58,7 +60,22 @@ def test_a_ledger_keeps_whole_records_up_to_the_restored_step(
     with path.open("r+b") as file:
         file.truncate(size)
 
-    Ledger(folder, 0, restored).close()
+    Ledger(folder, 0, restored, 1).close()
 
     kept = max(number for number, end in enumerate(ends) if end <= size and number <= restored)
     assert path.stat().st_size == ends[kept]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ledgers_of_ranks_that_a_smaller_gang_has_no_more_end_at_the_restored_step_too(
+    tmp_path: Path, world_size: int
+) -> None:
+    for rank in range(4):
+        with closing(Ledger(tmp_path, rank, 0, 4)) as ledger:
+            ledger.write(1, np.arange(5))
+            ledger.write(2, np.arange(5))
+
+    for rank in range(world_size):
+        Ledger(tmp_path, rank, 1, world_size).close()
+
+    assert [(tmp_path / f"rank-{rank}.bin").stat().st_size for rank in range(4)] == [8 * 7] * 4

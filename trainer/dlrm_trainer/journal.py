@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ class StepJournal:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (RESULT_FILE, PROFILE_FILE, TRACE_FILE):  # of an earlier end: nobody may take them for this one's
             (folder / name).unlink(missing_ok=True)
-        kept = [line for line in _lines(path) if line.get("step", 0) <= restored_step]
         draft = path.with_suffix(".draft")
-        draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        with draft.open("w") as kept:  # one by one: a long run has millions
+            kept.writelines(json.dumps(line) + "\n" for line in _lines(path) if line.get("step", 0) <= restored_step)
         draft.replace(path)
         self._file = path.open("a", buffering=1)
 
@@ -87,13 +88,15 @@ class Ledger:
     parameters were made from.
     """
 
-    def __init__(self, folder: Path, rank: int, restored_step: int) -> None:
+    def __init__(self, folder: Path, rank: int, restored_step: int, world_size: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"rank-{rank}.bin"
-        path.touch()
-        numbers = np.fromfile(path, "<i8")
-        os.truncate(path, 8 * _kept(numbers, restored_step))
-        self._file = path.open("ab", buffering=0)
+        own = folder / f"rank-{rank}.bin"
+        own.touch()
+        for path in folder.glob("rank-*.bin"):
+            number = int(path.stem.removeprefix("rank-"))
+            if number % world_size == rank:  # its own, and in turn those of ranks that a larger gang had
+                os.truncate(path, 8 * _kept(np.fromfile(path, "<i8"), restored_step))
+        self._file = own.open("ab", buffering=0)
 
     def write(self, step: int, sample_ids: NDArray[np.int64]) -> None:
         """Append one record; ``step`` counts the steps done once this one is."""
@@ -115,15 +118,14 @@ def _kept(numbers: NDArray[np.int64], restored_step: int) -> int:
     return position
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text(errors="replace").splitlines():
-        try:
-            value = json.loads(text)
-        except ValueError:
-            continue  # torn by a crash
-        if isinstance(value, dict):
-            lines.append(value)
-    return lines
+        return
+    with path.open(errors="replace") as texts:
+        for text in texts:
+            try:
+                value = json.loads(text)
+            except ValueError:
+                continue  # torn by a crash
+            if isinstance(value, dict):
+                yield value

@@ -132,7 +132,9 @@ class Training:
         self.control.restored(restored.held_step)
         first, rank = parts.gang.rank == 0, parts.gang.rank
         self.journal = StepJournal(settings.work_dir, self.step) if first and settings.work_dir else None
-        self.ledger = Ledger(settings.ledger_dir, rank, self.step) if settings.ledger_dir else None
+        self.ledger = (
+            Ledger(settings.ledger_dir, rank, self.step, parts.gang.world_size) if settings.ledger_dir else None
+        )
         self.pace = Pace(self.collectives, self.stages.own_seconds)
         self.trained_s, self.trained_samples = 0.0, 0
         self.cuts = HandingOver(parts, restored.attempt, restored.held_step)
