@@ -166,9 +166,9 @@ def finish(learner: Learner, data: Data) -> float:
 
 def restore(learner: Learner, step: int, before: int | None, bits: Bits) -> None:
     """Give each row that changed since the last restore the value of its codes; others have theirs already."""
-    learner.embeddings.begin_cut(step, before)
+    learner.embeddings.saved.begin_cut(step, before)
     pieces: dict[ShardId, list[CodedRows]] = {}
-    for place in learner.embeddings.rows_in_place():
+    for place in learner.embeddings.saved.rows_in_place():
         pieces.setdefault(place.shard, []).extend(code_rows(loaded(place), bits))
     for part in learner.embeddings.local:
         part.restore(pieces.get(part.shard, ()))

@@ -108,7 +108,7 @@ class Cuts:
         """Do what training waits for."""
         shape, learner = self._training.shape, self._training.learner
         parent, step = self.writer.begin(self._attempt), self._training.steps
-        learner.embeddings.begin_cut(step, None if parent is None else parent.step)
+        learner.embeddings.saved.begin_cut(step, None if parent is None else parent.step)
         tables = [table_meta(part.table, shape.seed, learner.row_optimizer) for part in learner.embeddings.local]
         meta = CutMeta(
             step=step,
@@ -120,11 +120,11 @@ class Cuts:
             model={"tables": [table.to_json() for table in tables]},
         )
         owned = [part.shard for part in learner.embeddings.saved]
-        size, dense = learner.embeddings.cut_size(), learner.dense.arrays()
+        size, dense = learner.embeddings.saved.cut_size(), learner.dense.arrays()
         cut = self.writer.start_if_room(meta, dense, owned=owned, size=size)
         if cut is None:
             raise RuntimeError("the hand-off folder has no room for a cut")
-        self._under_way = BackgroundHandOver(learner.embeddings, cut)
+        self._under_way = BackgroundHandOver(learner.embeddings.saved, cut)
 
     def go_on(self) -> None:
         """Go on with a cut that is on its way."""

@@ -85,13 +85,13 @@ def test_a_cut_holds_each_row_as_it_was_however_much_of_it_was_copied_before_eac
         looked_up.append(rows_of_batch(job, prepared.batch))
         if len(looked_up) == begin:
             states.append(state_of(embeddings.saved))
-            embeddings.begin_cut(begin, None)
-            copying = embeddings.begin_copying_on_update(memory.lay)
+            embeddings.saved.begin_cut(begin, None)
+            copying = embeddings.saved.begin_copying_on_update(memory.lay)
     assert copying is not None
     copying.copy()
 
     assert copying.done
-    assert not list(embeddings.rows_in_place(moving=True))
+    assert not list(embeddings.saved.rows_in_place(moving=True))
     assert all((np.diff(piece.row_ids) > 0).all() for piece in memory.pieces)
     check_cut(memory.pieces, states[0], states[1], looked_up[:begin], 0, exact=True)
     embeddings.close()

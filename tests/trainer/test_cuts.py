@@ -12,7 +12,7 @@ from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_checkpointer.handoff import HandOffWriter
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.cuts import COMMIT_S, Agreement, CutControl, StoppedError
-from dlrm_trainer.embedding.collection import Changed
+from dlrm_trainer.embedding.saved import Changed
 
 
 @dataclass

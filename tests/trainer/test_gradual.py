@@ -110,13 +110,13 @@ def train(
         if budget is not None and under_way is None and writer.ready():
             parent = max([parent, *taker.whole]) if commits else 0
             parents[step] = parent
-            embeddings.begin_cut(step, parent or None)
+            embeddings.saved.begin_cut(step, parent or None)
             meta = CutMeta(step=step, samples=0, world_size=1, attempt=1, model=model_document(job.spec, learner))
-            size = embeddings.cut_size()
+            size = embeddings.saved.cut_size()
             if cut := writer.start_if_room(meta, None, owned=owned, size=size):
-                under_way = BackgroundHandOver(embeddings, cut, at_once=int(draw.integers(0, 20_000)))
+                under_way = BackgroundHandOver(embeddings.saved, cut, at_once=int(draw.integers(0, 20_000)))
             else:
-                under_way = GradualHandOver(embeddings, writer.start_gradual(meta, None, owned=owned))
+                under_way = GradualHandOver(embeddings.saved, writer.start_gradual(meta, None, owned=owned))
         if under_way is not None:
             try:
                 under_way = None if under_way.go_on() else under_way

@@ -69,7 +69,7 @@ def end_when_ready(collectives: Collectives, waits_s: Sequence[float]) -> bool:
         settings=SimpleNamespace(grace_s=60.0),
         control=None,
         board=None,
-        learner=SimpleNamespace(embeddings=None),
+        learner=SimpleNamespace(embeddings=SimpleNamespace(saved=None)),
         observer=SimpleNamespace(stages=None),
     )
     Ending(parts, attempt=1, step=5).hand_over_last(6, lambda _parent, _now: pytest.fail("not called"))

@@ -74,7 +74,7 @@ def part_of(learner: Learner, table: str) -> ResidentPart:
 
 
 def cut_of(job: DLRMJob, learner: Learner) -> Memory:
-    return Memory(list(learner.embeddings.rows_to_save()), learner.dense.arrays())
+    return Memory(list(learner.embeddings.saved.rows_to_save()), learner.dense.arrays())
 
 
 @pytest.mark.parametrize("kind", ["adagrad", "adam", "sgd"])
@@ -124,11 +124,11 @@ def test_a_cut_without_a_parent_holds_all_that_was_ever_updated_also_before_a_re
     restored = cut_of(job, second).pieces
     train(job, second, 6, 8)
     if committed is not None:
-        second.embeddings.begin_cut(committed, 6)
-        second.embeddings.begin_cut(committed + 1, committed)
+        second.embeddings.saved.begin_cut(committed, 6)
+        second.embeddings.saved.begin_cut(committed + 1, committed)
     train(job, second, 8, 10)
 
-    second.embeddings.begin_cut(10, None)
+    second.embeddings.saved.begin_cut(10, None)
     restore(third, cut_of(job, second), ALONE)  # type: ignore[arg-type]
 
     assert restored == []
@@ -371,7 +371,7 @@ def commit(job: DLRMJob, learner: Learner, step: int, folder: Path, store: FileS
         metrics={},
     )
     owned = [part.shard for part in learner.embeddings.saved]
-    writer.put(meta, learner.embeddings.rows_in_place(), learner.dense.arrays(), owned=owned, patience_s=0)
+    writer.put(meta, learner.embeddings.saved.rows_in_place(), learner.dense.arrays(), owned=owned, patience_s=0)
     way, traffic = Way(bits=32, basis=Basis(kind="full")), Traffic(put=lambda _: None, read=lambda _: None)
     Upload(store, inbox.open(inbox.ready()[0]), Durable(), way, traffic).run()
     assert try_commit(store, step, 1, 1)

@@ -38,7 +38,7 @@ def test_ranks_that_found_other_files_all_end_by_the_first_difference() -> None:
     assert len(set(more)) == 1
     assert more[0].startswith("rank 2 found other data than rank 0: data.train.files: b.parquet is gone; ")
     assert other == [other[0]] * 2
-    assert "rank 1 found other data than rank 0: data.train.files[1].bytes was 20 and is 21" in other[0]
+    assert "rank 1 found other data than rank 0: data.train.files[b.parquet].bytes was 20 and is 21" in other[0]
     assert "files came, went or changed while ranks started" in other[0]
 
 

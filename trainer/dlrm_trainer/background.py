@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlrm_checkpointer.handoff import HandedOver, WholeCut
-from dlrm_trainer.embedding import Embeddings
+from dlrm_trainer.embedding import SavedParts
 
 AT_ONCE_BYTES = 16 << 20
 """Copied between two steps: milliseconds, and all of a small cut."""
@@ -15,20 +15,20 @@ class BackgroundHandOver:
     Rows that move between tiers or lie on a GPU are copied at once, all of them.
 
     Args:
-        embeddings: whose record of changed rows the cut has begun anew.
+        saved: whose record of changed rows the cut has begun anew.
         cut: begun.
         at_once: bytes of the others to copy at once.
     """
 
-    def __init__(self, embeddings: Embeddings, cut: WholeCut, at_once: int = AT_ONCE_BYTES) -> None:
-        self._embeddings, self._cut = embeddings, cut
+    def __init__(self, saved: SavedParts, cut: WholeCut, at_once: int = AT_ONCE_BYTES) -> None:
+        self._saved, self._cut = saved, cut
         try:
-            for rows in embeddings.rows_in_place(moving=True):
+            for rows in saved.rows_in_place(moving=True):
                 cut.copy(rows)
-            self._copying = embeddings.begin_copying_on_update(cut.lay)
+            self._copying = saved.begin_copying_on_update(cut.lay)
             self._copying.copy(at_once)
         except BaseException:
-            embeddings.end_copying()
+            saved.end_copying()
             cut.withdraw()
             raise
         if not self._copying.done:
@@ -54,10 +54,10 @@ class BackgroundHandOver:
 
     def give_up(self) -> None:
         """Leave nothing of the cut. Repeating it does nothing, nor does it once the cut is whole."""
-        self._embeddings.end_copying()
+        self._saved.end_copying()
         self._copying.close()
         self._cut.withdraw()
 
     def _finished(self) -> HandedOver:
-        self._embeddings.end_copying()
+        self._saved.end_copying()
         return self._cut.finish()

@@ -12,7 +12,7 @@ import torch
 from dlrm_api.checkpoint import DEFAULT_INTERVAL_S, CheckpointSpec
 from dlrm_checkpointer.handoff import HandOffWriter
 from dlrm_trainer.collectives import Collectives
-from dlrm_trainer.embedding.collection import Changed
+from dlrm_trainer.embedding.saved import Changed
 
 EARLY_SHARE = 0.8
 """Of a rank's share of the hand-off budget: where changed rows take this much, a cut is due."""
@@ -79,7 +79,7 @@ class CutControl:
         self._writer = writer
 
     def watch(self, changed_bytes: Callable[[int | None], Changed]) -> None:
-        """Say how to ask what the next cut will take: ``Embeddings.changed_bytes``."""
+        """Say how to ask what the next cut will take: ``SavedParts.changed_bytes``."""
         self._changed_bytes = changed_bytes
 
     def restored(self, step: int | None) -> None:

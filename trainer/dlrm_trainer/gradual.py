@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dlrm_checkpointer.cut import RowsInPlace
 from dlrm_checkpointer.handoff import CutAbandonedError, GradualCut, HandedOver
-from dlrm_trainer.embedding import Embeddings
+from dlrm_trainer.embedding import SavedParts
 
 
 class GradualHandOver:
     """Copies the rows of a cut as they were at its step: before they change, or when the checkpointer made room.
 
     Args:
-        embeddings: whose record of changed rows the cut has begun anew.
+        saved: whose record of changed rows the cut has begun anew.
         cut: begun.
     """
 
-    def __init__(self, embeddings: Embeddings, cut: GradualCut) -> None:
-        self._embeddings, self._cut = embeddings, cut
-        self._pending = embeddings.begin_copying(self._save)
+    def __init__(self, saved: SavedParts, cut: GradualCut) -> None:
+        self._saved, self._cut = saved, cut
+        self._pending = saved.begin_copying(self._save)
         self._is_copied = False
         self._problem: CutAbandonedError | None = None
 
@@ -48,17 +48,17 @@ class GradualHandOver:
             if self._cut.is_waiting():
                 return None
             if not self._is_copied:
-                self._embeddings.settle()
+                self._saved.settle()
                 self._is_copied = self._pending.copy(self._cut.copy)
             given = self._cut.finish() if self._is_copied else None
         except BaseException:
             self.give_up()
             raise
         if given is not None:
-            self._embeddings.end_copying()
+            self._saved.end_copying()
         return given
 
     def give_up(self) -> None:
         """Leave nothing of the cut."""
-        self._embeddings.end_copying()
+        self._saved.end_copying()
         self._cut.withdraw()

@@ -38,7 +38,7 @@ class HandingOver:
     def __init__(self, parts: Parts, attempt: int, step: int | None) -> None:
         self._parts, self._attempt, self._writer = parts, attempt, parts.writer
         self._collectives, self._control, self._board = parts.gang.collectives, parts.control, parts.board
-        self._embeddings, self._stages = parts.learner.embeddings, parts.observer.stages
+        self._saved, self._stages = parts.learner.embeddings.saved, parts.observer.stages
         self._newest = step
         """Step of the newest cut that was begun, or ``step``; the same on all ranks."""
         self._under_way: BackgroundHandOver | GradualHandOver | None = None
@@ -57,14 +57,14 @@ class HandingOver:
         self._control.begun(step)
         parent, now = self._begin(writer)
         dense = self._parts.learner.dense.arrays() if rank == 0 else None
-        self._embeddings.begin_cut(step, None if parent is None else parent.step)
+        self._saved.begin_cut(step, None if parent is None else parent.step)
         meta, owned = meta_of(parent, now), self._owned
         if last:
             self._put_last(writer, meta, dense)
-        elif cut := writer.start_if_room(meta, dense, owned=owned, size=self._embeddings.cut_size()):
-            self._under_way = BackgroundHandOver(self._embeddings, cut)
+        elif cut := writer.start_if_room(meta, dense, owned=owned, size=self._saved.cut_size()):
+            self._under_way = BackgroundHandOver(self._saved, cut)
         else:
-            self._under_way = GradualHandOver(self._embeddings, writer.start_gradual(meta, dense, owned=owned))
+            self._under_way = GradualHandOver(self._saved, writer.start_gradual(meta, dense, owned=owned))
         self._board.phase(TrainerPhase.TRAINING)
         self._stages.lap("cut")
 
@@ -138,7 +138,7 @@ class HandingOver:
     @property
     def _owned(self) -> list[ShardId]:
         """All that this rank stores."""
-        return [part.shard for part in self._embeddings.saved]
+        return [part.shard for part in self._saved]
 
     def _put_last(self, writer: HandOffWriter, meta: CutMeta, dense: dict[str, Any] | None) -> None:
         """Slice by slice where it must be: nothing is trained any more.
@@ -146,7 +146,7 @@ class HandingOver:
         Raises:
             CutAbandonedError: the checkpointer did not make room in time.
         """
-        rows = self._embeddings.rows_in_place()
+        rows = self._saved.rows_in_place()
         try:
             given = writer.put(meta, rows, dense, owned=self._owned, patience_s=self._patience_s)
         except CutAbandonedError as error:

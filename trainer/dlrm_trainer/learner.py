@@ -15,7 +15,7 @@ from dlrm_trainer.collectives import Arriving, Collectives
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
 from dlrm_trainer.dense import DenseParameters
-from dlrm_trainer.embedding import Embeddings, OwnedOptions, Placement, Prepared, Sent
+from dlrm_trainer.embedding import EmbeddingOptions, Embeddings, Placement, Prepared, Sent
 from dlrm_trainer.embedding.rows import bad_rows, largest
 from dlrm_trainer.embedding.travelling import Travelling
 from dlrm_trainer.embedding.under_way import Lookup
@@ -78,7 +78,7 @@ class Learner:
         self._row_rate = spec.training.row_optimizer.learning_rate
         self.row_optimizer = spec.training.row_optimizer.kind
         self.model = build_model(spec.model, spec.training.seed, device)
-        options = OwnedOptions(
+        options = EmbeddingOptions(
             optimizer=spec.training.row_optimizer,
             seed=spec.training.seed,
             global_batch_size=spec.data.global_batch_size,

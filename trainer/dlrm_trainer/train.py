@@ -128,7 +128,7 @@ class Training:
         self.loss: float | None = metrics.get("loss")
         self.quality = EvalMetrics.model_validate(metrics["eval"]) if metrics.get("eval") else None
         self.board.update(loss=self.loss, evaluation=self.quality)
-        self.control.watch(parts.learner.embeddings.changed_bytes)
+        self.control.watch(parts.learner.embeddings.saved.changed_bytes)
         self.control.restored(restored.held_step)
         first, rank = parts.gang.rank == 0, parts.gang.rank
         self.journal = StepJournal(settings.work_dir, self.step) if first and settings.work_dir else None

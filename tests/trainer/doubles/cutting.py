@@ -73,8 +73,8 @@ def cut_every_step(
             parent = int(draw.integers(parent, number + 1))
         since = 0 if draw.random() < 0.2 else parent
         recalled = recalled if since else number + 1
-        embeddings.begin_cut(number + 1, since or None)
-        pieces = list(embeddings.rows_to_save())
+        embeddings.saved.begin_cut(number + 1, since or None)
+        pieces = list(embeddings.saved.rows_to_save())
         states.append(state_of(embeddings.saved))
         exact = since == 0 or (number + 1 - since <= MOST_KEPT and since >= recalled)
         check_cut(pieces, states[since], states[-1], looked_up, since, exact=exact)

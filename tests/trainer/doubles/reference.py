@@ -15,7 +15,7 @@ from dlrm_api.training import CommunicationSpec, RowOptimizerSpec
 from dlrm_checkpointer.cut import ShardId
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch
-from dlrm_trainer.embedding import Embeddings, OwnedOptions, Placement
+from dlrm_trainer.embedding import EmbeddingOptions, Embeddings, Placement
 from dlrm_trainer.embedding.rows import ResidentPart
 
 EPS = 1e-8
@@ -133,7 +133,7 @@ def train_sharded(
     communication: CommunicationSpec | None = None,
 ) -> RankState:
     """The steps of ``DenseTables.step`` on one rank of a gang, with a lookup for evaluation after each."""
-    options = OwnedOptions(
+    options = EmbeddingOptions(
         optimizer=RowOptimizerSpec(eps=EPS),
         seed=0,
         global_batch_size=64,
@@ -171,4 +171,4 @@ def train_sharded(
         for part in embeddings.local
         if isinstance(part, ResidentPart)
     ]
-    return RankState(features, parts, len(embeddings.replicas), calls, dict(collectives.bytes_sent))
+    return RankState(features, parts, len(embeddings.replicas.parts), calls, dict(collectives.bytes_sent))

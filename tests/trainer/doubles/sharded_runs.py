@@ -112,7 +112,7 @@ def train_plan(
         losses.append(computed.loss)
         learner.apply(computed)
     digest = live_digest(learner, collectives)
-    pieces = list(learner.embeddings.rows_to_save())
+    pieces = list(learner.embeddings.saved.rows_to_save())
     learner.embeddings.close()
     return ShardedRun(losses, digest, pieces, learner.dense.arrays(), dict(collectives.bytes_sent))
 

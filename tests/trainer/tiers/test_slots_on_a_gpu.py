@@ -102,10 +102,10 @@ def test_a_cut_holds_rows_as_they_were_in_slots_before_their_update_and_restores
     saved: list[ShardRows] = []
     learner, restored = (make_learner(ALONE, job, shape, tmp_path, gpu) for _ in range(2))
     train_steps(learner, job, 0, 4)
-    learner.embeddings.begin_cut(4, None)
-    pieces = list(learner.embeddings.rows_to_save())
+    learner.embeddings.saved.begin_cut(4, None)
+    pieces = list(learner.embeddings.saved.rows_to_save())
     before = state_of(learner.embeddings.owned.parts())
-    learner.embeddings.begin_copying(lambda rows: saved.append(loaded(rows)))
+    learner.embeddings.saved.begin_copying(lambda rows: saved.append(loaded(rows)))
     train_steps(learner, job, 4, 6)
     for part in restored.embeddings.owned.parts():
         part.restore(code_rows(piece, 32)[0] for piece in pieces if piece.shard == part.shard)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,32 +14,15 @@ from torch import Tensor
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.tiers import MOST_DEVICE_COLUMNS, MOST_LINKED, extra_slots
-from dlrm_api.training import CommunicationSpec, RowOptimizerSpec
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.kernels import TableBatch
+from dlrm_trainer.embedding.options import EmbeddingOptions
 from dlrm_trainer.embedding.placement import PartGroup, Placement
 from dlrm_trainer.embedding.rows import LocalPart, ResidentPart
 
 if TYPE_CHECKING:
     from dlrm_trainer.embedding.tiers.stack import Stack
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnedOptions:
-    """What a rank's parts need to know beside the model and the plan."""
-
-    optimizer: RowOptimizerSpec
-    seed: int
-    global_batch_size: int
-    tier_dir: Path | None
-    """Folder of the tiers' mounts; None where the plan needs none."""
-    communication: CommunicationSpec = field(default_factory=CommunicationSpec)
-    """Number formats on the wire."""
-    device: torch.device = HOST
-    """Where the rank computes: rows in hbm lie there."""
-    deterministic: bool = False
-    """Whether equal batches leave equal bits on a GPU too."""
 
 
 @dataclass
@@ -59,7 +41,7 @@ class Group:
     stack: Stack | None = None
 
 
-def make_group(placement: Placement, plan: PartGroup, options: OwnedOptions, resources: ExitStack) -> Group:
+def make_group(placement: Placement, plan: PartGroup, options: EmbeddingOptions, resources: ExitStack) -> Group:
     """A group as its plan says.
 
     Args:
@@ -92,7 +74,7 @@ def make_group(placement: Placement, plan: PartGroup, options: OwnedOptions, res
 
 
 def _make_stacked(
-    placement: Placement, plan: PartGroup, options: OwnedOptions, device: torch.device, resources: ExitStack
+    placement: Placement, plan: PartGroup, options: EmbeddingOptions, device: torch.device, resources: ExitStack
 ) -> Group:
     from dlrm_trainer.embedding.tiers import tables as stacked  # compiled loops: loaded where a plan needs them
 
@@ -134,7 +116,7 @@ def _group(
 
 
 def _make_batch(
-    placement: Placement, plan: PartGroup, options: OwnedOptions, rows: Sequence[int], device: torch.device
+    placement: Placement, plan: PartGroup, options: EmbeddingOptions, rows: Sequence[int], device: torch.device
 ) -> TableBatch:
     return TableBatch(
         [(count, plan.width) for count in rows],

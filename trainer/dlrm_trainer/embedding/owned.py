@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_checkpointer.cut import RowsInPlace
-from dlrm_trainer.embedding.groups import Group, OwnedOptions, make_group
+from dlrm_trainer.embedding.groups import Group, make_group
+from dlrm_trainer.embedding.options import EmbeddingOptions
 from dlrm_trainer.embedding.pending import BeforeUpdates, Changing, SlotRows
 from dlrm_trainer.embedding.placement import PartGroup, Placement
 from dlrm_trainer.embedding.rows import LocalPart, saved_rows
@@ -67,7 +68,7 @@ class OwnedParts:
         DeviceError: a tier's file can't be made.
     """
 
-    def __init__(self, placement: Placement, rank: int, options: OwnedOptions) -> None:
+    def __init__(self, placement: Placement, rank: int, options: EmbeddingOptions) -> None:
         self._batches = 0
         self.wait_s = 0.0
         """Seconds for which training waited for rows."""
