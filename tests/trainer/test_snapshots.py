@@ -278,7 +278,7 @@ def test_changed_data_is_refused_and_an_unchanged_job_is_not(tmp_path: Path) -> 
 
     check_data(meta, fingerprint, "here")
     assert not check(meta, job)
-    with pytest.raises(SnapshotError, match=r"data\.files\[0\]\.bytes was 5 and is 6"):
+    with pytest.raises(SnapshotError, match=r"data\.files\[a\]\.bytes was 5 and is 6"):
         check_data(meta, {"samples": 10, "files": [{"name": "a", "bytes": 6}]}, "here")
 
 
@@ -307,6 +307,21 @@ def test_a_snapshot_from_before_data_said_its_columns_and_dense_values_is_of_unc
     check_data(newer, now, "here")
     with pytest.raises(SnapshotError, match=r"data\.columns\.label was click and is like"):
         check_data(newer, now | {"columns": {"label": "like"}}, "here")
+
+
+def test_a_snapshot_from_before_data_said_what_files_hold_is_of_unchanged_data() -> None:
+    file = {"name": "a", "bytes": 5, "rows": 1}
+    older, newer = (
+        CutMeta(step=1, samples=64, world_size=1, attempt=1, reader={"fingerprint": {"files": [each]}})
+        for each in (file, file | {"content": "1f"})
+    )
+
+    check_data(older, {"files": [file | {"content": "2e"}]}, "here")
+    check_data(newer, {"files": [file | {"content": "1f"}]}, "here")
+    with pytest.raises(SnapshotError, match=r"data\.files\[a\]\.content was 1f and is 2e"):
+        check_data(newer, {"files": [file | {"content": "2e"}]}, "here")
+    with pytest.raises(SnapshotError, match=r"data\.files\[a\]\.bytes was 5 and is 6"):
+        check_data(older, {"files": [file | {"bytes": 6, "content": "2e"}]}, "here")
 
 
 def test_of_long_lists_the_first_value_that_changed_is_named() -> None:

@@ -13,7 +13,7 @@ from dlrm_checkpointer.initializer import table_scale
 
 MEND = "undo the change, or give another spec.checkpoint.uri to start from step 0"
 
-_SAID_SINCE = frozenset({"columns", "dense", "hash", "pooling"})
+_SAID_SINCE = frozenset({"columns", "content", "dense", "hash", "pooling"})
 """What older snapshots don't say of their data and tables: it is not compared with theirs."""
 _SHORT = 80
 """Characters of a value that a message shows."""
@@ -94,9 +94,14 @@ def _model_change(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None
     return first_change(rest_then, rest_now, "model")
 
 
-def _as_said_by(then: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
+def _as_said_by(then: Any, now: Any) -> Any:
     """A document without what an older one did not say yet."""
-    return {key: value for key, value in now.items() if key in then or key not in _SAID_SINCE}
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        said = {key: value for key, value in now.items() if key in then or key not in _SAID_SINCE}
+        return {key: _as_said_by(then.get(key), value) for key, value in said.items()}
+    if _is_list(then) and _is_list(now) and len(then) == len(now):
+        return [_as_said_by(old, new) for old, new in zip(then, now, strict=True)]
+    return now
 
 
 def first_change(then: Any, now: Any, path: str) -> str | None:
@@ -109,11 +114,18 @@ def first_change(then: Any, now: Any, path: str) -> str | None:
     if _is_list(then) and _is_list(now):
         documents = any(isinstance(each, Mapping) for each in now)
         if len(then) == len(now) and (documents or len(str(now)) > _SHORT):
-            changes = (first_change(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(then, now, strict=True)))
+            changes = (
+                first_change(a, b, f"{path}[{_called(a, i)}]") for i, (a, b) in enumerate(zip(then, now, strict=True))
+            )
             return next((change for change in changes if change), None)
         if documents:
             return f"{path}: {_first_odd(then, now)}; there were {len(then)} and there are {len(now)}"
     return None if json.dumps(then) == json.dumps(now) else f"{path} was {_short(then)} and is {_short(now)}"
+
+
+def _called(entry: Any, place: int) -> Any:
+    """What people know a list's entry by."""
+    return entry.get("name", place) if isinstance(entry, Mapping) else place
 
 
 def _first_odd(then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:

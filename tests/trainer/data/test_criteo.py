@@ -24,6 +24,7 @@ import pytest
 from hypothesis import given, settings
 
 from dlrm_api.errors import BadDataError
+from dlrm_trainer.compatible import first_change
 from dlrm_trainer.data import Reader, criteo, line_index, open_reader
 from dlrm_trainer.data.criteo import COLUMNS, CriteoSource
 from dlrm_trainer.data.files import LocalFile
@@ -83,10 +84,26 @@ def test_rows_come_back_in_the_order_asked_for_from_several_files(tmp_path: Path
 
     assert raw.labels.tolist() == [1, 0, 1, 1]
     assert raw.dense[:, 0].tolist() == [1, 0, 1, 0]
-    assert lines.fingerprint["files"] == [
+    assert [{key: file[key] for key in ("name", "bytes", "rows")} for file in lines.fingerprint["files"]] == [
         {"name": "a.tsv", "bytes": (tmp_path / "a.tsv").stat().st_size, "rows": 3},
         {"name": "b.tsv", "bytes": (tmp_path / "b.tsv").stat().st_size, "rows": 2},
     ]
+
+
+def test_files_written_anew_with_as_many_bytes_and_lines_are_other_data_and_copies_are_the_same(tmp_path: Path) -> None:
+    def fingerprint(folder: str, labels: str) -> Any:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        paths = [tmp_path / folder / name for name in ("a.tsv", "b.tsv")]
+        for path, label in zip(paths, labels, strict=True):
+            path.write_text(line(label) * 3)
+        files = [LocalFile(path) for path in paths]
+        return CriteoSource(files, DENSE, SPARSE, False, tmp_path / "cache").fingerprint
+
+    before = fingerprint("here", "01")
+
+    assert fingerprint("copied", "01") == before
+    assert first_change(before, fingerprint("here", "00"), "data").startswith("data.files[b.tsv].content was ")
+    assert first_change(before, fingerprint("here", "10"), "data").startswith("data.files[a.tsv].content was ")
 
 
 def test_empty_fields_are_missing_values_and_a_missing_id_has_a_row_of_its_own(write: Any, tmp_path: Path) -> None:

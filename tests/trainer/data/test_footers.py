@@ -1,0 +1,113 @@
+"""Footers of Parquet files: kept within a budget, read again where they are not, and let go of."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlrm_api.errors import BadDataError
+from dlrm_api.model import TableSpec
+from dlrm_trainer.data import footers
+from dlrm_trainer.data.files import LocalFile
+from dlrm_trainer.data.footers import CHUNK_BYTES, Footers
+from dlrm_trainer.data.lookups import hashing_of
+from dlrm_trainer.data.row_group import Columns
+
+Write = Callable[..., str]
+USER = hashing_of(TableSpec(name="user", rows=10, dim=4))
+COLUMNS = Columns(label="label", dense=[], bags=["user"], weights=[None], hashings=[USER])
+ROWS = (10, 0, 1, 25, 9)
+"""Of each file; a row group has up to ten."""
+FOOTER_BYTES = 3 * 2 * CHUNK_BYTES
+"""Of the largest."""
+
+
+def columns_of(rows: int) -> dict[str, Any]:
+    return {"label": np.zeros(rows, np.int8), "user": np.zeros(rows, np.int64)}
+
+
+@pytest.fixture
+def files(write_parquet: Write) -> list[LocalFile]:
+    return [
+        LocalFile(Path(write_parquet(columns_of(rows), f"{number}.parquet", 10))) for number, rows in enumerate(ROWS)
+    ]
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[LocalFile]:
+    """Files whose footer was read again."""
+    again: list[LocalFile] = []
+    real = footers._read
+
+    def read(file: Any) -> Any:
+        again.append(file)
+        return real(file)
+
+    monkeypatch.setattr(footers, "_read", read)
+    return again
+
+
+@pytest.mark.parametrize("budget", [0, FOOTER_BYTES, 2 * FOOTER_BYTES, 1 << 30])
+def test_every_row_group_has_its_place_whatever_is_kept(files: list[LocalFile], budget: int) -> None:
+    found = Footers(files, COLUMNS, budget)
+
+    assert found.files.bounds.tolist() == [0, *accumulate(ROWS)]
+    for number, (first, end) in enumerate(pairwise(found.bounds.tolist())):
+        file, group = found.place(number)
+        assert found.of(file).row_group(group).num_rows == end - first
+        assert first == end or found.files.locate(first) == (files[file], 10 * group)
+        assert found._kept_bytes <= max(budget, FOOTER_BYTES)
+        assert found._kept_bytes == sum(map(footers._bytes_of, found._kept.values()))
+
+
+def test_what_is_kept_is_not_read_again_and_what_was_least_recently_used_goes(
+    files: list[LocalFile], reads: list[LocalFile]
+) -> None:
+    found = Footers(files, COLUMNS, FOOTER_BYTES + 2 * CHUNK_BYTES)  # the last two files'
+
+    for file in (4, 3, 4):
+        found.of(file)
+    assert reads == []
+
+    found.of(0)
+
+    assert list(found._kept) == [4, 0]
+    assert reads == [files[0]]
+
+
+def test_a_footer_that_goes_leaves_no_memory_to_the_collector(
+    files: list[LocalFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone: list[int] = []
+    real = footers._checked
+
+    def checked(file: Any, columns: Columns) -> Any:
+        footer = real(file, columns)
+        weakref.finalize(footer, gone.append, 1)
+        return footer
+
+    monkeypatch.setattr(footers, "_checked", checked)
+    gc.disable()
+    try:
+        found = Footers(files, COLUMNS, 0)
+    finally:
+        gc.enable()
+
+    assert len(gone) == len(files) - len(found._kept)
+
+
+def test_a_file_that_was_changed_is_told_when_its_footer_is_read_again(
+    files: list[LocalFile], write_parquet: Write
+) -> None:
+    found = Footers(files, COLUMNS, 0)
+    write_parquet(columns_of(11), "0.parquet", 10)
+
+    with pytest.raises(BadDataError, match=r"0\.parquet: was changed after this run began to read it"):
+        found.of(0)
