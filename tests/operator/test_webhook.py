@@ -142,11 +142,14 @@ def test_status_and_metadata_are_written_without_a_review(webhook: Webhook) -> N
 
     webhook.api.call("PATCH", path, {"metadata": {"labels": {"team": "ads"}}})
     eventually(lambda: "status" in webhook.api.call("GET", path))
-    same = webhook.reviews()
     webhook.api.call("PATCH", path, {"spec": {"lifecycle": {"restart": {"maxRestarts": 7}}}})
+    same = webhook.reviews()
+    webhook.api.call("PATCH", path, {"spec": {"checkpoint": {"interval": "1h"}}})
+    changed = webhook.reviews()
+    webhook.api.call("PATCH", path, {"spec": {"lifecycle": {"suspend": True}, "checkpoint": {"interval": "2h"}}})
 
     assert same == before
-    assert webhook.reviews() > before
+    assert before < changed < webhook.reviews()
 
 
 def test_the_largest_jobs_are_judged_too_and_their_updates_stay_cheap(webhook: Webhook) -> None:
@@ -197,9 +200,11 @@ def test_certificates_rotate_while_jobs_are_applied_and_none_is_refused(webhook:
 
 def test_jobs_are_taken_while_no_operator_is_there_unless_failure_means_refusal(webhook: Webhook) -> None:
     bundle = webhook.secret.ca.read_bytes()
+    webhook.api.call("POST", webhook.jobs, job_document("at-work"))
     webhook.operator.kill()
 
     failing = webhook.kubectl("create", "--dry-run=server", document=job_document("absent"))
+    webhook.api.call("PATCH", f"{webhook.jobs}/at-work", {"spec": {"lifecycle": {"suspend": True}}})
     webhook.trusts(bundle, "Ignore")
     eventually(lambda: webhook.refusal() == "", state=webhook.refusal)
     ignoring = webhook.kubectl("create", document=job_document("absent"))
