@@ -276,6 +276,13 @@ def test_an_unscheduled_pod_waits_in_the_schedulers_words() -> None:
     )
 
 
+def test_a_pod_whose_scheduler_says_nothing_names_it() -> None:
+    silent = pod(0, "Pending", None)
+    silent["spec"]["schedulerName"] = "volcno"
+
+    assert waits_for(silent) == "a node: scheduler volcno has not spoken yet"
+
+
 def test_a_gated_pod_names_its_gate() -> None:
     held = pod(0, "Pending", None)
     held["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]

@@ -389,11 +389,14 @@ def test_a_job_that_failed_under_an_operator_that_kept_no_digest_starts_again_by
 def test_a_job_that_succeeded_never_starts_again() -> None:
     cluster = running()
     finished(cluster)
+    ended = status(cluster)
 
     cluster.edit("trainer", replicas=3)
+    cluster.turn()
 
+    assert status(cluster) == ended.model_copy(update={"observed_generation": 2})
+    assert ended.phase is Phase.SUCCEEDED
     assert cluster.turn() == ()
-    assert status(cluster).phase is Phase.SUCCEEDED
 
 
 def fail(cluster: ModelCluster, attempt: int) -> None:

@@ -24,7 +24,7 @@ class LineDown(MemoryApi):
 
     def __init__(self, server: MemoryApi) -> None:
         super().__init__()
-        self.server, self.down = server, False
+        self.server, self.down, self.delay_s = server, False, 0.0
         self.done_by: list[float] = []
 
     async def call(
@@ -39,6 +39,7 @@ class LineDown(MemoryApi):
         self.done_by.append(done_by)
         if self.down:
             raise ClusterUnavailableError("the line is down")
+        await asyncio.sleep(self.delay_s)
         return await self.server.call(method, path, body, query, accept)
 
 
@@ -178,6 +179,41 @@ def test_whoever_can_t_reach_the_server_stops_to_lead_by_itself() -> None:
         return time.monotonic() - began
 
     assert asyncio.run(run()) <= TIMES.renew_deadline_s + 0.5
+
+
+def test_a_server_that_takes_long_for_each_request_is_led_without_a_gap() -> None:
+    async def run() -> tuple[list[bool], list[tuple[str, str]]]:
+        line = LineDown(MemoryApi())
+        line.delay_s = 0.28
+        candidate = leader(line, "a", LeaseTimes(duration_s=1.5, renew_deadline_s=1.0, renew_every_s=0.5))
+        task = asyncio.create_task(candidate.run())
+        await until_held(candidate)
+        line.server.asked.clear()
+        held = []
+        for _ in range(150):
+            held.append(candidate.held)
+            await asyncio.sleep(0.02)
+        task.cancel()
+        return held, line.server.asked
+
+    held, asked = asyncio.run(run())
+
+    assert all(held)
+    assert {method for method, _ in asked} == {"PUT"}
+
+
+def test_a_lead_that_ran_out_before_it_was_renewed_is_told_as_lost_and_won_again() -> None:
+    async def run() -> list[bool]:
+        told: list[bool] = []
+        times = LeaseTimes(duration_s=60, renew_deadline_s=0.1, renew_every_s=0.05)
+        candidate = Leader(MemoryApi(), "space", "a", times, lambda: told.append(candidate.held))
+        for _ in range(2):
+            await candidate._look()
+            candidate._tell()
+            await asyncio.sleep(0.2)
+        return told
+
+    assert asyncio.run(run()) == [True, False, True]
 
 
 def test_times_that_would_let_two_lead_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

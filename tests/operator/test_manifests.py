@@ -2,6 +2,8 @@
 
 import base64
 import json
+import sys
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -80,6 +82,37 @@ def test_equal_jobs_give_equal_objects() -> None:
 
 def test_pods_share_no_part_so_that_their_yaml_repeats_nothing_by_reference() -> None:
     assert "&id" not in yaml.safe_dump(rendered(job())["Pod"])
+
+
+def test_another_pod_is_the_same_work_however_many_tables_and_pods_its_gang_has() -> None:
+    tables = [{"name": f"t{number}", "rows": 1_000, "dim": 4} for number in range(50)]
+    many = {**job_document("demo")["spec"]["model"], "tables": tables}
+
+    def calls(pods: int, **spec: Any) -> int:
+        return calls_of_rendering(job(trainer={"replicas": pods}, **spec))
+
+    few_tables, many_tables = calls(64) - calls(16), calls(64, model=many) - calls(16, model=many)
+    kueue = {"gang": "kueue", "queue": "all"}
+    few_pods, many_pods = (calls(3 * pods, scheduling=kueue) - calls(pods, scheduling=kueue) for pods in (5, 20))
+
+    assert many_tables < 1.5 * few_tables
+    assert many_pods < 5 * few_pods
+
+
+def calls_of_rendering(a_job: DLRMJob) -> int:
+    """Functions that are called while all objects of a gang are made."""
+    plan, calls = plan_job(a_job.spec, None), 0
+
+    def count(_frame: FrameType, kind: str, _argument: object) -> None:
+        nonlocal calls
+        calls += kind in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        render(a_job, None, plan)
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 def test_the_config_map_gives_back_the_job_and_the_plan() -> None:

@@ -332,6 +332,21 @@ def test_an_operator_that_is_cut_off_while_the_next_gang_is_made_leaves_no_earli
     assert set(cluster.config_maps) == {"demo-plan-2"}
 
 
+def test_a_scheduler_that_says_nothing_is_named() -> None:
+    cluster = ModelCluster()
+    for _ in range(3):
+        cluster.turn()
+        cluster.plan()
+    for pod in cluster.pods.values():
+        pod["spec"]["schedulerName"] = "volcno"
+    cluster.pass_time(60)
+
+    cluster.turn()
+
+    words = condition(cluster, ConditionType.SCHEDULED).message
+    assert words == "2 of 2 pods have no node: scheduler volcno has not spoken yet"
+
+
 def test_the_schedulers_words_explain_a_pending_gang() -> None:
     cluster = ModelCluster()
     for _ in range(3):
@@ -359,6 +374,23 @@ def test_a_job_that_has_ended_shows_no_replicas(code: int) -> None:
 
     assert status(cluster).phase is (Phase.FAILED if code else Phase.SUCCEEDED)
     assert status(cluster).replicas == 0
+
+
+@pytest.mark.parametrize("attempt", [None, 1])
+def test_a_gang_outlives_a_status_whose_attempt_was_taken_back(attempt: int | None) -> None:
+    cluster = running(backoff="0s")
+    cluster.end(POD_0, "trainer", 1)
+    next_gang(cluster)
+    pods = set(cluster.pods)
+
+    cluster.job["status"]["attempt"] = attempt
+    if attempt is None:
+        del cluster.job["status"]["attempt"]
+    cluster.touch()
+    cluster.settle()
+
+    assert set(cluster.pods) == pods
+    assert (status(cluster).attempt, status(cluster).phase) == (2, Phase.RUNNING)
 
 
 def test_the_status_says_what_the_job_selects_and_how_many_pods_there_are() -> None:

@@ -251,6 +251,7 @@ def test_a_gang_that_fails_while_it_is_to_be_suspended_is_charged_and_not_replac
     assert status(cluster).phase is Phase.SUSPENDED
     assert status(cluster).charged_restarts == 1
     assert status(cluster).restarts == 1
+    assert condition(cluster, ConditionType.SUSPENDED).message.startswith("no snapshot is known;")
     assert cluster.pods == {POD_0: cluster.pods[POD_0]} if POD_0 in cluster.pods else cluster.pods == {}
 
 

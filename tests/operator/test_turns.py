@@ -26,6 +26,7 @@ from dlrm_operator.facts.actions import CreatePod, EmitEvent, PlanQuestion, Wake
 from dlrm_operator.facts.images import Images
 from dlrm_operator.facts.jobs import JobCache
 from dlrm_operator.facts.observed import JobKey, JobSeen, Planning, Polled
+from dlrm_operator.metrics import RESTARTS
 from dlrm_operator.running.cache import PodCache
 from dlrm_operator.running.observing import Observer, UnreadableStatusError
 from dlrm_operator.running.performing import EVENT_S, Performer
@@ -623,9 +624,13 @@ def test_the_pod_groups_of_a_job_that_rests_are_looked_for_until_none_is_left() 
 
 
 class Ailing:
-    """An API server by which nothing of one kind can be written, or deleted alone, until it is mended."""
+    """An API server by which nothing of one kind can be written, or deleted alone, until it is mended.
 
-    def __init__(self, bench: Bench, kind: str, error: Exception, *methods: str) -> None:
+    With ``done`` it is done, and the answer lost.
+    """
+
+    def __init__(self, bench: Bench, kind: str, error: Exception, *methods: str, done: bool = False) -> None:
+        self._done = done
         self._call, self._api, self._kind, self._error = bench.api.call, bench.api, kind, error
         self._methods = methods or ("POST", "PUT", "DELETE")
         self.waits_s: list[float] = []
@@ -638,6 +643,8 @@ class Ailing:
     async def call(self, method: str, path: str, *args: Any, **further: Any) -> dict[str, Any]:
         if method not in self._methods or not path.endswith(self._kind):
             return await self._call(method, path, *args, **further)
+        if self._done:
+            await self._call(method, path, *args, **further)
         self._api.asked.append((method, path))
         self.waits_s.append(further.get("done_by", float("inf")) - time.monotonic())
         raise self._error
@@ -830,6 +837,126 @@ def test_events_that_cannot_be_created_are_told_by_one_line_of_the_log(caplog: p
     assert "the limit of Events is reached" in said.__dict__["why"]
 
 
+def test_a_status_that_is_refused_is_told_by_one_event_and_nothing_rests_on_it() -> None:
+    bench = training()
+    policy = Ailing(bench, "/status", ClusterRefusedError(403, "statuses are frozen here"))
+    bench.pods_crash()
+    for _ in range(3):
+        with pytest.raises(ClusterRefusedError):
+            bench.turn()
+    told = [item for path, item in bench.api.objects.items() if path.startswith(EVENTS) and item["reason"] == "Refused"]
+    deleted = [request for request in bench.api.asked if request[0] == "DELETE"]
+    policy.mend()
+    bench.turn()
+
+    assert len(told) == 1
+    assert "the API server refuses this job's status" in told[0]["message"]
+    assert "statuses are frozen here" in told[0]["message"]
+    assert deleted == []
+    assert bench.status()["attempt"] == 2
+
+
+def test_a_plan_of_an_earlier_attempt_that_cannot_be_deleted_holds_no_status_back() -> None:
+    bench = training(passing_s=0.0)
+    Ailing(bench, "/demo-plan-1", ClusterRefusedError(403, "ConfigMaps are kept here"), "DELETE")
+    bench.pods_crash()
+    bench.turn()
+    for path in bench.gang_pods():
+        bench.pods._change({"type": "DELETED", "object": bench.api.objects.pop(path)})
+    for _ in range(3):
+        bench.turn()
+        bench.answer()
+    told = [item for path, item in bench.api.objects.items() if path.startswith(EVENTS) and item["reason"] == "Refused"]
+
+    assert (bench.status()["attempt"], bench.status()["gangAttempt"]) == (2, 2)
+    assert len(told) == 1
+    assert "does not let the operator delete ConfigMap demo-plan-1: ConfigMaps are kept here" in told[0]["message"]
+
+
+def test_a_job_that_the_operator_has_no_right_to_see_is_told_by_one_event() -> None:
+    bench = training()
+    listed = bench.api.list_all
+
+    async def forbidden(*args: Any) -> Any:
+        raise ClusterRefusedError(403, 'cannot list resource "pods"')
+
+    bench.api.list_all = forbidden  # type: ignore[method-assign]
+    bench.pods_crash()
+    for _ in range(3):
+        with pytest.raises(ClusterRefusedError):
+            bench.turn()
+    told = [item for path, item in bench.api.objects.items() if path.startswith(EVENTS) and item["reason"] == "Refused"]
+    bench.api.list_all = listed  # type: ignore[method-assign]
+    bench.turn()
+
+    assert len(told) == 1
+    assert "does not let the operator see how this job is" in told[0]["message"]
+    assert 'cannot list resource "pods"' in told[0]["message"]
+    assert bench.status()["attempt"] == 2
+
+
+def started_slowly(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A gang whose pods have nodes and do not start; what it starts by is looked at in each turn."""
+    monkeypatch.setattr("dlrm_operator.running.gang_observing.START_S", 0.0)
+    monkeypatch.setattr("dlrm_operator.running.gang_observing.PAUSE_S", 0.0)
+    bench = planned()
+    bench.turn()
+    for path in bench.gang_pods():
+        pod = bench.api.objects[path]
+        shown = bench.api.put(path, {**pod, "spec": {**pod["spec"], "nodeName": "node"}})
+        bench.pods._change({"type": "MODIFIED", "object": shown})
+    return bench
+
+
+def test_a_service_that_was_deleted_before_the_gang_met_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = started_slowly(monkeypatch)
+    bench.turn()
+    del bench.api.objects[SERVICE]
+
+    bench.turn()
+
+    assert SERVICE in bench.api.objects
+    assert bench.status()["attempt"] == 1
+
+
+def test_a_plan_that_was_deleted_before_pods_started_by_it_is_written_for_the_next_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = started_slowly(monkeypatch)
+    bench.turn()
+    del bench.api.objects[PLAN]
+
+    bench.turn()
+
+    assert bench.status()["attempt"] == 2
+    assert bench.status()["restartsByReason"] == {"PlanDeleted": 1}
+    assert bench.status()["chargedRestarts"] == 0
+
+
+def test_what_slow_gangs_start_by_is_asked_for_once_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = started_slowly(monkeypatch)
+    monkeypatch.setattr("dlrm_operator.running.gang_observing.PAUSE_S", 60.0)
+
+    first, second = bench.turn(), bench.turn()
+
+    assert [path for method, path in first if method == "LIST"]
+    assert not [path for method, path in second if method == "LIST"]
+
+
+def test_what_a_gang_starts_by_is_not_asked_for_before_a_minute_nor_once_it_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = planned()
+    bench.turn()
+    bench.pods_run()
+    early = bench.turn()
+    monkeypatch.setattr("dlrm_operator.running.gang_observing.START_S", 0.0)
+    bench.pod_0_trains()
+    bench.turn()
+
+    assert not [path for method, path in (*early, *bench.turn()) if method == "LIST"]
+
+
 def test_nothing_is_done_about_a_crash_while_the_server_takes_neither_events_nor_the_status() -> None:
     bench = training()
     Ailing(bench, "/events", unavailable(0))
@@ -841,6 +968,44 @@ def test_nothing_is_done_about_a_crash_while_the_server_takes_neither_events_nor
 
     assert not [request for request in bench.api.asked if request[0] == "DELETE"]
     assert bench.status()["attempt"] == 1
+
+
+@pytest.mark.parametrize("done", [True, False], ids=["done", "not done"])
+def test_a_restart_is_counted_once_whether_the_write_of_its_status_was_answered_or_not(done: bool) -> None:
+    bench = training()
+    bench.pods_crash(code=9)
+    counted = RESTARTS.labels("Exit9")
+    before = counted._value.get()
+    lost = Ailing(bench, "/status", unavailable(0), "PUT", done=done)
+    with pytest.raises(ClusterUnavailableError):
+        bench.turn()
+    lost.mend()
+
+    for _ in range(3):
+        bench.turn()
+
+    assert bench.status()["restartsByReason"] == {"Exit9": 1}
+    assert counted._value.get() - before == 1
+
+
+def test_while_the_pods_of_an_earlier_gang_end_nothing_is_read_as_long_as_the_watch_tells_of_them() -> None:
+    bench = training()
+    bench.pods_crash()
+    bench.turn()
+    for path in bench.gang_pods():
+        pod = bench.api.objects[path]
+        gone_by = {"deletionTimestamp": "2099-01-01T00:00:00Z", "deletionGracePeriodSeconds": 30}
+        shown = bench.api.put(path, {**pod, "metadata": {**pod["metadata"], **gone_by}})
+        bench.pods._change({"type": "MODIFIED", "object": shown})
+
+    told = bench.turn()
+    bench.pods.fresh_at -= 10.0
+    silent = bench.turn()
+
+    assert bench.status()["attempt"] == 2
+    assert not [request for request in told if request[0] in ("GET", "LIST")]
+    assert ("LIST", PODS) in silent
+    assert not [request for request in (*told, *silent) if request[0] in ("POST", "DELETE")]
 
 
 def trains() -> Bench:

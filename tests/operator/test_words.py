@@ -331,6 +331,20 @@ def a_pod_is_deleted() -> ModelCluster:
 
 
 @reads(
+    Reason.PLAN_DELETED,
+    r"ConfigMap demo-plan-1 with the gang's plan was deleted before pod demo-trainer-1-0 had started by it",
+)
+def a_plan_is_deleted() -> ModelCluster:
+    cluster = ModelCluster()
+    for _ in range(3):
+        cluster.turn()
+        cluster.plan()
+    cluster.config_maps.clear()
+    cluster.turn()
+    return cluster
+
+
+@reads(
     Reason.SNAPSHOT_NOT_COMMITTED,
     r"training ended at step 100 and no snapshot of it was committed: the newest is of step 90; the store said: 503",
 )

@@ -47,7 +47,8 @@ def _unscheduled(pod: Object) -> str:
     if gates:
         return f"a node: held back by scheduling gate {gates}"
     words = _condition(pod, "PodScheduled").get("message")
-    return f"a node: {words or 'the scheduler has not spoken yet'}"
+    who = dig(pod, "spec", "schedulerName")
+    return f"a node: {words or f'scheduler {who} has not spoken yet'}"
 
 
 def _unstarted(pod: Object) -> str:

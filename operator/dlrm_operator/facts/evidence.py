@@ -92,6 +92,12 @@ def pod_evidence(pod: PodSeen, reason: Word, message: str, now: datetime) -> Fai
     )
 
 
+def deleted_plan_evidence(pod: PodSeen, name: str, now: datetime) -> FailureEvidence:
+    """A pod that can't start any more, for its plan is gone."""
+    words = f"ConfigMap {name} with the gang's plan was deleted before pod {pod.name} had started by it"
+    return pod_evidence(pod, Reason.PLAN_DELETED, words, now)
+
+
 def uncreated_pod_evidence(name: str, attempt: int, now: datetime) -> FailureEvidence:
     """A pod that the gang waited for, and that was never made."""
     message = f"pod {name} had not been created when the others gave up on it: the condition Scheduled says why"

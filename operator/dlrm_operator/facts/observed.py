@@ -114,11 +114,15 @@ class PodSeen:
     """Reason of its DisruptionTarget condition, or of Kueue's TerminationTarget, where that holds."""
     lost_since: datetime | None = None
     """When its node fell silent: the node controller took Ready from it while its containers were ready."""
+    scheduler: str = field(default="", compare=False)
+    """Who is to find it a node; it never changes, and the answer to the pod's creation does not hold it."""
     unschedulable: str = ""
     """The scheduler's words, where it found no node."""
     gates: tuple[str, ...] = ()
     """Scheduling gates: until all are lifted no scheduler looks at it."""
     containers: tuple[ContainerSeen, ...] = ()
+    astray: bool = False
+    """Whether it was found by its name: somebody changed the labels by which pods are watched and listed."""
 
     @property
     def ended(self) -> bool:

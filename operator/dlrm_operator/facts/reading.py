@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -62,10 +63,16 @@ def read_pod(document: Object) -> PodSeen:
         finalizers=tuple(meta.get("finalizers") or ()),
         disruption=(disrupted.get("reason") or "Disrupted") if disrupted else "",
         lost_since=_lost_since(conditions),
+        scheduler=(document.get("spec") or {}).get("schedulerName") or "",
         unschedulable=(scheduled.get("message") or "") if scheduled.get("status") == "False" else "",
         gates=tuple(gate["name"] for gate in (document.get("spec") or {}).get("schedulingGates") or ()),
         containers=tuple(_containers(status)),
     )
+
+
+def read_astray_pod(document: Object, key: JobKey, attempt: int, index: int) -> PodSeen:
+    """A trainer pod that its labels no longer tell of; its name does."""
+    return replace(read_pod(document), key=key, attempt=attempt, index=index, astray=True)
 
 
 def read_config_map(document: Object) -> ConfigMapSeen:

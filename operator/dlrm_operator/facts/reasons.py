@@ -49,6 +49,7 @@ class Reason(enum.StrEnum):
     # how an attempt failed, beside others' words
     POD_FAILED = "PodFailed"
     POD_DELETED = "PodDeleted"
+    PLAN_DELETED = "PlanDeleted"
     NODE_LOST = "NodeLost"
     HUNG = "Hung"
     SNAPSHOT_NOT_COMMITTED = "SnapshotNotCommitted"

@@ -86,6 +86,27 @@ def _held_up(pod: PodSeen) -> str:
     return f"{where} (it ends within its grace period, or is forced {FORCE_AFTER.seconds} s after it)"
 
 
+def recall(observed: Observed, status: DLRMJobStatus, pods: list[PodSeen], now: datetime) -> Iterator[Action]:
+    """Delete pods whose labels somebody changed, and say so: of the restart that follows no more is known later."""
+    yield EmitEvent(
+        key=observed.job.key,
+        uid=observed.job.uid,
+        kind="Warning",
+        reason=Reason.POD_DELETED,
+        message=astray_words(pods),
+        attempt=status.attempt,
+    )
+    yield from deletions(observed, status, pods, now)
+
+
+def astray_words(pods: Iterable[PodSeen]) -> str:
+    """Which pods somebody took from their gang by their labels."""
+    found = [pod.name for pod in pods]
+    noun, they_are = ("pod", "it is") if len(found) == 1 else ("pods", "they are")
+    which = f"{noun} {first_few(found)}, by which the operator finds a gang"
+    return f"somebody changed labels of {which}: this gang ends, and the next one is made once {they_are} gone"
+
+
 def _forced_words(pod: PodSeen, now: datetime) -> str:
     late = pod.delete_by is not None and now >= pod.delete_by + FORCE_AFTER
     why = (

@@ -90,7 +90,8 @@ def after_the_end(observed: Observed, status: DLRMJobStatus, now: datetime) -> I
     if due is not None and now >= due:
         yield DeleteJob(key=job.key, uid=job.uid, resource_version=job.resource_version)
         return
-    if status.phase is Phase.FAILED and job.generation > status.observed_generation and _is_judged(job):
+    judged = status.phase is Phase.SUCCEEDED or _is_judged(job)
+    if job.generation > status.observed_generation and judged:
         yield _seen(job, status)
     yield from at_the_end(observed, status, now)
 
@@ -101,7 +102,7 @@ def _is_judged(job: JobSeen) -> bool:
 
 
 def _seen(job: JobSeen, status: DLRMJobStatus) -> ApplyStatus:
-    """A change that mends nothing was seen; after a suspension the resume alone starts the job again."""
+    """A change that starts nothing was seen; after a suspension the resume alone starts a failed job again."""
     kept = None if _at_rest(job) else status.failed_spec
     after = status.model_copy(update={"observed_generation": job.generation, "failed_spec": kept})
     return ApplyStatus(

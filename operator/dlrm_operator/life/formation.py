@@ -57,7 +57,7 @@ def form_gang(observed: Observed, job: DLRMJob, status: DLRMJobStatus, now: date
     """Bring the attempt's gang about, or say how the whole gang fares. No pod of another attempt is there."""
     gang = current_gang(observed, status)
     if gang.whole and gang.size is not None:
-        return Formation(status=of_whole_gang(status, gang, now))
+        return Formation(status=of_whole_gang(status, gang, now), actions=tuple(_service(observed, job)))
     children = observed.children
     if children is None and observed.planning is not None:
         return Formation(status=status, actions=(WakeAt(key=observed.job.key, time=now),))  # look before creating
@@ -166,7 +166,7 @@ def _create(
         return Formation(status=_anew(status, now))
     status = _planned(status, plan, now)
     gang = current_gang(observed, status)
-    if gang.complete:
+    if gang.complete or gang.whole:
         status = of_whole_gang(status.model_copy(update={"gang_attempt": status.attempt}), gang, now)
         actions = (*first, *_outdated(observed, children, status.attempt))
         return Formation(status=status, actions=actions, status_last=True)  # a whole gang's children are not looked at
@@ -203,9 +203,7 @@ def _creations(
     Then the plan is ``written``, and the rest follows.
     """
     owner, children = Owner.of(observed.job), observed.children or Children()
-    service = gang_service(job, owner)
-    if service["metadata"]["name"] not in children.services:
-        yield ApplyService(manifest=service)
+    yield from _service(observed, job)
     yield from written
     attempt = Attempt(
         job=job.with_replicas(plan.nodes),
@@ -224,6 +222,13 @@ def _creations(
             yield ApplyPodGroup(manifest=group)
     for index in gang.missing():
         yield CreatePod(manifest=pods[index], owner_uid=observed.job.uid, attempt=gang.attempt)
+
+
+def _service(observed: Observed, job: DLRMJob) -> Iterator[Action]:
+    """The Service where it lacks, for all that was looked at: ranks that have not met yet find each other by it."""
+    children, service = observed.children, gang_service(job, Owner.of(observed.job))
+    if children is not None and service["metadata"]["name"] not in children.services:
+        yield ApplyService(manifest=service)
 
 
 def _outdated(observed: Observed, children: Children, attempt: int) -> Iterator[Action]:

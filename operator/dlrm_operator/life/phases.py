@@ -12,7 +12,7 @@ from dlrm_operator.facts.gang import Gang
 from dlrm_operator.facts.observed import JobSeen
 from dlrm_operator.facts.reasons import Reason, Word
 from dlrm_operator.life.stragglers import straggler_words
-from dlrm_operator.life.waiting import CRASH_LOOP, NO_CONTAINER_WAITS, SCHEDULER_SILENT, why_pods_wait
+from dlrm_operator.life.waiting import CRASH_LOOP, NO_CONTAINER_WAITS, SCHEDULER_SILENT, scheduler_words, why_pods_wait
 from dlrm_operator.objects.gang_scheduling import gate_words
 
 FINISHED = frozenset({Phase.SUCCEEDED, Phase.FAILED})
@@ -125,6 +125,6 @@ def _scheduled(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJobStatu
     if held := next((words for pod in homeless if (words := gate_words(pod, gang.queue_words))), ""):
         message = f"{len(homeless)} of {gang.size} pods wait: {held}"
         return with_truth(status, ConditionType.SCHEDULED, "False", Reason.WAITING_FOR_ADMISSION, message, now=now)
-    words = next((pod.unschedulable for pod in homeless if pod.unschedulable), SCHEDULER_SILENT)
-    message = f"{len(homeless)} of {gang.size} pods have no node: {words}"
+    telling = next((pod for pod in homeless if pod.unschedulable), homeless[0])
+    message = f"{len(homeless)} of {gang.size} pods have no node: {scheduler_words(telling)}"
     return with_truth(status, ConditionType.SCHEDULED, "False", Reason.WAITING_FOR_NODES, message, now=now)

@@ -17,21 +17,24 @@ from datetime import datetime
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import Label
-from dlrm_api.status import ConditionType, DLRMJobStatus
+from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
 from dlrm_operator.facts.actions import Action, ApplyStatus, WakeAt
 from dlrm_operator.facts.conditions import with_old_times
 from dlrm_operator.facts.gang import current_gang
-from dlrm_operator.facts.observed import JobSeen, Observed
+from dlrm_operator.facts.observed import JobSeen, Observed, PodSeen
+from dlrm_operator.facts.reasons import Reason
 from dlrm_operator.life.absorbing import with_final_step, with_progress, with_snapshot
 from dlrm_operator.life.budgets import after_failure
+from dlrm_operator.life.clearing import astray_words, recall, refusal_words
 from dlrm_operator.life.course import Decision, earliest, go_on
 from dlrm_operator.life.endings import after_the_end, at_the_end, failed, is_retried, remembering, retried, succeeded
+from dlrm_operator.life.formation import LOOK_AGAIN
 from dlrm_operator.life.hangs import watch
 from dlrm_operator.life.invalid_specs import without_spec
 from dlrm_operator.life.leftovers import last_words
-from dlrm_operator.life.phases import FINISHED, with_store_health, with_truth
+from dlrm_operator.life.phases import FINISHED, in_phase, with_store_health, with_truth
 from dlrm_operator.life.releases import releases
-from dlrm_operator.life.restarts import Outcome, Verdict, judge
+from dlrm_operator.life.restarts import Outcome, Verdict, judge, without_plan
 from dlrm_operator.life.transitions import transition_events
 from dlrm_operator.life.unknown_fields import beside_running, unknown_words
 from dlrm_operator.life.writing import is_decisive, is_passing, is_repeatable, worth_writing
@@ -98,7 +101,7 @@ def _in_view(observed: Observed, status: DLRMJobStatus) -> DLRMJobStatus:
     job = observed.job
     update = {
         "observed_generation": job.generation,
-        "attempt": max(status.attempt, 1),
+        "attempt": max(status.attempt, status.gang_attempt, 1),  # no hand may take it back to before the gang
         "selector": f"{Label.JOB}={job.key.name}",
         "replicas": sum(pod.owner_uid == job.uid and not (pod.ended or pod.held) for pod in observed.pods),
     }
@@ -113,6 +116,8 @@ def _decide(observed: Observed, spec: DLRMJob | InvalidSpecError, status: DLRMJo
     words = gang.checkpoints if gang.pods else last_words(observed)
     status = with_snapshot(status, words, heals=restart.progress_resets, may_go_back=bool(gang.pods))
     status = with_store_health(with_progress(status, gang, now), gang, now)
+    if astray := [pod for pod in observed.pods if pod.astray]:
+        return _without_astray(observed, status, astray, now)
     verdict = judge(gang, restart, now)
     if verdict.outcome is Outcome.SUCCEEDED:
         return Decision(status=succeeded(with_final_step(status, gang, now), now))
@@ -121,10 +126,20 @@ def _decide(observed: Observed, spec: DLRMJob | InvalidSpecError, status: DLRMJo
     watched = watch(observed, status, gang, spec.spec.lifecycle.hang_timeout, now)
     if watched.verdict is not None:
         return _after_attempt(observed, spec, status, watched.verdict, now)
+    if (ended := without_plan(gang, observed.children, now)) is not None:
+        return _after_attempt(observed, spec, status, ended, now)
     decision = _with_unknown_fields(observed, go_on(observed, spec, status, now), now)
     asked = (watched.ask,) if watched.ask else ()
     wake = earliest(decision.wake, verdict.settle_at, watched.wake)
     return replace(decision, actions=(*decision.actions, *asked), wake=wake)
+
+
+def _without_astray(observed: Observed, status: DLRMJobStatus, astray: list[PodSeen], now: datetime) -> Decision:
+    """Pods without their labels go before the attempt is judged: later turns don't see them beside the next gang."""
+    words = refusal_words(observed, astray) or astray_words(astray)
+    status = with_truth(status, ConditionType.RUNNING, "False", Reason.POD_DELETED, words, now=now)
+    actions = tuple(recall(observed, status, astray, now))
+    return Decision(status=in_phase(status, Phase.RESTARTING), actions=actions, wake=now + LOOK_AGAIN)
 
 
 def _with_unknown_fields(observed: Observed, decision: Decision, now: datetime) -> Decision:

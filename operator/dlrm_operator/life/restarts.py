@@ -9,11 +9,12 @@ from datetime import datetime, timedelta
 from itertools import chain
 
 from dlrm_api.lifecycle import RestartSpec
-from dlrm_api.names import USER_MUST_MEND, ExitCode
+from dlrm_api.names import USER_MUST_MEND, ExitCode, plan_config_map
 from dlrm_api.status import FailureEvidence
 from dlrm_operator.facts.evidence import (
     checkpointer_evidence,
     container_evidence,
+    deleted_plan_evidence,
     lost_node_evidence,
     missing_pod_evidence,
     pod_evidence,
@@ -21,7 +22,7 @@ from dlrm_operator.facts.evidence import (
     uncreated_pod_evidence,
 )
 from dlrm_operator.facts.gang import Gang
-from dlrm_operator.facts.observed import ContainerSeen, PodSeen
+from dlrm_operator.facts.observed import Children, ContainerSeen, PodSeen
 from dlrm_operator.facts.reasons import Quoted, Reason
 from dlrm_operator.life.clearing import LOST_AFTER, force_due
 from dlrm_operator.life.last_uploads import has_stored, outliving, upload_awaited_until, uploading_ended
@@ -101,6 +102,17 @@ def judge(gang: Gang, restart: RestartSpec, now: datetime) -> Verdict:
         if alike:
             return _settled(_earliest(alike), gang, now)
     return _unsaved(gang, now) if gang.finished else ONGOING
+
+
+def without_plan(gang: Gang, children: Children | None, now: datetime) -> Verdict | None:
+    """The end of a whole gang whose plan was deleted before all of its pods had started: their kubelets wait for it."""
+    name = plan_config_map(gang.job, gang.attempt)
+    if children is None or not gang.whole or name in {seen.name for seen in children.config_maps}:
+        return None
+    late = next((pod for pod in gang.pods.values() if not (pod.started or pod.ended)), None)
+    if late is None:
+        return None
+    return Verdict(outcome=Outcome.RESTART_FREE, evidence=deleted_plan_evidence(late, name, now))
 
 
 def _pod_ends(gang: Gang, restart: RestartSpec, now: datetime) -> Iterator[Verdict]:

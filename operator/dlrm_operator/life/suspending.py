@@ -55,7 +55,7 @@ def _held(status: DLRMJobStatus, lifecycle: LifecycleSpec) -> str:
     """Which step the job goes on from, and why not from a newer one."""
     snapshot, halt = status.last_snapshot, status.halt
     newest = f"the newest snapshot is of step {snapshot.step}" if snapshot else "no snapshot is known"
-    if halt is None and snapshot is None:
+    if halt is None and snapshot is None and not (status.progress and status.progress.step):
         held = "nothing was trained yet"
     elif halt is None:
         held = newest

@@ -42,13 +42,19 @@ def why_pods_wait(pods: list[PodSeen]) -> Waiting:
     return next(iter(telling + found), silent)
 
 
+def scheduler_words(pod: PodSeen) -> str:
+    """What its scheduler says of a pod without a node; one that does not run, or does not exist, says nothing."""
+    silent = f"scheduler {pod.scheduler} has not spoken yet" if pod.scheduler else SCHEDULER_SILENT
+    return pod.unschedulable or silent
+
+
 def why_it_is_late(pod: PodSeen, queue_words: str = "") -> Waiting:
     """The same of one pod, which may have no node yet; ``queue_words`` are Kueue's own, where it has spoken."""
     if pod.node:
         return why_pods_wait([pod])
     if held := gate_words(pod, queue_words):
         return Waiting(reason=Reason.WAITING_FOR_ADMISSION, words=held)
-    return Waiting(reason=Reason.WAITING_FOR_NODES, words=f"it has no node: {pod.unschedulable or SCHEDULER_SILENT}")
+    return Waiting(reason=Reason.WAITING_FOR_NODES, words=f"it has no node: {scheduler_words(pod)}")
 
 
 def _mend(pod: PodSeen, container: ContainerSeen) -> tuple[Reason, str]:

@@ -15,7 +15,7 @@ from dlrm_operator.objects.gang_scheduling import group_gates, group_marks
 from dlrm_operator.objects.manifests import Owner, config_volume, metadata, plan_config_maps
 from dlrm_operator.objects.overlay import with_overlay
 from dlrm_operator.objects.placement import placement
-from dlrm_operator.objects.resources import checkpointer_resources, trainer_resources
+from dlrm_operator.objects.resources import checkpointer_resources, trainer_memory_bytes, trainer_resources
 from dlrm_operator.objects.tier_volumes import tier_bytes, tier_mounts, tier_volumes
 from dlrm_planner.memory import CUDA_SHARED_BYTES
 
@@ -55,6 +55,17 @@ class Attempt:
     """URI of the manifest of the newest snapshot that the job is known to have; empty where none is."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Share:
+    """What sets one pod apart from the others of its gang."""
+
+    index: int
+    memory_bytes: int
+    """Of its trainer."""
+    tiers: dict[str, int]
+    """Bytes that its ranks keep in files, by tier."""
+
+
 def trainer_pods(attempt: Attempt, maps: list[Manifest] | None = None) -> list[Manifest]:
     """The gang's pods by index; equal arguments give equal pods.
 
@@ -68,7 +79,9 @@ def trainer_pods(attempt: Attempt, maps: list[Manifest] | None = None) -> list[M
     """
     made = maps or plan_config_maps(attempt.job, attempt.number, attempt.plan, attempt.owner)
     config = config_volume(made)
-    return [_pod(attempt, index, config) for index in range(attempt.plan.nodes)]
+    sizes = zip(trainer_memory_bytes(attempt.job, attempt.plan), tier_bytes(attempt.plan), strict=True)
+    shares = [_Share(index=index, memory_bytes=size, tiers=tiers) for index, (size, tiers) in enumerate(sizes)]
+    return [_pod(attempt, share, config) for share in shares]
 
 
 def with_token_digest(pod: Manifest, digest: str) -> Manifest:
@@ -81,8 +94,8 @@ def with_token_digest(pod: Manifest, digest: str) -> Manifest:
     return {**pod, "spec": {**spec, "containers": containers}}
 
 
-def _pod(attempt: Attempt, index: int, config: Manifest) -> Manifest:
-    job = attempt.job
+def _pod(attempt: Attempt, share: _Share, config: Manifest) -> Manifest:
+    job, index = attempt.job, share.index
     name = names.trainer_pod(job.metadata.name, attempt.number, index)
     spec: Manifest = {
         "restartPolicy": "Never",
@@ -94,8 +107,8 @@ def _pod(attempt: Attempt, index: int, config: Manifest) -> Manifest:
         "terminationGracePeriodSeconds": _grace_seconds(job),
         "securityContext": POD_SECURITY,
         "initContainers": [_checkpointer(attempt, index)],
-        "containers": [_trainer(attempt, index)],
-        "volumes": _volumes(attempt, index, config),
+        "containers": [_trainer(attempt, share)],
+        "volumes": _volumes(attempt, share, config),
         **placement(job, attempt.profile, attempt.number),
     }
     meta = metadata(job, name, attempt.owner, attempt.number, index)
@@ -119,7 +132,7 @@ def _rendezvous_timeout_s(job: DLRMJob) -> int:
     return MEETING_S + round(LONGEST_WAIT_S if deadline is None else deadline)
 
 
-def _trainer(attempt: Attempt, index: int) -> Manifest:
+def _trainer(attempt: Attempt, share: _Share) -> Manifest:
     job, trainer = attempt.job, attempt.job.spec.trainer
     command = ["python", "-m", "dlrm_trainer", "--job", Path.JOB, "--plan", Path.PLAN]
     rank0 = f"{names.trainer_pod(job.metadata.name, attempt.number, 0)}.{names.trainer_service(job.metadata.name)}"
@@ -132,7 +145,7 @@ def _trainer(attempt: Attempt, index: int) -> Manifest:
     }
     if attempt.committed_snapshot:
         env[Env.COMMITTED_SNAPSHOT] = attempt.committed_snapshot
-    if tier_bytes(attempt.plan, index):
+    if share.tiers:
         env[Env.TIER_DIR] = Path.TIERS
     own: list[Manifest] = []
     if job.spec.data.credentials_secret:
@@ -142,15 +155,15 @@ def _trainer(attempt: Attempt, index: int) -> Manifest:
         {"name": "trainer", "containerPort": Port.TRAINER},
         {"name": "rendezvous", "containerPort": Port.RENDEZVOUS},
     ]
-    container = _container(attempt, index, command, env, ports)
+    container = _container(attempt, share.index, command, env, ports)
     if attempt.plan.device == "cuda":
         own.append({"name": "shm", "mountPath": Path.SHARED_MEMORY})
-    container["volumeMounts"] = [*container["volumeMounts"], *own, *tier_mounts(attempt.plan, index)]
+    container["volumeMounts"] = [*container["volumeMounts"], *own, *tier_mounts(share.tiers)]
     return {
         "name": Container.TRAINER,
         "image": trainer.image or attempt.images.trainer_on(attempt.plan.device),
         **container,
-        "resources": trainer_resources(job, attempt.plan, attempt.profile, index, attempt.memory_reserve_bytes),
+        "resources": trainer_resources(job, attempt.profile, share.memory_bytes, attempt.memory_reserve_bytes),
     }
 
 
@@ -204,8 +217,8 @@ def _container(
     }
 
 
-def _volumes(attempt: Attempt, index: int, config: Manifest) -> list[Manifest]:
-    job, handoff_bytes = attempt.job, attempt.plan.handoff_bytes[index]
+def _volumes(attempt: Attempt, share: _Share, config: Manifest) -> list[Manifest]:
+    job, handoff_bytes = attempt.job, attempt.plan.handoff_bytes[share.index]
     volumes: list[Manifest] = [
         config,
         {"name": "handoff", "emptyDir": {"medium": "Memory", "sizeLimit": str(handoff_bytes)}},
@@ -218,4 +231,4 @@ def _volumes(attempt: Attempt, index: int, config: Manifest) -> list[Manifest]:
     if attempt.plan.device == "cuda":  # NCCL's ranks of a pod meet there; what a container has by default is too small
         size = CUDA_SHARED_BYTES * attempt.plan.processes_per_node
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(size)}})
-    return volumes + tier_volumes(attempt.plan, index, attempt.profile)
+    return volumes + tier_volumes(share.tiers, attempt.profile)

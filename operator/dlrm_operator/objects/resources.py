@@ -21,19 +21,12 @@ FACTORS: Final = {
 }
 
 
-def trainer_resources(
-    job: DLRMJob, plan: Plan, profile: HardwareProfile | None, index: int, reserve: int = 0
-) -> Manifest:
-    """The user's requests and limits of one pod's trainer, completed; a device a process, ``reserve`` bytes besides.
-
-    Kueue counts pods that ask for the same as one role and knows at most 8 roles in a group: all of its pods ask for
-    what the largest one needs.
-    """
+def trainer_resources(job: DLRMJob, profile: HardwareProfile | None, memory_bytes: int, reserve: int = 0) -> Manifest:
+    """The user's requests and limits of one pod's trainer, completed; a device a process, ``reserve`` bytes besides."""
     trainer = job.spec.trainer
     requests, limits = dict(trainer.resources.requests), dict(trainer.resources.limits)
     if "memory" not in requests and "memory" not in limits:
-        alike = range(plan.nodes) if job.spec.scheduling.gang == "kueue" else (index,)
-        requests["memory"] = str(max(trainer_memory_bytes(job, one, plan) for one in alike) + reserve)
+        requests["memory"] = str(memory_bytes + reserve)
     if trainer.threads_per_process and "cpu" not in requests and "cpu" not in limits:
         requests["cpu"] = str(trainer.threads_per_process * trainer.processes_per_replica)
     if profile and profile.spec.devices and profile.spec.devices.resource not in limits:
@@ -58,10 +51,16 @@ def _stated(**amounts: dict[str, str]) -> Manifest:
     return {kind: each for kind, each in amounts.items() if each}
 
 
-def trainer_memory_bytes(job: DLRMJob, index: int, plan: Plan) -> int:
-    """Working set, tables and hand-off of one pod's ranks; tmpfs is charged to its writer, the trainer."""
-    tables = sum(rank.bytes_per_tier.get("ddr", 0) for rank in plan.ranks if rank.node == index)
-    return working_set_bytes(job.spec, plan.device) - checkpointer_bytes(job.spec) + tables
+def trainer_memory_bytes(job: DLRMJob, plan: Plan) -> list[int]:
+    """What each pod's trainer asks for: working set, tables and hand-off of its ranks; tmpfs is charged to its writer.
+
+    Kueue counts pods that ask for the same as one role and knows at most 8 roles in a group: all of its pods ask for
+    what the largest one needs.
+    """
+    found = [working_set_bytes(job.spec, plan.device) - checkpointer_bytes(job.spec)] * plan.nodes
+    for rank in plan.ranks:
+        found[rank.node] += rank.bytes_per_tier.get("ddr", 0)
+    return [max(found)] * plan.nodes if job.spec.scheduling.gang == "kueue" else found
 
 
 def requests_of_all(pods: list[Manifest]) -> dict[str, str]:

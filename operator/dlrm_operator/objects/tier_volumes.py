@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.names import Path
@@ -12,13 +14,13 @@ from dlrm_operator.facts.actions import Manifest
 FILE_TIERS = ("cxl", "scm", "block")
 
 
-def tier_bytes(plan: Plan, pod: int) -> dict[str, int]:
-    """Bytes that one pod's ranks keep in files, by tier; only tiers that they use."""
-    found: dict[str, int] = {}
+def tier_bytes(plan: Plan) -> list[dict[str, int]]:
+    """Bytes that each pod's ranks keep in files, by tier; only tiers that they use."""
+    found: list[dict[str, int]] = [{} for _ in range(plan.nodes)]
     for rank in plan.ranks:
         for tier in FILE_TIERS:
-            if rank.node == pod and rank.bytes_per_tier.get(tier):
-                found[tier] = found.get(tier, 0) + rank.bytes_per_tier[tier]
+            if rank.bytes_per_tier.get(tier):
+                found[rank.node][tier] = found[rank.node].get(tier, 0) + rank.bytes_per_tier[tier]
     return found
 
 
@@ -28,23 +30,23 @@ def check_mounts(plan: Plan, profile: HardwareProfile | None) -> None:
     Raises:
         InvalidSpecError: no profile is named, or it says of a tier neither hostPath nor storageClass.
     """
-    for pod in range(plan.nodes):
-        for tier in tier_bytes(plan, pod):
+    for sizes in tier_bytes(plan):
+        for tier in sizes:
             _mounted(tier, profile)
 
 
-def tier_volumes(plan: Plan, pod: int, profile: HardwareProfile | None) -> list[Manifest]:
-    """The pod's volumes.
+def tier_volumes(sizes: Mapping[str, int], profile: HardwareProfile | None) -> list[Manifest]:
+    """The volumes of a pod that keeps so many bytes in files.
 
     Raises:
         InvalidSpecError: see :func:`check_mounts`.
     """
-    return [_volume(tier, size, _mounted(tier, profile)) for tier, size in tier_bytes(plan, pod).items()]
+    return [_volume(tier, size, _mounted(tier, profile)) for tier, size in sizes.items()]
 
 
-def tier_mounts(plan: Plan, pod: int) -> list[Manifest]:
+def tier_mounts(sizes: Mapping[str, int]) -> list[Manifest]:
     """Where the trainer's container sees them."""
-    return [{"name": _name(tier), "mountPath": f"{Path.TIERS}/{tier}"} for tier in tier_bytes(plan, pod)]
+    return [{"name": _name(tier), "mountPath": f"{Path.TIERS}/{tier}"} for tier in sizes]
 
 
 def _name(tier: str) -> str:

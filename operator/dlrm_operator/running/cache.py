@@ -60,7 +60,7 @@ class PodCache:
         self._pods: dict[JobKey, dict[str, PodSeen]] = {}
         self._gone: dict[str, None] = {}
         """Uids of pods that were deleted last: the answer to their creation may come later than that."""
-        self._stop = threading.Event()
+        self._stop, self._resumed = threading.Event(), threading.Event()
         self._pause_s = FIRST_PAUSE_S
         self.filled = False
         self.fresh_at = time.monotonic()
@@ -74,6 +74,11 @@ class PodCache:
     def stop(self) -> None:
         """Let the thread end at its next event."""
         self._stop.set()
+        self.resume()
+
+    def resume(self) -> None:
+        """The server answers: where the watch pauses after it broke, let it begin at once."""
+        self._resumed.set()
 
     def pods(self, key: JobKey) -> tuple[PodSeen, ...]:
         """The job's pods as last seen."""
@@ -93,7 +98,8 @@ class PodCache:
                 continue
             except (ClusterUnavailableError, ClusterRefusedError):
                 logger.warning("the pod watch broke, it starts anew", exc_info=True)
-                self._stop.wait(self._pause_s)
+                self._resumed.wait(self._pause_s)
+                self._resumed.clear()
                 self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             except RuntimeError:
                 if loop.is_closed():
@@ -145,7 +151,8 @@ class PodCache:
             if len(self._gone) > GONE_KEPT:
                 del self._gone[next(iter(self._gone))]
         elif known == pod:
-            return  # the answer to its creation, or a change of what decides nothing
+            of_job[pod.name] = pod  # after the answer to its creation, or a change of what decides nothing
+            return
         else:
             of_job[pod.name] = pod
             if known is not None and replace(pod, node=known.node, unschedulable=known.unschedulable) == known:

@@ -158,6 +158,7 @@ class Engine:
     def _led(self) -> None:
         """This process leads now, or no longer: followers keep their caches warm and take no turns."""
         if self._leader.held:
+            self._pods.resume()
             self.wake_all()
 
     async def _take_turn(self, key: JobKey) -> None:

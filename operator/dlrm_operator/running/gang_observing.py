@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable
 
 from dlrm_api import names
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.names import FIELD_MANAGER, Label
+from dlrm_api.names import Label
+from dlrm_api.status import Phase
 from dlrm_operator.cluster import METADATA_ONLY, Api
 from dlrm_operator.cluster_errors import ClusterRefusedError, NotFoundError
 from dlrm_operator.facts.observed import Children, Groups, JobKey, JobSeen, PodSeen
 from dlrm_operator.facts.reading import read_group
 from dlrm_operator.life.phases import rests
 from dlrm_operator.objects.gang_scheduling import KUEUE, POD_GROUPS, group_type
+
+START_S = 60.0
+"""A gang whose pods have nodes mostly trains before."""
+PAUSE_S = 1.0
+"""Between two looks at what gangs start by: where hundreds start slowly, each is looked at more seldom."""
 
 
 async def look_at_groups(api: Api, job: JobSeen) -> Groups:
@@ -29,7 +37,7 @@ async def look_at_groups(api: Api, job: JobSeen) -> Groups:
         return Groups()
     attempt = max(job.known.attempt, 1) if job.known else 1
     wanted = names.pod_group(job.key.name, attempt)
-    ours = {"labelSelector": f"{Label.JOB}={job.key.name},{Label.MANAGED_BY}={FIELD_MANAGER}"}
+    ours = {"labelSelector": f"{Label.JOB}={job.key.name}"}
     query = {"fieldSelector": f"metadata.name={wanted}"} if kind is KUEUE else ours
     try:
         items, _ = await api.list_all(kind.path(job.key.namespace), query, METADATA_ONLY)
@@ -40,6 +48,43 @@ async def look_at_groups(api: Api, job: JobSeen) -> Groups:
         words = f"the API server does not let the operator list {kind.plural} of {kind.api_version}: {error}"
         return Groups(problem=f"spec.scheduling.gang: {words}")
     return Groups(seen=tuple(read_group(item, kind.api_version) for item in items), attempt=attempt)
+
+
+class SlowStarts:
+    """Gangs that have nodes and do not train yet: the Service and the plan that they start by may have been deleted.
+
+    Nothing watches those, so they are looked at again every minute, until the gang trains.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[JobKey, float] = {}
+        """When to look at those of a job (monotonic seconds)."""
+        self._next = -math.inf
+        """When to look at those of any job."""
+
+    def to_be_seen(self, job: JobSeen, pods: Iterable[PodSeen]) -> bool:
+        """Whether it is time to look at what the job's gang starts by."""
+        if not _starts(job, pods):
+            self._due.pop(job.key, None)
+            return False
+        now = time.monotonic()
+        return now >= max(self._due.setdefault(job.key, now + START_S), self._next)
+
+    def seen(self, key: JobKey) -> None:
+        """It was looked at just now."""
+        now = time.monotonic()
+        self._due[key], self._next = now + START_S, now + PAUSE_S
+
+    def forget(self, key: JobKey) -> None:
+        """The job is gone."""
+        self._due.pop(key, None)
+
+
+def _starts(job: JobSeen, pods: Iterable[PodSeen]) -> bool:
+    status = job.known
+    if status is None or status.gang_attempt != status.attempt:
+        return False
+    return status.phase in (Phase.SCHEDULING, Phase.RESTORING) and all(pod.node for pod in pods)
 
 
 class LeftGroups:

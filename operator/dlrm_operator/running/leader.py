@@ -3,6 +3,8 @@
 A follower takes over once it has watched the same record for its whole duration on its own clock, so no clocks are
 compared. The leader trusts itself for less long than that: it counts from the moment at which it *sent* its last
 renewal, stops to begin writes after ``renew_deadline_s``, and cuts off a write in flight when the duration is over.
+A renewal is one request, on top of the record that the last one was answered with, and is sent ``renew_every_s`` after
+it was: so a server that takes as long as that to answer each request is led without a gap.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import math
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -38,6 +41,7 @@ class LeaseTimes:
     renew_deadline_s: float = 8.0
     """The leader begins no write when its renewal is older; one in flight then has the rest of the duration."""
     renew_every_s: float = 4.0
+    """From one renewal to the next, as they are sent; each is given up after so long."""
 
 
 class Leader:
@@ -50,6 +54,8 @@ class Leader:
         self._times = times
         self._changed = changed
         self._renewed_at = float("-inf")
+        self._written: Object | None = None
+        """The record as this process wrote it last; None where another may have written since, or nobody knows."""
         self._seen: tuple[str, float] = ("", float("-inf"))
         """The record's version as last read, and since when it has stood still; no version where it was not there."""
         self._holds_for_s = 0.0
@@ -82,8 +88,7 @@ class Leader:
             except (ClusterUnavailableError, ClusterRefusedError):
                 logger.warning("the Lease could not be looked at", exc_info=True)
             self._tell()
-            rest_s = self._times.renew_every_s if self._fresh() else LOOK_S
-            await asyncio.sleep(rest_s * random.uniform(0.8, 1.0))  # noqa: S311
+            await asyncio.sleep(self._rest_s(random.uniform(0.8, 1.0)))  # noqa: S311
 
     async def release(self) -> None:
         """Let the next one lead at once. Nothing is written by this process from here on."""
@@ -98,8 +103,16 @@ class Leader:
         except (ClusterUnavailableError, ClusterRefusedError):
             logger.warning("the Lease was not released: the next leader waits for its end", exc_info=True)
 
-    def _fresh(self) -> bool:
-        return time.monotonic() < self._renewed_at + self._times.renew_every_s
+    def _rest_s(self, part: float) -> float:
+        """Until the next look: of a Lease that was renewed just now, until that is due again."""
+        if self._written is None:
+            return LOOK_S * part
+        return max(self._renewed_at + self._times.renew_every_s * part - time.monotonic(), 0.0)
+
+    def _hold(self, since: float) -> None:
+        """Lead since then. That the last renewal had run out before is told first: work was passed over meanwhile."""
+        self._tell()
+        self._renewed_at = since
 
     def _tell(self) -> None:
         held = self.held
@@ -114,20 +127,22 @@ class Leader:
 
         One that somebody deleted is made again by who held it; others wait as if it stood still.
         """
-        began = time.monotonic()
+        record, self._written = self._written, None
+        if record is not None:
+            with suppress(ConflictError, NotFoundError):  # somebody wrote to it, or deleted it
+                await self._renew(record)
+                return
         try:
             record = await self._call("GET", f"/{NAME}")
         except NotFoundError:
             if self._still_s("") >= self._holds_for_s:
-                await self._create(began)
+                await self._create()
             return
         spec = record.get("spec") or {}
         still_s, holder = self._still_s(record["metadata"]["resourceVersion"]), spec.get("holderIdentity") or ""
         self._holds_for_s = 0.0 if holder in ("", self._identity) else float(spec.get("leaseDurationSeconds") or 0)
         if still_s >= self._holds_for_s:
-            sent = time.monotonic()
-            await self._write(record, holder=self._identity, duration_s=self._times.duration_s)
-            self._renewed_at = sent
+            await self._renew(record)
         else:
             self._renewed_at = float("-inf")
 
@@ -138,23 +153,30 @@ class Leader:
             self._seen = version, self._looked_at
         return self._looked_at - self._seen[1]
 
-    async def _create(self, began: float) -> None:
+    async def _create(self) -> None:
+        sent = time.monotonic()
         body = {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
             "metadata": {"name": NAME},
             "spec": self._spec({}, self._identity, self._times.duration_s),
         }
-        await self._call("POST", "", body)
-        self._renewed_at = began
+        self._written = await self._call("POST", "", body)
+        self._hold(sent)
 
-    async def _write(self, record: Object, *, holder: str, duration_s: float) -> None:
+    async def _renew(self, record: Object) -> None:
+        """Hold it, unless another was first."""
+        sent = time.monotonic()
+        self._written = await self._write(record, holder=self._identity, duration_s=self._times.duration_s)
+        self._hold(sent)
+
+    async def _write(self, record: Object, *, holder: str, duration_s: float) -> Object:
         """Guarded by the resource version that was read: of two who try, one is refused."""
         body = {**record, "spec": self._spec(record.get("spec") or {}, holder, duration_s)}
-        await self._call("PUT", f"/{NAME}", body)
+        return await self._call("PUT", f"/{NAME}", body)
 
     async def _call(self, method: str, path: str, body: Object | None = None) -> Object:
-        """Given up early enough for another try before the renewal is due."""
+        """Given up early enough for another try before what was renewed last runs out."""
         done_by = time.monotonic() + self._times.renew_every_s
         return await self._api.call(method, self._path + path, body, done_by=done_by)
 

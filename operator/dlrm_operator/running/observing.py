@@ -15,17 +15,18 @@ from dlrm_operator.beside.polling import Poller
 from dlrm_operator.beside.queues import Queues, waiting_group
 from dlrm_operator.beside.references import ProfileSeen, References
 from dlrm_operator.beside.stack_taking import StackTaker
-from dlrm_operator.cluster import JSON, METADATA_ONLY, Api, Object
+from dlrm_operator.cluster import METADATA_ONLY, Api, Object
 from dlrm_operator.cluster_errors import NotFoundError
+from dlrm_operator.facts.gang import current_gang
 from dlrm_operator.facts.images import Images
 from dlrm_operator.facts.jobs import JobCache
-from dlrm_operator.facts.observed import Children, JobKey, JobSeen, Observed, PodSeen
-from dlrm_operator.facts.reading import read_config_map, read_pod
+from dlrm_operator.facts.observed import Children, ConfigMapSeen, JobKey, JobSeen, Observed, PodSeen
+from dlrm_operator.facts.reading import read_astray_pod, read_config_map, read_pod
 from dlrm_operator.life.formation import plan_in_force
 from dlrm_operator.life.phases import rests
 from dlrm_operator.life.resizing import wants_resize
 from dlrm_operator.running.cache import PodCache
-from dlrm_operator.running.gang_observing import LeftGroups, look_at_groups
+from dlrm_operator.running.gang_observing import LeftGroups, SlowStarts, look_at_groups
 from dlrm_planner import trace_references
 
 YOUNG_S = 1.0
@@ -64,6 +65,7 @@ class Observer:
         self._references = references
         self._images = images
         self._left_groups = LeftGroups(api)
+        self._slow_starts = SlowStarts()
         self.refusals: dict[JobKey, str] = {}
         self.refused_deletions: dict[JobKey, str] = {}
         self.begun: set[JobKey] = set()
@@ -72,8 +74,9 @@ class Observer:
     def glance(self, key: JobKey) -> Observed | None:
         """The job as the caches show it; None where they can't decide.
 
-        Of a gang that is being made they can say no more than that a plan is lacking, where the plan is of nothing
-        but the job itself: what was written before a crash shows only to a look.
+        Of a gang that is being made they can say no more than that an earlier one's pods are still going, or that a
+        plan is lacking, where the plan is of nothing but the job itself: what was written before a crash shows only to
+        a look.
 
         Raises:
             UnreadableStatusError: nobody can decide.
@@ -83,9 +86,11 @@ class Observer:
             return None
         _check_readable(job)
         pods = self._pods.pods(key)
-        if needs_plan(job) and (pods or self._planner.has_answered(key) or not _stands_alone(job)):
+        planned = needs_plan(job) and not self._waits_for_pods(job, pods)
+        if planned and (pods or self._planner.has_answered(key) or not _stands_alone(job)):
             return None
-        return None if self._left_groups.to_be_seen(job, pods) else self._at_work(job, pods)
+        to_be_seen = self._left_groups.to_be_seen(job, pods) or self._slow_starts.to_be_seen(job, pods)
+        return None if to_be_seen else self._at_work(job, pods)
 
     async def look(self, key: JobKey) -> Observed | None:
         """The job as it is now; None where it is gone.
@@ -99,8 +104,8 @@ class Observer:
             return None
         _check_readable(job)
         if not needs_plan(job):
-            pods = await self._live_pods(key)
-            return replace(self._at_work(job, pods), children=await self._left_groups.look(job, pods))
+            pods = await self._live_pods(job)
+            return replace(self._at_work(job, pods), children=await self._children_of_whole(job, pods))
         # at once: a list that has to be up to date waits until the watch cache of the API server is
         begins = self._begins(job)
         found = asyncio.gather(self._pods_before(job, begins), self._profile(job), self._children(job, begins))
@@ -125,6 +130,7 @@ class Observer:
         self.refused_deletions.pop(key, None)
         self.begun.discard(key)
         self._left_groups.forget(key)
+        self._slow_starts.forget(key)
 
     def _about_to_begin(self, key: JobKey) -> JobSeen | None:
         """The copy of a job, where a first gang can be begun from it.
@@ -136,6 +142,18 @@ class Observer:
         if job is None or job.deleting or time.monotonic() - self._jobs.heard_at > YOUNG_S or not self._begins(job):
             return None
         return job if self._pods.filled and not self._pods.pods(key) else None
+
+    def _waits_for_pods(self, job: JobSeen, pods: tuple[PodSeen, ...]) -> bool:
+        """Whether pods of earlier attempts alone are there, and some on their way out, by a watch that spoke just now.
+
+        While they go, no plan is asked for and no gang made. A gang of a thousand pods ends in as many events, and each
+        look lists all that are left.
+        """
+        if not _forming(job) or time.monotonic() - self._pods.fresh_at > YOUNG_S:
+            return False
+        attempt = _attempt(job)
+        leaving = any(pod.deleting and not pod.held and pod.owner_uid == job.uid for pod in pods)
+        return leaving and all(pod.attempt != attempt for pod in pods)
 
     async def _live_job(self, key: JobKey) -> JobSeen | None:
         try:
@@ -167,11 +185,27 @@ class Observer:
         """
         if begins and self._pods.filled and not self._pods.pods(job.key):
             return ()
-        return await self._live_pods(job.key)
+        return await self._live_pods(job)
 
-    async def _live_pods(self, key: JobKey) -> tuple[PodSeen, ...]:
-        items, _ = await self._api.list_all(f"/api/v1/namespaces/{key.namespace}/pods", _of_job(key))
-        return tuple(read_pod(item) for item in items)
+    async def _live_pods(self, job: JobSeen) -> tuple[PodSeen, ...]:
+        """The pods with the job's labels; of a gang that was whole, also those that have lost them since."""
+        path = f"/api/v1/namespaces/{job.key.namespace}/pods"
+        items, _ = await self._api.list_all(path, _of_job(job.key))
+        pods = tuple(read_pod(item) for item in items)
+        looked_for = (self._astray(job, path, index) for index in _lost(job, pods))
+        astray = tuple(pod for pod in await asyncio.gather(*looked_for) if pod is not None)
+        found = {pod.uid for pod in astray}
+        return (*(pod for pod in pods if pod.uid not in found), *astray)
+
+    async def _astray(self, job: JobSeen, path: str, index: int) -> PodSeen | None:
+        """The pod of the current gang that is in no list, where anything of it runs."""
+        attempt = _attempt(job)
+        try:
+            found = await self._api.call("GET", f"{path}/{names.trainer_pod(job.key.name, attempt, index)}")
+        except NotFoundError:
+            return None
+        pod = read_astray_pod(found, job.key, attempt, index)
+        return pod if pod.owner_uid == job.uid and not (pod.ended or pod.held) else None
 
     async def _children(self, job: JobSeen, begins: bool) -> Children:
         """The job's own children; those that a deleted job of the same name left are not seen.
@@ -184,14 +218,16 @@ class Observer:
             return Children(groups=groups, assumed=True)
         if _attempt(job) == 1 and not await self._was_begun(job):
             return Children(groups=groups)
-        maps, services = await asyncio.gather(
-            self._owned(job, "configmaps"), self._owned(job, "services", METADATA_ONLY)
-        )
-        return Children(
-            services=frozenset(item["metadata"]["name"] for item in services),
-            config_maps=tuple(read_config_map(item) for item in maps),
-            groups=groups,
-        )
+        maps, services = await asyncio.gather(self._config_maps(job), self._service(job))
+        return Children(services=services, config_maps=maps, groups=groups)
+
+    async def _children_of_whole(self, job: JobSeen, pods: tuple[PodSeen, ...]) -> Children | None:
+        """Those of a gang that was made, or of a job that rests; None where nobody has to look at them."""
+        if not self._slow_starts.to_be_seen(job, pods):
+            return await self._left_groups.look(job, pods)
+        services, plan = await asyncio.gather(self._service(job), self._plan(job))
+        self._slow_starts.seen(job.key)
+        return Children(services=services, config_maps=plan)
 
     def _begins(self, job: JobSeen) -> bool:
         """Whether the first thing to be done is to create the Service of the first attempt, for all that is known."""
@@ -200,19 +236,29 @@ class Observer:
 
     async def _was_begun(self, job: JobSeen) -> bool:
         """Whether there is a Service, or the ConfigMap of one that somebody deleted."""
-        return any(await asyncio.gather(self._owned(job, "services", METADATA_ONLY), self._has_plan(job)))
+        return any(await asyncio.gather(self._service(job), self._plan(job)))
 
-    async def _has_plan(self, job: JobSeen) -> bool:
+    async def _service(self, job: JobSeen) -> frozenset[str]:
+        """The job's Service, by its name: its labels may be others' to change."""
+        query = {"fieldSelector": f"metadata.name={names.trainer_service(job.key.name)}"}
+        path = f"/api/v1/namespaces/{job.key.namespace}/services"
+        items, _ = await self._api.list_all(path, query, METADATA_ONLY)
+        return frozenset(item["metadata"]["name"] for item in items if owned_by(item, job.uid))
+
+    async def _plan(self, job: JobSeen) -> tuple[ConfigMapSeen, ...]:
+        """The ConfigMap of that name, which holds the current attempt's plan or its first part."""
         name = names.plan_config_map(job.key.name, _attempt(job))
         try:
-            await self._api.call("GET", f"/api/v1/namespaces/{job.key.namespace}/configmaps/{name}")
+            found = await self._api.call("GET", f"/api/v1/namespaces/{job.key.namespace}/configmaps/{name}")
         except NotFoundError:
-            return False
-        return True
+            return ()
+        return (read_config_map(found),)
 
-    async def _owned(self, job: JobSeen, kind: str, accept: str = JSON) -> list[Object]:
-        items, _ = await self._api.list_all(f"/api/v1/namespaces/{job.key.namespace}/{kind}", _of_job(job.key), accept)
-        return [item for item in items if owned_by(item, job.uid)]
+    async def _config_maps(self, job: JobSeen) -> tuple[ConfigMapSeen, ...]:
+        """Plans of all attempts."""
+        query = {"labelSelector": f"{Label.JOB}={job.key.name}"}
+        items, _ = await self._api.list_all(f"/api/v1/namespaces/{job.key.namespace}/configmaps", query)
+        return tuple(read_config_map(item) for item in items if owned_by(item, job.uid))
 
     async def _traces(self, job: JobSeen, children: Children, pods: tuple[PodSeen, ...]) -> tuple[dict[str, str], str]:
         """The traces that a plan is made from; none where a plan stands."""
@@ -246,11 +292,19 @@ def needs_plan(job: JobSeen) -> bool:
 
 
 def _forming(job: JobSeen) -> bool:
-    """Whether the job's current gang was not whole yet, and is to be."""
+    """Whether the job's current gang was not whole yet, and is to be, or its plan was taken from the status."""
     status = job.known
     if status is None:
         return True
-    return not rests(job) and status.gang_attempt < max(status.attempt, 1)
+    return not rests(job) and (status.plan is None or status.gang_attempt < max(status.attempt, 1))
+
+
+def _lost(job: JobSeen, pods: tuple[PodSeen, ...]) -> list[int]:
+    """Indices of pods that lack of a gang that was whole, and is to be."""
+    if job.known is None or rests(job):
+        return []
+    gang = current_gang(Observed(job=job, pods=pods), job.known)
+    return gang.missing() if gang.whole else []
 
 
 def _attempt(job: JobSeen) -> int:

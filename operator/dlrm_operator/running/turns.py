@@ -30,9 +30,12 @@ from dlrm_operator.facts.actions import (
     RequestPlan,
     WakeAt,
 )
+from dlrm_operator.facts.conditions import shorten
 from dlrm_operator.facts.jobs import JobCache
-from dlrm_operator.facts.observed import JobKey, Observed
+from dlrm_operator.facts.observed import JobKey, JobSeen, Observed
+from dlrm_operator.facts.reasons import Reason
 from dlrm_operator.life.reconcile import reconcile
+from dlrm_operator.life.transitions import EVENT_LENGTH
 from dlrm_operator.metrics import RECONCILE_SECONDS, RESTARTS
 from dlrm_operator.running.observing import Observer, needs_plan
 from dlrm_operator.running.patience import Patience
@@ -45,6 +48,7 @@ AT_ONCE: tuple[type[Action] | UnionType, ...] = (CreatePod, DeleteObject, ApplyC
 """Actions in a row that may be done in any order: what follows them waits for all."""
 Creation = ApplyService | ApplyConfigMap | ApplyPodGroup | CreatePod
 """Actions that make an object."""
+FORBIDDEN = 403
 FAILED_INSIDE = 500
 """First code of answers by which something behind the API server failed, such as a webhook that every pod needs."""
 MOST_AT_ONCE = 8
@@ -68,6 +72,8 @@ class Turns:
         self.forgotten: list[Callable[[JobKey], None]] = [jobs.forget, planner.forget, poller.forget]
         self.forgotten.append(self._patience.forget)
         """Told of each job that is gone."""
+        self._unanswered: dict[JobKey, tuple[Observed, ApplyStatus]] = {}
+        """The last status of each job whose write had no answer: it may have been done, and is then told when seen."""
         self._jobs = jobs
         self._observer = observer
         self._performer = performer
@@ -89,7 +95,7 @@ class Turns:
             if await self._glance(key):
                 return
             known = self._jobs.get(key)
-            observed = await self._observer.look(key)
+            observed = await self._look(key)
             if observed is None:
                 if self._jobs.get(key) is not known:  # the answer is older than what the watch has shown since
                     raise ConflictError(404, f"job {key.namespace}/{key.name} changed while it was found to be gone")
@@ -113,7 +119,33 @@ class Turns:
             return False  # the copy was an old one
         return True
 
+    async def _look(self, key: JobKey) -> Observed | None:
+        """The job as it is now; of one that the operator has no right to see an Event tells."""
+        try:
+            return await self._observer.look(key)
+        except ClusterRefusedError as error:
+            job = self._jobs.get(key)
+            if error.code == FORBIDDEN and job is not None:
+                words = (
+                    f"the API server does not let the operator see how this job is, so nothing is done for it: {error}"
+                )
+                await self._tell(job, words)
+            raise
+
+    async def _tell(self, job: JobSeen, words: str) -> None:
+        """An Event of what the job's status can't tell."""
+        attempt, message = job.known.attempt if job.known else 0, shorten(words, EVENT_LENGTH)
+        said = EmitEvent(
+            key=job.key, uid=job.uid, kind="Warning", reason=Reason.REFUSED, message=message, attempt=attempt
+        )
+        await self._performer.perform(said)
+
     def _follow(self, key: JobKey, observed: Observed) -> None:
+        seen_before, written = self._unanswered.get(key, (observed, None))
+        if written is not None and observed.job.status != written.seen:
+            del self._unanswered[key]
+            if observed.job.status == written.status:
+                _report(key, seen_before, written)
         self._poller.follow(key, poll_target(observed))
         if not needs_plan(observed.job):
             self._planner.forget(key)
@@ -160,14 +192,24 @@ class Turns:
         except ConflictError:
             raise  # nothing was decided, be it a status or a creation
         except ClusterRefusedError as error:
+            if isinstance(action, DeleteObject) and action.kind != "Pod":  # a creation that needs its name says so
+                words = f"the API server does not let the operator delete {action.kind} {action.name}: {error}"
+                await self._tell(observed.job, words)
+                return
             if not isinstance(action, ApplyStatus):
                 self._refused(key, action, str(error))
+            elif not isinstance(error, NotFoundError):
+                words = f"the API server refuses this job's status, so that it tells no more how the job is: {error}"
+                await self._tell(observed.job, words)
             raise
         except ClusterUnavailableError as error:
             if isinstance(action, Creation | DeleteObject) and error.code >= FAILED_INSIDE:
                 self._refused(key, action, str(error))
+            if isinstance(action, ApplyStatus):
+                self._unanswered[key] = observed, action
             raise
         if isinstance(action, ApplyStatus):
+            self._unanswered.pop(key, None)
             _report(key, observed, action)
 
     def _refused(self, key: JobKey, action: Action, words: str) -> None:
@@ -178,6 +220,7 @@ class Turns:
     def _forget(self, key: JobKey) -> None:
         """Owner references remove the children; nothing of the job is kept here."""
         self._observer.forget(key)
+        self._unanswered.pop(key, None)
         for told in self.forgotten:
             told(key)
 

@@ -201,8 +201,9 @@ class KubeletDouble:
         attempts: dict[str, set[str]] = {}
         for pod in pods:
             meta = pod["metadata"]
-            if not held(pod):
-                attempts.setdefault(meta["labels"]["dlrm.dev/job"], set()).add(meta["labels"]["dlrm.dev/attempt"])
+            name, _, number = meta["name"].partition("-trainer-")  # labels may be edited
+            if number and not held(pod):
+                attempts.setdefault(name, set()).add(number.partition("-")[0])
             if self.seen.setdefault(meta["name"], meta["uid"]) != meta["uid"]:
                 self.doubled.append(meta["name"])
                 self.seen[meta["name"]] = meta["uid"]
