@@ -139,10 +139,17 @@ class TrainerSpec(ApiModel):
         None,
         ge=1,
         le=1_024,
-        description="Compute threads of one rank; by default the pod's CPUs divided by its ranks.",
+        description=(
+            "Compute threads of one rank; by default the pod's CPUs divided by its ranks. The trainer asks for as many "
+            "CPUs as its ranks have threads; without this field it asks for none unless resources do."
+        ),
     )
     hardware: ObjectName | None = Field(
-        None, description="Name of a HardwareProfile; by default any node, no memory check."
+        None,
+        description=(
+            "Name of a HardwareProfile. By default any node; memory is checked only where tierBudgets.ddr or "
+            "resources.limits.memory says how much there is."
+        ),
     )
     tier_budgets: TierBudgets = Field(TierBudgets(), description="Bytes of each tier for a pod's tables and hand-off.")
     cache: CacheSpec = Field(CacheSpec(), description="Slots of tables whose rows don't all fit fast memory.")

@@ -182,7 +182,8 @@ def _memory(spec: DLRMJobSpec, limit: Limit | None, ranks: Sequence[RankPlan]) -
     fullest = int(np.argmax(pods))
     taken = f"node {fullest} holds most, {human(int(pods[fullest]))} of tables and hand-off"
     if limit is None:
-        return f"{taken}; not checked against memory: neither a HardwareProfile nor trainer.tierBudgets.ddr is given"
+        givers = "HardwareProfile, trainer.tierBudgets.ddr or trainer.resources.limits.memory"
+        return f"{taken}; not checked against memory: no {givers} is given"
     return f"{taken}, of {human(limit.size)}: {limit.source}"
 
 

@@ -45,7 +45,10 @@ async def look_at_groups(api: Api, job: JobSeen) -> Groups:
         words = f"this cluster serves no {kind.plural} of {kind.api_version}: install {kind.product}, or set gang: none"
         return Groups(problem=f"spec.scheduling.gang: {scheduling.gang} is asked for, and {words}")
     except ClusterRefusedError as error:
-        words = f"the API server does not let the operator list {kind.plural} of {kind.api_version}: {error}"
+        words = (
+            f"the API server does not let the operator list {kind.plural} of {kind.api_version} (the chart's value "
+            f"gangSchedulers.{scheduling.gang} gives that right): {error}"
+        )
         return Groups(problem=f"spec.scheduling.gang: {words}")
     return Groups(seen=tuple(read_group(item, kind.api_version) for item in items), attempt=attempt)
 
