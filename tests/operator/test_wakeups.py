@@ -1,20 +1,30 @@
 """Who gets a turn, and when."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 
 import pytest
+from simulated_time import run_simulated
 
 from dlrm_operator.cluster_errors import ClusterUnavailableError, ConflictError
 from dlrm_operator.facts.observed import JobKey
 from dlrm_operator.metrics import RECONCILES
-from dlrm_operator.running import wakeups as wakeups_module
 from dlrm_operator.running.observing import UnreadableStatusError
-from dlrm_operator.running.wakeups import Wakeups
+from dlrm_operator.running.wakeups import HELD_UP_S, LONGEST_BACKOFF_S, LONGEST_CONFLICT_S, SOON_S, Wakeups
 
 A, B = JobKey("space", "a"), JobKey("space", "b")
+BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def now_s() -> float:
+    """Seconds since the test's loop was made."""
+    return asyncio.get_running_loop().time()
+
+
+def clock() -> datetime:
+    return BEGAN + timedelta(seconds=now_s())
 
 
 def run_for(
@@ -24,14 +34,14 @@ def run_for(
     new: Callable[[JobKey], bool] = lambda _: False,
 ) -> None:
     async def main() -> None:
-        wakeups = Wakeups(take, new)
+        wakeups = Wakeups(take, new, clock, now_s)
         task = asyncio.create_task(wakeups.run())
         wake(wakeups)
         await asyncio.sleep(seconds)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    asyncio.run(main())
+    run_simulated(main())
 
 
 def test_ten_events_make_one_turn() -> None:
@@ -72,26 +82,26 @@ def test_equal_keys_never_run_at_once_and_different_ones_do() -> None:
     assert all(len(set(keys)) == len(keys) for keys in together)
 
 
-def test_a_job_that_others_write_to_all_the_time_is_not_put_off_ever_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wakeups_module, "LONGEST_CONFLICT_S", 0.1)
-    turns: list[JobKey] = []
+def test_a_job_that_others_write_to_all_the_time_is_not_put_off_ever_longer() -> None:
+    times: list[float] = []
 
-    async def take(key: JobKey) -> None:
-        turns.append(key)
+    async def take(_key: JobKey) -> None:
+        times.append(now_s())
         raise ConflictError(409, "it was written to")
 
-    run_for(1.5, take, lambda wakeups: wakeups.add(A))
+    run_for(3_600.0, take, lambda wakeups: wakeups.add(A))
 
-    assert len(turns) >= 10
+    rests = [later - sooner for sooner, later in pairwise(times)]
+    assert LONGEST_CONFLICT_S / 2 < max(rests) <= LONGEST_CONFLICT_S
+    assert len(times) >= 3_600.0 / LONGEST_CONFLICT_S
 
 
-@pytest.mark.slow
 def test_a_turn_that_fails_is_repeated_with_growing_rests_and_events_do_not_shorten_them() -> None:
     times: list[float] = []
     wakeups_of_test: list[Wakeups] = []
 
     async def take(key: JobKey) -> None:
-        times.append(time.monotonic())
+        times.append(now_s())
         wakeups_of_test[0].add(key)
         raise ClusterUnavailableError("down")
 
@@ -99,21 +109,22 @@ def test_a_turn_that_fails_is_repeated_with_growing_rests_and_events_do_not_shor
         wakeups_of_test.append(wakeups)
         wakeups.add(A)
 
-    run_for(3.0, take, wake)
+    run_for(600.0, take, wake)
 
-    assert 3 <= len(times) <= 6
+    rests = [later - sooner for sooner, later in pairwise(times)]
+    bounds = [min(0.25 * 2**failures, LONGEST_BACKOFF_S) for failures in range(1, len(times))]
+    assert all(bound / 2 <= rest <= bound + 1e-6 for rest, bound in zip(rests, bounds, strict=True))
+    assert bounds[-1] == LONGEST_BACKOFF_S
 
 
-def test_jobs_whose_turns_are_held_up_leave_turns_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wakeups_module, "HELD_UP_S", 0.3)
-    monkeypatch.setattr(wakeups_module, "LONGEST_BACKOFF_S", 0.1)
+def test_jobs_whose_turns_are_held_up_leave_turns_to_others() -> None:
     waited: list[float] = []
 
     async def take(key: JobKey) -> None:
         if key == A:
-            waited.append(time.monotonic() - woken[0])
+            waited.append(now_s() - woken[0])
             return
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(4 * HELD_UP_S)
         raise ClusterUnavailableError("a webhook hangs")
 
     def wake(wakeups: Wakeups) -> None:
@@ -121,28 +132,27 @@ def test_jobs_whose_turns_are_held_up_leave_turns_to_others(monkeypatch: pytest.
             wakeups.add(JobKey("ailing", f"job-{number}"))
 
         def later() -> None:
-            woken[0] = time.monotonic()
+            woken[0] = now_s()
             wakeups.add(A)
 
-        asyncio.get_running_loop().call_later(2.6, later)  # each was held up once
+        asyncio.get_running_loop().call_later(41 * HELD_UP_S, later)  # each was held up once, and four are anew
 
     woken = [0.0]
-    run_for(3.4, take, wake)
+    run_for(60 * HELD_UP_S, take, wake)
 
-    assert waited
-    assert waited[0] < 0.2
+    assert waited == [0.0]
 
 
 def test_the_servers_wish_to_be_left_alone_is_heeded() -> None:
     times: list[float] = []
 
     async def take(key: JobKey) -> None:
-        times.append(time.monotonic())
+        times.append(now_s())
         raise ClusterUnavailableError("429", retry_after_s=60.0)
 
-    run_for(1.5, take, lambda wakeups: wakeups.add(A))
+    run_for(100.0, take, lambda wakeups: wakeups.add(A))
 
-    assert len(times) == 1
+    assert times == [0.0, 60.0]
 
 
 def test_one_jobs_bug_does_not_stop_the_others() -> None:
@@ -186,7 +196,7 @@ def test_no_job_waits_behind_one_that_is_woken_without_end() -> None:
     def wake(wakeups: Wakeups) -> None:
         wakeups_of_test.append(wakeups)
         wakeups.add(A)
-        wakeups.add_at(B, datetime.now(UTC) + timedelta(seconds=0.2))
+        wakeups.add_at(B, clock() + timedelta(seconds=0.2))
 
     run_for(0.5, take, wake)
 
@@ -198,40 +208,31 @@ def test_a_later_wish_changes_nothing_and_an_earlier_one_does() -> None:
     moments: list[float] = []
 
     async def take(key: JobKey) -> None:
-        moments.append(time.monotonic())
-
-    began = time.monotonic()
+        moments.append(now_s())
 
     def wake(wakeups: Wakeups) -> None:
-        now = datetime.now(UTC)
         for seconds in (5.0, 0.2, 3.0):
-            wakeups.add_at(A, now + timedelta(seconds=seconds))
+            wakeups.add_at(A, clock() + timedelta(seconds=seconds))
 
-    run_for(0.6, take, wake)
+    run_for(60.0, take, wake)
 
-    assert len(moments) == 1
-    assert moments[0] - began >= 0.19
+    assert moments == pytest.approx([0.2])
 
 
-def test_what_is_only_to_be_told_makes_a_turn_with_what_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wakeups_module, "SOON_S", 0.2)
-    turns: list[JobKey] = []
+def test_what_is_only_to_be_told_makes_a_turn_with_what_comes_after_it() -> None:
+    turns: list[tuple[JobKey, float]] = []
 
     async def take(key: JobKey) -> None:
-        turns.append(key)
+        turns.append((key, now_s()))
 
     def wake(wakeups: Wakeups) -> None:
         wakeups.add_soon(A)
         wakeups.add_soon(B)
         wakeups.add(B)
 
-    run_for(0.1, take, wake)
-    at_once = list(turns)
-    turns.clear()
-    run_for(0.4, take, wake)
+    run_for(60.0, take, wake)
 
-    assert at_once == [B]
-    assert turns == [B, A]
+    assert turns == [(B, 0.0), (A, SOON_S)]
 
 
 def test_what_is_forgotten_gets_no_turn() -> None:
@@ -241,7 +242,7 @@ def test_what_is_forgotten_gets_no_turn() -> None:
         turns.append(key)
 
     def wake(wakeups: Wakeups) -> None:
-        wakeups.add_at(A, datetime.now(UTC) + timedelta(seconds=0.1))
+        wakeups.add_at(A, clock() + timedelta(seconds=0.1))
         wakeups.forget(A)
         wakeups.add(B)
 
@@ -322,9 +323,9 @@ def test_a_job_whose_status_cannot_be_read_is_put_off_counted_and_named_with_its
         raise UnreadableStatusError("status.phase: Input should be 'Pending'")
 
     with caplog.at_level("WARNING"):
-        run_for(2.0, take, lambda wakeups: wakeups.add(A))
+        run_for(2.0, take, lambda wakeups: wakeups.add(A))  # rests of 0.25 to 0.5 s, then of 0.5 to 1, then of 1 to 2
 
-    assert 2 <= len(turns) <= 4
+    assert len(turns) in (3, 4)
     assert counted._value.get() - before == len(turns)
     said = [record for record in caplog.records if "job" in record.__dict__]
     assert {(record.levelname, record.__dict__["why"]) for record in said} == {

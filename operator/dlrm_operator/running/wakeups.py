@@ -49,11 +49,15 @@ class Wakeups:
         take_turn: Callable[[JobKey], Awaitable[None]],
         is_new: Callable[[JobKey], bool] = lambda _: False,
         clock: Callable[[], datetime] = own_time,
+        steady: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``is_new`` says of a job whether it never had a gang; ``clock`` is that of the moments in ``add_at``."""
+        """``is_new`` says of a job whether it never had a gang.
+
+        ``clock`` is that of the moments in ``add_at``; ``steady`` measures rests, in seconds, as the event loop does.
+        """
         self._take_turn = take_turn
         self._is_new = is_new
-        self._clock = clock
+        self._clock, self._steady = clock, steady
         self._due: dict[JobKey, float] = {}
         self._queue: list[tuple[float, JobKey]] = []
         """A heap of when to look at a key; one that was looked at, or is looked at sooner, may still be in it."""
@@ -70,19 +74,19 @@ class Wakeups:
 
     def add(self, key: JobKey) -> None:
         """Wake the job now, or as soon as its running turn and its backoff end."""
-        self._add(key, time.monotonic())
+        self._add(key, self._steady())
 
     def add_soon(self, key: JobKey) -> None:
         """Wake the job within ``SOON_S``: what it will see is to be told, and decides nothing."""
-        self._add(key, time.monotonic() + SOON_S)
+        self._add(key, self._steady() + SOON_S)
 
     def add_at(self, key: JobKey, moment: datetime) -> None:
         """Wake the job then, unless it is woken before."""
-        self._add(key, time.monotonic() + max((moment - self._clock()).total_seconds(), 0.0))
+        self._add(key, self._steady() + max((moment - self._clock()).total_seconds(), 0.0))
 
     def spread(self, keys: Sequence[JobKey], over_s: float) -> None:
         """Wake them one after the other, evenly over so many seconds: no event has to wait behind all of them."""
-        now = time.monotonic()
+        now = self._steady()
         for number, key in enumerate(keys):
             self._add(key, now + over_s * number / len(keys))
 
@@ -131,14 +135,14 @@ class Wakeups:
 
     def _start_turns(self) -> float:
         """Start every turn that may start now; the seconds until the next may."""
-        wait_s = self._find_ready(time.monotonic())
+        wait_s = self._find_ready(self._steady())
         passed_over: list[tuple[float, JobKey]] = []
         while self._ready and not self._closing and len(self._busy) < PARALLEL:
             entry = heapq.heappop(self._ready)
             key = entry[1]
             if key not in self._due or key in self._busy:  # the end of a turn puts its key into the queue again
                 continue
-            if self._starts_at(key) > time.monotonic():  # an old entry: the queue has the new one
+            if self._starts_at(key) > self._steady():  # an old entry: the queue has the new one
                 continue
             if key in self._held_up and sum(each in self._held_up for each in self._busy) >= MOST_HELD_UP:
                 passed_over.append(entry)
@@ -167,7 +171,7 @@ class Wakeups:
         return LONGEST_SLEEP_S
 
     async def _turn(self, key: JobKey) -> None:
-        began = time.monotonic()
+        began = self._steady()
         try:
             await self._take_turn(key)
         except ConflictError:
@@ -195,9 +199,9 @@ class Wakeups:
             self._held_up.discard(key)
             rest_s = min(COOLDOWN_S + len(self._ready) * COOLDOWN_OF_WAITING_S, LONGEST_COOLDOWN_S)
             if key not in self._forgotten:
-                self._rest_until[key] = time.monotonic() + rest_s
+                self._rest_until[key] = self._steady() + rest_s
         finally:
-            if key in self._failures and time.monotonic() - began >= HELD_UP_S:
+            if key in self._failures and self._steady() - began >= HELD_UP_S:
                 self._held_up.add(key)
             self._forgotten.discard(key)
             del self._busy[key]
@@ -209,5 +213,5 @@ class Wakeups:
         """Another turn after an exponential backoff with jitter, and not before the server's wish."""
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         backoff_s = min(0.25 * 2 ** min(failures, 10), longest_s) * random.uniform(0.5, 1.0)  # noqa: S311
-        self._rest_until[key] = time.monotonic() + max(backoff_s, wish_s or 0.0)
+        self._rest_until[key] = self._steady() + max(backoff_s, wish_s or 0.0)
         self._add(key, self._rest_until[key])
