@@ -154,7 +154,13 @@ class TrainerSpec(ApiModel):
     tier_budgets: TierBudgets = Field(TierBudgets(), description="Bytes of each tier for a pod's tables and hand-off.")
     cache: CacheSpec = Field(CacheSpec(), description="Slots of tables whose rows don't all fit fast memory.")
     resources: ResourcesSpec = Field(ResourcesSpec(), description="Requests and limits of the trainer container.")
-    pod_template: PodTemplateOverlay = Field(PodTemplateOverlay(), description="Additions to the pods.")
+    pod_template: PodTemplateOverlay = Field(
+        PodTemplateOverlay(),
+        description=(
+            "Additions to the pods. Unless the cluster's admin allows any (chart value jobs.podOverlay), what Pod "
+            "Security's level restricted refuses is refused."
+        ),
+    )
     image: str | None = Field(
         None,
         min_length=1,

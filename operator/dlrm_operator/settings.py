@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from dlrm_api.names import ANY_ADDRESS, Port
 from dlrm_operator.beside.references import ProfileSource
 from dlrm_operator.facts.images import Images
+from dlrm_operator.facts.overlay_limits import OVERLAY_LEVELS, OverlayLevel, OverlayLimits
 from dlrm_operator.running.leader import LeaseTimes
 
 
@@ -50,6 +51,7 @@ class Settings:
     webhook_deadline_s: float = 5.0
     """Within this a job is judged, or admitted with a warning; less than the timeout in the webhook's configuration."""
     images: Images = field(default_factory=Images)
+    limits: OverlayLimits = field(default_factory=OverlayLimits)
 
 
 def _profile_source(text: str) -> ProfileSource:
@@ -57,6 +59,13 @@ def _profile_source(text: str) -> ProfileSource:
     if not namespace or not config_map:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAMESPACE/CONFIGMAP")
     return ProfileSource(namespace, config_map)
+
+
+def _overlay_level(text: str) -> OverlayLevel:
+    for level in OVERLAY_LEVELS:
+        if text == level:
+            return level
+    raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(OVERLAY_LEVELS)}")
 
 
 def read_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Settings:
@@ -72,6 +81,13 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         default=environ.get("DLRM_PROFILES") or None,
         metavar="NAMESPACE/CONFIGMAP",
         help="take HardwareProfiles from this ConfigMap; by default from the cluster's objects",
+    )
+    parser.add_argument(
+        "--pod-overlay",
+        type=_overlay_level,
+        default=environ.get("DLRM_POD_OVERLAY", known.limits.level),
+        metavar="|".join(OVERLAY_LEVELS),
+        help="how far jobs may go with what they add to their pods; by default as far as Pod Security's restricted",
     )
     parser.add_argument("--address", default=environ.get("DLRM_ADDRESS", known.address), help="address to listen on")
     parser.add_argument("--port", type=int, default=environ.get("DLRM_PORT", known.port), help="port to listen on")
@@ -116,10 +132,15 @@ def read_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
         trainer_cuda=environ.get("DLRM_TRAINER_CUDA_IMAGE") or known.images.trainer_cuda,
         checkpointer=environ.get("DLRM_CHECKPOINTER_IMAGE") or known.images.checkpointer,
     )
+    namespace, account = environ.get("POD_NAMESPACE"), environ.get("POD_SERVICE_ACCOUNT")
+    limits = OverlayLimits(
+        level=flags.pop("pod_overlay"), own_account=(namespace, account) if namespace and account else None
+    )
     return Settings(
         **flags,
         lease=lease,
         kubeconfig=environ.get("KUBECONFIG") or None,
         in_cluster="KUBERNETES_SERVICE_HOST" in environ,
         images=images,
+        limits=limits,
     )

@@ -109,6 +109,25 @@ def test_the_operator_reads_the_settings_that_it_is_given(helm: Path, tmp_path: 
         ]
 
 
+@pytest.mark.parametrize(("values", "level"), [((), "restricted"), (("jobs.podOverlay=any",), "any")])
+def test_the_operator_is_told_how_far_pods_of_jobs_may_go(
+    helm: Path, tmp_path: Path, values: tuple[str, ...], level: str
+) -> None:
+    objects = render(helm, tmp_path, "demo", NAMESPACE, *values)
+    [container] = pod_template(objects)["spec"]["containers"]
+    fields = {
+        each["name"]: each["valueFrom"]["fieldRef"]["fieldPath"] for each in container["env"] if "valueFrom" in each
+    }
+    account = {"POD_NAMESPACE": NAMESPACE, "POD_SERVICE_ACCOUNT": pod_template(objects)["spec"]["serviceAccountName"]}
+
+    limits = read_settings([], {**environment(objects), **account}).limits
+
+    assert limits.level == level
+    assert limits.own_account == (NAMESPACE, only(objects, "ServiceAccount")["metadata"]["name"])
+    assert fields["POD_NAMESPACE"] == "metadata.namespace"
+    assert fields["POD_SERVICE_ACCOUNT"] == "spec.serviceAccountName"
+
+
 def test_variables_of_the_operator_are_spelt_as_it_spells_them(helm: Path, tmp_path: Path) -> None:
     source = "".join(path.read_text() for path in (ROOT / "operator" / "dlrm_operator").glob("*.py"))
 
@@ -123,6 +142,7 @@ def test_variables_of_the_operator_are_spelt_as_it_spells_them(helm: Path, tmp_p
         ("replica=2", "replica"),
         ("webhook.failurePolicy=Maybe", "failurePolicy"),
         ("scope.namespace=Team", "namespace"),
+        ("jobs.podOverlay=privileged", "podOverlay"),
         ("image.digest=latest", "digest"),
         ("webhook.timeoutSeconds=60", "timeoutSeconds"),
         ("operator.resyncSeconds=201", "resyncSeconds"),

@@ -66,7 +66,7 @@ def store(real_node: RealCluster, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="session")
 def release(real_node: RealCluster, helm: Path, request: pytest.FixtureRequest) -> Iterator[Release]:
-    """The chart as it comes, with the images that are built here."""
+    """The chart with the images that are built here."""
     for image in request.session.stash[IMAGES].result():
         real_node.load(image.archive)
     found = Release(helm, real_node.kubeconfig)

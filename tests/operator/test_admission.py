@@ -14,6 +14,7 @@ from dlrm_operator.beside.references import ProfileSeen, References
 from dlrm_operator.cluster_errors import ClusterUnavailableError
 from dlrm_operator.facts.actions import PlanQuestion
 from dlrm_operator.facts.observed import Planning
+from dlrm_operator.facts.overlay_limits import ANY, RESTRICTED, OverlayLimits
 
 Object = dict[str, Any]
 KIND = {"group": "dlrm.dev", "version": "v1alpha1", "kind": "DLRMJob"}
@@ -58,10 +59,14 @@ INFEASIBLE = Planning(problem="spec.model: table a does not fit: 8 GiB short", f
 
 
 def answers(
-    plan: Plan | None, *reviews: Object, referred: Referred | None = None, deadline_s: float = 30.0
+    plan: Plan | None,
+    *reviews: Object,
+    referred: Referred | None = None,
+    deadline_s: float = 30.0,
+    limits: OverlayLimits = RESTRICTED,
 ) -> list[Object]:
     async def ask() -> list[Object]:
-        admission = Admission(cast("References", referred or Referred()), deadline_s, plan)
+        admission = Admission(cast("References", referred or Referred()), deadline_s, plan, limits=limits)
         try:
             return list(await asyncio.gather(*(admission.answer(each) for each in reviews)))
         finally:
@@ -101,6 +106,56 @@ def test_what_no_rule_of_the_definition_can_say_is_refused_with_the_mend() -> No
 
     assert answer["status"]["message"] == "spec: model.tables: 2 tables have the name a: give each its own"
     assert planner.asked == []
+
+
+def privileged(account: str = "trainer") -> Object:
+    container = {"securityContext": {"privileged": True}}
+    template = {"container": container, "spec": {"serviceAccountName": account}}
+    return job_document("demo", trainer={"replicas": 1, "podTemplate": template})
+
+
+def test_pods_that_would_be_privileged_are_refused_by_their_field_without_a_plan() -> None:
+    planner = Planner(FEASIBLE)
+
+    [answer] = answers(planner, review(privileged()))
+
+    assert answer["status"]["message"] == (
+        "spec.trainer.podTemplate.container.securityContext.privileged: has to be false: leave it out, or ask the "
+        "cluster's admin to allow it (chart value jobs.podOverlay=any)"
+    )
+    assert planner.asked == []
+
+
+def test_an_admin_who_allows_any_pod_has_privileged_ones_admitted() -> None:
+    assert answers(Planner(FEASIBLE), review(privileged()), limits=ANY) == [{"uid": "review-1", "allowed": True}]
+
+
+def test_the_operators_own_account_is_refused_in_its_namespace_which_the_review_says() -> None:
+    job = job_document("demo", trainer={"replicas": 1, "podTemplate": {"spec": {"serviceAccountName": "operator"}}})
+
+    refused, admitted = (
+        answers(Planner(FEASIBLE), review(job), limits=OverlayLimits(own_account=(namespace, "operator")))[0]
+        for namespace in ("team", "dlrm-system")
+    )
+
+    assert "serviceAccountName: is the operator's own account" in refused["status"]["message"]
+    assert admitted["allowed"]
+
+
+def test_a_priority_of_the_cluster_is_refused_though_no_plan_depends_on_it() -> None:
+    old = job_document("demo")
+    new = changed(old, lambda job: job["spec"].update(scheduling={"priorityClass": "system-node-critical"}))
+
+    [answer] = answers(Planner(FEASIBLE), review(new, old))
+
+    assert "spec.scheduling.priorityClass: is kept for" in answer["status"]["message"]
+
+
+def test_a_privileged_job_that_was_stored_before_is_left_as_it_is() -> None:
+    old = privileged()
+    labelled = changed(old, lambda job: job["metadata"].update(labels={"team": "ads"}))
+
+    assert answers(Planner(FEASIBLE), review(labelled, old)) == [{"uid": "review-1", "allowed": True}]
 
 
 @pytest.mark.parametrize(

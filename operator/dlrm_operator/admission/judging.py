@@ -17,6 +17,7 @@ from dlrm_operator.beside.references import References
 from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError
 from dlrm_operator.facts.actions import PlanQuestion
 from dlrm_operator.facts.observed import Planning
+from dlrm_operator.facts.overlay_limits import RESTRICTED, OverlayLimits
 from dlrm_operator.metrics import ADMISSION_SECONDS, ADMISSIONS
 from dlrm_operator.objects.stores import passing_stores
 
@@ -29,8 +30,16 @@ Plan = Callable[[PlanQuestion, float], Awaitable[Planning]]
 class Admission:
     """Answers reviews; has no effect beyond its answer, so that dry runs are answered like all others."""
 
-    def __init__(self, references: References, deadline_s: float, plan: Plan | None = None) -> None:
+    def __init__(
+        self,
+        references: References,
+        deadline_s: float,
+        plan: Plan | None = None,
+        *,
+        limits: OverlayLimits = RESTRICTED,
+    ) -> None:
         self._references = references
+        self._limits = limits
         self._deadline_s = deadline_s
         self._planner = PlannerProcess()
         self._plan = plan or self._planner.ask
@@ -49,7 +58,7 @@ class Admission:
         """
         with ADMISSION_SECONDS.time():
             review = read_review(document)
-            found = await asyncio.to_thread(examine, review)  # thousands of tables take most of a second
+            found = await asyncio.to_thread(examine, review, self._limits)  # thousands of tables take most of a second
             verdict = await self._judged(review.namespace, found) if isinstance(found, DLRMJob) else found
         ADMISSIONS.labels("refused" if verdict.refusal else "warned" if verdict.warnings else "admitted").inc()
         return response(review, verdict)

@@ -1,7 +1,8 @@
 """Admission: from the API server's ``AdmissionReview`` to the verdict that goes back. Data in, data out.
 
 The rules of the CustomResourceDefinition stand first and hold also while this webhook is away. It adds what they
-cannot say: what lies across all tables, whether what the spec refers to is there, and whether a plan exists.
+cannot say: what lies across all tables, how far additions to pods may go, whether what the spec refers to is there, and
+whether a plan exists.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dlrm_api.errors import BadDataError, InvalidSpecError
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_operator.beside.references import ProfileSeen
 from dlrm_operator.facts.observed import Planning
+from dlrm_operator.facts.overlay_limits import OverlayLimits
+from dlrm_operator.objects.restrictions import refuse_widening
 
 Object = dict[str, Any]
 
@@ -65,7 +68,7 @@ def read_review(document: Any) -> Review:
         raise BadDataError(f"no AdmissionReview of a DLRMJob: {type(error).__name__} {error}") from error
 
 
-def examine(review: Review) -> Verdict | DLRMJob:
+def examine(review: Review, limits: OverlayLimits) -> Verdict | DLRMJob:
     """The verdict where the documents alone decide; else the job, for which a plan should exist."""
     old, spec = review.old or {}, review.job.get("spec")
     leaving = "deletionTimestamp" in (review.job.get("metadata") or {})
@@ -73,6 +76,7 @@ def examine(review: Review) -> Verdict | DLRMJob:
         return Verdict()
     try:
         job = parse_job({**review.job, "status": None})
+        refuse_widening(job.spec, review.namespace, limits)
     except InvalidSpecError as error:
         return Verdict(refusal=str(error))
     if review.old is not None and _planned(old.get("spec")) == _planned(spec):

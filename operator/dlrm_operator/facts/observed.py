@@ -14,6 +14,7 @@ from dlrm_api.plan import Plan, plan_from_parts
 from dlrm_api.progress import CheckpointerProgress, Progress, TerminationMessage, TrainerPhase
 from dlrm_api.status import DLRMJobStatus
 from dlrm_operator.facts.images import Images
+from dlrm_operator.facts.overlay_limits import RESTRICTED, OverlayLimits
 
 
 @dataclass(frozen=True, order=True)
@@ -318,6 +319,7 @@ class Observed:
     """Why Kueue lets the gang wait, in its words."""
     images: Images = field(default_factory=Images)
     """Images where the job names none."""
+    limits: OverlayLimits = RESTRICTED
     refusal: str = ""
     """The API server's words, where it refused a child in an earlier turn."""
     refused_deletion: str = ""

@@ -212,6 +212,7 @@ def _creations(
         profile=observed.profile,
         images=observed.images,
         owner=owner,
+        limits=observed.limits,
         memory_reserve_bytes=status.memory_reserve_bytes,
         committed_snapshot=status.last_snapshot.uri if status.last_snapshot else "",
     )

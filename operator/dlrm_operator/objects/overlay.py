@@ -1,6 +1,7 @@
-"""What users add to the pods: merged beneath what the operator sets, refused by name where the two collide.
+"""What users add to the pods: joined with what the operator sets, refused by name where the two collide.
 
-That it has the shape it is merged by, the model has checked (``dlrm_api.pod_shapes``).
+That it has the shape it is joined by, the model has checked (``dlrm_api.pod_shapes``). Security contexts alone may say
+other than ours does; how far is for ``restrictions`` to judge.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from dlrm_api.names import GROUP
 from dlrm_api.overlay import PodTemplateOverlay
 from dlrm_operator.facts.actions import Manifest
 from dlrm_operator.objects.placement import with_affinity
+from dlrm_operator.objects.restrictions import PATH
+from dlrm_operator.objects.security import joined_security
 
-PATH = "spec.trainer.podTemplate"
 LISTS = {
     "volumes": "name",
     "tolerations": None,
@@ -66,8 +68,8 @@ def _merge(target: Manifest, additions: Manifest, root: str) -> None:
             target[field] = [*target.get(field, []), *_new_items(target.get(field, []), value, LISTS[field], path)]
         elif field == "affinity":
             target[field] = with_affinity(target.get(field, {}), copy.deepcopy(value))
-        elif isinstance(target.get(field), dict):
-            target[field] = {**target[field], **value}
+        elif field == "securityContext":
+            target[field] = joined_security(target[field], value)
         elif target.get(field, value) != value:
             raise InvalidSpecError(path, f"the HardwareProfile says {target[field]}: leave it out")
         else:

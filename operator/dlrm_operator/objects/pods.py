@@ -11,32 +11,21 @@ from dlrm_api.names import ANY_ADDRESS, Container, Env, Path, Port
 from dlrm_api.plan import Plan
 from dlrm_operator.facts.actions import Manifest
 from dlrm_operator.facts.images import Images
+from dlrm_operator.facts.overlay_limits import RESTRICTED, OverlayLimits
 from dlrm_operator.objects.gang_scheduling import group_gates, group_marks
 from dlrm_operator.objects.manifests import Owner, config_volume, metadata, plan_config_maps
 from dlrm_operator.objects.overlay import with_overlay
 from dlrm_operator.objects.placement import placement
 from dlrm_operator.objects.resources import checkpointer_resources, trainer_memory_bytes, trainer_resources
+from dlrm_operator.objects.restrictions import refuse_widening
+from dlrm_operator.objects.security import CONTAINER_SECURITY, POD_SECURITY
 from dlrm_operator.objects.tier_volumes import tier_bytes, tier_mounts, tier_volumes
 from dlrm_planner.memory import CUDA_SHARED_BYTES
 
-USER_ID = 65_532
 MEETING_S = 1_800
 """Trainers that have started load, read and make their tables before they meet."""
 LONGEST_WAIT_S = 6 * 3_600
 """How long a trainer waits besides for pods that have no node yet, where no ``pendingDeadline`` says it."""
-POD_SECURITY: Manifest = {
-    "runAsNonRoot": True,
-    "runAsUser": USER_ID,
-    "runAsGroup": USER_ID,
-    "fsGroup": USER_ID,
-    "fsGroupChangePolicy": "OnRootMismatch",
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
-CONTAINER_SECURITY: Manifest = {
-    "allowPrivilegeEscalation": False,
-    "readOnlyRootFilesystem": True,
-    "capabilities": {"drop": ["ALL"]},
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +38,7 @@ class Attempt:
     profile: HardwareProfile | None
     images: Images
     owner: Owner
+    limits: OverlayLimits = RESTRICTED
     memory_reserve_bytes: int = 0
     """Of each pod, besides what the plan needs."""
     committed_snapshot: str = ""
@@ -74,9 +64,10 @@ def trainer_pods(attempt: Attempt, maps: list[Manifest] | None = None) -> list[M
         maps: The attempt's ConfigMaps, where they are made already: to compress a plan takes longer than the pods do.
 
     Raises:
-        InvalidSpecError: the overlay collides with what the operator sets, or nobody says what to mount for a tier;
-            names the field.
+        InvalidSpecError: the overlay goes beyond the limits or collides with what the operator sets, or nobody says
+            what to mount for a tier; names the field.
     """
+    refuse_widening(attempt.job.spec, attempt.job.metadata.namespace or "", attempt.limits)
     made = maps or plan_config_maps(attempt.job, attempt.number, attempt.plan, attempt.owner)
     config = config_volume(made)
     sizes = zip(trainer_memory_bytes(attempt.job, attempt.plan), tier_bytes(attempt.plan), strict=True)

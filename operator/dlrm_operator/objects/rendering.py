@@ -7,6 +7,7 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
 from dlrm_operator.facts.actions import Manifest
 from dlrm_operator.facts.images import Images
+from dlrm_operator.facts.overlay_limits import RESTRICTED, OverlayLimits
 from dlrm_operator.objects.gang_scheduling import pod_groups
 from dlrm_operator.objects.manifests import Owner, gang_service, plan_config_maps
 from dlrm_operator.objects.pods import Attempt, trainer_pods
@@ -19,6 +20,7 @@ def render(
     *,
     attempt: int = 1,
     images: Images | None = None,
+    limits: OverlayLimits = RESTRICTED,
     uid: str = "",
 ) -> list[Manifest]:
     """Every object that the operator creates for one attempt, in the order in which it creates them.
@@ -31,14 +33,18 @@ def render(
         plan: The job's plan.
         attempt: Number of the gang.
         images: Images where the job names none; by default this version's own.
+        limits: How far the pod overlay may go.
         uid: The job's uid; without it the objects name no owner.
 
     Raises:
-        InvalidSpecError: the job's document is too large, or the pod overlay collides with what the operator sets.
+        InvalidSpecError: the job's document is too large, or the pod overlay goes beyond the limits or collides
+            with what the operator sets.
     """
     owner = Owner(name=job.metadata.name, uid=uid)
     job = job.with_replicas(plan.nodes)
-    gang = Attempt(job=job, number=attempt, plan=plan, profile=profile, images=images or Images(), owner=owner)
+    gang = Attempt(
+        job=job, number=attempt, plan=plan, profile=profile, images=images or Images(), owner=owner, limits=limits
+    )
     maps = plan_config_maps(job, attempt, plan, owner)
     pods = trainer_pods(gang, maps)
     return [

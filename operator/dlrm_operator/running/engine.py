@@ -72,7 +72,7 @@ class Engine:
         self._stacks = StackTaker(self.wakeups.add)
         self._queues = Queues(api, self.wakeups.add)
         asked = (self._planner, self._poller, self._cutter, self._stacks, self._queues)
-        observer = Observer(api, self.jobs, self._pods, *asked, self.references, settings.images)
+        observer = Observer(api, self.jobs, self._pods, *asked, self.references, settings.images, settings.limits)
         fenced, asked_of = FencedApi(api, self._leader), (self._planner, self._cutter, self._stacks)
         performer = Performer(fenced, *asked_of, self.wakeups, self.jobs, self._pods, control_key, clock)
         self.turns = Turns(observer, performer, self.jobs, self._planner, self._poller, settings.passing_s, clock)
@@ -212,7 +212,7 @@ def _admission_server(settings: Settings, references: References) -> AdmissionSe
     """The webhook's endpoint, where there is a certificate to serve it with."""
     if settings.webhook_certs is None:
         return None
-    admission = Admission(references, settings.webhook_deadline_s)
+    admission = Admission(references, settings.webhook_deadline_s, limits=settings.limits)
     certificate = Certificate(Path(settings.webhook_certs))
     return AdmissionServer(settings.address, settings.webhook_port, admission, certificate)
 

@@ -21,6 +21,7 @@ from dlrm_operator.facts.gang import current_gang
 from dlrm_operator.facts.images import Images
 from dlrm_operator.facts.jobs import JobCache
 from dlrm_operator.facts.observed import Children, ConfigMapSeen, JobKey, JobSeen, Observed, PodSeen
+from dlrm_operator.facts.overlay_limits import RESTRICTED, OverlayLimits
 from dlrm_operator.facts.reading import read_astray_pod, read_config_map, read_pod
 from dlrm_operator.life.formation import plan_in_force
 from dlrm_operator.life.phases import rests
@@ -53,6 +54,7 @@ class Observer:
         queues: Queues,
         references: References,
         images: Images,
+        limits: OverlayLimits = RESTRICTED,
     ) -> None:
         self._api = api
         self._jobs = jobs
@@ -64,6 +66,7 @@ class Observer:
         self._queues = queues
         self._references = references
         self._images = images
+        self._limits = limits
         self._left_groups = LeftGroups(api)
         self._slow_starts = SlowStarts()
         self.refusals: dict[JobKey, str] = {}
@@ -167,7 +170,14 @@ class Observer:
         stacks = self._stacks.answer(job.key)
         refused = self.refused_deletions.get(job.key, "")
         said = Observed(
-            job=job, pods=pods, polled=polled, cut=cut, stacks=stacks, images=self._images, refused_deletion=refused
+            job=job,
+            pods=pods,
+            polled=polled,
+            cut=cut,
+            stacks=stacks,
+            images=self._images,
+            limits=self._limits,
+            refused_deletion=refused,
         )
         self._queues.follow(job.key, waiting_group(said))
         return replace(said, queue_words=self._queues.words(job.key))

@@ -18,9 +18,12 @@ class Release:
         self._where = ("dlrm", "--namespace=dlrm-system", f"--kubeconfig={kubeconfig}")
 
     def helm(self, command: str, *options: str) -> None:
-        """``helm install`` or ``upgrade``; returns when the operator is ready."""
-        chart = str(ROOT / "charts/dlrm-operator")
-        subprocess.run([self.program, command, *self._where, chart, "--wait", WAIT, *options], check=True)
+        """``helm install`` or ``upgrade``; returns when the operator is ready.
+
+        Pods may have any addition: drilled jobs keep files on their node.
+        """
+        chart = (str(ROOT / "charts/dlrm-operator"), "--set=jobs.podOverlay=any")
+        subprocess.run([self.program, command, *self._where, *chart, "--wait", WAIT, *options], check=True)
 
     def test(self) -> None:
         """``helm test``."""
