@@ -19,6 +19,8 @@ from dlrm_cli.references import CONFIGMAP, read_references
 def validate_file(path: Path) -> None:
     """Print a line for each good document on stdout, and for each bad one but the first on stderr.
 
+    Additions to pods that operators refuse by default are a warning on stderr: a cluster's admin may allow them.
+
     Raises:
         DLRMError: the first problem.
     """
@@ -29,6 +31,8 @@ def validate_file(path: Path) -> None:
             if isinstance(parsed, DLRMJob):
                 _check_references(parsed)
             print(f"{path}: {document.title} is valid: {_summary(parsed)}")
+            if isinstance(parsed, DLRMJob):
+                _warn(_refused_by_default(parsed))
         except DLRMError as error:
             problems.append(located(document, error))
     for problem in problems[1:]:
@@ -64,18 +68,19 @@ def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str]
     """
     import yaml
 
+    from dlrm_operator.facts.overlay_limits import ANY
     from dlrm_operator.objects.rendering import render
     from dlrm_operator.objects.stores import passing_stores
     from dlrm_planner import plan_job
 
     job, profile = read_job_and_profile(path, profile_path, settings)
     plan = plan_job(job.spec, profile, traces=read_references(job.spec))
-    objects = [dict(manifest) for manifest in render(job, profile, plan)]
+    objects = [dict(manifest) for manifest in render(job, profile, plan, limits=ANY)]
     if as_json:
         print(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2))
     else:
         print(yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True), end="")
-    warnings = passing_stores(job.spec)
+    warnings = (*_refused_by_default(job), *passing_stores(job.spec))
     if profile is not None and job.spec.trainer.hardware is None:
         name = profile.metadata.name
         warnings = (
@@ -83,8 +88,7 @@ def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str]
             f"is done here: set it to {name}",
             *warnings,
         )
-    for words in warnings:
-        print(f"dlrmctl: warning: {words}", file=sys.stderr)
+    _warn(warnings)
 
 
 def read_job_and_profile(
@@ -117,6 +121,20 @@ def _parse_job(document: Document, settings: Sequence[str]) -> DLRMJob:
         raise located(changed, error) from error
     assert isinstance(job, DLRMJob), "only_job gives DLRMJobs alone"
     return job
+
+
+def _refused_by_default(job: DLRMJob) -> tuple[str, ...]:
+    """A warning for each addition to the pods that an operator refuses unless its admin allows any."""
+    from dlrm_operator.facts.overlay_limits import RESTRICTED
+    from dlrm_operator.objects.restrictions import widenings
+
+    found = widenings(job.spec, job.metadata.namespace or "", RESTRICTED)
+    return tuple(f"{each.path}: operators refuse this by default: {each.problem}" for each in found)
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    for words in warnings:
+        print(f"dlrmctl: warning: {words}", file=sys.stderr)
 
 
 def _check_references(job: DLRMJob) -> None:

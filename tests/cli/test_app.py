@@ -190,6 +190,27 @@ def test_render_warns_of_snapshots_that_go_with_their_pod(job: Path, capsys: pyt
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("command", ["validate", "render"])
+def test_additions_to_pods_that_operators_refuse_by_default_are_warned_of(
+    command: str, job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = yaml.safe_load(job.read_text().split("---")[0])
+    document["spec"]["trainer"] = {"podTemplate": {"container": {"securityContext": {"privileged": True}}}}
+    document["spec"]["scheduling"] = {"priorityClass": "system-node-critical"}
+    (tmp_path / "widening.yaml").write_text(yaml.safe_dump(document))
+
+    code = app.main([command, str(tmp_path / "widening.yaml")])
+
+    said, warned = capsys.readouterr(), "dlrmctl: warning: spec."
+    assert code == ExitCode.DONE
+    assert (
+        f"{warned}trainer.podTemplate.container.securityContext.privileged: operators refuse this by default: has to "
+        "be false: leave it out, or ask the cluster's admin to allow it (chart value jobs.podOverlay=any)\n"
+    ) in said.err
+    assert f"{warned}scheduling.priorityClass: operators refuse this by default: is kept for" in said.err
+    assert command == "validate" or "privileged: true" in said.out
+
+
 def test_render_warns_of_a_profile_that_the_operator_would_not_use(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
