@@ -76,3 +76,31 @@ def test_in_a_restricted_namespace_jobs_train_and_secrets_stay_secret(
     assert mounted == ["store"]
     assert not any(call["objectRef"].get("name") == "store" for call in account.calls())
     assert "boom" in seen["jobs"]  # what is looked through does hold what trainers say
+
+
+def test_a_job_that_asks_for_a_privileged_pod_fails_until_an_admin_allows_any_and_it_is_resumed(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, account: Identity, tmp_path: Path
+) -> None:
+    log = tmp_path / "operator.log"
+    template = {"container": {"securityContext": {"privileged": True, "allowPrivilegeEscalation": True}}}
+    document = job_document("demo", trainer={"replicas": 1, "podTemplate": template})
+
+    with OperatorProcess(account.kubeconfig, namespace, log) as operator:
+        job = JobDriver(api_types.api, namespace, document)
+        job.until("Failed")
+        said, children = job.condition("Failed"), job.children()
+        job.patch({"spec": {"lifecycle": {"suspend": True}}})
+        generation = job.get()["metadata"]["generation"]
+        eventually(lambda: job.status().get("observedGeneration") == generation, state=operator.log)
+    with OperatorProcess(account.kubeconfig, namespace, log, "--pod-overlay", "any") as operator:
+        job.patch({"spec": {"lifecycle": {"suspend": False}}})
+        eventually(kubelet.pods, state=operator.log)
+        [pod] = kubelet.pods()
+        job.delete()
+
+    assert said["reason"] == "InvalidSpec"
+    assert "podTemplate.container.securityContext.privileged: has to be false" in said["message"]
+    assert "chart value jobs.podOverlay=any) (and 1 more)" in said["message"]
+    assert children == []
+    assert pod["spec"]["containers"][0]["securityContext"]["privileged"] is True
+    assert pod["spec"]["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}

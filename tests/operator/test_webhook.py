@@ -108,6 +108,17 @@ def test_two_tables_of_one_name_are_refused_with_the_mend(webhook: Webhook) -> N
     assert "2 tables have the name a: give each its own" in webhook.kubectl("create", document=document)
 
 
+def test_a_privileged_pod_is_refused_with_whom_to_ask(webhook: Webhook) -> None:
+    template = {"container": {"securityContext": {"privileged": True}}}
+    document = job_document("privileged", trainer={"replicas": 1, "podTemplate": template})
+
+    said = webhook.kubectl("create", document=document)
+
+    assert "denied the request: spec.trainer.podTemplate.container.securityContext.privileged: has to be false" in said
+    assert "ask the cluster's admin to allow it (chart value jobs.podOverlay=any)" in said
+    assert not webhook.api.found(f"{webhook.jobs}/privileged")
+
+
 def test_the_definitions_own_rules_speak_first(webhook: Webhook) -> None:
     before = webhook.reviews()
 
