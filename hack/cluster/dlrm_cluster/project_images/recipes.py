@@ -29,12 +29,25 @@ RECIPES: Mapping[str, Recipe] = {
     "operator": Recipe(
         sources=("operator/Dockerfile", "operator/dlrm_planner", "operator/dlrm_operator"),
         packages=("dlrm_api", "dlrm_planner", "dlrm_operator"),
-        absent=("torch", "boto3", "numba", "pyarrow", "dlrm_trainer", "dlrm_checkpointer", "dlrm_cli"),
+        absent=(
+            "torch",
+            "boto3",
+            "numba",
+            "pyarrow",
+            "scipy",
+            "tenacity",
+            "dlrm_trainer",
+            "dlrm_checkpointer",
+            "dlrm_cli",
+        ),
     ),
     "checkpointer": Recipe(
         sources=("checkpointer",),
         packages=("dlrm_api", "dlrm_checkpointer"),
-        absent=("torch", "kubernetes", "kopf", "scipy", "dlrm_operator", "dlrm_planner", "dlrm_trainer", "dlrm_cli"),
+        absent=(
+            *("torch", "kubernetes", "kopf", "scipy", "tenacity"),
+            *("dlrm_operator", "dlrm_planner", "dlrm_trainer", "dlrm_cli"),
+        ),
     ),
     "trainer": Recipe(
         sources=(
@@ -45,7 +58,7 @@ RECIPES: Mapping[str, Recipe] = {
             "examples/quickstart.yaml",
         ),
         packages=("dlrm_api", "dlrm_checkpointer", "dlrm_trainer"),
-        absent=("kubernetes", "kopf", "dlrm_operator", "dlrm_planner", "dlrm_cli"),
+        absent=("kubernetes", "kopf", "scipy", "torchx", "dlrm_operator", "dlrm_planner", "dlrm_cli"),
     ),
 }
 
