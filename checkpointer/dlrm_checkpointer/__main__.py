@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from dlrm_api.errors import DLRMError
+from dlrm_api.logs import log_to_stderr
 from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
 from dlrm_api.progress import CheckpointerProgress
 from dlrm_api.system_limits import named_limit
 from dlrm_checkpointer.endpoint import Endpoint
 from dlrm_checkpointer.inbox import Inbox
-from dlrm_checkpointer.logs import log_to_stderr
 from dlrm_checkpointer.policy import ChainPolicy
 from dlrm_checkpointer.publisher import Publisher, Terms
 from dlrm_checkpointer.retention import Rule
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="dlrm_checkpointer", description=__doc__)
     parser.add_argument("--job", type=Path, required=True, help="file of the DLRMJob (JSON or YAML)")
     options = parser.parse_args(arguments)
-    log_to_stderr()
+    log_to_stderr("checkpointer")
     stop = threading.Event()
 
     def end(*_: object) -> None:

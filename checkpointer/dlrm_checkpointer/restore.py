@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -25,8 +24,6 @@ from dlrm_checkpointer.objects import decode_dense
 from dlrm_checkpointer.sealing import NewerVersionError
 from dlrm_checkpointer.seen import SeenRows
 from dlrm_checkpointer.store import ObjectStore
-
-logger = logging.getLogger(__name__)
 
 PARALLEL_DECODES = 2
 """Chunks that a restore decodes at a time, beside those that are read."""
@@ -252,7 +249,6 @@ def _newest_of(
         except (SnapshotError, NoInputError) as error:
             broken = True
             reasons.append(str(error))
-            logger.warning("snapshot passed over", extra={"step": step, "attempt": attempt, "problem": str(error)})
         else:
             return snapshot, reasons, broken
     return None, reasons, broken

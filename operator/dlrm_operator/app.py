@@ -13,6 +13,7 @@ from contextlib import suppress
 import kopf
 
 from dlrm_api.errors import DLRMError
+from dlrm_api.logs import EventFormatter
 from dlrm_operator.cluster import KubernetesApi
 from dlrm_operator.log_context import ObjectFilter
 from dlrm_operator.running.engine import Engine
@@ -30,17 +31,23 @@ AGAIN_S = 1.0
 def main(argv: Sequence[str] | None = None) -> None:
     """Run until SIGTERM or SIGINT."""
     settings = read_settings(sys.argv[1:] if argv is None else argv)
-    log_format = kopf.LogFormat.JSON if settings.log_format == "json" else kopf.LogFormat.PLAIN
-    kopf.configure(log_format=log_format)
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(ObjectFilter())
-    logging.getLogger("kopf").setLevel(logging.WARNING)
+    log_events(plain=settings.log_format == "plain")
     _spare_garbage_collection()
     try:
         asyncio.run(run(settings))
     except DLRMError as error:
         logger.error("%s", error)
         sys.exit(error.exit_code)
+
+
+def log_events(*, plain: bool) -> None:
+    """Log our events and kopf's warnings to stderr: JSON with the job that each is about, or lines for people."""
+    kopf.configure(log_format=kopf.LogFormat.JSON)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(ObjectFilter())
+        if plain:
+            handler.setFormatter(EventFormatter("operator"))
+    logging.getLogger("kopf").setLevel(logging.WARNING)
 
 
 def _spare_garbage_collection() -> None:

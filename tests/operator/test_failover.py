@@ -106,7 +106,7 @@ def test_a_new_version_of_the_operator_leaves_running_pods_alone(
 
     assert after == before
     assert job.status()["attempt"] == 1
-    told = [line["object"] for line in lines if "Succeeded" in line["message"]]
+    told = [line["object"] for line in lines if line.get("phase") == "Succeeded"]
     assert [found["name"] for found in told] == ["demo"]
     assert told[0]["uid"] == job.created["metadata"]["uid"]
 

@@ -173,7 +173,7 @@ def test_a_restore_at_another_world_size_gives_the_same_digest(make_pod: MakePod
 
     assert other.run() == ExitCode.DONE, other.log()
     assert other.result()["state_digest"] == digest
-    assert f"restored step {STEPS}" in other.log()
+    assert f"snapshot restored step={STEPS} " in other.log()
 
 
 def test_a_loss_that_is_no_number_ends_the_job_before_the_update_and_names_the_table(make_pod: MakePod) -> None:
@@ -229,7 +229,7 @@ def test_without_a_checkpointer_cuts_are_delayed_training_goes_on_and_the_end_sa
     assert code == ExitCode.TEMPORARY
     assert "the checkpointer did not take the cut before it" in pod.termination().message
     assert pod.lines()[-1]["step"] == STEPS
-    assert pod.log().count("cut handed over at step 10") == 2
+    assert pod.log().count("cut handed over step=10") == 2
     assert pod.log().count("cut handed over") == 2
 
 

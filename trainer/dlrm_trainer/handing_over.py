@@ -88,7 +88,8 @@ class HandingOver:
             self._observe(self._under_way.go_on())
         except CutAbandonedError as error:
             self._control.abandoned(error.waited_s)
-            logger.warning("training goes on without a snapshot of step %d: %s", self._under_way.step, error)
+            told = {"step": self._under_way.step, "why": str(error)}
+            logger.warning("training goes on without a snapshot", extra=told)
             self._under_way = None
         self._stages.lap("cut")
 
@@ -158,7 +159,7 @@ class HandingOver:
         """Tell of a cut that is whole."""
         self._control.made(step, given.waited_s)
         self._board.update(last_cut_step=step)
-        logger.info("cut handed over at step %d", step)
+        logger.info("cut handed over", extra={"step": step})
 
     @property
     def _patience_s(self) -> float:

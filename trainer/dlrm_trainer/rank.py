@@ -19,13 +19,13 @@ import torch
 
 from dlrm_api.errors import DLRMError, PeerLostError
 from dlrm_api.job import DLRMJob
+from dlrm_api.logs import log_to_stderr
 from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.system_limits import named_limit
 from dlrm_trainer.compute_device import named_failure
 from dlrm_trainer.cuts import CutControl, StoppedError
 from dlrm_trainer.limits import usable_cpus
-from dlrm_trainer.logs import log_to_stderr
 from dlrm_trainer.progress import ProgressBoard
 from dlrm_trainer.rendezvous import Gang
 from dlrm_trainer.settings import Settings

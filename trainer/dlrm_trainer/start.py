@@ -134,14 +134,14 @@ def restore_newest(parts: Parts) -> Restored:
         committed=parts.settings.committed_snapshot,
     )
     for reason in start.reasons:
-        logger.warning("snapshot passed over: %s", reason)
+        logger.warning("snapshot passed over", extra={"problem": reason})
     parts.board.update(passed_over_snapshots=len(start.reasons))
     snapshot = snapshots.open_start(store, start)
     if snapshot is None:
         if checkpoint.restore_from is not None:
             begin_from(parts, checkpoint.restore_from, options)
         else:
-            logger.info("no snapshot in %s: starting from step 0", checkpoint.uri)
+            logger.info("no snapshot is there: starting from step 0", extra={"store": store.uri})
         return Restored(attempt=start.attempt)
     check_data(snapshot.meta, parts.reader.fingerprint, snapshot.uri)
     model = snapshots.model_document(spec, parts.learner)
@@ -150,9 +150,9 @@ def restore_newest(parts: Parts) -> Restored:
     snapshots.restore(parts.learner, snapshot, parts.gang.collectives, mark=new)
     parts.writer.restored(None if new else snapshot.name)
     if start.salvage and start.snapshot:
-        lost, stored = start.snapshot.step, start.salvage.ranks
-        logger.warning("rows of lost ranks are of step %s; ranks %s had stored", lost, stored)
-    logger.info("restored step %d from %s", snapshot.step, snapshot.uri)
+        told = {"step": start.snapshot.step, "stored_ranks": list(start.salvage.ranks)}
+        logger.warning("rows of lost ranks are of an older step", extra=told)
+    logger.info("snapshot restored", extra={"step": snapshot.step, "snapshot": snapshot.uri})
     return Restored(
         attempt=start.attempt,
         step=snapshot.step,
@@ -177,7 +177,7 @@ def begin_from(parts: Parts, uri: str, options: StoreOptions) -> None:
 
     name, reasons = choose_together(other, parts.gang.collectives, choose)
     for reason in reasons:
-        logger.warning("snapshot passed over: %s", reason)
+        logger.warning("snapshot passed over", extra={"problem": reason})
     if name is None:
         raise NoInputError(f"spec.checkpoint.restoreFrom: {other.uri} holds no snapshot: mend the URI or leave it out")
     with _unless_retired(other, name):
@@ -186,7 +186,7 @@ def begin_from(parts: Parts, uri: str, options: StoreOptions) -> None:
         model = snapshots.model_document(spec, parts.learner)
         check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)
         snapshots.restore(parts.learner, snapshot, parts.gang.collectives, mark=True)
-    logger.info("starting from step 0 with the model of %s", snapshot.uri)
+    logger.info("starting from step 0 with the model of another job", extra={"snapshot": snapshot.uri})
 
 
 @contextlib.contextmanager

@@ -123,7 +123,7 @@ class Training:
         self.observer, self.stages = parts.observer, parts.observer.stages
         self.board.begin(self.step, self.step or None, self.schedule)
         if self.step >= self.schedule.total_steps:
-            logger.info("nothing is left to train: the job ends at step %d", self.schedule.total_steps)
+            logger.info("nothing is left to train", extra={"step": self.schedule.total_steps})
         metrics = restored.metrics
         self.loss: float | None = metrics.get("loss")
         self.quality = EvalMetrics.model_validate(metrics["eval"]) if metrics.get("eval") else None
@@ -270,7 +270,7 @@ class Training:
         """
         self.cuts.hand_over_last(self.step, self.cut_meta)
         self.observer.save_profile(self.collectives, self.parts.settings.work_dir)
-        logger.info("ending at step %d: a signal asked for it", self.step)
+        logger.info("ending: a signal asked for it", extra={"step": self.step})
         return ExitCode.TERMINATED
 
     def finish(self, digest: bool) -> ExitCode:

@@ -64,7 +64,7 @@ def _check_together(
         for entry in entries:
             on_whole(entry.key)
         done += sum(entry.bytes for entry in entries)
-        logger.info("verified %d of %d bytes of snapshots", done, size)
+        logger.info("bytes of snapshots verified", extra={"done": done, "all": size})
 
 
 def _check_share(collectives: Collectives, store: ObjectStore, entries: Sequence[ObjectEntry]) -> str:

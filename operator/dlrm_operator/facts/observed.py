@@ -24,6 +24,9 @@ class JobKey:
     namespace: str
     name: str
 
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobSeen:

@@ -275,7 +275,7 @@ class Performer:
         if time.monotonic() - self._told_at < QUIET_S:
             return
         self._told_at = time.monotonic()
-        extra = {"job": action.key, "event": action.reason.value, "why": str(error)}
+        extra = {"job": str(action.key), "event": action.reason.value, "why": str(error)}
         logger.warning("an Event could not be created, and is passed over", extra=extra)
 
 

@@ -261,8 +261,8 @@ def _report(key: JobKey, observed: Observed, written: ApplyStatus) -> None:
     """One line, and the counters, for what changed."""
     before, after = observed.job.status, written.status
     if before is None or before.phase is not after.phase:
-        extra = {"job": f"{key.namespace}/{key.name}", "phase": after.phase.value, "attempt": after.attempt}
+        extra = {"job": str(key), "phase": after.phase.value, "attempt": after.attempt}
         log = logger.warning if after.phase is Phase.FAILED else logger.info
-        log("job %s/%s is %s", key.namespace, key.name, after.phase.value, extra=extra)
+        log("the phase changed", extra=extra)
     for reason, count in after.restarts_by_reason.items():
         RESTARTS.labels(reason).inc(max(count - (before.restarts_by_reason.get(reason, 0) if before else 0), 0))

@@ -179,19 +179,19 @@ class Wakeups:
             self._put_off(key, None, LONGEST_CONFLICT_S)
         except ClusterUnavailableError as error:
             RECONCILES.labels("unavailable").inc()
-            logger.warning("a turn is put off", extra={"job": key, "why": str(error)})
+            logger.warning("a turn is put off", extra={"job": str(key), "why": str(error)})
             self._put_off(key, error.retry_after_s)
         except ClusterRefusedError as error:
             RECONCILES.labels("refused").inc()  # the next turn says so in the status
-            logger.warning("the API server refused", extra={"job": key, "why": str(error)})
+            logger.warning("the API server refused", extra={"job": str(key), "why": str(error)})
             self._put_off(key, None)
         except UnreadableStatusError as error:
             RECONCILES.labels("unreadable").inc()
-            logger.warning("no turn is taken at a job", extra={"job": key, "why": str(error)})
+            logger.warning("no turn is taken at a job", extra={"job": str(key), "why": str(error)})
             self._put_off(key, None)
         except Exception:  # one job's surprise must not end the others' turns
             RECONCILES.labels("error").inc()
-            logger.exception("a turn failed", extra={"job": key})
+            logger.exception("a turn failed", extra={"job": str(key)})
             self._put_off(key, None)
         else:
             RECONCILES.labels("done").inc()

@@ -112,4 +112,4 @@ def _run_on(processors: frozenset[int], yielding: bool) -> None:
         try:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         except OSError as error:  # a sandbox's kernel may have no such class
-            logger.info("rows are fetched at the usual priority, beside the step: SCHED_IDLE is refused: %s", error)
+            logger.info("rows are fetched at the usual priority: SCHED_IDLE is refused", extra={"problem": str(error)})

@@ -1,0 +1,35 @@
+"""What the operator's log says of an event, in both formats."""
+
+import json
+import subprocess
+import sys
+
+WARNS = """
+import logging
+from dlrm_operator.app import log_events
+from dlrm_operator.facts.observed import JobKey
+from dlrm_operator.log_context import speak_of
+
+log_events(plain={plain})
+speak_of(JobKey("ads", "demo"), "some uid")
+logging.getLogger("dlrm_operator.life").info("the phase changed", extra={{"job": "ads/demo", "phase": "Failed"}})
+"""
+
+
+def said(*, plain: bool) -> str:
+    program = WARNS.format(plain=plain)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stderr
+
+
+def test_a_plain_line_ends_with_what_the_event_says_of_itself() -> None:
+    (line,) = said(plain=True).splitlines()
+
+    assert line.endswith(" operator INFO the phase changed job=ads/demo phase=Failed")
+
+
+def test_a_json_line_has_it_as_fields_and_the_job_besides() -> None:
+    (line,) = said(plain=False).splitlines()
+
+    found = json.loads(line)
+    assert [found[name] for name in ("message", "job", "phase")] == ["the phase changed", "ads/demo", "Failed"]
+    assert (found["object"]["name"], found["object"]["uid"]) == ("demo", "some uid")
