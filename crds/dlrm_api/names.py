@@ -46,7 +46,7 @@ class Label:
 
 
 class Env:
-    """Environment variables that the operator (or dlrmctl) sets and trainer or checkpointer reads."""
+    """Environment variables that trainer or checkpointer reads; the operator or dlrmctl sets them, but for one."""
 
     JOB_NAME = "DLRM_JOB_NAME"
     ATTEMPT = "DLRM_ATTEMPT"
@@ -57,6 +57,7 @@ class Env:
     MASTER_PORT = "DLRM_MASTER_PORT"
     RENDEZVOUS_TIMEOUT_S = "DLRM_RENDEZVOUS_TIMEOUT_S"
     COLLECTIVE_TIMEOUT_S = "DLRM_COLLECTIVE_TIMEOUT_S"
+    """Longest wait of a rank for the others in one collective (s); nobody sets it but users, in the pod template."""
     BIND = "DLRM_BIND"
     """Address that the HTTP endpoints listen on; all interfaces in a pod, 127.0.0.1 on one machine."""
     TRAINER_PORT = "DLRM_TRAINER_PORT"

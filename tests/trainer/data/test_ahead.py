@@ -21,11 +21,12 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError, NoInputError
-from dlrm_trainer.data import Batch, Reader, open_reader
+from dlrm_trainer.data import Batch, Reader, open_reader, opening
 from dlrm_trainer.data.batch import RawRows
 from dlrm_trainer.data.blocks import BlockCache
+from dlrm_trainer.data.parquet import ParquetSource
 from dlrm_trainer.data.prefetch import prefetched
-from dlrm_trainer.data.reader import TOGETHER_SHARE, sample_order
+from dlrm_trainer.data.reader import FINISHED_SHARE, TOGETHER_SHARE, sample_order
 
 Write = Callable[..., str]
 ROWS, GROUP_ROWS = 3_000, 50
@@ -228,6 +229,21 @@ def test_batches_that_are_made_together_keep_within_their_share_of_the_budget(ma
 
     assert source.remade < 100
     assert source.most * sample_bytes <= budget // TOGETHER_SHARE
+
+
+def test_row_groups_and_batches_have_no_more_than_the_budget_between_them(
+    open_rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, budget = [], 160_000
+
+    def source(files: Any, columns: Any, share: int, threads: int) -> ParquetSource:
+        given.append(share)
+        return ParquetSource(files, columns, share, threads)
+
+    monkeypatch.setattr(opening, "ParquetSource", source)
+    open_rows(prefetchBytes=budget)
+
+    assert sum(given) + budget // FINISHED_SHARE + budget // TOGETHER_SHARE == budget
 
 
 def test_a_bad_row_is_told_in_the_place_of_its_batch(open_rows: Any) -> None:

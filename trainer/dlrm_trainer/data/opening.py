@@ -17,7 +17,7 @@ from dlrm_trainer.data.line_index import default_cache_folder
 from dlrm_trainer.data.lookups import hashing_of
 from dlrm_trainer.data.parquet import SUFFIXES as PARQUET_SUFFIXES
 from dlrm_trainer.data.parquet import ParquetSource
-from dlrm_trainer.data.reader import TOGETHER_SHARE, Reader, Split, sample_order
+from dlrm_trainer.data.reader import Reader, Split, sample_order, source_share
 from dlrm_trainer.data.row_group import Columns
 from dlrm_trainer.data.synthetic import SyntheticSource
 from dlrm_trainer.data.uris import find_files
@@ -66,7 +66,7 @@ def _source(spec: DLRMJobSpec, split: Split, cache_folder: Path) -> RowSource:
     dense, features = spec.model.dense_features, spec.model.all_features()
     tables = spec.model.all_tables()
     bags, weights = [each.column for each in features], [each.weights for each in features]
-    budget = int(data.prefetch_bytes) * (TOGETHER_SHARE - 1) // TOGETHER_SHARE
+    budget = source_share(int(data.prefetch_bytes))
     if data.format == "criteo-tsv":
         files = _files(data, uris, CRITEO_SUFFIXES)
         return CriteoSource(files, dense, bags, data.lenient, cache_folder, budget, _threads(uris))

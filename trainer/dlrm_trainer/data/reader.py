@@ -38,6 +38,11 @@ Slices = Sequence[NDArray[np.int64]]
 """Sample ids of each of some batches."""
 
 
+def source_share(budget_bytes: int) -> int:
+    """What a reader's batches leave of its budget, for blocks of rows that its source has read or decoded."""
+    return budget_bytes - budget_bytes // FINISHED_SHARE - budget_bytes // TOGETHER_SHARE
+
+
 @dataclass(frozen=True)
 class _Group:
     """Rows of batches that are made together."""
