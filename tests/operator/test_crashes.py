@@ -43,8 +43,8 @@ class DeathError(BaseException):
 class MortalPerformer(Performer):
     """Dies at its ``die_at``-th action: before it is done, or done with the answer lost."""
 
-    def __init__(self, *parts: Any, die_at: int | None, answer_lost: bool) -> None:
-        super().__init__(*parts)
+    def __init__(self, api: KubernetesApi, *, die_at: int | None, answer_lost: bool, **others: Any) -> None:
+        super().__init__(api, **others)
         self.done = 0
         self._die_at = die_at
         self._answer_lost = answer_lost
@@ -93,9 +93,10 @@ class Life:
         control_key = ControlKey(api, api.namespace)
         cutter, stacks = Cutter(control_key, lambda key: None), StackTaker(lambda key: None)
         queues = Queues(api, lambda key: None)
-        parts = (api, planner, cutter, stacks, Alarm(), jobs, pods, control_key)
-        self.performer = MortalPerformer(*parts, die_at=die_at, answer_lost=answer_lost)
-        observer = Observer(api, jobs, pods, planner, poller, cutter, stacks, queues, References(api), Images())
+        both: dict[str, Any] = {"jobs": jobs, "pods": pods, "planner": planner, "cutter": cutter, "stacks": stacks}
+        death: dict[str, Any] = {"die_at": die_at, "answer_lost": answer_lost}
+        self.performer = MortalPerformer(api, **both, **death, alarm=Alarm(), control_key=control_key)
+        observer = Observer(api, **both, poller=poller, queues=queues, references=References(api), images=Images())
         self.turns = Turns(observer, self.performer, jobs, planner, poller)
 
 

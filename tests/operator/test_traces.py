@@ -73,15 +73,15 @@ class OnePlan:
 def looked(api: ScriptedApi, planning: Planning | None = None) -> Observed:
     observer = Observer(
         cast("Api", api),
-        JobCache(),
-        PodCache(cast("Any", None), None, lambda key: None, lambda key: None),
-        cast("Planner", OnePlan(planning)),
-        cast("Poller", NoPoller()),
-        Cutter(cast("Api", api), lambda key: None),
-        StackTaker(lambda key: None),
-        Queues(cast("Api", api), lambda key: None),
-        References(cast("Api", api)),
-        Images(),
+        jobs=JobCache(),
+        pods=PodCache(cast("Any", None), None, lambda key: None, lambda key: None),
+        planner=cast("Planner", OnePlan(planning)),
+        poller=cast("Poller", NoPoller()),
+        cutter=Cutter(cast("Api", api), lambda key: None),
+        stacks=StackTaker(lambda key: None),
+        queues=Queues(cast("Api", api), lambda key: None),
+        references=References(cast("Api", api)),
+        images=Images(),
     )
     observed = asyncio.run(observer.look(JobKey(KEY.namespace, "demo")))
     assert observed is not None

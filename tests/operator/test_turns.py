@@ -104,9 +104,10 @@ class Bench:
         control_key = ControlKey(self.key_api, "operators")
         cutter, stacks = Cutter(control_key, lambda key: None), StackTaker(lambda key: None)
         queues = Queues(self.api, lambda key: None)
-        asked = (self.planner, self.poller, cutter, stacks, queues)
-        observer = Observer(self.api, self.jobs, self.pods, *asked, references, Images())
-        performer = Performer(self.api, self.planner, cutter, stacks, self.alarm, self.jobs, self.pods, control_key)
+        both: dict[str, Any] = {"jobs": self.jobs, "pods": self.pods, "planner": self.planner}
+        both |= {"cutter": cutter, "stacks": stacks}
+        observer = Observer(self.api, **both, poller=self.poller, queues=queues, references=references, images=Images())
+        performer = Performer(self.api, **both, alarm=self.alarm, control_key=control_key)
         self.turns = Turns(observer, performer, self.jobs, self.planner, self.poller, passing_s)
 
     def turn(self) -> list[tuple[str, str]]:

@@ -594,7 +594,8 @@ def test_a_turn_that_says_nothing_new_writes_nothing() -> None:
 @pytest.mark.parametrize("reason", [Reason.ATTEMPT_FAILED, Reason.FAILED])
 def test_the_failure_of_an_attempt_is_told_once_though_a_later_turn_sees_other_evidence(reason: Reason) -> None:
     api, key = MemoryApi(), JobKey("space", "demo")
-    performer = Performer(api, *cast("Any", [None] * 7))
+    unused = dict.fromkeys(("planner", "cutter", "stacks", "alarm", "jobs", "pods", "control_key"), cast("Any", None))
+    performer = Performer(api, **unused)
     base = EmitEvent(key=key, uid="u", kind="Warning", reason=reason, message="pod deleted", attempt=2)
 
     for event in (base, replace(base, message="pod is gone"), replace(base, attempt=3)):

@@ -15,7 +15,7 @@ from dlrm_checkpointer.life import PEERS_S
 from dlrm_trainer.background import BackgroundHandOver
 from dlrm_trainer.gradual import GradualHandOver
 from dlrm_trainer.in_step import InStep
-from dlrm_trainer.start import Parts
+from dlrm_trainer.start import Assembly
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +30,15 @@ class HandingOver:
     """Hands cuts over. Every rank makes the same calls after the same steps; without a checkpointer nothing is done.
 
     Args:
-        parts: restored.
+        assembly: restored.
         attempt: the store's number of this attempt.
         step: whose state a snapshot of the store holds as it was restored; None: none does.
     """
 
-    def __init__(self, parts: Parts, attempt: int, step: int | None) -> None:
-        self._parts, self._attempt, self._writer = parts, attempt, parts.writer
-        self._collectives, self._control, self._board = parts.gang.collectives, parts.control, parts.board
-        self._saved, self._stages = parts.learner.embeddings.saved, parts.observer.stages
+    def __init__(self, assembly: Assembly, attempt: int, step: int | None) -> None:
+        self._assembly, self._attempt, self._writer = assembly, attempt, assembly.writer
+        self._collectives, self._control, self._board = assembly.gang.collectives, assembly.control, assembly.board
+        self._saved, self._stages = assembly.learner.embeddings.saved, assembly.observer.stages
         self._newest = step
         """Step of the newest cut that was begun, or ``step``; the same on all ranks."""
         self._under_way: BackgroundHandOver | GradualHandOver | None = None
@@ -49,14 +49,14 @@ class HandingOver:
         Raises:
             CutAbandonedError: the last cut found no room in time.
         """
-        writer, rank = self._writer, self._parts.gang.rank
+        writer, rank = self._writer, self._assembly.gang.rank
         if writer is None or self._newest == step:
             return
         self._board.phase(TrainerPhase.CUTTING)
         self._newest = step
         self._control.begun(step)
         parent, now = self._begin(writer)
-        dense = self._parts.learner.dense.arrays() if rank == 0 else None
+        dense = self._assembly.learner.dense.arrays() if rank == 0 else None
         self._saved.begin_cut(step, None if parent is None else parent.step)
         meta, owned = meta_of(parent, now), self._owned
         if last:
@@ -129,7 +129,7 @@ class HandingOver:
 
     def _begin(self, writer: HandOffWriter) -> tuple[SnapshotName | None, float]:
         """The cut's parent, None where any pod's checkpointer can't read it; and rank 0's clock."""
-        begun = (writer.begin(self._attempt), time.time()) if self._parts.gang.rank == 0 else None
+        begun = (writer.begin(self._attempt), time.time()) if self._assembly.gang.rank == 0 else None
         told = self._collectives.gather((begun, writer.broken_parent()))
         first = told[0][0]
         assert first is not None, "rank 0 began it"
@@ -164,8 +164,8 @@ class HandingOver:
     @property
     def _patience_s(self) -> float:
         """How long the last cut may take."""
-        grace = self._parts.settings.grace_s
-        return self._parts.job.spec.lifecycle.termination_grace_period if grace is None else grace
+        grace = self._assembly.settings.grace_s
+        return self._assembly.job.spec.lifecycle.termination_grace_period if grace is None else grace
 
     def _wait_ready(self, step: int) -> None:
         """Wait until an earlier cut is off all ranks' hands.

@@ -92,7 +92,7 @@ def run_rank(
     torch.set_num_threads(spec.trainer.threads_per_process or max(1, usable_cpus() // processes))
     board = ProgressBoard(settings.attempt, spec.world_size)
     try:
-        code = train(job, plan, settings, gang, control, board, digest, shared, stacks)
+        code = train(job, plan, settings, gang, control, board, digest=digest, shared=shared, stacks=stacks)
         gang.leave("")
         report.send_bytes(_report(code, "Done", "training is done", board).encode())
     except BaseException as caught:

@@ -58,8 +58,8 @@ def open_writer(stack: ExitStack, job: DLRMJob, plan: Plan, settings: Settings, 
     return writer
 
 
-@dataclass(frozen=True)
-class Parts:
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
     """What one rank's training is made of."""
 
     job: DLRMJob
@@ -111,7 +111,7 @@ class Restored:
     """Of the snapshot: loss of its last step, last evaluation."""
 
 
-def restore_newest(parts: Parts) -> Restored:
+def restore_newest(assembly: Assembly) -> Restored:
     """Fill the learner from the newest snapshot that can be used, and say which one that is and why not a newer one.
 
     Raises:
@@ -119,36 +119,36 @@ def restore_newest(parts: Parts) -> Restored:
             other data.
         NoInputError: there is none, and none in ``restoreFrom``.
     """
-    spec = parts.job.spec
+    spec = assembly.job.spec
     checkpoint = spec.checkpoint
-    if parts.writer is None:
+    if assembly.writer is None:
         return Restored()
-    options = StoreOptions(s3=checkpoint.s3, credentials_dir=parts.settings.credentials_dir)
+    options = StoreOptions(s3=checkpoint.s3, credentials_dir=assembly.settings.credentials_dir)
     store = open_store(checkpoint.uri, options)
-    note = f"{parts.job.metadata.name}, attempt {parts.settings.attempt}"
+    note = f"{assembly.job.metadata.name}, attempt {assembly.settings.attempt}"
     start = snapshots.choose_start(
         store,
-        parts.gang.collectives,
+        assembly.gang.collectives,
         note,
         partial=checkpoint.partial_restore,
-        committed=parts.settings.committed_snapshot,
+        committed=assembly.settings.committed_snapshot,
     )
     for reason in start.reasons:
         logger.warning("snapshot passed over", extra={"problem": reason})
-    parts.board.update(passed_over_snapshots=len(start.reasons))
+    assembly.board.update(passed_over_snapshots=len(start.reasons))
     snapshot = snapshots.open_start(store, start)
     if snapshot is None:
         if checkpoint.restore_from is not None:
-            begin_from(parts, checkpoint.restore_from, options)
+            begin_from(assembly, checkpoint.restore_from, options)
         else:
             logger.info("no snapshot is there: starting from step 0", extra={"store": store.uri})
         return Restored(attempt=start.attempt)
-    check_data(snapshot.meta, parts.reader.fingerprint, snapshot.uri)
-    model = snapshots.model_document(spec, parts.learner)
+    check_data(snapshot.meta, assembly.reader.fingerprint, snapshot.uri)
+    model = snapshots.model_document(spec, assembly.learner)
     resized = check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)
     new = resized or start.salvage is not None  # a state that no snapshot holds
-    snapshots.restore(parts.learner, snapshot, parts.gang.collectives, mark=new)
-    parts.writer.restored(None if new else snapshot.name)
+    snapshots.restore(assembly.learner, snapshot, assembly.gang.collectives, mark=new)
+    assembly.writer.restored(None if new else snapshot.name)
     if start.salvage and start.snapshot:
         told = {"step": start.snapshot.step, "stored_ranks": list(start.salvage.ranks)}
         logger.warning("rows of lost ranks are of an older step", extra=told)
@@ -161,7 +161,7 @@ def restore_newest(parts: Parts) -> Restored:
     )
 
 
-def begin_from(parts: Parts, uri: str, options: StoreOptions) -> None:
+def begin_from(assembly: Assembly, uri: str, options: StoreOptions) -> None:
     """Take rows, dense parameters and optimizer state of another job's newest snapshot; steps and data begin anew.
 
     Raises:
@@ -175,17 +175,17 @@ def begin_from(parts: Parts, uri: str, options: StoreOptions) -> None:
         newest, reasons = newest_snapshot(other, check=check)
         return None if newest is None else newest.name, reasons
 
-    name, reasons = choose_together(other, parts.gang.collectives, choose)
+    name, reasons = choose_together(other, assembly.gang.collectives, choose)
     for reason in reasons:
         logger.warning("snapshot passed over", extra={"problem": reason})
     if name is None:
         raise NoInputError(f"spec.checkpoint.restoreFrom: {other.uri} holds no snapshot: mend the URI or leave it out")
     with _unless_retired(other, name):
         snapshot = Snapshot(other, load_chain(other, name))
-        spec = parts.job.spec
-        model = snapshots.model_document(spec, parts.learner)
+        spec = assembly.job.spec
+        model = snapshots.model_document(spec, assembly.learner)
         check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)
-        snapshots.restore(parts.learner, snapshot, parts.gang.collectives, mark=True)
+        snapshots.restore(assembly.learner, snapshot, assembly.gang.collectives, mark=True)
     logger.info("starting from step 0 with the model of another job", extra={"snapshot": snapshot.uri})
 
 

@@ -33,7 +33,7 @@ from dlrm_trainer.rendezvous import Gang
 from dlrm_trainer.schedule import Schedule, make_schedule
 from dlrm_trainer.settings import Settings
 from dlrm_trainer.stacks import RankStacks
-from dlrm_trainer.start import Parts, Restored, agree_on_data, open_writer, restore_newest
+from dlrm_trainer.start import Assembly, Restored, agree_on_data, open_writer, restore_newest
 from dlrm_trainer.tier_counters import SharedCounters
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ def train(
     gang: Gang,
     control: CutControl,
     board: ProgressBoard,
+    *,
     digest: bool,
     shared: SharedCounters,
     stacks: RankStacks,
@@ -99,9 +100,21 @@ def train(
         learner.start(spec.training.seed)
         gang.meet(settings.rendezvous_timeout_s, settings.collective_timeout_s, control.check_stop, device)
         board.phase(TrainerPhase.RESTORING)
-        parts = Parts(job, settings, gang, control, board, placement, reader, eval_reader, learner, writer, observer)
+        assembly = Assembly(
+            job=job,
+            settings=settings,
+            gang=gang,
+            control=control,
+            board=board,
+            placement=placement,
+            reader=reader,
+            eval_reader=eval_reader,
+            learner=learner,
+            writer=writer,
+            observer=observer,
+        )
         agree_on_data(gang.collectives, {"train": reader.fingerprint, "eval": eval_reader.fingerprint})
-        training = Training(parts, restore_newest(parts))
+        training = Training(assembly, restore_newest(assembly))
         stack.callback(training.close)
         ended = training.run()
         return training.finish(digest) if ended is None else ended
@@ -111,16 +124,16 @@ class Training:
     """One rank's steps. Every rank makes the same collectives in the same order.
 
     Args:
-        parts: restored.
+        assembly: restored.
         restored: what to.
     """
 
-    def __init__(self, parts: Parts, restored: Restored) -> None:
-        self.parts, self.attempt, self.step = parts, restored.attempt, restored.step
-        spec, settings = parts.job.spec, parts.settings
-        self.schedule: Schedule = make_schedule(spec, parts.reader.num_samples, parts.reader.batches_per_epoch)
-        self.collectives, self.board, self.control = parts.gang.collectives, parts.board, parts.control
-        self.observer, self.stages = parts.observer, parts.observer.stages
+    def __init__(self, assembly: Assembly, restored: Restored) -> None:
+        self.assembly, self.attempt, self.step = assembly, restored.attempt, restored.step
+        spec, settings = assembly.job.spec, assembly.settings
+        self.schedule: Schedule = make_schedule(spec, assembly.reader.num_samples, assembly.reader.batches_per_epoch)
+        self.collectives, self.board, self.control = assembly.gang.collectives, assembly.board, assembly.control
+        self.observer, self.stages = assembly.observer, assembly.observer.stages
         self.board.begin(self.step, self.step or None, self.schedule)
         if self.step >= self.schedule.total_steps:
             logger.info("nothing is left to train", extra={"step": self.schedule.total_steps})
@@ -128,16 +141,16 @@ class Training:
         self.loss: float | None = metrics.get("loss")
         self.quality = EvalMetrics.model_validate(metrics["eval"]) if metrics.get("eval") else None
         self.board.update(loss=self.loss, evaluation=self.quality)
-        self.control.watch(parts.learner.embeddings.saved.changed_bytes)
+        self.control.watch(assembly.learner.embeddings.saved.changed_bytes)
         self.control.restored(restored.held_step)
-        first, rank = parts.gang.rank == 0, parts.gang.rank
+        first, rank = assembly.gang.rank == 0, assembly.gang.rank
         self.journal = StepJournal(settings.work_dir, self.step) if first and settings.work_dir else None
         self.ledger = (
-            Ledger(settings.ledger_dir, rank, self.step, parts.gang.world_size) if settings.ledger_dir else None
+            Ledger(settings.ledger_dir, rank, self.step, assembly.gang.world_size) if settings.ledger_dir else None
         )
         self.pace = Pace(self.collectives, self.stages.own_seconds)
         self.trained_s, self.trained_samples = 0.0, 0
-        self.cuts = HandingOver(parts, restored.attempt, restored.held_step)
+        self.cuts = HandingOver(assembly, restored.attempt, restored.held_step)
 
     def run(self) -> ExitCode | None:
         """Train to the last step; or to the cut that a signal asked for, and how that ended.
@@ -147,11 +160,11 @@ class Training:
         """
         if (ended := self.evaluate_if_due()) is not None:
             return ended
-        with closing(self.parts.reader.iterate(self.step, self.schedule.total_steps)) as batches:
+        with closing(self.assembly.reader.iterate(self.step, self.schedule.total_steps)) as batches:
             mark = time.monotonic()
             read = self.stages.after(batches, "read")
-            learner, depth = self.parts.learner, self.parts.placement.lookahead
-            ahead = 1 if self.parts.gang.world_size > 1 else 0
+            learner, depth = self.assembly.learner, self.assembly.placement.lookahead
+            ahead = 1 if self.assembly.gang.world_size > 1 else 0
             for batch in prepared_ahead(read, learner.send, learner.prepare, depth=depth, sent_ahead=ahead):
                 faulthandler.dump_traceback_later(STALL_S)
                 stop, cut = self.train_step(batch)
@@ -174,8 +187,8 @@ class Training:
         Raises:
             DivergedError: the loss is not finite; nothing was updated.
         """
-        learner, batch = self.parts.learner, prepared.batch
-        count = self.parts.reader.global_count(batch.number)
+        learner, batch = self.assembly.learner, prepared.batch
+        count = self.assembly.reader.global_count(batch.number)
         computed = learner.compute(prepared, count, self.schedule.factor(self.step))
         agreed = self.control.agree(computed.loss, self.step + 1)
         if (slowest := self.pace.stepped(self.step + 1)) is not None:
@@ -201,7 +214,7 @@ class Training:
         Returns:
             See ``evaluate``.
         """
-        every = self.parts.job.spec.training.eval_every_steps
+        every = self.assembly.job.spec.training.eval_every_steps
         if not every or self.step % every or not 0 < self.step < self.schedule.total_steps:
             return None
         return None if self.quality is not None and self.quality.step == self.step else self.evaluate()
@@ -217,7 +230,7 @@ class Training:
         """
         self.board.update(phase=TrainerPhase.EVALUATING, evaluated_batches=0)
         faulthandler.cancel_dump_traceback_later()
-        learner, reader = self.parts.learner, self.parts.eval_reader
+        learner, reader = self.assembly.learner, self.assembly.eval_reader
         with closing(reader.iterate(0, reader.batches_per_epoch)) as batches:
             try:
                 self.quality = evaluate(
@@ -244,21 +257,21 @@ class Training:
 
     def cut_meta(self, parent: SnapshotName | None, now: float) -> CutMeta:
         """What is the same on all ranks at this step; ``now`` is rank 0's clock."""
-        spec = self.parts.job.spec
+        spec = self.assembly.job.spec
         quality = None if self.quality is None else self.quality.model_dump(by_alias=False)
         return CutMeta(
             step=self.step,
             samples=self.schedule.samples_after(self.step),
-            world_size=self.parts.gang.world_size,
+            world_size=self.assembly.gang.world_size,
             attempt=self.attempt,
             parent=parent,
             time=now,
             reader={
                 "next_batch": self.step,
-                "fingerprint": self.parts.reader.fingerprint,
+                "fingerprint": self.assembly.reader.fingerprint,
                 "seed": spec.training.seed,
             },
-            model=snapshots.model_document(spec, self.parts.learner),
+            model=snapshots.model_document(spec, self.assembly.learner),
             metrics={"loss": self.loss, "eval": quality},
         )
 
@@ -269,7 +282,7 @@ class Training:
             TemporaryError: an earlier cut still waited at the end of that time, or this one found no room.
         """
         self.cuts.hand_over_last(self.step, self.cut_meta)
-        self.observer.save_profile(self.collectives, self.parts.settings.work_dir)
+        self.observer.save_profile(self.collectives, self.assembly.settings.work_dir)
         logger.info("ending: a signal asked for it", extra={"step": self.step})
         return ExitCode.TERMINATED
 
@@ -288,12 +301,12 @@ class Training:
         self.board.phase(TrainerPhase.FINISHING)
         self.cuts.hand_over_last(self.step, self.cut_meta)
         self.board.phase(TrainerPhase.FINISHING)
-        state = snapshots.live_digest(self.parts.learner, self.collectives) if digest else None
+        state = snapshots.live_digest(self.assembly.learner, self.collectives) if digest else None
         self.cuts.wait_committed(self.step)
-        tiers = self.observer.report(self.collectives, self.step, self.parts.settings.work_dir)
+        tiers = self.observer.report(self.collectives, self.step, self.assembly.settings.work_dir)
         self.collectives.barrier()
-        if self.parts.gang.rank == 0 and self.parts.settings.work_dir:
-            write_result(self.parts.settings.work_dir, self.result(state) | ({"tiers": tiers} if tiers else {}))
+        if self.assembly.gang.rank == 0 and self.assembly.settings.work_dir:
+            write_result(self.assembly.settings.work_dir, self.result(state) | ({"tiers": tiers} if tiers else {}))
         self.board.phase(TrainerPhase.DONE)
         return ExitCode.DONE
 
@@ -302,7 +315,7 @@ class Training:
         return {
             "step": self.step,
             "samples": self.schedule.samples_after(self.step),
-            "world_size": self.parts.gang.world_size,
+            "world_size": self.assembly.gang.world_size,
             "train_loss": self.loss,
             "eval": None if self.quality is None else self.quality.model_dump(by_alias=False),
             "samples_per_s": self.trained_samples / self.trained_s if self.trained_s else None,

@@ -71,10 +71,30 @@ class Engine:
         self._cutter = Cutter(control_key, self.wakeups.add)
         self._stacks = StackTaker(self.wakeups.add)
         self._queues = Queues(api, self.wakeups.add)
-        asked = (self._planner, self._poller, self._cutter, self._stacks, self._queues)
-        observer = Observer(api, self.jobs, self._pods, *asked, self.references, settings.images, settings.limits)
-        fenced, asked_of = FencedApi(api, self._leader), (self._planner, self._cutter, self._stacks)
-        performer = Performer(fenced, *asked_of, self.wakeups, self.jobs, self._pods, control_key, clock)
+        observer = Observer(
+            api,
+            jobs=self.jobs,
+            pods=self._pods,
+            planner=self._planner,
+            poller=self._poller,
+            cutter=self._cutter,
+            stacks=self._stacks,
+            queues=self._queues,
+            references=self.references,
+            images=settings.images,
+            limits=settings.limits,
+        )
+        performer = Performer(
+            FencedApi(api, self._leader),
+            planner=self._planner,
+            cutter=self._cutter,
+            stacks=self._stacks,
+            alarm=self.wakeups,
+            jobs=self.jobs,
+            pods=self._pods,
+            control_key=control_key,
+            clock=clock,
+        )
         self.turns = Turns(observer, performer, self.jobs, self._planner, self._poller, settings.passing_s, clock)
         forgotten = (self._cutter.forget, self._stacks.forget, self._queues.forget, self.wakeups.forget)
         self.turns.forgotten.extend(forgotten)

@@ -45,6 +45,7 @@ class Observer:
     def __init__(
         self,
         api: Api,
+        *,
         jobs: JobCache,
         pods: PodCache,
         planner: Planner,

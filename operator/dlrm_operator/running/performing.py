@@ -113,6 +113,7 @@ class Performer:
     def __init__(
         self,
         api: Api,
+        *,
         planner: PlansAsked,
         cutter: CutsAsked,
         stacks: StacksAsked,

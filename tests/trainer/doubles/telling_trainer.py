@@ -20,7 +20,7 @@ train_step = Training.train_step
 
 def step_and_tell(training: Training, prepared: Prepared) -> tuple[bool, bool]:
     agreed = train_step(training, prepared)
-    digest = live_digest(training.parts.learner, training.collectives)
+    digest = live_digest(training.assembly.learner, training.collectives)
     if training.collectives.rank == 0:
         with Path(os.environ["DIGESTS"]).open("a") as file:
             print(training.step, digest, file=file)
