@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.codes import decode_rows
 from dlrm_checkpointer.cut import ShardRows, TableMeta
-from dlrm_checkpointer.digest import Partial, block_ranges, combine, rows_digest, state_digest
+from dlrm_checkpointer.digest import Partial, block_ranges, rows_digest
 from dlrm_checkpointer.initializer import initial_rows
 from dlrm_checkpointer.restore import Snapshot
 from dlrm_checkpointer.sweep import stored, sweep
@@ -87,12 +87,3 @@ def walk_table(snapshot: Snapshot, table: TableMeta) -> Iterator[Block]:
     for band in sweep(sources, ends, 0):
         pieces = tuple((layer, decode_rows(piece)) for layer, piece in band.parts)
         yield Block(table=table, start=band.start, end=band.end, stored=pieces)
-
-
-def snapshot_digest(snapshot: Snapshot) -> str:
-    """The digest of the state that restoring the snapshot gives (``digest.state_digest``); reads every object."""
-    tables = []
-    for table in snapshot.meta.tables:
-        digest = combine(block.digest(*block.fill()) for block in walk_table(snapshot, table))
-        tables.append((table.name, digest))
-    return state_digest(tables, snapshot.dense())

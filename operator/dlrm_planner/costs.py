@@ -128,7 +128,7 @@ class Costs:
         return self.total(np.arange(len(self.dims)), 1.0, self.dims, self.blocks)
 
 
-def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Device = "cpu") -> Costs:
+def read_costs(spec: DLRMJobSpec, profile: HardwareProfile | None, device: Device) -> Costs:
     """Costs of a job's tables on ranks of this kind, at the rates of a profile where it gives them."""
     tables, world_size, batch = spec.model.all_tables(), spec.world_size, spec.data.global_batch_size
     bags = np.array([batch * len(table.sources) for table in tables], np.float64)

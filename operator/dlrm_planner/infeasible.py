@@ -23,7 +23,7 @@ LEAST_READ_AHEAD = 64 * MIB
 """Readers of files are told to hold no less: they would decode the same row groups again and again."""
 
 
-def infeasible(asked: Question, refusal: Refusal, grows: str | None = "trainer.replicas") -> InfeasiblePlanError:
+def infeasible(asked: Question, refusal: Refusal, grows: str | None) -> InfeasiblePlanError:
     """The error whose reasons name the table, the rank, the node, the bytes that are missing, and the mends.
 
     Args:

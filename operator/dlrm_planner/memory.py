@@ -102,9 +102,7 @@ def reading_bytes(spec: DLRMJobSpec) -> int:
     return int(spec.data.prefetch_bytes) * (1 + bool(spec.data.eval.uris))
 
 
-def pod_limit(
-    spec: DLRMJobSpec, profile: HardwareProfile | None, reserve: int = 0, device: Device = "cpu"
-) -> Limit | None:
+def pod_limit(spec: DLRMJobSpec, profile: HardwareProfile | None, reserve: int, device: Device) -> Limit | None:
     """The tightest of the node's DDR, the container's limit and the user's budget; None where none is known.
 
     Args:

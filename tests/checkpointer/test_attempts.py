@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from digests import snapshot_digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.retention import Retention, Rule
-from dlrm_checkpointer.walk import snapshot_digest
 
 
 def test_a_manifest_counts_while_every_later_attempt_went_on_from_it_or_from_later():

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from digests import snapshot_digest
 
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.catalog import find_snapshot, list_snapshots, verify_snapshot
@@ -14,7 +15,6 @@ from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.manifest import manifest_key
 from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
 from dlrm_checkpointer.sealing import sealed
-from dlrm_checkpointer.walk import snapshot_digest
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from digests import snapshot_digest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from restored import stored_rows
@@ -22,7 +23,6 @@ from dlrm_checkpointer.fetch import AT_ONCE, fetch_rows
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
 from dlrm_checkpointer.sealing import sealed
-from dlrm_checkpointer.walk import snapshot_digest
 
 POLICIES = ["full", "one-shot", "consecutive", "intermittent"]
 KINDS = {

@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
+from digests import snapshot_digest
 
 from dlrm_api.errors import StoreUnavailableError
 from dlrm_api.names import ExitCode
@@ -15,7 +16,6 @@ from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.manifest import CHUNKS, MANIFESTS
 from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
 from dlrm_checkpointer.retention import Retention, Rule
-from dlrm_checkpointer.walk import snapshot_digest
 
 WRITES_OF_A_COMMIT = 30
 """More than a commit of two ranks with retention makes; the last cases therefore run undisturbed."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from digests import snapshot_digest
 from steps import Steps
 from truth import flipped
 from turns import FailingStore, Killed, MemoryStore
@@ -22,7 +23,6 @@ from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.manifest import PARTS, manifest_key
 from dlrm_checkpointer.restore import Snapshot, newest_snapshot, open_snapshot, snapshot_keys
 from dlrm_checkpointer.retention import Retention, Rule
-from dlrm_checkpointer.walk import snapshot_digest
 
 POLICIES = ["full", "one-shot", "consecutive", "intermittent"]
 STEPS = Steps()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from digests import snapshot_digest
 
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.attempts import claim_attempt
@@ -13,7 +14,6 @@ from dlrm_checkpointer.catalog import list_snapshots
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.retention import Retention, Rule
-from dlrm_checkpointer.walk import snapshot_digest
 from dlrm_cli import app
 
 

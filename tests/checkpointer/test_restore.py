@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from digests import snapshot_digest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from restored import stored_rows
@@ -13,7 +14,7 @@ from dlrm_checkpointer.cut import ShardId
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.sealing import sealed
-from dlrm_checkpointer.walk import snapshot_digest, walk_table
+from dlrm_checkpointer.walk import walk_table
 
 
 @pytest.mark.parametrize("written", [1, 2, 4])

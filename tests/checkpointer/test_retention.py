@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from digests import snapshot_digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from turns import Clock
@@ -21,7 +22,6 @@ from dlrm_checkpointer.manifest import manifest_key, part_key
 from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.retention import ORPHAN_S, SWEEPS, Found, Retention, Rule, decide, is_orphan
 from dlrm_checkpointer.store import Body, ObjectInfo
-from dlrm_checkpointer.walk import snapshot_digest
 
 NAMES = st.sets(st.builds(SnapshotName, st.integers(1, 12), st.integers(1, 3)), max_size=15)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import second_reader
+from digests import snapshot_digest
 
 from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.catalog import find_snapshot, list_snapshots
@@ -19,7 +20,6 @@ from dlrm_checkpointer.cut import ShardId, ShardRows, SnapshotName
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.objects import encode_rows
 from dlrm_checkpointer.restore import open_snapshot
-from dlrm_checkpointer.walk import snapshot_digest
 
 README = Path(__file__).parents[2] / "checkpointer" / "README.md"
 POLICIES = ["full", "one-shot", "consecutive", "intermittent"]

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from digests import snapshot_digest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from restored import stored_rows
@@ -17,7 +18,6 @@ from dlrm_checkpointer.cut import ShardId, TableMeta
 from dlrm_checkpointer.digest import combine, shard_digest, state_digest
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.restore import newest_snapshot
-from dlrm_checkpointer.walk import snapshot_digest
 
 RANKS = 3
 Layout = dict[int, list[ShardId]]

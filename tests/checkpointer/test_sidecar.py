@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from digests import snapshot_digest
 from restored import stored_rows
 
 import dlrm_checkpointer.inbox as inbox_module
@@ -31,7 +32,6 @@ from dlrm_checkpointer.inbox import Inbox
 from dlrm_checkpointer.life import Backoff, Life
 from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.store import Body, ObjectInfo
-from dlrm_checkpointer.walk import snapshot_digest
 
 
 class Flaky(FileStore):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from digests import snapshot_digest
 
 from dlrm_api.names import ExitCode
 from dlrm_api.progress import CheckpointerProgress
@@ -24,7 +25,6 @@ from dlrm_checkpointer.catalog import list_snapshots, verify_snapshot
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.follow import Follower
 from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
-from dlrm_checkpointer.walk import snapshot_digest
 
 KILLS = 12
 

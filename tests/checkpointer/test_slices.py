@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from digests import snapshot_digest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -28,7 +29,6 @@ from dlrm_checkpointer.handoff import CutAbandonedError, HandedOver
 from dlrm_checkpointer.manifest import CHUNKS
 from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.store import Body
-from dlrm_checkpointer.walk import snapshot_digest
 
 UNSHRUNK = [Phase.explicit, Phase.generate]
 """A failure with its threads takes seconds to show again."""

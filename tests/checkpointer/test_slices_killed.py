@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from digests import snapshot_digest
 
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.catalog import verify_snapshot
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.restore import newest_snapshot
-from dlrm_checkpointer.walk import snapshot_digest
 
 KILLED, FAILED = 9, 1
 NEVER = 1_000_000

@@ -9,12 +9,12 @@ import time
 from typing import Any
 
 import pytest
+from digests import snapshot_digest
 
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.catalog import find_snapshot, verify_snapshot
 from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.store import open_store
-from dlrm_checkpointer.walk import snapshot_digest
 
 pytestmark = pytest.mark.slow
 

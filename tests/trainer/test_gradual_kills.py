@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from digests import snapshot_digest
 from gangs import Pod, job_document, plan_document, small_job
 
 from dlrm_api.names import Env, ExitCode
@@ -23,7 +24,6 @@ from dlrm_checkpointer.catalog import list_snapshots, verify_snapshot
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.folder import ROWS_FILE, WRITING_PREFIX, SliceName, ready_slices
 from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
-from dlrm_checkpointer.walk import snapshot_digest
 
 pytestmark = pytest.mark.slow
 

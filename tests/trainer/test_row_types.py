@@ -16,7 +16,7 @@ from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.tiers import state_values
 from dlrm_checkpointer import objects
 from dlrm_checkpointer.codes import CodedRows, code_rows, decode_rows
-from dlrm_checkpointer.cut import ShardId
+from dlrm_checkpointer.cut import ShardId, loaded
 from dlrm_checkpointer.digest import combine, state_digest
 from dlrm_checkpointer.walk import Block
 from dlrm_trainer.collectives import Collectives
@@ -35,7 +35,7 @@ class Stored:
     """A snapshot in memory whose rows went through the format at some number of bits."""
 
     def __init__(self, learner: Learner, bits: int) -> None:
-        pieces = list(learner.embeddings.saved.rows_to_save())
+        pieces = [loaded(piece) for piece in learner.embeddings.saved.rows_in_place()]
         coded = [each for piece in pieces for each in code_rows(piece, bits)]
         self.pieces = [decode_rows(objects.decode_rows(bytearray(objects.encode_rows(each)), "here")) for each in coded]
         self.arrays = {name: array.copy() for name, array in learner.dense.arrays().items()}
@@ -124,7 +124,7 @@ def test_fp16_rows_start_and_stay_at_values_of_fp16_also_from_a_cut_at_8_bits(tm
     assert start.pieces == []
     assert any((piece.rows != piece.rows.astype(np.float16)).any() for piece in cut.pieces)
     assert digest_of(job, second) == digest_of_stored(job, cut)
-    for piece in second.embeddings.saved.rows_to_save():
+    for piece in map(loaded, second.embeddings.saved.rows_in_place()):
         assert (piece.rows == piece.rows.astype(np.float16)).all()
 
 

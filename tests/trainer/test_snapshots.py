@@ -15,7 +15,7 @@ from dlrm_api.job import DLRMJob, parse_job
 from dlrm_checkpointer.chain import Basis, Chain, load_chain
 from dlrm_checkpointer.codes import CodedRows, code_rows
 from dlrm_checkpointer.commit import try_commit
-from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, SnapshotName
+from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, SnapshotName, loaded
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.handoff import HandOffWriter
 from dlrm_checkpointer.inbox import Inbox
@@ -74,7 +74,7 @@ def part_of(learner: Learner, table: str) -> ResidentPart:
 
 
 def cut_of(job: DLRMJob, learner: Learner) -> Memory:
-    return Memory(list(learner.embeddings.saved.rows_to_save()), learner.dense.arrays())
+    return Memory([loaded(piece) for piece in learner.embeddings.saved.rows_in_place()], learner.dense.arrays())
 
 
 @pytest.mark.parametrize("kind", ["adagrad", "adam", "sgd"])

@@ -32,8 +32,6 @@ class Agreement:
     """Mean log loss of the global batch."""
     cut: bool
     """Make a cut after this step."""
-    delayed: bool
-    """A cut is due, but an earlier one still waits for the checkpointer."""
     stop: bool
     """Some rank was told to end (SIGTERM): hand over a cut after this step and end."""
 
@@ -129,11 +127,11 @@ class CutControl:
         vector = torch.tensor([loss, wanted, blocked, self.told_to_stop], dtype=torch.float64)
         self._collectives.all_reduce(vector)
         total, wanting, blocking, stopping = vector.tolist()
-        delayed = wanting > 0 and blocking > 0
+        delayed = wanting > 0 and blocking > 0  # an earlier cut still waits for the checkpointer
         if delayed and not self._waiting:
             self.delays += 1
         self._waiting = delayed
-        return Agreement(loss=total, cut=wanting > 0 and blocking == 0, delayed=delayed, stop=stopping > 0)
+        return Agreement(loss=total, cut=wanting > 0 and blocking == 0, stop=stopping > 0)
 
     def begun(self, step: int) -> None:
         """Record that a cut is begun after ``step`` steps: it answers no request for a later one, made meanwhile."""

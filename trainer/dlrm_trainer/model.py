@@ -27,7 +27,7 @@ class MLP(nn.Module):
     ``dtype`` is that of the products; parameters, inputs and outputs are float32.
     """
 
-    def __init__(self, width: int, widths: Sequence[int], last_relu: bool, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, width: int, widths: Sequence[int], last_relu: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
         self.layers = nn.ModuleList(
@@ -70,7 +70,7 @@ class DotInteraction(nn.Module):
 class CrossInteraction(nn.Module):
     """DCN V2's cross layers with low-rank matrices: x <- x0 * (U V x + b) + x."""
 
-    def __init__(self, width: int, layers: int, rank: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, width: int, layers: int, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
         self.down = nn.ModuleList(nn.Linear(width, rank, bias=False) for _ in range(layers))

@@ -41,7 +41,7 @@ class Start:
 
 
 def choose_start(
-    store: ObjectStore, collectives: Collectives, note: str, *, partial: bool = False, committed: str = ""
+    store: ObjectStore, collectives: Collectives, note: str, *, partial: bool = False, committed: str
 ) -> Start:
     """Choose the newest snapshot that verifies and announce an attempt that goes on from it; rank 0 does it for all.
 

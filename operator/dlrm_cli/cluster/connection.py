@@ -68,7 +68,7 @@ class Connection:
             raise TemporaryError(f"the list of jobs changed too much while it was read ({error}): try again") from None
         return sorted(found, key=lambda job: (job["metadata"]["namespace"], job["metadata"]["name"])), version
 
-    def watch_jobs(self, version: str, *, everywhere: bool = False, selector: str | None = None) -> Iterator[Object]:
+    def watch_jobs(self, version: str, *, everywhere: bool, selector: str | None) -> Iterator[Object]:
         """Jobs as they change, until the server ends the watch; one that is gone comes with ``deletionTimestamp``."""
         query = {"resourceVersion": version, "timeoutSeconds": str(WATCH_S)}
         path = self._jobs_path(None if everywhere else self.namespace)

@@ -48,7 +48,7 @@ def scheduler_words(pod: PodSeen) -> str:
     return pod.unschedulable or silent
 
 
-def why_it_is_late(pod: PodSeen, queue_words: str = "") -> Waiting:
+def why_it_is_late(pod: PodSeen, queue_words: str) -> Waiting:
     """The same of one pod, which may have no node yet; ``queue_words`` are Kueue's own, where it has spoken."""
     if pod.node:
         return why_pods_wait([pod])

@@ -124,7 +124,7 @@ def waits_for_kueue(pod: PodSeen) -> bool:
     return KUEUE_GATE in pod.gates and KUEUE_FINALIZER in pod.finalizers
 
 
-def gate_words(pod: PodSeen, queue_words: str = "") -> str:
+def gate_words(pod: PodSeen, queue_words: str) -> str:
     """Why scheduling gates hold a pod; empty where none does. ``queue_words`` are Kueue's own, where it has spoken."""
     if KUEUE_GATE in pod.gates:
         group = names.pod_group(pod.key.name, pod.attempt)

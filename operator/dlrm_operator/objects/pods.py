@@ -56,12 +56,13 @@ class _Share:
     """Bytes that its ranks keep in files, by tier."""
 
 
-def trainer_pods(attempt: Attempt, maps: list[Manifest] | None = None) -> list[Manifest]:
+def trainer_pods(attempt: Attempt, maps: list[Manifest] | None) -> list[Manifest]:
     """The gang's pods by index; equal arguments give equal pods.
 
     Args:
         attempt: All that they are a function of.
-        maps: The attempt's ConfigMaps, where they are made already: to compress a plan takes longer than the pods do.
+        maps: The attempt's ConfigMaps where they are made already, since to compress a plan takes longer than the pods
+            do; else None.
 
     Raises:
         InvalidSpecError: the overlay goes beyond the limits or collides with what the operator sets, or nobody says

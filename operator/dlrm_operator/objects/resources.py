@@ -21,7 +21,7 @@ FACTORS: Final = {
 }
 
 
-def trainer_resources(job: DLRMJob, profile: HardwareProfile | None, memory_bytes: int, reserve: int = 0) -> Manifest:
+def trainer_resources(job: DLRMJob, profile: HardwareProfile | None, memory_bytes: int, reserve: int) -> Manifest:
     """The user's requests and limits of one pod's trainer, completed; a device a process, ``reserve`` bytes besides."""
     trainer = job.spec.trainer
     requests, limits = dict(trainer.resources.requests), dict(trainer.resources.limits)

@@ -47,7 +47,7 @@ class Wakeups:
     def __init__(
         self,
         take_turn: Callable[[JobKey], Awaitable[None]],
-        is_new: Callable[[JobKey], bool] = lambda _: False,
+        is_new: Callable[[JobKey], bool],
         clock: Callable[[], datetime] = own_time,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -21,6 +21,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pyarrow as pa
 import pytest
+from hashed_ids import rows_of_ids
 from hypothesis import given, settings
 
 from dlrm_api.errors import BadDataError
@@ -28,7 +29,6 @@ from dlrm_trainer.compatible import first_change
 from dlrm_trainer.data import Reader, criteo, line_index, open_reader
 from dlrm_trainer.data.criteo import COLUMNS, CriteoSource
 from dlrm_trainer.data.files import LocalFile
-from dlrm_trainer.data.hashing import rows_of_ids
 from dlrm_trainer.data.lines import MISSING_ID
 
 DENSE, SPARSE = COLUMNS[1:14], COLUMNS[14:]

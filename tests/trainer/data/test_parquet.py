@@ -13,13 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as encryption
 import pytest
+from hashed_ids import rows_of_ids
 from hypothesis import HealthCheck, given, settings
 
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError
 from dlrm_api.model import TableSpec
 from dlrm_trainer.data import Reader, open_reader
 from dlrm_trainer.data.files import LocalFile
-from dlrm_trainer.data.hashing import rows_of_ids
 from dlrm_trainer.data.lookups import hashing_of
 from dlrm_trainer.data.parquet import ParquetSource
 from dlrm_trainer.data.row_group import Columns

@@ -14,6 +14,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from hashed_ids import rows_of_ids
 from hypothesis import given, settings
 from nobody import as_nobody
 
@@ -22,7 +23,6 @@ from dlrm_api.job import parse_job
 from dlrm_api.tables import TableSpec
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.data.files import LocalFile
-from dlrm_trainer.data.hashing import rows_of_ids
 from dlrm_trainer.data.lookups import hashing_of, put_rows_of
 from dlrm_trainer.data.prefetch import prefetched
 from dlrm_trainer.data.uris import find_files, local_path, relative_names

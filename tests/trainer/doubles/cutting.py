@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
-from dlrm_checkpointer.cut import ShardId, ShardRows
+from dlrm_checkpointer.cut import ShardId, ShardRows, loaded
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch, open_reader
 from dlrm_trainer.embedding import place
@@ -74,7 +74,7 @@ def cut_every_step(
         since = 0 if draw.random() < 0.2 else parent
         recalled = recalled if since else number + 1
         embeddings.saved.begin_cut(number + 1, since or None)
-        pieces = list(embeddings.saved.rows_to_save())
+        pieces = [loaded(piece) for piece in embeddings.saved.rows_in_place()]
         states.append(state_of(embeddings.saved))
         exact = since == 0 or (number + 1 - since <= MOST_KEPT and since >= recalled)
         check_cut(pieces, states[since], states[-1], looked_up, since, exact=exact)

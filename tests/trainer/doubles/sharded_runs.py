@@ -15,7 +15,7 @@ from dlrm_api.errors import DivergedError
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
 from dlrm_checkpointer.codes import CodedRows, code_rows
-from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
+from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta, loaded
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import open_reader
@@ -112,7 +112,7 @@ def train_plan(
         losses.append(computed.loss)
         learner.apply(computed)
     digest = live_digest(learner, collectives)
-    pieces = list(learner.embeddings.saved.rows_to_save())
+    pieces = [loaded(piece) for piece in learner.embeddings.saved.rows_in_place()]
     learner.embeddings.close()
     return ShardedRun(losses, digest, pieces, learner.dense.arrays(), dict(collectives.bytes_sent))
 

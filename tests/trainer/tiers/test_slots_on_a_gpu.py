@@ -103,7 +103,7 @@ def test_a_cut_holds_rows_as_they_were_in_slots_before_their_update_and_restores
     learner, restored = (make_learner(ALONE, job, shape, tmp_path, gpu) for _ in range(2))
     train_steps(learner, job, 0, 4)
     learner.embeddings.saved.begin_cut(4, None)
-    pieces = list(learner.embeddings.saved.rows_to_save())
+    pieces = [loaded(piece) for piece in learner.embeddings.saved.rows_in_place()]
     before = state_of(learner.embeddings.owned.parts())
     learner.embeddings.saved.begin_copying(lambda rows: saved.append(loaded(rows)))
     train_steps(learner, job, 4, 6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,20 +32,3 @@ def random_bits(key: np.uint64 | NDArray[np.uint64], counters: NDArray[np.uint64
 def uniform(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Numbers in [0, 1) from the upper 53 of 64 random bits, exactly."""
     return (bits >> _SHIFT_11).astype(np.float64) * 2.0**-53
-
-
-def rows_of_ids(
-    ids: NDArray[np.int64], rows: int, kind: Literal["none", "modulo", "mix"]
-) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
-    """Turn ids into rows of a table of ``rows`` rows.
-
-    Returns:
-        rows (n,) int64, and for ``none`` a mask (n,) of the ids that are no row where there are any, else None.
-    """
-    if kind == "none":
-        outside = (ids < 0) | (ids >= rows)
-        return ids, outside if outside.any() else None
-    unsigned = ids.view(np.uint64)
-    if kind == "mix":
-        unsigned = mix64(unsigned)
-    return (unsigned % np.uint64(rows)).view(np.int64), None

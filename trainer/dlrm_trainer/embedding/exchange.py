@@ -15,7 +15,6 @@ from torch import Tensor
 from dlrm_api.training import Codec, CommunicationSpec
 from dlrm_trainer.codecs import is_finite, message_bytes, write_message
 from dlrm_trainer.collectives import Collectives
-from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding.placement import Placement
 from dlrm_trainer.embedding.routes import GroupRoute, routes
 from dlrm_trainer.embedding.segments import Bags, pick_bags, pick_segments, split_bags
@@ -46,7 +45,7 @@ class Exchange:
         id_collectives: Collectives,
         formats: CommunicationSpec,
         gradient_scale: float,
-        device: torch.device = HOST,
+        device: torch.device,
     ) -> None:
         self._device = device
         self._collectives, self._ids, self._formats = collectives, id_collectives, formats

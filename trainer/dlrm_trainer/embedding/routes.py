@@ -28,8 +28,6 @@ class Split:
     feature: int
     edges: tuple[int, ...]
     """First row of each range, and the table's rows."""
-    first_unit: int
-    """Unit of the first range; the others follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +173,7 @@ def _units(placement: Placement) -> tuple[tuple[Split, ...], dict[tuple[int, int
     following = len(placement.features)
     for number, feature in enumerate(placement.features):
         for cuts in sorted(edges.get(feature.table, ())):
-            splits.append(Split(feature=number, edges=cuts, first_unit=following))
+            splits.append(Split(feature=number, edges=cuts))
             for place, (start, end) in enumerate(pairwise(cuts)):
                 unit_of.setdefault((number, start, end), following + place)
             following += len(cuts) - 1

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dlrm_checkpointer.cut import CutSize, RowsInPlace, ShardRows, loaded, row_bytes
+from dlrm_checkpointer.cut import CutSize, RowsInPlace, row_bytes
 from dlrm_trainer.embedding.copy_on_update import CopyOnUpdate, Lay
 from dlrm_trainer.embedding.dirty import WINDOW_ROWS, WORD, DirtyRows
 from dlrm_trainer.embedding.owned import OwnedParts
@@ -44,7 +44,7 @@ class SavedParts:
         yield from self._of_replicas
 
     def begin_cut(self, step: int, parent: int | None) -> None:
-        """Begin the record of changed rows anew: ``rows_to_save`` goes on telling of what changed until now.
+        """Begin the record of changed rows anew: ``rows_in_place`` goes on telling of what changed until now.
 
         Args:
             step: of the cut.
@@ -57,10 +57,6 @@ class SavedParts:
             else:
                 record.forget(parent)
             record.cut(step)
-
-    def rows_to_save(self) -> Iterator[ShardRows]:
-        """Copies of ``rows_in_place``."""
-        return map(loaded, self.rows_in_place())
 
     def rows_in_place(self, *, moving: bool = False) -> Iterator[RowsInPlace]:
         """The rows that changed since the parent and that this rank hands over, each once.

@@ -54,7 +54,7 @@ def update_rows(
     gradient: Tensor,
     optimizer: RowOptimizerSpec,
     learning_rate: float,
-    rounding: Rounding | None = None,
+    rounding: Rounding | None,
 ) -> None:
     """Update some rows in place, each once.
 
