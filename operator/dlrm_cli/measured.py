@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rich.console import Group, RenderableType
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from dlrm_api.measured import HitRate, Profile, StageTimes, TableUse, TierReport
+from dlrm_cli.sizes import human_bytes
 
 MOST_TABLES = 20
 """Tables that are shown one by one."""
@@ -111,9 +111,9 @@ def _tiers(report: TierReport) -> Table:
         rows = [sum(getattr(level, name) for level in here) for name in ("read_rows", "written_rows")]
         sizes = [sum(getattr(level, name) for level in here) for name in ("read_bytes", "written_bytes")]
         kept = [sum(getattr(each, n) for each in held if each.tier == tier) for n in ("kept_bytes", "planned_bytes")]
-        through = [*(f"{count:,}" for count in rows), *map(decimal, sizes)] if here else ["-"] * 4
+        through = [*(f"{count:,}" for count in rows), *map(human_bytes, sizes)] if here else ["-"] * 4
         reads = f"{sum(level.device_reads for level in here):,}" if tier == "block" else "-"
-        view.add_row(tier, *through, reads, *map(decimal, kept))
+        view.add_row(tier, *through, reads, *map(human_bytes, kept))
     return view
 
 

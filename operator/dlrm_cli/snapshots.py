@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlrm_api.errors import NoInputError, TemporaryError, UsageError, first_problem
+from dlrm_api.errors import NoInputError, TemporaryError
 
 if TYPE_CHECKING:
     from dlrm_api.progress import SnapshotInfo
@@ -152,7 +152,9 @@ def prune(
     """Remove what retention does not keep, now, also while the job runs; and objects that no snapshot needs."""
     from dlrm_checkpointer.attempts import is_claimed, newest_attempt, read_attempts
     from dlrm_checkpointer.retention import Retention, Rule
+    from dlrm_cli.durations import seconds
 
+    period_s = None if keep_every is None else seconds("--keep-every", keep_every)
     store = store_of(uri, endpoint, region, ca_file, credentials_dir, encryption, kms_key_id)
     attempt = newest_attempt(store)
     if not dry_run and not is_claimed(attempt, read_attempts(store, attempt - 1)):
@@ -160,7 +162,7 @@ def prune(
             f"{store.uri}: attempt {attempt} is choosing its snapshot: run the command again in a moment; if the "
             f"attempt died in it, once there is another one, or without attempts/{attempt:08d}.json"
         )
-    retention = Retention(store, Rule(keep_last=keep_last, keep_every_s=_seconds(keep_every)), present=True)
+    retention = Retention(store, Rule(keep_last=keep_last, keep_every_s=period_s), present=True)
     decision = retention.decide()
     if not decision.keep:
         raise NoInputError(
@@ -171,22 +173,6 @@ def prune(
         if newest_attempt(store) != attempt:
             raise TemporaryError(f"{store.uri}: a new attempt started meanwhile: run the command again")
     _print_decision(decision, "would go" if dry_run else "removed", output)
-
-
-def _seconds(keep_every: str | None) -> float | None:
-    """The length of a period as a manifest writes it.
-
-    Raises:
-        UsageError: it is no duration.
-    """
-    from pydantic import ValidationError
-
-    from dlrm_api.checkpoint import RetentionSpec
-
-    try:
-        return RetentionSpec.model_validate({"keepEvery": keep_every}).keep_every
-    except ValidationError as error:
-        raise UsageError(f"--keep-every: {keep_every}: {first_problem(error)}") from error
 
 
 def _print_decision(decision: Decision, gone: str, output: Form) -> None:

@@ -18,6 +18,7 @@ from dlrm_api.plan import Device, Plan, Shard, TablePlan
 from dlrm_api.progress import SnapshotInfo
 from dlrm_cli.measured import tiers_view
 from dlrm_cli.result import RunResult
+from dlrm_cli.sizes import human_bytes
 
 if TYPE_CHECKING:
     from dlrm_checkpointer.diff import TableDiff
@@ -179,21 +180,13 @@ def _levels(job: DLRMJob, device: Device, table: TableSpec, shards: Sequence[Sha
             before, rate = served.get(level.tier, 0.0), level.expected_hit_rate
             served[level.tier] = None if before is None or rate is None else before + count * rate
     if not weights:
-        yield from (f"{tier}: all, {_size(size)}" for tier, size in sizes.items())
+        yield from (f"{tier}: all, {human_bytes(size)}" for tier, size in sizes.items())
         return
     for number, (tier, count) in enumerate(rows.items()):
         kept = f" ({shards[0].tiers.policy})" if number == 0 else ""
         hits = served.get(tier)
         rate_shown = "" if hits is None else f", hit rate {hits / weights[tier]:.1%}"
-        yield f"{tier}{kept}: {count:,} rows, {_size(sizes[tier])}{rate_shown}"
-
-
-def _size(count: float) -> str:
-    """Bytes in the unit that suits them."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
-        if count >= factor:
-            return f"{count / factor:,.1f} {unit}"
-    return f"{count / 1e3:,.1f} kB"
+        yield f"{tier}{kept}: {count:,} rows, {human_bytes(sizes[tier])}{rate_shown}"
 
 
 def _homes(table: TablePlan, world_size: int) -> Iterable[int]:

@@ -253,8 +253,11 @@ def test_a_job_survives_its_way_through_the_work_directory(job: Path) -> None:
         (
             ["snapshots", "prune", "file:///", "--keep-every", "5"],
             ExitCode.USAGE,
-            "--keep-every: 5: '5' is no duration",
+            "--keep-every: '5' is no duration: write something like 90s, 30m or 1h30m",
         ),
+        (["snapshots", "prune", "file:///", "--keep-every", "0s"], ExitCode.USAGE, "--keep-every: 0s is no time"),
+        (["logs", "job", "--since", "1 h"], ExitCode.USAGE, "--since: '1 h' is no duration"),
+        (["suspend", "job", "--wait", "--timeout", "9"], ExitCode.USAGE, "--timeout: '9' is no duration"),
         (["plan", "JOB", "--profile", "absent.yaml"], ExitCode.NO_INPUT, "absent.yaml"),
         (["plan", "JOB", "--set", "spec.trainer.hardware=other"], ExitCode.USAGE, "no HardwareProfile other"),
         (["snapshots", "list", "ftp://host/x"], ExitCode.BAD_CONFIG, "ftp://host/x is neither"),
@@ -404,7 +407,7 @@ def test_a_plan_for_gpus_shows_what_lies_in_their_memory(tmp_path: Path, capsys:
     assert code == ExitCode.DONE
     assert "hbm bytes" in shown
     assert "hbm: all, 20.0 kB" in shown
-    assert "hbm: all, 0.2 kB" in shown
+    assert "hbm: all, 200 B" in shown
     assert "ddr:" not in shown
 
 

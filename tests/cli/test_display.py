@@ -130,7 +130,7 @@ def test_the_tables_over_tiers_show_the_largest_and_the_total_of_all() -> None:
     assert "t9 " not in text  # the twenty-first by size
     total = cells(text, "all 30")
     assert total == ["all 30", "30,435", "60,000", "30,000", "61.5%", "64.7%", "55.0%", "1,500", "900", "15"]
-    assert cells(text, "block") == ["block", "400", "300", "5.0 GB", "0 bytes", "0", "8.0 GB", "16.0 GB"]
+    assert cells(text, "block") == ["block", "400", "300", "5.0 GB", "0 B", "0", "8.0 GB", "16.0 GB"]
     assert cells(text, "ddr") == ["ddr", "-", "-", "-", "-", "-", "2.0 GB", "4.0 GB"]
     assert "2.25 s at most, on rank 1; rows missing at a batch's start: 0" in text
 

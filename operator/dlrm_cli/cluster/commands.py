@@ -105,6 +105,7 @@ def logs(
     from dlrm_api.errors import UsageError
     from dlrm_cli.cluster.logs import LogOptions, follow_logs, print_logs
     from dlrm_cli.cluster.pod_choice import Choice
+    from dlrm_cli.durations import seconds
 
     if follow and previous:
         raise UsageError("--previous has ended and can't be followed: leave --follow out")
@@ -114,7 +115,7 @@ def logs(
         previous=previous,
         timestamps=timestamps,
         tail=tail,
-        since_s=None if since is None else _seconds("--since", since),
+        since_s=None if since is None else seconds("--since", since),
     )
     with _endless():
         (follow_logs if follow else print_logs)(_connection(namespace, context, kubeconfig), job, options)
@@ -130,7 +131,7 @@ def suspend(
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """Have a job cut, commit and give its nodes back."""
-    _set_suspend(job, True, _seconds("--timeout", timeout) if wait else None, namespace, context, kubeconfig)
+    _set_suspend(job, True, timeout if wait else None, namespace, context, kubeconfig)
 
 
 @cluster.command()
@@ -143,7 +144,7 @@ def resume(
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """Have a suspended job go on from the step that it holds, or a failed one start again from its newest snapshot."""
-    _set_suspend(job, False, _seconds("--timeout", timeout) if wait else None, namespace, context, kubeconfig)
+    _set_suspend(job, False, timeout if wait else None, namespace, context, kubeconfig)
 
 
 @cluster.command()
@@ -198,31 +199,16 @@ def _check_everywhere(everywhere: bool, names: object, namespace: str | None) ->
 def _set_suspend(
     job: str,
     wanted: bool,
-    timeout_s: float | None,
+    timeout: str | None,
     namespace: str | None,
     context: str | None,
     kubeconfig: str | None,
 ) -> None:
     from dlrm_cli.cluster.suspending import set_suspend
+    from dlrm_cli.durations import seconds
 
+    timeout_s = None if timeout is None else seconds("--timeout", timeout)
     set_suspend(_connection(namespace, context, kubeconfig), job, wanted, timeout_s)
-
-
-def _seconds(option: str, text: str) -> int:
-    """A duration as manifests write it.
-
-    Raises:
-        UsageError: it is none.
-    """
-    from pydantic import TypeAdapter, ValidationError
-
-    from dlrm_api.errors import UsageError
-    from dlrm_api.quantities import Duration
-
-    try:
-        return max(1, round(TypeAdapter(Duration).validate_python(text)))
-    except ValidationError as error:
-        raise UsageError(f"{option}: {text} is no duration: write it as 30s, 10m or 2h") from error
 
 
 def _connection(namespace: str | None, context: str | None, kubeconfig: str | None) -> Connection:

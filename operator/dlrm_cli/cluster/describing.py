@@ -13,6 +13,7 @@ from dlrm_cli.cluster.facts import JobFacts, Object, dig, job_facts, pod_attempt
 from dlrm_cli.cluster.grid import STYLES, grid
 from dlrm_cli.cluster.listing import one_line
 from dlrm_cli.cluster.waiting import pod_phase, ready, waits_for
+from dlrm_cli.sizes import human_bytes
 
 MOST_EVENTS = 20
 MOST_PODS = 64
@@ -65,7 +66,7 @@ def _summary(job: Object, facts: JobFacts, now: datetime) -> Iterator[tuple[str,
     if slow := dig(status, "progress", "straggler"):
         yield "Straggler", _straggler(slow)
     if reserve := status.get("memoryReserveBytes"):
-        yield "Memory", f"each pod keeps {_size(reserve)} more free since one ran out of it"
+        yield "Memory", f"each pod keeps {human_bytes(reserve)} more free since one ran out of it"
     if facts.eta:
         yield "ETA", f"in {time_left(facts.eta, now)}, at {_utc(facts.eta)}"
     yield "Snapshot", _snapshot(job, now)
@@ -76,7 +77,7 @@ def _plan(job: Object) -> str:
     plan = dig(job, "status", "plan")
     if not plan:
         return "none yet"
-    sizes = ", ".join(f"{tier} {_size(size)}" for tier, size in sorted((plan.get("bytesPerTier") or {}).items()))
+    sizes = ", ".join(f"{tier} {human_bytes(size)}" for tier, size in sorted((plan.get("bytesPerTier") or {}).items()))
     parts = [
         f"{plan.get('worldSize')} ranks on {plan.get('nodes')} nodes"
         + (f" of {plan['hardware']}" if plan.get("hardware") else "")
@@ -125,7 +126,7 @@ def _snapshot(job: Object, now: datetime) -> str:
     found = dig(job, "status", "lastSnapshot")
     if not found:
         return "none is committed"
-    what = f"{found.get('kind')}, {found.get('bits')} bits, {_size(found.get('bytes') or 0)}, {found.get('uri')}"
+    what = f"{found.get('kind')}, {found.get('bits')} bits, {human_bytes(found.get('bytes') or 0)}, {found.get('uri')}"
     return f"step {found.get('step') or 0:,}, {age(found.get('time'), now)} ago: {what}"
 
 
@@ -238,10 +239,3 @@ def _field(name: str, words: str) -> Text:
 def _utc(text: str) -> str:
     found = moment(text)
     return found.strftime("%Y-%m-%d %H:%M UTC") if found else text
-
-
-def _size(count: float) -> str:
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if count >= factor:
-            return f"{count / factor:,.1f} {unit}"
-    return f"{count / 1e3:,.1f} kB"

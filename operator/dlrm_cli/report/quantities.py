@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from dlrm_cli.report.page import Unit
+from dlrm_cli.sizes import SIZES, human_bytes
 
-SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 COUNTS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 MINUTE, HOUR, DAY = 60.0, 3_600.0, 86_400.0
 TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1_800, 3_600, 7_200, 14_400, 21_600, 43_200, 86_400)
@@ -31,7 +31,7 @@ def share(value: float | None) -> str:
 
 def size(value: float | None) -> str:
     """Bytes in the unit that suits them; ``-`` for None."""
-    return UNKNOWN if value is None else _scaled(value, SIZES, " B")
+    return UNKNOWN if value is None else human_bytes(value)
 
 
 def seconds(value: float | None) -> str:
@@ -111,10 +111,3 @@ def _step(least: float, unit: Unit) -> float:
 def _digits(step: float) -> int:
     """Decimal places that tell multiples of a round step apart."""
     return next((digits for digits in range(9) if abs(step * 10**digits - round(step * 10**digits)) < 1e-6), 9)
-
-
-def _scaled(value: float, units: Sequence[tuple[str, float]], name: str) -> str:
-    for unit, factor in units:
-        if value >= factor:
-            return f"{value / factor:,.1f} {unit}"
-    return f"{value:,.0f}{name}"
