@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dlrm_api.plan import Plan, Tier
 from dlrm_trainer.embedding.owned import OwnedParts
 from dlrm_trainer.embedding.placement import PartGroup, Placement
-from dlrm_trainer.embedding.tiers.counts import ACCESSES, COUNTS, HITS
+from dlrm_trainer.embedding.tiers.counts import ACCESSES, COUNTS, CREATED, EVICTED, HITS, LOOKUPS, SCRATCH
 from dlrm_trainer.step_counters import WORDS as STEP_WORDS
 
 if TYPE_CHECKING:
@@ -29,6 +29,25 @@ WAIT_NS, MISSING, KEPT = 0, 1, 2
 HEAD_WORDS = KEPT + len(TIERS)
 READ_ROWS, WRITTEN_ROWS, READ_BYTES, WRITTEN_BYTES, DEVICE_READS, DEVICE_WRITES, CLEANED, LEVEL_WORDS = range(8)
 """Columns of a level's counters."""
+TABLE_COUNTS: tuple[tuple[str, int, str], ...] = (
+    ("lookups", LOOKUPS, "Lookups of tables with levels, duplicates included."),
+    ("accesses", ACCESSES, "Accesses: one for each distinct row of a batch."),
+    ("hits", HITS, "Accesses whose row was in a slot when the batch was looked at."),
+    ("created_rows", CREATED, "Rows looked up for the first time."),
+    ("evicted_rows", EVICTED, "Rows that left a slot for another."),
+    ("scratch_rows", SCRATCH, "Rows served from extra slots, because batches in flight filled all others."),
+)
+"""What is counted of each table: its name, its column, and what it is."""
+LEVEL_COUNTS: tuple[tuple[str, int, str], ...] = (
+    ("read_rows", READ_ROWS, "Records that came up to slots from levels below, by the tier that these lie in."),
+    ("written_rows", WRITTEN_ROWS, "Records that went down to levels below the slots."),
+    ("read_bytes", READ_BYTES, "Bytes of these records; on block storage bytes that the device was asked for."),
+    ("written_bytes", WRITTEN_BYTES, "Bytes of these records; on block storage bytes given to the device."),
+    ("device_reads", DEVICE_READS, "Reads of single pages that reached the block device."),
+    ("device_writes", DEVICE_WRITES, "Segments written to the block device."),
+    ("cleaned_rows", CLEANED, "Records moved within block storage to free a segment."),
+)
+"""The same of each level below the slots."""
 Words = NDArray[np.int64]
 
 

@@ -10,47 +10,16 @@ from prometheus_client.registry import Collector
 
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.embedding.placement import Placement
-from dlrm_trainer.embedding.tiers.counts import ACCESSES, CREATED, EVICTED, HITS, LOOKUPS, SCRATCH
-from dlrm_trainer.tier_counters import (
-    CLEANED,
-    DEVICE_READS,
-    DEVICE_WRITES,
-    KEPT,
-    MISSING,
-    READ_BYTES,
-    READ_ROWS,
-    TIERS,
-    WAIT_NS,
-    WRITTEN_BYTES,
-    WRITTEN_ROWS,
-    RankCounters,
-    Words,
-)
+from dlrm_trainer.embedding.tiers.counts import ACCESSES
+from dlrm_trainer.tier_counters import KEPT, LEVEL_COUNTS, MISSING, TABLE_COUNTS, TIERS, WAIT_NS, RankCounters, Words
 from dlrm_trainer.tier_report import planned_bytes
 
 MOST_TABLES = 200
 """Tables of a pod that have series of their own; where there are more, those of a class are added up."""
 _PER_TABLE = f"Tables are added up by class (class:0, ...) where a pod has more than {MOST_TABLES} with levels."
-TABLE_METRICS: tuple[tuple[str, int, str], ...] = (
-    ("lookups", LOOKUPS, "Lookups of tables with levels, duplicates included."),
-    ("accesses", ACCESSES, "Accesses: one for each distinct row of a batch."),
-    ("hits", HITS, "Accesses whose row was in a slot when the batch was looked at."),
-    ("created_rows", CREATED, "Rows looked up for the first time."),
-    ("evicted_rows", EVICTED, "Rows that left a slot for another."),
-    ("scratch_rows", SCRATCH, "Rows served from extra slots, because batches in flight filled all others."),
-)
 EXPECTED_HITS = (
     "dlrm_trainer_table_expected_hits",
     f"Hits that the plan expects of so many accesses; absent where it expects nothing. {_PER_TABLE}",
-)
-TIER_METRICS: tuple[tuple[str, int, str], ...] = (
-    ("read_rows", READ_ROWS, "Records that came up to slots from levels below, by the tier that these lie in."),
-    ("written_rows", WRITTEN_ROWS, "Records that went down to levels below the slots."),
-    ("read_bytes", READ_BYTES, "Bytes of these records; on block storage bytes that the device was asked for."),
-    ("written_bytes", WRITTEN_BYTES, "Bytes of these records; on block storage bytes given to the device."),
-    ("device_reads", DEVICE_READS, "Reads of single pages that reached the block device."),
-    ("device_writes", DEVICE_WRITES, "Segments written to the block device."),
-    ("cleaned_rows", CLEANED, "Records moved within block storage to free a segment."),
 )
 
 
@@ -86,7 +55,7 @@ class TierMetrics(Collector):
         families = _table_families()
         for rank in self._ranks:
             for table, counts in self._series(rank).items():
-                for family, (_, column, _) in zip(families, TABLE_METRICS, strict=True):
+                for family, (_, column, _) in zip(families, TABLE_COUNTS, strict=True):
                     family.add_metric([str(rank.rank), table], counts[column])
         return families
 
@@ -118,7 +87,7 @@ class TierMetrics(Collector):
         families = _level_families()
         for rank in self._ranks:
             for tier, counts in _by_tier(rank).items():
-                for family, (_, column, _) in zip(families, TIER_METRICS, strict=True):
+                for family, (_, column, _) in zip(families, LEVEL_COUNTS, strict=True):
                     family.add_metric([str(rank.rank), tier], counts[column])
         return families
 
@@ -137,7 +106,7 @@ class TierMetrics(Collector):
 def _table_families() -> list[CounterMetricFamily]:
     return [
         CounterMetricFamily(f"dlrm_trainer_table_{name}", f"{words} {_PER_TABLE}", labels=["rank", "table"])
-        for name, _, words in TABLE_METRICS
+        for name, _, words in TABLE_COUNTS
     ]
 
 
@@ -148,7 +117,7 @@ def _expected_family() -> CounterMetricFamily:
 def _level_families() -> list[CounterMetricFamily]:
     return [
         CounterMetricFamily(f"dlrm_trainer_tier_{name}", words, labels=["rank", "tier"])
-        for name, _, words in TIER_METRICS
+        for name, _, words in LEVEL_COUNTS
     ]
 
 

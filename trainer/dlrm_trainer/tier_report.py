@@ -11,7 +11,17 @@ from dlrm_api.measured import LevelUse, RankUse, TableUse, TierBytes, TierReport
 from dlrm_api.plan import Tier
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.embedding.placement import Part, Placement
-from dlrm_trainer.tier_counters import KEPT, MISSING, TIERS, WAIT_NS, GroupCounters, RankCounters, Words
+from dlrm_trainer.tier_counters import (
+    KEPT,
+    LEVEL_COUNTS,
+    MISSING,
+    TABLE_COUNTS,
+    TIERS,
+    WAIT_NS,
+    GroupCounters,
+    RankCounters,
+    Words,
+)
 
 
 def tier_report(placement: Placement, optimizer: RowOptimizerSpec, blocks: Iterable[Words]) -> TierReport:
@@ -70,24 +80,14 @@ def stack_bytes(part: Part, dtype: tiers.RowDtype, optimizer: RowOptimizerSpec) 
 
 
 def _tables(placement: Placement, counters: GroupCounters) -> Iterable[TableUse]:
-    columns = ("lookups", "accesses", "hits", "created_rows", "evicted_rows", "scratch_rows")
-    rows = counters.tables.tolist()
-    for part, values in zip(counters.group.parts, rows, strict=True):
-        name, expected = placement.tables[part.table].name, part.share.levels[0].expected_hit_rate
-        counts = dict(zip(columns, values, strict=True))
-        yield TableUse(table=name, rows=part.rows, expected_hit_rate=expected, **counts)
+    for part, values in zip(counters.group.parts, counters.tables.tolist(), strict=True):
+        table, expected = placement.tables[part.table].name, part.share.levels[0].expected_hit_rate
+        counts = {name: values[column] for name, column, _ in TABLE_COUNTS}
+        yield TableUse(table=table, rows=part.rows, expected_hit_rate=expected, **counts)
 
 
 def _levels(number: int, counters: GroupCounters) -> Iterable[LevelUse]:
-    columns = (
-        "read_rows",
-        "written_rows",
-        "read_bytes",
-        "written_bytes",
-        "device_reads",
-        "device_writes",
-        "cleaned_rows",
-    )
     below = counters.group.parts[0].share.levels[1:]
     for depth, (level, values) in enumerate(zip(below, counters.levels.tolist(), strict=True), start=1):
-        yield LevelUse(group=number, level=depth, tier=level.tier, **dict(zip(columns, values, strict=True)))
+        counts = {name: values[column] for name, column, _ in LEVEL_COUNTS}
+        yield LevelUse(group=number, level=depth, tier=level.tier, **counts)
