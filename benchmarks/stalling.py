@@ -23,6 +23,7 @@ from benchmarks.scratch import SHARED_MEMORY, Scratch
 from benchmarks.shapes import Shape
 from benchmarks.shapes import quick as quick_shape
 from benchmarks.training_cuts import TOUCHED, AsyncSave, Cuts, Training
+from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.inbox import Inbox
 from dlrm_trainer.embedding.pending import BeforeUpdates, Changing
 
@@ -106,7 +107,7 @@ class Cutter:
         lost = time.perf_counter() - began - steps * alone
         [name] = self._inbox.ready()
         self._inbox.free(name)
-        self._inbox.publish_committed(training.steps - steps, 1)
+        self._inbox.publish_committed(SnapshotName(training.steps - steps, 1))
         return Taken(stall=1_000 * sum(waits), longest=1_000 * max(waits), steps=steps, lost=1_000 * lost)
 
     def close(self) -> None:

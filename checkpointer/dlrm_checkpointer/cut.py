@@ -19,6 +19,11 @@ class SnapshotName:
     step: int
     attempt: int
 
+    @property
+    def recency(self) -> tuple[int, int]:
+        """Greater for what a job commits later: a newer attempt may begin at an earlier step."""
+        return self.attempt, self.step
+
     @classmethod
     def from_json(cls, value: Mapping[str, Any] | None) -> Self | None:
         """Read ``asdict``'s form, or nothing."""

@@ -12,6 +12,7 @@ ready-<step>-<attempt>-<r>/          a whole cut: rows.bin, and index.json that 
                                      slice of one, with durable.json of those before
 dead-<r>-*/                          freed or withdrawn, about to be removed by the sidecar
 spare-<r>.bin                        memory of an entry of rank r that was removed, for its next one: it counts as free
+uploaded-<step>-<attempt>.json       a cut whose parts the sidecar made durable and that waits for its manifest
 committed.json                       newest committed snapshot: step, attempt
 refused.json                         a cut that can never be stored: step, attempt, problem
 broken.json                          a parent that a cut could not go over: step, attempt
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from dlrm_api.errors import DeviceError, SnapshotError, UsageError
+from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.sealing import NewerVersionError
 
 LAYOUT_VERSION = 1
@@ -49,6 +51,7 @@ BROKEN_FILE = "broken.json"
 SUPERSEDED_FILE = "superseded.json"
 WRITING_PREFIX = "writing-"
 DURABLE_PREFIX = "durable-"
+UPLOADED_PREFIX = "uploaded-"
 DEAD_PREFIX = "dead-"
 SPARE_PREFIX = "spare-"
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -60,6 +63,7 @@ POLL_S = 0.02
 
 _READY = re.compile(r"ready-(\d+)-(\d+)-(\d+)")
 _SLICE = re.compile(r"slice-(\d+)-(\d+)-(\d+)-(\d+)-(\d+)")
+_UPLOADED = re.compile(r"uploaded-(\d+)-(\d+)\.json")
 _UNFINISHED = re.compile(r"(?:writing|durable|parent)-(\d+)(?:\.json)?")
 
 
@@ -70,6 +74,11 @@ class CutName:
     step: int
     attempt: int
     rank: int
+
+    @property
+    def snapshot(self) -> SnapshotName:
+        """What it is to become."""
+        return SnapshotName(self.step, self.attempt)
 
     def __str__(self) -> str:
         return f"ready-{self.step:016d}-{self.attempt:08d}-{self.rank:06d}"
@@ -90,6 +99,11 @@ class SliceName:
     rank: int
     number: int
     put: int
+
+    @property
+    def snapshot(self) -> SnapshotName:
+        """What its cut is to become."""
+        return SnapshotName(self.step, self.attempt)
 
     def __str__(self) -> str:
         return f"slice-{self.step:016d}-{self.attempt:08d}-{self.rank:06d}-{self.number:06d}-{self.put}"
@@ -119,6 +133,18 @@ def closed_path(folder: Path, rank: int) -> Path:
 def durable_path(folder: Path, rank: int) -> Path:
     """Where the sidecar notes what it made durable of a cut that the rank is still handing over."""
     return folder / f"{DURABLE_PREFIX}{rank}.json"
+
+
+def uploaded_path(folder: Path, step: int, attempt: int) -> Path:
+    """Where the sidecar notes that a cut's parts are durable and wait for the manifest."""
+    return folder / f"{UPLOADED_PREFIX}{step}-{attempt}.json"
+
+
+def uploaded_notes(folder: Path) -> Iterator[tuple[int, int, Path]]:
+    """Step, attempt and path of each such note."""
+    for path in folder.glob(f"{UPLOADED_PREFIX}*.json"):
+        if match := _UPLOADED.fullmatch(path.name):
+            yield int(match[1]), int(match[2]), path
 
 
 def parent_path(folder: Path, rank: int) -> Path:

@@ -126,9 +126,8 @@ class HandOffWriter:
             DeviceError: the folder can't be written.
         """
         with budget_lock(self.folder):  # the sidecar looks for parents under it, after it has told of a commit
-            known = read_json(self.folder / COMMITTED_FILE)
-            own = known is not None and known["attempt"] == attempt
-            parent = SnapshotName.from_json(known) if own else self._restored
+            newest = self._committed()
+            parent = newest if newest is not None and newest.attempt == attempt else self._restored
             if parent == self.broken_parent():
                 return None
             if parent is not None:
@@ -234,8 +233,8 @@ class HandOffWriter:
         """Raise where the sidecar knows that no cut of this attempt will be stored any more."""
         refused = read_json(self.folder / REFUSED_FILE)  # seldom there, and asked for at each step
         if refused is not None and refused["attempt"] == attempt:
-            done = read_json(self.folder / COMMITTED_FILE)
-            if done is None or (done["attempt"], done["step"]) < (attempt, refused["step"]):
+            done = self._committed()
+            if done is None or done.recency < SnapshotName(refused["step"], attempt).recency:
                 raise DivergedError(refused["problem"])
         newer = read_json(self.folder / SUPERSEDED_FILE)
         if newer is not None and newer["attempt"] > attempt:
@@ -247,8 +246,11 @@ class HandOffWriter:
 
     def committed_step(self) -> int | None:
         """Step of the newest committed snapshot that the sidecar knows of; None before it said so."""
-        value = read_json(self.folder / COMMITTED_FILE)
-        return None if value is None else int(value["step"])
+        newest = self._committed()
+        return None if newest is None else newest.step
+
+    def _committed(self) -> SnapshotName | None:
+        return SnapshotName.from_json(read_json(self.folder / COMMITTED_FILE))
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until this rank's last cut is committed; False where it isn't by then. True where nothing waits.
@@ -259,9 +261,8 @@ class HandOffWriter:
         """
         deadline = time.monotonic() + timeout_s
         while self._last is not None:
-            key = (self._last.attempt, self._last.step)
-            done = read_json(self.folder / COMMITTED_FILE)
-            if done and (done["attempt"], done["step"]) >= key:
+            done = self._committed()
+            if done and done.recency >= self._last.snapshot.recency:
                 break
             self._check_hopes(self._last.attempt)
             if time.monotonic() > deadline:

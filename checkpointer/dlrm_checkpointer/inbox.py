@@ -6,7 +6,6 @@ import contextlib
 import json
 import mmap
 import os
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,12 @@ from dlrm_checkpointer.folder import (
     BROKEN_FILE,
     COMMITTED_FILE,
     DURABLE_FILE,
+    DURABLE_PREFIX,
     INDEX_FILE,
     REFUSED_FILE,
     ROWS_FILE,
     SUPERSEDED_FILE,
+    UPLOADED_PREFIX,
     CutName,
     SliceName,
     boot_id,
@@ -40,13 +41,21 @@ from dlrm_checkpointer.folder import (
     sidecar_lock_path,
     sweep_dead,
     take_lock,
+    uploaded_notes,
+    uploaded_path,
     write_json,
 )
 from dlrm_checkpointer.ready import Durable, ReadyCut, UploadedCut
 
-_NOTES = ("durable-*.json", "uploaded-*.json", COMMITTED_FILE, REFUSED_FILE, BROKEN_FILE, SUPERSEDED_FILE)
+_NOTES = (
+    f"{DURABLE_PREFIX}*.json",
+    f"{UPLOADED_PREFIX}*.json",
+    COMMITTED_FILE,
+    REFUSED_FILE,
+    BROKEN_FILE,
+    SUPERSEDED_FILE,
+)
 """What the sidecar alone writes: a killed one may have left unfinished ones."""
-_UPLOADED = re.compile(r"uploaded-(\d+)-(\d+)\.json")
 
 
 class Inbox:
@@ -169,17 +178,17 @@ class Inbox:
         """Remember, over a restart of the sidecar, that this cut's parts are durable and wait for the manifest."""
         parent = cut.index["meta"]["parent"]
         note = {"worldSize": cut.meta.world_size, "time": cut.index["time"], "parent": parent}
-        write_json(self.folder / f"uploaded-{cut.name.step}-{cut.name.attempt}.json", note)
+        write_json(uploaded_path(self.folder, cut.name.step, cut.name.attempt), note)
 
     def uploaded(self) -> list[UploadedCut]:
         """Cuts whose local parts are durable and whose manifest may be missing, oldest step first."""
         found = []
-        for path in self.folder.glob("uploaded-*.json"):
-            match, value = _UPLOADED.fullmatch(path.name), read_json(path)
-            if match and value:
+        for step, attempt, path in uploaded_notes(self.folder):
+            value = read_json(path)
+            if value:
                 parent = SnapshotName.from_json(value["parent"])
                 world_size, handed_over = int(value["worldSize"]), float(value["time"])
-                found.append(UploadedCut(int(match[1]), int(match[2]), world_size, handed_over, parent))
+                found.append(UploadedCut(step, attempt, world_size, handed_over, parent))
         return sorted(found, key=lambda cut: (cut.step, cut.attempt))
 
     def parents_in_flight(self) -> set[SnapshotName]:
@@ -199,13 +208,13 @@ class Inbox:
 
     def forget_uploaded(self, cut: UploadedCut) -> None:
         """The manifest is there, or will never be."""
-        (self.folder / f"uploaded-{cut.step}-{cut.attempt}.json").unlink(missing_ok=True)
+        uploaded_path(self.folder, cut.step, cut.attempt).unlink(missing_ok=True)
 
-    def publish_committed(self, step: int, attempt: int) -> None:
+    def publish_committed(self, name: SnapshotName) -> None:
         """Tell the ranks of the newest committed snapshot."""
-        known = read_json(self.folder / COMMITTED_FILE)
-        if known is None or (known["attempt"], known["step"]) < (attempt, step):
-            write_json(self.folder / COMMITTED_FILE, {"step": step, "attempt": attempt})
+        known = SnapshotName.from_json(read_json(self.folder / COMMITTED_FILE))
+        if known is None or known.recency < name.recency:
+            write_json(self.folder / COMMITTED_FILE, asdict(name))
 
     def publish_refused(self, step: int, attempt: int, problem: str) -> None:
         """Tell the ranks that a cut of theirs can never be stored."""

@@ -88,7 +88,7 @@ class Publisher:
     def offer(self, name: SnapshotName) -> None:
         """A snapshot is committed."""
         with self._lock:
-            if self._wanted is None or _order(self._wanted) < _order(name):
+            if self._wanted is None or self._wanted.recency < name.recency:
                 self._wanted = name
         self._look_s = FIRST_LOOK_S
         self._wake.set()
@@ -160,7 +160,7 @@ class Publisher:
         self._note_used(newest)
         if wanted is None:
             return None
-        if newest and _order(newest.delta.name) >= _order(wanted) and self._is_there(newest.delta):
+        if newest and newest.delta.name.recency >= wanted.recency and self._is_there(newest.delta):
             self._plan = None
             self._note_used(newest)
             if self._terms.pod == 0:
@@ -284,8 +284,3 @@ class Publisher:
         with self._lock:
             if self._wanted == name:
                 self._wanted = None
-
-
-def _order(name: SnapshotName) -> tuple[int, int]:
-    """Snapshots in the order in which a job commits them."""
-    return name.attempt, name.step

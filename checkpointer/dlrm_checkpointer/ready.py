@@ -92,3 +92,8 @@ class UploadedCut:
     """When a rank handed it over (Unix seconds)."""
     parent: SnapshotName | None = None
     """See ``CutMeta``."""
+
+    @property
+    def snapshot(self) -> SnapshotName:
+        """What it is to become."""
+        return SnapshotName(self.step, self.attempt)

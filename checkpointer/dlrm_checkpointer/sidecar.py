@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from dlrm_api.checkpoint import Bits
@@ -58,8 +59,7 @@ class Duties:
 class Lost(NamedTuple):
     """A cut that could not be stored."""
 
-    attempt: int
-    step: int
+    name: SnapshotName
     why: SnapshotError
 
     @property
@@ -93,7 +93,7 @@ class Sidecar:
         self._ways = Ways(store, duties.bits, duties.expected_restores, duties.chains)
         self._uploads: dict[CutName | SliceName, Upload] = {}
         self._looks: dict[UploadedCut, tuple[float, float]] = {}
-        self._committed: tuple[int, int] | None = None
+        self._committed: SnapshotName | None = None
         self._searched = False
         self._started, self._retains_blindly = time.monotonic(), False
         self._lost: Lost | None = None
@@ -243,8 +243,8 @@ class Sidecar:
         self._inbox.publish_refused(name.step, name.attempt, str(error))
 
     def _lose(self, cut: CutName | SliceName | UploadedCut, why: SnapshotError) -> None:
-        if self._lost is None or self._lost[:2] <= (cut.attempt, cut.step):
-            self._lost = Lost(cut.attempt, cut.step, why)
+        if self._lost is None or self._lost.name.recency <= cut.snapshot.recency:
+            self._lost = Lost(cut.snapshot, why)
 
     def _drop(self, cut: CutName | SliceName | UploadedCut, why: str) -> None:
         logger.warning("cut dropped", extra={"step": cut.step, "attempt": cut.attempt, "why": why})
@@ -286,11 +286,11 @@ class Sidecar:
         self._inbox.forget_uploaded(cut)
         self._looks.pop(cut, None)
         if manifest and 0 in self._inbox.ranks:
-            self._retain(SnapshotName(cut.step, cut.attempt))
+            self._retain(cut.snapshot)
 
     def _hopeless(self, cut: UploadedCut) -> str:
         """Why the missing part lists of a cut will never come, or aren't worth waiting for; empty while they may."""
-        if self._committed and self._committed >= (cut.attempt, cut.step):
+        if self._committed and self._committed.recency >= cut.snapshot.recency:
             return "a later cut is committed"
         if self._life.ended and self._duties.single_pod and not self._inbox.ready():
             return "the gang ended before all its ranks had handed over"
@@ -308,12 +308,13 @@ class Sidecar:
             uri=uri,
             time=time.time(),
         )
-        self._committed = max(self._committed or (0, 0), (cut.attempt, cut.step))
-        if self._lost and self._lost[:2] < (cut.attempt, cut.step):
+        name = cut.snapshot
+        self._committed = max(self._committed or name, name, key=attrgetter("recency"))
+        if self._lost and self._lost.name.recency < name.recency:
             self._lost = None
         self._status.committed(snapshot, cut.time, len(manifest.chain))
-        self._inbox.publish_committed(cut.step, cut.attempt)
-        self._offer(SnapshotName(cut.step, cut.attempt))
+        self._inbox.publish_committed(name)
+        self._offer(name)
 
     def _offer(self, name: SnapshotName) -> None:
         if self._publisher:

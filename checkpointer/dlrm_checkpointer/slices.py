@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import DivergedError, TemporaryError
 from dlrm_checkpointer.budget import Budget
-from dlrm_checkpointer.cut import CutMeta, CutSize, RowsInPlace, ShardId, check_rows, row_bytes
+from dlrm_checkpointer.cut import CutMeta, CutSize, RowsInPlace, ShardId, SnapshotName, check_rows, row_bytes
 from dlrm_checkpointer.draft import Draft, Laid, Rows, dense_bytes
 from dlrm_checkpointer.folder import (
     DURABLE_FILE,
@@ -303,7 +303,7 @@ class SlicedCut:
 
     def _check_refused(self) -> None:
         refused = read_json(self._folder / REFUSED_FILE)
-        if refused and (refused["attempt"], refused["step"]) == (self.name.attempt, self.name.step):
+        if refused and SnapshotName.from_json(refused) == self.name.snapshot:
             raise DivergedError(refused["problem"])
 
     def _abandoned(self, why: str) -> CutAbandonedError:

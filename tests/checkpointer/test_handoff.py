@@ -13,6 +13,7 @@ import pytest
 
 from dlrm_api.errors import DeviceError, DivergedError, InvalidSpecError, SnapshotError, TemporaryError, UsageError
 from dlrm_api.names import ExitCode
+from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.files import FileStore
 from dlrm_checkpointer.folder import ready_cuts
 from dlrm_checkpointer.handoff import HandOffWriter
@@ -253,7 +254,7 @@ def test_a_refused_cut_is_of_no_account_to_another_attempt_nor_after_a_newer_com
     for notice in (
         lambda: inbox.publish_refused(1, 1, "of an attempt before"),
         lambda: inbox.publish_refused(1, 2, "bad"),
-        lambda: inbox.publish_committed(2, 2),
+        lambda: inbox.publish_committed(SnapshotName(2, 2)),
     ):
         notice()
         try:

@@ -33,12 +33,12 @@ def test_the_parent_is_the_newest_commit_of_the_attempt_else_what_was_restored_e
     writer, inbox = HandOffWriter(tmp_path, 0, None), Inbox(tmp_path, range(1))
 
     fresh = writer.begin(attempt=3)
-    inbox.publish_committed(50, 2)
+    inbox.publish_committed(SnapshotName(50, 2))
     of_another_attempt = writer.begin(attempt=3)
     writer.restored(RESTORED)
     restored = writer.begin(attempt=3)
-    inbox.publish_committed(45, 3)
-    inbox.publish_committed(44, 3)
+    inbox.publish_committed(SnapshotName(45, 3))
+    inbox.publish_committed(SnapshotName(44, 3))
     committed = writer.begin(attempt=3)
 
     assert (fresh, of_another_attempt, restored, committed) == (None, None, RESTORED, SnapshotName(45, 3))
@@ -51,7 +51,7 @@ def test_a_parent_that_could_not_be_read_is_none_until_a_newer_snapshot_is_there
 
     inbox.publish_broken(RESTORED)
     broken, in_flight = writer.begin(attempt=3), inbox.parents_in_flight()
-    inbox.publish_committed(45, 3)
+    inbox.publish_committed(SnapshotName(45, 3))
     committed = writer.begin(attempt=3)
 
     assert (broken, in_flight, committed) == (None, set(), SnapshotName(45, 3))
