@@ -94,6 +94,7 @@ class Bench:
 
     def __init__(self, passing_s: float = 60.0) -> None:
         self.api, self.alarm = MemoryApi(), Alarm()
+        self.now_s = 0.0
         self.jobs, self.planner, self.poller = JobCache(), SlowPlanner(), SaidPoller()
         self.pods = PodCache(cast("Any", None), None, lambda key: None, lambda key: None)
         self.pods.filled = True
@@ -108,7 +109,13 @@ class Bench:
         both |= {"cutter": cutter, "stacks": stacks}
         observer = Observer(self.api, **both, poller=self.poller, queues=queues, references=references, images=Images())
         performer = Performer(self.api, **both, alarm=self.alarm, control_key=control_key)
-        self.turns = Turns(observer, performer, self.jobs, self.planner, self.poller, passing_s)
+        self.turns = Turns(
+            observer, performer, self.jobs, self.planner, self.poller, passing_s, steady=lambda: self.now_s
+        )
+
+    def pass_by(self, seconds: float) -> None:
+        """So much time goes by for what waits to be told."""
+        self.now_s += seconds
 
     def turn(self) -> list[tuple[str, str]]:
         self.api.asked.clear()
@@ -347,7 +354,7 @@ def test_in_a_crowd_a_gang_that_does_not_start_is_told_once_it_has_waited() -> N
 
     bench.turn()
     before = bench.status()
-    time.sleep(0.25)
+    bench.pass_by(0.25)
     asked = bench.turn()
 
     assert before == {}
@@ -436,7 +443,7 @@ def test_a_status_is_written_though_the_jobs_labels_change_all_the_time() -> Non
     bench = Bench(passing_s=0.0)
     BusyUser(bench, 3, labels={"edited": "often"})
     bench.turn()
-    time.sleep(0.15)
+    bench.pass_by(0.15)
 
     asked = bench.turn()
 
@@ -448,7 +455,7 @@ def test_a_status_that_was_decided_from_another_spec_is_not_written() -> None:
     bench = Bench(passing_s=0.0)
     BusyUser(bench, 1, generation=2)
     bench.turn()
-    time.sleep(0.15)
+    bench.pass_by(0.15)
 
     asked = bench.turn()
 
@@ -460,7 +467,7 @@ def test_a_status_on_the_way_is_written_once_it_has_waited() -> None:
     bench = Bench(passing_s=0.0)
 
     at_first = bench.turn()
-    time.sleep(0.15)
+    bench.pass_by(0.15)
     asked = bench.turn()
 
     assert at_first == []
@@ -534,7 +541,7 @@ def test_the_watch_does_not_take_a_job_back_to_before_our_own_write() -> None:
     bench = Bench(passing_s=0.0)
     before = bench.api.objects[JOB]
     bench.turn()
-    time.sleep(0.15)
+    bench.pass_by(0.15)
     bench.turn()
 
     bench.jobs.saw(before)
@@ -701,7 +708,7 @@ def test_a_pod_whose_marks_an_admission_controller_changes_is_deleted_and_the_co
     for _ in range(3):
         with pytest.raises(ClusterRefusedError):
             bench.turn()
-        time.sleep(0.15)
+        bench.pass_by(0.15)
     said = next(item for item in bench.status()["conditions"] if item["type"] == "Scheduled")
     left = bench.gang_pods()
     bench.api.call = call  # type: ignore[method-assign]
@@ -724,7 +731,7 @@ def test_a_creation_that_meets_another_in_its_quota_is_repeated_and_no_refusal(k
     for _ in range(3):
         with pytest.raises(ConflictError):
             bench.turn()
-        time.sleep(0.15)
+        bench.pass_by(0.15)
     told = str(bench.status())
     quota.mend()
     bench.turn()
@@ -765,12 +772,12 @@ def test_pods_that_cannot_be_deleted_are_told_in_the_servers_words_until_they_ca
     for _ in range(5):
         with suppress(type(error)):
             bench.turn()
-        time.sleep(0.15)
+        bench.pass_by(0.15)
     told = bench.status()
     protected.mend()
     for _ in range(3):
         bench.turn()
-        time.sleep(0.15)
+        bench.pass_by(0.15)
 
     said = next(item for item in told["conditions"] if item["type"] == kind)
     assert (said["status"], said["reason"]) == ("False", "Refused")
@@ -1040,7 +1047,7 @@ def test_a_new_job_with_a_field_that_is_not_known_is_looked_at_live_and_begun_on
     bench.shown_anew({**job, "spec": {**job["spec"], "newSection": {}}})
 
     bench.turn()
-    time.sleep(0.1)  # what is passing waits for as long in the smallest crowd
+    bench.pass_by(0.1)  # what is passing waits for as long in the smallest crowd
     waiting = [writes(bench.turn()) for _ in range(3)]
     asked = bench.planner.asked
     bench.api.objects[JOB]["spec"].pop("newSection")  # a definition that was rolled back: no version moves
@@ -1096,7 +1103,7 @@ def test_a_job_whose_live_status_cannot_be_read_is_left_alone_whatever_the_copy_
 def test_a_first_status_never_replaces_one_that_another_version_wrote_meanwhile() -> None:
     bench = Bench(passing_s=0)
     bench.turn()
-    time.sleep(0.1)
+    bench.pass_by(0.1)
     bench.api.put(JOB, {**bench.api.objects[JOB], "status": {"phase": "Dreaming", "restarts": 3}})
 
     with pytest.raises(UnreadableStatusError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from dlrm_operator.facts.observed import JobKey
 
@@ -11,16 +12,22 @@ WRITES_PER_S = 10.0
 
 
 class Patience:
-    """Since when each job has had something passing to say."""
+    """Since when each job has had something passing to say.
 
-    def __init__(self, shortest_s: float) -> None:
-        self._shortest_s = shortest_s
+    Args:
+        shortest_s: a job alone waits for so long.
+        steady: seconds of a clock that nobody sets.
+    """
+
+    def __init__(self, shortest_s: float, steady: Callable[[], float] = time.monotonic) -> None:
+        self._shortest_s, self._steady = shortest_s, steady
         self._since: dict[JobKey, float] = {}
 
     def rest_s(self, key: JobKey) -> float:
         """Seconds for which the job should still say nothing; the first question starts its clock."""
-        since = self._since.setdefault(key, time.monotonic())
-        return since + max(self._shortest_s, len(self._since) / WRITES_PER_S) - time.monotonic()
+        now = self._steady()
+        since = self._since.setdefault(key, now)
+        return since + max(self._shortest_s, len(self._since) / WRITES_PER_S) - now
 
     @property
     def crowded(self) -> bool:

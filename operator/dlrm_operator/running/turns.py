@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
 from types import UnionType
@@ -67,8 +68,9 @@ class Turns:
         poller: Poller,
         passing_s: float = 0.0,
         clock: Callable[[], datetime] = own_time,
+        steady: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._patience = Patience(passing_s)
+        self._patience = Patience(passing_s, steady)
         self.forgotten: list[Callable[[JobKey], None]] = [jobs.forget, planner.forget, poller.forget]
         self.forgotten.append(self._patience.forget)
         """Told of each job that is gone."""
