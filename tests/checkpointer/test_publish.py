@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
+from waiting import wait_until
 
 from dlrm_api.errors import (
     DeviceError,
@@ -384,17 +385,17 @@ def test_an_outage_of_the_publishers_store_delays_no_commit_and_skips_no_row(
 
     def commit() -> None:
         pod.cut(model.train(), attempt)
-        wait_for(lambda: (model.step, attempt) in snapshot_keys(files))
+        wait_until(lambda: (model.step, attempt) in snapshot_keys(files))
 
     commit()
-    wait_for(lambda: sequences(target) == [1])
+    wait_until(lambda: sequences(target) == [1])
     failing.away.set()
     commit()
     commit()
-    wait_for(lambda: snapshot_keys(files) == [(3, attempt), (1, attempt)])
+    wait_until(lambda: snapshot_keys(files) == [(3, attempt), (1, attempt)])
     failing.away.clear()
     commit()
-    wait_for(lambda: newest_delta(target)[1].delta.step == 4)
+    wait_until(lambda: newest_delta(target)[1].delta.step == 4)
     pod.end()
     thread.join()
     pod.running_publisher.close()
@@ -428,13 +429,6 @@ def test_a_sidecar_that_starts_in_an_outage_of_the_publishers_store_keeps_what_t
     assert (1, attempt) in kept
     assert [newest_delta(target)[1].delta.step, newest_delta(target)[1].delta.full] == [4, False]
     assert snapshot_keys(files)[0] == (4, attempt)
-
-
-def wait_for(what: Any) -> None:
-    until = time.monotonic() + 120
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_a_sidecar_ends_in_time_while_the_publishers_store_is_away(
@@ -580,10 +574,10 @@ def test_no_object_of_a_delta_is_put_while_a_cut_is_stored(
 
     with publisher.held_back():
         publisher.offer(SnapshotName(1, attempt))
-        wait_for(lambda: read_plan(target) is not None)
+        wait_until(lambda: read_plan(target) is not None)
         time.sleep(0.2)
         during = list(target.list("chunks/"))
-    wait_for(lambda: sequences(target) == [1])
+    wait_until(lambda: sequences(target) == [1])
     publisher.close()
 
     assert during == []

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import boto3
 import pytest
 from tls import self_signed
+from waiting import wait_until
 
 from dlrm_api.errors import DLRMError, InvalidSpecError, NoInputError, NoPermissionError, StoreUnavailableError
 from dlrm_api.names import ExitCode
@@ -95,9 +95,7 @@ def test_wrong_credentials_are_refused_by_bucket_until_they_are_rotated(versityg
         store.put("x", b"1")
 
     write_keys(keys, versitygw.access_key, versitygw.secret_key)
-    deadline = time.monotonic() + 10
-    while store_refuses(store) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: not store_refuses(store))
 
     assert caught.value.exit_code == ExitCode.NO_PERMISSION
     assert store.get("x") == b"2"

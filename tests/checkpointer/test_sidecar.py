@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from digests import snapshot_digest
 from restored import stored_rows
+from waiting import wait_until
 
 import dlrm_checkpointer.inbox as inbox_module
 import dlrm_checkpointer.life as life_module
@@ -60,13 +61,6 @@ def running(*pods) -> Iterator[tuple[list[Future[ExitCode]], threading.Event]]:
                 pod.end("the test is over")
     for inbox, _ in made:
         inbox.close()
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def test_each_cut_is_committed_while_the_trainer_lives_and_the_sidecar_ends_with_it(
@@ -146,7 +140,7 @@ def test_a_pod_of_a_gang_that_broke_leaves_the_cut_to_the_pod_that_stores_the_la
     start = time.monotonic()
     with running(first) as (codes, _):
         first.cut(model)
-        wait_for(lambda: not list(first.folder.glob("ready-*")))
+        wait_until(lambda: not list(first.folder.glob("ready-*")))
         first.end("PeerLostError: rank 2 is lost", failed=True)
         if killed:
             (first.folder / "closed-1.json").unlink()
@@ -168,7 +162,7 @@ def test_an_outage_is_sat_out_while_the_trainer_lives(tmp_path: Path, new_model,
     store.problem = StoreUnavailableError("http://s3 did not answer")
     with running(pod):
         pod.cut(model)
-        wait_for(lambda: "did not answer" in pod.status.progress.store_error)
+        wait_until(lambda: "did not answer" in pod.status.progress.store_error)
         failing = pod.status.registry.get_sample_value("dlrm_checkpointer_store_failing")
         pending = pod.status.progress.pending_step
         store.problem = None
@@ -208,7 +202,7 @@ def test_a_sidecar_that_starts_in_an_outage_after_its_trainers_ended_says_what_i
     pod.end()
 
     with running(pod):
-        wait_for(lambda: "did not answer" in pod.status.progress.store_error)
+        wait_until(lambda: "did not answer" in pod.status.progress.store_error)
         told = pod.status.progress
 
     assert (told.pending_step, told.committed_step) == (1, None)
@@ -265,7 +259,7 @@ def test_a_refused_cut_is_forgotten_with_the_next_commit(tmp_path: Path, files: 
     model.dense["top.0.weight"][0, 0] = np.inf
     with running(pod) as (codes, _):
         pod.cut(model, first)
-        wait_for(lambda: (pod.folder / "refused.json").exists() and all(map(has_room, pod.writers.values())))
+        wait_until(lambda: (pod.folder / "refused.json").exists() and all(map(has_room, pod.writers.values())))
         second = claim_attempt(files, None, "again")
         for rank, writer in pod.writers.items():  # one after the other, so that the sidecar goes on
             writer.close("refused")

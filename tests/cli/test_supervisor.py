@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from dlrm_api.errors import BadDataError, DeviceError, DLRMError, NoPermissionError, TemporaryError
 from dlrm_api.job import DLRMJob, parse_job
@@ -364,9 +365,7 @@ def test_killing_dlrmctl_leaves_no_process_behind(tmp_path: Path) -> None:
     plan = supervisor(tmp_path, {"0": ["sleep:60"]})
     described = json.dumps([plan.job.model_dump(mode="json", exclude_none=True), dict(plan.programs)])
     runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(tmp_path), described])
-    deadline = time.monotonic() + 20
-    while turns(tmp_path, "trainer-0") + turns(tmp_path, "checkpointer-0") < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: turns(tmp_path, "trainer-0") + turns(tmp_path, "checkpointer-0") >= 2)
     time.sleep(0.2)
     pids = [process["pid"] for process in json.loads((tmp_path / "ports.json").read_text())["processes"].values()]
 

@@ -2,24 +2,17 @@
 
 import json
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.components import SERVICE_IP_RANGE
 from dlrm_cluster.control_plane import ControlPlane
 
 pytestmark = pytest.mark.cluster
-
-
-def eventually(truth: Callable[[], Any], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not truth():
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.05)
 
 
 def pod(name: str, **metadata: Any) -> dict[str, Any]:
@@ -54,7 +47,7 @@ def test_a_pod_is_scheduled_to_a_node_made_by_the_api(control_plane: ControlPlan
 
     control_plane.api.call("POST", pods, pod("one"))
 
-    eventually(lambda: control_plane.api.call("GET", f"{pods}/one")["spec"].get("nodeName") == node)
+    wait_until(lambda: control_plane.api.call("GET", f"{pods}/one")["spec"].get("nodeName") == node)
 
 
 def test_a_child_goes_with_its_owner(control_plane: ControlPlane, namespace: str) -> None:
@@ -67,7 +60,7 @@ def test_a_child_goes_with_its_owner(control_plane: ControlPlane, namespace: str
 
     control_plane.api.call("DELETE", f"{maps}/owner")
 
-    eventually(lambda: not control_plane.api.found(f"{maps}/child"))
+    wait_until(lambda: not control_plane.api.found(f"{maps}/child"))
 
 
 def test_a_service_gets_an_address_of_the_service_range(control_plane: ControlPlane, namespace: str) -> None:
@@ -104,7 +97,7 @@ def test_calls_are_in_the_audit_log(control_plane: ControlPlane, namespace: str)
 
     control_plane.api.call("GET", uri)
 
-    eventually(lambda: uri in control_plane.audit_log.read_text())
+    wait_until(lambda: uri in control_plane.audit_log.read_text())
 
 
 def test_an_api_server_that_crashed_comes_back_with_its_data(control_plane: ControlPlane, namespace: str) -> None:

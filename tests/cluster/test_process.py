@@ -4,11 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from dlrm_cluster.errors import PortTakenError, StartError
 from dlrm_cluster.process import ProcessId, Server
@@ -37,17 +36,10 @@ def orphan(work_dir: Path, fate: str) -> ProcessId:
     return sleeper
 
 
-def soon(truth: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 5.0
-    while not truth() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return truth()
-
-
 def test_a_server_dies_with_its_parent(tmp_path: Path) -> None:
     sleeper = orphan(tmp_path, "tethered")
 
-    assert soon(lambda: not sleeper.alive())
+    wait_until(lambda: not sleeper.alive())
 
 
 def test_a_server_may_be_told_to_outlive_its_parent(tmp_path: Path) -> None:

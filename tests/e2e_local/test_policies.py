@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from digests import snapshot_digest
+from waiting import wait_until
 
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.catalog import find_snapshot, verify_snapshot
@@ -42,10 +43,7 @@ def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one_whatever_the_pol
     checkpoint = {"policy": policy, "intervalSteps": 5, "retention": {"keepLast": 2}}
     local.write(checkpoint=checkpoint, data={"epochs": 10_000})
     process = local.start()
-    deadline = time.monotonic() + 60
-    while len(local.steps()) < 12 or not any(local.store.glob("manifests/*")):
-        assert time.monotonic() < deadline, local.logs()
-        time.sleep(0.02)
+    wait_until(lambda: len(local.steps()) >= 12 and any(local.store.glob("manifests/*")), 60, local.logs)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
     killed = local.last_attempt()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from gangs import Pod, alive, job_document, plan_document, small_job
 from sample_ledgers import sample_ids
+from waiting import wait_until
 
 from dlrm_api.names import TOKEN_HEADER, Env, ExitCode
 from dlrm_api.tokens import token_digest
@@ -78,13 +78,6 @@ def post_cut(pod: Pod) -> int:
     request = urllib.request.Request(address, data=b'{"reason": "test"}', headers=headers, method="POST")
     with urllib.request.urlopen(request, timeout=20) as answer:
         return int(json.load(answer)["step"])
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_run_that_is_killed_signalled_and_restarted_ends_with_the_same_bytes(make_pod: MakePod) -> None:

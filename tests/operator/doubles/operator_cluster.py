@@ -4,12 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from waiting import wait_until
 
 from dlrm_cluster.api import Api, ApiError
 from dlrm_cluster.ports import free_port
@@ -174,13 +175,12 @@ class OperatorProcess:
 
 
 def eventually(truth: Callable[[], Any], timeout_s: float = 150.0, state: Callable[[], str] = str) -> None:
-    """Return once ``truth`` holds; fail with ``state`` when it never does."""
-    deadline = time.monotonic() + timeout_s
-    while True:
+    """Return once ``truth`` holds of objects that may not be there yet; fail with ``state`` when it never does."""
+
+    def holds() -> object:
         try:
-            if truth():
-                return
+            return truth()
         except (ApiError, KeyError):
-            pass
-        assert time.monotonic() < deadline, f"it never became true: {state()}"
-        time.sleep(0.05)
+            return False
+
+    wait_until(holds, timeout_s, state)
