@@ -37,7 +37,7 @@ def hashing_of(table: TableSpec) -> Hashing:
 
 @compiled
 def row_of(number: Any, hashing: Hashing) -> Any:
-    """One id's row, that of ``hashing.rows_of_ids``, as a uint64."""
+    """One id's row, as a uint64; of a table without hashing the id itself, which may be none."""
     unsigned = np.uint64(number)
     if hashing.kind == MIX:
         return rest(mix(unsigned + GOLDEN), hashing.rows, hashing.inverse)
