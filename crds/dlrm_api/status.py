@@ -101,7 +101,7 @@ class SnapshotStatus(ApiModel):
     kind: str = Field(max_length=32, description="full or increment.")
     bits: int = Field(ge=2, le=32, description="Bits of one element.")
     bytes: int = Field(ge=0, le=MOST, description="Bytes written.")
-    uri: str = Field(max_length=2_048, description="Its manifest.")
+    uri: str = Field(max_length=4_096, description="Its manifest, below a folder of at most 2,048 characters.")
 
 
 class FailureEvidence(ApiModel):

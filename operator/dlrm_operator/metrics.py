@@ -12,6 +12,9 @@ WATCH_AGE = Gauge("dlrm_operator_watch_age_seconds", "Time since the pod watch l
 LEASE_HELD = Gauge("dlrm_operator_lease_held", "Whether this process leads.")
 QUEUE = Gauge("dlrm_operator_queue_keys", "Jobs that wait for a turn.")
 POLLS = Counter("dlrm_operator_polls_total", "Progress polls by part and result.", ["part", "result"])
+FIGURES_LEFT_OUT = Counter(
+    "dlrm_operator_figures_left_out_total", "Figures of jobs that a scrape left out because they could not be shown."
+)
 ADMISSIONS = Counter("dlrm_operator_admissions_total", "Reviews of jobs by verdict.", ["verdict"])
 ADMISSION_SECONDS = Histogram("dlrm_operator_admission_seconds", "Time of one review (s).")
 

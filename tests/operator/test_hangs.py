@@ -184,7 +184,10 @@ def test_a_rank_that_is_slow_for_a_moment_or_a_little_is_not_named(slow_s: float
     assert progress.straggler is None
 
 
-@pytest.mark.parametrize("text", ["", "nothing", "rank 0, process 1\n", "rank x, process 2\nThread \n  File"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "nothing", "rank 0, process 1\n", "rank x, process 2\nThread \n  File", f"rank {'9' * 5_000}, process 1\n"],
+)
 def test_reading_stacks_never_fails(text: str) -> None:
     assert all(not each.waits for each in read_stacks(text))
 

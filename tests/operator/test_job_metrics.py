@@ -1,11 +1,16 @@
 """What the operator shows Prometheus of each job: what caches and pods say, for as long as the job is there."""
 
+import re
+from dataclasses import replace
+
 import pytest
 from operator_cluster import job_document
+from prometheus_client import CollectorRegistry, generate_latest
 
 from dlrm_api.progress import CheckpointerProgress, EvalMetrics, Progress
 from dlrm_operator.facts.jobs import JobCache
 from dlrm_operator.facts.observed import JobKey, Polled
+from dlrm_operator.metrics import FIGURES_LEFT_OUT
 from dlrm_operator.running.job_metrics import JobMetrics
 
 KEY = JobKey("ads", "demo")
@@ -40,6 +45,8 @@ POLLED = Polled(
     ),
     checkpointer=CheckpointerProgress(store_error="SlowDown: try later"),
 )
+HUGE = Progress.model_construct(**{**dict(Progress()), "step": 10**400})
+"""What no pod can tell any more; the metrics hold all the same."""
 
 
 class Seen:
@@ -126,6 +133,20 @@ def test_series_of_a_deleted_job_end_and_those_of_a_new_one_begin_without_figure
     }
     seen.jobs.forget(KEY)
     assert seen.figures() == {}
+
+
+def test_a_job_whose_figures_are_none_is_left_out_and_fails_no_scrape_of_the_others() -> None:
+    running = {"type": "Running", "status": "True", "reason": "Training", "lastTransitionTime": "yesterday"}
+    seen, before = Seen({**RUNNING, "conditions": [running]}), FIGURES_LEFT_OUT._value.get()
+    seen.metrics = JobMetrics(seen.jobs, {KEY: replace(POLLED, trainer=HUGE)}.get, lambda: True)
+    registry = CollectorRegistry()
+    registry.register(seen.metrics)
+
+    text = generate_latest(registry).decode()
+
+    assert 'dlrm_operator_job_world_size_ranks{dlrm_job="demo",namespace="ads"} 4.0' in text
+    assert not re.search("^dlrm_operator_job_(step|running_timestamp_seconds){", text, re.MULTILINE)
+    assert FIGURES_LEFT_OUT._value.get() == before + 2
 
 
 def test_a_follower_shows_no_job() -> None:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_RANK = re.compile(r"^rank (\d+), process \d+$", re.MULTILINE)
-_FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
+_RANK = re.compile(r"^rank (\d{1,9}), process \d{1,9}$", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d{1,9}) in (?P<function>.*)$', re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) ", re.MULTILINE)
 MEETING_PLACES = ("dlrm_trainer/collectives.py", "dlrm_trainer/rendezvous.py")
 """Where a rank waits for others."""

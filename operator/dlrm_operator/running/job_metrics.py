@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from dlrm_operator.facts.conditions import find_condition, parse_timestamp
 from dlrm_operator.facts.jobs import JobCache
 from dlrm_operator.facts.observed import JobKey, JobSeen, Polled
 from dlrm_operator.facts.reasons import Reason
+from dlrm_operator.metrics import FIGURES_LEFT_OUT
+
+logger = logging.getLogger(__name__)
 
 JOB_LABELS = ("namespace", "dlrm_job")
 """``job`` is the name of a scrape to Prometheus. A scrape has to honour these labels."""
@@ -241,6 +245,20 @@ def _families(jobs: Sequence[JobFacts]) -> Iterator[Metric]:
     for name, words, figure in GAUGES:
         family = GaugeMetricFamily(f"dlrm_operator_job_{name}", words, labels=JOB_LABELS)
         for each in jobs:
-            if (value := figure(each)) is not None:
+            if (value := _shown(each, name, figure)) is not None:
                 family.add_metric([each.job.key.namespace, each.job.key.name], value)
         yield family
+
+
+def _shown(facts: JobFacts, name: str, figure: Callable[[JobFacts], float | None]) -> float | None:
+    """The figure as a metric says it; None where the job lacks it, or it is none: no job may fail the scrape of all."""
+    try:
+        value = figure(facts)
+        return None if value is None else float(value)
+    except Exception as error:
+        FIGURES_LEFT_OUT.inc()
+        key = facts.job.key
+        said = f"{type(error).__name__}: {error}"
+        extra = {"job": f"{key.namespace}/{key.name}", "figure": name}
+        logger.warning("no series of %s of job %s/%s: %s", name, key.namespace, key.name, said, extra=extra)
+        return None

@@ -1,0 +1,71 @@
+"""The largest figures that a pod can tell: each fits the status, a timestamp and a deadline."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from dlrm_api.progress import (
+    LAST_MOMENT,
+    CheckpointerProgress,
+    EvalMetrics,
+    Progress,
+    SlowestRank,
+    SnapshotInfo,
+    TrainerPhase,
+)
+from dlrm_api.status import MOST, DLRMJobStatus
+from dlrm_operator.facts.gang import Gang
+from dlrm_operator.life.absorbing import with_progress, with_snapshot
+from dlrm_operator.life.hangs import allowed_s
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+LARGEST = Progress(
+    phase=TrainerPhase.TRAINING,
+    step=MOST,
+    total_steps=MOST,
+    samples=MOST,
+    epoch=MOST,
+    loss=1e308,
+    samples_per_second=1e18,
+    eta_seconds=1e18,
+    longest_step_seconds=1e9,
+    slowest=SlowestRank(rank=MOST, seconds=1e9, median_seconds=0),
+    evaluation=EvalMetrics(log_loss=-1e308, ne=1e308, auc=1, calibration=1e308),
+    time=LAST_MOMENT,
+)
+
+
+def test_the_largest_progress_is_written() -> None:
+    gang = Gang(
+        job="demo",
+        attempt=1,
+        size=1,
+        whole=True,
+        pods={},
+        trainer=LARGEST,
+        checkpointer=None,
+        place=None,
+        still_s=0,
+        slow_s=1e9,
+        last_step=0,
+        grace=timedelta(),
+    )
+
+    progress = with_progress(DLRMJobStatus(), gang, NOW).progress
+
+    assert progress is not None
+    assert (progress.step, progress.loss, progress.ne) == (MOST, 1e308, 1e308)
+
+
+@pytest.mark.parametrize("time", [0, LAST_MOMENT])
+def test_a_snapshot_of_any_time_is_written(time: float) -> None:
+    info = SnapshotInfo(step=MOST, kind="k" * 32, bits=32, bytes=MOST, uri="u" * 4_096, time=time)
+
+    status = with_snapshot(DLRMJobStatus(), [CheckpointerProgress(last_snapshot=info)], heals=True)
+
+    assert status.last_snapshot is not None
+    assert status.last_snapshot.time in ("1970-01-01T00:00:00Z", "9999-12-31T23:59:59Z")
+
+
+def test_the_longest_step_has_a_deadline() -> None:
+    assert NOW + timedelta(seconds=allowed_s(LARGEST, None)) > NOW
