@@ -20,6 +20,7 @@ import typer
 from dlrm_api.errors import OF_A_RULE, DLRMError, NoInputError
 from dlrm_api.names import ExitCode
 from dlrm_api.system_limits import named_limit
+from dlrm_api.texts import visible
 from dlrm_cli.cluster.commands import cluster
 from dlrm_cli.serving import serving
 from dlrm_cli.snapshots import snapshots
@@ -250,7 +251,7 @@ def _fail_unforeseen(caught: Exception) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"dlrmctl: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"dlrmctl: error: {visible(' '.join(message.split()))}", file=sys.stderr)
     return int(code)
 
 

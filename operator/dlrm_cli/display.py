@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from dlrm_api.progress import Progress as TrainerProgress
 from dlrm_api.progress import TrainerPhase
+from dlrm_cli.terminal import SafeConsole
 from dlrm_cli.watch import Seen
 
 PLAIN_EVERY_S = 5.0
@@ -22,9 +23,9 @@ class LiveDisplay:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bar = Progress(
-            TextColumn("{task.description:<10}"),
+            TextColumn("{task.description:<10}", markup=False),
             BarColumn(),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("{task.fields[text]}", markup=False),
             console=console,
             transient=True,
         )
@@ -86,7 +87,7 @@ class PlainDisplay:
 
 def open_display() -> LiveDisplay | PlainDisplay:
     """The display that suits stderr."""
-    console = Console(stderr=True)
+    console = SafeConsole(stderr=True)
     return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from dlrm_api.errors import DLRMError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob, DLRMJobSpec
+from dlrm_api.texts import visible
 from dlrm_api.tiers import ELEMENT_BYTES
 from dlrm_cli.documents import Document, find_profile, located, only_job, parse_document, read_documents
 from dlrm_cli.overrides import with_data, with_overrides
 from dlrm_cli.references import CONFIGMAP, read_references
+from dlrm_cli.terminal import tell
 
 
 def validate_file(path: Path) -> None:
@@ -30,13 +31,13 @@ def validate_file(path: Path) -> None:
             parsed = parse_document(document)
             if isinstance(parsed, DLRMJob):
                 _check_references(parsed)
-            print(f"{path}: {document.title} is valid: {_summary(parsed)}")
+            print(visible(f"{path}: {document.title} is valid: {_summary(parsed)}"))
             if isinstance(parsed, DLRMJob):
                 _warn(_refused_by_default(parsed))
         except DLRMError as error:
             problems.append(located(document, error))
     for problem in problems[1:]:
-        print(f"dlrmctl: error: {problem}", file=sys.stderr)
+        tell(f"dlrmctl: error: {problem}")
     if problems:
         raise problems[0]
 
@@ -134,7 +135,7 @@ def _refused_by_default(job: DLRMJob) -> tuple[str, ...]:
 
 def _warn(warnings: Sequence[str]) -> None:
     for words in warnings:
-        print(f"dlrmctl: warning: {words}", file=sys.stderr)
+        tell(f"dlrmctl: warning: {words}")
 
 
 def _check_references(job: DLRMJob) -> None:

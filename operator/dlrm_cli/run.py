@@ -175,21 +175,18 @@ def how_to_resume(committed_step: int | None) -> str:
 
 def _show_profile(workdir: WorkDir, *, as_table: bool) -> None:
     """Show what the trainers timed, beside the result; with ``-o json`` it stays in its file."""
-    from rich.console import Console
+    from dlrm_cli.terminal import tell
 
     profile = read_profile(workdir)
     if profile is None:
-        words = f"{workdir.profile}: no attempt left a profile: it is written as training ends or is stopped"
-        Console(stderr=True).print(words, markup=False, highlight=False, soft_wrap=True)
+        tell(f"{workdir.profile}: no attempt left a profile: it is written as training ends or is stopped")
     elif as_table:
         from dlrm_cli.measured import profile_view
         from dlrm_cli.views import print_view
 
         print_view(profile_view(profile))
         if workdir.trace.exists():
-            Console(stderr=True).print(
-                f"what each thread did when: {workdir.trace}", markup=False, highlight=False, soft_wrap=True
-            )
+            tell(f"what each thread did when: {workdir.trace}")
 
 
 def _print(result: RunResult, options: RunOptions) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dlrm_api.errors import NoInputError, TemporaryError, UsageError
+from dlrm_api.texts import visible
 from dlrm_cli.snapshots import CaFile, Credentials, Endpoint, Form, Output, Region, Step, Uri, store_of
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def follow(
             did = [f"waiting: {error}"]
         for line in did:
             if line != said:
-                print(line, flush=True)
+                print(visible(line), flush=True)
             said = line
         if once:
             break

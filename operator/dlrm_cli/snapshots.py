@@ -71,6 +71,7 @@ def list_(
 ) -> None:
     """List the snapshots that can be restored from, oldest first; the others follow on stderr with the reason."""
     from dlrm_checkpointer.catalog import list_snapshots
+    from dlrm_cli.terminal import tell
 
     listed = list_snapshots(store_of(uri, endpoint, region, ca_file, credentials_dir))
     usable = [_info(each) for each in reversed(listed) if not each.problem]
@@ -82,7 +83,7 @@ def list_(
         print_view(snapshots_view(usable))
     for each in listed:
         if each.problem:
-            print(f"not usable: step {each.step}, attempt {each.attempt}: {each.problem}", file=sys.stderr)
+            tell(f"not usable: step {each.step}, attempt {each.attempt}: {each.problem}")
 
 
 @snapshots.command()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -23,6 +23,7 @@ from dlrm_api.trace import Trace, parse_trace
 from dlrm_cli.checks import check_inputs
 from dlrm_cli.display import PLAIN_EVERY_S
 from dlrm_cli.manifests import read_job
+from dlrm_cli.terminal import SafeConsole
 from dlrm_cli.views import print_view
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class _TraceDisplay:
     """On a terminal a bar, elsewhere a line every few seconds; both on stderr."""
 
     def __init__(self, batches: int) -> None:
-        self._console = Console(stderr=True)
+        self._console = SafeConsole(stderr=True)
         self._bar = Progress(
             TextColumn("tracing"),
             BarColumn(),

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +19,7 @@ from dlrm_api.progress import SnapshotInfo
 from dlrm_cli.measured import tiers_view
 from dlrm_cli.result import RunResult
 from dlrm_cli.sizes import human_bytes
+from dlrm_cli.terminal import SafeConsole
 
 if TYPE_CHECKING:
     from dlrm_checkpointer.diff import TableDiff
@@ -35,9 +36,9 @@ def print_view(view: RenderableType, *, stderr: bool = False) -> None:
 
     On a narrow terminal whatever has no room in its column goes on in the next line, figures too: none is cut.
     """
-    console = Console(stderr=stderr)
+    console = SafeConsole(stderr=stderr)
     if not console.is_terminal:
-        console = Console(stderr=stderr, width=WIDTH_OFF_TERMINAL)
+        console = SafeConsole(stderr=stderr, width=WIDTH_OFF_TERMINAL)
     for table in _tables(view):
         for column in table.columns:
             column.overflow = "fold"

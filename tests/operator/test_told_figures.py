@@ -4,6 +4,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from dlrm_api.names import Container
 from dlrm_api.progress import (
     LAST_MOMENT,
     CheckpointerProgress,
@@ -11,10 +12,14 @@ from dlrm_api.progress import (
     Progress,
     SlowestRank,
     SnapshotInfo,
+    TerminationMessage,
     TrainerPhase,
 )
 from dlrm_api.status import MOST, DLRMJobStatus
+from dlrm_operator.facts.conditions import shorten
+from dlrm_operator.facts.evidence import trainer_evidence
 from dlrm_operator.facts.gang import Gang
+from dlrm_operator.facts.observed import ContainerSeen, JobKey, PodSeen
 from dlrm_operator.life.absorbing import with_progress, with_snapshot
 from dlrm_operator.life.hangs import allowed_s
 
@@ -69,3 +74,19 @@ def test_a_snapshot_of_any_time_is_written(time: float) -> None:
 
 def test_the_longest_step_has_a_deadline() -> None:
     assert NOW + timedelta(seconds=allowed_s(LARGEST, None)) > NOW
+
+
+def test_what_pods_say_reaches_status_and_events_without_control_characters() -> None:
+    evil = "\x1b]52;c;ZXZpbA==\x07\u202e"
+    info = SnapshotInfo(step=1, kind=evil, bits=32, bytes=1, uri=evil, time=0)
+    left = TerminationMessage(exit_code=65, reason="BadData", message=evil).encode().decode()
+    trainer = ContainerSeen(name=Container.TRAINER, started=True, exit_code=65, message=left)
+    key = JobKey("space", "demo")
+    pod = PodSeen(key=key, name="p", uid="u", owner_uid="o", attempt=1, index=0, phase="Failed", containers=(trainer,))
+
+    failure = trainer_evidence(pod, NOW)
+    snapshot = with_snapshot(DLRMJobStatus(), [CheckpointerProgress(last_snapshot=info)], heals=True).last_snapshot
+
+    assert snapshot is not None
+    assert {failure.message, snapshot.kind, snapshot.uri} == {r"\x1b]52;c;ZXZpbA==\x07\u202e"}
+    assert shorten(evil * 1_000, 100).isprintable()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.text import Text
+
+from dlrm_cli.terminal import SafeConsole
 
 GAP = "   "
 STYLES = {
@@ -49,6 +50,6 @@ def grid(header: Row, rows: Sequence[Row], indent: str = "") -> list[Text]:
 
 def print_lines(lines: Sequence[Text]) -> None:
     """Print on stdout: in colour on a terminal, plain where nobody looks, and never cut or wrapped by us."""
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = SafeConsole(highlight=False, markup=False, emoji=False)
     for text in lines:
         console.print(text, soft_wrap=True)

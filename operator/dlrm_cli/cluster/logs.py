@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dlrm_api.errors import DLRMError, TemporaryError
+from dlrm_api.texts import visible
 from dlrm_cli.cluster.connection import Connection
 from dlrm_cli.cluster.facts import JobFacts, Object, dig, job_facts
 from dlrm_cli.cluster.pod_choice import Choice, check_choice, chosen_pods, has_log, none_there
+from dlrm_cli.terminal import tell
 
 LOOK_EVERY_S = 1.0
 QUEUED_LINES = 10_000
@@ -64,7 +66,7 @@ def print_logs(connection: Connection, name: str, options: LogOptions) -> None:
         except DLRMError as error:
             if len(chosen) == 1:
                 raise
-            print(f"{prefix}{error}", file=sys.stderr)
+            tell(f"{prefix}{error}")
             problem = error
     if problem is not None:
         raise problem
@@ -130,7 +132,7 @@ class _Tail:
             except TemporaryError:
                 time.sleep(LOOK_EVERY_S)
             except DLRMError as error:
-                print(f"{self._prefix}{error}", file=sys.stderr)
+                tell(f"{self._prefix}{error}")
                 return
             else:
                 return
@@ -170,7 +172,7 @@ def _lines_until(lines: queue.Queue[str], end: float) -> Iterator[str]:
 
 def _say_once(words: str, said: str) -> str:
     if words != said:
-        print(words, file=sys.stderr)
+        tell(words)
     return words
 
 
@@ -179,5 +181,7 @@ def _prefix(pod: Object, options: LogOptions) -> str:
 
 
 def _text(line: bytes) -> str:
+    """A line as it is shown: on a terminal it can't steer that, elsewhere it is what the container wrote."""
     text = line.decode(errors="replace")
+    text = visible(text) if sys.stdout.isatty() else text
     return text if text.endswith("\n") else text + "\n"

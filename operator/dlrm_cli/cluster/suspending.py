@@ -6,15 +6,16 @@ is wanted again, as one whose failure was looked into, whether or not its spec s
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from dlrm_api.errors import DLRMError, TemporaryError, UsageError
+from dlrm_api.texts import visible
 from dlrm_cli.cluster.connection import Connection
 from dlrm_cli.cluster.facts import Object, condition, dig, job_facts
 from dlrm_cli.cluster.listing import one_line
+from dlrm_cli.terminal import tell
 
 LOOK_EVERY_S = 1.0
 REST_S = 60.0
@@ -79,9 +80,9 @@ def set_suspend(connection: Connection, name: str, wanted: bool, timeout_s: floa
         return
     advice = "it goes on: dlrmctl describe says how far it is"
     try:
-        print(_wait(connection, job, suspend_verdict if wanted else resume_verdict, timeout_s, advice).words)
+        print(visible(_wait(connection, job, suspend_verdict if wanted else resume_verdict, timeout_s, advice).words))
     except KeyboardInterrupt:
-        print(f"no longer waiting; {name} stays told to {'suspend' if wanted else 'resume'}", file=sys.stderr)
+        tell(f"no longer waiting; {name} stays told to {'suspend' if wanted else 'resume'}")
         raise
 
 
@@ -119,7 +120,7 @@ def _wait(
             raise verdict.error
         if verdict.words != said:
             said = verdict.words
-            print(said, file=sys.stderr)
+            tell(said)
         left = deadline - time.monotonic()
         if left <= 0:
             raise TemporaryError(f"after {timeout_s:g} s {said}; {advice}")
@@ -128,7 +129,7 @@ def _wait(
             job = connection.job(dig(job, "metadata", "name"))
         except TemporaryError as error:
             said = str(error)
-            print(said, file=sys.stderr)
+            tell(said)
 
 
 def _overruled(words: str) -> Verdict:

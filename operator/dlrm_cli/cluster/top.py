@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
@@ -20,6 +20,7 @@ from dlrm_cli.cluster.grid import print_lines
 from dlrm_cli.cluster.listing import one_line
 from dlrm_cli.cluster.pod_choice import Choice, chosen_pods
 from dlrm_cli.cluster.top_views import Look, job_lines, jobs_lines
+from dlrm_cli.terminal import SafeConsole
 
 EVERY_S = 2.0
 TIMEOUT_S = 2.0
@@ -91,7 +92,7 @@ def show_top(connection: Connection, name: str | None, *, everywhere: bool, once
     if once:
         print_lines(lines)
         return
-    console = Console(highlight=False)
+    console = SafeConsole(highlight=False)
     if not console.is_terminal:
         while True:
             print_lines([*lines, Text("")])

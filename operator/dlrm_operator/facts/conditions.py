@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from dlrm_api.status import Condition, ConditionType
+from dlrm_api.texts import visible
 from dlrm_operator.facts.reasons import Word
 
 Truth = Literal["True", "False", "Unknown"]
@@ -27,7 +28,8 @@ def parse_timestamp(text: str) -> datetime:
 
 
 def shorten(text: str, length: int) -> str:
-    """The text, cut in its middle where it is longer than ``length`` characters."""
+    """The text, made visible (pods say some of it), and cut in its middle where it is longer than ``length``."""
+    text = visible(text)
     if len(text) <= length:
         return text
     mark = " [...] "

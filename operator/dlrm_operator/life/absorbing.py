@@ -8,12 +8,14 @@ from datetime import UTC, datetime, timedelta
 from dlrm_api.plan import Plan
 from dlrm_api.progress import CheckpointerProgress, Progress
 from dlrm_api.status import DLRMJobStatus, PlanStatus, ProgressStatus, SnapshotStatus, StragglerStatus
-from dlrm_operator.facts.conditions import parse_timestamp, timestamp
+from dlrm_operator.facts.conditions import parse_timestamp, shorten, timestamp
 from dlrm_operator.facts.gang import Gang
 from dlrm_operator.life.stragglers import straggler
 
 SHOWN_DIGITS = 5
 """Of figures that move all the time: kubectl prints every digit that is there."""
+KIND_LENGTH = 32
+URI_LENGTH = 4_096
 REPORT_EVERY = timedelta(seconds=30)
 """A job's progress is written no more often, unless something else changes."""
 
@@ -60,7 +62,12 @@ def with_snapshot(
         return status
     moment = datetime.fromtimestamp(found.time, UTC)
     snapshot = SnapshotStatus(
-        step=found.step, time=timestamp(moment), kind=found.kind, bits=found.bits, bytes=found.bytes, uri=found.uri
+        step=found.step,
+        time=timestamp(moment),
+        kind=shorten(found.kind, KIND_LENGTH),
+        bits=found.bits,
+        bytes=found.bytes,
+        uri=shorten(found.uri, URI_LENGTH),
     )
     advanced = heals and (known is None or found.step > known.step)
     healed = {"charged_restarts": 0, "free_restarts": 0} if advanced else {}
