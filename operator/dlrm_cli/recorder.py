@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from dlrm_api.errors import BadDataError
 from dlrm_api.progress import CheckpointerProgress, Progress, SnapshotInfo
+from dlrm_cli.cluster.exposition import samples
 from dlrm_cli.cluster.figures import PodFigures, counts_of, pod_figures
 from dlrm_cli.gang import Ports
 from dlrm_cli.history import Committed, Counts, History, Look
@@ -61,7 +63,10 @@ class Recorder:
             text = answer_of(port, "/metrics")
             if text is None:
                 return  # sums over some of the pods would look like counters that fell
-            pods.append(pod_figures(text))
+            try:
+                pods.append(pod_figures(text))
+            except BadDataError:
+                return
         counts, step = counts_of(pods), pods[0].step
         if step is None or not any(counts.stages.values()):
             return  # not a step is done: the number of steps may still be that before the restore
@@ -104,12 +109,6 @@ class Recorder:
 
 def _of_commits(text: str) -> tuple[int | None, float | None]:
     """Length of the newest chain, and the time of all commits (s), as a checkpointer's ``/metrics`` says them."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    found = {
-        sample.name.removeprefix("dlrm_checkpointer_"): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    found = {sample.name.removeprefix("dlrm_checkpointer_"): sample.value for sample in samples(text)}
     chain = found.get("chain_length")
     return None if chain is None else int(chain), found.get("commit_seconds_sum")

@@ -14,6 +14,8 @@ from dlrm_api.progress import CheckpointerProgress, Progress
 
 EVERY_S = 0.5
 TIMEOUT_S = 2.0
+MOST_BYTES = 4 * 2**20
+"""Of an answer; what is longer is some other program's."""
 
 Answer = TypeVar("Answer", Progress, CheckpointerProgress)
 
@@ -70,7 +72,8 @@ def answer_of(port: int, path: str) -> str | None:
         with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)) as connection:
             connection.request("GET", path)
             answer = connection.getresponse()
-            text = answer.read().decode(errors="replace")
-            return text if answer.status == http.client.OK else None
+            body = answer.read(MOST_BYTES + 1)
+            whole = answer.status == http.client.OK and len(body) <= MOST_BYTES
+            return body.decode(errors="replace") if whole else None
     except (OSError, http.client.HTTPException):
         return None

@@ -7,11 +7,12 @@ event loop never waits for the network.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlencode, urlsplit
@@ -21,7 +22,7 @@ import yaml
 from kubernetes import client, config
 from pydantic_core import from_json, to_json
 
-from dlrm_api.errors import NoInputError
+from dlrm_api.errors import BadDataError, NoInputError
 from dlrm_operator.cluster_errors import (
     AlreadyExistsError,
     ClusterRefusedError,
@@ -47,6 +48,12 @@ THREADS = 8
 PAGE = 500
 USER_AGENT = "dlrm-operator"
 FIRST_ERROR = 300
+READ_BYTES = 65_536
+MOST_LINE_BYTES = 16 * 2**20
+"""A line of a log that is longer is cut there; an event of a watch is never as long."""
+MOST_WORDS_BYTES = 65_536
+"""Of an answer that is an error, which may be a pod's."""
+SECONDS = re.compile(r"[0-9]{1,6}")
 TOKEN_REVIEWS = (401, 408)
 """A token that expired is read anew, and a request that timed out may be repeated."""
 
@@ -165,6 +172,8 @@ class KubernetesApi:
     def lines(self, path: str, query: Query, silence_s: float | None) -> Iterator[bytes]:
         """An answer that is no object, such as a log: its lines as they come, newlines kept, in the calling thread.
 
+        Nothing is inflated, and of a line no more than ``MOST_LINE_BYTES`` is kept.
+
         Args:
             path: of the resource.
             query: its parameters.
@@ -173,16 +182,40 @@ class KubernetesApi:
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=silence_s)
         response = self._send("GET", path, None, query, JSON, ANYTHING, timeout, stream=True)
         try:
-            rest = b""
-            for chunk in response.stream(65_536, decode_content=True):
-                *lines, rest = (rest + chunk).split(b"\n")
-                yield from (line + b"\n" for line in lines)
-            if rest:
-                yield rest
+            yield from bounded_lines(response.stream(READ_BYTES, decode_content=False))
         except urllib3.exceptions.HTTPError as error:
             raise ClusterUnavailableError(f"GET {path}: {error}") from error
         finally:
             response.close()
+
+    def answer_of_pod(self, path: str, timeout_s: float, most_bytes: int) -> bytes:
+        """What a pod answers by way of the server's proxy, in the calling thread; nothing is inflated.
+
+        A pod may be broken or hostile, so neither its bytes nor its time are without end.
+
+        Args:
+            path: of the pod's proxy.
+            timeout_s: after which it is given up; so is one that was silent for as long.
+            most_bytes: of its answer.
+
+        Raises:
+            BadDataError: it answers more, or not in time.
+        """
+        done_by, body = time.monotonic() + timeout_s, bytearray()
+        timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=timeout_s)
+        response = self._send("GET", path, None, {}, JSON, ANYTHING, timeout, stream=True)
+        try:
+            for chunk in _as_it_comes(response):
+                body += chunk
+                if len(body) > most_bytes:
+                    raise BadDataError(f"its answer is longer than {most_bytes:,} bytes")
+                if time.monotonic() > done_by:
+                    raise BadDataError(f"its answer was not whole after {timeout_s:g} s")
+        except (HTTPException, OSError) as error:
+            raise ClusterUnavailableError(f"GET {path}: {error}") from error
+        finally:
+            response.close()
+        return bytes(body)
 
     def _call(
         self,
@@ -206,7 +239,7 @@ class KubernetesApi:
         query: Query,
         kind: str,
         accept: str,
-        timeout: tuple[float, float | None],
+        timeout: urllib3.Timeout,
         *,
         stream: bool,
     ) -> Any:
@@ -233,8 +266,48 @@ class KubernetesApi:
         API_REQUESTS.labels(method, response.status).inc()
         self.clock.hear(response.headers.get("Date"))
         if response.status >= FIRST_ERROR:
-            raise _mapped(response, f"{method} {path}")
+            said = _start(response) if stream else response.data
+            raise _mapped(response, said, f"{method} {path}")
         return response
+
+
+def bounded_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a stream, newlines kept; of one that is longer than ``MOST_LINE_BYTES`` only its beginning.
+
+    Args:
+        chunks: The stream, cut anywhere.
+    """
+    line = bytearray()
+    for chunk in chunks:
+        *ended, rest = chunk.split(b"\n")
+        for part in ended:
+            line += part[: MOST_LINE_BYTES - len(line)]
+            yield bytes(line) + b"\n"
+            line.clear()
+        line += rest[: MOST_LINE_BYTES - len(line)]
+    if line:
+        yield bytes(line)
+
+
+def _as_it_comes(response: Any) -> Iterator[bytes]:
+    """The body of a streamed answer as it is. urllib3 would wait until a buffer is full, however slowly it fills."""
+    while chunk := response._original_response.read1(READ_BYTES):
+        yield chunk
+
+
+def _start(response: Any) -> bytes:
+    """The beginning of a streamed answer that is an error, as far as it comes in time."""
+    done_by, body = time.monotonic() + REQUEST_TIMEOUT_S, bytearray()
+    try:
+        for chunk in _as_it_comes(response):
+            body += chunk
+            if len(body) > MOST_WORDS_BYTES or time.monotonic() > done_by:
+                break
+    except (HTTPException, OSError):
+        pass  # what came of it may say enough
+    finally:
+        response.close()
+    return bytes(body)
 
 
 def _of_the_pod() -> tuple[client.Configuration, str]:
@@ -294,21 +367,25 @@ def _event(line: bytes, path: str) -> Object:
     return event
 
 
-def _mapped(response: Any, what: str) -> ClusterUnavailableError | ClusterRefusedError:
+def _mapped(response: Any, said: bytes, what: str) -> ClusterUnavailableError | ClusterRefusedError:
     """Our error for an answer: by HTTP status, with the server's own words."""
-    code, (reason, message) = response.status, _words(response)
+    code, (reason, message) = response.status, _words(said) or ("", str(response.reason))
     if code == 429 or code >= 500 or code in TOKEN_REVIEWS:
         wish = response.headers.get("Retry-After", "")
-        return ClusterUnavailableError(f"{what}: {code} {message}", float(wish) if wish.isdigit() else None, code)
+        return ClusterUnavailableError(
+            f"{what}: {code} {message}", float(wish) if SECONDS.fullmatch(wish) else None, code
+        )
     conflict = AlreadyExistsError if reason == "AlreadyExists" else ConflictError
     kinds = {404: NotFoundError, 409: conflict, 410: GoneError}
     return kinds.get(code, ClusterRefusedError)(code, message)
 
 
-def _words(response: Any) -> tuple[str, str]:
-    """The server's word for machines, empty where it has none, and its sentence."""
+def _words(text: bytes) -> tuple[str, str] | None:
+    """The server's word for machines, empty where it has none, and its sentence; None where it says none."""
     try:
-        said = json.loads(response.data)
-        return str(said.get("reason", "")), str(said["message"])
-    except (AttributeError, TypeError, ValueError, KeyError, urllib3.exceptions.HTTPError):
-        return "", str(response.reason)
+        said = from_json(text)
+    except ValueError:
+        return None
+    if not isinstance(said, dict) or "message" not in said:
+        return None
+    return str(said.get("reason", "")), str(said["message"])

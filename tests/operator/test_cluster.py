@@ -1,18 +1,23 @@
 """How the API server's answers become our errors, and what a watch does when it breaks: a scripted server."""
 
 import asyncio
+import gzip
 import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dlrm_api.errors import NoInputError
-from dlrm_operator.cluster import KubernetesApi
+from dlrm_api.errors import BadDataError, NoInputError
+from dlrm_operator import cluster
+from dlrm_operator.cluster import KubernetesApi, bounded_lines
 from dlrm_operator.cluster_errors import (
     AlreadyExistsError,
     ClusterRefusedError,
@@ -36,6 +41,9 @@ class ScriptedServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), ScriptedHandler)
         self.script: list[tuple[int, Object, list[Object | bytes]]] = []
         self.asked: list[str] = []
+        self.encodings: list[str] = []
+        self.at_once, self.rest_s, self.stopped = 2**20, 0.0, threading.Event()
+        """Bytes that are written at once, and how long it rests after them."""
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
 
@@ -44,6 +52,7 @@ class ScriptedHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)
+        self.server.encodings.append(self.headers.get("Accept-Encoding", ""))
         script = self.server.script
         code, headers, bodies = script.pop(0) if len(script) > 1 else script[0]
         body = b"".join(_line(item) for item in bodies)
@@ -51,7 +60,10 @@ class ScriptedHandler(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        with suppress(ConnectionError):  # of a client that has had enough
+            for start in range(0, len(body), self.server.at_once):
+                self.wfile.write(body[start : start + self.server.at_once])
+                self.server.stopped.wait(self.server.rest_s)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class names it
         """Silence."""
@@ -65,6 +77,7 @@ def _line(item: Object | bytes) -> bytes:
 def server() -> Iterator[ScriptedServer]:
     server = ScriptedServer()
     yield server
+    server.stopped.set()
     server.shutdown()
     server.server_close()
 
@@ -254,3 +267,53 @@ def test_a_watch_that_breaks_is_taken_up_again(server: ScriptedServer, api: Kube
     cache, _ = follow(api, server, 4)
 
     assert [seen.name for seen in cache.pods(JobKey("space", "demo"))] == ["b"]
+
+
+@given(st.lists(st.binary(max_size=20).map(lambda some: some.replace(b"\r", b""))))
+def test_a_stream_that_is_cut_anywhere_gives_the_same_lines(chunks: list[bytes]) -> None:
+    assert list(bounded_lines(chunks)) == b"".join(chunks).splitlines(keepends=True)
+    assert b"".join(bounded_lines(chunks)) == b"".join(chunks)
+
+
+def test_of_a_line_without_end_only_the_beginning_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "MOST_LINE_BYTES", 10)
+
+    assert list(bounded_lines([b"0123", b"456789xyz" * 9, b"and more\nnext", b" line"])) == [
+        b"0123456789\n",
+        b"next line",
+    ]
+
+
+def test_what_is_streamed_is_not_inflated(server: ScriptedServer, api: KubernetesApi) -> None:
+    bomb = gzip.compress(b"\0" * 10_000_000)
+    server.script = [(200, {"Content-Encoding": "gzip"}, [bomb])]
+
+    assert b"".join(api.lines("/log", {}, 5.0)) == bomb
+    assert api.answer_of_pod("/metrics", 5.0, 100_000) == bomb
+    assert server.encodings == ["identity", "identity"]
+
+
+def test_a_pod_that_answers_too_much_is_given_up(server: ScriptedServer, api: KubernetesApi) -> None:
+    server.script = [(200, {}, [b"x" * 1_001])]
+
+    assert len(api.answer_of_pod("/metrics", 5.0, 1_001)) == 1_001
+    with pytest.raises(BadDataError, match="longer than 1,000 bytes"):
+        api.answer_of_pod("/metrics", 5.0, 1_000)
+
+
+def test_a_pod_that_answers_drop_by_drop_is_given_up(server: ScriptedServer, api: KubernetesApi) -> None:
+    server.at_once, server.rest_s = 1, 0.05
+    server.script = [(200, {}, [b"x" * 10_000])]
+
+    with pytest.raises(BadDataError, match=r"not whole after 0\.3 s"):
+        api.answer_of_pod("/metrics", 0.3, 1_000_000)
+
+
+@pytest.mark.parametrize("body", [b"[" * 60_000, b"null", b"x" * 10_000_000, b'{"message": [[]]}', b"\xff"])
+def test_an_error_of_a_pod_is_one_whatever_it_says(server: ScriptedServer, api: KubernetesApi, body: bytes) -> None:
+    server.script = [(503, {"Retry-After": "\xb2"}, [body])]
+
+    with pytest.raises(ClusterUnavailableError) as caught:
+        api.answer_of_pod("/metrics", 5.0, 1_000)
+    assert caught.value.retry_after_s is None
+    assert len(str(caught.value)) < 1_000

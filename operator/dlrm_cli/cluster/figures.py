@@ -6,9 +6,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dlrm_api.errors import BadDataError
+from dlrm_cli.cluster.exposition import samples
 from dlrm_cli.history import Counts, TierCounts
 
 PREFIX = "dlrm_trainer_"
+MOST_TIERS = 8
+MOST_STAGES = 64
+"""Of a pod, and more than there are: what comes after them is some other program's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,24 +51,32 @@ class Rates:
 
 
 def pod_figures(text: str) -> PodFigures:
-    """Read an exposition in Prometheus' text format; what it lacks is absent."""
-    from prometheus_client.parser import text_string_to_metric_families
+    """Read an exposition in Prometheus' text format; what it lacks is absent.
 
+    Raises:
+        BadDataError: there is not one metric of a trainer in it.
+    """
     sums: dict[str, float] = defaultdict(float)
     tiers: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     stages: dict[str, float] = defaultdict(float)
     ranks = set()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            name = sample.name.removeprefix(PREFIX)
-            part = name.removeprefix("tier_").removesuffix("_total")
-            if part in TierCounts.model_fields and "tier" in sample.labels:
-                tiers[sample.labels["tier"]][part] += sample.value
-            elif name == "stage_seconds_total":
-                stages[sample.labels.get("stage", "")] += sample.value
-                ranks.add(sample.labels.get("rank"))
-            else:
-                sums[name] += sample.value
+    for sample in samples(text):
+        if not sample.name.startswith(PREFIX):
+            continue
+        name = sample.name.removeprefix(PREFIX)
+        part = name.removeprefix("tier_").removesuffix("_total")
+        tier, stage = sample.labels.get("tier", ""), sample.labels.get("stage", "")
+        if part in TierCounts.model_fields and tier:
+            if tier in tiers or len(tiers) < MOST_TIERS:
+                tiers[tier][part] += sample.value
+        elif name == "stage_seconds_total":
+            if stage in stages or len(stages) < MOST_STAGES:
+                stages[stage] += sample.value
+            ranks.add(sample.labels.get("rank"))
+        else:
+            sums[name] += sample.value
+    if not (sums or tiers or stages):
+        raise BadDataError("its answer holds no metrics of a trainer")
     return PodFigures(
         step=int(sums["steps_total"]) if "steps_total" in sums else None,
         samples_per_second=sums.get("samples_per_second"),

@@ -77,7 +77,7 @@ class Top:
         try:
             text = self._connection.pod_endpoint(pod, namespace, Port.TRAINER, "metrics", TIMEOUT_S)
             return Look(now=pod_figures(text), before=self._before.get(place))
-        except (DLRMError, ValueError) as error:
+        except DLRMError as error:
             return Look(problem=one_line(str(error)))
 
 
