@@ -1,11 +1,13 @@
 """Pods whose objects others keep by a finalizer: they hold nothing back, and nobody's finalizer is touched."""
 
+import pytest
 from kubelet_double import committed_word
-from model_cluster import ModelCluster
+from model_cluster import ModelCluster, Object
 from running_job import POD_0, POD_1, bring_up, running, say, status
 
-from dlrm_api.status import Phase
+from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.facts.actions import CreatePod, DeleteObject, WakeAt
+from dlrm_operator.facts.conditions import find_condition
 
 AUDIT = "example.com/audit"
 
@@ -87,6 +89,29 @@ def test_a_finished_job_asks_nothing_more_of_a_pod_that_a_finalizer_keeps() -> N
 
     assert status(cluster).phase is Phase.FAILED
     assert all(isinstance(action, WakeAt) for action in cluster.turn())
+
+
+@pytest.mark.parametrize("owners", [[], [{"uid": "an older job"}]])
+def test_a_pod_that_the_job_does_not_own_is_waited_for_and_never_forced_however_late_it_is(
+    owners: list[Object],
+) -> None:
+    cluster = running(backoff="0s")
+    theirs = cluster.pods[POD_1]
+    theirs["metadata"]["ownerReferences"] = [{**theirs["metadata"]["ownerReferences"][0], **owner} for owner in owners]
+    theirs["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": 30}
+    cluster.remove(POD_0)
+    cluster.touch()
+
+    done = []
+    for _ in range(5):
+        cluster.pass_time(10_000)
+        done += cluster.turn()
+    condition = find_condition(status(cluster).conditions, ConditionType.SCHEDULED)
+
+    assert not [action for action in done if isinstance(action, DeleteObject) and action.name == POD_1]
+    assert not [action for action in done if isinstance(action, CreatePod)]
+    assert condition is not None
+    assert f"{POD_1} on node node (not this job's, so never forced" in condition.message
 
 
 def test_a_held_pod_of_a_deleted_job_of_the_same_name_is_waited_for_because_its_name_is_taken() -> None:

@@ -22,18 +22,18 @@ HUNG_GRACE_S = 30
 def deletions(observed: Observed, status: DLRMJobStatus, pods: Iterable[PodSeen], now: datetime) -> Iterator[Action]:
     """Delete each pod once; one that ignores it for long is deleted by force, then.
 
-    Pods of a deleted job of the same name are the garbage collector's; their end is only waited for. Others' finalizers
-    are never touched: whoever set one has the last word on the object.
+    Pods that this job does not own are neither deleted nor forced; their end is only waited for: those of a deleted job
+    of the same name are the garbage collector's, and those of nobody are somebody's. Others' finalizers are never
+    touched: whoever set one has the last word on the object.
     """
     key = observed.job.key
     for pod in pods:
-        if pod.held:
+        if pod.held or pod.owner_uid != observed.job.uid:
             continue
         due = force_due(pod)
         if not pod.deleting:
-            if pod.owner_uid == observed.job.uid:
-                grace_s = HUNG_GRACE_S if _hung(pod, status) else None
-                yield DeleteObject(kind="Pod", key=key, name=pod.name, uid=pod.uid, grace_s=grace_s)
+            grace_s = HUNG_GRACE_S if _hung(pod, status) else None
+            yield DeleteObject(kind="Pod", key=key, name=pod.name, uid=pod.uid, grace_s=grace_s)
         elif due is not None and now >= due:
             yield EmitEvent(
                 key=key,
@@ -70,17 +70,19 @@ def refusal_words(observed: Observed, pods: Iterable[PodSeen]) -> str:
     return f"the API server does not let the operator delete {first_few(kept)}, {why}"
 
 
-def clearing_words(pods: Iterable[PodSeen]) -> str:
+def clearing_words(observed: Observed, pods: Iterable[PodSeen]) -> str:
     """Which pods are waited for, and what holds each up."""
-    found = [f"{pod.name}{_held_up(pod)}" for pod in pods]
+    found = [f"{pod.name}{_held_up(pod, ours=pod.owner_uid == observed.job.uid)}" for pod in pods]
     noun, verb = ("pod", "is") if len(found) == 1 else ("pods", "are")
     return f"the next gang waits until {len(found)} {noun} of others before it {verb} gone: {first_few(found)}"
 
 
-def _held_up(pod: PodSeen) -> str:
+def _held_up(pod: PodSeen, *, ours: bool) -> str:
     where = f" on node {pod.node}" if pod.node else ""
     if not pod.owner_uid and not pod.deleting:
         return f"{where} (no job owns it, so nobody ends it: kubectl delete pod {pod.name})"
+    if not ours:
+        return f"{where} (not this job's, so never forced: kubectl describe pod {pod.name} says what keeps it)"
     if pod.lost_since is not None:
         return f"{where} (its node fell silent; forced {LOST_AFTER.seconds} s after that)"
     return f"{where} (it ends within its grace period, or is forced {FORCE_AFTER.seconds} s after it)"

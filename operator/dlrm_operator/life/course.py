@@ -125,7 +125,9 @@ def _as_it_trains(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJobSt
 def _clearing(observed: Observed, status: DLRMJobStatus, left: list[PodSeen], now: datetime) -> DLRMJobStatus:
     """The gang waits for the end of others' pods."""
     refused = refusal_words(observed, left)
-    words, reason = (refused, Reason.REFUSED) if refused else (clearing_words(left), Reason.WAITING_FOR_OLD_PODS)
+    words, reason = (
+        (refused, Reason.REFUSED) if refused else (clearing_words(observed, left), Reason.WAITING_FOR_OLD_PODS)
+    )
     status = status.model_copy(update={"pending_since": None})  # it is wanted once they are gone
     status = with_truth(status, ConditionType.SCHEDULED, "False", reason, words, now=now)
     return in_phase(status, Phase.RESTARTING if status.restarts else Phase.PENDING)
