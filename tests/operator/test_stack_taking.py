@@ -1,6 +1,7 @@
 """How stacks of a gang are asked for: of every pod, and no pod can have the operator ask somebody else."""
 
 import asyncio
+import gzip
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,7 @@ from kubelet_double import ProgressServer
 
 from dlrm_api.names import Port
 from dlrm_api.progress import TrainerPhase
+from dlrm_operator.beside import stack_taking
 from dlrm_operator.beside.addresses import pod_url
 from dlrm_operator.beside.stack_taking import StackTaker
 from dlrm_operator.facts.actions import RequestStacks
@@ -16,6 +18,8 @@ from dlrm_operator.facts.observed import JobKey, Place, StacksSeen
 KEY = JobKey("space", "demo")
 PLACE = Place(pod_uid="uid-0", phase=TrainerPhase.TRAINING, step=7, evaluated_batches=0)
 POD, SENDING_ON, SILENT = "127.53.8.1", "127.53.8.2", "127.53.8.3"
+
+BOMB = gzip.compress(b"stacks" * 10_000)
 
 
 @pytest.fixture
@@ -59,6 +63,30 @@ def test_a_pod_cannot_have_the_operator_read_another_address_into_its_log(pod: P
             return await take({"demo-1-0": SENDING_ON})
 
     assert asyncio.run(asyncio.wait_for(live(), 20)).texts == {"demo-1-0": ""}
+
+
+def test_all_pods_of_a_gang_share_one_budget(pod: ProgressServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_taking, "BUDGET_BYTES", 1_000)
+    pod.stacks = "x" * 300_000
+
+    found = asyncio.run(asyncio.wait_for(take({f"demo-1-{i}": POD for i in range(4)}), 20))
+
+    assert [len(text) for text in found.texts.values()] == [250] * 4
+
+
+async def send_a_bomb(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(BOMB) + BOMB)
+    await writer.drain()
+    writer.close()
+
+
+def test_what_a_pod_answers_is_not_inflated() -> None:
+    async def live() -> StacksSeen:
+        async with await asyncio.start_server(send_a_bomb, SENDING_ON, Port.TRAINER):
+            return await take({"demo-1-0": SENDING_ON})
+
+    assert len(asyncio.run(asyncio.wait_for(live(), 20)).texts["demo-1-0"]) <= len(BOMB)
 
 
 @pytest.mark.parametrize(("ip", "host"), [("10.1.2.3", "10.1.2.3"), ("fd00::12", "[fd00::12]")])

@@ -55,7 +55,7 @@ class Cutter(Questions[CutQuestion, CutAnswer]):
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
             async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
+                aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session,
                 session.post(url, json=asked, headers=headers, allow_redirects=False) as response,
             ):
                 body = (await response.content.read(MOST_BYTES)).decode(errors="replace")

@@ -21,15 +21,19 @@ TIMEOUT_S = 10.0
 """A pod takes up to a few seconds where a rank of it keeps the GIL."""
 MOST_BYTES = 262_144
 """Of one pod."""
+BUDGET_BYTES = 32 * 2**20
+"""Of all pods of a gang, each of which gets an equal share: they are held at once."""
 LOGGED_CHARACTERS = 16_384
 """Of one pod: what a hung gang's pods said goes to the log, for the pods are restarted."""
+KEEP_S = 600.0
+"""The turn that the answers wake judges by them; where it could not, they are asked for again after this."""
 
 
 class StackTaker(Questions[Place, StacksSeen]):
     """Asks for stacks, at most ``PARALLEL`` pods at once."""
 
     def __init__(self, wake: Callable[[JobKey], None]) -> None:
-        super().__init__(wake)
+        super().__init__(wake, keep_s=lambda _: KEEP_S)
         self._slots = asyncio.Semaphore(PARALLEL)
 
     def request(self, action: RequestStacks) -> None:
@@ -38,8 +42,9 @@ class StackTaker(Questions[Place, StacksSeen]):
 
     async def _take(self, action: RequestStacks) -> StacksSeen:
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            texts = await asyncio.gather(*(self._pod(session, ip) for ip in action.ips.values()))
+        share = min(MOST_BYTES, BUDGET_BYTES // max(1, len(action.ips)))
+        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
+            texts = await asyncio.gather(*(self._pod(session, ip, share) for ip in action.ips.values()))
         seen = StacksSeen(place=action.place, texts=dict(zip(action.ips, texts, strict=True)))
         for pod, text in seen.texts.items():
             job = f"{action.key.namespace}/{action.key.name}"
@@ -47,16 +52,16 @@ class StackTaker(Questions[Place, StacksSeen]):
             logger.warning("no step after step %d: stacks of %s", action.place.step, pod, extra=extra)
         return seen
 
-    async def _pod(self, session: aiohttp.ClientSession, ip: str) -> str:
-        """One pod's answer; empty where it gives none."""
+    async def _pod(self, session: aiohttp.ClientSession, ip: str, most_bytes: int) -> str:
+        """One pod's answer, or the beginning of a longer one; empty where it gives none."""
         url, body = pod_url(ip, Port.TRAINER, "/stacks"), bytearray()
         try:
             async with self._slots, session.get(url, allow_redirects=False) as response:
                 response.raise_for_status()
                 async for chunk in response.content.iter_chunked(16_384):
                     body += chunk
-                    if len(body) >= MOST_BYTES:
+                    if len(body) >= most_bytes:
                         break
         except (aiohttp.ClientError, TimeoutError, OSError):
             return ""
-        return bytes(body[:MOST_BYTES]).decode(errors="replace")
+        return bytes(body[:most_bytes]).decode(errors="replace")
