@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.parser import text_string_to_metric_families
 
 from dlrm_api.checkpoint import CheckpointSpec
@@ -108,6 +109,14 @@ def test_metrics_are_in_prometheus_form_with_our_names(served: Served) -> None:
     assert samples["dlrm_trainer_cut_wait_seconds_total"] == 1.5
     assert samples["dlrm_trainer_loss_nats"] == 0.25
     assert samples["dlrm_trainer_eval_auc_ratio"] == 0.7
+
+
+def test_metrics_say_which_form_they_have(served: Served) -> None:
+    connection = http.client.HTTPConnection(LOOPBACK, served.endpoint.port, timeout=10)
+    connection.request("GET", "/metrics")
+
+    assert connection.getresponse().headers["Content-Type"] == CONTENT_TYPE_LATEST
+    connection.close()
 
 
 @pytest.mark.parametrize("phase", [TrainerPhase.STARTING, TrainerPhase.RESTORING])

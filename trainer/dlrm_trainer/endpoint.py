@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -183,7 +183,7 @@ def _handler(endpoint: Endpoint) -> type[EndpointHandler]:
             if self.path == "/progress":
                 self.answer(HTTPStatus.OK, endpoint.board.now.model_dump_json().encode(), "application/json")
             elif self.path == "/metrics":
-                self.answer(HTTPStatus.OK, generate_latest(endpoint.registry), "text/plain; version=0.0.4")
+                self.answer(HTTPStatus.OK, generate_latest(endpoint.registry), CONTENT_TYPE_LATEST)
             elif self.path == "/stacks":
                 self.answer(HTTPStatus.OK, endpoint.stacks(), "text/plain")
             else:
