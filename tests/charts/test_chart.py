@@ -147,6 +147,7 @@ def test_variables_of_the_operator_are_spelt_as_it_spells_them(helm: Path, tmp_p
         ("webhook.timeoutSeconds=60", "timeoutSeconds"),
         ("operator.resyncSeconds=201", "resyncSeconds"),
         ("serviceAccount.name=Operator", "serviceAccount"),
+        ("monitoring.trainers.bodySizeLimit=8", "bodySizeLimit"),
         ("webhook.certificate.existingSecret=a..b", "existingSecret"),
         ("imagePullSecrets[0].names=registry", "imagePullSecrets"),
         (r"commonLabels.app\.kubernetes\.io/name=other", "commonLabels"),

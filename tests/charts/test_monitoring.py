@@ -15,12 +15,14 @@ from chart import CHART, ROOT, Object, helm_run, of_kind, only, render, variant
 from operator_cluster import OperatorProcess, eventually
 
 from dlrm_api import names
+from dlrm_api.model import MAX_TABLES
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.errors import MissingToolError
 from dlrm_cluster.fixtures import refuse
 from dlrm_monitoring.files import rendered
 from dlrm_monitoring.metric_tables import processes
 from dlrm_operator.objects.manifests import labels
+from dlrm_trainer import step_counters, tier_metrics
 
 NAMESPACE = "dlrm-system"
 RULES = CHART / "files" / "monitoring" / "rules.yaml"
@@ -310,6 +312,32 @@ def test_monitors_find_the_operator_and_the_pods_that_it_makes(helm: Path, tmp_p
     assert of_pods["spec"]["namespaceSelector"] == {"any": True}
     for each in (of_operator, of_pods, only(objects, "PrometheusRule")):
         assert each["metadata"]["labels"]["release"] == "prometheus"
+
+
+@pytest.mark.cluster
+def test_scrapes_are_limited_and_without_limits_where_values_say_so(helm: Path, tmp_path: Path) -> None:
+    off = [
+        f"monitoring.{part}.{limit}"
+        for part in ("operator", "trainers")
+        for limit in ("sampleLimit=0", "bodySizeLimit=")
+    ]
+    limited = render(helm, tmp_path, "demo", NAMESPACE, variant("monitored"))
+    free = render(helm, tmp_path, "demo", NAMESPACE, variant("monitored"), *off)
+
+    assert only(limited, "PodMonitor")["spec"]["sampleLimit"] == 50_000
+    assert only(limited, "PodMonitor")["spec"]["bodySizeLimit"] == "8MB"
+    assert only(limited, "ServiceMonitor")["spec"]["sampleLimit"] == 500_000
+    assert only(limited, "ServiceMonitor")["spec"]["bodySizeLimit"] == "64MB"
+    for kind in ("PodMonitor", "ServiceMonitor"):
+        assert not {"sampleLimit", "bodySizeLimit"} & set(only(free, kind)["spec"])
+
+
+def test_no_limit_cuts_off_a_pod_whose_tables_are_all_of_classes_of_their_own() -> None:
+    of_a_table = len([*tier_metrics._table_families(), tier_metrics._expected_family()])
+    of_a_rank = 5 * len([*tier_metrics._level_families(), *tier_metrics._rank_families()]) + step_counters.WORDS
+    limit = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"]["trainers"]["sampleLimit"]
+
+    assert MAX_TABLES * of_a_table + 64 * of_a_rank < limit
 
 
 @pytest.mark.cluster

@@ -115,6 +115,16 @@ interval: {{ .Values.monitoring.interval }}
 scrapeTimeout: {{ .Values.monitoring.scrapeTimeout }}
 {{- end -}}
 
+{{- /* Beyond what a scrape fails; 0 and "" are none. */ -}}
+{{- define "dlrm.scrapeLimits" -}}
+{{- with .sampleLimit }}
+sampleLimit: {{ int64 . }}
+{{- end }}
+{{- with .bodySizeLimit }}
+bodySizeLimit: {{ . }}
+{{- end }}
+{{- end -}}
+
 {{- /* What the operator puts on the pods of jobs. */ -}}
 {{- define "dlrm.trainerLabels" -}}
 app.kubernetes.io/managed-by: dlrm-operator
