@@ -18,6 +18,19 @@ FIGURES_LEFT_OUT = Counter(
 ADMISSIONS = Counter("dlrm_operator_admissions_total", "Reviews of jobs by verdict.", ["verdict"])
 ADMISSION_SECONDS = Histogram("dlrm_operator_admission_seconds", "Time of one review (s).")
 
+MOST_REASONS = 100
+_reasons: set[str] = set()
+
+
+def count_restarts(reason: str, gangs: int) -> None:
+    """Count gangs that were replaced. Pods choose words too: after ``MOST_REASONS`` a new one counts as Other."""
+    if reason not in _reasons and len(_reasons) >= MOST_REASONS:
+        reason = "Other"
+    else:
+        _reasons.add(reason)
+    RESTARTS.labels(reason).inc(gangs)
+
+
 for _result in ("done", "conflict", "unavailable", "refused", "unreadable", "error"):
     RECONCILES.labels(_result)  # at 0 from the start: a rate can't tell of a series that is not there
 for _verdict in ("admitted", "warned", "refused"):

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 from operator_cluster import job_document
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from dlrm_api.progress import CheckpointerProgress, EvalMetrics, Progress
+from dlrm_operator import metrics
 from dlrm_operator.facts.jobs import JobCache
 from dlrm_operator.facts.observed import JobKey, Polled
 from dlrm_operator.metrics import FIGURES_LEFT_OUT
@@ -147,6 +148,22 @@ def test_a_job_whose_figures_are_none_is_left_out_and_fails_no_scrape_of_the_oth
     assert 'dlrm_operator_job_world_size_ranks{dlrm_job="demo",namespace="ads"} 4.0' in text
     assert not re.search("^dlrm_operator_job_(step|running_timestamp_seconds){", text, re.MULTILINE)
     assert FIGURES_LEFT_OUT._value.get() == before + 2
+
+
+def test_pods_that_end_with_ever_new_reasons_make_no_series_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = CollectorRegistry()
+    counter = Counter("restarts", "r", ["reason"], registry=registry)
+    monkeypatch.setattr(metrics, "RESTARTS", counter)
+    monkeypatch.setattr(metrics, "_reasons", set())
+
+    for number in range(1_000):
+        metrics.count_restarts(f"Reason{number}", 1)
+    metrics.count_restarts("Reason0", 1)
+
+    [family] = counter.collect()
+    counts = {each.labels["reason"]: each.value for each in family.samples if each.name == "restarts_total"}
+    assert len(counts) == metrics.MOST_REASONS + 1
+    assert (counts["Reason0"], counts["Other"]) == (2, 1_000 - metrics.MOST_REASONS)
 
 
 def test_a_follower_shows_no_job() -> None:

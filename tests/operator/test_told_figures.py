@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from dlrm_api.names import Container
+from dlrm_api.names import Container, Label
 from dlrm_api.progress import (
     LAST_MOMENT,
     CheckpointerProgress,
@@ -20,6 +20,7 @@ from dlrm_operator.facts.conditions import shorten
 from dlrm_operator.facts.evidence import trainer_evidence
 from dlrm_operator.facts.gang import Gang
 from dlrm_operator.facts.observed import ContainerSeen, JobKey, PodSeen
+from dlrm_operator.facts.reading import NOWHERE, read_pod
 from dlrm_operator.life.absorbing import with_progress, with_snapshot
 from dlrm_operator.life.hangs import allowed_s
 
@@ -90,3 +91,12 @@ def test_what_pods_say_reaches_status_and_events_without_control_characters() ->
     assert snapshot is not None
     assert {failure.message, snapshot.kind, snapshot.uri} == {r"\x1b]52;c;ZXZpbA==\x07\u202e"}
     assert shorten(evil * 1_000, 100).isprintable()
+
+
+@pytest.mark.parametrize("label", ["9" * 63, "-1", "x", "", "\u00b2"])
+def test_a_pod_whose_labels_are_no_numbers_is_of_no_attempt(label: str) -> None:
+    labels = {Label.ATTEMPT: label, Label.INDEX: label}
+
+    pod = read_pod({"metadata": {"name": "p", "labels": labels}})
+
+    assert (pod.attempt, pod.index) == (NOWHERE, NOWHERE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -19,6 +20,7 @@ from dlrm_operator.facts.observed import ConfigMapSeen, ContainerSeen, GroupSeen
 Object = dict[str, Any]
 NOWHERE = -1
 """Attempt or index of a child whose label is no number."""
+NUMBER = re.compile("[0-9]{1,9}")
 
 
 def read_job(document: Object, known: JobSeen | None = None) -> JobSeen:
@@ -169,7 +171,7 @@ def _containers(status: Object) -> Iterator[ContainerSeen]:
 
 
 def _number(text: str | None) -> int:
-    return int(text) if text and text.isascii() and text.isdigit() else NOWHERE
+    return int(text) if text and NUMBER.fullmatch(text) else NOWHERE
 
 
 def _time(text: str | None) -> datetime | None:

@@ -37,7 +37,7 @@ from dlrm_operator.facts.observed import JobKey, JobSeen, Observed
 from dlrm_operator.facts.reasons import Reason
 from dlrm_operator.life.reconcile import reconcile
 from dlrm_operator.life.transitions import EVENT_LENGTH
-from dlrm_operator.metrics import RECONCILE_SECONDS, RESTARTS
+from dlrm_operator.metrics import RECONCILE_SECONDS, count_restarts
 from dlrm_operator.running.observing import Observer, needs_plan
 from dlrm_operator.running.patience import Patience
 from dlrm_operator.running.performing import Performer
@@ -267,4 +267,4 @@ def _report(key: JobKey, observed: Observed, written: ApplyStatus) -> None:
         log = logger.warning if after.phase is Phase.FAILED else logger.info
         log("the phase changed", extra=extra)
     for reason, count in after.restarts_by_reason.items():
-        RESTARTS.labels(reason).inc(max(count - (before.restarts_by_reason.get(reason, 0) if before else 0), 0))
+        count_restarts(reason, max(count - (before.restarts_by_reason.get(reason, 0) if before else 0), 0))
