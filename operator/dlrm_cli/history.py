@@ -16,6 +16,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from dlrm_api.base import ApiModel
 from dlrm_api.errors import first_problem
+from dlrm_api.progress import Moment
+from dlrm_api.status import MOST, Count
 
 EVERY_S = 2.0
 """Time between two looks at counters, until the first thinning."""
@@ -24,6 +26,9 @@ MOST_OTHERS = 1_000
 MOST_WORDS = 1_024
 
 
+MOST_LINE = 1 << 20
+"""Characters of a line; a longer one is read in pieces, none of which is one."""
+Counted = Annotated[float, Field(ge=-1e24, le=1e24)]
 Then = Literal["gang restarted", "sidecar restarted", "no restart left", "job failed"]
 
 
@@ -31,31 +36,31 @@ class Started(ApiModel):
     """An attempt began."""
 
     event: Literal["started"] = "started"
-    time: float = Field(description="When (Unix seconds).")
-    attempt: int = Field(ge=1, description="Its number.")
+    time: Moment = Field(description="When (Unix seconds).")
+    attempt: int = Field(ge=1, le=MOST, description="Its number.")
 
 
 class TierCounts(ApiModel):
     """What went through one tier since the attempt began, over all ranks."""
 
-    read_rows: float = Field(0, description="Rows that came up from it to slots.")
-    written_rows: float = Field(0, description="Rows that went down to it.")
-    read_bytes: float = Field(0, description="Bytes of the first.")
-    written_bytes: float = Field(0, description="Bytes of the second.")
-    kept_bytes: float = Field(0, description="Bytes really taken.")
-    planned_bytes: float = Field(0, description="Bytes that the plan's rows take when every level is full.")
+    read_rows: Counted = Field(0, description="Rows that came up from it to slots.")
+    written_rows: Counted = Field(0, description="Rows that went down to it.")
+    read_bytes: Counted = Field(0, description="Bytes of the first.")
+    written_bytes: Counted = Field(0, description="Bytes of the second.")
+    kept_bytes: Counted = Field(0, description="Bytes really taken.")
+    planned_bytes: Counted = Field(0, description="Bytes that the plan's rows take when every level is full.")
 
 
 class Counts(ApiModel):
     """Counters of an attempt over all its ranks, as far as they were seen at one time."""
 
-    ranks: int = Field(0, description="Ranks that counted.")
-    stages: dict[str, float] = Field({}, description="Time of the training threads by stage, all ranks added up (s).")
-    accesses: float = Field(0, description="Distinct rows of batches asked of tables with levels.")
-    hits: float = Field(0, description="Those found in a slot.")
-    created_rows: float = Field(0, description="Rows looked up for the first time.")
-    evicted_rows: float = Field(0, description="Rows that left a slot for another.")
-    prefetch_wait_s: float = Field(0, description="Time for which lookups waited for rows, all ranks added up (s).")
+    ranks: Count = Field(0, description="Ranks that counted.")
+    stages: dict[str, Counted] = Field({}, description="Time of the training threads by stage, all ranks added up (s).")
+    accesses: Counted = Field(0, description="Distinct rows of batches asked of tables with levels.")
+    hits: Counted = Field(0, description="Those found in a slot.")
+    created_rows: Counted = Field(0, description="Rows looked up for the first time.")
+    evicted_rows: Counted = Field(0, description="Rows that left a slot for another.")
+    prefetch_wait_s: Counted = Field(0, description="Time for which lookups waited for rows, all ranks added up (s).")
     tiers: dict[str, TierCounts] = Field({}, description="By tier.")
 
 
@@ -63,33 +68,35 @@ class Look(Counts):
     """One look at the counters of a running attempt."""
 
     event: Literal["look"] = "look"
-    time: float = Field(description="When (Unix seconds).")
-    attempt: int = Field(ge=1, description="Attempt.")
-    step: int = Field(ge=0, description="Steps done in the job's life.")
+    time: Moment = Field(description="When (Unix seconds).")
+    attempt: int = Field(ge=1, le=MOST, description="Attempt.")
+    step: Count = Field(description="Steps done in the job's life.")
 
 
 class Committed(ApiModel):
     """A snapshot was seen committed."""
 
     event: Literal["snapshot"] = "snapshot"
-    time: float = Field(description="When it was committed (Unix seconds).")
-    step: int = Field(ge=0, description="Step of the cut.")
+    time: Moment = Field(description="When it was committed (Unix seconds).")
+    step: Count = Field(description="Step of the cut.")
     kind: str = Field(description="full or increment.")
-    bits: int = Field(description="Bits of one element.")
-    bytes: int = Field(ge=0, description="Bytes of its own objects.")
+    bits: Count = Field(description="Bits of one element.")
+    bytes: Count = Field(description="Bytes of its own objects.")
     uri: str = Field(description="Its manifest.")
-    chain: int | None = Field(None, description="Snapshots that it goes over; None: not seen.")
-    commit_s: float | None = Field(None, description="From hand-over to commit (s); None: not seen.")
+    chain: Count | None = Field(None, description="Snapshots that it goes over; None: not seen.")
+    commit_s: Counted | None = Field(None, description="From hand-over to commit (s); None: not seen.")
 
 
 class Failure(ApiModel):
     """A process ended as it should not have, and what was done about it."""
 
     event: Literal["failure"] = "failure"
-    time: float = Field(description="When it was seen (Unix seconds).")
-    attempt: int = Field(ge=0, description="Attempt.")
+    time: Moment = Field(description="When it was seen (Unix seconds).")
+    attempt: Count = Field(description="Attempt.")
     process: str = Field(description="Such as trainer-0.")
-    code: int | None = Field(description="Exit code; 128 + signal where a signal ended it; None: not known.")
+    code: Annotated[int, Field(ge=-MOST, le=MOST)] | None = Field(
+        description="Exit code; 128 + signal where a signal ended it; None: not known."
+    )
     words: str = Field(description="What it said, or how it ended.")
     then: Then | None = Field(None, description="What followed; None: not known.")
     log: str = Field("", description="Its log.")
@@ -99,7 +106,7 @@ class Ended(ApiModel):
     """A command ended."""
 
     event: Literal["ended"] = "ended"
-    time: float = Field(description="When (Unix seconds).")
+    time: Moment = Field(description="When (Unix seconds).")
     outcome: Literal["done", "stopped", "failed"] = Field(description="How.")
     words: str = Field("", description="The error of a job that failed.")
 
@@ -180,7 +187,7 @@ def read_lines(path: Path) -> Iterator[Line | str]:
         OSError: the file can't be read.
     """
     with path.open(errors="replace") as file:
-        for number, text in enumerate(file, 1):
+        for number, text in enumerate(iter(lambda: file.readline(MOST_LINE), ""), 1):
             try:
                 yield LINE.validate_json(text)
             except ValidationError as error:

@@ -11,6 +11,7 @@ from dlrm_api.errors import DLRMError
 from dlrm_api.job import DLRMJob
 from dlrm_api.measured import Profile, TierReport
 from dlrm_api.progress import EvalMetrics, SnapshotInfo
+from dlrm_api.status import Count
 from dlrm_cli.workdir import WorkDir
 
 if TYPE_CHECKING:
@@ -22,9 +23,9 @@ class TrainerResult(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    step: int
-    samples: int
-    world_size: int
+    step: Count
+    samples: Count
+    world_size: Count
     train_loss: float | None = None
     eval: EvalMetrics | None = None
     samples_per_s: float | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from dlrm_api.errors import DeviceError, NoPermissionError, TemporaryError
 
 POLL_S = 0.1
+ATTEMPT = re.compile("[0-9]{1,9}")
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class WorkDir:
         """Number of the newest attempt that ever started here; 0 before the first."""
         logs = self.root / "logs"
         names = [entry.name for entry in logs.iterdir()] if logs.is_dir() else []
-        return max((int(name) for name in names if name.isdigit()), default=0)
+        return max((int(name) for name in names if ATTEMPT.fullmatch(name)), default=0)
 
     def prepare_attempt(self, attempt: int, replicas: int) -> None:
         """Give an attempt empty hand-off folders, no old termination messages and a new token."""
@@ -154,7 +156,7 @@ def locked(root: Path, grace_s: float, say: Callable[[str], None], stop: Callabl
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            pid = (root / "lock").read_text().strip() or "unknown"
+            pid = (root / "lock").read_text(errors="replace")[:16].strip() or "unknown"
             raise TemporaryError(
                 f"{root}: this work directory is in use by the dlrmctl with pid {pid}: wait for it, end it with "
                 f"kill {pid}, or choose another with --workdir"

@@ -17,6 +17,7 @@ from dlrm_api.names import ExitCode
 from dlrm_api.progress import EvalMetrics, Progress
 from dlrm_cli import app
 from dlrm_cli.history import Ended, Look
+from dlrm_cli.report import work_folder
 from dlrm_cli.report.cluster_job import cluster_record
 from dlrm_cli.report.composing import page
 from dlrm_cli.report.html import html
@@ -95,6 +96,57 @@ def test_damaged_lines_are_named_and_skipped(kept_run: Kept) -> None:
     assert any(note.startswith("progress.jsonl, line 405: ") for note in record.notes)
     assert any(re.match(r"history.jsonl, line \d+: .*left out", note) for note in record.notes)
     assert record.step == 400
+
+
+ABSURD = ("1" + "0" * 400, "1" + "0" * 5_000, "-1", "1e300", "1e999", "NaN", "Infinity", "null", '"x"', "[" * 9_000)
+STEP = '{"step": 401, "loss": 0.5, "samples_per_s": 1.0, "samples": 40100, "epoch": 0, "time": 1}'
+LOOK = '{"event": "look", "time": 1, "attempt": 1, "step": 401, "accesses": 1, "tiers": {"scm": {"read_rows": 1}}}'
+
+
+@pytest.mark.parametrize("value", ABSURD)
+@pytest.mark.parametrize("field", ["step", "samples", "time"])
+def test_a_step_with_an_absurd_figure_is_left_out_and_the_page_is_made(kept_run: Kept, field: str, value: str) -> None:
+    folder = kept_run()
+    with (folder / "progress.jsonl").open("a") as progress:
+        progress.write(re.sub(f'"{field}": [0-9]+', f'"{field}": {value}', STEP) + "\n")
+
+    record = read_work_folder(folder)
+
+    assert [note for note in record.notes if note.startswith("progress.jsonl, line 405: ")]
+    assert "made now" in text_of(record)
+
+
+@pytest.mark.parametrize("value", ABSURD)
+@pytest.mark.parametrize("field", ["step", "time", "accesses", "read_rows"])
+def test_a_line_of_history_with_an_absurd_figure_leaves_the_page_whole(kept_run: Kept, field: str, value: str) -> None:
+    folder = kept_run()
+    with (folder / "history.jsonl").open("a") as history:
+        history.write(re.sub(f'"{field}": [0-9]+', f'"{field}": {value}', LOOK) + "\n")
+
+    assert "made now" in text_of(read_work_folder(folder))
+
+
+@pytest.mark.parametrize("value", ABSURD)
+def test_a_result_with_an_absurd_figure_leaves_the_page_whole(kept_run: Kept, value: str) -> None:
+    folder = kept_run()
+    for name in ("result.json", "final.json", "profile.json"):
+        path = folder / name
+        if path.is_file():
+            path.write_text(re.sub(r'("(?:step|samples|accesses|bytes)": ?)[0-9]+', rf"\g<1>{value}", path.read_text()))
+
+    assert "made now" in text_of(read_work_folder(folder))
+
+
+def test_a_line_without_end_is_read_in_pieces(kept_run: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work_folder, "MOST_LINE", 1_000)
+    folder = kept_run()
+    with (folder / "progress.jsonl").open("a") as progress:
+        progress.write("x" * 3_500 + "\n")
+
+    record = read_work_folder(folder)
+
+    assert record.step == 400
+    assert record.notes
 
 
 def test_a_half_written_last_line_is_no_damage(kept_run: Kept) -> None:

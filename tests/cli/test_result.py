@@ -34,7 +34,10 @@ def test_a_job_that_finished_is_known_again_unless_any_field_differs(tmp_path: P
     assert read_final(workdir, other) is None
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff{[\0", b"{}"])
+HUGE = b'{"step": 1%s, "samples": 1, "world_size": 1}' % (b"0" * 5_000)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff{[\0", b"{}", HUGE, b"[" * 100_000])
 def test_files_that_are_damaged_are_taken_as_absent(tmp_path: Path, job: DLRMJob, content: bytes) -> None:
     workdir = WorkDir(tmp_path)
     for path in (workdir.final, workdir.profile, workdir.result):

@@ -211,7 +211,7 @@ def _events(page: Page, now: datetime) -> list[Text]:
     def order(event: Object) -> tuple[str, int]:
         """Times are whole seconds; within one the API server's versions tell what came first."""
         version = str(dig(event, "metadata", "resourceVersion") or "")
-        return last(event), int(version) if version.isdigit() else 0
+        return last(event), int(version) if version.isascii() and version.isdigit() else 0
 
     rows = [
         (

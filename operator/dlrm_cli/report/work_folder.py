@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import fcntl
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import from_json
 
 from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError, first_problem
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
-from dlrm_api.progress import EvalMetrics
-from dlrm_cli.history import Committed, Ended, Failure, Line, Look, Started, of_kind, read_lines
+from dlrm_api.progress import EvalMetrics, Figure, Moment, Told
+from dlrm_api.status import Count
+from dlrm_cli.history import MOST_LINE, Committed, Ended, Failure, Line, Look, Started, of_kind, read_lines
 from dlrm_cli.report.record import Record, Steps, summed_up
 from dlrm_cli.result import Final, TrainerResult, read_profile
 from dlrm_cli.workdir import WorkDir, is_held
@@ -61,7 +62,7 @@ def _read(workdir: WorkDir) -> Record:
     state, tone, words = _state(workdir, history, finished=final is not None)
     evaluations = journal.evaluations
     newest = result.eval if result is not None and result.eval is not None else next(reversed(evaluations), None)
-    last = journal.last
+    last = result or journal.last
     seconds = [each.time for each in attempts] + [each.time for each in of_kind(Ended, history)]
     seconds += [steps[0].time, steps[-1].time] if steps else []
     return Record(
@@ -71,10 +72,10 @@ def _read(workdir: WorkDir) -> Record:
         tone=tone,
         words=words,
         plan=_document(Plan, workdir.plan, notes),
-        step=result.step if result else last.get("step"),
-        samples=result.samples if result else last.get("samples"),
-        samples_per_s=result.samples_per_s if result else last.get("samples_per_s"),
-        loss=result.train_loss if result else last.get("loss"),
+        step=last.step if last else None,
+        samples=last.samples if last else None,
+        samples_per_s=last.samples_per_s if last else None,
+        loss=result.train_loss if result else journal.last.loss if journal.last else None,
         eval_loss=newest.log_loss if newest else None,
         ne=newest.ne if newest else None,
         auc=newest.auc if newest else None,
@@ -144,12 +145,22 @@ def _document(kind: type[Document], path: Path, notes: list[str]) -> Document | 
         return None
 
 
+class _StepLine(Told):
+    """One step, as rank 0 wrote it."""
+
+    step: Count
+    loss: Figure
+    time: Moment
+    samples: Count
+    samples_per_s: float | None = Field(None, ge=0, le=1e18)
+
+
 @dataclass
 class _Journal:
     """``progress.jsonl``, read once from front to back."""
 
     path: Path
-    last: dict[str, Any] = field(default_factory=dict)
+    last: _StepLine | None = None
     """The newest line of a step."""
     evaluations: list[EvalMetrics] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
@@ -159,28 +170,26 @@ class _Journal:
         if not self.path.is_file():
             return
         with self.path.open(errors="replace") as file:
-            for number, text in enumerate(file, 1):
+            for number, text in enumerate(iter(lambda: file.readline(MOST_LINE), ""), 1):
                 try:
-                    line = json.loads(text)
-                    if "eval" in line:
+                    line = from_json(text)
+                    if isinstance(line, dict) and "eval" in line:
                         self.evaluations.append(EvalMetrics.model_validate(line["eval"]))
                     else:
-                        yield self._step(line)
-                except (ValueError, TypeError, KeyError):  # a ValidationError is a ValueError
+                        yield self._step(_StepLine.model_validate(line))
+                except ValueError:  # a ValidationError is one
                     if text.endswith("\n"):  # the last line of a run that goes on may be half written
                         self.damaged.append(f"{self.path.name}, line {number}: it is no step: the line is left out")
 
-    def _step(self, line: dict[str, Any]) -> Steps:
-        step, loss = int(line["step"]), float(line["loss"])
-        found = Steps(
-            first=step,
-            last=step,
-            time=float(line["time"]),
-            count=1,
-            loss_sum=loss,
-            lowest=loss,
-            highest=loss,
-            samples=int(line["samples"]),
-        )
+    def _step(self, line: _StepLine) -> Steps:
         self.last = line
-        return found
+        return Steps(
+            first=line.step,
+            last=line.step,
+            time=line.time,
+            count=1,
+            loss_sum=line.loss,
+            lowest=line.loss,
+            highest=line.loss,
+            samples=line.samples,
+        )
