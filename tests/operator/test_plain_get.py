@@ -2,9 +2,11 @@
 
 import asyncio
 import socket
+from contextlib import suppress
 
 import pytest
 
+from dlrm_operator.beside import plain_get as plain_get_module
 from dlrm_operator.beside.plain_get import plain_get, read_answer
 
 OK = b"HTTP/1.0 200 OK\r\nServer: a\r\ncontent-length: 4\r\n\r\n"
@@ -68,6 +70,31 @@ def test_pods_of_either_family_are_asked_and_a_silent_one_is_given_up(ip: str) -
             return await plain_get(ip, port, "/progress", 5.0, 100)
 
     assert asyncio.run(ask()) == b"body"
+
+
+def test_an_answer_in_ever_so_small_pieces_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_get_module, "MOST_READS", 5)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        with suppress(ConnectionError):  # of a client that has had enough
+            for byte in OK + b"body":
+                writer.write(bytes([byte]))
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        writer.close()
+        answered.set()
+
+    async def ask() -> bytes:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            try:
+                return await plain_get("127.0.0.1", server.sockets[0].getsockname()[1], "/progress", 5.0, 100)
+            finally:
+                await answered.wait()
+
+    answered = asyncio.Event()
+    with pytest.raises(OSError, match="too small pieces"):
+        asyncio.run(ask())
 
 
 def test_a_port_where_nobody_listens_is_no_answer() -> None:

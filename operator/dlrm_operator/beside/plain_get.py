@@ -17,6 +17,8 @@ from dlrm_operator.beside.addresses import host_and_port
 HEAD = re.compile(rb"HTTP/1\.[01] 200[ \r]")
 LENGTH = re.compile(rb"\r\nContent-Length:[ \t]*(\d{1,9})[ \t]*(?:\r\n|\Z)", re.IGNORECASE)
 MOST_HEAD_BYTES = 8_192
+MOST_READS = 1_024
+"""Of one answer, which comes in packets of a kilobyte and more: each read costs time of the event loop."""
 
 
 async def plain_get(ip: str, port: int, path: str, timeout_s: float, most_bytes: int) -> bytes:
@@ -24,7 +26,7 @@ async def plain_get(ip: str, port: int, path: str, timeout_s: float, most_bytes:
 
     Raises:
         TimeoutError: there was no whole answer within ``timeout_s``.
-        OSError: nobody listens, or the answer is another one, too long, or was cut off.
+        OSError: nobody listens, or the answer is another one, too long, in too many pieces, or was cut off.
     """
     request = f"GET {path} HTTP/1.0\r\nHost: {host_and_port(ip, port)}\r\n\r\n".encode()
     loop = asyncio.get_running_loop()
@@ -35,12 +37,14 @@ async def plain_get(ip: str, port: int, path: str, timeout_s: float, most_bytes:
             if began not in (0, errno.EINPROGRESS):
                 raise OSError(began, os.strerror(began))
             await loop.sock_sendall(connection, request)  # which waits for the connection, or raises why there is none
-            answer, body = b"", None
-            while body is None:
+            answer = b""
+            for _ in range(MOST_READS):
                 more = await loop.sock_recv(connection, 65_536)
                 answer += more
                 body = read_answer(answer, most_bytes, ended=not more)
-            return body
+                if body is not None:
+                    return body
+            raise OSError("the answer comes in too small pieces")
 
 
 def read_answer(answer: bytes, most_bytes: int, *, ended: bool) -> bytes | None:
