@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -74,16 +75,15 @@ def list_(
     from dlrm_cli.terminal import tell
 
     listed = list_snapshots(store_of(uri, endpoint, region, ca_file, credentials_dir))
-    usable = [_info(each) for each in reversed(listed) if not each.problem]
+    usable, problems = _sorted_out(listed)
     if output is Form.JSON:
         print(json.dumps([each.model_dump(by_alias=False) for each in usable]))
     else:
         from dlrm_cli.views import print_view, snapshots_view
 
         print_view(snapshots_view(usable))
-    for each in listed:
-        if each.problem:
-            tell(f"not usable: step {each.step}, attempt {each.attempt}: {each.problem}")
+    for problem in problems:
+        tell(f"not usable: {problem}")
 
 
 @snapshots.command()
@@ -190,7 +190,24 @@ def committed(store: ObjectStore) -> tuple[SnapshotInfo, ...]:
     """Snapshots that can be restored from, oldest first."""
     from dlrm_checkpointer.catalog import list_snapshots
 
-    return tuple(_info(each) for each in reversed(list_snapshots(store)) if not each.problem)
+    return tuple(_sorted_out(list_snapshots(store))[0])
+
+
+def _sorted_out(listed: Sequence[Listed]) -> tuple[list[SnapshotInfo], list[str]]:
+    """Snapshots that can be restored from, oldest first; and why each other one can't be, newest first."""
+    from pydantic import ValidationError
+
+    usable, problems = [], []
+    for each in listed:
+        problem = each.problem
+        if not problem:
+            try:
+                usable.append(_info(each))
+            except ValidationError as error:  # whoever may write to the store can forge a manifest
+                problem = first_problem(error)
+        if problem:
+            problems.append(f"step {each.step}, attempt {each.attempt}: {problem}")
+    return usable[::-1], problems
 
 
 def _info(listed: Listed) -> SnapshotInfo:

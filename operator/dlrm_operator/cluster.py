@@ -50,7 +50,7 @@ USER_AGENT = "dlrm-operator"
 FIRST_ERROR = 300
 READ_BYTES = 65_536
 MOST_LINE_BYTES = 16 * 2**20
-"""A line of a log that is longer is cut there; an event of a watch is never as long."""
+"""An event of a watch is never as long."""
 MOST_WORDS_BYTES = 65_536
 """Of an answer that is an error, which may be a pod's."""
 SECONDS = re.compile(r"[0-9]{1,6}")
@@ -169,20 +169,23 @@ class KubernetesApi:
             if line.strip() and line.endswith(b"\n"):  # a cut connection leaves half an event
                 yield _event(line, path)
 
-    def lines(self, path: str, query: Query, silence_s: float | None) -> Iterator[bytes]:
+    def lines(
+        self, path: str, query: Query, silence_s: float | None, most_bytes: int = MOST_LINE_BYTES
+    ) -> Iterator[bytes]:
         """An answer that is no object, such as a log: its lines as they come, newlines kept, in the calling thread.
 
-        Nothing is inflated, and of a line no more than ``MOST_LINE_BYTES`` is kept.
+        Nothing is inflated.
 
         Args:
             path: of the resource.
             query: its parameters.
             silence_s: after which the server counts as gone; None: it may be silent for ever.
+            most_bytes: that are kept of a line.
         """
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=silence_s)
         response = self._send("GET", path, None, query, JSON, ANYTHING, timeout, stream=True)
         try:
-            yield from bounded_lines(response.stream(READ_BYTES, decode_content=False))
+            yield from bounded_lines(response.stream(READ_BYTES, decode_content=False), most_bytes)
         except urllib3.exceptions.HTTPError as error:
             raise ClusterUnavailableError(f"GET {path}: {error}") from error
         finally:
@@ -271,20 +274,21 @@ class KubernetesApi:
         return response
 
 
-def bounded_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a stream, newlines kept; of one that is longer than ``MOST_LINE_BYTES`` only its beginning.
+def bounded_lines(chunks: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
+    """The lines of a stream, newlines kept.
 
     Args:
         chunks: The stream, cut anywhere.
+        most_bytes: Of a longer line only its beginning is kept.
     """
     line = bytearray()
     for chunk in chunks:
         *ended, rest = chunk.split(b"\n")
         for part in ended:
-            line += part[: MOST_LINE_BYTES - len(line)]
+            line += part[: most_bytes - len(line)]
             yield bytes(line) + b"\n"
             line.clear()
-        line += rest[: MOST_LINE_BYTES - len(line)]
+        line += rest[: most_bytes - len(line)]
     if line:
         yield bytes(line)
 

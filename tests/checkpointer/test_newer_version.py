@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from dlrm_checkpointer.restore import newest_snapshot
 from dlrm_checkpointer.retention import Retention, Rule
 from dlrm_checkpointer.sealing import NewerVersionError, sealed
 from dlrm_cli import app
+from dlrm_cli.snapshots import _sorted_out
 
 VERSIONS = r"manifests/0000000000000004-00000001\.json: format version 3, this program reads version 2: use a newer"
 
@@ -125,6 +127,19 @@ def test_commands_take_an_older_snapshot_by_its_step(upgraded: FileStore, capsys
     assert capsys.readouterr().out.startswith("step 2 is whole")
     assert app.main(["snapshots", "verify", upgraded.uri, "--step", "4"]) == ExitCode.BAD_DATA
     assert "format version 3, this program reads version 2" in capsys.readouterr().err
+
+
+def test_a_forged_manifest_spoils_no_listing(upgraded: FileStore, capsys: pytest.CaptureFixture[str]):
+    [listed] = [each for each in list_snapshots(upgraded) if each.step == 2]
+    assert listed.manifest is not None
+    huge = replace(listed.manifest.dense, bytes=10**30)
+
+    usable, problems = _sorted_out(
+        [replace(listed, manifest=listed.manifest.model_copy(update={"dense": huge})), listed]
+    )
+
+    assert [each.step for each in usable] == [2]
+    assert problems == ["step 2, attempt 1: Input should be less than or equal to 9007199254740992"]
 
 
 def test_a_listing_shows_what_can_be_read_and_names_the_rest(upgraded: FileStore, capsys: pytest.CaptureFixture[str]):

@@ -15,8 +15,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from dlrm_api.names import ExitCode
+from dlrm_api.progress import Progress, TrainerPhase
 from dlrm_cli import app
-from dlrm_cli.cluster import get, suspending, top
+from dlrm_cli.cluster import connection, get, suspending, top
 from dlrm_cli.cluster.figures import PodFigures, pod_figures, rates
 
 Object = dict[str, Any]
@@ -290,6 +291,54 @@ def test_top_of_a_job_shows_its_pods_and_why_one_is_silent(
         'ads-trainer-1-1: metrics not reached: User "u" cannot get resource "pods/proxy": '
         "ask for a Role that allows the verb get on pods/proxy"
     ) in text
+
+
+EVIL = (
+    "dlrm_trainer_steps_total +Inf\n",
+    "<html>",
+    "dlrm_trainer_loss_nats NaN\n" + "x" * connection.MOST_BYTES,
+    'dlrm_trainer_tier_read_rows_total{tier="' + "\\" * 100_000,
+    'dlrm_trainer_steps_total 1\ndlrm_trainer_stage_seconds_total{rank="0",stage="\x1b]52;c;x\x07"} 5\n',
+)
+
+
+@pytest.mark.parametrize("evil", EVIL)
+def test_a_pod_that_answers_anything_spoils_no_other_row_of_top(
+    api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str], evil: str
+) -> None:
+    api.answers[f"{JOBS}/ads"] = job()
+    api.answers["/api/v1/namespaces/ml/pods"] = listed(pod(1), pod(0))
+    api.answers[proxy(0)] = metrics(step=20, hits=90, accesses=100)
+    api.answers[proxy(1)] = evil
+
+    code = run(kubeconfig, "top", "ads", "--once")
+
+    text = capsys.readouterr().out
+    assert code == ExitCode.DONE
+    assert "ads-trainer-1-0   n0     Running   1/1     20     90.0%   scm 10.0%" in text
+    assert "ads-trainer-1-1: metrics not reached: its answer" in text or "\\x1b]52;c;x 100%" in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("evil", EVIL[:4])
+def test_a_report_leaves_out_the_counters_of_a_pod_that_answers_anything(
+    api: ScriptedApi, kubeconfig: Path, tmp_path: Path, evil: str
+) -> None:
+    api.answers[f"{JOBS}/ads"] = job()
+    api.answers["/api/v1/namespaces/ml/pods"] = listed(pod(1), pod(0))
+    api.answers["/api/v1/namespaces/ml/events"] = listed()
+    api.answers[proxy(0).replace("metrics", "progress")] = Progress(
+        step=20, phase=TrainerPhase.TRAINING
+    ).model_dump_json()
+    api.answers[proxy(0)] = metrics(step=20, hits=90, accesses=100)
+    api.answers[proxy(1)] = evil
+
+    code = run(kubeconfig, "report", "ads", "-o", str(tmp_path / "report.html"))
+
+    text = (tmp_path / "report.html").read_text()
+    assert code == ExitCode.DONE
+    assert "Counters lack those of pod ads-trainer-1-1: its answer" in text
+    assert "90.0%" in text
 
 
 def test_top_falls_back_on_the_status(api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_api.errors import BadDataError, NoInputError
-from dlrm_operator import cluster
 from dlrm_operator.cluster import KubernetesApi, bounded_lines
 from dlrm_operator.cluster_errors import (
     AlreadyExistsError,
@@ -271,14 +270,12 @@ def test_a_watch_that_breaks_is_taken_up_again(server: ScriptedServer, api: Kube
 
 @given(st.lists(st.binary(max_size=20).map(lambda some: some.replace(b"\r", b""))))
 def test_a_stream_that_is_cut_anywhere_gives_the_same_lines(chunks: list[bytes]) -> None:
-    assert list(bounded_lines(chunks)) == b"".join(chunks).splitlines(keepends=True)
-    assert b"".join(bounded_lines(chunks)) == b"".join(chunks)
+    assert list(bounded_lines(chunks, 1_000)) == b"".join(chunks).splitlines(keepends=True)
+    assert b"".join(bounded_lines(chunks, 1_000)) == b"".join(chunks)
 
 
-def test_of_a_line_without_end_only_the_beginning_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "MOST_LINE_BYTES", 10)
-
-    assert list(bounded_lines([b"0123", b"456789xyz" * 9, b"and more\nnext", b" line"])) == [
+def test_of_a_line_without_end_only_the_beginning_is_kept() -> None:
+    assert list(bounded_lines([b"0123", b"456789xyz" * 9, b"and more\nnext", b" line"], 10)) == [
         b"0123456789\n",
         b"next line",
     ]

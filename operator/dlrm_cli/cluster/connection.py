@@ -20,6 +20,7 @@ MERGE = "application/merge-patch+json"
 JOBS = "dlrmjobs (dlrm.dev)"
 MOST_BYTES = 4 * 2**20
 """Of what a pod answers: metrics of 64 ranks with 60 classes of tables each take 2.6 MB, of 5,000 classes 3.1 MB."""
+MOST_LINE_BYTES = 2**20
 WATCH_S = 300
 """The server ends a watch then."""
 
@@ -103,10 +104,10 @@ class Connection:
             return self._api.list_now(path, {"fieldSelector": about})[0]
 
     def log(self, pod: str, query: dict[str, str], silence_s: float | None) -> Iterator[bytes]:
-        """Lines of a container's log; with ``follow`` as they come."""
+        """Lines of a container's log, each cut after ``MOST_LINE_BYTES``; with ``follow`` as they come."""
         path = f"/api/v1/namespaces/{quote(self.namespace)}/pods/{quote(pod)}/log"
         with self._told("get", "pods/log"):
-            yield from self._api.lines(path, query, silence_s)
+            yield from self._api.lines(path, query, silence_s, MOST_LINE_BYTES)
 
     def pod_endpoint(self, pod: str, namespace: str, port: int, path: str, timeout_s: float) -> str:
         """What a pod answers on a port, by way of the API server's proxy.

@@ -17,7 +17,7 @@ from dlrm_cli.cluster.pod_choice import Choice, check_choice, chosen_pods, has_l
 from dlrm_cli.terminal import tell
 
 LOOK_EVERY_S = 1.0
-QUEUED_LINES = 10_000
+QUEUED_LINES = 1_000
 ENDED = frozenset({"Succeeded", "Failed", "Suspended"})
 
 

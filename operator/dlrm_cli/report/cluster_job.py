@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from dlrm_api.errors import DLRMError
+from dlrm_api.errors import DLRMError, first_problem
 from dlrm_api.names import Port
 from dlrm_api.progress import EvalMetrics, Progress
 from dlrm_cli.cluster.ages import moment
 from dlrm_cli.cluster.connection import Connection
 from dlrm_cli.cluster.facts import JobFacts, Object, dig, job_facts
-from dlrm_cli.cluster.figures import counts_of, pod_figures
+from dlrm_cli.cluster.figures import PodFigures, counts_of, pod_figures
 from dlrm_cli.cluster.listing import one_line
 from dlrm_cli.cluster.pod_choice import Choice, chosen_pods
 from dlrm_cli.history import Committed, Counts, Failure, Look
@@ -91,14 +91,23 @@ def _asked(
 ) -> tuple[Progress | None, list[Look]]:
     """What pod 0 says of progress, and the counters of all pods since they began; refusals are noted."""
     names = [str(dig(pod, "metadata", "name")) for pod in pods[:MOST_ASKED]]
+
+    def look(pod: str) -> PodFigures | str:
+        try:
+            return pod_figures(_ask(connection, facts, pod, "metrics"))
+        except DLRMError as error:
+            return f"Counters lack those of pod {pod}: {one_line(str(error))}"
+
     try:
         progress = Progress.model_validate_json(_ask(connection, facts, names[0], "progress"))
-        with ThreadPoolExecutor(PARALLEL, thread_name_prefix="metrics") as threads:
-            texts = list(threads.map(lambda pod: _ask(connection, facts, pod, "metrics"), names))
-        counts = counts_of([pod_figures(text) for text in texts])
-    except (DLRMError, ValidationError, ValueError) as error:
-        notes.append(f"The pods could not be asked, so figures are those of the status: {one_line(str(error))}")
+    except (DLRMError, ValidationError) as error:
+        words = first_problem(error) if isinstance(error, ValidationError) else one_line(str(error))
+        notes.append(f"The pods could not be asked, so figures are those of the status: {words}")
         return None, []
+    with ThreadPoolExecutor(PARALLEL, thread_name_prefix="metrics") as threads:
+        found = list(threads.map(look, names))
+    notes += [each for each in found if isinstance(each, str)]
+    counts = counts_of([each for each in found if not isinstance(each, str)])
     now, attempt = time.time(), max(1, facts.attempt)
     zero = Counts(ranks=counts.ranks)
     return progress, [
