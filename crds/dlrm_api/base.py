@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import (
@@ -19,9 +20,9 @@ from pydantic import (
 )
 from pydantic.alias_generators import to_camel
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, SchemaValidator, core_schema
 
-from dlrm_api.errors import BadDataError, field_path, invalid_spec
+from dlrm_api.errors import BadDataError, InvalidSpecError, field_path, invalid_spec
 
 NOT_BUILT = "x-dlrm-not-built"
 """JSON schema key under which :class:`NotBuilt` leaves the allowed values for the CRD generator."""
@@ -113,6 +114,14 @@ class NotBuilt:
         raise PydanticCustomError("not_built", "{message}", {"message": message})
 
 
+COUNTED_CHARACTERS = 2**17
+"""All that is wrong with a document of strangers is counted where it is no longer than this: an error may take two
+characters, and 1 KiB of memory."""
+MOST_KEYS = 1_000
+"""Of one object of theirs: each key that is not known is an error too."""
+MOST_VALUES = 250_000
+"""Of such a document. 5,000 tables with every field written out hold half of them; one may take 768 bytes to read."""
+
 Model = TypeVar("Model", bound=ApiModel)
 YAML_1_1_TEXT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?[0-9]+\.[0-9]*[eE][0-9]+")
 """Numbers that YAML 1.1 readers, such as PyYAML, take for text, and kubectl does not: 1e-3, 1.5e3."""
@@ -137,6 +146,58 @@ def read(model: type[Model], document: Any) -> Model:
             if mended is None:
                 raise invalid_spec(error) from error
             document = mended
+
+
+def read_served(model: type[Model], document: Any) -> Model:
+    """Read what claims to come from an API server as strictly as :func:`read`, in little memory whatever it holds.
+
+    The server has left nulls out and written numbers as such, so nothing is mended. Reading stops at the first item of
+    each list that is refused.
+
+    Raises:
+        InvalidSpecError: names the first refused field; and how many more there are, unless the document is large.
+    """
+    _check_size(document)
+    text = json.dumps(document)
+    try:
+        found: Model = _stopping_early(model).validate_json(text, strict=True, by_alias=True, by_name=False)
+    except ValidationError as error:
+        if len(text) > COUNTED_CHARACTERS:
+            raise invalid_spec(error, stopped=True) from error
+        try:
+            model.model_validate_json(text, strict=True, by_alias=True, by_name=False)
+        except ValidationError as every:
+            raise invalid_spec(every) from every
+        raise AssertionError("a document that was refused is read after all") from error
+    return found
+
+
+def _check_size(document: Any) -> None:
+    left, values = [document], 0
+    while left and values <= MOST_VALUES:
+        value = left.pop()
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if isinstance(value, dict) and len(value) > MOST_KEYS:
+            words = f"an object has {len(value)} keys, where at most {MOST_KEYS} are read: give fewer"
+            raise InvalidSpecError("document", words)
+        values += len(inside)
+        if values <= MOST_VALUES:
+            left.extend(inside)
+    if values > MOST_VALUES:
+        raise InvalidSpecError("document", f"more than {MOST_VALUES} values, the most that are read: give fewer")
+
+
+@cache
+def _stopping_early(model: type[ApiModel]) -> SchemaValidator:
+    """The model's validator, which gives up a list at its first bad item: pydantic keeps an error for each."""
+    return SchemaValidator(_failing_fast(model.__pydantic_core_schema__))
+
+
+def _failing_fast(schema: Any) -> Any:
+    if isinstance(schema, dict):
+        found = {key: _failing_fast(value) for key, value in schema.items()}
+        return found | {"fail_fast": True} if schema.get("type") in ("tuple", "list") else found
+    return [_failing_fast(part) for part in schema] if isinstance(schema, list) else schema
 
 
 def read_stored(model: type[Model], document: Any, root: str = "") -> tuple[Model, tuple[str, ...]]:

@@ -105,17 +105,27 @@ class InfeasiblePlanError(InvalidSpecError):
         self.reasons = tuple(reasons)
 
 
+SHOWN_CHARACTERS = 256
+"""Of a value that was refused."""
 OF_A_RULE = "Value error, "
 """What pydantic, and typer by it, put in front of a rule's own words."""
 
 
-def invalid_spec(error: ValidationError, root: str = "") -> InvalidSpecError:
-    """Name the first refused field below ``root`` the way kubectl shows it, and say how many more there are."""
-    problems = error.errors(include_url=False, include_input=True)
-    message = _message(problems[0])
-    if len(problems) > 1:
-        message += f" (and {len(problems) - 1} more)"
-    return InvalidSpecError(field_path(problems[0]["loc"], root) or "document", message)
+def invalid_spec(error: ValidationError, root: str = "", *, stopped: bool = False) -> InvalidSpecError:
+    """Name the first refused field below ``root`` the way kubectl shows it, and say how many more there are.
+
+    Args:
+        error: What pydantic found.
+        root: Path of the document.
+        stopped: Whether reading ended at the first item of a list that was refused, so that there may be more.
+    """
+    first = error.errors(include_url=False, include_input=True)[0]
+    message = _message(first)
+    if stopped:
+        message += " (there may be more: the document is too large to count them)"
+    elif error.error_count() > 1:
+        message += f" (and {error.error_count() - 1} more)"
+    return InvalidSpecError(field_path(first["loc"], root) or "document", message)
 
 
 def first_problem(error: ValidationError) -> str:
@@ -144,5 +154,5 @@ def _message(problem: ErrorDetails) -> str:
         case "too_long":
             return f"more than {context['max_length']} items, the most that are allowed"
         case "string_pattern_mismatch":
-            return f"{problem['input']!r} does not match {context['pattern']}"
+            return f"{problem['input'][:SHOWN_CHARACTERS]!r} does not match {context['pattern']}"
     return problem["msg"].removeprefix(OF_A_RULE)

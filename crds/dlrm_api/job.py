@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from dlrm_api.base import WHOLE, ApiModel, Rule, read, read_stored
+from dlrm_api.base import WHOLE, ApiModel, Rule, read, read_served, read_stored
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_api.data import DataSpec
 from dlrm_api.lifecycle import LifecycleSpec, SchedulingSpec
@@ -147,6 +147,15 @@ def parse_job(document: Any) -> DLRMJob:
         InvalidSpecError: names the first refused field as kubectl shows it, and how many more there are.
     """
     return read(DLRMJob, document)
+
+
+def parse_served_job(document: Any) -> DLRMJob:
+    """Read a job that claims to come from an API server, in little memory whatever the document holds.
+
+    Raises:
+        InvalidSpecError: names the first refused field as kubectl shows it, and how many more there are.
+    """
+    return read_served(DLRMJob, document)
 
 
 def parse_stored_job(document: Any) -> tuple[DLRMJob, tuple[str, ...]]:

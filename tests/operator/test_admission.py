@@ -2,14 +2,19 @@
 
 import asyncio
 import copy
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 from operator_cluster import job_document
+from pydantic import ValidationError
 
-from dlrm_api.errors import BadDataError
+from dlrm_api import base
+from dlrm_api.errors import BadDataError, InvalidSpecError
+from dlrm_operator.admission import judging
 from dlrm_operator.admission.judging import REMEMBERED, Admission, Plan
+from dlrm_operator.admission.review import REFUSAL_CHARACTERS, Review, examine
 from dlrm_operator.beside.references import ProfileSeen, References
 from dlrm_operator.cluster_errors import ClusterUnavailableError
 from dlrm_operator.facts.actions import PlanQuestion
@@ -156,6 +161,91 @@ def test_a_privileged_job_that_was_stored_before_is_left_as_it_is() -> None:
     labelled = changed(old, lambda job: job["metadata"].update(labels={"team": "ads"}))
 
     assert answers(Planner(FEASIBLE), review(labelled, old)) == [{"uid": "review-1", "allowed": True}]
+
+
+def of_tables(*tables: Object) -> Object:
+    job = job_document("demo")
+    job["spec"]["model"]["tables"] = list(tables)
+    return job
+
+
+GOOD_TABLE = {"name": "a", "rows": 10, "dim": 4}
+
+
+def test_the_first_bad_field_is_named_and_how_many_more_there_are() -> None:
+    tables = [{**GOOD_TABLE, "name": f"t{i}", "rows": 0} for i in range(50)]
+
+    [answer] = answers(Planner(FEASIBLE), review(of_tables(GOOD_TABLE, *tables)))
+
+    message = answer["status"]["message"]
+    assert message.startswith("spec.model.tables[1].rows: Input should be greater than or equal to 1")
+    assert message.endswith("(and 49 more)")
+
+
+HUGE = {
+    "bad tables": (lambda: of_tables(*[{"a": 1}] * 50_000), "document is too large to count"),
+    "bad features": (lambda: of_tables({**GOOD_TABLE, "features": [1] * 200_000}), "document is too large to count"),
+    "unknown fields": (lambda: of_tables({**GOOD_TABLE, **{f"a{i}": 1 for i in range(300_000)}}), "has 300003 keys"),
+    "more tables": (lambda: of_tables(*[{"a": 1}] * 400_000), "more than 250000 values"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), HUGE.values(), ids=HUGE)
+def test_a_huge_review_that_is_bad_all_over_is_refused_with_few_errors_held(
+    make: Callable[[], Object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    kept = base.invalid_spec
+
+    def counted(error: ValidationError, *rest: Any, **more: Any) -> InvalidSpecError:
+        counts.append(error.error_count())
+        return kept(error, *rest, **more)
+
+    monkeypatch.setattr(base, "invalid_spec", counted)
+
+    [answer] = answers(Planner(FEASIBLE), review(make()))
+
+    assert not answer["allowed"]
+    assert sum(counts) < 10
+    assert words in answer["status"]["message"]
+
+
+def test_the_largest_model_with_every_table_written_out_is_read() -> None:
+    every = {
+        "initializer": {"kind": "uniform", "scale": 0.1},
+        "distribution": {"prior": "zipf", "alpha": 1.1},
+        "embedding": {"hash": "mix"},
+        "pin": {"tier": "ddr", "ranks": [0]},
+    }
+    options = {**GOOD_TABLE, **every, "pooling": "sum", "dtype": "fp32", "maxLookups": 2, "avgLookups": 1.0}
+    tables = [{**options, "name": f"t{i}", "features": [f"t{i}", f"u{i}"]} for i in range(5_000)]
+
+    assert answers(Planner(FEASIBLE), review(of_tables(*tables))) == [{"uid": "review-1", "allowed": True}]
+
+
+def test_a_refusal_is_bounded_however_long_the_name_of_a_field_is() -> None:
+    [answer] = answers(Planner(FEASIBLE), review(of_tables({**GOOD_TABLE, "x" * 1_000_000: 1})))
+
+    assert "unknown field" in answer["status"]["message"]
+    assert len(answer["status"]["message"]) <= REFUSAL_CHARACTERS
+
+
+def test_one_review_is_examined_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_work, most = 0, 0
+
+    def slowly(asked: Review, limits: OverlayLimits) -> Any:
+        nonlocal at_work, most
+        at_work += 1
+        most = max(most, at_work)
+        time.sleep(0.02)
+        at_work -= 1
+        return examine(asked, limits)
+
+    monkeypatch.setattr(judging, "examine", slowly)
+    found = answers(Planner(FEASIBLE), *(review(job_document(f"demo-{number}")) for number in range(5)))
+
+    assert [each["allowed"] for each in found] == [True] * 5
+    assert most == 1
 
 
 @pytest.mark.parametrize(

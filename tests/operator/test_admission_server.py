@@ -13,8 +13,9 @@ from mounted_secret import MountedSecret
 
 from dlrm_api.errors import BadDataError, NoInputError
 from dlrm_cluster.ports import free_port
+from dlrm_operator.admission import server as server_module
 from dlrm_operator.admission.certificates import Certificate
-from dlrm_operator.admission.server import MOST_BYTES, AdmissionServer
+from dlrm_operator.admission.server import MOST_BYTES, MOST_BYTES_AT_ONCE, AdmissionServer, Answering
 
 Work = Callable[[str], Awaitable[None]]
 
@@ -29,10 +30,11 @@ class Echo:
         """Nothing runs."""
 
 
-def serve(secret: MountedSecret, work: Work) -> None:
+def serve(secret: MountedSecret, work: Work, answering: Answering | None = None, wait_s: float = 20.0) -> None:
     async def run() -> None:
         port = free_port("127.0.0.1")
-        server = AdmissionServer("127.0.0.1", port, Echo(), Certificate(secret.folder), look_s=0.02)
+        certificate = Certificate(secret.folder)
+        server = AdmissionServer("127.0.0.1", port, answering or Echo(), certificate, wait_s=wait_s, look_s=0.02)
         await server.start()
         try:
             await work(f"https://127.0.0.1:{port}/validate")
@@ -134,9 +136,12 @@ def test_a_pair_that_does_not_fit_leaves_the_old_one_in_use(tmp_path: Path, capl
         ('{"a": 1}', 200, '{"said": {"a": 1}}'),
         ('{"noise": 1}', 400, "no AdmissionReview of a DLRMJob"),
         ("{", 400, "Expecting property name"),
+        ("[" * 200_000, 400, "recursion"),
+        ("9" * 10_000, 400, "digits"),
+        (f'{{"noise": "{"x" * 10_000}"}}', 400, "no AdmissionReview of a DLRMJob"),
         ("x" * (MOST_BYTES + 1), 413, "exceeded"),
     ],
-    ids=["review", "another object", "no JSON", "too large"],
+    ids=["review", "another object", "no JSON", "too deep", "too many digits", "long", "too large"],
 )
 def test_noise_is_told_so(tmp_path: Path, body: str, status: int, words: str) -> None:
     secret = MountedSecret(tmp_path / "certs")
@@ -146,6 +151,70 @@ def test_noise_is_told_so(tmp_path: Path, body: str, status: int, words: str) ->
 
         assert found[0] == status
         assert words in found[1]
+
+    serve(secret, work)
+
+
+class Slow(Echo):
+    """Answers when it is let."""
+
+    def __init__(self) -> None:
+        self.at_work, self.most_at_work, self.let = 0, 0, asyncio.Event()
+
+    async def answer(self, document: Any) -> dict[str, Any]:
+        self.at_work += 1
+        self.most_at_work = max(self.most_at_work, self.at_work)
+        await self.let.wait()
+        self.at_work -= 1
+        return {}
+
+
+LARGE = '{"a": "' + "x" * (MOST_BYTES - 100) + '"}'
+
+
+def test_two_of_the_largest_reviews_are_worked_on_at_a_time_and_the_others_wait(tmp_path: Path) -> None:
+    secret, slow = MountedSecret(tmp_path / "certs"), Slow()
+
+    async def work(url: str) -> None:
+        asked = [asyncio.create_task(post(url, secret.ca, LARGE)) for _ in range(6)]
+        await until(lambda: asyncio.sleep(0, slow.at_work == MOST_BYTES_AT_ONCE // MOST_BYTES))
+        slow.let.set()
+
+        assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 6
+        assert slow.most_at_work == 2
+
+    serve(secret, work, slow)
+
+
+def test_a_review_that_waits_too_long_for_others_is_turned_away_and_the_next_is_answered(tmp_path: Path) -> None:
+    secret, slow = MountedSecret(tmp_path / "certs"), Slow()
+
+    async def work(url: str) -> None:
+        held = [asyncio.create_task(post(url, secret.ca, LARGE)) for _ in range(2)]
+        await until(lambda: asyncio.sleep(0, slow.at_work == 2))
+        status, words = await post(url, secret.ca, LARGE)
+        slow.let.set()
+
+        assert (status, words) == (503, "more reviews at once than are answered: ask again")
+        assert [status for status, _ in await asyncio.gather(*held)] == [200, 200]
+        assert (await post(url, secret.ca, LARGE))[0] == 200
+
+    serve(secret, work, slow, wait_s=0.2)
+
+
+def test_a_review_that_does_not_arrive_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = MountedSecret(tmp_path / "certs")
+    monkeypatch.setattr(server_module, "ARRIVAL_S", 0.1)
+
+    async def work(url: str) -> None:
+        context = ssl.create_default_context(cafile=secret.ca)
+        port = int(url.split(":")[2].split("/")[0])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        writer.write(b"POST /validate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        line = await asyncio.wait_for(reader.readline(), 20)
+        writer.close()
+
+        assert b" 408 " in line
 
     serve(secret, work)
 

@@ -44,6 +44,7 @@ class Admission:
         self._planner = PlannerProcess()
         self._plan = plan or self._planner.ask
         self._slot = asyncio.Semaphore(1)
+        self._examining = asyncio.Semaphore(1)
         self._verdicts: OrderedDict[str, Verdict] = OrderedDict()
 
     async def stop(self) -> None:
@@ -58,7 +59,8 @@ class Admission:
         """
         with ADMISSION_SECONDS.time():
             review = read_review(document)
-            found = await asyncio.to_thread(examine, review, self._limits)  # thousands of tables take most of a second
+            async with self._examining:
+                found = await asyncio.to_thread(examine, review, self._limits)  # thousands of tables take most of a second
             verdict = await self._judged(review.namespace, found) if isinstance(found, DLRMJob) else found
         ADMISSIONS.labels("refused" if verdict.refusal else "warned" if verdict.warnings else "admitted").inc()
         return response(review, verdict)

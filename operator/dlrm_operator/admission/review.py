@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlrm_api.errors import BadDataError, InvalidSpecError
-from dlrm_api.job import DLRMJob, parse_job
+from dlrm_api.job import DLRMJob, parse_served_job
 from dlrm_operator.beside.references import ProfileSeen
+from dlrm_operator.facts.conditions import shorten
 from dlrm_operator.facts.observed import Planning
 from dlrm_operator.facts.overlay_limits import OverlayLimits
 from dlrm_operator.objects.restrictions import refuse_widening
@@ -23,6 +24,8 @@ API_VERSION = "admission.k8s.io/v1"
 INVALID = 422
 WARNING_CHARACTERS = 1_000
 """The API server keeps 4,096 characters of all warnings together."""
+REFUSAL_CHARACTERS = 16_384
+"""A refusal names fields of the document, which may be as long as it."""
 UNPLANNED = ("lifecycle", "scheduling")
 """Parts of the spec that no plan depends on."""
 
@@ -74,8 +77,11 @@ def examine(review: Review, limits: OverlayLimits) -> Verdict | DLRMJob:
     leaving = "deletionTimestamp" in (review.job.get("metadata") or {})
     if leaving or (review.old is not None and old.get("spec") == spec):
         return Verdict()
+    meta = review.job.get("metadata")
+    if isinstance(meta, dict):
+        meta = {key: value for key, value in meta.items() if key in ("name", "namespace")}  # no more of it is read
     try:
-        job = parse_job({**review.job, "status": None})
+        job = parse_served_job({**review.job, "metadata": meta, "status": None})
         refuse_widening(job.spec, review.namespace, limits)
     except InvalidSpecError as error:
         return Verdict(refusal=str(error))
@@ -105,7 +111,11 @@ def response(review: Review, verdict: Verdict) -> Object:
     """The ``AdmissionReview`` that answers."""
     found: Object = {"uid": review.uid, "allowed": not verdict.refusal}
     if verdict.refusal:
-        found["status"] = {"code": INVALID, "reason": "Invalid", "message": verdict.refusal}
+        found["status"] = {
+            "code": INVALID,
+            "reason": "Invalid",
+            "message": shorten(verdict.refusal, REFUSAL_CHARACTERS),
+        }
     if verdict.warnings:
         found["warnings"] = [_one_line(words) for words in verdict.warnings]
     return {"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": found}

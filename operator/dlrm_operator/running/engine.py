@@ -234,7 +234,8 @@ def _admission_server(settings: Settings, references: References) -> AdmissionSe
         return None
     admission = Admission(references, settings.webhook_deadline_s, limits=settings.limits)
     certificate = Certificate(Path(settings.webhook_certs))
-    return AdmissionServer(settings.address, settings.webhook_port, admission, certificate)
+    wait_s = settings.webhook_deadline_s
+    return AdmissionServer(settings.address, settings.webhook_port, admission, certificate, wait_s=wait_s)
 
 
 def _mourn(task: asyncio.Task[None]) -> None:
