@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import re
+import zlib
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import FailFast, Field, ValidationError
 
 from dlrm_api.base import ApiModel
 from dlrm_api.errors import InvalidSpecError, invalid_spec
@@ -18,6 +20,15 @@ ShardKind = Literal["table", "row", "column", "data", "table-row"]
 
 PART_BYTES = 900_000
 """A ConfigMap holds 1 MiB; a part leaves room for the rest of the object."""
+PART = re.compile(r"plan\.([0-9a-f]{16})\.([0-9]{1,4})-of-([0-9]{1,4})\.gz")
+"""Key of a part: digest, number and how many there are."""
+MOST_SHARDS = 2**16
+"""Of one plan, all tables together; with four levels each they take nearly all of MOST_PLAN_BYTES."""
+MOST_PLAN_BYTES = 2**25
+"""Of a plan as text; whatever a ConfigMap holds, no more is unpacked."""
+MOST_SUMMARY_BYTES = 2**22
+"""Of a plan's text without its tables: ranks take some 60 bytes each."""
+TABLES, AFTER_TABLES = b'"tables":[', b'],"lookahead":'
 
 
 class TierLevel(ApiModel):
@@ -39,7 +50,7 @@ class TierLevel(ApiModel):
 class TierShare(ApiModel):
     """Where the rows of one shard live. Each of its column blocks has levels of its own, of these sizes."""
 
-    levels: tuple[TierLevel, ...] = Field(
+    levels: Annotated[tuple[TierLevel, ...], FailFast()] = Field(
         (),
         max_length=4,
         description=(
@@ -73,10 +84,10 @@ class TablePlan(ApiModel):
     """The shards of one table."""
 
     name: str = Field(description="Table.")
-    column_blocks: tuple[int, ...] = Field(
+    column_blocks: Annotated[tuple[int, ...], FailFast()] = Field(
         description="Edges of the column blocks that each keep a row state of their own: (0, dim) for one block."
     )
-    shards: tuple[Shard, ...] = Field(min_length=1, description="Shards.")
+    shards: Annotated[tuple[Shard, ...], FailFast()] = Field(min_length=1, description="Shards.")
 
 
 class RankPlan(ApiModel):
@@ -116,14 +127,16 @@ class Plan(ApiModel):
             "Where ranks compute: cuda on a GPU of each process's own, which slots in hbm need; cpu on the host."
         ),
     )
-    ranks: tuple[RankPlan, ...] = Field(description="Ranks, in order.")
-    tables: tuple[TablePlan, ...] = Field(description="Tables, in the model's order.")
+    ranks: Annotated[tuple[RankPlan, ...], FailFast()] = Field(description="Ranks, in order.")
+    tables: Annotated[tuple[TablePlan, ...], FailFast()] = Field(description="Tables, in the model's order.")
     lookahead: int = Field(
         0, ge=0, le=8, description="Batches whose rows are fetched ahead of the one that is computed."
     )
-    handoff_bytes: tuple[int, ...] = Field(description="Budget of shared memory for cuts, by pod (bytes).")
+    handoff_bytes: Annotated[tuple[int, ...], FailFast()] = Field(
+        description="Budget of shared memory for cuts, by pod (bytes)."
+    )
     predicted: Prediction = Field(Prediction(), description="What the cost model expects.")
-    reasons: tuple[str, ...] = Field((), description="Why the plan is as it is, in words.")
+    reasons: Annotated[tuple[str, ...], FailFast()] = Field((), description="Why the plan is as it is, in words.")
 
     @property
     def nodes(self) -> int:
@@ -147,8 +160,20 @@ def plan_to_parts(plan: Plan) -> dict[str, bytes]:
     """Compress a plan and cut it into parts that each fit a ConfigMap; keys are ``plan.<sha256>.<i>-of-<n>.gz``.
 
     Equal plans give equal bytes, so that a repeated turn of the operator writes what is already there.
+
+    Raises:
+        InvalidSpecError: the plan is larger than what is read back.
     """
-    body = gzip.compress(plan.model_dump_json(exclude_defaults=False).encode(), mtime=0)
+    text = plan.model_dump_json(exclude_defaults=False).encode()
+    for size, most, what in (
+        (len(text), MOST_PLAN_BYTES, f"the plan of {sum(len(table.shards) for table in plan.tables)} shards"),
+        (len(_without_tables(text)), MOST_SUMMARY_BYTES, f"the plan's list of {plan.world_size} ranks"),
+    ):
+        if size > most:
+            raise InvalidSpecError(
+                "spec.trainer", f"{what} takes {size} bytes, at most {most} are kept: use fewer ranks"
+            )
+    body = gzip.compress(text, mtime=0)
     digest = hashlib.sha256(body).hexdigest()[:16]
     pieces = [body[i : i + PART_BYTES] for i in range(0, len(body), PART_BYTES)]
     return {f"plan.{digest}.{i}-of-{len(pieces)}.gz": piece for i, piece in enumerate(pieces)}
@@ -158,13 +183,57 @@ def plan_from_parts(parts: Mapping[str, bytes]) -> Plan:
     """Join what :func:`plan_to_parts` cut.
 
     Raises:
-        InvalidSpecError: a part is missing or its bytes are not those that were written.
+        InvalidSpecError: a part is missing, its bytes are not those that were written, or they are no plan.
     """
-    names = sorted(parts, key=lambda name: int(name.split(".")[2].split("-")[0]))
-    if not names:
+    return parse_plan(_joined(parts))
+
+
+def plan_without_tables(parts: Mapping[str, bytes]) -> Plan:
+    """The same with no tables: all that the operator needs, in a fraction of the time and memory.
+
+    Raises:
+        InvalidSpecError: as of :func:`plan_from_parts`.
+    """
+    text = _without_tables(_joined(parts))
+    if len(text) > MOST_SUMMARY_BYTES:
+        raise _damaged(f"without its tables it takes {len(text)} bytes, at most {MOST_SUMMARY_BYTES} are read")
+    return parse_plan(text)
+
+
+def _joined(parts: Mapping[str, bytes]) -> bytes:
+    """The text of a plan, however it was put into its parts."""
+    if not parts:
         raise InvalidSpecError("plan", "no part of the plan is there: mount all of its ConfigMaps")
-    digest, total = names[0].split(".")[1], int(names[0].split(".")[2].split("-of-")[1])
-    body = b"".join(parts[name] for name in names)
-    if len(names) != total or hashlib.sha256(body).hexdigest()[:16] != digest:
-        raise InvalidSpecError("plan", f"{len(names)} of {total} parts are there, or one is damaged: write them again")
-    return parse_plan(gzip.decompress(body))
+    found: dict[int, str] = {}
+    kinds = set[tuple[str, int]]()
+    for name in parts:
+        key = PART.fullmatch(name)
+        if key is None:
+            raise _damaged(f"{name[:100]!r} is no name of a part")
+        found[int(key[2])] = name
+        kinds.add((key[1], int(key[3])))
+    digest, total = min(kinds)
+    body = b"".join(parts[found[number]] for number in sorted(found))
+    whole = len(kinds) == 1 and sorted(found) == list(range(total)) and len(parts) == total
+    if not whole or hashlib.sha256(body).hexdigest()[:16] != digest:
+        raise InvalidSpecError("plan", f"{len(parts)} of {total} parts are there, or one is damaged: write them again")
+    unpacking = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        text = unpacking.decompress(body, MOST_PLAN_BYTES + 1)
+    except zlib.error as error:
+        raise _damaged(f"its parts can't be unpacked ({error})") from error
+    if len(text) > MOST_PLAN_BYTES:
+        raise _damaged(f"it takes more than {MOST_PLAN_BYTES} bytes")
+    if not unpacking.eof:
+        raise _damaged("its parts end too soon")
+    return text
+
+
+def _without_tables(text: bytes) -> bytes:
+    """The text that :func:`plan_to_parts` wrote, its list of tables emptied: in strings, quotes would be escaped."""
+    start, end = text.find(TABLES), text.rfind(AFTER_TABLES)
+    return text[: start + len(TABLES)] + text[end:] if 0 <= start < end else text
+
+
+def _damaged(how: str) -> InvalidSpecError:
+    return InvalidSpecError("plan", f"the plan is damaged: {how}: delete its ConfigMaps, and the operator plans anew")

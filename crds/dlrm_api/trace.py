@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import FailFast, Field, ValidationError
 
 from dlrm_api.base import ApiModel
 from dlrm_api.errors import invalid_spec
@@ -37,8 +37,10 @@ class TableTrace(ApiModel):
     sample_rate: float = Field(
         1.0, gt=0, le=1, description="Share of rows that were followed; 1: unique rows, histogram and curve are exact."
     )
-    histogram: tuple[ReuseBin, ...] = Field((), description="Rows and lookups by how often a row is looked up.")
-    curve: tuple[CurvePoint, ...] = Field(
+    histogram: Annotated[tuple[ReuseBin, ...], FailFast()] = Field(
+        (), description="Rows and lookups by how often a row is looked up."
+    )
+    curve: Annotated[tuple[CurvePoint, ...], FailFast()] = Field(
         (),
         description=(
             "Hit rate of a fully associative LRU cache, one access for each distinct row of a batch, by cache rows "
@@ -64,7 +66,7 @@ class Trace(ApiModel):
     job: str | None = Field(None, description="Name of the job whose data was traced.")
     global_batch_size: int = Field(ge=1, description="Samples of a batch.")
     batches: int = Field(ge=1, description="Global batches that were traced.")
-    tables: tuple[TableTrace, ...] = Field(description="Tables, in the model's order.")
+    tables: Annotated[tuple[TableTrace, ...], FailFast()] = Field(description="Tables, in the model's order.")
 
 
 def parse_trace(text: str | bytes) -> Trace:

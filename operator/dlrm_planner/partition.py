@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ranks = NDArray[np.int64]
+Slots = NDArray[np.unsignedinteger]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,8 @@ def tightest(items: Items, bins: Bins) -> Ranks | Misfit:
 def largest_differences(items: Items, bins: Bins) -> Ranks:
     """Balance cost by the k-way largest differencing method; memory is left to :func:`dlrm_planner.repair.repair`.
 
-    Items that may not go everywhere are placed first, greedily, and enter as one part whose ranks are fixed.
+    Items that may not go everywhere are placed first, greedily, and enter as one part whose ranks are fixed. At its
+    peak it takes some 6 bytes for each item and rank (10 with over 65,536 ranks).
     """
     tree = _Tree(bins.world_size)
     ranks = np.zeros(len(items.cost), np.int64)
@@ -93,15 +95,11 @@ def largest_differences(items: Items, bins: Bins) -> Ranks:
     for i in bound:
         ranks[i] = min(items.allowed[i], key=lambda rank: (fixed[rank], rank))
         fixed[ranks[i]] += items.cost[i]
-    tree.add_leaf(fixed)
     free = [i for i in range(len(items.cost)) if not items.allowed[i]]
-    for i in free:
-        tree.add_leaf(np.concatenate(([items.cost[i]], np.zeros(bins.world_size - 1))))
-    slots = tree.reduce()
+    base, slots = tree.reduce(fixed, items.cost[free].tolist())
     label = np.empty(bins.world_size, np.int64)
-    label[slots[0]] = np.arange(bins.world_size)  # the first leaf's slots are the ranks themselves
-    for leaf, i in enumerate(free, start=1):
-        ranks[i] = label[slots[leaf][0]]
+    label[base] = np.arange(bins.world_size)  # the slots of the part whose ranks are fixed are the ranks themselves
+    ranks[free] = label[slots]
     return ranks
 
 
@@ -110,34 +108,56 @@ class _Tree:
 
     def __init__(self, width: int) -> None:
         self._width = width
-        self._sums: list[NDArray[np.float64]] = []
+        self._slot = np.min_scalar_type(width - 1)
+        self._sums: dict[int, NDArray[np.float64] | float] = {}
+        """Of parts that are not merged yet; a number is the one sum of a part that has no other."""
         self._heap: list[tuple[float, int]] = []
-        self._merges: list[tuple[int, int, Ranks, Ranks]] = []
+        self._merges: list[tuple[int, int, Slots, Slots]] = []
 
-    def add_leaf(self, sums: NDArray[np.float64]) -> None:
-        self._push(sums)
+    def reduce(self, fixed: NDArray[np.float64], costs: list[float]) -> tuple[Ranks, Ranks]:
+        """Merge a part of W sums and parts of one sum each to one part.
 
-    def _push(self, sums: NDArray[np.float64]) -> None:
-        heapq.heappush(self._heap, (-float(sums.max() - sums.min()), len(self._sums)))
-        self._sums.append(sums)
-
-    def reduce(self) -> list[Ranks]:
-        """Merge to one part; for each leaf the final slot of each of its slots, (W,)."""
-        leaves = len(self._sums)
+        Returns:
+            The final slot of each slot of ``fixed``, (W,), and that of each cost.
+        """
+        self._push(0, fixed)
+        for leaf, cost in enumerate(costs, start=1):
+            self._push(leaf, cost)
+        leaves = 1 + len(costs)
         while len(self._heap) > 1:
             left, right = heapq.heappop(self._heap)[1], heapq.heappop(self._heap)[1]
-            down = np.argsort(-self._sums[left], kind="stable")
-            up = np.argsort(self._sums[right], kind="stable")
-            self._merges.append((left, right, down, up))
-            self._push(self._sums[left][down] + self._sums[right][up])
-        final: list[Ranks] = [np.arange(self._width)] * len(self._sums)
-        for part in range(len(self._sums) - 1, leaves - 1, -1):
-            left, right, down, up = self._merges[part - leaves]
+            of_left, of_right = self._take(left), self._take(right)
+            down = np.argsort(-of_left, kind="stable")
+            up = np.argsort(of_right, kind="stable")
+            self._push(leaves + len(self._merges), of_left[down] + of_right[up])
+            self._merges.append((left, right, down.astype(self._slot), up.astype(self._slot)))
+        return self._unrolled(leaves)
+
+    def _push(self, part: int, sums: NDArray[np.float64] | float) -> None:
+        least = 0.0 if self._width > 1 else np.max(sums)
+        spread = float(np.max(sums) - (least if isinstance(sums, float) else sums.min()))
+        heapq.heappush(self._heap, (-spread, part))
+        self._sums[part] = sums
+
+    def _take(self, part: int) -> NDArray[np.float64]:
+        sums = self._sums.pop(part)
+        return np.concatenate(([sums], np.zeros(self._width - 1))) if isinstance(sums, float) else sums
+
+    def _unrolled(self, leaves: int) -> tuple[Ranks, Ranks]:
+        """From the last merge to the first: where the slots of each part ended up."""
+        final: dict[int, Slots] = {leaves + len(self._merges) - 1: np.arange(self._width, dtype=self._slot)}
+        first = np.zeros(leaves, np.int64)
+        while self._merges:
+            left, right, down, up = self._merges.pop()
+            here = final.pop(leaves + len(self._merges))
             for child, order in ((left, down), (right, up)):
-                slots = np.empty(self._width, np.int64)
-                slots[order] = final[part]
-                final[child] = slots
-        return final[:leaves]
+                slots = np.empty(self._width, self._slot)
+                slots[order] = here
+                if 0 < child < leaves:
+                    first[child] = slots[0]
+                else:
+                    final[child] = slots
+        return final[0].astype(np.int64), first[1:]
 
 
 def _order(items: Items, first: NDArray[np.generic], second: NDArray[np.generic]) -> list[int]:

@@ -18,6 +18,8 @@ from dlrm_planner.shards import Shards, Split, cut
 from dlrm_planner.tables import Tables
 
 TIGHTEST = "best fit by bytes"
+MOST_DIFFERENCED = 2**25
+"""Items times ranks up to which largest differencing is tried: it takes up to 200 MiB then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +126,8 @@ class Attempt:
 
 
 def _balanced(items: Items, bins: Bins) -> Iterator[tuple[str, Ranks]]:
-    if (differenced := repair(items, bins, largest_differences(items, bins))) is not None:
+    small = sum(not allowed for allowed in items.allowed) * bins.world_size <= MOST_DIFFERENCED
+    if small and (differenced := repair(items, bins, largest_differences(items, bins))) is not None:
         yield "largest differencing", differenced
     if not isinstance(spread := greedy(items, bins), Misfit):
         yield "greedy", spread

@@ -12,7 +12,7 @@ import numpy as np
 from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.plan import Plan, RankPlan, Shard, TablePlan, TierLevel, TierShare
+from dlrm_api.plan import MOST_SHARDS, Plan, RankPlan, Shard, TablePlan, TierLevel, TierShare
 from dlrm_api.trace import TableTrace
 from dlrm_planner.auto import plan_sized
 from dlrm_planner.devices import device_working_bytes
@@ -55,7 +55,8 @@ def plan_job(
     Raises:
         InfeasiblePlanError: the tables do not fit; the reasons say which, where, by how many bytes, and the mend.
         InvalidSpecError: a pin names a rank, tier or kind of split that there is not, a trace is missing, or a target
-            is given for a throughput that the profile does not let predict.
+            is given for a throughput that the profile does not let predict; or there would be more shards than a plan
+            holds.
     """
     if spec.fixed_replicas is not None:
         return _Planning(profile, traces or {}, reserve, shared).fixed(spec)
@@ -105,7 +106,15 @@ class _Planning:
 
 
 def _written(spec: DLRMJobSpec, asked: Question, found: Solution) -> Plan:
-    """A solution as the plan of its job."""
+    """A solution as the plan of its job.
+
+    Raises:
+        InvalidSpecError: it has more shards than a plan holds.
+    """
+    shards = len(found.placement.ranks) + len(found.placement.replicated)
+    if shards > MOST_SHARDS:
+        words = f"the tables take {shards} shards over {spec.world_size} ranks, and a plan holds at most {MOST_SHARDS}"
+        raise InvalidSpecError("spec.trainer", f"{words}: use fewer ranks, of more memory each")
     handoff = _handoff_bytes(spec, found)
     ranks = _rank_plans(asked, found, handoff)
     policy, rule = choose_policy(spec, found, asked.traces)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TableSpec
-from dlrm_api.plan import Device
+from dlrm_api.plan import MOST_SHARDS, Device
 from dlrm_planner.costs import ELEMENT_BYTES, Costs
 from dlrm_planner.tables import Tables
 
@@ -20,8 +20,8 @@ def check_pins(spec: DLRMJobSpec, tables: Tables, grows: str) -> None:
     """Refuse pins that no placement can honour; ``grows`` is the field that more ranks are asked for by.
 
     Raises:
-        InvalidSpecError: a pinned rank does not exist, replicas are to live on some ranks alone, or ranges of rows
-            over one node's ranks have no such ranks.
+        InvalidSpecError: a pinned rank does not exist, replicas are to live on some ranks alone, ranges of rows over
+            one node's ranks have no such ranks, or there would be more shards than a plan holds.
     """
     world_size = spec.world_size
     for table, path in zip(tables.specs, tables.paths, strict=True):
@@ -40,6 +40,32 @@ def check_pins(spec: DLRMJobSpec, tables: Tables, grows: str) -> None:
                 f"{path}.pin.ranks",
                 f"table {table.name} is pinned to sharding data, whose shards live on every rank: leave ranks out",
             )
+    _check_shards(spec, tables)
+
+
+def _check_shards(spec: DLRMJobSpec, tables: Tables) -> None:
+    """Count the shards that pins ask for, before any is made."""
+    counts = [_pinned_shards(spec, table) for table in tables.specs]
+    if sum(counts) <= MOST_SHARDS:
+        return
+    split = [count for count in counts if count > 1]
+    raise InvalidSpecError(
+        f"{tables.paths[counts.index(max(counts))]}.pin.sharding",
+        f"{len(split)} tables are pinned to be split, into {max(split)} shards at most over the job's "
+        f"{spec.world_size} ranks: {sum(counts)} shards with all other tables, and a plan holds at most {MOST_SHARDS}: "
+        "pin fewer tables, name fewer ranks in pin.ranks, or use fewer ranks",
+    )
+
+
+def _pinned_shards(spec: DLRMJobSpec, table: TableSpec) -> int:
+    """Shards that a table's pin asks for; 1 where it asks for none."""
+    pin = table.pin
+    if pin is None or pin.sharding not in ("row", "column", "table-row"):
+        return 1
+    ranks = len(set(pin.ranks)) or spec.world_size
+    if pin.sharding == "table-row":
+        return min(table.rows, spec.trainer.processes_per_replica)
+    return min(len(table.block_edges) - 1 if pin.sharding == "column" else table.rows, ranks)
 
 
 def _check_table_row(table: TableSpec, path: str, processes: int) -> None:

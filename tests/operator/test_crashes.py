@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from chart import Identity
 from kubelet_double import KubeletDouble
-from operator_cluster import JobDriver, OperatorProcess, eventually, job_document
+from operator_cluster import JobDriver, OperatorProcess, eventually, job_document, planner_answer
 
 from dlrm_api.progress import TerminationMessage
 from dlrm_cluster.api import ApiError
@@ -76,7 +76,7 @@ class InstantPlanner(Planner):
         return key in self._plans
 
     def request(self, key: JobKey, question: PlanQuestion) -> None:
-        self._plans[key] = Planning(plan=plan_job(question.job.spec, question.profile))
+        self._plans[key] = planner_answer(plan_job(question.job.spec, question.profile))
 
 
 class Alarm:

@@ -15,7 +15,7 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Env, Label
-from dlrm_api.plan import Plan, plan_from_parts
+from dlrm_api.plan import Plan, plan_from_parts, plan_to_parts
 from dlrm_operator.objects.manifests import CONFIG_MAP_BYTES, Owner, plan_config_maps
 from dlrm_operator.objects.pods import with_token_digest
 from dlrm_operator.objects.rendering import render
@@ -152,7 +152,7 @@ def test_twenty_thousand_shards_fit_config_maps() -> None:
     shards = tuple(shard.model_copy(update={"row_start": i * 7_919 % 99_991, "rank": i % 2}) for i in range(20_000))
     plan: Plan = small.model_copy(update={"tables": (small.tables[0].model_copy(update={"shards": shards}),)})
 
-    maps = plan_config_maps(a_job, 1, plan, Owner(name="demo"))
+    maps = plan_config_maps(a_job, 1, plan, plan_to_parts(plan), Owner(name="demo"))
 
     for item in maps:
         data = sum(len(base64.b64decode(value)) for value in item.get("binaryData", {}).values())

@@ -2,6 +2,7 @@
 
 import asyncio
 import mmap
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,6 +13,8 @@ import pytest
 from operator_cluster import job_document
 
 from dlrm_api.job import parse_job
+from dlrm_api.plan import plan_from_parts
+from dlrm_operator.beside.plan_child import TOO_LARGE
 from dlrm_operator.beside.planner_process import MOST_BYTES, PlannerProcess
 from dlrm_operator.beside.planning import Planner
 from dlrm_operator.facts.actions import PlanQuestion
@@ -46,7 +49,7 @@ def test_the_child_gives_the_plan_that_the_planner_makes() -> None:
 
     answer = asyncio.run(plan(asked, 60))
 
-    assert answer.plan == plan_job(asked.job.spec, None)
+    assert plan_from_parts(answer.parts) == plan_job(asked.job.spec, None)
 
 
 def test_a_refusal_is_final_and_keeps_the_planners_words() -> None:
@@ -89,6 +92,79 @@ def test_a_deadline_is_no_verdict_and_leaves_no_child() -> None:
     assert not answer.final
     assert "asked again" in answer.problem
     assert [child for child in me.children() if "plan_child" in " ".join(child.cmdline())] == []
+
+
+def grouped(tables: int, replicas: int, **template: Any) -> PlanQuestion:
+    """A question of some 200 bytes of tables."""
+    group = {"name": "t", "count": tables, "template": {"rows": 1_000_000, "dim": 16, **template}}
+    return question(
+        model={"tableGroups": [group], "interaction": "dcn"},
+        data={"format": "synthetic", "globalBatchSize": 65_536, "virtualShards": 65_536},
+        trainer={"replicas": replicas},
+    )
+
+
+def test_more_shards_than_a_plan_holds_are_refused_for_good_before_any_is_made() -> None:
+    answer = asyncio.run(plan(grouped(5_000, 4_096, pin={"sharding": "row"}), 60))
+
+    assert answer.final
+    assert answer.problem.startswith("spec.model.tableGroups[0].template.pin.sharding: 5000 tables are pinned")
+    assert "20480000 shards" in answer.problem
+
+
+IN_PYTHON = "plan_child.MOST_BYTES = 8 * 2**20"
+IN_PYDANTIC = (
+    "kept = plan_child.plan_to_parts; plan_child.plan_to_parts = lambda plan: "
+    "(plan_child.bound_memory(2**20), kept(plan))[1]"
+)
+
+
+@pytest.mark.parametrize("limit", [IN_PYTHON, IN_PYDANTIC])
+def test_a_question_that_takes_more_memory_than_a_planner_may_is_refused_and_the_next_is_answered(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = asyncio.create_subprocess_exec
+
+    async def tightly(*_: str, **pipes: Any) -> Any:
+        program = f"from dlrm_operator.beside import plan_child; {limit}; plan_child.main()"
+        return await start(sys.executable, "-c", program, **pipes)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", tightly)
+
+    async def run() -> tuple[Planning, Planning]:
+        process = PlannerProcess()
+        large = await process.ask(grouped(500, 128, pin={"sharding": "row"}), 60)
+        small = await process.ask(question(), 60)
+        await process.end()
+        return large, small
+
+    large, small = asyncio.run(run())
+
+    assert large == Planning(problem=TOO_LARGE, final=True)
+    assert small.plan is not None
+
+
+@pytest.mark.parametrize(
+    "asked", [grouped(5_000, 4_096), grouped(512, 127, pin={"sharding": "row"})], ids=["whole tables", "most shards"]
+)
+def test_what_production_needs_is_planned_within_a_planner_s_memory(asked: PlanQuestion) -> None:
+    answer = asyncio.run(plan(asked, 120))
+
+    assert answer.problem == ""
+    assert answer.plan is not None
+    assert answer.plan.tables == ()  # the operator needs none of them
+    assert len(plan_from_parts(answer.parts).tables) in (5_000, 512)
+
+
+def test_an_answer_that_is_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlrm_operator.beside.planner_process.MOST_ANSWER_BYTES", 100)
+
+    answer = asyncio.run(plan(question(), 60))
+
+    assert answer.plan is None
+    assert not answer.final
+    assert "at most 100 are read" in answer.problem
+    assert planner_children() == []
 
 
 def test_the_loop_turns_while_the_planner_works() -> None:
@@ -158,7 +234,7 @@ def test_the_next_attempt_and_an_equal_job_need_no_planner_and_another_job_does(
     assert at_once == [True, True, False, False, False]
     assert planner_children() == []  # though one was to begin when all was stopped
     assert found is not None
-    assert found.plan == plan_job(question().job.spec, None)
+    assert plan_from_parts(found.parts) == plan_job(question().job.spec, None)
 
 
 def test_a_job_whose_checkpointer_asks_for_more_memory_is_planned_anew() -> None:

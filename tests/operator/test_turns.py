@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from memory_api import MemoryApi
 from model_cluster import ModelCluster
-from operator_cluster import job_document
+from operator_cluster import job_document, planner_answer
 
 from dlrm_api.progress import Progress, TrainerPhase
 from dlrm_operator.beside.control_key import ControlKey
@@ -124,7 +124,7 @@ class Bench:
 
     def answer(self) -> None:
         assert self.planner.asked is not None
-        self.planner.plan = Planning(plan=plan_job(self.planner.asked.job.spec, None))
+        self.planner.plan = planner_answer(plan_job(self.planner.asked.job.spec, None))
 
     def pods_run(self) -> None:
         """The watch shows that both pods run."""

@@ -1,6 +1,7 @@
 """The partitioners: balance, memory caps, pins."""
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -146,3 +147,16 @@ def test_equal_problems_get_equal_answers(partition: object, problem: tuple[Item
 
     assert type(first) is type(second)
     assert first == second if isinstance(first, Misfit) else np.array_equal(first, second)
+
+
+def test_differencing_takes_few_bytes_for_each_item_and_rank() -> None:
+    items, bins = make_items([float(i % 97) for i in range(500)]), make_bins(1_000, room=1)
+
+    tracemalloc.start()
+    try:
+        largest_differences(items, bins)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 9 * 500 * 1_000

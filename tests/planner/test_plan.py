@@ -249,6 +249,43 @@ def test_five_thousand_tables_over_sixty_four_ranks(make_spec: MakeSpec) -> None
     assert plan_from_parts(plan_to_parts(plan)) == plan
 
 
+@pytest.mark.parametrize(
+    ("pin", "trainer", "shards"),
+    [
+        ({"sharding": "row"}, {"replicas": 10}, 40),
+        ({"sharding": "row", "ranks": [1, 2, 3]}, {"replicas": 10}, 12),
+        ({"sharding": "column"}, {"replicas": 10}, 16),  # of four blocks
+        ({"sharding": "table-row"}, {"replicas": 5, "processesPerReplica": 2}, 8),
+    ],
+)
+def test_shards_that_pins_ask_for_are_counted_before_any_is_made(
+    make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch, pin: dict[str, Any], trainer: dict[str, int], shards: int
+) -> None:
+    spec = make_spec([table(f"t{i}", 1_000, columnBlock=4, pin=pin) for i in range(4)], **trainer)
+    monkeypatch.setattr("dlrm_planner.sharding.MOST_SHARDS", shards)
+    plan = plan_job(spec)
+    monkeypatch.setattr("dlrm_planner.sharding.MOST_SHARDS", shards - 1)
+    monkeypatch.setattr("dlrm_planner.planner.question", None)  # nobody gets that far
+
+    with pytest.raises(InvalidSpecError) as refused:
+        plan_job(spec)
+
+    assert sum(len(planned.shards) for planned in plan.tables) == shards
+    assert refused.value.path == "spec.model.tables[0].pin.sharding"
+    assert f"{shards} shards with all other tables, and a plan holds at most {shards - 1}: pin" in str(refused.value)
+
+
+def test_a_plan_of_more_shards_than_it_holds_is_refused_whoever_split_the_tables(
+    make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make_spec([table("t", 1_000_000, maxLookups=90)], replicas=4)
+    shards = len(plan_job(spec).tables[0].shards)
+    monkeypatch.setattr("dlrm_planner.planner.MOST_SHARDS", shards - 1)
+
+    with pytest.raises(InvalidSpecError, match=f"the tables take {shards} shards over 4 ranks"):
+        plan_job(spec)
+
+
 def test_the_costliest_table_is_named_where_it_sets_the_pace(make_spec: MakeSpec) -> None:
     hot = table("hot", 10**6, maxLookups=90, pin={"sharding": "table"})
 

@@ -60,7 +60,9 @@ class Admission:
         with ADMISSION_SECONDS.time():
             review = read_review(document)
             async with self._examining:
-                found = await asyncio.to_thread(examine, review, self._limits)  # thousands of tables take most of a second
+                found = await asyncio.to_thread(
+                    examine, review, self._limits
+                )  # thousands of tables take most of a second
             verdict = await self._judged(review.namespace, found) if isinstance(found, DLRMJob) else found
         ADMISSIONS.labels("refused" if verdict.refusal else "warned" if verdict.warnings else "admitted").inc()
         return response(review, verdict)

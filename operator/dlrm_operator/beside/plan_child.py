@@ -1,10 +1,13 @@
 """``python -m dlrm_operator.beside.plan_child``: plans, from standard input to standard output, JSON, one by one.
 
 A message is a line with its length in bytes, then that many bytes. The process ends with its standard input.
+
+What it may take of memory is bounded: it shares the operator's, and a kubelet that finds too much taken kills both.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import resource
@@ -16,12 +19,22 @@ from typing import Any, BinaryIO
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import parse_profile
 from dlrm_api.job import parse_job
+from dlrm_api.plan import plan_to_parts
 from dlrm_operator.objects.tier_volumes import check_mounts
 from dlrm_planner import plan_job, read_traces
+
+MOST_BYTES = 224 * 2**20
+"""Of memory that a process may map beyond what it has mapped when it starts. 5,000 whole tables over 4,096 ranks take
+two thirds of it, and so do as many shards as a plan holds."""
+TOO_LARGE = (
+    f"spec.trainer: planning takes over {MOST_BYTES // 2**20} MiB of memory, the most that the operator gives it: use "
+    "fewer ranks, fewer tables, or fewer tables that are pinned to be split"
+)
 
 
 def main() -> None:
     """Answer questions until there are none."""
+    bound_memory(MOST_BYTES)
     while asked := _read(sys.stdin.buffer):
         signal.alarm(math.ceil(asked["deadline"]) + 1)  # an operator that died must not leave a planner behind
         said = answer(asked)
@@ -30,15 +43,28 @@ def main() -> None:
 
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
-    """``{"plan": …}``, or ``{"refusal": …}`` in the planner's words where there can be none."""
+    """``{"parts": …}`` of the plan in base64, or ``{"refusal": …}`` in words where there can be none."""
     try:
-        profile = parse_profile(asked["profile"]) if asked["profile"] else None
-        spec = parse_job(asked["job"]).spec
-        plan = plan_job(spec, profile, traces=read_traces(spec, asked["traces"]), reserve=asked["reserve"])
-        check_mounts(plan, profile)
+        return {"parts": {name: base64.b64encode(part).decode() for name, part in _plan(asked).items()}}
     except InvalidSpecError as error:
         return {"refusal": str(error)}
-    return {"plan": plan.model_dump(mode="json")}
+    except MemoryError:
+        pass  # what planning holds is let go before there are words
+    return {"refusal": TOO_LARGE}
+
+
+def bound_memory(more: int) -> None:
+    """Let this process map so many bytes more; beyond them it gets MemoryError."""
+    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _plan(asked: dict[str, Any]) -> dict[str, bytes]:
+    profile = parse_profile(asked["profile"]) if asked["profile"] else None
+    spec = parse_job(asked["job"]).spec
+    plan = plan_job(spec, profile, traces=read_traces(spec, asked["traces"]), reserve=asked["reserve"])
+    check_mounts(plan, profile)
+    return plan_to_parts(plan)
 
 
 def _resident_bytes() -> int:

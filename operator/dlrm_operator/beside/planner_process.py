@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import sys
@@ -11,16 +12,21 @@ from contextlib import suppress
 from typing import Any
 
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.plan import parse_plan
+from dlrm_api.plan import plan_without_tables
+from dlrm_operator.beside.plan_child import TOO_LARGE
 from dlrm_operator.facts.actions import PlanQuestion
 from dlrm_operator.facts.observed import Planning
 
 logger = logging.getLogger(__name__)
 
 LAST_WORDS = 1_000
+NO_MEMORY = "memory allocation of"
+"""The last words of pydantic's core where it gets none: it ends its process, where Python raises MemoryError."""
 IDLE_S = 600.0
 """A process that was asked nothing for so long is ended: to start one takes most of a second, to keep it 50 MiB."""
-MOST_BYTES = 256 * 2**20
+MOST_ANSWER_BYTES = 2**24
+"""Of an answer. The largest plan takes a tenth of it, compressed."""
+MOST_BYTES = 128 * 2**20
 """A planner that holds more than this after its answer is ended: memory that Python took it seldom gives back."""
 
 
@@ -38,20 +44,16 @@ class PlannerProcess:
 
     async def ask(self, question: PlanQuestion, deadline_s: float) -> Planning:
         """Plan; never raises for what the planner does. Cancelled, it leaves no process behind."""
-        asked = {
-            "deadline": deadline_s,
-            "job": question.job.model_dump(mode="json", exclude_unset=True, exclude={"status"}),
-            "profile": question.profile.model_dump(mode="json", exclude_unset=True) if question.profile else None,
-            "traces": dict(question.traces),
-            "reserve": question.reserve,
-        }
         done = False
         self._stay()
         try:
             async with asyncio.timeout(deadline_s):
-                answer = await self._exchange(json.dumps(asked).encode())
-            done = answer["resident"] <= MOST_BYTES
-            return _read(answer)
+                answer = await self._exchange(await asyncio.to_thread(_question_text, question, deadline_s))
+                resident, planning = await asyncio.to_thread(_read, answer)
+            done = resident <= MOST_BYTES
+            return planning
+        except _LongAnswerError as error:
+            return Planning(problem=f"the planner's answer takes {error} bytes, at most {MOST_ANSWER_BYTES} are read")
         except TimeoutError:
             return Planning(problem=f"the planner found no plan within {deadline_s:.0f} s; it will be asked again")
         except (asyncio.IncompleteReadError, OSError):
@@ -82,15 +84,16 @@ class PlannerProcess:
     def _end_idle(self) -> None:
         self._ending = asyncio.create_task(self.end())
 
-    async def _exchange(self, body: bytes) -> dict[str, Any]:
+    async def _exchange(self, body: bytes) -> bytes:
         process = self._process or await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(b"%d\n" % len(body) + body)
         await process.stdin.drain()
-        length = await process.stdout.readuntil(b"\n")
-        answer: dict[str, Any] = json.loads(await process.stdout.readexactly(int(length)))
-        return answer
+        length = int(await process.stdout.readuntil(b"\n"))
+        if length > MOST_ANSWER_BYTES:
+            raise _LongAnswerError(length)
+        return await process.stdout.readexactly(length)
 
     async def _start(self) -> Process:
         process = await asyncio.create_subprocess_exec(
@@ -107,6 +110,8 @@ class PlannerProcess:
         code, words = await self._process.wait(), await self._words
         logger.error("the planner died", extra={"exit_code": code})
         said = words.decode(errors="replace").strip()
+        if NO_MEMORY in said:
+            return Planning(problem=TOO_LARGE, final=True)
         return Planning(problem=f"the planner ended with exit code {code}: {said}")
 
 
@@ -118,10 +123,28 @@ async def _last_words(stream: asyncio.StreamReader) -> bytes:
     return words
 
 
-def _read(answer: dict[str, Any]) -> Planning:
+class _LongAnswerError(Exception):
+    """The planner says more than is read."""
+
+
+def _question_text(question: PlanQuestion, deadline_s: float) -> bytes:
+    asked = {
+        "deadline": deadline_s,
+        "job": question.job.model_dump(mode="json", exclude_unset=True, exclude={"status"}),
+        "profile": question.profile.model_dump(mode="json", exclude_unset=True) if question.profile else None,
+        "traces": dict(question.traces),
+        "reserve": question.reserve,
+    }
+    return json.dumps(asked).encode()
+
+
+def _read(text: bytes) -> tuple[int, Planning]:
+    """What the process holds now in bytes, and what it answered."""
+    answer: dict[str, Any] = json.loads(text)
     if "refusal" in answer:
-        return Planning(problem=answer["refusal"], final=True)
+        return answer["resident"], Planning(problem=answer["refusal"], final=True)
+    parts = {name: base64.b64decode(part) for name, part in answer["parts"].items()}
     try:
-        return Planning(plan=parse_plan(json.dumps(answer["plan"])))
+        return answer["resident"], Planning(plan=plan_without_tables(parts), parts=parts)
     except InvalidSpecError as error:
-        return Planning(problem=f"the planner's plan is none: {error}")
+        return answer["resident"], Planning(problem=f"the planner's plan is none: {error}")

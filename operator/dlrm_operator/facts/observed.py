@@ -10,7 +10,7 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import Container
-from dlrm_api.plan import Plan, plan_from_parts
+from dlrm_api.plan import Plan, plan_without_tables
 from dlrm_api.progress import CheckpointerProgress, Progress, TerminationMessage, TrainerPhase
 from dlrm_api.status import DLRMJobStatus
 from dlrm_operator.facts.images import Images
@@ -209,15 +209,19 @@ class Children:
     assumed: bool = False
     """Whether nobody looked for those that a first attempt has: the Service, which is created first, will tell."""
 
-    def plan(self, attempt: int) -> Plan | None:
-        """The attempt's plan as it was written; None unless every part is there and whole."""
+    def parts(self, attempt: int) -> dict[str, bytes]:
+        """The parts of the attempt's plan, as they were written."""
         parts: dict[str, bytes] = {}
         for config_map in self.config_maps:
             if config_map.attempt == attempt:
                 parts.update(config_map.parts)
+        return parts
+
+    def plan(self, attempt: int) -> Plan | None:
+        """The attempt's plan as it was written, without its tables; None unless every part is there and whole."""
         try:
-            return plan_from_parts(parts)
-        except (InvalidSpecError, ValueError, IndexError, OSError, EOFError):
+            return plan_without_tables(self.parts(attempt))
+        except InvalidSpecError:
             return None
 
 
@@ -226,6 +230,9 @@ class Planning:
     """How planning of the job's current spec ended."""
 
     plan: Plan | None = None
+    """Without its tables, which only trainers read."""
+    parts: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    """The whole plan as ConfigMaps hold it (``dlrm_api.plan.plan_to_parts``)."""
     problem: str = ""
     """The planner's words, where it made no plan."""
     final: bool = False

@@ -97,7 +97,7 @@ def _plan(observed: Observed, job: DLRMJob, status: DLRMJobStatus, now: datetime
         fatal = planning.problem if planning.final else ""
         return Formation(status=status, fatal_reason=reason, fatal=fatal)
     try:
-        maps = plan_config_maps(job, status.attempt, planning.plan, Owner.of(observed.job))
+        maps = plan_config_maps(job, status.attempt, planning.plan, planning.parts, Owner.of(observed.job))
     except InvalidSpecError as error:
         return Formation(status=status, fatal_reason=Reason.INVALID_SPEC, fatal=str(error))
     return _create(observed, job, planning.plan, status, now, maps)
@@ -216,7 +216,8 @@ def _creations(
         memory_reserve_bytes=status.memory_reserve_bytes,
         committed_snapshot=status.last_snapshot.uri if status.last_snapshot else "",
     )
-    pods = trainer_pods(attempt, maps)
+    made = maps or plan_config_maps(job, gang.attempt, plan, children.parts(gang.attempt), owner)
+    pods = trainer_pods(attempt, made)
     groups = {group.name for group in children.groups.seen if group.owner_uid == owner.uid}
     for group in pod_groups(job, gang.attempt, pods, owner):
         if group["metadata"]["name"] not in groups:

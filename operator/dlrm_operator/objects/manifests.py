@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dlrm_api import names
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import Label
-from dlrm_api.plan import Plan, plan_to_parts
+from dlrm_api.plan import Plan
 from dlrm_operator.facts.actions import Manifest
 from dlrm_operator.facts.observed import JobSeen
 
@@ -113,8 +114,17 @@ def job_document(job: DLRMJob, plan: Plan) -> str:
     return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
 
-def plan_config_maps(job: DLRMJob, attempt: int, plan: Plan, owner: Owner) -> list[Manifest]:
+def plan_config_maps(
+    job: DLRMJob, attempt: int, plan: Plan, parts: Mapping[str, bytes], owner: Owner
+) -> list[Manifest]:
     """The immutable ConfigMaps of one attempt, each below 1 MiB: the job with its replicas, then the plan's parts.
+
+    Args:
+        job: The job.
+        attempt: Its attempt.
+        plan: The attempt's plan; its tables are not looked at.
+        parts: The whole of it (:func:`dlrm_api.plan.plan_to_parts`).
+        owner: Who the ConfigMaps belong to.
 
     Raises:
         InvalidSpecError: the job's own document does not fit one ConfigMap.
@@ -127,7 +137,7 @@ def plan_config_maps(job: DLRMJob, attempt: int, plan: Plan, owner: Owner) -> li
     first = names.plan_config_map(job.metadata.name, attempt)
     found = [_config_map(job, first, attempt, owner)]
     found[0]["data"] = {JOB_FILE: document}
-    for key, part in plan_to_parts(plan).items():
+    for key, part in parts.items():
         if size + len(part) > CONFIG_MAP_BYTES:
             found.append(_config_map(job, f"{first}-{len(found)}", attempt, owner))
             size = 0

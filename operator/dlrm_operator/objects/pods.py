@@ -13,7 +13,7 @@ from dlrm_operator.facts.actions import Manifest
 from dlrm_operator.facts.images import Images
 from dlrm_operator.facts.overlay_limits import RESTRICTED, OverlayLimits
 from dlrm_operator.objects.gang_scheduling import group_gates, group_marks
-from dlrm_operator.objects.manifests import Owner, config_volume, metadata, plan_config_maps
+from dlrm_operator.objects.manifests import Owner, config_volume, metadata
 from dlrm_operator.objects.overlay import with_overlay
 from dlrm_operator.objects.placement import placement
 from dlrm_operator.objects.resources import checkpointer_resources, trainer_memory_bytes, trainer_resources
@@ -56,21 +56,19 @@ class _Share:
     """Bytes that its ranks keep in files, by tier."""
 
 
-def trainer_pods(attempt: Attempt, maps: list[Manifest] | None) -> list[Manifest]:
+def trainer_pods(attempt: Attempt, maps: list[Manifest]) -> list[Manifest]:
     """The gang's pods by index; equal arguments give equal pods.
 
     Args:
         attempt: All that they are a function of.
-        maps: The attempt's ConfigMaps where they are made already, since to compress a plan takes longer than the pods
-            do; else None.
+        maps: The attempt's ConfigMaps (:func:`dlrm_operator.objects.manifests.plan_config_maps`).
 
     Raises:
         InvalidSpecError: the overlay goes beyond the limits or collides with what the operator sets, or nobody says
             what to mount for a tier; names the field.
     """
     refuse_widening(attempt.job.spec, attempt.job.metadata.namespace or "", attempt.limits)
-    made = maps or plan_config_maps(attempt.job, attempt.number, attempt.plan, attempt.owner)
-    config = config_volume(made)
+    config = config_volume(maps)
     sizes = zip(trainer_memory_bytes(attempt.job, attempt.plan), tier_bytes(attempt.plan), strict=True)
     shares = [_Share(index=index, memory_bytes=size, tiers=tiers) for index, (size, tiers) in enumerate(sizes)]
     return [_pod(attempt, share, config) for share in shares]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob
-from dlrm_api.plan import Plan
+from dlrm_api.plan import Plan, plan_to_parts
 from dlrm_operator.facts.actions import Manifest
 from dlrm_operator.facts.images import Images
 from dlrm_operator.facts.overlay_limits import RESTRICTED, OverlayLimits
@@ -45,7 +45,7 @@ def render(
     gang = Attempt(
         job=job, number=attempt, plan=plan, profile=profile, images=images or Images(), owner=owner, limits=limits
     )
-    maps = plan_config_maps(job, attempt, plan, owner)
+    maps = plan_config_maps(job, attempt, plan, plan_to_parts(plan), owner)
     pods = trainer_pods(gang, maps)
     return [
         gang_service(job, owner),

@@ -5,7 +5,7 @@ import itertools
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from operator_cluster import job_document
+from operator_cluster import job_document, planner_answer
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
@@ -187,7 +187,7 @@ class ModelCluster:
             except InvalidSpecError as error:
                 self.planning = Planning(problem=str(error), final=True)
             else:
-                self.planning = Planning(plan=plan)
+                self.planning = planner_answer(plan)
             self._planned_generation = question.generation
 
     def answer_cut(self, step: int | None, problem: str = "") -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 from waiting import wait_until
 
+from dlrm_api.plan import Plan, plan_to_parts, plan_without_tables
 from dlrm_cluster.api import Api, ApiError
 from dlrm_cluster.ports import free_port
+from dlrm_operator.facts.observed import Planning
 
 Object = dict[str, Any]
 JOBS = "/apis/dlrm.dev/v1alpha1/namespaces/{}/dlrmjobs"
@@ -41,6 +43,12 @@ def job_document(name: str, replicas: int = 2, **spec: Any) -> Object:
             **spec,
         },
     }
+
+
+def planner_answer(plan: Plan) -> Planning:
+    """The planner's answer, as its process gives it."""
+    parts = plan_to_parts(plan)
+    return Planning(plan=plan_without_tables(parts), parts=parts)
 
 
 class JobDriver:

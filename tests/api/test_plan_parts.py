@@ -1,0 +1,117 @@
+"""What stands in a plan's ConfigMaps: read back as it was written, whatever somebody else wrote there."""
+
+import gzip
+import hashlib
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from dlrm_api import plan as plan_module
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.plan import (
+    MOST_PLAN_BYTES,
+    Plan,
+    RankPlan,
+    Shard,
+    TablePlan,
+    plan_from_parts,
+    plan_to_parts,
+    plan_without_tables,
+)
+from dlrm_operator.facts.observed import Children, ConfigMapSeen
+from dlrm_trainer.__main__ import read_plan
+
+TRAP = '],"lookahead":9 "tables":['
+"""Words that look like the text around the tables."""
+
+
+def a_plan(shards: int = 3) -> Plan:
+    rows = (Shard(rank=0, kind="row", row_start=i, row_end=i + 1, column_start=0, column_end=4) for i in range(shards))
+    return Plan(
+        world_size=1,
+        processes_per_node=1,
+        hardware=TRAP,
+        ranks=(RankPlan(rank=0, node=0, bytes_per_tier={"ddr": 1}),),
+        tables=(TablePlan(name="a", column_blocks=(0, 4), shards=tuple(rows)),),
+        lookahead=2,
+        handoff_bytes=(7,),
+        reasons=(TRAP,),
+    )
+
+
+def parts_of(body: bytes) -> dict[str, bytes]:
+    """Parts with the right digest, as a forger writes them."""
+    return {f"plan.{hashlib.sha256(body).hexdigest()[:16]}.0-of-1.gz": body}
+
+
+def test_without_its_tables_a_plan_is_the_same_whatever_words_it_holds() -> None:
+    parts = plan_to_parts(a_plan())
+
+    assert plan_from_parts(parts) == a_plan()
+    assert plan_without_tables(parts) == a_plan().model_copy(update={"tables": ()})
+
+
+GOOD = gzip.compress(a_plan().model_dump_json().encode(), mtime=0)
+BOMB = gzip.compress(b" " * (2 * MOST_PLAN_BYTES), mtime=0)
+DAMAGED: dict[str, tuple[dict[str, bytes], str]] = {
+    "bomb": (parts_of(BOMB), f"it takes more than {MOST_PLAN_BYTES} bytes"),
+    "no gzip": (parts_of(b"no gzip"), "can't be unpacked"),
+    "flipped": (parts_of(GOOD[:40] + bytes([GOOD[40] ^ 255]) + GOOD[41:]), "plan"),
+    "too short": (parts_of(GOOD[:-20]), "its parts end too soon"),
+    "a name of no part": ({"plan.x.gz": GOOD}, "is no name of a part"),
+    "no plan": (parts_of(gzip.compress(b"{}")), "this field is required"),
+}
+
+
+def of_operator(parts: dict[str, bytes], _: Path) -> None:
+    plan_without_tables(parts)
+
+
+def of_trainer(parts: dict[str, bytes], folder: Path) -> None:
+    for name, body in parts.items():
+        (folder / name).write_bytes(body)
+    read_plan(folder)
+
+
+@pytest.mark.parametrize("read", [of_operator, of_trainer])
+@pytest.mark.parametrize(("parts", "words"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_plan_is_named_in_bounded_memory(
+    parts: dict[str, bytes], words: str, read: Callable[[dict[str, bytes], Path], None], tmp_path: Path
+) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidSpecError, match="plan") as refused:
+            read(parts, tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert words in str(refused.value)
+    assert peak < 3 * MOST_PLAN_BYTES
+
+
+@pytest.mark.parametrize(("parts", "_"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_plan_is_none_to_the_operator_which_plans_anew(parts: dict[str, bytes], _: str) -> None:
+    seen = ConfigMapSeen(name="x-plan-1", uid="c", attempt=1, parts=parts, text={})
+
+    assert Children(config_maps=(seen,)).plan(1) is None
+
+
+def test_a_plan_that_could_not_be_read_back_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = len(a_plan(100).model_dump_json())
+
+    monkeypatch.setattr(plan_module, "MOST_PLAN_BYTES", size)
+    assert plan_from_parts(plan_to_parts(a_plan(100))) == a_plan(100)
+    monkeypatch.setattr(plan_module, "MOST_PLAN_BYTES", size - 1)
+    with pytest.raises(InvalidSpecError, match=rf"the plan of 100 shards takes {size} bytes, at most {size - 1}"):
+        plan_to_parts(a_plan(100))
+
+
+def test_a_plan_of_bad_entries_alone_makes_one_error() -> None:
+    with pytest.raises(ValidationError) as refused:
+        Plan.model_validate({**a_plan().model_dump(), "tables": [1] * 1_000, "ranks": [{}] * 1_000})
+
+    assert refused.value.error_count() < 10
