@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlrm_api.errors import NoInputError, TemporaryError
+from dlrm_api.errors import NoInputError, TemporaryError, first_problem
 
 if TYPE_CHECKING:
     from dlrm_api.progress import SnapshotInfo

@@ -21,7 +21,8 @@ PARALLEL = 2
 SLOW_S = 3.0
 """While one question takes longer than this, others go to a second process, which costs some 50 MiB."""
 RETRY_S = 60.0
-"""A planner that crashed or ran out of time is asked again after this."""
+"""A planner that crashed or ran out of time is asked again after this, and after twice as long each further time."""
+LONGEST_RETRY_S = 3_600.0
 
 REMEMBERED = 8
 """Questions whose answers are kept beyond their jobs: the next attempt, or a job like it, needs no planner."""
@@ -43,17 +44,24 @@ class _Answer:
     marks: Marks
     planning: Planning
     until: float
+    pause_s: float
+    """Until it is asked again; infinite where the answer lasts."""
 
 
 @dataclass(frozen=True)
 class _Work:
     marks: Marks
+    question: PlanQuestion
     started: float
     task: asyncio.Task[None]
 
 
 class Planner:
-    """Plans by key, first come, first served; one answer a job is kept until its gang stands."""
+    """Plans by key; one answer a job is kept until its gang stands.
+
+    Namespaces take turns, and each asks in the order in which its jobs came. While others wait, none has more than one
+    planner at work: slow questions of one hold up nobody else.
+    """
 
     def __init__(self, deadline_s: float, wake: Callable[[JobKey], None]) -> None:
         self._deadline_s = deadline_s
@@ -63,6 +71,8 @@ class Planner:
         self._at_work: dict[JobKey, _Work] = {}
         self._idle: list[PlannerProcess] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._turns: dict[str, int] = {}
+        """When each namespace had its last turn, of those that had one since nothing was asked."""
         self._planned: dict[JobKey, tuple[str, int, str]] = {}
         """What is planned of each job's spec, as a digest, with the uid and generation that it is of."""
         self._remembered: OrderedDict[tuple[str, ...], Planning] = OrderedDict()
@@ -115,19 +125,39 @@ class Planner:
             await process.end()
 
     def _start_next(self) -> None:
-        while (key := next((key for key in self._waiting if key not in self._at_work), None)) is not None:
+        while (key := self._next()) is not None:
             if (known := self._remember(key, self._waiting[key])) is not None:
                 self._keep(key, self._waiting.pop(key), known)
                 continue
             process = self._free_process()
             if process is None:
+                self._make_way(key.namespace)
                 return
             question = self._waiting.pop(key)
+            self._turns[key.namespace] = max(self._turns.values(), default=0) + 1
             task = asyncio.create_task(self._work(process, key, question))
             self._tasks.add(task)
-            self._at_work[key] = _Work(self._marks(key, question), time.monotonic(), task)
+            self._at_work[key] = _Work(self._marks(key, question), question, time.monotonic(), task)
             task.add_done_callback(partial(self._ended, key, process))
             asyncio.get_running_loop().call_later(SLOW_S, self._start_next)
+        if not self._waiting and not self._at_work:
+            self._turns.clear()
+
+    def _next(self) -> JobKey | None:
+        """The first job of the namespace whose turn it is: of those with no planner at work, where there are any."""
+        busy = {key.namespace for key in self._at_work}
+        free = (key for key in self._waiting if key not in self._at_work)
+        return min(free, key=lambda key: (key.namespace in busy, self._turns.get(key.namespace, 0)), default=None)
+
+    def _make_way(self, namespace: str) -> None:
+        """Where another namespace has all planners, put what it asked last back among those that wait."""
+        if len(self._at_work) < PARALLEL or len({key.namespace for key in self._at_work} | {namespace}) != 2:
+            return
+        if any(key.namespace == namespace or work.task.cancelling() for key, work in self._at_work.items()):
+            return  # it has one, or one is about to end
+        key, work = max(self._at_work.items(), key=lambda item: item[1].started)
+        self._waiting = {key: work.question, **self._waiting}
+        work.task.cancel()
 
     def _free_process(self) -> PlannerProcess | None:
         """An idle process, the first one, or a further one while all others are held up."""
@@ -155,16 +185,18 @@ class Planner:
             self._start_next()
 
     def _keep(self, key: JobKey, question: PlanQuestion, planning: Planning) -> None:
-        lasting = planning.plan is not None or planning.final
-        until = float("inf") if lasting else time.monotonic() + RETRY_S
-        if lasting:
+        marks, before = self._marks(key, question), self._answers.get(key)
+        pause_s = float("inf")
+        if planning.plan is not None or planning.final:
             self._remembered[self._function_of(key, question)] = planning
             while len(self._remembered) > REMEMBERED:
                 self._remembered.popitem(last=False)
-        self._answers[key] = _Answer(self._marks(key, question), planning, until)
+        else:
+            again = before if before is not None and before.marks == marks else None
+            pause_s = min(2 * again.pause_s, LONGEST_RETRY_S) if again else RETRY_S
+            asyncio.get_running_loop().call_later(pause_s, self._wake, key)
+        self._answers[key] = _Answer(marks, planning, time.monotonic() + pause_s, pause_s)
         self._wake(key)
-        if not lasting:
-            asyncio.get_running_loop().call_later(RETRY_S, self._wake, key)
 
     async def _give_back(self, process: PlannerProcess) -> None:
         """Keep one process for the next question."""
