@@ -1,9 +1,11 @@
 """HardwareProfiles as objects of the cluster, or in a ConfigMap of one namespace."""
 
 import asyncio
+import threading
 from typing import Any, cast
 
 import pytest
+import yaml
 from operator_cluster import job_document
 
 from dlrm_api.job import DLRMJobSpec, parse_job
@@ -77,6 +79,41 @@ def test_a_value_that_is_no_yaml_is_told_with_its_key() -> None:
 
     assert "ConfigMap pools in namespace team, key broken.yaml: this is no YAML" in problem
     assert "\n" not in problem
+
+
+def test_aliases_are_refused_with_their_place_before_they_stand_for_anything() -> None:
+    lists = "".join(f"z{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 8)}]\n" for i in range(1, 30))
+    bomb = f"z0: &a0 [x]\n{lists}{POOL % ('big', '8Gi')}"
+
+    problem = seen({"bomb.yaml": bomb}).problem
+
+    assert "ConfigMap pools in namespace team, key bomb.yaml: this is no YAML: aliases are not read here" in problem
+    assert "write out what this one stands for" in problem
+    assert "line 2" in problem
+
+
+def test_an_anchor_that_nothing_refers_to_is_none_of_our_business() -> None:
+    assert seen({"all": (POOL % ("big", "8Gi")).replace("tiers: {", "tiers: &all {")}).profile is not None
+
+
+def test_a_value_that_is_too_long_or_too_deep_is_refused() -> None:
+    assert "at most 131072 are read: give profiles keys of their own" in seen({"all": "#" * 131_073}).problem
+    assert "key all: this is no YAML: maximum recursion depth" in seen({"all": "[" * 10_000}).problem
+
+
+def test_the_config_map_is_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    kept = yaml.load_all
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        threads.append(threading.current_thread())
+        return kept(*arguments, **named)
+
+    monkeypatch.setattr(yaml, "load_all", watched)
+
+    assert seen({"all": POOL % ("big", "8Gi")}).profile is not None
+    assert threading.main_thread() not in threads
+    assert threads
 
 
 def test_a_profile_that_is_none_is_told_with_its_field() -> None:

@@ -7,8 +7,11 @@ ConfigMap there: each value holds one or more HardwareProfile documents in YAML,
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import quote
 
 import yaml
@@ -18,13 +21,15 @@ from dlrm_api.errors import BadDataError, InvalidSpecError
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TRACE_KEY
-from dlrm_operator.cluster import Api, Object
+from dlrm_operator.cluster import Api
 from dlrm_operator.cluster_errors import ClusterRefusedError, NotFoundError
 from dlrm_planner import trace_references
 
 CONFIG_MAP = "configmap:"
 CONFIG_MAPS = "/api/v1/namespaces/{}/configmaps/{}"
 PROFILES = f"/apis/{names.API_VERSION}/hardwareprofiles/{{}}"
+MOST_CHARACTERS = 2**17
+"""Of one value of the profiles' ConfigMap: reading takes 15 us and 300 bytes for each."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,7 @@ class References:
             if self._profiles is None:
                 document = await self._api.call("GET", PROFILES.format(_step(name)))
                 return ProfileSeen(parse_profile(document), document["metadata"]["resourceVersion"])
-            found = await self._from_config_map(self._profiles, name)
-            profile = parse_profile(found)
-            return ProfileSeen(profile, hashlib.sha256(yaml.safe_dump(found).encode()).hexdigest()[:16])
+            return await self._from_config_map(self._profiles, name)
         except NotFoundError:
             return ProfileSeen(problem=f"spec.trainer.hardware: {self._mend(name)}")
         except ClusterRefusedError as error:
@@ -81,13 +84,14 @@ class References:
         Raises:
             ClusterUnavailableError: nobody can tell.
         """
-        found = {}
-        for reference, field in trace_references(spec).items():
+        found, asked = {}, trace_references(spec)
+        for reference, field in asked.items():
             if not reference.startswith(CONFIG_MAP):
                 words = (
                     f"{reference}: the operator reads no files: put the trace into a ConfigMap of the job's namespace "
                 )
                 return {}, f"{field}: {words}under the key {TRACE_KEY}, and refer to it as {CONFIG_MAP}NAME"
+        for reference, field in asked.items():
             name = reference.removeprefix(CONFIG_MAP)
             try:
                 document = await self._api.call("GET", CONFIG_MAPS.format(_step(namespace), _step(name)))
@@ -99,24 +103,16 @@ class References:
                 return {}, f"{field}: ConfigMap {name} has no key {TRACE_KEY}: write the trace there"
         return found, ""
 
-    async def _from_config_map(self, source: ProfileSource, name: str) -> Object:
-        """The document of that name among all values.
+    async def _from_config_map(self, source: ProfileSource, name: str) -> ProfileSeen:
+        """The profile of that name among all values.
 
         Raises:
             NotFoundError: no value holds it, or there is no ConfigMap.
-            InvalidSpecError: a value is no YAML.
+            InvalidSpecError: a value can't be read, or the profile is none.
         """
         config_map = await self._api.call("GET", CONFIG_MAPS.format(source.namespace, source.config_map))
-        for key, text in sorted((config_map.get("data") or {}).items()):
-            try:
-                documents = list(yaml.safe_load_all(text))
-            except (yaml.YAMLError, ValueError) as error:
-                place = f"ConfigMap {source.config_map} in namespace {source.namespace}, key {key}"
-                raise InvalidSpecError(place, f"this is no YAML: {' '.join(str(error).split())}") from error
-            for document in documents:
-                if isinstance(document, dict) and _name_of(document) == name:
-                    return document
-        raise NotFoundError(404, f"no profile {name}")
+        place = f"ConfigMap {source.config_map} in namespace {source.namespace}"
+        return await asyncio.to_thread(_find_profile, config_map.get("data") or {}, name, place)
 
     def _mend(self, name: str) -> str:
         if self._profiles is None:
@@ -130,6 +126,39 @@ def _step(name: str) -> str:
     return quote(name, safe="")
 
 
-def _name_of(document: Object) -> object:
+def _name_of(document: dict[str, Any]) -> object:
     meta = document.get("metadata")
     return meta.get("name") if isinstance(meta, dict) else None
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Reads YAML without aliases: a few of them, each of a list of others, stand for more than any memory holds."""
+
+    def fetch_alias(self) -> None:
+        """Take up an alias.
+
+        Raises:
+            yaml.YAMLError: always.
+        """
+        problem = "aliases are not read here: write out what this one stands for"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.get_mark())
+
+
+def _find_profile(values: Mapping[str, str], name: str, place: str) -> ProfileSeen:
+    for document in _documents(values, place):
+        if isinstance(document, dict) and _name_of(document) == name:
+            profile = parse_profile(document)
+            return ProfileSeen(profile, hashlib.sha256(yaml.safe_dump(document).encode()).hexdigest()[:16])
+    raise NotFoundError(404, f"no profile {name}")
+
+
+def _documents(values: Mapping[str, str], place: str) -> Iterator[Any]:
+    for key, text in sorted(values.items()):
+        where = f"{place}, key {key}"
+        if len(text) > MOST_CHARACTERS:
+            words = f"{len(text)} characters, where at most {MOST_CHARACTERS} are read: give profiles keys of their own"
+            raise InvalidSpecError(where, words)
+        try:
+            yield from list(yaml.load_all(text, Loader=_PlainLoader))
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise InvalidSpecError(where, f"this is no YAML: {' '.join(str(error).split())}") from error
