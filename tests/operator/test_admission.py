@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import json
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -16,7 +17,8 @@ from dlrm_operator.admission import judging
 from dlrm_operator.admission.judging import REMEMBERED, Admission, Plan
 from dlrm_operator.admission.review import REFUSAL_CHARACTERS, Review, examine
 from dlrm_operator.beside.references import ProfileSeen, References
-from dlrm_operator.cluster_errors import ClusterUnavailableError
+from dlrm_operator.cluster import Api
+from dlrm_operator.cluster_errors import ClusterUnavailableError, NotFoundError
 from dlrm_operator.facts.actions import PlanQuestion
 from dlrm_operator.facts.observed import Planning
 from dlrm_operator.facts.overlay_limits import ANY, RESTRICTED, OverlayLimits
@@ -182,6 +184,13 @@ def test_the_first_bad_field_is_named_and_how_many_more_there_are() -> None:
     assert message.endswith("(and 49 more)")
 
 
+OTHER_TABLE = {**GOOD_TABLE, "name": "b"}
+
+
+def traced(reference: str) -> Object:
+    return {**GOOD_TABLE, "distribution": {"reference": reference}}
+
+
 HUGE = {
     "bad tables": (lambda: of_tables(*[{"a": 1}] * 50_000), "document is too large to count"),
     "bad features": (lambda: of_tables({**GOOD_TABLE, "features": [1] * 200_000}), "document is too large to count"),
@@ -252,18 +261,49 @@ def test_one_review_is_examined_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     ("referred", "words"),
     [
         (Referred(profile="spec.trainer.hardware: there is no HardwareProfile big"), "there is no HardwareProfile big"),
-        (Referred(trace="spec.model.tables[0].distribution: there is no ConfigMap"), "there is no ConfigMap"),
+        (Referred(trace="spec.model.tables[0].distribution: file:///x: no files"), "no files"),
     ],
 )
 def test_what_is_not_there_yet_is_a_warning_because_it_may_be_applied_next(referred: Referred, words: str) -> None:
     planner = Planner(FEASIBLE)
 
-    [answer] = answers(planner, review(job_document("demo")), referred=referred)
+    [answer] = answers(planner, review(of_tables(traced("file:///x"), OTHER_TABLE)), referred=referred)
 
     assert answer["allowed"]
     assert words in answer["warnings"][0]
     assert "the job waits for it" in answer["warnings"][0]
     assert planner.asked == []
+
+
+class ConfigMaps:
+    """What the API server has of the ConfigMap that a trace should be in."""
+
+    def __init__(self, data: dict[str, str] | None) -> None:
+        self._data = data
+
+    async def call(self, _: str, path: str) -> Object:
+        if self._data is None:
+            raise NotFoundError(404, path)
+        return {"data": self._data}
+
+
+def test_who_asks_does_not_learn_what_the_namespace_of_a_trace_holds() -> None:
+    of_another = {"table": "x", "rows": 10, "lookups": 1, "uniqueRows": 1, "accesses": 1}
+    trace = {"globalBatchSize": 1, "batches": 1, "tables": [of_another]}
+    there: list[dict[str, str] | None] = [None, {}, {"k": "v"}, {"trace.json": "x"}, {"trace.json": json.dumps(trace)}]
+
+    async def ask(data: dict[str, str] | None) -> Object:
+        admission = Admission(References(cast("Api", ConfigMaps(data))), 30.0)
+        try:
+            return await admission.answer(review(of_tables(traced("configmap:reuse"), OTHER_TABLE)))
+        finally:
+            await admission.stop()
+
+    found = [asyncio.run(ask(data))["response"] for data in there]
+
+    assert all(answer == found[0] for answer in found)
+    assert found[0]["allowed"]
+    assert "a trace that tables refer to (configmap:reuse) is not there or can't be used" in found[0]["warnings"][0]
 
 
 def test_snapshots_and_deltas_that_go_with_their_pod_are_a_warning_each() -> None:

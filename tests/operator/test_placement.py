@@ -153,7 +153,8 @@ def test_pods_that_no_node_has_devices_for_are_refused_before_one_is_made() -> N
 
     assert answer(question) == {
         "refusal": "spec.trainer.processesPerReplica: 8 processes take one nvidia.com/gpu each, and a node of "
-        "HardwareProfile pool has 4: use fewer processes and more replicas"
+        "HardwareProfile pool has 4: use fewer processes and more replicas",
+        "field": "spec.trainer.processesPerReplica",
     }
 
 

@@ -20,6 +20,7 @@ from dlrm_operator.facts.observed import Planning
 from dlrm_operator.facts.overlay_limits import RESTRICTED, OverlayLimits
 from dlrm_operator.metrics import ADMISSION_SECONDS, ADMISSIONS
 from dlrm_operator.objects.stores import passing_stores
+from dlrm_planner import trace_references
 
 REMEMBERED = 256
 """Verdicts of the planner that are kept: jobs are often applied in many copies that differ in their names alone."""
@@ -84,7 +85,7 @@ class Admission:
     async def _judge(self, namespace: str, job: DLRMJob) -> Verdict:
         profile = await self._references.profile(job.spec)
         traces, trace_problem = await self._references.traces(namespace, job.spec)
-        if warnings := missing(profile, trace_problem):
+        if warnings := missing(profile, trace_problem, list(trace_references(job.spec))):
             return Verdict(warnings=warnings)
         question = PlanQuestion(
             uid="", generation=0, profile_version=profile.version, job=job, profile=profile.profile, traces=traces
@@ -98,7 +99,7 @@ class Admission:
                 self._verdicts.move_to_end(digest)
                 return self._verdicts[digest]
             planning = await self._plan(question, self._deadline_s)
-            verdict = conclude(planning)
+            verdict = conclude(planning, list(question.traces))
             if planning.final or not planning.problem:
                 self._verdicts[digest] = verdict
                 if len(self._verdicts) > REMEMBERED:

@@ -7,13 +7,14 @@ whether a plan exists.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dlrm_api.errors import BadDataError, InvalidSpecError
 from dlrm_api.job import DLRMJob, parse_served_job
-from dlrm_operator.beside.references import ProfileSeen
-from dlrm_operator.facts.conditions import shorten
+from dlrm_operator.beside.references import CONFIG_MAP, ProfileSeen
+from dlrm_operator.facts.conditions import first_few, shorten
 from dlrm_operator.facts.observed import Planning
 from dlrm_operator.facts.overlay_limits import OverlayLimits
 from dlrm_operator.objects.restrictions import refuse_widening
@@ -26,6 +27,7 @@ WARNING_CHARACTERS = 1_000
 """The API server keeps 4,096 characters of all warnings together."""
 REFUSAL_CHARACTERS = 16_384
 """A refusal names fields of the document, which may be as long as it."""
+TRACE_FIELD = ".distribution.reference"
 UNPLANNED = ("lifecycle", "scheduling")
 """Parts of the spec that no plan depends on."""
 
@@ -90,16 +92,40 @@ def examine(review: Review, limits: OverlayLimits) -> Verdict | DLRMJob:
     return job
 
 
-def missing(profile: ProfileSeen, trace_problem: str) -> tuple[str, ...]:
-    """Warnings about what the spec refers to: it may come after the job, as manifests of one folder do."""
-    return tuple(f"{problem}; the job waits for it" for problem in (profile.problem, trace_problem) if problem)
+def missing(profile: ProfileSeen, trace_problem: str, traces: Sequence[str]) -> tuple[str, ...]:
+    """Warnings about what the spec refers to: it may come after the job, as manifests of one folder do.
+
+    Args:
+        profile: What the spec's HardwareProfile is.
+        trace_problem: Why a trace can't be read.
+        traces: References of all traces.
+    """
+    words = [f"{profile.problem}; the job waits for it"] if profile.problem else []
+    if trace_problem and all(reference.startswith(CONFIG_MAP) for reference in traces):
+        words += unplanned(_unusable(traces)).warnings
+    elif trace_problem:
+        words.append(f"{trace_problem}; the job waits for it")
+    return tuple(words)
 
 
-def conclude(planning: Planning) -> Verdict:
-    """The verdict that the planner's answer makes."""
+def conclude(planning: Planning, traces: Sequence[str]) -> Verdict:
+    """The verdict that the planner's answer makes, of a job that refers to these traces."""
+    if planning.final and planning.field.endswith(TRACE_FIELD):
+        return unplanned(_unusable(traces))
     if planning.final:
         return Verdict(refusal=planning.problem)
     return unplanned(planning.problem) if planning.problem else Verdict()
+
+
+def _unusable(traces: Sequence[str]) -> str:
+    """The same words for ConfigMaps that are not there, hold no trace, or hold one of other tables.
+
+    Whoever reaches the webhook may name any namespace, and is not to learn what there is.
+    """
+    return (
+        f"a trace that tables refer to ({first_few(traces)}) is not there or can't be used: write it with dlrmctl "
+        "trace --configmap NAME into the job's namespace"
+    )
 
 
 def unplanned(why: str) -> Verdict:

@@ -43,14 +43,14 @@ def main() -> None:
 
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
-    """``{"parts": …}`` of the plan in base64, or ``{"refusal": …}`` in words where there can be none."""
+    """``{"parts": …}`` of the plan in base64, or ``{"refusal": …, "field": …}`` in words where there can be none."""
     try:
         return {"parts": {name: base64.b64encode(part).decode() for name, part in _plan(asked).items()}}
     except InvalidSpecError as error:
-        return {"refusal": str(error)}
+        return {"refusal": str(error), "field": error.path}
     except MemoryError:
         pass  # what planning holds is let go before there are words
-    return {"refusal": TOO_LARGE}
+    return {"refusal": TOO_LARGE, "field": "spec.trainer"}
 
 
 def bound_memory(more: int) -> None:

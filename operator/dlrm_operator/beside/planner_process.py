@@ -111,7 +111,7 @@ class PlannerProcess:
         logger.error("the planner died", extra={"exit_code": code})
         said = words.decode(errors="replace").strip()
         if NO_MEMORY in said:
-            return Planning(problem=TOO_LARGE, final=True)
+            return Planning(problem=TOO_LARGE, final=True, field="spec.trainer")
         return Planning(problem=f"the planner ended with exit code {code}: {said}")
 
 
@@ -142,7 +142,7 @@ def _read(text: bytes) -> tuple[int, Planning]:
     """What the process holds now in bytes, and what it answered."""
     answer: dict[str, Any] = json.loads(text)
     if "refusal" in answer:
-        return answer["resident"], Planning(problem=answer["refusal"], final=True)
+        return answer["resident"], Planning(problem=answer["refusal"], final=True, field=answer["field"])
     parts = {name: base64.b64decode(part) for name, part in answer["parts"].items()}
     try:
         return answer["resident"], Planning(plan=plan_without_tables(parts), parts=parts)

@@ -237,6 +237,8 @@ class Planning:
     """The planner's words, where it made no plan."""
     final: bool = False
     """Whether planning again would end the same way."""
+    field: str = ""
+    """Field of the spec that the planner refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
