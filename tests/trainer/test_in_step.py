@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gangs import run_ranks
+from pydantic import TypeAdapter
 
 from dlrm_trainer import in_step
 from dlrm_trainer.collectives import Collectives
@@ -56,7 +57,7 @@ class Ending(HandingOver):
 
     def hand_over(self, step: int, meta_of: MetaOf, *, last: bool = False) -> None:
         """A collective of all ranks, as every cut begins with."""
-        self._collectives.gather(step)
+        self._collectives.gather(step, TypeAdapter(int))
 
 
 def end_when_ready(collectives: Collectives, waits_s: Sequence[float]) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from gangs import run_ranks
+from pydantic import TypeAdapter
 
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer import fetch
@@ -21,6 +22,7 @@ from dlrm_trainer.verifying import choose_together
 
 Snapshots = Sequence[Sequence[ObjectEntry]]
 Outcome = tuple[tuple[int | None, list[str]], list[str], list[str]]
+FIRST = TypeAdapter[tuple[int | None, list[str]]](tuple[int | None, list[str]])
 SIZE = 1_000
 TIMEOUT_S = 2.0
 pytestmark = pytest.mark.slow
@@ -54,7 +56,7 @@ def first_whole(collectives: Collectives, root: Path, snapshots: Snapshots, roun
                 return number, problems
         return None, problems
 
-    return choose_together(store, collectives, choose), store.read, heard
+    return choose_together(store, collectives, choose, FIRST), store.read, heard
 
 
 class SlowStore(FileStore):
@@ -76,7 +78,7 @@ def read_some(collectives: Collectives, root: Path, objects: Sequence[ObjectEntr
         return True
 
     began = time.monotonic()
-    return choose_together(store, collectives, choose), time.monotonic() - began
+    return choose_together(store, collectives, choose, TypeAdapter(bool)), time.monotonic() - began
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -11,12 +10,14 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from dlrm_api.errors import PeerLostError
 from dlrm_api.training import Codec
 from dlrm_trainer.codecs import message_bytes, read_message, write_message
 from dlrm_trainer.compute_device import GPU_FAILURES
+from dlrm_trainer.small_values import BROADCAST_BYTES, GATHERED_BYTES, check_size, decode_value, encode_value
 from dlrm_trainer.spans import add_span
 
 T = TypeVar("T")
@@ -131,30 +132,50 @@ class Collectives:
             )
         return Arriving(output, self._waiting("all_to_all", work, tensor.device))
 
-    def gather(self, value: T) -> list[T]:
-        """One small picklable value of each rank, on every rank; for starts, ends and evaluations, not for steps."""
+    def gather(self, value: T, kind: TypeAdapter[T]) -> list[T]:
+        """One small value of each rank, on every rank; for starts, ends and evaluations, not for steps.
+
+        Args:
+            value: of this rank.
+            kind: what the values are; the same on every rank.
+
+        Raises:
+            PeerLostError: a rank is gone.
+            TemporaryError: what a rank sent is of another kind or too long.
+        """
         if self.world_size == 1:
             return [value]
-        body = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        body = _bytes_tensor(encode_value(value, kind))
         sizes = self.all_gather(torch.tensor([len(body)])).flatten().tolist()
+        for rank, size in enumerate(sizes):
+            check_size(size, GATHERED_BYTES, rank)
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(body)] = body
-        rows = self.all_gather(padded)
-        return [pickle.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]  # noqa: S301
+        rows = zip(self.all_gather(padded), sizes, strict=True)
+        return [decode_value(bytes(row[:size].numpy()), kind, rank) for rank, (row, size) in enumerate(rows)]
 
-    def broadcast(self, value: T | None) -> T:
-        """Rank 0's picklable value, on every rank; the others give None."""
-        if self.world_size == 1:
+    def broadcast(self, value: T | None, kind: TypeAdapter[T]) -> T:
+        """Rank 0's value, on every rank; the others give None.
+
+        Args:
+            value: of rank 0.
+            kind: what it is; the same on every rank.
+
+        Raises:
+            PeerLostError: a rank is gone.
+            TemporaryError: what came is of another kind or too long.
+        """
+        if self.rank == 0:
             assert value is not None
+            if self.world_size > 1:
+                self._send(_bytes_tensor(encode_value(value, kind)))
             return value
-        body = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        size = torch.tensor([len(body)])
+        size = torch.zeros(1, dtype=torch.int64)
         self._broadcast(size)
-        body = body if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+        check_size(int(size), BROADCAST_BYTES, 0)
+        body = torch.empty(int(size), dtype=torch.uint8)
         self._broadcast(body)
-        first: T = pickle.loads(bytes(body.numpy()))  # noqa: S301
-        assert first is not None
-        return first
+        return decode_value(bytes(body.numpy()), kind, 0)
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -189,6 +210,11 @@ class Collectives:
         with self._counted("all_gather"):
             dist.all_gather(gathered, tensor, group=self._group)
         return gathered
+
+    def _send(self, body: Tensor) -> None:
+        self._broadcast(torch.tensor([len(body)]))
+        check_size(len(body), BROADCAST_BYTES, 0)
+        self._broadcast(body)
 
     def _broadcast(self, tensor: Tensor) -> None:
         if self.rank == 0:
@@ -231,6 +257,10 @@ class Collectives:
             return tensor.copy_(whole.view(-1)[: tensor.numel()])
 
         return arriving.then(finish)
+
+
+def _bytes_tensor(body: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(body), dtype=torch.uint8)
 
 
 def _busy_wait(work: Any) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pydantic import TypeAdapter
+
 from dlrm_api.errors import DivergedError
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.learner import Learner
+
+WORDS = TypeAdapter(list[str])
+LARGEST = TypeAdapter(tuple[float, str])
 
 
 def diverged(learner: Learner, collectives: Collectives, loss: float, step: int) -> DivergedError:
@@ -16,8 +21,8 @@ def diverged(learner: Learner, collectives: Collectives, loss: float, step: int)
         loss: of the step.
         step: steps done once this one is.
     """
-    found = [words for part in collectives.gather(learner.bad_values()) for words in part]
-    value, place = max(collectives.gather(learner.largest_value()))
+    found = [words for part in collectives.gather(learner.bad_values(), WORDS) for words in part]
+    value, place = max(collectives.gather(learner.largest_value(), LARGEST))
     where = f"not finite: {found[0]}" if found else f"every value is finite, the largest is {value:.3g} in {place}"
     return DivergedError(
         f"the loss became {loss} in step {step}; {where}: lower the learning rates "

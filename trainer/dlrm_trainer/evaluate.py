@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from dlrm_api.progress import EvalMetrics
@@ -15,6 +16,8 @@ from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.cuts import StoppedError
 from dlrm_trainer.data import Batch
 from dlrm_trainer.learner import Learner
+
+QUALITY = TypeAdapter[EvalMetrics | None](EvalMetrics | None)
 
 
 def evaluate(
@@ -57,7 +60,7 @@ def evaluate(
     all_logits = gather_first(_joined(logits, torch.float32), collectives)
     all_labels = gather_first(_joined(labels, torch.uint8), collectives)
     quality = metrics.evaluate(all_logits, all_labels, step) if len(all_logits) else None
-    return collectives.gather(quality)[0]
+    return collectives.gather(quality, QUALITY)[0]
 
 
 def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:

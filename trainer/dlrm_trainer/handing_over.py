@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from dlrm_api.errors import TemporaryError
 from dlrm_api.progress import TrainerPhase
 from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName
@@ -24,6 +26,8 @@ COMMIT_POLL_S = 1.0
 
 MetaOf = Callable[[SnapshotName | None, float], CutMeta]
 """What is the same on all ranks of a cut, by its parent and rank 0's clock."""
+Begun = tuple[SnapshotName | None, float]
+TOLD = TypeAdapter[tuple[Begun | None, SnapshotName | None]](tuple[Begun | None, SnapshotName | None])
 
 
 class HandingOver:
@@ -130,7 +134,7 @@ class HandingOver:
     def _begin(self, writer: HandOffWriter) -> tuple[SnapshotName | None, float]:
         """The cut's parent, None where any pod's checkpointer can't read it; and rank 0's clock."""
         begun = (writer.begin(self._attempt), time.time()) if self._assembly.gang.rank == 0 else None
-        told = self._collectives.gather((begun, writer.broken_parent()))
+        told = self._collectives.gather((begun, writer.broken_parent()), TOLD)
         first = told[0][0]
         assert first is not None, "rank 0 began it"
         parent, now = first

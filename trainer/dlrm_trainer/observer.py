@@ -8,10 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from prometheus_client.registry import Collector
+from pydantic import TypeAdapter
 
-from dlrm_api.measured import Profile
+from dlrm_api.measured import HitRate, Profile, StageTimes
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.compute_device import HOST
@@ -26,6 +28,8 @@ from dlrm_trainer.tier_report import tier_report
 
 EVERY_S = 1.0
 """Counters are copied for other processes at most this often."""
+COUNTERS = TypeAdapter(list[int])
+TIMES = TypeAdapter(tuple[list[StageTimes], list[HitRate]])
 
 
 class Observer:
@@ -98,7 +102,7 @@ class Observer:
         if not self._has_stacks:
             return None
         self._copy(step)
-        blocks = collectives.gather(self._counters.block)
+        blocks = [np.array(block, np.int64) for block in collectives.gather(self._counters.block.tolist(), COUNTERS)]
         return tier_report(self._placement, self._optimizer, blocks).model_dump(mode="json", by_alias=False)
 
     def save_profile(self, collectives: Collectives, folder: Path | None) -> None:
@@ -107,7 +111,7 @@ class Observer:
             return
         if folder is not None:
             write_trace_part(folder, collectives.rank, self._profile.trace())
-        parts = collectives.gather((self._profile.stages(), self._profile.hit_rates()))
+        parts = collectives.gather((self._profile.stages(), self._profile.hit_rates()), TIMES)
         if collectives.rank == 0 and folder is not None:
             stages = tuple(each for stages, _ in parts for each in stages)
             rates = tuple(each for _, rates in parts for each in rates)

@@ -8,6 +8,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from dlrm_api.errors import SnapshotError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_checkpointer.attempts import claim_attempt
@@ -38,6 +40,10 @@ class Start:
     """Why newer snapshots were passed over."""
     salvage: Salvage | None = None
     """A newer cut whose parts are restored over the snapshot."""
+
+
+START = TypeAdapter(Start)
+PARTIALS = TypeAdapter(dict[str, Partial])
 
 
 def choose_start(
@@ -72,7 +78,7 @@ def choose_start(
         attempt = claim_attempt(store, None if name is None else name.step, note)
         return Start(attempt=attempt, snapshot=name, reasons=tuple(reasons), salvage=salvage)
 
-    return choose_together(store, collectives, choose)
+    return choose_together(store, collectives, choose, START)
 
 
 def open_start(store: ObjectStore, start: Start) -> Snapshot | None:
@@ -142,7 +148,7 @@ def live_digest(learner: Learner, collectives: Collectives) -> str:
         meta = table_meta(part.table, 0, learner.row_optimizer)  # the seed is no part of a digest
         mine.setdefault(meta.name, []).append(shard_digest(meta, part.shard, part.read_block))
     partials: dict[str, list[Partial]] = {}
-    for found in collectives.gather({name: add(each) for name, each in mine.items()}):
+    for found in collectives.gather({name: add(each) for name, each in mine.items()}, PARTIALS):
         for name, partial in found.items():
             partials.setdefault(name, []).append(partial)
     return state_digest([(name, combine(each)) for name, each in partials.items()], learner.dense.arrays())

@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from dlrm_api.errors import NoInputError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
@@ -38,6 +40,10 @@ from dlrm_trainer.verifying import choose_together
 logger = logging.getLogger(__name__)
 
 RESTORE_FROM_FIELDS = FieldNames(uri="spec.checkpoint.restoreFrom")
+DIGEST = TypeAdapter(str)
+FINGERPRINT = TypeAdapter(dict[str, Any])
+CHANGE = TypeAdapter[str | None](str | None)
+CHOSEN = TypeAdapter[tuple[SnapshotName | None, list[str]]](tuple[SnapshotName | None, list[str]])
 
 
 def open_writer(stack: ExitStack, job: DLRMJob, plan: Plan, settings: Settings, rank: int) -> HandOffWriter | None:
@@ -86,10 +92,10 @@ def agree_on_data(collectives: Collectives, fingerprint: Mapping[str, Any]) -> N
         TemporaryError: on every rank; names what one found otherwise than rank 0.
     """
     digest = hashlib.sha256(json.dumps(fingerprint).encode()).hexdigest()
-    if len(set(collectives.gather(digest))) == 1:
+    if len(set(collectives.gather(digest, DIGEST))) == 1:
         return
-    first = collectives.broadcast(dict(fingerprint))
-    changes = collectives.gather(first_change(first, fingerprint, "data"))
+    first = collectives.broadcast(dict(fingerprint) if collectives.rank == 0 else None, FINGERPRINT)
+    changes = collectives.gather(first_change(first, fingerprint, "data"), CHANGE)
     rank, change = next((rank, change) for rank, change in enumerate(changes) if change)
     raise TemporaryError(
         f"rank {rank} found other data than rank 0: {change}; files came, went or changed while ranks started: they "
@@ -175,7 +181,7 @@ def begin_from(assembly: Assembly, uri: str, options: StoreOptions) -> None:
         newest, reasons = newest_snapshot(other, check=check)
         return None if newest is None else newest.name, reasons
 
-    name, reasons = choose_together(other, assembly.gang.collectives, choose)
+    name, reasons = choose_together(other, assembly.gang.collectives, choose, CHOSEN)
     for reason in reasons:
         logger.warning("snapshot passed over", extra={"problem": reason})
     if name is None:

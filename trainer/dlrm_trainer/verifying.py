@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from pydantic import TypeAdapter
 
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.fetch import Check, check_bytes
@@ -20,36 +21,31 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 ROUND_BYTES = 1 << 30
 """What each rank reads before all hear of it: where one finds something damaged, the others read little in vain."""
+ENTRIES = TypeAdapter(tuple[ObjectEntry, ...])
+PROBLEM = TypeAdapter(str)
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """What rank 0 chose, where there is nothing more to read."""
-
-    value: Any
-
-
-def choose_together(store: ObjectStore, collectives: Collectives, choose: Callable[[Check], T]) -> T:
+def choose_together(
+    store: ObjectStore, collectives: Collectives, choose: Callable[[Check], T], kind: TypeAdapter[T]
+) -> T:
     """What rank 0 chooses, on every rank; what it has checked for that is read by all of them.
 
     Args:
         store: of what is read.
         collectives: of all ranks, each of which calls this.
         choose: called on rank 0 alone, with what it checks objects by.
+        kind: of what it chooses.
 
     Raises:
         PeerLostError: rank 0 chose nothing, or another rank could not read.
     """
     if collectives.rank == 0:
         chosen = choose(partial(_check_together, collectives))
-        collectives.broadcast(Chosen(chosen))
-        return chosen
-    while True:
-        told: Chosen | tuple[ObjectEntry, ...] = collectives.broadcast(None)
-        if isinstance(told, Chosen):
-            found: T = told.value
-            return found
-        _check_share(collectives, store, told)
+        collectives.broadcast((), ENTRIES)  # there is nothing more to read
+        return collectives.broadcast(chosen, kind)
+    while entries := collectives.broadcast(None, ENTRIES):
+        _check_share(collectives, store, entries)
+    return collectives.broadcast(None, kind)
 
 
 def _check_together(
@@ -58,7 +54,7 @@ def _check_together(
     """See ``check_bytes``; on rank 0, whose peers are told what to read."""
     size, done = sum(entry.bytes for entry in objects), 0
     for entries in _rounds(objects, ROUND_BYTES * collectives.world_size):
-        collectives.broadcast(entries)
+        collectives.broadcast(entries, ENTRIES)
         if problem := _check_share(collectives, store, entries):
             raise SnapshotError(problem)
         for entry in entries:
@@ -75,7 +71,8 @@ def _check_share(collectives: Collectives, store: ObjectStore, entries: Sequence
     except SnapshotError as error:
         problem = str(error)
     together.wait()
-    return next(filter(None, collectives.gather(problem)), "")
+    problems = collectives.gather(problem, PROBLEM)
+    return next(filter(None, problems), "")
 
 
 def _rounds(objects: Sequence[ObjectEntry], most: int) -> Iterator[tuple[ObjectEntry, ...]]:
