@@ -64,6 +64,8 @@ class Env:
     CHECKPOINTER_PORT = "DLRM_CHECKPOINTER_PORT"
     TOKEN_SHA256 = "DLRM_TOKEN_SHA256"  # noqa: S105  a variable's name
     """``dlrm_api.tokens.token_digest`` of the token that asks this gang for a cut; without it nobody may."""
+    GANG_SECRET = "DLRM_GANG_SECRET"  # noqa: S105  a variable's name
+    """By which the ranks of one attempt know each other at rank 0's store; without it they take whoever comes."""
     HANDOFF_DIR = "DLRM_HANDOFF_DIR"
     WORK_DIR = "DLRM_WORK_DIR"
     """Where rank 0 writes ``progress.jsonl``; unset in pods."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dlrm_api.job import DLRMJob
@@ -20,6 +22,7 @@ from dlrm_cli.devices import VISIBLE, visible_to
 from dlrm_cli.workdir import WorkDir
 
 LOOPBACK = "127.0.0.1"
+SECRET_BYTES = 32
 
 PROGRAMS: Mapping[str, tuple[str, ...]] = {
     Container.TRAINER: (sys.executable, "-P", "-m", "dlrm_trainer"),
@@ -52,6 +55,8 @@ class Gang:
     committed_snapshot: str = ""
     """URI of the newest manifest that an attempt before it committed; empty where none is known."""
     programs: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PROGRAMS)
+    secret: str = field(default_factory=partial(secrets.token_hex, SECRET_BYTES), repr=False)
+    """By which its ranks know each other: other users of this machine reach its ports too."""
 
     @property
     def replicas(self) -> range:
@@ -96,6 +101,7 @@ class Gang:
             Env.TRAINER_PORT: str(self.ports.trainers[replica]),
             Env.CHECKPOINTER_PORT: str(self.ports.checkpointers[replica]),
             Env.TOKEN_SHA256: token_digest(self.workdir.token.read_text()),
+            Env.GANG_SECRET: self.secret,
             Env.HANDOFF_DIR: str(self.workdir.handoff(replica)),
             Env.WORK_DIR: str(self.workdir.root),
             Env.TERMINATION_LOG: str(self.workdir.termination(process)),

@@ -45,7 +45,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         make_tier_folders(tmp_path / "file", plan(block=1))
 
 
-def test_every_process_is_told_the_folder(tmp_path: Path) -> None:
+def test_every_process_is_told_the_folder_and_the_secret_of_the_attempt(tmp_path: Path) -> None:
     table = {"name": "C1", "rows": 10, "dim": 4}
     model = {"tables": [table], "interaction": "dcn"}
     spec = {"model": model, "data": {"format": "synthetic"}, "checkpoint": {"uri": "file:///s"}}
@@ -59,5 +59,8 @@ def test_every_process_is_told_the_folder(tmp_path: Path) -> None:
     files = [path for paths in gang.write_children().values() for path in paths]
 
     assert len(files) == 2
-    for path in files:
-        assert json.loads(path.read_text())["environment"][Env.TIER_DIR] == str(tmp_path / "t")
+    told = [json.loads(path.read_text())["environment"] for path in files]
+    assert [each[Env.TIER_DIR] for each in told] == [str(tmp_path / "t")] * 2
+    assert [each[Env.GANG_SECRET] for each in told] == [gang.secret] * 2
+    assert len(gang.secret) == 64
+    assert gang.secret not in repr(gang)

@@ -43,6 +43,18 @@ def test_every_process_derives_the_same_token_and_each_attempt_of_each_job_has_i
     assert len(set(first)) == len(asked)
 
 
+def test_a_gang_s_secret_is_derived_likewise_and_is_no_token() -> None:
+    api, asked = MemoryApi(), [("uid", 1), ("uid", 2), ("uid", 12), ("uid1", 2)]
+
+    async def secrets_of(key: ControlKey) -> list[str]:
+        return [await key.gang_secret(uid, attempt) for uid, attempt in asked]
+
+    first, second = (asyncio.run(secrets_of(ControlKey(api, "operators"))) for _ in range(2))
+
+    assert first == second
+    assert len({*first, *tokens(api, *asked)}) == 2 * len(asked)
+
+
 def test_another_key_gives_other_tokens() -> None:
     assert tokens(MemoryApi(), ("uid", 1)) != tokens(MemoryApi(), ("uid", 1))
 

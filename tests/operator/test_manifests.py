@@ -17,7 +17,7 @@ from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Env, Label
 from dlrm_api.plan import Plan, plan_from_parts, plan_to_parts
 from dlrm_operator.objects.manifests import CONFIG_MAP_BYTES, Owner, plan_config_maps
-from dlrm_operator.objects.pods import with_token_digest
+from dlrm_operator.objects.pods import with_derived
 from dlrm_operator.objects.rendering import render
 from dlrm_operator.objects.stores import passing_stores
 from dlrm_planner import plan_job, working_set_bytes
@@ -375,11 +375,12 @@ def test_a_job_too_large_for_a_config_map_says_so(monkeypatch: pytest.MonkeyPatc
         rendered(job())
 
 
-def test_trainers_know_the_digest_of_a_token_and_a_rendered_pod_knows_none() -> None:
+def test_trainers_know_a_secret_and_the_digest_of_a_token_and_a_rendered_pod_knows_neither() -> None:
     before = rendered(job())["Pod"][0]["spec"]
 
-    after = with_token_digest({"spec": before}, "d1e5")["spec"]
+    derived = {"DLRM_TOKEN_SHA256": "d1e5", "DLRM_GANG_SECRET": "5ec2e7"}
+    after = with_derived({"spec": before}, derived)["spec"]
 
-    assert env(before["containers"][0])["DLRM_TOKEN_SHA256"] == ""
-    assert env(after["containers"][0]) == {**env(before["containers"][0]), "DLRM_TOKEN_SHA256": "d1e5"}
+    assert {name: env(before["containers"][0])[name] for name in derived} == dict.fromkeys(derived, "")
+    assert env(after["containers"][0]) == {**env(before["containers"][0]), **derived}
     assert {**after, "containers": []} == {**before, "containers": []}

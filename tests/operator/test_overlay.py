@@ -14,7 +14,7 @@ from dlrm_api.hardware import parse_profile
 from dlrm_api.job import parse_job
 from dlrm_api.overlay import POD_OVERLAY_CONTAINER, POD_OVERLAY_METADATA, POD_OVERLAY_SPEC
 from dlrm_api.pod_shapes import PREFERRED, REQUIRED
-from dlrm_operator.objects.pods import with_token_digest
+from dlrm_operator.objects.pods import with_derived
 from dlrm_operator.objects.rendering import render
 from dlrm_operator.objects.stores import passing_stores
 from dlrm_planner import plan_job
@@ -90,7 +90,7 @@ def pods_or_place(template: Object) -> list[Object] | str:
     except InvalidSpecError as refusal:
         return refusal.path
     passing_stores(job.spec)
-    return [with_token_digest(item, "d1e5") for item in objects if item["kind"] == "Pod"]
+    return [with_derived(item, {"DLRM_TOKEN_SHA256": "d1e5"}) for item in objects if item["kind"] == "Pod"]
 
 
 def node_term(**term: Any) -> Object:

@@ -9,8 +9,10 @@ from kubelet_double import committed_word
 from model_cluster import KEY, ModelCluster
 from running_job import POD_0, POD_1, bring_up, condition, next_gang, running, say, status
 
+from dlrm_api.names import Env
 from dlrm_api.progress import EvalMetrics, Progress, TerminationMessage, TrainerPhase
 from dlrm_api.status import ConditionType, Phase
+from dlrm_operator.cluster import Object
 from dlrm_operator.facts.actions import (
     ApplyConfigMap,
     ApplyService,
@@ -63,6 +65,26 @@ def test_a_gang_is_called_whole_only_after_its_last_pod_was_created() -> None:
     assert between.gang_attempt == 0
     assert status(cluster).gang_attempt == 1
     assert set(cluster.pods) == {POD_0, POD_1}
+
+
+def variables(pod: Object) -> set[str]:
+    return {variable["name"] for variable in pod["spec"]["containers"][0]["env"]}
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_pods_of_one_gang_have_a_secret_all_or_none_whichever_operator_made_the_first(given: bool) -> None:
+    cluster = ModelCluster()
+    cluster.turn()
+    cluster.plan()
+    cluster.turn(most=3)  # the operator dies after the first of two pods
+    [first] = cluster.pods.values()
+    if not given:  # it was of a version that gives no secret
+        trainer = first["spec"]["containers"][0]
+        trainer["env"] = [variable for variable in trainer["env"] if variable["name"] != Env.GANG_SECRET]
+
+    cluster.turn()
+
+    assert [Env.GANG_SECRET in variables(pod) for pod in cluster.pods.values()] == [given, given]
 
 
 def test_a_refused_child_is_told_before_it_is_tried_again() -> None:

@@ -32,6 +32,11 @@ def everything(control_plane: ControlPlane, namespace: str, operator: OperatorPr
     }
 
 
+def derived(key: str, about: str) -> str:
+    """What the operator derives from its key, as the Secret holds it."""
+    return hmac.digest(base64.b64decode(key), about.encode(), "sha256").hex()
+
+
 def test_in_a_restricted_namespace_jobs_train_and_secrets_stay_secret(
     api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, account: Identity, tmp_path: Path
 ) -> None:
@@ -46,7 +51,7 @@ def test_in_a_restricted_namespace_jobs_train_and_secrets_stay_secret(
 
     with OperatorProcess(account.kubeconfig, namespace, log, "--log-format", "json") as operator:
         job = JobDriver(api, namespace, job_document("demo", replicas=1, checkpoint=checkpoint))
-        hidden = {planted}
+        hidden, told_to_trainers = {planted}, set[str]()
         for attempt in (1, 2):
             pod = f"demo-trainer-{attempt}-0"
             eventually(
@@ -59,7 +64,8 @@ def test_in_a_restricted_namespace_jobs_train_and_secrets_stay_secret(
             job.until("Running")
             key = api.call("GET", f"{core}/secrets/dlrm-operator-control-key")["data"]["key"]
             about = f"{job.get()['metadata']['uid']}/{attempt}"
-            hidden |= {key, hmac.digest(base64.b64decode(key), about.encode(), "sha256").hex()}
+            hidden |= {key, derived(key, about)}
+            told_to_trainers.add(derived(key, f"{about}/gang"))
             if attempt == 1:
                 [found] = kubelet.pods()
                 message = TerminationMessage(exit_code=70, reason="Internal", message="boom", rank=0, step=5)
@@ -70,6 +76,8 @@ def test_in_a_restricted_namespace_jobs_train_and_secrets_stay_secret(
 
     hidden |= {base64.b64encode(planted.encode()).decode()}
     assert [(place, value) for place, text in seen.items() for value in hidden if value in text] == []
+    told = {place for place, text in seen.items() for value in told_to_trainers if value in text}
+    assert told == {"pods"}, "whoever may not read pods learns no gang's secret"
     assert found["spec"]["automountServiceAccountToken"] is False
     assert not any("serviceAccountToken" in str(volume) for volume in found["spec"]["volumes"])
     mounted = [volume["secret"]["secretName"] for volume in found["spec"]["volumes"] if "secret" in volume]

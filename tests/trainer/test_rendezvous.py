@@ -1,9 +1,13 @@
 """How ranks find each other."""
 
 import multiprocessing
+import os
 import socket
 import time
+from datetime import timedelta
+from itertools import product
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ from gangs import run_ranks
 
 from dlrm_api.names import ANY_ADDRESS
 from dlrm_cluster.ports import LOOPBACK, free_port
+from dlrm_trainer.gang_store import GangStore
 
 
 def sum_of_ranks(collectives: Any) -> float:
@@ -59,6 +64,87 @@ def test_ranks_that_end_well_leave_no_group_behind(world_size: int) -> None:
 
     assert left == [False] * world_size
     assert [rank.exitcode for rank in ranks] == [0] * world_size
+
+
+SECRET = "5ec2e7" * 8
+
+
+def meet(rank: int, port: int, secret: str, wait_s: float, told: Connection) -> None:
+    from dlrm_api.errors import PeerLostError
+    from dlrm_trainer.rendezvous import Gang
+
+    gang = Gang(rank, 2, LOOPBACK, port, LOOPBACK, secret)
+    try:
+        gang.meet(wait_s, 60.0, lambda: None)
+    except PeerLostError as error:
+        told.send(str(error))
+        os._exit(error.exit_code)
+    told.send("met")
+    for _ in range(60):  # longer than a roll call takes to end ranks, but for LEAVE_S
+        sum_of_ranks(gang.collectives)
+        time.sleep(0.05)
+    told.send(sum_of_ranks(gang.collectives))
+    gang.leave("")
+    gang.close()
+
+
+def start_rank(rank: int, port: int, secret: str, wait_s: float = 60.0) -> tuple[ForkServerProcess, Connection]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dlrm_trainer.learner"])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=meet, args=(rank, port, secret, wait_s, sender))
+    process.start()
+    sender.close()
+    return process, receiver
+
+
+def stranger(port: int) -> Any:
+    """Somebody who reaches the store's port, as anything in a pod's network can."""
+    from torch._C._distributed_c10d import TCPStore
+
+    while True:
+        try:
+            return TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=5))
+        except RuntimeError:
+            time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_stranger_at_the_store_is_taken_for_no_rank_and_ends_no_gang() -> None:
+    port = free_port()
+    first, first_told = start_rank(0, port, SECRET)
+    store = stranger(port)
+    for name, secret in product(("here/0", "here/1"), ("", "another")):
+        GangStore(store, secret).set(name, "1")
+    store.set("here/1", "1")
+    waiting = not first_told.poll(2.0)
+    second, second_told = start_rank(1, port, SECRET)
+    met = first_told.recv(), second_told.recv()
+    for name, secret in product(("verdict", "alarm"), ("", "another")):
+        GangStore(store, secret).set(name, "rank 1 died or fell silent")
+        store.set(name, "rank 1 died or fell silent")
+    for key in store.list_keys():
+        store.set(key, "rank 1 died or fell silent")
+    sums = first_told.recv(), second_told.recv()
+    for rank in (first, second):
+        rank.join(60)
+
+    assert waiting
+    assert met == ("met", "met")
+    assert sums == (1.0, 1.0)
+    assert [first.exitcode, second.exitcode] == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_rank_that_was_given_no_secret_is_named_where_the_others_have_one() -> None:
+    port = free_port()
+    first, first_told = start_rank(0, port, SECRET, wait_s=6.0)
+    second, _ = start_rank(1, port, "", wait_s=6.0)
+    said = first_told.recv()
+    for rank in (first, second):
+        rank.join(60)
+
+    assert said == "rank 1 came without the gang's secret: another version of the operator made its pod"
 
 
 STORE_TIMEOUT_S = 3

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from dlrm_trainer.roll_call import ANSWERS, HEARD, LEFT, RollCall
+from dlrm_trainer.gang_store import GangStore
+from dlrm_trainer.roll_call import ALARM, ANSWERS, HEARD, LEFT, VERDICT, RollCall
 
 LONG_AGO_S = 900.0
+SECRET = "5ec2e7"
 
 
 class CountingStore:
@@ -46,19 +48,20 @@ class CountingStore:
 
 def call(world_size: int, hung: int | None = None, left: int | None = None) -> tuple[str, int]:
     """What rank 0 hears of a gang where all the others answered, and the requests that it made for that."""
-    store: Any = CountingStore()
+    raw: Any = CountingStore()
+    store = GangStore(raw, SECRET)
     for rank in range(1, world_size):
         answer = {"made": 8 if rank == hung else 9, "still_s": LONG_AGO_S}
-        store.append(ANSWERS, json.dumps([rank, answer]) + "\n")
-        store.append(HEARD, json.dumps([rank, True]) + "\n")
-    store.append(HEARD, json.dumps([0, True]) + "\n")
+        store.append(ANSWERS, json.dumps([rank, answer]))
+        store.append(HEARD, json.dumps([rank, True]))
+    store.append(HEARD, json.dumps([0, True]))
     if left is not None:
-        store.append(LEFT, json.dumps([left, "the disk is full\nof data"]) + "\n")
+        store.append(LEFT, json.dumps([left, "the disk is full\nof data"]))
     roll = RollCall(store, 0, world_size, lambda: 9, 0.0)
-    before = store.requests
+    before = raw.requests
     said = roll.who_is_missed()
     roll.close("")
-    return said, store.requests - before
+    return said, raw.requests - before
 
 
 @pytest.mark.parametrize("world_size", [8, 1_000])
@@ -69,3 +72,37 @@ def test_the_rank_to_blame_is_found_in_few_requests_however_many_ranks_there_are
     assert hung.startswith("rank 7 hung: alive, but in no collective for 900 s and 1 behind")
     assert ended == "rank 5 ended: the disk is full\nof data"
     assert requests < 20
+
+
+@pytest.mark.parametrize("secret", ["", "of another gang"])
+def test_a_stranger_s_words_neither_end_a_gang_nor_enter_its_verdict(secret: str) -> None:
+    raw: Any = CountingStore()
+    store, stranger = GangStore(raw, SECRET), GangStore(raw, secret)
+    store.append(ANSWERS, json.dumps([1, {"made": 9, "still_s": 0.0}]))
+    [answers] = raw.kept  # a stranger may list keys, and write those that are there
+    raw.append(answers, "no words\nnor these\n")
+    for key in (ALARM, VERDICT):
+        stranger.set(key, "rank 1 died or fell silent")
+        raw.set(key, "1")
+    stranger.append(LEFT, json.dumps([1, "a lie"]))
+    roll = RollCall(store, 0, 2, lambda: 9, LONG_AGO_S)
+
+    heard = store.has([ALARM]), store.get(VERDICT)
+    said = roll.who_is_missed()
+    roll.close("")
+
+    assert heard == (False, None)
+    assert said == "the connection between ranks broke"
+
+
+def test_a_verdict_that_a_stranger_wrote_over_is_passed_over() -> None:
+    raw: Any = CountingStore()
+    store = GangStore(raw, SECRET)
+    assert store.set_first(VERDICT, "rank 1 died or fell silent") == "rank 1 died or fell silent"
+    assert store.set_first(VERDICT, "rank 0 died") == "rank 1 died or fell silent"
+
+    [key] = raw.kept
+    raw.set(key, "rank 0 died")
+
+    assert store.get(VERDICT) is None
+    assert store.set_first(VERDICT, "rank 1 hung") is None

@@ -85,7 +85,8 @@ def run_rank(
     log_to_stderr(f"rank {rank}")
     stacks.answer(rank)
     spec = job.spec
-    gang = Gang(rank, spec.world_size, settings.master_addr, settings.master_port, settings.bind)
+    store = settings.master_addr, settings.master_port, settings.bind
+    gang = Gang(rank, spec.world_size, *store, settings.gang_secret)
     control = CutControl(spec.checkpoint, gang.collectives)
     _stop_on_signals(control)
     processes = spec.trainer.processes_per_replica

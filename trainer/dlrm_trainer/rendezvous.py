@@ -10,13 +10,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from dlrm_api.errors import PeerLostError, TemporaryError
 from dlrm_api.listening import listener
 from dlrm_api.names import ANY_ADDRESS
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.compute_device import HOST
+from dlrm_trainer.gang_store import GangStore
 from dlrm_trainer.roll_call import RollCall, name_ranks
 
 RETRY_S = 0.1
@@ -41,12 +42,14 @@ class Gang:
         host: where rank 0 is; a name is looked up again until it resolves.
         port: of the store that rank 0 serves there.
         bind: address that rank 0 serves it on.
+        secret: of this attempt, by which its ranks know each other there; empty: they take whoever comes.
     """
 
-    def __init__(self, rank: int, world_size: int, host: str, port: int, bind: str) -> None:
+    def __init__(self, rank: int, world_size: int, host: str, port: int, bind: str, secret: str = "") -> None:
         self.rank, self.world_size = rank, world_size
         self._host, self._port, self._bind = host, port, bind
-        self._store: TCPStore | None = None
+        self._secret = secret
+        self._store: GangStore | None = None
         self._roll_call: RollCall | None = None
         self.collectives = Collectives(rank, world_size, self._who_is_gone)
         self.id_collectives = Collectives(rank, world_size, self._who_is_gone)
@@ -75,22 +78,19 @@ class Gang:
         if self.world_size == 1:
             return
         deadline = time.monotonic() + rendezvous_timeout_s
-        self._store = self._serve() if self.rank == 0 else self._reach(deadline, keep_on)
-        self._store.set(f"here/{self.rank}", "1")
+        self._store = GangStore(self._serve() if self.rank == 0 else self._reach(deadline, keep_on), self._secret)
+        self._store.set(_here(self.rank), "1")
         pause_s = max(RETRY_S / 5, self.world_size * RANK_POLL_S)
         while not self._are_here(range(self.world_size)):
             if time.monotonic() > deadline:
-                absent = [rank for rank in range(self.world_size) if not self._are_here([rank])]
-                raise PeerLostError(
-                    f"{name_ranks(absent)} did not come within {rendezvous_timeout_s:.0f} s: see the logs of its pod"
-                )
+                raise PeerLostError(self._absent(rendezvous_timeout_s))
             keep_on()
             time.sleep(pause_s)
         timeout = timedelta(seconds=collective_timeout_s)
         os.environ.setdefault(NCCL_WAITS, "1")
         dist.init_process_group(
             backends(device),
-            store=PrefixStore("gang", self._store),
+            store=self._store.for_torch("gang"),  # of no name that a stranger could tell before all ranks are here
             rank=self.rank,
             world_size=self.world_size,
             timeout=timeout,
@@ -116,7 +116,7 @@ class Gang:
         def made() -> int:
             return sum(sum(tuple(each.calls.values())) for each in (self.collectives, self.id_collectives))
 
-        line: TCPStore = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
+        line = self._store.on_its_own_line()
         self._roll_call = RollCall(line, self.rank, self.world_size, made, collective_timeout_s)
 
     def _serve(self) -> TCPStore:
@@ -154,10 +154,24 @@ class Gang:
         """Whether all of some ranks came: one request, however many they are."""
         assert self._store is not None
         try:
-            return bool(self._store.check([f"here/{rank}" for rank in ranks]))
+            return self._store.has(map(_here, ranks))
         except RuntimeError as error:
             raise PeerLostError(f"rank 0 at {self._host}:{self._port} is gone: {error}") from error
+
+    def _absent(self, waited_s: float) -> str:
+        """Who did not come, in words, or came as a pod does whose operator gave it no secret."""
+        assert self._store is not None
+        absent = [rank for rank in range(self.world_size) if not self._are_here([rank])]
+        plain = self._store.without_secret()
+        strange = [rank for rank in absent if self._secret and plain.has([_here(rank)])]
+        if strange:
+            return f"{name_ranks(strange)} came without the gang's secret: another version of the operator made its pod"
+        return f"{name_ranks(absent)} did not come within {waited_s:.0f} s: see the logs of its pod"
 
     def _who_is_gone(self) -> str:
         """Ranks that are dead or hang, or what the first of those that ended had to say."""
         return "" if self._roll_call is None else self._roll_call.who_is_missed()
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"

@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
-
 from dlrm_api.names import ExitCode
+from dlrm_trainer.gang_store import GangStore
 
 POLL_S = 0.5
 """How often every rank looks whether one was missed."""
@@ -54,7 +53,7 @@ class RollCall:
         timeout_s: of collectives.
     """
 
-    def __init__(self, store: TCPStore, rank: int, world_size: int, made: Callable[[], int], timeout_s: float) -> None:
+    def __init__(self, store: GangStore, rank: int, world_size: int, made: Callable[[], int], timeout_s: float) -> None:
         self._store, self._rank, self._world_size, self._made = store, rank, world_size, made
         self._timeout_s = timeout_s
         self._verdict = ""
@@ -92,7 +91,7 @@ class RollCall:
         self._store.set(ALARM, "1")
         self._answer()
         verdict = _verdict(*self._ask(), self._rank, self._timeout_s)
-        self._verdict = self._store.compare_set(VERDICT, "", verdict).decode()
+        self._verdict = self._store.set_first(VERDICT, verdict) or verdict
 
     def _answer(self) -> None:
         self._say(ANSWERS, asdict(Answer(made=self._last, still_s=time.monotonic() - self._since)))
@@ -120,11 +119,11 @@ class RollCall:
             if self._made() != self._last:
                 self._last, self._since = self._made(), time.monotonic()
             with contextlib.suppress(RuntimeError):  # rank 0 is gone: the next collective will say so
-                if not answered and self._has(ALARM):
+                if not answered and self._store.has([ALARM]):
                     self._answer()
                     answered = True
-                if answered and self._has(VERDICT):
-                    self._verdict = self._store.get(VERDICT).decode()
+                if answered and (verdict := self._store.get(VERDICT)):
+                    self._verdict = verdict
                     self._say(HEARD, True)
                     heard = True
         if not self._closed.wait(LEAVE_S):
@@ -132,16 +131,11 @@ class RollCall:
             os._exit(ExitCode.TEMPORARY)
 
     def _say(self, where: str, what: object) -> None:
-        line = json.dumps([self._rank, what]) + "\n"
-        self._store.append(where, line)  # type: ignore[attr-defined]  # torch's stubs leave it out
+        self._store.append(where, json.dumps([self._rank, what]))
 
     def _said(self, where: str) -> dict[int, Any]:
         """What each rank said there last."""
-        lines = self._store.get(where).splitlines() if self._has(where) else []
-        return dict(map(json.loads, lines))
-
-    def _has(self, key: str) -> bool:
-        return bool(self._store.check([key]))
+        return dict(map(json.loads, self._store.words(where)))
 
 
 def _verdict(

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dlrm_api import names
@@ -41,6 +41,8 @@ class Settings:
     trainer_port: int = names.Port.TRAINER
     token_sha256: str | None = None
     """What the token of ``POST /cut`` is known by; None: nobody may ask for a cut."""
+    gang_secret: str = field(default="", repr=False)
+    """By which the ranks of this attempt know each other where they meet; empty: there is none."""
     handoff_dir: Path | None = None
     """None: train without snapshots."""
     work_dir: Path | None = None
@@ -87,6 +89,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         bind=source.get(Env.BIND) or default.bind,
         trainer_port=int(number(Env.TRAINER_PORT, 0)) or default.trainer_port,
         token_sha256=source.get(Env.TOKEN_SHA256) or None,
+        gang_secret=source.get(Env.GANG_SECRET, default.gang_secret),
         handoff_dir=path(Env.HANDOFF_DIR),
         work_dir=path(Env.WORK_DIR),
         ledger_dir=path(Env.LEDGER_DIR),

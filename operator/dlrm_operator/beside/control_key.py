@@ -1,4 +1,4 @@
-"""The operator's one secret: the key from which it derives the control token of each attempt of each job."""
+"""The operator's one secret: the key from which it derives the control token and the gang's secret of each attempt."""
 
 from __future__ import annotations
 
@@ -37,10 +37,21 @@ class ControlKey:
             ClusterUnavailableError: the key could not be had, and may be later.
             ClusterRefusedError: the key's Secret may not be read or made, or holds no key; the message names it.
         """
+        return await self._derived(f"{uid}/{attempt}")
+
+    async def gang_secret(self, uid: str, attempt: int) -> str:
+        """What the ranks of one attempt know each other by (``Env.GANG_SECRET``), in hexadecimal digits.
+
+        Raises:
+            ClusterUnavailableError, ClusterRefusedError: as ``token``.
+        """
+        return await self._derived(f"{uid}/{attempt}/gang")
+
+    async def _derived(self, about: str) -> str:
         async with self._reading:
             if not self._key:
                 self._key = await self._read()
-        return hmac.digest(self._key, f"{uid}/{attempt}".encode(), hashlib.sha256).hex()
+        return hmac.digest(self._key, about.encode(), hashlib.sha256).hex()
 
     async def _read(self) -> bytes:
         secrets_of = f"/api/v1/namespaces/{self._namespace}/secrets"

@@ -122,6 +122,8 @@ class PodSeen:
     """Who is to find it a node; it never changes, and the answer to the pod's creation does not hold it."""
     unschedulable: str = ""
     """The scheduler's words, where it found no node."""
+    secretless: bool = field(default=False, compare=False)
+    """Whether it was made without the gang's secret, by an operator that gave none; it never changes, as above."""
     gates: tuple[str, ...] = ()
     """Scheduling gates: until all are lifted no scheduler looks at it."""
     containers: tuple[ContainerSeen, ...] = ()

@@ -12,7 +12,7 @@ from typing import Any
 from dlrm_api.base import read_stored
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob, parse_stored_job
-from dlrm_api.names import GROUP, Label
+from dlrm_api.names import GROUP, Container, Env, Label
 from dlrm_api.status import DLRMJobStatus
 from dlrm_operator.facts.conditions import parse_timestamp
 from dlrm_operator.facts.observed import ConfigMapSeen, ContainerSeen, GroupSeen, JobKey, JobSeen, PodSeen
@@ -67,9 +67,17 @@ def read_pod(document: Object) -> PodSeen:
         lost_since=_lost_since(conditions),
         scheduler=(document.get("spec") or {}).get("schedulerName") or "",
         unschedulable=(scheduled.get("message") or "") if scheduled.get("status") == "False" else "",
+        secretless=_is_secretless(document.get("spec") or {}),
         gates=tuple(gate["name"] for gate in (document.get("spec") or {}).get("schedulingGates") or ()),
         containers=tuple(_containers(status)),
     )
+
+
+def _is_secretless(spec: Object) -> bool:
+    """False where the pod's spec is not told."""
+    trainers = [each for each in spec.get("containers") or () if each.get("name") == Container.TRAINER]
+    names = {variable.get("name") for trainer in trainers for variable in trainer.get("env") or ()}
+    return bool(trainers) and Env.GANG_SECRET not in names
 
 
 def read_astray_pod(document: Object, key: JobKey, attempt: int, index: int) -> PodSeen:

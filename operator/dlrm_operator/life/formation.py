@@ -215,6 +215,7 @@ def _creations(
         limits=observed.limits,
         memory_reserve_bytes=status.memory_reserve_bytes,
         committed_snapshot=status.last_snapshot.uri if status.last_snapshot else "",
+        secret=not any(pod.secretless for pod in gang.pods.values()),
     )
     made = maps or plan_config_maps(job, gang.attempt, plan, children.parts(gang.attempt), owner)
     pods = trainer_pods(attempt, made)

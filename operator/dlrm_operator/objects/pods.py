@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dlrm_api import names
@@ -43,6 +44,8 @@ class Attempt:
     """Of each pod, besides what the plan needs."""
     committed_snapshot: str = ""
     """URI of the manifest of the newest snapshot that the job is known to have; empty where none is."""
+    secret: bool = True
+    """Whether its ranks know each other by a secret: all of them, or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +77,14 @@ def trainer_pods(attempt: Attempt, maps: list[Manifest]) -> list[Manifest]:
     return [_pod(attempt, share, config) for share in shares]
 
 
-def with_token_digest(pod: Manifest, digest: str) -> Manifest:
-    """The pod with what its trainer knows the attempt's control token by (``dlrm_api.tokens.token_digest``)."""
+def with_derived(pod: Manifest, values: Mapping[str, str]) -> Manifest:
+    """The pod with what its trainer is told that is derived when the pod is made, by variable; no other is added."""
     spec = pod["spec"]
     trainer = next(container for container in spec["containers"] if container["name"] == Container.TRAINER)
-    told = {"name": Env.TOKEN_SHA256, "value": digest}
-    env = [told if variable["name"] == Env.TOKEN_SHA256 else variable for variable in trainer["env"]]
+    env = [
+        {**variable, "value": values[name]} if (name := variable["name"]) in values else variable
+        for variable in trainer["env"]
+    ]
     containers = [{**trainer, "env": env} if container is trainer else container for container in spec["containers"]]
     return {**pod, "spec": {**spec, "containers": containers}}
 
@@ -131,8 +136,10 @@ def _trainer(attempt: Attempt, share: _Share) -> Manifest:
         Env.MASTER_PORT: str(Port.RENDEZVOUS),
         Env.RENDEZVOUS_TIMEOUT_S: str(_rendezvous_timeout_s(job)),
         Env.TRAINER_PORT: str(Port.TRAINER),
-        Env.TOKEN_SHA256: "",  # of a token that is derived when the pod is made
+        Env.TOKEN_SHA256: "",  # of a token that is derived when the pod is made (``with_derived``)
     }
+    if attempt.secret:
+        env[Env.GANG_SECRET] = ""  # as the token
     if attempt.committed_snapshot:
         env[Env.COMMITTED_SNAPSHOT] = attempt.committed_snapshot
     if share.tiers:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from dlrm_api import names
 from dlrm_api.errors import DLRMError
-from dlrm_api.names import FIELD_MANAGER, Label
+from dlrm_api.names import FIELD_MANAGER, Env, Label
 from dlrm_api.tokens import token_digest
 from dlrm_operator.beside.control_key import ControlKey
 from dlrm_operator.cluster import METADATA_OF_ONE, Api
@@ -45,7 +45,7 @@ from dlrm_operator.facts.conditions import timestamp
 from dlrm_operator.facts.observed import JobKey, JobSeen
 from dlrm_operator.facts.reasons import Reason
 from dlrm_operator.objects.gang_scheduling import KUEUE
-from dlrm_operator.objects.pods import with_token_digest
+from dlrm_operator.objects.pods import with_derived
 from dlrm_operator.running.observing import JOBS, owned_by
 from dlrm_operator.server_clock import own_time
 
@@ -179,8 +179,10 @@ class Performer:
     async def _create_pod(self, action: CreatePod) -> None:
         meta = action.manifest["metadata"]
         path = f"/api/v1/namespaces/{meta['namespace']}/pods"
-        token = await self._control_key.token(action.owner_uid, action.attempt)
-        body = with_token_digest(action.manifest, token_digest(token))
+        about = action.owner_uid, action.attempt
+        secret = await self._control_key.gang_secret(*about)
+        derived = {Env.TOKEN_SHA256: token_digest(await self._control_key.token(*about)), Env.GANG_SECRET: secret}
+        body = with_derived(action.manifest, derived)
         try:
             found = await self._api.call("POST", path, body, OURS, METADATA_OF_ONE)
         except AlreadyExistsError as error:
