@@ -410,6 +410,21 @@ def test_kubeconform_finds_every_object_valid(schemas: Path, helm: Path, tmp_pat
     assert said["summary"] == {"valid": len(known), "invalid": 0, "errors": 0, "skipped": 0}, said
 
 
+def test_the_example_s_policy_for_one_job_is_valid_and_lets_the_operator_of_the_guide_in(
+    monitor_types: ControlPlane, schemas: Path, helm: Path, tmp_path: Path
+) -> None:
+    path = ROOT / "examples" / "cluster" / "one-jobs-network.yaml"
+    policy = yaml.safe_load(path.read_text())
+    kubectl = [monitor_types.kubectl, "--kubeconfig", monitor_types.kubeconfig]
+    operator = policy["spec"]["ingress"][1]["from"][0]
+    template = pod_template(render(helm, tmp_path, "dlrm", NAMESPACE))["metadata"]["labels"]
+
+    assert "(server dry run)" in run(*kubectl, "create", "--dry-run=server", "--validate=strict", "-f", path)
+    assert conformity(schemas, tmp_path, [policy])["summary"]["valid"] == 1
+    assert operator["podSelector"]["matchLabels"].items() <= template.items()
+    assert operator["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": NAMESPACE}
+
+
 def test_kubeconform_names_an_object_with_a_field_that_nobody_knows(schemas: Path, helm: Path, tmp_path: Path) -> None:
     deployment = only(render(helm, tmp_path, "demo", NAMESPACE, variant("default")), "Deployment")
     deployment["spec"]["template"]["spec"]["containers"][0]["comand"] = ["true"]

@@ -8,6 +8,8 @@ import yaml
 
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import parse_job
+from dlrm_api.names import Port
+from dlrm_operator.objects.manifests import Owner, metadata
 from dlrm_operator.objects.rendering import render
 from dlrm_operator.objects.tier_volumes import check_mounts
 from dlrm_planner import plan_job
@@ -66,6 +68,21 @@ def test_the_jobs_queue_is_one_of_the_queues() -> None:
     assert local["metadata"]["namespace"] == job["metadata"]["namespace"]
     marks = pods_on(pool("plain"))[0]["metadata"]["labels"]
     assert marks["kueue.x-k8s.io/queue-name"] == local["metadata"]["name"]
+
+
+def test_a_policy_for_one_job_covers_its_pods_on_the_ports_that_they_have_and_no_other_job_s() -> None:
+    policy = yaml.safe_load((FOLDER / "one-jobs-network.yaml").read_text())
+    wanted = policy["spec"]["podSelector"]["matchLabels"]
+    among_pods, from_outside = policy["spec"]["ingress"]
+    pods = pods_on(pool("plain"))
+    document = yaml.safe_load((FOLDER / "job.yaml").read_text())
+    other = metadata(parse_job(document | {"metadata": {"name": "other"}}), "other", Owner(name="other"), 1, 0)
+
+    assert all(wanted.items() <= pod["metadata"]["labels"].items() for pod in pods)
+    assert not wanted.items() <= other["labels"].items()
+    assert policy["metadata"]["namespace"] == document["metadata"]["namespace"]
+    assert among_pods == {"from": [{"podSelector": {"matchLabels": wanted}}]}
+    assert [each["port"] for each in from_outside["ports"]] == [Port.TRAINER, Port.CHECKPOINTER]
 
 
 def test_the_clusters_quickstart_is_two_pods_that_fit_on_two_processors_and_reach_s3_with_a_secrets_keys() -> None:
