@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -99,27 +100,45 @@ def _folder(package: str) -> Path:
     """``NUMBA_CACHE_DIR``, else the user's cache folder, else one for temporary files: the first that takes a file.
 
     numba reads no folder that it cannot write to. What an image brings in one is therefore copied. Each version of the
-    sources has a folder of its own; whoever makes a new one removes those that are used no more.
+    sources has a folder of its own; whoever makes a new one removes those that are used no more. What is read there is
+    run (numba keeps pickles), so where others may write, it is from a folder that is this user's alone, or a new one.
     """
     digest = hashlib.sha256()
     for source in _sources(package):
         digest.update(source.read_bytes())
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     name = f"{PREFIX}{digest.hexdigest()[:16]}"
-    for folder in (base, tempfile.gettempdir()):
+    for folder, own in ((base, "dlrm-operator"), (tempfile.gettempdir(), f"dlrm-operator-{os.getuid()}")):
         try:
-            place = Path(folder).expanduser() / "dlrm-operator" / name
+            parent = Path(folder).expanduser() / own
+            if folder != base:
+                _make_own(parent)
+            place = parent / name
             new = _hold(place)
             with tempfile.TemporaryFile(dir=place):
                 pass
             if folder != base:
-                _copy_kept(Path(base).expanduser() / "dlrm-operator" / name, place)
+                _copy_kept(Path(base) / "dlrm-operator" / name, place)
             if new:
                 _prune(place.parent)
             return place
         except (OSError, RuntimeError):  # not writable; a user without a home
             continue
     return Path(tempfile.mkdtemp())
+
+
+def _make_own(folder: Path) -> None:
+    """Make a folder that nobody else may write, where others may make theirs.
+
+    Raises:
+        PermissionError: what is there is no such folder.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    shared = stat.S_IWGRP | stat.S_IWOTH
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & shared:
+        raise PermissionError(f"{folder}: is no folder of this user alone")
 
 
 def _sources(package: str) -> list[Path]:
@@ -190,7 +209,8 @@ def _prune(kept: Path) -> None:
 
 def _copy_kept(kept: Path, place: Path) -> None:
     """Copy files that are not there yet: each appears whole, machine code before the index that names it."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # a user without a home
+        kept = kept.expanduser()
         for source in sorted(kept.rglob("*.nb[ci]"), key=lambda path: path.suffix):
             target = place / source.relative_to(kept)
             if not target.exists():

@@ -8,6 +8,7 @@ import inspect
 import os
 import pkgutil
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -72,6 +73,59 @@ def test_loops_compile_where_the_users_folders_take_no_file(tmp_path: Path) -> N
     assert run(HOME=str(nowhere), NUMBA_CACHE_DIR=str(nowhere / "cache"), TMPDIR=str(tmp_path / "scratch")) == "True"
 
     assert kept(tmp_path / "scratch")
+
+
+def given_to_nobody(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 65_534, 65_534)
+
+
+def that_all_may_write(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def led_elsewhere(folder: Path) -> None:
+    (elsewhere := folder.with_name("elsewhere")).mkdir(mode=0o700)
+    folder.symlink_to(elsewhere)
+
+
+AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root gives a folder away")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prepare", [pytest.param(given_to_nobody, marks=AS_ROOT), that_all_may_write, led_elsewhere])
+def test_code_is_never_loaded_from_a_temporary_folder_that_somebody_else_prepared(
+    tmp_path: Path, prepare: Callable[[Path], None]
+) -> None:
+    nowhere, scratch = tmp_path / "file", tmp_path / "scratch"
+    nowhere.write_text("")
+    scratch.mkdir()
+    foreseen = scratch / f"dlrm-operator-{os.getuid()}"
+    prepare(foreseen)
+
+    assert run(HOME=str(nowhere), NUMBA_CACHE_DIR=str(nowhere / "cache"), TMPDIR=str(scratch)) == "True"
+
+    assert not list(foreseen.iterdir())
+    assert kept(scratch)
+
+
+@pytest.mark.slow
+def test_loops_in_the_temporary_folder_are_this_user_s_alone_and_used_again(tmp_path: Path) -> None:
+    nowhere, scratch = tmp_path / "file", tmp_path / "scratch"
+    nowhere.write_text("")
+    scratch.mkdir()
+    environment = {"HOME": str(nowhere), "NUMBA_CACHE_DIR": str(nowhere / "cache"), "TMPDIR": str(scratch)}
+
+    found = []
+    for _ in range(2):
+        run(**environment)
+        found.append({path: path.stat().st_mtime_ns for path in kept(scratch)})
+
+    [folder] = scratch.iterdir()
+    assert (folder.name, stat.S_IMODE(folder.stat().st_mode)) == (f"dlrm-operator-{os.getuid()}", 0o700)
+    assert found[0]
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow
