@@ -212,7 +212,7 @@ def _token(store: ObjectStore, key: str) -> str:
     """Who announced an attempt; nobody where that was taken back."""
     try:
         return str(json.loads(store.get(key)).get("token"))
-    except (NoInputError, ValueError, AttributeError):
+    except (NoInputError, ValueError, AttributeError, RecursionError):
         return ""
 
 

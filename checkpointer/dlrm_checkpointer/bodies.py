@@ -11,12 +11,15 @@ from numpy.typing import NDArray
 
 from dlrm_checkpointer.manifest import ObjectEntry
 
+USUAL_BYTES = 64 << 20
+"""Of an object of rows, and more: what is larger is asked for by its size in the store before memory is taken."""
+
 
 class Bodies:
     """Buffers of one size, as many as were ever in use at once; memory that was touched before costs no page faults.
 
     Args:
-        size: bytes of the largest body.
+        size: bytes of the largest body, but for a few that are larger.
     """
 
     def __init__(self, size: int) -> None:
@@ -26,7 +29,7 @@ class Bodies:
     @classmethod
     def of(cls, entries: Iterable[ObjectEntry]) -> Bodies:
         """For reading some objects."""
-        return cls(max((entry.bytes for entry in entries), default=0))
+        return cls(min(USUAL_BYTES, max((entry.bytes for entry in entries), default=0)))
 
     def take(self, size: int) -> memoryview:
         """A body of so many bytes, which hold anything; its memory is used again when no view of it is left.

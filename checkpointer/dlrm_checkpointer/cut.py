@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,6 +148,14 @@ class CutSize:
     """In which they come."""
 
 
+Dtype = Literal["fp32", "fp16"]
+MOST_NAME = 63
+MOST_ROWS, MOST_COLUMNS = 2**40, 4_096
+"""Of a table: the bounds of ``spec.model.tables``, which are the format's too."""
+MOST_STEPS, MOST_ATTEMPTS, MOST_RANKS = 10**16, 10**8, 10**6
+"""What keys have digits for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TableMeta:
     """All that a reader must know of a table: the entry of ``CutMeta.model["tables"]``."""
@@ -162,7 +171,7 @@ class TableMeta:
     """Columns [start, end) of each block that has a row optimizer state of its own; contiguous from 0 to dim."""
     state_columns: tuple[int, ...] = ()
     """float32 values of row optimizer state of each block; 1 each where it is left out."""
-    dtype: Literal["fp32", "fp16"] = "fp32"
+    dtype: Dtype = "fp32"
     """Type of the trainer's rows: a row of fp16 takes no other values, its initial ones included."""
 
     def __post_init__(self) -> None:
@@ -184,9 +193,13 @@ class TableMeta:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Read ``to_json``'s form."""
+        """Read ``to_json``'s form.
+
+        Raises:
+            KeyError, TypeError, ValueError, OverflowError: it is none, or says what no table has; names the table.
+        """
         blocks = tuple((int(start), int(end)) for start, end in value["columnBlocks"])
-        return cls(
+        table = cls(
             name=str(value["name"]),
             rows=int(value["rows"]),
             dim=int(value["dim"]),
@@ -196,6 +209,27 @@ class TableMeta:
             state_columns=tuple(int(values) for values in value.get("stateColumns", ())),
             dtype=value.get("dtype", "fp32"),
         )
+        if problem := table._problem():
+            raise ValueError(f"table {table.name[:MOST_NAME]!r}: {problem}")
+        return table
+
+    def _problem(self) -> str:
+        """What is beyond the bounds of the format, in words; empty where nothing is."""
+        if not 1 <= len(self.name) <= MOST_NAME or "\0" in self.name:
+            return f"a name has from 1 to {MOST_NAME} characters, and no zero among them"
+        if not (1 <= self.rows <= MOST_ROWS and 1 <= self.dim <= MOST_COLUMNS):
+            return f"{self.rows} rows x {self.dim} columns, and a table has at most {MOST_ROWS} x {MOST_COLUMNS}"
+        edges = [0, *(end for _, end in self.column_blocks)]
+        if [start for start, _ in self.column_blocks] != edges[:-1] or edges[-1] != self.dim:
+            return f"its column blocks don't go from 0 to {self.dim}"
+        widths = [end - start for start, end in self.column_blocks]
+        if min(widths) < 1 or len(self.state_columns) != len(widths):
+            return "column blocks have a column and more, and a number of state values each"
+        if any(not 0 <= values <= 4 * width + 4 for values, width in zip(self.state_columns, widths, strict=True)):
+            return "a block of w columns has from 0 to 4 w + 4 values of state"
+        if not 0 <= self.scale < math.inf or not -(2**63) <= self.seed < 2**63:
+            return f"scale {self.scale} or seed {self.seed} is none of an initializer"
+        return "" if self.dtype in get_args(Dtype) else f"dtype {self.dtype!r} is neither fp32 nor fp16"
 
     def whole(self) -> ShardId:
         """The rectangle that is the whole table."""
@@ -290,8 +324,12 @@ class CutMeta:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Read ``to_json``'s form."""
-        return cls(
+        """Read ``to_json``'s form.
+
+        Raises:
+            KeyError, TypeError, ValueError, OverflowError: it is none, or says what no cut has.
+        """
+        cut = cls(
             step=int(value["step"]),
             samples=int(value["samples"]),
             world_size=int(value["worldSize"]),
@@ -302,3 +340,8 @@ class CutMeta:
             model=dict(value["model"]),
             metrics=dict(value["metrics"]),
         )
+        if not (0 <= cut.step < MOST_STEPS and 0 <= cut.attempt < MOST_ATTEMPTS and 1 <= cut.world_size <= MOST_RANKS):
+            raise ValueError(f"step {cut.step}, attempt {cut.attempt} and {cut.world_size} ranks are those of no cut")
+        if cut.samples < 0 or not math.isfinite(cut.time):
+            raise ValueError(f"{cut.samples} samples and time {cut.time} are those of no cut")
+        return cut

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,7 +153,7 @@ def _bands(
     ]
     sources = [source for number, entries in enumerate(inside) for source in stored(store, table, number, entries)]
     size = min(BLOCK_ROWS, chunk_rows(table.dim + table.state_width))
-    ends = [*range(rows.start + size, rows.stop, size), rows.stop]
+    ends = chain(range(rows.start + size, rows.stop, size), (rows.stop,))
     if not rows:
         return
     for band in sweep(sources, ends, rows.start):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -26,7 +26,9 @@ DOMAIN = b"dlrm-digest-2\0"
 LANES = 4
 """64-bit hashes of a unit, independent of each other."""
 BLOCK_ROWS = 65_536
-"""Rows that are read at a time."""
+"""Most rows that are read at a time."""
+BLOCK_BYTES = 32 << 20
+"""Most bytes of rows with their state that are read at a time, or one row: a table's claims take no more memory."""
 PASS_VALUES = 1 << 16
 """Values hashed in one pass: as 64-bit integers they stay in the cache."""
 
@@ -101,9 +103,15 @@ def combine(partials: Iterable[Partial]) -> str:
     return "".join(f"{lane:016x}" for lane in add(partials))
 
 
-def block_ranges(rows: int) -> list[tuple[int, int]]:
+def block_rows(table: TableMeta) -> int:
+    """Most rows of a table that are read at a time."""
+    return max(1, min(BLOCK_ROWS, BLOCK_BYTES // (4 * (table.dim + table.state_width))))
+
+
+def block_ranges(table: TableMeta) -> Iterator[tuple[int, int]]:
     """Rows [start, end) of a table that are read at a time."""
-    return [(start, min(start + BLOCK_ROWS, rows)) for start in range(0, rows, BLOCK_ROWS)]
+    size = block_rows(table)
+    return ((start, min(start + size, table.rows)) for start in range(0, table.rows, size))
 
 
 def state_digest(tables: Sequence[tuple[str, str]], dense: Mapping[str, NDArray[np.generic]]) -> str:

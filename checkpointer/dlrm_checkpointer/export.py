@@ -20,7 +20,7 @@ from dlrm_checkpointer.digest import combine, state_digest
 from dlrm_checkpointer.folder import raise_device
 from dlrm_checkpointer.restore import Snapshot
 from dlrm_checkpointer.synced import make_folder, replace_synced, sync_all, write_synced
-from dlrm_checkpointer.table_files import little_endian, safetensors_header
+from dlrm_checkpointer.table_files import check_room, little_endian, safetensors_header
 from dlrm_checkpointer.walk import walk_table
 
 META_FILE = "meta.json"
@@ -110,7 +110,9 @@ def _write_table(snapshot: Snapshot, table: TableMeta, folder: Path) -> str:
     floats = np.dtype(np.float32)
     header = safetensors_header({"weights": (floats, (table.rows, table.dim)), "state": (floats, (table.rows, width))})
     partials = []
-    with (folder / f"{table.name}.safetensors").open("wb") as file:
+    path = folder / f"{table.name}.safetensors"
+    check_room(path, len(header) + state_start + 4 * table.rows * width)
+    with path.open("wb") as file:
         file.write(header)
         file.flush()
         for block in walk_table(snapshot, table):

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from dlrm_api.errors import NoInputError, SnapshotError
-from dlrm_checkpointer.bodies import Bodies
+from dlrm_api.errors import DeviceError, NoInputError, SnapshotError
+from dlrm_checkpointer.bodies import USUAL_BYTES, Bodies
 from dlrm_checkpointer.codes import CodedRows
 from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.manifest import ChunkEntry, ObjectEntry
@@ -41,8 +41,16 @@ def fetch(store: ObjectStore, entry: ObjectEntry, bodies: Bodies | None = None) 
 
     Raises:
         SnapshotError: it is not there, or is not what the manifest says.
+        DeviceError: memory does not hold it.
     """
-    body = (bodies or Bodies(0)).take(entry.bytes)
+    if entry.bytes > USUAL_BYTES:
+        _check_size(store, entry, store.size(entry.key))
+    try:
+        body = (bodies or Bodies(0)).take(entry.bytes)
+    except MemoryError as error:
+        raise DeviceError(
+            f"{store.uri}/{entry.key}: {entry.bytes} bytes: this machine has no memory for them"
+        ) from error
     try:
         _read(store, entry, body)
     except SnapshotError as error:  # the store may have it whole: nothing but TLS notices what is garbled on the way
@@ -56,8 +64,7 @@ def _read(store: ObjectStore, entry: ObjectEntry, body: memoryview) -> None:
         size = store.get_into(entry.key, body)
     except NoInputError as error:
         raise SnapshotError(f"{store.uri}/{entry.key}: an object of the snapshot is missing") from error
-    if size != entry.bytes:
-        raise SnapshotError(f"{store.uri}/{entry.key}: {size} bytes, the manifest says {entry.bytes}")
+    _check_size(store, entry, size)
     if hashlib.sha256(body).hexdigest() != entry.sha256:
         raise SnapshotError(f"{store.uri}/{entry.key}: corrupt: its SHA-256 is not the manifest's")
 
@@ -114,11 +121,14 @@ def check_present(store: ObjectStore, objects: Sequence[ObjectEntry]) -> None:
     folders = {"/".join(entry.key.split("/")[:3]) + "/" for entry in objects}
     sizes = {info.key: info.size for folder in sorted(folders) for info in store.list(folder)}
     for entry in objects:
-        size = sizes.get(entry.key)
-        if size is None:
-            raise SnapshotError(f"{store.uri}/{entry.key}: an object of the snapshot is missing")
-        if size != entry.bytes:
-            raise SnapshotError(f"{store.uri}/{entry.key}: {size} bytes, the manifest says {entry.bytes}")
+        _check_size(store, entry, sizes.get(entry.key))
+
+
+def _check_size(store: ObjectStore, entry: ObjectEntry, size: int | None) -> None:
+    if size is None:
+        raise SnapshotError(f"{store.uri}/{entry.key}: an object of the snapshot is missing")
+    if size != entry.bytes:
+        raise SnapshotError(f"{store.uri}/{entry.key}: {size} bytes, the manifest says {entry.bytes}")
 
 
 def check_bytes(store: ObjectStore, objects: Sequence[ObjectEntry], on_whole: Callable[[str], None]) -> None:

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.codes import decode_rows
 from dlrm_checkpointer.cut import TableMeta
-from dlrm_checkpointer.digest import BLOCK_ROWS
+from dlrm_checkpointer.digest import block_rows
 from dlrm_checkpointer.export import written_to
 from dlrm_checkpointer.fetch import fetch, fetch_rows, in_parallel
 from dlrm_checkpointer.image import Applied, Image, ImageState, TableRows, initial_values
 from dlrm_checkpointer.objects import decode_row_numbers
-from dlrm_checkpointer.publication import Delta, Published, delta_key, read_delta, sequences
+from dlrm_checkpointer.publication import Delta, GoneEntry, Published, delta_key, read_delta, sequences
 from dlrm_checkpointer.store import ObjectStore
 
 MOST_RELOADS = 2
@@ -205,13 +205,17 @@ class Follower:
                 for coded in in_parallel(partial(fetch_rows, self._store, table=table), chunks):
                     target.write(coded.row_ids, table.rounded(decode_rows(coded).rows))
                 for entry in tombstones:
-                    key = f"{self._store.uri}/{entry.key}"
-                    self._reset(
-                        target, table, decode_row_numbers(fetch(self._store, entry), key, table.name, table.rows)
-                    )
+                    self._reset(target, table, self._numbers(entry, table))
             rows += sum(chunk.rows for chunk in chunks)
             gone += sum(entry.rows for entry in tombstones)
         return rows, gone
+
+    def _numbers(self, entry: GoneEntry, table: TableMeta) -> NDArray[np.int64]:
+        key = f"{self._store.uri}/{entry.key}"
+        numbers = decode_row_numbers(fetch(self._store, entry), key, table.name, table.rows)
+        if len(numbers) != entry.rows:
+            raise SnapshotError(f"{key}: holds {len(numbers)} row numbers, the delta says {entry.rows}")
+        return numbers
 
     def _write_dense(self, delta: Delta, image: str) -> str:
         with self._kept(delta):
@@ -228,8 +232,9 @@ class Follower:
             raise
 
     def _reset(self, target: TableRows, table: TableMeta, numbers: NDArray[np.int64]) -> None:
-        for start in range(0, len(numbers), BLOCK_ROWS):
-            part = numbers[start : start + BLOCK_ROWS]
+        size = block_rows(table)
+        for start in range(0, len(numbers), size):
+            part = numbers[start : start + size]
             target.write(part, initial_values(table, part))
 
 

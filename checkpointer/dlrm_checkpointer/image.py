@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from dlrm_api.errors import SnapshotError, TemporaryError, UsageError
 from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.digest import block_ranges
+from dlrm_checkpointer.folder import raise_device
 from dlrm_checkpointer.initializer import initial_rows
 from dlrm_checkpointer.store import Body
 from dlrm_checkpointer.synced import make_folder, replace_synced, sync, write_synced
@@ -163,17 +164,24 @@ class Image:
             file.write(header)
             file.flush()
             size = len(header) + 4 * table.rows * table.dim
-            os.posix_fallocate(file.fileno(), 0, size)  # else a full disk is a SIGBUS
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)  # else a full disk is a SIGBUS
+            except OSError as error:
+                raise_device(error, path, size)
         with self.table(image, table) as rows:
-            for start, end in block_ranges(table.rows):
+            for start, end in block_ranges(table):
                 ids = np.arange(start, end, dtype=np.int64)
                 rows.write(ids, initial_values(table, ids))
 
     @contextlib.contextmanager
     def table(self, image: str, table: TableMeta) -> Iterator[TableRows]:
         """A table's rows, to be written; synced at the end."""
+        path = self._path(image, table)
         header = safetensors_header({"weights": (np.dtype(np.float32), (table.rows, table.dim))})
-        mapped = np.memmap(self._path(image, table), "<f4", "r+", len(header), (table.rows, table.dim))
+        with path.open("rb") as file:
+            if file.read(len(header)) != header:
+                raise SnapshotError(f"{path}: is no table of {table.rows} rows x {table.dim} columns as the delta says")
+        mapped = np.memmap(path, "<f4", "r+", len(header), (table.rows, table.dim))
         yield TableRows(mapped, self._before_write)
         mapped.flush()
 

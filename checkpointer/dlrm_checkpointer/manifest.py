@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, Self, TypeVar
 
@@ -13,7 +14,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName
+from dlrm_checkpointer.cut import MOST_NAME, CutMeta, ShardId, SnapshotName, TableMeta
 from dlrm_checkpointer.sealing import FORMAT, FormatModel, SealedModel, parse_sealed
 
 FORMAT_VERSION = 2
@@ -21,6 +22,8 @@ MANIFESTS = "manifests/"
 PARTS = "parts/"
 CHUNKS = "chunks/"
 Kind = Literal["full", "increment"]
+MOST_BYTES = 2**63
+"""Of an object; a signed number of 64 bits counts them."""
 _KEY = re.compile(r"manifests/(\d{16})-(\d{8})\.json")
 _OF_A_CUT = re.compile(f"(?:{CHUNKS}|{PARTS})([0-9]{{16}})/([0-9]{{8}})/")
 
@@ -37,7 +40,7 @@ class ObjectEntry:
     """
 
     key: str = Field(pattern=r"^chunks/\d{16}/\d{8}/\d{6}/[0-9A-Za-z_-]+\.safetensors$")
-    bytes: int = Field(ge=0)
+    bytes: int = Field(ge=0, lt=MOST_BYTES)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
@@ -102,7 +105,7 @@ class Growth(FormatModel):
     """
 
     base_bytes: int = Field(ge=0)
-    base_time: float
+    base_time: float = Field(allow_inf_nan=False)
     """When it was cut (Unix seconds)."""
     increments: int = Field(0, ge=0)
     increment_bytes: int = Field(0, ge=0)
@@ -246,7 +249,10 @@ def parse_part(body: bytes, key: str) -> PartList:
     Raises:
         SnapshotError: names the object and the field that is wrong.
     """
-    return _parse(PartList, body, key)
+    part = _parse(PartList, body, key)
+    with _meta_of(key):
+        CutMeta.from_json(part.meta)
+    return part
 
 
 def parse_manifest(body: bytes, key: str) -> Manifest:
@@ -257,19 +263,63 @@ def parse_manifest(body: bytes, key: str) -> Manifest:
         SnapshotError: names the object and the field that is wrong.
     """
     manifest = _parse(Manifest, body, key)
-    try:
+    with _meta_of(key):
         cut = manifest.cut
-        tables = {table.name for table in cut.tables}
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise SnapshotError(f"{key}: meta is not as the format says: {error!r}") from error
+    check_chunks(manifest, key)
     if parse_manifest_key(key) != (cut.step, cut.attempt):
         raise SnapshotError(f"{key}: says that it is step {cut.step} of attempt {cut.attempt}")
     if (manifest.kind == "full") != (not manifest.chain):
         raise SnapshotError(f"{key}: is {manifest.kind} with a chain of {len(manifest.chain)}")
-    unknown = sorted({chunk.table for chunk in manifest.chunks} - tables)
-    if unknown:
-        raise SnapshotError(f"{key}: holds rows of a table {unknown[0]} that its model does not have")
     return manifest
+
+
+def checked_tables(documents: Iterable[Mapping[str, Any]], chunks: Iterable[ChunkEntry]) -> dict[str, TableMeta]:
+    """Tables by name, once their chunks are known to lie in them: readers reckon with what entries say.
+
+    Raises:
+        KeyError, TypeError, ValueError, OverflowError: names the table or the chunk that is wrong.
+    """
+    tables: dict[str, TableMeta] = {}
+    for table in map(TableMeta.from_json, documents):
+        if tables.setdefault(table.name, table) is not table:
+            raise ValueError(f"table {table.name!r} is there twice")
+    edges = {
+        name: ({start for start, _ in table.column_blocks}, {end for _, end in table.column_blocks})
+        for name, table in tables.items()
+    }
+    for chunk in chunks:
+        if chunk.table not in tables:
+            raise ValueError(
+                f"{chunk.key} holds rows of a table {chunk.table[:MOST_NAME]} that its model does not have"
+            )
+        starts, ends = edges[chunk.table]
+        if not (
+            chunk.row_start <= chunk.first_row <= chunk.last_row < chunk.row_end <= tables[chunk.table].rows
+            and chunk.rows <= chunk.last_row - chunk.first_row + 1
+            and chunk.column_start in starts
+            and chunk.column_end in ends
+            and chunk.column_start < chunk.column_end
+        ):
+            raise ValueError(f"{chunk.key}: {chunk.rows} rows of {chunk.shard} are none of that table")
+    return tables
+
+
+def check_chunks(manifest: Manifest, key: str) -> None:
+    """Refuse a manifest whose chunks don't lie in its tables.
+
+    Raises:
+        SnapshotError: names the object, and the table or the chunk.
+    """
+    with _meta_of(key):
+        checked_tables(manifest.meta["model"].get("tables", ()), manifest.chunks)
+
+
+@contextlib.contextmanager
+def _meta_of(key: str) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise SnapshotError(f"{key}: meta is not as the format says: {error!r}") from error
 
 
 def _parse(model: type[M], body: bytes, key: str) -> M:

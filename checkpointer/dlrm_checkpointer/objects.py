@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -36,8 +36,12 @@ NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 FIRST_TYPES = ("U64", "I64", "F64", "F32", "U32", "I32", "F16", "U16", "U8", "BOOL")
 """The order in which the safetensors library puts arrays of several types; those of one go by their names."""
 HEADER_LENGTH_BYTES = 8
+MOST_HEADER_BYTES = 100_000_000
+"""As the safetensors library has it."""
 ALIGNMENT = 8
 """Of the data, by spaces at the end of the header."""
+MOST_ROW_NUMBERS = 1 << 23
+"""In one object of row numbers: where they follow each other they take no bytes that would bound them."""
 
 
 def encode_rows(coded: CodedRows) -> memoryview:
@@ -114,7 +118,7 @@ def _coded_rows(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
 
 
 def encode_row_numbers(table: str, row_ids: NDArray[np.int64]) -> memoryview:
-    """Row numbers alone: at least one, strictly ascending. Equal ones give equal bytes."""
+    """Row numbers alone: from one to ``MOST_ROW_NUMBERS``, strictly ascending. Equal ones give equal bytes."""
     meta = {
         "version": OBJECT_VERSION,
         "kind": "row-numbers",
@@ -135,7 +139,10 @@ def decode_row_numbers(body: Body, key: str, table: str, rows: int) -> NDArray[n
     try:
         if meta["table"] != table:
             raise ValueError(f"is of table {meta['table']}, not {table}")
-        return decode_ids(arrays, int(meta["firstRow"]), int(meta["rows"]), rows)
+        count = int(meta["rows"])
+        if count > MOST_ROW_NUMBERS:
+            raise ValueError(f"{count} row numbers, and an object holds {MOST_ROW_NUMBERS} at most")
+        return decode_ids(arrays, int(meta["firstRow"]), count, rows)
     except (LookupError, OverflowError, TypeError, ValueError) as error:
         raise SnapshotError(f"{key}: not row numbers as the format says: {error!r}") from error
 
@@ -209,15 +216,16 @@ def _save(arrays: dict[str, NDArray[Any]], meta: dict[str, Any]) -> memoryview:
 def _load(body: Body, key: str, kind: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """Header and arrays (views of ``body``); the library would copy, and hides the metadata."""
     try:
-        start = HEADER_LENGTH_BYTES + int.from_bytes(body[:HEADER_LENGTH_BYTES], "little")
-        header = json.loads(bytes(body[HEADER_LENGTH_BYTES:start]))
+        length = int.from_bytes(body[:HEADER_LENGTH_BYTES], "little")
+        if length > MOST_HEADER_BYTES:
+            raise ValueError(f"a header of {length} bytes, and one has {MOST_HEADER_BYTES} at most")
+        data = memoryview(body)[HEADER_LENGTH_BYTES + length :]
+        header = json.loads(bytes(body[HEADER_LENGTH_BYTES : HEADER_LENGTH_BYTES + length]))
         meta = json.loads(header.pop("__metadata__")[METADATA_KEY])
-        arrays = {}
-        for name, entry in header.items():
-            begin, end = (start + offset for offset in entry["data_offsets"])
-            arrays[name] = np.frombuffer(memoryview(body)[begin:end], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        _check_ranges([entry["data_offsets"] for entry in header.values()], len(data))
+        arrays = {name: _array(data, entry) for name, entry in header.items()}
         version, found = int(meta["version"]), meta["kind"]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise SnapshotError(f"{key}: not a safetensors container of this format: {error!r}") from error
     if version > OBJECT_VERSION:
         raise SnapshotError(
@@ -228,3 +236,26 @@ def _load(body: Body, key: str, kind: str) -> tuple[dict[str, Any], dict[str, ND
     if found != kind:
         raise SnapshotError(f"{key}: holds {found}, not {kind}")
     return meta, arrays
+
+
+def _check_ranges(ranges: Sequence[Sequence[int]], size: int) -> None:
+    """Refuse arrays whose bytes lie outside the data, in each other's, or do not make up all of it.
+
+    Raises:
+        ValueError: names the range.
+    """
+    at = 0
+    for begin, end in sorted((begin, end) for begin, end in ranges):
+        if type(begin) is not int or type(end) is not int or not at == begin <= end <= size:
+            raise ValueError(f"data_offsets [{begin}, {end}] do not follow byte {at} of {size} bytes of data")
+        at = end
+    if at != size:
+        raise ValueError(f"arrays take {at} of {size} bytes of data")
+
+
+def _array(data: memoryview, entry: Mapping[str, Any]) -> NDArray[Any]:
+    begin, end = entry["data_offsets"]
+    shape = [size for size in entry["shape"] if type(size) is int and size >= 0]
+    if len(shape) != len(entry["shape"]):
+        raise ValueError(f"{entry['shape']} is no shape")
+    return np.frombuffer(data[begin:end], DTYPES[entry["dtype"]]).reshape(shape)

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass as entry
 
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.cut import SnapshotName, TableMeta
-from dlrm_checkpointer.manifest import CHUNKS, PARTS, ChunkEntry, Link, ObjectEntry
+from dlrm_checkpointer.manifest import CHUNKS, PARTS, ChunkEntry, Link, ObjectEntry, checked_tables
 from dlrm_checkpointer.sealing import FORMAT, SealedModel, parse_sealed
 from dlrm_checkpointer.store import ObjectStore
 
@@ -179,6 +179,13 @@ def read_delta(store: ObjectStore, sequence: int) -> Published:
     delta = parse(Delta, body, f"{store.uri}/{key}")
     if delta.sequence != sequence:
         raise SnapshotError(f"{store.uri}/{key}: says that it is number {delta.sequence}")
+    try:
+        tables = checked_tables(delta.tables, delta.chunks)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise SnapshotError(f"{store.uri}/{key}: tables or chunks are not as the format says: {error!r}") from error
+    for gone in delta.tombstones:
+        if gone.table not in tables:
+            raise SnapshotError(f"{store.uri}/{key}: {gone.key} is of a table that its model does not have")
     return Published(delta, hashlib.sha256(body).hexdigest())
 
 

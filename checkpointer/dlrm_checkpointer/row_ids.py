@@ -45,7 +45,7 @@ def decode_ids(arrays: Mapping[str, NDArray[Any]], first: int, count: int, end: 
     Args:
         arrays: what ``encode_ids`` made, among others.
         first: the first row.
-        count: rows of the chunk.
+        count: rows of the chunk; memory is taken for so many, so the caller has checked it.
         end: the row after the shard's last.
 
     Raises:
@@ -56,9 +56,9 @@ def decode_ids(arrays: Mapping[str, NDArray[Any]], first: int, count: int, end: 
     if BITMAP in arrays and GAPS in arrays:
         raise ValueError("row numbers are there twice")
     if BITMAP in arrays:
-        ids = _of_bitmap(arrays[BITMAP])
+        ids = _of_bitmap(arrays[BITMAP], count)
     elif GAPS in arrays:
-        ids = _of_gaps(arrays[GAPS])
+        ids = _of_gaps(arrays[GAPS], count)
     else:
         return np.arange(first, first + count, dtype=np.int64)
     if len(ids) != count or ids[0] != 0 or ids[-1] >= end - first or not (ids[1:] > ids[:-1]).all():
@@ -67,15 +67,15 @@ def decode_ids(arrays: Mapping[str, NDArray[Any]], first: int, count: int, end: 
     return ids
 
 
-def _of_bitmap(bitmap: NDArray[Any]) -> NDArray[np.int64]:
-    if bitmap.dtype != np.uint8 or bitmap.ndim != 1:
-        raise ValueError(f"{BITMAP} is {bitmap.dtype}{bitmap.shape}")
+def _of_bitmap(bitmap: NDArray[Any], count: int) -> NDArray[np.int64]:
+    if bitmap.dtype != np.uint8 or bitmap.ndim != 1 or int(np.bitwise_count(bitmap).sum()) != count:
+        raise ValueError(f"{BITMAP} is {bitmap.dtype}{bitmap.shape}, and not of {count} rows")
     return np.flatnonzero(np.unpackbits(bitmap, bitorder="little")).astype(np.int64, copy=False)
 
 
-def _of_gaps(gaps: NDArray[Any]) -> NDArray[np.int64]:
-    if gaps.dtype not in GAP_TYPES or gaps.ndim != 1:
-        raise ValueError(f"{GAPS} is {gaps.dtype}{gaps.shape}")
+def _of_gaps(gaps: NDArray[Any], count: int) -> NDArray[np.int64]:
+    if gaps.dtype not in GAP_TYPES or gaps.shape != (count - 1,):
+        raise ValueError(f"{GAPS} is {gaps.dtype}{gaps.shape}, and not of {count} rows")
     ids = np.zeros(len(gaps) + 1, np.int64)
     np.cumsum(gaps.astype(np.int64) + 1, out=ids[1:])  # a sum that wraps does not ascend, which the caller sees
     return ids

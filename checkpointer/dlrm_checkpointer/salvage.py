@@ -19,7 +19,7 @@ from dlrm_checkpointer.attempts import in_lineage, read_attempts
 from dlrm_checkpointer.chain import Chain
 from dlrm_checkpointer.cut import CutMeta, SnapshotName
 from dlrm_checkpointer.fetch import Check, check_bytes, check_present
-from dlrm_checkpointer.manifest import PARTS, ChainLink, Manifest, PartList, parse_part, part_key
+from dlrm_checkpointer.manifest import PARTS, ChainLink, Manifest, PartList, check_chunks, parse_part, part_key
 from dlrm_checkpointer.restore import Snapshot, snapshot_keys
 from dlrm_checkpointer.store import ObjectStore
 
@@ -107,7 +107,7 @@ def _over(base: Snapshot, parts: Sequence[PartList], where: str) -> Manifest:
     if first.dense is None:
         raise SnapshotError(f"{where}: has no dense state")
     chunks = tuple(chunk for part in parts for chunk in part.chunks)
-    return Manifest(
+    manifest = Manifest(
         kind="increment",
         bits=first.bits,
         chain=base.chain.links,
@@ -116,3 +116,5 @@ def _over(base: Snapshot, parts: Sequence[PartList], where: str) -> Manifest:
         chunks=chunks,
         dense=first.dense,
     )
+    check_chunks(manifest, where)
+    return manifest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrm_api.errors import DeviceError
 from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.precision import Precision
 
@@ -88,10 +90,11 @@ class _WholeTable:
     def _begin(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         layout = _layout(arrays, self._rows)
         header = safetensors_header(layout)
+        check_room(self._path, len(header) + sum(_bytes(each) for each in layout.values()))
         self._path.write_bytes(header)
         end = len(header)
         for name, (dtype, shape) in layout.items():
-            self._starts[name], end = end, end + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+            self._starts[name], end = end, end + _bytes((dtype, shape))
 
     def close(self) -> None:
         """Every row is where it belongs already."""
@@ -126,6 +129,22 @@ class _SomeRows:
 Layout = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
 
+def check_room(path: Path, size: int) -> None:
+    """Refuse to begin a file that its disk has no room for: a table's rows may be claimed by trillions.
+
+    Raises:
+        DeviceError: names the file, its bytes and those that are free.
+    """
+    free = shutil.disk_usage(path.parent).free
+    if size > free:
+        raise DeviceError(f"{path}: takes {size} bytes, and {free} are free there: free space, or give another folder")
+
+
+def _bytes(array: tuple[np.dtype[Any], tuple[int, ...]]) -> int:
+    dtype, shape = array
+    return dtype.itemsize * math.prod(shape)
+
+
 def _layout(arrays: Mapping[str, NDArray[Any]], rows: int) -> Layout:
     """Types and shapes with so many rows, types of more bytes first: each array begins where its type may."""
     names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
@@ -136,7 +155,7 @@ def safetensors_header(arrays: Layout) -> bytes:
     """The first bytes of a file that holds these arrays in their order: type and shape of each."""
     entries, end = {}, 0
     for name, (dtype, shape) in arrays.items():
-        begin, end = end, end + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        begin, end = end, end + _bytes((dtype, shape))
         entries[name] = {"dtype": DTYPES[dtype.name], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % HEADER_ALIGNMENT)

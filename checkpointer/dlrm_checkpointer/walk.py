@@ -83,7 +83,7 @@ def walk_table(snapshot: Snapshot, table: TableMeta) -> Iterator[Block]:
     """
     layers = enumerate(snapshot.chain.chunks(table.name))
     sources = [source for number, entries in layers for source in stored(snapshot.store, table, number, entries)]
-    ends = [end for _, end in block_ranges(table.rows)]
+    ends = (end for _, end in block_ranges(table))
     for band in sweep(sources, ends, 0):
         pieces = tuple((layer, decode_rows(piece)) for layer, piece in band.parts)
         yield Block(table=table, start=band.start, end=band.end, stored=pieces)

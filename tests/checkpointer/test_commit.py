@@ -106,8 +106,11 @@ def test_a_commit_holds_what_part_lists_say_alike_once(files: FileStore, committ
 
 def test_a_manifest_of_many_objects_takes_little_more_memory_than_its_json(committed: Manifest) -> None:
     count, chunk = 20_000, committed.chunks[0]
-    chunks = tuple(replace(chunk, first_row=number, last_row=10**9 + number) for number in range(count))
-    body = committed.model_copy(update={"chunks": chunks}).encode()
+    rows = 2 * 10**9
+    chunks = tuple(replace(chunk, first_row=n, last_row=10**9 + n, row_end=rows) for n in range(count))
+    tables = [table | {"rows": rows} for table in committed.meta["model"]["tables"]]
+    meta = committed.meta | {"model": {"tables": tables}}
+    body = committed.model_copy(update={"chunks": chunks, "meta": meta}).encode()
     del chunks
 
     tracemalloc.start()
