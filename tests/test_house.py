@@ -1,3 +1,5 @@
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,3 +28,20 @@ def test_source_folders_are_no_packages_themselves(folder: str) -> None:
 
 def test_no_folder_of_tests_is_a_package() -> None:
     assert list((ROOT / "tests").rglob("__init__.py")) == []
+
+
+PICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+PICKLED = re.compile(r"\b(torch|np|numpy)\.load\(|\bdist\.\w+_object(_list)?\(")
+"""Calls that run what they read, torch's collectives of objects among them."""
+
+
+@pytest.mark.parametrize("folder", ["operator", "trainer", "checkpointer", "crds"])
+def test_no_program_runs_what_it_reads(folder: str) -> None:
+    sources = {path: path.read_text() for path in (ROOT / folder).rglob("*.py")}
+    nodes = [node for text in sources.values() for node in ast.walk(ast.parse(text))]
+    imported = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    imported |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+
+    assert sources
+    assert not PICKLES & {name.partition(".")[0] for name in imported}
+    assert [path.name for path, text in sources.items() if PICKLED.search(text)] == []
