@@ -115,4 +115,16 @@ class DataSpec(ApiModel):
             holds=lambda data: data.format == "synthetic" or bool(data.train.uris),
             message="train.uris is empty: say where the training data is, or use format synthetic",
         ),
+        Rule(
+            cel=(
+                "self.format != 'synthetic' || "
+                "(!(has(self.train) && has(self.train.uris) && size(self.train.uris) > 0) && "
+                "!(has(self.eval) && has(self.eval.uris) && size(self.eval.uris) > 0))"
+            ),
+            holds=lambda data: data.format != "synthetic" or not (data.train.uris or data.eval.uris),
+            message=(
+                "format synthetic reads no files: leave train.uris and eval.uris out, or say the files' format "
+                "(criteo-tsv or parquet)"
+            ),
+        ),
     )

@@ -12,7 +12,7 @@ from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.texts import visible
 from dlrm_api.tiers import ELEMENT_BYTES
 from dlrm_cli.documents import Document, find_profile, located, only_job, parse_document, read_documents
-from dlrm_cli.overrides import with_data, with_overrides
+from dlrm_cli.overrides import refuse_unread_data, with_data, with_overrides
 from dlrm_cli.references import CONFIGMAP, read_references
 from dlrm_cli.terminal import tell
 
@@ -97,25 +97,25 @@ def read_job_and_profile(
 ) -> tuple[DLRMJob, HardwareProfile | None]:
     """The job of a file with its settings applied, and the profile that it names."""
     documents = read_documents(path)
-    job = _parse_job(only_job(documents), settings)
+    document = only_job(documents)
+    job = _parse_job(Document(document.path, document.number, with_overrides(document.body, settings)))
     return job, find_profile(job, documents, profile_path)
 
 
 def read_job(path: Path, settings: Sequence[str], data: str | None, eval_data: str | None = None) -> DLRMJob:
     """The job of a file that reads ``data`` and evaluates on ``eval_data`` where given, its settings applied."""
     document = only_job(read_documents(path))
-    body = with_data(document.body, data, eval_data)
-    return _parse_job(Document(document.path, document.number, body), settings)
+    body = with_overrides(with_data(document.body, data, eval_data), settings)
+    refuse_unread_data(body, data, eval_data)
+    return _parse_job(Document(document.path, document.number, body))
 
 
-def _parse_job(document: Document, settings: Sequence[str]) -> DLRMJob:
-    """Validate a job after its settings were applied.
+def _parse_job(changed: Document) -> DLRMJob:
+    """Validate a job whose settings were applied.
 
     Raises:
         InvalidSpecError: a field is refused; names the file and the field.
-        UsageError: a setting is wrong.
     """
-    changed = Document(document.path, document.number, with_overrides(document.body, settings))
     try:
         job = parse_document(changed)
     except DLRMError as error:

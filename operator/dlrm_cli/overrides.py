@@ -47,6 +47,9 @@ def with_data(body: dict[str, Any], data: str | None, eval_data: str | None) -> 
 
     Where ``eval_data`` is None, ``data`` is evaluated on too if the document has no evaluation files, or the same ones
     as for training.
+
+    Raises:
+        UsageError: one of them is empty.
     """
     changed = copy.deepcopy(body)
     if data is None and eval_data is None:
@@ -54,16 +57,44 @@ def with_data(body: dict[str, Any], data: str | None, eval_data: str | None) -> 
     old_train = _uris(changed, "train")
     old_eval = _uris(changed, "eval")
     if data is not None:
-        _set(changed, "spec.data.train.uris", [local_uri(data)])
+        _set(changed, "spec.data.train.uris", [local_uri("--data", data)])
     if eval_data is not None:
-        _set(changed, "spec.data.eval.uris", [local_uri(eval_data)])
+        _set(changed, "spec.data.eval.uris", [local_uri("--eval-data", eval_data)])
     elif not old_eval or old_eval == old_train:
-        _set(changed, "spec.data.eval.uris", [local_uri(str(data))])
+        _set(changed, "spec.data.eval.uris", [local_uri("--data", str(data))])
     return changed
 
 
-def local_uri(uri: str) -> str:
-    """The URI as a manifest holds it: relative paths are from the current folder, whose name a later run can't know."""
+def refuse_unread_data(body: dict[str, Any], data: str | None, eval_data: str | None) -> None:
+    """Refuse files that are given to a job that makes its samples up and so would read none.
+
+    Args:
+        body: The job's document with all its settings applied.
+        data: What ``--data`` said.
+        eval_data: What ``--eval-data`` said.
+
+    Raises:
+        UsageError: names the option.
+    """
+    given = "--data" if data is not None else "--eval-data" if eval_data is not None else None
+    node: Any = body
+    for key in ("spec", "data", "format"):
+        node = node.get(key) if isinstance(node, dict) else None
+    if given is not None and node == "synthetic":
+        raise UsageError(
+            f"{given}: spec.data.format is synthetic, which reads no files: leave {given} out, or say the files' "
+            f"format with --set spec.data.format=parquet (or criteo-tsv)"
+        )
+
+
+def local_uri(option: str, uri: str) -> str:
+    """The URI as a manifest holds it: relative paths are from the current folder, whose name a later run can't know.
+
+    Raises:
+        UsageError: it is empty, as an unset variable of a shell is; names the option.
+    """
+    if not uri:
+        raise UsageError(f"{option}: the URI is empty: give a file, folder or pattern")
     return uri if "://" in uri else str(Path(uri).absolute())
 
 

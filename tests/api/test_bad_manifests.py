@@ -360,6 +360,11 @@ BAD = {
         {"spec.data.format": "parquet"},
         "spec.data: train.uris is empty: say where the training data is, or use format synthetic",
     ),
+    "files that nobody would read": job(
+        {"spec.data.eval.uris": ["/data/eval"]},
+        "spec.data: format synthetic reads no files: leave train.uris and eval.uris out, or say the files' format "
+        "(criteo-tsv or parquet)",
+    ),
     "an S3 service that is no URL": job(
         {"spec.data.s3": {"endpoint": "minio:9000"}},
         "spec.data.s3.endpoint: 'minio:9000' does not match ^https?://",

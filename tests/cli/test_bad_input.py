@@ -101,6 +101,8 @@ JOB_CASES: list[tuple[str, Change, int, tuple[str, ...]]] = [
     ("a pin to no rank", put("spec.model.tables.0.pin", {"ranks": [3]}), 78, ("tables[0].pin", "3")),
     ("an unknown feature", both(tsv("train", "/x"), put("spec.model.tables.0.name", "C77")), 78, ("C77", "C1 to C26")),
     ("no training files", put("spec.data.format", "parquet"), 78, ("train.uris is empty",)),
+    ("files that made-up samples leave unread", put("spec.data.train", {"uris": ["/dev/null"]}), 78,
+     ("spec.data", "format synthetic reads no files")),
     ("two intervals", put("spec.checkpoint", {"uri": "file:///x", "interval": "1m", "intervalSteps": 5}), 78,
      ("interval and intervalSteps",)),
     ("snapshots by ftp", put("spec.checkpoint.uri", "ftp://host/x"), 78, ("spec.checkpoint", "s3:// or file:///")),
@@ -218,6 +220,10 @@ def test_a_job_without_credentials_is_refused_before_anything_starts(
         (["--set", "spec.training.steps=1"], 64, ("spec.training has no field steps", "maxSteps")),
         (["--set", "spec.training.maxSteps=0"], 78, ("spec.training.maxSteps", "1")),
         (["--steps", "3"], 64, ("No such option",)),
+        (["--data", "/no.parquet"], 64, ("--data: spec.data.format is synthetic", "--set spec.data.format=parquet")),
+        (["--eval-data", "/no.parquet"], 64, ("--eval-data: spec.data.format is synthetic", "reads no files")),
+        (["--data", "/no.parquet", "--set", "spec.data.format=parquet"], 66, ("uris[0]", "/no.parquet")),
+        (["--data", ""], 64, ("--data: the URI is empty",)),
     ],
 )
 def test_a_bad_command_line_is_refused_before_anything_starts(

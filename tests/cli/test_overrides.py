@@ -154,3 +154,11 @@ def test_evaluation_data_alone_leaves_the_training_files_alone() -> None:
 
     assert changed["spec"]["data"]["train"]["uris"] == ["/data/a.tsv"]
     assert changed["spec"]["data"]["eval"]["uris"] == ["file:///b.tsv"]
+
+
+@pytest.mark.parametrize(("options", "named"), [(("", None), "--data"), ((None, ""), "--eval-data")])
+def test_an_empty_uri_is_refused_for_it_would_name_the_current_folder(
+    options: tuple[str | None, str | None], named: str
+) -> None:
+    with pytest.raises(UsageError, match=f"^{named}: the URI is empty"):
+        with_data(body(), *options)
