@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,8 +30,15 @@ class Listed:
     """None where it can't be read."""
     problem: str
     """Why it will not be restored from; empty where it can be (its objects were not read)."""
+    counts: bool = True
+    """Whether it is of the lineage; False: a later attempt went on from before it, and nothing goes back to it."""
     newer: bool = False
     """Whether it is of the lineage and a newer version wrote it: what is older is not restored from unasked."""
+
+    @property
+    def damaged(self) -> bool:
+        """Whether it should be usable and is not."""
+        return self.counts and bool(self.problem)
 
     @property
     def bytes(self) -> int:
@@ -70,6 +78,7 @@ def list_snapshots(store: ObjectStore) -> list[Listed]:
                 time=info.modified,
                 manifest=manifest,
                 problem=problem,
+                counts=counts,
                 newer=newer and counts,
             )
         )
@@ -84,7 +93,18 @@ def find_snapshot(store: ObjectStore, step: int | None = None, attempt: int | No
         NewerVersionError: none is named, and a newer version wrote the newest.
         SnapshotError: there is one and it can't be used.
     """
-    listed = list_snapshots(store)
+    return pick_snapshot(store, list_snapshots(store), step, attempt)
+
+
+def pick_snapshot(
+    store: ObjectStore, listed: Sequence[Listed], step: int | None = None, attempt: int | None = None
+) -> Snapshot:
+    """Open one snapshot of a listing, as ``find_snapshot`` does; where none is named, those before it are unusable.
+
+    Raises:
+        NoInputError: see ``find_snapshot``.
+        SnapshotError: see ``find_snapshot``.
+    """
     wanted = [
         each for each in listed if (step is None or each.step == step) and (attempt is None or each.attempt == attempt)
     ]

@@ -33,12 +33,13 @@ class ObjectInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class FieldNames:
-    """Fields of a job that say where objects are and how they are reached."""
+    """How a user says where objects are and how they are reached: fields of a job, by default."""
 
     uri: str = "spec.checkpoint.uri"
     service: str = "spec.checkpoint.s3"
     """Holds ``endpoint``, ``region`` and ``caFile``."""
     credentials: str = "spec.checkpoint.credentialsSecret"
+    """What is to be set for credentials."""
 
 
 CHECKPOINT_FIELDS = FieldNames()
@@ -190,7 +191,7 @@ def open_target(uri: str, options: StoreOptions, snapshots: ObjectStore) -> Obje
     Raises:
         InvalidSpecError: the URI can't be used, or is that of the snapshots.
     """
-    target = open_store(uri, replace(options, fields=PUBLISH_FIELDS))
+    target = open_store(uri, replace(options, fields=replace(options.fields, uri=PUBLISH_FIELDS.uri)))
     if target.uri == snapshots.uri:  # however the job writes it
         raise InvalidSpecError(
             PUBLISH_FIELDS.uri,

@@ -6,20 +6,28 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from dlrm_api.errors import DeviceError, InvalidSpecError, NoInputError, NoPermissionError
 from dlrm_api.hardware import DeviceSpec, HardwareProfile, HardwareProfileSpec, ProfileMeta, TierSpec, TiersSpec
 from dlrm_api.job import DLRMJob, DLRMJobSpec
+from dlrm_api.names import Env
 from dlrm_api.objects import file_path, is_s3
 from dlrm_api.plan import Plan
 from dlrm_checkpointer.settings import store_options
-from dlrm_checkpointer.store import CHECKPOINT_FIELDS, PUBLISH_FIELDS, ObjectStore, open_store, open_target
+from dlrm_checkpointer.store import CHECKPOINT_FIELDS, PUBLISH_FIELDS, FieldNames, ObjectStore, open_store, open_target
 from dlrm_cli.devices import RESOURCE, Found
 from dlrm_trainer.limits import free_memory_bytes
 
 PATTERN = frozenset("*?[")
+HERE = FieldNames(
+    credentials=(
+        f"{Env.CREDENTIALS_DIR} to a folder with accessKeyId and secretAccessKey (spec.checkpoint.credentialsSecret is "
+        "read in a cluster alone)"
+    )
+)
 FILE_TIERS = frozenset({"cxl", "scm", "block"})
 
 
@@ -54,7 +62,7 @@ def reach_store(job: DLRMJob) -> ObjectStore:
         NoPermissionError: the credentials, or the folder's mode, don't allow it.
         NoInputError: the bucket is not there.
     """
-    options, publish = store_options(job, os.environ), job.spec.checkpoint.publish
+    options, publish = replace(store_options(job, os.environ), fields=HERE), job.spec.checkpoint.publish
     store = open_store(job.spec.checkpoint.uri, options)
     _ask(store, CHECKPOINT_FIELDS.uri)
     if publish is not None:

@@ -98,8 +98,9 @@ def progress_text(seen: Seen) -> str:
         return ""
     parts = [f"step {trainer.step:,}" + (f"/{trainer.total_steps:,}" if trainer.total_steps is not None else "")]
     parts += _rates(trainer)
-    if seen.checkpointer is not None and seen.checkpointer.committed_step is not None:
-        parts.append(f"snapshot at step {seen.checkpointer.committed_step:,}")
+    committed = None if seen.checkpointer is None else seen.checkpointer.committed_step
+    if committed is not None and committed <= trainer.step:  # later ones are of a history that was given up
+        parts.append(f"snapshot at step {committed:,}")
     if seen.checkpointer is not None and seen.checkpointer.store_error:
         parts.append(f"store: {seen.checkpointer.store_error.splitlines()[0]}")
     return ", ".join(parts)

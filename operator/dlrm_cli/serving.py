@@ -15,7 +15,7 @@ import typer
 
 from dlrm_api.errors import NoInputError, TemporaryError, UsageError
 from dlrm_api.texts import visible
-from dlrm_cli.snapshots import CaFile, Credentials, Endpoint, Form, Output, Region, Step, Uri, store_of
+from dlrm_cli.snapshots import CaFile, Credentials, Endpoint, Form, Output, Region, Step, Uri, chosen, store_of
 
 if TYPE_CHECKING:
     from dlrm_checkpointer.restore import Snapshot
@@ -84,7 +84,6 @@ def export(
     credentials_dir: Credentials = None,
 ) -> None:
     """Write one snapshot's tables for serving: without optimizer state, all rows filled in."""
-    from dlrm_checkpointer.catalog import find_snapshot
     from dlrm_checkpointer.serving_export import Wanted, export_tables
     from dlrm_checkpointer.table_files import Safetensors, TableFormat
 
@@ -94,7 +93,7 @@ def export(
 
         form = Parquet()
     wanted = Wanted(form=form, precision=precision.value, tables=tuple(table or ()), updated_only=updated_only)
-    snapshot = find_snapshot(store_of(uri, endpoint, region, ca_file, credentials_dir), step)
+    snapshot, _ = chosen(store_of(uri, endpoint, region, ca_file, credentials_dir), step)
     rows = export_tables(snapshot, to, wanted)
     print(f"step {snapshot.step} is in {to}: {rows:,} rows", file=sys.stderr)
 

@@ -6,13 +6,13 @@ import enum
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlrm_api.errors import NoInputError, TemporaryError, first_problem
+from dlrm_api.errors import InvalidSpecError, NoInputError, TemporaryError, UsageError, first_problem
 
 if TYPE_CHECKING:
     from dlrm_api.progress import SnapshotInfo
@@ -58,6 +58,7 @@ KeepEvery = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would go; remove nothing.")]
 Encrypted = Annotated[Encryption, typer.Option("--encryption", help="As spec.checkpoint.s3.encryption.")]
 KmsKey = Annotated[str | None, typer.Option("--kms-key-id", metavar="KEY", help="Key for encryption aws:kms.")]
+CREDENTIALS = "--credentials-dir to a folder with accessKeyId and secretAccessKey"
 Output = Annotated[Form, typer.Option("--output", "-o", help="Form of the answer.")]
 
 
@@ -70,20 +71,19 @@ def list_(
     credentials_dir: Credentials = None,
     output: Output = Form.TABLE,
 ) -> None:
-    """List the snapshots that can be restored from, oldest first; the others follow on stderr with the reason."""
+    """List committed snapshots, oldest first; those that can't be restored from follow on stderr, with the reason."""
     from dlrm_checkpointer.catalog import list_snapshots
-    from dlrm_cli.terminal import tell
 
     listed = list_snapshots(store_of(uri, endpoint, region, ca_file, credentials_dir))
-    usable, problems = _sorted_out(listed)
+    usable, unusable = _sorted_out(listed)
     if output is Form.JSON:
         print(json.dumps([each.model_dump(by_alias=False) for each in usable]))
     else:
         from dlrm_cli.views import print_view, snapshots_view
 
         print_view(snapshots_view(usable))
-    for problem in problems:
-        tell(f"not usable: {problem}")
+    for each in unusable:
+        say_unusable(each)
 
 
 @snapshots.command()
@@ -96,7 +96,7 @@ def show(
     credentials_dir: Credentials = None,
 ) -> None:
     """Print what one snapshot holds, as JSON."""
-    snapshot = _snapshot(store_of(uri, endpoint, region, ca_file, credentials_dir), step)
+    snapshot, _ = chosen(store_of(uri, endpoint, region, ca_file, credentials_dir), step)
     print(json.dumps(_description(snapshot), indent=2))
 
 
@@ -104,17 +104,22 @@ def show(
 def verify(
     uri: Uri,
     step: Step = None,
+    each: Annotated[bool, typer.Option("--all", help="Check every snapshot of the listing, oldest first.")] = False,
     endpoint: Endpoint = None,
     region: Region = None,
     ca_file: CaFile = None,
     credentials_dir: Credentials = None,
 ) -> None:
-    """Read every byte of one snapshot and check it."""
-    from dlrm_checkpointer.catalog import verify_snapshot
+    """Read every byte of one snapshot and check it; 65 where it, or a newer one that nobody named, is damaged."""
+    from dlrm_cli.verification import verify_all, verify_one
 
-    found = verify_snapshot(_snapshot(store_of(uri, endpoint, region, ca_file, credentials_dir), step))
-    rows = sum(found.rows.values())
-    print(f"step {found.step} is whole: {found.objects} objects, {found.bytes:,} bytes, {rows:,} rows")
+    if each and step is not None:
+        raise UsageError("--all and --step: give one of them")
+    store = store_of(uri, endpoint, region, ca_file, credentials_dir)
+    if each:
+        verify_all(store)
+    else:
+        verify_one(store, step)
 
 
 @snapshots.command()
@@ -130,7 +135,7 @@ def restore(
     """Write one snapshot's tables and dense state into a folder, and print the state digest."""
     from dlrm_checkpointer.export import restore_to_folder
 
-    snapshot = _snapshot(store_of(uri, endpoint, region, ca_file, credentials_dir), step)
+    snapshot, _ = chosen(store_of(uri, endpoint, region, ca_file, credentials_dir), step)
     digest = restore_to_folder(snapshot, to)
     print(f"step {snapshot.step} is in {to}", file=sys.stderr)
     print(digest)
@@ -193,21 +198,18 @@ def committed(store: ObjectStore) -> tuple[SnapshotInfo, ...]:
     return tuple(_sorted_out(list_snapshots(store))[0])
 
 
-def _sorted_out(listed: Sequence[Listed]) -> tuple[list[SnapshotInfo], list[str]]:
-    """Snapshots that can be restored from, oldest first; and why each other one can't be, newest first."""
+def _sorted_out(listed: Sequence[Listed]) -> tuple[list[SnapshotInfo], list[Listed]]:
+    """Snapshots that can be restored from, oldest first; and the others, with their problems, newest first."""
     from pydantic import ValidationError
 
-    usable, problems = [], []
+    usable, unusable = [], [each for each in listed if each.problem]
     for each in listed:
-        problem = each.problem
-        if not problem:
+        if not each.problem:
             try:
                 usable.append(_info(each))
             except ValidationError as error:  # whoever may write to the store can forge a manifest
-                problem = first_problem(error)
-        if problem:
-            problems.append(f"step {each.step}, attempt {each.attempt}: {problem}")
-    return usable[::-1], problems
+                unusable.append(replace(each, problem=first_problem(error)))
+    return usable[::-1], sorted(unusable, key=lambda each: (each.step, each.attempt), reverse=True)
 
 
 def _info(listed: Listed) -> SnapshotInfo:
@@ -224,10 +226,33 @@ def _info(listed: Listed) -> SnapshotInfo:
     )
 
 
-def _snapshot(store: ObjectStore, step: int | None) -> Snapshot:
-    from dlrm_checkpointer.catalog import find_snapshot
+def chosen(store: ObjectStore, step: int | None) -> tuple[Snapshot, list[Listed]]:
+    """The snapshot of a step, or the newest usable one; says on stderr which newer ones were passed over, and why.
 
-    return find_snapshot(store, step)
+    Returns:
+        The snapshot, and the newer ones that were passed over.
+
+    Raises:
+        NoInputError: there is none; says which steps there are.
+        SnapshotError: it can't be used.
+    """
+    from dlrm_checkpointer.catalog import list_snapshots, pick_snapshot
+
+    listed = list_snapshots(store)
+    snapshot = pick_snapshot(store, listed, step)
+    if step is not None:
+        return snapshot, []
+    passed_over = [each for each in listed if (each.step, each.attempt) > (snapshot.step, snapshot.attempt)]
+    for each in passed_over:
+        say_unusable(each)
+    return snapshot, passed_over
+
+
+def say_unusable(listed: Listed) -> None:
+    """Say on stderr why a snapshot will not be restored from."""
+    from dlrm_cli.terminal import tell
+
+    tell(f"not usable: step {listed.step}, attempt {listed.attempt}: {listed.problem}")
 
 
 def store_of(
@@ -245,11 +270,12 @@ def store_of(
 
     Raises:
         NoInputError: a file or folder that the URI or the options name is not there.
-        InvalidSpecError: the URI is neither file:/// nor s3://, or the options do not describe an S3 service.
+        UsageError: the URI is neither file:/// nor s3://, or the options do not describe an S3 service.
     """
     from dlrm_api.base import read
+    from dlrm_api.checkpoint import PLACES
     from dlrm_api.objects import SnapshotS3Spec
-    from dlrm_checkpointer.store import StoreOptions, open_made_store, open_store
+    from dlrm_checkpointer.store import FieldNames, StoreOptions, open_made_store, open_store
 
     for option, path in (("--ca-file", ca_file), ("--credentials-dir", credentials_dir)):
         if path is not None and not path.exists():
@@ -261,9 +287,18 @@ def store_of(
         "encryption": encryption.value,
         "kmsKeyId": kms_key_id,
     }
-    s3 = read(SnapshotS3Spec, {name: value for name, value in given.items() if value is not None})
-    opened = open_store if may_come else open_made_store
-    return opened(uri, StoreOptions(s3=s3, credentials_dir=credentials_dir))
+    if not uri.startswith(PLACES):
+        mend = "give that of the store" if "://" in uri or not uri else f"write {Path(uri).absolute().as_uri()}"
+        raise UsageError(f"{uri or 'the URI'} is neither file:///folder nor s3://bucket/prefix: {mend}")
+    try:
+        s3 = read(SnapshotS3Spec, {name: value for name, value in given.items() if value is not None})
+        opened = open_store if may_come else open_made_store
+        return opened(
+            uri, StoreOptions(s3=s3, credentials_dir=credentials_dir, fields=FieldNames(credentials=CREDENTIALS))
+        )
+    except InvalidSpecError as error:
+        words = {"endpoint": "--endpoint: ", "region": "--region: ", "kmsKeyId": "--kms-key-id: "}
+        raise UsageError(f"{words.get(error.path, '')}{error.problem}") from error
 
 
 def _description(snapshot: Snapshot) -> dict[str, Any]:

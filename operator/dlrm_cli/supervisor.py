@@ -20,7 +20,7 @@ from typing import Literal, NoReturn, Protocol
 from dlrm_api.errors import DLRMError
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import Container, ExitCode
-from dlrm_api.progress import CheckpointerProgress, SnapshotInfo
+from dlrm_api.progress import CheckpointerProgress, Progress, SnapshotInfo
 from dlrm_cli.gang import PROGRAMS, Gang, free_ports
 from dlrm_cli.history import MOST_WORDS, Ended, Failure, History, Started, Then
 from dlrm_cli.processes import LocalScheduler
@@ -109,6 +109,8 @@ class Supervisor:
     """Newest step that a sidecar reported as committed."""
     committed: SnapshotInfo | None = None
     """Newest snapshot that a sidecar reported to have committed in this run."""
+    passed_over: int = 0
+    """Newer snapshots that an attempt of this run could not use when it started."""
     _history: History = field(init=False, repr=False)
 
     def run(self) -> Outcome:
@@ -243,12 +245,26 @@ class Supervisor:
 
     def _look(self, watch: Watch) -> None:
         seen = watch.seen
+        if seen.trainer is not None:
+            self._note_passed_over(seen.trainer)
         if seen.checkpointer is not None:
             self._note_committed(seen.checkpointer)
         self.display.update(seen)
 
+    def _note_passed_over(self, said: Progress) -> None:
+        """Say once that newer snapshots can't be used; they are not what a later run resumes from."""
+        if said.passed_over_snapshots > self.passed_over:
+            if not self.passed_over:
+                self.display.say(passed_over_words(said.passed_over_snapshots, self.job.spec.checkpoint.uri))
+                self.committed_step = None
+            self.passed_over = said.passed_over_snapshots
+        if self.passed_over and said.restored_step is not None:
+            self.committed_step = max(said.restored_step, self.committed_step or 0)
+
     def _note_committed(self, said: CheckpointerProgress) -> None:
-        steps = [step for step in (said.committed_step, self.committed_step) if step is not None]
+        made_here = None if said.last_snapshot is None else said.last_snapshot.step
+        newest = made_here if self.passed_over else said.committed_step
+        steps = [step for step in (newest, self.committed_step) if step is not None]
         self.committed_step = max(steps, default=None)
         snapshots = [each for each in (self.committed, said.last_snapshot) if each is not None]
         self.committed = max(snapshots, key=lambda each: each.step, default=None)
@@ -277,6 +293,12 @@ class Supervisor:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.stop.count:
             time.sleep(POLL_S)
+
+
+def passed_over_words(count: int, uri: str) -> str:
+    """What to say where an attempt starts from an older snapshot than the newest one."""
+    which = "the newest snapshot" if count == 1 else f"the newest {count} snapshots"
+    return f"{which} can't be used, training goes on from before: dlrmctl snapshots list {uri} says why"
 
 
 def stopping_words(seen: Seen) -> str:

@@ -260,7 +260,10 @@ def test_a_job_survives_its_way_through_the_work_directory(job: Path) -> None:
         (["suspend", "job", "--wait", "--timeout", "9"], ExitCode.USAGE, "--timeout: '9' is no duration"),
         (["plan", "JOB", "--profile", "absent.yaml"], ExitCode.NO_INPUT, "absent.yaml"),
         (["plan", "JOB", "--set", "spec.trainer.hardware=other"], ExitCode.USAGE, "no HardwareProfile other"),
-        (["snapshots", "list", "ftp://host/x"], ExitCode.BAD_CONFIG, "ftp://host/x is neither"),
+        (["snapshots", "list", "ftp://host/x"], ExitCode.USAGE, "ftp://host/x is neither"),
+        (["snapshots", "list", "/tmp/x"], ExitCode.USAGE, "s3://bucket/prefix: write file:///tmp/x"),
+        (["snapshots", "list", "file:///x?y"], ExitCode.USAGE, "file:///x?y: ? ends the path"),
+        (["snapshots", "list", "s3://b", "--endpoint", "minio:9000"], ExitCode.USAGE, "--endpoint: 'minio:9000'"),
         (["snapshots", "list", "s3://b", "--ca-file", "absent.pem"], ExitCode.NO_INPUT, "--ca-file: absent.pem"),
     ],
 )

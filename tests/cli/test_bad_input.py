@@ -208,7 +208,16 @@ def test_a_job_without_credentials_is_refused_before_anything_starts(
     line = error_line(capsys)
     assert got == 77
     assert "no credentials for bucket b" in line
-    assert "credentialsSecret" in line
+    assert "set DLRM_CREDENTIALS_DIR to a folder with accessKeyId and secretAccessKey" in line
+
+    body["spec"]["checkpoint"]["credentialsSecret"] = "keys"
+    (folder / "job.yaml").write_text(yaml.safe_dump(body))
+    asked = app.main(["run", "job.yaml"])
+    assert (asked, error_line(capsys)) == (77, line)
+
+    listed = app.main(["snapshots", "list", "s3://b/x", "--endpoint", NOBODY])
+    assert listed == 77
+    assert "set --credentials-dir to a folder with accessKeyId and secretAccessKey" in error_line(capsys)
 
 
 @pytest.mark.parametrize(

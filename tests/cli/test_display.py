@@ -31,6 +31,11 @@ def test_progress_says_step_loss_rate_time_left_and_snapshot() -> None:
     assert text == "step 1,200/5,000, loss 0.4711, 35,000 samples/s, 1:40 left, snapshot at step 1,000"
 
 
+def test_a_snapshot_of_a_later_step_is_none_of_this_training() -> None:
+    assert progress_text(seen(999)).endswith("1:40 left")
+    assert progress_text(seen(1_000)).endswith("snapshot at step 1,000")
+
+
 def test_a_failing_store_shows_in_the_progress() -> None:
     text = progress_text(seen(1_200, store_error="bucket b at http://x: SlowDown\nmore"))
 

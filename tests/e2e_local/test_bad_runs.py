@@ -233,9 +233,15 @@ def test_one_corrupt_snapshot_is_passed_over_for_the_one_before(local: Any, trai
     damage(local, "chunks/0000000000000120/**/*", flipped)
     before = sorted(int(path.name[:16]) for path in (local.store / "manifests").iterdir())[-2]
 
-    result = local.done()
+    finished = local.run("--set", "spec.data.epochs=20", "--set", "spec.checkpoint.intervalSteps=1000")
 
-    assert result["step"] == 120
+    assert finished.code == 0, finished.stderr + local.logs()
+    assert finished.result["step"] == 1_200
+    told = [line for line in finished.stderr.splitlines() if "the newest snapshot can't be used" in line]
+    assert told == [
+        "the newest snapshot can't be used, training goes on from before: dlrmctl snapshots list "
+        f"{local.store.as_uri()} says why"
+    ]
     passed_over = [line for line in local.logs().splitlines() if "snapshot passed over" in line]
     assert [line for line in passed_over if "chunks/0000000000000120/" not in line] == []
     assert passed_over

@@ -46,6 +46,30 @@ def test_a_run_commits_to_the_server_and_its_snapshot_comes_back_from_there(loca
     assert (local.folder / "out" / "tables" / "C2.safetensors").exists()
 
 
+def test_keys_in_a_folder_do_for_a_manifest_that_names_a_secret(local: Any, versitygw: Any) -> None:
+    (versitygw.data / "bucket").mkdir()
+    uri = "s3://bucket/jobs/tiny"
+    local.write(
+        checkpoint={
+            "uri": uri,
+            "s3": {"endpoint": versitygw.endpoint},
+            "intervalSteps": 60,
+            "credentialsSecret": "keys",
+        }
+    )
+    folder = local.folder / "keys"
+    folder.mkdir()
+    (folder / "accessKeyId").write_text(versitygw.access_key)
+    (folder / "secretAccessKey").write_text(versitygw.secret_key)
+
+    result = local.done(DLRM_CREDENTIALS_DIR=str(folder))
+    where = ("--endpoint", versitygw.endpoint, "--credentials-dir", str(folder))
+    listed = local.run("list", uri, *where, command="snapshots")
+
+    assert result["snapshots"][-1]["step"] == 120
+    assert f"{uri}/manifests/" in listed.stdout
+
+
 def test_wrong_keys_and_a_missing_bucket_are_told_before_anything_starts(local: Any, versitygw: Any) -> None:
     (versitygw.data / "bucket").mkdir()
 

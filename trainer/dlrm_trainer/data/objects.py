@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from dlrm_api.errors import BadDataError, NoInputError, StoreUnavailableError
+from dlrm_api.names import Env
 from dlrm_api.objects import S3Spec
 from dlrm_checkpointer.store import FieldNames, ObjectInfo, StoreOptions
 from dlrm_trainer.data.files import CHANGED
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
     from dlrm_checkpointer.s3 import S3Store
 
 FIELDS = FieldNames(
-    uri="data.train.uris and data.eval.uris", service="spec.data.s3", credentials="spec.data.credentialsSecret"
+    uri="data.train.uris and data.eval.uris",
+    service="spec.data.s3",
+    credentials=(
+        f"spec.data.credentialsSecret in a cluster, elsewhere {Env.DATA_CREDENTIALS_DIR} to a folder with accessKeyId "
+        "and secretAccessKey"
+    ),
 )
 PATIENCE_S = 300.0
 """How long a service that does not answer is asked again."""
