@@ -165,7 +165,11 @@ def trace(
         Path | None, typer.Option(metavar="FILE", help="File for the trace; <job>.trace.json by default.")
     ] = None,
     configmap: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Print a ConfigMap that holds the trace; write no file.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Print the trace as ConfigMap NAME, or NAME-0, NAME-1 and so on above 1 MiB, in place of a file.",
+        ),
     ] = None,
     batches: Annotated[int | None, typer.Option(min=1, help="Global batches to read; one epoch by default.")] = None,
     rate: Annotated[

@@ -11,27 +11,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from dlrm_api.errors import DeviceError, InvalidSpecError, UsageError
 from dlrm_api.job import DLRMJob
-from dlrm_api.model import TRACE_KEY
 from dlrm_api.trace import Trace, parse_trace
 from dlrm_cli.checks import check_inputs
 from dlrm_cli.display import PLAIN_EVERY_S
 from dlrm_cli.manifests import read_job
 from dlrm_cli.terminal import SafeConsole
+from dlrm_cli.trace_maps import trace_maps
 from dlrm_cli.views import print_view
 
 if TYPE_CHECKING:
     from dlrm_trainer.data import Reader
 
-CONFIGMAP_BYTES = 1 << 20
-"""Most bytes of data that a ConfigMap may hold."""
 CACHE_SHARES = (0.01, 0.1, 0.5)
+MOST_NAME = 253 - len("-9999")
+"""Characters of a ConfigMap's name that leave room for a number."""
 MOST_FIRST_ACCESSES = 0.1
 """Share of all accesses above which the user is told that hit rates are low because the trace is short."""
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -56,9 +55,12 @@ def trace_job(options: TraceOptions) -> None:
     Nothing is written before all is measured, and then the whole file at once.
 
     Raises:
-        UsageError: the file to write holds something else, or the trace is too large for a ConfigMap.
+        UsageError: the file to write holds something else; or a group's tables are too many for a ConfigMap, and then
+            the trace was written to the file.
         DLRMError: the job or its data is bad.
     """
+    if options.configmap is not None and options.out is not None:
+        raise UsageError("--out and --configmap: give one of them")
     job = read_job(options.file, options.settings, options.data)
     out = options.out or Path(f"{job.metadata.name}.trace.json")
     _check_out(out, job)
@@ -70,27 +72,26 @@ def trace_job(options: TraceOptions) -> None:
     except KeyboardInterrupt:
         print("stopped; nothing was written", file=sys.stderr)
         raise
-    text = trace.model_dump_json()
     if options.configmap is None:
-        _write(out, text)
+        _write(out, trace)
         print_view(trace_view(trace))
-        print(f"written to {out}; refer to it by distribution.reference: {out.absolute().as_uri()}", file=sys.stderr)
-        return
-    if (size := len(text.encode())) > CONFIGMAP_BYTES:
-        _write(out, text)
-        raise UsageError(
-            f"--configmap: the trace takes {size:,} bytes and a ConfigMap holds at most {CONFIGMAP_BYTES:,}: it was "
-            f"written to {out} instead; put that file where the planner reads it and refer to it as file:///..."
+        print(
+            f"written to {out}; refer to it by distribution.reference: {out.absolute().as_uri()}; for a cluster, where "
+            "the operator reads no files, print it with --configmap",
+            file=sys.stderr,
         )
-    print(configmap(options.configmap, job.metadata.namespace, text), end="")
+        return
+    from dlrm_planner import table_paths
+
+    try:
+        maps = trace_maps(options.configmap, trace, table_paths(job.spec))
+    except UsageError as error:
+        _write(out, trace)
+        raise UsageError(f"{error}; what was measured is in {out}") from error
+    print("---\n".join(each.manifest(job.metadata.namespace) for each in maps), end="")
     print_view(trace_view(trace), stderr=True)
-
-
-def configmap(name: str, namespace: str | None, text: str) -> str:
-    """The manifest of a ConfigMap that holds a trace, for ``distribution.reference: configmap:NAME``."""
-    metadata = {"name": name} | ({"namespace": namespace} if namespace else {})
-    manifest = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {TRACE_KEY: text}}
-    return yaml.safe_dump(manifest, sort_keys=False, width=2**31)
+    for each in maps:
+        print(each.words(), file=sys.stderr)
 
 
 def trace_view(trace: Trace) -> RenderableType:
@@ -189,7 +190,7 @@ class _TraceDisplay:
 
 
 def _check_name(name: str) -> None:
-    if len(name) > 253 or not _NAME.fullmatch(name):
+    if len(name) > MOST_NAME or not _NAME.fullmatch(name):
         raise UsageError(f"--configmap: {name!r} is no name of a ConfigMap: use lower-case letters, digits, - and .")
 
 
@@ -215,7 +216,8 @@ def _check_out(out: Path, job: DLRMJob) -> None:
         raise UsageError(f"--out: {out} is the trace of job {name}: choose another file, or remove it")
 
 
-def _write(out: Path, text: str) -> None:
+def _write(out: Path, trace: Trace) -> None:
+    text = trace.model_dump_json()
     fresh = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         fresh.write_text(text)

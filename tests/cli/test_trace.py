@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dlrm_api.names import ExitCode
-from dlrm_api.trace import parse_trace
-from dlrm_cli import app
-from dlrm_cli import trace as command
+from dlrm_api.trace import CurvePoint, TableTrace, Trace, parse_trace
+from dlrm_cli import app, trace_maps
+from dlrm_cluster.control_plane import ControlPlane
 
 JOB = """
 apiVersion: dlrm.dev/v1alpha1
@@ -92,19 +94,92 @@ def test_a_configmap_holds_the_trace_and_no_file_is_written(job: str, capsys: py
     assert [path.name for path in Path.cwd().iterdir()] == ["job.yaml"]
 
 
-def test_a_trace_too_large_for_a_configmap_is_kept_in_a_file(
+def test_a_trace_too_large_for_a_configmap_is_split_by_tables(
     job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "CONFIGMAP_BYTES", 100)
+    app.main(["trace", job, "--batches", "4"])
+    whole = parse_trace(Path("small.trace.json").read_text())
+    monkeypatch.setattr(trace_maps, "CONFIGMAP_BYTES", len(Path("small.trace.json").read_text()) - 1)
+    capsys.readouterr()
 
     code = app.main(["trace", job, "--configmap", "reuse", "--batches", "4"])
 
     printed = capsys.readouterr()
+    manifests = list(yaml.safe_load_all(printed.out))
+    assert code == ExitCode.DONE
+    assert [each["metadata"] for each in manifests] == [
+        {"name": "reuse-0", "namespace": "ads"},
+        {"name": "reuse-1", "namespace": "ads"},
+    ]
+    assert [parse_trace(each["data"]["trace.json"]).tables for each in manifests] == [
+        (table,) for table in whole.tables
+    ]
+    assert "\nspec.model.tables[0]: distribution.reference: configmap:reuse-0\n" in printed.err
+    assert "\nspec.model.tables[1]: distribution.reference: configmap:reuse-1\n" in printed.err
+
+
+def test_a_group_too_large_for_a_configmap_is_named_and_its_trace_is_kept(
+    job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trace_maps, "CONFIGMAP_BYTES", 3_000)
+    group = "spec.model.tableGroups=[{name: g, count: 9, template: {rows: 100, dim: 4}}]"
+
+    code = app.main(["trace", job, "--configmap", "reuse", "--batches", "4", "--set", group])
+
+    printed = capsys.readouterr()
     assert code == ExitCode.USAGE
     assert printed.out == ""
-    assert "a ConfigMap holds at most 100" in printed.err
-    assert "written to small.trace.json instead" in printed.err
-    assert parse_trace(Path("small.trace.json").read_text()).batches == 4
+    assert "spec.model.tableGroups[0].template, 9 tables, take" in printed.err
+    assert "write the tables as several groups; what was measured is in small.trace.json" in printed.err
+    assert len(parse_trace(Path("small.trace.json").read_text()).tables) == 11
+
+
+tables = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=30)
+
+
+@given(shapes=tables, limit=st.integers(6_000, 20_000))
+def test_every_part_fits_and_together_they_hold_each_table_once(shapes: list[tuple[int, int]], limit: int) -> None:
+    points = tuple(CurvePoint(cache_rows=row, hit_rate=0.5) for row in range(1, 31))
+    paths, each = [], []
+    for number, (length, count) in enumerate(shapes):
+        for _ in range(count if count < 4 else 1):
+            paths.append(f"spec.model.tables[{number}]")
+            name = f"t{len(paths)}"
+            each.append(TableTrace(table=name, rows=9, lookups=1, unique_rows=1, accesses=1, curve=points[:length]))
+    trace = Trace(global_batch_size=1, batches=1, tables=tuple(each))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace_maps, "CONFIGMAP_BYTES", limit)
+        parts = trace_maps.trace_maps("reuse", trace, paths)
+
+    assert all(len(part.text.encode()) <= limit for part in parts)
+    read = [parse_trace(part.text).tables for part in parts]
+    assert [table for part in read for table in part] == each
+    homes = [{paths[each.index(table)] for table in part} for part in read]
+    assert sum(map(len, homes)) == len(set().union(*homes)), "tables of one path are in two parts"
+
+
+@pytest.mark.cluster
+def test_a_real_server_takes_configmaps_that_are_full(control_plane: ControlPlane) -> None:
+    points = tuple(CurvePoint(cache_rows=7**row, hit_rate=row / 65) for row in range(1, 65))
+    tables = tuple(
+        TableTrace(table=f"t{number}", rows=9, lookups=1, unique_rows=1, accesses=1, curve=points)
+        for number in range(500)
+    )
+    trace = Trace(global_batch_size=1, batches=1, tables=tables)
+
+    parts = trace_maps.trace_maps("reuse", trace, [f"spec.model.tables[{i}]" for i in range(500)])
+    applied = subprocess.run(
+        [control_plane.kubectl, "--kubeconfig", control_plane.kubeconfig, "apply", "--server-side", "-f", "-"],
+        input="---\n".join(part.manifest("default") for part in parts),
+        text=True,
+        check=False,
+        capture_output=True,
+    )
+
+    assert len(parts) > 1
+    assert applied.returncode == 0, applied.stderr
+    assert applied.stdout.splitlines() == [f"configmap/{part.name} serverside-applied" for part in parts]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +190,7 @@ def test_a_trace_too_large_for_a_configmap_is_kept_in_a_file(
         (["--out", "."], ExitCode.USAGE, "Is a directory"),
         (["--out", "absent/t.json"], ExitCode.USAGE, "absent is no folder"),
         (["--configmap", "Reuse_1"], ExitCode.USAGE, "'Reuse_1' is no name of a ConfigMap"),
+        (["--configmap", "reuse", "--out", "t.json"], ExitCode.USAGE, "--out and --configmap"),
         (["--rate", "0"], ExitCode.USAGE, "--rate"),
         (["--rate", "2"], ExitCode.USAGE, "--rate"),
         (["--batches", "0"], ExitCode.USAGE, "--batches"),

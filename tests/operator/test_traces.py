@@ -113,7 +113,7 @@ def test_nothing_is_read_once_there_is_an_answer() -> None:
             "file:///data/trace.json",
             {},
             "spec.model.tables[0].distribution.reference: file:///data/trace.json: the operator reads no files: put "
-            "the trace into a ConfigMap of the job's namespace under the key trace.json, and refer to it as "
+            "the trace into the job's namespace with dlrmctl trace FILE --configmap NAME, and refer to it as "
             "configmap:NAME",
         ),
         ("configmap:reuse", {}, "there is no ConfigMap reuse in namespace"),

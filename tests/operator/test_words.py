@@ -92,7 +92,7 @@ def a_definition_is_newer() -> ModelCluster:
 
 @reads(Reason.TRACE, r"there is no ConfigMap reuse in namespace space: create it with dlrmctl trace")
 def a_trace_is_missing() -> ModelCluster:
-    words = "there is no ConfigMap reuse in namespace space: create it with dlrmctl trace --configmap reuse"
+    words = "there is no ConfigMap reuse in namespace space: create it with dlrmctl trace FILE --configmap reuse"
     return Speaking().turn_with(trace_problem=words)
 
 

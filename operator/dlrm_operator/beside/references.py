@@ -87,10 +87,8 @@ class References:
         found, asked = {}, trace_references(spec)
         for reference, field in asked.items():
             if not reference.startswith(CONFIG_MAP):
-                words = (
-                    f"{reference}: the operator reads no files: put the trace into a ConfigMap of the job's namespace "
-                )
-                return {}, f"{field}: {words}under the key {TRACE_KEY}, and refer to it as {CONFIG_MAP}NAME"
+                words = f"{reference}: the operator reads no files: put the trace into the job's namespace with "
+                return {}, f"{field}: {words}dlrmctl trace FILE --configmap NAME, and refer to it as {CONFIG_MAP}NAME"
         for reference, field in asked.items():
             name = reference.removeprefix(CONFIG_MAP)
             try:
@@ -98,7 +96,7 @@ class References:
                 found[reference] = str(document["data"][TRACE_KEY])
             except NotFoundError:
                 words = f"there is no ConfigMap {name} in namespace {namespace}: create it with "
-                return {}, f"{field}: {words}dlrmctl trace --configmap {name}"
+                return {}, f"{field}: {words}dlrmctl trace FILE --configmap {name}"
             except KeyError:
                 return {}, f"{field}: ConfigMap {name} has no key {TRACE_KEY}: write the trace there"
         return found, ""
