@@ -144,7 +144,7 @@ def read(model: type[Model], document: Any) -> Model:
         except ValidationError as error:
             mended = _as_the_server_takes_it(document, error)
             if mended is None:
-                raise invalid_spec(error) from error
+                raise invalid_spec(error, model=model) from error
             document = mended
 
 

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from dlrm_api.known_fields import nearest_field
 from dlrm_api.names import ExitCode
 
 
@@ -107,24 +108,34 @@ class InfeasiblePlanError(InvalidSpecError):
 
 SHOWN_CHARACTERS = 256
 """Of a value that was refused."""
+UNKNOWN = "extra_forbidden"
+"""pydantic's type of the error that a field is not known."""
 OF_A_RULE = "Value error, "
 """What pydantic, and typer by it, put in front of a rule's own words."""
 
 
-def invalid_spec(error: ValidationError, root: str = "", *, stopped: bool = False) -> InvalidSpecError:
+def invalid_spec(
+    error: ValidationError, root: str = "", model: type[BaseModel] | None = None, *, stopped: bool = False
+) -> InvalidSpecError:
     """Name the first refused field below ``root`` the way kubectl shows it, and say how many more there are.
+
+    Unknown fields come first: one is often what a required field was misspelled as.
 
     Args:
         error: What pydantic found.
         root: Path of the document.
+        model: Tells which fields there are: the nearest one to an unknown field is named.
         stopped: Whether reading ended at the first item of a list that was refused, so that there may be more.
     """
-    first = error.errors(include_url=False, include_input=True)[0]
+    problems = error.errors(include_url=False, include_input=True)
+    first = next((problem for problem in problems if problem["type"] == UNKNOWN), problems[0])
     message = _message(first)
+    if model and first["type"] == UNKNOWN and (near := nearest_field(model, first["loc"])):
+        message = f"unknown field: do you mean {near}?"
     if stopped:
         message += " (there may be more: the document is too large to count them)"
-    elif error.error_count() > 1:
-        message += f" (and {error.error_count() - 1} more)"
+    elif len(problems) > 1:
+        message += f" (and {len(problems) - 1} more)"
     return InvalidSpecError(field_path(first["loc"], root) or "document", message)
 
 

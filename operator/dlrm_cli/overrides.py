@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from dlrm_api.errors import UsageError
 from dlrm_api.job import DLRMJob
+from dlrm_api.known_fields import plain
 
 STEP = re.compile(r"(?:^|\.)([^.\[\]]+)|\[(?:(\d+)|([^\[\]]+))\]")
 """A field, ``[0]`` for an element of a list, ``[nvidia.com/gpu]`` for a key of a map."""
@@ -179,27 +180,15 @@ def _inner(model: Any, step: str | int, path: str, walked: str, node: Any) -> An
         fields = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
         fields.pop("status", None)
         if step in fields:
-            return _plain(fields[str(step)])
+            return plain(fields[str(step)])
         if model.model_config.get("extra") == "allow" and isinstance(step, str):
             return Any
         raise UsageError(f"--set {path}: {here} has no field {step}: it has {', '.join(fields)}")
     origin, arguments = typing.get_origin(model), typing.get_args(model)
     if origin is tuple and isinstance(step, int):
-        return _plain(arguments[0])
+        return plain(arguments[0])
     if origin is dict:
-        return _plain(arguments[1])
+        return plain(arguments[1])
     if origin is tuple:
         raise _list_error(path, walked, node)
     raise UsageError(f"--set {path}: {here} is a single value, with nothing below it")
-
-
-def _plain(annotation: Any) -> Any:
-    """The annotation without what stands around it: ``Annotated`` and ``| None``."""
-    while True:
-        origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-        if origin is typing.Annotated:
-            annotation = arguments[0]
-        elif type(None) in arguments:
-            annotation = next(argument for argument in arguments if argument is not type(None))
-        else:
-            return annotation

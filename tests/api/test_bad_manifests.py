@@ -140,17 +140,37 @@ BAD = {
     # unknown fields
     "misspelt field": job(
         {"spec.trainer.replica": 2},
-        "spec.trainer.replica: unknown field: check its spelling and its place",
+        "spec.trainer.replica: unknown field: do you mean replicas?",
         'unknown field "spec.trainer.replica"',
+    ),
+    "required field of a table, misspelt": job(
+        {"spec.model.tables.1.rows": GONE, "spec.model.tables.1.row": 2},
+        "spec.model.tables[1].row: unknown field: do you mean rows? (and 1 more)",
+        'unknown field "spec.model.tables[1].row"',
+    ),
+    "required part, misspelt": job(
+        {"spec.checkpoint": GONE, "spec.checkpoints": {"uri": "s3://bucket/job"}},
+        "spec.checkpoints: unknown field: do you mean checkpoint? (and 1 more)",
+        'unknown field "spec.checkpoints"',
+    ),
+    "required field of a profile, misspelt": profile(
+        {"spec.tiers.ddr": {"byte": "1Gi"}},
+        "spec.tiers.ddr.byte: unknown field: do you mean bytes? (and 1 more)",
+        'unknown field "spec.tiers.ddr.byte"',
+    ),
+    "unknown field that is near to none": job(
+        {"spec.model.hidden": 8},
+        "spec.model.hidden: unknown field: check its spelling and its place",
+        'unknown field "spec.model.hidden"',
     ),
     "misspelt field of a table": job(
         {"spec.model.tables.1.row": 2},
-        "spec.model.tables[1].row: unknown field: check its spelling and its place",
+        "spec.model.tables[1].row: unknown field: do you mean rows?",
         'unknown field "spec.model.tables[1].row"',
     ),
     "Python's name of a field": job(
         {"spec.data.global_batch_size": 64},
-        "spec.data.global_batch_size: unknown field: check its spelling and its place",
+        "spec.data.global_batch_size: unknown field: do you mean globalBatchSize?",
         'unknown field "spec.data.global_batch_size"',
     ),
     # bounds
