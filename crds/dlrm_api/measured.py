@@ -82,7 +82,7 @@ class StageTimes(ApiModel):
     """One stage of a step on one rank, over the steps that had it."""
 
     rank: Total = Field(description="Rank.")
-    stage: str = Field(description="Stage; step is the sum of all.")
+    stage: str = Field(description="Stage of a step; step: their sum; '... at the end': after the last step.")
     steps: Total = Field(ge=1, description="Steps that had it.")
     mean_seconds: float = Field(ge=0, description="Mean over all of them (s).")
     median_seconds: float = Field(ge=0, description="Median over the newest 20,000 (s).")

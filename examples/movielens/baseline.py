@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import scipy.sparse as sp
 from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
 
+BAD_DATA, NO_INPUT = 65, 66
+"""Exit codes, as dlrmctl's."""
 IDS = {"user": 943, "item": 1_682, "occupation": 21, "gender": 2, "age_group": 7, "hour": 24, "weekday": 7}
 GENRES = 19
 DENSE = ("age", "film_age")
@@ -43,13 +47,31 @@ def dense_input(values: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.log1p(np.maximum(np.nan_to_num(values), 0))
 
 
+def prepared(path: Path) -> Any:
+    """The table of a file that prepare.py wrote; without one the program ends."""
+    words = "give the folder that prepare.py wrote"
+    columns = {"label", "genres", *IDS, *DENSE}
+    try:
+        table = pq.read_table(path)
+    except OSError:
+        print(f"baseline.py: error: {path}: no such file: {words}", file=sys.stderr)
+        sys.exit(NO_INPUT)
+    except pa.ArrowInvalid as error:
+        print(f"baseline.py: error: {path}: this is no Parquet: {error}: {words}", file=sys.stderr)
+        sys.exit(BAD_DATA)
+    if missing := columns - set(table.column_names):
+        print(f"baseline.py: error: {path}: has no column {min(missing)}: {words}", file=sys.stderr)
+        sys.exit(BAD_DATA)
+    return table
+
+
 def main() -> None:
     """Fit on train.parquet, score eval.parquet, print one JSON object."""
     parser = argparse.ArgumentParser(description="Logistic regression on the prepared MovieLens data.")
     parser.add_argument("folder", type=Path, help="folder with train.parquet and eval.parquet")
     parser.add_argument("--inverse-penalty", type=float, default=1.0, help="C of scikit-learn (its default is 1)")
     arguments = parser.parse_args()
-    train, evaluation = (pq.read_table(arguments.folder / f"{name}.parquet") for name in ("train", "eval"))
+    train, evaluation = (prepared(arguments.folder / f"{name}.parquet") for name in ("train", "eval"))
     model = LogisticRegression(C=arguments.inverse_penalty, max_iter=2_000)
     model.fit(features(train), train["label"].to_numpy())
     labels = evaluation["label"].to_numpy()

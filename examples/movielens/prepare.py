@@ -13,6 +13,7 @@ MovieLens 100K: F. Maxwell Harper and Joseph A. Konstan, The MovieLens Datasets:
 from __future__ import annotations
 
 import argparse
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,6 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+BAD_DATA, NO_INPUT, DEVICE = 65, 66, 74
+"""Exit codes, as dlrmctl's."""
 TRAIN_SHARE = 0.8
 LIKED = 4
 AGE_EDGES = (18, 25, 35, 45, 50, 56)
@@ -88,18 +91,33 @@ def places(ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int6
     return found
 
 
+def failed(message: str, code: int) -> int:
+    """Say what is wrong; returns the exit code."""
+    print(f"prepare.py: error: {message}", file=sys.stderr)
+    return code
+
+
 def main() -> None:
     """Read the ratings, split them, write two files."""
     parser = argparse.ArgumentParser(description="Turn MovieLens 100K into Parquet files, split by time.")
     parser.add_argument("source", type=Path, help="folder with u.data, u.item and u.user")
     parser.add_argument("target", type=Path, help="folder to write train.parquet and eval.parquet to")
     arguments = parser.parse_args()
-    table = samples(arguments.source)
+    try:
+        table = samples(arguments.source)
+    except OSError as error:
+        files = "give the folder that holds u.data, u.item and u.user"
+        sys.exit(failed(f"{error.filename}: {error.strerror}: {files}", NO_INPUT))
+    except (ValueError, IndexError) as error:
+        sys.exit(failed(f"{arguments.source}: its files are not those of MovieLens 100K: {error}", BAD_DATA))
     cut = int(table.num_rows * TRAIN_SHARE)
-    arguments.target.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", table.slice(0, cut)), ("eval", table.slice(cut))):
         path = arguments.target / f"{name}.parquet"
-        pq.write_table(part, path)
+        try:
+            arguments.target.mkdir(parents=True, exist_ok=True)
+            pq.write_table(part, path)
+        except OSError as error:
+            sys.exit(failed(f"{path}: {error.strerror or error}: choose another folder", DEVICE))
         print(f"{path}: {part.num_rows} ratings, {np.mean(part['label'].to_numpy()):.1%} of them four or five stars")
 
 

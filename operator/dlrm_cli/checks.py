@@ -90,21 +90,34 @@ def make_tier_folders(folder: Path, plan: Plan) -> None:
     for rank in plan.ranks:
         needed.update({tier: size for tier, size in rank.bytes_per_tier.items() if tier in FILE_TIERS})
     devices: Counter[int] = Counter()
-    for tier, size in needed.items():
+    for tier, size in needed.items():  # all are looked at before one is made: a refusal leaves nothing
         place = folder / tier
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise NoPermissionError(f"{place}: {error.strerror}: choose another folder with --tier-dir") from error
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise NoPermissionError(f"{place}: no permission to write: choose another folder with --tier-dir")
-        devices[place.stat().st_dev] += size
-        free, taken = shutil.disk_usage(place).free, devices[place.stat().st_dev]
+        there = _there(place)
+        if not there.is_dir():
+            raise NoPermissionError(f"{place}: {there} is a file: choose another folder with --tier-dir")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise NoPermissionError(f"{there}: no permission to write: choose another folder with --tier-dir")
+        devices[there.stat().st_dev] += size
+        free, taken = shutil.disk_usage(there).free, devices[there.stat().st_dev]
         if taken > free:
             raise DeviceError(
                 f"{place}: rows below DDR take {taken} bytes there and {free} are free: free {taken - free} bytes, "
                 f"choose another folder with --tier-dir, or give more of spec.trainer.tierBudgets.ddr"
             )
+    for tier in needed:
+        try:
+            (folder / tier).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise NoPermissionError(
+                f"{folder / tier}: {error.strerror}: choose another folder with --tier-dir"
+            ) from error
+
+
+def _there(path: Path) -> Path:
+    """The path, or what is there of those above it."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
 
 
 def _check_file(field: str, uri: str, mend: str) -> None:
@@ -141,9 +154,7 @@ def _ask(store: ObjectStore, field: str) -> None:
 
 
 def _check_folder(folder: Path, field: str) -> None:
-    place = folder
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    place = _there(folder)
     if not place.is_dir():
         raise InvalidSpecError(field, f"{place} is a file: choose a folder")
     if not os.access(place, os.W_OK | os.X_OK):

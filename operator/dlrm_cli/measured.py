@@ -18,6 +18,8 @@ MOST_RANKS = 8
 """Ranks whose stages are shown one by one; of more ranks each stage's slowest is shown."""
 MOST_RATES = 8
 """Hit rates of a rank that are shown, evenly over the run."""
+AFTERWARDS = " at the end"
+"""Ends the name of what came after the last step, and is no share of steps."""
 COUNTS = ("lookups", "accesses", "created_rows", "evicted_rows", "scratch_rows")
 
 
@@ -50,8 +52,9 @@ def profile_view(profile: Profile) -> RenderableType:
     totals = {each.rank: each.mean_seconds * each.steps for each in profile.stages if each.stage == "step"}
     for each in shown:
         times = (each.mean_seconds, each.median_seconds, each.p99_seconds)
-        spent = each.mean_seconds * each.steps / totals[each.rank] if totals.get(each.rank) else 0.0
-        cells = (f"{each.steps:,}", *(f"{1e3 * seconds:,.3f}" for seconds in times), f"{spent:.1%}")
+        steps = None if each.stage.endswith(AFTERWARDS) else totals.get(each.rank)
+        spent = each.mean_seconds * each.steps / steps if steps else None
+        cells = (f"{each.steps:,}", *(f"{1e3 * seconds:,.3f}" for seconds in times), _share(spent))
         table.add_row(str(each.rank), each.stage, *cells, end_section=each.stage == "step")
     return Group(table, *(Text(words) for words in _rates(profile.hit_rates)))
 

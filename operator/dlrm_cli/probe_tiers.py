@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dlrm_api.errors import DeviceError
+from dlrm_api.errors import DeviceError, NoInputError
 from dlrm_api.plan import Tier
 from dlrm_api.tiers import BLOCK_SLACK
 from dlrm_trainer.embedding.tiers.block import BlockLevel
@@ -62,8 +62,11 @@ def tier_rates(tier: Tier, folder: Path, effort: TierEffort = EFFORT) -> TierRat
     Memory that the page cache stands before is measured with it, as trainers meet it too; block storage without.
 
     Raises:
-        DeviceError: the folder is absent, has too little room, or can't be used as this tier.
+        NoInputError: the folder is not there.
+        DeviceError: it has too little room, or can't be used as this tier.
     """
+    if not folder.is_dir():
+        raise NoInputError(f"--tier: {folder}: no such folder: give one on the {tier} tier's mount")
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:

@@ -33,6 +33,10 @@ class TrainerResult(BaseModel):
     tiers: TierReport | None = None
     """How tables used their tiers in the last attempt; None where the plan has no levels."""
 
+    def write(self, workdir: WorkDir) -> None:
+        """Leave it in ``result.json``, as rank 0 does."""
+        workdir.write(workdir.result, self.model_dump_json(include=set(TrainerResult.model_fields), exclude_none=True))
+
 
 class RunResult(TrainerResult):
     """What ``dlrmctl run`` gives: the trainer's result, and what dlrmctl knows beside it."""

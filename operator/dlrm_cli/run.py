@@ -95,7 +95,11 @@ class LocalRun:
         if not self.options.digest or old.state_digest is not None:
             return old
         new = self._train()  # restores the last snapshot, and makes the digest of it
-        return None if new is None else self._keep(old.model_copy(update={"state_digest": new.state_digest}))
+        if new is None:
+            return None
+        kept = self._keep(old.model_copy(update={"state_digest": new.state_digest}))
+        kept.write(self.workdir)  # the attempt for the digest made no step, and left no speed and no use of tiers
+        return kept
 
     def _finished(self) -> RunResult | None:
         """The result of the same job, where it has finished here and its last snapshot is still there."""

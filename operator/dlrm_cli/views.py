@@ -14,7 +14,7 @@ from rich.text import Text
 from dlrm_api import tiers
 from dlrm_api.job import DLRMJob
 from dlrm_api.model import TableSpec
-from dlrm_api.plan import Device, Plan, Shard, TablePlan
+from dlrm_api.plan import Device, Plan, Prediction, Shard, TablePlan
 from dlrm_api.progress import SnapshotInfo
 from dlrm_cli.measured import tiers_view
 from dlrm_cli.result import RunResult
@@ -94,7 +94,17 @@ def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:
         )
     if len(largest) > MOST_TABLES:
         tables.add_row(f"and {len(largest) - MOST_TABLES} smaller ones", "", "", "", "", "-o json shows all")
-    return Group(ranks, tables, *(Text(f"- {reason}") for reason in plan.reasons))
+    expected = [Text(words) for words in (_prediction(plan.predicted),) if words]
+    return Group(ranks, tables, *expected, *(Text(f"- {reason}") for reason in plan.reasons))
+
+
+def _prediction(predicted: Prediction) -> str:
+    """What the plan expects of speed and price; empty where the profile's rates do not tell."""
+    if predicted.samples_per_second is None:
+        return ""
+    price = predicted.price_per_billion_samples
+    priced = "" if price is None else f", a billion samples for {price:,.2f} (in the currency of pricePerHour)"
+    return f"predicted: {predicted.samples_per_second:,.0f} samples/s{priced}"
 
 
 def result_view(result: RunResult) -> RenderableType:

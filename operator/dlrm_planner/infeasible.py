@@ -11,7 +11,7 @@ from dlrm_api.model import TableSpec
 from dlrm_api.tables import TablePin
 from dlrm_api.tiers import claim_bytes
 from dlrm_planner.dense import held_samples
-from dlrm_planner.memory import MIB, MOST_DDR, Limit, human
+from dlrm_planner.memory import MIB, MOST_DDR, NODE_DDR, Limit, human
 from dlrm_planner.needs import NoPlacement
 from dlrm_planner.question import Question, Refusal, changed
 from dlrm_planner.search import solved
@@ -41,10 +41,10 @@ def infeasible(asked: Question, refusal: Refusal, grows: str | None) -> Infeasib
         reasons.insert(1, f"{whose} has {max(0, limit.size)} bytes for tables: {limit.source}")
         more = _enough_memory(asked, limit, _missing(cause), cause.tier)
         if more is not None:
-            reasons.append(f"mend: raise {_raised(limit, limit.size + more)}")
+            reasons.append(f"mend: {_raised(limit, limit.size + more, shared=not grows)}")
     reasons.extend(_fewer_activations(asked, cause))
     reasons.extend(_less_read_ahead(asked, cause))
-    reasons.extend(_other_mends(asked, refusal))
+    reasons.extend(_other_mends(asked, refusal, shared=not grows))
     if isinstance(cause, NoPlacement):
         reasons.extend(_unpinned(asked, cause))
     replicas = _enough_replicas(asked) if grows else None
@@ -137,8 +137,11 @@ def _tier_mends(asked: Question, cause: Short) -> Iterator[str]:
         )
 
 
-def _other_mends(asked: Question, refusal: Refusal) -> Iterator[str]:
-    """A slower tier where there is none; fewer batches ahead where slots for them have no room."""
+def _other_mends(asked: Question, refusal: Refusal, *, shared: bool) -> Iterator[str]:
+    """A slower tier where there is none; fewer batches ahead where slots for them have no room.
+
+    Of pods that are ``shared`` over one machine the tier's rows lie in files of it.
+    """
     if isinstance(refusal.cause, NoPlacement) and refusal.cause.tier == "hbm":
         yield from _on_host(asked, refusal.cause)
         yield from _shorter(asked, "needs slots for fewer batches")
@@ -150,9 +153,14 @@ def _other_mends(asked: Question, refusal: Refusal) -> Iterator[str]:
         start = max(1, rest // asked.spec.replicas // MIB)
         size = _least(lambda size: solved(replace(asked, caps={"block": size * MIB})), MOST_BLOCK // MIB, start)
         if size is not None:
+            where = (
+                "into files below --tier-dir"
+                if shared
+                else "on block storage; in a cluster, name hardware whose profile mounts it"
+            )
             yield (
                 f"mend: trainer.tierBudgets.block: {size * MIB} ({human(size * MIB)}) puts rows that DDR does not hold "
-                "on block storage; in a cluster, name hardware whose profile mounts it"
+                f"{where}"
             )
     elif refusal.least:
         yield from _shorter(asked, "needs slots for one batch alone")
@@ -223,13 +231,20 @@ def _enough_memory(asked: Question, limit: Limit, short: int, tier: str) -> int 
     return None if more is None else more * MIB
 
 
-def _raised(limit: Limit, enough: int) -> str:
-    """By how much each field is to be raised that holds a pod, or a GPU, below what is enough."""
+def _raised(limit: Limit, enough: int, *, shared: bool) -> str:
+    """By how much each field is to be raised that holds a pod, or a GPU, below what is enough.
+
+    Of a machine that all pods share nobody raises the memory: some of it can be freed.
+    """
     below = [each for each in (limit, *limit.looser) if each.size < enough]
-    sizes = [(enough - each.size) * each.shares for each in below]
-    return " and ".join(
-        f"{each.field} by {size} bytes ({human(size)})" for each, size in zip(below, sizes, strict=True)
-    )
+    fields, words = [], []
+    for each in below:
+        size = (enough - each.size) * each.shares
+        if shared and each.field.startswith(NODE_DDR):
+            words.append(f"free {size} bytes ({human(size)}) more of this machine's memory for each pod")
+        else:
+            fields.append(f"{each.field} by {size} bytes ({human(size)})")
+    return " and ".join([*([f"raise {' and '.join(fields)}"] if fields else []), *words])
 
 
 def _fewer_activations(asked: Question, cause: NoPlacement | Short) -> Iterator[str]:

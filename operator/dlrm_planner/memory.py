@@ -48,6 +48,10 @@ MOST_DDR = 2**50
 """No node has more; it keeps sums over thousands of nodes below 2**63."""
 
 
+NODE_DDR = "DDR per node"
+"""Begins the field of a limit that is the node's memory."""
+
+
 @dataclass(frozen=True)
 class Limit:
     """DDR that one pod may use for tables and hand-off, or HBM that one rank may use for tables."""
@@ -123,7 +127,7 @@ def pod_limit(spec: DLRMJobSpec, profile: HardwareProfile | None, reserve: int, 
         asked = f" ({human(sidecar)} of it by checkpoint.resources)" if sidecar > taken else ""
         source = f"{human(ddr)} DDR of a {name} node less {human(own + sidecar)} for {beside}{asked}{spared}"
         size = min(ddr, MOST_DDR) - own - sidecar - reserve
-        limits.append(Limit(size, source, f"DDR per node (HardwareProfile {name})"))
+        limits.append(Limit(size, source, f"{NODE_DDR} (HardwareProfile {name})"))
     budget = spec.trainer.tier_budgets.ddr
     if budget is not None:
         source = f"trainer.tierBudgets.ddr of {human(budget)}{spared}"

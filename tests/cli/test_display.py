@@ -8,14 +8,17 @@ import pytest
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from dlrm_api.job import parse_job
 from dlrm_api.measured import HitRate, LevelUse, Profile, RankUse, StageTimes, TableUse, TierBytes, TierReport
+from dlrm_api.plan import Prediction
 from dlrm_api.progress import CheckpointerProgress, EvalMetrics, Progress, SnapshotInfo, TrainerPhase
 from dlrm_checkpointer.diff import TableDiff
 from dlrm_cli.display import LiveDisplay, PlainDisplay, progress_text
 from dlrm_cli.measured import profile_view, tiers_view
 from dlrm_cli.result import RunResult
-from dlrm_cli.views import diff_view, print_view, result_view
+from dlrm_cli.views import diff_view, plan_view, print_view, result_view
 from dlrm_cli.watch import Seen
+from dlrm_planner import plan_job
 
 
 def seen(step: int, phase: TrainerPhase = TrainerPhase.TRAINING, store_error: str = "") -> Seen:
@@ -85,6 +88,31 @@ def test_the_result_table_shows_quality_and_snapshots() -> None:
     shown = written.getvalue()
     for text in ("1,024,000", "0.49120", "0.88040", "0.74170", "84,212", "6,815,744", "file:///s/manifests/500.json"):
         assert text in shown
+
+
+@pytest.mark.parametrize(
+    ("predicted", "words"),
+    [
+        (Prediction(samples_per_second=12_345.6), "predicted: 12,346 samples/s"),
+        (
+            Prediction(samples_per_second=1_000.0, price_per_billion_samples=2_777.5),
+            "predicted: 1,000 samples/s, a billion samples for 2,777.50 (in the currency of pricePerHour)",
+        ),
+        (Prediction(), ""),
+    ],
+)
+def test_a_plan_shows_the_speed_and_price_that_it_expects(predicted: Prediction, words: str) -> None:
+    spec = {
+        "model": {"tables": [{"name": "C1", "rows": 10, "dim": 4}], "interaction": "dcn"},
+        "data": {"format": "synthetic"},
+        "checkpoint": {"uri": "file:///s"},
+    }
+    job = parse_job({"metadata": {"name": "small"}, "spec": spec})
+    plan = plan_job(job.spec, None).model_copy(update={"predicted": predicted})
+
+    lines = [line.rstrip() for line in shown(plan_view(job, plan)).splitlines() if line.startswith("predicted")]
+
+    assert lines == ([words] if words else [])
 
 
 def used_tiers(tables: int, expected: float | None) -> TierReport:
@@ -168,6 +196,16 @@ def test_a_profile_shows_every_stage_of_every_rank_and_the_hit_rate_over_time() 
     assert ["0", "step", "10", "20.000", "20.000", "40.000", "100.0%"] in rows
     assert "hit rate on rank 0: 5.0% to step 5, 10.0% to step 10," in text
     assert "40.0% to step 40" in text
+
+
+def test_what_follows_the_last_step_is_no_share_of_steps() -> None:
+    times = {"steps": 1, "mean_seconds": 0.5, "median_seconds": 0.5, "p99_seconds": 0.5}
+    after = StageTimes(rank=0, stage="evaluation at the end", **times)
+    whole = profile_of(1)
+
+    for profile in (Profile(stages=(*whole.stages, after)), Profile(stages=(after,))):
+        rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown(profile_view(profile)).splitlines()]
+        assert ["0", "evaluation at the end", "1", "500.000", "500.000", "500.000", "-"] in rows
 
 
 def test_a_profile_of_many_ranks_shows_the_slowest_of_each_stage() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from dlrm_api.errors import DeviceError, InvalidSpecError, UsageError
+from dlrm_api.errors import DeviceError, InvalidSpecError, NoInputError, UsageError
 from dlrm_api.hardware import parse_profile
 from dlrm_api.job import parse_job
 from dlrm_api.plan import Tier
@@ -157,7 +157,7 @@ def test_ranks_that_cannot_exchange_are_told(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("tier", ["scm", "block"])
 def test_a_tier_that_is_not_there_is_told(tier: Tier, tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match=f"none: No such file or directory: give a folder on the {tier} tier's mount"):
+    with pytest.raises(NoInputError, match=f"--tier: .*none: no such folder: give one on the {tier} tier's mount"):
         tier_rates(tier, tmp_path / "none")
 
 

@@ -38,6 +38,13 @@ def test_a_full_device_is_told_by_the_bytes_that_lack(tmp_path: Path) -> None:
         make_tier_folders(tmp_path, plan(block=1, scm=2**60 - 1))
 
 
+def test_a_refusal_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError):
+        make_tier_folders(tmp_path / "tiers", plan(scm=1, block=2**60))
+
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 

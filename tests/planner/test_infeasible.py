@@ -200,6 +200,20 @@ def test_more_replicas_are_no_mend_where_all_share_one_machine(make_spec: MakeSp
     assert not any("trainer.replicas" in reason for reason in refused.value.reasons)
 
 
+def test_one_machine_is_asked_for_memory_that_is_free_and_for_files_below_it(
+    make_spec: MakeSpec, make_profile: MakeProfile
+) -> None:
+    spec, node = make_spec(tables(6 * 10**7)), make_profile("4Gi")
+
+    with pytest.raises(InfeasiblePlanError) as refused:
+        plan_job(spec, node, shared=True)
+
+    words = "; ".join(refused.value.reasons)
+    assert re.search(r"mend: free \d+ bytes \(.*\) more of this machine's memory for each pod;", words)
+    assert "HardwareProfile" not in words
+    assert re.search(r"mend: trainer\.tierBudgets\.block: \d+ .* does not hold into files below --tier-dir;", words)
+
+
 def test_replicas_beyond_the_virtual_shards_are_not_proposed(make_spec: MakeSpec) -> None:
     rows = (100_000,) * 70
 

@@ -60,6 +60,44 @@ def test_every_moment_of_a_step_goes_to_one_stage(monkeypatch: pytest.MonkeyPatc
     assert spent == pytest.approx(clock.now - 150 - 0.25)  # all but what came after the last step
 
 
+def stepped(profile: StepProfile, clock: Clock) -> None:
+    for stage in ("forward", "records"):
+        clock.now += 1
+        profile.lap(stage)
+
+
+def test_what_follows_the_last_step_stands_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    profile = StepProfile(rank=0)
+    for _ in range(2):
+        stepped(profile, clock)
+        clock.now += 5
+        profile.lap("evaluation")
+        profile.end_step()
+    clock.now += 7
+    profile.lap("evaluation")
+
+    found = {each.stage: each for each in profile.stages()}
+
+    assert list(found) == ["forward", "records", "evaluation", STEP, "evaluation at the end"]
+    assert found[STEP].mean_seconds == pytest.approx(7)
+    assert (found["evaluation"].steps, found["evaluation"].mean_seconds) == (2, pytest.approx(5))
+    assert (found["evaluation at the end"].steps, found["evaluation at the end"].mean_seconds) == (1, pytest.approx(7))
+
+
+def test_a_step_that_a_signal_ended_is_a_step_with_its_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    profile = StepProfile(rank=0)
+    stepped(profile, clock)
+    clock.now += 3
+    profile.lap("cut")
+
+    found = {each.stage: each for each in profile.stages()}
+
+    assert list(found) == ["forward", "records", "cut", STEP]
+    assert found[STEP].mean_seconds == pytest.approx(5)
+
+
 def test_hit_rates_are_of_the_accesses_since_the_note_before() -> None:
     profile = StepProfile(rank=0)
 

@@ -37,6 +37,8 @@ WAITING = frozenset[Stage]({"agreement", "exchange"})
 OWN = np.array([stage not in WAITING | {"evaluation", "cut"} for stage in STAGES])
 """Which stages are a rank's own part of a step."""
 STEP = "step"
+AFTERWARDS = " at the end"
+"""Follows the name of a stage that came after the last step."""
 NEWEST_STEPS = 20_000
 """Steps that medians and percentiles are of."""
 NEWEST_RATES = 10_000
@@ -150,10 +152,13 @@ class StepProfile(Stages):
             self._served = (accesses, hits)
 
     def stages(self) -> list[StageTimes]:
-        """Every stage that any step had, in the order of a step; the whole step last. What came after it counts too."""
+        """Every stage that any step had, in the order of a step; the whole step; then what came after the last one."""
+        if "records" in self._now:  # a step that a signal ended: its cut is its own
+            self.end_step()
+        self._now = defaultdict(float, {f"{stage}{AFTERWARDS}": seconds for stage, seconds in self._now.items()})
         self._enter()
         found = []
-        for stage in (*STAGES, STEP):
+        for stage in (*STAGES, STEP, *(f"{stage}{AFTERWARDS}" for stage in STAGES)):
             if stage in self._newest:
                 median, p99 = np.quantile(np.array(self._newest[stage]), [0.5, 0.99]).tolist()
                 found.append(

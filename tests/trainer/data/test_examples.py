@@ -48,6 +48,38 @@ def write_movielens(folder: Path, separator: str, headers: bool, encoding: str) 
     return folder
 
 
+def refused(program: str, *arguments: str | Path) -> tuple[int, str]:
+    """Exit code and the one line on stderr."""
+    command = [sys.executable, str(MOVIELENS / program), *map(str, arguments)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+    return ended.returncode, ended.stderr
+
+
+def test_a_wrong_folder_is_told_by_the_file_that_is_not_there(tmp_path: Path) -> None:
+    assert refused("prepare.py", tmp_path, tmp_path / "out") == (
+        66,
+        f"prepare.py: error: {tmp_path}/u.data: No such file or directory: give the folder that holds u.data, u.item "
+        "and u.user\n",
+    )
+    assert not (tmp_path / "out").exists()
+    assert refused("baseline.py", tmp_path) == (
+        66,
+        f"baseline.py: error: {tmp_path}/train.parquet: no such file: give the folder that prepare.py wrote\n",
+    )
+
+
+def test_files_of_something_else_are_told_as_such(tmp_path: Path) -> None:
+    folder = write_movielens(tmp_path / "source", "\t", headers=False, encoding="latin-1")
+    (folder / "u.data").write_text("a,b,c\n")
+    (folder / "train.parquet").write_text("no Parquet")
+
+    code, words = refused("prepare.py", folder, tmp_path / "out")
+    assert (code, "its files are not those of MovieLens 100K" in words) == (65, True)
+    code, words = refused("baseline.py", folder)
+    assert (code, "train.parquet: this is no Parquet" in words) == (65, True)
+
+
 LOCAL = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.parent.name != "cluster")
 
 
