@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
-from dlrm_api.base import ApiModel, Rule
+from dlrm_api.base import RULES, ApiModel, Rule
 from dlrm_api.model import ColumnName
-from dlrm_api.objects import ObjectName, S3Spec, Uri
+from dlrm_api.objects import ObjectName, S3Spec, Uri, file_path, is_s3
 from dlrm_api.quantities import Bytes
+
+
+def _readable(uri: str) -> str:
+    """Refuse what no trainer reads: other schemes, and files of other machines."""
+    if not is_s3(uri) and file_path(uri) is None:
+        raise PydanticCustomError("rule", "{message}", {"message": READABLE["message"]})
+    return uri
+
+
+READABLE = {
+    "rule": (
+        "!self.contains('://') || self.startsWith('s3://') || self.startsWith('file:///') || "
+        "self.startsWith('file://localhost/')"
+    ),
+    "message": "data can't be read from there: give a path, file:///path or s3://bucket/prefix",
+}
+DataUri = Annotated[Uri, AfterValidator(_readable), Field(json_schema_extra={RULES: [READABLE]})]
 
 
 class SplitSpec(ApiModel):
     """Files of one split."""
 
-    uris: tuple[Uri, ...] = Field(
+    uris: tuple[DataUri, ...] = Field(
         (),
         max_length=10_000,
         description=(

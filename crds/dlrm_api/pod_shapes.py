@@ -49,8 +49,18 @@ def objects_with(key: str) -> Shape:
     return {**OBJECTS, "items": {**OBJECT, **known}}
 
 
+EXPRESSION: Shape = {
+    **closed(
+        key={"type": "string", "maxLength": 317},
+        operator=TEXT,
+        values={"type": "array", "maxItems": 1_024, "items": TEXT},
+    ),
+    "required": ["key", "operator"],
+    "description": "One condition on a node's labels or fields.",
+}
+EXPRESSIONS: Shape = {"type": "array", "maxItems": 64, "items": EXPRESSION}
 NODE_TERM: Shape = {
-    **closed(matchExpressions=OBJECTS, matchFields=OBJECTS),
+    **closed(matchExpressions=EXPRESSIONS, matchFields=EXPRESSIONS),
     "description": "A node matches the term where it matches all of it.",
 }
 NODE_TERMS: Shape = {**OBJECTS, "items": NODE_TERM}
@@ -102,15 +112,15 @@ def misfits(value: Any, shape: Shape, place: Place = ()) -> Iterator[tuple[Place
 
 def _misfits_of_object(value: dict[str, Any], shape: Shape, place: Place) -> Iterator[tuple[Place, str]]:
     fields, others = shape.get("properties", {}), shape.get("additionalProperties")
-    for name in shape.get("required", ()):
-        if name not in value:
-            yield (*place, name), "this field is required"
     for name, item in value.items():
         known = fields.get(name, others)
         if known is not None:
             yield from misfits(item, known, (*place, name))
         elif not shape.get("x-kubernetes-preserve-unknown-fields"):
             yield (*place, name), f"unknown field: only {', '.join(sorted(fields))} can stand here"
+    for name in shape.get("required", ()):
+        if name not in value:
+            yield (*place, name), "this field is required"
 
 
 def _mend(value: Any, kind: str) -> str:

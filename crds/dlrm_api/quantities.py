@@ -34,6 +34,14 @@ def parse_bytes(value: Any) -> Any:
     return round(Decimal(number) * _FACTORS[match[2]])
 
 
+def quantity_value(text: str) -> Decimal:
+    """The number that an amount of a resource says, such as ``500m`` or ``16Gi``; in the resource's own unit."""
+    if text.endswith("m"):
+        return Decimal(text[:-1]) / 1_000
+    suffix = text.lstrip("0123456789.")
+    return Decimal(text.removesuffix(suffix)) * _FACTORS[suffix or None]
+
+
 def parse_duration(value: Any, info: ValidationInfo) -> Any:
     """Turn ``1h30m`` into seconds.
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from dlrm_api.base import ApiModel, Rule
 from dlrm_api.objects import ObjectName
 from dlrm_api.overlay import PodTemplateOverlay
-from dlrm_api.quantities import Bytes
+from dlrm_api.quantities import Bytes, quantity_value
 
 MAX_REPLICAS = 4_096
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
@@ -120,6 +120,21 @@ class ResourcesSpec(ApiModel):
 
     requests: dict[str, ResourceQuantity] = Field({}, max_length=32, description="Requested resources.")
     limits: dict[str, ResourceQuantity] = Field({}, max_length=32, description="Limits.")
+
+    rules = (
+        Rule(
+            cel=(
+                "!has(self.requests) || !has(self.limits) || self.requests.all(name, !(name in self.limits) || "
+                "quantity(string(self.requests[name])).compareTo(quantity(string(self.limits[name]))) <= 0)"
+            ),
+            holds=lambda resources: all(
+                quantity_value(amount) <= quantity_value(resources.limits[name])
+                for name, amount in resources.requests.items()
+                if name in resources.limits
+            ),
+            message="requests must not exceed limits: raise the limit, or ask for less",
+        ),
+    )
 
 
 class TrainerSpec(ApiModel):

@@ -121,13 +121,11 @@ def _there(path: Path) -> Path:
 
 
 def _check_file(field: str, uri: str, mend: str) -> None:
-    samples = ".uris[" in field
-    if is_s3(uri) and samples:
+    if is_s3(uri) and ".uris[" in field:
         return  # the trainer asks the service
     here = file_path(uri)
     if here is None:
-        more = ", or s3://bucket/prefix" if samples else ""
-        raise InvalidSpecError(field, f"{uri}: can't be read from there: give a path or file:///path{more}")
+        raise InvalidSpecError(field, f"{uri}: can't be read from there: give a path or file:///path")
     try:
         path = Path(here).expanduser()
     except RuntimeError as error:  # a ~ of a user who is not here

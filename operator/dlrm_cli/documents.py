@@ -12,6 +12,7 @@ import yaml
 from dlrm_api.errors import BadDataError, DLRMError, InvalidSpecError, NoInputError, UsageError
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
+from dlrm_cli.object_meta import check_meta
 
 PARSERS: dict[str, Callable[[Any], DLRMJob | HardwareProfile]] = {
     "DLRMJob": parse_job,
@@ -100,7 +101,9 @@ def parse_document(document: Document) -> DLRMJob | HardwareProfile:
         raise InvalidSpecError(
             "kind", f"{document.kind or 'nothing'} is none of {', '.join(PARSERS)}: dlrmctl knows no other kind"
         )
-    return parser(document.body)
+    parsed = parser(document.body)
+    check_meta(document.body["metadata"])
+    return parsed
 
 
 def only_job(documents: list[Document]) -> Document:

@@ -385,6 +385,23 @@ BAD = {
         "spec.data: format synthetic reads no files: leave train.uris and eval.uris out, or say the files' format "
         "(criteo-tsv or parquet)",
     ),
+    "data of a place that nobody reads": job(
+        {"spec.data.format": "parquet", "spec.data.train.uris": ["/data", "gs://bucket/a"]},
+        "spec.data.train.uris[1]: data can't be read from there: give a path, file:///path or s3://bucket/prefix",
+        "data can't be read from there: give a path, file:///path or s3://bucket/prefix",
+    ),
+    "data of another machine": job(
+        {"spec.data.format": "parquet", "spec.data.train.uris": ["file://host/data"]},
+        "spec.data.train.uris[0]: data can't be read from there: give a path, file:///path or s3://bucket/prefix",
+    ),
+    "requests above limits": job(
+        {"spec.trainer.resources": {"requests": {"memory": "2Gi", "cpu": 1}, "limits": {"memory": "2G", "cpu": "1"}}},
+        "spec.trainer.resources: requests must not exceed limits: raise the limit, or ask for less",
+    ),
+    "requests of the checkpointer above limits": job(
+        {"spec.checkpoint.resources": {"requests": {"cpu": "1500m"}, "limits": {"cpu": 1}}},
+        "spec.checkpoint.resources: requests must not exceed limits: raise the limit, or ask for less",
+    ),
     "an S3 service that is no URL": job(
         {"spec.data.s3": {"endpoint": "minio:9000"}},
         "spec.data.s3.endpoint: 'minio:9000' does not match ^https?://",
@@ -510,6 +527,21 @@ BAD = {
         f"spec.trainer.podTemplate.spec.affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0]: must be of type object",
         f"affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0] in body must be of type object",
     ),
+    "overlay of an expression with a misspelt key": job(
+        {
+            "spec.trainer.podTemplate.spec": {
+                "affinity": {
+                    "nodeAffinity": {
+                        REQUIRED: {"nodeSelectorTerms": [{"matchFields": [{"key": "a", "operater": "Exists"}]}]}
+                    }
+                }
+            }
+        },
+        f"spec.trainer.podTemplate.spec.affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0].matchFields[0].operater: "
+        "unknown field: only key, operator, values can stand here (and 1 more)",
+        f'unknown field "spec.trainer.podTemplate.spec.affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0]'
+        '.matchFields[0].operater"',
+    ),
     "overlay of an object for a list of terms": job(
         {"spec.trainer.podTemplate.spec": {"affinity": {"podAffinity": {REQUIRED: {}}}}},
         f"spec.trainer.podTemplate.spec.affinity.podAffinity.{REQUIRED}: must be of type array",
@@ -573,6 +605,12 @@ BAD = {
         {"spec.tiers.ddr.readBytesPerSecond": -5},
         "spec.tiers.ddr.readBytesPerSecond: Input should be greater than or equal to 0",
         "spec.tiers.ddr.readBytesPerSecond in body should be greater than or equal to 0",
+    ),
+    "profile's expression with a misspelt key": profile(
+        {"spec.nodeAffinityTerms": [{"matchExpressions": [{"keys": "pool", "operator": "Exists"}]}]},
+        "spec.nodeAffinityTerms[0].matchExpressions[0].keys: unknown field: only key, operator, values can stand here "
+        "(and 1 more)",
+        'unknown field "spec.nodeAffinityTerms[0].matchExpressions[0].keys"',
     ),
     "text for a profile's expressions": profile(
         {"spec.nodeAffinityTerms": [{"matchExpressions": "memory.dlrm.dev/scm"}]},

@@ -18,7 +18,14 @@ names = st.one_of(
     st.from_regex(r"[a-z][a-z0-9-]{0,45}", fullmatch=True), st.sampled_from(["a.b", "a-", "9a", "job", "A", "a" * 40])
 )
 uris = st.sampled_from(["s3://bucket/job", "file:///snapshots", "file://snapshots", "gs://bucket/job", "s3:/bucket"])
-files = st.lists(st.sampled_from(["/data/a", "file:///data/b", "s3://bucket/c"]), max_size=2)
+places = ["/data/a", "file:///data/b", "s3://bucket/c", "file://localhost/d", "file://host/e", "gs://bucket/f", "a:/g"]
+files = st.lists(st.sampled_from(places), max_size=2)
+amounts = st.dictionaries(
+    st.sampled_from(["cpu", "memory", "nvidia.com/gpu"]),
+    st.sampled_from([0, 1, "1", "1000m", "1.5", "1500m", "1k", "1000", "1Ki", "0.5Mi", "524288", "1G", "1Gi", "1P"]),
+    max_size=2,
+)
+resources = st.fixed_dictionaries({}, optional={"requests": amounts, "limits": amounts})
 
 bottoms = st.sampled_from(
     [{}, {}, {"denseFeatures": ["I1"], "bottomMlp": [16, 8]}, {"denseFeatures": ["I1"]}, {"bottomMlp": [8]}]
@@ -78,7 +85,9 @@ checkpoints = st.fixed_dictionaries(
         "publish": st.fixed_dictionaries({"uri": st.builds(str.__add__, uris, st.sampled_from(["", "", "/", "//"]))}),
     },
 )
-trainers = st.fixed_dictionaries({}, optional={"replicas": counts, "processesPerReplica": counts})
+trainers = st.fixed_dictionaries(
+    {}, optional={"replicas": counts, "processesPerReplica": counts, "resources": resources}
+)
 trainings = st.fixed_dictionaries({}, optional={"maxSteps": st.just(1), "maxSamples": st.just(1)})
 times = st.sampled_from(["0s", "0h0m", "1s", "0m9s"])
 lifecycles = st.fixed_dictionaries(

@@ -167,3 +167,38 @@ def test_a_job_that_names_no_profile_takes_the_only_one_of_a_file_and_none_of_se
     assert only.metadata.name == "box"
     with pytest.raises(UsageError, match=r"two\.yaml holds 2 HardwareProfiles \(box, rack\) and the job names none"):
         find_profile(job, [], two)
+
+
+@pytest.mark.parametrize(
+    ("meta", "words"),
+    [
+        ("annotation: {a: b}", "metadata.annotation: unknown field: do you mean annotations?"),
+        ("team: ads", "metadata.team: unknown field: check its spelling and its place"),
+        ("namespace: My_Team", "metadata.namespace: 'My_Team' is no namespace: use at most 63 lower-case letters"),
+        ("labels: {a b: c}", "metadata.labels[a b]: is no key: use at most 63"),
+        ("labels: {example.com/x/y: c}", "metadata.labels[example.com/x/y]: is no key"),
+        ("labels: {team: a b}", "metadata.labels[team]: 'a b' is no value of a label"),
+        ("labels: {version: 2}", "metadata.labels[version]: must be a text: put it in quotes"),
+        ("annotations: [a]", "metadata.annotations: must be a mapping of keys to texts"),
+    ],
+)
+@pytest.mark.parametrize("text", [JOB, PROFILE], ids=["job", "profile"])
+def test_metadata_that_no_api_server_takes_is_refused(tmp_path: Path, text: str, meta: str, words: str) -> None:
+    path = write(tmp_path, text.replace("metadata: {", f"metadata: {{{meta}, "))
+
+    with pytest.raises(InvalidSpecError) as refused:
+        parse_document(read_documents(path)[0])
+
+    assert str(refused.value).startswith(words)
+
+
+def test_metadata_as_kubectl_prints_it_is_taken(tmp_path: Path) -> None:
+    meta = (
+        "namespace: ads, uid: u, resourceVersion: '1', generation: 1, creationTimestamp: '2026-01-01T00:00:00Z', "
+        "labels: {example.com/team: ads, a.b_c: ''}, annotations: {example.com/note: 'any text: at all'}, "
+        "managedFields: [], "
+    )
+
+    documents = read_documents(write(tmp_path, JOB.replace("metadata: {", f"metadata: {{{meta}")))
+
+    assert isinstance(parse_document(documents[0]), DLRMJob)
