@@ -163,11 +163,11 @@ def read_served(model: type[Model], document: Any) -> Model:
         found: Model = _stopping_early(model).validate_json(text, strict=True, by_alias=True, by_name=False)
     except ValidationError as error:
         if len(text) > COUNTED_CHARACTERS:
-            raise invalid_spec(error, stopped=True) from error
+            raise invalid_spec(error, model=model, stopped=True) from error
         try:
             model.model_validate_json(text, strict=True, by_alias=True, by_name=False)
         except ValidationError as every:
-            raise invalid_spec(every) from every
+            raise invalid_spec(every, model=model) from every
         raise AssertionError("a document that was refused is read after all") from error
     return found
 
