@@ -140,7 +140,7 @@ def test_a_question_that_takes_more_memory_than_a_planner_may_is_refused_and_the
 
     large, small = asyncio.run(run())
 
-    assert large == Planning(problem=TOO_LARGE, final=True)
+    assert large == Planning(problem=TOO_LARGE, final=True, field="spec.trainer")
     assert small.plan is not None
 
 

@@ -24,7 +24,7 @@ from dlrm_operator.objects.tier_volumes import check_mounts
 from dlrm_planner import plan_job, read_traces
 
 MOST_BYTES = 224 * 2**20
-"""Of memory that a process may map beyond what it has mapped when it starts. 5,000 whole tables over 4,096 ranks take
+"""Of memory that a process may take beyond what it has when it starts. 5,000 whole tables over 4,096 ranks take
 two thirds of it, and so do as many shards as a plan holds."""
 TOO_LARGE = (
     f"spec.trainer: planning takes over {MOST_BYTES // 2**20} MiB of memory, the most that the operator gives it: use "
@@ -54,9 +54,12 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def bound_memory(more: int) -> None:
-    """Let this process map so many bytes more; beyond them it gets MemoryError."""
-    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + more
-    resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    """Let this process take so many bytes more; beyond them it gets MemoryError.
+
+    What may be written counts (RLIMIT_DATA), not what is reserved: that grows with a node's processors.
+    """
+    most = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def _plan(asked: dict[str, Any]) -> dict[str, bytes]:
