@@ -153,5 +153,5 @@ def test_options_that_describe_no_service_are_refused(
 ):
     code = app.main(["snapshots", "prune", "s3://bucket/job", *options])
 
-    assert code == ExitCode.BAD_CONFIG
+    assert code == ExitCode.USAGE
     assert words in capsys.readouterr().err
