@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from benchmarks.measure import Pairs, report, tell
 from dlrm_api.checkpoint import Bits
-from dlrm_checkpointer import codes, quantize
-from dlrm_checkpointer.codes import SEARCHES, body_shape
+from dlrm_checkpointer.coding import codes, quantize
+from dlrm_checkpointer.coding.codes import SEARCHES, body_shape
 from dlrm_checkpointer.cut import ShardId, ShardRows
 
 WIDTH = 64

@@ -25,9 +25,9 @@ from benchmarks.measure import Line, Pairs, tell
 from benchmarks.shapes import Shape, job_of, split_placement
 from dlrm_api.checkpoint import Bits
 from dlrm_api.job import DLRMJobSpec
-from dlrm_checkpointer.codes import CodedRows, code_rows
+from dlrm_checkpointer.coding.codes import CodedRows, code_rows
 from dlrm_checkpointer.cut import ShardId, loaded
-from dlrm_checkpointer.policy import bits_for
+from dlrm_checkpointer.writing.policy import bits_for
 from dlrm_trainer import metrics
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch, open_reader

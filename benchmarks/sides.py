@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.shapes import Batches, Shape, job_of
 from dlrm_api.tiers import state_values
-from dlrm_checkpointer.codes import code_rows
+from dlrm_checkpointer.coding.codes import code_rows
 from dlrm_checkpointer.cut import ShardRows
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.compute_device import HOST

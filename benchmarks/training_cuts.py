@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 from benchmarks.shapes import Batches, Shape, popularity_of, split_placement
 from benchmarks.sides import Trained
 from dlrm_checkpointer.cut import CutMeta
-from dlrm_checkpointer.handoff import HandOffWriter
+from dlrm_checkpointer.hand_off.writer import HandOffWriter
 from dlrm_trainer.background import BackgroundHandOver
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding.rows import table_meta

@@ -39,6 +39,10 @@ PLANTED = {
         "trainer/dlrm_trainer/embedding",
         "dlrm_trainer.cuts",
     ),
+    "the checkpointer's packages know only those below them": (
+        "checkpointer/dlrm_checkpointer/stores",
+        "dlrm_checkpointer.reading.restore",
+    ),
     "the trainer executes a plan and never makes one, and knows no Kubernetes": (
         "trainer/dlrm_trainer",
         "dlrm_planner",

@@ -1,10 +1,10 @@
 """Durability: consistent cuts become verified snapshots in object storage, and come back from there."""
 
-from dlrm_checkpointer.attempts import claim_attempt
 from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, TableMeta
-from dlrm_checkpointer.handoff import HandOffWriter
-from dlrm_checkpointer.restore import Snapshot, newest_snapshot, open_snapshot
-from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
+from dlrm_checkpointer.format.attempts import claim_attempt
+from dlrm_checkpointer.hand_off.writer import HandOffWriter
+from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot, open_snapshot
+from dlrm_checkpointer.stores.store import ObjectStore, StoreOptions, open_store
 
 __all__ = [
     "CutMeta",

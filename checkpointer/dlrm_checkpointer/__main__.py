@@ -18,14 +18,14 @@ from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
 from dlrm_api.progress import CheckpointerProgress
 from dlrm_api.system_limits import named_limit
 from dlrm_checkpointer.endpoint import Endpoint
-from dlrm_checkpointer.inbox import Inbox
-from dlrm_checkpointer.policy import ChainPolicy
-from dlrm_checkpointer.publisher import Publisher, Terms
-from dlrm_checkpointer.retention import Rule
+from dlrm_checkpointer.hand_off.inbox import Inbox
+from dlrm_checkpointer.publishing.publisher import Publisher, Terms
 from dlrm_checkpointer.settings import Settings, read_settings
 from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.store import StoreOptions, open_store, open_target
+from dlrm_checkpointer.stores.store import StoreOptions, open_store, open_target
+from dlrm_checkpointer.writing.policy import ChainPolicy
+from dlrm_checkpointer.writing.retention import Rule
 
 LONGEST_REASON = 512
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)

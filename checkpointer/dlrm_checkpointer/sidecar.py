@@ -14,23 +14,23 @@ from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import DLRMError, SnapshotError, TemporaryError
 from dlrm_api.names import ExitCode
 from dlrm_api.progress import SnapshotInfo
-from dlrm_checkpointer.attempts import in_lineage, newest_attempt, read_attempts
-from dlrm_checkpointer.chain import BrokenChainError
-from dlrm_checkpointer.commit import try_commit
 from dlrm_checkpointer.cut import SnapshotName
-from dlrm_checkpointer.folder import CutName, SliceName
-from dlrm_checkpointer.inbox import Inbox
+from dlrm_checkpointer.format.attempts import in_lineage, newest_attempt, read_attempts
+from dlrm_checkpointer.format.chain import BrokenChainError
+from dlrm_checkpointer.format.manifest import Manifest, manifest_key
+from dlrm_checkpointer.hand_off.folder import CutName, SliceName
+from dlrm_checkpointer.hand_off.inbox import Inbox
+from dlrm_checkpointer.hand_off.ready import Durable, ReadyCut, UploadedCut
 from dlrm_checkpointer.life import Backoff, Life
-from dlrm_checkpointer.manifest import Manifest, manifest_key
-from dlrm_checkpointer.policy import ChainPolicy
-from dlrm_checkpointer.publisher import Publisher
-from dlrm_checkpointer.ready import Durable, ReadyCut, UploadedCut
-from dlrm_checkpointer.restore import snapshot_keys
-from dlrm_checkpointer.retention import Retention, Rule
+from dlrm_checkpointer.publishing.publisher import Publisher
+from dlrm_checkpointer.reading.restore import snapshot_keys
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.store import ObjectStore
-from dlrm_checkpointer.upload import Traffic, Upload
-from dlrm_checkpointer.ways import Ways
+from dlrm_checkpointer.stores.store import ObjectStore
+from dlrm_checkpointer.writing.commit import try_commit
+from dlrm_checkpointer.writing.policy import ChainPolicy
+from dlrm_checkpointer.writing.retention import Retention, Rule
+from dlrm_checkpointer.writing.upload import Traffic, Upload
+from dlrm_checkpointer.writing.ways import Ways
 
 logger = logging.getLogger(__name__)
 

@@ -11,17 +11,17 @@ from typing import get_args
 import numpy as np
 
 from dlrm_api.checkpoint import Bits
-from dlrm_checkpointer.attempts import claim_attempt
-from dlrm_checkpointer.codes import decode_rows
+from dlrm_checkpointer.coding.codes import decode_rows
 from dlrm_checkpointer.cut import CutMeta, ShardRows, TableMeta
-from dlrm_checkpointer.handoff import HandOffWriter
-from dlrm_checkpointer.inbox import Inbox
-from dlrm_checkpointer.policy import ChainPolicy
-from dlrm_checkpointer.restore import newest_snapshot
-from dlrm_checkpointer.retention import Rule
+from dlrm_checkpointer.format.attempts import claim_attempt
+from dlrm_checkpointer.hand_off.inbox import Inbox
+from dlrm_checkpointer.hand_off.writer import HandOffWriter
+from dlrm_checkpointer.reading.restore import newest_snapshot
 from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.store import StoreOptions, open_store
+from dlrm_checkpointer.stores.store import StoreOptions, open_store
+from dlrm_checkpointer.writing.policy import ChainPolicy
+from dlrm_checkpointer.writing.retention import Rule
 
 TABLE = TableMeta(name="rows", rows=300, dim=8, seed=1, scale=0.5, column_blocks=((0, 8),))
 CUTS = 3

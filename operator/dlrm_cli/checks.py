@@ -17,7 +17,14 @@ from dlrm_api.names import Env
 from dlrm_api.objects import file_path, is_s3
 from dlrm_api.plan import Plan
 from dlrm_checkpointer.settings import store_options
-from dlrm_checkpointer.store import CHECKPOINT_FIELDS, PUBLISH_FIELDS, FieldNames, ObjectStore, open_store, open_target
+from dlrm_checkpointer.stores.store import (
+    CHECKPOINT_FIELDS,
+    PUBLISH_FIELDS,
+    FieldNames,
+    ObjectStore,
+    open_store,
+    open_target,
+)
 from dlrm_cli.devices import RESOURCE, Found
 from dlrm_trainer.limits import free_memory_bytes
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import UsageError
 from dlrm_checkpointer.cut import TableMeta
-from dlrm_checkpointer.precision import Precision
-from dlrm_checkpointer.table_files import TableFile
+from dlrm_checkpointer.reading.precision import Precision
+from dlrm_checkpointer.reading.table_files import TableFile
 
 
 class Parquet:

@@ -15,7 +15,7 @@ from dlrm_api.status import Count
 from dlrm_cli.workdir import WorkDir
 
 if TYPE_CHECKING:
-    from dlrm_checkpointer.store import ObjectStore
+    from dlrm_checkpointer.stores.store import ObjectStore
 
 
 class TrainerResult(BaseModel):

@@ -10,7 +10,7 @@ from pathlib import Path
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
-from dlrm_checkpointer.store import ObjectStore
+from dlrm_checkpointer.stores.store import ObjectStore
 from dlrm_cli.checks import check_inputs, make_tier_folders, reach_store, this_machine
 from dlrm_cli.devices import found_devices
 from dlrm_cli.display import LiveDisplay, PlainDisplay, open_display

@@ -18,8 +18,8 @@ from dlrm_api.texts import visible
 from dlrm_cli.snapshots import CaFile, Credentials, Endpoint, Form, Output, Region, Step, Uri, chosen, store_of
 
 if TYPE_CHECKING:
-    from dlrm_checkpointer.restore import Snapshot
-    from dlrm_checkpointer.store import ObjectStore
+    from dlrm_checkpointer.reading.restore import Snapshot
+    from dlrm_checkpointer.stores.store import ObjectStore
 
 serving = typer.Typer()
 
@@ -55,7 +55,7 @@ def diff(
     output: Output = Form.TABLE,
 ) -> None:
     """Say, table by table, how many rows differ between two snapshots and by how much."""
-    from dlrm_checkpointer.diff import diff_snapshots
+    from dlrm_checkpointer.reading.diff import diff_snapshots
 
     store = store_of(uri, endpoint, region, ca_file, credentials_dir)
     found = diff_snapshots(_named(store, before), _named(store, after))
@@ -84,8 +84,8 @@ def export(
     credentials_dir: Credentials = None,
 ) -> None:
     """Write one snapshot's tables for serving: without optimizer state, all rows filled in."""
-    from dlrm_checkpointer.serving_export import Wanted, export_tables
-    from dlrm_checkpointer.table_files import Safetensors, TableFormat
+    from dlrm_checkpointer.reading.serving_export import Wanted, export_tables
+    from dlrm_checkpointer.reading.table_files import Safetensors, TableFormat
 
     form: TableFormat = Safetensors()
     if format is FileFormat.PARQUET:
@@ -110,7 +110,7 @@ def follow(
     credentials_dir: Credentials = None,
 ) -> None:
     """Keep tables in a folder at the newest published delta, and say what was applied; a gap starts them anew."""
-    from dlrm_checkpointer.follow import Follower
+    from dlrm_checkpointer.publishing.follow import Follower
 
     store = store_of(uri, endpoint, region, ca_file, credentials_dir, may_come=not once)
     follower = Follower(store, to)
@@ -141,7 +141,7 @@ def _named(store: ObjectStore, name: str) -> Snapshot:
         NoInputError: there is none.
         SnapshotError: it can't be used.
     """
-    from dlrm_checkpointer.catalog import find_snapshot
+    from dlrm_checkpointer.reading.catalog import find_snapshot
 
     match = NAME.fullmatch(name)
     if not match:

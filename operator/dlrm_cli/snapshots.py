@@ -16,10 +16,10 @@ from dlrm_api.errors import InvalidSpecError, NoInputError, TemporaryError, Usag
 
 if TYPE_CHECKING:
     from dlrm_api.progress import SnapshotInfo
-    from dlrm_checkpointer.catalog import Listed
-    from dlrm_checkpointer.restore import Snapshot
-    from dlrm_checkpointer.retention import Decision
-    from dlrm_checkpointer.store import ObjectStore
+    from dlrm_checkpointer.reading.catalog import Listed
+    from dlrm_checkpointer.reading.restore import Snapshot
+    from dlrm_checkpointer.stores.store import ObjectStore
+    from dlrm_checkpointer.writing.retention import Decision
 
 snapshots = typer.Typer(name="snapshots", help="Look after committed snapshots.", no_args_is_help=True)
 
@@ -72,7 +72,7 @@ def list_(
     output: Output = Form.TABLE,
 ) -> None:
     """List committed snapshots, oldest first; those that can't be restored from follow on stderr, with the reason."""
-    from dlrm_checkpointer.catalog import list_snapshots
+    from dlrm_checkpointer.reading.catalog import list_snapshots
 
     listed = list_snapshots(store_of(uri, endpoint, region, ca_file, credentials_dir))
     usable, unusable = _sorted_out(listed)
@@ -133,7 +133,7 @@ def restore(
     credentials_dir: Credentials = None,
 ) -> None:
     """Write one snapshot's tables and dense state into a folder, and print the state digest."""
-    from dlrm_checkpointer.export import restore_to_folder
+    from dlrm_checkpointer.reading.export import restore_to_folder
 
     snapshot, _ = chosen(store_of(uri, endpoint, region, ca_file, credentials_dir), step)
     digest = restore_to_folder(snapshot, to)
@@ -156,8 +156,8 @@ def prune(
     output: Output = Form.TABLE,
 ) -> None:
     """Remove what retention does not keep, now, also while the job runs; and objects that no snapshot needs."""
-    from dlrm_checkpointer.attempts import is_claimed, newest_attempt, read_attempts
-    from dlrm_checkpointer.retention import Retention, Rule
+    from dlrm_checkpointer.format.attempts import is_claimed, newest_attempt, read_attempts
+    from dlrm_checkpointer.writing.retention import Retention, Rule
     from dlrm_cli.durations import seconds
 
     period_s = None if keep_every is None else seconds("--keep-every", keep_every)
@@ -193,7 +193,7 @@ def _print_decision(decision: Decision, gone: str, output: Form) -> None:
 
 def committed(store: ObjectStore) -> tuple[SnapshotInfo, ...]:
     """Snapshots that can be restored from, oldest first."""
-    from dlrm_checkpointer.catalog import list_snapshots
+    from dlrm_checkpointer.reading.catalog import list_snapshots
 
     return tuple(_sorted_out(list_snapshots(store))[0])
 
@@ -236,7 +236,7 @@ def chosen(store: ObjectStore, step: int | None) -> tuple[Snapshot, list[Listed]
         NoInputError: there is none; says which steps there are.
         SnapshotError: it can't be used.
     """
-    from dlrm_checkpointer.catalog import list_snapshots, pick_snapshot
+    from dlrm_checkpointer.reading.catalog import list_snapshots, pick_snapshot
 
     listed = list_snapshots(store)
     snapshot = pick_snapshot(store, listed, step)
@@ -275,7 +275,7 @@ def store_of(
     from dlrm_api.base import read
     from dlrm_api.checkpoint import PLACES
     from dlrm_api.objects import SnapshotS3Spec
-    from dlrm_checkpointer.store import FieldNames, StoreOptions, open_made_store, open_store
+    from dlrm_checkpointer.stores.store import FieldNames, StoreOptions, open_made_store, open_store
 
     for option, path in (("--ca-file", ca_file), ("--credentials-dir", credentials_dir)):
         if path is not None and not path.exists():

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 
 from dlrm_api.errors import NoInputError, SnapshotError
-from dlrm_checkpointer.catalog import Listed, Verified, list_snapshots, pick_snapshot, verify_snapshot
-from dlrm_checkpointer.manifest import manifest_key
-from dlrm_checkpointer.store import ObjectStore
+from dlrm_checkpointer.format.manifest import manifest_key
+from dlrm_checkpointer.reading.catalog import Listed, Verified, list_snapshots, pick_snapshot, verify_snapshot
+from dlrm_checkpointer.stores.store import ObjectStore
 from dlrm_cli.snapshots import chosen, say_unusable
 
 

@@ -22,7 +22,7 @@ from dlrm_cli.sizes import human_bytes
 from dlrm_cli.terminal import SafeConsole
 
 if TYPE_CHECKING:
-    from dlrm_checkpointer.diff import TableDiff
+    from dlrm_checkpointer.reading.diff import TableDiff
 
 MOST_TABLES = 60
 """Tables of a plan that are shown one by one."""

@@ -12,13 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_api.errors import SnapshotError, StoreUnavailableError, TemporaryError
-from dlrm_checkpointer.attempts import DEAD_MARK_S, Attempt, claim_attempt, in_lineage, newest_attempt, read_attempts
-from dlrm_checkpointer.catalog import list_snapshots
-from dlrm_checkpointer.commit import try_commit
 from dlrm_checkpointer.cut import SnapshotName
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.restore import newest_snapshot
-from dlrm_checkpointer.retention import Retention, Rule
+from dlrm_checkpointer.format.attempts import (
+    DEAD_MARK_S,
+    Attempt,
+    claim_attempt,
+    in_lineage,
+    newest_attempt,
+    read_attempts,
+)
+from dlrm_checkpointer.reading.catalog import list_snapshots
+from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.stores.files import FileStore
+from dlrm_checkpointer.writing.commit import try_commit
+from dlrm_checkpointer.writing.retention import Retention, Rule
 
 
 def test_a_manifest_counts_while_every_later_attempt_went_on_from_it_or_from_later():

@@ -9,12 +9,12 @@ import pytest
 from digests import snapshot_digest
 
 from dlrm_api.errors import NoInputError, SnapshotError
-from dlrm_checkpointer.catalog import find_snapshot, list_snapshots, verify_snapshot
 from dlrm_checkpointer.cut import ShardId
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.manifest import manifest_key
-from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
-from dlrm_checkpointer.sealing import sealed
+from dlrm_checkpointer.format.manifest import manifest_key
+from dlrm_checkpointer.format.sealing import sealed
+from dlrm_checkpointer.reading.catalog import find_snapshot, list_snapshots, verify_snapshot
+from dlrm_checkpointer.reading.restore import newest_snapshot, open_snapshot
+from dlrm_checkpointer.stores.files import FileStore
 
 
 @pytest.fixture

@@ -15,15 +15,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dlrm_checkpointer.budget import Budget
 from dlrm_checkpointer.cut import CutMeta, CutSize, ShardId, ShardRows, row_bytes
-from dlrm_checkpointer.draft import Rows
-from dlrm_checkpointer.folder import SPARE_PREFIX, CutName, SliceName, discard_unfinished
-from dlrm_checkpointer.handoff import CutAbandonedError, HandOffWriter
-from dlrm_checkpointer.inbox import Inbox
-from dlrm_checkpointer.manifest import ChunkEntry, ObjectEntry
-from dlrm_checkpointer.ready import Durable
-from dlrm_checkpointer.slices import SlicedCut
+from dlrm_checkpointer.format.manifest import ChunkEntry, ObjectEntry
+from dlrm_checkpointer.hand_off.budget import Budget
+from dlrm_checkpointer.hand_off.draft import Rows
+from dlrm_checkpointer.hand_off.folder import SPARE_PREFIX, CutName, SliceName, discard_unfinished
+from dlrm_checkpointer.hand_off.inbox import Inbox
+from dlrm_checkpointer.hand_off.ready import Durable
+from dlrm_checkpointer.hand_off.slices import SlicedCut
+from dlrm_checkpointer.hand_off.writer import CutAbandonedError, HandOffWriter
 
 SIZE = 120_000
 RANKS = 2

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_checkpointer.commit import try_commit
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.manifest import (
+from dlrm_checkpointer.format.manifest import (
     Manifest,
     SnapshotConflictError,
     manifest_key,
@@ -18,6 +16,8 @@ from dlrm_checkpointer.manifest import (
     parse_part,
     part_key,
 )
+from dlrm_checkpointer.stores.files import FileStore
+from dlrm_checkpointer.writing.commit import try_commit
 
 RANKS = 8
 KEY = manifest_key(1, 1)

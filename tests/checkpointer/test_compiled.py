@@ -19,11 +19,11 @@ from types import ModuleType
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from dlrm_checkpointer import compiled
+from dlrm_checkpointer.coding import compiled
 
 PROGRAM = """
 import sys
-from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.coding.compiled import compiled
 from dlrm_trainer.embedding.tiers.initial import fill_initial
 import numpy as np
 out = np.empty((1, 4), np.float32)

@@ -10,12 +10,12 @@ from digests import snapshot_digest
 
 from dlrm_api.errors import StoreUnavailableError
 from dlrm_api.names import ExitCode
-from dlrm_checkpointer.attempts import claim_attempt
-from dlrm_checkpointer.catalog import list_snapshots, verify_snapshot
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.manifest import CHUNKS, MANIFESTS
-from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
-from dlrm_checkpointer.retention import Retention, Rule
+from dlrm_checkpointer.format.attempts import claim_attempt
+from dlrm_checkpointer.format.manifest import CHUNKS, MANIFESTS
+from dlrm_checkpointer.reading.catalog import list_snapshots, verify_snapshot
+from dlrm_checkpointer.reading.restore import newest_snapshot, open_snapshot
+from dlrm_checkpointer.stores.files import FileStore
+from dlrm_checkpointer.writing.retention import Retention, Rule
 
 WRITES_OF_A_COMMIT = 30
 """More than a commit of two ranks with retention makes; the last cases therefore run undisturbed."""

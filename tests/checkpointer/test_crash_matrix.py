@@ -17,12 +17,12 @@ from turns import FailingStore, Killed, MemoryStore
 
 from dlrm_api.errors import SnapshotError, StoreUnavailableError
 from dlrm_api.names import ExitCode
-from dlrm_checkpointer.attempts import ATTEMPTS, claim_attempt
-from dlrm_checkpointer.chain import load_chain
 from dlrm_checkpointer.cut import SnapshotName
-from dlrm_checkpointer.manifest import PARTS, manifest_key
-from dlrm_checkpointer.restore import Snapshot, newest_snapshot, open_snapshot, snapshot_keys
-from dlrm_checkpointer.retention import Retention, Rule
+from dlrm_checkpointer.format.attempts import ATTEMPTS, claim_attempt
+from dlrm_checkpointer.format.chain import load_chain
+from dlrm_checkpointer.format.manifest import PARTS, manifest_key
+from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot, open_snapshot, snapshot_keys
+from dlrm_checkpointer.writing.retention import Retention, Rule
 
 POLICIES = ["full", "one-shot", "consecutive", "intermittent"]
 STEPS = Steps()
@@ -47,7 +47,7 @@ def policy(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def scene(tmp_path: Path, clock, new_model, new_pod, few_rows, policy, monkeypatch) -> Scene:
-    monkeypatch.setattr("dlrm_checkpointer.merge.CHUNK_BYTES", 300)
+    monkeypatch.setattr("dlrm_checkpointer.merging.merge.CHUNK_BYTES", 300)
     store, model = MemoryStore(clock), new_model(few_rows)
     pod = new_pod(
         tmp_path / "pod", store, world_size=2, ranks=range(2), policy=policy, keep_last=COMMITTED, max_chain=2

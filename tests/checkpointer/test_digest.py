@@ -12,8 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_api.errors import SnapshotError
+from dlrm_checkpointer.coding.digest import (
+    BLOCK_ROWS,
+    LANES,
+    Partial,
+    add,
+    combine,
+    rows_digest,
+    shard_digest,
+    state_digest,
+)
 from dlrm_checkpointer.cut import ShardId, TableMeta
-from dlrm_checkpointer.digest import BLOCK_ROWS, LANES, Partial, add, combine, rows_digest, shard_digest, state_digest
 
 README = Path(__file__).parents[2] / "checkpointer" / "README.md"
 

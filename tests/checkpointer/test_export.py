@@ -13,11 +13,11 @@ import pytest
 import safetensors.numpy
 
 from dlrm_api.errors import DeviceError, NoPermissionError, UsageError
-from dlrm_checkpointer.catalog import find_snapshot
-from dlrm_checkpointer.export import restore_to_folder
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.serving_export import Wanted, export_tables
-from dlrm_checkpointer.table_files import Safetensors
+from dlrm_checkpointer.reading.catalog import find_snapshot
+from dlrm_checkpointer.reading.export import restore_to_folder
+from dlrm_checkpointer.reading.serving_export import Wanted, export_tables
+from dlrm_checkpointer.reading.table_files import Safetensors
+from dlrm_checkpointer.stores.files import FileStore
 
 
 def test_a_restored_folder_holds_every_row_and_its_digest(

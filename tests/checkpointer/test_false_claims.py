@@ -13,20 +13,26 @@ import numpy as np
 import pytest
 
 from dlrm_api.errors import DeviceError, SnapshotError
-from dlrm_checkpointer.bodies import USUAL_BYTES, Bodies
-from dlrm_checkpointer.codes import code_rows
+from dlrm_checkpointer.coding.codes import code_rows
+from dlrm_checkpointer.coding.digest import BLOCK_BYTES, block_ranges
 from dlrm_checkpointer.cut import MOST_ROWS, CutMeta, ShardId, ShardRows, TableMeta
-from dlrm_checkpointer.digest import BLOCK_BYTES, block_ranges
-from dlrm_checkpointer.export import restore_to_folder
-from dlrm_checkpointer.fetch import fetch
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.follow import Follower
-from dlrm_checkpointer.manifest import ObjectEntry, parse_manifest, parse_part, part_key
-from dlrm_checkpointer.objects import MOST_ROW_NUMBERS, decode_dense, decode_row_numbers, decode_rows, encode_rows
-from dlrm_checkpointer.publication import delta_key
-from dlrm_checkpointer.restore import open_snapshot
-from dlrm_checkpointer.sealing import sealed
-from dlrm_checkpointer.table_files import check_room
+from dlrm_checkpointer.format.bodies import USUAL_BYTES, Bodies
+from dlrm_checkpointer.format.fetch import fetch
+from dlrm_checkpointer.format.manifest import ObjectEntry, parse_manifest, parse_part, part_key
+from dlrm_checkpointer.format.objects import (
+    MOST_ROW_NUMBERS,
+    decode_dense,
+    decode_row_numbers,
+    decode_rows,
+    encode_rows,
+)
+from dlrm_checkpointer.format.sealing import sealed
+from dlrm_checkpointer.publishing.follow import Follower
+from dlrm_checkpointer.publishing.publication import delta_key
+from dlrm_checkpointer.reading.export import restore_to_folder
+from dlrm_checkpointer.reading.restore import open_snapshot
+from dlrm_checkpointer.reading.table_files import check_room
+from dlrm_checkpointer.stores.files import FileStore
 
 Object = dict[str, Any]
 ROOM_BYTES = 4 << 30

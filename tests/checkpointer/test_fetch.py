@@ -6,9 +6,9 @@ import threading
 import pytest
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.fetch import AHEAD_BYTES, PARALLEL_GETS, check_bytes, gets_at_once
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.manifest import ObjectEntry
+from dlrm_checkpointer.format.fetch import AHEAD_BYTES, PARALLEL_GETS, check_bytes, gets_at_once
+from dlrm_checkpointer.format.manifest import ObjectEntry
+from dlrm_checkpointer.stores.files import FileStore
 
 SIZE = 1_000
 

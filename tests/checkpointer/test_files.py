@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 from dlrm_api.errors import DeviceError, InvalidSpecError, NoInputError, NoPermissionError, StoreUnavailableError
-from dlrm_checkpointer.attempts import claim_attempt, honours_conditions
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.store import open_store
+from dlrm_checkpointer.format.attempts import claim_attempt, honours_conditions
+from dlrm_checkpointer.stores.files import FileStore
+from dlrm_checkpointer.stores.store import open_store
 
 
 @pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_the_old_object_and_nothing_that_is_listed(files: FileStore):
     files.put("a", b"old")
     code = (
-        "import sys; from pathlib import Path; from dlrm_checkpointer.files import FileStore;"
+        "import sys; from pathlib import Path; from dlrm_checkpointer.stores.files import FileStore;"
         "print('go', flush=True);"
         "[FileStore(Path(sys.argv[1])).put('a', bytes([i % 256]) * 3_000_000) for i in range(10_000)]"
     )

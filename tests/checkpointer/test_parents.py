@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dlrm_checkpointer.cut import CutMeta, SnapshotName
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.handoff import CutAbandonedError, HandOffWriter
-from dlrm_checkpointer.inbox import Inbox
+from dlrm_checkpointer.hand_off.inbox import Inbox
+from dlrm_checkpointer.hand_off.writer import CutAbandonedError, HandOffWriter
+from dlrm_checkpointer.stores.files import FileStore
 
 RESTORED = SnapshotName(40, 2)
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_api.checkpoint import PolicyName
-from dlrm_checkpointer.manifest import Growth
-from dlrm_checkpointer.policy import ChainPolicy, bits_in_use, choose_kind
+from dlrm_checkpointer.format.manifest import Growth
+from dlrm_checkpointer.writing.policy import ChainPolicy, bits_in_use, choose_kind
 
 
 def policy(name: PolicyName, **changes) -> ChainPolicy:

@@ -9,11 +9,11 @@ import pytest
 from digests import snapshot_digest
 
 from dlrm_api.names import ExitCode
-from dlrm_checkpointer.attempts import claim_attempt
-from dlrm_checkpointer.catalog import list_snapshots
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.restore import newest_snapshot
-from dlrm_checkpointer.retention import Retention, Rule
+from dlrm_checkpointer.format.attempts import claim_attempt
+from dlrm_checkpointer.reading.catalog import list_snapshots
+from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.stores.files import FileStore
+from dlrm_checkpointer.writing.retention import Retention, Rule
 from dlrm_cli import app
 
 

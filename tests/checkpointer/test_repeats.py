@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_checkpointer.repeats import (
+from dlrm_checkpointer.stores.repeats import (
     FIRST_PAUSE_S,
     GIVEN_BACK,
     LONGEST_PAUSE_S,
@@ -16,7 +16,7 @@ from dlrm_checkpointer.repeats import (
     Reason,
     Repeats,
 )
-from dlrm_checkpointer.s3_client import CONNECT_TIMEOUT_S, READ_TIMEOUT_S
+from dlrm_checkpointer.stores.s3_client import CONNECT_TIMEOUT_S, READ_TIMEOUT_S
 
 
 class OutageError(Exception):

@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from restored import stored_rows
 
-from dlrm_checkpointer.catalog import find_snapshot, verify_snapshot
 from dlrm_checkpointer.cut import ShardId
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.restore import newest_snapshot
-from dlrm_checkpointer.sealing import sealed
-from dlrm_checkpointer.walk import walk_table
+from dlrm_checkpointer.format.sealing import sealed
+from dlrm_checkpointer.reading.catalog import find_snapshot, verify_snapshot
+from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.reading.table_blocks import walk_table
+from dlrm_checkpointer.stores.files import FileStore
 
 
 @pytest.mark.parametrize("written", [1, 2, 4])
@@ -144,7 +144,7 @@ def test_any_rectangle_along_the_blocks_comes_back_whole_and_nothing_beside_it(s
 def test_rows_cut_into_many_small_chunks_come_back_the_same(
     tmp_path: Path, files: FileStore, new_model, new_pod, monkeypatch, small_tables, chunk_bytes: int
 ):
-    monkeypatch.setattr("dlrm_checkpointer.merge.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("dlrm_checkpointer.merging.merge.CHUNK_BYTES", chunk_bytes)
     model = new_model(tables=small_tables).train(2)
     new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2)).commit(model)
 

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from turns import Clock
 
 from dlrm_api.errors import StoreUnavailableError
-from dlrm_checkpointer.attempts import Attempt, claim_attempt, in_lineage
-from dlrm_checkpointer.catalog import list_snapshots
-from dlrm_checkpointer.commit import try_commit
 from dlrm_checkpointer.cut import SnapshotName
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.key_set import KeySet
-from dlrm_checkpointer.manifest import manifest_key, part_key
-from dlrm_checkpointer.restore import newest_snapshot
-from dlrm_checkpointer.retention import ORPHAN_S, SWEEPS, Found, Retention, Rule, decide, is_orphan
-from dlrm_checkpointer.store import Body, ObjectInfo
+from dlrm_checkpointer.format.attempts import Attempt, claim_attempt, in_lineage
+from dlrm_checkpointer.format.manifest import manifest_key, part_key
+from dlrm_checkpointer.reading.catalog import list_snapshots
+from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.stores.files import FileStore
+from dlrm_checkpointer.stores.store import Body, ObjectInfo
+from dlrm_checkpointer.writing.commit import try_commit
+from dlrm_checkpointer.writing.key_set import KeySet
+from dlrm_checkpointer.writing.retention import ORPHAN_S, SWEEPS, Found, Retention, Rule, decide, is_orphan
 
 NAMES = st.sets(st.builds(SnapshotName, st.integers(1, 12), st.integers(1, 3)), max_size=15)
 

@@ -14,8 +14,8 @@ from waiting import wait_until
 from dlrm_api.errors import DLRMError, InvalidSpecError, NoInputError, NoPermissionError, StoreUnavailableError
 from dlrm_api.names import ExitCode
 from dlrm_api.objects import S3Spec
-from dlrm_checkpointer.s3_errors import Place, translate
-from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
+from dlrm_checkpointer.stores.s3_errors import Place, translate
+from dlrm_checkpointer.stores.store import ObjectStore, StoreOptions, open_store
 from dlrm_cluster.ports import free_port
 
 

@@ -17,9 +17,9 @@ from loopback_http import served
 from dlrm_api.errors import InvalidSpecError, NoPermissionError, StoreUnavailableError
 from dlrm_api.names import ExitCode
 from dlrm_api.objects import S3Spec
-from dlrm_checkpointer import repeats
-from dlrm_checkpointer.repeats import MOST_TRIES
-from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
+from dlrm_checkpointer.stores import repeats
+from dlrm_checkpointer.stores.repeats import MOST_TRIES
+from dlrm_checkpointer.stores.store import ObjectStore, StoreOptions, open_store
 
 ROLE = "/latest/meta-data/iam/security-credentials/"
 POD = "/v1/credentials"

@@ -20,15 +20,15 @@ from loopback_http import served
 
 from dlrm_api.errors import DLRMError, NoInputError, NoPermissionError, SnapshotError, StoreUnavailableError
 from dlrm_api.objects import S3Spec
-from dlrm_checkpointer import repeats, s3
-from dlrm_checkpointer.attempts import claim_attempt
-from dlrm_checkpointer.fetch import fetch
-from dlrm_checkpointer.manifest import ObjectEntry
-from dlrm_checkpointer.repeats import MOST_TRIES, TOKENS
-from dlrm_checkpointer.restore import newest_snapshot
-from dlrm_checkpointer.retention import Retention, Rule
+from dlrm_checkpointer.format.attempts import claim_attempt
+from dlrm_checkpointer.format.fetch import fetch
+from dlrm_checkpointer.format.manifest import ObjectEntry
+from dlrm_checkpointer.reading.restore import newest_snapshot
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
+from dlrm_checkpointer.stores import repeats, s3
+from dlrm_checkpointer.stores.repeats import MOST_TRIES, TOKENS
+from dlrm_checkpointer.stores.store import ObjectStore, StoreOptions, open_store
+from dlrm_checkpointer.writing.retention import Retention, Rule
 
 pytestmark = pytest.mark.cluster
 

@@ -13,8 +13,8 @@ from botocore.config import Config
 
 from dlrm_api.errors import StoreUnavailableError
 from dlrm_api.objects import S3Spec
-from dlrm_checkpointer import repeats, s3_client, s3_writes
-from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
+from dlrm_checkpointer.stores import repeats, s3_client, s3_writes
+from dlrm_checkpointer.stores.store import ObjectStore, StoreOptions, open_store
 
 FACTOR = 1 / 40
 Answer = Callable[[socket.socket], None]

@@ -14,9 +14,9 @@ from tls import self_signed
 
 from dlrm_api.errors import InvalidSpecError, StoreUnavailableError
 from dlrm_api.objects import S3Spec
-from dlrm_checkpointer import repeats
-from dlrm_checkpointer.repeats import MOST_TRIES
-from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
+from dlrm_checkpointer.stores import repeats
+from dlrm_checkpointer.stores.repeats import MOST_TRIES
+from dlrm_checkpointer.stores.store import ObjectStore, StoreOptions, open_store
 
 BODY = bytes(range(256)) * 1_000
 HEAD = (

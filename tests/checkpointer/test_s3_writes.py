@@ -17,10 +17,10 @@ from moto import mock_aws
 
 from dlrm_api.errors import DLRMError, StoreUnavailableError
 from dlrm_api.objects import SnapshotS3Spec
-from dlrm_checkpointer import s3_writes
-from dlrm_checkpointer.attempts import claim_attempt, honours_conditions
-from dlrm_checkpointer.s3_payload import SEND_BYTES, Payload
-from dlrm_checkpointer.store import ObjectStore, StoreOptions, open_store
+from dlrm_checkpointer.format.attempts import claim_attempt, honours_conditions
+from dlrm_checkpointer.stores import s3_writes
+from dlrm_checkpointer.stores.s3_payload import SEND_BYTES, Payload
+from dlrm_checkpointer.stores.store import ObjectStore, StoreOptions, open_store
 
 LARGE = bytes(20 << 20)
 

@@ -13,13 +13,13 @@ import pytest
 import second_reader
 from digests import snapshot_digest
 
-from dlrm_checkpointer.attempts import claim_attempt
-from dlrm_checkpointer.catalog import find_snapshot, list_snapshots
-from dlrm_checkpointer.codes import code_rows, decode_rows
+from dlrm_checkpointer.coding.codes import code_rows, decode_rows
 from dlrm_checkpointer.cut import ShardId, ShardRows, SnapshotName
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.objects import encode_rows
-from dlrm_checkpointer.restore import open_snapshot
+from dlrm_checkpointer.format.attempts import claim_attempt
+from dlrm_checkpointer.format.objects import encode_rows
+from dlrm_checkpointer.reading.catalog import find_snapshot, list_snapshots
+from dlrm_checkpointer.reading.restore import open_snapshot
+from dlrm_checkpointer.stores.files import FileStore
 
 README = Path(__file__).parents[2] / "checkpointer" / "README.md"
 POLICIES = ["full", "one-shot", "consecutive", "intermittent"]

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from dlrm_api.names import ExitCode
-from dlrm_checkpointer.attempts import claim_attempt
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.follow import Follower
+from dlrm_checkpointer.format.attempts import claim_attempt
+from dlrm_checkpointer.publishing.follow import Follower
+from dlrm_checkpointer.stores.files import FileStore
 from dlrm_cli import app
 
 

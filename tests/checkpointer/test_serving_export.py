@@ -13,13 +13,13 @@ import pytest
 from safetensors import safe_open
 
 from dlrm_api.errors import SnapshotError, UsageError
-from dlrm_checkpointer import digest
-from dlrm_checkpointer.attempts import claim_attempt
-from dlrm_checkpointer.catalog import find_snapshot
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.serving_export import Wanted, export_tables
-from dlrm_checkpointer.table_files import Safetensors
-from dlrm_checkpointer.walk import Block
+from dlrm_checkpointer.coding import digest
+from dlrm_checkpointer.format.attempts import claim_attempt
+from dlrm_checkpointer.reading.catalog import find_snapshot
+from dlrm_checkpointer.reading.serving_export import Wanted, export_tables
+from dlrm_checkpointer.reading.table_blocks import Block
+from dlrm_checkpointer.reading.table_files import Safetensors
+from dlrm_checkpointer.stores.files import FileStore
 from dlrm_cli.parquet import Parquet
 
 FORMS = [Safetensors(), Parquet()]

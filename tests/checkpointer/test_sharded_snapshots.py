@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from restored import stored_rows
 
-from dlrm_checkpointer.catalog import find_snapshot, verify_snapshot
+from dlrm_checkpointer.coding.digest import combine, shard_digest, state_digest
 from dlrm_checkpointer.cut import ShardId, TableMeta
-from dlrm_checkpointer.digest import combine, shard_digest, state_digest
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.restore import newest_snapshot
+from dlrm_checkpointer.reading.catalog import find_snapshot, verify_snapshot
+from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.stores.files import FileStore
 
 RANKS = 3
 Layout = dict[int, list[ShardId]]

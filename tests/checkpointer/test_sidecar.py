@@ -20,19 +20,19 @@ from digests import snapshot_digest
 from restored import stored_rows
 from waiting import wait_until
 
-import dlrm_checkpointer.inbox as inbox_module
+import dlrm_checkpointer.hand_off.inbox as inbox_module
 import dlrm_checkpointer.life as life_module
 from dlrm_api.errors import DLRMError, InvalidSpecError, NoPermissionError, StoreUnavailableError, UsageError
 from dlrm_api.names import ExitCode
-from dlrm_checkpointer.attempts import claim_attempt
-from dlrm_checkpointer.catalog import list_snapshots
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.folder import ready_cuts
-from dlrm_checkpointer.handoff import HandOffWriter
-from dlrm_checkpointer.inbox import Inbox
+from dlrm_checkpointer.format.attempts import claim_attempt
+from dlrm_checkpointer.hand_off.folder import ready_cuts
+from dlrm_checkpointer.hand_off.inbox import Inbox
+from dlrm_checkpointer.hand_off.writer import HandOffWriter
 from dlrm_checkpointer.life import Backoff, Life
-from dlrm_checkpointer.restore import newest_snapshot
-from dlrm_checkpointer.store import Body, ObjectInfo
+from dlrm_checkpointer.reading.catalog import list_snapshots
+from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.stores.files import FileStore
+from dlrm_checkpointer.stores.store import Body, ObjectInfo
 
 
 class Flaky(FileStore):

@@ -20,11 +20,11 @@ from digests import snapshot_digest
 
 from dlrm_api.names import ExitCode
 from dlrm_api.progress import CheckpointerProgress
-from dlrm_checkpointer.attempts import claim_attempt
-from dlrm_checkpointer.catalog import list_snapshots, verify_snapshot
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.follow import Follower
-from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
+from dlrm_checkpointer.format.attempts import claim_attempt
+from dlrm_checkpointer.publishing.follow import Follower
+from dlrm_checkpointer.reading.catalog import list_snapshots, verify_snapshot
+from dlrm_checkpointer.reading.restore import newest_snapshot, open_snapshot
+from dlrm_checkpointer.stores.files import FileStore
 
 KILLS = 12
 

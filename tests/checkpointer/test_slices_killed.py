@@ -15,9 +15,9 @@ import pytest
 from digests import snapshot_digest
 
 from dlrm_api.names import ExitCode
-from dlrm_checkpointer.catalog import verify_snapshot
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.restore import newest_snapshot
+from dlrm_checkpointer.reading.catalog import verify_snapshot
+from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.stores.files import FileStore
 
 KILLED, FAILED = 9, 1
 NEVER = 1_000_000

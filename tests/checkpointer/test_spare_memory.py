@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_checkpointer.folder import spare_path
-from dlrm_checkpointer.handoff import HandOffWriter
-from dlrm_checkpointer.inbox import Inbox
+from dlrm_checkpointer.hand_off.folder import spare_path
+from dlrm_checkpointer.hand_off.inbox import Inbox
+from dlrm_checkpointer.hand_off.writer import HandOffWriter
 
 BUDGET = 2_000_000
 

@@ -10,10 +10,10 @@ import pytest
 from digests import snapshot_digest
 
 from dlrm_api.errors import NoInputError
-from dlrm_checkpointer.attempts import claim_attempt, honours_conditions, newest_attempt, read_attempts
-from dlrm_checkpointer.catalog import list_snapshots, verify_snapshot
-from dlrm_checkpointer.restore import newest_snapshot
-from dlrm_checkpointer.store import ObjectStore
+from dlrm_checkpointer.format.attempts import claim_attempt, honours_conditions, newest_attempt, read_attempts
+from dlrm_checkpointer.reading.catalog import list_snapshots, verify_snapshot
+from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.stores.store import ObjectStore
 
 LARGE = bytes(range(256)) * (160 << 10)  # 40 MiB: several parts
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from dlrm_api.names import ExitCode
-from dlrm_checkpointer.attempts import claim_attempt
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.manifest import manifest_key
-from dlrm_checkpointer.restore import open_snapshot
+from dlrm_checkpointer.format.attempts import claim_attempt
+from dlrm_checkpointer.format.manifest import manifest_key
+from dlrm_checkpointer.reading.restore import open_snapshot
+from dlrm_checkpointer.stores.files import FileStore
 from dlrm_cli import app
 
 

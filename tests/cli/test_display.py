@@ -12,7 +12,7 @@ from dlrm_api.job import parse_job
 from dlrm_api.measured import HitRate, LevelUse, Profile, RankUse, StageTimes, TableUse, TierBytes, TierReport
 from dlrm_api.plan import Prediction
 from dlrm_api.progress import CheckpointerProgress, EvalMetrics, Progress, SnapshotInfo, TrainerPhase
-from dlrm_checkpointer.diff import TableDiff
+from dlrm_checkpointer.reading.diff import TableDiff
 from dlrm_cli.display import LiveDisplay, PlainDisplay, progress_text
 from dlrm_cli.measured import profile_view, tiers_view
 from dlrm_cli.result import RunResult

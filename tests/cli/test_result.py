@@ -8,7 +8,7 @@ import pytest
 
 from dlrm_api.errors import DLRMError
 from dlrm_api.job import DLRMJob, parse_job
-from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.stores.files import FileStore
 from dlrm_cli.result import RunResult, read_final, read_profile, read_result, write_final
 from dlrm_cli.workdir import WorkDir
 

@@ -230,7 +230,12 @@ def test_a_full_disk_is_named_and_leaves_nothing(
 def test_without_the_trainer_it_says_what_to_install(
     job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("numba", "dlrm_checkpointer.compiled", "dlrm_trainer.data.stack_distance", "dlrm_trainer.data.reuse"):
+    for name in (
+        "numba",
+        "dlrm_checkpointer.coding.compiled",
+        "dlrm_trainer.data.stack_distance",
+        "dlrm_trainer.data.reuse",
+    ):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "dlrm_trainer.data.reuse", None)
 

@@ -13,9 +13,9 @@ from digests import snapshot_digest
 from waiting import wait_until
 
 from dlrm_api.names import ExitCode
-from dlrm_checkpointer.catalog import find_snapshot, verify_snapshot
-from dlrm_checkpointer.restore import newest_snapshot
-from dlrm_checkpointer.store import open_store
+from dlrm_checkpointer.reading.catalog import find_snapshot, verify_snapshot
+from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.stores.store import open_store
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from shardings import random_plan
 from dlrm_api.model import TableSpec
 from dlrm_api.tiers import CHANGED_BYTES
 from dlrm_checkpointer.cut import RowsInPlace, ShardRows
-from dlrm_checkpointer.draft import Laid, Rows
+from dlrm_checkpointer.hand_off.draft import Laid, Rows
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.embedding import copy_on_update

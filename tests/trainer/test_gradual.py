@@ -16,10 +16,10 @@ from shardings import random_plan
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
 from dlrm_checkpointer.cut import CutMeta, ShardRows
-from dlrm_checkpointer.folder import SliceName
-from dlrm_checkpointer.handoff import CutAbandonedError, HandOffWriter
-from dlrm_checkpointer.inbox import Inbox
-from dlrm_checkpointer.ready import Durable, ReadyCut
+from dlrm_checkpointer.hand_off.folder import SliceName
+from dlrm_checkpointer.hand_off.inbox import Inbox
+from dlrm_checkpointer.hand_off.ready import Durable, ReadyCut
+from dlrm_checkpointer.hand_off.writer import CutAbandonedError, HandOffWriter
 from dlrm_trainer.background import BackgroundHandOver
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import open_reader

@@ -20,10 +20,10 @@ from digests import snapshot_digest
 from gangs import Pod, job_document, plan_document, small_job
 
 from dlrm_api.names import Env, ExitCode
-from dlrm_checkpointer.catalog import list_snapshots, verify_snapshot
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.folder import ROWS_FILE, WRITING_PREFIX, SliceName, ready_slices
-from dlrm_checkpointer.restore import newest_snapshot, open_snapshot
+from dlrm_checkpointer.hand_off.folder import ROWS_FILE, WRITING_PREFIX, SliceName, ready_slices
+from dlrm_checkpointer.reading.catalog import list_snapshots, verify_snapshot
+from dlrm_checkpointer.reading.restore import newest_snapshot, open_snapshot
+from dlrm_checkpointer.stores.files import FileStore
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,8 @@ from waiting import wait_until
 
 from dlrm_api.names import TOKEN_HEADER, Env, ExitCode
 from dlrm_api.tokens import token_digest
-from dlrm_checkpointer.restore import newest_snapshot
-from dlrm_checkpointer.store import open_store
+from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.stores.store import open_store
 
 pytestmark = pytest.mark.slow
 

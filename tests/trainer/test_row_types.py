@@ -14,11 +14,11 @@ from gangs import hand_plan, job_document
 
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.tiers import state_values
-from dlrm_checkpointer import objects
-from dlrm_checkpointer.codes import CodedRows, code_rows, decode_rows
+from dlrm_checkpointer.coding.codes import CodedRows, code_rows, decode_rows
+from dlrm_checkpointer.coding.digest import combine, state_digest
 from dlrm_checkpointer.cut import ShardId, loaded
-from dlrm_checkpointer.digest import combine, state_digest
-from dlrm_checkpointer.walk import Block
+from dlrm_checkpointer.format import objects
+from dlrm_checkpointer.reading.table_blocks import Block
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.embedding import place

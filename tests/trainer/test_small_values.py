@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from dlrm_api.errors import TemporaryError
 from dlrm_api.progress import EvalMetrics
 from dlrm_checkpointer.cut import SnapshotName
-from dlrm_checkpointer.salvage import Salvage
+from dlrm_checkpointer.reading.salvage import Salvage
 from dlrm_trainer import small_values
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.divergence import LARGEST

@@ -12,16 +12,16 @@ from gangs import hand_plan, job_document, small_job
 
 from dlrm_api.errors import DLRMError, InvalidSpecError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJob, parse_job
-from dlrm_checkpointer.chain import Basis, Chain, load_chain
-from dlrm_checkpointer.codes import CodedRows, code_rows
-from dlrm_checkpointer.commit import try_commit
+from dlrm_checkpointer.coding.codes import CodedRows, code_rows
 from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, SnapshotName, loaded
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.handoff import HandOffWriter
-from dlrm_checkpointer.inbox import Inbox
-from dlrm_checkpointer.ready import Durable
-from dlrm_checkpointer.store import ObjectStore, StoreOptions
-from dlrm_checkpointer.upload import Traffic, Upload, Way
+from dlrm_checkpointer.format.chain import Basis, Chain, load_chain
+from dlrm_checkpointer.hand_off.inbox import Inbox
+from dlrm_checkpointer.hand_off.ready import Durable
+from dlrm_checkpointer.hand_off.writer import HandOffWriter
+from dlrm_checkpointer.stores.files import FileStore
+from dlrm_checkpointer.stores.store import ObjectStore, StoreOptions
+from dlrm_checkpointer.writing.commit import try_commit
+from dlrm_checkpointer.writing.upload import Traffic, Upload, Way
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.compatible import check_data, check_model, first_change
 from dlrm_trainer.data import open_reader

@@ -9,8 +9,8 @@ import pytest
 from gangs import run_ranks
 
 from dlrm_api.errors import SnapshotError, TemporaryError
-from dlrm_checkpointer.attempts import newest_attempt
-from dlrm_checkpointer.files import FileStore
+from dlrm_checkpointer.format.attempts import newest_attempt
+from dlrm_checkpointer.stores.files import FileStore
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.snapshots import choose_start
 from dlrm_trainer.start import agree_on_data

@@ -12,10 +12,10 @@ from gangs import run_ranks
 from pydantic import TypeAdapter
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer import fetch
-from dlrm_checkpointer.fetch import Check
-from dlrm_checkpointer.files import FileStore
-from dlrm_checkpointer.manifest import ObjectEntry
+from dlrm_checkpointer.format import fetch
+from dlrm_checkpointer.format.fetch import Check
+from dlrm_checkpointer.format.manifest import ObjectEntry
+from dlrm_checkpointer.stores.files import FileStore
 from dlrm_trainer import in_step, verifying
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.verifying import choose_together

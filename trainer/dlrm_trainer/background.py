@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlrm_checkpointer.handoff import HandedOver, WholeCut
+from dlrm_checkpointer.hand_off.writer import HandedOver, WholeCut
 from dlrm_trainer.embedding import SavedParts
 
 AT_ONCE_BYTES = 16 << 20

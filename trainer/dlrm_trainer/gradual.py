@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlrm_checkpointer.cut import RowsInPlace
-from dlrm_checkpointer.handoff import CutAbandonedError, GradualCut, HandedOver
+from dlrm_checkpointer.hand_off.writer import CutAbandonedError, GradualCut, HandedOver
 from dlrm_trainer.embedding import SavedParts
 
 

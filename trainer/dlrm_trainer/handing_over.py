@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from dlrm_api.errors import TemporaryError
 from dlrm_api.progress import TrainerPhase
 from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName
-from dlrm_checkpointer.handoff import CutAbandonedError, HandedOver, HandOffWriter
+from dlrm_checkpointer.hand_off.writer import CutAbandonedError, HandedOver, HandOffWriter
 from dlrm_checkpointer.life import PEERS_S
 from dlrm_trainer.background import BackgroundHandOver
 from dlrm_trainer.gradual import GradualHandOver

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dlrm_api.training import DenseOptimizerSpec
-from dlrm_checkpointer.compiled import compiled_dividing
+from dlrm_checkpointer.coding.compiled import compiled_dividing
 from dlrm_trainer.team import finish, share, take
 
 U64 = np.uint64

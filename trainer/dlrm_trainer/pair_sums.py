@@ -14,7 +14,7 @@ import numba.core.cgutils
 from llvmlite import ir
 from numba import types
 
-from dlrm_checkpointer.compiled import instruction
+from dlrm_checkpointer.coding.compiled import instruction
 from dlrm_trainer.sizes import size_in_type
 
 ROWS = 6

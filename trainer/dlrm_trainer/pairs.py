@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_checkpointer.compiled import compiled, compiled_freely
-from dlrm_checkpointer.prefetching import prefetch_lines
+from dlrm_checkpointer.coding.compiled import compiled, compiled_freely
+from dlrm_checkpointer.coding.prefetching import prefetch_lines
 from dlrm_trainer.pair_sums import ROWS, sum_partners
 from dlrm_trainer.products import row_stride
 from dlrm_trainer.sizes import Size, size_of, value_of

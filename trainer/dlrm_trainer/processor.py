@@ -8,7 +8,7 @@ import numba.core.cgutils
 from llvmlite import ir
 from numba import types
 
-from dlrm_checkpointer.compiled import instruction
+from dlrm_checkpointer.coding.compiled import instruction
 
 cgutils: Any = numba.core.cgutils
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.coding.compiled import compiled
 
 Size: TypeAlias = tuple[tuple[None, ...], ...]
 """The lengths of its tuples are the size's digits, in base 16, the lowest first."""

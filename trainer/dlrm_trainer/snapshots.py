@@ -12,15 +12,15 @@ from pydantic import TypeAdapter
 
 from dlrm_api.errors import SnapshotError
 from dlrm_api.job import DLRMJobSpec
-from dlrm_checkpointer.attempts import claim_attempt
-from dlrm_checkpointer.chain import load_chain
-from dlrm_checkpointer.codes import CodedRows
+from dlrm_checkpointer.coding.codes import CodedRows
+from dlrm_checkpointer.coding.digest import Partial, add, combine, shard_digest, state_digest
 from dlrm_checkpointer.cut import SnapshotName
-from dlrm_checkpointer.digest import Partial, add, combine, shard_digest, state_digest
-from dlrm_checkpointer.fetch import Check
-from dlrm_checkpointer.restore import Snapshot, newest_snapshot
-from dlrm_checkpointer.salvage import Salvage, find_salvage, open_salvage
-from dlrm_checkpointer.store import ObjectStore
+from dlrm_checkpointer.format.attempts import claim_attempt
+from dlrm_checkpointer.format.chain import load_chain
+from dlrm_checkpointer.format.fetch import Check
+from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot
+from dlrm_checkpointer.reading.salvage import Salvage, find_salvage, open_salvage
+from dlrm_checkpointer.stores.store import ObjectStore
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.embedding.rows import LocalPart, table_meta
 from dlrm_trainer.in_step import InStep

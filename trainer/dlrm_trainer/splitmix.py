@@ -1,11 +1,11 @@
-"""``dlrm_checkpointer.splitmix`` for compiled loops."""
+"""``dlrm_checkpointer.coding.splitmix`` for compiled loops."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from dlrm_checkpointer import splitmix
-from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.coding import splitmix
+from dlrm_checkpointer.coding.compiled import compiled
 
 GOLDEN = np.uint64(splitmix.GOLDEN)
 _MIX_1, _MIX_2 = np.uint64(splitmix.MIX_1), np.uint64(splitmix.MIX_2)

@@ -17,13 +17,13 @@ from pydantic import TypeAdapter
 from dlrm_api.errors import NoInputError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
-from dlrm_checkpointer.chain import load_chain
 from dlrm_checkpointer.cut import SnapshotName
-from dlrm_checkpointer.fetch import Check
-from dlrm_checkpointer.handoff import HandOffWriter
-from dlrm_checkpointer.manifest import manifest_key
-from dlrm_checkpointer.restore import Snapshot, newest_snapshot
-from dlrm_checkpointer.store import FieldNames, ObjectStore, StoreOptions, open_store
+from dlrm_checkpointer.format.chain import load_chain
+from dlrm_checkpointer.format.fetch import Check
+from dlrm_checkpointer.format.manifest import manifest_key
+from dlrm_checkpointer.hand_off.writer import HandOffWriter
+from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot
+from dlrm_checkpointer.stores.store import FieldNames, ObjectStore, StoreOptions, open_store
 from dlrm_trainer import snapshots
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.compatible import check_data, check_model, first_change

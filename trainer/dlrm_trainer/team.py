@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.coding.compiled import compiled
 from dlrm_trainer.processor import fetch_add
 
 TAKEN, DONE = 0, 8

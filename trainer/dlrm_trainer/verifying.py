@@ -10,9 +10,9 @@ from typing import TypeVar
 from pydantic import TypeAdapter
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.fetch import Check, check_bytes
-from dlrm_checkpointer.manifest import ObjectEntry
-from dlrm_checkpointer.store import ObjectStore
+from dlrm_checkpointer.format.fetch import Check, check_bytes
+from dlrm_checkpointer.format.manifest import ObjectEntry
+from dlrm_checkpointer.stores.store import ObjectStore
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.in_step import InStep
 

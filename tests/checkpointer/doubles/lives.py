@@ -13,12 +13,12 @@ from truth import Handed, Truth
 from turns import Actor, Clock, FailingStore, MemoryStore
 
 from dlrm_api.errors import InvalidSpecError, SnapshotError, TemporaryError
-from dlrm_checkpointer.attempts import claim_attempt, read_attempts
 from dlrm_checkpointer.cut import SnapshotName
-from dlrm_checkpointer.folder import COMMITTED_FILE, read_json
-from dlrm_checkpointer.restore import Snapshot, newest_snapshot, open_snapshot
-from dlrm_checkpointer.retention import ORPHAN_S, Rule
-from dlrm_checkpointer.slices import CutAbandonedError
+from dlrm_checkpointer.format.attempts import claim_attempt, read_attempts
+from dlrm_checkpointer.hand_off.folder import COMMITTED_FILE, read_json
+from dlrm_checkpointer.hand_off.slices import CutAbandonedError
+from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot, open_snapshot
+from dlrm_checkpointer.writing.retention import ORPHAN_S, Rule
 
 MOST_TURNS = 40_000
 CLAIMS = 12

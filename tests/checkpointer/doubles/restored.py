@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dlrm_checkpointer.codes import decode_rows
+from dlrm_checkpointer.coding.codes import decode_rows
 from dlrm_checkpointer.cut import ShardId, ShardRows
-from dlrm_checkpointer.restore import Snapshot
+from dlrm_checkpointer.reading.restore import Snapshot
 
 
 def stored_rows(snapshot: Snapshot, shard: ShardId) -> Iterator[ShardRows]:

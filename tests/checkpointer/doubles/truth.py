@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from turns import MemoryStore
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.attempts import read_attempts
-from dlrm_checkpointer.chain import load_chain
-from dlrm_checkpointer.codes import code_rows, decode_rows
+from dlrm_checkpointer.coding.codes import code_rows, decode_rows
 from dlrm_checkpointer.cut import ShardRows, SnapshotName, TableMeta
-from dlrm_checkpointer.fetch import check_present
-from dlrm_checkpointer.manifest import Manifest, manifest_key, parse_manifest
-from dlrm_checkpointer.restore import Snapshot, newest_snapshot
-from dlrm_checkpointer.retention import Retention, Rule
-from dlrm_checkpointer.walk import walk_table
+from dlrm_checkpointer.format.attempts import read_attempts
+from dlrm_checkpointer.format.chain import load_chain
+from dlrm_checkpointer.format.fetch import check_present
+from dlrm_checkpointer.format.manifest import Manifest, manifest_key, parse_manifest
+from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot
+from dlrm_checkpointer.reading.table_blocks import walk_table
+from dlrm_checkpointer.writing.retention import Retention, Rule
 
 Arrays = dict[str, NDArray[np.float32]]
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from dlrm_api.errors import NoInputError, StoreUnavailableError
-from dlrm_checkpointer.store import Body, ObjectInfo
+from dlrm_checkpointer.stores.store import Body, ObjectInfo
 
 T = TypeVar("T")
 

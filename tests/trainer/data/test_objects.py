@@ -17,8 +17,8 @@ from tenacity import wait_none
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError, NoPermissionError, StoreUnavailableError
 from dlrm_api.names import Env
 from dlrm_api.objects import S3Spec
-from dlrm_checkpointer.s3 import S3Store
-from dlrm_checkpointer.store import ObjectInfo
+from dlrm_checkpointer.stores.s3 import S3Store
+from dlrm_checkpointer.stores.store import ObjectInfo
 from dlrm_cluster.ports import free_port
 from dlrm_trainer.data import Reader, objects, open_reader
 from dlrm_trainer.data.files import SAMPLE_BYTES

@@ -14,7 +14,7 @@ from gangs import small_job
 from dlrm_api.errors import DivergedError
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
-from dlrm_checkpointer.codes import CodedRows, code_rows
+from dlrm_checkpointer.coding.codes import CodedRows, code_rows
 from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta, loaded
 from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.compute_device import HOST

@@ -14,7 +14,7 @@ from stacked import ALONE, Shape, make_learner
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.plan import TierLevel, TierShare
 from dlrm_api.tiers import MOST_LINKED
-from dlrm_checkpointer.initializer import initial_rows
+from dlrm_checkpointer.coding.initializer import initial_rows
 from dlrm_trainer.embedding.host import lazy_zeros
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
 from dlrm_trainer.embedding.tiers.mapped import AnonymousStorage

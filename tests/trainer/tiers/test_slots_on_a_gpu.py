@@ -15,7 +15,7 @@ from gpus import needs_gpu
 from stacked import ALONE, Shape, make_learner, train_run
 
 from dlrm_api.job import DLRMJob
-from dlrm_checkpointer.codes import code_rows
+from dlrm_checkpointer.coding.codes import code_rows
 from dlrm_checkpointer.cut import ShardRows, loaded
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.embedding.tiers.slot_memory import DeviceSlots

@@ -18,9 +18,9 @@ from dlrm_api.errors import DeviceError
 from dlrm_api.model import TableSpec
 from dlrm_api.plan import Tier, TierLevel, TierShare
 from dlrm_api.tiers import BLOCK_SLACK
-from dlrm_checkpointer.codes import code_rows
+from dlrm_checkpointer.coding.codes import code_rows
+from dlrm_checkpointer.coding.initializer import initial_rows
 from dlrm_checkpointer.cut import ShardRows, loaded
-from dlrm_checkpointer.initializer import initial_rows
 from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.host import lazy_zeros
 from dlrm_trainer.embedding.rows import table_meta

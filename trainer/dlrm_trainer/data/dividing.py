@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.coding.compiled import compiled
 from dlrm_trainer.processor import upper_product
 
 _LARGEST = np.uint64(2**64 - 1)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError
-from dlrm_checkpointer.fetch import in_parallel
+from dlrm_checkpointer.format.fetch import in_parallel
 from dlrm_trainer.data.uris import relative_names
 
 CHANGED = "was changed after this run began to read it: put it back, or start the run anew on the new data"

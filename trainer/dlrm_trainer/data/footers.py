@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from dlrm_api.errors import BadDataError
-from dlrm_checkpointer.fetch import in_parallel
+from dlrm_checkpointer.format.fetch import in_parallel
 from dlrm_trainer.data.files import DataFile, FileSet
 from dlrm_trainer.data.guarding import guarded
 from dlrm_trainer.data.row_group import Columns, holds_ids, holds_numbers, holds_weights

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.splitmix import GOLDEN, mix
+from dlrm_checkpointer.coding.splitmix import GOLDEN, mix
 
 _GOLDEN = np.uint64(GOLDEN)
 _SHIFT_11 = np.uint64(11)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.model import TableSpec
-from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.coding.compiled import compiled
 from dlrm_trainer.data.dividing import inverse_of, rest
 from dlrm_trainer.splitmix import GOLDEN, mix
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.coding.compiled import compiled
 from dlrm_trainer.data.dividing import inverse_of, quotient
 from dlrm_trainer.splitmix import GOLDEN, mix
 

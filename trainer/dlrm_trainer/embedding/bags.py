@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_checkpointer.compiled import compiled
-from dlrm_checkpointer.prefetching import prefetch_lines
+from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_checkpointer.coding.prefetching import prefetch_lines
 from dlrm_trainer.embedding.half import widened
 from dlrm_trainer.processor import lent
 from dlrm_trainer.sizes import value_of

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.compiled import compiled
-from dlrm_checkpointer.draft import Laid, Rows
+from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_checkpointer.hand_off.draft import Laid, Rows
 from dlrm_trainer.embedding.dirty import UNIT_WORDS, WORD, DirtyRows, Words
 from dlrm_trainer.embedding.gather import copy_rows
 from dlrm_trainer.embedding.half import widened

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.coding.compiled import compiled
 from dlrm_trainer.processor import bit_count, lowest_bit
 from dlrm_trainer.team import finish, share, take
 

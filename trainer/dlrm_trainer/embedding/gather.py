@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_checkpointer.compiled import compiled
-from dlrm_checkpointer.prefetching import prefetch_second
+from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_checkpointer.coding.prefetching import prefetch_second
 from dlrm_trainer.embedding.half import widened
 from dlrm_trainer.embedding.row_rules import memory_of
 from dlrm_trainer.processor import lent, stream_four, stream_line

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_checkpointer.compiled import compiled
-from dlrm_checkpointer.number_bits import bits_of, number_of
+from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_checkpointer.coding.number_bits import bits_of, number_of
 from dlrm_trainer.embedding.rounding import COLUMNS_PER_HASH
 from dlrm_trainer.sizes import value_of
 from dlrm_trainer.splitmix import GOLDEN, mix

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.coding.compiled import compiled
 from dlrm_checkpointer.cut import RowsInPlace, ShardId
 from dlrm_trainer.embedding.dirty import WINDOW_ROWS, DirtyRows, rows_of_bits
 from dlrm_trainer.embedding.gather import copy_rows

@@ -38,7 +38,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from dlrm_checkpointer.splitmix import GOLDEN, MIX_1, MIX_2
+from dlrm_checkpointer.coding.splitmix import GOLDEN, MIX_1, MIX_2
 
 DOMAIN = b"dlrm-rounding-1\0"
 LEAST_EXPONENT = 113

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlrm_api.training import RowOptimizerSpec
-from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.coding.compiled import compiled
 from dlrm_trainer.embedding.half import fill_random, narrowed, widened
 from dlrm_trainer.processor import lent
 from dlrm_trainer.sizes import value_of

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlrm_checkpointer.compiled import compiled
-from dlrm_checkpointer.prefetching import prefetch, prefetch_lines
+from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_checkpointer.coding.prefetching import prefetch, prefetch_lines
 from dlrm_trainer.embedding.row_rules import store_half, update_row
 from dlrm_trainer.processor import lent
 from dlrm_trainer.sizes import value_of

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.compiled import compiled
-from dlrm_checkpointer.prefetching import prefetch
+from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_checkpointer.coding.prefetching import prefetch
 from dlrm_trainer.embedding.tiers.counts import ACCESSES, CREATED, EVICTED, HITS, LOOKUPS, SCRATCH
 from dlrm_trainer.embedding.tiers.replacement import (
     COUNT,

@@ -1,4 +1,4 @@
-"""Rows that are looked up for the first time, compiled: the bits of ``dlrm_checkpointer.initializer``."""
+"""Rows that are looked up for the first time, compiled: the bits of ``dlrm_checkpointer.coding.initializer``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_checkpointer.compiled import compiled
+from dlrm_checkpointer.coding.compiled import compiled
 from dlrm_trainer.splitmix import GOLDEN, mix
 
 _UNIT = np.float32(2.0**-23)

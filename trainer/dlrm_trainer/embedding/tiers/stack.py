@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.plan import Tier, TierShare
 from dlrm_api.tiers import MOST_PLACES, SLOT_META_BYTES, RowDtype, map_entry_bytes
-from dlrm_checkpointer.initializer import table_key
+from dlrm_checkpointer.coding.initializer import table_key
 from dlrm_trainer.embedding.tiers import directory as compiled
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
 from dlrm_trainer.embedding.tiers.counts import COUNTS

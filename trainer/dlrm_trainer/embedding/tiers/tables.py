@@ -14,11 +14,11 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.model import TableSpec
 from dlrm_api.plan import Tier
 from dlrm_api.tiers import BLOCK_SLACK
-from dlrm_checkpointer.codes import CodedRows, decode_rows
+from dlrm_checkpointer.coding.codes import CodedRows, decode_rows
+from dlrm_checkpointer.coding.initializer import table_scale
 from dlrm_checkpointer.cut import RowsInPlace, ShardId, ShardRows
-from dlrm_checkpointer.fetch import in_parallel
-from dlrm_checkpointer.initializer import table_scale
-from dlrm_checkpointer.restore import PARALLEL_DECODES
+from dlrm_checkpointer.format.fetch import in_parallel
+from dlrm_checkpointer.reading.restore import PARALLEL_DECODES
 from dlrm_trainer.embedding.dirty import DirtyPart
 from dlrm_trainer.embedding.kernels import TableBatch
 from dlrm_trainer.embedding.placement import PartGroup

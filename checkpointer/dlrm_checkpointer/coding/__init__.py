@@ -1,0 +1,1 @@
+"""Rows as values, as codes and as bytes: pure functions and compiled loops."""

@@ -1,0 +1,74 @@
+"""Initial values of embedding rows: a hash of (seed, table, row, column), bit for bit the same everywhere.
+
+Integers do all the work; the only rounding is one float32 multiplication, so that any device and any
+sharding agree, tables can start lazily, and a snapshot omits rows that were never updated. The README of
+this folder specifies it with test vectors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.model import InitializerSpec
+from dlrm_checkpointer.coding.splitmix import GOLDEN, mix
+
+DOMAIN = b"dlrm-initializer-1\0"
+BLOCK_VALUES = 1 << 16
+"""Hashes of one pass: its temporaries (0.5 MiB each) stay in the cache."""
+
+
+def table_key(seed: int, table: str) -> int:
+    """The table's 64-bit key: the first 8 bytes, little-endian, of SHA-256(domain, seed as 8 bytes, name in UTF-8)."""
+    body = DOMAIN + (seed % 2**64).to_bytes(8, "little") + table.encode()
+    return int.from_bytes(hashlib.sha256(body).digest()[:8], "little")
+
+
+def table_scale(initializer: InitializerSpec, rows: int) -> float:
+    """Half the width of the table's initial values, as a float32 value; 0 where rows start at zero.
+
+    The default is 1/sqrt(rows): IEEE 754 rounds square root and division correctly, so every machine agrees.
+    """
+    if initializer.kind == "zero":
+        return 0.0
+    scale = 1.0 / math.sqrt(rows) if initializer.scale is None else initializer.scale
+    return float(np.float32(scale))
+
+
+def initial_rows(
+    seed: int, table: str, row_ids: NDArray[np.int64], columns: range, scale: float
+) -> NDArray[np.float32]:
+    """Initial values of some rows: uniform in [-scale, scale), 2**24 levels; +0 everywhere where scale is 0.
+
+    Args:
+        seed: the model's seed.
+        table: name of the table.
+        row_ids: (N,) int64 global row numbers, in any order.
+        columns: global columns, ascending with step 1.
+        scale: a float32 value (``table_scale``).
+
+    Returns:
+        (N, len(columns)) float32, C order.
+
+    One stream of SplitMix64 a row; each output serves two neighbouring columns.
+    """
+    out = np.zeros((len(row_ids), len(columns)), np.float32)
+    if not out.size or scale == 0.0:
+        return out
+    first_pair, end_pair = columns.start // 2, (columns.stop + 1) // 2
+    skip = columns.start - 2 * first_pair
+    pairs = np.arange(first_pair + 1, end_pair + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    key = np.uint64(table_key(seed, table))
+    with np.errstate(over="ignore"):
+        keys = mix(key + row_ids.astype(np.uint64) * np.uint64(GOLDEN))
+    block = max(1, BLOCK_VALUES // len(pairs))
+    for start in range(0, len(row_ids), block):
+        hashes = mix(keys[start : start + block, None] + pairs[None, :])
+        halves = hashes.astype("<u8", copy=False).view("<u4")[:, skip : skip + len(columns)]
+        signed = (halves >> np.uint32(8)).view(np.int32) - np.int32(1 << 23)
+        np.multiply(signed.astype(np.float32), np.float32(2.0**-23), out=out[start : start + block])
+    out *= np.float32(scale)
+    return out

@@ -1,0 +1,123 @@
+"""Codes below eight bits, several to a byte: compiled loops over rows.
+
+A row's bytes hold its codes in planes, so that loops over bytes run in vectors: with P bytes a plane, byte i holds the
+codes of columns i, i + P, i + 2 P and so on, the first in its lowest bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dlrm_checkpointer.coding.compiled import compiled
+
+U8, U64, F32 = np.uint8, np.uint64, np.float32
+ZERO, ONE, TWO, THREE, FOUR, SEVEN, EIGHT = U64(0), U64(1), U64(2), U64(3), U64(4), U64(7), U64(8)
+SPARE = EIGHT
+"""Bytes that a row's codes need beyond twice its width, so that planes may end past its last column."""
+
+
+@compiled
+def pack_row(codes: Any, width: Any, bits: Any, packed: Any, start: Any) -> None:
+    """Pack a row's codes, one a byte, into ``packed`` from ``start`` on.
+
+    Args:
+        codes: (2 * width + 8,) uint8, zeros from ``width`` on.
+        width: columns, a uint64.
+        bits: 2, 3 or 4.
+        packed: uint8, written.
+        start: the row's first byte, a uint64.
+    """
+    if bits == 4:
+        plane = (width + ONE) // TWO
+        for i in range(plane):
+            packed[start + i] = U8(codes[i] | (codes[plane + i] << U8(4)))
+        return
+    plane = (width + THREE) // FOUR
+    for i in range(plane):
+        first, second = codes[i] & U8(3), codes[plane + i] & U8(3)
+        third, fourth = codes[TWO * plane + i] & U8(3), codes[THREE * plane + i] & U8(3)
+        packed[start + i] = U8(first | (second << U8(2)) | (third << U8(4)) | (fourth << U8(6)))
+    if bits == 3:
+        tops, first_top = (width + SEVEN) // EIGHT, start + plane
+        for i in range(tops):
+            packed[first_top + i] = U8(0)
+        for k in range(EIGHT):
+            for i in range(tops):
+                packed[first_top + i] |= U8((codes[k * tops + i] >> U8(2)) << U8(k))
+
+
+@compiled
+def unpack_row(packed: Any, start: Any, width: Any, bits: Any, codes: Any) -> None:
+    """The other way round; of ``codes``, (2 * width + 8,), the first ``width`` mean something afterwards."""
+    if bits == 4:
+        plane = (width + ONE) // TWO
+        for i in range(plane):
+            codes[i] = packed[start + i] & U8(15)
+        for i in range(plane):
+            codes[plane + i] = packed[start + i] >> U8(4)
+        return
+    plane = (width + THREE) // FOUR
+    for k in range(FOUR):
+        for i in range(plane):
+            codes[k * plane + i] = U8(packed[start + i] >> U8(TWO * k)) & U8(3)
+    if bits == 3:
+        tops, first_top = (width + SEVEN) // EIGHT, start + plane
+        for k in range(EIGHT):
+            for i in range(tops):
+                codes[k * tops + i] |= U8((U8(packed[first_top + i] >> U8(k)) & U8(1)) << U8(2))
+
+
+@compiled
+def unpack(body: Any, bits: Any, codes: Any) -> None:
+    """Codes of rows, one a byte: ``body`` (N, P) uint8 into ``codes`` (N, W) uint8, at 2, 3 or 4 bits."""
+    width, plane, packed = U64(codes.shape[1]), U64(body.shape[1]), body.reshape(body.size)
+    scratch = np.empty(TWO * width + SPARE, np.uint8)
+    for row in range(U64(codes.shape[0])):
+        unpack_row(packed, row * plane, width, bits, scratch)
+        for i in range(width):
+            codes[row, i] = scratch[i]
+
+
+@compiled
+def pack(codes: Any, bits: Any, body: Any) -> None:
+    """The other way round."""
+    width, plane, packed = U64(codes.shape[1]), U64(body.shape[1]), body.reshape(body.size)
+    scratch = np.zeros(TWO * width + SPARE, np.uint8)
+    for row in range(U64(codes.shape[0])):
+        for i in range(width):
+            scratch[i] = codes[row, i]
+        pack_row(scratch, width, bits, packed, row * plane)
+
+
+@compiled
+def decode(body: Any, bits: Any, steps: Any, lows: Any, places: Any, rows: Any) -> None:
+    """Weights of codes: float32(code) * step, then + low, each rounded to float32.
+
+    Args:
+        body: (N, P) uint8.
+        bits: 2, 3, 4 or 8.
+        steps: (N,) float32.
+        lows: (N,) float32.
+        places: (N,) int64, the row of ``rows`` that each goes to; empty: they go to the first N.
+        rows: (at least N, W) float32, written.
+    """
+    width, plane = U64(rows.shape[1]), U64(body.shape[1])
+    packed, weights = body.reshape(body.size), rows.reshape(rows.size)
+    codes = np.empty(TWO * width + SPARE, np.uint8)
+    scattered = len(places) > 0
+    for i in range(U64(len(steps))):
+        start = (U64(places[i]) if scattered else i) * width
+        if bits == 8:
+            fill_row(packed, i * plane, width, steps[i], lows[i], weights, start)
+        else:
+            unpack_row(packed, i * plane, width, bits, codes)
+            fill_row(codes, ZERO, width, steps[i], lows[i], weights, start)
+
+
+@compiled
+def fill_row(codes: Any, place: Any, width: Any, step: Any, low: Any, weights: Any, start: Any) -> None:
+    """Weights of one row from ``start`` on, of codes from ``place`` on, one a byte."""
+    for j in range(width):
+        weights[start + j] = F32(codes[place + j]) * step + low

@@ -1,0 +1,261 @@
+"""Objects of a snapshot as bytes: chunks of rows and the dense state, each a safetensors container."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.checkpoint import Bits
+from dlrm_api.errors import SnapshotError
+from dlrm_checkpointer.coding.codes import EXPONENTS, CodedRows, Form, body_shape
+from dlrm_checkpointer.coding.row_ids import decode_ids, encode_ids
+from dlrm_checkpointer.cut import ShardId
+from dlrm_checkpointer.stores.store import Body
+
+OBJECT_VERSION = 2
+METADATA_KEY = "dlrm"
+"""The one entry of the container's metadata, a JSON object: with more than one their order would be left to chance."""
+DTYPES = {
+    "F16": "<f2",
+    "F32": "<f4",
+    "F64": "<f8",
+    "U8": "|u1",
+    "U16": "<u2",
+    "U32": "<u4",
+    "U64": "<u8",
+    "I32": "<i4",
+    "I64": "<i8",
+    "BOOL": "|b1",
+}
+"""safetensors' names of the types that occur, as numpy's."""
+NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
+FIRST_TYPES = ("U64", "I64", "F64", "F32", "U32", "I32", "F16", "U16", "U8", "BOOL")
+"""The order in which the safetensors library puts arrays of several types; those of one go by their names."""
+HEADER_LENGTH_BYTES = 8
+MOST_HEADER_BYTES = 100_000_000
+"""As the safetensors library has it."""
+ALIGNMENT = 8
+"""Of the data, by spaces at the end of the header."""
+MOST_ROW_NUMBERS = 1 << 23
+"""In one object of row numbers: where they follow each other they take no bytes that would bound them."""
+
+
+def encode_rows(coded: CodedRows) -> memoryview:
+    """One chunk, of at least one row. Equal rows give equal bytes."""
+    form = coded.form
+    arrays: dict[str, NDArray[Any]] = {"state": coded.state, **encode_ids(coded.row_ids)}
+    if form.bits <= 8:
+        arrays |= {"codes": coded.body, "scale": coded.scale, "low": coded.low}
+    else:
+        arrays["rows"] = coded.body
+    meta = {
+        "version": OBJECT_VERSION,
+        "kind": "rows",
+        "bits": form.bits,
+        "exponent": form.exponent,
+        "firstRow": int(coded.row_ids[0]),
+        "rows": len(coded.row_ids),
+        **shard_json(coded.shard),
+    }
+    return _save(arrays, meta)
+
+
+def decode_rows(body: Body, key: str) -> CodedRows:
+    """Read a chunk; its arrays but for the row numbers are views of ``body``.
+
+    Raises:
+        SnapshotError: names the object and what is wrong with it.
+    """
+    meta, arrays = _load(body, key, "rows")
+    try:
+        return _coded_rows(meta, arrays)
+    except (LookupError, OverflowError, TypeError, ValueError) as error:
+        raise SnapshotError(f"{key}: not a chunk of rows as the format says: {error!r}") from error
+
+
+def _coded_rows(meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> CodedRows:
+    shard, count = shard_of(meta), int(meta["rows"])
+    form = Form(meta["bits"], int(meta["exponent"]))
+    if (
+        type(form.bits) is not int
+        or form.bits not in get_args(Bits)
+        or form.exponent not in (EXPONENTS if form.bits < 32 else (0,))
+    ):
+        raise ValueError(f"{form.bits} bits with exponent {form.exponent}")
+    if shard.width < 1 or shard.row_start < 0 or shard.column_start < 0:
+        raise ValueError(f"{shard} is no shard")
+    first = int(meta["firstRow"])
+    if first < shard.row_start:
+        raise ValueError(f"row {first} lies outside {shard}")
+    coded = form.bits <= 8
+    halves = (np.float16, (count,)), (np.float16, (count,))
+    body_type = {16: np.float16, 32: np.float32}.get(form.bits, np.uint8)
+    wanted: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "codes" if coded else "rows": (body_type, body_shape(form.bits, count, shard.width)),
+        "state": (np.float32, (count, arrays["state"].shape[-1])),
+        **(dict(zip(("scale", "low"), halves, strict=True)) if coded else {}),
+    }
+    for name, (kind, shape) in wanted.items():
+        array = arrays[name]
+        if array.dtype != kind or array.shape != shape:
+            raise ValueError(f"{name} is {array.dtype}{array.shape}, not {np.dtype(kind)}{shape}")
+        if name in ("scale", "low") and not np.isfinite(array).all():
+            raise ValueError(f"{name} is not finite")
+    none = np.empty(0, np.float16)
+    return CodedRows(
+        shard=shard,
+        row_ids=decode_ids(arrays, first, count, shard.row_end),
+        form=form,
+        body=arrays["codes" if coded else "rows"],
+        scale=arrays.get("scale", none) if coded else none,
+        low=arrays.get("low", none) if coded else none,
+        state=arrays["state"],
+    )
+
+
+def encode_row_numbers(table: str, row_ids: NDArray[np.int64]) -> memoryview:
+    """Row numbers alone: from one to ``MOST_ROW_NUMBERS``, strictly ascending. Equal ones give equal bytes."""
+    meta = {
+        "version": OBJECT_VERSION,
+        "kind": "row-numbers",
+        "table": table,
+        "firstRow": int(row_ids[0]),
+        "rows": len(row_ids),
+    }
+    return _save(encode_ids(row_ids), meta)
+
+
+def decode_row_numbers(body: Body, key: str, table: str, rows: int) -> NDArray[np.int64]:
+    """Read row numbers of a table with so many rows: (N,) strictly ascending.
+
+    Raises:
+        SnapshotError: names the object and what is wrong with it.
+    """
+    meta, arrays = _load(body, key, "row-numbers")
+    try:
+        if meta["table"] != table:
+            raise ValueError(f"is of table {meta['table']}, not {table}")
+        count = int(meta["rows"])
+        if count > MOST_ROW_NUMBERS:
+            raise ValueError(f"{count} row numbers, and an object holds {MOST_ROW_NUMBERS} at most")
+        return decode_ids(arrays, int(meta["firstRow"]), count, rows)
+    except (LookupError, OverflowError, TypeError, ValueError) as error:
+        raise SnapshotError(f"{key}: not row numbers as the format says: {error!r}") from error
+
+
+def encode_dense(arrays: Mapping[str, NDArray[Any]]) -> memoryview:
+    """The dense parameters and dense optimizer state, as they are.
+
+    Raises:
+        SnapshotError: names the array that holds a value that is not finite.
+    """
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise SnapshotError(f"dense {name} holds a value that is not finite: the cut is not stored")
+    return _save(dict(arrays), {"version": OBJECT_VERSION, "kind": "dense"})
+
+
+def decode_dense(body: Body, key: str) -> dict[str, NDArray[Any]]:
+    """Read the dense state.
+
+    Raises:
+        SnapshotError: names the object and what is wrong with it.
+    """
+    return {name: array.copy() for name, array in _load(body, key, "dense")[1].items()}
+
+
+def shard_json(shard: ShardId) -> dict[str, Any]:
+    """A rectangle as the format writes it."""
+    return {
+        "table": shard.table,
+        "rowStart": shard.row_start,
+        "rowEnd": shard.row_end,
+        "columnStart": shard.column_start,
+        "columnEnd": shard.column_end,
+    }
+
+
+def shard_of(value: Mapping[str, Any]) -> ShardId:
+    """Read ``shard_json``'s form."""
+    return ShardId(
+        table=str(value["table"]),
+        row_start=int(value["rowStart"]),
+        row_end=int(value["rowEnd"]),
+        column_start=int(value["columnStart"]),
+        column_end=int(value["columnEnd"]),
+    )
+
+
+def _save(arrays: dict[str, NDArray[Any]], meta: dict[str, Any]) -> memoryview:
+    """The very bytes that the safetensors library would write, each copied once: it would copy them three times."""
+    little = {name: np.asarray(array, array.dtype.newbyteorder("<")) for name, array in arrays.items()}
+    types = {name: NAMES[array.dtype] for name, array in little.items()}
+    order = sorted(little, key=lambda name: (FIRST_TYPES.index(types[name]), name))
+    header: dict[str, Any] = {"__metadata__": {METADATA_KEY: json.dumps(meta, sort_keys=True, separators=(",", ":"))}}
+    begin = 0
+    for name in order:
+        end = begin + little[name].nbytes
+        header[name] = {"dtype": types[name], "shape": little[name].shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    start = HEADER_LENGTH_BYTES + len(text)
+    body = np.empty(start + begin, np.uint8)
+    body[:start] = np.frombuffer(len(text).to_bytes(HEADER_LENGTH_BYTES, "little") + text, np.uint8)
+    for name in order:
+        array, (begin, end) = little[name], header[name]["data_offsets"]
+        if array.nbytes:
+            body[start + begin : start + end].view(array.dtype).reshape(array.shape)[...] = array
+    return body.data
+
+
+def _load(body: Body, key: str, kind: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Header and arrays (views of ``body``); the library would copy, and hides the metadata."""
+    try:
+        length = int.from_bytes(body[:HEADER_LENGTH_BYTES], "little")
+        if length > MOST_HEADER_BYTES:
+            raise ValueError(f"a header of {length} bytes, and one has {MOST_HEADER_BYTES} at most")
+        data = memoryview(body)[HEADER_LENGTH_BYTES + length :]
+        header = json.loads(bytes(body[HEADER_LENGTH_BYTES : HEADER_LENGTH_BYTES + length]))
+        meta = json.loads(header.pop("__metadata__")[METADATA_KEY])
+        _check_ranges([entry["data_offsets"] for entry in header.values()], len(data))
+        arrays = {name: _array(data, entry) for name, entry in header.items()}
+        version, found = int(meta["version"]), meta["kind"]
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise SnapshotError(f"{key}: not a safetensors container of this format: {error!r}") from error
+    if version > OBJECT_VERSION:
+        raise SnapshotError(
+            f"{key}: object version {version}, this program reads up to {OBJECT_VERSION}: use a newer dlrm-operator"
+        )
+    if version < OBJECT_VERSION:
+        raise SnapshotError(f"{key}: object version {version}, which was never released, is not read any more")
+    if found != kind:
+        raise SnapshotError(f"{key}: holds {found}, not {kind}")
+    return meta, arrays
+
+
+def _check_ranges(ranges: Sequence[Sequence[int]], size: int) -> None:
+    """Refuse arrays whose bytes lie outside the data, in each other's, or do not make up all of it.
+
+    Raises:
+        ValueError: names the range.
+    """
+    at = 0
+    for begin, end in sorted((begin, end) for begin, end in ranges):
+        if type(begin) is not int or type(end) is not int or not at == begin <= end <= size:
+            raise ValueError(f"data_offsets [{begin}, {end}] do not follow byte {at} of {size} bytes of data")
+        at = end
+    if at != size:
+        raise ValueError(f"arrays take {at} of {size} bytes of data")
+
+
+def _array(data: memoryview, entry: Mapping[str, Any]) -> NDArray[Any]:
+    begin, end = entry["data_offsets"]
+    shape = [size for size in entry["shape"] if type(size) is int and size >= 0]
+    if len(shape) != len(entry["shape"]):
+        raise ValueError(f"{entry['shape']} is no shape")
+    return np.frombuffer(data[begin:end], DTYPES[entry["dtype"]]).reshape(shape)

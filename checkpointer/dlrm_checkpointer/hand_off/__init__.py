@@ -1,0 +1,1 @@
+"""The shared-memory folder through which cuts go from a pod's ranks to its checkpointer."""

@@ -1,0 +1,1 @@
+"""Deltas for inference caches: making them, and a reference consumer."""

@@ -1,0 +1,286 @@
+"""The sidecar's publisher: a thread that turns committed snapshots into deltas, behind the commit of further ones.
+
+The sidecar of rank 0 leads: it writes down what the next delta is to be, and its manifest once every pod's part is
+there. The delta goes from the newest one that is there to the newest committed snapshot, so an outage skips nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from dlrm_api.errors import DLRMError, NoInputError, SnapshotError, TemporaryError
+from dlrm_checkpointer.cut import SnapshotName
+from dlrm_checkpointer.format.attempts import newest_attempt
+from dlrm_checkpointer.format.chain import Chain, load_chain
+from dlrm_checkpointer.format.fetch import check_present
+from dlrm_checkpointer.life import Backoff
+from dlrm_checkpointer.publishing.publication import (
+    PLAN_KEY,
+    TRIES,
+    Delta,
+    DeltaPlan,
+    Published,
+    delta_key,
+    newest_delta,
+    read_plan,
+)
+from dlrm_checkpointer.publishing.publish import Place, delta_of, parts_of, put_part, remove_old
+from dlrm_checkpointer.reading.restore import Snapshot
+from dlrm_checkpointer.status import Status
+from dlrm_checkpointer.stores.store import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+FIRST_LOOK_S = 0.05
+LONGEST_LOOK_S = 5.0
+"""Pauses between two looks for the plan, or for other pods' parts, grow up to this."""
+LONGEST_END_S = 2.0
+"""Wait for the thread at the end; a call of a store that takes longer dies with the process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What the job asks of its deltas, and the place in the gang of this pod."""
+
+    bits: Literal[8, 16, 32]
+    keep_last: int
+    pod: int
+    pods: int
+
+
+class Publisher:
+    """Publishes what it is offered, the newest alone where it falls behind.
+
+    Args:
+        snapshots: the job's store, by a client of its own, so that snapshots don't wait for its calls.
+        target: where deltas go.
+        terms: of the job.
+        status: what is told of deltas.
+    """
+
+    def __init__(self, snapshots: ObjectStore, target: ObjectStore, terms: Terms, status: Status) -> None:
+        self._snapshots, self._target, self._terms, self._status = snapshots, target, terms, status
+        self._free, self._wake, self._stop = threading.Event(), threading.Event(), threading.Event()
+        self._free.set()
+        self._place = Place(
+            snapshots=snapshots,
+            target=target,
+            pod=terms.pod,
+            pods=terms.pods,
+            before_put=self._wait_for_turn,
+            on_put=status.published_bytes.inc,
+        )
+        self._lock = threading.Lock()
+        self._wanted: SnapshotName | None = None
+        self._used: frozenset[SnapshotName] | None = None
+        self._plan: DeltaPlan | None = None
+        self._tried: SnapshotName | None = None
+        self._look_s = FIRST_LOOK_S
+        self._thread = threading.Thread(target=self._work, name="publisher", daemon=True)
+        self._thread.start()
+
+    def offer(self, name: SnapshotName) -> None:
+        """A snapshot is committed."""
+        with self._lock:
+            if self._wanted is None or self._wanted.recency < name.recency:
+                self._wanted = name
+        self._look_s = FIRST_LOOK_S
+        self._wake.set()
+
+    @contextlib.contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Put nothing more meanwhile: a cut has the store for itself."""
+        self._free.clear()
+        try:
+            yield
+        finally:
+            self._free.set()
+
+    @property
+    def knows(self) -> bool:
+        """Whether the deltas that are there were looked at, and so ``in_use`` is all of it."""
+        with self._lock:
+            return self._used is not None
+
+    @property
+    def in_use(self) -> frozenset[SnapshotName]:
+        """Snapshots that the next delta goes from or to, as far as that is known."""
+        with self._lock:
+            wanted = {self._wanted} if self._wanted else set()
+            return (self._used or frozenset()) | wanted
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to be published, or nothing can be."""
+        with self._lock:
+            return self._wanted is None
+
+    def close(self) -> None:
+        """End the thread, at its next pause."""
+        self._stop.set()
+        self._free.set()
+        self._wake.set()
+        self._thread.join(LONGEST_END_S)
+
+    def _wait_for_turn(self) -> None:
+        self._free.wait()
+        if self._stop.is_set():
+            raise TemporaryError("the publisher ends")
+
+    def _work(self) -> None:
+        backoff = Backoff()
+        while not self._stop.is_set():
+            try:
+                pause = self._turn()
+                backoff.reset()
+            except DLRMError as error:
+                if self._stop.is_set():
+                    return
+                logger.warning("publishing failed", extra={"problem": str(error)})
+                self._status.publish_errors.inc()
+                if self.knows:
+                    self._note_used(None)
+                pause = backoff.next(hurried=False)
+                if not isinstance(error, TemporaryError):
+                    self._forget(self._tried)
+            self._wake.wait(pause)
+            self._wake.clear()
+
+    def _turn(self) -> float | None:
+        """Go on with the next delta; returns for how long to wait then, None until there is something new."""
+        with self._lock:
+            wanted = self._tried = self._wanted  # before the first call, which may be refused for good
+        sequence, newest = newest_delta(self._target)
+        self._note_used(newest)
+        if wanted is None:
+            return None
+        if newest and newest.delta.name.recency >= wanted.recency and self._is_there(newest.delta):
+            self._plan = None
+            self._note_used(newest)
+            if self._terms.pod == 0:
+                remove_old(self._target, newest.delta, self._terms.keep_last)
+            self._forget(wanted)
+            return None
+        if newest_attempt(self._snapshots) > wanted.attempt:
+            self._forget(wanted)
+            return None
+        plan = read_plan(self._target)
+        if plan is None or not self._is_ours(plan, wanted, sequence, newest) or not self._is_there(plan):
+            if self._terms.pod != 0:
+                return self._later()
+            plan = self._make_plan(wanted, sequence, newest)
+        self._plan = plan
+        self._note_used(newest)
+        put_part(self._place, plan)
+        if self._terms.pod != 0 or not self._conclude(plan, wanted):
+            return self._later()
+        self._look_s = FIRST_LOOK_S
+        return 0.0
+
+    def _later(self) -> float:
+        self._look_s = min(2 * self._look_s, LONGEST_LOOK_S)
+        return self._look_s
+
+    def _is_ours(self, plan: DeltaPlan, wanted: SnapshotName, sequence: int, newest: Published | None) -> bool:
+        """Whether a plan is of this gang and of the delta that follows the newest one."""
+        mine = (wanted.attempt, self._terms.pods, sequence + 1, newest.link if newest else None)
+        return (plan.attempt, plan.pods, plan.sequence, plan.previous) == mine
+
+    def _is_there(self, published: DeltaPlan | Delta) -> bool:
+        """Whether its snapshot is one of the job's store: deltas may be older than the store is."""
+        try:
+            return load_chain(self._snapshots, published.name).links[-1].sha256 == published.snapshot
+        except (NoInputError, SnapshotError):
+            return False
+
+    def _make_plan(
+        self, wanted: SnapshotName, sequence: int, newest: Published | None, *, full: bool = False
+    ) -> DeltaPlan:
+        """Say what the delta after the newest one is to be.
+
+        Raises:
+            NoInputError: the snapshot is gone.
+            SnapshotError: it can't be read.
+        """
+        after = load_chain(self._snapshots, wanted)
+        leads_on = (
+            newest is not None
+            and not full
+            and sequence + 1 - newest.delta.base < self._terms.keep_last
+            and self._leads_on(newest, after)
+        )
+        plan = DeltaPlan(
+            sequence=sequence + 1,
+            number=secrets.randbelow(TRIES),
+            step=wanted.step,
+            attempt=wanted.attempt,
+            snapshot=after.links[-1].sha256,
+            previous=newest.link if newest else None,
+            full=not leads_on,
+            base=newest.delta.base if newest and leads_on else sequence + 1,
+            bits=self._terms.bits,
+            pods=self._terms.pods,
+        )
+        self._target.put(PLAN_KEY, plan.encode())
+        return plan
+
+    def _leads_on(self, newest: Published, after: Chain) -> bool:
+        """Whether the snapshot of the newest delta is there still, and of the same model."""
+        name = newest.delta.name
+        try:
+            before = load_chain(self._snapshots, name)
+            check_present(self._snapshots, Snapshot(self._snapshots, before).objects)
+        except (NoInputError, SnapshotError) as error:
+            why = str(error)
+        else:
+            if before.links[-1].sha256 == newest.delta.snapshot and before.newest.cut.tables == after.newest.cut.tables:
+                return True
+            why = "it is of another model or job"
+        logger.warning("the delta is full", extra={"step": name.step, "attempt": name.attempt, "why": why})
+        return False
+
+    def _conclude(self, plan: DeltaPlan, wanted: SnapshotName) -> bool:
+        """Commit the delta if all parts are there; whether something changed.
+
+        Raises:
+            SnapshotError: the snapshot can't be published.
+        """
+        parts = parts_of(self._target, plan)
+        if parts is None:
+            return False
+        problems = [part.problem for part in parts if part.problem]
+        if problems and plan.full and plan.name == wanted:
+            raise SnapshotError(f"step {plan.step} is not published: {problems[0]}")
+        if problems:
+            logger.warning("the delta is planned anew", extra={"step": plan.step, "why": problems[0]})
+            self._make_plan(wanted, *newest_delta(self._target), full=plan.name == wanted)
+            return True
+        delta = delta_of(plan, load_chain(self._snapshots, plan.name), parts)
+        if newest_attempt(self._snapshots) > plan.attempt:
+            return True
+        key, body = delta_key(delta.sequence), delta.encode()
+        if self._target.put_if_absent(key, body) or self._target.get(key) == body:
+            logger.info("delta published", extra={"sequence": delta.sequence, "step": delta.step, "full": delta.full})
+            self._status.published(delta)
+        return True
+
+    def _note_used(self, newest: Published | None) -> None:
+        """Remember which snapshots must stay; what was known stays where the deltas can't be read."""
+        with self._lock:
+            used = set() if newest else set(self._used or ())
+            for link in (newest and newest.link, self._plan, self._plan and self._plan.previous):
+                if link:
+                    used.add(link.name)
+            self._used = frozenset(used)
+
+    def _forget(self, name: SnapshotName | None) -> None:
+        """Nothing is left to be done for a snapshot; a newer one may have come meanwhile."""
+        with self._lock:
+            if self._wanted == name:
+                self._wanted = None

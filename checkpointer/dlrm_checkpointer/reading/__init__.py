@@ -1,0 +1,1 @@
+"""Snapshots read back: restore, verification, comparison and exports."""

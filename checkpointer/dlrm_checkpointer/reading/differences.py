@@ -1,0 +1,246 @@
+"""Rows that differ between two snapshots of a store, band by band in bounded memory.
+
+Snapshots that both go over are read only where a row is needed that one of the two has from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_checkpointer.coding.codes import CodedRows, decode_rows
+from dlrm_checkpointer.coding.digest import BLOCK_ROWS
+from dlrm_checkpointer.coding.initializer import initial_rows
+from dlrm_checkpointer.cut import ShardRows, TableMeta
+from dlrm_checkpointer.format.chain import Chain
+from dlrm_checkpointer.format.fetch import fetch_rows, in_parallel
+from dlrm_checkpointer.format.manifest import ChunkEntry
+from dlrm_checkpointer.merging.merge import chunk_rows
+from dlrm_checkpointer.merging.sweep import stored, sweep
+from dlrm_checkpointer.stores.store import ObjectStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """Some rows of a table as one snapshot has them."""
+
+    rows: NDArray[np.float32]
+    """(N, dim) weights."""
+    state: NDArray[np.float32]
+    """(N, S) row optimizer state."""
+    held: NDArray[np.bool_]
+    """(N,) whether the snapshot stores any column of them; the others have their initial values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Rows whose weights or optimizer state differ, in ascending order; each row whole."""
+
+    row_ids: NDArray[np.int64]
+    before: Values
+    after: Values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What brings rows of one snapshot to another: at least those whose weights differ, in ascending order."""
+
+    row_ids: NDArray[np.int64]
+    rows: NDArray[np.float32]
+    """(N, dim) new weights."""
+    gone: NDArray[np.int64]
+    """Rows that are back at their initial values."""
+
+
+def differences(store: ObjectStore, table: TableMeta, before: Chain, after: Chain) -> Iterator[Difference]:
+    """Rows of a table that differ between two snapshots, band by band in ascending order.
+
+    Memory is that of one band and of the chunks that overlap it.
+
+    Raises:
+        SnapshotError: an object is missing, corrupt, or not of this table.
+    """
+    for band in _bands(store, table, before, after, range(table.rows)):
+        lower = band.lower(~(band.before.whole & band.after.whole))
+        old, new = band.before.values(lower), band.after.values(lower)
+        differ = _differ(old.rows, new.rows) | _differ(old.state, new.state)
+        if differ.any():
+            yield Difference(row_ids=band.row_ids[differ], before=_of(old, differ), after=_of(new, differ))
+
+
+def updates(store: ObjectStore, table: TableMeta, before: Chain | None, after: Chain, rows: range) -> Iterator[Update]:
+    """What brings some rows of a table from one snapshot to another, band by band in ascending order.
+
+    A row that only the newer snapshot stores anew is among them without a look at its older value, so that a chain
+    that merely grew costs one read of what it grew by.
+
+    Args:
+        store: of both.
+        table: the table, as both have it.
+        before: None: every row has its initial values.
+        after: the newer one.
+        rows: global rows, with step 1.
+
+    Raises:
+        SnapshotError: an object is missing, corrupt, or not of this table.
+    """
+    for band in _bands(store, table, before, after, rows):
+        lower = band.lower(~band.after.whole)
+        new = band.after.values(lower)
+        known = band.before.whole
+        changed = ~known
+        if known.any():
+            changed |= _differ(band.before.values(()).rows, new.rows)
+        sent, gone = changed & new.held, changed & ~new.held
+        if sent.any() or gone.any():
+            yield Update(row_ids=band.row_ids[sent], rows=new.rows[sent], gone=band.row_ids[gone])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Side:
+    """Rows of a band as the snapshots of one chain that the other lacks have them, oldest first."""
+
+    table: TableMeta
+    row_ids: NDArray[np.int64]
+    pieces: tuple[ShardRows, ...]
+    whole: NDArray[np.bool_]
+    """(N,) rows of which the pieces hold all columns."""
+
+    def values(self, lower: Sequence[ShardRows]) -> Values:
+        """The rows; where the pieces have none, those of lower snapshots, else initial values."""
+        table, ids = self.table, self.row_ids
+        rows = initial_rows(table.seed, table.name, ids, range(table.dim), table.scale)
+        state = np.zeros((len(ids), table.state_width), np.float32)
+        held = np.zeros(len(ids), bool)
+        for piece in (*lower, *self.pieces):
+            shard = piece.shard
+            values = table.state_of(shard.column_start, shard.column_end)
+            at = np.searchsorted(ids, piece.row_ids)
+            rows[at, shard.column_start : shard.column_end] = piece.rows
+            state[at, values.start : values.stop] = piece.state
+            held[at] = True
+        return Values(rows=table.rounded(rows), state=state, held=held)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidates:
+    """Rows of a band that one of two chains stores where the other one does not."""
+
+    row_ids: NDArray[np.int64]
+    before: _Side
+    after: _Side
+    shared: _Shared
+
+    def lower(self, needed: NDArray[np.bool_]) -> Sequence[ShardRows]:
+        """What the snapshots that both go over have of some of the rows, oldest first."""
+        return self.shared.rows(self.row_ids[needed]) if needed.any() else ()
+
+
+def _bands(
+    store: ObjectStore, table: TableMeta, before: Chain | None, after: Chain, rows: range
+) -> Iterator[_Candidates]:
+    count = _common(before, after)
+    older = () if before is None else before.chunks(table.name)[count:]
+    newer = after.chunks(table.name)
+    shared = _Shared(store, table, newer[:count])
+    inside = [
+        tuple(entry for entry in entries if entry.first_row < rows.stop and entry.last_row >= rows.start)
+        for entries in (*older, *newer[count:])
+    ]
+    sources = [source for number, entries in enumerate(inside) for source in stored(store, table, number, entries)]
+    size = min(BLOCK_ROWS, chunk_rows(table.dim + table.state_width))
+    ends = chain(range(rows.start + size, rows.stop, size), (rows.stop,))
+    if not rows:
+        return
+    for band in sweep(sources, ends, rows.start):
+        if not band.parts:
+            continue
+        pieces = [(layer, decode_rows(piece)) for layer, piece in band.parts]
+        ids = np.unique(np.concatenate([piece.row_ids for _, piece in pieces]))
+        yield _Candidates(
+            row_ids=ids,
+            before=_side(table, ids, [piece for layer, piece in pieces if layer < len(older)]),
+            after=_side(table, ids, [piece for layer, piece in pieces if layer >= len(older)]),
+            shared=shared,
+        )
+
+
+def _common(before: Chain | None, after: Chain) -> int:
+    """Snapshots, from the oldest on, that two chains have in common."""
+    pairs = zip(before.links, after.links, strict=False) if before else ()
+    count = 0
+    for one, other in pairs:
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def _side(table: TableMeta, ids: NDArray[np.int64], pieces: Sequence[ShardRows]) -> _Side:
+    have = np.zeros((len(ids), len(table.column_blocks)), bool)
+    for piece in pieces:
+        blocks = table.blocks_of(piece.shard.column_start, piece.shard.column_end)
+        have[np.searchsorted(ids, piece.row_ids), blocks.start : blocks.stop] = True
+    whole: NDArray[np.bool_] = np.logical_and.reduce(have, axis=1)
+    return _Side(table=table, row_ids=ids, pieces=tuple(pieces), whole=whole)
+
+
+def _differ(one: NDArray[np.float32], other: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """(N,) rows of which a bit differs."""
+    differ: NDArray[np.bool_] = (one.view(np.uint32) != other.view(np.uint32)).any(axis=1)
+    return differ
+
+
+def _of(values: Values, index: NDArray[np.bool_]) -> Values:
+    return Values(rows=values.rows[index], state=values.state[index], held=values.held[index])
+
+
+class _Shared:
+    """Chunks of snapshots that both chains go over, loaded when a row that lies in them is asked for.
+
+    Rows are asked for in ascending order; a chunk stays in memory until it is passed.
+    """
+
+    def __init__(self, store: ObjectStore, table: TableMeta, layers: Sequence[Sequence[ChunkEntry]]) -> None:
+        self._store, self._table = store, table
+        every = [(number, entry) for number, each in enumerate(layers) for entry in each]
+        self._waiting = sorted(every, key=lambda each: each[1].first_row, reverse=True)
+        self._near: list[tuple[int, ChunkEntry]] = []
+        self._loaded: dict[str, CodedRows] = {}
+
+    def rows(self, ids: NDArray[np.int64]) -> Sequence[ShardRows]:
+        """What the snapshots have of some rows, oldest first.
+
+        Args:
+            ids: (N,) ascending, N >= 1, none below those of the last call.
+        """
+        while self._waiting and self._waiting[-1][1].first_row <= ids[-1]:
+            self._near.append(self._waiting.pop())
+        for _, entry in self._near:
+            if entry.last_row < ids[0]:
+                self._loaded.pop(entry.key, None)
+        self._near = sorted((each for each in self._near if each[1].last_row >= ids[0]), key=lambda each: each[0])
+        needed = [entry for _, entry in self._near if _any_between(ids, entry.first_row, entry.last_row)]
+        self._load(entry for entry in needed if entry.key not in self._loaded)
+        pieces = (_only(self._loaded[entry.key], ids) for entry in needed)
+        return [decode_rows(piece) for piece in pieces if len(piece.row_ids)]
+
+    def _load(self, entries: Iterable[ChunkEntry]) -> None:
+        for key, piece in in_parallel(lambda each: (each.key, fetch_rows(self._store, each, self._table)), entries):
+            self._loaded[key] = piece
+
+
+def _any_between(ids: NDArray[np.int64], first: int, last: int) -> bool:
+    begin, end = np.searchsorted(ids, (first, last + 1)).tolist()
+    return bool(begin < end)
+
+
+def _only(piece: CodedRows, ids: NDArray[np.int64]) -> CodedRows:
+    """The rows of a piece that are among some ascending ones."""
+    places = np.searchsorted(piece.row_ids, ids)
+    places = places[places < len(piece.row_ids)]
+    return piece.take(places[piece.row_ids[places] == ids[: len(places)]])

@@ -1,0 +1,1 @@
+"""Where objects live: ``file://`` and ``s3://`` behind one protocol."""

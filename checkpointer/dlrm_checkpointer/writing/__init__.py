@@ -1,0 +1,1 @@
+"""Cuts made durable: objects, part lists, manifests, and what is removed."""

@@ -1,0 +1,196 @@
+"""From a cut in shared memory to durable parts: code, merge with older snapshots, put, then the part list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.checkpoint import Bits
+from dlrm_api.errors import NoInputError
+from dlrm_checkpointer.coding.codes import CodedRows
+from dlrm_checkpointer.cut import ShardId, TableMeta
+from dlrm_checkpointer.format.chain import Basis, Layers
+from dlrm_checkpointer.format.fetch import AT_ONCE, in_parallel
+from dlrm_checkpointer.format.manifest import ChunkEntry, ObjectEntry, PartList, chunk_key, parse_part, part_key
+from dlrm_checkpointer.format.objects import encode_dense, encode_rows
+from dlrm_checkpointer.format.put import put_by_digest
+from dlrm_checkpointer.hand_off.ready import Durable, ReadyCut
+from dlrm_checkpointer.merging.delta import Delta, deltas
+from dlrm_checkpointer.merging.merge import coded_chunks, merged_chunks
+from dlrm_checkpointer.stores.store import Body, ObjectStore
+
+MERGED_AT_ONCE = 2
+"""Chunks of a merge that are put at a time: what it reads is in memory beside them."""
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """A chunk as it is put, and what its entry says of the rows."""
+
+    shard: ShardId
+    row_ids: NDArray[np.int64]
+    body: Body
+
+    @classmethod
+    def of(cls, rows: CodedRows) -> _Encoded:
+        return cls(rows.shard, rows.row_ids, encode_rows(rows))
+
+
+Load = Callable[[], Iterable[_Encoded]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How the rows of a cut are stored."""
+
+    bits: Bits
+    basis: Basis
+    chained: bool = False
+    """Whether a base will be made of these rows and those of a whole chain: their chunks are small."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Told, in any thread, of the bytes of each object."""
+
+    put: Callable[[int], None]
+    read: Callable[[int], None]
+    """Older ones, to be merged with a cut."""
+
+
+class Upload:
+    """One rank's cut, or a slice of one, on its way into the store.
+
+    ``run`` and ``run_slice`` may be repeated after an outage: what is there already is not put again.
+
+    Args:
+        store: the job's store.
+        cut: one rank's cut or slice.
+        before: what is durable of the slices before it; its bits hold for the whole cut.
+        way: how its rows are stored.
+        traffic: what is told of bytes.
+    """
+
+    def __init__(self, store: ObjectStore, cut: ReadyCut, before: Durable, way: Way, traffic: Traffic) -> None:
+        self._store, self._cut, self._before, self._traffic = store, cut, before, traffic
+        self._basis, self._bits, self._chained = way.basis, before.bits or way.bits, way.chained
+        self._put_already: dict[int, tuple[ChunkEntry, ...]] = {}
+        self._dense: ObjectEntry | None = None
+
+    def run(self) -> PartList:
+        """Make the cut durable and return its part list, which is written last.
+
+        A part list that is there already (of a sidecar that was killed) is kept as it is, so that the manifest
+        is the same whoever commits it.
+
+        Raises:
+            SnapshotError: the cut can never be stored; names the table and the row.
+            BrokenChainError: what it goes over is gone or damaged; names the object.
+            StoreUnavailableError: call again.
+        """
+        name, basis = self._cut.name, self._basis
+        key = part_key(name.step, name.attempt, name.rank)
+        known = _get_part(self._store, key)
+        if known:
+            return known
+        self._put_dense()
+        mine = deltas(self._cut.owned, self._cut.pieces())
+        chunks = (
+            self._put_merged(mine) if basis.merged else (*self._before.chunks, *self._put_chunks(self._coded(mine)))
+        )
+        part = PartList(
+            rank=name.rank,
+            kind=basis.kind,
+            bits=self._bits,
+            chain=basis.chain,
+            before=basis.growth,
+            meta=self._cut.meta.to_json(),
+            chunks=chunks,
+            dense=self._dense,
+        )
+        if self._store.put_if_absent(key, part.encode()):
+            return part
+        return parse_part(self._store.get(key), key)
+
+    def run_slice(self) -> Durable:
+        """Make the slice durable; returns what is with it.
+
+        Raises:
+            SnapshotError: the cut can never be stored; names the table and the row.
+            StoreUnavailableError: call again.
+        """
+        put = self._put_chunks(self._coded(deltas(self._cut.owned, self._cut.pieces())))
+        return Durable(slices=self._cut.number + 1, chunks=(*self._before.chunks, *put), bits=self._bits)
+
+    def _coded(self, mine: Sequence[Delta]) -> Iterator[Load]:
+        for delta in mine:
+            yield from map(_encoding, coded_chunks(delta, self._bits, chained=self._chained))
+
+    def _put_merged(self, mine: Sequence[Delta]) -> tuple[ChunkEntry, ...]:
+        return self._put_chunks((load for delta in mine for load in self._merged(delta)), MERGED_AT_ONCE)
+
+    def _merged(self, delta: Delta) -> Iterator[Load]:
+        table = self._tables[delta.shard.table]
+        older = (*self._older(table.name), self._slices.get(delta.shard, ()))
+        merged = merged_chunks(self._store, table, delta, older, self._bits, self._traffic.read)
+        for encoded in map(_Encoded.of, merged):  # at once, so that the rows are not in memory while it is put
+            yield partial(_as_it_is, encoded)
+
+    @cached_property
+    def _tables(self) -> dict[str, TableMeta]:
+        return {table.name: table for table in self._cut.meta.tables}
+
+    @cached_property
+    def _older(self) -> Layers:
+        return Layers(self._basis.merged)
+
+    @cached_property
+    def _slices(self) -> dict[ShardId, list[ChunkEntry]]:
+        """Chunks of the slices before, by shard."""
+        found: dict[ShardId, list[ChunkEntry]] = {}
+        for chunk in self._before.chunks:
+            found.setdefault(chunk.shard, []).append(chunk)
+        return found
+
+    def _put_dense(self) -> None:
+        arrays = self._cut.dense()
+        if arrays is not None and self._dense is None:
+            self._dense = self._put("dense", encode_dense(arrays))
+
+    def _put_chunks(self, loads: Iterator[Load], at_once: int = AT_ONCE) -> tuple[ChunkEntry, ...]:
+        """Put what is loaded, a few at a time; entries in its order."""
+        numbered = enumerate(loads, len(self._before.chunks))
+        entries = in_parallel(lambda task: self._put_chunk(*task), numbered, at_once)
+        return tuple(entry for found in entries for entry in found)
+
+    def _put_chunk(self, number: int, load: Load) -> tuple[ChunkEntry, ...]:
+        if number not in self._put_already:
+            self._put_already[number] = tuple(self._put_rows(number, rows) for rows in load())
+        return self._put_already[number]
+
+    def _put_rows(self, number: int, rows: _Encoded) -> ChunkEntry:
+        return ChunkEntry.of(self._put(f"{number:06d}", rows.body), rows.shard, rows.row_ids)
+
+    def _put(self, name: str, body: Body) -> ObjectEntry:
+        entry = put_by_digest(self._store, partial(chunk_key, self._cut.meta, self._cut.name.rank, name), body)
+        self._traffic.put(len(body))
+        return entry
+
+
+def _as_it_is(chunk: _Encoded) -> Iterable[_Encoded]:
+    return (chunk,)
+
+
+def _encoding(code: Callable[[], Sequence[CodedRows]]) -> Load:
+    return lambda: map(_Encoded.of, code())
+
+
+def _get_part(store: ObjectStore, key: str) -> PartList | None:
+    try:
+        return parse_part(store.get(key), key)
+    except NoInputError:
+        return None
