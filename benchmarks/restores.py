@@ -29,10 +29,10 @@ from dlrm_checkpointer.coding.codes import CodedRows, code_rows
 from dlrm_checkpointer.cut import ShardId, loaded
 from dlrm_checkpointer.writing.policy import bits_for
 from dlrm_trainer import metrics
-from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import Batch, open_reader
 from dlrm_trainer.embedding.rows import ResidentPart
 from dlrm_trainer.learner import Learner
+from dlrm_trainer.ranks.collectives import Collectives
 
 SHAPE = Shape(tables=8, rows=50_000, batch=1_024, bottom=(64, 64), top=(64, 1))
 ROW_RATE, DENSE_RATE = 0.05, 0.02

@@ -14,7 +14,6 @@ from benchmarks.shapes import Batches, Shape, job_of
 from dlrm_api.tiers import state_values
 from dlrm_checkpointer.coding.codes import code_rows
 from dlrm_checkpointer.cut import ShardRows
-from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding import Placement, Prepared
@@ -23,6 +22,7 @@ from dlrm_trainer.embedding.tiers.level import Level
 from dlrm_trainer.embedding.tiers.stack import Stack
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.lookahead import prepared_ahead
+from dlrm_trainer.ranks.collectives import Collectives
 
 PIECE = 1 << 15
 Replace = Callable[[Stack], Sequence[Level]]

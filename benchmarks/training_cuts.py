@@ -18,7 +18,7 @@ from benchmarks.shapes import Batches, Shape, popularity_of, split_placement
 from benchmarks.sides import Trained
 from dlrm_checkpointer.cut import CutMeta
 from dlrm_checkpointer.hand_off.writer import HandOffWriter
-from dlrm_trainer.background import BackgroundHandOver
+from dlrm_trainer.cutting.background import BackgroundHandOver
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding.rows import table_meta
 from dlrm_trainer.learner import Learner

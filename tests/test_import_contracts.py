@@ -37,7 +37,7 @@ PLANTED = {
     ),
     "model, rows and data know nothing of the loop that trains them": (
         "trainer/dlrm_trainer/embedding",
-        "dlrm_trainer.cuts",
+        "dlrm_trainer.cutting.cuts",
     ),
     "the checkpointer's packages know only those below them": (
         "checkpointer/dlrm_checkpointer/stores",
@@ -47,6 +47,7 @@ PLANTED = {
         "trainer/dlrm_trainer",
         "dlrm_planner",
     ),
+    "the trainer's packages know only those below them": ("trainer/dlrm_trainer/ranks", "dlrm_trainer.train"),
     "one module touches Kubernetes' API": ("operator/dlrm_cli", "kubernetes"),
     "one module touches S3": ("trainer/dlrm_trainer", "boto3"),
     "one module touches fbgemm": ("trainer/dlrm_trainer", "fbgemm_gpu"),

@@ -22,7 +22,7 @@ from dlrm_cluster.fixtures import refuse
 from dlrm_monitoring.files import rendered
 from dlrm_monitoring.metric_tables import processes
 from dlrm_operator.objects.manifests import labels
-from dlrm_trainer import step_counters, tier_metrics
+from dlrm_trainer.observing import step_counters, tier_metrics
 
 NAMESPACE = "dlrm-system"
 RULES = CHART / "files" / "monitoring" / "rules.yaml"

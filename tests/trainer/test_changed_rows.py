@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from shardings import random_plan
 
-from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.ranks.collectives import Collectives
 
 ALONE = Collectives(0, 1, lambda: "")
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # a run takes a second: shrinking would take minutes

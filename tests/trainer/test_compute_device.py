@@ -25,17 +25,17 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan, TierLevel, TierShare
 from dlrm_api.training import DenseOptimizerSpec
-from dlrm_trainer import stages
-from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.compute_device import HOST, take_device
 from dlrm_trainer.data import open_reader
-from dlrm_trainer.dense import DenseParameters
-from dlrm_trainer.device_pairs import DevicePairs, pair_places
+from dlrm_trainer.dense.device_pairs import DevicePairs, pair_places
+from dlrm_trainer.dense.model import build_model
+from dlrm_trainer.dense.pairs import Pairs
+from dlrm_trainer.dense.parameters import DenseParameters
 from dlrm_trainer.embedding import device, place
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.model import build_model
-from dlrm_trainer.pairs import Pairs
-from dlrm_trainer.rendezvous import backends
+from dlrm_trainer.observing import stages
+from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.ranks.rendezvous import backends
 
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # a run takes a second: shrinking would take minutes
 QUIET = [HealthCheck.function_scoped_fixture]

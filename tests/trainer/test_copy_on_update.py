@@ -19,7 +19,6 @@ from dlrm_api.model import TableSpec
 from dlrm_api.tiers import CHANGED_BYTES
 from dlrm_checkpointer.cut import RowsInPlace, ShardRows
 from dlrm_checkpointer.hand_off.draft import Laid, Rows
-from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.embedding import copy_on_update
 from dlrm_trainer.embedding.copy_on_update import CopyOnUpdate, Image
@@ -28,6 +27,7 @@ from dlrm_trainer.embedding.host import lazy_zeros
 from dlrm_trainer.embedding.pending import Changing
 from dlrm_trainer.embedding.rows import ResidentPart, table_meta
 from dlrm_trainer.lookahead import prepared_ahead
+from dlrm_trainer.ranks.collectives import Collectives
 
 ALONE = Collectives(0, 1, lambda: "")
 QUIET = [HealthCheck.function_scoped_fixture]

@@ -10,9 +10,9 @@ from gangs import run_ranks, small_job
 
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_checkpointer.hand_off.writer import HandOffWriter
-from dlrm_trainer.collectives import Collectives
-from dlrm_trainer.cuts import COMMIT_S, Agreement, CutControl, StoppedError
+from dlrm_trainer.cutting.cuts import COMMIT_S, Agreement, CutControl, StoppedError
 from dlrm_trainer.embedding.saved import Changed
+from dlrm_trainer.ranks.collectives import Collectives
 
 
 @dataclass

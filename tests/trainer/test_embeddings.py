@@ -9,8 +9,8 @@ from reference import DenseTables, RankState, global_batch, train_sharded
 from shardings import random_model, random_plan
 
 from dlrm_api.model import ModelSpec
-from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.embedding import Placement, place
+from dlrm_trainer.ranks.collectives import Collectives
 
 STEPS = 6
 

@@ -12,11 +12,11 @@ import pytest
 from gangs import run_ranks
 from pydantic import TypeAdapter
 
-from dlrm_trainer import in_step
-from dlrm_trainer.collectives import Collectives
-from dlrm_trainer.handing_over import HandingOver, MetaOf
-from dlrm_trainer.in_step import InStep
-from dlrm_trainer.snapshots import restore
+from dlrm_trainer.cutting.handing_over import HandingOver, MetaOf
+from dlrm_trainer.cutting.snapshots import restore
+from dlrm_trainer.ranks import in_step
+from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.ranks.in_step import InStep
 
 TIMEOUT_S = 2.0
 PIECE_S = 0.25

@@ -19,12 +19,12 @@ from dlrm_checkpointer.coding.digest import combine, state_digest
 from dlrm_checkpointer.cut import ShardId, loaded
 from dlrm_checkpointer.format import objects
 from dlrm_checkpointer.reading.table_blocks import Block
-from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.cutting.snapshots import live_digest, restore
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.embedding import place
 from dlrm_trainer.embedding.rows import table_meta
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.snapshots import live_digest, restore
+from dlrm_trainer.ranks.collectives import Collectives
 
 ALONE = Collectives(0, 1, lambda: "")
 KINDS = ["rowwise-adagrad", "sgd", "adam"]

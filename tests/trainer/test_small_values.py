@@ -16,13 +16,13 @@ from dlrm_api.errors import TemporaryError
 from dlrm_api.progress import EvalMetrics
 from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.reading.salvage import Salvage
-from dlrm_trainer import small_values
-from dlrm_trainer.collectives import Collectives
-from dlrm_trainer.divergence import LARGEST
+from dlrm_trainer.cutting.handing_over import TOLD
+from dlrm_trainer.cutting.snapshots import PARTIALS, START, Start
 from dlrm_trainer.evaluate import QUALITY
-from dlrm_trainer.handing_over import TOLD
-from dlrm_trainer.small_values import GATHERED_BYTES, decode_value, encode_value
-from dlrm_trainer.snapshots import PARTIALS, START, Start
+from dlrm_trainer.observing.divergence import LARGEST
+from dlrm_trainer.ranks import small_values
+from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.ranks.small_values import GATHERED_BYTES, decode_value, encode_value
 from dlrm_trainer.start import CHANGE, CHOSEN
 
 NAME = SnapshotName(40, 2)
@@ -77,7 +77,7 @@ def test_what_is_no_such_value_is_refused_by_the_rank_that_sent_it(body: bytes, 
 
 def said_by(collectives: Collectives, bodies: list[bytes], of_rank_0: bool) -> str:
     """What a rank makes of the bodies that ranks send as their values."""
-    from dlrm_trainer import collectives as module
+    from dlrm_trainer.ranks import collectives as module
 
     module.encode_value = lambda _value, _kind: bodies[collectives.rank]  # type: ignore[assignment]
     kind = TypeAdapter(list[int])

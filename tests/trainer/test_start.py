@@ -11,8 +11,8 @@ from gangs import run_ranks
 from dlrm_api.errors import SnapshotError, TemporaryError
 from dlrm_checkpointer.format.attempts import newest_attempt
 from dlrm_checkpointer.stores.files import FileStore
-from dlrm_trainer.collectives import Collectives
-from dlrm_trainer.snapshots import choose_start
+from dlrm_trainer.cutting.snapshots import choose_start
+from dlrm_trainer.ranks.collectives import Collectives
 from dlrm_trainer.start import agree_on_data
 
 FILES = [{"name": "a.parquet", "bytes": 10, "rows": 5}, {"name": "b.parquet", "bytes": 20, "rows": 9}]

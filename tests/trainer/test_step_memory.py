@@ -29,11 +29,11 @@ from dlrm_planner.dense import (
 )
 from dlrm_planner.memory import dense_bytes
 from dlrm_planner.tables import read_tables
-from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.embedding import place
 from dlrm_trainer.learner import Learner
+from dlrm_trainer.ranks.collectives import Collectives
 
 SAMPLES, TABLES = 2_048, 6
 DOT = {"interaction": "dot", "bottomMlp": [8, 64], "topMlp": [32, 1]}

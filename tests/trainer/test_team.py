@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlrm_trainer.team import finish, share, take
+from dlrm_trainer.compute.team import finish, share, take
 
 
 @pytest.fixture(autouse=True)

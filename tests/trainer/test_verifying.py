@@ -16,9 +16,10 @@ from dlrm_checkpointer.format import fetch
 from dlrm_checkpointer.format.fetch import Check
 from dlrm_checkpointer.format.manifest import ObjectEntry
 from dlrm_checkpointer.stores.files import FileStore
-from dlrm_trainer import in_step, verifying
-from dlrm_trainer.collectives import Collectives
-from dlrm_trainer.verifying import choose_together
+from dlrm_trainer.cutting import verifying
+from dlrm_trainer.cutting.verifying import choose_together
+from dlrm_trainer.ranks import in_step
+from dlrm_trainer.ranks.collectives import Collectives
 
 Snapshots = Sequence[Sequence[ObjectEntry]]
 Outcome = tuple[tuple[int | None, list[str]], list[str], list[str]]

@@ -20,8 +20,8 @@ from dlrm_api.names import TOKEN_HEADER
 from dlrm_api.progress import Progress, TrainerPhase
 from dlrm_api.tokens import token_digest
 from dlrm_checkpointer.serving import EndpointHandler, EndpointServer
-from dlrm_trainer.cuts import CutControl
-from dlrm_trainer.progress import ProgressBoard
+from dlrm_trainer.cutting.cuts import CutControl
+from dlrm_trainer.observing.progress import ProgressBoard
 
 CUT_WAIT_S = 5.0
 """How long ``POST /cut`` waits for the cut before it answers with the step at which it will be at the earliest."""

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dlrm_api.progress import EvalMetrics
 from dlrm_trainer import metrics
-from dlrm_trainer.collectives import Collectives
-from dlrm_trainer.cuts import StoppedError
+from dlrm_trainer.cutting.cuts import StoppedError
 from dlrm_trainer.data import Batch
 from dlrm_trainer.learner import Learner
+from dlrm_trainer.ranks.collectives import Collectives
 
 QUALITY = TypeAdapter[EvalMetrics | None](EvalMetrics | None)
 

@@ -24,13 +24,13 @@ from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.system_limits import named_limit
 from dlrm_trainer.compute_device import named_failure
-from dlrm_trainer.cuts import CutControl, StoppedError
+from dlrm_trainer.cutting.cuts import CutControl, StoppedError
 from dlrm_trainer.limits import usable_cpus
-from dlrm_trainer.progress import ProgressBoard
-from dlrm_trainer.rendezvous import Gang
+from dlrm_trainer.observing.progress import ProgressBoard
+from dlrm_trainer.observing.stacks import RankStacks
+from dlrm_trainer.observing.tier_counters import SharedCounters
+from dlrm_trainer.ranks.rendezvous import Gang
 from dlrm_trainer.settings import Settings
-from dlrm_trainer.stacks import RankStacks
-from dlrm_trainer.tier_counters import SharedCounters
 from dlrm_trainer.train import train
 
 PR_SET_PDEATHSIG = 1

@@ -24,18 +24,18 @@ from dlrm_checkpointer.format.manifest import manifest_key
 from dlrm_checkpointer.hand_off.writer import HandOffWriter
 from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot
 from dlrm_checkpointer.stores.store import FieldNames, ObjectStore, StoreOptions, open_store
-from dlrm_trainer import snapshots
-from dlrm_trainer.collectives import Collectives
-from dlrm_trainer.compatible import check_data, check_model, first_change
-from dlrm_trainer.cuts import CutControl
+from dlrm_trainer.cutting import snapshots
+from dlrm_trainer.cutting.compatible import check_data, check_model, first_change
+from dlrm_trainer.cutting.cuts import CutControl
+from dlrm_trainer.cutting.verifying import choose_together
 from dlrm_trainer.data import Reader
 from dlrm_trainer.embedding import Placement
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.observer import Observer
-from dlrm_trainer.progress import ProgressBoard
-from dlrm_trainer.rendezvous import Gang
+from dlrm_trainer.observing.observer import Observer
+from dlrm_trainer.observing.progress import ProgressBoard
+from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.ranks.rendezvous import Gang
 from dlrm_trainer.settings import Settings
-from dlrm_trainer.verifying import choose_together
 
 logger = logging.getLogger(__name__)
 

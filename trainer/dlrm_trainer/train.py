@@ -14,27 +14,27 @@ from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics, TrainerPhase
 from dlrm_checkpointer.cut import CutMeta, SnapshotName
-from dlrm_trainer import snapshots
 from dlrm_trainer.compute_device import take_device
-from dlrm_trainer.cuts import CutControl, StoppedError
+from dlrm_trainer.cutting import snapshots
+from dlrm_trainer.cutting.cuts import CutControl, StoppedError
+from dlrm_trainer.cutting.handing_over import HandingOver
 from dlrm_trainer.data import open_reader
-from dlrm_trainer.divergence import diverged
 from dlrm_trainer.embedding import Prepared, place
 from dlrm_trainer.endpoint import Endpoint
 from dlrm_trainer.evaluate import evaluate
-from dlrm_trainer.handing_over import HandingOver
-from dlrm_trainer.journal import Ledger, StepJournal, write_result
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.lookahead import prepared_ahead
-from dlrm_trainer.observer import Observer
-from dlrm_trainer.pace import Pace
-from dlrm_trainer.progress import ProgressBoard
-from dlrm_trainer.rendezvous import Gang
+from dlrm_trainer.observing.divergence import diverged
+from dlrm_trainer.observing.journal import Ledger, StepJournal, write_result
+from dlrm_trainer.observing.observer import Observer
+from dlrm_trainer.observing.progress import ProgressBoard
+from dlrm_trainer.observing.stacks import RankStacks
+from dlrm_trainer.observing.tier_counters import SharedCounters
+from dlrm_trainer.ranks.pace import Pace
+from dlrm_trainer.ranks.rendezvous import Gang
 from dlrm_trainer.schedule import Schedule, make_schedule
 from dlrm_trainer.settings import Settings
-from dlrm_trainer.stacks import RankStacks
 from dlrm_trainer.start import Assembly, Restored, agree_on_data, open_writer, restore_newest
-from dlrm_trainer.tier_counters import SharedCounters
 
 logger = logging.getLogger(__name__)
 

@@ -54,6 +54,7 @@ DURABLE_PREFIX = "durable-"
 UPLOADED_PREFIX = "uploaded-"
 DEAD_PREFIX = "dead-"
 SPARE_PREFIX = "spare-"
+
 LOCK_PATIENCE_S = 2.0
 """The sidecar tests the ranks' locks for an instant now and then, so a first refusal proves nothing."""
 POLL_S = 0.02

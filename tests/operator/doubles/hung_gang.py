@@ -9,7 +9,7 @@ from running_job import POD_0, POD_1, running, say
 from dlrm_api.progress import SlowestRank, TrainerPhase
 from dlrm_operator.facts.observed import Polled, StacksSeen
 
-COLLECTIVE = "dlrm/dlrm_trainer/collectives.py"
+COLLECTIVE = "dlrm/dlrm_trainer/ranks/collectives.py"
 
 
 def stack(rank: int, file: str, function: str) -> str:

@@ -25,7 +25,7 @@ from hashed_ids import rows_of_ids
 from hypothesis import given, settings
 
 from dlrm_api.errors import BadDataError
-from dlrm_trainer.compatible import first_change
+from dlrm_trainer.cutting.compatible import first_change
 from dlrm_trainer.data import Reader, criteo, line_index, open_reader
 from dlrm_trainer.data.criteo import COLUMNS, CriteoSource
 from dlrm_trainer.data.files import LocalFile

@@ -16,8 +16,8 @@ import slow_trainer  # noqa: F401  has its faults made
 
 import dlrm_trainer.__main__
 from dlrm_checkpointer.hand_off.writer import HandedOver, WholeCut
-from dlrm_trainer import handing_over
-from dlrm_trainer.background import BackgroundHandOver
+from dlrm_trainer.cutting import handing_over
+from dlrm_trainer.cutting.background import BackgroundHandOver
 from dlrm_trainer.embedding import Embeddings
 from dlrm_trainer.embedding.copy_on_update import Image
 

@@ -16,14 +16,14 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
 from dlrm_checkpointer.coding.codes import CodedRows, code_rows
 from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta, loaded
-from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.compute_device import HOST
+from dlrm_trainer.cutting.snapshots import live_digest, restore
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.embedding import place
 from dlrm_trainer.embedding.rows import table_meta
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.lookahead import prepared_ahead
-from dlrm_trainer.snapshots import live_digest, restore
+from dlrm_trainer.ranks.collectives import Collectives
 
 
 def job_of(

@@ -12,14 +12,14 @@ from gangs import plan_document
 
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan, parse_plan
-from dlrm_trainer.collectives import Collectives
 from dlrm_trainer.compute_device import HOST
+from dlrm_trainer.cutting.snapshots import live_digest
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.embedding import place
 from dlrm_trainer.evaluate import evaluate
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.lookahead import prepared_ahead
-from dlrm_trainer.snapshots import live_digest
+from dlrm_trainer.ranks.collectives import Collectives
 
 ALONE = Collectives(0, 1, lambda: "")
 

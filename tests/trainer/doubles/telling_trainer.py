@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import dlrm_trainer.__main__
+from dlrm_trainer.cutting.snapshots import live_digest
 from dlrm_trainer.embedding import Prepared
-from dlrm_trainer.snapshots import live_digest
 from dlrm_trainer.train import Training
 
 train_step = Training.train_step

@@ -8,8 +8,8 @@ from gangs import small_job
 from stacked import ALONE, Shape, make_learner
 
 from dlrm_trainer.data import open_reader
-from dlrm_trainer.divergence import diverged
 from dlrm_trainer.embedding.rows import CHUNK_ROWS
+from dlrm_trainer.observing.divergence import diverged
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -16,12 +16,12 @@ from stacked import ALONE, Shape, make_learner, stacked_plan
 from dlrm_api import tiers
 from dlrm_api.job import DLRMJob
 from dlrm_api.measured import RankUse
-from dlrm_trainer import tier_counters
 from dlrm_trainer.data import Batch, open_reader
 from dlrm_trainer.embedding import place
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.tier_counters import RankCounters, SharedCounters
-from dlrm_trainer.tier_report import rank_use
+from dlrm_trainer.observing import tier_counters
+from dlrm_trainer.observing.tier_counters import RankCounters, SharedCounters
+from dlrm_trainer.observing.tier_report import rank_use
 
 
 class SimulatedLru:

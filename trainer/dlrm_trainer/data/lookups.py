@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from dlrm_api.model import TableSpec
 from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_trainer.compute.splitmix import GOLDEN, mix
 from dlrm_trainer.data.dividing import inverse_of, rest
-from dlrm_trainer.splitmix import GOLDEN, mix
 
 NONE, MODULO, MIX = 0, 1, 2
 GOOD, LONG_BAG, NO_ROW = 0, 1, 2

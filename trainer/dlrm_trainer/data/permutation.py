@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_trainer.compute.splitmix import GOLDEN, mix
 from dlrm_trainer.data.dividing import inverse_of, quotient
-from dlrm_trainer.splitmix import GOLDEN, mix
 
 UInts = NDArray[np.uint64]
 

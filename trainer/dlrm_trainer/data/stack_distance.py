@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_checkpointer.coding.compiled import compiled
-from dlrm_trainer.splitmix import GOLDEN, mix
+from dlrm_trainer.compute.splitmix import GOLDEN, mix
 
 _SHIFT_11 = np.uint64(11)
 _HASH_BITS = 53

@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 
 from dlrm_checkpointer.coding.compiled import compiled
 from dlrm_checkpointer.hand_off.draft import Laid, Rows
+from dlrm_trainer.compute.processor import bit_count, lent, lowest_bit
+from dlrm_trainer.compute.sizes import size_of, value_of
+from dlrm_trainer.compute.team import alone
 from dlrm_trainer.embedding.dirty import UNIT_WORDS, WORD, DirtyRows, Words
 from dlrm_trainer.embedding.gather import copy_rows
 from dlrm_trainer.embedding.half import widened
@@ -24,9 +27,6 @@ from dlrm_trainer.embedding.layout import joined
 from dlrm_trainer.embedding.pending import Changing
 from dlrm_trainer.embedding.row_rules import memory_of
 from dlrm_trainer.embedding.rows import ResidentPart
-from dlrm_trainer.processor import bit_count, lent, lowest_bit
-from dlrm_trainer.sizes import size_of, value_of
-from dlrm_trainer.team import alone
 
 U64 = np.uint64
 ONE, SIX, SIXTY_THREE = U64(1), U64(6), U64(63)

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_checkpointer.coding.compiled import compiled
-from dlrm_trainer.processor import bit_count, lowest_bit
-from dlrm_trainer.team import finish, share, take
+from dlrm_trainer.compute.processor import bit_count, lowest_bit
+from dlrm_trainer.compute.team import finish, share, take
 
 U64 = np.uint64
 WORD = 64

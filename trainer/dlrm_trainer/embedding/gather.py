@@ -15,11 +15,11 @@ from torch import Tensor
 
 from dlrm_checkpointer.coding.compiled import compiled
 from dlrm_checkpointer.coding.prefetching import prefetch_second
+from dlrm_trainer.compute.processor import lent, stream_four, stream_line
+from dlrm_trainer.compute.sizes import size_of, value_of
+from dlrm_trainer.compute.team import finish, share, take
 from dlrm_trainer.embedding.half import widened
 from dlrm_trainer.embedding.row_rules import memory_of
-from dlrm_trainer.processor import lent, stream_four, stream_line
-from dlrm_trainer.sizes import size_of, value_of
-from dlrm_trainer.team import finish, share, take
 
 U64 = np.uint64
 NONE, ONE, FOUR, LINE = U64(0), U64(1), U64(4), U64(16)

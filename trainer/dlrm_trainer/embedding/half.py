@@ -8,9 +8,9 @@ import numpy as np
 
 from dlrm_checkpointer.coding.compiled import compiled
 from dlrm_checkpointer.coding.number_bits import bits_of, number_of
+from dlrm_trainer.compute.sizes import value_of
+from dlrm_trainer.compute.splitmix import GOLDEN, mix
 from dlrm_trainer.embedding.rounding import COLUMNS_PER_HASH
-from dlrm_trainer.sizes import value_of
-from dlrm_trainer.splitmix import GOLDEN, mix
 
 U32 = np.uint32
 SIGN, MAGNITUDE, EXPONENT = U32(0x8000), U32(0x7FFF), U32(0x7C00)

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.tiers import state_values
+from dlrm_trainer.compute.sizes import size_of
+from dlrm_trainer.compute.team import share
 from dlrm_trainer.embedding.bags import fill_offsets, pool
 from dlrm_trainer.embedding.layout import TORCH_TYPES, Lookup, Tables, table_views
 from dlrm_trainer.embedding.rounding import step_keys
@@ -19,8 +21,6 @@ from dlrm_trainer.embedding.row_rules import memory_of, rule_of
 from dlrm_trainer.embedding.row_sums import Layout, Lookups, Work, update_rows_of_bags
 from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
 from dlrm_trainer.embedding.updates import unsigned
-from dlrm_trainer.sizes import size_of
-from dlrm_trainer.team import share
 
 UNIT_LOOKUPS, UNIT_BAGS = 1 << 10, 1 << 9
 """What a thread takes at a time, or more."""

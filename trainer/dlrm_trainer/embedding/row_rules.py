@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_trainer.compute.processor import lent
+from dlrm_trainer.compute.sizes import value_of
+from dlrm_trainer.compute.team import finish, take
 from dlrm_trainer.embedding.half import fill_random, narrowed, widened
-from dlrm_trainer.processor import lent
-from dlrm_trainer.sizes import value_of
-from dlrm_trainer.team import finish, take
 
 U64 = np.uint64
 ZERO, EIGHT = U64(0), U64(8)

@@ -8,10 +8,10 @@ import numpy as np
 
 from dlrm_checkpointer.coding.compiled import compiled
 from dlrm_checkpointer.coding.prefetching import prefetch, prefetch_lines
+from dlrm_trainer.compute.processor import lent
+from dlrm_trainer.compute.sizes import value_of
+from dlrm_trainer.compute.team import finish, take
 from dlrm_trainer.embedding.row_rules import store_half, update_row
-from dlrm_trainer.processor import lent
-from dlrm_trainer.sizes import value_of
-from dlrm_trainer.team import finish, take
 
 U64 = np.uint64
 ZERO, ONE = U64(0), U64(1)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from dlrm_checkpointer.coding.compiled import compiled
 from dlrm_checkpointer.coding.prefetching import prefetch
+from dlrm_trainer.compute.processor import lent
 from dlrm_trainer.embedding.tiers.counts import ACCESSES, CREATED, EVICTED, HITS, LOOKUPS, SCRATCH
 from dlrm_trainer.embedding.tiers.replacement import (
     COUNT,
@@ -34,7 +35,6 @@ from dlrm_trainer.embedding.tiers.replacement import (
     take_slots,
     touch,
 )
-from dlrm_trainer.processor import lent
 
 LEVEL_BITS = 2
 NOWHERE = 0

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_checkpointer.coding.compiled import compiled
-from dlrm_trainer.splitmix import GOLDEN, mix
+from dlrm_trainer.compute.splitmix import GOLDEN, mix
 
 _UNIT = np.float32(2.0**-23)
 

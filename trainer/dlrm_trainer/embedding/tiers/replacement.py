@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dlrm_checkpointer.coding.compiled import compiled
 from dlrm_checkpointer.coding.prefetching import prefetch
-from dlrm_trainer.splitmix import GOLDEN
+from dlrm_trainer.compute.splitmix import GOLDEN
 
 PREVIOUS, NEXT, STAMP, COUNT, PINS, FLAGS, ROW_LOW, ROW_HIGH, META_WORDS = 0, 1, 2, 3, 4, 5, 6, 7, 8
 """Words of a slot. Links hold slot + 1, and 0 at the end; a row holds itself + 1, and 0 in a slot without one."""

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from dlrm_checkpointer.coding.compiled import compiled, compiled_freely
 from dlrm_checkpointer.coding.prefetching import prefetch_lines
-from dlrm_trainer.pair_sums import ROWS, sum_partners
-from dlrm_trainer.products import row_stride
-from dlrm_trainer.sizes import Size, size_of, value_of
-from dlrm_trainer.team import finish, share, take
+from dlrm_trainer.compute.sizes import Size, size_of, value_of
+from dlrm_trainer.compute.team import finish, share, take
+from dlrm_trainer.dense.pair_sums import ROWS, sum_partners
+from dlrm_trainer.dense.products import row_stride
 
 U64 = np.uint64
 ZERO, ONE, FOUR = U64(0), U64(1), U64(4)

@@ -14,9 +14,9 @@ from dlrm_api.progress import TrainerPhase
 from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName
 from dlrm_checkpointer.hand_off.writer import CutAbandonedError, HandedOver, HandOffWriter
 from dlrm_checkpointer.life import PEERS_S
-from dlrm_trainer.background import BackgroundHandOver
-from dlrm_trainer.gradual import GradualHandOver
-from dlrm_trainer.in_step import InStep
+from dlrm_trainer.cutting.background import BackgroundHandOver
+from dlrm_trainer.cutting.gradual import GradualHandOver
+from dlrm_trainer.ranks.in_step import InStep
 from dlrm_trainer.start import Assembly
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dlrm_checkpointer.coding.compiled import compiled
-from dlrm_trainer.processor import fetch_add
+from dlrm_trainer.compute.processor import fetch_add
 
 TAKEN, DONE = 0, 8
 """Places of the two counts, on cache lines of their own."""

@@ -21,11 +21,11 @@ from dlrm_checkpointer.format.fetch import Check
 from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot
 from dlrm_checkpointer.reading.salvage import Salvage, find_salvage, open_salvage
 from dlrm_checkpointer.stores.store import ObjectStore
-from dlrm_trainer.collectives import Collectives
+from dlrm_trainer.cutting.verifying import choose_together
 from dlrm_trainer.embedding.rows import LocalPart, table_meta
-from dlrm_trainer.in_step import InStep
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.verifying import choose_together
+from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.ranks.in_step import InStep
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dlrm_api.training import DenseOptimizerSpec
 from dlrm_checkpointer.coding.compiled import compiled_dividing
-from dlrm_trainer.team import finish, share, take
+from dlrm_trainer.compute.team import finish, share, take
 
 U64 = np.uint64
 UNIT_ELEMENTS = 1 << 14

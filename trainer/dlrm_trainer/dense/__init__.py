@@ -1,0 +1,1 @@
+"""The dense half of the model, its products and its optimizers: no parallelism."""

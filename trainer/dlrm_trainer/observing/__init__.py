@@ -1,0 +1,1 @@
+"""What a run tells: times, counters, tiers beside their plan, stacks, files of steps."""
