@@ -7,8 +7,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from dlrm_api.errors import DeviceError
+
+settings.register_profile("untimed", settings.get_profile(settings.get_current_profile_name()), deadline=None)
+settings.load_profile("untimed")  # how long an example takes says how busy the machine is
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so for a shell's background jobs, and then for what tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)

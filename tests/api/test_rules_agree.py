@@ -132,9 +132,7 @@ def compare(server: Any, document: dict[str, Any]) -> None:
         assert ours in theirs
 
 
-REPEATABLE = settings(
-    max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+REPEATABLE = settings(max_examples=80, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @REPEATABLE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from digests import snapshot_digest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_api.errors import SnapshotError, StoreUnavailableError, TemporaryError
@@ -39,7 +39,6 @@ def test_a_manifest_counts_while_every_later_attempt_went_on_from_it_or_from_lat
     assert not in_lineage(1, 3, [*attempts, Attempt(4, None)])
 
 
-@settings(deadline=None)
 @given(
     history=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=8),
     late=st.tuples(st.integers(1, 60), st.integers(0, 7)),

@@ -236,4 +236,4 @@ class Folder(RuleBasedStateMachine):
 
 
 TestFolder: Callable[[], None] = pytest.mark.slow(Folder.TestCase)
-TestFolder.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestFolder.settings = settings(max_examples=60, stateful_step_count=60)

@@ -143,7 +143,7 @@ def restart(pod: Any, store: FileStore, at: SnapshotName | None) -> int:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_lives_of_a_job_restore_what_their_last_commit_held(
     data, tmp_path_factory, new_model, new_pod, small_tables, monkeypatch

@@ -83,7 +83,7 @@ def whole(coded: list[CodedRows], like: ShardRows) -> np.ndarray:
 
 
 @pytest.mark.parametrize("bits", QUANTIZED)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows=ROWS, seed=st.integers(0, 99))
 def test_weights_go_to_their_places_and_nowhere_else(bits: Any, rows: np.ndarray, seed: int):
     for coded in code_rows(piece(rows), bits):
@@ -98,7 +98,7 @@ def test_weights_go_to_their_places_and_nowhere_else(bits: Any, rows: np.ndarray
 
 
 @pytest.mark.parametrize("bits", QUANTIZED)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows=ROWS)
 def test_weights_are_their_codes_times_scale_plus_low_and_missing_codes_are_zero(bits: Any, rows: np.ndarray):
     for coded in code_rows(piece(rows), bits):
@@ -109,7 +109,7 @@ def test_weights_are_their_codes_times_scale_plus_low_and_missing_codes_are_zero
 
 
 @pytest.mark.parametrize("bits", QUANTIZED)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rows=ROWS)
 def test_a_weight_within_its_codes_comes_back_within_half_a_scale_and_rounding(bits: Any, rows: np.ndarray):
     for coded in code_rows(piece(rows), bits):
@@ -129,7 +129,7 @@ def test_a_weight_within_its_codes_comes_back_within_half_a_scale_and_rounding(b
 
 
 @pytest.mark.parametrize("bits", QUANTIZED)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows=ROWS)
 def test_the_exponent_is_that_of_the_rows_largest_magnitude(bits: Any, rows: np.ndarray):
     forms = code_rows(piece(rows), bits)
@@ -143,7 +143,7 @@ def test_the_exponent_is_that_of_the_rows_largest_magnitude(bits: Any, rows: np.
     assert sorted(np.concatenate([coded.row_ids for coded in forms])) == list(range(len(rows)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows=ROWS)
 def test_at_16_bits_a_weight_is_the_nearest_fp16_number_times_a_power_of_two(rows: np.ndarray):
     for coded in code_rows(piece(rows), 16):
@@ -159,7 +159,7 @@ def test_at_16_bits_a_weight_is_the_nearest_fp16_number_times_a_power_of_two(row
             assert (largest[largest > 0] >= 0.999).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows=hnp.arrays(np.float16, SHAPES, elements=st.floats(-65504, 65504, width=16)))
 def test_rows_of_fp16_tables_are_exact_at_16_bits(rows: np.ndarray):
     given_rows = piece(rows.astype(np.float32))
@@ -239,7 +239,7 @@ def test_a_state_that_is_not_finite_is_refused_by_table_and_row(bits: Any):
 
 
 @pytest.mark.parametrize("bits", ALL)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), width=st.integers(2, 40), blocks=st.integers(1, 2))
 def test_a_clipped_piece_holds_the_same_weights_bit_for_bit(bits: Any, data: st.DataObject, width: int, blocks: int):
     meta = table(width, blocks)

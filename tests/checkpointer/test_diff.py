@@ -37,7 +37,7 @@ def image(snapshot: Snapshot, name: str) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_differences_are_those_of_every_row_and_updates_lead_from_one_snapshot_to_another(
     data, tmp_path_factory, new_model, new_pod, small_tables, monkeypatch

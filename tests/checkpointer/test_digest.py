@@ -44,7 +44,7 @@ def whole(meta: TableMeta, rows: np.ndarray, state: np.ndarray) -> str:
     return combine([rows_digest(meta, np.arange(meta.rows), 0, rows, state)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), state=st.sampled_from([0, 1, 17]))
 def test_any_split_into_rectangles_of_rows_in_any_order_gives_the_tables_digest(data: st.DataObject, state: int):
     meta = table(state=state)
@@ -66,7 +66,7 @@ def test_any_split_into_rectangles_of_rows_in_any_order_gives_the_tables_digest(
     assert digest == combine([add(partials[:2]), add(partials[2:])])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_one_changed_bit_of_a_weight_or_state_changes_every_lane(data: st.DataObject):
     meta = table(state=17)

@@ -39,7 +39,7 @@ def gathered(bands: list[list[CodedRows]], size: int) -> list[CodedRows]:
 
 
 @pytest.mark.parametrize("bits", ALL)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_pieces_that_were_taken_apart_come_together_as_they_were(bits: Any, data: st.DataObject):
     whole = coded(list(range(0, ROWS, 3)), bits)
@@ -56,7 +56,7 @@ def test_pieces_that_were_taken_apart_come_together_as_they_were(bits: Any, data
         np.testing.assert_array_equal(together, getattr(whole, name))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_of_each_row_the_newest_piece_counts_whatever_forms_and_bands_there_are(data: st.DataObject):
     edges = sorted({0, *data.draw(st.lists(st.integers(1, ROWS - 1), max_size=3)), ROWS})

@@ -47,7 +47,6 @@ def test_keys_are_those_of_the_readmes_test_vectors():
     assert table_key(-1, "Ünï") == 0x3C05693216BE2682
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(-(2**63), 2**63 - 1),
     row=st.integers(0, 2**40 - 1),
@@ -60,7 +59,7 @@ def test_every_value_follows_the_recipe(seed: int, row: int, column: int, scale:
     assert value[0, 0] == scalar(seed, "a table", row, column, scale)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_values_do_not_depend_on_sharding_order_or_blocks(data: st.DataObject):
     whole = initial_rows(1, "t", np.arange(300), range(70), 0.5)

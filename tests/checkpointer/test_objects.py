@@ -37,7 +37,7 @@ IDS = st.one_of(
 
 
 @pytest.mark.parametrize("bits", ALL)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ids=IDS, width=st.integers(1, 20), blocks=st.integers(0, 3))
 def test_coded_rows_come_back_bit_for_bit(bits: Any, ids: list[int], width: int, blocks: int):
     for coded in code_rows(piece(ids, width, blocks), bits):
@@ -110,7 +110,7 @@ ARRAYS = st.dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(kinds=ARRAYS)
 def test_an_object_has_the_bytes_that_the_safetensors_library_writes(kinds: dict[str, tuple[str, list[int]]]):
     arrays: dict[str, Any] = {name: np.ones(shape, kind) for name, (kind, shape) in kinds.items()}
@@ -126,7 +126,7 @@ def test_a_dense_array_that_is_not_finite_is_refused_by_name():
 
 
 @pytest.mark.parametrize("bits", ALL)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_damaged_chunk_is_refused_or_read_as_rows_but_never_crashes(bits: Any, data: st.DataObject):
     ids = data.draw(st.sampled_from([[1, 2, 9], [1, 2, 3], [1, 500, 9_000]]))

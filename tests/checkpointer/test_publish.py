@@ -105,7 +105,7 @@ def test_the_names_of_an_images_files_outlive_the_machine_before_the_state_that_
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_lives_rollbacks_and_lost_deltas_end_with_the_snapshot_that_was_published_last(
     data, tmp_path_factory, new_model, new_pod, small_tables, monkeypatch

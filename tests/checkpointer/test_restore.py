@@ -111,7 +111,7 @@ def stored(tmp_path: Path, files: FileStore, new_model, new_pod, all_tables):
     return newest_snapshot(files)[0], model
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_rectangle_along_the_blocks_comes_back_whole_and_nothing_beside_it(stored, data: st.DataObject):
     snapshot, model = stored

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from digests import snapshot_digest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from turns import Clock
 
@@ -30,7 +30,6 @@ def found(names: Iterable[SnapshotName]) -> list[Found]:
     return [Found(name=name) for name in names]
 
 
-@settings(deadline=None)
 @given(names=NAMES, restored=st.integers(0, 12), keep_last=st.integers(1, 5))
 def test_what_is_kept_is_the_newest_of_the_lineage_and_all_else_goes(names, restored, keep_last):
     attempts = [Attempt(2, restored)]
@@ -43,7 +42,6 @@ def test_what_is_kept_is_the_newest_of_the_lineage_and_all_else_goes(names, rest
     assert not set(decision.keep) & set(decision.retire)
 
 
-@settings(deadline=None)
 @given(data=st.data(), keep_last=st.integers(1, 4), every=st.one_of(st.none(), st.floats(1, 50)))
 def test_nothing_below_what_stays_ever_goes(data, keep_last, every):
     manifests: list[Found] = []

@@ -93,7 +93,7 @@ def digest_by_ranks(model, layout: Layout) -> str:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(written=layouts(), read=layouts())
 def test_what_ranks_wrote_in_any_pieces_is_restored_in_any_others(sharded, new_pod, written: Layout, read: Layout):
     with TemporaryDirectory() as folder:
@@ -120,7 +120,7 @@ def test_what_ranks_wrote_in_any_pieces_is_restored_in_any_others(sharded, new_p
         assert verify_snapshot(find_snapshot(files)).rows == stored
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(written=layouts())
 def test_rows_that_were_never_updated_are_in_no_piece_and_have_initial_values(sharded, new_pod, written: Layout):
     with TemporaryDirectory() as folder:

@@ -162,7 +162,7 @@ def sampled(call: Callable[..., Any], folder: Path, seen: list[int], lock: bool)
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None, phases=UNSHRUNK, suppress_health_check=STATELESS)
+@settings(max_examples=12, phases=UNSHRUNK, suppress_health_check=STATELESS)
 @given(data=st.data(), ranks=st.integers(1, 3), seed=st.integers(0, 99))
 def test_any_pieces_pass_through_any_budget_and_never_above_it(
     tmp_path_factory: pytest.TempPathFactory, new_model, new_pod, data: st.DataObject, ranks: int, seed: int

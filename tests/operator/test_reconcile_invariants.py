@@ -298,6 +298,4 @@ class JobLife(RuleBasedStateMachine):
 
 
 TestJobLife = pytest.mark.slow(JobLife.TestCase)
-TestJobLife.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestJobLife.settings = settings(max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))

@@ -276,7 +276,7 @@ TEMPLATES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(TEMPLATES)
 def test_what_is_taken_passes_pod_securitys_restricted_level_and_what_is_refused_does_not(template: Object) -> None:
     job = a_job(template)

@@ -117,7 +117,7 @@ def check_levels(spec: DLRMJobSpec, plan: Plan) -> None:
             assert sum((end - start) * rows for (start, end), rows in held.items()) == asked.rows * asked.dim
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     found=some_tables,
     hbm=st.integers(2_200 * MIB, 20 * GIB),
@@ -166,7 +166,7 @@ def test_rows_have_places_and_nothing_gets_more_than_it_has(
         assert held["block"] <= (block or 0)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(rows=st.lists(st.integers(1_000, 5_000_000), min_size=1, max_size=6), more=st.integers(0, 4 * GIB))
 def test_more_hbm_never_lowers_the_share_that_it_serves(
     make_spec: MakeSpec, make_profile: MakeProfile, rows: list[int], more: int

@@ -241,7 +241,7 @@ def test_rows_that_nearly_fit_ddr_are_refused_by_what_they_lack_there(make_spec:
     assert short <= more < short + 2 * MIB
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.lists(st.integers(1, 10**6), min_size=1, max_size=4),
     replicas=st.integers(1, 3),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_api.hardware import HardwareProfile, TierSpec
@@ -45,7 +45,6 @@ def rate(plan: Plan) -> float:
     return plan.predicted.samples_per_second
 
 
-@settings(deadline=None)
 @given(found=many, gang=gangs, slow=st.booleans())
 def test_no_plan_is_predicted_slower_than_with_all_tables_whole_or_all_split_by_rows(
     make_spec: MakeSpec, make_profile: MakeProfile, found: list[dict[str, Any]], gang: dict[str, int], slow: bool

@@ -5,7 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_planner.partition import Bins, Items, Misfit, fits, greedy, largest_differences, loads, tightest
@@ -139,7 +139,6 @@ def test_ranks_of_one_node_share_its_memory() -> None:
 
 
 @pytest.mark.parametrize("partition", [greedy, largest_differences])
-@settings(deadline=None)
 @given(problem=problems())
 def test_equal_problems_get_equal_answers(partition: object, problem: tuple[Items, Bins]) -> None:
     assert callable(partition)

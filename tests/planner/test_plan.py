@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from split_rows import range_bytes
 
@@ -47,7 +47,6 @@ def homes(plan: Plan, name: str) -> list[int]:
 
 
 @pytest.mark.slow
-@settings(deadline=None)  # looking for mends plans many times
 @given(found=tables, replicas=st.integers(1, 5), processes=st.integers(1, 3), budget=st.integers(2 * MIB, 2 * GIB))
 def test_no_pod_holds_more_than_its_budget(
     make_spec: MakeSpec, found: list[dict[str, Any]], replicas: int, processes: int, budget: int
@@ -109,7 +108,6 @@ def test_ranges_of_rows_count_vectors_of_the_whole_batch(make_spec: MakeSpec, pr
     assert held("row", 2**16) - held("row", 2**12) == pytest.approx(copies * vectors, rel=1e-6)
 
 
-@settings(deadline=None)
 @given(found=tables, replicas=st.integers(1, 4))
 def test_equal_input_gives_an_equal_plan(make_spec: MakeSpec, found: list[dict[str, Any]], replicas: int) -> None:
     spec, again = make_spec(named(found), replicas=replicas), make_spec(named(found), replicas=replicas)

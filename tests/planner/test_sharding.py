@@ -90,7 +90,6 @@ def check_tiling(spec: DLRMJobSpec, plan: Plan) -> None:
         assert kinds != {"column"} or all(shard.row_end - shard.row_start == asked.rows for shard in found)
 
 
-@settings(deadline=None)
 @given(found=many, gang=gangs)
 def test_shards_tile_every_table_exactly_and_keep_to_pins(
     make_spec: MakeSpec, found: list[dict[str, Any]], gang: dict[str, int]
@@ -115,7 +114,7 @@ def test_shards_tile_every_table_exactly_and_keep_to_pins(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(found=many, gang=gangs, budget=st.integers(2 * MIB, 2 * GIB), slow=st.sampled_from([{}, {"block": "4Gi"}]))
 def test_no_pod_holds_more_than_its_budgets_however_tables_are_split(
     make_spec: MakeSpec, found: list[dict[str, Any]], gang: dict[str, int], budget: int, slow: dict[str, str]

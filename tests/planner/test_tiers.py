@@ -111,7 +111,7 @@ def expected_hits(plan: Plan, spec: DLRMJobSpec) -> float:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @example(  # hand-off and buffers alone take more than a pod has
     found=[{"rows": 6_690_802, "dim": 16, "maxLookups": 20}],
     given_budgets={"scm": 110_100_334, "ddr": 209_715_200, "block": GIB},
@@ -181,7 +181,7 @@ def test_levels_hold_every_row_and_no_budget_is_passed(
             )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     found=st.lists(
         st.fixed_dictionaries({"rows": st.integers(1_000, 10_000_000), "dim": st.sampled_from([16, 64])}),

@@ -25,7 +25,7 @@ def losses_of(runs: list[ShardedRun]) -> np.ndarray:
 
 
 @pytest.mark.slow
-@settings(max_examples=4, deadline=None, phases=NO_SHRINKING, suppress_health_check=QUIET)
+@settings(max_examples=4, phases=NO_SHRINKING, suppress_health_check=QUIET)
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from(["rowwise-adagrad", "sgd", "adam"]))
 def test_levels_change_no_bit_whatever_the_sharding(tmp_path: Path, seed: int, kind: str) -> None:
     job = job_of(tmp_path, 1, kind)
@@ -38,7 +38,7 @@ def test_levels_change_no_bit_whatever_the_sharding(tmp_path: Path, seed: int, k
     assert stacked.digest == resident.digest
 
 
-@settings(max_examples=4, deadline=None, phases=NO_SHRINKING, suppress_health_check=QUIET)
+@settings(max_examples=4, phases=NO_SHRINKING, suppress_health_check=QUIET)
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from(["rowwise-adagrad", "sgd", "adam"]))
 def test_a_snapshot_is_restored_bit_for_bit_by_any_other_sharding(tmp_path: Path, seed: int, kind: str) -> None:
     job, generator = job_of(tmp_path, 1, kind), np.random.default_rng(seed)
@@ -79,7 +79,7 @@ def test_losses_and_restarts_do_not_depend_on_ranks_or_sharding(tmp_path: Path, 
     assert moved.digest == runs[0].digest
 
 
-@settings(max_examples=4, deadline=None, phases=NO_SHRINKING, suppress_health_check=QUIET)
+@settings(max_examples=4, phases=NO_SHRINKING, suppress_health_check=QUIET)
 @given(seed=st.integers(0, 10_000), most=st.integers(1, 70))
 def test_a_batch_computed_piece_by_piece_is_updated_once(tmp_path: Path, seed: int, most: int) -> None:
     whole, pieces = job_of(tmp_path, 1), job_of(tmp_path, 1, microBatchSize=most)

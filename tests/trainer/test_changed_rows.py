@@ -21,7 +21,7 @@ STEPS = 8
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None, phases=NO_SHRINKING, suppress_health_check=QUIET)
+@settings(max_examples=10, phases=NO_SHRINKING, suppress_health_check=QUIET)
 @given(
     seed=st.integers(0, 10_000),
     tiers=st.sampled_from(TIERS),

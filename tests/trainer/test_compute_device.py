@@ -203,7 +203,7 @@ def test_the_plans_of_these_tests_have_shards_of_every_kind_in_every_place(tmp_p
     assert len({tuple(level.tier for level in shard.tiers.levels) for shard in shards}) == 5
 
 
-@settings(max_examples=6, deadline=None, phases=NO_SHRINKING, suppress_health_check=QUIET)
+@settings(max_examples=6, phases=NO_SHRINKING, suppress_health_check=QUIET)
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from(KINDS), most=st.sampled_from([None, 7]))
 def test_losses_and_rows_are_those_of_the_host(
     tmp_path: Path, gpu: torch.device, seed: int, kind: str, most: int | None

@@ -62,7 +62,7 @@ class Memory:
         return laid
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=25, suppress_health_check=QUIET)
 @given(
     seed=st.integers(0, 10_000),
     kind=st.sampled_from(["rowwise-adagrad", "sgd", "adam"]),

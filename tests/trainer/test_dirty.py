@@ -25,7 +25,7 @@ def told(dirty: DirtyRows) -> set[tuple[int, int]]:
     return {(number, row) for number, part in enumerate(parts) for row in part.all().tolist()}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), restored=marks, cuts=st.lists(marks, max_size=MOST_KEPT + 3))
 def test_a_cut_without_a_parent_tells_of_all_that_ever_changed_whatever_snapshots_hold(
     data: st.DataObject, restored: list[tuple[int, int]], cuts: list[list[tuple[int, int]]]
@@ -46,7 +46,7 @@ def test_a_cut_without_a_parent_tells_of_all_that_ever_changed_whatever_snapshot
             assert len(ever) <= dirty.kept(None)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), cuts=st.lists(marks, max_size=MOST_KEPT + 3))
 def test_a_cut_tells_of_all_that_changed_since_its_parent_whatever_became_of_the_cuts_between(
     data: st.DataObject, cuts: list[list[tuple[int, int]]]
@@ -86,7 +86,7 @@ def test_a_part_that_starts_anew_is_unchanged_and_its_neighbours_are_not():
     assert told(dirty) == {(1, 62), (3, 0), (1, 0), (3, 64)}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(size=st.integers(0, 200_000), share=st.floats(0, 1), seed=st.integers(0, 99), first=st.integers(0, 2**40))
 def test_rows_are_listed_in_order_on_any_number_of_threads(size: int, share: float, seed: int, first: int):
     flags = np.random.default_rng(seed).random(-(-size // 64) * 64) < share

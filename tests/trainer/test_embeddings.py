@@ -74,7 +74,7 @@ def test_ranks_tell_each_other_of_bags_of_any_number_of_ids(max_lookups: int) ->
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10_000))
 def test_one_rank_agrees_with_dense_float64_tables(seed: int) -> None:
     model, placement = random_case(seed, world_size=1)

@@ -13,7 +13,7 @@ LINE = 16
 """float32 elements of a cache line, which memory below is aligned to but for the shift."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     dim=st.sampled_from([4, 6, 8, 12, 16, 64]),
     values=st.integers(0, 9),

@@ -142,7 +142,7 @@ def train(
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None, phases=NO_SHRINKING, suppress_health_check=QUIET)
+@settings(max_examples=12, phases=NO_SHRINKING, suppress_health_check=QUIET)
 @given(
     seed=st.integers(0, 10_000),
     tiers=st.sampled_from(TIERS),

@@ -62,7 +62,7 @@ def dense_step(
     return np.concatenate(pooled, axis=1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**31), samples=st.integers(0, 30))
 def test_the_kernel_agrees_with_a_dense_float64_optimizer(seed: int, samples: int) -> None:
     generator = np.random.default_rng(seed)
@@ -83,7 +83,7 @@ def test_the_kernel_agrees_with_a_dense_float64_optimizer(seed: int, samples: in
         np.testing.assert_allclose(state[:, 0].numpy(), expected_state, rtol=1e-4, atol=1e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**31), samples=st.integers(0, 30))
 def test_data_parallel_tables_follow_the_same_rule(seed: int, samples: int) -> None:
     generator = np.random.default_rng(seed)
@@ -138,7 +138,6 @@ def test_a_rank_without_tables_looks_nothing_up() -> None:
     assert batch.weights == ()
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 6), max_size=20), st.randoms(use_true_random=False))
 def test_picking_segments_equals_joining_slices(lengths: list[int], shuffler: object) -> None:
     values = torch.arange(sum(lengths))
@@ -157,7 +156,7 @@ FEATURES = [0, 0, 1, 2, 2, 2]
 """Of ``SHAPES``: the tables of six features."""
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**31), samples=st.integers(0, 20), weighted=st.booleans())
 def test_features_of_one_table_pool_apart_and_update_each_row_once_by_weighted_sums(
     seed: int, samples: int, weighted: bool

@@ -26,7 +26,7 @@ def pairs_in_torch(bottom: Tensor | None, features: Tensor, dim: int) -> Tensor:
     return products if bottom is None else torch.cat((bottom.double(), products), dim=1)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.integers(0, 2**31),
     st.sampled_from([0, 1, 5, 200]),

@@ -46,7 +46,7 @@ def manifest(found: list[dict[str, Any]], replicas: int, processes: int) -> dict
     }
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(found=st.lists(tables, min_size=1, max_size=6), replicas=st.integers(1, 3), processes=st.integers(2, 3))
 def test_a_placement_holds_every_row_and_column_that_was_planned(
     found: list[dict[str, Any]], replicas: int, processes: int

@@ -25,7 +25,7 @@ def matrix(generator: torch.Generator, rows: int, columns: int, layout: str, dty
     return part.t().contiguous().t() if layout == "column by column" else part
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     SIZES,
     st.sampled_from(sorted(MAKES)),

@@ -32,7 +32,7 @@ def ups(value: float) -> int:
     return int((results == high).sum())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(-(2**63), 2**63 - 1),
     step=st.integers(0, 2**40),
@@ -72,7 +72,7 @@ def test_the_random_bits_change_with_everything_that_they_depend_on(other: tuple
     assert int(equal.sum()) < 4
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(value=st.floats(width=32, min_value=-70_000, max_value=70_000), bits=st.integers(0, 2**16 - 1))
 def test_every_value_and_all_bits_round_as_integers_of_any_size_say(value: float, bits: int) -> None:
     result = round_to_half(torch.tensor([value]), torch.tensor([bits], dtype=torch.int32).to(torch.uint16))
@@ -83,7 +83,7 @@ def test_every_value_and_all_bits_round_as_integers_of_any_size_say(value: float
 
 
 @given(bits=st.integers(0, 2**16 - 1))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_numbers_of_fp16_stay_what_they_are(bits: int) -> None:
     every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.float16)
     finite = every[every.isfinite()]
@@ -93,7 +93,7 @@ def test_numbers_of_fp16_stay_what_they_are(bits: int) -> None:
     assert torch.equal(result.view(torch.int16), finite.view(torch.int16))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(113, 141), st.integers(0, 2**23 - 1), st.booleans())
 def test_over_all_bits_the_mean_of_a_normal_number_is_itself(exponent: int, mantissa: int, negative: bool) -> None:
     value = math.ldexp(1 + mantissa / 2**23, exponent - 127) * (-1 if negative else 1)

@@ -349,7 +349,7 @@ def test_gradients_of_zero_and_nearly_so_move_no_dense_parameter_at_the_least_ep
     np.testing.assert_allclose(values.numpy(), 1.0, atol=0.01)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.floats(0, 0.999999), st.integers(0, MOST_UPDATES + 1))
 def test_adams_correction_is_that_of_exact_powers_however_many_updates(decay: float, done: int) -> None:
     spec = RowOptimizerSpec(kind="adam", beta1=min(decay, 0.9999), beta2=decay, eps=LEAST_EPS)

@@ -59,7 +59,7 @@ class Maker:
     st.integers(0, 120),
     st.integers(1, 3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_blocks_are_the_right_ones_and_stay_within_the_budget(
     sizes: list[int], stretches: list[list[int]], budget: int, threads: int
 ) -> None:

@@ -60,7 +60,7 @@ ID = st.one_of(
 
 
 @given(st.lists(st.tuples(st.sampled_from("01"), FIELD, ID), min_size=1, max_size=20), st.sampled_from(["\n", "\r\n"]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_fields_are_parsed_as_python_parses_them(rows: list[tuple[str, str, str]], ending: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "day.tsv"

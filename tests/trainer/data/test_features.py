@@ -176,7 +176,7 @@ def test_synthetic_weights_spread_around_1_where_a_feature_has_some(make_spec: A
 
 
 @given(st.integers(1, 12), st.integers(0, 12))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_the_ranks_weights_are_one_batchs(world_size: int, number: int) -> None:
     model = {"denseFeatures": ["I1"], "bottomMlp": [4], "topMlp": [1], "tables": WEIGHTED}
     job = {"model": model, "data": SYNTHETIC, "checkpoint": {"uri": "file:///unused"}}

@@ -25,7 +25,7 @@ def orders(draw: st.DrawFn) -> SampleOrder:
 
 
 @given(orders(), st.integers(0, 3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_an_epoch_holds_every_sample_exactly_once(order: SampleOrder, epoch: int) -> None:
     first = epoch * order.batches_per_epoch
 
@@ -35,7 +35,7 @@ def test_an_epoch_holds_every_sample_exactly_once(order: SampleOrder, epoch: int
 
 
 @given(orders())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_only_the_last_batch_of_an_epoch_is_short_and_counts_are_known_without_reading(order: SampleOrder) -> None:
     sizes = [order.sample_ids(number).size for number in range(2 * order.batches_per_epoch)]
 
@@ -45,7 +45,7 @@ def test_only_the_last_batch_of_an_epoch_is_short_and_counts_are_known_without_r
 
 
 @given(orders(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_slices_of_the_ranks_concatenate_to_the_same_batch_at_every_world_size(
     order: SampleOrder, data: st.DataObject
 ) -> None:

@@ -295,7 +295,7 @@ def test_a_page_whose_checksum_is_another_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.sampled_from(["none", "snappy", "zstd"]), st.sampled_from(["1.0", "2.0"]), st.data())
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_damage_is_an_error_or_changes_no_more_than_what_pyarrow_reads(
     tmp_path: Path, codec: str, version: str, data: Any
 ) -> None:

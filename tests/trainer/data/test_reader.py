@@ -40,7 +40,7 @@ TABLES = [
 
 
 @given(st.integers(1, 12), st.integers(0, 25), st.sampled_from(["train", "eval"]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_ranks_slices_are_one_batch(world_size: int, number: int, split: Any) -> None:
     spec = _spec()
     whole = open_reader(spec, split, 0, 1).read(number)
@@ -151,7 +151,6 @@ def test_hashed_ids_are_rows_of_the_table(ids: list[int], rows: int, kind: Any) 
 
 
 @given(st.integers(1, 2**40), st.sampled_from(["none", "modulo", "mix"]), st.integers(0, 2**32))
-@settings(deadline=None)
 def test_compiled_loops_hash_as_numpy_does(rows: int, kind: Any, seed: int) -> None:
     table = TableSpec.model_validate({"name": "ids", "rows": rows, "dim": 4, "embedding": {"hash": kind}})
     ids = np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, 100, dtype=np.int64)

@@ -62,7 +62,6 @@ def zipf_batches(alpha: float, rows: int, batches: int, lookups: int) -> list[ND
     return [scattered[np.searchsorted(shares, random.random(lookups) * shares[-1])] for _ in range(batches)]
 
 
-@settings(deadline=None)  # the first example compiles
 @given(st.lists(st.lists(st.integers(0, 30), max_size=12), max_size=30))
 def test_the_curve_is_that_of_a_simulated_cache_of_every_size(batches: list[list[int]]) -> None:
     sizes = np.arange(1, 40)
@@ -75,7 +74,7 @@ def test_the_curve_is_that_of_a_simulated_cache_of_every_size(batches: list[list
     assert distances.hit_rate(sizes) == pytest.approx(expected)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1), st.integers(100, 5_000))
 def test_the_curve_stays_exact_when_times_are_numbered_anew_and_tables_grow(seed: int, rows: int) -> None:
     random = np.random.default_rng(seed)

@@ -157,7 +157,7 @@ def test_bins_without_lookups_change_no_rows_popularity() -> None:
 
 
 @given(st.integers(1, 3_000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_histogram_shapes_a_table_of_any_size_and_uses_all_its_rows(rows: int) -> None:
     popularity = parse_histogram(HISTOGRAM, Path("h.txt")).popularity(rows)
 
@@ -193,7 +193,7 @@ def test_an_absent_histogram_is_named(make_spec: Any, tmp_path: Path) -> None:
 
 
 @given(st.integers(1, 5_000), st.integers(0, 2**64 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_scattering_ranks_over_a_table_hits_each_row_once(rows: int, key: int) -> None:
     scatter = Scatter.of(rows, np.uint64(key))
 

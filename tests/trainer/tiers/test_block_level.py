@@ -141,7 +141,7 @@ class BlockModel(RuleBasedStateMachine):
 class TestBlockModel(BlockModel.TestCase):
     """Skips nothing by itself: the folder of ``direct_folder`` and that of the model are on one file system."""
 
-    settings = settings(max_examples=10, stateful_step_count=25, deadline=None)
+    settings = settings(max_examples=10, stateful_step_count=25)
 
     @pytest.fixture(autouse=True)
     def folder_has_direct_io(self, direct_folder: Path) -> None:

@@ -40,7 +40,7 @@ def contents(reader: aio.DirectReader, pages: np.ndarray) -> np.ndarray:
     return found
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, PIECES - 1), max_size=300), st.integers(1, 64))
 def test_each_piece_comes_once_and_whole_at_any_depth(file: ScratchFile, pages: list[int], depth: int) -> None:
     wanted = np.array(pages, np.int64)
@@ -100,7 +100,7 @@ def test_a_request_that_the_kernel_refuses_is_an_error_that_says_why(file: Scrat
             pass
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(st.integers(0, PIECES - 1), min_size=1, max_size=3, unique=True), max_size=30), st.randoms())
 def test_pieces_read_early_are_those_asked_for_whatever_was_expected_before(
     file: ScratchFile, turns: list[list[int]], random: Random

@@ -24,7 +24,7 @@ shapes = st.builds(
 
 @pytest.mark.slow
 @given(shape=shapes, eval_every=st.sampled_from([0, 2]))
-@settings(max_examples=25, deadline=None, phases=NO_SHRINKING, suppress_health_check=QUIET)
+@settings(max_examples=25, phases=NO_SHRINKING, suppress_health_check=QUIET)
 def test_where_rows_live_changes_no_bit_of_training_or_evaluation(
     tmp_path: Path, shape: Shape, eval_every: int
 ) -> None:
@@ -52,7 +52,7 @@ def test_every_optimizer_and_row_type_is_exact_over_levels(tmp_path: Path, kind:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 @given(shape=shapes)
-@settings(max_examples=3, deadline=None, phases=NO_SHRINKING, suppress_health_check=QUIET)
+@settings(max_examples=3, phases=NO_SHRINKING, suppress_health_check=QUIET)
 def test_ranks_that_fetch_ahead_train_the_bits_of_ranks_that_hold_all(
     tmp_path: Path, world_size: int, shape: Shape
 ) -> None:

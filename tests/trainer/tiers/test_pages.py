@@ -1,7 +1,7 @@
 """How a file is divided: within what the plan budgets, and always with room to clean."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_api.tiers import BLOCK_PAGE_BYTES, BLOCK_SEGMENT_BYTES, BLOCK_SLACK
@@ -25,7 +25,6 @@ def test_a_file_takes_what_its_places_take_and_cleaning_always_finds_a_segment_t
     assert layout.segment_bytes <= max(BLOCK_SEGMENT_BYTES, layout.page_bytes)
 
 
-@settings(deadline=None)  # the first call compiles
 @given(words=st.integers(1, 3_000), seed=st.integers(0, 1_000))
 def test_a_record_lies_in_one_page_and_comes_back_from_it(words: int, seed: int) -> None:
     shape = pages.layout(words, 10_000, 8_000, 16 * BLOCK_PAGE_BYTES).shape

@@ -150,7 +150,7 @@ tier_stacks: st.SearchStrategy[tuple[Tier, ...]] = st.sampled_from(
     staged=st.booleans(),
     chunk=st.sampled_from([7, 4_096]),
 )
-@settings(max_examples=90, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=90, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_batch_finds_its_rows_as_updates_left_them(
     tmp_path: Path,
     data: st.DataObject,
@@ -191,7 +191,7 @@ def test_every_batch_finds_its_rows_as_updates_left_them(
 
 
 @given(seed=st.integers(0, 2**32), slots=st.integers(1, 50))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_lru_hits_evictions_and_created_rows_are_those_of_a_simulation(seed: int, slots: int) -> None:
     generator = np.random.default_rng(seed)
     tables = Tables([100], slots, ("ddr",), Path())
