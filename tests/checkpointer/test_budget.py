@@ -126,7 +126,7 @@ class Folder(RuleBasedStateMachine):
         super().__init__()
         self.patch, ticks = pytest.MonkeyPatch(), Ticks()
         for module in ("draft", "folder", "slices"):
-            self.patch.setattr(f"dlrm_checkpointer.{module}.time", ticks)
+            self.patch.setattr(f"dlrm_checkpointer.hand_off.{module}.time", ticks)
         self.folder = Path(tempfile.mkdtemp())
         self.inbox = Inbox(self.folder, range(RANKS))
         self.budgets = [Budget(self.folder, SIZE, RANKS) for _ in range(RANKS)]

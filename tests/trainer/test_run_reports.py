@@ -77,5 +77,6 @@ def test_the_result_says_how_every_rank_s_tables_used_their_tiers(tmp_path: Path
     stages = Profile.model_validate(json.loads((pod.work / "profile.json").read_text())).stages
     steps = {each.stage: each.steps for each in stages if each.rank == 1}
     assert steps["step"] == steps["forward"] == steps["exchange"] == steps["row update"] == 63
-    assert steps["evaluation"] == 4  # after steps 20, 40, 60, and at the end
+    assert steps["evaluation"] == 3  # after steps 20, 40 and 60
+    assert steps["evaluation at the end"] == 1
     assert "cut" not in steps

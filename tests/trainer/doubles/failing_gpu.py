@@ -18,7 +18,7 @@ FAILURES = {
 }
 
 
-def fail(*_: Any) -> NoReturn:
+def fail(*_: Any, **__: Any) -> NoReturn:
     raise FAILURES[os.environ["FAULT"]]
 
 
