@@ -27,7 +27,7 @@ quickstart: $(INSTALLED) ## train the synthetic job on this machine with two ran
 
 test: $(INSTALLED) ## every test but those on real pods: quick ones first, then those that start servers and jobs
 	$(PYTEST) -m "not slow" -n 2
-	$(PYTEST) -m "slow and not e2e" -n 2 --dist loadfile
+	$(PYTEST) -m "slow and not e2e" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-fast: $(INSTALLED) ## the quick tests alone
 	$(PYTEST) -m "not slow" -n 2
