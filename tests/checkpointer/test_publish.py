@@ -410,6 +410,7 @@ def test_an_outage_of_the_publishers_store_delays_no_commit_and_skips_no_row(
     assert pod.status.registry.get_sample_value("dlrm_checkpointer_publish_errors_total") > 0
 
 
+@pytest.mark.slow
 def test_a_sidecar_that_starts_in_an_outage_of_the_publishers_store_keeps_what_the_next_delta_goes_from(
     tmp_path: Path, files: FileStore, target: FileStore, new_model, new_pod, small_tables
 ):
@@ -602,6 +603,7 @@ def test_a_job_ends_without_waiting_for_deltas_whose_store_refuses_to_be_listed(
     assert pod.running_publisher.settled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", [NoPermissionError("no listing"), StoreUnavailableError("gone")])
 @pytest.mark.parametrize(("patience_s", "left"), [(3_600.0, [4, 3, 2, 1]), (0.0, [4])])
 def test_snapshots_are_retired_though_deltas_cannot_be_listed_once_these_were_waited_for_as_long_as_for_orphans(

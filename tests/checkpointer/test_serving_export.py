@@ -98,6 +98,7 @@ def test_files_hold_the_rows_at_the_precision_that_was_asked_for(
     assert {path.name for path in (tmp_path / "out").rglob("*") if path.name.startswith(".")} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS, ids=["safetensors", "parquet"])
 def test_updated_rows_alone_take_no_time_for_blocks_without_any(
     tmp_path: Path, files: FileStore, trained, form, monkeypatch: pytest.MonkeyPatch

@@ -148,6 +148,7 @@ def test_two_ranks_exchange_bytes_for_real() -> None:
     assert exchange_rate() > 1e6
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_exchange_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dlrm_cli.probe_exchange.free_ports", lambda _: SimpleNamespace(rendezvous="no number"))
 

@@ -181,6 +181,7 @@ def test_whoever_can_t_reach_the_server_stops_to_lead_by_itself() -> None:
     assert asyncio.run(run()) <= TIMES.renew_deadline_s + 0.5
 
 
+@pytest.mark.slow
 def test_a_server_that_takes_long_for_each_request_is_led_without_a_gap() -> None:
     async def run() -> tuple[list[bool], list[tuple[str, str]]]:
         line = LineDown(MemoryApi())

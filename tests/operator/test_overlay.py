@@ -97,7 +97,7 @@ def node_term(**term: Any) -> Object:
     return {"spec": {"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [term]}}}}}
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(TEMPLATES)
 @example({"container": {"env": [{"name": ["A"], "value": "1"}]}})
 @example({"container": {"env": [{"value": "1"}]}})

@@ -276,7 +276,7 @@ TEMPLATES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=600)
+@settings(max_examples=200)
 @given(TEMPLATES)
 def test_what_is_taken_passes_pod_securitys_restricted_level_and_what_is_refused_does_not(template: Object) -> None:
     job = a_job(template)

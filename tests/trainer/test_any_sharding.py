@@ -38,6 +38,7 @@ def test_levels_change_no_bit_whatever_the_sharding(tmp_path: Path, seed: int, k
     assert stacked.digest == resident.digest
 
 
+@pytest.mark.slow
 @settings(max_examples=4, phases=NO_SHRINKING, suppress_health_check=QUIET)
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from(["rowwise-adagrad", "sgd", "adam"]))
 def test_a_snapshot_is_restored_bit_for_bit_by_any_other_sharding(tmp_path: Path, seed: int, kind: str) -> None:
@@ -79,6 +80,7 @@ def test_losses_and_restarts_do_not_depend_on_ranks_or_sharding(tmp_path: Path, 
     assert moved.digest == runs[0].digest
 
 
+@pytest.mark.slow
 @settings(max_examples=4, phases=NO_SHRINKING, suppress_health_check=QUIET)
 @given(seed=st.integers(0, 10_000), most=st.integers(1, 70))
 def test_a_batch_computed_piece_by_piece_is_updated_once(tmp_path: Path, seed: int, most: int) -> None:

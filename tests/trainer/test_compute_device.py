@@ -203,6 +203,7 @@ def test_the_plans_of_these_tests_have_shards_of_every_kind_in_every_place(tmp_p
     assert len({tuple(level.tier for level in shard.tiers.levels) for shard in shards}) == 5
 
 
+@pytest.mark.slow
 @settings(max_examples=6, phases=NO_SHRINKING, suppress_health_check=QUIET)
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from(KINDS), most=st.sampled_from([None, 7]))
 def test_losses_and_rows_are_those_of_the_host(

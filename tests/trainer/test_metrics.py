@@ -40,6 +40,7 @@ def test_auc_of_a_million_scores_is_that_of_scikit_learn() -> None:
     assert auc(scores, labels) == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
 
 
+@pytest.mark.slow
 def test_a_large_set_is_measured_in_little_memory_beside_it_and_like_a_small_one() -> None:
     rng = np.random.default_rng(2)
     size = 3 * CHUNK + 5

@@ -74,6 +74,7 @@ def test_the_rank_to_blame_is_found_in_few_requests_however_many_ranks_there_are
     assert requests < 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("secret", ["", "of another gang"])
 def test_a_stranger_s_words_neither_end_a_gang_nor_enter_its_verdict(secret: str) -> None:
     raw: Any = CountingStore()

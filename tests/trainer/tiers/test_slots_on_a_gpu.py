@@ -41,6 +41,7 @@ def job_of(folder: Path, kind: str, dtype: str = "fp32") -> DLRMJob:
     return small_job(folder, training=training, model=model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_slots_train_the_bits_of_slots_for_every_row(
