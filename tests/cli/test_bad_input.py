@@ -180,10 +180,13 @@ def test_data_below_a_folder_that_may_not_be_entered_is_refused_by_the_name_of_i
         body = document(folder)
         tsv("train", str(folder / "locked" / "day.tsv"))(body, folder)
         (folder / "job.yaml").write_text(yaml.safe_dump(body))
+        command = ["run", str(folder / "job.yaml"), "--workdir", str(folder / "work"), "-o", "json"]
+        assert app.main(command) == 66  # loads modules too, which nobody may not read below root's home
+        capsys.readouterr()
         (folder / "locked").chmod(0)
         Path(above).chmod(0o755)
         with as_nobody(folder):
-            got = app.main(["run", str(folder / "job.yaml"), "--workdir", str(folder / "work"), "-o", "json"])
+            got = app.main(command)
 
     line = error_line(capsys)
     assert got == 77, line
