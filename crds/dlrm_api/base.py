@@ -160,7 +160,7 @@ def read_served(model: type[Model], document: Any) -> Model:
     _check_size(document)
     text = json.dumps(document)
     try:
-        found: Model = _stopping_early(model).validate_json(text, strict=True, by_alias=True, by_name=False)
+        found: Model = stopping_early(model).validate_json(text, strict=True, by_alias=True, by_name=False)
     except ValidationError as error:
         if len(text) > COUNTED_CHARACTERS:
             raise invalid_spec(error, model=model, stopped=True) from error
@@ -188,8 +188,8 @@ def _check_size(document: Any) -> None:
 
 
 @cache
-def _stopping_early(model: type[ApiModel]) -> SchemaValidator:
-    """The model's validator, which gives up a list at its first bad item: pydantic keeps an error for each."""
+def stopping_early(model: type[ApiModel]) -> SchemaValidator:
+    """A model's validator for strangers' documents: it leaves a list at its first bad item, for each makes an error."""
     return SchemaValidator(_failing_fast(model.__pydantic_core_schema__))
 
 

@@ -7,11 +7,11 @@ import hashlib
 import re
 import zlib
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import FailFast, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from dlrm_api.base import ApiModel
+from dlrm_api.base import ApiModel, stopping_early
 from dlrm_api.errors import InvalidSpecError, invalid_spec
 
 Tier = Literal["hbm", "ddr", "cxl", "scm", "block"]
@@ -50,7 +50,7 @@ class TierLevel(ApiModel):
 class TierShare(ApiModel):
     """Where the rows of one shard live. Each of its column blocks has levels of its own, of these sizes."""
 
-    levels: Annotated[tuple[TierLevel, ...], FailFast()] = Field(
+    levels: tuple[TierLevel, ...] = Field(
         (),
         max_length=4,
         description=(
@@ -84,10 +84,10 @@ class TablePlan(ApiModel):
     """The shards of one table."""
 
     name: str = Field(description="Table.")
-    column_blocks: Annotated[tuple[int, ...], FailFast()] = Field(
+    column_blocks: tuple[int, ...] = Field(
         description="Edges of the column blocks that each keep a row state of their own: (0, dim) for one block."
     )
-    shards: Annotated[tuple[Shard, ...], FailFast()] = Field(min_length=1, description="Shards.")
+    shards: tuple[Shard, ...] = Field(min_length=1, description="Shards.")
 
 
 class RankPlan(ApiModel):
@@ -127,16 +127,14 @@ class Plan(ApiModel):
             "Where ranks compute: cuda on a GPU of each process's own, which slots in hbm need; cpu on the host."
         ),
     )
-    ranks: Annotated[tuple[RankPlan, ...], FailFast()] = Field(description="Ranks, in order.")
-    tables: Annotated[tuple[TablePlan, ...], FailFast()] = Field(description="Tables, in the model's order.")
+    ranks: tuple[RankPlan, ...] = Field(description="Ranks, in order.")
+    tables: tuple[TablePlan, ...] = Field(description="Tables, in the model's order.")
     lookahead: int = Field(
         0, ge=0, le=8, description="Batches whose rows are fetched ahead of the one that is computed."
     )
-    handoff_bytes: Annotated[tuple[int, ...], FailFast()] = Field(
-        description="Budget of shared memory for cuts, by pod (bytes)."
-    )
+    handoff_bytes: tuple[int, ...] = Field(description="Budget of shared memory for cuts, by pod (bytes).")
     predicted: Prediction = Field(Prediction(), description="What the cost model expects.")
-    reasons: Annotated[tuple[str, ...], FailFast()] = Field((), description="Why the plan is as it is, in words.")
+    reasons: tuple[str, ...] = Field((), description="Why the plan is as it is, in words.")
 
     @property
     def nodes(self) -> int:
@@ -151,9 +149,10 @@ def parse_plan(text: str | bytes) -> Plan:
         InvalidSpecError: the text is no plan of this version; names the field.
     """
     try:
-        return Plan.model_validate_json(text)
+        plan: Plan = stopping_early(Plan).validate_json(text)
     except ValidationError as error:
         raise invalid_spec(error, "plan") from error
+    return plan
 
 
 def plan_to_parts(plan: Plan) -> dict[str, bytes]:

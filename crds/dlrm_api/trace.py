@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import FailFast, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from dlrm_api.base import ApiModel
+from dlrm_api.base import ApiModel, stopping_early
 from dlrm_api.errors import invalid_spec
 
 
@@ -37,10 +37,8 @@ class TableTrace(ApiModel):
     sample_rate: float = Field(
         1.0, gt=0, le=1, description="Share of rows that were followed; 1: unique rows, histogram and curve are exact."
     )
-    histogram: Annotated[tuple[ReuseBin, ...], FailFast()] = Field(
-        (), description="Rows and lookups by how often a row is looked up."
-    )
-    curve: Annotated[tuple[CurvePoint, ...], FailFast()] = Field(
+    histogram: tuple[ReuseBin, ...] = Field((), description="Rows and lookups by how often a row is looked up.")
+    curve: tuple[CurvePoint, ...] = Field(
         (),
         description=(
             "Hit rate of a fully associative LRU cache, one access for each distinct row of a batch, by cache rows "
@@ -66,7 +64,7 @@ class Trace(ApiModel):
     job: str | None = Field(None, description="Name of the job whose data was traced.")
     global_batch_size: int = Field(ge=1, description="Samples of a batch.")
     batches: int = Field(ge=1, description="Global batches that were traced.")
-    tables: Annotated[tuple[TableTrace, ...], FailFast()] = Field(description="Tables, in the model's order.")
+    tables: tuple[TableTrace, ...] = Field(description="Tables, in the model's order.")
 
 
 def parse_trace(text: str | bytes) -> Trace:
@@ -76,6 +74,7 @@ def parse_trace(text: str | bytes) -> Trace:
         InvalidSpecError: the text is no trace of this version; names the field.
     """
     try:
-        return Trace.model_validate_json(text)
+        trace: Trace = stopping_early(Trace).validate_json(text)
     except ValidationError as error:
         raise invalid_spec(error, "trace") from error
+    return trace
