@@ -34,11 +34,11 @@ test-fast: $(INSTALLED) ## the quick tests alone
 
 soak: SCHEDULES ?= 5000
 soak: $(INSTALLED) ## snapshots in random faults: SCHEDULES lives of a job from SEED on
-	SOAK_SCHEDULES=$(SCHEDULES) SOAK_SEED=$(SEED) $(PYTEST) -s --show-capture=no tests/checkpointer/test_soak.py
+	SOAK_SCHEDULES=$(SCHEDULES) SOAK_SEED=$(SEED) $(PYTEST) -s --show-capture=no tests/unit/checkpointer/test_soak.py
 
 faults: SCHEDULES ?= 500
 faults: $(INSTALLED) ## the operator in random faults on a real control plane: SCHEDULES lives of a job from SEED on
-	FAULT_SCHEDULES=$(SCHEDULES) FAULT_SEED=$(SEED) $(PYTEST) -s --show-capture=no tests/operator/test_fault_schedules.py
+	FAULT_SCHEDULES=$(SCHEDULES) FAULT_SEED=$(SEED) $(PYTEST) -s --show-capture=no tests/integration/operator/test_fault_schedules.py
 
 lint: $(INSTALLED) ## formatting, lints, types, import contracts, generated files
 	$(BIN)/ruff format --check .

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 
-from dlrm_checkpointer.stores.store import Body, ObjectInfo, ObjectStore
+from dlrm_stores.base import Body, ObjectInfo, ObjectStore
 
 
 class MeteredStore:

@@ -17,9 +17,9 @@ from dlrm_checkpointer.hand_off.inbox import Inbox
 from dlrm_checkpointer.hand_off.writer import HandOffWriter
 from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.stores.store import ObjectStore
 from dlrm_checkpointer.writing.policy import ChainPolicy
 from dlrm_checkpointer.writing.retention import Rule
+from dlrm_stores.base import ObjectStore
 
 INTERVAL_S = 1_800.0
 PATIENCE_S = 300.0

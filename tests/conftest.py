@@ -17,7 +17,7 @@ settings.load_profile("untimed")  # how long an example takes says how busy the 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so for a shell's background jobs, and then for what tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["dlrm_cluster.fixtures", "rights_ledger"]
+pytest_plugins = ["dlrm_cluster.fixtures", "dlrm_testing.charts.rights_ledger"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

@@ -4,7 +4,7 @@ from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, TableMeta
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.hand_off.writer import HandOffWriter
 from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot, open_snapshot
-from dlrm_checkpointer.stores.store import ObjectStore, StoreOptions, open_store
+from dlrm_stores.base import ObjectStore, StoreOptions, open_store
 
 __all__ = [
     "CutMeta",

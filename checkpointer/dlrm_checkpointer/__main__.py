@@ -13,19 +13,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from dlrm_api.errors import DLRMError
-from dlrm_api.logs import log_to_stderr
 from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
+from dlrm_api.process import log_to_stderr, named_limit
 from dlrm_api.progress import CheckpointerProgress
-from dlrm_api.system_limits import named_limit
 from dlrm_checkpointer.endpoint import Endpoint
 from dlrm_checkpointer.hand_off.inbox import Inbox
 from dlrm_checkpointer.publishing.publisher import Publisher, Terms
 from dlrm_checkpointer.settings import Settings, read_settings
 from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.stores.store import StoreOptions, open_store, open_target
 from dlrm_checkpointer.writing.policy import ChainPolicy
 from dlrm_checkpointer.writing.retention import Rule
+from dlrm_stores.base import StoreOptions, open_store, open_target
 
 LONGEST_REASON = 512
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)

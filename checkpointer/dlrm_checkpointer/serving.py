@@ -6,7 +6,7 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from dlrm_api.listening import listener
+from dlrm_api.process import listener
 
 REQUEST_TIMEOUT_S = 10.0
 

@@ -12,7 +12,7 @@ from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_api.errors import BadDataError, NoInputError, UsageError
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Env, Port
-from dlrm_checkpointer.stores.store import StoreOptions
+from dlrm_stores.base import StoreOptions
 
 DEFAULT_GRACE_S = 120.0
 

@@ -25,12 +25,12 @@ from dlrm_checkpointer.life import Backoff, Life
 from dlrm_checkpointer.publishing.publisher import Publisher
 from dlrm_checkpointer.reading.restore import snapshot_keys
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.stores.store import ObjectStore
 from dlrm_checkpointer.writing.commit import try_commit
 from dlrm_checkpointer.writing.policy import ChainPolicy
 from dlrm_checkpointer.writing.retention import Retention, Rule
 from dlrm_checkpointer.writing.upload import Traffic, Upload
 from dlrm_checkpointer.writing.ways import Ways
+from dlrm_stores.base import ObjectStore
 
 logger = logging.getLogger(__name__)
 

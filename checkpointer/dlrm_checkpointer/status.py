@@ -12,7 +12,7 @@ from dlrm_api.errors import DLRMError
 from dlrm_api.progress import CheckpointerProgress, SnapshotInfo
 from dlrm_checkpointer.format.manifest import Kind
 from dlrm_checkpointer.publishing.publication import Delta
-from dlrm_checkpointer.stores.repeats import Reason
+from dlrm_stores.repeats import Reason
 
 STORE_ERROR_LENGTH = 1_024
 COMMIT_BUCKETS_S = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1_800, 3_600)

@@ -17,12 +17,15 @@ DLRMError
 
 from __future__ import annotations
 
+import re
+import typing
 from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dlrm_api.known_fields import nearest_field
 from dlrm_api.names import ExitCode
 
 
@@ -167,3 +170,72 @@ def _message(problem: ErrorDetails) -> str:
         case "string_pattern_mismatch":
             return f"{problem['input'][:SHOWN_CHARACTERS]!r} does not match {context['pattern']}"
     return problem["msg"].removeprefix(OF_A_RULE)
+
+
+def plain(annotation: Any) -> Any:
+    """The annotation without what stands around it: ``Annotated`` and ``| None``."""
+    while True:
+        origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+        if origin is typing.Annotated:
+            annotation = arguments[0]
+        elif type(None) in arguments:
+            annotation = next(argument for argument in arguments if argument is not type(None))
+        else:
+            return annotation
+
+
+def nearest_field(model: type[BaseModel], place: Sequence[int | str]) -> str | None:
+    """The field that is spelled most like the last step of ``place``, of those that could stand there.
+
+    Args:
+        model: Of the whole document.
+        place: Keys of objects and numbers of elements, down to a field that the model lacks.
+
+    Returns:
+        The name, or None where none is near or no model stands there.
+    """
+    at: Any = model
+    *above, last = place
+    for step in above:
+        at = _type_below(at, step)
+    if not _is_model(at):
+        return None
+    near = get_close_matches(str(last), _fields(at), n=1)
+    return near[0] if near else None
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _fields(model: type[BaseModel]) -> dict[str, Any]:
+    return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+
+
+def _type_below(annotation: Any, step: int | str) -> Any:
+    """Type of a field or an element; None where there is none."""
+    if _is_model(annotation):
+        return plain(_fields(annotation).get(str(step)))
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is tuple:
+        return plain(arguments[0])
+    return plain(arguments[1]) if origin is dict else None
+
+
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"  # C0 without tab and line feed, DEL, C1: escape sequences begin here
+    "\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"
+    "\ud800-\udfff]"  # halves of pairs: no terminal and no file takes them
+    "|\r(?!\n)"
+)
+"""Characters that steer a terminal, or turn the order of what stands beside them, or are not seen at all."""
+
+
+def visible(text: str) -> str:
+    r"""The text with such characters written out, as in ``\x1b``; tabs and line ends stay. Twice is the same."""
+    return _UNSEEN.sub(_written_out, text)
+
+
+def _written_out(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 
 from dlrm_api.base import ApiModel, Rule, read
 from dlrm_api.names import API_VERSION
-from dlrm_api.pod_shapes import NODE_TERM, OBJECT, Shaped
+from dlrm_api.pod_template import NODE_TERM, OBJECT, Shaped
 from dlrm_api.quantities import Bytes
 
 BytesPerSecond = Annotated[float, Field(ge=0, le=1e18)]

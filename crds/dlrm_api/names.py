@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 from typing import Final
 
 GROUP: Final = "dlrm.dev"
@@ -63,7 +64,7 @@ class Env:
     TRAINER_PORT = "DLRM_TRAINER_PORT"
     CHECKPOINTER_PORT = "DLRM_CHECKPOINTER_PORT"
     TOKEN_SHA256 = "DLRM_TOKEN_SHA256"  # noqa: S105  a variable's name
-    """``dlrm_api.tokens.token_digest`` of the token that asks this gang for a cut; without it nobody may."""
+    """``dlrm_api.names.token_digest`` of the token that asks this gang for a cut; without it nobody may."""
     GANG_SECRET = "DLRM_GANG_SECRET"  # noqa: S105  a variable's name
     """By which the ranks of one attempt know each other at rank 0's store; without it they take whoever comes."""
     HANDOFF_DIR = "DLRM_HANDOFF_DIR"
@@ -148,3 +149,8 @@ def plan_config_map(job: str, attempt: int) -> str:
 def pod_group(job: str, attempt: int) -> str:
     """Name under which a gang scheduler knows one attempt's pods."""
     return f"{job}-{attempt}"
+
+
+def token_digest(token: str) -> str:
+    """SHA-256 of a token in hexadecimal digits, as ``Env.TOKEN_SHA256`` gives it to the trainer."""
+    return hashlib.sha256(token.encode()).hexdigest()

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from dlrm_api.base import ApiModel, Rule
 from dlrm_api.objects import ObjectName
-from dlrm_api.overlay import PodTemplateOverlay
+from dlrm_api.pod_template import PodTemplateOverlay
 from dlrm_api.quantities import Bytes, quantity_value
 
 MAX_REPLICAS = 4_096

@@ -19,9 +19,9 @@ from dlrm_checkpointer.hand_off.writer import HandOffWriter
 from dlrm_checkpointer.reading.restore import newest_snapshot
 from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.stores.store import StoreOptions, open_store
 from dlrm_checkpointer.writing.policy import ChainPolicy
 from dlrm_checkpointer.writing.retention import Rule
+from dlrm_stores.base import StoreOptions, open_store
 
 TABLE = TableMeta(name="rows", rows=300, dim=8, seed=1, scale=0.5, column_blocks=((0, 8),))
 CUTS = 3

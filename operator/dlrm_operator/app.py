@@ -13,7 +13,7 @@ from contextlib import suppress
 import kopf
 
 from dlrm_api.errors import DLRMError
-from dlrm_api.logs import EventFormatter
+from dlrm_api.process import EventFormatter
 from dlrm_operator.cluster import KubernetesApi
 from dlrm_operator.log_context import ObjectFilter
 from dlrm_operator.running.engine import Engine

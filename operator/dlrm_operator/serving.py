@@ -9,7 +9,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-from dlrm_api.listening import listener
+from dlrm_api.process import listener
 
 
 class Health(Protocol):

@@ -7,15 +7,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from drilled_jobs import DrilledJob
-from release import Release
-from s3_in_cluster import IMAGE, ClusterS3
 
 from dlrm_cluster.build import binaries
 from dlrm_cluster.errors import ClusterError
 from dlrm_cluster.images import write_image
 from dlrm_cluster.project_images import Image, build
 from dlrm_cluster.real_cluster import RealCluster
+from dlrm_testing.e2e.drilled_jobs import DrilledJob
+from dlrm_testing.e2e.release import Release
+from dlrm_testing.e2e.s3_in_cluster import IMAGE, ClusterS3
 
 LOOKS = (
     ("get", "dlrmjobs,pods", "--all-namespaces", "--output=wide"),

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from documented import DOCS, ROOT, blocks
-from drilled_jobs import DrilledJob
-from monitors import define
-from release import Release
-from s3_in_cluster import KEYS, REGION, ClusterS3
-from user_shell import UserShell
 
 from dlrm_cluster.real_cluster import RealCluster
+from dlrm_testing.documented import DOCS, ROOT, blocks
+from dlrm_testing.e2e.drilled_jobs import DrilledJob
+from dlrm_testing.e2e.monitors import define
+from dlrm_testing.e2e.release import Release
+from dlrm_testing.e2e.s3_in_cluster import KEYS, REGION, ClusterS3
+from dlrm_testing.e2e.user_shell import UserShell
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3_600)]
 README = ROOT / "README.md"

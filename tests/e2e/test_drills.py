@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from drilled_jobs import SAMPLES, START_S, UNDER_WAY, DrilledJob
-from release import Release
-from s3_in_cluster import ClusterS3
 
 from dlrm_cluster.errors import ClusterError
 from dlrm_cluster.real_cluster import RealCluster
+from dlrm_testing.e2e.drilled_jobs import SAMPLES, START_S, UNDER_WAY, DrilledJob
+from dlrm_testing.e2e.release import Release
+from dlrm_testing.e2e.s3_in_cluster import ClusterS3
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1_800)]
 NewJob = Callable[[str], DrilledJob]

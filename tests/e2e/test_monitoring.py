@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from dashboards import assert_variables_offer, queries
-from drilled_jobs import START_S, DrilledJob
-from monitors import define, discover, scrape_configs
-from real_prometheus import Prometheus
-from release import Release
-from s3_in_cluster import ClusterS3
 
 from dlrm_cluster.errors import ClusterError
 from dlrm_cluster.project_images.recipes import ROOT
 from dlrm_cluster.real_cluster import Object, RealCluster
+from dlrm_testing.charts.dashboards import assert_variables_offer, queries
+from dlrm_testing.charts.real_prometheus import Prometheus
+from dlrm_testing.e2e.drilled_jobs import START_S, DrilledJob
+from dlrm_testing.e2e.monitors import define, discover, scrape_configs
+from dlrm_testing.e2e.release import Release
+from dlrm_testing.e2e.s3_in_cluster import ClusterS3
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1_800)]
 EXAMPLE = ROOT / "examples/quickstart-cluster.yaml"

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from release import Release
-from s3_in_cluster import KEYS, REGION, ClusterS3
-from user_shell import UserShell
 
 from dlrm_cluster.project_images.recipes import ROOT
 from dlrm_cluster.real_cluster import Object, RealCluster
+from dlrm_testing.e2e.release import Release
+from dlrm_testing.e2e.s3_in_cluster import KEYS, REGION, ClusterS3
+from dlrm_testing.e2e.user_shell import UserShell
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3_600)]
 TRAIN_S = 600.0

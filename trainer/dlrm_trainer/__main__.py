@@ -11,11 +11,10 @@ from types import FrameType
 from typing import NoReturn
 
 from dlrm_api.errors import DLRMError, NoInputError, UsageError
-from dlrm_api.logs import log_to_stderr
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan, parse_plan, plan_from_parts
+from dlrm_api.process import log_to_stderr, named_limit
 from dlrm_api.progress import TerminationMessage
-from dlrm_api.system_limits import named_limit
 from dlrm_checkpointer.settings import read_job
 from dlrm_trainer.limits import allow_open_files
 from dlrm_trainer.settings import Settings, keep_memory, read_settings, spin_briefly

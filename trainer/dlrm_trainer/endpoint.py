@@ -16,9 +16,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from dlrm_api.errors import TemporaryError
-from dlrm_api.names import TOKEN_HEADER
+from dlrm_api.names import TOKEN_HEADER, token_digest
 from dlrm_api.progress import Progress, TrainerPhase
-from dlrm_api.tokens import token_digest
 from dlrm_checkpointer.serving import EndpointHandler, EndpointServer
 from dlrm_trainer.cutting.cuts import CutControl
 from dlrm_trainer.observing.progress import ProgressBoard
@@ -36,7 +35,7 @@ class Endpoint:
         port: to listen on.
         board: what ``/progress`` shows.
         control: takes ``POST /cut``.
-        token_sha256: digest of what the header must say for a cut (``dlrm_api.tokens``); None: nobody may ask for one.
+        token_sha256: digest of what the header must say for a cut (``dlrm_api.names``); None: nobody may ask for one.
         collectors: of more metrics.
         stacks: what ``/stacks`` shows; by default those of this process.
 

@@ -19,10 +19,9 @@ import torch
 
 from dlrm_api.errors import DLRMError, PeerLostError
 from dlrm_api.job import DLRMJob
-from dlrm_api.logs import log_to_stderr
 from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
 from dlrm_api.plan import Plan
-from dlrm_api.system_limits import named_limit
+from dlrm_api.process import log_to_stderr, named_limit
 from dlrm_trainer.compute_device import named_failure
 from dlrm_trainer.cutting.cuts import CutControl, StoppedError
 from dlrm_trainer.limits import usable_cpus

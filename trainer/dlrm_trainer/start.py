@@ -23,7 +23,7 @@ from dlrm_checkpointer.format.fetch import Check
 from dlrm_checkpointer.format.manifest import manifest_key
 from dlrm_checkpointer.hand_off.writer import HandOffWriter
 from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot
-from dlrm_checkpointer.stores.store import FieldNames, ObjectStore, StoreOptions, open_store
+from dlrm_stores.base import FieldNames, ObjectStore, StoreOptions, open_store
 from dlrm_trainer.cutting import snapshots
 from dlrm_trainer.cutting.compatible import check_data, check_model, first_change
 from dlrm_trainer.cutting.cuts import CutControl

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 
 from dlrm_checkpointer.coding.codes import OF_NO_CLASS
-from dlrm_checkpointer.coding.compiled import compiled
-from dlrm_checkpointer.coding.number_bits import bits_of, number_of
 from dlrm_checkpointer.coding.quantize import (
     BIAS,
     CLASS_BITS,
@@ -22,6 +20,8 @@ from dlrm_checkpointer.coding.quantize import (
     MANTISSA_BITS,
     whole_number,
 )
+from dlrm_kernels.cache import compiled
+from dlrm_kernels.intrinsics import bits_of, number_of
 
 I32, I64, F32, U16, U32, U64 = np.int32, np.int64, np.float32, np.uint16, np.uint32, np.uint64
 LARGEST_HALF = U32(0x7FE000)

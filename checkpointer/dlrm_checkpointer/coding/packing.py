@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_kernels.cache import compiled
 
 U8, U64, F32 = np.uint8, np.uint64, np.float32
 ZERO, ONE, TWO, THREE, FOUR, SEVEN, EIGHT = U64(0), U64(1), U64(2), U64(3), U64(4), U64(7), U64(8)

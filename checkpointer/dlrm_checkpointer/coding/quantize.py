@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from dlrm_checkpointer.coding.codes import OF_NO_CLASS
-from dlrm_checkpointer.coding.compiled import compiled, compiled_dividing
-from dlrm_checkpointer.coding.number_bits import bits_of, number_of
 from dlrm_checkpointer.coding.packing import SPARE, pack_row
-from dlrm_checkpointer.coding.prefetching import prefetch_lines
+from dlrm_kernels.cache import compiled, compiled_dividing
+from dlrm_kernels.intrinsics import bits_of, number_of, prefetch_lines
 
 U8, U16, U32, U64, I32, I64, F32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.int64, np.float32
 BLOCK = 64

@@ -19,7 +19,7 @@ from dlrm_checkpointer.format.manifest import (
     manifest_key,
     parse_manifest,
 )
-from dlrm_checkpointer.stores.store import ObjectStore
+from dlrm_stores.base import ObjectStore
 
 
 class BrokenChainError(SnapshotError):

@@ -15,7 +15,7 @@ from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.format.bodies import USUAL_BYTES, Bodies
 from dlrm_checkpointer.format.manifest import ChunkEntry, ObjectEntry
 from dlrm_checkpointer.format.objects import decode_rows
-from dlrm_checkpointer.stores.store import ObjectStore
+from dlrm_stores.base import ObjectStore
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 
 from dlrm_checkpointer.format.manifest import ObjectEntry
-from dlrm_checkpointer.stores.store import Body, ObjectStore
+from dlrm_stores.base import Body, ObjectStore
 
 
 def put_by_digest(store: ObjectStore, key_of: Callable[[str], str], body: Body) -> ObjectEntry:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlrm_api.errors import DeviceError
+from dlrm_api.process import FULL
 from dlrm_checkpointer.cut import CutSize
-from dlrm_checkpointer.device_errors import FULL
 from dlrm_checkpointer.hand_off.draft import ALIGNED_BYTES, ENTRY_BYTES, INDEX_BYTES, Draft, Maps, allocate, file_size
 from dlrm_checkpointer.hand_off.folder import (
     DURABLE_PREFIX,

@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from dlrm_api.errors import SnapshotError, UsageError
+from dlrm_api.process import raise_device
 from dlrm_checkpointer.cut import SnapshotName
-from dlrm_checkpointer.device_errors import raise_device
 from dlrm_checkpointer.format.sealing import NewerVersionError
 
 LAYOUT_VERSION = 1

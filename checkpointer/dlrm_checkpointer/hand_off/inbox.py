@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_api.errors import SnapshotError, TemporaryError
+from dlrm_api.process import raise_device
 from dlrm_checkpointer.cut import CutMeta, SnapshotName
-from dlrm_checkpointer.device_errors import raise_device
 from dlrm_checkpointer.hand_off.folder import (
     BROKEN_FILE,
     COMMITTED_FILE,

@@ -13,8 +13,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError, DivergedError, InvalidSpecError, TemporaryError
+from dlrm_api.process import raise_device
 from dlrm_checkpointer.cut import CutMeta, CutSize, RowsInPlace, ShardId, SnapshotName
-from dlrm_checkpointer.device_errors import raise_device
 from dlrm_checkpointer.hand_off.budget import Budget
 from dlrm_checkpointer.hand_off.folder import (
     BROKEN_FILE,

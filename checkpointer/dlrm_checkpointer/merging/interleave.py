@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_kernels.cache import compiled
 
 U64 = np.uint64
 BEYOND = np.int64(2**63 - 1)

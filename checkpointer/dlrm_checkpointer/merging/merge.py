@@ -16,7 +16,7 @@ from dlrm_checkpointer.format.manifest import ChunkEntry
 from dlrm_checkpointer.merging.delta import Delta
 from dlrm_checkpointer.merging.gathering import Gathering, newest
 from dlrm_checkpointer.merging.sweep import Band, Source, stored, sweep
-from dlrm_checkpointer.stores.store import ObjectStore
+from dlrm_stores.base import ObjectStore
 
 CHUNK_BYTES = 32 << 20
 """Bytes of float32 rows with their state in one chunk: bounds the memory of upload and restore, and is read as one

@@ -12,7 +12,7 @@ from dlrm_checkpointer.coding.codes import CodedRows
 from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.format.fetch import fetch_rows, in_parallel
 from dlrm_checkpointer.format.manifest import ChunkEntry
-from dlrm_checkpointer.stores.store import ObjectStore
+from dlrm_stores.base import ObjectStore
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from dlrm_checkpointer.format.objects import decode_row_numbers
 from dlrm_checkpointer.publishing.image import Applied, Image, ImageState, TableRows, initial_values
 from dlrm_checkpointer.publishing.publication import Delta, GoneEntry, Published, delta_key, read_delta, sequences
 from dlrm_checkpointer.reading.export import written_to
-from dlrm_checkpointer.stores.store import ObjectStore
+from dlrm_stores.base import ObjectStore
 
 MOST_RELOADS = 2
 """Within one round: more would mean that the publisher's folder is broken where the newest full delta is."""

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dlrm_api.errors import SnapshotError, TemporaryError, UsageError
+from dlrm_api.process import raise_device
 from dlrm_checkpointer.coding.digest import block_ranges
 from dlrm_checkpointer.coding.initializer import initial_rows
 from dlrm_checkpointer.cut import TableMeta
-from dlrm_checkpointer.device_errors import raise_device
 from dlrm_checkpointer.reading.table_files import safetensors_header
-from dlrm_checkpointer.stores.store import Body
-from dlrm_checkpointer.stores.synced import make_folder, replace_synced, sync, write_synced
+from dlrm_stores.base import Body
+from dlrm_stores.synced import make_folder, replace_synced, sync, write_synced
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from dlrm_checkpointer.publishing.publication import (
     try_prefix,
 )
 from dlrm_checkpointer.reading.differences import updates
-from dlrm_checkpointer.stores.store import Body, ObjectStore
+from dlrm_stores.base import Body, ObjectStore
 
 MOST_NUMBERS = 1 << 22
 """Row numbers in one object of tombstones."""

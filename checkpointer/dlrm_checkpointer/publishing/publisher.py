@@ -33,7 +33,7 @@ from dlrm_checkpointer.publishing.publication import (
 from dlrm_checkpointer.publishing.publish import Place, delta_of, parts_of, put_part, remove_old
 from dlrm_checkpointer.reading.restore import Snapshot
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.stores.store import ObjectStore
+from dlrm_stores.base import ObjectStore
 
 logger = logging.getLogger(__name__)
 

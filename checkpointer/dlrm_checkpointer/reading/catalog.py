@@ -13,7 +13,7 @@ from dlrm_checkpointer.format.manifest import MANIFESTS, Manifest, parse_manifes
 from dlrm_checkpointer.format.sealing import NewerVersionError
 from dlrm_checkpointer.reading.restore import Snapshot, given_up, open_snapshot
 from dlrm_checkpointer.reading.table_blocks import walk_table
-from dlrm_checkpointer.stores.store import ObjectStore
+from dlrm_stores.base import ObjectStore
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from dlrm_checkpointer.format.fetch import fetch_rows, in_parallel
 from dlrm_checkpointer.format.manifest import ChunkEntry
 from dlrm_checkpointer.merging.merge import chunk_rows
 from dlrm_checkpointer.merging.sweep import stored, sweep
-from dlrm_checkpointer.stores.store import ObjectStore
+from dlrm_stores.base import ObjectStore
 
 
 @dataclass(frozen=True, kw_only=True)

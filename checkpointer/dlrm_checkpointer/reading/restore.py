@@ -31,7 +31,7 @@ from dlrm_checkpointer.format.objects import decode_dense
 from dlrm_checkpointer.format.sealing import NewerVersionError
 from dlrm_checkpointer.merging.merge import overlapping
 from dlrm_checkpointer.reading.coverage import SeenRows
-from dlrm_checkpointer.stores.store import ObjectStore
+from dlrm_stores.base import ObjectStore
 
 PARALLEL_DECODES = 2
 """Chunks that a restore decodes at a time, beside those that are read."""

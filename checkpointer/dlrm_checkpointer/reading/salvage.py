@@ -21,7 +21,7 @@ from dlrm_checkpointer.format.chain import Chain
 from dlrm_checkpointer.format.fetch import Check, check_bytes, check_present
 from dlrm_checkpointer.format.manifest import PARTS, ChainLink, Manifest, PartList, check_chunks, parse_part, part_key
 from dlrm_checkpointer.reading.restore import Snapshot, snapshot_keys
-from dlrm_checkpointer.stores.store import ObjectStore
+from dlrm_stores.base import ObjectStore
 
 logger = logging.getLogger(__name__)
 

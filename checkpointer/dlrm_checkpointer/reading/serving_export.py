@@ -18,7 +18,7 @@ from dlrm_checkpointer.reading.precision import Precision, at_precision
 from dlrm_checkpointer.reading.restore import Snapshot
 from dlrm_checkpointer.reading.table_blocks import walk_table
 from dlrm_checkpointer.reading.table_files import TableFormat
-from dlrm_checkpointer.stores.synced import make_folder
+from dlrm_stores.synced import make_folder
 
 EXPORT_FILE = "export.json"
 

@@ -18,7 +18,7 @@ from dlrm_checkpointer.format.manifest import (
     parse_part,
     part_key,
 )
-from dlrm_checkpointer.stores.store import ObjectStore
+from dlrm_stores.base import ObjectStore
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from dlrm_checkpointer.format.manifest import (
 )
 from dlrm_checkpointer.format.sealing import NewerVersionError
 from dlrm_checkpointer.reading.restore import open_snapshot, snapshot_keys
-from dlrm_checkpointer.stores.store import ObjectInfo, ObjectStore
 from dlrm_checkpointer.writing.key_set import KeySet
+from dlrm_stores.base import ObjectInfo, ObjectStore
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from dlrm_checkpointer.format.put import put_by_digest
 from dlrm_checkpointer.hand_off.ready import Durable, ReadyCut
 from dlrm_checkpointer.merging.delta import Delta, deltas
 from dlrm_checkpointer.merging.merge import coded_chunks, merged_chunks
-from dlrm_checkpointer.stores.store import Body, ObjectStore
+from dlrm_stores.base import Body, ObjectStore
 
 MERGED_AT_ONCE = 2
 """Chunks of a merge that are put at a time: what it reads is in memory beside them."""

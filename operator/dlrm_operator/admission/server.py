@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from dlrm_api.errors import BadDataError
-from dlrm_api.listening import listener
+from dlrm_api.process import listener
 from dlrm_operator.admission.certificates import LOOK_S, Certificate
 from dlrm_operator.facts.conditions import shorten
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Literal
 
+from dlrm_api.errors import visible
 from dlrm_api.status import Condition, ConditionType
-from dlrm_api.texts import visible
 from dlrm_operator.facts.reasons import Word
 
 Truth = Literal["True", "False", "Unknown"]

@@ -1,6 +1,6 @@
 """What users add to the pods: joined with what the operator sets, refused by name where the two collide.
 
-That it has the shape it is joined by, the model has checked (``dlrm_api.pod_shapes``). Security contexts alone may say
+The model has checked the shape that it is joined by (``dlrm_api.pod_template``). Security contexts alone may say
 other than ours does; how far is for ``restrictions`` to judge.
 """
 
@@ -14,7 +14,7 @@ from pydantic_core import from_json, to_json
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.names import GROUP
-from dlrm_api.overlay import PodTemplateOverlay
+from dlrm_api.pod_template import PodTemplateOverlay
 from dlrm_operator.facts.actions import Manifest
 from dlrm_operator.objects.placement import with_affinity
 from dlrm_operator.objects.restrictions import PATH

@@ -7,7 +7,7 @@ from typing import Any, Final
 from dlrm_api.hardware import HardwareProfile, HardwareProfileSpec
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import Label
-from dlrm_api.pod_shapes import REQUIRED
+from dlrm_api.pod_template import REQUIRED
 from dlrm_operator.facts.actions import Manifest
 from dlrm_operator.objects.gang_scheduling import scheduler_name
 

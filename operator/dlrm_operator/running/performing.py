@@ -12,8 +12,7 @@ from typing import Protocol
 
 from dlrm_api import names
 from dlrm_api.errors import DLRMError
-from dlrm_api.names import FIELD_MANAGER, Env, Label
-from dlrm_api.tokens import token_digest
+from dlrm_api.names import FIELD_MANAGER, Env, Label, token_digest
 from dlrm_operator.beside.control_key import ControlKey
 from dlrm_operator.cluster import METADATA_OF_ONE, Api
 from dlrm_operator.cluster_errors import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dlrm_checkpointer.coding import splitmix
-from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_kernels.cache import compiled
 
 GOLDEN = np.uint64(splitmix.GOLDEN)
 _MIX_1, _MIX_2 = np.uint64(splitmix.MIX_1), np.uint64(splitmix.MIX_2)

@@ -20,7 +20,7 @@ from dlrm_checkpointer.format.chain import load_chain
 from dlrm_checkpointer.format.fetch import Check
 from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot
 from dlrm_checkpointer.reading.salvage import Salvage, find_salvage, open_salvage
-from dlrm_checkpointer.stores.store import ObjectStore
+from dlrm_stores.base import ObjectStore
 from dlrm_trainer.cutting.verifying import choose_together
 from dlrm_trainer.embedding.rows import LocalPart, table_meta
 from dlrm_trainer.learner import Learner

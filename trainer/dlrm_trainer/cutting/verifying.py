@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.format.fetch import Check, check_bytes
 from dlrm_checkpointer.format.manifest import ObjectEntry
-from dlrm_checkpointer.stores.store import ObjectStore
+from dlrm_stores.base import ObjectStore
 from dlrm_trainer.ranks.collectives import Collectives
 from dlrm_trainer.ranks.in_step import InStep
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dlrm_checkpointer.coding.compiled import compiled
-from dlrm_trainer.compute.processor import upper_product
+from dlrm_kernels.cache import compiled
+from dlrm_kernels.intrinsics import upper_product
 
 _LARGEST = np.uint64(2**64 - 1)
 _HALF, _LOWER = np.uint64(32), np.uint64(2**32 - 1)

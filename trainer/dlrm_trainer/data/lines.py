@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_kernels.cache import compiled
 
 Ints = NDArray[np.int64]
 

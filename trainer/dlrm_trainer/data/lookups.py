@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.model import TableSpec
-from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_kernels.cache import compiled
 from dlrm_trainer.compute.splitmix import GOLDEN, mix
 from dlrm_trainer.data.dividing import inverse_of, rest
 

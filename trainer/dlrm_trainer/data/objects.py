@@ -15,12 +15,12 @@ from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_rand
 from dlrm_api.errors import BadDataError, NoInputError, StoreUnavailableError
 from dlrm_api.names import Env
 from dlrm_api.objects import S3Spec
-from dlrm_checkpointer.stores.store import FieldNames, ObjectInfo, StoreOptions
+from dlrm_stores.base import FieldNames, ObjectInfo, StoreOptions
 from dlrm_trainer.data.files import CHANGED
 from dlrm_trainer.data.uris import ANY_DEPTH, is_passed_over, pattern_parts
 
 if TYPE_CHECKING:
-    from dlrm_checkpointer.stores.s3 import S3Store
+    from dlrm_stores.s3 import S3Store
 
 FIELDS = FieldNames(
     uri="data.train.uris and data.eval.uris",
@@ -130,7 +130,7 @@ def find_objects(
 
 
 def _expand(uri: str, suffixes: Sequence[str], s3: S3Spec, credentials_dir: Path | None) -> list[S3Object]:
-    from dlrm_checkpointer.stores.s3 import S3Store  # boto3 takes most of a second to load
+    from dlrm_stores.s3 import S3Store  # boto3 takes most of a second to load
 
     parts = urlsplit(uri, allow_fragments=False)
     bucket, key = parts.netloc, uri.removeprefix(f"s3://{parts.netloc}").lstrip("/")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_kernels.cache import compiled
 from dlrm_trainer.data.scratch import scratch
 from dlrm_trainer.data.spots import Gathered, Ints
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_kernels.cache import compiled
 from dlrm_trainer.compute.splitmix import GOLDEN, mix
 from dlrm_trainer.data.dividing import inverse_of, quotient
 

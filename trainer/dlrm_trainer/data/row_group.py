@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError
-from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_kernels.cache import compiled
 from dlrm_trainer.data.lookups import MIX, NONE, Hashing, put_rows_of
 from dlrm_trainer.data.packed import Numbers, PackedRows, SingleIds, pack_bags
 from dlrm_trainer.data.scratch import scratch

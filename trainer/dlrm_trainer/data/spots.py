@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_kernels.cache import compiled
 from dlrm_trainer.data.batch import RawRows
 
 Ints = NDArray[np.int64]

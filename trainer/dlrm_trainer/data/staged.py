@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.coding.compiled import compiled
-from dlrm_checkpointer.coding.prefetching import prefetch
+from dlrm_kernels.cache import compiled
+from dlrm_kernels.intrinsics import prefetch
 from dlrm_trainer.data.batch import RawRows
 from dlrm_trainer.data.packed import Numbers, PackedRows, transpose
 from dlrm_trainer.data.spots import Ints

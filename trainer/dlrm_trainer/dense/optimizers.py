@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dlrm_api.training import DenseOptimizerSpec
-from dlrm_checkpointer.coding.compiled import compiled_dividing
-from dlrm_trainer.compute.team import finish, share, take
+from dlrm_kernels.cache import compiled_dividing
+from dlrm_kernels.parallel import finish, share, take
 
 U64 = np.uint64
 UNIT_ELEMENTS = 1 << 14

@@ -14,8 +14,8 @@ import numba.core.cgutils
 from llvmlite import ir
 from numba import types
 
-from dlrm_checkpointer.coding.compiled import instruction
-from dlrm_trainer.compute.sizes import size_in_type
+from dlrm_kernels.cache import instruction
+from dlrm_kernels.intrinsics import size_in_type
 
 ROWS = 6
 """Vectors whose sums fit into registers together."""

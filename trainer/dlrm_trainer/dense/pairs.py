@@ -12,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_checkpointer.coding.compiled import compiled, compiled_freely
-from dlrm_checkpointer.coding.prefetching import prefetch_lines
-from dlrm_trainer.compute.sizes import Size, size_of, value_of
-from dlrm_trainer.compute.team import finish, share, take
+from dlrm_kernels.cache import compiled, compiled_freely
+from dlrm_kernels.intrinsics import Size, prefetch_lines, size_of, value_of
+from dlrm_kernels.parallel import finish, share, take
 from dlrm_trainer.dense.pair_sums import ROWS, sum_partners
 from dlrm_trainer.dense.products import row_stride
 

@@ -9,11 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_checkpointer.coding.compiled import compiled
-from dlrm_checkpointer.coding.prefetching import prefetch_lines
-from dlrm_trainer.compute.processor import lent
-from dlrm_trainer.compute.sizes import value_of
-from dlrm_trainer.compute.team import finish, take
+from dlrm_kernels.cache import compiled
+from dlrm_kernels.intrinsics import lent, prefetch_lines, value_of
+from dlrm_kernels.parallel import finish, take
 from dlrm_trainer.embedding.half import widened
 
 U64 = np.uint64

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.coding.compiled import compiled
 from dlrm_checkpointer.hand_off.draft import Laid, Rows
-from dlrm_trainer.compute.processor import bit_count, lent, lowest_bit
-from dlrm_trainer.compute.sizes import size_of, value_of
-from dlrm_trainer.compute.team import alone
+from dlrm_kernels.cache import compiled
+from dlrm_kernels.intrinsics import bit_count, lent, lowest_bit, size_of, value_of
+from dlrm_kernels.parallel import alone
 from dlrm_trainer.embedding.dirty import UNIT_WORDS, WORD, DirtyRows, Words
 from dlrm_trainer.embedding.gather import copy_rows
 from dlrm_trainer.embedding.half import widened

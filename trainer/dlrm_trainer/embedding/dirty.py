@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.coding.compiled import compiled
-from dlrm_trainer.compute.processor import bit_count, lowest_bit
-from dlrm_trainer.compute.team import finish, share, take
+from dlrm_kernels.cache import compiled
+from dlrm_kernels.intrinsics import bit_count, lowest_bit
+from dlrm_kernels.parallel import finish, share, take
 
 U64 = np.uint64
 WORD = 64

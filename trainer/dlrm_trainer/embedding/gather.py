@@ -13,11 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_checkpointer.coding.compiled import compiled
-from dlrm_checkpointer.coding.prefetching import prefetch_second
-from dlrm_trainer.compute.processor import lent, stream_four, stream_line
-from dlrm_trainer.compute.sizes import size_of, value_of
-from dlrm_trainer.compute.team import finish, share, take
+from dlrm_kernels.cache import compiled
+from dlrm_kernels.intrinsics import lent, prefetch_second, size_of, stream_four, stream_line, value_of
+from dlrm_kernels.parallel import finish, share, take
 from dlrm_trainer.embedding.half import widened
 from dlrm_trainer.embedding.row_rules import memory_of
 

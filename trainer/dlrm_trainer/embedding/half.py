@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_checkpointer.coding.compiled import compiled
-from dlrm_checkpointer.coding.number_bits import bits_of, number_of
-from dlrm_trainer.compute.sizes import value_of
+from dlrm_kernels.cache import compiled
+from dlrm_kernels.intrinsics import bits_of, number_of, value_of
 from dlrm_trainer.compute.splitmix import GOLDEN, mix
 from dlrm_trainer.embedding.rounding import COLUMNS_PER_HASH
 

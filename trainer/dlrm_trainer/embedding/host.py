@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.tiers import state_values
-from dlrm_trainer.compute.sizes import size_of
-from dlrm_trainer.compute.team import share
+from dlrm_kernels.intrinsics import size_of
+from dlrm_kernels.parallel import share
 from dlrm_trainer.embedding.bags import fill_offsets, pool
 from dlrm_trainer.embedding.layout import TORCH_TYPES, Lookup, Tables, table_views
 from dlrm_trainer.embedding.rounding import step_keys

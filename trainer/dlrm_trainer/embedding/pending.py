@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_checkpointer.coding.compiled import compiled
 from dlrm_checkpointer.cut import RowsInPlace, ShardId
+from dlrm_kernels.cache import compiled
 from dlrm_trainer.embedding.dirty import WINDOW_ROWS, DirtyRows, rows_of_bits
 from dlrm_trainer.embedding.gather import copy_rows
 from dlrm_trainer.embedding.rows import LocalPart

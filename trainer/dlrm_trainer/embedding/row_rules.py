@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from dlrm_api.training import RowOptimizerSpec
-from dlrm_checkpointer.coding.compiled import compiled
-from dlrm_trainer.compute.processor import lent
-from dlrm_trainer.compute.sizes import value_of
-from dlrm_trainer.compute.team import finish, take
+from dlrm_kernels.cache import compiled
+from dlrm_kernels.intrinsics import lent, value_of
+from dlrm_kernels.parallel import finish, take
 from dlrm_trainer.embedding.half import fill_random, narrowed, widened
 
 U64 = np.uint64

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_kernels.cache import compiled
 
 
 @compiled

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.training import RowOptimizerSpec
-from dlrm_trainer.compute.sizes import size_of
-from dlrm_trainer.compute.team import share
+from dlrm_kernels.intrinsics import size_of
+from dlrm_kernels.parallel import share
 from dlrm_trainer.embedding.rounding import random_bits, round_to_half
 from dlrm_trainer.embedding.row_rules import MOST_UPDATES, Rule, memory_of, rule_of, update_chosen_rows
 

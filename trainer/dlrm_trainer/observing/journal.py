@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_api.measured import Profile
 from dlrm_api.progress import EvalMetrics, Progress
+from dlrm_api.run_report import Profile
 
 PROGRESS_FILE = "progress.jsonl"
 RESULT_FILE = "result.json"

@@ -13,7 +13,7 @@ import torch
 from prometheus_client.registry import Collector
 from pydantic import TypeAdapter
 
-from dlrm_api.measured import HitRate, Profile, StageTimes
+from dlrm_api.run_report import HitRate, Profile, StageTimes
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding import Placement

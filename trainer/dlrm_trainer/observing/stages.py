@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_api.measured import HitRate, StageTimes
+from dlrm_api.run_report import HitRate, StageTimes
 from dlrm_trainer.spans import add_span, keep_spans
 
 Stage = Literal[

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from dlrm_api.errors import PeerLostError, TemporaryError
-from dlrm_api.listening import listener
 from dlrm_api.names import ANY_ADDRESS
+from dlrm_api.process import listener
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.ranks.collectives import Collectives
 from dlrm_trainer.ranks.gang_store import GangStore

@@ -22,7 +22,7 @@ class Recipe:
     packages: tuple[str, ...]
     """Packages of this project that it holds; the last is what it runs."""
     absent: tuple[str, ...]
-    """What belongs to other rooms."""
+    """What belongs to other packages."""
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -36,14 +36,16 @@ RECIPES: Mapping[str, Recipe] = {
             "pyarrow",
             "scipy",
             "tenacity",
+            "dlrm_kernels",
+            "dlrm_stores",
             "dlrm_trainer",
             "dlrm_checkpointer",
             "dlrm_cli",
         ),
     ),
     "checkpointer": Recipe(
-        sources=("checkpointer",),
-        packages=("dlrm_api", "dlrm_checkpointer"),
+        sources=("checkpointer", "kernels", "stores"),
+        packages=("dlrm_api", "dlrm_kernels", "dlrm_stores", "dlrm_checkpointer"),
         absent=(
             *("torch", "kubernetes", "kopf", "scipy", "tenacity"),
             *("dlrm_operator", "dlrm_planner", "dlrm_trainer", "dlrm_cli"),
@@ -52,12 +54,14 @@ RECIPES: Mapping[str, Recipe] = {
     "trainer": Recipe(
         sources=(
             "checkpointer",
+            "kernels",
+            "stores",
             "trainer",
             "operator/dlrm_planner",
             "examples/criteo.yaml",
             "examples/quickstart.yaml",
         ),
-        packages=("dlrm_api", "dlrm_checkpointer", "dlrm_trainer"),
+        packages=("dlrm_api", "dlrm_kernels", "dlrm_stores", "dlrm_checkpointer", "dlrm_trainer"),
         absent=("kubernetes", "kopf", "scipy", "torchx", "dlrm_operator", "dlrm_planner", "dlrm_cli"),
     ),
 }

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.plan import Tier
-from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_kernels.cache import compiled
 from dlrm_trainer.embedding.tiers.level import Finish, Places, Records, Rows, finished
 
 NEWER, OLDER, ROW_LOW, ROW_HIGH, ORDER_WORDS = 0, 1, 2, 3, 4

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.coding.compiled import compiled
-from dlrm_checkpointer.coding.prefetching import prefetch
-from dlrm_trainer.compute.processor import lent
+from dlrm_kernels.cache import compiled
+from dlrm_kernels.intrinsics import lent, prefetch
 from dlrm_trainer.embedding.tiers.counts import ACCESSES, CREATED, EVICTED, HITS, LOOKUPS, SCRATCH
 from dlrm_trainer.embedding.tiers.replacement import (
     COUNT,

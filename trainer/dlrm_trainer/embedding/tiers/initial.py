@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_kernels.cache import compiled
 from dlrm_trainer.compute.splitmix import GOLDEN, mix
 
 _UNIT = np.float32(2.0**-23)

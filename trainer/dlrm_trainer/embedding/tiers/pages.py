@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dlrm_api.tiers import BLOCK_PAGE_BYTES
-from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_kernels.cache import compiled
 
 _FEW_SEGMENTS = 64
 """A level of fewer segments makes them smaller, so that rounding to whole ones stays below 2 %."""

@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.coding.compiled import compiled
-from dlrm_checkpointer.coding.prefetching import prefetch
+from dlrm_kernels.cache import compiled
+from dlrm_kernels.intrinsics import prefetch
 from dlrm_trainer.compute.splitmix import GOLDEN
 
 PREVIOUS, NEXT, STAMP, COUNT, PINS, FLAGS, ROW_LOW, ROW_HIGH, META_WORDS = 0, 1, 2, 3, 4, 5, 6, 7, 8

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_checkpointer.coding.compiled import compiled
+from dlrm_kernels.cache import compiled
 from dlrm_trainer.embedding.tiers.level import Records
 
 Slots = NDArray[np.int64]

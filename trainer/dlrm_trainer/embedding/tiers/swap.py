@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.coding.compiled import compiled
-from dlrm_checkpointer.coding.prefetching import prefetch, prefetch_lines
+from dlrm_kernels.cache import compiled
+from dlrm_kernels.intrinsics import prefetch, prefetch_lines
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
 from dlrm_trainer.embedding.tiers.directory import LEVEL_BITS, Directory
 from dlrm_trainer.embedding.tiers.level import Level

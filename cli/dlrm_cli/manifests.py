@@ -1,0 +1,162 @@
+"""``dlrmctl validate``, ``plan`` and ``render``: manifests in, text out; nothing is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from dlrm_api.errors import DLRMError, visible
+from dlrm_api.hardware import HardwareProfile
+from dlrm_api.job import DLRMJob, DLRMJobSpec
+from dlrm_api.tiers import ELEMENT_BYTES
+from dlrm_cli.documents import Document, find_profile, located, only_job, parse_document, read_documents
+from dlrm_cli.overrides import refuse_unread_data, with_data, with_overrides
+from dlrm_cli.references import CONFIGMAP, read_references
+from dlrm_cli.terminal import tell
+
+
+def validate_file(path: Path) -> None:
+    """Print a line for each good document on stdout, and for each bad one but the first on stderr.
+
+    Additions to pods that operators refuse by default are a warning on stderr: a cluster's admin may allow them.
+
+    Raises:
+        DLRMError: the first problem.
+    """
+    problems: list[DLRMError] = []
+    for document in read_documents(path):
+        try:
+            parsed = parse_document(document)
+            if isinstance(parsed, DLRMJob):
+                _check_references(parsed)
+            print(visible(f"{path}: {document.title} is valid: {_summary(parsed)}"))
+            if isinstance(parsed, DLRMJob):
+                _warn(_refused_by_default(parsed))
+        except DLRMError as error:
+            problems.append(located(document, error))
+    for problem in problems[1:]:
+        tell(f"dlrmctl: error: {problem}")
+    if problems:
+        raise problems[0]
+
+
+def print_plan(path: Path, profile_path: Path | None, settings: Sequence[str], *, as_json: bool) -> None:
+    """Print the plan of a file's job.
+
+    Raises:
+        InfeasiblePlanError: the tables don't fit the hardware.
+        DLRMError: the file or the job is bad.
+    """
+    from dlrm_planner import plan_job
+
+    job, profile = read_job_and_profile(path, profile_path, settings)
+    plan = plan_job(job.spec, profile, traces=read_references(job.spec))
+    if as_json:
+        print(plan.model_dump_json(indent=2))
+        return
+    from dlrm_cli.views import plan_view, print_view
+
+    print_view(plan_view(job, plan))
+
+
+def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str], *, as_json: bool) -> None:
+    """Print the Kubernetes objects that the operator would create for a file's job; what to know of them on stderr.
+
+    Raises:
+        DLRMError: the file or the job is bad, or the tables don't fit the hardware.
+    """
+    import yaml
+
+    from dlrm_operator.facts.overlay_limits import ANY
+    from dlrm_operator.objects.rendering import render
+    from dlrm_operator.objects.stores import passing_stores
+    from dlrm_planner import plan_job
+
+    job, profile = read_job_and_profile(path, profile_path, settings)
+    plan = plan_job(job.spec, profile, traces=read_references(job.spec))
+    objects = [dict(manifest) for manifest in render(job, profile, plan, limits=ANY)]
+    if as_json:
+        print(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2))
+    else:
+        print(yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True), end="")
+    warnings = (*_refused_by_default(job), *passing_stores(job.spec))
+    if profile is not None and job.spec.trainer.hardware is None:
+        name = profile.metadata.name
+        warnings = (
+            f"spec.trainer.hardware: the job names none, so the operator would not plan for HardwareProfile {name} as "
+            f"is done here: set it to {name}",
+            *warnings,
+        )
+    _warn(warnings)
+
+
+def read_job_and_profile(
+    path: Path, profile_path: Path | None, settings: Sequence[str]
+) -> tuple[DLRMJob, HardwareProfile | None]:
+    """The job of a file with its settings applied, and the profile that it names."""
+    documents = read_documents(path)
+    document = only_job(documents)
+    job = _parse_job(Document(document.path, document.number, with_overrides(document.body, settings)))
+    return job, find_profile(job, documents, profile_path)
+
+
+def read_job(path: Path, settings: Sequence[str], data: str | None, eval_data: str | None = None) -> DLRMJob:
+    """The job of a file that reads ``data`` and evaluates on ``eval_data`` where given, its settings applied."""
+    document = only_job(read_documents(path))
+    body = with_overrides(with_data(document.body, data, eval_data), settings)
+    refuse_unread_data(body, data, eval_data)
+    return _parse_job(Document(document.path, document.number, body))
+
+
+def _parse_job(changed: Document) -> DLRMJob:
+    """Validate a job whose settings were applied.
+
+    Raises:
+        InvalidSpecError: a field is refused; names the file and the field.
+    """
+    try:
+        job = parse_document(changed)
+    except DLRMError as error:
+        raise located(changed, error) from error
+    assert isinstance(job, DLRMJob), "only_job gives DLRMJobs alone"
+    return job
+
+
+def _refused_by_default(job: DLRMJob) -> tuple[str, ...]:
+    """A warning for each addition to the pods that an operator refuses unless its admin allows any."""
+    from dlrm_operator.facts.overlay_limits import RESTRICTED
+    from dlrm_operator.objects.restrictions import widenings
+
+    found = widenings(job.spec, job.metadata.namespace or "", RESTRICTED)
+    return tuple(f"{each.path}: operators refuse this by default: {each.problem}" for each in found)
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    for words in warnings:
+        tell(f"dlrmctl: warning: {words}")
+
+
+def _check_references(job: DLRMJob) -> None:
+    """Read the traces that are files here; those in ConfigMaps are for the operator to read."""
+    tables = job.spec.model.all_tables()
+    named = {table.distribution.reference for table in tables if table.distribution}
+    if not any(reference and reference.startswith(CONFIGMAP) for reference in named):
+        read_references(job.spec)
+
+
+def _summary(parsed: DLRMJob | HardwareProfile) -> str:
+    if isinstance(parsed, HardwareProfile):
+        return f"{parsed.spec.tiers.ddr.bytes / 1e9:,.1f} GB of DDR a node"
+    tables = parsed.spec.model.all_tables()
+    rows = sum(table.rows for table in tables)
+    size = sum(table.rows * table.dim * ELEMENT_BYTES[table.dtype] for table in tables)
+    return f"{len(tables)} tables, {rows:,} rows, {size / 1e9:,.2f} GB of rows, {_world_size(parsed.spec)}"
+
+
+def _world_size(spec: DLRMJobSpec) -> str:
+    auto = spec.trainer.auto
+    if auto is None or spec.fixed_replicas is not None:
+        return f"world size {spec.world_size}"
+    most = min(auto.max, spec.most_replicas) * spec.trainer.processes_per_replica
+    return f"world size {spec.world_size} to {most}, as the plan says"

@@ -1,0 +1,204 @@
+"""Parts of a pod that users write: as much of their shape as the operator merges them by. The API server has the rest.
+
+A JSON schema says it once: to the API server in the definition, and here to Python. Bounds of size are the server's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final
+
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+
+from dlrm_api.base import ApiModel
+
+Shape = dict[str, Any]
+Place = tuple[int | str, ...]
+
+REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
+PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
+
+TEXT: Shape = {"type": "string", "maxLength": 253}
+TEXTS: Shape = {
+    "type": "object",
+    "maxProperties": 64,
+    "additionalProperties": {"type": "string", "maxLength": 65_536},
+}
+OBJECT: Shape = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+OBJECTS: Shape = {"type": "array", "maxItems": 64, "items": OBJECT}
+
+
+def described(fields: dict[str, Shape]) -> dict[str, Shape]:
+    """The fields, each said to mean what it means in a pod."""
+    return {name: {**shape, "description": f"{name}, as in a pod."} for name, shape in fields.items()}
+
+
+def closed(**fields: Shape) -> Shape:
+    """An object of these fields alone."""
+    return {"type": "object", "properties": described(fields)}
+
+
+def objects_with(key: str) -> Shape:
+    """A list of objects that are told apart by one text; what else they hold passes as it is."""
+    known = {
+        "description": "As in a pod; fields that are not listed here pass as they are.",
+        "required": [key],
+        "properties": described({key: {"type": "string", "maxLength": 4_096}}),
+    }
+    return {**OBJECTS, "items": {**OBJECT, **known}}
+
+
+EXPRESSION: Shape = {
+    **closed(
+        key={"type": "string", "maxLength": 317},
+        operator=TEXT,
+        values={"type": "array", "maxItems": 1_024, "items": TEXT},
+    ),
+    "required": ["key", "operator"],
+    "description": "One condition on a node's labels or fields.",
+}
+EXPRESSIONS: Shape = {"type": "array", "maxItems": 64, "items": EXPRESSION}
+NODE_TERM: Shape = {
+    **closed(matchExpressions=EXPRESSIONS, matchFields=EXPRESSIONS),
+    "description": "A node matches the term where it matches all of it.",
+}
+NODE_TERMS: Shape = {**OBJECTS, "items": NODE_TERM}
+NODE_AFFINITY = closed(**{REQUIRED: closed(nodeSelectorTerms=NODE_TERMS), PREFERRED: OBJECTS})
+POD_AFFINITY = closed(**{REQUIRED: OBJECTS, PREFERRED: OBJECTS})
+AFFINITY = closed(nodeAffinity=NODE_AFFINITY, podAffinity=POD_AFFINITY, podAntiAffinity=POD_AFFINITY)
+
+KINDS: Final = {"string": str, "object": dict, "array": list}
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """Marks an object that has to have this shape."""
+
+    shape: Shape = field(hash=False)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return dict(self.shape)
+
+    def _check(self, value: dict[str, Any]) -> dict[str, Any]:
+        refuse_misfits(value, self.shape)
+        return value
+
+
+def refuse_misfits(value: Any, shape: Shape) -> None:
+    """Raise what pydantic makes one error of, by the place of each misfit."""
+    found = [
+        InitErrorDetails(type=PydanticCustomError("shape", "{message}", {"message": words}), loc=place, input=None)
+        for place, words in misfits(value, shape)
+    ]
+    if found:
+        raise ValidationError.from_exception_data("shape", found)
+
+
+def misfits(value: Any, shape: Shape, place: Place = ()) -> Iterator[tuple[Place, str]]:
+    """Where a value is not as the shape has it, and why."""
+    kind = shape["type"]
+    if not isinstance(value, KINDS[kind]):
+        yield place, f"must be of type {kind}{_mend(value, kind)}"
+    elif kind == "array":
+        for position, item in enumerate(value):
+            yield from misfits(item, shape["items"], (*place, position))
+    elif kind == "object":
+        yield from _misfits_of_object(value, shape, place)
+
+
+def _misfits_of_object(value: dict[str, Any], shape: Shape, place: Place) -> Iterator[tuple[Place, str]]:
+    fields, others = shape.get("properties", {}), shape.get("additionalProperties")
+    for name, item in value.items():
+        known = fields.get(name, others)
+        if known is not None:
+            yield from misfits(item, known, (*place, name))
+        elif not shape.get("x-kubernetes-preserve-unknown-fields"):
+            yield (*place, name), f"unknown field: only {', '.join(sorted(fields))} can stand here"
+    for name in shape.get("required", ()):
+        if name not in value:
+            yield (*place, name), "this field is required"
+
+
+def _mend(value: Any, kind: str) -> str:
+    if value is None:
+        return ": give a value, or leave the field out"
+    return ": put it in quotes" if kind == "string" and isinstance(value, bool | int | float) else ""
+
+
+POD_OVERLAY_METADATA = {"labels": TEXTS, "annotations": TEXTS}
+POD_OVERLAY_SPEC = {
+    "affinity": AFFINITY,
+    "dnsConfig": OBJECT,
+    "dnsPolicy": TEXT,
+    "hostAliases": OBJECTS,
+    "imagePullSecrets": OBJECTS,
+    "nodeSelector": TEXTS,
+    "runtimeClassName": TEXT,
+    "schedulingGates": objects_with("name"),
+    "securityContext": OBJECT,
+    "serviceAccountName": TEXT,
+    "tolerations": OBJECTS,
+    "topologySpreadConstraints": objects_with("topologyKey"),
+    "volumes": objects_with("name"),
+}
+"""Pod fields that the overlay may set; the others belong to the operator."""
+POD_OVERLAY_CONTAINER = {
+    "env": objects_with("name"),
+    "envFrom": OBJECTS,
+    "securityContext": OBJECT,
+    "volumeMounts": objects_with("mountPath"),
+}
+
+
+@dataclass(frozen=True)
+class AllowedKeys:
+    """Marks an object whose keys are listed, each with its shape; the API server checks the rest when a pod is made.
+
+    CEL cannot see keys that a schema does not list: the API server itself refuses them as unknown fields.
+    """
+
+    name: str
+
+    @property
+    def fields(self) -> dict[str, Shape]:
+        """Schema of each allowed key."""
+        return {
+            "metadata": POD_OVERLAY_METADATA,
+            "spec": POD_OVERLAY_SPEC,
+            "container": POD_OVERLAY_CONTAINER,
+        }[self.name]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return closed(**self.fields)
+
+    def _check(self, value: dict[str, Any]) -> dict[str, Any]:
+        unknown = sorted(set(value) - set(self.fields))
+        if unknown:
+            raise PydanticCustomError(
+                "overlay",
+                "{message}",
+                {"message": f"{unknown[0]} cannot be added: only {', '.join(sorted(self.fields))} can"},
+            )
+        refuse_misfits(value, closed(**self.fields))
+        return value
+
+
+class PodTemplateOverlay(ApiModel):
+    """What users add to the operator's pods; other fields than the listed ones are refused."""
+
+    metadata: Annotated[dict[str, Any], AllowedKeys("metadata")] = Field(
+        {}, description="Labels and annotations to add."
+    )
+    spec: Annotated[dict[str, Any], AllowedKeys("spec")] = Field({}, description="Fields of the pod's spec to add.")
+    container: Annotated[dict[str, Any], AllowedKeys("container")] = Field(
+        {}, description="Fields of the trainer container to add."
+    )

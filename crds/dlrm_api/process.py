@@ -1,0 +1,115 @@
+"""Share what every process does: log one line an event, listen, and name the system limit that it has met."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import NoReturn
+
+from dlrm_api.errors import DeviceError, DLRMError
+from dlrm_api.names import ANY_ADDRESS
+
+PACKAGES = ("dlrm_operator", "dlrm_trainer", "dlrm_checkpointer")
+"""Whose changes of state are told, at level INFO; of others' packages warnings alone, for some tell pages."""
+
+_USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "settings"}
+"""What logging puts on every record, and kopf on its own: the settings of its operator."""
+_KOPF = "k8s_"
+
+
+class EventFormatter(logging.Formatter):
+    """Puts a record's ``extra`` behind its message, before a traceback."""
+
+    def __init__(self, who: str) -> None:
+        super().__init__(f"%(asctime)s {who} %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging calls it so
+        """The first line."""
+        extra = [
+            f"{name}={_quoted(value)}"
+            for name, value in vars(record).items()
+            if name not in _USUAL and not name.startswith(_KOPF)
+        ]
+        return " ".join((super().formatMessage(record), *extra))
+
+
+def _quoted(value: object) -> str:
+    """As it is where it has no space, so that each event stays on one line and its keys can be told from words."""
+    text = str(value)
+    plain = text and not any(character.isspace() or character == '"' for character in text)
+    return text if plain else json.dumps(text, ensure_ascii=False)
+
+
+def log_to_stderr(who: str) -> None:
+    """Log this process's events, in place of what a forked process took over from its parent.
+
+    Args:
+        who: the process, such as ``rank 0``.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(EventFormatter(who))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    for name in PACKAGES:
+        logging.getLogger(name).setLevel(logging.INFO)
+
+
+def listener(address: str, port: int) -> socket.socket:
+    """A socket that listens; on :data:`ANY_ADDRESS` for IPv6 as well, where the kernel has it.
+
+    Raises:
+        OSError: the port is taken, or the address is none of this machine's.
+    """
+    if address == ANY_ADDRESS and socket.has_dualstack_ipv6():
+        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+
+
+NO_THREAD = "can't start new thread"
+"""Python's word for it; the libraries' is that of ``EAGAIN``."""
+NO_PLACE = "No usable temporary directory found"
+"""Python's word where none of its folders can be written, for want of space too."""
+
+
+def named_limit(error: BaseException) -> BaseException:
+    """A limit of the system that a process has met, as an error that says which to raise; any other error as it is."""
+    words, number = str(error), getattr(error, "errno", None)
+    if isinstance(error, DLRMError):
+        return error
+    if number == errno.EAGAIN or words in (NO_THREAD, os.strerror(errno.EAGAIN)):
+        return DeviceError(
+            f"the system lets no more threads or processes start ({words}): raise the limit, which is ulimit -u, the "
+            "control group's pids.max (of a pod its kubelet's podPidsLimit) or, for threads' stacks, ulimit -v; or "
+            "give fewer processesPerReplica or threadsPerProcess in spec.trainer"
+        )
+    if number in (errno.EMFILE, errno.ENFILE) or os.strerror(errno.EMFILE) in words:
+        return DeviceError(f"the system lets no more files be opened ({words}): raise the limit (ulimit -n)")
+    if NO_PLACE in words:
+        return DeviceError(
+            f"no folder for temporary files can be written ({words}): free space in one of these, or name another by "
+            "TMPDIR"
+        )
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or os.strerror(errno.ENOMEM) in words:
+        return DeviceError(
+            f"the system gives no more memory ({words or 'out of memory'}): raise the limit (ulimit -v, the pod's "
+            "memory), or lower spec.trainer.tierBudgets.ddr"
+        )
+    return error
+
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors that say that a device, a quota or a file's size limit is full."""
+
+
+def raise_device(error: OSError, path: Path, size: int) -> NoReturn:
+    """Say which path could not take how many bytes, and why.
+
+    Raises:
+        DeviceError: always.
+    """
+    what = f"write {size} bytes to {path}" if size else f"write {path}"
+    mend = "; free space there or raise its size" if error.errno in FULL else ""
+    raise DeviceError(f"cannot {what}: {error.strerror or error}{mend}") from error

@@ -1,0 +1,1 @@
+"""Hold every loop that numba compiles, behind plain numpy signatures."""

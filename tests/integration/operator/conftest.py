@@ -1,0 +1,79 @@
+"""Fixtures of the operator's tests on a real control plane."""
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from dlrm_cluster.control_plane import ControlPlane
+from dlrm_testing.charts.chart import Identity, refused, render, variant
+from dlrm_testing.operator.definitions import define, own
+from dlrm_testing.operator.kubelet_double import KubeletDouble
+from dlrm_testing.operator.operator_cluster import Object, OperatorProcess
+
+GANG_SCHEDULERS = [f"gangSchedulers.{gang}=true" for gang in ("kueue", "volcano", "coscheduling")]
+ANYWHERE = "namespace-of-the-test"
+ROOM = {"cpu": "64", "memory": "4Ti", "pods": "1000"}
+
+
+@pytest.fixture(scope="session")
+def api_types(control_plane: ControlPlane) -> ControlPlane:
+    """A control plane that serves the project's CRDs and has two empty nodes."""
+    define(control_plane.api, own("dlrmjobs"), own("hardwareprofiles"))
+    for number in range(2):
+        name = f"operator-node-{number}"
+        control_plane.api.ensure("/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
+        ready = {"type": "Ready", "status": "True", "reason": "Test", "message": "made by a test"}
+        status = {"status": {"capacity": ROOM, "allocatable": ROOM, "conditions": [ready]}}
+        control_plane.api.call("PATCH", f"/api/v1/nodes/{name}/status", status)
+    return control_plane
+
+
+@pytest.fixture
+def kubelet(api_types: ControlPlane, namespace: str) -> Iterator[KubeletDouble]:
+    """A kubelet of the test's namespace."""
+    with KubeletDouble(api_types.api, namespace) as kubelet:
+        yield kubelet
+
+
+@pytest.fixture(scope="session")
+def chart_of(helm: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], list[Object]]:
+    """The chart's objects for an operator of ``scope`` (namespace, cluster) that is installed in a namespace."""
+    home = tmp_path_factory.mktemp("helm")
+
+    @cache
+    def rendered(scope: str) -> str:
+        values = variant("namespaced") if scope == "namespace" else "webhook.enabled=false"
+        return json.dumps(render(helm, home, "demo", ANYWHERE, values, *GANG_SCHEDULERS))
+
+    return lambda scope, namespace: list(json.loads(rendered(scope).replace(ANYWHERE, namespace)))
+
+
+@pytest.fixture
+def account(
+    api_types: ControlPlane, namespace: str, chart_of: Callable[[str, str], list[Object]], tmp_path: Path
+) -> Iterator[Identity]:
+    """The service account that the chart makes for an operator of the test's namespace; it lacks no right."""
+    with Identity(api_types, chart_of("namespace", namespace), tmp_path) as found:
+        yield found
+        assert refused(found) == []
+
+
+@pytest.fixture
+def cluster_account(
+    api_types: ControlPlane, namespace: str, chart_of: Callable[[str, str], list[Object]], tmp_path: Path
+) -> Iterator[Identity]:
+    """The service account that the chart makes for an operator of all namespaces; it lacks no right."""
+    with Identity(api_types, chart_of("cluster", namespace), tmp_path) as found:
+        yield found
+        assert refused(found) == []
+
+
+@pytest.fixture
+def operator(account: Identity, namespace: str, tmp_path: Path) -> Iterator[OperatorProcess]:
+    """A running operator of the test's namespace, with exactly the chart's rights."""
+    with OperatorProcess(account.kubeconfig, namespace, tmp_path / "operator.log") as process:
+        yield process
+    print(process.log())

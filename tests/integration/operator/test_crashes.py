@@ -1,0 +1,196 @@
+"""The operator dies at every one of its actions, and at random moments: nothing is doubled, nothing is lost."""
+
+import asyncio
+import itertools
+import random
+import time
+from typing import Any
+
+import pytest
+
+from dlrm_api.progress import TerminationMessage
+from dlrm_cluster.api import ApiError
+from dlrm_cluster.control_plane import ControlPlane
+from dlrm_operator.beside.control_key import ControlKey
+from dlrm_operator.beside.cuts import Cutter
+from dlrm_operator.beside.planning import Planner
+from dlrm_operator.beside.polling import Poller
+from dlrm_operator.beside.queues import Queues
+from dlrm_operator.beside.references import References
+from dlrm_operator.beside.stack_taking import StackTaker
+from dlrm_operator.cluster import KubernetesApi
+from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError
+from dlrm_operator.facts.actions import Action, PlanQuestion, WakeAt
+from dlrm_operator.facts.images import Images
+from dlrm_operator.facts.jobs import JobCache
+from dlrm_operator.facts.observed import JobKey, JobSeen, Planning
+from dlrm_operator.running.cache import PodCache
+from dlrm_operator.running.observing import Observer
+from dlrm_operator.running.performing import Performer
+from dlrm_operator.running.turns import Turns
+from dlrm_planner import plan_job
+from dlrm_testing.charts.chart import Identity
+from dlrm_testing.operator.kubelet_double import KubeletDouble
+from dlrm_testing.operator.operator_cluster import JobDriver, OperatorProcess, eventually, job_document, planner_answer
+
+pytestmark = pytest.mark.cluster
+
+
+class DeathError(BaseException):
+    """The operator process is gone."""
+
+
+class MortalPerformer(Performer):
+    """Dies at its ``die_at``-th action: before it is done, or done with the answer lost."""
+
+    def __init__(self, api: KubernetesApi, *, die_at: int | None, answer_lost: bool, **others: Any) -> None:
+        super().__init__(api, **others)
+        self.done = 0
+        self._die_at = die_at
+        self._answer_lost = answer_lost
+
+    async def perform(self, action: Action) -> None:
+        if isinstance(action, WakeAt):
+            await super().perform(action)
+            return
+        self.done += 1
+        number = self.done  # others may be done at once
+        if number == self._die_at and not self._answer_lost:
+            raise DeathError
+        await super().perform(action)
+        if number == self._die_at:
+            raise DeathError
+
+
+class InstantPlanner(Planner):
+    """Plans in this process, at once; forgets like a process that died."""
+
+    def __init__(self) -> None:
+        super().__init__(60, lambda key: None)
+        self._plans: dict[JobKey, Planning] = {}
+
+    def answer(self, key: JobKey, job: JobSeen, profile_version: str) -> Planning | None:
+        return self._plans.get(key)
+
+    def has_answered(self, key: JobKey) -> bool:
+        return key in self._plans
+
+    def request(self, key: JobKey, question: PlanQuestion) -> None:
+        self._plans[key] = planner_answer(plan_job(question.job.spec, question.profile))
+
+
+class Alarm:
+    def add_at(self, key: JobKey, time: object) -> None:
+        """Turns come all the time here."""
+
+
+class Life:
+    """One operator process without its loops: real observer, performer and turns over the real API."""
+
+    def __init__(self, api: KubernetesApi, die_at: int | None = None, *, answer_lost: bool = False) -> None:
+        planner, poller, jobs = InstantPlanner(), Poller(1, lambda key: None), JobCache()
+        pods = PodCache(api, None, lambda key: None, lambda key: None)
+        control_key = ControlKey(api, api.namespace)
+        cutter, stacks = Cutter(control_key, lambda key: None), StackTaker(lambda key: None)
+        queues = Queues(api, lambda key: None)
+        both: dict[str, Any] = {"jobs": jobs, "pods": pods, "planner": planner, "cutter": cutter, "stacks": stacks}
+        death: dict[str, Any] = {"die_at": die_at, "answer_lost": answer_lost}
+        self.performer = MortalPerformer(api, **both, **death, alarm=Alarm(), control_key=control_key)
+        observer = Observer(api, **both, poller=poller, queues=queues, references=References(api), images=Images())
+        self.turns = Turns(observer, self.performer, jobs, planner, poller)
+
+
+def play_world(kubelet: KubeletDouble, job: JobDriver) -> str:
+    """Gang 1 fails, gang 2 ends well; the job's phase."""
+    pods = [pod for pod in kubelet.latest if pod["metadata"]["labels"]["dlrm.dev/job"] == job.name]
+    running = [
+        pod["metadata"]["name"]
+        for pod in pods
+        if pod["status"].get("containerStatuses") and "running" in pod["status"]["containerStatuses"][0]["state"]
+    ]
+    try:
+        if len(pods) == len(running) == 2:
+            if "-trainer-1-" in running[0]:
+                kubelet.end_trainer(running[1], 70, TerminationMessage(exit_code=70, reason="Internal", message="boom"))
+            else:
+                for name in running:
+                    kubelet.finish(name, step=100, committed=100)
+    except ApiError as error:
+        if error.code not in (404, 409):
+            raise
+    return job.phase()
+
+
+async def live(api: KubernetesApi, kubelet: KubeletDouble, job: JobDriver, life: Life) -> int:
+    """The whole life of a job; its operator is started anew when it dies. The number of actions of the last one."""
+    key, phase, deadline = JobKey(job.namespace, job.name), "", time.monotonic() + 300
+    while phase != "Succeeded":
+        assert time.monotonic() < deadline, f"{job.name}: {job.status()}"
+        try:
+            await life.turns.take(key)
+        except DeathError:
+            life = Life(api)
+        except (ClusterUnavailableError, ClusterRefusedError):
+            await asyncio.sleep(0.1)
+        phase = await asyncio.to_thread(play_world, kubelet, job)
+        await asyncio.sleep(0.2)
+    return life.performer.done
+
+
+def check_one_history(job: JobDriver, kubelet: KubeletDouble) -> None:
+    """One failure, one restart, one success; each object once."""
+    status = job.status()
+    assert status["attempt"] == 2, job.name
+    assert status["restarts"] == 1, job.name
+    assert status["restartsByReason"] == {"Internal": 1}, job.name
+    assert status["lastFailure"]["attempt"] == 1, job.name
+    assert job.condition("Succeeded")["status"] == "True", job.name
+    pods = sorted(name for name in kubelet.seen if name.startswith(f"{job.name}-trainer"))
+    assert pods == [f"{job.name}-trainer-{attempt}-{index}" for attempt in (1, 2) for index in (0, 1)]
+    events = [reason for reason in job.events() if reason not in ("Planned", "Running")]  # one of these an attempt
+    assert sorted(events) == ["AttemptFailed", "Restarting", "Succeeded"], job.name
+
+
+def test_the_operator_dies_at_each_of_its_actions(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, account: Identity
+) -> None:
+    async def all_lives() -> list[JobDriver]:
+        api = KubernetesApi(str(account.kubeconfig))
+        undisturbed = JobDriver(api_types.api, namespace, job_document("undisturbed"))
+        actions = await live(api, kubelet, undisturbed, Life(api))
+        assert actions >= 18
+        jobs, lives = [undisturbed], []
+        for die_at, answer_lost in itertools.product(range(1, actions + 1), (False, True)):
+            job = JobDriver(api_types.api, namespace, job_document(f"at-{die_at}{'-lost' if answer_lost else ''}"))
+            lives.append(live(api, kubelet, job, Life(api, die_at, answer_lost=answer_lost)))
+            jobs.append(job)
+        await asyncio.gather(*lives)
+        return jobs
+
+    jobs = asyncio.run(all_lives())
+
+    assert kubelet.most_attempts == 1
+    assert kubelet.doubled == []
+    for job in jobs:
+        check_one_history(job, kubelet)
+
+
+def test_kill_9_of_the_operator_process_at_random_moments_loses_nothing(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    job = JobDriver(api_types.api, namespace, job_document("demo"))
+    generator = random.Random(3)
+
+    for _ in range(4):
+        eventually(lambda: operator.answers("readyz"), 60)  # a life that never began would prove nothing
+        until = time.monotonic() + generator.uniform(0.0, 2.0)
+        while time.monotonic() < until:
+            play_world(kubelet, job)
+            time.sleep(0.02)
+        operator.kill()
+        operator.start()
+    eventually(lambda: play_world(kubelet, job) == "Succeeded")
+
+    assert kubelet.most_attempts == 1
+    assert kubelet.doubled == []
+    check_one_history(job, kubelet)

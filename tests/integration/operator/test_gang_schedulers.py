@@ -1,0 +1,148 @@
+"""Gangs under the real schedulers of coscheduling and Volcano: bound whole or not at all."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dlrm_cluster.api import Api
+from dlrm_cluster.control_plane import ControlPlane
+from dlrm_cluster.errors import MissingToolError
+from dlrm_testing.operator.gang_schedulers import SCHEDULERS, GangScheduler
+from dlrm_testing.operator.kubelet_double import KubeletDouble
+from dlrm_testing.operator.operator_cluster import JobDriver, Object, OperatorProcess, eventually, job_document
+
+pytestmark = pytest.mark.cluster
+ROOM = {"cpu": "4", "memory": "1Ti", "pods": "100"}
+LOOKED_AT_S = 8.0
+"""Longer than any of the schedulers keeps room for pods of a gang that doesn't fit."""
+
+
+@pytest.fixture(scope="module", params=SCHEDULERS)
+def gang(
+    request: pytest.FixtureRequest, api_types: ControlPlane, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """``spec.scheduling.gang`` whose scheduler runs."""
+    try:
+        scheduler = GangScheduler(request.param, api_types, tmp_path_factory.mktemp(request.param))
+    except MissingToolError as error:
+        pytest.skip(str(error))  # no test's default needs it: its build takes minutes
+    with scheduler:
+        yield request.param
+    print(scheduler.server.log_tail())
+
+
+class Pool:
+    """Nodes for the jobs of one namespace; each has room for one pod."""
+
+    def __init__(self, api: Api, namespace: str) -> None:
+        self.api, self.namespace = api, namespace
+        self.nodes: list[str] = []
+
+    def grow(self) -> None:
+        """One node more."""
+        name = f"{self.namespace}-{len(self.nodes)}"
+        labels = {"kubernetes.io/hostname": name, "pool": self.namespace}
+        self.api.call("POST", "/api/v1/nodes", {"metadata": {"name": name, "labels": labels}})
+        ready = {"type": "Ready", "status": "True", "reason": "Test", "message": "made by a test"}
+        status = {"capacity": ROOM, "allocatable": ROOM, "conditions": [ready]}
+        self.api.call("PATCH", f"/api/v1/nodes/{name}/status", {"status": status})
+        self.nodes.append(name)
+
+    def shrink(self) -> None:
+        """None at all."""
+        while self.nodes:
+            self.api.call("DELETE", f"/api/v1/nodes/{self.nodes.pop()}")
+
+    def job(self, name: str, replicas: int, gang: str) -> JobDriver:
+        """A job whose pods fit on nodes of the pool alone, and no two on one."""
+        document = job_document(name, replicas, scheduling={"gang": gang})
+        trainer = document["spec"]["trainer"]
+        trainer["resources"] = {"requests": {"cpu": "3"}}
+        trainer["podTemplate"] = {"spec": {"nodeSelector": {"pool": self.namespace}}}
+        return JobDriver(self.api, self.namespace, document)
+
+    def pods(self, job: JobDriver, attempt: int = 1) -> list[Object]:
+        selector = f"labelSelector=dlrm.dev/job={job.name},dlrm.dev/attempt={attempt}"
+        found: list[Object] = self.api.call("GET", f"/api/v1/namespaces/{self.namespace}/pods?{selector}")["items"]
+        return found
+
+    def bound(self, job: JobDriver, attempt: int = 1) -> int:
+        """Pods of an attempt that have a node."""
+        return sum("nodeName" in pod["spec"] for pod in self.pods(job, attempt))
+
+
+@pytest.fixture
+def pool(api_types: ControlPlane, namespace: str, operator: OperatorProcess) -> Iterator[Pool]:
+    """A pool of the test's namespace, which has an operator."""
+    made = Pool(api_types.api, namespace)
+    yield made
+    made.shrink()
+
+
+def most_bound(pool: Pool, job: JobDriver) -> int:
+    """Pods that had a node at the same time while the scheduler looked at them for a while, and again."""
+    deadline, most = time.monotonic() + LOOKED_AT_S, 0
+    while time.monotonic() < deadline:
+        most = max(most, pool.bound(job))
+        time.sleep(0.05)
+    return most
+
+
+def test_of_a_gang_none_is_bound_where_all_but_one_fit_and_all_are_once_all_fit(
+    gang: str, pool: Pool, kubelet: KubeletDouble
+) -> None:
+    pool.grow()
+    pool.grow()
+    lone = pool.job("lone", 3, "none")
+    eventually(lambda: pool.bound(lone) == 2, state=lambda: str(lone.status()))
+    lone.delete()
+    eventually(lambda: lone.children() == [], state=lambda: str(lone.children()))
+
+    job = pool.job("demo", 3, gang)
+    eventually(lambda: len(pool.pods(job)) == 3, state=lambda: str(job.status()))
+    most = most_bound(pool, job)
+    words = job.condition("Scheduled")
+    pool.grow()
+    eventually(lambda: pool.bound(job) == 3, state=lambda: f"{job.status()} {pool.pods(job)}")
+    job.until("Restoring")
+    kubelet.trains("demo-trainer-1-0", 1)
+    job.until("Running")
+
+    assert most == 0
+    assert words["status"] == "False"
+    assert words["message"].startswith("3 of 3 pods have no node: ")
+
+
+def test_two_gangs_that_fit_one_after_the_other_do_not_hold_each_other_up(
+    gang: str, pool: Pool, kubelet: KubeletDouble
+) -> None:
+    for _ in range(3):
+        pool.grow()
+    jobs = [pool.job(name, 2, gang) for name in ("one", "two")]
+
+    eventually(lambda: 2 in map(pool.bound, jobs), state=lambda: str([job.status() for job in jobs]))
+    first, second = sorted(jobs, key=pool.bound, reverse=True)
+    most = most_bound(pool, second)
+    first.until("Restoring")
+    for index in range(2):
+        kubelet.finish(f"{first.name}-trainer-1-{index}", step=100, committed=100)
+    first.until("Succeeded")
+    eventually(lambda: pool.bound(second) == 2, state=lambda: f"{second.status()} {pool.pods(second)}")
+
+    assert most == 0
+
+
+def test_the_next_attempt_is_another_group_and_is_bound_whole(gang: str, pool: Pool, kubelet: KubeletDouble) -> None:
+    for _ in range(2):
+        pool.grow()
+    job = pool.job("demo", 2, gang)
+    eventually(lambda: pool.bound(job) == 2, state=lambda: str(job.status()))
+    job.until("Restoring")
+
+    kubelet.end_trainer("demo-trainer-1-0", 1)
+    kubelet.end_checkpointer("demo-trainer-1-0", 0, None)
+    eventually(lambda: pool.bound(job, attempt=2) == 2, state=lambda: f"{job.status()} {pool.pods(job, 2)}")
+
+    assert job.status()["restarts"] == 1
+    assert kubelet.most_attempts == 1

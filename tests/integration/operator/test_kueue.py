@@ -1,0 +1,198 @@
+"""Gangs under a real Kueue: whole or not at all, evicted for nothing but their place, and gone without a trace."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from dlrm_cluster.control_plane import ControlPlane
+from dlrm_cluster.errors import MissingToolError
+from dlrm_cluster.fixtures import refuse
+from dlrm_testing.charts.chart import Identity
+from dlrm_testing.operator.kubelet_double import KubeletDouble
+from dlrm_testing.operator.kueue import Kueue
+from dlrm_testing.operator.operator_cluster import JobDriver, Object, OperatorProcess, eventually, job_document
+
+pytestmark = pytest.mark.cluster
+PRIORITIES = "/apis/scheduling.k8s.io/v1/priorityclasses"
+
+
+@pytest.fixture(scope="module")
+def kueue(api_types: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kueue]:
+    """Kueue, beside the control plane while this module's tests run."""
+    try:
+        found = Kueue(api_types, tmp_path_factory.mktemp("kueue"))
+    except MissingToolError as error:
+        refuse(error)
+    with found:
+        yield found
+    print(found.server.log_tail())
+
+
+def gang(name: str, **scheduling: str) -> Object:
+    """A job of two pods of one core each, in the queue ``ads``."""
+    document = job_document(name, scheduling={"gang": "kueue", "queue": "ads", **scheduling})
+    document["spec"]["trainer"]["resources"] = {"requests": {"cpu": "1"}}
+    return document
+
+
+def phases(kubelet: KubeletDouble, job: str, attempt: int) -> list[str]:
+    labels = {"dlrm.dev/job": job, "dlrm.dev/attempt": str(attempt)}
+    return [pod["status"]["phase"] for pod in kubelet.pods() if labels.items() <= pod["metadata"]["labels"].items()]
+
+
+def trains(kubelet: KubeletDouble, job: JobDriver, attempt: int = 1) -> list[str]:
+    """Wait for the gang of ``attempt``, let it train, and return the names of its pods."""
+    names = [f"{job.name}-trainer-{attempt}-{index}" for index in range(2)]
+    eventually(
+        lambda: phases(kubelet, job.name, attempt) == ["Running"] * 2,
+        state=lambda: f"{job.status()} {[(p['metadata']['name'], p['status']) for p in kubelet.pods()]}",
+    )
+    kubelet.trains(names[0], attempt)
+    eventually(lambda: job.phase() == "Running" and job.status()["attempt"] == attempt)
+    return names
+
+
+def waits(job: JobDriver, attempt: int = 1) -> Object:
+    eventually(
+        lambda: job.status()["attempt"] == attempt and job.condition("Scheduled")["reason"] == "WaitingForAdmission",
+        state=lambda: str(job.status()),
+    )
+    return job.condition("Scheduled")
+
+
+def test_a_gang_waits_whole_for_its_quota_and_starts_when_the_one_before_it_ends(
+    api_types: ControlPlane, namespace: str, kueue: Kueue, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    kueue.queue(namespace, cpus=2)
+    first = JobDriver(api_types.api, namespace, gang("first"))
+    pods = trains(kubelet, first)
+    second = JobDriver(api_types.api, namespace, gang("second"))
+
+    waiting = waits(second)
+    eventually(lambda: "insufficient" in waits(second)["message"], state=lambda: str(second.status()))
+    quoted = waits(second)["message"]
+    started = phases(kubelet, "second", 1)
+    nodes = [p["spec"].get("nodeName") for p in kubelet.pods() if p["metadata"]["labels"]["dlrm.dev/job"] == "second"]
+    for pod in pods:
+        kubelet.finish(pod, step=100, committed=100)
+    first.until("Succeeded")
+    trains(kubelet, second)
+    admitted = kueue.workloads(namespace)
+    first.delete()
+    second.delete()
+    eventually(lambda: first.children() + second.children() == [], state=lambda: str(second.children()))
+    eventually(lambda: kueue.workloads(namespace) == {}, state=lambda: str(kueue.workloads(namespace)))
+
+    assert "2 of 2 pods wait: Kueue has not admitted the group second-1 yet" in waiting["message"]
+    assert "Kueue has not admitted the group second-1 yet: couldn't assign flavors to pod set" in quoted
+    assert "insufficient unused quota for cpu in flavor any, 2 more needed" in quoted
+    assert (started, nodes) == (["Pending"] * 2, [None] * 2)
+    assert "Finished" in admitted["first-1"]
+    assert "Admitted" in admitted["second-1"]
+
+
+def test_a_gang_that_kueue_preempts_restarts_for_free_as_a_new_group_in_the_queue(
+    api_types: ControlPlane, namespace: str, kueue: Kueue, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    kueue.queue(namespace, cpus=2)
+    urgent = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "value": 1_000}
+    api_types.api.call("POST", PRIORITIES, {**urgent, "metadata": {"name": namespace}})
+    patient = JobDriver(api_types.api, namespace, gang("patient"))
+    trains(kubelet, patient)
+
+    urgent_job = JobDriver(api_types.api, namespace, gang("urgent", priorityClass=namespace))
+    pods = trains(kubelet, urgent_job)
+    waits(patient, attempt=2)
+    preempted = patient.status()
+    for pod in pods:
+        kubelet.finish(pod, step=100, committed=100)
+    trains(kubelet, patient, attempt=2)
+
+    assert preempted["restarts"] == 1
+    assert preempted.get("chargedRestarts", 0) == 0
+    assert "Preempted to accommodate a workload" in preempted["lastFailure"]["message"]
+    assert kubelet.most_attempts == 1
+    assert kubelet.doubled == []
+    api_types.api.call("DELETE", f"{PRIORITIES}/{namespace}")
+
+
+def test_a_failed_gangs_group_ends_and_the_next_attempt_is_another(
+    api_types: ControlPlane, namespace: str, kueue: Kueue, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    kueue.queue(namespace, cpus=2)
+    job = JobDriver(api_types.api, namespace, gang("demo"))
+    first = trains(kubelet, job)
+
+    kubelet.end_trainer(first[0], 1)
+    kubelet.end_checkpointer(first[0], 0, None)
+    trains(kubelet, job, attempt=2)
+    eventually(lambda: set(phases(kubelet, "demo", 1)) == set(), state=lambda: str(kubelet.pods()))
+
+    assert job.status()["restarts"] == 1
+    assert "Admitted" in kueue.workloads(namespace)["demo-2"]
+
+
+def test_a_gang_of_a_lost_node_gives_its_quota_back_though_its_pods_never_say_that_they_ended(
+    api_types: ControlPlane,
+    namespace: str,
+    kueue: Kueue,
+    kubelet: KubeletDouble,
+    operator: OperatorProcess,
+    account: Identity,
+) -> None:
+    kueue.queue(namespace, cpus=2)
+    job = JobDriver(api_types.api, namespace, gang("demo"))
+    first = trains(kubelet, job)
+    kubelet.removes = False
+
+    for pod in first:
+        kubelet.remove(pod)  # by force: there is no kubelet to ask
+    trains(kubelet, job, attempt=2)
+
+    assert job.status().get("chargedRestarts", 0) == 0
+    assert kubelet.most_attempts == 1
+    eventually(lambda: phases(kubelet, "demo", 1) == [], state=lambda: str(kubelet.pods()))
+    asked = account.asked()
+    of_kueue = {right for right in account.granted() if right[0] == "kueue.x-k8s.io"}
+    assert {right for right in asked if right[0] == "kueue.x-k8s.io"} == of_kueue
+
+
+def test_a_job_made_anew_under_its_old_name_does_not_fall_into_the_old_group(
+    api_types: ControlPlane, namespace: str, kueue: Kueue, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    kueue.queue(namespace, cpus=2)
+    old = JobDriver(api_types.api, namespace, gang("demo"))
+    trains(kubelet, old)
+
+    old.delete()
+    eventually(lambda: not api_types.api.found(old.path))
+    new = JobDriver(api_types.api, namespace, gang("demo"))
+    uid = new.created["metadata"]["uid"]
+    eventually(
+        lambda: [pod["metadata"]["ownerReferences"][0]["uid"] for pod in kubelet.pods()] == [uid] * 2,
+        state=lambda: f"{new.status()} {kueue.workloads(namespace)}",
+    )
+    trains(kubelet, new)
+
+    assert new.status().get("restarts", 0) == 0
+
+
+def test_a_suspended_gang_gives_its_quota_back_whether_it_trained_or_waited(
+    api_types: ControlPlane, namespace: str, kueue: Kueue, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    kueue.queue(namespace, cpus=2)
+    hasty = gang("training")
+    hasty["spec"]["lifecycle"]["commitDeadline"] = "1s"
+    training = JobDriver(api_types.api, namespace, hasty)
+    trains(kubelet, training)
+    waiting = JobDriver(api_types.api, namespace, gang("waiting"))
+    waits(waiting)
+
+    for job in (waiting, training):
+        api_types.api.call("PATCH", job.path, {"spec": {"lifecycle": {"suspend": True}}})
+        job.until("Suspended")
+    api_types.api.call("PATCH", waiting.path, {"spec": {"lifecycle": {"suspend": False}}})
+    trains(kubelet, waiting, attempt=2)
+
+    assert "Admitted" in kueue.workloads(namespace)["waiting-2"]
+    eventually(lambda: phases(kubelet, "training", 1) == [], state=lambda: str(kubelet.pods()))

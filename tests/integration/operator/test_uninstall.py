@@ -1,0 +1,123 @@
+"""The operator goes, the definitions go, and come back: nothing hangs, and jobs survive the operator's absence."""
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from dlrm_api.progress import TerminationMessage
+from dlrm_cluster.control_plane import ControlPlane
+from dlrm_testing.charts.chart import Identity
+from dlrm_testing.operator.definitions import define, own, path_of, withdraw
+from dlrm_testing.operator.kubelet_double import KubeletDouble
+from dlrm_testing.operator.operator_cluster import JobDriver, OperatorProcess, eventually, job_document
+
+pytestmark = pytest.mark.cluster
+
+JOBS = own("dlrmjobs")
+COLLECTED_AFTER_S = 45
+"""The garbage collector looks every 30 s for kinds that are new; it cannot know owners of a kind that it never saw."""
+
+
+@pytest.fixture
+def definitions(api_types: ControlPlane) -> Iterator[ControlPlane]:
+    """A control plane whose definitions may be removed: later tests find them again."""
+    yield api_types
+    define(api_types.api, JOBS)
+
+
+def age_s(control_plane: ControlPlane) -> float:
+    made = control_plane.api.call("GET", path_of(JOBS))["metadata"]["creationTimestamp"]
+    return (datetime.now(UTC) - datetime.fromisoformat(made)).total_seconds()
+
+
+def gang_runs(kubelet: KubeletDouble, job: JobDriver, attempt: int = 1) -> list[str]:
+    names = [f"{job.name}-trainer-{attempt}-{index}" for index in range(2)]
+    eventually(
+        lambda: {p["metadata"]["name"] for p in kubelet.pods() if p["status"].get("phase") == "Running"} >= set(names)
+    )
+    return names
+
+
+def uids(kubelet: KubeletDouble) -> dict[str, str]:
+    return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in kubelet.pods()}
+
+
+def compact(control_plane: ControlPlane) -> None:
+    """Forget all history in etcd, as the API server does every five minutes."""
+    etcd = f"http://{control_plane.layout.address}:{control_plane.layout.etcd_port}/v3/kv"
+
+    def ask(what: str, body: dict[str, object]) -> dict[str, dict[str, str]]:
+        request = urllib.request.Request(f"{etcd}/{what}", json.dumps(body).encode(), method="POST")
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            found: dict[str, dict[str, str]] = json.loads(answer.read())
+        return found
+
+    revision = ask("range", {"key": "AA=="})["header"]["revision"]
+    ask("compaction", {"revision": revision, "physical": True})
+
+
+def test_without_their_definition_jobs_and_all_of_theirs_go_and_with_it_the_same_operator_works_again(
+    definitions: ControlPlane, namespace: str, kubelet: KubeletDouble, cluster_account: Identity, tmp_path: Path
+) -> None:
+    api = definitions.api
+    with OperatorProcess(cluster_account.kubeconfig, None, tmp_path / "log") as operator:
+        eventually(lambda: age_s(definitions) > COLLECTED_AFTER_S)
+        job = JobDriver(api, namespace, job_document("demo"))
+        gang_runs(kubelet, job)
+
+        withdraw(api, JOBS)
+        eventually(lambda: job.children() == [], state=lambda: str(job.children()))
+        eventually(lambda: "install" in operator.words("readyz"), state=lambda: operator.words("readyz"))
+        healthy = operator.words("healthz")
+        define(api, JOBS)
+        again = JobDriver(api, namespace, job_document("again"))
+        gang_runs(kubelet, again)
+        eventually(lambda: operator.words("readyz") == "ok")
+
+        assert healthy == "ok"
+        assert not operator.ended
+        assert kubelet.doubled == []
+        assert operator.stop() == 0
+
+
+def test_an_operator_started_before_its_definitions_waits_for_them_in_words(
+    definitions: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    operator.kill()
+    withdraw(definitions.api, JOBS)
+
+    operator.start()
+    eventually(lambda: "install" in operator.words("readyz"), state=lambda: operator.words("readyz"))
+    define(definitions.api, JOBS)
+    eventually(lambda: "watching begins anew" in operator.log(), state=operator.log)
+    job = JobDriver(definitions.api, namespace, job_document("demo"))
+
+    assert gang_runs(kubelet, job)
+
+
+def test_what_happened_while_the_operator_was_away_and_etcd_forgot_is_made_up_for(
+    api_types: ControlPlane, namespace: str, kubelet: KubeletDouble, operator: OperatorProcess
+) -> None:
+    jobs = {name: JobDriver(api_types.api, namespace, job_document(name)) for name in ("well", "crashed", "deleted")}
+    pods = {name: gang_runs(kubelet, job) for name, job in jobs.items()}
+    operator.kill()
+    before = uids(kubelet)
+
+    kubelet.end_trainer(pods["crashed"][0], 70, TerminationMessage(exit_code=70, reason="Internal", message="boom"))
+    jobs["deleted"].delete()
+    late = JobDriver(api_types.api, namespace, job_document("late"))
+    eventually(lambda: jobs["deleted"].children() == [], state=lambda: str(jobs["deleted"].children()))
+    compact(api_types)
+    operator.start()
+    gang_runs(kubelet, late)
+    gang_runs(kubelet, jobs["crashed"], 2)
+
+    after = uids(kubelet)
+    assert {name: after.get(name) for name in pods["well"]} == {name: before[name] for name in pods["well"]}
+    assert jobs["crashed"].status()["restartsByReason"] == {"Internal": 1}
+    assert kubelet.doubled == []
+    assert kubelet.most_attempts == 1

@@ -1,0 +1,169 @@
+"""Whole jobs under each policy of snapshots, from other jobs' snapshots, and with tables of other sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from dlrm_api.names import ExitCode
+from dlrm_checkpointer.reading.catalog import find_snapshot, verify_snapshot
+from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_stores.base import open_store
+from dlrm_testing.digests import snapshot_digest
+from dlrm_testing.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+TABLES = [
+    {"name": "C1", "rows": 300, "dim": 8, "initializer": {"scale": 0.05}},
+    {"name": "C2", "rows": 2_000, "dim": 8, "initializer": {"scale": 0.05}},
+    {"name": "C3", "rows": 50, "dim": 8, "initializer": {"scale": 0.05}},
+]
+
+
+WHY = {
+    "full": ("full: the policy is full",),
+    "one-shot": ("increment: the policy is one-shot",),
+    "consecutive": ("increment: the policy is consecutive",),
+    "intermittent": ("increment: the policy is intermittent", "full: a full one and its increments are expected"),
+}
+"""Kind and reason, by policy, of a snapshot that has one before it."""
+DROPPED = "was dropped and the next is full"
+MORE_STEPS = 200
+"""Of a run that goes on after a kill."""
+
+
+@pytest.mark.parametrize("policy", WHY)
+def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one_whatever_the_policy(local: Any, policy: str) -> None:
+    checkpoint = {"policy": policy, "intervalSteps": 5, "retention": {"keepLast": 2}}
+    local.write(checkpoint=checkpoint, data={"epochs": 10_000})
+    process = local.start()
+    wait_until(lambda: len(local.steps()) >= 12 and any(local.store.glob("manifests/*")), 60, local.logs)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+    killed = local.last_attempt()
+
+    end = ("--digest", "--set", f"spec.training.maxSteps={len(local.steps()) + MORE_STEPS}")
+    resumed = local.done(*end)
+
+    store = f"spec.checkpoint.uri={local.folder.as_uri()}/o"
+    whole = local.done(*end, "--workdir", str(local.folder / "other"), "--set", store)
+    assert resumed["state_digest"] == whole["state_digest"]
+    snapshot = find_snapshot(open_store(local.store.as_uri()))
+    verify_snapshot(snapshot)
+    assert snapshot_digest(snapshot) == whole["state_digest"]
+    choices = local.choices(after=killed)
+    assert choices, local.logs()
+    assert [choice for choice in choices if not choice.startswith(WHY[policy])] == []
+
+
+def test_a_gang_goes_on_taking_snapshots_after_one_that_only_one_pod_can_tell_is_damaged(local: Any) -> None:
+    checkpoint = {"policy": "full", "intervalSteps": 10}
+    local.write(checkpoint=checkpoint, data={"epochs": 40}, trainer={"replicas": 2})
+    process = local.start("--digest")
+    deadline = time.monotonic() + 120
+    while not any(DROPPED in log.read_text() for log in local.workdir.glob("logs/*/*.log")):
+        assert time.monotonic() < deadline, local.logs()
+        assert process.poll() is None
+        for chunk in local.store.glob("chunks/*/*/000001/*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):  # retired meanwhile
+                body = chunk.read_bytes()
+                chunk.write_bytes(body[:-1] + bytes([body[-1] ^ 1]))
+        time.sleep(0.2)
+    stdout, stderr = process.communicate(timeout=240)
+
+    assert process.returncode == ExitCode.DONE, stderr + local.logs()
+    snapshot, reasons = newest_snapshot(open_store(local.store.as_uri()))
+    assert reasons == []
+    assert snapshot_digest(snapshot) == json.loads(stdout)["state_digest"]
+    assert local.last_attempt() == 1
+    assert local.choices(after=0).count("full: there is no snapshot before it") > 2  # both pods begin with one
+
+
+def test_a_job_starts_from_another_jobs_snapshot_and_its_own_hold_all_of_it(local: Any) -> None:
+    local.write(data={"epochs": 1})
+    local.done()
+    old, _ = newest_snapshot(open_store(local.store.as_uri()))
+    own = local.folder / "own"
+    local.write(
+        data={"epochs": 1},
+        checkpoint={"uri": own.as_uri(), "restoreFrom": local.store.as_uri(), "intervalSteps": 1_000},
+        training={"maxSteps": 1},
+    )
+
+    result = local.done("--digest", "--workdir", str(local.folder / "second"))
+
+    new, reasons = newest_snapshot(open_store(own.as_uri()))
+    assert (reasons, new.step, new.manifest.kind, new.meta.parent) == ([], 1, "full", None)
+    assert snapshot_digest(new) == result["state_digest"]
+    assert verify_snapshot(new).rows.items() >= verify_snapshot(old).rows.items()
+
+
+def test_a_job_that_is_to_start_from_an_empty_store_says_so(local: Any) -> None:
+    local.write(checkpoint={"restoreFrom": (local.folder / "nowhere").as_uri()})
+
+    finished = local.run()
+
+    assert finished.code == ExitCode.NO_INPUT
+    assert "spec.checkpoint.restoreFrom: " in finished.stderr
+    assert "holds no snapshot" in finished.stderr
+
+
+def test_tables_get_more_rows_between_two_runs_and_lose_none_that_were_trained(local: Any) -> None:
+    local.write(model={"tables": TABLES}, data={"epochs": 1}, training={"maxSteps": 10})
+    local.done()
+    larger = [*TABLES[:1], TABLES[1] | {"rows": 5_000}, TABLES[2]]
+    local.write(model={"tables": larger}, data={"epochs": 1}, training={"maxSteps": 20})
+
+    result = local.done("--digest")
+
+    snapshot, reasons = newest_snapshot(open_store(local.store.as_uri()))
+    assert (reasons, snapshot.step) == ([], 20)
+    assert snapshot.table("C2").rows == 5_000
+    assert snapshot_digest(snapshot) == result["state_digest"]
+
+    local.write(model={"tables": TABLES}, data={"epochs": 1}, training={"maxSteps": 30})
+    refused = local.run()
+    assert refused.code != ExitCode.DONE
+    assert "table C2 has 2000 rows now: row " in refused.stderr
+
+
+def salvageable(local: Any) -> None:
+    """A job of two ranks whose newest cut, at its last step, rank 1 lost."""
+    local.write(
+        data={"epochs": 1},
+        training={"maxSteps": 10},
+        trainer={"processesPerReplica": 2},
+        checkpoint={"intervalSteps": 5, "partialRestore": True},
+    )
+    local.done()
+    (local.store / "manifests/0000000000000010-00000001.json").unlink()
+    (local.store / "parts/0000000000000010/00000001/000001.json").unlink()
+
+
+def test_a_job_goes_on_from_a_cut_that_one_rank_lost_where_it_asks_for_that(local: Any) -> None:
+    salvageable(local)
+
+    result = local.done("--digest", "--set", "spec.training.maxSteps=15")
+
+    snapshot, reasons = newest_snapshot(open_store(local.store.as_uri()))
+    assert (reasons, result["step"], snapshot.step, snapshot.manifest.kind) == ([], 15, 15, "full")
+    assert snapshot_digest(snapshot) == result["state_digest"]
+    assert [line["step"] for line in local.steps()] == list(range(1, 16))
+    assert "rows of lost ranks are of an older step step=5 stored_ranks=[0]" in local.logs()
+
+
+def test_a_last_cut_that_one_rank_lost_is_committed_where_no_step_is_left_to_train(local: Any) -> None:
+    salvageable(local)
+
+    result = local.done("--digest")
+
+    snapshot, reasons = newest_snapshot(open_store(local.store.as_uri()))
+    assert (reasons, result["step"], snapshot.step, snapshot.attempt, snapshot.manifest.kind) == ([], 10, 10, 2, "full")
+    assert snapshot_digest(snapshot) == result["state_digest"]
+    assert "rows of lost ranks are of an older step step=5 stored_ranks=[0]" in local.logs()

@@ -1,0 +1,1 @@
+"""Doubles, models and references that tests share."""

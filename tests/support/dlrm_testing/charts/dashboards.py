@@ -1,0 +1,35 @@
+"""What the chart's dashboards ask a Prometheus for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from dlrm_monitoring.files import DASHBOARDS
+from dlrm_testing.charts.real_prometheus import Prometheus
+
+OPERATOR = "dlrm-operator"
+HOME = "dlrm-system"
+"""Namespace of the operator."""
+Empty = Collection[tuple[str, str]]
+"""Queries that can have no data, by dashboard and legend or panel."""
+
+
+def queries(namespace: str, job: str, empty: Empty) -> set[str]:
+    """Of all panels that can have data, with the choices at the top of a dashboard made."""
+    found = set()
+    for dashboard in DASHBOARDS:
+        place = HOME if dashboard.uid == OPERATOR else namespace
+        for panel in dashboard.panels():
+            for query in panel.queries:
+                if not {(dashboard.uid, query.legend), (dashboard.uid, panel.title)} & set(empty):
+                    expr = query.expr.replace("$__rate_interval", "30s")
+                    found.add(expr.replace("$namespace", place).replace("$job", job))
+    return found
+
+
+def assert_variables_offer(prometheus: Prometheus, namespace: str, job: str) -> None:
+    """The choices at the top of each dashboard are the namespace and the job, and no other."""
+    for dashboard in DASHBOARDS:
+        offered = [prometheus.choices(each.query.replace("$namespace", namespace)) for each in dashboard.variables]
+        assert offered[0] == [HOME if dashboard.uid == OPERATOR else namespace]
+        assert offered[1:] in ([], [[job]])

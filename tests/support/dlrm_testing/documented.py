@@ -1,0 +1,18 @@
+"""Commands in the docs: the lines of their fenced blocks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+NOT_OURS = {".venv", "node_modules", ".state"}
+"""Folders of others' documents: ``.state`` has file systems of containers while a node runs."""
+DOCS = tuple(sorted(path for path in ROOT.rglob("*.md") if not NOT_OURS & set(path.relative_to(ROOT).parts)))
+FENCED = re.compile(r"^```(?:console|sh|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(doc: Path) -> list[list[str]]:
+    """The lines of each block of a shell's commands; one that is continued is one line."""
+    found = FENCED.findall(doc.read_text())
+    return [[line for line in block.replace("\\\n", " ").splitlines() if line.strip()] for block in found]

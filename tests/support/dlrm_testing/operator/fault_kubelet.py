@@ -1,0 +1,209 @@
+"""The kubelet of all pods of lives in faults: it starts and ends them, or is silent, and serves their endpoints."""
+
+import asyncio
+import enum
+import itertools
+import random
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from typing import Any, Protocol
+
+from dlrm_api.names import Port
+from dlrm_testing.operator.fault_server import (
+    Object,
+    RefusedError,
+    Server,
+    deleting,
+    ended,
+    exit_code,
+    path_of,
+    phase_of,
+)
+from dlrm_testing.operator.kubelet_double import container, held, now
+
+POLL_S = 0.05
+SILENT_FOR_S = 57
+"""A node falls silent so long ago that its pods may be forced three seconds from now."""
+
+
+class Start(enum.Enum):
+    """What a kubelet makes of a pod that is bound to its node."""
+
+    RUNS = "runs"
+    REFUSED = "is not admitted"
+    NOT_PULLED = "waits for its image"
+
+
+class Tenant(Protocol):
+    """Whose pods they are, and what they say."""
+
+    slow_s: float
+    """Longest time that a kubelet takes."""
+
+    def start(self, pod: Object) -> Start:
+        """What the kubelet makes of this pod."""
+
+    def silent(self, pod: Object) -> bool:
+        """Whether the pod's kubelet does not hear that it is deleted."""
+
+    def serves(self, pod: Object) -> bool:
+        """Whether the pod has endpoints that are asked."""
+
+    def last_word(self, pod: Object) -> str:
+        """What its checkpointer says when it ends."""
+
+    def says(self, pod: Object, port: int, asked: str) -> tuple[int, str] | None:
+        """HTTP status and body of the pod's answer to ``asked`` (method and path) on ``port``; None: it is silent."""
+
+
+class Kubelet:
+    """Keeps each pod from its creation on."""
+
+    def __init__(self, server: Server, broken: list[BaseException]) -> None:
+        self._server = server
+        self._broken = broken
+        self._addresses = itertools.count(random.randrange(2**20))
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._endpoints: dict[str, list[asyncio.Server]] = {}
+
+    def keep(self, tenant: Tenant, uid: str, seen: Callable[[], Object | None]) -> None:
+        """Look after a new pod; ``seen`` is what the API server has of it now, None once it is gone."""
+        self._tasks[uid] = asyncio.create_task(self._keep(tenant, uid, seen))
+
+    async def stop(self) -> None:
+        """Leave all pods to themselves."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for uid in list(self._endpoints):
+            self.silence(uid)
+
+    def silence(self, uid: str) -> None:
+        """Nobody listens for this pod any more.
+
+        CPython 3.11 leaks a connection that is being accepted while its server closes: accepting ends first.
+        """
+        loop = asyncio.get_running_loop()
+        for server in self._endpoints.pop(uid, []):
+            for listening in server.sockets:
+                loop.remove_reader(listening.fileno())
+            loop.call_soon(server.close)
+
+    async def _keep(self, tenant: Tenant, uid: str, seen: Callable[[], Object | None]) -> None:
+        dice = random.Random(uid)
+        started = lost = False
+        try:
+            while (pod := seen()) is not None:
+                wait_s = dice.uniform(0.0, tenant.slow_s)
+                with suppress(RefusedError):
+                    if deleting(pod):
+                        if not held(pod) and not tenant.silent(pod):
+                            await asyncio.sleep(wait_s)
+                            await self._end(seen() or pod)
+                        elif tenant.silent(pod) and not lost:
+                            lost = True
+                            await asyncio.sleep(wait_s)
+                            await self._lose_node(pod)
+                    elif not started and pod["spec"].get("nodeName"):
+                        started = True
+                        await asyncio.sleep(wait_s)
+                        await self._start(pod, tenant)
+                    elif phase_of(pod) == "Running" and exit_code(pod) is not None:
+                        await asyncio.sleep(wait_s)
+                        await self._complete(seen() or pod, tenant)
+                await asyncio.sleep(POLL_S)
+        except Exception as error:
+            self._broken.append(error)
+            raise
+        finally:
+            self._tasks.pop(uid, None)
+
+    async def _start(self, pod: Object, tenant: Tenant) -> None:
+        match tenant.start(pod):
+            case Start.REFUSED:
+                words = {"reason": "UnexpectedAdmissionError", "message": "the node has no such device"}
+                await self._server.patch_pod(pod, {"phase": "Failed", **words})
+            case Start.NOT_PULLED:
+                words = {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}
+                waits = {"waiting": words}
+                lists = {
+                    "initContainerStatuses": [container("checkpointer", waits)],
+                    "containerStatuses": [container("trainer", {"waiting": {"reason": "PodInitializing"}})],
+                }
+                await self._server.patch_pod(pod, {"phase": "Pending", **lists})
+            case Start.RUNS:
+                ip = await self._serve(pod, tenant) if tenant.serves(pod) else self._address()
+                running = {"running": {"startedAt": now()}}
+                status = {
+                    "phase": "Running",
+                    "podIP": ip,
+                    "podIPs": [{"ip": ip}],
+                    "initContainerStatuses": [container("checkpointer", running)],
+                    "containerStatuses": [container("trainer", running)],
+                }
+                await self._server.patch_pod(pod, status)
+
+    async def _complete(self, pod: Object, tenant: Tenant) -> None:
+        """The trainer ended: its checkpointer does, and so the pod."""
+        code = exit_code(pod)
+        if phase_of(pod) != "Running" or code is None:
+            return
+        sidecars = pod["status"]["initContainerStatuses"]
+        running = any("running" in sidecar["state"] for sidecar in sidecars)
+        word = ended("checkpointer", 0, tenant.last_word(pod)) if running else {}
+        await self._server.patch_pod(pod, {"phase": "Failed" if code else "Succeeded", **word})
+
+    async def _end(self, pod: Object) -> None:
+        """A deleted pod's time is over; one that somebody's finalizer keeps says that it ended."""
+        if pod["metadata"].get("finalizers") and phase_of(pod) == "Running":
+            await self._server.patch_pod(pod, {"phase": "Failed", **ended("trainer", 143), **ended("checkpointer", 0)})
+        same = {"uid": pod["metadata"]["uid"]}
+        options = {"kind": "DeleteOptions", "gracePeriodSeconds": 0, "preconditions": same}
+        await self._server.call("DELETE", path_of(pod), options)
+
+    async def _lose_node(self, pod: Object) -> None:
+        """The node controller has not heard of the pod's node for long."""
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - SILENT_FOR_S))
+        silent = {"lastTransitionTime": since, "reason": "NodeNotReady"}
+        told = [
+            {"type": "ContainersReady", "status": "True", **silent},
+            {"type": "Ready", "status": "False", **silent},
+        ]
+        others = [c for c in pod["status"].get("conditions", []) if c["type"] not in ("ContainersReady", "Ready")]
+        await self._server.patch_pod(pod, {"conditions": [*others, *told]})
+
+    def _address(self) -> str:
+        number = next(self._addresses) % 2**20
+        return f"127.{128 + number // 2**16}.{number // 256 % 256}.{number % 254 + 1}"
+
+    async def _serve(self, pod: Object, tenant: Tenant) -> str:
+        """Serve the pod's endpoints on a loopback address of its own."""
+        uid = pod["metadata"]["uid"]
+        while True:
+            ip = self._address()
+            servers: list[asyncio.Server] = []
+            try:
+                for port in (Port.TRAINER, Port.CHECKPOINTER):
+                    servers.append(await asyncio.start_server(_answers(pod, tenant, port), ip, port))
+            except OSError:
+                for server in servers:
+                    server.close()
+                continue
+            self._endpoints[uid] = servers
+            return ip
+
+
+def _answers(pod: Object, tenant: Tenant, port: int) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer), suppress(OSError, asyncio.IncompleteReadError):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            said = tenant.says(pod, port, head.partition(" HTTP/")[0])
+            if said is not None:
+                code, body = said
+                head = f"HTTP/1.1 {code} Word\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+                writer.write((head + body).encode())
+                await writer.drain()
+
+    return answer

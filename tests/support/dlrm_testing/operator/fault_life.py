@@ -1,0 +1,234 @@
+"""The life of one job in faults: what befalls its gangs one after the other, and what must come of it."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from traceback import format_exception
+
+from dlrm_api.names import Label
+from dlrm_operator.facts.conditions import parse_timestamp
+from dlrm_testing.operator.fault_job import LONGEST_S, FaultJob
+from dlrm_testing.operator.fault_server import RefusedError, WorldError
+from dlrm_testing.operator.fault_strikes import FaultStrikes
+from dlrm_testing.operator.fault_tenant import FatedPods
+from dlrm_testing.operator.fault_user import FaultUser
+from dlrm_testing.operator.fault_world import World
+from dlrm_testing.operator.life_checks import at_rest, check_children, check_end, check_events, check_kept, check_pods
+from dlrm_testing.operator.life_model import HALTS, Fate, Kind, Stuck
+from dlrm_testing.operator.life_schedule import Script, describe
+
+GROUPS = {
+    "volcano": "/apis/scheduling.volcano.sh/v1beta1",
+    "coscheduling": "/apis/scheduling.x-k8s.io/v1alpha1",
+}
+
+
+class Life:
+    """One job's life."""
+
+    def __init__(
+        self, script: Script, world: World, namespace: str, slow_s: float, settled: Callable[[], None]
+    ) -> None:
+        """``settled`` is told once this life needs no faults any more."""
+        self._job = FaultJob(script, world, namespace)
+        self._pods = FatedPods(self._job, slow_s)
+        self._user = FaultUser(self._job)
+        self._strikes = FaultStrikes(self._job)
+        self._settled = settled
+
+    async def run(self) -> None:
+        """Live, and check what came of it.
+
+        Raises:
+            WorldError: it did not come to what the model says.
+        """
+        job, script, world = self._job, self._job.script, self._job.world
+        world.tenants[job.home] = self._pods
+        world.audits[job.home].keeps = script.keeps
+        try:
+            await self._user.apply()
+            if script.edits:
+                job.tasks.append(asyncio.create_task(self._user.edit()))
+            finished = await self._live(script.deleted_in)
+            if not finished and script.reborn:
+                await self._user.apply()
+                finished = await self._live(0)
+            await (self._check_finished() if finished else self._check_gone())
+            check_pods(job.story())
+            if job.odd:
+                raise WorldError("; ".join(job.odd))
+        except RefusedError as error:
+            raise WorldError(f"the API server refused what nobody may: {error}") from error
+        finally:
+            self._settled()
+            self._strikes.may_release.set()
+            for task in job.tasks:
+                task.cancel()
+            for pod in job.pods():
+                await self._strikes.release(pod)
+
+    async def _live(self, deleted_in: int) -> bool:
+        """Fates befall the gangs; False where the user deletes the job in the course of attempt ``deleted_in``."""
+        job, fates, sizes = self._job, self._job.script.fates, self._job.script.sizes
+        for job.attempt, fate in enumerate(fates, 1):
+            job.still = False
+            if job.attempt == deleted_in:
+                await self._user.delete(fate)
+                return False
+            following = sizes[job.attempt] if job.attempt < len(sizes) else sizes[-1]
+            await self._befall(fate, following)
+            if job.attempt == len(fates):
+                await asyncio.sleep(job.dice.uniform(0.0, 2.0))
+                job.tell("needs no faults any more")
+                self._settled()
+            await job.until(self._judged, f"a verdict on attempt {job.attempt}")
+            job.lived.append(self._as_it_was(fate))
+            if fate.kind is Kind.HUNG:
+                self._check_hang(fate)
+            phase = job.status()["phase"] if job.finished() else ""
+            if job.attempt == len(fates) or phase == "Succeeded":
+                return True
+            if phase == "Failed" and not await self._user.retry(following):
+                return True
+        return True
+
+    def _judged(self) -> bool:
+        return self._job.status().get("attempt", 0) > self._job.attempt or self._job.finished()
+
+    def _as_it_was(self, fate: Fate) -> Fate:
+        """A halt whose gang was asked for no cut has none."""
+        if fate.kind in HALTS and self._job.committed != fate.committed:
+            return replace(fate, committed=None)
+        return fate
+
+    async def _befall(self, fate: Fate, following: int) -> None:
+        if fate.kind is Kind.NEVER_STARTED:
+            return  # the kubelet does it
+        job = self._job
+        size = job.script.sizes[job.attempt - 1]
+        if fate.early:
+            await job.until(lambda: job.runs(fate.index), f"pod {fate.index} of attempt {job.attempt} runs")
+        else:
+            waits = {fate.index} if fate.kind is Kind.NOT_PULLED else set()
+            run = sorted(set(range(size)) - waits)
+            await job.until(lambda: all(map(job.runs, run)), f"attempt {job.attempt} runs")
+        if fate.kind in (Kind.DELETED, Kind.VANISHED, Kind.EVICTED):
+            # before the status says that the gang was whole, a pod that is taken away is made again
+            await job.until(lambda: job.status().get("gangAttempt") == job.attempt, "the gang is whole")
+        if fate.kind is Kind.NOT_PULLED:
+            await job.until(lambda: fate.index in job.gang(), f"pod {fate.index} is there")
+        if fate.stuck in (Stuck.HELD, Stuck.BOTH):
+            await self._strikes.hold(job.gang()[fate.index])
+        await asyncio.sleep(job.dice.choice([0.0, 0.2, 1.5]))
+        job.tell(f"now: {describe(fate)}")
+        if fate.kind is Kind.SUSPENDED:
+            await self._user.suspend(following)
+        elif fate.kind is Kind.RESIZED:
+            await self._user.scale(following)
+        elif fate.kind is Kind.OVERDUE:
+            await self._user.change({"lifecycle": {"activeDeadline": "1s"}})
+        elif fate.kind is Kind.NOT_PULLED:
+            await self._user.change({"lifecycle": {"pendingDeadline": "1s"}})
+        elif fate.kind is Kind.HUNG:
+            job.still = True
+        else:
+            await self._strikes.strike(fate)
+
+    # What must come of it.
+
+    def _check_hang(self, fate: Fate) -> None:
+        """The rank is named that is in no collective."""
+        status = self._job.status()
+        known = [failure for failure in (status.get("lastFailure"), *status.get("earlierFailures", [])) if failure]
+        found = [failure for failure in known if failure["attempt"] == self._job.attempt]
+        if not found or found[0]["reason"] != "Hung":
+            raise WorldError(f"attempt {self._job.attempt} hung, the evidence is {known}")
+        if not self._job.script.sloppy and found[0].get("rank") != fate.index:
+            raise WorldError(f"rank {fate.index} hung, blamed is {found[0]}")
+
+    async def _check_finished(self) -> None:
+        """The job, its pods, its children and its Events, once nothing of it moves."""
+        job, script = self._job, self._job.script
+        if script.ttl_s is not None:
+            await job.until(lambda: job.uid in job.world.gone, "the finished job is deleted")
+            due = parse_timestamp(job.status()["completionTime"]).timestamp() + script.ttl_s
+            if job.world.gone[job.uid] < due - 1:  # times in a status are whole seconds
+                raise WorldError(f"deleted {due - job.world.gone[job.uid]:.1f} s too early")
+            await self._check_gone()
+        else:
+            await job.until(lambda: all(at_rest(pod, job.story()) for pod in job.pods()), "nothing goes on")
+            await self._no_room_is_kept()
+            check_children(job.story(), await self._children(job.uid))
+            check_kept(job.story())
+        check_end(job.story())
+        events = await job.server.call("GET", f"/api/v1/namespaces/{job.namespace}/events")
+        check_events(job.story(), events["items"])
+
+    async def _no_room_is_kept(self) -> None:
+        """A scheduler is told of no group any more once nothing of the finished job runs."""
+        deadline = time.monotonic() + LONGEST_S
+        while left := [child for child in await self._children(self._job.uid) if child.startswith("podgroups/")]:
+            if time.monotonic() > deadline:
+                raise WorldError(f"room is kept for a job that has ended: {left}")
+            await asyncio.sleep(1)
+
+    async def _check_gone(self) -> None:
+        """Of a deleted job nothing is left, and nothing comes back."""
+        self._settled()
+        self._strikes.may_release.set()
+        deadline = time.monotonic() + LONGEST_S
+        for _ in range(2):
+            while left := await self._children():
+                if time.monotonic() > deadline:
+                    raise WorldError(f"of the deleted job there are left: {left}")
+                await asyncio.sleep(1)
+            await asyncio.sleep(1)
+
+    async def _children(self, uid: str = "") -> list[str]:
+        """What bears the job's name; with ``uid`` what that one owns."""
+        found = []
+        core = f"/api/v1/namespaces/{self._job.namespace}"
+        paths = [f"{core}/{kind}" for kind in ("pods", "services", "configmaps", "secrets")]
+        paths += [f"{root}/namespaces/{self._job.namespace}/podgroups" for root in GROUPS.values()]
+        for path in paths:
+            listed = await self._job.server.call("GET", f"{path}?labelSelector={Label.JOB}={self._job.script.name}")
+            metas = [item["metadata"] for item in listed["items"]]
+            ours = [meta for meta in metas if not uid or meta["ownerReferences"][0]["uid"] == uid]
+            found += [f"{path.rpartition('/')[2]}/{meta['name']}" for meta in ours]
+        return found
+
+
+async def live(
+    scripts: tuple[Script, ...], world: World, namespace: str, slow_s: float, calm: Callable[[], None]
+) -> None:
+    """Live all jobs of a namespace at once; the faults end, by ``calm``, when none of them needs any more.
+
+    Raises:
+        WorldError: one of them did not come to what the model says.
+    """
+    body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
+    await world.server.call("POST", "/api/v1/namespaces", body)
+    unsettled = {script.name for script in scripts}
+
+    def settled(name: str) -> None:
+        unsettled.discard(name)
+        if not unsettled:
+            calm()
+
+    lives = [
+        Life(script, world, namespace, slow_s, lambda name=script.name: settled(name))  # type: ignore[misc]
+        for script in scripts
+    ]
+    try:
+        ends = await asyncio.gather(*(life.run() for life in lives), return_exceptions=True)
+    finally:
+        calm()
+        path = f"/api/v1/namespaces/{namespace}"
+        with suppress(RefusedError):
+            await world.server.call("DELETE", path)
+            await world.server.call("DELETE", f"{path}/pods", {"kind": "DeleteOptions", "gracePeriodSeconds": 0})
+    wrong = [end for end in ends if isinstance(end, BaseException)]
+    if wrong:
+        raise WorldError("; ".join("".join(format_exception(end)) for end in wrong))

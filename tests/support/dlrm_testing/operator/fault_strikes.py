@@ -1,0 +1,105 @@
+"""What befalls the pods of one job in faults: they crash, are deleted, evicted, lost, and held by somebody."""
+
+import asyncio
+from contextlib import suppress
+
+from dlrm_api.progress import TerminationMessage
+from dlrm_testing.operator.fault_job import FaultJob
+from dlrm_testing.operator.fault_server import Object, RefusedError, ended, path_of
+from dlrm_testing.operator.kubelet_double import committed_word, held
+from dlrm_testing.operator.life_model import Fate, Kind
+from dlrm_testing.operator.life_schedule import LAST_STEP
+
+FINALIZER = "example.com/hold"
+
+
+class FaultStrikes:
+    """Strikes pods of one job."""
+
+    def __init__(self, job: FaultJob) -> None:
+        self._job = job
+        self.may_release = asyncio.Event()
+        """Set: whoever holds a pod may let go of it."""
+
+    async def strike(self, fate: Fate) -> None:
+        """What befalls pods."""
+        gang, patch = self._job.gang(), self._job.server.patch_pod
+        pod = gang[fate.index]
+        match fate.kind:
+            case Kind.CRASH | Kind.OOM:
+                await self._end_trainer(pod, fate)
+            case Kind.PEERS_LOST:
+                for number, each in enumerate(gang.values()):
+                    with suppress(*([RefusedError] if number else [])):  # deleted by now, where a rule needs no more
+                        await self._end_trainer(each, fate)
+            case Kind.EVICTED:
+                evicted = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+                await patch(pod, {"conditions": [*pod["status"].get("conditions", []), evicted]})
+                await asyncio.sleep(self._job.dice.choice([0.0, 0.5]))
+                await self._delete_pod(pod)
+            case Kind.NODE_LOST:
+                await patch(pod, {"phase": "Failed", "reason": "NodeLost", "message": "node lost"})
+            case Kind.DELETED:
+                await self._delete_pod(pod)
+            case Kind.VANISHED:
+                await self._delete_pod(pod, force=True)
+            case Kind.SIDECAR_REFUSED:
+                self._commit(fate)
+                word = committed_word(self._job.committed).model_copy(update={"store_error": "AccessDenied"})
+                await patch(pod, ended("checkpointer", 77, word.model_dump_json()))
+            case Kind.DONE | Kind.UNCOMMITTED:
+                self._commit(fate)
+                left = TerminationMessage(exit_code=0, reason="Done", step=LAST_STEP).encode().decode()
+                for each in gang.values():
+                    await patch(each, ended("trainer", 0, left))
+
+    def _commit(self, fate: Fate) -> None:
+        """The checkpointers come to say so."""
+        self._job.committed = fate.committed if fate.committed is not None else self._job.committed
+
+    async def _end_trainer(self, pod: Object, fate: Fate) -> None:
+        status: Object = {}
+        if fate.committed is not None:
+            self._commit(fate)
+            status |= ended("checkpointer", 0, self._job.last_word())
+        left = TerminationMessage(exit_code=fate.code, reason=fate.word, message="boom").encode().decode()
+        reason = "OOMKilled" if fate.kind is Kind.OOM else ""
+        status |= ended("trainer", fate.code, left if fate.word else "", reason)
+        await self._job.server.patch_pod(pod, status)
+
+    async def _delete_pod(self, pod: Object, *, force: bool = False) -> None:
+        options: Object = {"kind": "DeleteOptions", "preconditions": {"uid": pod["metadata"]["uid"]}}
+        if force:
+            options["gracePeriodSeconds"] = 0
+        with suppress(RefusedError):  # the operator deletes what is evicted, too
+            await self._job.server.call("DELETE", path_of(pod), options)
+
+    async def hold(self, pod: Object) -> None:
+        """Somebody's finalizer holds the pod; whoever set it lets go a while after the pod's end."""
+        self._job.tell(f"somebody holds pod {pod['metadata']['name']}")
+        await self._job.server.call("PATCH", path_of(pod), {"metadata": {"finalizers": [FINALIZER]}})
+        self._job.tasks.append(asyncio.create_task(self._let_go_later(pod)))
+
+    async def _let_go_later(self, pod: Object) -> None:
+        name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+
+        def seen() -> Object | None:
+            found = self._job.world.pods[self._job.home].get(name)
+            return found if found is not None and found["metadata"]["uid"] == uid else None
+
+        while (found := seen()) is not None and not held(found):
+            await asyncio.sleep(0.1)
+        if self._job.dice.random() < 0.5 or self._job.script.deleted_in:
+            await asyncio.sleep(self._job.dice.uniform(0.0, 3.0))
+        else:
+            await self.may_release.wait()
+        found = seen()
+        if found is None:
+            self._job.odd.append(f"pod {name} went though a finalizer of somebody else held it")
+        else:
+            await self.release(found)
+
+    async def release(self, pod: Object) -> None:
+        if FINALIZER in pod["metadata"].get("finalizers", []):
+            with suppress(RefusedError):
+                await self._job.server.call("PATCH", path_of(pod), {"metadata": {"finalizers": None}})

@@ -1,0 +1,81 @@
+"""What the pods of one job in faults say and become: the ``fault_kubelet.Tenant`` of a life."""
+
+import random
+
+from dlrm_api.names import Port
+from dlrm_api.progress import CutWord, Progress, TrainerPhase
+from dlrm_testing.operator.fault_job import FaultJob
+from dlrm_testing.operator.fault_kubelet import Start
+from dlrm_testing.operator.fault_server import Object, gang_of, index_of
+from dlrm_testing.operator.hung_gang import COLLECTIVE, stack
+from dlrm_testing.operator.life_model import HALTS, Fate, Kind, Stuck
+from dlrm_testing.operator.life_schedule import LAST_STEP
+
+RUBBISH = ["", "{", "null", '{"attempt": "x"}', '{"attempt": 999}']
+
+
+class FatedPods:
+    """Its pods run, hang, fall silent and answer as their fates say."""
+
+    def __init__(self, job: FaultJob, slow_s: float) -> None:
+        """``slow_s`` is the longest time that a kubelet takes."""
+        self.slow_s = slow_s
+        self._job = job
+
+    def start(self, pod: Object) -> Start:
+        """What becomes of a bound pod."""
+        fate = self._job.fate(gang_of(pod)[1])
+        if fate is None or fate.index != index_of(pod):
+            return Start.RUNS
+        return {Kind.NEVER_STARTED: Start.REFUSED, Kind.NOT_PULLED: Start.NOT_PULLED}.get(fate.kind, Start.RUNS)
+
+    def silent(self, pod: Object) -> bool:
+        """Whether its kubelet does not hear."""
+        fate = self._job.fate(gang_of(pod)[1])
+        if fate is None or gang_of(pod)[0] in self._job.world.gone:  # of a deleted job: nobody would force it
+            return False
+        return fate.stuck in (Stuck.SILENT, Stuck.BOTH) and fate.index == index_of(pod)
+
+    def serves(self, pod: Object) -> bool:
+        """Whether it is asked anything."""
+        fate = self._job.fate(gang_of(pod)[1])
+        return index_of(pod) == 0 or (fate is not None and fate.kind is Kind.HUNG)
+
+    def last_word(self, pod: Object) -> str:
+        """What its checkpointer leaves."""
+        return self._job.last_word()
+
+    def says(self, pod: Object, port: int, asked: str) -> tuple[int, str] | None:
+        """An answer."""
+        if self._job.script.sloppy and random.random() < 0.3:
+            return random.choice([None, (500, "boom"), (200, random.choice(RUBBISH))])
+        if port == Port.CHECKPOINTER:
+            return 200, self._job.last_word()
+        attempt = gang_of(pod)[1]
+        fate = self._job.fate(attempt)
+        if asked == "POST /cut":
+            if fate is None or fate.kind not in HALTS or fate.committed is None:
+                self._job.odd.append(f"attempt {attempt} was asked for a cut")
+                return 500, "no cut was expected"
+            self._job.tell(f"attempt {attempt} cuts at step {fate.committed}")
+            self._job.committed = fate.committed
+            return 200, CutWord(step=fate.committed).model_dump_json()
+        if asked == "GET /stacks":
+            if fate is None or fate.kind is not Kind.HUNG:
+                self._job.odd.append(f"attempt {attempt} was asked for its stacks")
+            return 200, self._stacks(index_of(pod), fate)
+        hangs = fate is not None and fate.kind is Kind.HUNG and attempt == self._job.attempt and self._job.still
+        said = Progress(
+            attempt=attempt,
+            phase=TrainerPhase.TRAINING,
+            step=attempt,
+            total_steps=LAST_STEP,
+            loss=0.5,
+            longest_step_seconds=0.1 if hangs else None,
+        )
+        return 200, said.model_dump_json()
+
+    def _stacks(self, rank: int, fate: Fate | None) -> str:
+        if fate is not None and fate.index == rank:
+            return stack(rank, "dlrm/dlrm_trainer/data/reader.py", "read")
+        return stack(rank, COLLECTIVE, "wait")

@@ -1,0 +1,303 @@
+"""A cluster of plain dictionaries that does what actions ask, and lets a test do the rest of the world."""
+
+import copy
+import itertools
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.hardware import HardwareProfile
+from dlrm_api.names import Label, pod_group
+from dlrm_api.progress import TerminationMessage
+from dlrm_operator.facts.actions import (
+    Action,
+    ApplyConfigMap,
+    ApplyPodGroup,
+    ApplyService,
+    ApplyStatus,
+    CreatePod,
+    DeleteJob,
+    DeleteObject,
+    EmitEvent,
+    ReleaseGroup,
+    RequestCut,
+    RequestPlan,
+    RequestStacks,
+    WakeAt,
+)
+from dlrm_operator.facts.conditions import timestamp
+from dlrm_operator.facts.observed import (
+    Children,
+    CutAnswer,
+    Groups,
+    JobKey,
+    JobSeen,
+    Observed,
+    Planning,
+    Polled,
+    StacksSeen,
+)
+from dlrm_operator.facts.reading import read_config_map, read_group, read_job, read_pod
+from dlrm_operator.life.reconcile import reconcile
+from dlrm_planner import plan_job
+from dlrm_testing.operator.operator_cluster import job_document, planner_answer
+
+Object = dict[str, Any]
+KEY = JobKey("space", "demo")
+
+
+class ModelCluster:
+    """One job and its children. Every rule of the real API that ``perform`` relies on is checked or played here."""
+
+    def __init__(self, replicas: int = 2, **spec: Any) -> None:
+        document = job_document(KEY.name, replicas, **spec)
+        meta = {"namespace": KEY.namespace, "uid": "job-uid", "resourceVersion": "1", "generation": 1}
+        self.job: Object = {**document, "metadata": {**document["metadata"], **meta}}
+        self.pods: dict[str, Object] = {}
+        self.config_maps: dict[str, Object] = {}
+        self.services: dict[str, Object] = {}
+        self.groups: dict[str, Object] = {}
+        """PodGroups, and Workloads of Kueue."""
+        self.groups_problem = ""
+        self.events: list[EmitEvent] = []
+        self.asked: RequestPlan | None = None
+        self._planning: Planning | None = None
+        self._planned_generation = 0
+        self.planned_reserve = 0
+        """Bytes that the plan leaves free in each pod."""
+        self.polled: Polled | None = None
+        self.cut_asked: RequestCut | None = None
+        self.cut: CutAnswer | None = None
+        self.stacks_asked: RequestStacks | None = None
+        self.stacks: StacksSeen | None = None
+        self.profile: HardwareProfile | None = None
+        self.profile_problem = ""
+        self.now = datetime(2026, 1, 1, tzinfo=UTC)
+        self.writes = 0
+        self._uids = itertools.count(1)
+
+    @property
+    def planning(self) -> Planning | None:
+        """The planner's answer for the spec as it is now."""
+        return self._planning if self._planned_generation == self.job["metadata"]["generation"] else None
+
+    @planning.setter
+    def planning(self, answer: Planning | None) -> None:
+        self._planning, self._planned_generation = answer, self.job["metadata"]["generation"]
+
+    def observe(self) -> Observed:
+        job = read_job(copy.deepcopy(self.job))
+        children = Children(
+            services=frozenset(self.services),
+            config_maps=tuple(read_config_map(item) for item in self.config_maps.values()),
+            groups=Groups(
+                seen=tuple(read_group(item, item["apiVersion"]) for item in self.groups.values()),
+                attempt=max(job.status.attempt, 1) if job.status else 1,
+                problem=self.groups_problem,
+            ),
+        )
+        return Observed(
+            job=job,
+            pods=tuple(read_pod(pod) for pod in self.pods.values()),
+            children=children,
+            planning=self.planning if self.planned_reserve == _reserve(job) else None,
+            polled=self.polled,
+            cut=self.cut,
+            stacks=self.stacks,
+            profile=self.profile,
+            profile_problem=self.profile_problem,
+        )
+
+    def turn(self, most: int | None = None) -> tuple[Action, ...]:
+        """One turn of the operator, which dies after ``most`` actions."""
+        actions = reconcile(self.observe(), self.now)
+        for action in actions[:most]:
+            self.perform(action)
+        return actions
+
+    def settle(self, most_turns: int = 12) -> None:
+        """Turns until there is nothing to do."""
+        for _ in range(most_turns):
+            if not [
+                action
+                for action in self.turn()
+                if not isinstance(action, WakeAt | RequestPlan | RequestCut | RequestStacks)
+            ]:
+                return
+        raise AssertionError(f"it never settled: {self.turn()}")
+
+    def perform(self, action: Action) -> None:
+        match action:
+            case ApplyStatus():
+                assert action.resource_version == self.job["metadata"]["resourceVersion"], "a stale write"
+                written = action.status.model_dump(mode="json", exclude_none=True)
+                self._check_transition_times(written)
+                self.job["status"] = written
+                self.writes += 1
+                self.touch()
+            case CreatePod(manifest=manifest):
+                self._create_pod(manifest)
+            case ApplyConfigMap(manifest=manifest):
+                old = self.config_maps.get(manifest["metadata"]["name"])
+                same = old is None or (old.get("binaryData"), old.get("data")) == (
+                    manifest.get("binaryData"),
+                    manifest.get("data"),
+                )
+                assert same, "an immutable ConfigMap can't change"
+                self.config_maps[manifest["metadata"]["name"]] = self._made(manifest)
+            case ApplyService(manifest=manifest):
+                self.services[manifest["metadata"]["name"]] = self._made(manifest)
+            case ApplyPodGroup(manifest=manifest):
+                self.groups[manifest["metadata"]["name"]] = self._made(manifest)
+            case ReleaseGroup():
+                self._release(action.group)
+            case DeleteObject():
+                self._delete(action)
+            case DeleteJob():
+                assert action.resource_version == self.job["metadata"]["resourceVersion"], "a stale deletion"
+                self.job["metadata"]["deletionTimestamp"] = timestamp(self.now)
+                self.touch()
+            case EmitEvent():
+                if action not in self.events:
+                    self.events.append(action)
+            case RequestPlan():
+                self.asked = action
+            case RequestStacks():
+                self.stacks_asked = action
+            case RequestCut():
+                self.cut_asked = action
+
+    def touch(self) -> None:
+        meta = self.job["metadata"]
+        meta["resourceVersion"] = str(int(meta["resourceVersion"]) + 1)
+
+    def attempts(self) -> set[str]:
+        """Attempts of which something may run."""
+        pods = [read_pod(pod) for pod in self.pods.values()]
+        return {str(pod.attempt) for pod in pods if not (pod.held or pod.ended)}
+
+    def plan(self) -> None:
+        """The planner answers what it was asked."""
+        if self.asked is not None:
+            question = self.asked.question
+            self.planned_reserve = question.reserve
+            try:
+                plan = plan_job(question.job.spec, question.profile, reserve=question.reserve)
+            except InvalidSpecError as error:
+                self.planning = Planning(problem=str(error), final=True)
+            else:
+                self.planning = planner_answer(plan)
+            self._planned_generation = question.generation
+
+    def answer_cut(self, step: int | None, problem: str = "") -> None:
+        """Pod 0 answers what it was asked, or does not."""
+        if self.cut_asked is not None:
+            self.cut = CutAnswer(question=self.cut_asked.question, step=step, problem=problem)
+
+    def edit(self, section: str, **fields: Any) -> None:
+        """The user changes fields of one section of the spec."""
+        spec = self.job["spec"]
+        spec[section] = {**spec.get(section, {}), **fields}
+        self.job["metadata"]["generation"] += 1
+        self.touch()
+
+    def start(self, name: str) -> None:
+        """The pod finds a node and its containers start."""
+        pod = self.pods[name]
+        if pod["status"]["phase"] != "Pending":
+            return
+        pod["spec"]["nodeName"] = "node"
+        running = {"running": {}}
+        pod["status"] = {
+            "phase": "Running",
+            "podIP": "127.0.0.2",
+            "initContainerStatuses": [{"name": "checkpointer", "state": running}],
+            "containerStatuses": [{"name": "trainer", "state": running}],
+        }
+
+    def end(self, name: str, which: str, code: int, message: str = "", reason: str = "Error") -> None:
+        """One container of a started pod ends; the pod does with its last one. Of other pods none runs that could."""
+        status = self.pods[name]["status"]
+        if status["phase"] != "Running":
+            return
+        kind = "containerStatuses" if which == "trainer" else "initContainerStatuses"
+        [container] = [each for each in status[kind] if each["name"] == which]
+        if "running" not in container["state"]:
+            return
+        ended = {"exitCode": code, "message": message, "reason": reason, "finishedAt": timestamp(self.now)}
+        container["state"] = {"terminated": ended}
+        every = (*status["initContainerStatuses"], *status["containerStatuses"])
+        if all("terminated" in each["state"] for each in every):
+            trainer = status["containerStatuses"][0]["state"]["terminated"]
+            status["phase"] = "Failed" if trainer["exitCode"] else "Succeeded"
+
+    def done(self, step: int) -> str:
+        """What a trainer leaves that ended well."""
+        return TerminationMessage(exit_code=0, reason="Done", step=step).encode().decode()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += timedelta(seconds=seconds)
+
+    def _check_transition_times(self, written: Object) -> None:
+        """A condition's time moves with its status, and never without it."""
+        known = {old["type"]: old for old in self.job.get("status", {}).get("conditions", [])}
+        for new in written["conditions"]:
+            old = known.get(new["type"])
+            moved = old is None or old["status"] != new["status"]
+            assert new["lastTransitionTime"] == (timestamp(self.now) if moved else old["lastTransitionTime"])
+
+    def _create_pod(self, manifest: Object) -> None:
+        name, labels = manifest["metadata"]["name"], manifest["metadata"]["labels"]
+        assert self.attempts() <= {labels[Label.ATTEMPT]}, "two gangs at once"
+        assert name not in self.pods, "a pod is created that exists"
+        self.pods[name] = {**self._made(manifest), "status": {"phase": "Pending"}}
+
+    def _made(self, manifest: Object) -> Object:
+        made = copy.deepcopy(manifest)
+        made["metadata"]["uid"] = f"uid-{next(self._uids)}"
+        return made
+
+    def _delete(self, action: DeleteObject) -> None:
+        kept = {
+            "Pod": self.pods,
+            "ConfigMap": self.config_maps,
+            "PodGroup": self.groups,
+        }[action.kind]
+        found = kept.get(action.name)
+        if found is None or found["metadata"]["uid"] != action.uid:
+            return
+        meta = found["metadata"]
+        if action.kind == "Pod" and found["spec"].get("nodeName") and not action.force:
+            self.delete(action.name)
+        elif meta.get("finalizers"):
+            meta.setdefault("deletionTimestamp", timestamp(self.now))
+            meta["deletionGracePeriodSeconds"] = 0
+        else:
+            del kept[action.name]
+
+    def _release(self, group: str) -> None:
+        """Kueue learns that the group's Workload is deleted: it deletes what is left of it, and lets go."""
+        self.groups.pop(group, None)
+        for name, pod in list(self.pods.items()):
+            if pod_group(KEY.name, int(pod["metadata"]["labels"][Label.ATTEMPT])) == group:
+                assert read_pod(pod).held or read_pod(pod).ended, "a group is released of which something runs"
+                del self.pods[name]
+
+    def remove(self, name: str) -> None:
+        """The kubelet is done with a deleted pod; whoever set a finalizer on it keeps its object."""
+        pod = self.pods[name]
+        if not pod["metadata"].get("finalizers"):
+            del self.pods[name]
+            return
+        pod["metadata"]["deletionGracePeriodSeconds"] = 0
+        if pod["status"]["phase"] not in ("Succeeded", "Failed"):
+            pod["status"]["phase"] = "Failed"
+
+    def delete(self, name: str) -> None:
+        """Anyone deletes a pod; its kubelet gives it its grace period."""
+        meta = self.pods[name]["metadata"]
+        meta.setdefault("deletionTimestamp", timestamp(self.now + timedelta(seconds=30)))
+
+
+def _reserve(job: JobSeen) -> int:
+    return job.status.memory_reserve_bytes if job.status else 0

@@ -1,0 +1,193 @@
+"""A job on a real control plane, and an operator process beside it."""
+
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dlrm_api.plan import Plan, plan_to_parts, plan_without_tables
+from dlrm_cluster.api import Api, ApiError
+from dlrm_cluster.ports import free_port
+from dlrm_operator.facts.observed import Planning
+from dlrm_testing.waiting import wait_until
+
+Object = dict[str, Any]
+JOBS = "/apis/dlrm.dev/v1alpha1/namespaces/{}/dlrmjobs"
+GRACE_S = 30
+"""Of the operator's pod, by the chart's default: a kubelet kills after it."""
+
+
+def job_document(name: str, replicas: int = 2, **spec: Any) -> Object:
+    """A small job of ``replicas`` pods; further fields replace whole sections of its spec."""
+    return {
+        "apiVersion": "dlrm.dev/v1alpha1",
+        "kind": "DLRMJob",
+        "metadata": {"name": name},
+        "spec": {
+            "model": {
+                "denseFeatures": ["I1", "I2"],
+                "bottomMlp": [8, 4],
+                "topMlp": [8, 1],
+                "tables": [{"name": "a", "rows": 1_000, "dim": 4}, {"name": "b", "rows": 2_000, "dim": 4}],
+            },
+            "data": {"format": "synthetic", "globalBatchSize": 64},
+            "trainer": {"replicas": replicas},
+            "checkpoint": {"uri": "s3://bucket/prefix"},
+            "lifecycle": {"restart": {"maxRestarts": 3, "backoff": "0s"}, "terminationGracePeriod": "30s"},
+            **spec,
+        },
+    }
+
+
+def planner_answer(plan: Plan) -> Planning:
+    """The planner's answer, as its process gives it."""
+    parts = plan_to_parts(plan)
+    return Planning(plan=plan_without_tables(parts), parts=parts)
+
+
+class JobDriver:
+    """One job as its user sees it."""
+
+    def __init__(self, api: Api, namespace: str, document: Object) -> None:
+        self.api = api
+        self.namespace = namespace
+        self.name: str = document["metadata"]["name"]
+        self.path = JOBS.format(namespace) + "/" + self.name
+        self.created = api.call("POST", JOBS.format(namespace), document)
+
+    def get(self) -> Object:
+        return self.api.call("GET", self.path)
+
+    def status(self) -> Object:
+        found: Object = self.get().get("status", {})
+        return found
+
+    def phase(self) -> str:
+        return str(self.status().get("phase", ""))
+
+    def condition(self, kind: str) -> Object:
+        found = [c for c in self.status().get("conditions", []) if c["type"] == kind]
+        return found[0] if found else {}
+
+    def patch(self, change: Object) -> None:
+        """The user changes the job, by a merge patch."""
+        self.api.call("PATCH", self.path, change)
+
+    def delete(self) -> None:
+        self.api.call("DELETE", self.path)
+
+    def until(self, phase: str, timeout_s: float = 150.0) -> Object:
+        eventually(lambda: self.phase() == phase, timeout_s, lambda: f"{self.name}: {self.status()}")
+        return self.status()
+
+    def children(self) -> list[str]:
+        """Everything in the namespace that belongs to the job."""
+        found = []
+        for kind in ("pods", "services", "configmaps", "secrets"):
+            items = self.api.call(
+                "GET", f"/api/v1/namespaces/{self.namespace}/{kind}?labelSelector=dlrm.dev/job={self.name}"
+            )
+            found += [f"{kind}/{item['metadata']['name']}" for item in items["items"]]
+        return found
+
+    def events(self) -> list[str]:
+        items = self.api.call("GET", f"/api/v1/namespaces/{self.namespace}/events")["items"]
+        return [item["reason"] for item in items if item["involvedObject"]["name"] == self.name]
+
+
+class OperatorProcess:
+    """``python -m dlrm_operator`` of one namespace, or of all."""
+
+    def __init__(self, kubeconfig: Path, namespace: str | None, log: Path, *further: str) -> None:
+        self.port = free_port("127.0.0.1")
+        self._log = log
+        flags = [*(("--namespace", namespace) if namespace else ()), "--address", "127.0.0.1", "--port", str(self.port)]
+        flags += ["--poll-s", "0.2", "--resync-s", "2", "--passing-s", "0.2", "--log-format", "plain"]
+        flags += ["--identity", f"operator-{self.port}", *further]
+        self._argv = [sys.executable, "-m", "dlrm_operator", *flags]
+        self._env = {**os.environ, "KUBECONFIG": str(kubeconfig), "OMP_NUM_THREADS": "1"}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._argv, env=self._env, stdout=log, stderr=log)
+
+    def kill(self) -> None:
+        """kill -9."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it ended by itself."""
+        return self._process is not None and self._process.poll() is not None
+
+    def stop(self) -> int:
+        assert self._process is not None
+        self._process.terminate()
+        try:
+            return self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{path}", timeout=5) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def wait_ready(self) -> None:
+        """Return once it is ready; fail with its log at once where it ends before."""
+        assert self._process is not None
+
+        def ready_or_dead() -> bool:
+            return self.answers("readyz") or self._process is None or self._process.poll() is not None
+
+        eventually(ready_or_dead, state=self.log)
+        assert self._process.poll() is None, self.log()
+
+    def words(self, path: str) -> str:
+        """The answer's text, whether it is good or bad; empty while nobody answers."""
+        try:
+            return self.get(path)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.read().decode()
+        except OSError:
+            return ""
+
+    def answers(self, path: str) -> bool:
+        try:
+            self.get(path)
+        except OSError:
+            return False
+        return True
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def __enter__(self) -> "OperatorProcess":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.stop()
+
+
+def eventually(truth: Callable[[], Any], timeout_s: float = 150.0, state: Callable[[], str] = str) -> None:
+    """Return once ``truth`` holds of objects that may not be there yet; fail with ``state`` when it never does."""
+
+    def holds() -> object:
+        try:
+            return truth()
+        except (ApiError, KeyError):
+            return False
+
+    wait_until(holds, timeout_s, state)

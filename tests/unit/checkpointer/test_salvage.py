@@ -1,0 +1,94 @@
+"""Cuts of which parts are missing, because their ranks were lost: rows of the others go on from them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlrm_checkpointer.coding.initializer import initial_rows
+from dlrm_checkpointer.cut import SnapshotName
+from dlrm_checkpointer.format.attempts import claim_attempt
+from dlrm_checkpointer.format.manifest import part_key
+from dlrm_checkpointer.reading.catalog import list_snapshots
+from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.reading.salvage import Salvage, find_salvage, open_salvage
+from dlrm_stores.files import FileStore
+from dlrm_testing.checkpointer.restored import stored_rows
+
+
+@pytest.fixture
+def lost(tmp_path: Path, files: FileStore, new_model, new_pod, request):
+    """A gang of two ranks that committed step 2, of whose cut at step 4 only rank 0's part was stored."""
+    policy = getattr(request, "param", "intermittent")
+    model = new_model()
+    pod = new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2), policy=policy)
+    attempt = claim_attempt(files, None, "test")
+    for _ in range(2):
+        pod.commit(model.train(), attempt)
+    before = copy.deepcopy(model)
+    pod.cut(model.train(2), attempt, only=range(1))
+    pod.finish()
+    return before, model, attempt
+
+
+@pytest.mark.parametrize("lost", ["full", "one-shot", "consecutive", "intermittent"], indirect=True)
+def test_rows_of_ranks_that_stored_the_cut_are_of_it_and_those_of_lost_ranks_of_the_snapshot(lost, files: FileStore):
+    before, after, attempt = lost
+    base, _ = newest_snapshot(files)
+
+    salvage = find_salvage(files, base)
+    snapshot = open_salvage(files, base, salvage)
+
+    assert (base.step, salvage) == (2, Salvage(SnapshotName(4, attempt), (0,)))
+    assert (snapshot.step, snapshot.meta.samples) == (4, after.meta(2).samples)
+    np.testing.assert_array_equal(snapshot.dense()["top.0.weight"], after.dense["top.0.weight"])
+    for model, rank in ((after, 0), (before, 1)):
+        for shard in model.shards(rank, 2):
+            table = snapshot.table(shard.table)
+            ids = np.arange(shard.row_start, shard.row_end)
+            columns = range(shard.column_start, shard.column_end)
+            rows = initial_rows(table.seed, table.name, ids, columns, table.scale)
+            for piece in stored_rows(snapshot, shard):
+                first = piece.shard.column_start - shard.column_start
+                rows[piece.row_ids - shard.row_start, first : first + piece.shard.width] = piece.rows
+            expected = model.rows[shard.table][shard.row_start : shard.row_end, columns.start : columns.stop]
+            np.testing.assert_array_equal(rows, expected)
+
+
+def test_nothing_is_salvaged_without_the_dense_state_of_rank_0(tmp_path: Path, files: FileStore, new_model, new_pod):
+    model, pod = new_model(), new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2))
+    attempt = claim_attempt(files, None, "test")
+    pod.commit(model.train(), attempt)
+    parent = pod.writers[0].begin(attempt)
+    pod.cut_of(1, model.train(), attempt, parent=parent)
+    pod.finish()
+
+    assert find_salvage(files, newest_snapshot(files)[0]) is None
+
+
+def test_nothing_of_a_history_that_was_given_up_is_salvaged(lost, files: FileStore):
+    claim_attempt(files, 2, "went on without it")
+
+    assert find_salvage(files, newest_snapshot(files)[0]) is None
+
+
+def test_a_cut_whose_objects_are_damaged_is_not_salvaged(lost, files: FileStore):
+    base, _ = newest_snapshot(files)
+    found = open_salvage(files, base, find_salvage(files, base))
+    path = files.root / found.manifest.chunks[0].key
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+    assert find_salvage(files, base) is None
+
+
+def test_a_cut_over_a_snapshot_that_cannot_be_used_is_not_salvaged(lost, files: FileStore):
+    files.delete("manifests/0000000000000002-00000001.json")
+    for rank in range(2):
+        files.delete(part_key(2, 1, rank))
+    base, _ = newest_snapshot(files)
+
+    assert [each.step for each in list_snapshots(files)] == [1]
+    assert find_salvage(files, base) is None

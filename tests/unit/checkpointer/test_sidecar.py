@@ -1,0 +1,375 @@
+"""The sidecar's loop, in this process: what it does when the store, other pods or the ranks fail it."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dlrm_checkpointer.hand_off.inbox as inbox_module
+import dlrm_checkpointer.life as life_module
+from dlrm_api.errors import DLRMError, InvalidSpecError, NoPermissionError, StoreUnavailableError, UsageError
+from dlrm_api.names import ExitCode
+from dlrm_checkpointer.format.attempts import claim_attempt
+from dlrm_checkpointer.hand_off.folder import ready_cuts
+from dlrm_checkpointer.hand_off.inbox import Inbox
+from dlrm_checkpointer.hand_off.writer import HandOffWriter
+from dlrm_checkpointer.life import Backoff, Life
+from dlrm_checkpointer.reading.catalog import list_snapshots
+from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_stores.base import Body, ObjectInfo
+from dlrm_stores.files import FileStore
+from dlrm_testing.checkpointer.restored import stored_rows
+from dlrm_testing.digests import snapshot_digest
+from dlrm_testing.waiting import wait_until
+
+
+class Flaky(FileStore):
+    """A store that refuses every write while ``problem`` is set."""
+
+    problem: DLRMError | None = None
+
+    def put(self, key: str, body: Body, sha256: str | None = None) -> None:
+        if self.problem:
+            raise self.problem
+        super().put(key, body, sha256)
+
+
+@contextmanager
+def running(*pods) -> Iterator[tuple[list[Future[ExitCode]], threading.Event]]:
+    """Sidecars of pods in threads; they end with the block."""
+    stop = threading.Event()
+    made = [pod.sidecar() for pod in pods]
+    with ThreadPoolExecutor(len(made)) as pool:
+        codes = [pool.submit(sidecar.run, stop) for _, sidecar in made]
+        try:
+            yield codes, stop
+        finally:
+            stop.set()
+            for pod in pods:
+                pod.end("the test is over")
+    for inbox, _ in made:
+        inbox.close()
+
+
+def test_each_cut_is_committed_while_the_trainer_lives_and_the_sidecar_ends_with_it(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    model, pod = new_model(), new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2))
+    with running(pod) as (codes, _):
+        for _ in range(3):
+            pod.cut(model.train())
+            assert pod.writers[0].wait_idle(10)
+            assert pod.writers[1].wait_idle(10)
+            assert pod.status.progress.committed_step == model.step
+        pod.end("done")
+        code = codes[0].result(10)
+
+    assert code == ExitCode.DONE
+    assert pod.status.progress.reason == "TrainersEnded: rank 0: done; rank 1: done"
+    assert pod.status.progress.pending_step is None
+    assert [each.step for each in list_snapshots(files)] == [3, 2, 1]
+
+
+def test_a_gang_that_dies_while_handing_over_leaves_no_snapshot_and_no_wait(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    model, pod = new_model(), new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2), grace_s=60)
+    pod.commit(model.train())
+    pod.cut(model.train(), only=range(1))
+    start = time.monotonic()
+
+    code = pod.finish()
+
+    assert code == ExitCode.DONE
+    assert time.monotonic() - start < 5
+    assert [each.step for each in list_snapshots(files)] == [1]
+    assert pod.status.registry.get_sample_value("dlrm_checkpointer_dropped_cuts_total") == 1
+
+
+def test_two_pods_commit_one_snapshot_together(tmp_path: Path, files: FileStore, new_model, new_pod):
+    model = new_model().train()
+    first = new_pod(tmp_path / "0", files, world_size=4, ranks=range(2))
+    second = new_pod(tmp_path / "1", files, world_size=4, ranks=range(2, 4))
+    with running(first, second) as (codes, _):
+        first.cut(model)
+        alone = first.writers[0].wait_idle(0.3)
+        second.cut(model)
+        together = [pod.writers[rank].wait_idle(10) for pod in (first, second) for rank in pod.ranks]
+        first.end()
+        second.end()
+        ends = [code.result(10) for code in codes]
+
+    assert not alone
+    assert all(together)
+    assert ends == [ExitCode.DONE, ExitCode.DONE]
+    assert snapshot_digest(newest_snapshot(files)[0]) == model.digest()
+
+
+def test_a_pod_whose_neighbour_is_lost_waits_for_its_grace_alone(tmp_path: Path, files: FileStore, new_model, new_pod):
+    pod = new_pod(tmp_path / "0", files, world_size=4, ranks=range(2), grace_s=0.5)
+    pod.cut(new_model().train())
+
+    code = pod.finish()
+
+    assert code == ExitCode.TEMPORARY
+    assert pod.status.progress.reason == "OutOfTime: the cut of step 1 is not committed"
+    assert pod.status.progress.pending_step == 1
+    assert newest_snapshot(files) == (None, [])
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["failed", "killed"])
+def test_a_pod_of_a_gang_that_broke_leaves_the_cut_to_the_pod_that_stores_the_last_part(
+    tmp_path: Path, files: FileStore, new_model, new_pod, monkeypatch: pytest.MonkeyPatch, *, killed: bool
+):
+    monkeypatch.setattr(life_module, "PEERS_S", 0.5)
+    model = new_model().train()
+    first = new_pod(tmp_path / "0", files, world_size=4, ranks=range(2), grace_s=60)
+    second = new_pod(tmp_path / "1", files, world_size=4, ranks=range(2, 4), grace_s=60)
+    start = time.monotonic()
+    with running(first) as (codes, _):
+        first.cut(model)
+        wait_until(lambda: not list(first.folder.glob("ready-*")))
+        first.end("PeerLostError: rank 2 is lost", failed=True)
+        if killed:
+            (first.folder / "closed-1.json").unlink()
+        code = codes[0].result(10)
+    waited = time.monotonic() - start
+    left = first.status.registry.get_sample_value("dlrm_checkpointer_dropped_cuts_total"), newest_snapshot(files)
+    second.cut(model)
+
+    assert code == ExitCode.DONE
+    assert 0.5 <= waited < 10
+    assert left == (1, (None, []))
+    assert second.finish() == ExitCode.DONE
+    assert snapshot_digest(newest_snapshot(files)[0]) == model.digest()
+
+
+def test_an_outage_is_sat_out_while_the_trainer_lives(tmp_path: Path, new_model, new_pod):
+    store = Flaky(tmp_path / "store")
+    model, pod = new_model().train(), new_pod(tmp_path / "pod", store)
+    store.problem = StoreUnavailableError("http://s3 did not answer")
+    with running(pod):
+        pod.cut(model)
+        wait_until(lambda: "did not answer" in pod.status.progress.store_error)
+        failing = pod.status.registry.get_sample_value("dlrm_checkpointer_store_failing")
+        pending = pod.status.progress.pending_step
+        store.problem = None
+        committed = pod.writers[0].wait_idle(15)
+
+    assert (failing, pending, committed) == (1, 1, True)
+    assert pod.status.progress.store_error == ""
+    assert newest_snapshot(store)[0].step == 1
+
+
+def test_an_outage_at_the_end_is_waited_for_within_the_grace_and_loses_no_cut(tmp_path: Path, new_model, new_pod):
+    store = Flaky(tmp_path / "store")
+    model, pod = new_model().train(), new_pod(tmp_path / "pod", store, grace_s=0.6)
+    pod.cut(model)
+    store.problem = StoreUnavailableError("http://s3 did not answer")
+
+    code = pod.finish()
+    store.problem = None
+    later = pod.finish()
+
+    assert code == ExitCode.TEMPORARY
+    assert later == ExitCode.DONE
+    assert snapshot_digest(newest_snapshot(store)[0]) == model.digest()
+
+
+def test_a_sidecar_that_starts_in_an_outage_after_its_trainers_ended_says_what_it_has_to_commit(
+    tmp_path: Path, new_model, new_pod
+):
+    class Silent(FileStore):
+        """A store that does not even list."""
+
+        def list(self, prefix: str) -> Iterator[ObjectInfo]:
+            raise StoreUnavailableError("http://s3 did not answer")
+
+    pod = new_pod(tmp_path / "pod", Silent(tmp_path / "store"), grace_s=0.1)
+    pod.cut(new_model().train())
+    pod.end()
+
+    with running(pod):
+        wait_until(lambda: "did not answer" in pod.status.progress.store_error)
+        told = pod.status.progress
+
+    assert (told.pending_step, told.committed_step) == (1, None)
+
+
+def test_refused_credentials_end_it_at_once_when_the_trainers_are_gone(tmp_path: Path, new_model, new_pod):
+    store = Flaky(tmp_path / "store")
+    store.problem = NoPermissionError("bucket b refused it")
+    pod = new_pod(tmp_path / "pod", store, grace_s=60)
+    pod.cut(new_model().train())
+
+    code = pod.finish()
+
+    assert code == ExitCode.NO_PERMISSION
+    assert "bucket b refused it" in pod.status.progress.reason
+
+
+def test_a_stop_signal_still_takes_over_the_cut_that_it_causes(tmp_path: Path, files: FileStore, new_model, new_pod):
+    model, pod = new_model().train(), new_pod(tmp_path / "pod", files)
+    with running(pod) as (codes, stop):
+        stop.set()
+        time.sleep(0.2)
+        alive = not codes[0].done()
+        pod.cut(model)
+        pod.end("terminated")
+        code = codes[0].result(10)
+
+    assert alive
+    assert code == ExitCode.DONE
+    assert newest_snapshot(files)[0].step == 1
+
+
+def test_a_cut_of_an_older_attempt_is_dropped_and_its_memory_freed(
+    tmp_path: Path, files: FileStore, new_model, new_pod
+):
+    model, pod = new_model().train(), new_pod(tmp_path / "pod", files)
+    old = claim_attempt(files, None, "old")
+    pod.cut(model, old)
+    claim_attempt(files, None, "new")
+
+    code = pod.finish()
+
+    assert code == ExitCode.DONE
+    with pytest.raises(InvalidSpecError, match="another run, attempt 2 there"):
+        pod.writers[0].ready()
+    assert list(files.list("manifests/")) == []
+    assert list(files.list("chunks/")) == []
+
+
+def test_a_refused_cut_is_forgotten_with_the_next_commit(tmp_path: Path, files: FileStore, new_model, new_pod):
+    model, pod = new_model(), new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2))
+    first = claim_attempt(files, None, "test")
+    good = model.train().copy()
+    model.dense["top.0.weight"][0, 0] = np.inf
+    with running(pod) as (codes, _):
+        pod.cut(model, first)
+        wait_until(lambda: (pod.folder / "refused.json").exists() and all(map(has_room, pod.writers.values())))
+        second = claim_attempt(files, None, "again")
+        for rank, writer in pod.writers.items():  # one after the other, so that the sidecar goes on
+            writer.close("refused")
+            pod.writers[rank] = HandOffWriter(pod.folder, rank, None, 2)
+        pod.cut(good.train(), second)
+        committed = pod.writers[0].wait_idle(10)
+        pod.end("done")
+        code = codes[0].result(10)
+
+    assert committed
+    assert code == ExitCode.DONE, pod.status.progress
+    assert snapshot_digest(newest_snapshot(files)[0]) == good.digest()
+
+
+def has_room(writer: HandOffWriter) -> bool:
+    return all(name.rank != writer.rank for name in ready_cuts(writer.folder))
+
+
+def test_a_new_sidecar_knows_the_snapshots_that_were_there(tmp_path: Path, files: FileStore, new_model, new_pod):
+    new_pod(tmp_path / "old", files).commit(new_model().train(4))
+    pod = new_pod(tmp_path / "new", files)
+
+    pod.finish()
+
+    assert pod.status.progress.committed_step == 4
+
+
+@pytest.mark.slow
+def test_a_second_sidecar_of_a_folder_is_refused(tmp_path: Path):
+    inbox = Inbox(tmp_path, range(1))
+
+    with pytest.raises(UsageError, match="a checkpointer of this folder already runs"):
+        Inbox(tmp_path, range(1))
+    inbox.close()
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_rows_come_back_exact_at_32_bits_and_within_half_a_step_at_8(
+    tmp_path: Path, files: FileStore, new_model, new_pod, bits: int
+):
+    model = new_model().train(2)
+    new_pod(tmp_path / "pod", files, bits=bits).commit(model)
+
+    snapshot, _ = newest_snapshot(files)
+    pieces = [piece for shard in model.shards(0, 1) for piece in stored_rows(snapshot, shard)]
+
+    assert snapshot.manifest.bits == bits
+    for piece in pieces:
+        wanted = model.rows[piece.shard.table][piece.row_ids]
+        spread = wanted.max(axis=1) - wanted.min(axis=1)
+        bound = 0 if bits == 32 else (spread / 255 * 0.501)[:, None]
+        assert (abs(piece.rows - wanted) <= bound).all()
+        assert (piece.state == model.state[piece.shard.table][piece.row_ids]).all()
+    assert sum(len(piece.row_ids) for piece in pieces) == sum(int(each.sum()) for each in model.touched.values())
+    assert (snapshot_digest(snapshot) == model.digest()) == (bits == 32)
+
+
+def test_the_end_of_the_locks_is_the_end_only_after_one_was_held():
+    life = Life(grace_s=10)
+    life.look(living=False, stopping=False, now=0)
+    before = (life.ended, life.deadline)
+    life.look(living=True, stopping=False, now=1)
+    life.look(living=False, stopping=False, now=2)
+
+    assert before == (False, None)
+    assert (life.ended, life.deadline) == (True, 12)
+    assert not life.is_over(11.9)
+    assert life.is_over(12)
+
+
+def test_a_stop_starts_the_clock_and_waits_for_the_locks():
+    life = Life(grace_s=10)
+    life.look(living=True, stopping=True, now=5)
+    held = (life.ended, life.deadline)
+    life.look(living=False, stopping=True, now=6)
+
+    assert held == (False, 15)
+    assert (life.ended, life.deadline) == (True, 15)
+
+
+def test_pauses_grow_to_a_bound_and_shrink_near_the_end():
+    backoff = Backoff()
+    pauses = [backoff.next(hurried=False) for _ in range(20)]
+
+    assert pauses[0] <= 0.2
+    assert 15 <= pauses[-1] <= 30
+    assert backoff.next(hurried=True) <= 2
+    backoff.reset()
+    assert backoff.next(hurried=False) <= 0.2
+
+
+def test_a_cut_that_the_system_does_not_let_be_opened_for_a_moment_is_stored_and_ends_no_training(
+    tmp_path: Path, files: FileStore, new_model, new_pod, monkeypatch: pytest.MonkeyPatch
+):
+    refused = []
+
+    def refuse_once(*given: Any, **named: Any) -> mmap.mmap:
+        if not refused:
+            refused.append(errno.ENOMEM)
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return mmap.mmap(*given, **named)
+
+    model, pod = new_model(), new_pod(tmp_path / "pod", files)
+    monkeypatch.setattr(inbox_module, "mmap", SimpleNamespace(mmap=refuse_once, ACCESS_READ=mmap.ACCESS_READ))
+    with running(pod) as (codes, _):
+        pod.cut(model.train())
+        assert pod.writers[0].wait_idle(20)
+        pod.end("done")
+        code = codes[0].result(10)
+
+    assert refused
+    assert code == ExitCode.DONE
+    assert newest_snapshot(files)[0].step == 1

@@ -1,0 +1,93 @@
+"""The manifests of examples/cluster: each is what the API takes, and together they make pods."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dlrm_api.hardware import HardwareProfile, parse_profile
+from dlrm_api.job import parse_job
+from dlrm_api.names import Port
+from dlrm_operator.objects.manifests import Owner, metadata
+from dlrm_operator.objects.rendering import render
+from dlrm_operator.objects.tier_volumes import check_mounts
+from dlrm_planner import plan_job
+
+Object = dict[str, Any]
+FOLDER = Path(__file__).resolve().parents[3] / "examples" / "cluster"
+POOLS = ("gpu", "scm", "plain")
+
+
+def pool(name: str) -> HardwareProfile:
+    return parse_profile(yaml.safe_load((FOLDER / f"{name}-pool.yaml").read_text()))
+
+
+def pods_on(profile: HardwareProfile, **trainer: Any) -> list[Object]:
+    document = yaml.safe_load((FOLDER / "job.yaml").read_text())
+    document["spec"]["trainer"] |= {"hardware": profile.metadata.name, **trainer}
+    job = parse_job(document)
+    plan = plan_job(job.spec, profile)
+    check_mounts(plan, profile)
+    return [item for item in render(job, profile, plan) if item["kind"] == "Pod"]
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_the_job_has_a_plan_and_four_pods_on_each_pool(name: str) -> None:
+    profile = pool(name)
+
+    pods = pods_on(profile)
+
+    terms = [dict(term) for term in profile.spec.node_affinity_terms]
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    assert len(pods) == 4
+    assert all(pod["spec"]["affinity"]["nodeAffinity"][required]["nodeSelectorTerms"] == terms for pod in pods)
+
+
+def test_a_gpu_pod_takes_a_device_a_process() -> None:
+    pods = pods_on(pool("gpu"), processesPerReplica=8)
+
+    assert pods[0]["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert pods[0]["spec"]["runtimeClassName"] == "nvidia"
+    assert pods[0]["spec"]["containers"][0]["image"].startswith("dlrm-trainer-cuda:")
+
+
+def test_rows_that_host_memory_does_not_hold_lie_on_the_scm_pools_mount() -> None:
+    pods = pods_on(pool("scm"), tierBudgets={"ddr": "500Mi", "scm": "8Gi"})
+
+    volumes = {volume["name"]: volume for volume in pods[0]["spec"]["volumes"]}
+    assert volumes["tier-scm"]["hostPath"]["path"] == "/mnt/pmem0/dlrm"
+
+
+def test_the_jobs_queue_is_one_of_the_queues() -> None:
+    queues = list(yaml.safe_load_all((FOLDER / "kueue-queues.yaml").read_text()))
+    job = yaml.safe_load((FOLDER / "job.yaml").read_text())
+
+    local = next(item for item in queues if item["kind"] == "LocalQueue")
+    assert local["metadata"]["name"] == job["spec"]["scheduling"]["queue"]
+    assert local["metadata"]["namespace"] == job["metadata"]["namespace"]
+    marks = pods_on(pool("plain"))[0]["metadata"]["labels"]
+    assert marks["kueue.x-k8s.io/queue-name"] == local["metadata"]["name"]
+
+
+def test_a_policy_for_one_job_covers_its_pods_on_the_ports_that_they_have_and_no_other_job_s() -> None:
+    policy = yaml.safe_load((FOLDER / "one-jobs-network.yaml").read_text())
+    wanted = policy["spec"]["podSelector"]["matchLabels"]
+    among_pods, from_outside = policy["spec"]["ingress"]
+    pods = pods_on(pool("plain"))
+    document = yaml.safe_load((FOLDER / "job.yaml").read_text())
+    other = metadata(parse_job(document | {"metadata": {"name": "other"}}), "other", Owner(name="other"), 1, 0)
+
+    assert all(wanted.items() <= pod["metadata"]["labels"].items() for pod in pods)
+    assert not wanted.items() <= other["labels"].items()
+    assert policy["metadata"]["namespace"] == document["metadata"]["namespace"]
+    assert among_pods == {"from": [{"podSelector": {"matchLabels": wanted}}]}
+    assert [each["port"] for each in from_outside["ports"]] == [Port.TRAINER, Port.CHECKPOINTER]
+
+
+def test_the_clusters_quickstart_is_two_pods_that_fit_on_two_processors_and_reach_s3_with_a_secrets_keys() -> None:
+    job = parse_job(yaml.safe_load((FOLDER.parent / "quickstart-cluster.yaml").read_text()))
+    pods = [item for item in render(job, None, plan_job(job.spec, None)) if item["kind"] == "Pod"]
+
+    assert [pod["spec"]["containers"][0]["resources"]["requests"]["cpu"] for pod in pods] == ["500m", "500m"]
+    assert all({"name": "credentials", "secret": {"secretName": "s3-keys"}} in pod["spec"]["volumes"] for pod in pods)

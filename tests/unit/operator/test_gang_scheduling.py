@@ -1,0 +1,318 @@
+"""Gangs by Kueue, Volcano and coscheduling, on plain data: what marks a group, what makes it, what ends it."""
+
+from typing import Any
+
+import pytest
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.job import DLRMJob, parse_job
+from dlrm_api.status import ConditionType, Phase
+from dlrm_operator.facts.actions import Action, ApplyPodGroup, CreatePod, DeleteObject, ReleaseGroup, WakeAt
+from dlrm_operator.objects.rendering import render
+from dlrm_operator.objects.resources import requests_of_all
+from dlrm_planner import plan_job
+from dlrm_testing.operator.kubelet_double import committed_word
+from dlrm_testing.operator.model_cluster import ModelCluster
+from dlrm_testing.operator.operator_cluster import job_document
+from dlrm_testing.operator.running_job import POD_0, POD_1, bring_up, condition, say, status
+
+Object = dict[str, Any]
+KUEUE = {"gang": "kueue", "queue": "ads"}
+VOLCANO = {"gang": "volcano", "queue": "ads", "priorityClass": "high"}
+HELD = "kueue.x-k8s.io/managed"
+
+
+def job(scheduling: Object, **spec: Any) -> DLRMJob:
+    return parse_job(job_document("demo", scheduling=scheduling, **spec))
+
+
+def rendered(a_job: DLRMJob, attempt: int = 1) -> tuple[list[Object], list[Object]]:
+    """Pods and PodGroups."""
+    objects = render(a_job, None, plan_job(a_job.spec, None), attempt=attempt, uid="u")
+    return [o for o in objects if o["kind"] == "Pod"], [o for o in objects if o["kind"] == "PodGroup"]
+
+
+def test_kueue_knows_an_attempts_pods_as_one_group_that_ends_with_them() -> None:
+    pods, groups = rendered(job(KUEUE), attempt=3)
+
+    assert groups == []
+    for pod in pods:
+        marks = {k: v for k, v in pod["metadata"]["labels"].items() if "kueue" in k}
+        assert marks == {"kueue.x-k8s.io/queue-name": "ads", "kueue.x-k8s.io/pod-group-name": "demo-3"}
+        assert pod["metadata"]["annotations"] == {
+            "kueue.x-k8s.io/pod-group-total-count": "2",
+            "kueue.x-k8s.io/retriable-in-group": "false",
+        }
+        assert pod["spec"]["schedulingGates"] == [{"name": "kueue.x-k8s.io/admission"}]
+        assert "schedulerName" not in pod["spec"]
+
+
+def test_pods_of_a_kueue_group_ask_for_the_same_for_kueue_knows_eight_kinds_of_pods_at_most() -> None:
+    tables = [{"name": f"t{i}", "rows": 1_000 * (i + 1), "dim": 16} for i in range(12)]
+    model = {"tables": tables, "interaction": "dcn"}
+    uneven, _ = rendered(job({}, model=model, trainer={"replicas": 9}))
+    alike, _ = rendered(job(KUEUE, model=model, trainer={"replicas": 9}))
+
+    def memory(pods: list[Object]) -> list[int]:
+        return [int(pod["spec"]["containers"][0]["resources"]["requests"]["memory"]) for pod in pods]
+
+    assert len(set(memory(uneven))) > 1
+    assert set(memory(alike)) == {max(memory(uneven))}
+
+
+def test_volcano_is_given_a_pod_group_and_places_the_pods_itself() -> None:
+    pods, groups = rendered(job(VOLCANO, trainer={"replicas": 2, "resources": {"requests": {"cpu": "1500m"}}}))
+
+    for pod in pods:
+        assert pod["metadata"]["annotations"] == {"scheduling.k8s.io/group-name": "demo-1"}
+        assert pod["spec"]["schedulerName"] == "volcano"
+        assert "schedulingGates" not in pod["spec"]
+    (group,) = groups
+    assert (group["apiVersion"], group["metadata"]["name"]) == ("scheduling.volcano.sh/v1beta1", "demo-1")
+    assert group["metadata"]["ownerReferences"][0]["uid"] == "u"
+    resources = requests_of_all(pods)
+    assert group["spec"] == {
+        "minMember": 2,
+        "minResources": resources,
+        "queue": "ads",
+        "priorityClassName": "high",
+    }
+    assert resources["cpu"] == "3"
+
+
+def test_coscheduling_is_given_a_pod_group_and_a_label() -> None:
+    pods, groups = rendered(job({"gang": "coscheduling"}), attempt=2)
+
+    assert all(pod["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] == "demo-2" for pod in pods)
+    assert all(pod["spec"]["schedulerName"] == "scheduler-plugins-scheduler" for pod in pods)
+    (group,) = groups
+    assert (group["apiVersion"], group["metadata"]["name"]) == ("scheduling.x-k8s.io/v1alpha1", "demo-2")
+    assert group["spec"]["minMember"] == 2
+    assert set(group["spec"]) == {"minMember", "minResources"}
+
+
+def test_a_scheduler_under_another_name_is_the_jobs_choice() -> None:
+    pods, _ = rendered(job({"gang": "coscheduling", "schedulerName": "gangs"}))
+
+    assert {pod["spec"]["schedulerName"] for pod in pods} == {"gangs"}
+
+
+def test_requests_of_a_gang_are_added_up_over_all_containers_limits_where_nothing_is_asked_for() -> None:
+    sidecar = {"resources": {"requests": {"memory": "1Mi"}}}
+    trainer = {"resources": {"requests": {"cpu": "250m", "memory": "0.5Gi"}, "limits": {"cpu": "2", "a/b": "3"}}}
+    pod = {"spec": {"initContainers": [sidecar], "containers": [trainer]}}
+
+    found = requests_of_all([pod, pod, pod])
+
+    assert found == {"a/b": "9", "cpu": "750m", "memory": str(3 * (2**29 + 2**20))}
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "overlay", "path"),
+    [
+        (KUEUE, {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "mine"}}}, "metadata.labels"),
+        (KUEUE, {"metadata": {"annotations": {"kueue.x-k8s.io/retriable-in-group": "true"}}}, "metadata.annotations"),
+        (KUEUE, {"spec": {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}}, "spec.schedulingGates[0].name"),
+        (VOLCANO, {"metadata": {"annotations": {"scheduling.k8s.io/group-name": "x"}}}, "metadata.annotations"),
+    ],
+)
+def test_marks_of_the_group_cannot_be_replaced(scheduling: Object, overlay: Object, path: str) -> None:
+    a_job = job(scheduling, trainer={"podTemplate": overlay})
+
+    with pytest.raises(InvalidSpecError) as refusal:
+        rendered(a_job)
+
+    assert f"podTemplate.{path}" in refusal.value.path
+
+
+def kueue_gang() -> ModelCluster:
+    """A gang that Kueue knows and admitted, and that trains."""
+    cluster = ModelCluster(lifecycle={"restart": {"backoff": "0s"}}, scheduling=KUEUE)
+    bring_up(cluster)
+    for pod in cluster.pods.values():
+        pod["metadata"]["finalizers"] = [HELD]
+    uids = [{"uid": pod["metadata"]["uid"]} for pod in cluster.pods.values()]
+    cluster.groups["demo-1"] = {
+        "apiVersion": "kueue.x-k8s.io/v1beta1",
+        "metadata": {"name": "demo-1", "uid": "w", "ownerReferences": uids},
+    }
+    return cluster
+
+
+def test_the_pod_group_is_there_before_its_pods_and_goes_when_the_next_gang_stands() -> None:
+    cluster = ModelCluster(lifecycle={"restart": {"backoff": "0s"}}, scheduling={"gang": "volcano"})
+    cluster.turn()
+    cluster.plan()
+
+    actions = cluster.turn()
+    bring_up(cluster)
+    cluster.end(POD_0, "trainer", 1)
+    cluster.turn()
+    cluster.pods = {}
+    bring_up(cluster)
+
+    kinds = [type(action) for action in actions]
+    assert kinds.index(ApplyPodGroup) < kinds.index(CreatePod)
+    assert set(cluster.groups) == {"demo-2"}
+
+
+@pytest.mark.parametrize("gang", ["volcano", "coscheduling"])
+def test_a_suspended_gang_keeps_no_room_by_its_pod_group(gang: str) -> None:
+    cluster = ModelCluster(scheduling={"gang": gang})
+    bring_up(cluster)
+    cluster.edit("lifecycle", suspend=True)
+    cluster.turn()
+    cluster.answer_cut(2)
+    say(cluster, step=3, committed=2)
+    cluster.turn()
+
+    ending = set(cluster.groups)
+    cluster.pods = {}
+    cluster.settle()
+    suspended = (status(cluster).phase, set(cluster.groups))
+    cluster.edit("lifecycle", suspend=False)
+    bring_up(cluster)
+
+    assert ending == {"demo-1"}
+    assert suspended == (Phase.SUSPENDED, set())
+    assert set(cluster.groups) == {"demo-2"}
+
+
+@pytest.mark.parametrize("code", [0, 65])
+def test_a_finished_gang_keeps_no_room_once_its_last_pod_has_ended(code: int) -> None:
+    cluster = ModelCluster(scheduling=VOLCANO)
+    bring_up(cluster)
+    for name in (POD_0, POD_1) if code == 0 else (POD_0,):
+        cluster.end(name, "trainer", code, cluster.done(9) if code == 0 else "")
+    say(cluster, step=9, committed=9)
+    cluster.turn()
+
+    finished = status(cluster).phase, set(cluster.groups)
+    for name in (POD_0, POD_1):
+        cluster.end(name, "trainer", 143)
+        cluster.end(name, "checkpointer", 0, committed_word(9).model_dump_json())
+    cluster.settle()
+
+    assert finished == (Phase.FAILED if code else Phase.SUCCEEDED, {"demo-1"})
+    assert cluster.groups == {}
+
+
+def test_no_pod_is_made_where_the_gang_scheduler_is_missing_and_all_are_once_it_is_there() -> None:
+    cluster = ModelCluster(scheduling={"gang": "coscheduling"})
+    cluster.groups_problem = "install the coscheduling plugin, or set gang: none"
+    for _ in range(3):
+        cluster.turn()
+        cluster.plan()
+
+    without = status(cluster)
+    cluster.groups_problem = ""
+    bring_up(cluster)
+
+    assert without.phase is Phase.PENDING
+    assert status(cluster).phase is Phase.RUNNING
+
+
+def test_a_workload_left_of_an_earlier_job_of_the_name_is_waited_for() -> None:
+    cluster = ModelCluster(scheduling=KUEUE)
+    cluster.groups["demo-1"] = {"apiVersion": "kueue.x-k8s.io/v1beta1", "metadata": {"name": "demo-1", "uid": "old"}}
+    for _ in range(3):
+        actions = cluster.turn()
+        cluster.plan()
+
+    waiting = condition(cluster, ConditionType.SCHEDULED)
+    cluster.groups = {}
+    bring_up(cluster)
+
+    assert not [action for action in actions if isinstance(action, CreatePod)]
+    assert [action for action in actions if isinstance(action, WakeAt)]
+    assert waiting.reason == "GangScheduler"
+    assert "kubectl delete workload demo-1" in waiting.message
+    assert status(cluster).phase is Phase.RUNNING
+
+
+def test_pods_that_kueue_does_not_look_after_are_held_and_the_condition_says_what_to_mend() -> None:
+    cluster = ModelCluster(scheduling=KUEUE)
+    for _ in range(4):
+        cluster.turn()
+        cluster.plan()
+
+    scheduled = condition(cluster, ConditionType.SCHEDULED)
+
+    assert scheduled.reason == "WaitingForAdmission"
+    assert "Kueue has not taken over the pods of group demo-1: enable its pod integration" in scheduled.message
+
+
+def test_other_gates_are_named() -> None:
+    overlay = {"spec": {"schedulingGates": [{"name": "example.com/data-copied"}]}}
+    cluster = ModelCluster(trainer={"replicas": 2, "podTemplate": overlay})
+    for _ in range(4):
+        cluster.turn()
+        cluster.plan()
+
+    words = condition(cluster, ConditionType.SCHEDULED).message
+
+    assert words == "2 of 2 pods wait: scheduling gates hold them back: example.com/data-copied"
+
+
+def released(actions: tuple[Action, ...]) -> list[tuple[str, str]]:
+    return [(action.group, action.pod_uid) for action in actions if isinstance(action, ReleaseGroup)]
+
+
+def test_a_group_whose_pod_was_deleted_by_force_is_released_by_kueues_own_means() -> None:
+    cluster = kueue_gang()
+    cluster.end(POD_0, "trainer", 1)
+    cluster.turn()
+    cluster.remove(POD_0)
+
+    uid = cluster.pods[POD_0]["metadata"]["uid"]
+    cluster.pass_time(10_000)
+    forced = cluster.turn()
+    after = cluster.turn()
+
+    assert {(action.name, action.force) for action in forced if isinstance(action, DeleteObject)} == {(POD_1, True)}
+    assert released(forced) == []
+    assert released(after) == [("demo-1", uid)]
+    assert "demo-1" not in cluster.groups
+
+
+def test_a_group_whose_pods_all_say_that_they_ended_is_left_to_kueue_for_a_minute() -> None:
+    cluster = kueue_gang()
+    cluster.end(POD_0, "trainer", 1)
+    cluster.turn()
+    cluster.pass_time(20)
+    for name in (POD_0, POD_1):
+        cluster.end(name, "trainer", 143)
+        cluster.remove(name)
+
+    at_once = cluster.turn()
+    cluster.pass_time(61)
+    later = cluster.turn()
+
+    assert released(at_once) == []
+    assert [group for group, _ in released(later)] == ["demo-1"]
+
+
+def test_a_group_of_which_a_pod_still_ends_is_left_to_kueue() -> None:
+    cluster = kueue_gang()
+    cluster.end(POD_0, "trainer", 1)
+    cluster.turn()
+    cluster.remove(POD_0)
+
+    cluster.pass_time(80)
+    actions = cluster.turn()
+
+    assert not [action for action in actions if isinstance(action, ReleaseGroup)]
+
+
+def test_pods_that_others_keep_are_never_released_by_us() -> None:
+    cluster = kueue_gang()
+    for pod in cluster.pods.values():
+        pod["metadata"]["finalizers"] = ["example.com/audit"]
+    cluster.end(POD_0, "trainer", 1)
+    cluster.turn()
+    for name in (POD_0, POD_1):
+        cluster.remove(name)
+
+    cluster.pass_time(10_000)
+
+    assert not [action for action in cluster.turn() if isinstance(action, ReleaseGroup)]

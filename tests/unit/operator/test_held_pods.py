@@ -1,0 +1,135 @@
+"""Pods whose objects others keep by a finalizer: they hold nothing back, and nobody's finalizer is touched."""
+
+import pytest
+
+from dlrm_api.status import ConditionType, Phase
+from dlrm_operator.facts.actions import CreatePod, DeleteObject, WakeAt
+from dlrm_operator.facts.conditions import find_condition
+from dlrm_testing.operator.kubelet_double import committed_word
+from dlrm_testing.operator.model_cluster import ModelCluster, Object
+from dlrm_testing.operator.running_job import POD_0, POD_1, bring_up, running, say, status
+
+AUDIT = "example.com/audit"
+
+
+def failed_and_held() -> ModelCluster:
+    """A gang that failed, whose pods another controller keeps."""
+    cluster = running(backoff="0s")
+    for name in (POD_0, POD_1):
+        cluster.pods[name]["metadata"]["finalizers"] = [AUDIT]
+    cluster.end(POD_0, "trainer", 1)
+    cluster.turn()
+    return cluster
+
+
+def test_the_next_gang_starts_once_all_that_is_left_of_the_last_one_are_finalizers_of_others() -> None:
+    cluster = failed_and_held()
+    cluster.remove(POD_0)
+
+    one_still_ends = cluster.turn()
+    cluster.remove(POD_1)
+    bring_up(cluster)
+
+    assert not [action for action in one_still_ends if isinstance(action, CreatePod)]
+    assert status(cluster).phase is Phase.RUNNING
+    assert set(cluster.pods) == {POD_0, POD_1, "demo-trainer-2-0", "demo-trainer-2-1"}
+    assert [cluster.pods[name]["metadata"]["finalizers"] for name in (POD_0, POD_1)] == [[AUDIT], [AUDIT]]
+    assert status(cluster).replicas == 2
+
+
+def test_the_last_word_of_a_held_pod_does_not_take_the_newest_snapshot_back_nor_heal_a_budget_twice() -> None:
+    cluster = running(backoff="0s")
+    cluster.pods[POD_0]["metadata"]["finalizers"] = [AUDIT]
+    cluster.end(POD_0, "checkpointer", 0, committed_word(10).model_dump_json())
+    cluster.end(POD_0, "trainer", 1)
+    cluster.turn()
+    cluster.remove(POD_0)
+    cluster.remove(POD_1)
+    bring_up(cluster)
+    say(cluster, step=21, committed=20)
+    cluster.turn()
+
+    for index in range(2):
+        cluster.end(f"demo-trainer-2-{index}", "trainer", 1)
+    cluster.turn()
+    for index in range(2):
+        cluster.remove(f"demo-trainer-2-{index}")
+    cluster.turn()
+    between = status(cluster)
+    bring_up(cluster)
+    say(cluster, step=22, committed=20)
+    cluster.settle()
+
+    assert between.last_snapshot is not None
+    assert between.last_snapshot.step == 20
+    assert between.charged_restarts == 1
+    assert status(cluster).charged_restarts == 1
+
+
+def test_a_pod_of_a_lost_node_that_a_finalizer_keeps_is_forced_once_and_then_left_to_its_holder() -> None:
+    cluster = failed_and_held()
+    cluster.remove(POD_0)
+
+    cluster.pass_time(10_000)
+    forced = cluster.turn()
+    later = cluster.turn()
+
+    assert {(action.name, action.force) for action in forced if isinstance(action, DeleteObject)} == {(POD_1, True)}
+    assert not [action for action in later if isinstance(action, DeleteObject) and action.kind == "Pod"]
+    assert cluster.pods[POD_1]["metadata"]["finalizers"] == [AUDIT]
+
+
+def test_a_finished_job_asks_nothing_more_of_a_pod_that_a_finalizer_keeps() -> None:
+    cluster = running()
+    cluster.pods[POD_1]["metadata"]["finalizers"] = [AUDIT]
+    cluster.end(POD_0, "trainer", 65)
+    cluster.turn()
+
+    cluster.remove(POD_1)
+
+    assert status(cluster).phase is Phase.FAILED
+    assert all(isinstance(action, WakeAt) for action in cluster.turn())
+
+
+@pytest.mark.parametrize("owners", [[], [{"uid": "an older job"}]])
+def test_a_pod_that_the_job_does_not_own_is_waited_for_and_never_forced_however_late_it_is(
+    owners: list[Object],
+) -> None:
+    cluster = running(backoff="0s")
+    theirs = cluster.pods[POD_1]
+    theirs["metadata"]["ownerReferences"] = [{**theirs["metadata"]["ownerReferences"][0], **owner} for owner in owners]
+    theirs["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": 30}
+    cluster.remove(POD_0)
+    cluster.touch()
+
+    done = []
+    for _ in range(5):
+        cluster.pass_time(10_000)
+        done += cluster.turn()
+    condition = find_condition(status(cluster).conditions, ConditionType.SCHEDULED)
+
+    assert not [action for action in done if isinstance(action, DeleteObject) and action.name == POD_1]
+    assert not [action for action in done if isinstance(action, CreatePod)]
+    assert condition is not None
+    assert f"{POD_1} on node node (not this job's, so never forced" in condition.message
+
+
+def test_a_held_pod_of_a_deleted_job_of_the_same_name_is_waited_for_because_its_name_is_taken() -> None:
+    cluster = ModelCluster()
+    for _ in range(3):
+        cluster.turn()
+        cluster.plan()
+    old = cluster.pods.pop(POD_0)
+    old["metadata"]["ownerReferences"][0]["uid"] = "an older job"
+    old["metadata"] |= {"finalizers": [AUDIT], "deletionGracePeriodSeconds": 0}
+    old["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    cluster.pods = {POD_0: old}
+    del cluster.job["status"]
+    cluster.touch()
+
+    waiting = cluster.turn()
+    cluster.pods = {}
+    bring_up(cluster)
+
+    assert not [action for action in waiting if isinstance(action, CreatePod)]
+    assert status(cluster).phase is Phase.RUNNING

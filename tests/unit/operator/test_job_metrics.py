@@ -1,0 +1,176 @@
+"""What the operator shows Prometheus of each job: what caches and pods say, for as long as the job is there."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+
+from dlrm_api.progress import CheckpointerProgress, EvalMetrics, Progress
+from dlrm_operator import metrics
+from dlrm_operator.facts.jobs import JobCache
+from dlrm_operator.facts.observed import JobKey, Polled
+from dlrm_operator.metrics import FIGURES_LEFT_OUT
+from dlrm_operator.running.job_metrics import JobMetrics
+from dlrm_testing.operator.operator_cluster import job_document
+
+KEY = JobKey("ads", "demo")
+PLAN = {"worldSize": 4, "nodes": 2, "predictedSamplesPerSecond": 1_000.0, "pricePerBillionSamples": 5_000.0}
+RUNNING = {
+    "phase": "Running",
+    "restarts": 2,
+    "replicas": 2,
+    "plan": PLAN,
+    "conditions": [
+        {"type": "Running", "status": "True", "reason": "Training", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    ],
+    "progress": {"step": 90, "totalSteps": 200, "samples": 5_760},
+    "lastSnapshot": {
+        "step": 80,
+        "time": "2026-01-01T00:10:00Z",
+        "kind": "full",
+        "bits": 8,
+        "bytes": 1,
+        "uri": "s3://bucket/prefix/manifests/80.json",
+    },
+}
+POLLED = Polled(
+    pod_uid="pod-0",
+    trainer=Progress(
+        step=100,
+        samples=6_400,
+        samples_per_second=640.0,
+        loss=0.5,
+        passed_over_snapshots=1,
+        evaluation=EvalMetrics(log_loss=0.4, ne=0.8),
+    ),
+    checkpointer=CheckpointerProgress(store_error="SlowDown: try later"),
+)
+HUGE = Progress.model_construct(**{**dict(Progress()), "step": 10**400})
+"""What no pod can tell any more; the metrics hold all the same."""
+
+
+class Seen:
+    """One job in the caches of a leader, or of a follower."""
+
+    def __init__(self, status: dict[str, object], leads: bool = True, **checkpoint: object) -> None:
+        document = job_document("demo", checkpoint={"uri": "s3://bucket/prefix", **checkpoint}, trainer={"replicas": 2})
+        document["metadata"] |= {"namespace": "ads", "uid": "uid", "resourceVersion": "1", "generation": 1}
+        self.jobs = JobCache()
+        self.jobs.saw({**document, "status": status})
+        self.metrics = JobMetrics(self.jobs, {KEY: POLLED}.get, lambda: leads)
+
+    def figures(self) -> dict[str, float]:
+        """Values by the names' last parts; of metrics with a phase by that."""
+        return {
+            sample.labels.get("phase", sample.name.removeprefix("dlrm_operator_job_")): sample.value
+            for family in self.metrics.collect()
+            for sample in family.samples
+            if sample.labels.get("dlrm_job") == "demo" and sample.labels["namespace"] == "ads"
+        }
+
+
+def test_a_job_that_trains_is_shown_as_its_pods_and_its_plan_say() -> None:
+    found = Seen(RUNNING, intervalSteps=50).figures()
+
+    assert found == {
+        "Running": 1,
+        "restarts_total": 2,
+        "failures_total": 2,
+        "step": 100,
+        "planned_steps": 200,
+        "samples": 6_400,
+        "samples_per_second": 640,
+        "predicted_samples_per_second": 1_000,
+        "evaluated_batches": 0,
+        "loss_nats": 0.5,
+        "normalized_entropy_ratio": 0.8,
+        "world_size_ranks": 4,
+        "pods": 2,
+        "running_timestamp_seconds": 1_767_225_600,
+        "last_snapshot_step": 80,
+        "last_snapshot_timestamp_seconds": 1_767_226_200,
+        "snapshot_interval_seconds": 50 * 64 / 640,
+        "snapshot_interval_steps": 50,
+        "passed_over_snapshots": 1,
+        "store_failing": 1,
+        "cost_per_hour": pytest.approx(5_000 * 1_000 * 3_600 / 1e9),
+    }
+
+
+def test_what_pods_said_before_is_not_shown_of_a_job_that_does_not_train() -> None:
+    found = Seen({**RUNNING, "phase": "Suspended", "replicas": 0}).figures()
+
+    assert found["Suspended"] == 1
+    assert found["step"] == 90
+    assert found["cost_per_hour"] == 0
+    assert not {"samples_per_second", "loss_nats", "running_timestamp_seconds", "store_failing"} & set(found)
+
+
+def test_gangs_that_were_replaced_by_wish_are_no_failures() -> None:
+    by_reason = {"Suspended": 2, "Resized": 1, "Edited": 1, "OOMKilled": 3}
+
+    found = Seen({**RUNNING, "restarts": 7, "restartsByReason": by_reason}).figures()
+
+    assert found["restarts_total"] == 7
+    assert found["failures_total"] == 3
+
+
+def test_an_interval_by_time_is_shown_as_it_is() -> None:
+    assert Seen(RUNNING, interval="10m").figures()["snapshot_interval_seconds"] == 600
+    assert Seen(RUNNING).figures()["snapshot_interval_seconds"] == 1_800
+    assert "snapshot_interval_steps" not in Seen(RUNNING).figures()
+
+
+def test_series_of_a_deleted_job_end_and_those_of_a_new_one_begin_without_figures() -> None:
+    seen = Seen({})
+
+    assert seen.figures() == {
+        "Pending": 1,
+        "restarts_total": 0,
+        "failures_total": 0,
+        "pods": 0,
+        "snapshot_interval_seconds": 1_800,
+    }
+    seen.jobs.forget(KEY)
+    assert seen.figures() == {}
+
+
+def test_a_job_whose_figures_are_none_is_left_out_and_fails_no_scrape_of_the_others() -> None:
+    running = {"type": "Running", "status": "True", "reason": "Training", "lastTransitionTime": "yesterday"}
+    seen, before = Seen({**RUNNING, "conditions": [running]}), FIGURES_LEFT_OUT._value.get()
+    seen.metrics = JobMetrics(seen.jobs, {KEY: replace(POLLED, trainer=HUGE)}.get, lambda: True)
+    registry = CollectorRegistry()
+    registry.register(seen.metrics)
+
+    text = generate_latest(registry).decode()
+
+    assert 'dlrm_operator_job_world_size_ranks{dlrm_job="demo",namespace="ads"} 4.0' in text
+    assert not re.search("^dlrm_operator_job_(step|running_timestamp_seconds){", text, re.MULTILINE)
+    assert FIGURES_LEFT_OUT._value.get() == before + 2
+
+
+def test_pods_that_end_with_ever_new_reasons_make_no_series_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = CollectorRegistry()
+    counter = Counter("restarts", "r", ["reason"], registry=registry)
+    monkeypatch.setattr(metrics, "RESTARTS", counter)
+    monkeypatch.setattr(metrics, "_reasons", set())
+
+    for number in range(1_000):
+        metrics.count_restarts(f"Reason{number}", 1)
+    metrics.count_restarts("Reason0", 1)
+
+    [family] = counter.collect()
+    counts = {each.labels["reason"]: each.value for each in family.samples if each.name == "restarts_total"}
+    assert len(counts) == metrics.MOST_REASONS + 1
+    assert (counts["Reason0"], counts["Other"]) == (2, 1_000 - metrics.MOST_REASONS)
+
+
+def test_a_follower_shows_no_job() -> None:
+    assert list(Seen(RUNNING, leads=False).metrics.collect()) == []
+
+
+def test_every_metric_is_announced() -> None:
+    announced = {family.name for family in JobMetrics.describe()}
+
+    assert {family.name for family in Seen(RUNNING).metrics.collect()} == announced

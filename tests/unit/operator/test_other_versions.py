@@ -1,0 +1,296 @@
+"""Specs and statuses of other versions: a newer CustomResourceDefinition, an operator that was rolled back."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from dlrm_api.status import ConditionType, Phase
+from dlrm_operator.facts.actions import ApplyStatus, CreatePod, DeleteObject, RequestPlan
+from dlrm_operator.facts.jobs import JobCache
+from dlrm_operator.facts.reading import read_job
+from dlrm_operator.life.reconcile import reconcile
+from dlrm_operator.running.job_metrics import JobMetrics
+from dlrm_testing.operator.kubelet_double import committed_word
+from dlrm_testing.operator.model_cluster import KEY, ModelCluster
+from dlrm_testing.operator.running_job import POD_0, POD_1, bring_up, condition, running, say, status
+
+FIELD = "spec.lifecycle.newKnob"
+OLDER = "does not know, for it is older than the CustomResourceDefinition"
+
+
+def with_new_field(cluster: ModelCluster) -> ModelCluster:
+    """The API server fills the default of a field in that a newer definition has."""
+    cluster.job["spec"].setdefault("lifecycle", {})["newKnob"] = "x"
+    cluster.touch()
+    return cluster
+
+
+def with_new_word(cluster: ModelCluster) -> ModelCluster:
+    """A spec with a value that a newer definition allows."""
+    cluster.job["spec"].setdefault("scheduling", {})["gang"] = "another"
+    cluster.touch()
+    return cluster
+
+
+def ends_well(cluster: ModelCluster, step: int) -> None:
+    word = committed_word(step).model_dump_json()
+    for name in (POD_0, POD_1):
+        cluster.end(name, "trainer", 0, cluster.done(step), reason="Completed")
+        cluster.end(name, "checkpointer", 0, word, reason="Completed")
+
+
+def doings(cluster: ModelCluster) -> list[Any]:
+    """What the turns of a while do, but for the status and Events."""
+    found: list[Any] = []
+    for _ in range(5):
+        cluster.pass_time(40)
+        found += [each for each in cluster.turn() if isinstance(each, CreatePod | DeleteObject | RequestPlan)]
+    return found
+
+
+def test_unknown_fields_of_a_stored_spec_are_named_and_the_rest_is_read() -> None:
+    cluster = ModelCluster()
+    cluster.job["spec"]["newSection"] = {"on": True}
+    cluster.job["spec"]["model"]["tables"][1]["newField"] = 1
+
+    job = read_job(copy.deepcopy(cluster.job))
+    del cluster.job["spec"]["newSection"], cluster.job["spec"]["model"]["tables"][1]["newField"]
+
+    assert set(job.unknown_fields) == {"spec.newSection", "spec.model.tables[1].newField"}
+    assert job.spec == read_job(cluster.job).spec
+
+
+@pytest.mark.parametrize("skewed", [with_new_field, with_new_word])
+def test_a_gang_of_a_spec_that_cannot_be_read_whole_keeps_its_pods(skewed: Any) -> None:
+    cluster = skewed(running())
+    pods = set(cluster.pods)
+
+    done = doings(cluster)
+    say(cluster, step=70)
+    cluster.pass_time(40)
+    cluster.turn()
+
+    assert done == []
+    assert set(cluster.pods) == pods
+    assert status(cluster).phase is Phase.RUNNING
+    progress = status(cluster).progress
+    assert progress is not None
+    assert progress.step == 70
+
+
+def test_a_gang_beside_an_unknown_field_trains_and_its_condition_and_one_event_name_the_field() -> None:
+    cluster = with_new_field(running())
+    cluster.events.clear()
+
+    doings(cluster)
+
+    said = condition(cluster, ConditionType.RUNNING)
+    assert (said.status, said.reason) == ("True", "Training")
+    assert f"{FIELD}: a field that this operator {OLDER}" in said.message
+    assert "the gang that is there goes on" in said.message
+    assert [(event.reason, FIELD in event.message) for event in cluster.events] == [("UnknownFields", True)]
+
+
+def test_a_gang_beside_a_wrong_value_trains_and_its_condition_names_the_field() -> None:
+    cluster = with_new_word(running())
+
+    doings(cluster)
+
+    said = condition(cluster, ConditionType.RUNNING)
+    assert (said.status, said.reason) == ("True", "Training")
+    assert said.message.startswith("spec.scheduling.gang: ")
+    assert said.message.count("spec.scheduling.gang") == 1
+    assert "upgrade the operator" in said.message
+
+
+def test_a_condition_no_longer_names_a_field_that_is_known_again() -> None:
+    cluster = with_new_field(running())
+    doings(cluster)
+
+    del cluster.job["spec"]["lifecycle"]["newKnob"]
+    doings(cluster)
+
+    assert condition(cluster, ConditionType.RUNNING).message == ""
+
+
+@pytest.mark.parametrize("skewed", [with_new_field, with_new_word])
+def test_a_gang_that_ends_well_beside_a_spec_that_cannot_be_read_whole_succeeds(skewed: Any) -> None:
+    cluster = running()
+    say(cluster, step=10)
+    ends_well(skewed(cluster), step=10)
+
+    cluster.turn()
+
+    assert status(cluster).phase is Phase.SUCCEEDED
+    assert "step 10" in condition(cluster, ConditionType.SUCCEEDED).message
+
+
+def test_after_a_gang_that_failed_beside_an_unknown_field_the_next_one_waits_for_an_operator_that_knows_it() -> None:
+    cluster = with_new_field(running())
+    cluster.end(POD_0, "trainer", 70)
+    cluster.turn()
+    cluster.pods = {}
+    cluster.pass_time(120)
+
+    waiting = doings(cluster)
+    said, found = condition(cluster, ConditionType.PLANNED), status(cluster)
+    del cluster.job["spec"]["lifecycle"]["newKnob"]  # as it is to one that knows the field
+    bring_up(cluster)
+
+    assert waiting == []
+    assert (found.phase, found.attempt, found.charged_restarts) == (Phase.PENDING, 2, 1)
+    assert (said.status, said.reason) == ("False", "UnknownFields")
+    assert FIELD in said.message
+    assert status(cluster).attempt == 2
+    assert set(cluster.pods) == {"demo-trainer-2-0", "demo-trainer-2-1"}
+
+
+def test_a_gang_that_failed_beside_a_wrong_value_is_judged_once_the_value_is_known() -> None:
+    cluster = with_new_word(running())
+    cluster.end(POD_0, "trainer", 70)
+    cluster.end(POD_1, "trainer", 75)
+
+    waiting, before = doings(cluster), status(cluster)
+    said = condition(cluster, ConditionType.RUNNING)
+    cluster.job["spec"]["scheduling"]["gang"] = "none"
+    cluster.turn()
+
+    assert waiting == []
+    assert (before.phase, before.attempt, before.last_failure) == (Phase.PENDING, 1, None)
+    assert (said.status, said.reason) == ("False", "InvalidSpec")
+    assert "spec.scheduling.gang" in said.message
+    assert (status(cluster).attempt, status(cluster).charged_restarts) == (2, 1)
+
+
+def test_a_job_with_an_unknown_field_that_was_not_begun_waits_and_starts_once_the_field_is_known() -> None:
+    cluster = with_new_field(ModelCluster())
+
+    waiting, writes_then = doings(cluster), cluster.writes
+    said = condition(cluster, ConditionType.PLANNED)
+    found = status(cluster)
+    del cluster.job["spec"]["lifecycle"]["newKnob"]
+    bring_up(cluster)
+
+    assert waiting == []
+    assert writes_then == 1
+    assert found.phase is Phase.PENDING
+    assert (said.status, said.reason) == ("False", "UnknownFields")
+    assert FIELD in said.message
+    assert status(cluster).phase is Phase.RUNNING
+
+
+def test_a_wrong_value_beside_an_unknown_field_fails_a_job_without_a_gang_by_the_value_s_name() -> None:
+    cluster = with_new_field(ModelCluster())
+    cluster.job["spec"]["model"]["tables"][0]["dim"] = 3
+
+    cluster.turn()
+
+    assert status(cluster).phase is Phase.FAILED
+    assert condition(cluster, ConditionType.FAILED).message.startswith("spec.model.tables[0].dim: ")
+
+
+def test_a_gang_beside_an_unknown_field_is_suspended_and_waits_for_the_upgrade_when_resumed() -> None:
+    cluster = with_new_field(running())
+    cluster.edit("lifecycle", suspend=True)
+    cluster.turn()
+    cluster.answer_cut(5)
+    say(cluster, step=5, committed=5)
+    cluster.turn()
+    cluster.pods = {}
+    cluster.turn()
+    suspended = status(cluster).phase
+    cluster.edit("lifecycle", suspend=False)
+
+    resumed = doings(cluster)
+
+    assert suspended is Phase.SUSPENDED
+    assert resumed == []
+    assert condition(cluster, ConditionType.PLANNED).reason == "UnknownFields"
+
+
+def test_a_resize_beside_an_unknown_field_leaves_the_gang_as_it_is() -> None:
+    cluster = running()
+    cluster.edit("trainer", replicas=3)
+    with_new_field(cluster)
+    pods = set(cluster.pods)
+
+    done = doings(cluster)
+
+    assert done == []
+    assert set(cluster.pods) == pods
+    said = condition(cluster, ConditionType.RESIZED)
+    assert (said.status, said.reason) == ("False", "UnknownFields")
+    assert "the gang of 2 pods trains on" in said.message
+
+
+def test_a_failed_job_whose_change_is_not_known_here_is_left_to_an_operator_that_knows_it() -> None:
+    cluster = running()
+    cluster.end(POD_0, "trainer", 65)
+    cluster.turn()
+    seen = status(cluster).observed_generation
+    cluster.edit("lifecycle", newKnob="x")
+
+    actions = cluster.turn()
+
+    assert [action for action in actions if isinstance(action, ApplyStatus)] == []
+    assert (status(cluster).phase, status(cluster).observed_generation) == (Phase.FAILED, seen)
+
+
+def test_a_cached_spec_is_read_anew_where_a_definition_that_is_rolled_back_takes_a_field_away() -> None:
+    cluster, cache = with_new_field(ModelCluster()), JobCache()
+    first = cache.saw(copy.deepcopy(cluster.job))
+    again = cache.saw(copy.deepcopy(cluster.job))
+    del cluster.job["spec"]["lifecycle"]["newKnob"]
+
+    later = cache.saw(copy.deepcopy(cluster.job))
+
+    assert first.unknown_fields == (FIELD,)
+    assert again is first
+    assert later.unknown_fields == ()
+    assert cache.get(KEY) is later
+
+
+def test_unknown_keys_of_a_status_are_passed_over_and_nothing_is_counted_or_written_anew() -> None:
+    cluster = running()
+    cluster.job["status"].update(chargedRestarts=2, restarts=2, newCounter=0)
+    cluster.job["status"]["plan"]["newFigure"] = 1.5
+    cluster.job["status"]["conditions"][0]["newWord"] = "x"
+    before = cluster.writes
+
+    done = doings(cluster)
+
+    assert done == []
+    assert cluster.writes == before
+    found = read_job(copy.deepcopy(cluster.job)).status
+    assert found is not None
+    assert (found.charged_restarts, found.restarts) == (2, 2)
+
+
+UNREADABLE = [("phase", "Dreaming"), ("attempt", "one"), ("conditions", [{"type": "New", "status": "True"}])]
+
+
+@pytest.mark.parametrize(("field", "value"), UNREADABLE)
+def test_nothing_is_decided_for_a_job_whose_status_cannot_be_read(field: str, value: Any) -> None:
+    cluster = running()
+    cluster.job["status"][field] = value
+    cluster.pods.clear()
+
+    observed = cluster.observe()
+
+    assert observed.job.status is None
+    assert observed.job.unreadable.startswith(f"status.{field}")
+    assert reconcile(observed, cluster.now) == ()
+
+
+def test_metrics_show_no_job_whose_status_cannot_be_read_as_pending() -> None:
+    cluster, cache = running(), JobCache()
+    cluster.job["status"]["phase"] = "Dreaming"
+    cache.saw(copy.deepcopy(cluster.job))
+
+    series = [
+        sample for family in JobMetrics(cache, lambda _: None, lambda: True).collect() for sample in family.samples
+    ]
+
+    assert [sample for sample in series if "dlrm_job" in sample.labels] == []
+    assert {sample.value for sample in series} == {0}

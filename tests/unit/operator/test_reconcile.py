@@ -1,0 +1,424 @@
+"""What reconcile decides, case by case, on a cluster of plain data."""
+
+import copy
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from dlrm_api.names import Env
+from dlrm_api.progress import EvalMetrics, Progress, TerminationMessage, TrainerPhase
+from dlrm_api.status import ConditionType, Phase
+from dlrm_operator.cluster import Object
+from dlrm_operator.facts.actions import (
+    ApplyConfigMap,
+    ApplyService,
+    ApplyStatus,
+    CreatePod,
+    DeleteObject,
+    EmitEvent,
+    RequestPlan,
+    WakeAt,
+)
+from dlrm_operator.facts.conditions import find_condition, parse_timestamp
+from dlrm_operator.facts.observed import Planning, Polled
+from dlrm_operator.life.reconcile import reconcile
+from dlrm_testing.operator.kubelet_double import committed_word
+from dlrm_testing.operator.model_cluster import KEY, ModelCluster
+from dlrm_testing.operator.running_job import POD_0, POD_1, bring_up, condition, next_gang, running, say, status
+
+
+def test_all_phases_passed_in_one_turn_are_one_write() -> None:
+    cluster = ModelCluster()
+
+    actions = cluster.turn()
+
+    assert [type(action) for action in actions] == [ApplyStatus, RequestPlan]
+    assert status(cluster).phase is Phase.PLANNING
+    assert status(cluster).attempt == 1
+
+
+def test_a_plan_is_written_down_before_a_pod_relies_on_it() -> None:
+    cluster = ModelCluster()
+    cluster.turn()
+    cluster.plan()
+
+    actions = cluster.turn(most=2)  # the operator dies then
+    cluster.planning = None  # and one that was started anew knows no answer
+    created = cluster.turn()
+
+    kinds = [type(action) for action in actions]
+    assert kinds == [ApplyService, ApplyConfigMap, CreatePod, CreatePod, ApplyStatus]
+    assert len([action for action in created if isinstance(action, CreatePod)]) == 2
+    assert not [action for action in created if isinstance(action, RequestPlan)]
+
+
+def test_a_gang_is_called_whole_only_after_its_last_pod_was_created() -> None:
+    cluster = ModelCluster()
+    cluster.turn()
+    cluster.plan()
+
+    cluster.turn(most=4)  # the operator dies after the first of two pods
+    between = status(cluster)
+    cluster.turn()
+
+    assert between.gang_attempt == 0
+    assert status(cluster).gang_attempt == 1
+    assert set(cluster.pods) == {POD_0, POD_1}
+
+
+def variables(pod: Object) -> set[str]:
+    return {variable["name"] for variable in pod["spec"]["containers"][0]["env"]}
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_pods_of_one_gang_have_a_secret_all_or_none_whichever_operator_made_the_first(given: bool) -> None:
+    cluster = ModelCluster()
+    cluster.turn()
+    cluster.plan()
+    cluster.turn(most=3)  # the operator dies after the first of two pods
+    [first] = cluster.pods.values()
+    if not given:  # it was of a version that gives no secret
+        trainer = first["spec"]["containers"][0]
+        trainer["env"] = [variable for variable in trainer["env"] if variable["name"] != Env.GANG_SECRET]
+
+    cluster.turn()
+
+    assert [Env.GANG_SECRET in variables(pod) for pod in cluster.pods.values()] == [given, given]
+
+
+def test_a_refused_child_is_told_before_it_is_tried_again() -> None:
+    cluster = ModelCluster()
+    cluster.turn()
+    cluster.plan()
+
+    actions = reconcile(replace(cluster.observe(), refusal="CreatePod: exceeded quota: few"), cluster.now)
+
+    assert isinstance(actions[0], ApplyStatus)
+    assert "exceeded quota" in find_condition(actions[0].status.conditions, ConditionType.SCHEDULED).message
+    assert isinstance(actions[-1], CreatePod)
+
+
+def test_a_start_that_passes_through_many_phases_is_told_by_two_writes_that_may_not_wait() -> None:
+    cluster, kept = ModelCluster(), []
+    for _ in range(6):
+        kept += [action for action in cluster.turn() if isinstance(action, ApplyStatus) and not action.passing]
+        cluster.plan()
+        for name in cluster.pods:
+            cluster.start(name)
+    say(cluster, step=1)
+
+    kept += [action for action in cluster.turn() if isinstance(action, ApplyStatus)]
+
+    assert [action.status.phase for action in kept] == [Phase.SCHEDULING, Phase.RUNNING]
+    assert [action.decisive for action in kept] == [True, False]
+
+
+def test_what_an_endpoint_repeats_is_not_written_again() -> None:
+    cluster = running()
+
+    cluster.pass_time(3_600)
+
+    assert not [action for action in cluster.turn() if not isinstance(action, WakeAt)]
+
+
+def test_nothing_is_done_for_a_job_that_is_being_deleted() -> None:
+    cluster = running()
+    cluster.job["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    cluster.end(POD_0, "trainer", 70)
+
+    assert reconcile(cluster.observe(), cluster.now) == ()
+
+
+def test_an_upload_is_not_cut_off_by_success() -> None:
+    cluster = running()
+    for name in (POD_0, POD_1):
+        cluster.end(name, "trainer", 0, cluster.done(100))
+    cluster.end(POD_0, "checkpointer", 0, committed_word(100).model_dump_json())
+
+    actions = cluster.turn()
+
+    assert not [action for action in actions if isinstance(action, DeleteObject)]
+
+
+def test_a_job_that_succeeds_shows_what_its_trainer_said_last_though_nobody_asked_it_then() -> None:
+    cluster = running()
+    say(cluster, step=20)
+    cluster.turn()
+    quality = EvalMetrics(step=100, samples=10, log_loss=0.5, ne=0.875, auc=0.75)
+    last = Progress(attempt=1, step=100, total_steps=100, samples=6_400, loss=0.25, evaluation=quality)
+    for name, progress in ((POD_0, last), (POD_1, None)):
+        left = TerminationMessage(exit_code=0, reason="Done", step=100, progress=progress)
+        cluster.end(name, "trainer", 0, left.encode().decode())
+        cluster.end(name, "checkpointer", 0, committed_word(100).model_dump_json())
+
+    cluster.settle()
+
+    shown = status(cluster)
+    assert shown.phase is Phase.SUCCEEDED
+    assert shown.progress is not None
+    assert (shown.progress.step, shown.progress.samples) == (100, 6_400)
+    assert (shown.progress.ne, shown.progress.auc) == (0.875, 0.75)
+
+
+def test_an_endpoint_that_falls_silent_changes_nothing() -> None:
+    cluster = running()
+    cluster.polled = None
+
+    cluster.pass_time(3_600)
+
+    assert cluster.turn() == ()
+
+
+def test_figures_reach_the_status_every_30_s_and_transitions_at_once() -> None:
+    cluster = running()
+    writes = cluster.writes
+
+    for step in range(2, 30):
+        cluster.pass_time(2)
+        say(cluster, step=step)
+        cluster.turn()
+    slow = cluster.writes - writes
+    say(cluster, step=30, store_error="bucket is gone")
+    cluster.turn()
+
+    assert slow == 1
+    assert cluster.writes == writes + 2
+    assert condition(cluster, ConditionType.SNAPSHOT_HEALTHY).status == "False"
+
+
+def test_figures_have_the_digits_that_people_read_and_no_more() -> None:
+    cluster = running()
+    cluster.pass_time(30)
+    assert cluster.polled is not None
+    assert cluster.polled.trainer is not None
+    word = cluster.polled.trainer.model_copy(
+        update={"step": 2, "loss": 0.4711234567, "samples_per_second": 123_456.789}
+    )
+    cluster.polled = replace(cluster.polled, trainer=word)
+
+    cluster.turn()
+
+    progress = status(cluster).progress
+    assert progress is not None
+    assert (progress.loss, progress.samples_per_second) == (0.47112, 123_460.0)
+
+
+def test_a_gang_that_ended_takes_its_speed_and_its_expected_end_along() -> None:
+    cluster = running()
+    cluster.pass_time(30)
+    assert cluster.polled is not None
+    assert cluster.polled.trainer is not None
+    word = cluster.polled.trainer.model_copy(update={"step": 2, "eta_seconds": 60.0, "samples_per_second": 5.0})
+    cluster.polled = replace(cluster.polled, trainer=word)
+    cluster.turn()
+    before = status(cluster).progress
+
+    cluster.pods.pop(POD_0)
+    cluster.turn()
+
+    after = status(cluster).progress
+    assert before is not None
+    assert before.eta is not None
+    assert after is not None
+    assert (after.step, after.eta, after.samples_per_second) == (2, None, None)
+
+
+def test_an_answer_of_another_attempt_or_pod_is_ignored() -> None:
+    cluster = running()
+    stranger = Progress(attempt=1, phase=TrainerPhase.TRAINING, step=77)
+    cluster.polled = Polled(pod_uid="another", trainer=stranger)
+
+    cluster.pass_time(60)
+
+    assert cluster.turn() == ()
+
+
+def test_pods_of_a_deleted_job_of_the_same_name_are_waited_for_and_left_alone() -> None:
+    cluster = running()
+    for pod in cluster.pods.values():
+        pod["metadata"]["ownerReferences"][0]["uid"] = "an older job"
+    cluster.job["status"] = {}
+
+    actions = cluster.turn()
+
+    assert not [action for action in actions if isinstance(action, CreatePod | DeleteObject)]
+
+
+def test_a_pod_that_no_job_owns_any_more_is_named_with_what_ends_it() -> None:
+    """``kubectl delete --cascade=orphan`` leaves such pods, which the garbage collector never takes."""
+    cluster = running()
+    pod = next(iter(cluster.pods.values()))
+    pod["metadata"]["ownerReferences"] = []
+
+    actions = [action for _ in range(3) for action in cluster.turn()]
+
+    waits = condition(cluster, ConditionType.SCHEDULED)
+    name = pod["metadata"]["name"]
+    assert not [action for action in actions if isinstance(action, DeleteObject) and action.name == name]
+    assert f"no job owns it, so nobody ends it: kubectl delete pod {name}" in waits.message
+
+
+def test_a_spec_that_can_never_work_fails_with_its_field_named() -> None:
+    cluster = ModelCluster()
+    cluster.job["spec"]["model"]["tables"][0]["dim"] = 3
+
+    cluster.turn()
+
+    failed = condition(cluster, ConditionType.FAILED)
+    assert status(cluster).phase is Phase.FAILED
+    assert failed.reason == "InvalidSpec"
+    assert "tables" in failed.message
+
+
+def test_an_infeasible_plan_fails_in_the_planners_words() -> None:
+    cluster = ModelCluster()
+    cluster.turn()
+
+    cluster.planning = Planning(problem="trainer: table a does not fit node 0: 5 bytes short", final=True)
+    cluster.turn()
+
+    assert status(cluster).phase is Phase.FAILED
+    planned = condition(cluster, ConditionType.PLANNED)
+    assert (planned.status, planned.reason) == ("False", "Infeasible")
+    assert "5 bytes short" in planned.message
+
+
+def test_a_planner_that_crashed_is_no_verdict() -> None:
+    cluster = ModelCluster()
+    cluster.turn()
+
+    cluster.planning = Planning(problem="the planner ended with exit code -9")
+    cluster.turn()
+    waiting = status(cluster)
+    cluster.plan()
+    cluster.turn()
+
+    assert waiting.phase is Phase.PLANNING
+    assert find_condition(waiting.conditions, ConditionType.PLANNED).reason == "PlannerFailed"
+    assert condition(cluster, ConditionType.PLANNED).status == "True"
+
+
+def test_config_maps_that_a_crash_left_of_another_plan_make_room() -> None:
+    cluster = ModelCluster()
+    cluster.turn()
+    cluster.plan()
+    cluster.turn(most=2)
+    stale = cluster.config_maps["demo-plan-1"]
+    stale["binaryData"] = {"plan.0123456789abcdef.0-of-2.gz": "AAAA"}
+
+    actions = cluster.turn()
+
+    kinds = [type(action).__name__ for action in actions if not isinstance(action, ApplyStatus | EmitEvent)]
+    assert kinds[:2] == ["DeleteObject", "ApplyConfigMap"]
+
+
+def test_a_config_map_that_holds_its_part_of_the_plan_already_is_not_made_again() -> None:
+    cluster = ModelCluster()
+    cluster.turn()
+    cluster.plan()
+    cluster.turn(most=2)
+    stale = copy.deepcopy(cluster.config_maps["demo-plan-1"])
+    stale["metadata"] |= {"name": "demo-plan-1-9", "uid": "stale"}
+    stale["binaryData"] = {"plan.0123456789abcdef.0-of-2.gz": "AAAA"}
+    cluster.config_maps["demo-plan-1-9"] = stale
+
+    actions = cluster.turn()
+
+    kinds = [type(action).__name__ for action in actions if not isinstance(action, ApplyStatus | EmitEvent)]
+    assert kinds[:2] == ["DeleteObject", "CreatePod"]
+
+
+def test_plans_of_earlier_attempts_are_removed_once_the_next_gang_stands() -> None:
+    cluster = running()
+    cluster.end(POD_0, "trainer", 1)
+
+    next_gang(cluster)
+
+    assert set(cluster.config_maps) == {"demo-plan-2"}
+
+
+@pytest.mark.parametrize("again", range(1, 3))
+@pytest.mark.parametrize("most", range(2, 8))
+def test_an_operator_that_is_cut_off_while_the_next_gang_is_made_leaves_no_earlier_plan(most: int, again: int) -> None:
+    cluster = running()
+    cluster.end(POD_0, "trainer", 1)
+    cluster.turn()
+    cluster.pods = {}
+    cluster.pass_time(120)
+
+    cluster.turn(most)
+    cluster.turn(again)
+    bring_up(cluster)
+
+    assert set(cluster.config_maps) == {"demo-plan-2"}
+
+
+def test_a_scheduler_that_says_nothing_is_named() -> None:
+    cluster = ModelCluster()
+    for _ in range(3):
+        cluster.turn()
+        cluster.plan()
+    for pod in cluster.pods.values():
+        pod["spec"]["schedulerName"] = "volcno"
+    cluster.pass_time(60)
+
+    cluster.turn()
+
+    words = condition(cluster, ConditionType.SCHEDULED).message
+    assert words == "2 of 2 pods have no node: scheduler volcno has not spoken yet"
+
+
+def test_the_schedulers_words_explain_a_pending_gang() -> None:
+    cluster = ModelCluster()
+    for _ in range(3):
+        cluster.turn()
+        cluster.plan()
+    words = "0/2 nodes are available: 2 Insufficient memory."
+    unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": words}
+    cluster.pods[POD_0]["status"]["conditions"] = [unscheduled]
+
+    cluster.turn()
+
+    scheduled = condition(cluster, ConditionType.SCHEDULED)
+    assert status(cluster).phase is Phase.SCHEDULING
+    assert words in scheduled.message
+
+
+@pytest.mark.parametrize("code", [0, 78])
+def test_a_job_that_has_ended_shows_no_replicas(code: int) -> None:
+    cluster = running()
+    for name in (POD_0, POD_1):
+        cluster.end(name, "trainer", code, cluster.done(100) if code == 0 else "")
+    cluster.end(POD_0, "checkpointer", 0, committed_word(100).model_dump_json())
+
+    cluster.settle()
+
+    assert status(cluster).phase is (Phase.FAILED if code else Phase.SUCCEEDED)
+    assert status(cluster).replicas == 0
+
+
+@pytest.mark.parametrize("attempt", [None, 1])
+def test_a_gang_outlives_a_status_whose_attempt_was_taken_back(attempt: int | None) -> None:
+    cluster = running(backoff="0s")
+    cluster.end(POD_0, "trainer", 1)
+    next_gang(cluster)
+    pods = set(cluster.pods)
+
+    cluster.job["status"]["attempt"] = attempt
+    if attempt is None:
+        del cluster.job["status"]["attempt"]
+    cluster.touch()
+    cluster.settle()
+
+    assert set(cluster.pods) == pods
+    assert (status(cluster).attempt, status(cluster).phase) == (2, Phase.RUNNING)
+
+
+def test_the_status_says_what_the_job_selects_and_how_many_pods_there_are() -> None:
+    cluster = running()
+
+    assert status(cluster).selector == f"dlrm.dev/job={KEY.name}"
+    assert status(cluster).replicas == 2
+    assert status(cluster).observed_generation == 1
+    assert cluster.now - parse_timestamp(status(cluster).start_time) < timedelta(minutes=1)

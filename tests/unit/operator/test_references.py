@@ -1,0 +1,160 @@
+"""HardwareProfiles as objects of the cluster, or in a ConfigMap of one namespace."""
+
+import asyncio
+import threading
+from typing import Any, cast
+
+import pytest
+import yaml
+
+from dlrm_api.job import DLRMJobSpec, parse_job
+from dlrm_operator.beside.references import ProfileSeen, ProfileSource, References
+from dlrm_operator.cluster import Api
+from dlrm_operator.cluster_errors import ClusterRefusedError, NotFoundError
+from dlrm_operator.settings import read_settings
+from dlrm_testing.operator.operator_cluster import job_document
+
+SOURCE = ProfileSource("team", "pools")
+POOL = """
+apiVersion: dlrm.dev/v1alpha1
+kind: HardwareProfile
+metadata: {name: %s}
+spec: {tiers: {ddr: {bytes: %s}}}
+"""
+
+
+class Cluster:
+    """Objects by path."""
+
+    def __init__(self, objects: dict[str, Any]) -> None:
+        self._objects = objects
+
+    async def call(self, _: str, path: str) -> dict[str, Any]:
+        if path not in self._objects:
+            raise NotFoundError(404, path)
+        found: dict[str, Any] = self._objects[path]
+        return found
+
+
+def spec(hardware: str | None) -> DLRMJobSpec:
+    trainer = {"replicas": 1, **({"hardware": hardware} if hardware else {})}
+    return parse_job(job_document("demo", trainer=trainer)).spec
+
+
+def seen(data: dict[str, str] | None, hardware: str | None = "big") -> ProfileSeen:
+    """The profile as the ConfigMap's ``data`` shows it; None: there is no ConfigMap."""
+    objects = {} if data is None else {"/api/v1/namespaces/team/configmaps/pools": {"data": data}}
+    return asyncio.run(References(cast("Api", Cluster(objects)), SOURCE).profile(spec(hardware)))
+
+
+def test_a_profile_comes_from_any_document_of_the_config_map() -> None:
+    found = seen(
+        {"small.yaml": POOL % ("small", "1Gi"), "rest.yaml": f"{POOL % ('mid', '2Gi')}---{POOL % ('big', '8Gi')}"}
+    )
+
+    assert found.problem == ""
+    assert found.profile is not None
+    assert found.profile.metadata.name == "big"
+    assert found.profile.spec.tiers.ddr is not None
+    assert found.profile.spec.tiers.ddr.bytes == 8 * 2**30
+
+
+def test_its_version_changes_with_its_own_document_alone() -> None:
+    first = seen({"all": POOL % ("big", "8Gi")})
+
+    assert seen({"all": POOL % ("big", "8Gi"), "other": POOL % ("small", "1Gi")}).version == first.version
+    assert seen({"all": POOL % ("big", "9Gi")}).version != first.version
+
+
+@pytest.mark.parametrize("data", [None, {}, {"all": POOL % ("small", "1Gi")}, {"all": "- a list\n--- 7"}])
+def test_a_profile_that_is_not_there_is_told_with_the_place(data: dict[str, str] | None) -> None:
+    words = "spec.trainer.hardware: ConfigMap pools in namespace team holds no HardwareProfile big: add it there or"
+
+    assert seen(data).profile is None
+    assert words in seen(data).problem
+
+
+def test_a_value_that_is_no_yaml_is_told_with_its_key() -> None:
+    problem = seen({"broken.yaml": "a: [1"}).problem
+
+    assert "ConfigMap pools in namespace team, key broken.yaml: this is no YAML" in problem
+    assert "\n" not in problem
+
+
+def test_aliases_are_refused_with_their_place_before_they_stand_for_anything() -> None:
+    lists = "".join(f"z{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 8)}]\n" for i in range(1, 30))
+    bomb = f"z0: &a0 [x]\n{lists}{POOL % ('big', '8Gi')}"
+
+    problem = seen({"bomb.yaml": bomb}).problem
+
+    assert "ConfigMap pools in namespace team, key bomb.yaml: this is no YAML: aliases are not read here" in problem
+    assert "write out what this one stands for" in problem
+    assert "line 2" in problem
+
+
+def test_an_anchor_that_nothing_refers_to_is_none_of_our_business() -> None:
+    assert seen({"all": (POOL % ("big", "8Gi")).replace("tiers: {", "tiers: &all {")}).profile is not None
+
+
+def test_a_value_that_is_too_long_or_too_deep_is_refused() -> None:
+    assert "at most 131072 are read: give profiles keys of their own" in seen({"all": "#" * 131_073}).problem
+    assert "key all: this is no YAML: maximum recursion depth" in seen({"all": "[" * 10_000}).problem
+
+
+def test_the_config_map_is_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    kept = yaml.load_all
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        threads.append(threading.current_thread())
+        return kept(*arguments, **named)
+
+    monkeypatch.setattr(yaml, "load_all", watched)
+
+    assert seen({"all": POOL % ("big", "8Gi")}).profile is not None
+    assert threading.main_thread() not in threads
+    assert threads
+
+
+def test_a_profile_that_is_none_is_told_with_its_field() -> None:
+    assert "spec.tiers.ddr.bytes" in seen({"all": POOL % ("big", "-1")}).problem
+    assert "keys must be str" in seen({"all": POOL.replace("bytes", "2026-01-01") % ("big", "1Gi")}).problem
+    assert "key all: this is no YAML: month must be in 1..12" in seen({"all": "day: 2026-13-45"}).problem
+
+
+def test_a_right_that_the_operator_lacks_is_told_in_the_servers_words() -> None:
+    class Forbidding(Cluster):
+        async def call(self, _: str, path: str) -> dict[str, Any]:
+            raise ClusterRefusedError(403, "hardwareprofiles.dlrm.dev is forbidden")
+
+    found = asyncio.run(References(cast("Api", Forbidding({}))).profile(spec("big")))
+
+    assert "may not read HardwareProfile big: hardwareprofiles.dlrm.dev is forbidden" in found.problem
+    assert "--profiles" in found.problem
+
+
+def test_a_namespace_is_one_step_of_the_path_whatever_a_review_holds() -> None:
+    job = job_document("demo")
+    job["spec"]["model"]["tables"][0]["distribution"] = {"reference": "configmap:reuse"}
+    asked: list[str] = []
+
+    class Asked(Cluster):
+        async def call(self, _: str, path: str) -> dict[str, Any]:
+            asked.append(path)
+            return {"data": {"trace.json": "{}"}}
+
+    asyncio.run(References(cast("Api", Asked({}))).traces("a/secrets/b", parse_job(job).spec))
+
+    assert asked == ["/api/v1/namespaces/a%2Fsecrets%2Fb/configmaps/reuse"]
+
+
+def test_a_job_that_names_none_asks_nobody() -> None:
+    assert seen(None, hardware=None) == ProfileSeen()
+
+
+def test_the_place_comes_from_the_flag_or_the_environment() -> None:
+    assert read_settings(["--profiles", "team/pools"], {}).profiles == SOURCE
+    assert read_settings([], {"DLRM_PROFILES": "team/pools"}).profiles == SOURCE
+    assert read_settings([], {}).profiles is None
+    with pytest.raises(SystemExit):
+        read_settings(["--profiles", "pools"], {})

@@ -1,0 +1,144 @@
+"""Traces that a job refers to: read from ConfigMaps before a plan is made, and a condition where that can't be done."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from dlrm_api.status import ConditionType, Phase
+from dlrm_operator.beside.cuts import Cutter
+from dlrm_operator.beside.planning import Planner
+from dlrm_operator.beside.polling import Poller
+from dlrm_operator.beside.queues import Queues
+from dlrm_operator.beside.references import References
+from dlrm_operator.beside.stack_taking import StackTaker
+from dlrm_operator.cluster import Api
+from dlrm_operator.cluster_errors import NotFoundError
+from dlrm_operator.facts.actions import RequestPlan
+from dlrm_operator.facts.images import Images
+from dlrm_operator.facts.jobs import JobCache
+from dlrm_operator.facts.observed import JobKey, Observed, Planning
+from dlrm_operator.life.reconcile import reconcile
+from dlrm_operator.running.cache import PodCache
+from dlrm_operator.running.observing import Observer
+from dlrm_testing.operator.model_cluster import KEY, ModelCluster
+from dlrm_testing.operator.operator_cluster import job_document
+from dlrm_testing.operator.running_job import condition, status
+
+Object = dict[str, Any]
+PLAN = f"/api/v1/namespaces/{KEY.namespace}/configmaps/demo-plan-1"
+
+
+class ScriptedApi:
+    """One job, and the ConfigMaps of its namespace."""
+
+    def __init__(self, reference: str, config_maps: dict[str, Object]) -> None:
+        table = {"name": "a", "rows": 1_000, "dim": 4, "distribution": {"reference": reference}}
+        document = job_document("demo", model={"tables": [table], "interaction": "dcn"})
+        meta = {"namespace": KEY.namespace, "uid": "u", "resourceVersion": "1", "generation": 1}
+        self._job: Object = {**document, "metadata": {**document["metadata"], **meta}}
+        self._config_maps = config_maps
+        self.read: list[str] = []
+
+    async def call(self, _: str, path: str) -> Object:
+        if "/dlrmjobs/" in path:
+            return self._job
+        name = path.rpartition("/")[2]
+        self.read.append(path)
+        if name not in self._config_maps:
+            raise NotFoundError(404, f"configmaps {name} not found")
+        return {"data": self._config_maps[name]}
+
+    async def list_all(self, *_: Any) -> tuple[list[Object], str]:
+        return [], "1"
+
+
+class NoPoller:
+    def latest(self, _: JobKey) -> None:
+        return None
+
+
+class OnePlan:
+    def __init__(self, planning: Planning | None) -> None:
+        self._planning = planning
+
+    def answer(self, *_: Any) -> Planning | None:
+        return self._planning
+
+    def has_answered(self, _: JobKey) -> bool:
+        return self._planning is not None
+
+
+def looked(api: ScriptedApi, planning: Planning | None = None) -> Observed:
+    observer = Observer(
+        cast("Api", api),
+        jobs=JobCache(),
+        pods=PodCache(cast("Any", None), None, lambda key: None, lambda key: None),
+        planner=cast("Planner", OnePlan(planning)),
+        poller=cast("Poller", NoPoller()),
+        cutter=Cutter(cast("Api", api), lambda key: None),
+        stacks=StackTaker(lambda key: None),
+        queues=Queues(cast("Api", api), lambda key: None),
+        references=References(cast("Api", api)),
+        images=Images(),
+    )
+    observed = asyncio.run(observer.look(JobKey(KEY.namespace, "demo")))
+    assert observed is not None
+    return observed
+
+
+def test_the_config_map_s_trace_goes_with_the_question() -> None:
+    api = ScriptedApi("configmap:reuse", {"reuse": {"trace.json": "{...}"}})
+
+    observed = looked(api)
+
+    asked = [action for action in reconcile(observed, ModelCluster().now) if isinstance(action, RequestPlan)]
+    assert asked[0].question.traces == {"configmap:reuse": "{...}"}
+    assert api.read == [PLAN, f"/api/v1/namespaces/{KEY.namespace}/configmaps/reuse"]
+
+
+def test_nothing_is_read_once_there_is_an_answer() -> None:
+    api = ScriptedApi("configmap:reuse", {})
+
+    looked(api, Planning(problem="the planner ended with exit code 1"))
+
+    assert api.read == []
+
+
+@pytest.mark.parametrize(
+    ("reference", "config_maps", "says"),
+    [
+        (
+            "file:///data/trace.json",
+            {},
+            "spec.model.tables[0].distribution.reference: file:///data/trace.json: the operator reads no files: put "
+            "the trace into the job's namespace with dlrmctl trace FILE --configmap NAME, and refer to it as "
+            "configmap:NAME",
+        ),
+        ("configmap:reuse", {}, "there is no ConfigMap reuse in namespace"),
+        ("configmap:reuse", {"reuse": {"other": ""}}, "ConfigMap reuse has no key trace.json"),
+    ],
+)
+def test_a_trace_that_cannot_be_read_holds_planning_with_the_mend(
+    reference: str, config_maps: dict[str, Object], says: str
+) -> None:
+    observed = looked(ScriptedApi(reference, config_maps))
+
+    assert says in observed.trace_problem
+
+
+def test_planning_waits_for_the_trace_in_words() -> None:
+    cluster = ModelCluster()
+    observed = replace(cluster.observe(), trace_problem="there is no ConfigMap reuse: create it")
+    for action in reconcile(observed, cluster.now):
+        assert not isinstance(action, RequestPlan)
+        cluster.perform(action)
+
+    assert status(cluster).phase is Phase.PENDING
+    planned = condition(cluster, ConditionType.PLANNED)
+    assert (planned.status, planned.reason, planned.message) == (
+        "False",
+        "Trace",
+        "there is no ConfigMap reuse: create it",
+    )

@@ -1,0 +1,170 @@
+"""TLS that breaks off, each in front of a real connection: only a certificate that is refused is the user's to mend."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dlrm_api.errors import InvalidSpecError, StoreUnavailableError
+from dlrm_api.objects import S3Spec
+from dlrm_stores import repeats
+from dlrm_stores.base import ObjectStore, StoreOptions, open_store
+from dlrm_stores.repeats import MOST_TRIES
+from dlrm_testing.checkpointer.tls import self_signed
+
+BODY = bytes(range(256)) * 1_000
+HEAD = (
+    b'HTTP/1.1 206 Partial Content\r\nETag: "a"\r\n'
+    + f"Content-Range: bytes 0-{len(BODY) - 1}/{len(BODY)}\r\nContent-Length: {len(BODY)}\r\n\r\n".encode()
+)
+ALERT = bytes([21, 3, 3, 0, 2, 2, 80])
+"""A fatal one: internal_error."""
+BAD_RECORD = bytes([23, 3, 3, 0, 64]) + bytes(64)
+"""Application data with a code of authenticity that is wrong."""
+Talk = Callable[["Server", socket.socket], None]
+
+
+class Server:
+    """Talks to each connection as told, one after the other, and as a service that is well once nothing is told.
+
+    Args:
+        context: its side of TLS.
+    """
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self.context = context
+        self.talks: list[Talk] = []
+        self.connections = 0
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"https://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            connection, _ = self._socket.accept()
+            with connection, contextlib.suppress(OSError):
+                self.connections += 1
+                talk = self.talks.pop(0) if self.talks else answer
+                talk(self, connection)
+
+
+def answer(server: Server, connection: socket.socket) -> None:
+    with server.context.wrap_socket(connection, server_side=True) as tls:
+        tls.recv(65_536)
+        tls.sendall(HEAD + BODY)
+
+
+def hang_up(server: Server, connection: socket.socket) -> None:
+    connection.recv(65_536)
+
+
+def alert(server: Server, connection: socket.socket) -> None:
+    connection.recv(65_536)
+    connection.sendall(ALERT)
+
+
+def answer_without_tls(server: Server, connection: socket.socket) -> None:
+    connection.recv(65_536)
+    connection.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")
+
+
+def spoil_the_body(server: Server, connection: socket.socket) -> None:
+    tls = server.context.wrap_socket(connection, server_side=True)
+    tls.recv(65_536)
+    tls.sendall(HEAD + BODY[:1_000])
+    with socket.socket(fileno=tls.detach()) as plain:
+        plain.sendall(BAD_RECORD)
+
+
+BREAKS = [hang_up, alert, answer_without_tls, spoil_the_body]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    """Trusted by who reads ``ca.pem``."""
+    return Server(self_signed(tmp_path))
+
+
+@pytest.fixture
+def told() -> list[str]:
+    """Why calls were repeated."""
+    return []
+
+
+@pytest.fixture
+def opened(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ObjectStore]:
+    """A store at an endpoint, which trusts ``ca.pem``."""
+    monkeypatch.setattr(repeats, "FIRST_PAUSE_S", 0.001)
+    for name in ("accessKeyId", "secretAccessKey"):
+        (tmp_path / name).write_text("key")
+
+    def at(endpoint: str) -> ObjectStore:
+        s3 = S3Spec(endpoint=endpoint, ca_file=str(tmp_path / "ca.pem"))
+        return open_store("s3://bucket/a", StoreOptions(s3=s3, credentials_dir=tmp_path, on_repeat=told.append))
+
+    return at
+
+
+def get(store: ObjectStore) -> bytes:
+    return store.get("x")
+
+
+def get_into(store: ObjectStore) -> bytes:
+    buffer = bytearray(len(BODY))
+    assert store.get_into("x", memoryview(buffer)) == len(BODY)
+    return bytes(buffer)
+
+
+@pytest.mark.parametrize("read", [get, get_into])
+@pytest.mark.parametrize("talk", BREAKS)
+def test_tls_that_breaks_off_for_a_moment_is_tried_again(
+    server: Server, opened, told: list[str], talk: Talk, read: Callable[[ObjectStore], bytes]
+):
+    server.talks = [talk, talk]
+
+    assert read(opened(server.endpoint)) == BODY
+    assert told == ["broken"] * 2
+
+
+@pytest.mark.parametrize("read", [get, get_into])
+@pytest.mark.parametrize("talk", BREAKS)
+def test_tls_that_goes_on_breaking_off_is_a_store_that_may_answer_later(
+    server: Server, opened, talk: Talk, read: Callable[[ObjectStore], bytes]
+):
+    server.talks = [talk] * MOST_TRIES
+
+    with pytest.raises(StoreUnavailableError, match="did not answer for bucket bucket"):
+        read(opened(server.endpoint))
+    assert server.connections == MOST_TRIES
+
+
+@pytest.mark.parametrize(("trusted", "address"), [(False, "127.0.0.1"), (True, "127.0.0.2")])
+def test_a_certificate_that_is_refused_names_the_field_at_once(
+    opened, told: list[str], tmp_path: Path, trusted: bool, address: str
+):
+    server = Server(self_signed(tmp_path, address))
+    if not trusted:
+        self_signed(tmp_path)  # of another authority
+
+    with pytest.raises(
+        InvalidSpecError, match=r"spec\.checkpoint\.s3\.caFile: the certificate of https.* is not trusted"
+    ):
+        opened(server.endpoint).get("x")
+    assert (server.connections, told) == (1, [])
+
+
+def test_a_file_without_a_certificate_is_refused_by_its_field_and_not_by_a_connection(
+    server: Server, opened, tmp_path: Path
+):
+    (tmp_path / "ca.pem").write_text("no certificate")
+
+    with pytest.raises(InvalidSpecError, match=r"s3\.caFile: .*/ca\.pem can't be read as certificates in PEM form"):
+        opened(server.endpoint).get("x")
+    assert server.connections == 0

@@ -1,0 +1,318 @@
+"""What the Parquet reader promises: columns by name, bags, nulls, a bounded cache, and errors that say where."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as encryption
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError
+from dlrm_api.model import TableSpec
+from dlrm_testing.trainer.hashed_ids import rows_of_ids
+from dlrm_trainer.data import Reader, open_reader
+from dlrm_trainer.data.files import LocalFile
+from dlrm_trainer.data.lookups import hashing_of
+from dlrm_trainer.data.parquet import ParquetSource
+from dlrm_trainer.data.row_group import Columns
+
+Write = Callable[..., str]
+
+COLUMNS: dict[str, Any] = {
+    "label": pa.array([0, 1, 0, 1, 1], pa.int8()),
+    "price": pa.array([1.5, None, -2.0, 0.0, 4.0]),
+    "user": pa.array([3, 1, None, 0, 2]),
+    "films": pa.array([[5, 6], [], None, [7], [8, 8, 9]]),
+}
+
+
+def open_source(paths: list[Path], bags: list[str], budget: int) -> ParquetSource:
+    hashings = [hashing_of(TableSpec(name=bag, rows=10, dim=4)) for bag in bags]
+    columns = Columns(label="label", dense=["price"], bags=bags, weights=[None] * len(bags), hashings=hashings)
+    return ParquetSource([LocalFile(path) for path in paths], columns, budget)
+
+
+TABLES = [{"name": "user", "rows": 4, "dim": 4}, {"name": "films", "rows": 10, "dim": 4, "maxLookups": 3}]
+
+
+@pytest.fixture
+def open_file(make_spec: Any) -> Callable[..., Reader]:
+    def open_with(uri: str, tables: list[dict[str, Any]] | None = None, **data: Any) -> Reader:
+        document = {"format": "parquet", "train": {"uris": [uri]}, "globalBatchSize": 8, "virtualShards": 1}
+        document |= {"shuffle": {"windowRows": 0}} | data
+        return open_reader(make_spec(document, tables or TABLES, ["price"]), "train", 0, 1)
+
+    return open_with
+
+
+def test_scalars_and_lists_become_bags_and_nulls_become_empty_ones(write_parquet: Write, open_file: Any) -> None:
+    batch = open_file(write_parquet(COLUMNS), dense={"missing": 9.0}).read(0)
+
+    assert batch.labels.tolist() == [0, 1, 0, 1, 1]
+    assert batch.dense[:, 0].tolist() == [1.5, 9.0, -2.0, 0.0, 4.0]
+    assert batch.lengths.tolist() == [[1, 1, 0, 1, 1], [2, 0, 0, 1, 3]]
+    assert batch.values.tolist() == [3, 1, 0, 2, 5, 6, 7, 8, 8, 9]
+
+
+def test_log1p_of_negative_values_is_that_of_zero(write_parquet: Write, open_file: Any) -> None:
+    batch = open_file(write_parquet(COLUMNS), dense={"transform": "log1p"}).read(0)
+
+    np.testing.assert_allclose(batch.dense[:, 0], np.log1p([1.5, 0, 0, 0, 4.0]), rtol=1e-6)
+
+
+def test_features_are_found_under_other_column_names(write_parquet: Write, open_file: Any) -> None:
+    columns = {"clicked": COLUMNS["label"], "p": COLUMNS["price"], "u": COLUMNS["user"], "f": COLUMNS["films"]}
+    mapping = {"label": "clicked", "rename": {"price": "p", "user": "u", "films": "f"}}
+
+    batch = open_file(write_parquet(columns), columns=mapping).read(0)
+
+    assert batch.values.tolist() == [3, 1, 0, 2, 5, 6, 7, 8, 8, 9]
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.int8(), pa.uint16(), pa.int32(), pa.uint64(), pa.dictionary(pa.int8(), pa.int64())]
+)
+def test_every_integer_type_holds_ids(kind: pa.DataType, write_parquet: Write, open_file: Any) -> None:
+    column = pa.array([3, 1, None, 0, 2])
+    column = column.dictionary_encode().cast(kind) if isinstance(kind, pa.DictionaryType) else column.cast(kind)
+
+    batch = open_file(write_parquet(COLUMNS | {"user": column})).read(0)
+
+    assert batch.values[:4].tolist() == [3, 1, 0, 2]
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.uint8())])
+def test_every_list_type_holds_bags(kind: pa.DataType, write_parquet: Write, open_file: Any) -> None:
+    batch = open_file(write_parquet(COLUMNS | {"films": COLUMNS["films"].cast(kind)})).read(0)
+
+    assert batch.values[4:].tolist() == [5, 6, 7, 8, 8, 9]
+
+
+def test_lists_of_fixed_size_hold_bags(write_parquet: Write, open_file: Any) -> None:
+    films = pa.array([[1, 2], [3, 4], None, [5, 6], [7, 8]], pa.list_(pa.int64(), 2))
+
+    batch = open_file(write_parquet(COLUMNS | {"films": films})).read(0)
+
+    assert batch.lengths[1].tolist() == [2, 2, 0, 2, 2]
+    assert batch.values[4:].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_any_order_over_files_and_row_groups_equals_the_plain_rows(write_parquet: Write, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    bags = [rng.integers(0, 50, rng.integers(0, 4)).tolist() for _ in range(200)]
+    users, prices = rng.integers(0, 9, 200), rng.random(200).astype(np.float32)
+    for number, name in enumerate(("a.parquet", "b.parquet")):
+        part = slice(100 * number, 100 * number + 100)
+        columns = {"label": np.zeros(100, np.int8), "price": prices[part], "user": users[part], "films": bags[part]}
+        write_parquet(columns, name, row_group_size=7)
+    order = rng.permutation(200)[:150]
+    files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+
+    for budget in (0, 1 << 30):
+        (raw,) = open_source(files, ["user", "films"], budget).batches([order])
+
+        assert raw.dense[:, 0].tolist() == prices[order].tolist()
+        assert raw.ids.tolist() == users[order].tolist() + [i for row in order for i in bags[row]]
+        assert raw.lengths[1].tolist() == [len(bags[row]) for row in order]
+
+
+def test_decoded_row_groups_stay_within_their_budget(write_parquet: Write, tmp_path: Path) -> None:
+    columns = {"label": np.zeros(1_000, np.int8), "price": np.zeros(1_000), "user": np.zeros(1_000, np.int64)}
+    write_parquet(columns, row_group_size=100)
+    source = open_source([tmp_path / "data.parquet"], ["user"], 10_000)
+
+    source.batches([np.arange(1_000)], ahead=np.arange(1_000))
+
+    assert 0 < source._decoded.held_bytes <= 10_000
+
+
+BAD_COLUMNS: dict[str, tuple[dict[str, Any], str]] = {
+    "label of 2": ({"label": [0, 1, 2, 1, 1]}, r"data\.parquet: row 2: column label: 2 is no label"),
+    "null label": ({"label": [0, 1, 0, None, 1]}, r"row 3: column label: None is no label"),
+    "text label": ({"label": list("01011")}, r"data\.parquet: column label is string: labels and dense values must be"),
+    "NaN": ({"price": [0.0, 1.0, 2.0, 3.0, float("nan")]}, r"row 4: column price: nan is not finite .*null"),
+    "infinity": ({"price": [0.0, 1.0, 2.0, float("-inf"), 3.0]}, r"row 3: column price: -inf is not finite"),
+    "beyond float32": ({"price": [0.0, 1e300, 2.0, 3.0, 4.0]}, r"row 1: column price: 1e\+300 is not finite"),
+    "text ids": ({"user": list("abcde")}, r"column user is string: ids must be integers"),
+    "fractions as ids": ({"user": [0.5, 1, 2, 3, 0]}, r"column user is double: ids must be integers"),
+    "null in a bag": ({"films": [[1], [], [2, None], [], []]}, r"row 2: column films: \[2, None\] has a null inside"),
+    "id too large": ({"user": [0, 4, 1, 2, 9]}, r"row 1: id 4 of table user .* 4 rows: raise rows to at least 10.*mix"),
+    "negative id": ({"user": [0, 1, -7, 2, 3]}, r"row 2: id -7 of table user .* start at 0: .*embedding\.hash: mix"),
+    "bag too long": (
+        {"films": [[1], [], [], [1] * 4, []]},
+        r"row 3: the bag of table films .* 4 ids, more than maxLookups 3",
+    ),
+    "id in a bag": ({"films": [[], [1, 2], [3, 10], [1], []]}, r"row 2: id 10 of table films"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_COLUMNS)
+def test_a_bad_value_is_named_with_file_row_column_and_mend(case: str, write_parquet: Write, open_file: Any) -> None:
+    changed, message = BAD_COLUMNS[case]
+    path = write_parquet(COLUMNS | changed)
+
+    with pytest.raises(BadDataError, match=message):
+        open_file(path).read(0)
+
+
+def test_a_missing_column_is_named_with_those_that_exist(write_parquet: Write, open_file: Any) -> None:
+    columns = {name: values for name, values in COLUMNS.items() if name != "user"}
+
+    with pytest.raises(
+        BadDataError, match=r"data\.parquet: no column user: the file has label, price, films: .*rename"
+    ):
+        open_file(write_parquet(columns))
+
+
+def test_a_column_that_is_there_twice_is_named(write_parquet: Write, open_file: Any) -> None:
+    path = write_parquet(COLUMNS)
+    table = pq.read_table(path)
+    pq.write_table(table.append_column("user", table["user"]), path)
+
+    with pytest.raises(BadDataError, match=r"data\.parquet: 2 columns are called user: write the file with one"):
+        open_file(path)
+
+
+class PlainKeys(encryption.KmsClient):  # type: ignore[misc]
+    """Keys that wrap nothing."""
+
+    def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> bytes:
+        return base64.b64encode(key_bytes)
+
+
+@pytest.mark.parametrize("plaintext_footer", [False, True])
+def test_an_encrypted_file_is_called_so(plaintext_footer: bool, write_parquet: Write, open_file: Any) -> None:
+    path = write_parquet(COLUMNS)
+    table = pq.read_table(path)
+    settings = encryption.EncryptionConfiguration(
+        footer_key="footer", column_keys={"column": ["user"]}, plaintext_footer=plaintext_footer
+    )
+    factory = encryption.CryptoFactory(lambda _: PlainKeys())
+    properties = factory.file_encryption_properties(encryption.KmsConnectionConfig(), settings)
+    with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table)
+
+    with pytest.raises(BadDataError, match=r"data\.parquet: it is encrypted, .* write it without"):
+        open_file(path).read(0)
+
+
+def test_renaming_a_feature_that_the_model_lacks_is_refused(write_parquet: Write, open_file: Any) -> None:
+    with pytest.raises(InvalidSpecError, match=r"spec\.data\.columns\.rename\.usr: the model has no feature usr"):
+        open_file(write_parquet(COLUMNS), columns={"rename": {"usr": "user"}})
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "flipped"])
+def test_a_damaged_file_is_refused_by_name(damage: str, write_parquet: Write, open_file: Any) -> None:
+    path = Path(write_parquet(COLUMNS))
+    content = path.read_bytes()
+    flipped = bytearray(content)
+    flipped[4:200] = bytes(196)
+    path.write_bytes({"cut": content[:-20], "text": b"label,price\n0,1\n", "flipped": bytes(flipped)}[damage])
+
+    words = {"flipped": r"rows 0 to 2 \(row group 0\) can.t be decoded: damaged"}.get(
+        damage, "not a Parquet file, or a damaged"
+    )
+    with pytest.raises(BadDataError, match=r"data\.parquet: " + words):
+        open_file(str(path)).read(0)
+
+
+def test_a_file_without_rows_is_no_training_data(write_parquet: Write, open_file: Any) -> None:
+    path = write_parquet({name: values.slice(0, 0) for name, values in COLUMNS.items()})
+
+    with pytest.raises(BadDataError, match=r"data\.parquet: the training data has no rows"):
+        open_file(path)
+
+
+def test_a_file_that_vanishes_while_training_is_named(write_parquet: Write, open_file: Any) -> None:
+    path = write_parquet(COLUMNS)
+    reader = open_file(path)
+    Path(path).unlink()
+
+    with pytest.raises(NoInputError, match=r"data\.parquet: no such file"):
+        reader.read(0)
+
+
+@pytest.mark.parametrize("hashing", ["modulo", "mix"])
+def test_hashed_ids_of_any_size_and_sign_find_a_row(hashing: str, write_parquet: Write, open_file: Any) -> None:
+    tables = [TABLES[0] | {"embedding": {"hash": hashing}}, TABLES[1]]
+    users = pa.array([-1, 2**63 - 1, -(2**63), 0, 4])
+
+    values = open_file(write_parquet(COLUMNS | {"user": users}), tables).read(0).values[:5]
+
+    assert int(values.min()) >= 0
+    assert int(values.max()) < 4
+    if hashing == "modulo":
+        assert values.tolist() == [(2**64 - 1) % 4, (2**63 - 1) % 4, 2**63 % 4, 0, 0]
+
+
+@pytest.mark.parametrize("hashing", ["none", "modulo", "mix"])
+@pytest.mark.parametrize("kind", [pa.uint8(), pa.uint32(), pa.int64()])
+def test_ids_of_any_type_find_the_same_row_of_a_table_above_4_billion_rows(
+    kind: pa.DataType, hashing: Any, write_parquet: Write, open_file: Any
+) -> None:
+    rows, ids = 2**33, np.arange(200)
+    columns = {"label": ids % 2, "price": ids * 1.0, "user": pa.array(ids).cast(kind)}
+    table = {"name": "user", "rows": rows, "dim": 4, "embedding": {"hash": hashing}}
+
+    batch = open_file(write_parquet(columns, row_group_size=64), [table], globalBatchSize=200).read(0)
+
+    np.testing.assert_array_equal(batch.values.numpy(), rows_of_ids(ids, rows, hashing)[0])
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 1_000])
+@pytest.mark.parametrize("kind", [pa.float32(), pa.float64(), pa.int16(), pa.float16()])
+def test_nulls_are_told_from_values_in_every_type(
+    kind: pa.DataType, rows: int, write_parquet: Write, open_file: Any
+) -> None:
+    random = np.random.default_rng(rows)
+    prices = [None if random.random() < 0.4 else float(random.integers(-99, 99)) for _ in range(rows)]
+    columns = {"label": [1] * rows, "price": pa.array(prices).cast(kind), "user": [1] * rows}
+    path = write_parquet(columns, row_group_size=300)
+
+    batch = open_file(path, TABLES[:1], dense={"missing": 0.5}, globalBatchSize=1_000).read(0)
+
+    assert batch.dense[:, 0].tolist() == [0.5 if price is None else price for price in prices]
+
+
+def test_a_page_whose_checksum_is_another_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    columns = {"label": [0, 1] * 50, "price": np.zeros(100), "user": np.arange(100)}
+    pq.write_table(pa.table(columns), path, compression="none", use_dictionary=False, write_page_checksum=True)
+    body = path.read_bytes()
+    row = body.index(np.int64(77).tobytes())
+    path.write_bytes(body[:row] + np.int64(78).tobytes() + body[row + 8 :])
+
+    with pytest.raises(BadDataError, match=r"rows 0 to 99 \(row group 0\) can't be decoded: damaged .*CRC"):
+        open_source([path], ["user"], 0).batches([np.arange(100)])
+
+
+@given(st.sampled_from(["none", "snappy", "zstd"]), st.sampled_from(["1.0", "2.0"]), st.data())
+@settings(max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_damage_is_an_error_or_changes_no_more_than_what_pyarrow_reads(
+    tmp_path: Path, codec: str, version: str, data: Any
+) -> None:
+    path, random = tmp_path / "data.parquet", np.random.default_rng(0)
+    price = pa.array(random.integers(0, 9, 300).astype(np.float32), mask=random.random(300) < 0.1)
+    table = pa.table({"label": random.integers(0, 2, 300), "price": price, "user": random.integers(0, 40, 300)})
+    pq.write_table(table, path, compression=codec, data_page_version=version)
+    body, stop = bytearray(path.read_bytes()), pq.read_metadata(path).serialized_size
+    for _ in range(data.draw(st.integers(1, 3))):
+        body[data.draw(st.integers(4, len(body) - stop - 9))] = data.draw(st.integers(0, 255))
+    path.write_bytes(body)
+
+    try:
+        (raw,) = open_source([path], ["user"], 0).batches([np.arange(300)])
+    except BadDataError:
+        return
+
+    table = pq.read_table(path)
+    assert raw.ids.tolist() == table["user"].drop_null().to_pylist()
+    assert np.array_equal(raw.dense[:, 0], table["price"].to_numpy(), equal_nan=True)

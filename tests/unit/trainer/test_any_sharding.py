@@ -1,0 +1,125 @@
+"""Training over plans that split tables in any way: the same losses, exact restarts, the same bits with tiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from dlrm_testing.trainer.gangs import run_ranks
+from dlrm_testing.trainer.sharded_runs import ShardedRun, job_of, saved_of, train_plan, words_of_bad_gradient
+from dlrm_testing.trainer.shardings import random_plan, whole_plan, without_levels
+from dlrm_trainer.ranks.collectives import Collectives
+
+ALONE = Collectives(0, 1, lambda: "")
+NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # a run takes a second: shrinking would take minutes
+QUIET = [HealthCheck.function_scoped_fixture]
+STEPS = 12
+
+
+def losses_of(runs: list[ShardedRun]) -> np.ndarray:
+    return np.sum([run.losses for run in runs], axis=0)
+
+
+@pytest.mark.slow
+@settings(max_examples=4, phases=NO_SHRINKING, suppress_health_check=QUIET)
+@given(seed=st.integers(0, 10_000), kind=st.sampled_from(["rowwise-adagrad", "sgd", "adam"]))
+def test_levels_change_no_bit_whatever_the_sharding(tmp_path: Path, seed: int, kind: str) -> None:
+    job = job_of(tmp_path, 1, kind)
+    plan = random_plan(np.random.default_rng(seed), job.spec.model, 1, ("ddr", "ddr", "block"), lookahead=seed % 3)
+
+    resident = train_plan(ALONE, job, without_levels(plan), range(STEPS), tmp_path)
+    stacked = train_plan(ALONE, job, plan, range(STEPS), tmp_path)
+
+    assert stacked.losses == resident.losses
+    assert stacked.digest == resident.digest
+
+
+@pytest.mark.slow
+@settings(max_examples=4, phases=NO_SHRINKING, suppress_health_check=QUIET)
+@given(seed=st.integers(0, 10_000), kind=st.sampled_from(["rowwise-adagrad", "sgd", "adam"]))
+def test_a_snapshot_is_restored_bit_for_bit_by_any_other_sharding(tmp_path: Path, seed: int, kind: str) -> None:
+    job, generator = job_of(tmp_path, 1, kind), np.random.default_rng(seed)
+    first, second = (random_plan(generator, job.spec.model, 1) for _ in range(2))
+    third = random_plan(generator, job.spec.model, 1, ("ddr", "scm"))
+
+    run = train_plan(ALONE, job, first, range(STEPS), tmp_path)
+    saved = saved_of(job, [run])
+
+    for plan in (second, third):
+        assert train_plan(ALONE, job, plan, range(0), tmp_path, saved).digest == run.digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_losses_and_restarts_do_not_depend_on_ranks_or_sharding(tmp_path: Path, seed: int) -> None:
+    generator, world_size = np.random.default_rng(seed), 2 + 2 * (seed % 2)
+    alone, gang = job_of(tmp_path, 1), job_of(tmp_path, world_size)
+    whole = train_plan(ALONE, alone, random_plan(generator, alone.spec.model, 1), range(STEPS), tmp_path)
+    tiers = ("ddr", "ddr", "block") if seed > 1 else ()
+    plan = random_plan(generator, gang.spec.model, world_size, tiers, lookahead=1 if tiers else 0)
+
+    runs = run_ranks(world_size, train_plan, gang, plan, range(STEPS), tmp_path)
+    pipelined = run_ranks(world_size, train_plan, gang, plan, range(STEPS), tmp_path, None, True)
+    halfway = run_ranks(world_size, train_plan, gang, plan, range(STEPS // 2), tmp_path, None, True)
+    rest = run_ranks(
+        world_size, train_plan, gang, plan, range(STEPS // 2, STEPS), tmp_path, saved_of(gang, halfway), True
+    )
+    moved = train_plan(
+        ALONE, alone, random_plan(generator, alone.spec.model, 1), range(0), tmp_path, saved_of(gang, runs)
+    )
+
+    np.testing.assert_allclose(losses_of(runs), whole.losses, rtol=1e-5)
+    assert len({run.digest for run in runs}) == 1
+    assert [(run.losses, run.digest) for run in pipelined] == [(run.losses, run.digest) for run in runs]
+    assert [run.digest for run in rest] == [run.digest for run in runs]
+    assert losses_of(halfway).tolist() + losses_of(rest).tolist() == losses_of(runs).tolist()
+    assert moved.digest == runs[0].digest
+
+
+@pytest.mark.slow
+@settings(max_examples=4, phases=NO_SHRINKING, suppress_health_check=QUIET)
+@given(seed=st.integers(0, 10_000), most=st.integers(1, 70))
+def test_a_batch_computed_piece_by_piece_is_updated_once(tmp_path: Path, seed: int, most: int) -> None:
+    whole, pieces = job_of(tmp_path, 1), job_of(tmp_path, 1, microBatchSize=most)
+    plan = random_plan(np.random.default_rng(seed), whole.spec.model, 1)
+
+    expected = train_plan(ALONE, whole, plan, range(STEPS), tmp_path)
+    found = train_plan(ALONE, pieces, plan, range(STEPS), tmp_path)
+
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+    assert [piece.row_ids.tolist() for piece in found.pieces] == [piece.row_ids.tolist() for piece in expected.pieces]
+    assert (found.digest == expected.digest) == (most >= 64)  # one piece: bit for bit
+
+
+@pytest.mark.slow
+def test_fewer_bits_on_the_wire_take_fewer_bytes_and_train_nearly_the_same(tmp_path: Path) -> None:
+    plan = random_plan(np.random.default_rng(2), job_of(tmp_path, 2).spec.model, 2)
+    runs = {}
+    for codec in ("fp32", "fp16", "bf16", "int8"):
+        formats = dict.fromkeys(("forward", "backward", "dense"), codec)
+        runs[codec] = run_ranks(2, train_plan, job_of(tmp_path, 2, communication=formats), plan, range(STEPS), tmp_path)
+
+    sent = {codec: runs[codec][0].bytes_sent for codec in runs}
+    for codec, share in {"fp16": 0.51, "bf16": 0.51, "int8": 0.8}.items():  # of rows as narrow as 4 here, which take 12
+        np.testing.assert_allclose(losses_of(runs[codec]), losses_of(runs["fp32"]), rtol=0.02)
+        assert sent[codec]["pooled"] < share * sent["fp32"]["pooled"]
+        assert sent[codec]["gradients"] < share * sent["fp32"]["gradients"]
+        assert sent[codec]["ids"] == sent["fp32"]["ids"]
+        assert len({run.digest for run in runs[codec]}) == 1
+
+
+@pytest.mark.slow
+def test_a_gradient_that_fp16_cannot_send_ends_every_rank_by_name_before_any_update(tmp_path: Path) -> None:
+    job = job_of(tmp_path, 2, communication={"backward": "fp16"})
+    plan = whole_plan(job.spec.model, owner=0, world_size=2)
+
+    words = run_ranks(2, words_of_bad_gradient, job, plan, tmp_path)
+
+    assert words[0] == "rank 1 sent values that are not finite: see its log"
+    assert words[1].startswith(
+        "step 1: the gradient of feature i of table items is not finite: lower the learning rate"
+    )

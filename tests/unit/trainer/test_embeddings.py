@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlrm_api.model import ModelSpec
+from dlrm_testing.trainer.gangs import run_ranks
+from dlrm_testing.trainer.reference import DenseTables, RankState, global_batch, train_sharded
+from dlrm_testing.trainer.shardings import random_model, random_plan
+from dlrm_trainer.embedding import Placement, place
+from dlrm_trainer.ranks.collectives import Collectives
+
+STEPS = 6
+
+
+def check_against_reference(model: ModelSpec, ranks: list[RankState], samples: list[int], rates: list[float]) -> None:
+    reference = DenseTables.start(model)
+    for step, rate in enumerate(rates):
+        expected = reference.step(global_batch(model, samples[step], seed=step), rate)
+        seen = np.concatenate([rank.features[step] for rank in ranks])
+        np.testing.assert_allclose(seen, expected, rtol=1e-4, atol=1e-5)
+    held = {table.name: np.zeros((table.rows, table.dim), int) for table in model.all_tables()}
+    numbers = {table.name: number for number, table in enumerate(model.all_tables())}
+    for rank in ranks:
+        for place_, (shard, weight, state, updated) in enumerate(rank.parts):
+            number, rows = numbers[shard.table], slice(shard.row_start, shard.row_end)
+            columns = slice(shard.column_start, shard.column_end)
+            block = model.all_tables()[number].block_edges.index(shard.column_start)
+            np.testing.assert_allclose(weight, reference.weights[number][rows, columns], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(state[:, 0], reference.states[number][rows, block], rtol=1e-4, atol=1e-6)
+            touched = {row - shard.row_start for row in reference.touched[number] if row in range(*rows.indices(10**9))}
+            assert set(updated.tolist()) == touched
+            if place_ < len(rank.parts) - rank.replicas or rank is ranks[0]:
+                held[shard.table][rows, columns] += 1
+    assert all((count == 1).all() for count in held.values())
+    replicas = [rank.parts[len(rank.parts) - rank.replicas :] for rank in ranks]
+    for others in replicas[1:]:
+        for (_, *mine), (_, *theirs) in zip(replicas[0], others, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))  # bit for bit
+
+
+def random_case(seed: int, world_size: int, count: int = 7, max_lookups: int = 4) -> tuple[ModelSpec, Placement]:
+    generator = np.random.default_rng(seed)
+    model = random_model(generator, count, weighted=seed % 2 == 1, max_lookups=max_lookups)
+    return model, place(model, random_plan(generator, model, world_size), world_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(9))
+def test_any_mixture_of_shardings_agrees_with_dense_float64_tables_with_uneven_and_empty_slices(seed: int) -> None:
+    world_size = 2 + seed % 3
+    model, placement = random_case(seed, world_size)
+    generator = np.random.default_rng(seed)
+    samples = [int(count) for count in generator.integers(0, 12, STEPS)]
+    cuts = [[0, *sorted(generator.integers(0, count + 1, world_size - 1).tolist()), count] for count in samples]
+    rates = [0.1, 0.05, 0.2, 0.1, 0.0, 0.1]
+
+    ranks = run_ranks(world_size, train_sharded, model, placement, cuts, samples, rates)
+
+    check_against_reference(model, ranks, samples, rates)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_lookups", [255, 256, 32_767, 32_768])
+def test_ranks_tell_each_other_of_bags_of_any_number_of_ids(max_lookups: int) -> None:
+    model, placement = random_case(4, world_size=2, count=1, max_lookups=max_lookups)
+    samples, rates = [3, 0, 1], [0.01, 0.01, 0.01]
+
+    ranks = run_ranks(2, train_sharded, model, placement, [[0, 2, 3], [0, 0, 0], [0, 0, 1]], samples, rates)
+
+    check_against_reference(model, ranks, samples, rates)
+
+
+@pytest.mark.slow
+@settings(max_examples=30)
+@given(seed=st.integers(0, 10_000))
+def test_one_rank_agrees_with_dense_float64_tables(seed: int) -> None:
+    model, placement = random_case(seed, world_size=1)
+    samples, rates = [5, 0, 8, 1], [0.1, 0.05, 0.2, 0.1]
+
+    cuts = [[0, count] for count in samples]
+    state = train_sharded(Collectives(0, 1, lambda: ""), model, placement, cuts, samples, rates)
+
+    check_against_reference(model, [state], samples, rates)
+    assert state.calls == [0, 0, 0, 0]
+
+
+@pytest.mark.slow
+def test_the_number_of_collectives_does_not_grow_with_the_number_of_features() -> None:
+    calls = []
+    for count in (2, 40):
+        model, placement = random_case(3, 2, count)
+
+        ranks = run_ranks(2, train_sharded, model, placement, [[0, 4, 9]] * 2, [9, 9], [0.1, 0.1])
+
+        calls.append([rank.calls for rank in ranks])
+    assert calls[0] == calls[1]
+    # header, lengths, ids and weights, pooled rows, their gradients, data-parallel gradients
+    assert calls[0][0] == [7, 7]

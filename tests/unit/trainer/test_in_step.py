@@ -1,0 +1,100 @@
+"""Ranks whose work takes longer than a collective may wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from dlrm_testing.trainer.gangs import run_ranks
+from dlrm_trainer.cutting.handing_over import HandingOver, MetaOf
+from dlrm_trainer.cutting.snapshots import restore
+from dlrm_trainer.ranks import in_step
+from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.ranks.in_step import InStep
+
+TIMEOUT_S = 2.0
+PIECE_S = 0.25
+
+
+class SlowPart:
+    """Takes its time for each piece."""
+
+    def __init__(self) -> None:
+        self.shard = SimpleNamespace(row_start=0)
+        self.dirty = SimpleNamespace(store=lambda _rows: None)
+        self.pieces = 0
+
+    def restore(self, pieces: Iterator[Any]) -> None:
+        for _ in pieces:
+            time.sleep(PIECE_S)
+            self.pieces += 1
+
+
+def restore_some(collectives: Collectives, pieces: Sequence[int]) -> tuple[int, float]:
+    """Pieces that a rank restored, and when it was done, by a clock that all share."""
+    in_step.WORD_S = TIMEOUT_S / 4
+    part, piece = SlowPart(), SimpleNamespace(row_ids=np.arange(3))
+    mine = pieces[collectives.rank]
+    snapshot: Any = SimpleNamespace(shard_codes=lambda _: ((0, piece) for _ in range(mine)), dense=dict)
+    learner: Any = SimpleNamespace(
+        embeddings=SimpleNamespace(settle=lambda: None, local=[part]),
+        dense=SimpleNamespace(restore=lambda _arrays: None),
+    )
+    restore(learner, snapshot, collectives)
+    done = time.monotonic()
+    collectives.barrier()
+    return part.pieces, done
+
+
+class Ending(HandingOver):
+    """Hands the last cut over in no time, once all are ready for it."""
+
+    def hand_over(self, step: int, meta_of: MetaOf, *, last: bool = False) -> None:
+        """A collective of all ranks, as every cut begins with."""
+        self._collectives.gather(step, TypeAdapter(int))
+
+
+def end_when_ready(collectives: Collectives, waits_s: Sequence[float]) -> bool:
+    """Hand a last cut over where the checkpointer of each rank takes the one before it after so many seconds."""
+    in_step.WORD_S = TIMEOUT_S / 4
+    ready_at = time.monotonic() + waits_s[collectives.rank]
+    parts: Any = SimpleNamespace(
+        writer=SimpleNamespace(ready=lambda: time.monotonic() >= ready_at),
+        gang=SimpleNamespace(collectives=collectives),
+        settings=SimpleNamespace(grace_s=60.0),
+        control=None,
+        board=None,
+        learner=SimpleNamespace(embeddings=SimpleNamespace(saved=None)),
+        observer=SimpleNamespace(stages=None),
+    )
+    Ending(parts, attempt=1, step=5).hand_over_last(6, lambda _parent, _now: pytest.fail("not called"))
+    return time.monotonic() >= ready_at
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pieces", [[0, 16, 1], [16, 0, 7]])
+def test_ranks_with_few_rows_wait_for_those_that_restore_for_longer_than_a_collective_may(pieces: list[int]) -> None:
+    found = run_ranks(3, restore_some, pieces, timeout_s=TIMEOUT_S)
+
+    ends = [end for _, end in found]
+    assert [count for count, _ in found] == pieces
+    assert max(pieces) * PIECE_S > 2 * TIMEOUT_S - 0.5
+    assert max(ends) - min(ends) < TIMEOUT_S
+
+
+def test_one_rank_alone_waits_for_nobody() -> None:
+    together = InStep(Collectives(0, 1, lambda: ""))
+
+    assert list(together.over(range(3))) == [0, 1, 2]
+    together.wait()
+
+
+@pytest.mark.slow
+def test_a_last_cut_waits_for_the_slowest_checkpointer_for_longer_than_a_collective_may() -> None:
+    assert run_ranks(3, end_when_ready, [0.0, 2 * TIMEOUT_S, 1.0], timeout_s=TIMEOUT_S) == [True] * 3

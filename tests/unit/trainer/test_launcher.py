@@ -1,0 +1,292 @@
+"""Real launchers, ranks and checkpointers on this machine; kills and signals on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlrm_api.names import TOKEN_HEADER, Env, ExitCode, token_digest
+from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_stores.base import open_store
+from dlrm_testing.trainer.gangs import Pod, alive, job_document, plan_document, small_job
+from dlrm_testing.trainer.sample_ledgers import sample_ids
+from dlrm_testing.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+STEPS = 63  # 4,000 samples in batches of 64, the last of them short
+TOKEN = "shown-by-who-may-ask"
+MakePod = Callable[..., Pod]
+
+
+@pytest.fixture
+def make_pod(tmp_path: Path) -> Iterator[MakePod]:
+    pods: list[Pod] = []
+
+    def make(name: str, world_size: int = 1, environment: dict[str, str] | None = None, **changes: Any) -> Pod:
+        folder = tmp_path / name
+        job = small_job(folder, world_size, **changes)
+        document = job_document(folder, world_size, **changes)
+        pods.append(Pod(folder, document, plan_document(job), **(environment or {})))
+        return pods[-1]
+
+    yield make
+    for pod in pods:
+        pod.close()
+
+
+def committed_step(pod: Pod) -> int | None:
+    snapshot, _ = newest_snapshot(open_store(f"file://{pod.folder}/store"))
+    return None if snapshot is None else snapshot.step
+
+
+def said_last(pod: Pod) -> tuple[int, int]:
+    """Step and exit code that its launcher left for whoever did not ask in time, with the rest of rank 0's progress."""
+    left = pod.termination()
+    assert left.progress is not None
+    assert left.progress.samples > 0
+    assert left.step == left.progress.step
+    return left.progress.step, left.exit_code
+
+
+def progress(pod: Pod) -> dict[str, Any]:
+    """What the pod says of itself; nothing while it does not listen."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{pod.port}/progress", timeout=5) as answer:
+            return dict(json.load(answer))
+    except OSError:
+        return {}
+
+
+def evaluations(pod: Pod) -> dict[int, Any]:
+    """Each step that was evaluated after, and the quality then."""
+    lines = map(json.loads, (pod.work / "progress.jsonl").read_text().splitlines())
+    return {line["step"]: line["eval"] for line in lines if "eval" in line}
+
+
+def post_cut(pod: Pod) -> int:
+    address, headers = f"http://127.0.0.1:{pod.port}/cut", {TOKEN_HEADER: TOKEN}
+    request = urllib.request.Request(address, data=b'{"reason": "test"}', headers=headers, method="POST")
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return int(json.load(answer)["step"])
+
+
+def test_a_run_that_is_killed_signalled_and_restarted_ends_with_the_same_bytes(make_pod: MakePod) -> None:
+    data = {"format": "synthetic", "synthetic": {"samples": 40_000, "evalSamples": 500}}
+    told = {Env.TOKEN_SHA256: token_digest(TOKEN)}
+    undisturbed, pod = make_pod("whole", 2, data=data), make_pod("broken", 2, told, data=data)
+    steps = 10 * 62 + 5
+    assert undisturbed.run() == ExitCode.DONE, undisturbed.log()
+
+    pod.start()
+    pod.wait_for_step(25)
+    os.kill(pod.rank_pids()[1], signal.SIGKILL)
+    assert pod.wait() == 128 + signal.SIGKILL
+    assert (pod.termination().rank, pod.termination().reason) == (1, "Killed")
+
+    pod.start()
+    pod.wait_for_step(committed_step(pod) + 40)
+    assert pod.launcher is not None
+    pod.launcher.send_signal(signal.SIGTERM)
+    assert pod.wait() == ExitCode.TERMINATED
+    assert said_last(pod) == (pod.lines()[-1]["step"], ExitCode.TERMINATED)
+    assert committed_step(pod) == pod.lines()[-1]["step"] < steps
+
+    pod.start()
+    pod.wait_for_step(committed_step(pod) + 15)
+    assert post_cut(pod) > committed_step(pod) - 15
+    ranks = pod.rank_pids()
+    pod.launcher.kill()
+    wait_until(lambda: not any(map(alive, ranks)))
+    pod.wait()
+
+    assert pod.run() == ExitCode.DONE, pod.log()
+    assert pod.result()["state_digest"] == undisturbed.result()["state_digest"]
+    assert pod.result()["eval"] == undisturbed.result()["eval"]
+    assert said_last(pod) == (steps, ExitCode.DONE)
+    assert [line["step"] for line in pod.lines()] == list(range(1, steps + 1))
+    assert sample_ids(pod.folder / "ledger").tolist() == list(range(40_000))
+
+
+def test_a_signal_ends_an_evaluation_which_the_next_start_makes_up_for(make_pod: MakePod) -> None:
+    changes = {
+        "data": {"format": "synthetic", "synthetic": {"samples": 4_000, "evalSamples": 12_000}},
+        "training": {"evalEverySteps": 20, "rowOptimizer": {"learningRate": 0.05}},
+        "checkpoint": {"intervalSteps": 1_000},
+    }
+    undisturbed, pod = make_pod("whole", 2, **changes), make_pod("broken", 2, **changes)
+    assert undisturbed.run() == ExitCode.DONE, undisturbed.log()
+
+    for step in (20, STEPS):
+        pod.start()
+        wait_until(lambda: progress(pod).get("phase") == "Evaluating" and progress(pod)["step"] == step, 120)  # noqa: B023
+        assert pod.launcher is not None
+        pod.launcher.send_signal(signal.SIGTERM)
+        assert pod.wait() == ExitCode.TERMINATED, pod.log()
+        assert committed_step(pod) == step
+        assert step not in evaluations(pod)
+
+    assert pod.run() == ExitCode.DONE, pod.log()
+    assert evaluations(pod) == evaluations(undisturbed)
+    assert list(evaluations(pod)) == [20, 40, 60, STEPS]
+    assert pod.result()["state_digest"] == undisturbed.result()["state_digest"]
+
+
+def test_the_loss_does_not_depend_on_the_world_size(make_pod: MakePod) -> None:
+    data = {"format": "synthetic", "synthetic": {"samples": 6_500, "evalSamples": 500}}
+    pods = [make_pod(f"w{world_size}", world_size, {Env.HANDOFF_DIR: ""}, data=data) for world_size in (1, 2, 4)]
+
+    for pod in pods:
+        assert pod.run(checkpointer=False) == ExitCode.DONE, pod.log()
+
+    losses = [np.array([line["loss"] for line in pod.lines()]) for pod in pods]
+    for other, pod in zip(losses[1:], pods[1:], strict=True):
+        assert len(other) == 102
+        np.testing.assert_allclose(other[:100], losses[0][:100], rtol=1e-5)
+        assert pod.result()["eval"]["ne"] == pytest.approx(pods[0].result()["eval"]["ne"], abs=1e-4)
+        assert sample_ids(pod.folder / "ledger").tolist() == list(range(6_500))
+
+
+def test_a_restore_at_another_world_size_gives_the_same_digest(make_pod: MakePod) -> None:
+    first = make_pod("first", 2)
+    assert first.run() == ExitCode.DONE, first.log()
+    digest = first.result()["state_digest"]
+
+    document, job = job_document(first.folder, 1), small_job(first.folder, 1)
+    other = Pod(first.folder, document, plan_document(job))
+
+    assert other.run() == ExitCode.DONE, other.log()
+    assert other.result()["state_digest"] == digest
+    assert f"snapshot restored step={STEPS} " in other.log()
+
+
+def test_a_loss_that_is_no_number_ends_the_job_before_the_update_and_names_the_table(make_pod: MakePod) -> None:
+    training = {"rowOptimizer": {"learningRate": 1_000}, "denseOptimizer": {"kind": "sgd", "learningRate": 1_000}}
+    pod = make_pod("wild", 2, training=training, checkpoint={"intervalSteps": 1_000})
+
+    code = pod.run()
+
+    message = pod.termination()
+    assert code == ExitCode.BAD_DATA
+    assert message.reason == "Diverged"
+    assert f"in step {len(pod.lines()) + 1}; " in message.message
+    assert "table " in message.message or "dense parameter " in message.message
+    assert f"dlrm_trainer: error: {message.message}" in pod.log()
+    assert "Traceback" not in pod.log()
+    assert committed_step(pod) is None
+
+
+def test_a_pod_that_dies_is_named_by_the_pods_that_are_left(make_pod: MakePod, tmp_path: Path) -> None:
+    data = {"format": "synthetic", "synthetic": {"samples": 4_000_000, "evalSamples": 500}}
+    trainer = {"replicas": 2, "processesPerReplica": 1, "threadsPerProcess": 1}
+    environment = {Env.HANDOFF_DIR: "", Env.LEDGER_DIR: ""}
+    first = make_pod("pod-0", 2, environment, data=data, trainer=trainer)
+    port = first.environment[Env.MASTER_PORT]
+    second = make_pod("pod-1", 2, environment | {Env.REPLICA: "1", Env.MASTER_PORT: port}, data=data, trainer=trainer)
+    first.start(checkpointer=False)
+    second.start(checkpointer=False)
+    first.wait_for_step(5)
+
+    os.kill(second.rank_pids()[0], signal.SIGKILL)
+
+    assert second.wait() == 128 + signal.SIGKILL
+    assert first.wait() == ExitCode.TEMPORARY
+    assert first.termination().reason == "PeerLost"
+    assert "rank 1 died or fell silent" in first.termination().message
+
+
+def test_ranks_that_do_not_come_are_named(make_pod: MakePod) -> None:
+    trainer = {"replicas": 2, "processesPerReplica": 1}
+    pod = make_pod("alone", 2, {Env.HANDOFF_DIR: "", Env.RENDEZVOUS_TIMEOUT_S: "1"}, trainer=trainer)
+
+    code = pod.run(checkpointer=False)
+
+    assert code == ExitCode.TEMPORARY
+    assert "rank 1 did not come within 1 s" in pod.termination().message
+
+
+def test_without_a_checkpointer_cuts_are_delayed_training_goes_on_and_the_end_says_so(make_pod: MakePod) -> None:
+    pod = make_pod("no-sidecar", 2, {Env.GRACE_S: "1"})
+
+    code = pod.run(checkpointer=False)
+
+    assert code == ExitCode.TEMPORARY
+    assert "the checkpointer did not take the cut before it" in pod.termination().message
+    assert pod.lines()[-1]["step"] == STEPS
+    assert pod.log().count("cut handed over step=10") == 2
+    assert pod.log().count("cut handed over") == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"data": {"synthetic": {"samples": 5_000, "evalSamples": 500}}}, "the data changed since the snapshot: data."),
+        (
+            {"model": {"topMlp": [12, 1]}},
+            "the model changed since the snapshot: model.dense.top.layers.0.bias was [16]",
+        ),
+    ],
+)
+def test_a_changed_job_is_refused_by_the_name_of_what_changed(
+    make_pod: MakePod, changes: dict[str, Any], named: str
+) -> None:
+    training = {"maxSteps": 12}
+    first = make_pod("job", training=training)
+    assert first.run() == ExitCode.DONE, first.log()
+    second = make_pod("job", training=training, **changes)
+
+    code = second.run()
+
+    assert code == ExitCode.BAD_DATA
+    assert named in second.termination().message
+    assert "Traceback" not in second.log()
+
+
+def test_ranks_that_are_told_to_end_do_not_wait_for_a_checkpointer_that_died(make_pod: MakePod) -> None:
+    data = {"format": "synthetic", "synthetic": {"samples": 4_000_000, "evalSamples": 500}}
+    pod = make_pod("deserted", 2, {Env.GRACE_S: "300"}, data=data)
+    pod.start()
+    pod.wait_for_step(25)
+    assert pod.checkpointer is not None
+    pod.checkpointer.kill()
+    pod.checkpointer.wait()
+    wait_until(lambda: len(list((pod.folder / "handoff").glob("ready-*"))) == 2)  # nobody takes them
+
+    assert pod.launcher is not None
+    pod.launcher.send_signal(signal.SIGTERM)
+
+    assert pod.wait(60) == 128 + signal.SIGKILL
+    assert "its checkpointer had died, so its last cut had nowhere to go" in pod.termination().message
+
+
+def test_a_pod_that_is_told_to_end_waits_a_moment_for_another_pods_part_of_the_final_cut(
+    make_pod: MakePod, tmp_path: Path
+) -> None:
+    changes = {
+        "trainer": {"replicas": 2, "processesPerReplica": 1, "threadsPerProcess": 1},
+        "checkpoint": {"intervalSteps": 1_000, "uri": f"file://{tmp_path}/pod-0/store"},
+    }
+    first = make_pod("pod-0", 2, {Env.GRACE_S: "300"}, **changes)
+    port = first.environment[Env.MASTER_PORT]
+    environment = {Env.GRACE_S: "300", Env.REPLICA: "1", Env.MASTER_PORT: port}
+    second = make_pod("pod-1", 2, environment, **changes)
+    first.start()
+    second.start(checkpointer=False)
+    wait_until(lambda: (first.folder / "handoff" / f"uploaded-{STEPS}-1.json").exists(), 60)
+    assert first.launcher is not None
+
+    first.launcher.send_signal(signal.SIGTERM)
+
+    assert first.wait(90) == ExitCode.TEMPORARY
+    assert f"the final cut at step {STEPS} was not committed after" in first.termination().message
+    assert committed_step(first) is None
+    second.start_checkpointer()
+    wait_until(lambda: committed_step(first) == STEPS)

@@ -1,0 +1,117 @@
+"""What ranks tell each other: typed values on both sides, and nothing that a peer sends is run."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from dlrm_api.errors import TemporaryError
+from dlrm_api.progress import EvalMetrics
+from dlrm_checkpointer.cut import SnapshotName
+from dlrm_checkpointer.reading.salvage import Salvage
+from dlrm_testing.trainer.gangs import run_ranks
+from dlrm_trainer.cutting.handing_over import TOLD
+from dlrm_trainer.cutting.snapshots import PARTIALS, START, Start
+from dlrm_trainer.evaluate import QUALITY
+from dlrm_trainer.observing.divergence import LARGEST
+from dlrm_trainer.ranks import small_values
+from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.ranks.small_values import GATHERED_BYTES, decode_value, encode_value
+from dlrm_trainer.start import CHANGE, CHOSEN
+
+NAME = SnapshotName(40, 2)
+KINDS: list[tuple[TypeAdapter[Any], Any]] = [
+    (LARGEST, (math.inf, "table Ünï, row 7")),
+    (QUALITY, None),
+    (QUALITY, EvalMetrics(step=3, samples=10, log_loss=0.5)),
+    (TOLD, ((NAME, 1763801800.25), None)),
+    (TOLD, ((None, 1763801800.25), NAME)),
+    (TOLD, (None, NAME)),
+    (START, Start(attempt=3, snapshot=NAME, reasons=("a", "b"), salvage=Salvage(NAME, (0, 2)))),
+    (START, Start(attempt=3, snapshot=None, reasons=())),
+    (PARTIALS, {"users": (2**64 - 1, 0, 1, 2)}),
+    (CHANGE, "data.files[3]: \udcff is no UTF-8"),
+    (CHOSEN, (None, ["why"])),
+]
+
+
+@pytest.mark.parametrize(("kind", "value"), KINDS, ids=repr)
+def test_a_value_comes_as_it_was_sent(kind: TypeAdapter[Any], value: Any) -> None:
+    found = decode_value(encode_value(value, kind), kind, 1)
+
+    assert found == value
+    assert type(found) is type(value)
+
+
+class Runs:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._path),)
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b"\x80\x05.", "no JSON"),
+        (b"", "no JSON"),
+        (b"[" * 200_000, "no JSON"),
+        (b"1" * 5_000, "no JSON"),
+        (b"[1, 2, 3]", "dictionary"),
+        (b'{"users": ["x"]}', "integer"),
+    ],
+)
+def test_what_is_no_such_value_is_refused_by_the_rank_that_sent_it(body: bytes, problem: str) -> None:
+    with pytest.raises(TemporaryError, match=f"rank 5 told what this rank can't read .*{problem}"):
+        decode_value(body, PARTIALS, 5)
+
+
+def said_by(collectives: Collectives, bodies: list[bytes], of_rank_0: bool) -> str:
+    """What a rank makes of the bodies that ranks send as their values."""
+    from dlrm_trainer.ranks import collectives as module
+
+    module.encode_value = lambda _value, _kind: bodies[collectives.rank]  # type: ignore[assignment]
+    kind = TypeAdapter(list[int])
+    try:
+        if of_rank_0:
+            collectives.broadcast([] if collectives.rank == 0 else None, kind)
+        else:
+            collectives.gather([], kind)
+    except TemporaryError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_a_peer_s_pickle_runs_nothing_and_every_rank_names_the_peer(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    body = pickle.dumps(Runs(ran))
+
+    said = run_ranks(3, said_by, [b"[]", body, b"[]"], False)
+    at_others = run_ranks(2, said_by, [body, b""], True)[1]
+
+    assert all(words.startswith("rank 1 told what this rank can't read (no JSON") for words in said)
+    assert at_others.startswith("rank 0 told what this rank can't read (no JSON")
+    assert not ran.exists()
+
+
+@pytest.mark.slow
+def test_a_value_that_is_too_long_is_refused_before_memory_is_taken_for_it() -> None:
+    said = run_ranks(2, said_by, [b"[]", b" " * (GATHERED_BYTES + 1)], False)
+
+    assert all(f"rank 1 told what this rank can't read ({GATHERED_BYTES + 1} bytes" in words for words in said)
+
+
+@pytest.mark.parametrize("size", [-1, 0, GATHERED_BYTES + 1, 2**63 - 1])
+def test_no_value_has_such_a_length(size: int) -> None:
+    with pytest.raises(TemporaryError, match=f"{size} bytes, and from 1 to {GATHERED_BYTES} can be told"):
+        small_values.check_size(size, GATHERED_BYTES, 0)

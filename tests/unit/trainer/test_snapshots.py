@@ -1,0 +1,427 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dlrm_api.errors import DLRMError, InvalidSpecError, SnapshotError, TemporaryError
+from dlrm_api.job import DLRMJob, parse_job
+from dlrm_checkpointer.coding.codes import CodedRows, code_rows
+from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, SnapshotName, loaded
+from dlrm_checkpointer.format.chain import Basis, Chain, load_chain
+from dlrm_checkpointer.hand_off.inbox import Inbox
+from dlrm_checkpointer.hand_off.ready import Durable
+from dlrm_checkpointer.hand_off.writer import HandOffWriter
+from dlrm_checkpointer.writing.commit import try_commit
+from dlrm_checkpointer.writing.upload import Traffic, Upload, Way
+from dlrm_stores.base import ObjectStore, StoreOptions
+from dlrm_stores.files import FileStore
+from dlrm_testing.trainer.gangs import hand_plan, job_document, small_job
+from dlrm_trainer.cutting.compatible import check_data, check_model, first_change
+from dlrm_trainer.cutting.snapshots import live_digest, model_document, restore
+from dlrm_trainer.data import open_reader
+from dlrm_trainer.embedding import place
+from dlrm_trainer.embedding.rows import ResidentPart, table_meta
+from dlrm_trainer.evaluate import evaluate
+from dlrm_trainer.learner import Learner
+from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.start import begin_from
+
+ALONE = Collectives(0, 1, lambda: "")
+
+
+class Memory:
+    """A snapshot that was never written anywhere."""
+
+    def __init__(self, pieces: list[ShardRows], dense: dict[str, Any]) -> None:
+        self.pieces, self.arrays = pieces, dense
+
+    def shard_codes(self, shards: Sequence[ShardId]) -> Iterator[tuple[int, CodedRows]]:
+        for number, shard in enumerate(shards):
+            yield from ((number, code_rows(each, 32)[0]) for each in self.pieces if each.shard.table == shard.table)
+
+    def dense(self) -> dict[str, Any]:
+        return self.arrays
+
+
+def learner_of(job: DLRMJob) -> Learner:
+    learner = Learner(job.spec, place(job.spec.model, hand_plan(job), 1), ALONE)
+    learner.start(job.spec.training.seed)
+    return learner
+
+
+def train(job: DLRMJob, learner: Learner, start: int, stop: int) -> None:
+    reader = open_reader(job.spec, "train", 0, 1)
+    for number in range(start, stop):
+        prepared = learner.prepare(learner.send(reader.read(number)))
+        learner.apply(learner.compute(prepared, reader.global_count(number), factor=1.0))
+    reader.close()
+
+
+def digest_of(job: DLRMJob, learner: Learner) -> str:
+    return live_digest(learner, ALONE)
+
+
+def part_of(learner: Learner, table: str) -> ResidentPart:
+    (part,) = (part for part in learner.embeddings.local if part.table.name == table)
+    assert isinstance(part, ResidentPart)
+    return part
+
+
+def cut_of(job: DLRMJob, learner: Learner) -> Memory:
+    return Memory([loaded(piece) for piece in learner.embeddings.saved.rows_in_place()], learner.dense.arrays())
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "adam", "sgd"])
+def test_training_from_a_cut_ends_with_the_bytes_of_training_through(tmp_path: Path, kind: str) -> None:
+    job = small_job(tmp_path, training={"denseOptimizer": {"kind": kind}})
+    whole, second = learner_of(job), learner_of(job)
+
+    train(job, whole, 0, 6)
+    cut = cut_of(job, whole)
+    train(job, whole, 6, 14)
+    restore(second, cut, ALONE)  # type: ignore[arg-type]
+    train(job, second, 6, 14)
+
+    assert digest_of(job, second) == digest_of(job, whole)
+
+
+def test_a_cut_holds_exactly_the_rows_that_were_ever_updated_in_pieces_that_agree(tmp_path: Path) -> None:
+    job = small_job(tmp_path)
+    learner, fresh = learner_of(job), learner_of(job)
+
+    train(job, learner, 0, 3)
+
+    pieces = cut_of(job, learner).pieces
+    seed, tables = job.spec.training.seed, job.spec.model.all_tables()
+    metas = {table.name: table_meta(table, seed, "rowwise-adagrad") for table in tables}
+    for piece in pieces:
+        piece.check(metas[piece.shard.table])
+    for part, start in zip(learner.embeddings.local, fresh.embeddings.local, strict=True):
+        assert isinstance(part, ResidentPart)
+        assert isinstance(start, ResidentPart)
+        saved = [row for piece in pieces if piece.shard == part.shard for row in piece.row_ids.tolist()]
+        changed = np.flatnonzero((part.weight != start.weight).any(dim=1).numpy())
+        assert set(changed) <= set(saved)
+        assert set(np.flatnonzero(part.state[:, 0].numpy())) <= set(saved)
+        assert len(saved) < part.table.rows
+    assert len(pieces) == 4
+
+
+@pytest.mark.parametrize("committed", [None, 8])
+def test_a_cut_without_a_parent_holds_all_that_was_ever_updated_also_before_a_restore(
+    tmp_path: Path, committed: int | None
+) -> None:
+    job = small_job(tmp_path)
+    first, second, third = (learner_of(job) for _ in range(3))
+    train(job, first, 0, 6)
+    restore(second, cut_of(job, first), ALONE)  # type: ignore[arg-type]
+    restored = cut_of(job, second).pieces
+    train(job, second, 6, 8)
+    if committed is not None:
+        second.embeddings.saved.begin_cut(committed, 6)
+        second.embeddings.saved.begin_cut(committed + 1, committed)
+    train(job, second, 8, 10)
+
+    second.embeddings.saved.begin_cut(10, None)
+    restore(third, cut_of(job, second), ALONE)  # type: ignore[arg-type]
+
+    assert restored == []
+    assert digest_of(job, third) == digest_of(job, second)
+
+
+def test_an_evaluation_changes_no_byte_and_marks_no_row(tmp_path: Path) -> None:
+    job = small_job(tmp_path)
+    learner = learner_of(job)
+    train(job, learner, 0, 3)
+    digest, rows = digest_of(job, learner), sum(len(piece.row_ids) for piece in cut_of(job, learner).pieces)
+
+    reader = open_reader(job.spec, "eval", 0, 1)
+
+    metrics = evaluate(learner, reader.iterate(0, reader.batches_per_epoch), ALONE, step=3)
+
+    assert metrics is not None
+    assert metrics.samples == 500
+    assert digest_of(job, learner) == digest
+    assert sum(len(piece.row_ids) for piece in cut_of(job, learner).pieces) == rows
+
+
+def test_an_evaluation_holds_the_activations_of_a_micro_batch_alone(tmp_path: Path) -> None:
+    seen: list[int] = []
+    whole, pieces = (learner_of(small_job(tmp_path, training=more)) for more in ({}, {"microBatchSize": 20}))
+    pieces.model.top.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    batch = open_reader(small_job(tmp_path).spec, "eval", 0, 1).read(0)
+
+    scores = pieces.logits(batch)
+
+    assert seen == [20, 20, 20, 4]
+    torch.testing.assert_close(scores, whole.logits(batch))
+
+
+def test_a_value_that_is_not_finite_is_found_where_it_is(tmp_path: Path) -> None:
+    learner = learner_of(small_job(tmp_path))
+    part = part_of(learner, "items")
+    part.weight[17, 2] = float("nan")
+    part.state[40] = float("inf")
+
+    assert learner.bad_values() == ["2 rows of table items, the first is row 17"]
+
+
+def test_the_largest_value_is_found_where_it_is(tmp_path: Path) -> None:
+    learner = learner_of(small_job(tmp_path))
+    part = part_of(learner, "users")
+    part.weight[800, 3] = -1e20
+
+    assert learner.largest_value() == (pytest.approx(1e20), "table users, row 800")
+
+
+def changed(tmp_path: Path, section: str, **values: Any) -> DLRMJob:
+    document = job_document(tmp_path)
+    document["spec"][section] |= values
+    return parse_job(document)
+
+
+def with_table(tmp_path: Path, **values: Any) -> DLRMJob:
+    tables = [dict(table) for table in job_document(tmp_path)["spec"]["model"]["tables"]]
+    tables[1] |= values
+    return changed(tmp_path, "model", tables=tables)
+
+
+def check(meta: CutMeta, job: DLRMJob, last_rows: dict[str, int] | None = None) -> bool:
+    """Whether the snapshot's tables have other sizes in the job; raises where it does not fit."""
+    model = model_document(job.spec, learner_of(job))
+    return check_model(meta, last_rows or {}, model, job.spec.model.all_tables(), "file:///store/m.json")
+
+
+def test_a_table_may_get_more_rows_or_lose_ones_that_were_never_trained(tmp_path: Path) -> None:
+    same = {"initializer": {"scale": 0.25}}
+    job = with_table(tmp_path, **same)
+    meta = CutMeta(step=1, samples=64, world_size=1, attempt=1, model=model_document(job.spec, learner_of(job)))
+
+    assert check(meta, with_table(tmp_path, rows=500, **same), {"bags": 119})
+    assert check(meta, with_table(tmp_path, rows=100, **same), {"bags": 99})
+    assert not check(meta, job, {"bags": 119})
+
+
+@pytest.mark.parametrize(
+    ("values", "last_row", "problem"),
+    [
+        ({"rows": 100}, 110, "row 110 was trained and would be lost: give at least 111 rows"),
+        ({"rows": 200, "initializer": {}}, 5, "give initializer.scale 0.25, which is that of the snapshot's 120 rows"),
+        ({"rows": 200, "embedding": {"hash": "mix"}}, 5, "embedding.hash mix gives each id another row"),
+    ],
+)
+def test_another_number_of_rows_is_refused_where_it_would_change_what_was_trained(
+    tmp_path: Path, values: Any, last_row: int, problem: str
+) -> None:
+    job = with_table(tmp_path, initializer={"scale": 0.25})
+    meta = CutMeta(step=1, samples=64, world_size=1, attempt=1, model=model_document(job.spec, learner_of(job)))
+    other = with_table(tmp_path, **({"initializer": {"scale": 0.25}} | values))
+
+    with pytest.raises(SnapshotError) as caught:
+        check(meta, other, {"bags": last_row})
+
+    assert f"table bags has {values['rows']} rows now: " in str(caught.value)
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda path: with_table(path, name="bag", features=["bags"]), "table bag is new"),
+        (lambda path: with_table(path, initializer={"kind": "zero"}), "table bags.scale was"),
+        (lambda path: with_table(path, dtype="fp16"), "table bags.dtype was fp32 and is fp16"),
+        (lambda path: with_table(path, embedding={"hash": "mix"}), "table bags.hash was none and is mix"),
+        (lambda path: with_table(path, pooling="sum"), "table bags.pooling was mean and is sum"),
+        (
+            lambda path: changed(path, "training", rowOptimizer={"kind": "adam"}),
+            "model.rowOptimizer was rowwise-adagrad and is adam",
+        ),
+        (lambda path: changed(path, "model", topMlp=[8, 1]), "model.dense.top.layers.0.bias was [16] and is [8]"),
+        (lambda path: changed(path, "training", denseOptimizer={"kind": "adam"}), "model.denseOptimizer was adagrad"),
+        (lambda path: changed(path, "training", seed=4), "table users.seed was 3 and is 4"),
+    ],
+)
+def test_another_model_is_refused_by_the_name_of_what_changed(tmp_path: Path, edit: Any, named: str) -> None:
+    job, other = small_job(tmp_path), edit(tmp_path)
+    meta = CutMeta(step=1, samples=64, world_size=1, attempt=1, model=model_document(job.spec, learner_of(job)))
+
+    with pytest.raises(SnapshotError) as caught:
+        check(meta, other)
+
+    assert named in str(caught.value)
+    assert "spec.checkpoint.uri" in str(caught.value)
+
+
+def test_a_snapshot_from_before_tables_said_their_state_type_and_hash_is_of_an_unchanged_model(tmp_path: Path) -> None:
+    job = small_job(tmp_path)
+    model = model_document(job.spec, learner_of(job))
+    since = ("stateColumns", "dtype", "hash", "pooling")
+    older = [{key: table[key] for key in table if key not in since} for table in model["tables"]]
+
+    meta = CutMeta(step=1, samples=64, world_size=1, attempt=1, model={**model, "tables": older})
+
+    assert not check(meta, job)
+
+
+def test_changed_data_is_refused_and_an_unchanged_job_is_not(tmp_path: Path) -> None:
+    job = small_job(tmp_path)
+    model = model_document(job.spec, learner_of(job))
+    fingerprint = {"samples": 10, "files": [{"name": "a", "bytes": 5}]}
+    reader = {"fingerprint": fingerprint}
+    meta = CutMeta(step=1, samples=64, world_size=1, attempt=1, model=model, reader=reader)
+
+    check_data(meta, fingerprint, "here")
+    assert not check(meta, job)
+    with pytest.raises(SnapshotError, match=r"data\.files\[a\]\.bytes was 5 and is 6"):
+        check_data(meta, {"samples": 10, "files": [{"name": "a", "bytes": 6}]}, "here")
+
+
+@pytest.mark.parametrize(
+    ("days", "change"),
+    [
+        (range(41), "day_40.tsv is new; there were 40 and there are 41"),
+        (range(39), "day_39.tsv is gone; there were 40 and there are 39"),
+        ([*range(20), *range(21, 40), 50, 51], "day_20.tsv is gone; there were 40 and there are 41"),
+    ],
+)
+def test_files_that_came_or_went_are_named_however_many_there_are(days: Sequence[int], change: str) -> None:
+    then, now = ([{"name": f"day_{day}.tsv", "bytes": 9, "rows": 1} for day in found] for found in (range(40), days))
+
+    assert first_change({"files": then}, {"files": now}, "data") == f"data.files: {change}"
+
+
+def test_a_snapshot_from_before_data_said_its_columns_and_dense_values_is_of_unchanged_data() -> None:
+    then = {"samples": 10}
+    now = {"samples": 10, "columns": {"label": "click"}, "dense": {"transform": "none", "missing": 0.0}}
+    older, newer = (
+        CutMeta(step=1, samples=64, world_size=1, attempt=1, reader={"fingerprint": each}) for each in (then, now)
+    )
+
+    check_data(older, now, "here")
+    check_data(newer, now, "here")
+    with pytest.raises(SnapshotError, match=r"data\.columns\.label was click and is like"):
+        check_data(newer, now | {"columns": {"label": "like"}}, "here")
+
+
+def test_a_snapshot_from_before_data_said_what_files_hold_is_of_unchanged_data() -> None:
+    file = {"name": "a", "bytes": 5, "rows": 1}
+    older, newer = (
+        CutMeta(step=1, samples=64, world_size=1, attempt=1, reader={"fingerprint": {"files": [each]}})
+        for each in (file, file | {"content": "1f"})
+    )
+
+    check_data(older, {"files": [file | {"content": "2e"}]}, "here")
+    check_data(newer, {"files": [file | {"content": "1f"}]}, "here")
+    with pytest.raises(SnapshotError, match=r"data\.files\[a\]\.content was 1f and is 2e"):
+        check_data(newer, {"files": [file | {"content": "2e"}]}, "here")
+    with pytest.raises(SnapshotError, match=r"data\.files\[a\]\.bytes was 5 and is 6"):
+        check_data(older, {"files": [file | {"bytes": 6, "content": "2e"}]}, "here")
+
+
+def test_of_long_lists_the_first_value_that_changed_is_named() -> None:
+    then = {"bags": [f"feature_{number}" for number in range(100)]}
+    now = {"bags": [*then["bags"][:70], "other", *then["bags"][71:]]}
+
+    assert first_change(then, now, "data.columns") == "data.columns.bags[70] was feature_70 and is other"
+
+
+def test_lists_and_tuples_of_json_are_the_same() -> None:
+    assert first_change({"a": [1, [2, 3]]}, {"a": (1, (2, 3))}, "x") is None
+    assert first_change({"a": [1]}, {"a": [1, 2]}, "x") == "x.a was [1] and is [1, 2]"
+    assert first_change({"a": 1}, {}, "x") == "x.a was 1 and is absent"
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda plan: plan.model_copy(update={"world_size": 2}), "plan.worldSize: the plan is for 2 ranks"),
+        (lambda plan: plan.model_copy(update={"tables": plan.tables[1:]}), "table users is not in the plan"),
+        (lambda plan: plan.model_copy(update={"tables": plan.tables[::-1]}), "not the model's, in its order"),
+        (lambda plan: _with_shard(plan, column_end=4), "table users: columns 0 to 4 are no whole column blocks"),
+        (
+            lambda plan: _with_shard(plan, row_end=5),
+            "table users: rows 5 to 900 of columns from 0 on are not the table's, or are in no shard",
+        ),
+        (lambda plan: _with_shard(plan, rank=3), "table users: there are ranks 0 to 0 alone"),
+        (
+            lambda plan: _with_table(plan, column_blocks=(0, 4, 8)),
+            "table users: the job has column blocks with edges (0, 8): plan the job again",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_executed_is_refused_by_field_and_table(tmp_path: Path, edit: Any, named: str) -> None:
+    job = small_job(tmp_path)
+
+    with pytest.raises(InvalidSpecError) as caught:
+        place(job.spec.model, edit(hand_plan(job)), 1)
+
+    assert named in str(caught.value)
+
+
+def _with_table(plan: Any, **values: Any) -> Any:
+    return plan.model_copy(update={"tables": (plan.tables[0].model_copy(update=values), *plan.tables[1:])})
+
+
+def _with_shard(plan: Any, **values: Any) -> Any:
+    return _with_table(plan, shards=(plan.tables[0].shards[0].model_copy(update=values),))
+
+
+def commit(job: DLRMJob, learner: Learner, step: int, folder: Path, store: FileStore) -> None:
+    """A snapshot of a learner, as the job's checkpointer would make it."""
+    writer, inbox = HandOffWriter(folder, 0, None), Inbox(folder, range(1))
+    meta = CutMeta(
+        step=step,
+        samples=0,
+        world_size=1,
+        attempt=1,
+        time=0.0,
+        reader={},
+        model=model_document(job.spec, learner),
+        metrics={},
+    )
+    owned = [part.shard for part in learner.embeddings.saved]
+    writer.put(meta, learner.embeddings.saved.rows_in_place(), learner.dense.arrays(), owned=owned, patience_s=0)
+    way, traffic = Way(bits=32, basis=Basis(kind="full")), Traffic(put=lambda _: None, read=lambda _: None)
+    Upload(store, inbox.open(inbox.ready()[0]), Durable(), way, traffic).run()
+    assert try_commit(store, step, 1, 1)
+    writer.close("done")
+    inbox.close()
+
+
+@pytest.mark.parametrize(
+    ("gone", "opens", "error"),
+    [
+        ("manifests/ chunks/", False, TemporaryError),
+        ("manifests/ chunks/", True, TemporaryError),
+        ("chunks/", False, SnapshotError),
+        ("chunks/", True, SnapshotError),
+    ],
+)
+def test_a_snapshot_of_another_job_is_chosen_anew_where_it_is_retired_while_it_is_read_and_not_where_it_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str, opens: bool, error: type[DLRMError]
+) -> None:
+    job, store = small_job(tmp_path), FileStore(tmp_path / "other")
+    learner, fresh = learner_of(job), learner_of(job)
+    train(job, learner, 0, 3)
+    commit(job, learner, 3, tmp_path / "pod", store)
+
+    def retire() -> None:
+        store.delete_all([info.key for prefix in gone.split() for info in store.list(prefix)])
+
+    def opened(store: ObjectStore, name: SnapshotName) -> Chain:
+        if opens:
+            found = load_chain(store, name)
+        retire()
+        return found if opens else load_chain(store, name)
+
+    monkeypatch.setattr("dlrm_trainer.start.load_chain", opened)
+    parts: Any = SimpleNamespace(job=job, learner=fresh, gang=SimpleNamespace(rank=0, collectives=ALONE))
+
+    with pytest.raises(error, match="restoreFrom: .* step 3 was retired" if error is TemporaryError else "missing"):
+        begin_from(parts, store.uri, StoreOptions())

@@ -1,0 +1,68 @@
+"""What ranks agree on before they train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrm_api.errors import SnapshotError, TemporaryError
+from dlrm_checkpointer.format.attempts import newest_attempt
+from dlrm_stores.files import FileStore
+from dlrm_testing.trainer.gangs import run_ranks
+from dlrm_trainer.cutting.snapshots import choose_start
+from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.start import agree_on_data
+
+FILES = [{"name": "a.parquet", "bytes": 10, "rows": 5}, {"name": "b.parquet", "bytes": 20, "rows": 9}]
+
+
+def refusal(collectives: Collectives, fingerprints: list[dict[str, Any]]) -> str:
+    try:
+        agree_on_data(collectives, fingerprints[collectives.rank])
+    except TemporaryError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_ranks_that_found_other_files_all_end_by_the_first_difference() -> None:
+    same = {"train": {"files": FILES}, "eval": {"files": []}}
+    grown = {"train": {"files": FILES[:1]}, "eval": {"files": []}}
+    rewritten = {"train": {"files": [FILES[0], FILES[1] | {"bytes": 21}]}, "eval": {"files": []}}
+
+    more = run_ranks(3, refusal, [same, same, grown])
+    other = run_ranks(2, refusal, [same, rewritten])
+
+    assert len(set(more)) == 1
+    assert more[0].startswith("rank 2 found other data than rank 0: data.train.files: b.parquet is gone; ")
+    assert other == [other[0]] * 2
+    assert "rank 1 found other data than rank 0: data.train.files[b.parquet].bytes was 20 and is 21" in other[0]
+    assert "files came, went or changed while ranks started" in other[0]
+
+
+@pytest.mark.slow
+def test_ranks_that_found_the_same_files_go_on() -> None:
+    same = {"train": {"files": FILES}, "eval": {"files": []}}
+
+    assert run_ranks(2, refusal, [same, same]) == ["", ""]
+
+
+def test_an_empty_store_in_which_the_job_committed_a_snapshot_is_no_beginning(tmp_path: Path) -> None:
+    store, alone = FileStore(tmp_path / "snapshots"), Collectives(0, 1, lambda: "")
+    committed = f"{store.uri}/manifests/0000000000000050-00000003.json"
+
+    with pytest.raises(SnapshotError, match=r"no snapshot is there, and the job committed .*50-00000003\.json: bring"):
+        choose_start(store, alone, "demo, attempt 4", committed=committed)
+
+    assert newest_attempt(store) == 0  # what comes back is not given up
+
+
+def test_another_store_than_the_one_that_holds_the_jobs_snapshots_is_a_beginning(tmp_path: Path) -> None:
+    store, other = (FileStore(tmp_path / name) for name in ("snapshots", "snapshots-2"))
+    alone, committed = Collectives(0, 1, lambda: ""), f"{other.uri}/manifests/0000000000000050-00000003.json"
+
+    start = choose_start(store, alone, "demo, attempt 4", committed=committed)
+
+    assert (start.attempt, start.snapshot) == (1, None)

@@ -1,0 +1,195 @@
+"""Slots in a GPU's memory: records are copied to them and from them, and kernels of the device compute on them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dlrm_api.job import DLRMJob
+from dlrm_checkpointer.coding.codes import code_rows
+from dlrm_checkpointer.cut import ShardRows, loaded
+from dlrm_testing.trainer.cutting import state_of
+from dlrm_testing.trainer.gangs import small_job
+from dlrm_testing.trainer.gpus import needs_gpu
+from dlrm_testing.trainer.stacked import ALONE, Shape, make_learner, train_run
+from dlrm_trainer.data import open_reader
+from dlrm_trainer.embedding.tiers.slot_memory import DeviceSlots
+from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK_BYTES
+from dlrm_trainer.learner import Learner
+from dlrm_trainer.lookahead import prepared_ahead
+
+STEPS, EVAL_EVERY = 10, 3
+TWO = ("hbm", "ddr")
+KINDS = ["rowwise-adagrad", "sgd", "adam"]
+
+
+def job_of(folder: Path, kind: str, dtype: str = "fp32") -> DLRMJob:
+    """Two widths of rows, several features of a table, weights, means and bags without ids."""
+    model_tables = [
+        {"name": "users", "rows": 900, "dim": 8, "features": ["u", "v"], "maxLookups": 3},
+        {"name": "items", "rows": 400, "dim": 8, "features": ["i"], "weights": ["w"], "maxLookups": 4},
+        {"name": "bags", "rows": 120, "dim": 4, "pooling": "mean", "maxLookups": 4, "avgLookups": 1},
+        {"name": "small", "rows": 30, "dim": 4},
+    ]
+    training = {"rowOptimizer": {"kind": kind, "learningRate": 0.05}}
+    model = {"interaction": "dcn", "tables": [table | {"dtype": dtype} for table in model_tables]}
+    return small_job(folder, training=training, model=model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_slots_train_the_bits_of_slots_for_every_row(
+    tmp_path: Path, gpu: torch.device, kind: str, dtype: str
+) -> None:
+    job = job_of(tmp_path, kind, dtype)
+
+    every_row, few = (
+        train_run(ALONE, job, Shape(TWO, slots=count), STEPS, EVAL_EVERY, tmp_path, gpu) for count in (1_000, 20)
+    )
+
+    assert few == every_row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiers", [TWO, ("hbm", "block"), ("hbm", "ddr", "scm", "block")])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_neither_the_levels_below_nor_how_far_ahead_rows_are_fetched_changes_a_bit(
+    tmp_path: Path, gpu: torch.device, kind: str, dtype: str, tiers: tuple[str, ...]
+) -> None:
+    job = job_of(tmp_path, kind, dtype)
+    shapes = [Shape(tiers, slots=20, middle=30, lookahead=depth) for depth in (0, 1, 3)]
+
+    every_row = train_run(ALONE, job, Shape(TWO, slots=1_000), STEPS, EVAL_EVERY, tmp_path, gpu)
+    few = [train_run(ALONE, job, shape, STEPS, EVAL_EVERY, tmp_path, gpu) for shape in shapes]
+
+    assert few == [every_row] * len(shapes)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_agree_with_those_of_the_hosts_own_kernels(
+    tmp_path: Path, gpu: torch.device, kind: str, dtype: str
+) -> None:
+    job = job_of(tmp_path, kind, dtype)
+
+    slots = train_run(ALONE, job, Shape(TWO, slots=20), STEPS, EVAL_EVERY, tmp_path, gpu)
+    resident = train_run(ALONE, job, None, STEPS, EVAL_EVERY, tmp_path)
+
+    np.testing.assert_allclose(slots.losses, resident.losses, rtol=1e-5)
+    log_losses = [[loss for loss, _ in run.evaluations] for run in (slots, resident)]
+    np.testing.assert_allclose(*log_losses, rtol=1e-5)
+
+
+def train_steps(learner: Learner, job: DLRMJob, first: int, stop: int) -> None:
+    reader = open_reader(job.spec, "train", 0, 1)
+    batches = (reader.read(number) for number in range(first, stop))
+    for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=1, sent_ahead=1):
+        learner.apply(learner.compute(prepared, reader.global_count(prepared.batch.number), factor=1.0))
+    learner.embeddings.settle()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cut_holds_rows_as_they_were_in_slots_before_their_update_and_restores_them(
+    tmp_path: Path, gpu: torch.device, kind: str
+) -> None:
+    job, shape = job_of(tmp_path, kind), Shape(TWO, slots=20)
+    saved: list[ShardRows] = []
+    learner, restored = (make_learner(ALONE, job, shape, tmp_path, gpu) for _ in range(2))
+    train_steps(learner, job, 0, 4)
+    learner.embeddings.saved.begin_cut(4, None)
+    pieces = [loaded(piece) for piece in learner.embeddings.saved.rows_in_place()]
+    before = state_of(learner.embeddings.owned.parts())
+    learner.embeddings.saved.begin_copying(lambda rows: saved.append(loaded(rows)))
+    train_steps(learner, job, 4, 6)
+    for part in restored.embeddings.owned.parts():
+        part.restore(code_rows(piece, 32)[0] for piece in pieces if piece.shard == part.shard)
+    after = state_of(restored.embeddings.owned.parts())
+
+    assert len({piece.shard.table for piece in saved}) == 4
+    for piece in saved:
+        if piece.shard.table != "small":
+            rows, state = before[str(piece.shard)][1]
+            np.testing.assert_array_equal(piece.rows, rows[piece.row_ids])
+            np.testing.assert_array_equal(piece.state, state[piece.row_ids])
+    for name, (_, block) in before.items():
+        for had, has in zip(block, after[name][1], strict=True):
+            np.testing.assert_array_equal(had, has)
+    learner.embeddings.close()
+    restored.embeddings.close()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_job_says_whether_sums_on_a_gpu_are_to_be_deterministic(tmp_path: Path, deterministic: bool) -> None:
+    job = small_job(tmp_path, training={"deterministic": deterministic})
+
+    owned = make_learner(ALONE, job, Shape(), tmp_path).embeddings.owned
+
+    assert {group.batch._tables.deterministic for group in owned.groups} == {deterministic}
+    owned.close()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_what_kernels_are_given_is_sent_to_the_gpu_before_the_first_of_them_begins(
+    tmp_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    calls: list[str] = []
+    send = torch.Tensor.to
+
+    def told(tensor: torch.Tensor, *to: Any, **options: Any) -> torch.Tensor:
+        if threading.current_thread() is threading.main_thread():  # not the one that fetches rows
+            calls.append("send")
+        return send(tensor, *to, **options)
+
+    job = job_of(tmp_path, "sgd", dtype)
+    learner = make_learner(ALONE, job, Shape(TWO, slots=20), tmp_path, gpu)
+    owned = learner.embeddings.owned
+    expected = learner.prepare(learner.send(open_reader(job.spec, "train", 0, 1).read(0))).expected
+    for group in owned.groups:
+        monkeypatch.setattr(group.batch._kernel, "pool", lambda *_: calls.append("pool"))
+        monkeypatch.setattr(group.batch._kernel, "update", lambda *_: calls.append("update"))
+    monkeypatch.setattr(torch.Tensor, "to", told)
+    pooled = owned.lookup(expected, 0.1)
+    owned.update(pooled, [torch.zeros(64, 4) for _ in owned.groups], 0)
+    learner.embeddings.close()
+
+    assert len(owned.groups) == 2
+    sent = len(owned.groups) * (1 if dtype == "fp32" else 2)
+    weights = sum(each is not None for each in expected.weights)
+    assert calls == ["send"] * (4 + weights) + ["pool"] * 2 + ["send"] * sent + ["update"] * 2
+
+
+@pytest.mark.parametrize("dim", [4, 2_048])
+def test_pinned_buffers_are_of_so_many_bytes_however_wide_a_row_is(tmp_path: Path, gpu: torch.device, dim: int) -> None:
+    table = {"name": "wide", "rows": 100, "dim": dim}
+    job = small_job(
+        tmp_path, model={"interaction": "dcn", "tables": [table]}, training={"rowOptimizer": {"kind": "adam"}}
+    )
+
+    owned = make_learner(ALONE, job, Shape(TWO), tmp_path, gpu).embeddings.owned
+    (stack,) = [group.stack for group in owned.groups]
+    assert stack is not None
+    assert isinstance(stack.memory, DeviceSlots)
+    assert stack.memory._buffer.nbytes <= QUEUED_CHUNK_BYTES
+    owned.close()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_records_come_back_from_a_device_as_they_went() -> None:
+    memory = DeviceSlots(torch.zeros(100, 8, device="cuda"), torch.zeros(100, 1, device="cuda"), 50)
+    records = np.random.default_rng(0).integers(0, 2**32, (50, memory.words), dtype=np.uint32)
+    slots = np.random.default_rng(1).permutation(100)[:50]
+
+    memory.scatter(slots, records)
+    memory.follow(memory.mark())
+    out = np.zeros_like(records)
+    memory.gather(slots, out)
+
+    assert np.array_equal(out[:, :-1], records[:, :-1])
