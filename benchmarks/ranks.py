@@ -8,7 +8,7 @@ from benchmarks.gang import LOOPBACK
 from benchmarks.shapes import Shape, job_of, split_placement
 from benchmarks.sides import Trained
 from benchmarks.torchrec_side import TorchrecSide
-from dlrm_trainer.ranks.rendezvous import Gang
+from dlrm_trainer.distributed.rendezvous import Gang
 
 PATIENCE_S = 60.0
 

@@ -28,11 +28,11 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_checkpointer.coding.codes import CodedRows, code_rows
 from dlrm_checkpointer.cut import ShardId, loaded
 from dlrm_checkpointer.writing.policy import bits_for
-from dlrm_trainer import metrics
 from dlrm_trainer.data import Batch, open_reader
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding.rows import ResidentPart
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.metrics import quality
 
 SHAPE = Shape(tables=8, rows=50_000, batch=1_024, bottom=(64, 64), top=(64, 1))
 ROW_RATE, DENSE_RATE = 0.05, 0.02
@@ -159,7 +159,7 @@ def finish(learner: Learner, data: Data) -> float:
     logits = torch.cat([learner.logits(batch) for batch in data.evaluation]).double().numpy()
     labels = torch.cat([batch.labels for batch in data.evaluation]).double().numpy()
     learner.embeddings.close()
-    entropy = metrics.evaluate(logits, labels, len(data.train)).ne
+    entropy = quality.evaluate(logits, labels, len(data.train)).ne
     assert entropy is not None, "there are labels of both kinds"
     return entropy
 

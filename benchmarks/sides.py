@@ -16,13 +16,13 @@ from dlrm_checkpointer.coding.codes import code_rows
 from dlrm_checkpointer.cut import ShardRows
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import Placement, Prepared
 from dlrm_trainer.embedding.tiers.counts import ACCESSES, HITS, LOOKUPS
 from dlrm_trainer.embedding.tiers.level import Level
 from dlrm_trainer.embedding.tiers.stack import Stack
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.lookahead import prepared_ahead
-from dlrm_trainer.ranks.collectives import Collectives
 
 PIECE = 1 << 15
 Replace = Callable[[Stack], Sequence[Level]]

@@ -10,7 +10,7 @@ import torch
 
 from dlrm_api.errors import DeviceError
 from dlrm_cli.gang import free_ports
-from dlrm_trainer.ranks.rendezvous import Gang
+from dlrm_trainer.distributed.rendezvous import Gang
 
 LOOPBACK = "127.0.0.1"
 SENT_BYTES = 32 << 20

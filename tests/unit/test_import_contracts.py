@@ -47,7 +47,7 @@ PLANTED = {
         "trainer/dlrm_trainer",
         "dlrm_planner",
     ),
-    "the trainer's packages know only those below them": ("trainer/dlrm_trainer/ranks", "dlrm_trainer.train"),
+    "the trainer's packages know only those below them": ("trainer/dlrm_trainer/distributed", "dlrm_trainer.train"),
     "stores move bytes and know neither arrays nor the programs that use them": ("stores/dlrm_stores", "numpy"),
     "kernels are functions over arrays: no package of ours": ("kernels/dlrm_kernels", "dlrm_api"),
     "one module touches Kubernetes' API": ("cli/dlrm_cli", "kubernetes"),

@@ -20,7 +20,7 @@ from dlrm_api.names import TOKEN_HEADER, token_digest
 from dlrm_api.progress import Progress, TrainerPhase
 from dlrm_checkpointer.serving import EndpointHandler, EndpointServer
 from dlrm_trainer.cutting.cuts import CutControl
-from dlrm_trainer.observing.progress import ProgressBoard
+from dlrm_trainer.metrics.progress import ProgressBoard
 
 CUT_WAIT_S = 5.0
 """How long ``POST /cut`` waits for the cut before it answers with the step at which it will be at the earliest."""

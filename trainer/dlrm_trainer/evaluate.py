@@ -11,11 +11,11 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from dlrm_api.progress import EvalMetrics
-from dlrm_trainer import metrics
 from dlrm_trainer.cutting.cuts import StoppedError
 from dlrm_trainer.data import Batch
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.metrics import quality
 
 QUALITY = TypeAdapter[EvalMetrics | None](EvalMetrics | None)
 
@@ -59,8 +59,8 @@ def evaluate(
             raise StoppedError(f"told to end while the model of step {step} was evaluated")
     all_logits = gather_first(_joined(logits, torch.float32), collectives)
     all_labels = gather_first(_joined(labels, torch.uint8), collectives)
-    quality = metrics.evaluate(all_logits, all_labels, step) if len(all_logits) else None
-    return collectives.gather(quality, QUALITY)[0]
+    measured = quality.evaluate(all_logits, all_labels, step) if len(all_logits) else None
+    return collectives.gather(measured, QUALITY)[0]
 
 
 def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:

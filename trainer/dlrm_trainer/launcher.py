@@ -23,8 +23,8 @@ from dlrm_api.plan import Plan
 from dlrm_api.progress import Progress, TerminationMessage
 from dlrm_checkpointer.hand_off.writer import has_lost_its_sidecar
 from dlrm_trainer.endings import Endings
-from dlrm_trainer.observing.stacks import RankStacks
-from dlrm_trainer.observing.tier_counters import SharedCounters
+from dlrm_trainer.metrics.stacks import RankStacks
+from dlrm_trainer.metrics.tier_counters import SharedCounters
 from dlrm_trainer.rank import STOP_SIGNALS, RankReport, run_rank
 from dlrm_trainer.settings import Settings
 

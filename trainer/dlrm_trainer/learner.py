@@ -13,14 +13,14 @@ from torch import Tensor
 from dlrm_api.job import DLRMJobSpec
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
-from dlrm_trainer.dense.model import build_model, global_mean_loss
-from dlrm_trainer.dense.parameters import DenseParameters
+from dlrm_trainer.distributed.collectives import Arriving, Collectives
 from dlrm_trainer.embedding import EmbeddingOptions, Embeddings, Placement, Prepared, Sent
 from dlrm_trainer.embedding.rows import bad_rows, largest
 from dlrm_trainer.embedding.travelling import Travelling
 from dlrm_trainer.embedding.under_way import Lookup
-from dlrm_trainer.observing.stages import Stages
-from dlrm_trainer.ranks.collectives import Arriving, Collectives
+from dlrm_trainer.metrics.stages import Stages
+from dlrm_trainer.model.model import build_model, global_mean_loss
+from dlrm_trainer.model.parameters import DenseParameters
 
 
 @dataclass(frozen=True, kw_only=True)

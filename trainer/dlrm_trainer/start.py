@@ -29,12 +29,12 @@ from dlrm_trainer.cutting.compatible import check_data, check_model, first_chang
 from dlrm_trainer.cutting.cuts import CutControl
 from dlrm_trainer.cutting.verifying import choose_together
 from dlrm_trainer.data import Reader
+from dlrm_trainer.distributed.collectives import Collectives
+from dlrm_trainer.distributed.rendezvous import Gang
 from dlrm_trainer.embedding import Placement
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.observing.observer import Observer
-from dlrm_trainer.observing.progress import ProgressBoard
-from dlrm_trainer.ranks.collectives import Collectives
-from dlrm_trainer.ranks.rendezvous import Gang
+from dlrm_trainer.metrics.observer import Observer
+from dlrm_trainer.metrics.progress import ProgressBoard
 from dlrm_trainer.settings import Settings
 
 logger = logging.getLogger(__name__)

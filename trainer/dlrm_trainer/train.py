@@ -19,19 +19,19 @@ from dlrm_trainer.cutting import snapshots
 from dlrm_trainer.cutting.cuts import CutControl, StoppedError
 from dlrm_trainer.cutting.handing_over import HandingOver
 from dlrm_trainer.data import open_reader
+from dlrm_trainer.distributed.pace import Pace
+from dlrm_trainer.distributed.rendezvous import Gang
 from dlrm_trainer.embedding import Prepared, place
 from dlrm_trainer.endpoint import Endpoint
 from dlrm_trainer.evaluate import evaluate
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.lookahead import prepared_ahead
-from dlrm_trainer.observing.divergence import diverged
-from dlrm_trainer.observing.journal import Ledger, StepJournal, write_result
-from dlrm_trainer.observing.observer import Observer
-from dlrm_trainer.observing.progress import ProgressBoard
-from dlrm_trainer.observing.stacks import RankStacks
-from dlrm_trainer.observing.tier_counters import SharedCounters
-from dlrm_trainer.ranks.pace import Pace
-from dlrm_trainer.ranks.rendezvous import Gang
+from dlrm_trainer.metrics.divergence import diverged
+from dlrm_trainer.metrics.journal import Ledger, StepJournal, write_result
+from dlrm_trainer.metrics.observer import Observer
+from dlrm_trainer.metrics.progress import ProgressBoard
+from dlrm_trainer.metrics.stacks import RankStacks
+from dlrm_trainer.metrics.tier_counters import SharedCounters
 from dlrm_trainer.schedule import Schedule, make_schedule
 from dlrm_trainer.settings import Settings
 from dlrm_trainer.start import Assembly, Restored, agree_on_data, open_writer, restore_newest

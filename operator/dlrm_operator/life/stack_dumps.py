@@ -9,7 +9,7 @@ from dataclasses import dataclass
 _RANK = re.compile(r"^rank (\d{1,9}), process \d{1,9}$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d{1,9}) in (?P<function>.*)$', re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) ", re.MULTILINE)
-MEETING_PLACES = ("dlrm_trainer/ranks/collectives.py", "dlrm_trainer/ranks/rendezvous.py")
+MEETING_PLACES = ("dlrm_trainer/distributed/collectives.py", "dlrm_trainer/distributed/rendezvous.py")
 """Where a rank waits for others."""
 MOST_FRAMES = 6
 FOLDERS = 2

@@ -22,7 +22,7 @@ from dlrm_monitoring.metric_tables import processes
 from dlrm_operator.objects.manifests import labels
 from dlrm_testing.charts.chart import CHART, ROOT, Object, helm_run, of_kind, only, render, variant
 from dlrm_testing.operator.operator_cluster import OperatorProcess, eventually
-from dlrm_trainer.observing import step_counters, tier_metrics
+from dlrm_trainer.metrics import step_counters, tier_metrics
 
 NAMESPACE = "dlrm-system"
 RULES = CHART / "files" / "monitoring" / "rules.yaml"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_testing.trainer.sharded_runs import ShardedRun, job_of, saved_of, train_plan, words_of_bad_gradient
 from dlrm_testing.trainer.shardings import random_plan, whole_plan, without_levels
-from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.distributed.collectives import Collectives
 
 ALONE = Collectives(0, 1, lambda: "")
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # a run takes a second: shrinking would take minutes

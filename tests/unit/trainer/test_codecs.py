@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dlrm_api.training import Codec
 from dlrm_testing.trainer.gang_sums import CODECS, sums
 from dlrm_testing.trainer.gangs import run_ranks
-from dlrm_trainer.ranks.codecs import header_bytes, message_bytes, read_message, row_bytes, write_message
+from dlrm_trainer.distributed.codecs import header_bytes, message_bytes, read_message, row_bytes, write_message
 
 widths = st.integers(1, 20).map(lambda quads: 4 * quads)
 

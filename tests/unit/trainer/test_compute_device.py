@@ -27,15 +27,15 @@ from dlrm_testing.trainer.shardings import every_shard_in, random_plan, without_
 from dlrm_testing.trainer.stacked import ALONE, Shape, make_learner, train_run
 from dlrm_trainer.compute_device import HOST, take_device
 from dlrm_trainer.data import open_reader
-from dlrm_trainer.dense.device_pairs import DevicePairs, pair_places
-from dlrm_trainer.dense.model import build_model
-from dlrm_trainer.dense.pairs import Pairs
-from dlrm_trainer.dense.parameters import DenseParameters
+from dlrm_trainer.distributed.collectives import Collectives
+from dlrm_trainer.distributed.rendezvous import backends
 from dlrm_trainer.embedding import device, place
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.observing import stages
-from dlrm_trainer.ranks.collectives import Collectives
-from dlrm_trainer.ranks.rendezvous import backends
+from dlrm_trainer.metrics import stages
+from dlrm_trainer.model.device_pairs import DevicePairs, pair_places
+from dlrm_trainer.model.model import build_model
+from dlrm_trainer.model.pairs import Pairs
+from dlrm_trainer.model.parameters import DenseParameters
 
 SUPPORT = Path(__file__).parents[2] / "support"
 

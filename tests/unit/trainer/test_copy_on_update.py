@@ -20,6 +20,7 @@ from dlrm_checkpointer.hand_off.draft import Laid, Rows
 from dlrm_testing.trainer.cutting import check_cut, job_of, learner_of, rows_of_batch, state_of
 from dlrm_testing.trainer.shardings import random_plan
 from dlrm_trainer.data import open_reader
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import copy_on_update
 from dlrm_trainer.embedding.copy_on_update import CopyOnUpdate, Image
 from dlrm_trainer.embedding.dirty import MOST_KEPT, DirtyPart, DirtyRows
@@ -27,7 +28,6 @@ from dlrm_trainer.embedding.host import lazy_zeros
 from dlrm_trainer.embedding.pending import Changing
 from dlrm_trainer.embedding.rows import ResidentPart, table_meta
 from dlrm_trainer.lookahead import prepared_ahead
-from dlrm_trainer.ranks.collectives import Collectives
 
 ALONE = Collectives(0, 1, lambda: "")
 QUIET = [HealthCheck.function_scoped_fixture]

@@ -11,8 +11,8 @@ from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_checkpointer.hand_off.writer import HandOffWriter
 from dlrm_testing.trainer.gangs import run_ranks, small_job
 from dlrm_trainer.cutting.cuts import COMMIT_S, Agreement, CutControl, StoppedError
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding.saved import Changed
-from dlrm_trainer.ranks.collectives import Collectives
 
 
 @dataclass

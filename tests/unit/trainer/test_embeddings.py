@@ -9,8 +9,8 @@ from dlrm_api.model import ModelSpec
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_testing.trainer.reference import DenseTables, RankState, global_batch, train_sharded
 from dlrm_testing.trainer.shardings import random_model, random_plan
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import Placement, place
-from dlrm_trainer.ranks.collectives import Collectives
 
 STEPS = 6
 

@@ -20,9 +20,9 @@ from dlrm_api.progress import EvalMetrics, Progress, TrainerPhase
 from dlrm_cluster.ports import LOOPBACK, free_port
 from dlrm_trainer import endpoint as endpoint_module
 from dlrm_trainer.cutting.cuts import CutControl
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.endpoint import Endpoint
-from dlrm_trainer.observing.progress import ProgressBoard
-from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.metrics.progress import ProgressBoard
 from dlrm_trainer.schedule import Schedule
 
 SCHEDULE = Schedule(num_samples=1_000, batch_size=100, batches_per_epoch=10, total_steps=20)

@@ -14,9 +14,9 @@ from pydantic import TypeAdapter
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_trainer.cutting.handing_over import HandingOver, MetaOf
 from dlrm_trainer.cutting.snapshots import restore
-from dlrm_trainer.ranks import in_step
-from dlrm_trainer.ranks.collectives import Collectives
-from dlrm_trainer.ranks.in_step import InStep
+from dlrm_trainer.distributed import in_step
+from dlrm_trainer.distributed.collectives import Collectives
+from dlrm_trainer.distributed.in_step import InStep
 
 TIMEOUT_S = 2.0
 PIECE_S = 0.25

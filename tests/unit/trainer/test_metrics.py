@@ -13,7 +13,7 @@ from sklearn.metrics import log_loss as sklearn_log_loss
 from sklearn.metrics import roc_auc_score
 
 from dlrm_api.errors import DivergedError
-from dlrm_trainer.metrics import CHUNK, auc, binary_entropy, evaluate, log_loss
+from dlrm_trainer.metrics.quality import CHUNK, auc, binary_entropy, evaluate, log_loss
 
 SIZES = st.integers(2, 200)
 

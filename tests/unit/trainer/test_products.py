@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dlrm_trainer.compute_device import HOST
-from dlrm_trainer.dense import products
-from dlrm_trainer.dense.products import Processor, maker_of
+from dlrm_trainer.model import products
+from dlrm_trainer.model.products import Processor, maker_of
 
 MAKES = {
     library: Processor(maker=maker, has_avx512=True, has_dot_products=False, has_tiles=False)

@@ -15,7 +15,7 @@ import pytest
 from dlrm_api.names import ANY_ADDRESS
 from dlrm_cluster.ports import LOOPBACK, free_port
 from dlrm_testing.trainer.gangs import run_ranks
-from dlrm_trainer.ranks.gang_store import GangStore
+from dlrm_trainer.distributed.gang_store import GangStore
 
 
 def sum_of_ranks(collectives: Any) -> float:
@@ -36,7 +36,7 @@ def test_rank_0_is_found_at_an_address_of_either_family(host: str) -> None:
 def end_well(rank: int, world_size: int, port: int, groups: Connection) -> None:
     import torch.distributed as dist
 
-    from dlrm_trainer.ranks.rendezvous import Gang
+    from dlrm_trainer.distributed.rendezvous import Gang
 
     gang = Gang(rank, world_size, LOOPBACK, port, LOOPBACK)
     gang.meet(60.0, 60.0, lambda: None)
@@ -71,7 +71,7 @@ SECRET = "5ec2e7" * 8
 
 def meet(rank: int, port: int, secret: str, wait_s: float, told: Connection) -> None:
     from dlrm_api.errors import PeerLostError
-    from dlrm_trainer.ranks.rendezvous import Gang
+    from dlrm_trainer.distributed.rendezvous import Gang
 
     gang = Gang(rank, 2, LOOPBACK, port, LOOPBACK, secret)
     try:
@@ -155,7 +155,7 @@ def begin_late(rank: int, world_size: int, port: int, sums: Connection) -> None:
 
     from dlrm_testing.trainer.nccl import meeting_as_nccl_does
     from dlrm_testing.trainer.pretended_gpu import PRETENDED
-    from dlrm_trainer.ranks import rendezvous
+    from dlrm_trainer.distributed import rendezvous
 
     rendezvous.STORE_TIMEOUT_S = STORE_TIMEOUT_S
     rendezvous.backends = lambda _: "cpu:gloo"

@@ -21,10 +21,10 @@ from dlrm_checkpointer.reading.table_blocks import Block
 from dlrm_testing.trainer.gangs import hand_plan, job_document
 from dlrm_trainer.cutting.snapshots import live_digest, restore
 from dlrm_trainer.data import open_reader
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
 from dlrm_trainer.embedding.rows import table_meta
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.ranks.collectives import Collectives
 
 ALONE = Collectives(0, 1, lambda: "")
 KINDS = ["rowwise-adagrad", "sgd", "adam"]

@@ -18,11 +18,11 @@ from dlrm_checkpointer.reading.salvage import Salvage
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_trainer.cutting.handing_over import TOLD
 from dlrm_trainer.cutting.snapshots import PARTIALS, START, Start
+from dlrm_trainer.distributed import small_values
+from dlrm_trainer.distributed.collectives import Collectives
+from dlrm_trainer.distributed.small_values import GATHERED_BYTES, decode_value, encode_value
 from dlrm_trainer.evaluate import QUALITY
-from dlrm_trainer.observing.divergence import LARGEST
-from dlrm_trainer.ranks import small_values
-from dlrm_trainer.ranks.collectives import Collectives
-from dlrm_trainer.ranks.small_values import GATHERED_BYTES, decode_value, encode_value
+from dlrm_trainer.metrics.divergence import LARGEST
 from dlrm_trainer.start import CHANGE, CHOSEN
 
 NAME = SnapshotName(40, 2)
@@ -77,7 +77,7 @@ def test_what_is_no_such_value_is_refused_by_the_rank_that_sent_it(body: bytes, 
 
 def said_by(collectives: Collectives, bodies: list[bytes], of_rank_0: bool) -> str:
     """What a rank makes of the bodies that ranks send as their values."""
-    from dlrm_trainer.ranks import collectives as module
+    from dlrm_trainer.distributed import collectives as module
 
     module.encode_value = lambda _value, _kind: bodies[collectives.rank]  # type: ignore[assignment]
     kind = TypeAdapter(list[int])

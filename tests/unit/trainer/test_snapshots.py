@@ -25,11 +25,11 @@ from dlrm_testing.trainer.gangs import hand_plan, job_document, small_job
 from dlrm_trainer.cutting.compatible import check_data, check_model, first_change
 from dlrm_trainer.cutting.snapshots import live_digest, model_document, restore
 from dlrm_trainer.data import open_reader
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
 from dlrm_trainer.embedding.rows import ResidentPart, table_meta
 from dlrm_trainer.evaluate import evaluate
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.ranks.collectives import Collectives
 from dlrm_trainer.start import begin_from
 
 ALONE = Collectives(0, 1, lambda: "")

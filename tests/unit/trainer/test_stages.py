@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dlrm_trainer import spans as spans_module
-from dlrm_trainer.observing import stages as stages_module
-from dlrm_trainer.observing.stages import NUMBERS, STAGES, STEP, Stages, StepProfile
+from dlrm_trainer.metrics import stages as stages_module
+from dlrm_trainer.metrics.stages import NUMBERS, STAGES, STEP, Stages, StepProfile
 from dlrm_trainer.spans import NEWEST_STEPS, Spans, each_spanned, keep_spans, spanned
 
 

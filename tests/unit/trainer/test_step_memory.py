@@ -31,9 +31,9 @@ from dlrm_testing.trainer.shardings import every_shard_in
 from dlrm_testing.trainer.stacked import ALONE
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import open_reader
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.ranks.collectives import Collectives
 
 SAMPLES, TABLES = 2_048, 6
 DOT = {"interaction": "dot", "bottomMlp": [8, 64], "topMlp": [32, 1]}

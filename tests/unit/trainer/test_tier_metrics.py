@@ -13,16 +13,16 @@ from dlrm_api.progress import EvalMetrics, TrainerPhase
 from dlrm_testing.trainer.gangs import small_job
 from dlrm_testing.trainer.stacked import Shape, stacked_plan
 from dlrm_trainer.cutting.cuts import CutControl
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
 from dlrm_trainer.embedding.tiers.counts import ACCESSES, LOOKUPS
 from dlrm_trainer.endpoint import TrainerMetrics
-from dlrm_trainer.observing import tier_counters, tier_metrics
-from dlrm_trainer.observing.progress import ProgressBoard
-from dlrm_trainer.observing.stages import Stages
-from dlrm_trainer.observing.step_counters import WORDS, StepCounters, StepMetrics
-from dlrm_trainer.observing.tier_counters import RankCounters, SharedCounters
-from dlrm_trainer.observing.tier_metrics import TierMetrics
-from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.metrics import tier_counters, tier_metrics
+from dlrm_trainer.metrics.progress import ProgressBoard
+from dlrm_trainer.metrics.stages import Stages
+from dlrm_trainer.metrics.step_counters import WORDS, StepCounters, StepMetrics
+from dlrm_trainer.metrics.tier_counters import RankCounters, SharedCounters
+from dlrm_trainer.metrics.tier_metrics import TierMetrics
 
 
 def two_ranks(folder: Path, shape: Shape | None) -> TierMetrics:

@@ -18,8 +18,8 @@ from dlrm_stores.files import FileStore
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_trainer.cutting import verifying
 from dlrm_trainer.cutting.verifying import choose_together
-from dlrm_trainer.ranks import in_step
-from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.distributed import in_step
+from dlrm_trainer.distributed.collectives import Collectives
 
 Snapshots = Sequence[Sequence[ObjectEntry]]
 Outcome = tuple[tuple[int | None, list[str]], list[str], list[str]]

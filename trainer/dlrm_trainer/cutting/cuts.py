@@ -11,8 +11,8 @@ import torch
 
 from dlrm_api.checkpoint import DEFAULT_INTERVAL_S, CheckpointSpec
 from dlrm_checkpointer.hand_off.writer import HandOffWriter
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding.saved import Changed
-from dlrm_trainer.ranks.collectives import Collectives
 
 EARLY_SHARE = 0.8
 """Of a rank's share of the hand-off budget: where changed rows take this much, a cut is due."""

@@ -22,10 +22,10 @@ from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot
 from dlrm_checkpointer.reading.salvage import Salvage, find_salvage, open_salvage
 from dlrm_stores.base import ObjectStore
 from dlrm_trainer.cutting.verifying import choose_together
+from dlrm_trainer.distributed.collectives import Collectives
+from dlrm_trainer.distributed.in_step import InStep
 from dlrm_trainer.embedding.rows import LocalPart, table_meta
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.ranks.collectives import Collectives
-from dlrm_trainer.ranks.in_step import InStep
 
 
 @dataclass(frozen=True, kw_only=True)

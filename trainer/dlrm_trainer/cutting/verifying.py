@@ -13,8 +13,8 @@ from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.format.fetch import Check, check_bytes
 from dlrm_checkpointer.format.manifest import ObjectEntry
 from dlrm_stores.base import ObjectStore
-from dlrm_trainer.ranks.collectives import Collectives
-from dlrm_trainer.ranks.in_step import InStep
+from dlrm_trainer.distributed.collectives import Collectives
+from dlrm_trainer.distributed.in_step import InStep
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dlrm_api.errors import DivergedError
 from dlrm_trainer.data import Batch
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding.exchange import Exchange
 from dlrm_trainer.embedding.options import EmbeddingOptions
 from dlrm_trainer.embedding.owned import OwnedParts
@@ -19,7 +20,6 @@ from dlrm_trainer.embedding.saved import SavedParts
 from dlrm_trainer.embedding.segments import Bags, pick_bags
 from dlrm_trainer.embedding.travelling import OwnedBags, Travelling
 from dlrm_trainer.embedding.under_way import Lookup, Pooling, Prepared, Sent
-from dlrm_trainer.ranks.collectives import Collectives
 
 
 class Embeddings:

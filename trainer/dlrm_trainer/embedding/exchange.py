@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from dlrm_api.training import Codec, CommunicationSpec
+from dlrm_trainer.distributed.codecs import is_finite, message_bytes, write_message
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding.placement import Placement
 from dlrm_trainer.embedding.routes import GroupRoute, routes
 from dlrm_trainer.embedding.segments import Bags, pick_bags, pick_segments, split_bags
 from dlrm_trainer.embedding.travelling import NOWHERE, OwnedBags, Travelling
 from dlrm_trainer.embedding.vectors import Landed, join_vectors, split_vectors
-from dlrm_trainer.ranks.codecs import is_finite, message_bytes, write_message
-from dlrm_trainer.ranks.collectives import Collectives
 from dlrm_trainer.spans import spanned
 
 NARROW_ROWS = 2**31

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dlrm_api.errors import DivergedError
 from dlrm_api.training import Codec
-from dlrm_trainer.ranks.codecs import is_finite, read_message
-from dlrm_trainer.ranks.collectives import Arriving
+from dlrm_trainer.distributed.codecs import is_finite, read_message
+from dlrm_trainer.distributed.collectives import Arriving
 
 NOWHERE = torch.empty(0, dtype=torch.int64)
 

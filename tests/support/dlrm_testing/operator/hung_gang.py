@@ -8,7 +8,7 @@ from dlrm_operator.facts.observed import Polled, StacksSeen
 from dlrm_testing.operator.model_cluster import ModelCluster
 from dlrm_testing.operator.running_job import POD_0, POD_1, running, say
 
-COLLECTIVE = "dlrm/dlrm_trainer/ranks/collectives.py"
+COLLECTIVE = "dlrm/dlrm_trainer/distributed/collectives.py"
 
 
 def stack(rank: int, file: str, function: str) -> str:

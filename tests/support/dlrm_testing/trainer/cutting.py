@@ -15,12 +15,12 @@ from dlrm_api.plan import Plan
 from dlrm_checkpointer.cut import ShardId, ShardRows, loaded
 from dlrm_testing.trainer.gangs import small_job
 from dlrm_trainer.data import Batch, open_reader
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
 from dlrm_trainer.embedding.dirty import MOST_KEPT
 from dlrm_trainer.embedding.rows import LocalPart
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.lookahead import prepared_ahead
-from dlrm_trainer.ranks.collectives import Collectives
 
 Block = tuple[NDArray[np.float32], NDArray[np.float32]]
 """Rows and their state."""

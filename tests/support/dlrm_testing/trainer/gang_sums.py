@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from dlrm_api.training import Codec
-from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.distributed.collectives import Collectives
 
 CODECS: list[Codec] = ["fp32", "fp16", "bf16", "int8"]
 

@@ -124,7 +124,7 @@ def _rank(
 ) -> None:
     import torch
 
-    from dlrm_trainer.ranks.rendezvous import Gang
+    from dlrm_trainer.distributed.rendezvous import Gang
 
     torch.set_num_threads(1)
     gang = Gang(rank, world_size, *store)

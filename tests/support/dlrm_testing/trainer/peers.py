@@ -40,7 +40,7 @@ def start_peers(world_size: int, timeout_s: float, hangs: int | None) -> list[tu
 def _peer(rank: int, world_size: int, port: int, timeout_s: float, hangs: bool, words: Connection) -> None:
     import torch
 
-    from dlrm_trainer.ranks.rendezvous import Gang
+    from dlrm_trainer.distributed.rendezvous import Gang
 
     torch.set_num_threads(1)
     gang = Gang(rank, world_size, LOOPBACK, port, LOOPBACK)

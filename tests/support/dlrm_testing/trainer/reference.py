@@ -14,9 +14,9 @@ from dlrm_api.model import ModelSpec
 from dlrm_api.training import CommunicationSpec, RowOptimizerSpec
 from dlrm_checkpointer.cut import ShardId
 from dlrm_trainer.data import Batch
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import EmbeddingOptions, Embeddings, Placement
 from dlrm_trainer.embedding.rows import ResidentPart
-from dlrm_trainer.ranks.collectives import Collectives
 
 EPS = 1e-8
 LONGEST = 400

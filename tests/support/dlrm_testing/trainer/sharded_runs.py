@@ -19,11 +19,11 @@ from dlrm_testing.trainer.gangs import small_job
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.cutting.snapshots import live_digest, restore
 from dlrm_trainer.data import open_reader
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
 from dlrm_trainer.embedding.rows import table_meta
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.lookahead import prepared_ahead
-from dlrm_trainer.ranks.collectives import Collectives
 
 
 def job_of(

@@ -15,11 +15,11 @@ from dlrm_testing.trainer.gangs import plan_document
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.cutting.snapshots import live_digest
 from dlrm_trainer.data import open_reader
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
 from dlrm_trainer.evaluate import evaluate
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.lookahead import prepared_ahead
-from dlrm_trainer.ranks.collectives import Collectives
 
 ALONE = Collectives(0, 1, lambda: "")
 

@@ -10,9 +10,9 @@ from dlrm_checkpointer.coding.codes import code_rows
 from dlrm_checkpointer.cut import ShardRows
 from dlrm_planner import plan_job
 from dlrm_testing.trainer.gangs import small_job
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.ranks.collectives import Collectives
 
 ROWS, DIM = 200_000, 64
 PIECE = 40_000

@@ -19,9 +19,9 @@ from dlrm_testing.trainer.stacked import ALONE, Shape, make_learner, stacked_pla
 from dlrm_trainer.data import Batch, open_reader
 from dlrm_trainer.embedding import place
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.observing import tier_counters
-from dlrm_trainer.observing.tier_counters import RankCounters, SharedCounters
-from dlrm_trainer.observing.tier_report import rank_use
+from dlrm_trainer.metrics import tier_counters
+from dlrm_trainer.metrics.tier_counters import RankCounters, SharedCounters
+from dlrm_trainer.metrics.tier_report import rank_use
 
 
 class SimulatedLru:

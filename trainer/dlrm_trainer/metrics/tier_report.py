@@ -11,7 +11,7 @@ from dlrm_api.plan import Tier
 from dlrm_api.run_report import LevelUse, RankUse, TableUse, TierBytes, TierReport
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.embedding.placement import Part, Placement
-from dlrm_trainer.observing.tier_counters import (
+from dlrm_trainer.metrics.tier_counters import (
     KEPT,
     LEVEL_COUNTS,
     MISSING,

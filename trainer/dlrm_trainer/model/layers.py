@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlrm_trainer.dense.products import affine, input_gradient, weight_gradient
+from dlrm_trainer.model.products import affine, input_gradient, weight_gradient
 
 
 class Layers(torch.autograd.Function):

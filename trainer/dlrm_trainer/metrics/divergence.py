@@ -5,8 +5,8 @@ from __future__ import annotations
 from pydantic import TypeAdapter
 
 from dlrm_api.errors import DivergedError
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.ranks.collectives import Collectives
 
 WORDS = TypeAdapter(list[str])
 LARGEST = TypeAdapter(tuple[float, str])

@@ -18,7 +18,7 @@ from dlrm_api.plan import Plan, Tier
 from dlrm_trainer.embedding.owned import OwnedParts
 from dlrm_trainer.embedding.placement import PartGroup, Placement
 from dlrm_trainer.embedding.tiers.counts import ACCESSES, COUNTS, CREATED, EVICTED, HITS, LOOKUPS, SCRATCH
-from dlrm_trainer.observing.step_counters import WORDS as STEP_WORDS
+from dlrm_trainer.metrics.step_counters import WORDS as STEP_WORDS
 
 if TYPE_CHECKING:
     from dlrm_trainer.embedding.tiers.level import Level

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dlrm_api.names import ExitCode
-from dlrm_trainer.ranks.gang_store import GangStore
+from dlrm_trainer.distributed.gang_store import GangStore
 
 POLL_S = 0.5
 """How often every rank looks whether one was missed."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from dlrm_kernels.cache import compiled, compiled_freely
 from dlrm_kernels.intrinsics import Size, prefetch_lines, size_of, value_of
 from dlrm_kernels.parallel import finish, share, take
-from dlrm_trainer.dense.pair_sums import ROWS, sum_partners
-from dlrm_trainer.dense.products import row_stride
+from dlrm_trainer.model.pair_sums import ROWS, sum_partners
+from dlrm_trainer.model.products import row_stride
 
 U64 = np.uint64
 ZERO, ONE, FOUR = U64(0), U64(1), U64(4)

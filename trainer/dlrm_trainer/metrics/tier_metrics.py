@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.embedding.placement import Placement
 from dlrm_trainer.embedding.tiers.counts import ACCESSES
-from dlrm_trainer.observing.tier_counters import (
+from dlrm_trainer.metrics.tier_counters import (
     KEPT,
     LEVEL_COUNTS,
     MISSING,
@@ -21,7 +21,7 @@ from dlrm_trainer.observing.tier_counters import (
     RankCounters,
     Words,
 )
-from dlrm_trainer.observing.tier_report import planned_bytes
+from dlrm_trainer.metrics.tier_report import planned_bytes
 
 MOST_TABLES = 200
 """Tables of a pod that have series of their own; where there are more, those of a class are added up."""

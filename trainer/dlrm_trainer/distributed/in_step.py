@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.distributed.collectives import Collectives
 
 T = TypeVar("T")
 WORD_S = 20.0

@@ -16,8 +16,14 @@ from torch import Tensor
 from dlrm_api.errors import PeerLostError
 from dlrm_api.training import Codec
 from dlrm_trainer.compute_device import GPU_FAILURES
-from dlrm_trainer.ranks.codecs import message_bytes, read_message, write_message
-from dlrm_trainer.ranks.small_values import BROADCAST_BYTES, GATHERED_BYTES, check_size, decode_value, encode_value
+from dlrm_trainer.distributed.codecs import message_bytes, read_message, write_message
+from dlrm_trainer.distributed.small_values import (
+    BROADCAST_BYTES,
+    GATHERED_BYTES,
+    check_size,
+    decode_value,
+    encode_value,
+)
 from dlrm_trainer.spans import add_span
 
 T = TypeVar("T")

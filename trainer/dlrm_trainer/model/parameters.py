@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dlrm_api.errors import SnapshotError
 from dlrm_api.training import DenseOptimizerSpec
-from dlrm_trainer.dense.optimizers import make_optimizer
+from dlrm_trainer.model.optimizers import make_optimizer
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dlrm_trainer.observing.stages import STAGES
-from dlrm_trainer.ranks.collectives import Collectives, Traffic
+from dlrm_trainer.distributed.collectives import Collectives, Traffic
+from dlrm_trainer.metrics.stages import STAGES
 
 TRAFFIC: tuple[Traffic, ...] = get_args(Traffic)
 KINDS = ("all_to_all", "all_reduce", "all_gather")

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from dlrm_api.model import ModelSpec
 from dlrm_trainer.compute_device import HOST
-from dlrm_trainer.dense.device_pairs import DevicePairs, pair_places
-from dlrm_trainer.dense.layers import Layers
-from dlrm_trainer.dense.pairs import Pairs
-from dlrm_trainer.dense.products import product_type
+from dlrm_trainer.model.device_pairs import DevicePairs, pair_places
+from dlrm_trainer.model.layers import Layers
+from dlrm_trainer.model.pairs import Pairs
+from dlrm_trainer.model.products import product_type
 
 
 class MLP(nn.Module):

@@ -16,15 +16,15 @@ from pydantic import TypeAdapter
 from dlrm_api.run_report import HitRate, Profile, StageTimes
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.compute_device import HOST
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import Placement
 from dlrm_trainer.embedding.owned import OwnedParts
-from dlrm_trainer.observing.journal import join_trace, write_profile, write_trace_part
-from dlrm_trainer.observing.stages import Stages, StepProfile
-from dlrm_trainer.observing.step_counters import StepCounters, StepMetrics
-from dlrm_trainer.observing.tier_counters import RankCounters, SharedCounters
-from dlrm_trainer.observing.tier_metrics import TierMetrics
-from dlrm_trainer.observing.tier_report import tier_report
-from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.metrics.journal import join_trace, write_profile, write_trace_part
+from dlrm_trainer.metrics.stages import Stages, StepProfile
+from dlrm_trainer.metrics.step_counters import StepCounters, StepMetrics
+from dlrm_trainer.metrics.tier_counters import RankCounters, SharedCounters
+from dlrm_trainer.metrics.tier_metrics import TierMetrics
+from dlrm_trainer.metrics.tier_report import tier_report
 
 EVERY_S = 1.0
 """Counters are copied for other processes at most this often."""

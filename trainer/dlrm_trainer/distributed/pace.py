@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dlrm_api.progress import SlowestRank
-from dlrm_trainer.ranks.collectives import Collectives
+from dlrm_trainer.distributed.collectives import Collectives
 
 WINDOW = 32
 """Steps from one round to the next: one small collective in so many steps, made where all ranks have just met."""
