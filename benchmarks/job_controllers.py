@@ -23,9 +23,8 @@ from dlrm_api.job import parse_job
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.build import binaries, module_folder
 from dlrm_cluster.ports import LOOPBACK, free_port
-from dlrm_operator.cluster import KubernetesApi
-from dlrm_operator.cluster_errors import ClusterUnavailableError
-from dlrm_operator.objects.rendering import render
+from dlrm_operator.api_client import ClusterUnavailableError, KubernetesApi
+from dlrm_operator.manifests.rendering import render
 from dlrm_planner import plan_job
 
 Object = dict[str, Any]

@@ -11,7 +11,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from dlrm_checkpointer.status import Status
 from dlrm_operator import metrics as operator_metrics
-from dlrm_operator.running.job_metrics import JobMetrics
+from dlrm_operator.job_metrics import JobMetrics
 from dlrm_trainer.endpoint import TrainerMetrics
 from dlrm_trainer.metrics.step_counters import StepMetrics
 from dlrm_trainer.metrics.tier_metrics import TierMetrics

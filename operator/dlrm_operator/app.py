@@ -14,10 +14,10 @@ import kopf
 
 from dlrm_api.errors import DLRMError
 from dlrm_api.process import EventFormatter
-from dlrm_operator.cluster import KubernetesApi
+from dlrm_operator.api_client import KubernetesApi
+from dlrm_operator.controller.engine import Engine
+from dlrm_operator.controller.handlers import build_registry
 from dlrm_operator.log_context import ObjectFilter
-from dlrm_operator.running.engine import Engine
-from dlrm_operator.running.handlers import build_registry
 from dlrm_operator.settings import Settings, read_settings
 
 logger = logging.getLogger(__name__)

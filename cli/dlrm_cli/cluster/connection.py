@@ -12,8 +12,7 @@ from dlrm_api.errors import DLRMError, TemporaryError
 from dlrm_api.names import API_VERSION, Label
 from dlrm_cli.cluster.facts import Object
 from dlrm_cli.cluster.refusals import explain, no_such_job, not_installed
-from dlrm_operator.cluster import KubernetesApi
-from dlrm_operator.cluster_errors import GoneError, NotFoundError
+from dlrm_operator.api_client import GoneError, KubernetesApi, NotFoundError
 
 USERS_OWN = "~/.kube/config"
 MERGE = "application/merge-patch+json"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 
 from dlrm_api.errors import DLRMError, InvalidSpecError, NoInputError, NoPermissionError, TemporaryError
-from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError, NotFoundError
+from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError, NotFoundError
 
 INSTALL = "install the operator's chart (helm install dlrm-operator charts/dlrm-operator), or choose another --context"
 INNERMOST = re.compile(r"(?:\[Errno -?\d+\] )?([^:'\"()\[\]]+?)['\")\s]*$")

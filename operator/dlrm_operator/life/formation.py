@@ -32,9 +32,9 @@ from dlrm_operator.life.attempts import with_next_attempt
 from dlrm_operator.life.leftovers import group_deletion
 from dlrm_operator.life.phases import in_phase, newly_whole, of_whole_gang, with_truth
 from dlrm_operator.life.unknown_fields import unknown_words
-from dlrm_operator.objects.gang_scheduling import group_obstacle, pod_groups
-from dlrm_operator.objects.manifests import JOB_FILE, Owner, gang_service, job_document, plan_config_maps
-from dlrm_operator.objects.pods import Attempt, trainer_pods
+from dlrm_operator.manifests.gang_scheduling import group_obstacle, pod_groups
+from dlrm_operator.manifests.manifests import JOB_FILE, Owner, gang_service, job_document, plan_config_maps
+from dlrm_operator.manifests.pods import Attempt, trainer_pods
 
 LOOK_AGAIN = timedelta(seconds=5)
 MOST_REASONS = 3

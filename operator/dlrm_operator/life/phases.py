@@ -13,7 +13,7 @@ from dlrm_operator.facts.observed import JobSeen
 from dlrm_operator.facts.reasons import Reason, Word
 from dlrm_operator.life.stragglers import straggler_words
 from dlrm_operator.life.waiting import CRASH_LOOP, NO_CONTAINER_WAITS, SCHEDULER_SILENT, scheduler_words, why_pods_wait
-from dlrm_operator.objects.gang_scheduling import gate_words
+from dlrm_operator.manifests.gang_scheduling import gate_words
 
 FINISHED = frozenset({Phase.SUCCEEDED, Phase.FAILED})
 SPEEDS = frozenset({Phase.RUNNING, Phase.SUSPENDING, Phase.SUCCEEDED})

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from dlrm_api import names
 from dlrm_operator.facts.actions import ReleaseGroup, WakeAt
 from dlrm_operator.facts.observed import Observed, PodSeen
-from dlrm_operator.objects.gang_scheduling import KUEUE_FINALIZER
+from dlrm_operator.manifests.gang_scheduling import KUEUE_FINALIZER
 
 RELEASE_AFTER = timedelta(seconds=60)
 """Kueue lets go of a group within seconds of its last pod's end, where it is at work at all."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dlrm_api.names import Container
 from dlrm_operator.facts.observed import ContainerSeen, PodSeen
 from dlrm_operator.facts.reasons import Reason
-from dlrm_operator.objects.gang_scheduling import gate_words
+from dlrm_operator.manifests.gang_scheduling import gate_words
 
 NEVER_STARTS = frozenset({"InvalidImageName"})
 """What no wait mends. A registry may answer later, a Secret may be made: these wait for the pending deadline."""

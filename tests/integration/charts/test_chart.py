@@ -16,7 +16,7 @@ from dlrm_api import names
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.build import binaries, module_folder
 from dlrm_cluster.control_plane import ControlPlane
-from dlrm_operator.objects.manifests import ROLE
+from dlrm_operator.manifests.manifests import ROLE
 from dlrm_operator.settings import read_settings
 from dlrm_testing.charts.chart import CHART, ROOT, VARIANTS, Object, helm_run, of_kind, only, render, variant
 from dlrm_testing.charts.schemas import LOCATION, write_schemas

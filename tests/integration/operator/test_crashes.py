@@ -11,23 +11,22 @@ import pytest
 from dlrm_api.progress import TerminationMessage
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.control_plane import ControlPlane
-from dlrm_operator.beside.control_key import ControlKey
-from dlrm_operator.beside.cuts import Cutter
-from dlrm_operator.beside.planning import Planner
-from dlrm_operator.beside.polling import Poller
-from dlrm_operator.beside.queues import Queues
-from dlrm_operator.beside.references import References
-from dlrm_operator.beside.stack_taking import StackTaker
-from dlrm_operator.cluster import KubernetesApi
-from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError
+from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError, KubernetesApi
+from dlrm_operator.clients.control_key import ControlKey
+from dlrm_operator.clients.cuts import Cutter
+from dlrm_operator.clients.planning import Planner
+from dlrm_operator.clients.polling import Poller
+from dlrm_operator.clients.queues import Queues
+from dlrm_operator.clients.references import References
+from dlrm_operator.clients.stack_taking import StackTaker
+from dlrm_operator.controller.apply import Performer
+from dlrm_operator.controller.informers import PodCache
+from dlrm_operator.controller.observe import Observer
+from dlrm_operator.controller.reconciler import Turns
 from dlrm_operator.facts.actions import Action, PlanQuestion, WakeAt
 from dlrm_operator.facts.images import Images
 from dlrm_operator.facts.jobs import JobCache
 from dlrm_operator.facts.observed import JobKey, JobSeen, Planning
-from dlrm_operator.running.cache import PodCache
-from dlrm_operator.running.observing import Observer
-from dlrm_operator.running.performing import Performer
-from dlrm_operator.running.turns import Turns
 from dlrm_planner import plan_job
 from dlrm_testing.charts.chart import Identity
 from dlrm_testing.operator.kubelet_double import KubeletDouble

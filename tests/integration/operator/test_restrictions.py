@@ -16,8 +16,8 @@ from dlrm_cluster.control_plane import ControlPlane
 from dlrm_operator.facts.actions import CreatePod
 from dlrm_operator.facts.overlay_limits import ANY, RESTRICTED, OverlayLimits
 from dlrm_operator.life.reconcile import reconcile
-from dlrm_operator.objects.rendering import render
-from dlrm_operator.objects.restrictions import refuse_widening, widenings
+from dlrm_operator.manifests.rendering import render
+from dlrm_operator.manifests.restrictions import refuse_widening, widenings
 from dlrm_operator.settings import read_settings
 from dlrm_planner import plan_job
 from dlrm_testing.operator.model_cluster import ModelCluster

@@ -10,7 +10,7 @@ import pytest
 from dlrm_api.progress import TerminationMessage
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.control_plane import ControlPlane
-from dlrm_operator.objects.gang_scheduling import POD_GROUPS
+from dlrm_operator.manifests.gang_scheduling import POD_GROUPS
 from dlrm_testing.charts.chart import Identity, refused, render, variant
 from dlrm_testing.charts.rights_ledger import UNSEEN
 from dlrm_testing.operator.definitions import define, pod_groups

@@ -19,7 +19,7 @@ from dlrm_cluster.errors import MissingToolError
 from dlrm_cluster.fixtures import refuse
 from dlrm_monitoring.files import rendered
 from dlrm_monitoring.metric_tables import processes
-from dlrm_operator.objects.manifests import labels
+from dlrm_operator.manifests.manifests import labels
 from dlrm_testing.charts.chart import CHART, ROOT, Object, helm_run, of_kind, only, render, variant
 from dlrm_testing.operator.operator_cluster import OperatorProcess, eventually
 from dlrm_trainer.metrics import step_counters, tier_metrics

@@ -16,7 +16,7 @@ from dlrm_cli.cluster.grid import grid
 from dlrm_cli.cluster.listing import header, job_row
 from dlrm_cli.cluster.refusals import explain, no_such_job
 from dlrm_cli.cluster.waiting import pod_phase, ready, waits_for
-from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError
+from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError
 
 NOW = datetime(2026, 11, 22, 8, 0, 0, tzinfo=UTC)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dlrm_operator.beside.control_key import NAME, ControlKey
-from dlrm_operator.cluster_errors import ClusterRefusedError, ClusterUnavailableError, ConflictError, NotFoundError
+from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError, ConflictError, NotFoundError
+from dlrm_operator.clients.control_key import NAME, ControlKey
 from dlrm_testing.operator.memory_api import MemoryApi
 
 SECRET = f"/api/v1/namespaces/operators/secrets/{NAME}"

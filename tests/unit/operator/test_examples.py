@@ -9,9 +9,9 @@ import yaml
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import parse_job
 from dlrm_api.names import Port
-from dlrm_operator.objects.manifests import Owner, metadata
-from dlrm_operator.objects.rendering import render
-from dlrm_operator.objects.tier_volumes import check_mounts
+from dlrm_operator.manifests.manifests import Owner, metadata
+from dlrm_operator.manifests.rendering import render
+from dlrm_operator.manifests.tier_volumes import check_mounts
 from dlrm_planner import plan_job
 
 Object = dict[str, Any]

@@ -8,8 +8,8 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.facts.actions import Action, ApplyPodGroup, CreatePod, DeleteObject, ReleaseGroup, WakeAt
-from dlrm_operator.objects.rendering import render
-from dlrm_operator.objects.resources import requests_of_all
+from dlrm_operator.manifests.rendering import render
+from dlrm_operator.manifests.resources import requests_of_all
 from dlrm_planner import plan_job
 from dlrm_testing.operator.kubelet_double import committed_word
 from dlrm_testing.operator.model_cluster import ModelCluster

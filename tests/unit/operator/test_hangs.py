@@ -6,7 +6,7 @@ import pytest
 
 from dlrm_api.progress import Progress, SlowestRank, TrainerPhase
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.beside.polling import with_durations
+from dlrm_operator.clients.polling import with_durations
 from dlrm_operator.facts.actions import DeleteObject, RequestStacks, WakeAt
 from dlrm_operator.facts.observed import Polled
 from dlrm_operator.life.clearing import HUNG_GRACE_S

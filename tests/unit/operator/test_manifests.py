@@ -15,10 +15,10 @@ from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Env, Label
 from dlrm_api.plan import Plan, plan_from_parts, plan_to_parts
-from dlrm_operator.objects.manifests import CONFIG_MAP_BYTES, Owner, plan_config_maps
-from dlrm_operator.objects.pods import with_derived
-from dlrm_operator.objects.rendering import render
-from dlrm_operator.objects.stores import passing_stores
+from dlrm_operator.manifests.manifests import CONFIG_MAP_BYTES, Owner, plan_config_maps
+from dlrm_operator.manifests.pods import with_derived
+from dlrm_operator.manifests.rendering import render
+from dlrm_operator.manifests.stores import passing_stores
 from dlrm_planner import plan_job, working_set_bytes
 from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES
 from dlrm_testing.operator.operator_cluster import job_document
@@ -128,7 +128,7 @@ def test_the_config_map_gives_back_the_job_and_the_plan() -> None:
 
 def test_a_large_plan_is_split_over_config_maps_that_one_volume_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dlrm_api.plan.PART_BYTES", 200)
-    monkeypatch.setattr("dlrm_operator.objects.manifests.CONFIG_MAP_BYTES", 1_000)
+    monkeypatch.setattr("dlrm_operator.manifests.manifests.CONFIG_MAP_BYTES", 1_000)
     a_job = job()
     plan = plan_job(a_job.spec, None)
 
@@ -369,7 +369,7 @@ def test_additions_that_would_replace_ours_are_refused_by_name(overlay: Object, 
 
 
 def test_a_job_too_large_for_a_config_map_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlrm_operator.objects.manifests.CONFIG_MAP_BYTES", 100)
+    monkeypatch.setattr("dlrm_operator.manifests.manifests.CONFIG_MAP_BYTES", 100)
 
     with pytest.raises(InvalidSpecError, match="tableGroups"):
         rendered(job())

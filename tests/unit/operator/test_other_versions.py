@@ -9,8 +9,8 @@ from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.facts.actions import ApplyStatus, CreatePod, DeleteObject, RequestPlan
 from dlrm_operator.facts.jobs import JobCache
 from dlrm_operator.facts.reading import read_job
+from dlrm_operator.job_metrics import JobMetrics
 from dlrm_operator.life.reconcile import reconcile
-from dlrm_operator.running.job_metrics import JobMetrics
 from dlrm_testing.operator.kubelet_double import committed_word
 from dlrm_testing.operator.model_cluster import KEY, ModelCluster
 from dlrm_testing.operator.running_job import POD_0, POD_1, bring_up, condition, running, say, status

@@ -11,9 +11,9 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import parse_profile
 from dlrm_api.job import parse_job
 from dlrm_api.pod_template import POD_OVERLAY_CONTAINER, POD_OVERLAY_METADATA, POD_OVERLAY_SPEC, PREFERRED, REQUIRED
-from dlrm_operator.objects.pods import with_derived
-from dlrm_operator.objects.rendering import render
-from dlrm_operator.objects.stores import passing_stores
+from dlrm_operator.manifests.pods import with_derived
+from dlrm_operator.manifests.rendering import render
+from dlrm_operator.manifests.stores import passing_stores
 from dlrm_planner import plan_job
 from dlrm_testing.operator.model_cluster import ModelCluster
 from dlrm_testing.operator.operator_cluster import job_document

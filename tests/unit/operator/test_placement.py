@@ -9,10 +9,10 @@ from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Label
 from dlrm_api.pod_template import REQUIRED
-from dlrm_operator.beside.plan_child import answer
+from dlrm_operator.clients.plan_child import answer
 from dlrm_operator.facts.images import Images
-from dlrm_operator.objects.placement import with_affinity
-from dlrm_operator.objects.rendering import render
+from dlrm_operator.manifests.placement import with_affinity
+from dlrm_operator.manifests.rendering import render
 from dlrm_planner import plan_job, working_set_bytes
 from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES, CUDA_SHARED_BYTES
 from dlrm_testing.operator.operator_cluster import job_document

@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import pytest
 
-from dlrm_operator.beside import plain_get as plain_get_module
-from dlrm_operator.beside.plain_get import plain_get, read_answer
+from dlrm_operator.clients import plain_get as plain_get_module
+from dlrm_operator.clients.plain_get import plain_get, read_answer
 
 OK = b"HTTP/1.0 200 OK\r\nServer: a\r\ncontent-length: 4\r\n\r\n"
 

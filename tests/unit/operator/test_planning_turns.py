@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dlrm_api.job import parse_job
-from dlrm_operator.beside import planning
-from dlrm_operator.beside.planning import Planner
+from dlrm_operator.clients import planning
+from dlrm_operator.clients.planning import Planner
 from dlrm_operator.facts.actions import PlanQuestion
 from dlrm_operator.facts.observed import JobKey, Planning
 from dlrm_operator.facts.reading import read_job

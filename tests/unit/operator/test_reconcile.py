@@ -9,7 +9,7 @@ import pytest
 from dlrm_api.names import Env
 from dlrm_api.progress import EvalMetrics, Progress, TerminationMessage, TrainerPhase
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.cluster import Object
+from dlrm_operator.api_client import Object
 from dlrm_operator.facts.actions import (
     ApplyConfigMap,
     ApplyService,

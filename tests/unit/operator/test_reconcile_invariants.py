@@ -16,7 +16,7 @@ from dlrm_operator.facts.reading import read_pod
 from dlrm_operator.life.budgets import EARLIER_FAILURES
 from dlrm_operator.life.phases import FINISHED
 from dlrm_operator.life.reconcile import reconcile
-from dlrm_operator.objects.gang_scheduling import KUEUE_FINALIZER
+from dlrm_operator.manifests.gang_scheduling import KUEUE_FINALIZER
 from dlrm_testing.operator.hung_gang import answer_stacks, stack
 from dlrm_testing.operator.kubelet_double import committed_word
 from dlrm_testing.operator.model_cluster import ModelCluster

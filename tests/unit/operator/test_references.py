@@ -8,9 +8,8 @@ import pytest
 import yaml
 
 from dlrm_api.job import DLRMJobSpec, parse_job
-from dlrm_operator.beside.references import ProfileSeen, ProfileSource, References
-from dlrm_operator.cluster import Api
-from dlrm_operator.cluster_errors import ClusterRefusedError, NotFoundError
+from dlrm_operator.api_client import Api, ClusterRefusedError, NotFoundError
+from dlrm_operator.clients.references import ProfileSeen, ProfileSource, References
 from dlrm_operator.settings import read_settings
 from dlrm_testing.operator.operator_cluster import job_document
 

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any, cast
 
-from dlrm_operator.running.engine import Engine
+from dlrm_operator.controller.engine import Engine
 from dlrm_operator.settings import Settings
 from dlrm_testing.operator.memory_api import MemoryApi
 from dlrm_testing.operator.operator_cluster import job_document

@@ -8,7 +8,7 @@ import pytest
 
 from dlrm_api.names import ANY_ADDRESS
 from dlrm_cluster.ports import free_port
-from dlrm_operator.beside.addresses import pod_url
+from dlrm_operator.clients.addresses import pod_url
 from dlrm_operator.serving import Server
 
 

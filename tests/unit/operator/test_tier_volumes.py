@@ -11,9 +11,9 @@ from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Env
 from dlrm_api.plan import Plan
 from dlrm_api.tiers import claim_bytes
-from dlrm_operator.objects.rendering import render
-from dlrm_operator.objects.resources import requests_of_all
-from dlrm_operator.objects.tier_volumes import check_mounts
+from dlrm_operator.manifests.rendering import render
+from dlrm_operator.manifests.resources import requests_of_all
+from dlrm_operator.manifests.tier_volumes import check_mounts
 from dlrm_planner import plan_job, working_set_bytes
 from dlrm_testing.operator.operator_cluster import job_document
 

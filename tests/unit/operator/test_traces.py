@@ -7,21 +7,20 @@ from typing import Any, cast
 import pytest
 
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.beside.cuts import Cutter
-from dlrm_operator.beside.planning import Planner
-from dlrm_operator.beside.polling import Poller
-from dlrm_operator.beside.queues import Queues
-from dlrm_operator.beside.references import References
-from dlrm_operator.beside.stack_taking import StackTaker
-from dlrm_operator.cluster import Api
-from dlrm_operator.cluster_errors import NotFoundError
+from dlrm_operator.api_client import Api, NotFoundError
+from dlrm_operator.clients.cuts import Cutter
+from dlrm_operator.clients.planning import Planner
+from dlrm_operator.clients.polling import Poller
+from dlrm_operator.clients.queues import Queues
+from dlrm_operator.clients.references import References
+from dlrm_operator.clients.stack_taking import StackTaker
+from dlrm_operator.controller.informers import PodCache
+from dlrm_operator.controller.observe import Observer
 from dlrm_operator.facts.actions import RequestPlan
 from dlrm_operator.facts.images import Images
 from dlrm_operator.facts.jobs import JobCache
 from dlrm_operator.facts.observed import JobKey, Observed, Planning
 from dlrm_operator.life.reconcile import reconcile
-from dlrm_operator.running.cache import PodCache
-from dlrm_operator.running.observing import Observer
 from dlrm_testing.operator.model_cluster import KEY, ModelCluster
 from dlrm_testing.operator.operator_cluster import job_document
 from dlrm_testing.operator.running_job import condition, status

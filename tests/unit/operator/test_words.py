@@ -14,11 +14,11 @@ import pytest
 from dlrm_api.names import USER_MUST_MEND, ExitCode
 from dlrm_api.progress import CheckpointerProgress, TerminationMessage
 from dlrm_api.status import Condition, DLRMJobStatus
+from dlrm_operator.controller.apply import Performer
 from dlrm_operator.facts.actions import ApplyStatus, EmitEvent
 from dlrm_operator.facts.observed import JobKey, Planning
 from dlrm_operator.facts.reasons import Reason
 from dlrm_operator.life.reconcile import reconcile
-from dlrm_operator.running.performing import Performer
 from dlrm_testing.operator.hung_gang import hung, straggling
 from dlrm_testing.operator.kubelet_double import committed_word
 from dlrm_testing.operator.memory_api import MemoryApi

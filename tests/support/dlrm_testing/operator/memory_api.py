@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dlrm_operator.cluster import JSON
-from dlrm_operator.cluster_errors import AlreadyExistsError, ConflictError, NotFoundError
-from dlrm_operator.server_clock import ServerClock
+from dlrm_operator.api_client import JSON, AlreadyExistsError, ConflictError, NotFoundError
+from dlrm_operator.clock import ServerClock
 
 Object = dict[str, Any]
 

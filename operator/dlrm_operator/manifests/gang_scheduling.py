@@ -1,0 +1,138 @@
+"""Who starts all pods of a gang or none: Kueue, Volcano or coscheduling, as labels and PodGroups, plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from dlrm_api import names
+from dlrm_api.job import DLRMJob
+from dlrm_api.lifecycle import SchedulingSpec
+from dlrm_operator.facts.actions import Manifest
+from dlrm_operator.facts.observed import Groups, PodSeen
+from dlrm_operator.manifests.manifests import Owner, metadata
+from dlrm_operator.manifests.resources import requests_of_all
+
+KUEUE_FINALIZER: Final = "kueue.x-k8s.io/managed"
+"""Kueue puts it on each pod of a group and takes it off once the group has ended, or its Workload is deleted."""
+KUEUE_GATE: Final = "kueue.x-k8s.io/admission"
+"""Kueue lifts it from each pod when the whole group may start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupType:
+    """The objects by which a gang scheduler knows a group of pods."""
+
+    product: str
+    """What one installs to have them."""
+    api_version: str
+    plural: str
+
+    def path(self, namespace: str) -> str:
+        """Where the API server serves them."""
+        return f"/apis/{self.api_version}/namespaces/{namespace}/{self.plural}"
+
+
+KUEUE: Final = GroupType(product="Kueue", api_version="kueue.x-k8s.io/v1beta1", plural="workloads")
+POD_GROUPS: Final = {
+    "volcano": GroupType(product="Volcano", api_version="scheduling.volcano.sh/v1beta1", plural="podgroups"),
+    "coscheduling": GroupType(
+        product="the coscheduling plugin", api_version="scheduling.x-k8s.io/v1alpha1", plural="podgroups"
+    ),
+}
+"""Types of which the operator makes one object an attempt; Kueue makes its Workloads itself."""
+SCHEDULERS: Final = {"volcano": "volcano", "coscheduling": "scheduler-plugins-scheduler"}
+"""Schedulers that know the groups, under the names that their own installers give them."""
+
+
+def group_type(scheduling: SchedulingSpec) -> GroupType | None:
+    """What the job's gang scheduler must have; None where pods are scheduled one by one."""
+    return KUEUE if scheduling.gang == "kueue" else POD_GROUPS.get(scheduling.gang)
+
+
+def scheduler_name(scheduling: SchedulingSpec) -> str | None:
+    """The scheduler that the pods name; None: the cluster's default."""
+    return scheduling.scheduler_name or SCHEDULERS.get(scheduling.gang)
+
+
+def group_marks(job: DLRMJob, attempt: int, size: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Labels and annotations that make a pod one of its attempt's group.
+
+    For Kueue a group ends with its pods and none is replaced: the next attempt is another group.
+    """
+    scheduling, group = job.spec.scheduling, names.pod_group(job.metadata.name, attempt)
+    if scheduling.gang == "kueue":
+        labels = {"kueue.x-k8s.io/queue-name": scheduling.queue or "", "kueue.x-k8s.io/pod-group-name": group}
+        return labels, {
+            "kueue.x-k8s.io/pod-group-total-count": str(size),
+            "kueue.x-k8s.io/retriable-in-group": "false",
+        }
+    if scheduling.gang == "volcano":
+        return {}, {"scheduling.k8s.io/group-name": group}
+    if scheduling.gang == "coscheduling":
+        return {"scheduling.x-k8s.io/pod-group": group}, {}
+    return {}, {}
+
+
+def group_gates(scheduling: SchedulingSpec) -> list[Manifest]:
+    """Scheduling gates of the pods. Kueue sets its own; where it does not look after pods, none of them may start."""
+    return [{"name": KUEUE_GATE}] if scheduling.gang == "kueue" else []
+
+
+def pod_groups(job: DLRMJob, attempt: int, pods: list[Manifest], owner: Owner) -> list[Manifest]:
+    """The attempt's PodGroup, where its gang scheduler wants one."""
+    scheduling = job.spec.scheduling
+    kind = POD_GROUPS.get(scheduling.gang)
+    if kind is None:
+        return []
+    spec: Manifest = {"minMember": len(pods), "minResources": requests_of_all(pods)}
+    if scheduling.gang == "volcano":
+        if scheduling.queue:
+            spec["queue"] = scheduling.queue
+        if scheduling.priority_class:
+            spec["priorityClassName"] = scheduling.priority_class
+    name = names.pod_group(job.metadata.name, attempt)
+    return [
+        {
+            "apiVersion": kind.api_version,
+            "kind": "PodGroup",
+            "metadata": metadata(job, name, owner, attempt),
+            "spec": spec,
+        }
+    ]
+
+
+def group_obstacle(job: DLRMJob, attempt: int, groups: Groups) -> str:
+    """Why no pod of the attempt may be made now; none of them is there."""
+    if groups.problem:
+        return groups.problem
+    if job.spec.scheduling.gang != "kueue":
+        return ""
+    name = names.pod_group(job.metadata.name, attempt)
+    if groups.attempt != attempt:
+        return f"whether Kueue knows a group {name} already is to be seen"
+    if any(group.name == name for group in groups.seen):
+        return (
+            f"Workload {name} is left of an earlier job of this name, and Kueue would take the new pods for its own: "
+            f"it goes with that job's last pod, or by kubectl delete workload {name}"
+        )
+    return ""
+
+
+def waits_for_kueue(pod: PodSeen) -> bool:
+    """Whether Kueue has taken the pod over, and has not let it go yet."""
+    return KUEUE_GATE in pod.gates and KUEUE_FINALIZER in pod.finalizers
+
+
+def gate_words(pod: PodSeen, queue_words: str) -> str:
+    """Why scheduling gates hold a pod; empty where none does. ``queue_words`` are Kueue's own, where it has spoken."""
+    if KUEUE_GATE in pod.gates:
+        group = names.pod_group(pod.key.name, pod.attempt)
+        if waits_for_kueue(pod):
+            why = queue_words or f"kubectl describe workload {group} says why"
+            return f"Kueue has not admitted the group {group} yet: {why}"
+        return (
+            f"Kueue has not taken over the pods of group {group}: enable its pod integration for this namespace "
+            "(integrations.frameworks: pod), or set gang: none"
+        )
+    return f"scheduling gates hold them back: {', '.join(pod.gates)}" if pod.gates else ""

@@ -1,0 +1,231 @@
+"""The trainer pods of one attempt, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dlrm_api import names
+from dlrm_api.hardware import HardwareProfile
+from dlrm_api.job import DLRMJob
+from dlrm_api.names import ANY_ADDRESS, Container, Env, Path, Port
+from dlrm_api.plan import Plan
+from dlrm_operator.facts.actions import Manifest
+from dlrm_operator.facts.images import Images
+from dlrm_operator.facts.overlay_limits import RESTRICTED, OverlayLimits
+from dlrm_operator.manifests.gang_scheduling import group_gates, group_marks
+from dlrm_operator.manifests.manifests import Owner, config_volume, metadata
+from dlrm_operator.manifests.overlay import with_overlay
+from dlrm_operator.manifests.placement import placement
+from dlrm_operator.manifests.resources import checkpointer_resources, trainer_memory_bytes, trainer_resources
+from dlrm_operator.manifests.restrictions import refuse_widening
+from dlrm_operator.manifests.security import CONTAINER_SECURITY, POD_SECURITY
+from dlrm_operator.manifests.tier_volumes import tier_bytes, tier_mounts, tier_volumes
+from dlrm_planner.memory import CUDA_SHARED_BYTES
+
+MEETING_S = 1_800
+"""Trainers that have started load, read and make their tables before they meet."""
+LONGEST_WAIT_S = 6 * 3_600
+"""How long a trainer waits besides for pods that have no node yet, where no ``pendingDeadline`` says it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """All that the pods of one attempt are a function of."""
+
+    job: DLRMJob
+    number: int
+    plan: Plan
+    profile: HardwareProfile | None
+    images: Images
+    owner: Owner
+    limits: OverlayLimits = RESTRICTED
+    memory_reserve_bytes: int = 0
+    """Of each pod, besides what the plan needs."""
+    committed_snapshot: str = ""
+    """URI of the manifest of the newest snapshot that the job is known to have; empty where none is."""
+    secret: bool = True
+    """Whether its ranks know each other by a secret: all of them, or none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Share:
+    """What sets one pod apart from the others of its gang."""
+
+    index: int
+    memory_bytes: int
+    """Of its trainer."""
+    tiers: dict[str, int]
+    """Bytes that its ranks keep in files, by tier."""
+
+
+def trainer_pods(attempt: Attempt, maps: list[Manifest]) -> list[Manifest]:
+    """The gang's pods by index; equal arguments give equal pods.
+
+    Args:
+        attempt: All that they are a function of.
+        maps: The attempt's ConfigMaps (:func:`dlrm_operator.manifests.manifests.plan_config_maps`).
+
+    Raises:
+        InvalidSpecError: the overlay goes beyond the limits or collides with what the operator sets, or nobody says
+            what to mount for a tier; names the field.
+    """
+    refuse_widening(attempt.job.spec, attempt.job.metadata.namespace or "", attempt.limits)
+    config = config_volume(maps)
+    sizes = zip(trainer_memory_bytes(attempt.job, attempt.plan), tier_bytes(attempt.plan), strict=True)
+    shares = [_Share(index=index, memory_bytes=size, tiers=tiers) for index, (size, tiers) in enumerate(sizes)]
+    return [_pod(attempt, share, config) for share in shares]
+
+
+def with_derived(pod: Manifest, values: Mapping[str, str]) -> Manifest:
+    """The pod with what its trainer is told that is derived when the pod is made, by variable; no other is added."""
+    spec = pod["spec"]
+    trainer = next(container for container in spec["containers"] if container["name"] == Container.TRAINER)
+    env = [
+        {**variable, "value": values[name]} if (name := variable["name"]) in values else variable
+        for variable in trainer["env"]
+    ]
+    containers = [{**trainer, "env": env} if container is trainer else container for container in spec["containers"]]
+    return {**pod, "spec": {**spec, "containers": containers}}
+
+
+def _pod(attempt: Attempt, share: _Share, config: Manifest) -> Manifest:
+    job, index = attempt.job, share.index
+    name = names.trainer_pod(job.metadata.name, attempt.number, index)
+    spec: Manifest = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "shareProcessNamespace": True,  # a container's own process 1 would miss a stop that comes while Python starts
+        "hostname": name,
+        "subdomain": names.trainer_service(job.metadata.name),
+        "terminationGracePeriodSeconds": _grace_seconds(job),
+        "securityContext": POD_SECURITY,
+        "initContainers": [_checkpointer(attempt, index)],
+        "containers": [_trainer(attempt, share)],
+        "volumes": _volumes(attempt, share, config),
+        **placement(job, attempt.profile, attempt.number),
+    }
+    meta = metadata(job, name, attempt.owner, attempt.number, index)
+    labels, annotations = group_marks(job, attempt.number, attempt.plan.nodes)
+    meta["labels"] |= labels
+    if annotations:
+        meta["annotations"] = annotations
+    if gates := group_gates(job.spec.scheduling):
+        spec["schedulingGates"] = gates
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
+    return with_overlay(pod, job.spec.trainer.pod_template)
+
+
+def _grace_seconds(job: DLRMJob) -> int:
+    return max(1, round(job.spec.lifecycle.termination_grace_period))
+
+
+def _rendezvous_timeout_s(job: DLRMJob) -> int:
+    """Longer than the job may wait for its pods: ranks that gave up before would end a gang that is on its way."""
+    deadline = job.spec.lifecycle.pending_deadline
+    return MEETING_S + round(LONGEST_WAIT_S if deadline is None else deadline)
+
+
+def _trainer(attempt: Attempt, share: _Share) -> Manifest:
+    job, trainer = attempt.job, attempt.job.spec.trainer
+    command = ["python", "-m", "dlrm_trainer", "--job", Path.JOB, "--plan", Path.PLAN]
+    rank0 = f"{names.trainer_pod(job.metadata.name, attempt.number, 0)}.{names.trainer_service(job.metadata.name)}"
+    env = {
+        Env.MASTER_ADDR: rank0,
+        Env.MASTER_PORT: str(Port.RENDEZVOUS),
+        Env.RENDEZVOUS_TIMEOUT_S: str(_rendezvous_timeout_s(job)),
+        Env.TRAINER_PORT: str(Port.TRAINER),
+        Env.TOKEN_SHA256: "",  # of a token that is derived when the pod is made (``with_derived``)
+    }
+    if attempt.secret:
+        env[Env.GANG_SECRET] = ""  # as the token
+    if attempt.committed_snapshot:
+        env[Env.COMMITTED_SNAPSHOT] = attempt.committed_snapshot
+    if share.tiers:
+        env[Env.TIER_DIR] = Path.TIERS
+    own: list[Manifest] = []
+    if job.spec.data.credentials_secret:
+        env[Env.DATA_CREDENTIALS_DIR] = Path.DATA_CREDENTIALS
+        own.append({"name": "data-credentials", "mountPath": Path.DATA_CREDENTIALS, "readOnly": True})
+    ports = [
+        {"name": "trainer", "containerPort": Port.TRAINER},
+        {"name": "rendezvous", "containerPort": Port.RENDEZVOUS},
+    ]
+    container = _container(attempt, share.index, command, env, ports)
+    if attempt.plan.device == "cuda":
+        own.append({"name": "shm", "mountPath": Path.SHARED_MEMORY})
+    container["volumeMounts"] = [*container["volumeMounts"], *own, *tier_mounts(share.tiers)]
+    return {
+        "name": Container.TRAINER,
+        "image": trainer.image or attempt.images.trainer_on(attempt.plan.device),
+        **container,
+        "resources": trainer_resources(job, attempt.profile, share.memory_bytes, attempt.memory_reserve_bytes),
+    }
+
+
+def _checkpointer(attempt: Attempt, index: int) -> Manifest:
+    """A native sidecar: it starts before the trainer and is stopped after it, so the last cut can be uploaded."""
+    command = ["python", "-m", "dlrm_checkpointer", "--job", Path.JOB]
+    ports = [{"name": "checkpointer", "containerPort": Port.CHECKPOINTER}]
+    env = {Env.CHECKPOINTER_PORT: str(Port.CHECKPOINTER)}
+    return {
+        "name": Container.CHECKPOINTER,
+        "image": attempt.job.spec.trainer.checkpointer_image or attempt.images.checkpointer,
+        "restartPolicy": "Always",
+        **_container(attempt, index, command, env, ports),
+        "resources": checkpointer_resources(attempt.job),
+    }
+
+
+def _container(
+    attempt: Attempt, index: int, command: list[str], env: dict[str, str], ports: list[Manifest]
+) -> Manifest:
+    """What both containers share. Each gets half of the grace period: the kubelet stops one after the other."""
+    job = attempt.job
+    shared = {
+        Env.JOB_NAME: job.metadata.name,
+        Env.ATTEMPT: str(attempt.number),
+        Env.REPLICA: str(index),
+        Env.BIND: ANY_ADDRESS,
+        Env.HANDOFF_DIR: Path.HANDOFF,
+        Env.TERMINATION_LOG: Path.TERMINATION_LOG,
+        Env.GRACE_S: str(max(1, _grace_seconds(job) // 2)),
+        "HOME": Path.SCRATCH,
+        "TMPDIR": Path.SCRATCH,
+    }
+    mounts: list[Manifest] = [
+        {"name": "config", "mountPath": Path.CONFIG, "readOnly": True},
+        {"name": "handoff", "mountPath": Path.HANDOFF},
+        {"name": "scratch", "mountPath": Path.SCRATCH},
+    ]
+    if job.spec.checkpoint.credentials_secret:
+        shared[Env.CREDENTIALS_DIR] = Path.CREDENTIALS
+        mounts.append({"name": "credentials", "mountPath": Path.CREDENTIALS, "readOnly": True})
+    return {
+        "imagePullPolicy": job.spec.trainer.image_pull_policy,
+        "command": command,
+        "env": [{"name": name, "value": value} for name, value in {**shared, **env}.items()],
+        "ports": ports,
+        "volumeMounts": mounts,
+        "securityContext": CONTAINER_SECURITY,
+        "terminationMessagePath": Path.TERMINATION_LOG,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def _volumes(attempt: Attempt, share: _Share, config: Manifest) -> list[Manifest]:
+    job, handoff_bytes = attempt.job, attempt.plan.handoff_bytes[share.index]
+    volumes: list[Manifest] = [
+        config,
+        {"name": "handoff", "emptyDir": {"medium": "Memory", "sizeLimit": str(handoff_bytes)}},
+        {"name": "scratch", "emptyDir": {}},
+    ]
+    if secret := job.spec.checkpoint.credentials_secret:
+        volumes.append({"name": "credentials", "secret": {"secretName": secret}})
+    if secret := job.spec.data.credentials_secret:
+        volumes.append({"name": "data-credentials", "secret": {"secretName": secret}})
+    if attempt.plan.device == "cuda":  # NCCL's ranks of a pod meet there; what a container has by default is too small
+        size = CUDA_SHARED_BYTES * attempt.plan.processes_per_node
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(size)}})
+    return volumes + tier_volumes(share.tiers, attempt.profile)

@@ -1,0 +1,168 @@
+"""How the operator asks a pod for a cut: with its attempt's token, beside the turns; and its words when that fails."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from dlrm_api.names import Port
+from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError
+from dlrm_operator.clients import cuts
+from dlrm_operator.clients.control_key import ControlKey
+from dlrm_operator.clients.cuts import Cutter
+from dlrm_operator.facts.actions import RequestCut
+from dlrm_operator.facts.observed import CutAnswer, CutQuestion, JobKey
+from dlrm_testing.operator.kubelet_double import ProgressServer
+
+KEY = JobKey("space", "demo")
+IP = "127.53.7.1"
+TOKEN = "derived"
+
+
+class Key:
+    """A token, or why there is none."""
+
+    def __init__(self, problem: Exception | None = None) -> None:
+        self._problem = problem
+
+    async def token(self, uid: str, attempt: int) -> str:
+        assert (uid, attempt) == ("job-uid", 3)
+        if self._problem is not None:
+            raise self._problem
+        return TOKEN
+
+
+def cutter_of(key: Key, wake: Callable[[JobKey], None] = lambda key: None) -> Cutter:
+    return Cutter(cast("ControlKey", key), wake)
+
+
+@pytest.fixture
+def pod() -> Iterator[ProgressServer]:
+    server = ProgressServer(IP, Port.TRAINER)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def question(asked: str = "2026-01-01T00:00:00Z") -> RequestCut:
+    about = CutQuestion(pod_uid="uid-1", asked=asked)
+    return RequestCut(key=KEY, uid="job-uid", attempt=3, question=about, ip=IP, reason="Suspended")
+
+
+def answer(problem: Exception | None = None, times: int = 1) -> tuple[CutAnswer, list[JobKey]]:
+    """What comes of a request that is made ``times`` times, and whom it woke."""
+
+    async def ask() -> tuple[CutAnswer, list[JobKey]]:
+        woken: list[JobKey] = []
+        cutter = cutter_of(Key(problem), woken.append)
+        for _ in range(times):
+            cutter.request(question())
+        while (found := cutter.answer(KEY)) is None:
+            await asyncio.sleep(0.01)
+        return found, woken
+
+    return asyncio.run(asyncio.wait_for(ask(), 20))
+
+
+def test_the_cut_is_asked_for_once_with_the_attempts_token(pod: ProgressServer) -> None:
+    pod.cut_step = 51
+
+    found, woken = answer(times=3)
+
+    assert found == CutAnswer(question=question().question, step=51)
+    assert pod.tokens == [TOKEN]
+    assert woken == [KEY]
+
+
+def test_a_refusal_is_told_in_the_trainers_words(pod: ProgressServer) -> None:
+    found, _ = answer()
+
+    assert found.step is None
+    assert found.problem == 'pod 0 answered 409: {"error": "no hand-off"}'
+
+
+def test_a_pod_that_does_not_listen_is_told() -> None:
+    found, _ = answer()
+
+    assert found.problem.startswith("pod 0 did not answer: ")
+    assert TOKEN not in found.problem
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        ClusterUnavailableError("GET: 503 slow down"),
+        ClusterRefusedError(403, 'secrets "dlrm-operator-control-key" is forbidden'),
+    ],
+)
+def test_without_a_token_nobody_is_asked(pod: ProgressServer, problem: Exception) -> None:
+    found, _ = answer(problem)
+
+    assert found.problem == f"the control key could not be had: {problem}"
+    assert pod.tokens == []
+
+
+def test_a_refused_cut_is_forgotten_after_a_moment_and_a_given_one_is_not(
+    pod: ProgressServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuts, "AGAIN_S", 0.05)
+
+    async def live() -> tuple[CutAnswer | None, CutAnswer | None]:
+        cutter = cutter_of(Key())
+        cutter.request(question())
+        while cutter.answer(KEY) is None:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        forgotten, pod.cut_step = cutter.answer(KEY), 7
+        cutter.request(question())
+        while cutter.answer(KEY) is None:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        return forgotten, cutter.answer(KEY)
+
+    forgotten, kept = asyncio.run(asyncio.wait_for(live(), 20))
+
+    assert forgotten is None
+    assert kept is not None
+    assert kept.step == 7
+
+
+def test_a_later_question_takes_the_place_of_one_at_work(pod: ProgressServer) -> None:
+    pod.cut_step = 9
+
+    async def live() -> CutAnswer:
+        cutter = cutter_of(Key())
+        cutter.request(question("earlier"))
+        cutter.request(question("later"))
+        while (found := cutter.answer(KEY)) is None:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        cutter.stop()
+        return found
+
+    assert asyncio.run(asyncio.wait_for(live(), 20)).question.asked == "later"
+
+
+def test_a_pod_cannot_send_the_token_elsewhere(pod: ProgressServer) -> None:
+    moved = f"HTTP/1.1 307 Moved\r\nLocation: http://{IP}:{Port.TRAINER}/cut\r\nContent-Length: 0\r\n\r\n"
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(moved.encode())
+        await writer.drain()
+        writer.close()
+
+    async def live() -> CutAnswer:
+        server = await asyncio.start_server(serve, "127.53.7.2", Port.TRAINER)
+        cutter = cutter_of(Key())
+        cutter.request(replace(question(), ip="127.53.7.2"))
+        while (found := cutter.answer(KEY)) is None:
+            await asyncio.sleep(0.01)
+        server.close()
+        return found
+
+    found = asyncio.run(asyncio.wait_for(live(), 20))
+
+    assert found.problem.startswith("pod 0 answered 307")
+    assert pod.tokens == []

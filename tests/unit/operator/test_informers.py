@@ -1,0 +1,91 @@
+"""How long the operator is blind after its watch of pods broke."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+
+from dlrm_operator.api_client import JSON, ClusterUnavailableError, Object, Query
+from dlrm_operator.controller.informers import FIRST_PAUSE_S, LONGEST_PAUSE_S, PodCache
+
+BREAKS = 8
+
+
+class BreakingApi:
+    """Shows the same events at each watch, which then breaks."""
+
+    def __init__(self, events: list[Object], *, lists: bool = True) -> None:
+        self._events, self._lists = events, lists
+        self.asked = threading.Event()
+
+    def list_now(self, path: str, query: Query, accept: str = JSON) -> tuple[list[Object], str]:
+        self.asked.set()
+        if not self._lists:
+            raise ClusterUnavailableError("connection refused")
+        return [], "1"
+
+    def watch(self, path: str, query: Query, silence_s: float) -> Iterator[Object]:
+        yield from self._events
+        raise ClusterUnavailableError("reset by peer")
+
+
+class Pauses(threading.Event):
+    """Notes how long it is waited for, waits for nothing, and ends the watch after some breaks."""
+
+    def __init__(self, cache: PodCache) -> None:
+        super().__init__()
+        self._cache = cache
+        self.seconds: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout or 0.0)
+        if len(self.seconds) == BREAKS:
+            self._cache.stop()
+        return self.is_set()
+
+
+class Loop:
+    """Takes calls, and does none."""
+
+    def call_soon_threadsafe(self, call: Callable[..., None], *args: Any) -> None:
+        pass
+
+
+def pauses(api: BreakingApi) -> list[float]:
+    """The seconds between the breaks of a watch."""
+    cache = PodCache(api, None, lambda key: None, lambda key: None)
+    cache._resumed = Pauses(cache)
+    cache._run(cast("Any", Loop()))
+    return cache._resumed.seconds
+
+
+@pytest.mark.parametrize("kind", ["BOOKMARK", "MODIFIED"])
+def test_a_watch_that_showed_something_is_taken_up_at_once_however_often_it_broke(kind: str) -> None:
+    shown = {"type": kind, "object": {"metadata": {"resourceVersion": "7"}}}
+
+    assert pauses(BreakingApi([shown])) == [FIRST_PAUSE_S] * BREAKS
+
+
+@pytest.mark.parametrize("lists", [True, False], ids=["watches break", "lists fail"])
+def test_a_server_that_shows_nothing_is_asked_ever_more_seldom(lists: bool) -> None:
+    found = pauses(BreakingApi([], lists=lists))
+
+    assert found == [1, 2, 4, 8, 16, LONGEST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+
+
+def test_a_watch_that_pauses_begins_at_once_where_the_server_is_known_to_answer_again() -> None:
+    api = BreakingApi([], lists=False)
+    cache = PodCache(api, None, lambda key: None, lambda key: None)
+    cache._pause_s = 3_600.0
+    thread = threading.Thread(target=cache._run, args=(cast("Any", Loop()),), daemon=True)
+    thread.start()
+    assert api.asked.wait(10)
+    api.asked.clear()
+
+    cache.resume()
+
+    assert api.asked.wait(10)
+    cache.stop()
+    thread.join(10)
+    assert not thread.is_alive()

@@ -1,0 +1,82 @@
+"""What Kueue says of a gang that waits is asked for now and then, and only while one waits."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from dlrm_operator.api_client import Api, ClusterUnavailableError
+from dlrm_operator.clients import queues as module
+from dlrm_operator.clients.queues import Queues, quota_words
+from dlrm_operator.facts.observed import JobKey
+from dlrm_testing.operator.memory_api import MemoryApi
+
+KEY = JobKey("space", "demo")
+PATH = "/apis/kueue.x-k8s.io/v1beta1/namespaces/space/workloads/demo-1"
+WORDS = "couldn't assign flavors to pod set main: insufficient unused quota for cpu in flavor any, 2 more needed"
+
+
+def workload(**conditions: tuple[str, str]) -> dict[str, Any]:
+    found = [{"type": kind, "status": truth, "message": words} for kind, (truth, words) in conditions.items()]
+    return {"metadata": {"name": "demo-1", "namespace": "space"}, "status": {"conditions": found}}
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({}, ""),
+        (workload(), ""),
+        (workload(QuotaReserved=("False", WORDS)), WORDS),
+        (workload(QuotaReserved=("True", "Quota reserved"), Admitted=("False", "checks wait")), "checks wait"),
+        (workload(QuotaReserved=("True", "Quota reserved")), ""),
+    ],
+)
+def test_the_words_are_those_of_the_condition_that_lacks(document: dict[str, Any], words: str) -> None:
+    assert quota_words(document) == words
+
+
+def test_a_gang_that_waits_is_asked_for_until_it_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "EVERY_S", 0.02)
+    api, woken = MemoryApi(), list[JobKey]()
+    api.put(PATH, workload(QuotaReserved=("False", WORDS)))
+    queues = Queues(cast("Api", api), woken.append)
+
+    async def a_while() -> tuple[str, int]:
+        asking = asyncio.create_task(queues.run())
+        queues.follow(KEY, "demo-1")
+        await asyncio.sleep(0.3)
+        said = queues.words(KEY)
+        queues.follow(KEY, "")
+        asked = len(api.asked)
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        return said, asked
+
+    said, asked = asyncio.run(a_while())
+
+    assert said == WORDS
+    assert asked >= 2
+    assert len(api.asked) == asked
+    assert woken == [KEY]
+    assert queues.words(KEY) == ""
+
+
+def test_an_api_server_that_does_not_answer_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+
+    class Away:
+        async def call(self, *_: object) -> None:
+            raise ClusterUnavailableError("away")
+
+    queues = Queues(cast("Api", Away()), lambda key: None)
+
+    async def a_while() -> bool:
+        asking = asyncio.create_task(queues.run())
+        queues.follow(KEY, "demo-1")
+        await asyncio.sleep(0.1)
+        alive = not asking.done()
+        asking.cancel()
+        return alive
+
+    assert asyncio.run(a_while())

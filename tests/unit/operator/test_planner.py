@@ -1,0 +1,330 @@
+"""The planner works in a child process: it may take long, crash or refuse, and the operator goes on."""
+
+import asyncio
+import mmap
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+
+from dlrm_api.job import parse_job
+from dlrm_api.plan import plan_from_parts
+from dlrm_operator.clients.plan_child import TOO_LARGE
+from dlrm_operator.clients.planner_process import MOST_BYTES, PlannerProcess
+from dlrm_operator.clients.planning import Planner
+from dlrm_operator.facts.actions import PlanQuestion
+from dlrm_operator.facts.observed import JobKey, Planning
+from dlrm_operator.facts.reading import read_job
+from dlrm_planner import plan_job
+from dlrm_testing.operator.operator_cluster import job_document
+
+pytestmark = pytest.mark.slow
+
+
+def question(traces: Mapping[str, str] | None = None, **spec: Any) -> PlanQuestion:
+    return PlanQuestion(
+        uid="u",
+        generation=1,
+        profile_version="",
+        job=parse_job(job_document("demo", **spec)),
+        profile=None,
+        traces=traces or {},
+    )
+
+
+async def plan(asked: PlanQuestion, deadline_s: float) -> Planning:
+    process = PlannerProcess()
+    try:
+        return await process.ask(asked, deadline_s)
+    finally:
+        await process.end()
+
+
+def test_the_child_gives_the_plan_that_the_planner_makes() -> None:
+    asked = question()
+
+    answer = asyncio.run(plan(asked, 60))
+
+    assert plan_from_parts(answer.parts) == plan_job(asked.job.spec, None)
+
+
+def test_a_refusal_is_final_and_keeps_the_planners_words() -> None:
+    asked = question(trainer={"replicas": 1, "tierBudgets": {"ddr": "1Ki"}})
+
+    answer = asyncio.run(plan(asked, 60))
+
+    assert answer.final
+    assert "tierBudgets" in answer.problem
+
+
+def test_the_child_reads_the_traces_that_it_is_given() -> None:
+    reference = "configmap:reuse"
+    table = {"name": "a", "rows": 10, "dim": 4, "distribution": {"reference": reference}}
+    asked = question({reference: "no trace"}, model={"tables": [table], "interaction": "dcn"})
+
+    answer = asyncio.run(plan(asked, 60))
+
+    assert answer.final
+    assert "spec.model.tables[0].distribution.reference: configmap:reuse holds no trace" in answer.problem
+
+
+def test_tiers_that_nobody_mounts_are_refused_before_there_is_a_plan() -> None:
+    table = {"name": "a", "rows": 10_000_000, "dim": 64}
+    budgets = {"ddr": "1Gi", "block": "20Gi"}
+    asked = question(model={"tables": [table], "interaction": "dcn"}, trainer={"tierBudgets": budgets})
+
+    answer = asyncio.run(plan(asked, 60))
+
+    assert answer.final
+    assert "name a HardwareProfile whose tiers.block has hostPath or storageClass" in answer.problem
+
+
+def test_a_deadline_is_no_verdict_and_leaves_no_child() -> None:
+    me = psutil.Process()
+
+    answer = asyncio.run(plan(question(), 0.05))  # less than Python takes to start
+
+    assert answer.plan is None
+    assert not answer.final
+    assert "asked again" in answer.problem
+    assert [child for child in me.children() if "plan_child" in " ".join(child.cmdline())] == []
+
+
+def grouped(tables: int, replicas: int, **template: Any) -> PlanQuestion:
+    """A question of some 200 bytes of tables."""
+    group = {"name": "t", "count": tables, "template": {"rows": 1_000_000, "dim": 16, **template}}
+    return question(
+        model={"tableGroups": [group], "interaction": "dcn"},
+        data={"format": "synthetic", "globalBatchSize": 65_536, "virtualShards": 65_536},
+        trainer={"replicas": replicas},
+    )
+
+
+def test_more_shards_than_a_plan_holds_are_refused_for_good_before_any_is_made() -> None:
+    answer = asyncio.run(plan(grouped(5_000, 4_096, pin={"sharding": "row"}), 60))
+
+    assert answer.final
+    assert answer.problem.startswith("spec.model.tableGroups[0].template.pin.sharding: 5000 tables are pinned")
+    assert "20480000 shards" in answer.problem
+
+
+IN_PYTHON = "plan_child.MOST_BYTES = 8 * 2**20"
+IN_PYDANTIC = (
+    "kept = plan_child.plan_to_parts; plan_child.plan_to_parts = lambda plan: "
+    "(plan_child.bound_memory(2**20), kept(plan))[1]"
+)
+
+
+@pytest.mark.parametrize("limit", [IN_PYTHON, IN_PYDANTIC])
+def test_a_question_that_takes_more_memory_than_a_planner_may_is_refused_and_the_next_is_answered(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = asyncio.create_subprocess_exec
+
+    async def tightly(*_: str, **pipes: Any) -> Any:
+        program = f"from dlrm_operator.clients import plan_child; {limit}; plan_child.main()"
+        return await start(sys.executable, "-c", program, **pipes)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", tightly)
+
+    async def run() -> tuple[Planning, Planning]:
+        process = PlannerProcess()
+        large = await process.ask(grouped(500, 128, pin={"sharding": "row"}), 60)
+        small = await process.ask(question(), 60)
+        await process.end()
+        return large, small
+
+    large, small = asyncio.run(run())
+
+    assert large == Planning(problem=TOO_LARGE, final=True, field="spec.trainer")
+    assert small.plan is not None
+
+
+@pytest.mark.parametrize(
+    "asked", [grouped(5_000, 4_096), grouped(512, 127, pin={"sharding": "row"})], ids=["whole tables", "most shards"]
+)
+def test_what_production_needs_is_planned_within_a_planner_s_memory(asked: PlanQuestion) -> None:
+    answer = asyncio.run(plan(asked, 120))
+
+    assert answer.problem == ""
+    assert answer.plan is not None
+    assert answer.plan.tables == ()  # the operator needs none of them
+    assert len(plan_from_parts(answer.parts).tables) in (5_000, 512)
+
+
+def test_an_answer_that_is_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlrm_operator.clients.planner_process.MOST_ANSWER_BYTES", 100)
+
+    answer = asyncio.run(plan(question(), 60))
+
+    assert answer.plan is None
+    assert not answer.final
+    assert "at most 100 are read" in answer.problem
+    assert planner_children() == []
+
+
+def test_the_loop_turns_while_the_planner_works() -> None:
+    async def both() -> int:
+        ticks = 0
+        task = asyncio.create_task(plan(question(), 60))
+        while not task.done():
+            ticks += 1
+            await asyncio.sleep(0.01)
+        return ticks
+
+    assert asyncio.run(both()) > 5
+
+
+def planner_children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "plan_child" in " ".join(child.cmdline())]
+
+
+async def answers(planner: Planner, keys: list[JobKey], asked: PlanQuestion, within_s: float = 60.0) -> list[JobKey]:
+    """Ask for each job; in which order the answers came."""
+    for key in keys:
+        planner.request(key, asked)
+    came: list[JobKey] = []
+    deadline = time.monotonic() + within_s
+    while len(came) < len(keys):
+        assert time.monotonic() < deadline, came
+        came += [key for key in keys if key not in came and planner.has_answered(key)]
+        await asyncio.sleep(0.005)
+    return came
+
+
+KEYS = [JobKey("space", f"job-{number}") for number in range(20)]
+
+
+def test_one_process_plans_many_jobs_in_the_order_in_which_they_asked() -> None:
+    async def run() -> tuple[list[JobKey], set[int]]:
+        planner, pids = Planner(60, lambda key: pids.update(child.pid for child in planner_children())), set()
+        came = await answers(planner, KEYS, question())
+        await planner.stop()
+        return came, pids
+
+    came, pids = asyncio.run(run())
+
+    assert came == KEYS
+    assert len(pids) == 1
+    assert planner_children() == []
+
+
+def test_the_next_attempt_and_an_equal_job_need_no_planner_and_another_job_does() -> None:
+    async def run() -> tuple[list[bool], Planning | None]:
+        planner = Planner(60, lambda key: None)
+        await answers(planner, KEYS[:1], question())
+        planner.forget(KEYS[0])
+        elsewhere = {"uri": "s3://other/prefix"}
+        planner.request(KEYS[0], question())
+        planner.request(KEYS[1], replace(question(checkpoint=elsewhere), uid="v"))
+        planner.request(KEYS[2], replace(question(), uid="w", reserve=2**20))
+        planner.request(KEYS[3], replace(question(), uid="x", profile_version="7"))
+        planner.request(KEYS[4], replace(question({"configmap:a": "text"}), uid="y"))
+        at_once = [planner.has_answered(key) for key in KEYS[:5]]
+        found = planner.answer(KEYS[0], read_job({**job_document("job-0"), "metadata": META}), "")
+        await planner.stop()
+        return at_once, found
+
+    at_once, found = asyncio.run(run())
+
+    assert at_once == [True, True, False, False, False]
+    assert planner_children() == []  # though one was to begin when all was stopped
+    assert found is not None
+    assert plan_from_parts(found.parts) == plan_job(question().job.spec, None)
+
+
+def test_a_job_whose_checkpointer_asks_for_more_memory_is_planned_anew() -> None:
+    async def run() -> bool:
+        planner = Planner(60, lambda key: None)
+        await answers(planner, KEYS[:1], question())
+        roomier = {"uri": "s3://bucket/prefix", "resources": {"limits": {"memory": "2Gi"}}}
+        planner.request(KEYS[1], question(checkpoint=roomier))
+        known = planner.has_answered(KEYS[1])
+        await planner.stop()
+        return known
+
+    assert not asyncio.run(run())
+
+
+def test_a_planner_stays_for_the_next_question_however_large_the_operator_is() -> None:
+    async def run() -> list[psutil.Process]:
+        process = PlannerProcess()
+        await process.ask(question(), 60)
+        stayed = planner_children()
+        await process.end()
+        return stayed
+
+    large = bytearray(MOST_BYTES)
+    large[:: mmap.PAGESIZE] = bytes([1]) * len(range(0, MOST_BYTES, mmap.PAGESIZE))
+
+    assert len(asyncio.run(run())) == 1
+
+
+def test_a_planner_that_was_killed_is_told_of_and_the_next_question_is_answered() -> None:
+    async def run() -> tuple[Planning, Planning]:
+        process = PlannerProcess()
+        await process.ask(question(), 60)
+        (child,) = planner_children()
+        child.kill()
+        killed = await process.ask(question(), 60)
+        again = await process.ask(question(), 60)
+        await process.end()
+        return killed, again
+
+    killed, again = asyncio.run(run())
+
+    assert "exit code -9" in killed.problem
+    assert not killed.final
+    assert again.plan is not None
+
+
+def test_a_job_that_is_edited_all_the_time_gets_its_plan_and_keeps_nobody_from_theirs() -> None:
+    async def run() -> tuple[set[int], Planning | None]:
+        planner, pids = Planner(60, lambda key: None), set()
+        planner.request(KEYS[1], question())
+        generation, deadline = 0, time.monotonic() + 60
+        while not (planner.has_answered(KEYS[0]) and planner.has_answered(KEYS[1])):
+            assert time.monotonic() < deadline
+            generation += 1
+            edited = {"restart": {"maxBackoff": f"{generation}s"}}
+            planner.request(KEYS[0], replace(question(lifecycle=edited), generation=generation))
+            pids |= {child.pid for child in planner_children()}
+            await asyncio.sleep(0.02)
+        spec = {"lifecycle": {"restart": {"maxBackoff": "1h"}}}
+        job = read_job({**job_document("job-0", **spec), "metadata": {**META, "generation": generation + 1}})
+        found = planner.answer(KEYS[0], job, "")
+        await planner.stop()
+        return pids, found
+
+    pids, found = asyncio.run(run())
+
+    assert len(pids) <= 2  # a second one where the first takes long to start
+    assert found is not None
+
+
+def test_a_job_that_changes_while_it_is_planned_is_planned_anew() -> None:
+    async def run() -> Planning | None:
+        planner = Planner(60, lambda key: None)
+        planner.request(KEYS[0], question())
+        await asyncio.sleep(0.05)
+        tables = [{"name": "c", "rows": 10, "dim": 4}]
+        model = {"tables": tables, "interaction": "dcn"}
+        planner.request(KEYS[0], replace(question(model=model), generation=2))
+        job = read_job({**job_document("job-0", model=model), "metadata": {**META, "generation": 2}})
+        deadline = time.monotonic() + 60
+        while (found := planner.answer(KEYS[0], job, "")) is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        await planner.stop()
+        return found
+
+    found = asyncio.run(run())
+
+    assert found is not None
+    assert found.plan is not None
+
+
+META = {"name": "job-0", "namespace": "space", "uid": "u", "resourceVersion": "1"}

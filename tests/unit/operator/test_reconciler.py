@@ -1,0 +1,1113 @@
+"""What a turn asks of the API server: little from copies, live objects before anything that can't be undone."""
+
+import asyncio
+import copy
+import logging
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any, cast
+
+import pytest
+
+from dlrm_api.progress import Progress, TrainerPhase
+from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError, ConflictError
+from dlrm_operator.clients.control_key import ControlKey
+from dlrm_operator.clients.cuts import Cutter
+from dlrm_operator.clients.planning import Planner
+from dlrm_operator.clients.polling import Poller
+from dlrm_operator.clients.queues import Queues
+from dlrm_operator.clients.references import References
+from dlrm_operator.clients.stack_taking import StackTaker
+from dlrm_operator.controller.apply import EVENT_S, Performer
+from dlrm_operator.controller.informers import PodCache
+from dlrm_operator.controller.observe import Observer, UnreadableStatusError
+from dlrm_operator.controller.reconciler import Turns, steps
+from dlrm_operator.facts.actions import CreatePod, EmitEvent, PlanQuestion, WakeAt
+from dlrm_operator.facts.images import Images
+from dlrm_operator.facts.jobs import JobCache
+from dlrm_operator.facts.observed import JobKey, JobSeen, Planning, Polled
+from dlrm_operator.metrics import RESTARTS
+from dlrm_planner import plan_job
+from dlrm_testing.operator.memory_api import MemoryApi
+from dlrm_testing.operator.model_cluster import ModelCluster
+from dlrm_testing.operator.operator_cluster import job_document, planner_answer
+
+KEY = JobKey("space", "demo")
+JOB = "/apis/dlrm.dev/v1alpha1/namespaces/space/dlrmjobs/demo"
+PODS = "/api/v1/namespaces/space/pods"
+SERVICE = "/api/v1/namespaces/space/services/demo-trainer"
+PLAN = "/api/v1/namespaces/space/configmaps/demo-plan-1"
+EVENTS = "/api/v1/namespaces/space/events"
+GROUPS = "/apis/scheduling.volcano.sh/v1beta1/namespaces/space/podgroups"
+RUNNING = {
+    "phase": "Running",
+    "podIP": "127.0.0.2",
+    "containerStatuses": [{"name": "trainer", "state": {"running": {}}}],
+}
+
+
+class SlowPlanner(Planner):
+    """Answers when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(60, lambda key: None)
+        self.asked: PlanQuestion | None = None
+        self.plan: Planning | None = None
+
+    def answer(self, key: JobKey, job: JobSeen, profile_version: str) -> Planning | None:
+        return self.plan
+
+    def has_answered(self, key: JobKey) -> bool:
+        return self.plan is not None
+
+    def request(self, key: JobKey, question: PlanQuestion) -> None:
+        self.asked = question
+
+    def forget(self, key: JobKey) -> None:
+        self.plan = None
+
+
+class SaidPoller(Poller):
+    """What a test has pod 0 say."""
+
+    def __init__(self) -> None:
+        super().__init__(1, lambda key: None)
+        self.said: Polled | None = None
+
+    def latest(self, key: JobKey) -> Polled | None:
+        return self.said
+
+
+class Alarm:
+    """The test takes the turns."""
+
+    def __init__(self) -> None:
+        self.set_for: list[datetime] = []
+
+    def add_at(self, key: JobKey, time: datetime) -> None:
+        self.set_for.append(time)
+
+
+class Bench:
+    """One job, its turns, and the requests of each."""
+
+    def __init__(self, passing_s: float = 60.0) -> None:
+        self.api, self.alarm = MemoryApi(), Alarm()
+        self.now_s = 0.0
+        self.jobs, self.planner, self.poller = JobCache(), SlowPlanner(), SaidPoller()
+        self.pods = PodCache(cast("Any", None), None, lambda key: None, lambda key: None)
+        self.pods.filled = True
+        document = job_document("demo")
+        self.jobs.saw(self.api.put(JOB, {**document, "metadata": {"name": "demo", "namespace": "space"}}))
+        references = References(self.api)
+        self.key_api = MemoryApi()
+        control_key = ControlKey(self.key_api, "operators")
+        cutter, stacks = Cutter(control_key, lambda key: None), StackTaker(lambda key: None)
+        queues = Queues(self.api, lambda key: None)
+        both: dict[str, Any] = {"jobs": self.jobs, "pods": self.pods, "planner": self.planner}
+        both |= {"cutter": cutter, "stacks": stacks}
+        observer = Observer(self.api, **both, poller=self.poller, queues=queues, references=references, images=Images())
+        performer = Performer(self.api, **both, alarm=self.alarm, control_key=control_key)
+        self.turns = Turns(
+            observer, performer, self.jobs, self.planner, self.poller, passing_s, steady=lambda: self.now_s
+        )
+
+    def pass_by(self, seconds: float) -> None:
+        """So much time goes by for what waits to be told."""
+        self.now_s += seconds
+
+    def turn(self) -> list[tuple[str, str]]:
+        self.api.asked.clear()
+        asyncio.run(self.turns.take(KEY))
+        return list(self.api.asked)
+
+    def answer(self) -> None:
+        assert self.planner.asked is not None
+        self.planner.plan = planner_answer(plan_job(self.planner.asked.job.spec, None))
+
+    def pods_run(self) -> None:
+        """The watch shows that both pods run."""
+        for path, pod in list(self.api.objects.items()):
+            if path.startswith(PODS):
+                shown = self.api.put(path, {**pod, "spec": {**pod["spec"], "nodeName": "node"}, "status": RUNNING})
+                self.pods._change({"type": "MODIFIED", "object": shown})
+
+    def pods_crash(self, code: int = 1, only: str = "") -> None:
+        """The watch shows that trainers ended with ``code``: both, or that of one pod."""
+        ended = {"name": "trainer", "state": {"terminated": {"exitCode": code, "finishedAt": "2026-01-01T00:00:00Z"}}}
+        for path, pod in list(self.api.objects.items()):
+            if path.startswith(PODS) and path.endswith(only):
+                shown = self.api.put(path, {**pod, "status": {"phase": "Failed", "containerStatuses": [ended]}})
+                self.pods._change({"type": "MODIFIED", "object": shown})
+
+    def pod_0_trains(self) -> None:
+        uid = self.api.objects[f"{PODS}/demo-trainer-1-0"]["metadata"]["uid"]
+        trainer = Progress(attempt=1, phase=TrainerPhase.TRAINING, step=1)
+        self.poller.said = Polled(pod_uid=uid, trainer=trainer)
+
+    def shown_anew(self, job: dict[str, Any]) -> None:
+        """An operator that knows nothing of before is shown the job, stored or defaulted like this."""
+        self.jobs.forget(KEY)
+        self.jobs.saw(self.api.put(JOB, job))
+
+    def gang_pods(self) -> list[str]:
+        return sorted(path for path in self.api.objects if path.startswith(PODS))
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.api.objects[JOB].get("status", {})
+        return found
+
+
+def planned(passing_s: float = 60.0) -> Bench:
+    """A job whose plan is at hand: its next turn begins the first gang."""
+    bench = Bench(passing_s)
+    bench.turn()
+    bench.answer()
+    return bench
+
+
+def writes(asked: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [request for request in asked if request[0] not in ("GET", "LIST")]
+
+
+def test_a_start_that_goes_well_is_six_writes_and_one_read() -> None:
+    bench = Bench()
+
+    planning = bench.turn()
+    bench.answer()
+    forming = bench.turn()
+    scheduled = bench.turn()
+    bench.pods_run()
+    started = bench.turn()
+    bench.pod_0_trains()
+    trains = bench.turn()
+    idle = bench.turn()
+
+    assert planning == scheduled == started == idle == []
+    assert len(writes(forming)) == 5
+    assert [request for request in forming if request not in writes(forming)] == [("GET", JOB)]
+    assert trains == [("PUT", f"{JOB}/status")]
+    assert bench.status()["phase"] == "Running"
+
+
+@pytest.mark.parametrize("made", [(SERVICE,), (SERVICE, PLAN), (PLAN,)], ids=["Service", "both", "ConfigMap"])
+def test_a_gang_that_an_operator_before_this_one_began_is_found_and_no_refusal(made: tuple[str, ...]) -> None:
+    bench, before = planned(), planned()
+    before.turn()
+    for path in made:
+        bench.api.put(path, before.api.objects[path])
+
+    with pytest.raises(ConflictError):
+        bench.turn()
+    again = bench.turn()
+
+    assert not {("POST", path.rpartition("/")[0]) for path in made} & set(again)
+    assert len([request for request in again if request == ("POST", PODS)]) == 2
+    assert "Refused" not in str(bench.status()["conditions"])
+
+
+def test_an_object_of_others_whose_name_is_needed_is_named_in_the_condition() -> None:
+    bench = planned()
+    bench.api.put(SERVICE, {"metadata": {"name": "demo-trainer", "namespace": "space"}})
+    for _ in range(3):
+        with pytest.raises(ConflictError):
+            bench.turn()
+
+    said = next(item for item in bench.status()["conditions"] if item["type"] == "Scheduled")
+
+    assert said["reason"] == "Refused"
+    assert "Service demo-trainer exists and belongs to another owner: delete it" in said["message"]
+
+
+def test_pods_wait_for_a_control_key_and_the_condition_says_what_is_wrong_with_it() -> None:
+    bench, secret = planned(), "/api/v1/namespaces/operators/secrets/dlrm-operator-control-key"
+    bench.key_api.put(secret, {"metadata": {"name": "dlrm-operator-control-key"}, "data": {"key": ""}})
+    for _ in range(3):
+        with pytest.raises(ClusterRefusedError):
+            bench.turn()
+    said = next(item for item in bench.status()["conditions"] if item["type"] == "Scheduled")
+    waited = [path for path in bench.api.objects if path.startswith(PODS)]
+    del bench.key_api.objects[secret]
+
+    bench.turn()
+
+    assert said["reason"] == "Refused"
+    assert "Secret operators/dlrm-operator-control-key holds no 'key' of 32 bytes: delete it" in said["message"]
+    assert waited == []
+    assert len([path for path in bench.api.objects if path.startswith(PODS)]) == 2
+
+
+def test_a_young_copy_of_a_new_job_is_read_no_more_before_its_gang_is_made() -> None:
+    bench = planned()
+    bench.jobs.heard_at = time.monotonic()
+
+    asked = bench.turn()
+
+    assert asked == writes(asked)
+    assert len(asked) == 5
+    assert bench.status()["gangAttempt"] == 1
+
+
+def test_a_first_gang_is_begun_once_however_old_the_copy_of_its_job_is() -> None:
+    bench, late = planned(), planned()
+    bench.turn()
+    for path in [path for path in bench.api.objects if path not in (JOB, SERVICE)]:
+        del bench.api.objects[path]  # as attempts after the first leave nothing of it
+    job = bench.api.objects[JOB]
+    bench.api.put(JOB, {**job, "status": {**job["status"], "attempt": 3, "gangAttempt": 3}})
+    late.api.objects = bench.api.objects
+    late.jobs.heard_at = time.monotonic()
+
+    with pytest.raises(ConflictError):
+        late.turn()
+
+    assert late.api.asked == [("POST", SERVICE.rpartition("/")[0])]
+
+
+def test_a_job_is_read_before_its_gang_is_made_where_the_watch_is_silent() -> None:
+    bench = planned()
+    del bench.api.objects[JOB]
+
+    asked = bench.turn()
+
+    assert asked == [("GET", JOB)]
+    assert bench.jobs.known() == []
+
+
+def test_a_pod_that_an_older_job_of_that_name_left_is_looked_at_live_before_the_first_gang() -> None:
+    bench = planned()
+    labels = {"dlrm.dev/job": "demo", "dlrm.dev/attempt": "1", "dlrm.dev/index": "0"}
+    left = bench.api.put(
+        f"{PODS}/demo-trainer-1-0", {"metadata": {"name": "demo-trainer-1-0", "namespace": "space", "labels": labels}}
+    )
+    bench.pods._change({"type": "ADDED", "object": left})
+
+    asked = bench.turn()
+
+    assert ("LIST", PODS) in asked
+    assert ("POST", PODS) not in asked
+
+
+def test_a_pod_of_this_attempt_that_no_copy_shows_is_taken_over_and_not_made_again() -> None:
+    bench, before = planned(), planned()
+    before.turn()
+    pod = f"{PODS}/demo-trainer-1-0"  # its ConfigMap was deleted by somebody
+    left = bench.api.put(pod, before.api.objects[pod])
+
+    bench.turn()
+
+    assert bench.api.objects[pod] == left
+    assert f"{PODS}/demo-trainer-1-1" in bench.api.objects
+    assert bench.status()["gangAttempt"] == 1
+
+
+def test_what_needs_nothing_of_each_other_is_made_at_once_and_the_status_after_all() -> None:
+    cluster = ModelCluster(replicas=3)
+    cluster.turn()
+    cluster.plan()
+
+    made = [action for action in cluster.turn() if not isinstance(action, EmitEvent | WakeAt)]
+
+    kinds = [[type(action).__name__ for action in step] for step in steps(made)]
+    assert kinds == [["ApplyService"], ["ApplyConfigMap"], ["CreatePod"], ["CreatePod"] * 2, ["ApplyStatus"]]
+
+
+def test_a_large_gang_is_made_one_pod_first_and_then_few_at_a_time_so_that_few_are_refused() -> None:
+    pods = [CreatePod(manifest={}, owner_uid="uid", attempt=number) for number in range(20)]
+
+    assert [len(step) for step in steps(pods)] == [1, 8, 8, 3]
+
+
+def form_in_a_crowd(bench: Bench) -> list[tuple[str, str]]:
+    """The gang is made while many others are on their way; what was asked of the API server."""
+    for number in range(700):
+        bench.turns._patience.rest_s(JobKey("space", f"other-{number}"))
+    bench.turn()
+    bench.answer()
+    return bench.turn()
+
+
+def test_in_a_crowd_a_start_that_goes_well_is_one_status() -> None:
+    bench = Bench()
+
+    forming = form_in_a_crowd(bench)
+    bench.pods_run()
+    started = bench.turn()
+    bench.pod_0_trains()
+    trains = bench.turn()
+    idle = bench.turn()
+
+    assert len(writes(forming)) == 4
+    assert started == idle == []
+    assert trains == [("PUT", f"{JOB}/status")]
+    assert bench.status()["phase"] == "Running"
+    assert bench.status()["gangAttempt"] == 1
+    assert bench.status()["plan"]["nodes"] == 2
+
+
+def test_in_a_crowd_a_gang_that_does_not_start_is_told_once_it_has_waited() -> None:
+    bench = Bench(passing_s=0.0)
+    bench.turns._patience.rest_s(JobKey("space", "other"))
+    bench.turn()
+    bench.answer()
+
+    bench.turn()
+    before = bench.status()
+    bench.pass_by(0.25)
+    asked = bench.turn()
+
+    assert before == {}
+    assert asked == [("PUT", f"{JOB}/status")]
+    assert bench.status()["phase"] == "Scheduling"
+    assert bench.status()["gangAttempt"] == 1
+
+
+def test_a_pod_that_is_taken_away_in_a_crowd_ends_the_attempt_and_is_not_made_again() -> None:
+    bench = Bench()
+    form_in_a_crowd(bench)
+    lost = bench.api.objects.pop(f"{PODS}/demo-trainer-1-0")
+    bench.pods._change({"type": "DELETED", "object": lost})
+
+    asked = bench.turn()
+
+    assert ("POST", PODS) not in asked
+    assert bench.status()["attempt"] == 2
+    assert bench.status()["restartsByReason"] == {"PodDeleted": 1}
+
+
+def test_what_an_operator_kept_to_itself_the_next_one_reads_from_the_plan_and_the_pods() -> None:
+    bench = Bench()
+    form_in_a_crowd(bench)
+    after = Bench()
+    after.api.objects = bench.api.objects
+    after.pods._replace([pod for path, pod in bench.api.objects.items() if path.startswith(PODS)])
+
+    asked = after.turn()
+
+    assert [request for request in writes(asked) if "/events" not in request[1]] == [("PUT", f"{JOB}/status")]
+    assert after.status()["gangAttempt"] == 1
+    assert after.status()["plan"]["nodes"] == 2
+
+
+def test_a_spec_that_was_changed_before_a_status_froze_it_is_the_one_that_is_trained() -> None:
+    bench = Bench()
+    form_in_a_crowd(bench)
+    job = bench.api.objects[JOB]
+    spec = {**job["spec"], "training": {"seed": 5}}
+    bench.jobs.saw(bench.api.put(JOB, {**job, "spec": spec, "metadata": {**job["metadata"], "generation": 2}}))
+
+    bench.turn()
+    told = bench.status()
+    bench.turn()
+
+    assert told["attempt"] == 2
+    assert told["restartsByReason"] == {"Edited": 1}
+    assert "the spec was changed while its gang was made: attempt 2 follows" in str(told["conditions"])
+    assert ("DELETE", f"{PODS}/demo-trainer-1-0") in bench.api.asked
+
+
+def test_a_change_of_what_is_never_frozen_leaves_the_gang_alone() -> None:
+    bench = Bench()
+    form_in_a_crowd(bench)
+    job = bench.api.objects[JOB]
+    spec = {**job["spec"], "lifecycle": {**job["spec"]["lifecycle"], "activeDeadline": "9h"}}
+    bench.jobs.saw(bench.api.put(JOB, {**job, "spec": spec, "metadata": {**job["metadata"], "generation": 2}}))
+
+    bench.turn()
+    bench.pods_run()
+    bench.pod_0_trains()
+    bench.turn()
+
+    assert bench.status()["phase"] == "Running"
+    assert bench.status()["attempt"] == bench.status()["gangAttempt"] == 1
+    assert bench.status()["observedGeneration"] == 2
+
+
+class BusyUser:
+    """Writes to the job before each of the first statuses that are written to it."""
+
+    def __init__(self, bench: Bench, times: int, **changes: Any) -> None:
+        self._call, self._left, self._api, self._changes = bench.api.call, times, bench.api, changes
+        bench.api.call = self.call  # type: ignore[method-assign]
+
+    async def call(self, method: str, path: str, *args: Any, **further: Any) -> dict[str, Any]:
+        if (method, path) == ("PUT", f"{JOB}/status") and self._left:
+            self._left -= 1
+            job = self._api.objects[JOB]
+            self._api.put(JOB, {**job, "metadata": {**job["metadata"], **self._changes}})
+        return await self._call(method, path, *args, **further)
+
+
+def test_a_status_is_written_though_the_jobs_labels_change_all_the_time() -> None:
+    bench = Bench(passing_s=0.0)
+    BusyUser(bench, 3, labels={"edited": "often"})
+    bench.turn()
+    bench.pass_by(0.15)
+
+    asked = bench.turn()
+
+    assert asked == [("PUT", f"{JOB}/status"), ("GET", JOB)] * 3 + [("PUT", f"{JOB}/status")]
+    assert bench.status()["phase"] == "Planning"
+
+
+def test_a_status_that_was_decided_from_another_spec_is_not_written() -> None:
+    bench = Bench(passing_s=0.0)
+    BusyUser(bench, 1, generation=2)
+    bench.turn()
+    bench.pass_by(0.15)
+
+    asked = bench.turn()
+
+    assert asked[:2] == [("PUT", f"{JOB}/status"), ("GET", JOB)]
+    assert bench.status() == {}
+
+
+def test_a_status_on_the_way_is_written_once_it_has_waited() -> None:
+    bench = Bench(passing_s=0.0)
+
+    at_first = bench.turn()
+    bench.pass_by(0.15)
+    asked = bench.turn()
+
+    assert at_first == []
+    assert asked == [("PUT", f"{JOB}/status")]
+    assert bench.status()["phase"] == "Planning"
+
+
+def test_an_old_copy_of_the_job_leads_to_a_look_and_not_to_an_overwritten_status() -> None:
+    bench = planned()
+    bench.turn()
+    bench.pods_run()
+    bench.pod_0_trains()
+    newer = bench.api.objects[JOB]
+    newer["spec"]["training"] = {"maxSteps": 7}
+    bench.api.put(JOB, newer)  # the watch has not shown it yet
+
+    asked = bench.turn()
+
+    assert asked[:2] == [("PUT", f"{JOB}/status"), ("GET", JOB)]
+    assert bench.status()["phase"] == "Running"
+    assert bench.api.objects[JOB]["spec"]["training"] == {"maxSteps": 7}
+
+
+def test_pods_are_looked_at_live_before_a_gang_is_given_up() -> None:
+    bench = planned()
+    bench.turn()
+    bench.pods._replace([])  # a list from before the pods were created
+
+    asked = bench.turn()
+
+    assert ("LIST", PODS) in asked
+    assert writes(asked) == []
+
+
+def test_a_job_that_is_gone_is_forgotten_though_a_late_answer_brought_it_back() -> None:
+    bench = planned()
+    bench.turn()
+    bench.pods_run()
+    bench.pod_0_trains()
+    del bench.api.objects[JOB]
+
+    bench.turn()
+
+    assert bench.jobs.known() == []
+
+
+def test_a_job_made_anew_while_a_slow_answer_says_that_it_is_gone_is_not_forgotten() -> None:
+    bench = Bench()
+    document, call = bench.api.objects.pop(JOB), bench.api.call
+    bench.jobs.forget(KEY)  # the watch has shown that it was deleted
+    forgotten: list[JobKey] = []
+    bench.turns.forgotten.append(forgotten.append)
+
+    async def late(method: str, path: str, *args: Any, **further: Any) -> dict[str, Any]:
+        try:
+            return await call(method, path, *args, **further)
+        finally:
+            if path == JOB and path not in bench.api.objects:
+                bench.jobs.saw(bench.api.put(JOB, document))
+
+    bench.api.call = late  # type: ignore[method-assign]
+
+    with pytest.raises(ConflictError):
+        bench.turn()
+
+    assert bench.jobs.known() == [KEY]
+    assert forgotten == []
+
+
+def test_the_watch_does_not_take_a_job_back_to_before_our_own_write() -> None:
+    bench = Bench(passing_s=0.0)
+    before = bench.api.objects[JOB]
+    bench.turn()
+    bench.pass_by(0.15)
+    bench.turn()
+
+    bench.jobs.saw(before)
+
+    seen = bench.jobs.get(KEY)
+    assert seen is not None
+    assert seen.status is not None
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_pod_that_was_deleted_before_its_creation_was_answered_is_not_kept(late: bool) -> None:
+    cache = PodCache(cast("Any", None), None, lambda key: None, lambda key: None)
+    labels = {"dlrm.dev/job": "demo", "dlrm.dev/attempt": "1", "dlrm.dev/index": "0"}
+    pod = {"metadata": {"name": "demo-trainer-1-0", "namespace": "space", "uid": "u", "labels": labels}}
+
+    if late:
+        cache._change({"type": "ADDED", "object": pod})
+        cache._change({"type": "DELETED", "object": pod})
+    cache.saw(pod)
+
+    assert [seen.uid for seen in cache.pods(KEY)] == ([] if late else ["u"])
+
+
+def test_a_pod_wakes_its_job_by_what_it_shows_anew_and_by_nothing_else() -> None:
+    woken: list[JobKey] = []
+    soon: list[JobKey] = []
+    cache = PodCache(cast("Any", None), None, woken.append, soon.append)
+    labels = {"dlrm.dev/job": "demo", "dlrm.dev/attempt": "1", "dlrm.dev/index": "0"}
+    pod = {"metadata": {"name": "demo-trainer-1-0", "namespace": "space", "uid": "u", "labels": labels}}
+    marked = {**pod, "metadata": {**pod["metadata"], "annotations": {"seen": "yes"}}}
+
+    cache.saw(pod)
+    cache._change({"type": "ADDED", "object": pod})
+    bound = {**marked, "spec": {"nodeName": "node"}}
+    for shown in (marked, bound, {**bound, "status": RUNNING}):
+        cache._change({"type": "MODIFIED", "object": shown})
+
+    assert (woken, soon) == ([KEY], [KEY])
+
+
+def test_what_was_seen_already_replaces_no_copy() -> None:
+    bench = Bench()
+    shown = copy.deepcopy(bench.api.objects[JOB])
+    known = bench.jobs.get(KEY)
+
+    again = bench.jobs.saw(shown)
+    changed = bench.jobs.saw(bench.api.put(JOB, shown))
+
+    assert again is known
+    assert changed is not known
+
+
+def test_a_write_that_decisions_rest_on_is_followed_by_a_turn_and_another_is_not() -> None:
+    bench = planned()
+    bench.turn()
+    bench.pods_run()
+    bench.pod_0_trains()
+    bench.alarm.set_for.clear()
+
+    bench.turn()
+    told = list(bench.alarm.set_for)
+    bench.pods_crash()
+    bench.turn()
+
+    assert bench.status()["attempt"] == 2
+    assert told == []
+    assert bench.alarm.set_for[0] <= datetime.now(UTC)
+
+
+def test_the_pod_groups_of_a_job_that_rests_are_looked_for_until_none_is_left() -> None:
+    bench = Bench(passing_s=0.0)
+    job = bench.api.objects[JOB]
+    spec = {**job["spec"], "scheduling": {"gang": "volcano"}, "lifecycle": {"suspend": True}}
+    owner = {"apiVersion": "dlrm.dev/v1alpha1", "kind": "DLRMJob", "uid": JOB, "controller": True, "name": "demo"}
+    meta = {"name": "demo-1", "labels": {"dlrm.dev/attempt": "1"}, "ownerReferences": [owner]}
+    bench.api.put(f"{GROUPS}/demo-1", {"metadata": meta})
+    bench.jobs.saw(bench.api.put(JOB, {**job, "spec": spec, "metadata": {**job["metadata"], "generation": 2}}))
+    bench.turn()  # it is suspended before it has pods
+
+    again = bench.turn()
+    del bench.api.objects[f"{GROUPS}/demo-1"]
+    gone = bench.turn()
+
+    assert bench.status()["phase"] == "Suspended"
+    assert ("DELETE", f"{GROUPS}/demo-1") in again
+    assert ("LIST", GROUPS) in gone
+    assert bench.turn() == []
+
+
+class Ailing:
+    """An API server by which nothing of one kind can be written, or deleted alone, until it is mended.
+
+    With ``done`` it is done, and the answer lost.
+    """
+
+    def __init__(self, bench: Bench, kind: str, error: Exception, *methods: str, done: bool = False) -> None:
+        self._done = done
+        self._call, self._api, self._kind, self._error = bench.api.call, bench.api, kind, error
+        self._methods = methods or ("POST", "PUT", "DELETE")
+        self.waits_s: list[float] = []
+        """How long each answer was waited for at most."""
+        bench.api.call = self.call  # type: ignore[method-assign]
+
+    def mend(self) -> None:
+        self._api.call = self._call  # type: ignore[method-assign]
+
+    async def call(self, method: str, path: str, *args: Any, **further: Any) -> dict[str, Any]:
+        if method not in self._methods or not path.endswith(self._kind):
+            return await self._call(method, path, *args, **further)
+        if self._done:
+            await self._call(method, path, *args, **further)
+        self._api.asked.append((method, path))
+        self.waits_s.append(further.get("done_by", float("inf")) - time.monotonic())
+        raise self._error
+
+
+WEBHOOK_DOWN = 'failed calling webhook "pods.example.com": connection refused'
+
+
+def unavailable(code: int, words: str = WEBHOOK_DOWN) -> ClusterUnavailableError:
+    return ClusterUnavailableError(f"POST {PODS}: {code} {words}", None, code)
+
+
+@pytest.mark.parametrize("kind", ["/services", "/configmaps", "/pods"])
+def test_an_object_that_a_webhook_which_is_down_keeps_from_being_made_is_told_and_made_once_it_is_back(
+    kind: str,
+) -> None:
+    bench = planned()
+    webhook = Ailing(bench, kind, unavailable(500))
+    for _ in range(3):
+        with pytest.raises(ClusterUnavailableError):
+            bench.turn()
+    told = bench.status()
+    webhook.mend()
+    bench.turn()
+    bench.turn()
+
+    said = next(item for item in told["conditions"] if item["type"] == "Scheduled")
+    assert told["phase"] == "Scheduling"
+    assert (said["status"], said["reason"]) == ("False", "Refused")
+    assert WEBHOOK_DOWN in said["message"]
+    assert len([path for path in bench.api.objects if path.startswith(PODS)]) == 2
+    assert bench.status()["gangAttempt"] == 1
+    assert bench.status().get("restarts", 0) == 0
+    assert "Refused" not in str(bench.status()["conditions"])
+
+
+@pytest.mark.parametrize("change", ["label", "owner"])
+def test_a_pod_whose_marks_an_admission_controller_changes_is_deleted_and_the_condition_says_so(change: str) -> None:
+    bench, label = planned(passing_s=0.0), "app.kubernetes.io/managed-by"
+    call = bench.api.call
+
+    async def mutate(method: str, path: str, body: Any = None, *args: Any, **further: Any) -> dict[str, Any]:
+        if (method, path) == ("POST", PODS):
+            meta = body["metadata"]
+            mine = {"labels": {**meta["labels"], label: "platform"}} if change == "label" else {"ownerReferences": []}
+            body = {**body, "metadata": {**meta, **mine}}
+        found = await call(method, path, body, *args, **further)
+        if method == "DELETE":
+            del bench.api.objects[path]
+        return found
+
+    bench.api.call = mutate  # type: ignore[method-assign]
+    for _ in range(3):
+        with pytest.raises(ClusterRefusedError):
+            bench.turn()
+        bench.pass_by(0.15)
+    said = next(item for item in bench.status()["conditions"] if item["type"] == "Scheduled")
+    left = bench.gang_pods()
+    bench.api.call = call  # type: ignore[method-assign]
+    bench.turn()
+
+    lost = f"the label {label}" if change == "label" else "the owner reference"
+    assert (said["status"], said["reason"]) == ("False", "Refused")
+    assert f"an admission controller changed {lost} of pod demo-trainer-1-0" in said["message"]
+    assert left == []
+    assert len(bench.gang_pods()) == 2
+
+
+QUOTA_MOVED = 'Operation cannot be fulfilled on resourcequotas "few": the object has been modified'
+
+
+@pytest.mark.parametrize("kind", ["/services", "/configmaps", "/pods"])
+def test_a_creation_that_meets_another_in_its_quota_is_repeated_and_no_refusal(kind: str) -> None:
+    bench = planned(passing_s=0.0)
+    quota = Ailing(bench, kind, ConflictError(409, QUOTA_MOVED))
+    for _ in range(3):
+        with pytest.raises(ConflictError):
+            bench.turn()
+        bench.pass_by(0.15)
+    told = str(bench.status())
+    quota.mend()
+    bench.turn()
+
+    assert "Refused" not in told
+    assert len([path for path in bench.api.objects if path.startswith(PODS)]) == 2
+    assert bench.status()["gangAttempt"] == 1
+
+
+@pytest.mark.parametrize("code", [0, 401, 429], ids=["no answer", "an old token", "too many requests"])
+def test_a_server_that_asks_for_patience_or_does_not_answer_refuses_nothing(code: int) -> None:
+    bench = planned()
+    Ailing(bench, "/pods", unavailable(code))
+
+    for _ in range(3):
+        with pytest.raises(ClusterUnavailableError):
+            bench.turn()
+
+    assert bench.status() == {}
+
+
+@pytest.mark.parametrize(
+    "error", [ClusterRefusedError(403, "pods are protected here"), unavailable(500, "pods are protected here")]
+)
+@pytest.mark.parametrize(
+    ("lifecycle", "kind"), [({"suspend": True, "commitDeadline": "0s"}, "Suspended"), ({}, "Scheduled")]
+)
+def test_pods_that_cannot_be_deleted_are_told_in_the_servers_words_until_they_can(
+    lifecycle: dict[str, Any], kind: str, error: Exception
+) -> None:
+    bench = training(passing_s=0.0)
+    protected = Ailing(bench, "", error, "DELETE")
+    job = bench.api.objects[JOB]
+    spec = {**job["spec"], "lifecycle": {**job["spec"]["lifecycle"], **lifecycle}}
+    bench.jobs.saw(bench.api.put(JOB, {**job, "spec": spec, "metadata": {**job["metadata"], "generation": 2}}))
+    if not lifecycle:
+        bench.pods_crash()
+    for _ in range(5):
+        with suppress(type(error)):
+            bench.turn()
+        bench.pass_by(0.15)
+    told = bench.status()
+    protected.mend()
+    for _ in range(3):
+        bench.turn()
+        bench.pass_by(0.15)
+
+    said = next(item for item in told["conditions"] if item["type"] == kind)
+    assert (said["status"], said["reason"]) == ("False", "Refused")
+    assert "does not let the operator delete demo-trainer-1-0, demo-trainer-1-1, which may train on" in said["message"]
+    assert "pods are protected here" in said["message"]
+    assert told["attempt"] == 2
+    assert "Refused" not in str(bench.status()["conditions"])
+
+
+def test_pods_of_a_finished_job_that_cannot_be_deleted_are_told_by_one_event() -> None:
+    bench = training()
+    Ailing(bench, "", ClusterRefusedError(403, "pods are protected here"), "DELETE")
+    bench.pods_crash(code=78, only="demo-trainer-1-1")
+    for _ in range(5):
+        with suppress(ClusterRefusedError):
+            bench.turn()
+
+    told = [item for path, item in bench.api.objects.items() if path.startswith(EVENTS) and item["reason"] == "Refused"]
+    assert bench.status()["phase"] == "Failed"
+    assert len(told) == 1
+    assert "does not let the operator delete demo-trainer-1-0, which may train on" in told[0]["message"]
+    assert "pods are protected here" in told[0]["message"]
+
+
+def training(passing_s: float = 60.0) -> Bench:
+    bench = planned(passing_s)
+    bench.turn()
+    bench.pods_run()
+    bench.pod_0_trains()
+    bench.turn()
+    return bench
+
+
+@pytest.mark.parametrize(
+    "error",
+    [unavailable(429), unavailable(500), unavailable(0), ClusterRefusedError(403, "events is forbidden")],
+    ids=["429", "500", "no answer", "403"],
+)
+def test_a_gang_that_crashed_is_charged_and_replaced_though_no_event_can_be_created(error: Exception) -> None:
+    bench = training()
+    events = Ailing(bench, "/events", error)
+    bench.pods_crash()
+    bench.turn()
+    charged = bench.status()
+
+    deleting = bench.turn()
+
+    assert charged["attempt"] == 2
+    assert charged["lastFailure"]["attempt"] == 1
+    assert ("DELETE", f"{PODS}/demo-trainer-1-0") in deleting
+    assert events.waits_s
+    assert max(events.waits_s) <= EVENT_S
+
+
+def test_events_that_cannot_be_created_are_told_by_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    bench = training()
+    events = Ailing(bench, "/events", unavailable(429, "the limit of Events is reached"))
+    bench.pods_crash()
+
+    with caplog.at_level(logging.WARNING):
+        bench.turn()
+
+    (said,) = [record for record in caplog.records if "an Event could not be created" in record.message]
+    assert len(events.waits_s) > 1
+    assert "the limit of Events is reached" in said.__dict__["why"]
+
+
+def test_a_status_that_is_refused_is_told_by_one_event_and_nothing_rests_on_it() -> None:
+    bench = training()
+    policy = Ailing(bench, "/status", ClusterRefusedError(403, "statuses are frozen here"))
+    bench.pods_crash()
+    for _ in range(3):
+        with pytest.raises(ClusterRefusedError):
+            bench.turn()
+    told = [item for path, item in bench.api.objects.items() if path.startswith(EVENTS) and item["reason"] == "Refused"]
+    deleted = [request for request in bench.api.asked if request[0] == "DELETE"]
+    policy.mend()
+    bench.turn()
+
+    assert len(told) == 1
+    assert "the API server refuses this job's status" in told[0]["message"]
+    assert "statuses are frozen here" in told[0]["message"]
+    assert deleted == []
+    assert bench.status()["attempt"] == 2
+
+
+def test_a_plan_of_an_earlier_attempt_that_cannot_be_deleted_holds_no_status_back() -> None:
+    bench = training(passing_s=0.0)
+    Ailing(bench, "/demo-plan-1", ClusterRefusedError(403, "ConfigMaps are kept here"), "DELETE")
+    bench.pods_crash()
+    bench.turn()
+    for path in bench.gang_pods():
+        bench.pods._change({"type": "DELETED", "object": bench.api.objects.pop(path)})
+    for _ in range(3):
+        bench.turn()
+        bench.answer()
+    told = [item for path, item in bench.api.objects.items() if path.startswith(EVENTS) and item["reason"] == "Refused"]
+
+    assert (bench.status()["attempt"], bench.status()["gangAttempt"]) == (2, 2)
+    assert len(told) == 1
+    assert "does not let the operator delete ConfigMap demo-plan-1: ConfigMaps are kept here" in told[0]["message"]
+
+
+def test_a_job_that_the_operator_has_no_right_to_see_is_told_by_one_event() -> None:
+    bench = training()
+    listed = bench.api.list_all
+
+    async def forbidden(*args: Any) -> Any:
+        raise ClusterRefusedError(403, 'cannot list resource "pods"')
+
+    bench.api.list_all = forbidden  # type: ignore[method-assign]
+    bench.pods_crash()
+    for _ in range(3):
+        with pytest.raises(ClusterRefusedError):
+            bench.turn()
+    told = [item for path, item in bench.api.objects.items() if path.startswith(EVENTS) and item["reason"] == "Refused"]
+    bench.api.list_all = listed  # type: ignore[method-assign]
+    bench.turn()
+
+    assert len(told) == 1
+    assert "does not let the operator see how this job is" in told[0]["message"]
+    assert 'cannot list resource "pods"' in told[0]["message"]
+    assert bench.status()["attempt"] == 2
+
+
+def started_slowly(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A gang whose pods have nodes and do not start; what it starts by is looked at in each turn."""
+    monkeypatch.setattr("dlrm_operator.controller.gang_observing.START_S", 0.0)
+    monkeypatch.setattr("dlrm_operator.controller.gang_observing.PAUSE_S", 0.0)
+    bench = planned()
+    bench.turn()
+    for path in bench.gang_pods():
+        pod = bench.api.objects[path]
+        shown = bench.api.put(path, {**pod, "spec": {**pod["spec"], "nodeName": "node"}})
+        bench.pods._change({"type": "MODIFIED", "object": shown})
+    return bench
+
+
+def test_a_service_that_was_deleted_before_the_gang_met_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = started_slowly(monkeypatch)
+    bench.turn()
+    del bench.api.objects[SERVICE]
+
+    bench.turn()
+
+    assert SERVICE in bench.api.objects
+    assert bench.status()["attempt"] == 1
+
+
+def test_a_plan_that_was_deleted_before_pods_started_by_it_is_written_for_the_next_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = started_slowly(monkeypatch)
+    bench.turn()
+    del bench.api.objects[PLAN]
+
+    bench.turn()
+
+    assert bench.status()["attempt"] == 2
+    assert bench.status()["restartsByReason"] == {"PlanDeleted": 1}
+    assert bench.status()["chargedRestarts"] == 0
+
+
+def test_what_slow_gangs_start_by_is_asked_for_once_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = started_slowly(monkeypatch)
+    monkeypatch.setattr("dlrm_operator.controller.gang_observing.PAUSE_S", 60.0)
+
+    first, second = bench.turn(), bench.turn()
+
+    assert [path for method, path in first if method == "LIST"]
+    assert not [path for method, path in second if method == "LIST"]
+
+
+def test_what_a_gang_starts_by_is_not_asked_for_before_a_minute_nor_once_it_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = planned()
+    bench.turn()
+    bench.pods_run()
+    early = bench.turn()
+    monkeypatch.setattr("dlrm_operator.controller.gang_observing.START_S", 0.0)
+    bench.pod_0_trains()
+    bench.turn()
+
+    assert not [path for method, path in (*early, *bench.turn()) if method == "LIST"]
+
+
+def test_nothing_is_done_about_a_crash_while_the_server_takes_neither_events_nor_the_status() -> None:
+    bench = training()
+    Ailing(bench, "/events", unavailable(0))
+    Ailing(bench, "/status", unavailable(0))
+    bench.pods_crash()
+
+    with pytest.raises(ClusterUnavailableError):
+        bench.turn()
+
+    assert not [request for request in bench.api.asked if request[0] == "DELETE"]
+    assert bench.status()["attempt"] == 1
+
+
+@pytest.mark.parametrize("done", [True, False], ids=["done", "not done"])
+def test_a_restart_is_counted_once_whether_the_write_of_its_status_was_answered_or_not(done: bool) -> None:
+    bench = training()
+    bench.pods_crash(code=9)
+    counted = RESTARTS.labels("Exit9")
+    before = counted._value.get()
+    lost = Ailing(bench, "/status", unavailable(0), "PUT", done=done)
+    with pytest.raises(ClusterUnavailableError):
+        bench.turn()
+    lost.mend()
+
+    for _ in range(3):
+        bench.turn()
+
+    assert bench.status()["restartsByReason"] == {"Exit9": 1}
+    assert counted._value.get() - before == 1
+
+
+def test_while_the_pods_of_an_earlier_gang_end_nothing_is_read_as_long_as_the_watch_tells_of_them() -> None:
+    bench = training()
+    bench.pods_crash()
+    bench.turn()
+    for path in bench.gang_pods():
+        pod = bench.api.objects[path]
+        gone_by = {"deletionTimestamp": "2099-01-01T00:00:00Z", "deletionGracePeriodSeconds": 30}
+        shown = bench.api.put(path, {**pod, "metadata": {**pod["metadata"], **gone_by}})
+        bench.pods._change({"type": "MODIFIED", "object": shown})
+
+    told = bench.turn()
+    bench.pods.fresh_at -= 10.0
+    silent = bench.turn()
+
+    assert bench.status()["attempt"] == 2
+    assert not [request for request in told if request[0] in ("GET", "LIST")]
+    assert ("LIST", PODS) in silent
+    assert not [request for request in (*told, *silent) if request[0] in ("POST", "DELETE")]
+
+
+def trains() -> Bench:
+    bench = planned()
+    bench.turn()
+    bench.pods_run()
+    bench.turn()
+    bench.pod_0_trains()
+    bench.turn()
+    assert bench.status()["phase"] == "Running"
+    return bench
+
+
+def test_an_operator_that_does_not_know_a_field_of_the_spec_deletes_no_pod_of_a_gang_and_writes_once() -> None:
+    bench = trains()
+    job, pods = bench.api.objects[JOB], bench.gang_pods()
+    bench.shown_anew({**job, "spec": {**job["spec"], "lifecycle": {**job["spec"]["lifecycle"], "newKnob": "x"}}})
+    stored = bench.status()["progress"]
+    bench.shown_anew({**bench.api.objects[JOB], "status": {**bench.status(), "progress": {**stored, "time": None}}})
+
+    asked = [writes(bench.turn()) for _ in range(4)]
+
+    assert bench.gang_pods() == pods
+    assert asked == [[("POST", EVENTS), ("PUT", f"{JOB}/status")], [], [], []]
+    assert "spec.lifecycle.newKnob" in str(bench.status()["conditions"])
+
+
+def test_a_new_job_with_a_field_that_is_not_known_is_looked_at_live_and_begun_once_it_is_without() -> None:
+    bench = Bench(passing_s=0)
+    job = bench.api.objects[JOB]
+    bench.shown_anew({**job, "spec": {**job["spec"], "newSection": {}}})
+
+    bench.turn()
+    bench.pass_by(0.1)  # what is passing waits for as long in the smallest crowd
+    waiting = [writes(bench.turn()) for _ in range(3)]
+    asked = bench.planner.asked
+    bench.api.objects[JOB]["spec"].pop("newSection")  # a definition that was rolled back: no version moves
+    bench.turn()
+
+    assert waiting == [[("POST", EVENTS), ("PUT", f"{JOB}/status")], [], []]
+    assert asked is None
+    assert bench.planner.asked is not None
+
+
+def test_a_status_with_keys_of_another_version_is_kept_and_not_written_again() -> None:
+    bench = trains()
+    job = bench.api.objects[JOB]
+    bench.shown_anew({**job, "status": {**job["status"], "restarts": 3, "newCounter": 0}})
+
+    asked = [bench.turn() for _ in range(4)]
+
+    assert asked == [[], [], [], []]
+    assert bench.status()["restarts"] == 3
+
+
+def test_no_turn_is_taken_at_a_job_whose_status_cannot_be_read_and_it_goes_on_once_it_can() -> None:
+    bench = trains()
+    job, pods = bench.api.objects[JOB], bench.gang_pods()
+    bench.shown_anew({**job, "status": {**job["status"], "phase": "Dreaming"}})
+    bench.pods_crash()
+    for _ in range(4):
+        with pytest.raises(UnreadableStatusError, match=r"status\.phase: .*upgrade the operator"):
+            bench.turn()
+        assert bench.api.asked == []
+    kept = bench.gang_pods()
+    bench.jobs.saw(bench.api.put(JOB, job))
+
+    bench.turn()
+
+    assert kept == pods
+    assert bench.status()["attempt"] == 2
+
+
+def test_a_job_whose_live_status_cannot_be_read_is_left_alone_whatever_the_copy_says() -> None:
+    bench = trains()
+    job, pods = bench.api.objects[JOB], bench.gang_pods()
+    bench.api.put(JOB, {**job, "status": {**job["status"], "phase": "Dreaming"}})
+    bench.pods_crash()
+
+    with pytest.raises(UnreadableStatusError):
+        bench.turn()
+
+    assert bench.api.asked == [("GET", JOB)]
+    assert bench.gang_pods() == pods
+
+
+def test_a_first_status_never_replaces_one_that_another_version_wrote_meanwhile() -> None:
+    bench = Bench(passing_s=0)
+    bench.turn()
+    bench.pass_by(0.1)
+    bench.api.put(JOB, {**bench.api.objects[JOB], "status": {"phase": "Dreaming", "restarts": 3}})
+
+    with pytest.raises(UnreadableStatusError):
+        bench.turn()
+
+    assert ("PUT", f"{JOB}/status") in bench.api.asked
+    assert bench.status() == {"phase": "Dreaming", "restarts": 3}
