@@ -11,7 +11,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dlrm_trainer.data.hashing import mix64
+from dlrm_kernels.hashing import mix64
 from dlrm_trainer.data.popularity import Popularity
 
 DENSE = tuple(f"I{i}" for i in range(1, 14))

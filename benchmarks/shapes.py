@@ -13,8 +13,8 @@ import torch
 
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.plan import parse_plan
+from dlrm_kernels.hashing import random_bits, stream_key, uniform
 from dlrm_trainer.data import Batch
-from dlrm_trainer.data.hashing import random_bits, stream_key, uniform
 from dlrm_trainer.data.histogram import read_histogram
 from dlrm_trainer.data.popularity import Popularity, Scatter
 from dlrm_trainer.embedding import Placement, place

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
 
 import numba
 import numba.extending
@@ -28,47 +28,50 @@ PREFIX = "compiled-"
 UNUSED_S = 30 * 24 * 3_600
 """What no process has loaded for so long goes when a version that is new here is kept."""
 HOLD_TRIES = 5
+EXACT: frozenset[str] = frozenset()
+ANY_ORDER = frozenset({"reassoc", "contract", "nsz"})
+"""Fast-math flags for sums in any order and fused multiply-adds. Bits then depend on the processor's vectors, as in any
+BLAS, but not on the run."""
 IMPORTED = re.compile(
     r"^from (dlrm_[\w.]+) import (?=[^()\n]*\b[A-Z][A-Z0-9_]+\b|\([^)]*\b[A-Z][A-Z0-9_]+\b)", re.MULTILINE
 )
 """A module of ours that constants are imported from: compiled functions hold their values."""
 
 
-def compiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Compile a function when it is first called; it lets other threads run meanwhile (no GIL).
+@overload
+def kernel(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]: ...
+@overload
+def kernel(
+    *, error_model: Literal["python", "numpy"] = "python", fastmath: frozenset[str] = EXACT
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]: ...
+def kernel(
+    function: Callable[..., Any] | None = None,
+    *,
+    error_model: Literal["python", "numpy"] = "python",
+    fastmath: frozenset[str] = EXACT,
+) -> Any:
+    """Compile a function at its first call, cache the machine code for later processes, and run it without the GIL.
 
-    What was compiled is kept in a folder named after the sources of all such functions in the function's package and
-    in this one, and of the modules that these take constants from, because numba looks at the one file of a function
-    and not at those of the functions that it calls. The package's own folder may be read-only.
+    The cache directory is named by the sources of all kernels in the function's package and in this one, and of the
+    modules whose constants they use, because numba checks the file of a function and not those of its callees. The
+    package's own directory may be read-only.
+
+    Args:
+        function: compiled; a decorator is returned without it.
+        error_model: "numpy" makes division by zero infinite or NaN, so that no branch prevents vectorization.
+        fastmath: LLVM's fast-math flags, for example ``ANY_ORDER``.
     """
-    return _compiled(function, frozenset())
+    if function is None:
+        return functools.partial(kernel, error_model=error_model, fastmath=fastmath)
+    loop: Any = numba.njit(nogil=True, fastmath=set(fastmath), error_model=error_model)(function)
+    # numba's own cache names files by the place of the package.
+    loop._cache = _Cache(function)  # type: ignore[no-untyped-call]
+    return loop
 
 
-def compiled_dividing(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """As ``compiled``, and a number divided by zero is infinite or NaN: no branch is in the way of vectors."""
-    return _compiled(function, frozenset(), error_model="numpy")
-
-
-def compiled_freely(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """As ``compiled``, and sums may be made in any order and a product and a sum be rounded as one.
-
-    Results have the same bits in every run on one processor, but not on processors with other vectors, as those of
-    any BLAS.
-    """
-    return _compiled(function, frozenset({"reassoc", "contract", "nsz"}))
-
-
-def instruction(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that compiled loops may call, without its first argument; what it is given says what is generated."""
+def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let kernels call a function that generates LLVM code from the types of its arguments after the first."""
     return cast(Callable[..., Any], numba.extending.intrinsic(function))
-
-
-def _compiled(
-    function: Callable[Parameters, Result], freedom: frozenset[str], error_model: Literal["python", "numpy"] = "python"
-) -> Callable[Parameters, Result]:
-    loop: Any = numba.njit(nogil=True, fastmath=set(freedom), error_model=error_model)(function)
-    loop._cache = _Cache(function)  # type: ignore[no-untyped-call]  # numba's own names files by the package's place
-    return cast(Callable[Parameters, Result], loop)
 
 
 class _Place(caching.InTreeCacheLocator):
@@ -147,7 +150,7 @@ def _sources(package: str) -> list[Path]:
     for root in {package, OWN_PACKAGE}:
         for source in _root(root).rglob("*.py"):
             body = source.read_text()
-            if "@compiled" in body or "@instruction" in body:
+            if "@kernel" in body or "@intrinsic" in body:
                 found |= {source, *map(_source, IMPORTED.findall(body))}
     return sorted(found, key=lambda path: path.as_posix().rpartition("/dlrm_")[2])
 

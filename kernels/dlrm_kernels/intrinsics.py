@@ -9,12 +9,12 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from dlrm_kernels.cache import compiled, instruction
+from dlrm_kernels.cache import intrinsic, kernel
 
 cgutils: Any = numba.core.cgutils
 
 
-@instruction
+@intrinsic
 def fetch_add(_typing: Any, counts: Any, place: Any, amount: Any) -> Any:  # noqa: ARG001  by its type alone
     """Add to one of int64 ``counts`` in one step that no thread can come between; returns what it was before."""
 
@@ -25,7 +25,7 @@ def fetch_add(_typing: Any, counts: Any, place: Any, amount: Any) -> Any:  # noq
     return types.int64(counts, types.intp, types.int64), generate
 
 
-@instruction
+@intrinsic
 def lent(_typing: Any, held: Any) -> Any:
     """The same array, or tuple of arrays, tuples and numbers, whose references are not counted.
 
@@ -54,7 +54,7 @@ def _lend(context: Any, builder: Any, kind: Any, value: Any) -> Any:
     return lending._getvalue()
 
 
-@instruction
+@intrinsic
 def bit_count(_typing: Any, number: Any) -> Any:  # noqa: ARG001
     """How many bits of a uint64 are set, as a uint64."""
 
@@ -64,7 +64,7 @@ def bit_count(_typing: Any, number: Any) -> Any:  # noqa: ARG001
     return types.uint64(types.uint64), generate
 
 
-@instruction
+@intrinsic
 def lowest_bit(_typing: Any, number: Any) -> Any:  # noqa: ARG001
     """The place of the lowest bit of a uint64 that is set, as a uint64; 64 where none is."""
 
@@ -77,7 +77,7 @@ def lowest_bit(_typing: Any, number: Any) -> Any:  # noqa: ARG001
 def _streaming(floats: int) -> Any:
     """An instruction that copies so many float32 past the caches."""
 
-    @instruction
+    @intrinsic
     def stream(_typing: Any, out: Any, place: Any, array: Any, start: Any) -> Any:  # noqa: ARG001
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             vector = ir.VectorType(ir.FloatType(), floats).as_pointer()
@@ -101,7 +101,7 @@ stream_line = _streaming(16)
 """The same of a whole cache line, aligned to 64 bytes: no part of it ever waits for the rest."""
 
 
-@instruction
+@intrinsic
 def upper_product(_typing: Any, left: Any, right: Any) -> Any:  # noqa: ARG001
     """The upper half of the 128 bits of a product of two uint64, as a uint64."""
 
@@ -120,7 +120,7 @@ LINE = np.uint64(16)
 
 
 def _prefetching(locality: int) -> Any:
-    @instruction
+    @intrinsic
     def prefetch(_typing: Any, array: Any, place: Any) -> Any:  # noqa: ARG001
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -144,14 +144,14 @@ prefetch_second = _prefetching(FROM_SECOND)
 """The same no nearer than the second level of caches, which waits for more lines at once than the first can."""
 
 
-@compiled
+@kernel
 def prefetch_lines(array: Any, first: Any, stop: Any) -> None:
     """``prefetch`` of every cache line of float32 ``array[first:stop]``; uint64 both."""
     for line in range(first, stop, LINE):
         prefetch(array, line)
 
 
-@instruction
+@intrinsic
 def bits_of(_typing: Any, number: Any) -> Any:  # noqa: ARG001
     """The bits of a float32, as a uint32."""
 
@@ -161,7 +161,7 @@ def bits_of(_typing: Any, number: Any) -> Any:  # noqa: ARG001
     return types.uint32(types.float32), generate
 
 
-@instruction
+@intrinsic
 def number_of(_typing: Any, bits: Any) -> Any:  # noqa: ARG001
     """The float32 with the bits of a uint32."""
 
@@ -183,7 +183,7 @@ def size_of(value: int) -> Size:
     return tuple((None,) * (value // BASE**digit % BASE) for digit in range(DIGITS))
 
 
-@compiled
+@kernel
 def value_of(size: Any) -> Any:
     """The size in a loop: a uint64 that is known when the loop is compiled."""
     low = np.uint64(len(size[0])) * ONES + np.uint64(len(size[1])) * SIXTEENS

@@ -1,4 +1,4 @@
-"""Threads that share the units of a compiled loop, and leave no thread of torch waiting."""
+"""Run the units of a kernel on a pool of threads."""
 
 from __future__ import annotations
 
@@ -11,63 +11,65 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_kernels.intrinsics import fetch_add
 
 TAKEN, DONE = 0, 8
-"""Places of the two counts, on cache lines of their own."""
+"""Indices of the two counts, on separate cache lines."""
 COUNTS = 16
-LOOKS = 20_000
+SPINS = 20_000
 
 _helpers: dict[int, queue.SimpleQueue[tuple[Any, ...]]] = {}
-"""Of each process that has any, its queue: a process that was forked has none of its parent's threads."""
+"""The queue of this process, by its id: a forked process has none of its parent's threads."""
 _started = 0
 _this_thread = threading.local()
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Have ``share`` leave all units to this thread, within the block: beside training that needs the others."""
-    _this_thread.alone = True
+def single_threaded() -> Iterator[None]:
+    """Make ``parallel_for`` use the calling thread only, within the block: training needs the others."""
+    _this_thread.single = True
     try:
         yield
     finally:
-        _this_thread.alone = False
+        _this_thread.single = False
 
 
-def share(loop: Callable[..., None], units: int, *arguments: Any) -> None:
-    """Run a compiled loop on as many threads as torch computes with; returns when all units are done.
+def parallel_for(loop: Callable[..., None], units: int, threads: int, *arguments: Any) -> None:
+    """Run a kernel on at most ``threads`` threads, this one included, and return when all units are done.
 
-    Which thread does a unit is left to chance, so units must write to places of their own. A helper that is late finds
-    nothing left to do, and nobody waits for it.
+    Any thread may do any unit, so units must write to disjoint memory. A helper that wakes late finds nothing left to
+    do, and nobody waits for it.
 
     Args:
-        loop: called as ``loop(counts, units, *arguments)``; takes units by ``take`` until none is left, and says of
-            each that it is done by ``finish``.
+        loop: called as ``loop(counts, units, *arguments)`` on each thread. It calls ``take`` for its next unit until
+            none is left, and ``finish`` after each.
         units: parts of the work.
-        arguments: of the loop.
+        threads: of the pool, which grows as needed.
+        arguments: passed to the loop.
 
     Raises:
-        BaseException: what the loop raised, on whichever thread: units may be undone, and others still under way.
+        BaseException: what the loop raised on any thread. Units may be undone or still running then.
     """
     counts = np.zeros(COUNTS, np.int64)
     raised: list[BaseException] = []
-    helpers = 0 if getattr(_this_thread, "alone", False) else min(torch.get_num_threads(), units) - 1
+    helpers = 0 if getattr(_this_thread, "single", False) else min(threads, units) - 1
     if helpers > 0:
-        waiting = _team(helpers)
+        waiting = _pool(helpers)
         for _ in range(helpers):
             waiting.put((raised, loop, counts, units, *arguments))
     loop(counts, units, *arguments)
     while helpers > 0 and not _await(counts, units):
-        if raised:  # the unit that it was at is never done
+        # The unit of the thread that raised is never finished.
+        if raised:
             raise raised[0]
-        time.sleep(0)  # a helper may wait for the processor that this thread is on
+        # A helper may wait for the processor that this thread occupies.
+        time.sleep(0)
 
 
-def _team(helpers: int) -> queue.SimpleQueue[tuple[Any, ...]]:
-    """The queue of at least so many helpers of this process."""
+def _pool(helpers: int) -> queue.SimpleQueue[tuple[Any, ...]]:
+    """Start helpers until this process has ``helpers`` of them, and return their queue."""
     global _started
     process = os.getpid()
     if process not in _helpers:
@@ -86,27 +88,28 @@ def _serve(waiting: queue.SimpleQueue[tuple[Any, ...]]) -> None:
         raised, loop, *arguments = waiting.get()
         try:
             loop(*arguments)
-        except BaseException as error:  # whoever shares the loop raises it, and this thread serves on
+        except BaseException as error:
             raised.append(error)
-        del raised, loop, arguments  # their memory, before the next wait
+        # Free their memory before the next wait.
+        del raised, loop, arguments
 
 
-@compiled
+@kernel
 def take(counts: Any) -> Any:
-    """The next unit that no thread has taken; as many as there are, or more, where none is left."""
+    """Return the next unit that no thread has taken; at least the number of units when none is left."""
     return fetch_add(counts, TAKEN, 1)
 
 
-@compiled
+@kernel
 def finish(counts: Any) -> None:
-    """Say that a unit is done."""
+    """Count a unit as done."""
     fetch_add(counts, DONE, 1)
 
 
-@compiled
+@kernel
 def _await(counts: Any, units: int) -> bool:
-    """Wait a little; returns whether all units are done."""
-    for _ in range(LOOKS):  # noqa: SIM110  compiled
+    """Spin for a while and return whether all units are done."""
+    for _ in range(SPINS):  # noqa: SIM110  compiled
         if fetch_add(counts, DONE, 0) >= units:
             return True
     return False

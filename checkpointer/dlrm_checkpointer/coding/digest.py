@@ -19,8 +19,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.coding.splitmix import GOLDEN, mix
 from dlrm_checkpointer.cut import ShardId, TableMeta
+from dlrm_kernels.hashing import GOLDEN, mix_array
 
 DOMAIN = b"dlrm-digest-2\0"
 LANES = 4
@@ -75,7 +75,7 @@ def rows_digest(
             hashes = (row_ids[part] + 1).astype(np.uint64)[:, None] * keys[0] + np.uint64(block) * keys[1]
             hashes += _words(weights[part]) @ keys[2 + start : 2 + end]
             hashes += _words(values[part]) @ keys[2 + table.dim + places.start : 2 + table.dim + places.stop]
-            sums += mix(hashes).sum(axis=0, dtype=np.uint64)
+            sums += mix_array(hashes).sum(axis=0, dtype=np.uint64)
     return tuple(sums.tolist())
 
 
@@ -141,6 +141,6 @@ def _words(values: NDArray[np.float32]) -> NDArray[np.uint64]:
 def _keys(table: str, values: int) -> NDArray[np.uint64]:
     """(2 + values, LANES) odd multipliers of a row's number, its block's, and of each of its values."""
     key = int.from_bytes(hashlib.sha256(DOMAIN + table.encode()).digest()[:8], "little")
-    lanes = mix(np.uint64(key) + np.arange(1, LANES + 1, dtype=np.uint64) * np.uint64(GOLDEN))
-    places = np.arange(1, values + 3, dtype=np.uint64) * np.uint64(GOLDEN)
-    return mix(lanes[None, :] + places[:, None]) | np.uint64(1)
+    lanes = mix_array(np.uint64(key) + np.arange(1, LANES + 1, dtype=np.uint64) * GOLDEN)
+    places = np.arange(1, values + 3, dtype=np.uint64) * GOLDEN
+    return mix_array(lanes[None, :] + places[:, None]) | np.uint64(1)

@@ -20,7 +20,7 @@ from dlrm_checkpointer.coding.quantize import (
     MANTISSA_BITS,
     whole_number,
 )
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_kernels.intrinsics import bits_of, number_of
 
 I32, I64, F32, U16, U32, U64 = np.int32, np.int64, np.float32, np.uint16, np.uint32, np.uint64
@@ -32,7 +32,7 @@ JUST_BELOW_HALF, LAST = U32(0xFFF), U32(1)
 HALF_BIAS = F32(2.0**112)
 
 
-@compiled
+@kernel
 def code_halves(rows: Any, halves: Any, exponents: Any) -> Any:
     """The nearest fp16 numbers, half to even, of weights over 2**exponent.
 
@@ -63,7 +63,7 @@ def code_halves(rows: Any, halves: Any, exponents: Any) -> Any:
     return -1
 
 
-@compiled
+@kernel
 def nearest_half(value: Any) -> Any:
     """The bits of the nearest fp16 number, half to even, of a float32 of 65504 or less in magnitude."""
     word = U32(bits_of(value) & U32(MAGNITUDE))
@@ -75,7 +75,7 @@ def nearest_half(value: Any) -> Any:
     return U16(sign | (subnormal if size < HALF_LEAST_NORMAL else normal))
 
 
-@compiled
+@kernel
 def decode_halves(halves: Any, factor: Any, rows: Any) -> None:
     """Weights (N, W) float32, written, of the bits of fp16 numbers (N, W) uint16, times a power of two."""
     given, out = halves.reshape(halves.size), rows.reshape(rows.size)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.model import InitializerSpec
-from dlrm_checkpointer.coding.splitmix import GOLDEN, mix
+from dlrm_kernels.hashing import GOLDEN, mix_array
 
 DOMAIN = b"dlrm-initializer-1\0"
 BLOCK_VALUES = 1 << 16
@@ -60,13 +60,13 @@ def initial_rows(
         return out
     first_pair, end_pair = columns.start // 2, (columns.stop + 1) // 2
     skip = columns.start - 2 * first_pair
-    pairs = np.arange(first_pair + 1, end_pair + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    pairs = np.arange(first_pair + 1, end_pair + 1, dtype=np.uint64) * GOLDEN
     key = np.uint64(table_key(seed, table))
     with np.errstate(over="ignore"):
-        keys = mix(key + row_ids.astype(np.uint64) * np.uint64(GOLDEN))
+        keys = mix_array(key + row_ids.astype(np.uint64) * GOLDEN)
     block = max(1, BLOCK_VALUES // len(pairs))
     for start in range(0, len(row_ids), block):
-        hashes = mix(keys[start : start + block, None] + pairs[None, :])
+        hashes = mix_array(keys[start : start + block, None] + pairs[None, :])
         halves = hashes.astype("<u8", copy=False).view("<u4")[:, skip : skip + len(columns)]
         signed = (halves >> np.uint32(8)).view(np.int32) - np.int32(1 << 23)
         np.multiply(signed.astype(np.float32), np.float32(2.0**-23), out=out[start : start + block])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 
 U8, U64, F32 = np.uint8, np.uint64, np.float32
 ZERO, ONE, TWO, THREE, FOUR, SEVEN, EIGHT = U64(0), U64(1), U64(2), U64(3), U64(4), U64(7), U64(8)
@@ -18,7 +18,7 @@ SPARE = EIGHT
 """Bytes that a row's codes need beyond twice its width, so that planes may end past its last column."""
 
 
-@compiled
+@kernel
 def pack_row(codes: Any, width: Any, bits: Any, packed: Any, start: Any) -> None:
     """Pack a row's codes, one a byte, into ``packed`` from ``start`` on.
 
@@ -48,7 +48,7 @@ def pack_row(codes: Any, width: Any, bits: Any, packed: Any, start: Any) -> None
                 packed[first_top + i] |= U8((codes[k * tops + i] >> U8(2)) << U8(k))
 
 
-@compiled
+@kernel
 def unpack_row(packed: Any, start: Any, width: Any, bits: Any, codes: Any) -> None:
     """The other way round; of ``codes``, (2 * width + 8,), the first ``width`` mean something afterwards."""
     if bits == 4:
@@ -69,7 +69,7 @@ def unpack_row(packed: Any, start: Any, width: Any, bits: Any, codes: Any) -> No
                 codes[k * tops + i] |= U8((U8(packed[first_top + i] >> U8(k)) & U8(1)) << U8(2))
 
 
-@compiled
+@kernel
 def unpack(body: Any, bits: Any, codes: Any) -> None:
     """Codes of rows, one a byte: ``body`` (N, P) uint8 into ``codes`` (N, W) uint8, at 2, 3 or 4 bits."""
     width, plane, packed = U64(codes.shape[1]), U64(body.shape[1]), body.reshape(body.size)
@@ -80,7 +80,7 @@ def unpack(body: Any, bits: Any, codes: Any) -> None:
             codes[row, i] = scratch[i]
 
 
-@compiled
+@kernel
 def pack(codes: Any, bits: Any, body: Any) -> None:
     """The other way round."""
     width, plane, packed = U64(codes.shape[1]), U64(body.shape[1]), body.reshape(body.size)
@@ -91,7 +91,7 @@ def pack(codes: Any, bits: Any, body: Any) -> None:
         pack_row(scratch, width, bits, packed, row * plane)
 
 
-@compiled
+@kernel
 def decode(body: Any, bits: Any, steps: Any, lows: Any, places: Any, rows: Any) -> None:
     """Weights of codes: float32(code) * step, then + low, each rounded to float32.
 
@@ -116,7 +116,7 @@ def decode(body: Any, bits: Any, steps: Any, lows: Any, places: Any, rows: Any) 
             fill_row(codes, ZERO, width, steps[i], lows[i], weights, start)
 
 
-@compiled
+@kernel
 def fill_row(codes: Any, place: Any, width: Any, step: Any, low: Any, weights: Any, start: Any) -> None:
     """Weights of one row from ``start`` on, of codes from ``place`` on, one a byte."""
     for j in range(width):

@@ -13,7 +13,7 @@ import numpy as np
 
 from dlrm_checkpointer.coding.codes import OF_NO_CLASS
 from dlrm_checkpointer.coding.packing import SPARE, pack_row
-from dlrm_kernels.cache import compiled, compiled_dividing
+from dlrm_kernels.cache import kernel
 from dlrm_kernels.intrinsics import bits_of, number_of, prefetch_lines
 
 U8, U16, U32, U64, I32, I64, F32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.int64, np.float32
@@ -44,7 +44,7 @@ TWICE_BIAS_WORD = U32(2 * 127 << 23)
 """Less the bits of a power of two, those of one over it."""
 
 
-@compiled
+@kernel
 def largest_word(words: Any) -> Any:
     """The bits of the largest magnitude of float32 numbers, given as int32 ``words`` (V,); not finite: more."""
     most = I32(0)
@@ -53,7 +53,7 @@ def largest_word(words: Any) -> Any:
     return most
 
 
-@compiled
+@kernel
 def code_rows(rows: Any, bits: Any, bins: Any, shrinks: Any, body: Any, scale: Any, low: Any, exponents: Any) -> Any:
     """Quantize each row over its own range, or over the best range inside it.
 
@@ -101,7 +101,7 @@ def code_rows(rows: Any, bits: Any, bins: Any, shrinks: Any, body: Any, scale: A
     return -1
 
 
-@compiled
+@kernel
 def find_ranges(words: Any, first: Any, count: Any, width: Any, lanes: Any) -> None:
     """Each row's minimum and maximum.
 
@@ -116,7 +116,7 @@ def find_ranges(words: Any, first: Any, count: Any, width: Any, lanes: Any) -> N
         lanes[OF_MOST + i] = number_of(U32(high ^ ((high >> SIGN_SHIFT) & MAGNITUDE)))
 
 
-@compiled
+@kernel
 def find_exponents(lanes: Any, first: Any, count: Any, exponents: Any) -> Any:
     """Each row's exponent and 2**-exponent; the first row that can't be coded, or -1.
 
@@ -135,7 +135,7 @@ def find_exponents(lanes: Any, first: Any, count: Any, exponents: Any) -> Any:
     return bad
 
 
-@compiled_dividing
+@kernel(error_model="numpy")
 def find_scales(lanes: Any, bins: Any, top: Any, halves: Any) -> None:
     """fp16 bits of all rows' lows (rounded down) and then scales (rounded up), and what ``code_row`` needs."""
     for i in range(U64(BLOCK)):
@@ -153,7 +153,7 @@ def find_scales(lanes: Any, bins: Any, top: Any, halves: Any) -> None:
         lanes[OF_INVERSE + i] = ONE / size if size > ZERO else ZERO
 
 
-@compiled
+@kernel
 def half_size(value: Any, up: Any) -> Any:
     """The fp16 number next to a float32's magnitude, which is below 2**15: towards 0, or away (``up`` HALF_DROPPED)."""
     word = U32(bits_of(value) & U32(MAGNITUDE))
@@ -166,7 +166,7 @@ def half_size(value: Any, up: Any) -> Any:
     return units * HALF_UNIT if size < HALF_LEAST_NORMAL else normal
 
 
-@compiled
+@kernel
 def half_bits(size: Any) -> Any:
     """The bits of an fp16 number that is not below 0."""
     normal = U32((bits_of(size) - HALF_REBIAS) >> HALF_SHIFT)
@@ -174,13 +174,13 @@ def half_bits(size: Any) -> Any:
     return U16(subnormal if size < HALF_LEAST_NORMAL else normal)
 
 
-@compiled
+@kernel
 def whole_number(value: Any) -> Any:
     """The nearest integer, half to even, of a float32 below 2**22 in magnitude."""
     return I32(bits_of(value + TO_WHOLE) - TO_WHOLE_WORD)
 
 
-@compiled
+@kernel
 def code_row(values: Any, start: Any, width: Any, lanes: Any, lane: Any, top: Any, codes: Any, place: Any) -> None:
     """Codes of one row, whose weights are ``values`` from ``start`` on, one a byte from ``place`` on."""
     low, factor, inverse = lanes[OF_LOW + lane], lanes[OF_FACTOR + lane], lanes[OF_INVERSE + lane]
@@ -189,7 +189,7 @@ def code_row(values: Any, start: Any, width: Any, lanes: Any, lane: Any, top: An
         codes[place + j] = U8(min(max(code, I32(0)), top))
 
 
-@compiled
+@kernel
 def spread_columns(values: Any, first: Any, count: Any, width: Any, lanes: Any, bins: Any, columns: Any) -> None:
     """Values of a block of rows in bins above their row's minimum, column by column."""
     for i in range(count):
@@ -200,7 +200,7 @@ def spread_columns(values: Any, first: Any, count: Any, width: Any, lanes: Any, 
             columns[j * U64(BLOCK) + i] = (values[(first + i) * width + j] - low) / divisor * F32(bins)
 
 
-@compiled
+@kernel
 def find_best_ranges(columns: Any, width: Any, top: Any, bins: Any, shrinks: Any, lanes: Any) -> None:
     """Search each row's range for the one whose codes are nearest to its values.
 
@@ -226,7 +226,7 @@ def find_best_ranges(columns: Any, width: Any, top: Any, bins: Any, shrinks: Any
                 lanes[OF_LEFT + k], lanes[OF_RIGHT + k] = places[k], F32(shrink + 1) - places[k]
 
 
-@compiled
+@kernel
 def find_errors(columns: Any, width: Any, places: Any, size: Any, top: Any, errors: Any) -> None:
     """Each row's sum of squared errors, in bins, of codes for ``size`` bins from a place, then from one further."""
     factor, square = top / size, size / top * (size / top)
@@ -243,7 +243,7 @@ def find_errors(columns: Any, width: Any, places: Any, size: Any, top: Any, erro
         errors[k] *= square
 
 
-@compiled
+@kernel
 def missed(place: Any, top: Any) -> Any:
     """A place's distance from its nearest code."""
     clamped = min(max(place, ZERO), top)

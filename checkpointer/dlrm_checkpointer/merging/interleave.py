@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 
 U64 = np.uint64
 BEYOND = np.int64(2**63 - 1)
 """More than any row number."""
 
 
-@compiled
+@kernel
 def newest_rows(row_ids: Any, starts: Any, found: Any, numbers: Any, places: Any) -> Any:
     """Which piece has the newest value of each row.
 
@@ -47,7 +47,7 @@ def newest_rows(row_ids: Any, starts: Any, found: Any, numbers: Any, places: Any
                 coming[piece] = row_ids[at[piece]] if at[piece] < starts[piece + 1] else BEYOND
 
 
-@compiled
+@kernel
 def place_rows(targets: Any, places: Any, size: Any, source: Any, target: Any) -> None:
     """Copy one piece's rows to where they belong.
 
@@ -64,7 +64,7 @@ def place_rows(targets: Any, places: Any, size: Any, source: Any, target: Any) -
             target[end + byte] = source[start + byte]
 
 
-@compiled
+@kernel
 def see_rows(bits: Any, places: Any, fresh: Any) -> None:
     """Set the bits of rows, and tell which were not set before.
 

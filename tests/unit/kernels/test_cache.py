@@ -23,7 +23,7 @@ from dlrm_kernels import cache
 
 PROGRAM = """
 import sys
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_trainer.embedding.tiers.initial import fill_initial
 import numpy as np
 out = np.empty((1, 4), np.float32)

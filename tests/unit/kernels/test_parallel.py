@@ -1,24 +1,11 @@
-"""Units of a loop shared among threads, and what becomes of a thread that fails."""
+"""Run kernels on several threads, some of which fail."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-import torch
-
-from dlrm_kernels.parallel import finish, share, take
-
-
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    """Have one helper."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+from dlrm_kernels.parallel import finish, parallel_for, take
 
 
 def _fail_beside(caller: threading.Thread, failing: threading.Event) -> Any:
@@ -36,14 +23,14 @@ def _fail_beside(caller: threading.Thread, failing: threading.Event) -> Any:
     return loop
 
 
-def test_what_a_helper_raises_is_raised_where_the_loop_was_shared_and_the_next_loop_is_done() -> None:
+def test_error_of_a_helper_reaches_the_caller_and_the_pool_survives() -> None:
     outcome: list[BaseException | int] = []
 
     def training() -> None:
         this = threading.current_thread()
         for _ in range(2):  # the helper lives on, so it fails again
             try:
-                share(_fail_beside(this, threading.Event()), 8)
+                parallel_for(_fail_beside(this, threading.Event()), 8, 2)
             except MemoryError as error:
                 outcome.append(error)
         done: list[int] = []
@@ -53,7 +40,7 @@ def test_what_a_helper_raises_is_raised_where_the_loop_was_shared_and_the_next_l
                 done.append(unit)
                 finish(counts)
 
-        share(count, 8)
+        parallel_for(count, 8, 2)
         outcome.append(len(done))
 
     thread = threading.Thread(target=training, daemon=True)

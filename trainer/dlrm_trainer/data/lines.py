@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 
 Ints = NDArray[np.int64]
 
@@ -28,7 +28,7 @@ for _digits in ("0123456789abcdef", "0123456789ABCDEF"):
     _DIGITS[[ord(character) for character in _digits]] = np.arange(16, dtype=np.uint8)
 
 
-@compiled
+@kernel
 def parse_lines(
     text: NDArray[np.uint8],
     begins: Ints,

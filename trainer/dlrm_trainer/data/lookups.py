@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.model import TableSpec
-from dlrm_kernels.cache import compiled
-from dlrm_trainer.compute.splitmix import GOLDEN, mix
-from dlrm_trainer.data.dividing import inverse_of, rest
+from dlrm_kernels.cache import kernel
+from dlrm_kernels.hashing import GOLDEN, inverse_of, mix, remainder
 
 NONE, MODULO, MIX = 0, 1, 2
 GOOD, LONG_BAG, NO_ROW = 0, 1, 2
@@ -26,7 +25,7 @@ class Hashing(NamedTuple):
     rows: np.uint64
     """Of the table."""
     inverse: np.uint64
-    """See ``dividing``."""
+    """See ``dlrm_kernels.hashing.inverse_of``."""
 
 
 def hashing_of(table: TableSpec) -> Hashing:
@@ -35,23 +34,23 @@ def hashing_of(table: TableSpec) -> Hashing:
     return Hashing(_HASHES[table.embedding.hash], rows, np.uint64(inverse_of(rows)))
 
 
-@compiled
+@kernel
 def row_of(number: Any, hashing: Hashing) -> Any:
     """One id's row, as a uint64; of a table without hashing the id itself, which may be none."""
     unsigned = np.uint64(number)
     if hashing.kind == MIX:
-        return rest(mix(unsigned + GOLDEN), hashing.rows, hashing.inverse)
-    return rest(unsigned, hashing.rows, hashing.inverse) if hashing.kind == MODULO else unsigned
+        return remainder(mix(unsigned + GOLDEN), hashing.rows, hashing.inverse)
+    return remainder(unsigned, hashing.rows, hashing.inverse) if hashing.kind == MODULO else unsigned
 
 
-@compiled
+@kernel
 def put_rows_of(ids: NDArray[Any], hashing: Hashing, rows: NDArray[Any]) -> None:
     """Put each id's row into ``rows``, which may be ``ids``."""
     for place in range(ids.size):
         rows[place] = row_of(ids[place], hashing)
 
 
-@compiled
+@kernel
 def check_bags(
     ids: NDArray[np.int64], lengths: NDArray[np.int32], rows: NDArray[np.int64], longest: NDArray[np.int64]
 ) -> tuple[int, int, int]:

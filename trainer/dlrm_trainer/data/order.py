@@ -14,8 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_trainer.data.hashing import random_bits, stream_key
-from dlrm_trainer.data.permutation import shuffle
+from dlrm_kernels.hashing import random_bits, shuffle, stream_key
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_trainer.data.scratch import scratch
 from dlrm_trainer.data.spots import Gathered, Ints
 
@@ -156,7 +156,7 @@ def _packed(columns: NDArray[Any], kind: type[np.generic]) -> NDArray[Any]:
     return packed
 
 
-@compiled
+@kernel
 def transpose(columns: NDArray[Any], packed: NDArray[Any]) -> None:
     """Write rows of columns; a few rows at a time, so that they stay in the nearest cache."""
     whole = columns.shape[1] // _TILE * _TILE
@@ -171,7 +171,7 @@ def transpose(columns: NDArray[Any], packed: NDArray[Any]) -> None:
             packed[row, column] = columns[column, row]
 
 
-@compiled
+@kernel
 def _pack_runs(values: NDArray[Any], sizes: NDArray[np.int32], packed: NDArray[Any]) -> None:
     """Feature-major runs to row-major ones."""
     nexts = np.zeros(sizes.shape[0], dtype=np.int64)
@@ -189,7 +189,7 @@ def _pack_runs(values: NDArray[Any], sizes: NDArray[np.int32], packed: NDArray[A
                 place += 1
 
 
-@compiled
+@kernel
 def _take_runs(values: NDArray[Any], starts: Ints, sizes: Ints, taken: NDArray[Any]) -> None:
     place = 0
     for run in range(starts.size):
@@ -198,7 +198,7 @@ def _take_runs(values: NDArray[Any], starts: Ints, sizes: Ints, taken: NDArray[A
             place += 1
 
 
-@compiled
+@kernel
 def _put_numbers(numbers: Numbers, rows: Ints, order: Ints, dense: Numbers, labels: Numbers) -> None:
     for which in range(rows.size):
         row, place = rows[which], order[which]
@@ -207,7 +207,7 @@ def _put_numbers(numbers: Numbers, rows: Ints, order: Ints, dense: Numbers, labe
             dense[place, column] = numbers[row, column + 1]
 
 
-@compiled
+@kernel
 def _put_singles(
     values: NDArray[Any], rows: Ints, order: Ints, bases: Ints, strides: Ints, taken: NDArray[Any]
 ) -> None:
@@ -226,7 +226,7 @@ def _put_singles(
                 spots[offset] += steps[offset]
 
 
-@compiled
+@kernel
 def _put_bags(
     values: NDArray[Any], lengths: NDArray[np.int32], bases: Ints, strides: Ints, starts: Ints, taken: NDArray[Any]
 ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_trainer.data.hashing import stream_key
+from dlrm_kernels.hashing import stream_key
 
 _EXACT_RANKS = 256
 _GROWTH = 1.05

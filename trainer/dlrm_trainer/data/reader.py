@@ -16,7 +16,7 @@ from dlrm_api.data import DenseInputSpec
 from dlrm_api.errors import BadDataError, DLRMError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import ModelSpec, TableSpec
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_trainer.data.batch import Batch, RawRows, RowSource, no_rows
 from dlrm_trainer.data.lookups import GOOD, LONG_BAG, NONE, check_bags, hashing_of, put_rows_of
 from dlrm_trainer.data.order import SampleOrder
@@ -243,7 +243,7 @@ def _bytes_of(batch: Batch) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-@compiled
+@kernel
 def fill_missing(values: NDArray[np.float32], missing: np.float32) -> None:
     """Replace NaN."""
     for place in range(values.size):

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_trainer.data.lookups import MIX, NONE, Hashing, put_rows_of
 from dlrm_trainer.data.packed import Numbers, PackedRows, SingleIds, pack_bags
 from dlrm_trainer.data.scratch import scratch
@@ -163,7 +163,7 @@ def _array(column: Any) -> Any:
     return pa.concat_arrays(array.chunks) if isinstance(array, pa.ChunkedArray) else array
 
 
-@compiled
+@kernel
 def put_labels(values: NDArray[np.float64], labels: Numbers) -> int:
     """Put labels; returns the first that is none, or -1."""
     bad = 0
@@ -177,7 +177,7 @@ def put_labels(values: NDArray[np.float64], labels: Numbers) -> int:
     return -1
 
 
-@compiled
+@kernel
 def put_floats(values: NDArray[Any], valid: NDArray[np.uint8], floats: Numbers) -> int:
     """Put values, NaN where null.
 

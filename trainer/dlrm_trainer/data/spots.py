@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_trainer.data.batch import RawRows
 
 Ints = NDArray[np.int64]
@@ -112,7 +112,7 @@ def blocks_of(sample_ids: Ints, bounds: Ints) -> list[int]:
     return np.flatnonzero(counts).tolist()
 
 
-@compiled
+@kernel
 def _counted(sample_ids: Ints, bounds: Ints) -> tuple[Ints, Ints]:
     counts = np.zeros(bounds.size - 1, dtype=np.int64)
     blocks = np.empty(sample_ids.size, dtype=np.int64)
@@ -126,7 +126,7 @@ def _counted(sample_ids: Ints, bounds: Ints) -> tuple[Ints, Ints]:
     return counts, blocks
 
 
-@compiled
+@kernel
 def _by_block(sample_ids: Ints, bounds: Ints) -> tuple[Ints, Ints, Ints]:
     counts, blocks = _counted(sample_ids, bounds)
     order = np.empty(sample_ids.size, dtype=np.int64)

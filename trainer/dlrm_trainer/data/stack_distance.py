@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_kernels.cache import compiled
-from dlrm_trainer.compute.splitmix import GOLDEN, mix
+from dlrm_kernels.cache import kernel
+from dlrm_kernels.hashing import GOLDEN, mix
 
 _SHIFT_11 = np.uint64(11)
 _HASH_BITS = 53
@@ -52,13 +52,13 @@ class _Stack(NamedTuple):
     last use; these in units of the sampled rows' weight."""
 
 
-@compiled
+@kernel
 def _mixed(row: int) -> int:
-    """53 bits that look random; :func:`dlrm_trainer.data.hashing.mix64` without its last 11 bits."""
+    """53 bits that look random; the upper ones of ``mix64``."""
     return np.int64(mix(np.uint64(row) + GOLDEN) >> _SHIFT_11)  # type: ignore[return-value]  # numba has no int
 
 
-@compiled
+@kernel
 def _place(rows: NDArray[np.int64], row: int, mixed: int) -> int:
     """Where a row is in the hash table, or where it belongs; by its low bits, for sampling took the high ones."""
     mask = len(rows) - 1
@@ -68,7 +68,7 @@ def _place(rows: NDArray[np.int64], row: int, mixed: int) -> int:
     return place
 
 
-@compiled
+@kernel
 def _add(tree: NDArray[np.int64], time: int, change: int) -> None:
     node = time + 1
     while node < len(tree):
@@ -76,7 +76,7 @@ def _add(tree: NDArray[np.int64], time: int, change: int) -> None:
         node += node & -node
 
 
-@compiled
+@kernel
 def _seek(
     stack: _Stack, rows: NDArray[np.int64], lookups: NDArray[np.int64], halvings: int, places: NDArray[np.int64]
 ) -> tuple[int, int]:
@@ -107,7 +107,7 @@ def _seek(
     return followed, new
 
 
-@compiled
+@kernel
 def _use(stack: _Stack, places: NDArray[np.int64], count: int, now: int) -> None:
     """Make the rows in some places the most recent, from time ``now`` on."""
     for time in range(now, now + count):
@@ -120,7 +120,7 @@ def _use(stack: _Stack, places: NDArray[np.int64], count: int, now: int) -> None
         _add(stack.tree, time, stack.weights[place])
 
 
-@compiled
+@kernel
 def _fill(stack: _Stack, rows: NDArray[np.int64], weights: NDArray[np.int64], lookups: NDArray[np.int64]) -> None:
     """Put rows, the longest unused first, into an empty stack whose tree knows them."""
     for time in range(len(rows)):
@@ -130,7 +130,7 @@ def _fill(stack: _Stack, rows: NDArray[np.int64], weights: NDArray[np.int64], lo
         stack.users[time] = place
 
 
-@compiled
+@kernel
 def _sampled(rows: NDArray[np.int64], halvings: int) -> NDArray[np.bool_]:
     """Which rows are followed when only their hash decides."""
     chosen = np.empty(len(rows), dtype=np.bool_)

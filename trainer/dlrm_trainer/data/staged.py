@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_kernels.intrinsics import prefetch
 from dlrm_trainer.data.batch import RawRows
 from dlrm_trainer.data.packed import Numbers, PackedRows, transpose
@@ -75,7 +75,7 @@ def one_each(features: int, rows: int) -> NDArray[np.int32]:
     return np.ones((features, rows), dtype=np.int32)
 
 
-@compiled
+@kernel
 def _part_numbers(numbers: Numbers, labels: Numbers, dense: Numbers) -> None:
     for row in range(labels.size):
         labels[row] = numbers[row, 0]
@@ -83,7 +83,7 @@ def _part_numbers(numbers: Numbers, labels: Numbers, dense: Numbers) -> None:
             dense[row, column] = numbers[row, column + 1]
 
 
-@compiled
+@kernel
 def _put_rows(values: NDArray[Any], rows: Ints, order: Ints, taken: NDArray[Any]) -> None:
     """Copy rows that lie anywhere; ``values`` is flat."""
     width, count = np.uint64(taken.shape[1]), np.uint64(rows.size)

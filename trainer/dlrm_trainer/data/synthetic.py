@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import Feature, TableSpec
+from dlrm_kernels.hashing import random_bits, stream_key, uniform
 from dlrm_trainer.data.batch import Fingerprint, RawRows, no_rows
-from dlrm_trainer.data.hashing import random_bits, stream_key, uniform
 from dlrm_trainer.data.histogram import ReuseHistogram, read_histogram
 from dlrm_trainer.data.popularity import Popularity, Scatter
 from dlrm_trainer.data.teacher import Hidden, Teacher, gaussian, row_effects, sigmoid

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_trainer.data.hashing import random_bits, stream_key, uniform
+from dlrm_kernels.hashing import random_bits, stream_key, uniform
 
 Floats = NDArray[np.float64]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_kernels.intrinsics import lent, prefetch_lines, value_of
 from dlrm_kernels.parallel import finish, take
 from dlrm_trainer.embedding.half import widened
@@ -21,7 +21,7 @@ AHEAD = U64(8)
 F32_ZERO, F32_ONE = np.float32(0), np.float32(1)
 
 
-@compiled
+@kernel
 def fill_offsets(lengths: Any, offsets: Any) -> None:
     """Where each bag begins, and where the last ends; (B,) lengths, (B + 1,) uint64 offsets."""
     total = ZERO
@@ -31,7 +31,7 @@ def fill_offsets(lengths: Any, offsets: Any) -> None:
         offsets[bag + 1] = total
 
 
-@compiled
+@kernel
 def pool(
     counts: Any,
     units: int,
@@ -50,7 +50,7 @@ def pool(
     """Sum the rows of each bag, in their order, for features of one dim.
 
     Args:
-        counts: see ``team.share``.
+        counts: see ``parallel_for``.
         units: see there.
         size: ``size_of`` the dim.
         chosen: (C,) int64 features of that dim.

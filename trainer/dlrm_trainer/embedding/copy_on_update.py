@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_checkpointer.hand_off.draft import Laid, Rows
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_kernels.intrinsics import bit_count, lent, lowest_bit, size_of, value_of
-from dlrm_kernels.parallel import alone
+from dlrm_kernels.parallel import single_threaded
 from dlrm_trainer.embedding.dirty import UNIT_WORDS, WORD, DirtyRows, Words
 from dlrm_trainer.embedding.gather import copy_rows
 from dlrm_trainer.embedding.half import widened
@@ -197,7 +197,7 @@ class CopyOnUpdate:
 
     def _run(self) -> None:
         try:
-            with alone():
+            with single_threaded():
                 self.copy()
         except BaseException as error:
             self._problem = error
@@ -242,7 +242,7 @@ class _Turns:
             self._turn.release()
 
 
-@compiled
+@kernel
 def _count_changed(changed: Any, words: Any, units: Any, places: Any) -> None:
     """Fill ``_Map.places`` in; ``words`` and ``units`` have one more, at the end."""
     for part in range(len(words) - 1):
@@ -255,7 +255,7 @@ def _count_changed(changed: Any, words: Any, units: Any, places: Any) -> None:
         places[unit] = total
 
 
-@compiled
+@kernel
 def _list_pending(
     changed: Any, pending: Any, row: Any, first_row: Any, place: Any, ids: Any, rows: Any, places: Any
 ) -> Any:
@@ -290,7 +290,7 @@ def _list_pending(
     return count
 
 
-@compiled
+@kernel
 def _save_pending(
     size: Any, memory: Any, map_: Any, width: Any, ids: Any, sizes: Any, starts: Any, parts: Any, file: Any
 ) -> None:

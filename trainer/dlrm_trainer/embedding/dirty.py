@@ -8,11 +8,12 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_kernels.intrinsics import bit_count, lowest_bit
-from dlrm_kernels.parallel import finish, share, take
+from dlrm_kernels.parallel import finish, parallel_for, take
 
 U64 = np.uint64
 WORD = 64
@@ -189,15 +190,15 @@ def rows_of_bits(bits: Words, first: int) -> NDArray[np.int64]:
     """(N,) rows whose bit is set, ascending; the first bit is that of row ``first``."""
     units = max(1, -(-len(bits) // UNIT_WORDS))
     ends = np.zeros(units + 1, np.int64)
-    share(_count_units, units, bits, ends)
+    parallel_for(_count_units, units, torch.get_num_threads(), bits, ends)
     np.cumsum(ends, out=ends)
     rows = np.empty(int(ends[-1]), np.int64)
     if len(rows):
-        share(_list_units, units, bits, ends, first, rows)
+        parallel_for(_list_units, units, torch.get_num_threads(), bits, ends, first, rows)
     return rows
 
 
-@compiled
+@kernel
 def _mark(words: Any, ids: Any, sizes: Any, starts: Any) -> Any:
     """Returns how many of them were not marked before."""
     first, found = 0, U64(0)
@@ -212,7 +213,7 @@ def _mark(words: Any, ids: Any, sizes: Any, starts: Any) -> Any:
     return np.int64(found)
 
 
-@compiled
+@kernel
 def _count(bits: Any) -> Any:
     total = np.int64(0)
     for word in bits:
@@ -220,7 +221,7 @@ def _count(bits: Any) -> Any:
     return total
 
 
-@compiled
+@kernel
 def _count_units(counts: Any, units: int, bits: Any, ends: Any) -> None:
     """Leave the number of rows of each unit in ``ends[unit + 1]``."""
     while True:
@@ -231,7 +232,7 @@ def _count_units(counts: Any, units: int, bits: Any, ends: Any) -> None:
         finish(counts)
 
 
-@compiled
+@kernel
 def _list_units(counts: Any, units: int, bits: Any, starts: Any, first: int, rows: Any) -> None:
     """Write the rows of each unit from ``starts[unit]`` on."""
     while True:

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_kernels.intrinsics import lent, prefetch_second, size_of, stream_four, stream_line, value_of
-from dlrm_kernels.parallel import finish, share, take
+from dlrm_kernels.parallel import finish, parallel_for, take
 from dlrm_trainer.embedding.half import widened
 from dlrm_trainer.embedding.row_rules import memory_of
 
@@ -64,9 +64,10 @@ def copy_rows(
             torch.from_numpy(out[piece]).copy_(weight.index_select(0, chosen))
             torch.from_numpy(out_state[piece]).copy_(state.index_select(0, chosen))
         return
-    share(
+    parallel_for(
         _gather_units,
         -(-len(rows) // UNIT_ROWS),
+        torch.get_num_threads(),
         size_of(weight.shape[1]),
         memory_of(weight, state),
         rows.view(U64),
@@ -79,7 +80,7 @@ def copy_rows(
     )
 
 
-@compiled
+@kernel
 def _gather_units(
     counts: Any,
     units: int,
@@ -115,7 +116,7 @@ def _gather_units(
 
 # Each of the next four loops stands whole: with what they share in functions of their own, which are compiled into
 # them, copying rows of 32 and 64 columns took 2 to 9 % longer.
-@compiled
+@kernel
 def _widen(
     size: Any, memory: Any, chosen: Any, places: Any, width: Any, first: Any, stop: Any, out: Any, out_state: Any
 ) -> None:
@@ -133,7 +134,7 @@ def _widen(
             out_state[place] = memory.states[source]
 
 
-@compiled
+@kernel
 def _stream_lines(
     size: Any, memory: Any, chosen: Any, places: Any, width: Any, first: Any, stop: Any, out: Any, out_state: Any
 ) -> None:
@@ -151,7 +152,7 @@ def _stream_lines(
             out_state[place] = memory.states[source]
 
 
-@compiled
+@kernel
 def _stream_fours(
     size: Any, memory: Any, chosen: Any, places: Any, width: Any, first: Any, stop: Any, out: Any, out_state: Any
 ) -> None:
@@ -169,7 +170,7 @@ def _stream_fours(
             out_state[place] = memory.states[source]
 
 
-@compiled
+@kernel
 def _copy(
     size: Any, memory: Any, chosen: Any, places: Any, width: Any, first: Any, stop: Any, out: Any, out_state: Any
 ) -> None:
@@ -187,7 +188,7 @@ def _copy(
             out_state[place] = memory.states[source]
 
 
-@compiled
+@kernel
 def _copy_states(
     states: Any, chosen: Any, places: Any, width: Any, first: Any, stop: Any, out_state: Any, streams: bool
 ) -> None:

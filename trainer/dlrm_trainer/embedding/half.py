@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
+from dlrm_kernels.hashing import GOLDEN, mix
 from dlrm_kernels.intrinsics import bits_of, number_of, value_of
-from dlrm_trainer.compute.splitmix import GOLDEN, mix
 from dlrm_trainer.embedding.rounding import COLUMNS_PER_HASH
 
 U32 = np.uint32
@@ -29,7 +29,7 @@ U64 = np.uint64
 ONE, QUAD, WORD, LOW = U64(1), U64(COLUMNS_PER_HASH), U64(16), U64(0xFFFF)
 
 
-@compiled
+@kernel
 def widened(half: Any) -> Any:
     """The float32 that equals an fp16 number; uint16 bits."""
     bits = U32(half)
@@ -41,7 +41,7 @@ def widened(half: Any) -> Any:
     return number_of(U32(magnitude | ((bits & SIGN) << SIGN_SHIFT)))
 
 
-@compiled
+@kernel
 def narrowed(value: Any, random: Any) -> Any:
     """fp16 bits of a float32, rounded up in magnitude where ``random`` (16 bits) says so."""
     whole = bits_of(value)
@@ -58,7 +58,7 @@ def narrowed(value: Any, random: Any) -> Any:
     return np.uint16(sign | (infinite if bits >= TOO_LARGE else finite))
 
 
-@compiled
+@kernel
 def fill_random(size: Any, key: Any, row: Any, first_column: Any, random: Any) -> None:
     """The random bits of a row's columns.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dlrm_api.tiers import state_values
 from dlrm_kernels.intrinsics import size_of
-from dlrm_kernels.parallel import share
+from dlrm_kernels.parallel import parallel_for
 from dlrm_trainer.embedding.bags import fill_offsets, pool
 from dlrm_trainer.embedding.layout import TORCH_TYPES, Lookup, Tables, table_views
 from dlrm_trainer.embedding.rounding import step_keys
@@ -72,9 +72,10 @@ class HostKernel:
         pooled = torch.empty(samples, self._width)
         offsets, out = self.offsets(lengths), pooled.view(-1).numpy()
         for size, features, _ in self._by_dim:
-            share(
+            parallel_for(
                 pool,
                 max(1, len(features) * min(samples, len(ids)) // UNIT_BAGS),
+                torch.get_num_threads(),
                 size,
                 features,
                 self._memory,
@@ -108,7 +109,18 @@ class HostKernel:
         for size, _, tables in self._by_dim:
             work = _work(tables, sizes[tables])
             units = len(work.tables)
-            share(update_rows_of_bags, units, size, work, self._memory, self._layout, of_batch, rule, keys)
+            parallel_for(
+                update_rows_of_bags,
+                units,
+                torch.get_num_threads(),
+                size,
+                work,
+                self._memory,
+                self._layout,
+                of_batch,
+                rule,
+                keys,
+            )
 
 
 def _work(tables: NDArray[np.int64], sizes: NDArray[np.int64]) -> Work:

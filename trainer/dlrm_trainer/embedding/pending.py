@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_checkpointer.cut import RowsInPlace, ShardId
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_trainer.embedding.dirty import WINDOW_ROWS, DirtyRows, rows_of_bits
 from dlrm_trainer.embedding.gather import copy_rows
 from dlrm_trainer.embedding.rows import LocalPart
@@ -125,7 +125,7 @@ class SlotRows:
         copy_rows(self.weight, self.state, self.slots[start:end], rows, state)
 
 
-@compiled
+@kernel
 def _take_bits(bits: Any, ids: Any, sizes: Any, starts: Any, lookups: Any, segments: Any) -> int:
     """List the lookups whose row's bit is set, and clear it; returns how many these are."""
     first = count = 0
@@ -141,7 +141,7 @@ def _take_bits(bits: Any, ids: Any, sizes: Any, starts: Any, lookups: Any, segme
     return count
 
 
-@compiled
+@kernel
 def _clear_bits(bits: Any, rows: Any) -> None:
     for row in rows:
         bits[row >> 6] &= ~(U64(1) << U64(row & 63))

@@ -38,9 +38,10 @@ import hashlib
 import torch
 from torch import Tensor
 
-from dlrm_checkpointer.coding.splitmix import GOLDEN, MIX_1, MIX_2
+from dlrm_kernels import hashing
 
 DOMAIN = b"dlrm-rounding-1\0"
+GOLDEN, MIX_1, MIX_2 = int(hashing.GOLDEN), int(hashing.MIX_1), int(hashing.MIX_2)
 LEAST_EXPONENT = 113
 """fp32's exponent field of 2**-14, the least normal fp16 number."""
 EXPONENT_BITS, MANTISSA_BITS = 0xFF, 23

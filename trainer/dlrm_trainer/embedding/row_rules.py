@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlrm_api.training import RowOptimizerSpec
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_kernels.intrinsics import lent, value_of
 from dlrm_kernels.parallel import finish, take
 from dlrm_trainer.embedding.half import fill_random, narrowed, widened
@@ -74,7 +74,7 @@ def rule_of(optimizer: RowOptimizerSpec, learning_rate: float) -> Rule:
     )
 
 
-@compiled
+@kernel
 def update_row(
     size: Any,
     rows: Any,
@@ -127,7 +127,7 @@ def update_row(
             rows[row + c] -= factor * gradient[c]
 
 
-@compiled
+@kernel
 def store_half(
     size: Any, halves: Any, row: Any, value: Any, random: Any, key: Any, number: Any, first_column: Any
 ) -> None:
@@ -137,7 +137,7 @@ def store_half(
         halves[row + c] = narrowed(value[c], random[c])
 
 
-@compiled
+@kernel
 def _squares(size: Any, gradient: Any) -> Any:
     """The sum of squares, in eight sums of every eighth column: the same order on every processor."""
     dim = value_of(size)
@@ -160,7 +160,7 @@ def _squares(size: Any, gradient: Any) -> Any:
     return ((a0 + a4) + (a1 + a5)) + ((a2 + a6) + (a3 + a7))
 
 
-@compiled
+@kernel
 def _adam(size: Any, states: Any, state: Any, gradient: Any, rule: Any, value: Any) -> None:
     dim = value_of(size)
     first, second, counted = state, state + dim, state + dim + dim
@@ -177,7 +177,7 @@ def _adam(size: Any, states: Any, state: Any, gradient: Any, rule: Any, value: A
         value[c] -= (mean / small / root) * rule.rate
 
 
-@compiled
+@kernel
 def _correction(decay: Any, count: Any) -> Any:
     """1 - decay ** count as float32, as ``updates`` computes it."""
     whole, power = int(count), 1.0
@@ -189,7 +189,7 @@ def _correction(decay: Any, count: Any) -> Any:
     return np.float32(1.0 - power)
 
 
-@compiled
+@kernel
 def update_chosen_rows(
     counts: Any,
     units: int,
@@ -206,7 +206,7 @@ def update_chosen_rows(
     """Update some rows of one table.
 
     Args:
-        counts: see ``team.share``.
+        counts: see ``parallel_for``.
         units: see there.
         size: ``size_of`` the dim.
         memory: of the table.

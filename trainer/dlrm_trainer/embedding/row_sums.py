@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_kernels.intrinsics import lent, prefetch, prefetch_lines, value_of
 from dlrm_kernels.parallel import finish, take
 from dlrm_trainer.embedding.row_rules import store_half, update_row
@@ -65,14 +65,14 @@ class Work(NamedTuple):
     parts: Any
 
 
-@compiled
+@kernel
 def update_rows_of_bags(
     counts: Any, units: int, size: Any, work: Any, memory: Any, layout: Any, lookups: Any, rule: Any, keys: Any
 ) -> None:
     """Update every row looked up in tables of one dim, once.
 
     Args:
-        counts: see ``team.share``.
+        counts: see ``parallel_for``.
         units: see there.
         size: ``size_of`` the dim.
         work: of each unit.
@@ -92,7 +92,7 @@ def update_rows_of_bags(
         finish(counts)
 
 
-@compiled
+@kernel
 def _update_part(
     size: Any, table: Any, part: Any, parts: Any, memory: Any, layout: Any, lookups: Any, rule: Any, keys: Any
 ) -> None:
@@ -117,7 +117,7 @@ def _update_part(
     _update_groups(size, table, firsts[:count], totals, memory, layout, lookups, rule, keys)
 
 
-@compiled
+@kernel
 def _fill_pairs(ids: Any, base: Any, part: Any, parts: Any, place_bits: Any, pairs: Any) -> int:
     """(row, place) in one integer, of each lookup of this part; returns how many these are."""
     found = 0
@@ -129,7 +129,7 @@ def _fill_pairs(ids: Any, base: Any, part: Any, parts: Any, place_bits: Any, pai
     return found
 
 
-@compiled
+@kernel
 def sorted_by_row(pairs: Any, shift: Any, bits: Any) -> Any:
     """Sort by the ``bits`` bits above ``shift``, keeping the order of equal ones; ``pairs`` is overwritten."""
     passes = (bits + DIGIT_BITS - ONE) // DIGIT_BITS
@@ -155,7 +155,7 @@ def sorted_by_row(pairs: Any, shift: Any, bits: Any) -> Any:
     return pairs
 
 
-@compiled
+@kernel
 def _fill_groups(pairs: Any, place_bits: Any, groups: Any, firsts: Any) -> int:
     """The number of each place's row among the distinct ones, and the first place of each; returns how many."""
     low, group = (ONE << place_bits) - ONE, -1
@@ -168,7 +168,7 @@ def _fill_groups(pairs: Any, place_bits: Any, groups: Any, firsts: Any) -> int:
     return group + 1
 
 
-@compiled
+@kernel
 def _sum_groups(size: Any, table: Any, groups: Any, firsts: Any, layout: Any, lookups: Any, totals: Any) -> None:
     """Sum the gradients of each group, bag after bag: what is read is read once, and sums of hot rows stay near."""
     dim, samples = value_of(size), U64(lookups.samples)
@@ -197,7 +197,7 @@ def _sum_groups(size: Any, table: Any, groups: Any, firsts: Any, layout: Any, lo
                         totals[into + c] += gradient[from_ + c] * weight
 
 
-@compiled
+@kernel
 def _update_groups(
     size: Any, table: Any, firsts: Any, totals: Any, memory: Any, layout: Any, lookups: Any, rule: Any, keys: Any
 ) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 
 
-@compiled
+@kernel
 def copy_segments(values: Any, starts: Any, lengths: Any, out: Any) -> None:
     """Join ``values[start : start + length]`` of every segment in ``out``; (S,) int64 each."""
     first = 0
@@ -23,7 +23,7 @@ def copy_segments(values: Any, starts: Any, lengths: Any, out: Any) -> None:
         first += length
 
 
-@compiled
+@kernel
 def split_ids(ids: Any, lengths: Any, edges: Any, edge_starts: Any, counts: Any, out: Any, order: Any) -> None:
     """Sort ids by range of rows, in the order of their bags within a range, and count those of each bag.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_kernels.intrinsics import size_of
-from dlrm_kernels.parallel import share
+from dlrm_kernels.parallel import parallel_for
 from dlrm_trainer.embedding.rounding import random_bits, round_to_half
 from dlrm_trainer.embedding.row_rules import MOST_UPDATES, Rule, memory_of, rule_of, update_chosen_rows
 
@@ -86,9 +86,10 @@ def _update_on_host(
     assert rounding is not None or weight.dtype == torch.float32
     nothing = np.zeros(0, np.uint64)
     columns = torch.as_tensor(0 if rounding is None else rounding.first_column)
-    share(
+    parallel_for(
         update_chosen_rows,
         max(1, gradient.numel() // UNIT_ELEMENTS),
+        torch.get_num_threads(),
         size_of(weight.shape[1]),
         memory_of(weight, state),
         unsigned(slots),

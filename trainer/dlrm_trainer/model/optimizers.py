@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dlrm_api.training import DenseOptimizerSpec
-from dlrm_kernels.cache import compiled_dividing
-from dlrm_kernels.parallel import finish, share, take
+from dlrm_kernels.cache import kernel
+from dlrm_kernels.parallel import finish, parallel_for, take
 
 U64 = np.uint64
 UNIT_ELEMENTS = 1 << 14
@@ -61,10 +61,12 @@ class Adagrad:
             return
         arrays = (each.numpy() for each in (parameters, gradient, self._sums))
         units = max(1, len(parameters) // UNIT_ELEMENTS)
-        share(_adagrad, units, *arrays, np.float32(learning_rate), np.float32(self._eps))
+        parallel_for(
+            _adagrad, units, torch.get_num_threads(), *arrays, np.float32(learning_rate), np.float32(self._eps)
+        )
 
 
-@compiled_dividing
+@kernel(error_model="numpy")
 def _adagrad(counts: Any, units: int, parameters: Any, gradient: Any, sums: Any, rate: Any, eps: Any) -> None:
     elements = len(parameters)
     while True:

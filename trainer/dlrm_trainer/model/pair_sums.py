@@ -14,7 +14,7 @@ import numba.core.cgutils
 from llvmlite import ir
 from numba import types
 
-from dlrm_kernels.cache import instruction
+from dlrm_kernels.cache import intrinsic
 from dlrm_kernels.intrinsics import size_in_type
 
 ROWS = 6
@@ -28,7 +28,7 @@ Sums = list[list[Any]]
 """Registers of each vector."""
 
 
-@instruction
+@intrinsic
 def sum_partners(
     _typing: Any,
     size: Any,

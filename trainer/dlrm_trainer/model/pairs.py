@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_kernels.cache import compiled, compiled_freely
+from dlrm_kernels.cache import ANY_ORDER, kernel
 from dlrm_kernels.intrinsics import Size, prefetch_lines, size_of, value_of
-from dlrm_kernels.parallel import finish, share, take
+from dlrm_kernels.parallel import finish, parallel_for, take
 from dlrm_trainer.model.pair_sums import ROWS, sum_partners
 from dlrm_trainer.model.products import row_stride
 
@@ -39,7 +39,16 @@ class Pairs(torch.autograd.Function):
         out = torch.empty(samples, row_stride(width), dtype=torch.float32)
         inputs = (None if bottom is None else bottom.contiguous(), features.contiguous())
         sizes = _sizes(vectors, dim, own > 0)
-        share(products, _units(samples), sizes, *_flat(*inputs), out.view(-1).numpy(), samples, U64(out.shape[1]))
+        parallel_for(
+            products,
+            _units(samples),
+            torch.get_num_threads(),
+            sizes,
+            *_flat(*inputs),
+            out.view(-1).numpy(),
+            samples,
+            U64(out.shape[1]),
+        )
         ctx.save_for_backward(*inputs)
         ctx.sizes = sizes
         return out[:, :width]
@@ -56,9 +65,10 @@ class Pairs(torch.autograd.Function):
         to_bottom = None if bottom is None else torch.empty_like(bottom)
         to_features = torch.empty_like(features)
         outputs = _flat(to_bottom, to_features)
-        share(
+        parallel_for(
             gradients,
             _units(samples),
+            torch.get_num_threads(),
             ctx.sizes,
             *_flat(bottom, features),
             flat.numpy(),
@@ -83,13 +93,13 @@ def _sizes(vectors: int, dim: int, has_bottom: bool) -> tuple[Size, Size, Size, 
     return size_of(vectors), size_of(dim), size_of(int(has_bottom)), size_of((vectors - has_bottom) % ROWS)
 
 
-@compiled
+@kernel
 def _values(sizes: Any) -> Any:
     """How many vectors, their elements, and how many of them (1 or 0) are the bottom MLP's."""
     return value_of(sizes[0]), value_of(sizes[1]), value_of(sizes[2])
 
 
-@compiled_freely
+@kernel(fastmath=ANY_ORDER)
 def _load(sizes: Any, bottom: Any, features: Any, sample: Any, x: Any) -> None:
     count, width, own = _values(sizes)
     if own:
@@ -100,7 +110,7 @@ def _load(sizes: Any, bottom: Any, features: Any, sample: Any, x: Any) -> None:
         x[own * width + k] = features[start + k]
 
 
-@compiled_freely
+@kernel(fastmath=ANY_ORDER)
 def products(
     counts: Any, units: int, sizes: Any, bottom: Any, features: Any, out: Any, samples: int, stride: Any
 ) -> None:
@@ -144,7 +154,7 @@ def products(
         finish(counts)
 
 
-@compiled_freely
+@kernel(fastmath=ANY_ORDER)
 def gradients(
     counts: Any,
     units: int,

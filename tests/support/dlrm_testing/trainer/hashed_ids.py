@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_trainer.data.hashing import mix64
+from dlrm_kernels.hashing import mix64
 
 
 def rows_of_ids(

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from dlrm_kernels.hashing import UInts, shuffle
 from dlrm_trainer.data.order import SampleOrder
-from dlrm_trainer.data.permutation import UInts, shuffle
 
 
 @st.composite

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dlrm_trainer.data.hashing import mix64
+from dlrm_kernels.hashing import mix64
 from dlrm_trainer.data.reuse import FEWEST_FOLLOWED
 from dlrm_trainer.data.stack_distance import StackDistances
 

@@ -15,8 +15,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from dlrm_api.errors import BadDataError, NoInputError
+from dlrm_kernels.hashing import random_bits, stream_key
 from dlrm_trainer.data import open_reader
-from dlrm_trainer.data.hashing import random_bits, stream_key
 from dlrm_trainer.data.histogram import parse_histogram, read_histogram
 from dlrm_trainer.data.popularity import Popularity, Scatter
 from dlrm_trainer.data.synthetic import SyntheticSource

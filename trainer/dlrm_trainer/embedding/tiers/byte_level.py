@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.plan import Tier
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_trainer.embedding.tiers.level import Finish, Places, Records, Rows, finished
 
 NEWER, OLDER, ROW_LOW, ROW_HIGH, ORDER_WORDS = 0, 1, 2, 3, 4
@@ -115,7 +115,7 @@ class ByteLevel:
         self._storage.close()
 
 
-@compiled
+@kernel
 def _append(order: Any, ends: Any, rows: Any, places: Any) -> None:
     for n in range(len(places)):
         place, newest = places[n], ends[NEWEST]
@@ -128,7 +128,7 @@ def _append(order: Any, ends: Any, rows: Any, places: Any) -> None:
         ends[NEWEST] = place + 1
 
 
-@compiled
+@kernel
 def _remove(order: Any, ends: Any, places: Any) -> None:
     for n in range(len(places)):
         newer, older = order[places[n], NEWER], order[places[n], OLDER]
@@ -142,7 +142,7 @@ def _remove(order: Any, ends: Any, places: Any) -> None:
             ends[OLDEST] = newer
 
 
-@compiled
+@kernel
 def _oldest(order: Any, ends: Any, rows: Any, places: Any) -> None:
     place = ends[OLDEST]
     for n in range(len(places)):
@@ -151,14 +151,14 @@ def _oldest(order: Any, ends: Any, rows: Any, places: Any) -> None:
         place = order[place - 1, NEWER]
 
 
-@compiled
+@kernel
 def _store(records: NDArray[np.uint32], places: Any, source: Any) -> None:
     for n in range(len(places)):
         for word in range(source.shape[1]):
             records[places[n], word] = source[n, word]
 
 
-@compiled
+@kernel
 def _load(records: NDArray[np.uint32], places: Any, out: Any) -> None:
     for n in range(len(places)):
         for word in range(out.shape[1]):

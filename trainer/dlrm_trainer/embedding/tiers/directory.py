@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_kernels.intrinsics import lent, prefetch
 from dlrm_trainer.embedding.tiers.counts import ACCESSES, CREATED, EVICTED, HITS, LOOKUPS, SCRATCH
 from dlrm_trainer.embedding.tiers.replacement import (
@@ -92,7 +92,7 @@ class Found(NamedTuple):
         )
 
 
-@compiled
+@kernel
 def find(directory: Directory, ids: Any, ends: Any, batch: int, found: Found) -> tuple[int, int, int]:
     """Look rows up for training: pins those that are in slots, lists the others.
 
@@ -131,7 +131,7 @@ def find(directory: Directory, ids: Any, ends: Any, batch: int, found: Found) ->
     return distinct, missing, waiting
 
 
-@compiled
+@kernel
 def _read_entries(place_of: Any, base: Any, ids: Any, meta: Any, entries: Any, first: int, end: int) -> None:
     """Read every lookup's entry without a branch, so that cache misses overlap, and ask for the slot that it names."""
     words = meta.reshape(-1)
@@ -141,7 +141,7 @@ def _read_entries(place_of: Any, base: Any, ids: Any, meta: Any, entries: Any, f
         prefetch(words, ((np.int64(entry) - 1) >> LEVEL_BITS) * META_WORDS)
 
 
-@compiled
+@kernel
 def _find_slots(
     meta: Any,
     slots: Any,
@@ -172,7 +172,7 @@ def _find_slots(
     return distinct, waiting
 
 
-@compiled
+@kernel
 def _list_missing(
     place_of: Any, ids: Any, base: int, slots: Any, waits: Any, missing: Any, sources: Any, count: int
 ) -> int:
@@ -189,7 +189,7 @@ def _list_missing(
     return count
 
 
-@compiled
+@kernel
 def admit(directory: Directory, batch: int, found: Found, distinct: int, missing: int) -> int:
     """Give every missing row a slot, and say which rows leave; their entries are left for whoever moves them.
 
@@ -230,7 +230,7 @@ def admit(directory: Directory, batch: int, found: Found, distinct: int, missing
     return 0
 
 
-@compiled
+@kernel
 def _settle(
     directory: Directory, table: int, batch: int, missing: Any, sources: Any, targets: Any, leaving: Any
 ) -> int:
@@ -254,7 +254,7 @@ def _settle(
     return 0
 
 
-@compiled
+@kernel
 def enlist(directory: Directory, targets: Any, counts: Any) -> None:
     """Tell the policy of rows brought in, whose access counts came with them; ``targets`` in order of their tables."""
     directory, targets, counts, first = lent(directory), lent(targets), lent(counts), 0
@@ -266,7 +266,7 @@ def enlist(directory: Directory, targets: Any, counts: Any) -> None:
         first = last
 
 
-@compiled
+@kernel
 def resolve(directory: Directory, ends: Any, found: Found, waiting: int) -> None:
     """Fill in the slots of lookups that waited for their row."""
     directory, found, ends, table = lent(directory), lent(found), lent(ends), 0
@@ -277,7 +277,7 @@ def resolve(directory: Directory, ends: Any, found: Found, waiting: int) -> None
         found.slots[i] = found.targets[-1 - found.slots[i]] - directory.slot_starts[table]
 
 
-@compiled
+@kernel
 def release(directory: Directory, distinct: Any, leaving: Any) -> int:
     """Let the rows go that a batch has updated: unpins them, and lists the extra slots that nobody needs any more.
 
@@ -299,7 +299,7 @@ def release(directory: Directory, distinct: Any, leaving: Any) -> int:
     return count
 
 
-@compiled
+@kernel
 def vacate(directory: Directory, slots: Any) -> None:
     """Give extra slots back."""
     table = 0
@@ -312,7 +312,7 @@ def vacate(directory: Directory, slots: Any) -> None:
         directory.filled[table, 2] = slot + 1
 
 
-@compiled
+@kernel
 def borrow(directory: Directory, ids: Any, ends: Any, found: Found) -> tuple[int, int, int]:
     """Look rows up for reading alone: rows that are in no slot get extra ones, and all else stays as it is.
 
@@ -348,7 +348,7 @@ def borrow(directory: Directory, ids: Any, ends: Any, found: Found) -> tuple[int
     return missing, waiting, short
 
 
-@compiled
+@kernel
 def _extra(directory: Directory, table: int) -> Any:
     """A free extra slot of a table, -1 where there is none."""
     filled = directory.filled
@@ -363,21 +363,21 @@ def _extra(directory: Directory, table: int) -> Any:
     return slot
 
 
-@compiled
+@kernel
 def rows_of_slots(meta: Any, slots: Any, rows: Any) -> None:
     """Rows that slots hold: (n,) int64 each."""
     for n in range(len(slots)):
         rows[n] = slot_row(meta, slots[n])
 
 
-@compiled
+@kernel
 def counts_of_slots(meta: Any, slots: Any, counts: Any) -> None:
     """Access counts of the rows that slots hold: (n,) uint32."""
     for n in range(len(slots)):
         counts[n] = meta[slots[n], COUNT]
 
 
-@compiled
+@kernel
 def point(place_of: Any, rows: Any, places: Any, level: int) -> None:
     """Record that rows are now in these places of a level."""
     for n in range(len(rows)):

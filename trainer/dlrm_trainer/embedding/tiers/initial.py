@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_kernels.cache import compiled
-from dlrm_trainer.compute.splitmix import GOLDEN, mix
+from dlrm_kernels.cache import kernel
+from dlrm_kernels.hashing import GOLDEN, mix
 
 _UNIT = np.float32(2.0**-23)
 
 
-@compiled
+@kernel
 def fill_initial(rows: Any, row_starts: Any, firsts: Any, keys: Any, scales: Any, out: Any) -> None:
     """Initial values of rows of a class of parts of tables.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dlrm_api.tiers import BLOCK_PAGE_BYTES
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 
 _FEW_SEGMENTS = 64
 """A level of fewer segments makes them smaller, so that rounding to whole ones stays below 2 %."""
@@ -67,12 +67,12 @@ def layout(words: int, places: int, live_places: int, segment_bytes: int) -> Lay
     )
 
 
-@compiled
+@kernel
 def _start(shape: Shape, index: Any) -> Any:
     return index // shape.page_records * shape.page_words + index % shape.page_records * shape.words
 
 
-@compiled
+@kernel
 def pack(shape: Shape, rows: Any, records: Any, image: Any, first: int, owners: Any) -> None:
     """Append records to a segment.
 
@@ -91,7 +91,7 @@ def pack(shape: Shape, rows: Any, records: Any, image: Any, first: int, owners: 
         owners[first + n] = rows[n] + 1
 
 
-@compiled
+@kernel
 def unpack(shape: Shape, image: Any, owners: Any, rows: Any, records: Any) -> int:
     """Copy a segment's records in use out, and say how many these are."""
     count = 0
@@ -105,7 +105,7 @@ def unpack(shape: Shape, image: Any, owners: Any, rows: Any, records: Any) -> in
     return count
 
 
-@compiled
+@kernel
 def move(shape: Shape, image: Any, owners: Any, target: Any, first: int, target_owners: Any, indices: Any) -> int:
     """Append a segment's records in use to another one, where they are in use from now on.
 
@@ -134,7 +134,7 @@ def move(shape: Shape, image: Any, owners: Any, target: Any, first: int, target_
     return count
 
 
-@compiled
+@kernel
 def read_buffered(shape: Shape, places: Any, buffer_of: Any, buffers: Any, out: Any, elsewhere: Any) -> int:
     """Copy those records out whose segment is in memory, and list the others.
 
@@ -162,7 +162,7 @@ def read_buffered(shape: Shape, places: Any, buffer_of: Any, buffers: Any, out: 
     return count
 
 
-@compiled
+@kernel
 def read_pages(
     shape: Shape, pieces: Any, arrived: Any, buffers: Any, starts: Any, positions: Any, places: Any, out: Any
 ) -> None:
@@ -187,7 +187,7 @@ def read_pages(
                 out[position, word] = page[start + word]
 
 
-@compiled
+@kernel
 def release(shape: Shape, places: Any, owners: Any, live: Any, written: Any, emptied: Any) -> int:
     """Free places.
 
@@ -215,7 +215,7 @@ def release(shape: Shape, places: Any, owners: Any, live: Any, written: Any, emp
     return count
 
 
-@compiled
+@kernel
 def emptiest(live: Any, written: Any, segments: Any) -> int:
     """The segments with fewest records in use of those that take no more.
 

@@ -16,9 +16,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
+from dlrm_kernels.hashing import GOLDEN
 from dlrm_kernels.intrinsics import prefetch
-from dlrm_trainer.compute.splitmix import GOLDEN
 
 PREVIOUS, NEXT, STAMP, COUNT, PINS, FLAGS, ROW_LOW, ROW_HIGH, META_WORDS = 0, 1, 2, 3, 4, 5, 6, 7, 8
 """Words of a slot. Links hold slot + 1, and 0 at the end; a row holds itself + 1, and 0 in a slot without one."""
@@ -52,13 +52,13 @@ class Replacement(NamedTuple):
     """(K,) most slots that mixed protects."""
 
 
-@compiled
+@kernel
 def slot_row(meta: Any, slot: Any) -> Any:
     """The row in a slot, -1 where there is none."""
     return ((np.int64(meta[slot, ROW_HIGH]) << 32) | (np.int64(meta[slot, ROW_LOW]) & 0xFFFFFFFF)) - 1
 
 
-@compiled
+@kernel
 def set_row(meta: Any, slot: int, row: int) -> None:
     """Put a row's number into a slot."""
     value = row + 1
@@ -66,14 +66,14 @@ def set_row(meta: Any, slot: int, row: int) -> None:
     meta[slot, ROW_HIGH] = np.int32(value >> 32)
 
 
-@compiled
+@kernel
 def forget(meta: Any, slot: int) -> None:
     """Empty a slot."""
     for word in range(META_WORDS):
         meta[slot, word] = 0
 
 
-@compiled
+@kernel
 def touch(replacement: Replacement, meta: Any, table: int, slots: Any) -> None:
     """A batch looks up rows that are in slots, and pins them: each once, whatever the number of its lookups."""
     policy, ways, lists = replacement.policy, replacement.ways, replacement.lists
@@ -100,7 +100,7 @@ def touch(replacement: Replacement, meta: Any, table: int, slots: Any) -> None:
         _push(lists, meta, table, new, slot)
 
 
-@compiled
+@kernel
 def limit_protected(replacement: Replacement, meta: Any) -> None:
     """Mixed, after ``touch``: the oldest slots beyond those that may be protected fall back on probation."""
     if replacement.policy != MIXED or replacement.ways > 0:
@@ -118,7 +118,7 @@ def limit_protected(replacement: Replacement, meta: Any) -> None:
             _push(lists, meta, table, 0, slot)
 
 
-@compiled
+@kernel
 def insert(replacement: Replacement, meta: Any, table: int, slots: Any, counts: Any) -> None:
     """Rows have come into slots, each with the count of its accesses before this one."""
     policy, ways, lists = replacement.policy, replacement.ways, replacement.lists
@@ -129,7 +129,7 @@ def insert(replacement: Replacement, meta: Any, table: int, slots: Any, counts: 
             _push(lists, meta, table, _list_of(policy, meta[slot, COUNT], False), slot)
 
 
-@compiled
+@kernel
 def follow(meta: Any, places: Any, counts: Any) -> None:
     """Have the oldest slots of lists near: each step along a list waits for memory, but those of several go together.
 
@@ -144,7 +144,7 @@ def follow(meta: Any, places: Any, counts: Any) -> None:
                 places[number] = meta[places[number] - 1, PREVIOUS]
 
 
-@compiled
+@kernel
 def take_slots(
     replacement: Replacement,
     meta: Any,
@@ -199,7 +199,7 @@ def take_slots(
                 break
 
 
-@compiled
+@kernel
 def _slot_in_set(replacement: Replacement, meta: Any, start: int, capacity: int, row: int) -> tuple[Any, Any]:
     ways, policy = replacement.ways, replacement.policy
     if capacity < ways:
@@ -225,7 +225,7 @@ def _slot_in_set(replacement: Replacement, meta: Any, start: int, capacity: int,
     return best, slot_row(meta, best)
 
 
-@compiled
+@kernel
 def _colder(meta: Any, policy: int, slot: Any, other: Any) -> Any:
     if policy == LFU and meta[slot, COUNT] != meta[other, COUNT]:
         return meta[slot, COUNT] < meta[other, COUNT]
@@ -234,14 +234,14 @@ def _colder(meta: Any, policy: int, slot: Any, other: Any) -> Any:
     return meta[slot, STAMP] < meta[other, STAMP]
 
 
-@compiled
+@kernel
 def _list_of(policy: int, count: int, again: bool) -> int:
     if policy == LFU:
         return min(count, LFU_LISTS) - 1
     return 1 if policy == MIXED and again else 0
 
 
-@compiled
+@kernel
 def _unlink(lists: Any, meta: Any, table: int, number: int, slot: int) -> None:
     before, after = meta[slot, PREVIOUS], meta[slot, NEXT]
     if before:
@@ -255,7 +255,7 @@ def _unlink(lists: Any, meta: Any, table: int, number: int, slot: int) -> None:
     lists[table, number, SIZE] -= 1
 
 
-@compiled
+@kernel
 def _push(lists: Any, meta: Any, table: int, number: int, slot: int) -> None:
     first = lists[table, number, FIRST]
     meta[slot, PREVIOUS], meta[slot, NEXT] = 0, first

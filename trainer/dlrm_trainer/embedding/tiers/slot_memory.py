@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_trainer.embedding.tiers.level import Records
 
 Slots = NDArray[np.int64]
@@ -159,7 +159,7 @@ def slot_memory(weight: Tensor, state: Tensor, most: int) -> SlotMemory:
     return HostSlots(weight, state) if weight.device.type == "cpu" else DeviceSlots(weight, state, most)
 
 
-@compiled
+@kernel
 def _gather(weight: Any, state: Any, slots: Any, out: Any) -> None:
     words = weight.shape[1]
     for n in range(len(slots)):
@@ -170,7 +170,7 @@ def _gather(weight: Any, state: Any, slots: Any, out: Any) -> None:
             out[n, words + word] = state[slot, word]
 
 
-@compiled
+@kernel
 def _scatter(weight: Any, state: Any, slots: Any, records: Any) -> None:
     words = weight.shape[1]
     for n in range(len(slots)):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dlrm_api.plan import Tier, TierShare
 from dlrm_api.tiers import MOST_PLACES, SLOT_META_BYTES, RowDtype, map_entry_bytes
 from dlrm_checkpointer.coding.initializer import table_key
-from dlrm_trainer.embedding.tiers import directory as compiled
+from dlrm_trainer.embedding.tiers import directory as loops
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
 from dlrm_trainer.embedding.tiers.counts import COUNTS
 from dlrm_trainer.embedding.tiers.directory import LEVEL_BITS, Directory, Found
@@ -129,27 +129,27 @@ class Stack:
             DeviceError: a level could not read or write; the stack is of no use any more.
         """
         found = self._room(len(ids))
-        distinct, missing, waiting = compiled.find(self.directory, ids, ends, batch, found)
+        distinct, missing, waiting = loops.find(self.directory, ids, ends, batch, found)
         copying = None  # unless rows must be waited for: then they are on their way while slots are found for them
         if self._swap is None:
             first = slice(0, min(self._chunk, missing))
             copying = self._begin(found.missing[first], found.sources[first], self._coming[first], leave=True)
-        short = compiled.admit(self.directory, batch, found, distinct, missing)
+        short = loops.admit(self.directory, batch, found, distinct, missing)
         assert short == 0, f"{short} rows of batch {batch} found no slot: more lookups than the plan allows"
-        compiled.resolve(self.directory, ends, found, waiting)
+        loops.resolve(self.directory, ends, found, waiting)
         self._exchange(found, missing, copying)
         return Fetched(slots=found.slots, distinct=found.distinct[: distinct + missing])
 
     def release(self, fetched: Fetched) -> None:
         """Let a fetched batch go that has updated its rows; rows in extra slots that no other batch holds move down."""
         leaving = np.empty(len(fetched.distinct), np.int64)
-        count = compiled.release(self.directory, fetched.distinct, leaving)
+        count = loops.release(self.directory, fetched.distinct, leaving)
         for start in range(0, count, self._chunk):
             slots = leaving[start : min(start + self._chunk, count)]
             rows = np.empty_like(slots)
-            compiled.rows_of_slots(self.directory.meta, slots, rows)
+            loops.rows_of_slots(self.directory.meta, slots, rows)
             self._demote(rows, self._take(slots, self._going), 0)
-            compiled.vacate(self.directory, slots)
+            loops.vacate(self.directory, slots)
 
     def borrow(self, ids: NDArray[np.int64], ends: NDArray[np.int64]) -> Fetched:
         """Copy rows that are in no slot into extra ones, for reading alone; all else stays as it is.
@@ -157,9 +157,9 @@ class Stack:
         Every batch that was fetched must be released, or not be fetched before ``give_back``.
         """
         found = self._room(len(ids))
-        missing, waiting, short = compiled.borrow(self.directory, ids, ends, found)
+        missing, waiting, short = loops.borrow(self.directory, ids, ends, found)
         assert short == 0, f"{short} rows of an evaluation found no slot: more lookups than the plan allows"
-        compiled.resolve(self.directory, ends, found, waiting)
+        loops.resolve(self.directory, ends, found, waiting)
         for start in range(0, missing, self._chunk):
             part = slice(start, min(start + self._chunk, missing))
             records = self._coming[: part.stop - start]
@@ -169,7 +169,7 @@ class Stack:
 
     def give_back(self, fetched: Fetched) -> None:
         """End what ``borrow`` began."""
-        compiled.vacate(self.directory, fetched.distinct)
+        loops.vacate(self.directory, fetched.distinct)
 
     def restore(self, table: int, rows: Rows, records: Records) -> None:
         """Take rows of a table in that are nowhere, with their records; as many as fit stay in slots."""
@@ -178,7 +178,7 @@ class Stack:
             part = rows[start : start + most]
             found = self._room(len(part))
             found.missing[:], found.sources[:] = part, BROUGHT
-            short = compiled.admit(self.directory, 0, found, 0, len(part))
+            short = loops.admit(self.directory, 0, found, 0, len(part))
             assert short == 0, f"{short} restored rows found no slot"
             self._coming[: len(part)] = records[start : start + most]
             self._exchange(found, len(part), [])
@@ -260,7 +260,7 @@ class Stack:
                 finish()
             self.memory.scatter(targets[part], records)
             counts[part] = records[:, -1]
-        compiled.enlist(self.directory, targets, counts)
+        loops.enlist(self.directory, targets, counts)
 
     def _copy(self, rows: Rows, sources: NDArray[np.int64], out: Records) -> None:
         """Copy records out of wherever they are."""
@@ -291,7 +291,7 @@ class Stack:
     def _take(self, slots: NDArray[np.int64], out: Records) -> Records:
         out = out[: len(slots)]
         self.memory.gather(slots, out)
-        compiled.counts_of_slots(self.directory.meta, slots, out[:, -1])
+        loops.counts_of_slots(self.directory.meta, slots, out[:, -1])
         return out
 
     def _initial(self, rows: Rows, out: Records) -> None:
@@ -331,10 +331,10 @@ class Stack:
         misses more rows than are moved at a time may push some of these down itself.
         """
         if source == 0:
-            compiled.point(self.directory.place_of, rows, places, level)
+            loops.point(self.directory.place_of, rows, places, level)
             return
         coming = (self.directory.place_of[rows].astype(np.int64) - 1) & 3 != source
-        compiled.point(self.directory.place_of, rows[~coming], places[~coming], level)
+        loops.point(self.directory.place_of, rows[~coming], places[~coming], level)
         if coming.any():
             missing, sources = self._coming_from
             order = np.argsort(missing)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_kernels.cache import compiled
+from dlrm_kernels.cache import kernel
 from dlrm_kernels.intrinsics import prefetch, prefetch_lines
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
 from dlrm_trainer.embedding.tiers.directory import LEVEL_BITS, Directory
@@ -56,7 +56,7 @@ def swap_between(memory: SlotMemory, levels: Sequence[Level]) -> Swap | None:
     return None
 
 
-@compiled
+@kernel
 def _swap(
     weight: Any,
     state: Any,

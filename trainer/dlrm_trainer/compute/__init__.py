@@ -1,1 +1,0 @@
-"""What compiled loops share: this processor, a team of threads, sizes as types, a hash."""
