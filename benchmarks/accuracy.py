@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 
 from benchmarks.measure import tell
-from dlrm_api.training import Codec
+from dlrm_api.wire import Codec
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
 DLRMCTL = str(Path(sys.executable).with_name("dlrmctl"))

@@ -22,7 +22,7 @@ from rocksdict import (
     WriteOptions,
 )
 
-from dlrm_api.plan import Tier
+from dlrm_api.tiers import Tier
 from dlrm_trainer.embedding.tiers.level import Finish, Places, Records, Rows, finished
 
 BLOOM_BITS = 10

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.shapes import Batches, Shape, job_of
-from dlrm_api.tiers import state_values
+from dlrm_api.row_optimizers import state_values
 from dlrm_checkpointer.coding.codes import code_rows
 from dlrm_checkpointer.cut import ShardRows
 from dlrm_trainer.compute_device import HOST

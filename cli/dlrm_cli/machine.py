@@ -16,7 +16,7 @@ from dlrm_api.errors import DeviceError, UsageError
 from dlrm_api.hardware import parse_profile
 from dlrm_api.names import API_VERSION
 from dlrm_api.objects import ObjectName
-from dlrm_api.plan import Tier
+from dlrm_api.tiers import Tier
 from dlrm_cli.devices import RESOURCE, Found
 
 if TYPE_CHECKING:

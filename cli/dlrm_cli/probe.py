@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dlrm_api.plan import Tier
+from dlrm_api.tiers import Tier
 from dlrm_cli.devices import Found, found_devices
 from dlrm_cli.probe_exchange import exchange_rate
 from dlrm_cli.probe_tiers import TierRates, tier_rates

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from dlrm_api.errors import DeviceError, NoInputError
-from dlrm_api.plan import Tier
-from dlrm_api.tiers import BLOCK_SLACK
+from dlrm_api.tiers import BLOCK_SLACK, Tier
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
 from dlrm_trainer.embedding.tiers.level import Level, Places, Records, Rows

@@ -13,8 +13,8 @@ from pydantic import Field, ValidationError
 
 from dlrm_api.base import ApiModel, stopping_early
 from dlrm_api.errors import InvalidSpecError, invalid_spec
+from dlrm_api.tiers import Tier
 
-Tier = Literal["hbm", "ddr", "cxl", "scm", "block"]
 Device = Literal["cpu", "cuda"]
 ShardKind = Literal["table", "row", "column", "data", "table-row"]
 

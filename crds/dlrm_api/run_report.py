@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from dlrm_api.base import ApiModel
-from dlrm_api.plan import Tier
+from dlrm_api.tiers import Tier
 
 Total = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """What was counted, in the 64 bits that it was counted in."""

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from dlrm_api.base import ApiModel, NotBuilt, Rule
+from dlrm_api.tiers import Tier
 
 Name = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")]
 ColumnName = Annotated[str, Field(min_length=1, max_length=128)]
@@ -95,7 +96,7 @@ class TablePin(ApiModel):
             "rank where empty."
         ),
     )
-    tier: Literal["hbm", "ddr", "cxl", "scm", "block"] | None = Field(
+    tier: Tier | None = Field(
         None,
         description=(
             "Memory tier that backs the table's rows. hbm: all rows in GPUs' memory; ddr: all rows in host memory; "

@@ -1,20 +1,49 @@
-"""What a row takes in each memory tier: the arithmetic that the planner budgets by and the trainer keeps to.
+"""The memory tiers, and the bytes that a row takes in each: the planner budgets by them, the trainer keeps to them.
 
-A shard that does not fit fast memory is a stack of levels, fastest first. A row is in one level at a time: looked up,
-it moves to the first; coldest there, it moves down. The first level is the slots that the kernels compute on.
+A shard that does not fit fast memory is a stack of levels, fastest first. A row is in one level at a time: a lookup
+moves it to the first level, and the coldest rows there move down. The first level is the slots that kernels compute on.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
+from dlrm_api.row_optimizers import STATE_BYTES, RowOptimizerKind, state_values
+
+Tier = Literal["hbm", "ddr", "cxl", "scm", "block"]
 RowDtype = Literal["fp32", "fp16"]
-RowOptimizerKind = Literal["rowwise-adagrad", "sgd", "adam"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierKind:
+    """Describe one kind of memory that rows can live in."""
+
+    on_device: bool = False
+    """The memory belongs to an accelerator."""
+    byte_addressable: bool = True
+    """Rows are read and written in place; otherwise in pages and segments."""
+    needs_directory: bool = False
+    """Rows lie in files of a directory that a volume provides."""
+
+
+TIERS: Mapping[Tier, TierKind] = MappingProxyType(
+    {
+        "hbm": TierKind(on_device=True),
+        "ddr": TierKind(),
+        "cxl": TierKind(needs_directory=True),
+        "scm": TierKind(needs_directory=True),
+        "block": TierKind(needs_directory=True, byte_addressable=False),
+    }
+)
+"""All tiers, fastest first."""
+FILE_TIERS: tuple[Tier, ...] = tuple(tier for tier, kind in TIERS.items() if kind.needs_directory)
+"""Tiers whose rows lie in files: those below host memory."""
 
 ELEMENT_BYTES: dict[RowDtype, int] = {"fp32": 4, "fp16": 2}
-STATE_BYTES = 4
-"""Row state is fp32 whatever the row's own type."""
 MOST_DEVICE_COLUMNS = 2_048
 """Columns of a column block that fbgemm's kernels take on a GPU."""
 COUNTER_BYTES = 4
@@ -70,14 +99,6 @@ def map_entry_bytes(rows: int) -> int:
     return 4 if math.ceil(rows * BLOCK_SLACK) + BLOCK_SEGMENT_BYTES < MOST_PLACES else 8
 
 
-def state_values(optimizer: RowOptimizerKind, width: int) -> int:
-    """fp32 values of row optimizer state that one column block of ``width`` columns keeps for each row.
-
-    Row-wise Adagrad: the sum of mean squares. SGD: none. Adam: first moments, second moments, number of updates.
-    """
-    return {"rowwise-adagrad": 1, "sgd": 0, "adam": 2 * width + 1}[optimizer]
-
-
 def row_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
     """A row of one column block and its state, as the kernels hold them; each block of a table is held by itself."""
     return dim * ELEMENT_BYTES[dtype] + STATE_BYTES * state_values(optimizer, dim)
@@ -108,9 +129,9 @@ def record_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
     return row_bytes(dim, dtype, optimizer) + COUNTER_BYTES
 
 
-def places_meta_bytes(tier: Literal["hbm", "ddr", "cxl", "scm", "block"], rows: int, *, last: bool) -> int:
+def places_meta_bytes(tier: Tier, rows: int, *, last: bool) -> int:
     """Host memory beside the places of a level below the first that may hold ``rows``; ``last``: none is below it."""
-    if tier == "block":
+    if not TIERS[tier].byte_addressable:
         return math.ceil(rows * BLOCK_SLACK) * BLOCK_PLACE_META_BYTES
     return rows * (PLACE_META_BYTES if last else PLACE_META_BYTES + ORDER_META_BYTES)
 

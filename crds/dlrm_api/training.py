@@ -7,8 +7,9 @@ from typing import Literal
 from pydantic import Field
 
 from dlrm_api.base import ApiModel, Rule
+from dlrm_api.row_optimizers import RowOptimizerKind
+from dlrm_api.wire import Codec
 
-Codec = Literal["fp32", "fp16", "bf16", "int8"]
 LEAST_EPS = 1e-20
 """Where gradients were all zero, or too small for their squares to be float32, the state is 0, and a step is divided by
 this alone."""
@@ -17,7 +18,7 @@ this alone."""
 class RowOptimizerSpec(ApiModel):
     """The optimizer of embedding rows; every row is updated once per global batch, exactly."""
 
-    kind: Literal["rowwise-adagrad", "sgd", "adam"] = Field(
+    kind: RowOptimizerKind = Field(
         "rowwise-adagrad",
         description=(
             "rowwise-adagrad keeps one fp32 scalar per row and column block, sgd keeps nothing, adam keeps two fp32 "

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Device
-from dlrm_api.training import Codec
+from dlrm_api.wire import Codec
 
 ELEMENT_BYTES = 4
 """fp32: what is computed and handed over, whatever the type of the rows."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.plan import RankPlan, Tier
+from dlrm_api.plan import RankPlan
+from dlrm_api.tiers import Tier
 from dlrm_planner.memory import Limit, human
 from dlrm_planner.placement import Placement
 from dlrm_planner.question import Question, Solution

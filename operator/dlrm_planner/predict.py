@@ -8,8 +8,8 @@ import numpy as np
 
 from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.plan import Plan, Prediction, Tier
-from dlrm_api.tiers import BLOCK_PAGE_BYTES
+from dlrm_api.plan import Plan, Prediction
+from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
 from dlrm_planner.costs import ELEMENT_BYTES, ROW_READS, ROW_WRITES, WIRE_BYTES, Costs, Floats, lookup_tier
 from dlrm_planner.dense import dense_parameters, largest_slice, step_flops
 from dlrm_planner.placement import Placement

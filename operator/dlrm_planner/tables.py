@@ -8,7 +8,8 @@ from functools import cached_property
 
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TableSpec
-from dlrm_api.tiers import CHANGED_BYTES, STATE_BYTES, state_values
+from dlrm_api.row_optimizers import STATE_BYTES, state_values
+from dlrm_api.tiers import CHANGED_BYTES
 from dlrm_api.tiers import ELEMENT_BYTES as BYTES_OF
 from dlrm_planner.costs import ELEMENT_BYTES
 from dlrm_planner.dense import EXCHANGED_COPIES

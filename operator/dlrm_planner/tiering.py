@@ -10,8 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_api.plan import Tier
-from dlrm_api.tiers import MOST_LINKED, places_meta_bytes
+from dlrm_api.tiers import MOST_LINKED, Tier, places_meta_bytes
 from dlrm_planner.fill import Filled, Wants, fill
 from dlrm_planner.reuse import Floats, Reuse
 from dlrm_planner.stacks import IN_DDR, SLOW_TIERS, UNPINNED, LowerTier, SlowTier, Stacks

@@ -13,7 +13,7 @@ import yaml
 from dlrm_api.errors import DeviceError, InvalidSpecError, NoInputError, UsageError
 from dlrm_api.hardware import parse_profile
 from dlrm_api.job import parse_job
-from dlrm_api.plan import Tier
+from dlrm_api.tiers import Tier
 from dlrm_cli import devices
 from dlrm_cli.checks import this_machine
 from dlrm_cli.devices import Found, found_devices, visible_to

@@ -15,7 +15,7 @@ from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, TierShare, parse_plan
-from dlrm_api.tiers import RowOptimizerKind
+from dlrm_api.row_optimizers import RowOptimizerKind
 from dlrm_api.training import RowOptimizerSpec, TrainingSpec
 from dlrm_planner import plan_job, working_set_bytes
 from dlrm_planner.dense import activation_bytes, update_bytes

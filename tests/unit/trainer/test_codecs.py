@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_api.training import Codec
+from dlrm_api.wire import Codec
 from dlrm_testing.trainer.gang_sums import CODECS, sums
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_trainer.distributed.codecs import header_bytes, message_bytes, read_message, row_bytes, write_message

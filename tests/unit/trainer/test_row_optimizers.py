@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dlrm_api.base import ApiModel
-from dlrm_api.tiers import RowDtype, state_values
+from dlrm_api.row_optimizers import state_values
+from dlrm_api.tiers import RowDtype
 from dlrm_api.training import LEAST_EPS, DenseOptimizerSpec, RowOptimizerSpec
 from dlrm_testing.trainer import row_rules
 from dlrm_testing.trainer.gpus import needs_gpu

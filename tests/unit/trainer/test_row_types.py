@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dlrm_api.job import DLRMJob, parse_job
-from dlrm_api.tiers import state_values
+from dlrm_api.row_optimizers import state_values
 from dlrm_checkpointer.coding.codes import CodedRows, code_rows, decode_rows
 from dlrm_checkpointer.coding.digest import combine, state_digest
 from dlrm_checkpointer.cut import ShardId, loaded

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_api.tiers import RowDtype, RowOptimizerKind
+from dlrm_api.row_optimizers import RowOptimizerKind
+from dlrm_api.tiers import RowDtype
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_planner.dense import UPDATED_ELEMENT_BYTES, UPDATED_ROW_BYTES
 from dlrm_testing.trainer.live_memory import LiveMemory

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dlrm_api.training import Codec
+from dlrm_api.wire import Codec
 
 HALF_MOST = 65_504.0
 """The largest finite fp16 value."""

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from dlrm_api.errors import PeerLostError
-from dlrm_api.training import Codec
+from dlrm_api.wire import Codec
 from dlrm_trainer.compute_device import GPU_FAILURES
 from dlrm_trainer.distributed.codecs import message_bytes, read_message, write_message
 from dlrm_trainer.distributed.small_values import (

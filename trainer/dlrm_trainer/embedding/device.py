@@ -18,7 +18,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor
 
-from dlrm_api.tiers import state_values
+from dlrm_api.row_optimizers import state_values
 from dlrm_trainer.embedding.layout import Lookup, Tables, joined, table_views
 from dlrm_trainer.embedding.rounding import step_keys
 from dlrm_trainer.embedding.updates import Rounding, sum_by_row, update_rows

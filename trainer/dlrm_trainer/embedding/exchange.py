@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dlrm_api.training import Codec, CommunicationSpec
+from dlrm_api.training import CommunicationSpec
+from dlrm_api.wire import Codec
 from dlrm_trainer.distributed.codecs import is_finite, message_bytes, write_message
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding.placement import Placement

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_api.tiers import state_values
+from dlrm_api.row_optimizers import state_values
 from dlrm_kernels.intrinsics import size_of
 from dlrm_kernels.parallel import parallel_for
 from dlrm_trainer.embedding.bags import fill_offsets, pool

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.model import TableSpec
-from dlrm_api.tiers import RowOptimizerKind, state_values
+from dlrm_api.row_optimizers import RowOptimizerKind, state_values
 from dlrm_checkpointer.coding.codes import CodedRows, decode_rows, place_weights
 from dlrm_checkpointer.coding.initializer import initial_rows, table_scale
 from dlrm_checkpointer.cut import RowsInPlace, ShardId, TableMeta, loaded

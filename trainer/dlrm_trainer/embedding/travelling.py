@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dlrm_api.errors import DivergedError
-from dlrm_api.training import Codec
+from dlrm_api.wire import Codec
 from dlrm_trainer.distributed.codecs import is_finite, read_message
 from dlrm_trainer.distributed.collectives import Arriving
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_api.plan import Plan, Tier
+from dlrm_api.plan import Plan
+from dlrm_api.tiers import Tier
 from dlrm_trainer.embedding.owned import OwnedParts
 from dlrm_trainer.embedding.placement import PartGroup, Placement
 from dlrm_trainer.embedding.tiers.counts import ACCESSES, COUNTS, CREATED, EVICTED, HITS, LOOKUPS, SCRATCH

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from dlrm_api import tiers
-from dlrm_api.plan import Tier
 from dlrm_api.run_report import LevelUse, RankUse, TableUse, TierBytes, TierReport
+from dlrm_api.tiers import Tier
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.embedding.placement import Part, Placement
 from dlrm_trainer.metrics.tier_counters import (

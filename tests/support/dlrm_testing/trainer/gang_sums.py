@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dlrm_api.training import Codec
+from dlrm_api.wire import Codec
 from dlrm_trainer.distributed.collectives import Collectives
 
 CODECS: list[Codec] = ["fp32", "fp16", "bf16", "int8"]

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from dlrm_api.model import ModelSpec
-from dlrm_api.plan import Plan, RankPlan, Shard, TablePlan, Tier, TierLevel, TierShare
+from dlrm_api.plan import Plan, RankPlan, Shard, TablePlan, TierLevel, TierShare
+from dlrm_api.tiers import Tier
 
 
 def random_model(

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError
 from dlrm_api.model import TableSpec
-from dlrm_api.plan import Tier, TierLevel, TierShare
-from dlrm_api.tiers import BLOCK_SLACK
+from dlrm_api.plan import TierLevel, TierShare
+from dlrm_api.tiers import BLOCK_SLACK, Tier
 from dlrm_checkpointer.coding.codes import code_rows
 from dlrm_checkpointer.coding.initializer import initial_rows
 from dlrm_checkpointer.cut import ShardRows, loaded

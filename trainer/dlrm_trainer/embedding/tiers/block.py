@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError
-from dlrm_api.plan import Tier
-from dlrm_api.tiers import BLOCK_SEGMENT_BYTES
+from dlrm_api.tiers import BLOCK_SEGMENT_BYTES, Tier
 from dlrm_trainer.embedding.tiers import pages
 from dlrm_trainer.embedding.tiers.aio import DirectReader, DirectWriter, EarlyReader
 from dlrm_trainer.embedding.tiers.level import Finish, Moved, Places, Records, Rows, finished

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_api.plan import Tier
+from dlrm_api.tiers import Tier
 from dlrm_kernels.cache import kernel
 from dlrm_trainer.embedding.tiers.level import Finish, Places, Records, Rows, finished
 

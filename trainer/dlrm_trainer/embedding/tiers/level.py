@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_api.plan import Tier
+from dlrm_api.tiers import Tier
 
 Rows = NDArray[np.int64]
 """(N,) rows, numbered over all tables that share the level."""

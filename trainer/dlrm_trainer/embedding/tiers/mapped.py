@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError
-from dlrm_api.plan import Tier
+from dlrm_api.tiers import Tier
 from dlrm_trainer.embedding.tiers.level import Records
 from dlrm_trainer.embedding.tiers.numa import bind, memory_nodes, node_of_folder
 from dlrm_trainer.embedding.tiers.scratch import ScratchFile

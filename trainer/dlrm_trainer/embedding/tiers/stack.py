@@ -10,8 +10,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_api.plan import Tier, TierShare
-from dlrm_api.tiers import MOST_PLACES, SLOT_META_BYTES, RowDtype, map_entry_bytes
+from dlrm_api.plan import TierShare
+from dlrm_api.tiers import MOST_PLACES, SLOT_META_BYTES, RowDtype, Tier, map_entry_bytes
 from dlrm_checkpointer.coding.initializer import table_key
 from dlrm_trainer.embedding.tiers import directory as loops
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel

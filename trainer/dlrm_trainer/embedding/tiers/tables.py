@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.model import TableSpec
-from dlrm_api.plan import Tier
-from dlrm_api.tiers import BLOCK_SLACK
+from dlrm_api.tiers import BLOCK_SLACK, Tier
 from dlrm_checkpointer.coding.codes import CodedRows, decode_rows
 from dlrm_checkpointer.coding.initializer import table_scale
 from dlrm_checkpointer.cut import RowsInPlace, ShardId, ShardRows

@@ -1,0 +1,34 @@
+"""The number formats in which rows and gradients travel between ranks, and the bytes that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+Codec = Literal["fp32", "fp16", "bf16", "int8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireFormat:
+    """Describe one wire format by the bytes it takes."""
+
+    value_bytes: int
+    """Of each value."""
+    row_bytes: int = 0
+    """Of each row, on top of its values."""
+    message_bytes: int = 0
+    """Of each message that is not empty, on top of its rows."""
+
+
+CODECS: Mapping[Codec, WireFormat] = MappingProxyType(
+    {
+        "fp32": WireFormat(value_bytes=4),
+        # A scale for the whole message, so that small gradients keep their bits.
+        "fp16": WireFormat(value_bytes=2, message_bytes=4),
+        "bf16": WireFormat(value_bytes=2),
+        # Minimum and step of each row as fp32.
+        "int8": WireFormat(value_bytes=1, row_bytes=8),
+    }
+)
