@@ -68,8 +68,8 @@ def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str]
     """
     import yaml
 
-    from dlrm_operator.facts.overlay_limits import ANY
     from dlrm_operator.manifests.rendering import render
+    from dlrm_operator.manifests.restrictions import ANY
     from dlrm_operator.manifests.stores import passing_stores
     from dlrm_planner import plan_job
 
@@ -125,8 +125,7 @@ def _parse_job(changed: Document) -> DLRMJob:
 
 def _refused_by_default(job: DLRMJob) -> tuple[str, ...]:
     """A warning for each addition to the pods that an operator refuses unless its admin allows any."""
-    from dlrm_operator.facts.overlay_limits import RESTRICTED
-    from dlrm_operator.manifests.restrictions import widenings
+    from dlrm_operator.manifests.restrictions import RESTRICTED, widenings
 
     found = widenings(job.spec, job.metadata.namespace or "", RESTRICTED)
     return tuple(f"{each.path}: operators refuse this by default: {each.problem}" for each in found)

@@ -13,11 +13,10 @@ from dlrm_api.checkpoint import DEFAULT_INTERVAL_S
 from dlrm_api.job import DLRMJob
 from dlrm_api.progress import CheckpointerProgress, Progress
 from dlrm_api.status import ConditionType, DLRMJobStatus, HaltReason, Phase
-from dlrm_operator.facts.conditions import find_condition, parse_timestamp
-from dlrm_operator.facts.jobs import JobCache
-from dlrm_operator.facts.observed import JobKey, JobSeen, Polled
-from dlrm_operator.facts.reasons import Reason
+from dlrm_operator.controller.informers import JobCache
 from dlrm_operator.metrics import FIGURES_LEFT_OUT
+from dlrm_operator.reconcile.findings import Reason, find_condition, parse_timestamp
+from dlrm_operator.reconcile.state import JobKey, JobSeen, Polled
 
 logger = logging.getLogger(__name__)
 

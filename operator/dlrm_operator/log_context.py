@@ -6,7 +6,7 @@ import logging
 from contextvars import ContextVar
 
 from dlrm_api import names
-from dlrm_operator.facts.observed import JobKey
+from dlrm_operator.reconcile.state import JobKey
 
 _OBJECT: ContextVar[dict[str, str] | None] = ContextVar("object", default=None)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from dlrm_api.names import ANY_ADDRESS, Port
 from dlrm_operator.clients.references import ProfileSource
-from dlrm_operator.facts.images import Images
-from dlrm_operator.facts.overlay_limits import OVERLAY_LEVELS, OverlayLevel, OverlayLimits
 from dlrm_operator.leader import LeaseTimes
+from dlrm_operator.manifests.manifests import Images
+from dlrm_operator.manifests.restrictions import OVERLAY_LEVELS, OverlayLevel, OverlayLimits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,11 @@ PLANTED = {
         "time",
     ),
     "the operator's packages know only those below them": (
-        "operator/dlrm_operator/facts",
-        "dlrm_operator.life.reconcile",
+        "operator/dlrm_operator/manifests",
+        "dlrm_operator.reconcile.state",
     ),
     "what the operator decides is a function of what it knows: no I/O, no clock, no event loop": (
-        "operator/dlrm_operator/life",
+        "operator/dlrm_operator/reconcile",
         "time",
     ),
     "the operator talks to the data plane through manifests alone": ("operator/dlrm_operator", "dlrm_trainer"),

@@ -12,9 +12,8 @@ from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableErro
 from dlrm_operator.clients.addresses import pod_url
 from dlrm_operator.clients.control_key import ControlKey
 from dlrm_operator.clients.questions import Questions
-from dlrm_operator.facts.actions import RequestCut
-from dlrm_operator.facts.conditions import shorten
-from dlrm_operator.facts.observed import CutAnswer, CutQuestion, JobKey
+from dlrm_operator.reconcile.findings import shorten
+from dlrm_operator.reconcile.state import CutAnswer, CutQuestion, JobKey, RequestCut
 
 AGAIN_S = 5.0
 """A cut that could not be had is asked for again after this."""

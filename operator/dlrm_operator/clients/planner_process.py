@@ -14,8 +14,7 @@ from typing import Any
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.plan import plan_without_tables
 from dlrm_operator.clients.plan_child import TOO_LARGE
-from dlrm_operator.facts.actions import PlanQuestion
-from dlrm_operator.facts.observed import Planning
+from dlrm_operator.reconcile.state import Planning, PlanQuestion
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from functools import partial
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob
 from dlrm_operator.clients.planner_process import PlannerProcess
-from dlrm_operator.facts.actions import PlanQuestion
-from dlrm_operator.facts.observed import JobKey, JobSeen, Planning
+from dlrm_operator.reconcile.state import JobKey, JobSeen, Planning, PlanQuestion
 
 PARALLEL = 2
 SLOW_S = 3.0

@@ -15,9 +15,9 @@ from dlrm_api.base import ApiModel
 from dlrm_api.names import Port
 from dlrm_api.progress import CheckpointerProgress, Progress
 from dlrm_operator.clients.plain_get import plain_get
-from dlrm_operator.facts.observed import JobKey, Observed, Polled
-from dlrm_operator.life.stragglers import lags
 from dlrm_operator.metrics import POLLS
+from dlrm_operator.reconcile.health import lags
+from dlrm_operator.reconcile.state import JobKey, Observed, Polled
 
 ModelT = TypeVar("ModelT", bound=ApiModel)
 

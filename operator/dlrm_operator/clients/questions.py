@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from dlrm_operator.facts.observed import JobKey
+from dlrm_operator.reconcile.state import JobKey
 
 QuestionT = TypeVar("QuestionT")
 AnswerT = TypeVar("AnswerT")

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from dlrm_api import names
 from dlrm_operator.api_client import Api, ClusterRefusedError, ClusterUnavailableError, NotFoundError, Object
-from dlrm_operator.facts.conditions import shorten
-from dlrm_operator.facts.observed import JobKey, Observed
-from dlrm_operator.manifests.gang_scheduling import KUEUE, waits_for_kueue
+from dlrm_operator.manifests.gang_scheduling import KUEUE
+from dlrm_operator.reconcile.attempts import waits_for_kueue
+from dlrm_operator.reconcile.findings import shorten
+from dlrm_operator.reconcile.state import JobKey, Observed
 
 LOOK_S = 1.0
 """Between two looks at who is to be asked for; the first answer would come before Kueue has spoken."""

@@ -11,8 +11,7 @@ import aiohttp
 from dlrm_api.names import Port
 from dlrm_operator.clients.addresses import pod_url
 from dlrm_operator.clients.questions import Questions
-from dlrm_operator.facts.actions import RequestStacks
-from dlrm_operator.facts.observed import JobKey, Place, StacksSeen
+from dlrm_operator.reconcile.state import JobKey, Place, RequestStacks, StacksSeen
 
 logger = logging.getLogger(__name__)
 

@@ -25,29 +25,29 @@ from dlrm_operator.api_client import (
 from dlrm_operator.clients.control_key import ControlKey
 from dlrm_operator.clock import own_time
 from dlrm_operator.controller.observe import JOBS, owned_by
-from dlrm_operator.facts.actions import (
+from dlrm_operator.manifests import Manifest
+from dlrm_operator.manifests.gang_scheduling import KUEUE
+from dlrm_operator.manifests.pods import with_derived
+from dlrm_operator.reconcile.findings import Reason, timestamp
+from dlrm_operator.reconcile.state import (
     Action,
-    ApplyConfigMap,
-    ApplyPodGroup,
-    ApplyService,
-    ApplyStatus,
+    CreateConfigMap,
     CreatePod,
+    CreatePodGroup,
+    CreateService,
     DeleteJob,
     DeleteObject,
+    DeleteWorkload,
     EmitEvent,
-    Manifest,
+    JobKey,
+    JobSeen,
     PlanQuestion,
-    ReleaseGroup,
     RequestCut,
     RequestPlan,
     RequestStacks,
+    UpdateStatus,
     WakeAt,
 )
-from dlrm_operator.facts.conditions import timestamp
-from dlrm_operator.facts.observed import JobKey, JobSeen
-from dlrm_operator.facts.reasons import Reason
-from dlrm_operator.manifests.gang_scheduling import KUEUE
-from dlrm_operator.manifests.pods import with_derived
 
 logger = logging.getLogger(__name__)
 
@@ -144,21 +144,21 @@ class Performer:
             ClusterRefusedError: the API server said no; the message is its own words.
         """
         match action:
-            case ApplyService(manifest=manifest):
+            case CreateService(manifest=manifest):
                 await self._create("services", manifest)
-            case ApplyConfigMap(manifest=manifest):
+            case CreateConfigMap(manifest=manifest):
                 await self._create("configmaps", manifest)
-            case ApplyPodGroup(manifest=manifest):
+            case CreatePodGroup(manifest=manifest):
                 await self._create("podgroups", manifest)
             case CreatePod():
                 await self._create_pod(action)
             case DeleteObject():
                 await self._delete(action)
-            case ReleaseGroup():
+            case DeleteWorkload():
                 await self._release(action)
             case DeleteJob():
                 await self._delete_job(action)
-            case ApplyStatus():
+            case UpdateStatus():
                 await self._apply_status(action)
             case EmitEvent():
                 await self._emit(action)
@@ -206,7 +206,7 @@ class Performer:
         with suppress(NotFoundError, ConflictError):  # gone, or another object of that name by now
             await self._api.call("DELETE", path, options)
 
-    async def _release(self, action: ReleaseGroup) -> None:
+    async def _release(self, action: DeleteWorkload) -> None:
         path = f"{KUEUE.path(action.key.namespace)}/{action.group}"
         with suppress(NotFoundError, ConflictError):
             found = await self._api.call("GET", path)
@@ -219,7 +219,7 @@ class Performer:
         with suppress(NotFoundError):
             await self._api.call("DELETE", path, {**options, "propagationPolicy": "Background"})
 
-    async def _apply_status(self, action: ApplyStatus) -> None:
+    async def _apply_status(self, action: UpdateStatus) -> None:
         """Write the status; where others wrote to the job meanwhile what decides nothing, write it on top of that.
 
         Else a job whose labels change more often than a turn takes would never come to a status.
@@ -278,7 +278,7 @@ class Performer:
         if time.monotonic() - self._told_at < QUIET_S:
             return
         self._told_at = time.monotonic()
-        extra = {"job": str(action.key), "event": action.reason.value, "why": str(error)}
+        extra = {"job": str(action.key), "event": action.reason, "why": str(error)}
         logger.warning("an Event could not be created, and is passed over", extra=extra)
 
 
@@ -291,7 +291,7 @@ def _lost_marks(action: CreatePod, found: Manifest) -> str | None:
     return None if owned_by(found, action.owner_uid) else "the owner reference"
 
 
-def _decides_alike(found: JobSeen, action: ApplyStatus) -> bool:
+def _decides_alike(found: JobSeen, action: UpdateStatus) -> bool:
     """Whether all that a status is decided from is as it was seen."""
     same = found.uid == action.uid and not (found.deleting or found.unreadable) and found.status == action.seen
     return same and found.generation == action.status.observed_generation

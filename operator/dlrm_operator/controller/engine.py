@@ -25,16 +25,15 @@ from dlrm_operator.clients.queues import Queues
 from dlrm_operator.clients.references import References
 from dlrm_operator.clients.stack_taking import StackTaker
 from dlrm_operator.controller.apply import Performer
-from dlrm_operator.controller.informers import PodCache
+from dlrm_operator.controller.informers import JobCache, PodCache
 from dlrm_operator.controller.observe import Observer
 from dlrm_operator.controller.reconciler import Turns
 from dlrm_operator.controller.work_queue import Wakeups
-from dlrm_operator.facts.jobs import JobCache
-from dlrm_operator.facts.observed import JobKey
 from dlrm_operator.job_metrics import JobMetrics
 from dlrm_operator.leader import FencedApi, Leader
 from dlrm_operator.log_context import speak_of
 from dlrm_operator.metrics import WATCH_AGE
+from dlrm_operator.reconcile.state import JobKey
 from dlrm_operator.serving import Server
 from dlrm_operator.settings import Settings
 from dlrm_operator.webhook.certificates import Certificate

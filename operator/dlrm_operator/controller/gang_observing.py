@@ -11,10 +11,10 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.names import Label
 from dlrm_api.status import Phase
 from dlrm_operator.api_client import METADATA_ONLY, Api, ClusterRefusedError, NotFoundError
-from dlrm_operator.facts.observed import Children, Groups, JobKey, JobSeen, PodSeen
-from dlrm_operator.facts.reading import read_group
-from dlrm_operator.life.phases import rests
+from dlrm_operator.controller.informers import read_group
 from dlrm_operator.manifests.gang_scheduling import KUEUE, POD_GROUPS, group_type
+from dlrm_operator.reconcile.findings import rests
+from dlrm_operator.reconcile.state import Children, Groups, JobKey, JobSeen, PodSeen
 
 START_S = 60.0
 """A gang whose pods have nodes mostly trains before."""

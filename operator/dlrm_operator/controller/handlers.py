@@ -17,7 +17,7 @@ import kopf
 from dlrm_api.names import GROUP, VERSION
 from dlrm_operator.controller.engine import Engine
 from dlrm_operator.controller.kopf_storage import NoEssence, NoProgress
-from dlrm_operator.facts.observed import JobKey
+from dlrm_operator.reconcile.state import JobKey
 
 
 def build_registry(engine: Engine) -> kopf.OperatorRegistry:

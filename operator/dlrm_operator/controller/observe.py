@@ -17,16 +17,13 @@ from dlrm_operator.clients.queues import Queues, waiting_group
 from dlrm_operator.clients.references import ProfileSeen, References
 from dlrm_operator.clients.stack_taking import StackTaker
 from dlrm_operator.controller.gang_observing import LeftGroups, SlowStarts, look_at_groups
-from dlrm_operator.controller.informers import PodCache
-from dlrm_operator.facts.gang import current_gang
-from dlrm_operator.facts.images import Images
-from dlrm_operator.facts.jobs import JobCache
-from dlrm_operator.facts.observed import Children, ConfigMapSeen, JobKey, JobSeen, Observed, PodSeen
-from dlrm_operator.facts.overlay_limits import RESTRICTED, OverlayLimits
-from dlrm_operator.facts.reading import read_astray_pod, read_config_map, read_pod
-from dlrm_operator.life.formation import plan_in_force
-from dlrm_operator.life.phases import rests
-from dlrm_operator.life.resizing import wants_resize
+from dlrm_operator.controller.informers import JobCache, PodCache, read_astray_pod, read_config_map, read_pod
+from dlrm_operator.manifests.manifests import Images
+from dlrm_operator.manifests.restrictions import RESTRICTED, OverlayLimits
+from dlrm_operator.reconcile.findings import rests
+from dlrm_operator.reconcile.gang import plan_in_force
+from dlrm_operator.reconcile.shutdown import wants_resize
+from dlrm_operator.reconcile.state import Children, ConfigMapSeen, JobKey, JobSeen, Observed, PodSeen, current_gang
 from dlrm_planner import trace_references
 
 YOUNG_S = 1.0

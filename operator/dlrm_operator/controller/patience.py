@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from dlrm_operator.facts.observed import JobKey
+from dlrm_operator.reconcile.state import JobKey
 
 WRITES_PER_S = 10.0
 """Of all jobs together: the more gangs are on their way, the longer each of them waits."""

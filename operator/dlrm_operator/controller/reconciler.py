@@ -21,33 +21,33 @@ from dlrm_operator.clients.planning import Planner
 from dlrm_operator.clients.polling import Poller, poll_target
 from dlrm_operator.clock import own_time
 from dlrm_operator.controller.apply import Performer
+from dlrm_operator.controller.informers import JobCache
 from dlrm_operator.controller.observe import Observer, needs_plan
 from dlrm_operator.controller.patience import Patience
-from dlrm_operator.facts.actions import (
+from dlrm_operator.metrics import RECONCILE_SECONDS, count_restarts
+from dlrm_operator.reconcile.findings import EVENT_LENGTH, Reason, shorten
+from dlrm_operator.reconcile.reconcile import reconcile
+from dlrm_operator.reconcile.state import (
     Action,
-    ApplyConfigMap,
-    ApplyPodGroup,
-    ApplyService,
-    ApplyStatus,
+    CreateConfigMap,
     CreatePod,
+    CreatePodGroup,
+    CreateService,
     DeleteObject,
     EmitEvent,
+    JobKey,
+    JobSeen,
+    Observed,
     RequestPlan,
+    UpdateStatus,
     WakeAt,
 )
-from dlrm_operator.facts.conditions import shorten
-from dlrm_operator.facts.jobs import JobCache
-from dlrm_operator.facts.observed import JobKey, JobSeen, Observed
-from dlrm_operator.facts.reasons import Reason
-from dlrm_operator.life.reconcile import reconcile
-from dlrm_operator.life.transitions import EVENT_LENGTH
-from dlrm_operator.metrics import RECONCILE_SECONDS, count_restarts
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE: tuple[type[Action] | UnionType, ...] = (CreatePod, DeleteObject, ApplyConfigMap | ApplyPodGroup)
+AT_ONCE: tuple[type[Action] | UnionType, ...] = (CreatePod, DeleteObject, CreateConfigMap | CreatePodGroup)
 """Actions in a row that may be done in any order: what follows them waits for all."""
-Creation = ApplyService | ApplyConfigMap | ApplyPodGroup | CreatePod
+Creation = CreateService | CreateConfigMap | CreatePodGroup | CreatePod
 """Actions that make an object."""
 FORBIDDEN = 403
 FAILED_INSIDE = 500
@@ -74,7 +74,7 @@ class Turns:
         self.forgotten: list[Callable[[JobKey], None]] = [jobs.forget, planner.forget, poller.forget]
         self.forgotten.append(self._patience.forget)
         """Told of each job that is gone."""
-        self._unanswered: dict[JobKey, tuple[Observed, ApplyStatus]] = {}
+        self._unanswered: dict[JobKey, tuple[Observed, UpdateStatus]] = {}
         """The last status of each job whose write had no answer: it may have been done, and is then told when seen."""
         self._jobs = jobs
         self._observer = observer
@@ -155,14 +155,14 @@ class Turns:
 
     def _without_passing(self, key: JobKey, actions: tuple[Action, ...]) -> tuple[Action, ...]:
         """The actions without a status that may still wait, and without the Events that it goes with."""
-        if not any(isinstance(action, ApplyStatus) and action.passing for action in actions):
+        if not any(isinstance(action, UpdateStatus) and action.passing for action in actions):
             self._patience.forget(key)
             return actions
         rest_s = self._patience.rest_s(key)
         if rest_s <= 0:
             self._patience.forget(key)
             return actions
-        kept = [action for action in actions if not isinstance(action, ApplyStatus | EmitEvent)]
+        kept = [action for action in actions if not isinstance(action, UpdateStatus | EmitEvent)]
         return (*kept, WakeAt(key=key, time=self._clock() + timedelta(seconds=rest_s)))
 
     async def _act(self, key: JobKey, observed: Observed, actions: tuple[Action, ...]) -> None:
@@ -178,10 +178,10 @@ class Turns:
         self._observer.refused_deletions.pop(key, None)
 
     async def _do(self, key: JobKey, observed: Observed, action: Action) -> None:
-        if isinstance(action, ApplyStatus) and action.repeatable and self._patience.crowded:
+        if isinstance(action, UpdateStatus) and action.repeatable and self._patience.crowded:
             self._jobs.keep(observed.job, action.status)
             action = WakeAt(key=key, time=self._clock() + timedelta(seconds=self._patience.rest_s(key)))
-        of_gang = isinstance(action, ApplyService | ApplyConfigMap)
+        of_gang = isinstance(action, CreateService | CreateConfigMap)
         unseen = of_gang and observed.children is not None and observed.children.assumed
         if unseen:
             self._observer.begun.add(key)
@@ -198,7 +198,7 @@ class Turns:
                 words = f"the API server does not let the operator delete {action.kind} {action.name}: {error}"
                 await self._tell(observed.job, words)
                 return
-            if not isinstance(action, ApplyStatus):
+            if not isinstance(action, UpdateStatus):
                 self._refused(key, action, str(error))
             elif not isinstance(error, NotFoundError):
                 words = f"the API server refuses this job's status, so that it tells no more how the job is: {error}"
@@ -207,10 +207,10 @@ class Turns:
         except ClusterUnavailableError as error:
             if isinstance(action, Creation | DeleteObject) and error.code >= FAILED_INSIDE:
                 self._refused(key, action, str(error))
-            if isinstance(action, ApplyStatus):
+            if isinstance(action, UpdateStatus):
                 self._unanswered[key] = observed, action
             raise
-        if isinstance(action, ApplyStatus):
+        if isinstance(action, UpdateStatus):
             self._unanswered.pop(key, None)
             _report(key, observed, action)
 
@@ -254,12 +254,12 @@ def _taken(action: Creation) -> str:
 
 def _needs_no_look(action: Action) -> bool:
     """Whether an old copy can do no harm: a status that nothing rests on is guarded by its resource version."""
-    if isinstance(action, ApplyStatus):
+    if isinstance(action, UpdateStatus):
         return not action.decisive
     return isinstance(action, WakeAt | RequestPlan | EmitEvent)
 
 
-def _report(key: JobKey, observed: Observed, written: ApplyStatus) -> None:
+def _report(key: JobKey, observed: Observed, written: UpdateStatus) -> None:
     """One line, and the counters, for what changed."""
     before, after = observed.job.status, written.status
     if before is None or before.phase is not after.phase:

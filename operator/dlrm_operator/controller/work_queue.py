@@ -13,8 +13,8 @@ from datetime import datetime
 from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError, ConflictError
 from dlrm_operator.clock import own_time
 from dlrm_operator.controller.observe import UnreadableStatusError
-from dlrm_operator.facts.observed import JobKey
 from dlrm_operator.metrics import QUEUE, RECONCILES
+from dlrm_operator.reconcile.state import JobKey
 
 logger = logging.getLogger(__name__)
 

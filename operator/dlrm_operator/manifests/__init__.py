@@ -1,1 +1,7 @@
-"""The objects of an attempt as plain data: Service, ConfigMaps, pods, and who starts them together."""
+"""Kubernetes objects of a job as plain data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Manifest = dict[str, Any]

@@ -8,8 +8,7 @@ from typing import Final
 from dlrm_api import names
 from dlrm_api.job import DLRMJob
 from dlrm_api.lifecycle import SchedulingSpec
-from dlrm_operator.facts.actions import Manifest
-from dlrm_operator.facts.observed import Groups, PodSeen
+from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.manifests import Owner, metadata
 from dlrm_operator.manifests.resources import requests_of_all
 
@@ -100,39 +99,3 @@ def pod_groups(job: DLRMJob, attempt: int, pods: list[Manifest], owner: Owner) -
             "spec": spec,
         }
     ]
-
-
-def group_obstacle(job: DLRMJob, attempt: int, groups: Groups) -> str:
-    """Why no pod of the attempt may be made now; none of them is there."""
-    if groups.problem:
-        return groups.problem
-    if job.spec.scheduling.gang != "kueue":
-        return ""
-    name = names.pod_group(job.metadata.name, attempt)
-    if groups.attempt != attempt:
-        return f"whether Kueue knows a group {name} already is to be seen"
-    if any(group.name == name for group in groups.seen):
-        return (
-            f"Workload {name} is left of an earlier job of this name, and Kueue would take the new pods for its own: "
-            f"it goes with that job's last pod, or by kubectl delete workload {name}"
-        )
-    return ""
-
-
-def waits_for_kueue(pod: PodSeen) -> bool:
-    """Whether Kueue has taken the pod over, and has not let it go yet."""
-    return KUEUE_GATE in pod.gates and KUEUE_FINALIZER in pod.finalizers
-
-
-def gate_words(pod: PodSeen, queue_words: str) -> str:
-    """Why scheduling gates hold a pod; empty where none does. ``queue_words`` are Kueue's own, where it has spoken."""
-    if KUEUE_GATE in pod.gates:
-        group = names.pod_group(pod.key.name, pod.attempt)
-        if waits_for_kueue(pod):
-            why = queue_words or f"kubectl describe workload {group} says why"
-            return f"Kueue has not admitted the group {group} yet: {why}"
-        return (
-            f"Kueue has not taken over the pods of group {group}: enable its pod integration for this namespace "
-            "(integrations.frameworks: pod), or set gang: none"
-        )
-    return f"scheduling gates hold them back: {', '.join(pod.gates)}" if pod.gates else ""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.metadata import version
 
 from dlrm_api import names
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import Label
-from dlrm_api.plan import Plan
-from dlrm_operator.facts.actions import Manifest
-from dlrm_operator.facts.observed import JobSeen
+from dlrm_api.plan import Device, Plan
+from dlrm_operator.manifests import Manifest
 
 JOB_FILE = "job.json"
 CONFIG_MAP_BYTES = 1_000_000
@@ -27,11 +27,6 @@ class Owner:
 
     name: str
     uid: str = ""
-
-    @classmethod
-    def of(cls, job: JobSeen) -> Owner:
-        """The job that was seen."""
-        return cls(name=job.key.name, uid=job.uid)
 
     def references(self) -> list[Manifest]:
         """``metadata.ownerReferences``: the garbage collector removes what the job leaves."""
@@ -164,3 +159,21 @@ def _config_map(job: DLRMJob, name: str, attempt: int, owner: Owner) -> Manifest
         "metadata": metadata(job, name, owner, attempt),
         "immutable": True,
     }
+
+
+def _own(name: str) -> str:
+    return f"{name}:{version('dlrm-operator')}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Default images: this version's own, unless the operator's settings say otherwise."""
+
+    trainer: str = field(default_factory=lambda: _own("dlrm-trainer"))
+    trainer_cuda: str = field(default_factory=lambda: _own("dlrm-trainer-cuda"))
+    """Of trainers that compute on GPUs."""
+    checkpointer: str = field(default_factory=lambda: _own("dlrm-checkpointer"))
+
+    def trainer_on(self, device: Device) -> str:
+        """The trainer's image with the kernels of its device."""
+        return self.trainer_cuda if device == "cuda" else self.trainer

@@ -15,7 +15,7 @@ from pydantic_core import from_json, to_json
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.names import GROUP
 from dlrm_api.pod_template import PodTemplateOverlay
-from dlrm_operator.facts.actions import Manifest
+from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.placement import with_affinity
 from dlrm_operator.manifests.restrictions import PATH
 from dlrm_operator.manifests.security import joined_security

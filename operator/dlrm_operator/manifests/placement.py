@@ -8,7 +8,7 @@ from dlrm_api.hardware import HardwareProfile, HardwareProfileSpec
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import Label
 from dlrm_api.pod_template import REQUIRED
-from dlrm_operator.facts.actions import Manifest
+from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.gang_scheduling import scheduler_name
 
 HOSTNAME: Final = "kubernetes.io/hostname"

@@ -10,15 +10,13 @@ from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ANY_ADDRESS, Container, Env, Path, Port
 from dlrm_api.plan import Plan
-from dlrm_operator.facts.actions import Manifest
-from dlrm_operator.facts.images import Images
-from dlrm_operator.facts.overlay_limits import RESTRICTED, OverlayLimits
+from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.gang_scheduling import group_gates, group_marks
-from dlrm_operator.manifests.manifests import Owner, config_volume, metadata
+from dlrm_operator.manifests.manifests import Images, Owner, config_volume, metadata
 from dlrm_operator.manifests.overlay import with_overlay
 from dlrm_operator.manifests.placement import placement
 from dlrm_operator.manifests.resources import checkpointer_resources, trainer_memory_bytes, trainer_resources
-from dlrm_operator.manifests.restrictions import refuse_widening
+from dlrm_operator.manifests.restrictions import RESTRICTED, OverlayLimits, refuse_widening
 from dlrm_operator.manifests.security import CONTAINER_SECURITY, POD_SECURITY
 from dlrm_operator.manifests.tier_volumes import tier_bytes, tier_mounts, tier_volumes
 from dlrm_planner.memory import CUDA_SHARED_BYTES

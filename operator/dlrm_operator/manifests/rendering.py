@@ -5,12 +5,11 @@ from __future__ import annotations
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan, plan_to_parts
-from dlrm_operator.facts.actions import Manifest
-from dlrm_operator.facts.images import Images
-from dlrm_operator.facts.overlay_limits import RESTRICTED, OverlayLimits
+from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.gang_scheduling import pod_groups
-from dlrm_operator.manifests.manifests import Owner, gang_service, plan_config_maps
+from dlrm_operator.manifests.manifests import Images, Owner, gang_service, plan_config_maps
 from dlrm_operator.manifests.pods import Attempt, trainer_pods
+from dlrm_operator.manifests.restrictions import RESTRICTED, OverlayLimits
 
 
 def render(

@@ -9,7 +9,7 @@ from typing import Final
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
-from dlrm_operator.facts.actions import Manifest
+from dlrm_operator.manifests import Manifest
 from dlrm_planner import working_set_bytes
 from dlrm_planner.memory import checkpointer_bytes
 

@@ -9,13 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
-from dlrm_operator.facts.actions import Manifest
-from dlrm_operator.facts.overlay_limits import OverlayLimits
+from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.security import CONTAINER_SECURITY, POD_SECURITY, joined_security
+
+OverlayLevel = Literal["restricted", "any"]
+OVERLAY_LEVELS: Final[tuple[OverlayLevel, ...]] = get_args(OverlayLevel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlayLimits:
+    """How far ``spec.trainer.podTemplate`` may go."""
+
+    level: OverlayLevel = "restricted"
+    """restricted: no further than Pod Security's level of that name; any: as far as the API server lets pods."""
+    own_account: tuple[str, str] | None = None
+    """Namespace and name of the operator's service account; None: it does not run as one."""
+
+
+RESTRICTED: Final = OverlayLimits()
+ANY: Final = OverlayLimits(level="any")
+
 
 PATH: Final = "spec.trainer.podTemplate"
 VOLUMES: Final = (

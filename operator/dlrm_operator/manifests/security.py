@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Final
 
-from dlrm_operator.facts.actions import Manifest
+from dlrm_operator.manifests import Manifest
 
 USER_ID: Final = 65_532
 POD_SECURITY: Final[Manifest] = {

@@ -9,7 +9,7 @@ from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.names import Path
 from dlrm_api.plan import Plan
 from dlrm_api.tiers import claim_bytes
-from dlrm_operator.facts.actions import Manifest
+from dlrm_operator.manifests import Manifest
 
 FILE_TIERS = ("cxl", "scm", "block")
 

@@ -14,11 +14,10 @@ from dlrm_api.job import DLRMJob
 from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError
 from dlrm_operator.clients.planner_process import PlannerProcess
 from dlrm_operator.clients.references import References
-from dlrm_operator.facts.actions import PlanQuestion
-from dlrm_operator.facts.observed import Planning
-from dlrm_operator.facts.overlay_limits import RESTRICTED, OverlayLimits
+from dlrm_operator.manifests.restrictions import RESTRICTED, OverlayLimits
 from dlrm_operator.manifests.stores import passing_stores
 from dlrm_operator.metrics import ADMISSION_SECONDS, ADMISSIONS
+from dlrm_operator.reconcile.state import Planning, PlanQuestion
 from dlrm_operator.webhook.review import Object, Verdict, conclude, examine, missing, read_review, response, unplanned
 from dlrm_planner import trace_references
 

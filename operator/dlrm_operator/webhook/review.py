@@ -14,10 +14,9 @@ from typing import Any
 from dlrm_api.errors import BadDataError, InvalidSpecError
 from dlrm_api.job import DLRMJob, parse_served_job
 from dlrm_operator.clients.references import CONFIG_MAP, ProfileSeen
-from dlrm_operator.facts.conditions import first_few, shorten
-from dlrm_operator.facts.observed import Planning
-from dlrm_operator.facts.overlay_limits import OverlayLimits
-from dlrm_operator.manifests.restrictions import refuse_widening
+from dlrm_operator.manifests.restrictions import OverlayLimits, refuse_widening
+from dlrm_operator.reconcile.findings import first_few, shorten
+from dlrm_operator.reconcile.state import Planning
 
 Object = dict[str, Any]
 

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from dlrm_api.errors import BadDataError
 from dlrm_api.process import listener
-from dlrm_operator.facts.conditions import shorten
+from dlrm_operator.reconcile.findings import shorten
 from dlrm_operator.webhook.certificates import LOOK_S, Certificate
 
 logger = logging.getLogger(__name__)

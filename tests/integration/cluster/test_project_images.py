@@ -12,7 +12,7 @@ import yaml
 from dlrm_cluster.project_images import RECIPES
 from dlrm_cluster.project_images.pip_settings import write_secrets
 from dlrm_cluster.project_images.recipes import ROOT, fingerprint, reference
-from dlrm_operator.facts.images import Images
+from dlrm_operator.manifests.manifests import Images
 from dlrm_operator.manifests.security import USER_ID
 
 DOCKERFILES = [ROOT / name / "Dockerfile" for name in RECIPES]

@@ -20,13 +20,11 @@ from dlrm_operator.clients.queues import Queues
 from dlrm_operator.clients.references import References
 from dlrm_operator.clients.stack_taking import StackTaker
 from dlrm_operator.controller.apply import Performer
-from dlrm_operator.controller.informers import PodCache
+from dlrm_operator.controller.informers import JobCache, PodCache
 from dlrm_operator.controller.observe import Observer
 from dlrm_operator.controller.reconciler import Turns
-from dlrm_operator.facts.actions import Action, PlanQuestion, WakeAt
-from dlrm_operator.facts.images import Images
-from dlrm_operator.facts.jobs import JobCache
-from dlrm_operator.facts.observed import JobKey, JobSeen, Planning
+from dlrm_operator.manifests.manifests import Images
+from dlrm_operator.reconcile.state import Action, JobKey, JobSeen, Planning, PlanQuestion, WakeAt
 from dlrm_planner import plan_job
 from dlrm_testing.charts.chart import Identity
 from dlrm_testing.operator.kubelet_double import KubeletDouble

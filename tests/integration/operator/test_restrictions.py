@@ -13,11 +13,10 @@ from dlrm_api.hardware import parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_cluster.api import Api, ApiError
 from dlrm_cluster.control_plane import ControlPlane
-from dlrm_operator.facts.actions import CreatePod
-from dlrm_operator.facts.overlay_limits import ANY, RESTRICTED, OverlayLimits
-from dlrm_operator.life.reconcile import reconcile
 from dlrm_operator.manifests.rendering import render
-from dlrm_operator.manifests.restrictions import refuse_widening, widenings
+from dlrm_operator.manifests.restrictions import ANY, RESTRICTED, OverlayLimits, refuse_widening, widenings
+from dlrm_operator.reconcile.reconcile import reconcile
+from dlrm_operator.reconcile.state import CreatePod
 from dlrm_operator.settings import read_settings
 from dlrm_planner import plan_job
 from dlrm_testing.operator.model_cluster import ModelCluster

@@ -23,7 +23,7 @@ from dlrm_api.plan import (
     plan_to_parts,
     plan_without_tables,
 )
-from dlrm_operator.facts.observed import Children, ConfigMapSeen
+from dlrm_operator.reconcile.state import Children, ConfigMapSeen
 from dlrm_trainer.__main__ import read_plan
 
 TRAP = '],"lookahead":9 "tables":['

@@ -27,7 +27,7 @@ from dlrm_operator.api_client import (
     bounded_lines,
 )
 from dlrm_operator.controller.informers import PodCache
-from dlrm_operator.facts.observed import JobKey
+from dlrm_operator.reconcile.state import JobKey
 
 Object = dict[str, Any]
 

@@ -12,8 +12,7 @@ from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableErro
 from dlrm_operator.clients import cuts
 from dlrm_operator.clients.control_key import ControlKey
 from dlrm_operator.clients.cuts import Cutter
-from dlrm_operator.facts.actions import RequestCut
-from dlrm_operator.facts.observed import CutAnswer, CutQuestion, JobKey
+from dlrm_operator.reconcile.state import CutAnswer, CutQuestion, JobKey, RequestCut
 from dlrm_testing.operator.kubelet_double import ProgressServer
 
 KEY = JobKey("space", "demo")

@@ -15,10 +15,9 @@ import pytest
 from dlrm_operator.api_client import KubernetesApi
 from dlrm_operator.clock import ServerClock
 from dlrm_operator.controller.engine import Engine
-from dlrm_operator.facts.actions import DeleteObject
-from dlrm_operator.facts.conditions import parse_timestamp
-from dlrm_operator.facts.observed import JobKey
-from dlrm_operator.life.reconcile import reconcile
+from dlrm_operator.reconcile.findings import parse_timestamp
+from dlrm_operator.reconcile.reconcile import reconcile
+from dlrm_operator.reconcile.state import DeleteObject, JobKey
 from dlrm_operator.settings import Settings
 from dlrm_testing.operator.memory_api import MemoryApi
 from dlrm_testing.operator.operator_cluster import job_document

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.facts.actions import CreatePod, DeleteJob, DeleteObject, RequestCut, WakeAt
-from dlrm_operator.facts.conditions import parse_timestamp
+from dlrm_operator.reconcile.findings import parse_timestamp
+from dlrm_operator.reconcile.state import CreatePod, DeleteJob, DeleteObject, RequestCut, WakeAt
 from dlrm_testing.operator.kubelet_double import committed_word
 from dlrm_testing.operator.model_cluster import ModelCluster
 from dlrm_testing.operator.running_job import POD_0, POD_1, bring_up, condition, running, say, status

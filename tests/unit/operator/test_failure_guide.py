@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dlrm_api.names import ExitCode
 from dlrm_api.status import ConditionType
-from dlrm_operator.facts.reasons import Reason
+from dlrm_operator.reconcile.findings import Reason
 
 GUIDE = (Path(__file__).parents[3] / "operator" / "FAILURES.md").read_text()
 

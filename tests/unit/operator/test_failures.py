@@ -9,10 +9,9 @@ from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.lifecycle import RestartSpec
 from dlrm_api.progress import TerminationMessage
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.facts.actions import DeleteObject, WakeAt
-from dlrm_operator.facts.conditions import parse_timestamp
-from dlrm_operator.life.budgets import EARLIER_FAILURES, wait_s
-from dlrm_operator.life.clearing import FORCE_AFTER, LOST_AFTER
+from dlrm_operator.reconcile.attempts import EARLIER_FAILURES, FORCE_AFTER, LOST_AFTER, wait_s
+from dlrm_operator.reconcile.findings import parse_timestamp
+from dlrm_operator.reconcile.state import DeleteObject, WakeAt
 from dlrm_testing.operator.kubelet_double import committed_word
 from dlrm_testing.operator.model_cluster import ModelCluster
 from dlrm_testing.operator.running_job import (

@@ -7,9 +7,9 @@ import pytest
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.facts.actions import Action, ApplyPodGroup, CreatePod, DeleteObject, ReleaseGroup, WakeAt
 from dlrm_operator.manifests.rendering import render
 from dlrm_operator.manifests.resources import requests_of_all
+from dlrm_operator.reconcile.state import Action, CreatePod, CreatePodGroup, DeleteObject, DeleteWorkload, WakeAt
 from dlrm_planner import plan_job
 from dlrm_testing.operator.kubelet_double import committed_word
 from dlrm_testing.operator.model_cluster import ModelCluster
@@ -152,7 +152,7 @@ def test_the_pod_group_is_there_before_its_pods_and_goes_when_the_next_gang_stan
     bring_up(cluster)
 
     kinds = [type(action) for action in actions]
-    assert kinds.index(ApplyPodGroup) < kinds.index(CreatePod)
+    assert kinds.index(CreatePodGroup) < kinds.index(CreatePod)
     assert set(cluster.groups) == {"demo-2"}
 
 
@@ -255,7 +255,7 @@ def test_other_gates_are_named() -> None:
 
 
 def released(actions: tuple[Action, ...]) -> list[tuple[str, str]]:
-    return [(action.group, action.pod_uid) for action in actions if isinstance(action, ReleaseGroup)]
+    return [(action.group, action.pod_uid) for action in actions if isinstance(action, DeleteWorkload)]
 
 
 def test_a_group_whose_pod_was_deleted_by_force_is_released_by_kueues_own_means() -> None:
@@ -301,7 +301,7 @@ def test_a_group_of_which_a_pod_still_ends_is_left_to_kueue() -> None:
     cluster.pass_time(80)
     actions = cluster.turn()
 
-    assert not [action for action in actions if isinstance(action, ReleaseGroup)]
+    assert not [action for action in actions if isinstance(action, DeleteWorkload)]
 
 
 def test_pods_that_others_keep_are_never_released_by_us() -> None:
@@ -315,4 +315,4 @@ def test_pods_that_others_keep_are_never_released_by_us() -> None:
 
     cluster.pass_time(10_000)
 
-    assert not [action for action in cluster.turn() if isinstance(action, ReleaseGroup)]
+    assert not [action for action in cluster.turn() if isinstance(action, DeleteWorkload)]

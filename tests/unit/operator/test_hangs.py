@@ -7,11 +7,9 @@ import pytest
 from dlrm_api.progress import Progress, SlowestRank, TrainerPhase
 from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.clients.polling import with_durations
-from dlrm_operator.facts.actions import DeleteObject, RequestStacks, WakeAt
-from dlrm_operator.facts.observed import Polled
-from dlrm_operator.life.clearing import HUNG_GRACE_S
-from dlrm_operator.life.hangs import FIRST_S, FLOOR_S, allowed_s
-from dlrm_operator.life.stack_dumps import read_stacks
+from dlrm_operator.reconcile.gang import HUNG_GRACE_S
+from dlrm_operator.reconcile.health import FIRST_S, FLOOR_S, allowed_s, read_stacks
+from dlrm_operator.reconcile.state import DeleteObject, Polled, RequestStacks, WakeAt
 from dlrm_testing.operator.hung_gang import (
     COLLECTIVE,
     HUNG_READER,

@@ -3,8 +3,8 @@
 import pytest
 
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.facts.actions import CreatePod, DeleteObject, WakeAt
-from dlrm_operator.facts.conditions import find_condition
+from dlrm_operator.reconcile.findings import find_condition
+from dlrm_operator.reconcile.state import CreatePod, DeleteObject, WakeAt
 from dlrm_testing.operator.kubelet_double import committed_word
 from dlrm_testing.operator.model_cluster import ModelCluster, Object
 from dlrm_testing.operator.running_job import POD_0, POD_1, bring_up, running, say, status

@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from dlrm_api.progress import CheckpointerProgress, EvalMetrics, Progress
 from dlrm_operator import metrics
-from dlrm_operator.facts.jobs import JobCache
-from dlrm_operator.facts.observed import JobKey, Polled
+from dlrm_operator.controller.informers import JobCache
 from dlrm_operator.job_metrics import JobMetrics
 from dlrm_operator.metrics import FIGURES_LEFT_OUT
+from dlrm_operator.reconcile.state import JobKey, Polled
 from dlrm_testing.operator.operator_cluster import job_document
 
 KEY = JobKey("ads", "demo")

@@ -8,7 +8,7 @@ import pytest
 from dlrm_operator.api_client import Api, ClusterUnavailableError
 from dlrm_operator.clients import queues as module
 from dlrm_operator.clients.queues import Queues, quota_words
-from dlrm_operator.facts.observed import JobKey
+from dlrm_operator.reconcile.state import JobKey
 from dlrm_testing.operator.memory_api import MemoryApi
 
 KEY = JobKey("space", "demo")

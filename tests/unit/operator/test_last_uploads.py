@@ -6,8 +6,8 @@ from datetime import datetime, timedelta
 import pytest
 
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.facts.actions import Action, DeleteObject, WakeAt
-from dlrm_operator.life.clearing import FORCE_AFTER
+from dlrm_operator.reconcile.attempts import FORCE_AFTER
+from dlrm_operator.reconcile.state import Action, DeleteObject, WakeAt
 from dlrm_testing.operator.kubelet_double import committed_word
 from dlrm_testing.operator.model_cluster import ModelCluster
 from dlrm_testing.operator.running_job import POD_0, POD_1, condition, failure, lose_node, running, say, status

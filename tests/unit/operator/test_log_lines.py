@@ -7,12 +7,12 @@ import sys
 WARNS = """
 import logging
 from dlrm_operator.app import log_events
-from dlrm_operator.facts.observed import JobKey
+from dlrm_operator.reconcile.state import JobKey
 from dlrm_operator.log_context import speak_of
 
 log_events(plain={plain})
 speak_of(JobKey("ads", "demo"), "some uid")
-logging.getLogger("dlrm_operator.life").info("the phase changed", extra={{"job": "ads/demo", "phase": "Failed"}})
+logging.getLogger("dlrm_operator.reconcile").info("the phase changed", extra={{"job": "ads/demo", "phase": "Failed"}})
 """
 
 

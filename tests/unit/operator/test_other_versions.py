@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.facts.actions import ApplyStatus, CreatePod, DeleteObject, RequestPlan
-from dlrm_operator.facts.jobs import JobCache
-from dlrm_operator.facts.reading import read_job
+from dlrm_operator.controller.informers import JobCache, read_job
 from dlrm_operator.job_metrics import JobMetrics
-from dlrm_operator.life.reconcile import reconcile
+from dlrm_operator.reconcile.reconcile import reconcile
+from dlrm_operator.reconcile.state import CreatePod, DeleteObject, RequestPlan, UpdateStatus
 from dlrm_testing.operator.kubelet_double import committed_word
 from dlrm_testing.operator.model_cluster import KEY, ModelCluster
 from dlrm_testing.operator.running_job import POD_0, POD_1, bring_up, condition, running, say, status
@@ -233,7 +232,7 @@ def test_a_failed_job_whose_change_is_not_known_here_is_left_to_an_operator_that
 
     actions = cluster.turn()
 
-    assert [action for action in actions if isinstance(action, ApplyStatus)] == []
+    assert [action for action in actions if isinstance(action, UpdateStatus)] == []
     assert (status(cluster).phase, status(cluster).observed_generation) == (Phase.FAILED, seen)
 
 

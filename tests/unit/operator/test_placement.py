@@ -10,7 +10,7 @@ from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Label
 from dlrm_api.pod_template import REQUIRED
 from dlrm_operator.clients.plan_child import answer
-from dlrm_operator.facts.images import Images
+from dlrm_operator.manifests.manifests import Images
 from dlrm_operator.manifests.placement import with_affinity
 from dlrm_operator.manifests.rendering import render
 from dlrm_planner import plan_job, working_set_bytes

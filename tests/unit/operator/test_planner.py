@@ -16,9 +16,8 @@ from dlrm_api.plan import plan_from_parts
 from dlrm_operator.clients.plan_child import TOO_LARGE
 from dlrm_operator.clients.planner_process import MOST_BYTES, PlannerProcess
 from dlrm_operator.clients.planning import Planner
-from dlrm_operator.facts.actions import PlanQuestion
-from dlrm_operator.facts.observed import JobKey, Planning
-from dlrm_operator.facts.reading import read_job
+from dlrm_operator.controller.informers import read_job
+from dlrm_operator.reconcile.state import JobKey, Planning, PlanQuestion
 from dlrm_planner import plan_job
 from dlrm_testing.operator.operator_cluster import job_document
 

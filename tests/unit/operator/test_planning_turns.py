@@ -11,9 +11,8 @@ import pytest
 from dlrm_api.job import parse_job
 from dlrm_operator.clients import planning
 from dlrm_operator.clients.planning import Planner
-from dlrm_operator.facts.actions import PlanQuestion
-from dlrm_operator.facts.observed import JobKey, Planning
-from dlrm_operator.facts.reading import read_job
+from dlrm_operator.controller.informers import read_job
+from dlrm_operator.reconcile.state import JobKey, Planning, PlanQuestion
 from dlrm_testing.operator.operator_cluster import job_document
 
 REFUSED = Planning(problem="fits nowhere", final=True)

@@ -4,7 +4,7 @@ import pytest
 
 from dlrm_api.progress import Progress
 from dlrm_operator.clients.polling import MOST_GAP_S, POLLS_PER_S, Poller, Target
-from dlrm_operator.facts.observed import JobKey
+from dlrm_operator.reconcile.state import JobKey
 
 
 def poller(jobs: int) -> Poller:

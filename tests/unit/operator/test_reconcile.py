@@ -10,19 +10,20 @@ from dlrm_api.names import Env
 from dlrm_api.progress import EvalMetrics, Progress, TerminationMessage, TrainerPhase
 from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.api_client import Object
-from dlrm_operator.facts.actions import (
-    ApplyConfigMap,
-    ApplyService,
-    ApplyStatus,
+from dlrm_operator.reconcile.findings import find_condition, parse_timestamp
+from dlrm_operator.reconcile.reconcile import reconcile
+from dlrm_operator.reconcile.state import (
+    CreateConfigMap,
     CreatePod,
+    CreateService,
     DeleteObject,
     EmitEvent,
+    Planning,
+    Polled,
     RequestPlan,
+    UpdateStatus,
     WakeAt,
 )
-from dlrm_operator.facts.conditions import find_condition, parse_timestamp
-from dlrm_operator.facts.observed import Planning, Polled
-from dlrm_operator.life.reconcile import reconcile
 from dlrm_testing.operator.kubelet_double import committed_word
 from dlrm_testing.operator.model_cluster import KEY, ModelCluster
 from dlrm_testing.operator.running_job import POD_0, POD_1, bring_up, condition, next_gang, running, say, status
@@ -33,7 +34,7 @@ def test_all_phases_passed_in_one_turn_are_one_write() -> None:
 
     actions = cluster.turn()
 
-    assert [type(action) for action in actions] == [ApplyStatus, RequestPlan]
+    assert [type(action) for action in actions] == [UpdateStatus, RequestPlan]
     assert status(cluster).phase is Phase.PLANNING
     assert status(cluster).attempt == 1
 
@@ -48,7 +49,7 @@ def test_a_plan_is_written_down_before_a_pod_relies_on_it() -> None:
     created = cluster.turn()
 
     kinds = [type(action) for action in actions]
-    assert kinds == [ApplyService, ApplyConfigMap, CreatePod, CreatePod, ApplyStatus]
+    assert kinds == [CreateService, CreateConfigMap, CreatePod, CreatePod, UpdateStatus]
     assert len([action for action in created if isinstance(action, CreatePod)]) == 2
     assert not [action for action in created if isinstance(action, RequestPlan)]
 
@@ -94,7 +95,7 @@ def test_a_refused_child_is_told_before_it_is_tried_again() -> None:
 
     actions = reconcile(replace(cluster.observe(), refusal="CreatePod: exceeded quota: few"), cluster.now)
 
-    assert isinstance(actions[0], ApplyStatus)
+    assert isinstance(actions[0], UpdateStatus)
     assert "exceeded quota" in find_condition(actions[0].status.conditions, ConditionType.SCHEDULED).message
     assert isinstance(actions[-1], CreatePod)
 
@@ -102,13 +103,13 @@ def test_a_refused_child_is_told_before_it_is_tried_again() -> None:
 def test_a_start_that_passes_through_many_phases_is_told_by_two_writes_that_may_not_wait() -> None:
     cluster, kept = ModelCluster(), []
     for _ in range(6):
-        kept += [action for action in cluster.turn() if isinstance(action, ApplyStatus) and not action.passing]
+        kept += [action for action in cluster.turn() if isinstance(action, UpdateStatus) and not action.passing]
         cluster.plan()
         for name in cluster.pods:
             cluster.start(name)
     say(cluster, step=1)
 
-    kept += [action for action in cluster.turn() if isinstance(action, ApplyStatus)]
+    kept += [action for action in cluster.turn() if isinstance(action, UpdateStatus)]
 
     assert [action.status.phase for action in kept] == [Phase.SCHEDULING, Phase.RUNNING]
     assert [action.decisive for action in kept] == [True, False]
@@ -309,8 +310,8 @@ def test_config_maps_that_a_crash_left_of_another_plan_make_room() -> None:
 
     actions = cluster.turn()
 
-    kinds = [type(action).__name__ for action in actions if not isinstance(action, ApplyStatus | EmitEvent)]
-    assert kinds[:2] == ["DeleteObject", "ApplyConfigMap"]
+    kinds = [type(action).__name__ for action in actions if not isinstance(action, UpdateStatus | EmitEvent)]
+    assert kinds[:2] == ["DeleteObject", "CreateConfigMap"]
 
 
 def test_a_config_map_that_holds_its_part_of_the_plan_already_is_not_made_again() -> None:
@@ -325,7 +326,7 @@ def test_a_config_map_that_holds_its_part_of_the_plan_already_is_not_made_again(
 
     actions = cluster.turn()
 
-    kinds = [type(action).__name__ for action in actions if not isinstance(action, ApplyStatus | EmitEvent)]
+    kinds = [type(action).__name__ for action in actions if not isinstance(action, UpdateStatus | EmitEvent)]
     assert kinds[:2] == ["DeleteObject", "CreatePod"]
 
 

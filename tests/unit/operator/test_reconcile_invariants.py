@@ -10,13 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dlrm_api.progress import CheckpointerProgress, Progress, TrainerPhase
 from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
-from dlrm_operator.facts.actions import WakeAt
-from dlrm_operator.facts.observed import Planning, Polled
-from dlrm_operator.facts.reading import read_pod
-from dlrm_operator.life.budgets import EARLIER_FAILURES
-from dlrm_operator.life.phases import FINISHED
-from dlrm_operator.life.reconcile import reconcile
+from dlrm_operator.controller.informers import read_pod
 from dlrm_operator.manifests.gang_scheduling import KUEUE_FINALIZER
+from dlrm_operator.reconcile.attempts import EARLIER_FAILURES
+from dlrm_operator.reconcile.findings import FINISHED
+from dlrm_operator.reconcile.reconcile import reconcile
+from dlrm_operator.reconcile.state import Planning, Polled, WakeAt
 from dlrm_testing.operator.hung_gang import answer_stacks, stack
 from dlrm_testing.operator.kubelet_double import committed_word
 from dlrm_testing.operator.model_cluster import ModelCluster

@@ -20,14 +20,12 @@ from dlrm_operator.clients.queues import Queues
 from dlrm_operator.clients.references import References
 from dlrm_operator.clients.stack_taking import StackTaker
 from dlrm_operator.controller.apply import EVENT_S, Performer
-from dlrm_operator.controller.informers import PodCache
+from dlrm_operator.controller.informers import JobCache, PodCache
 from dlrm_operator.controller.observe import Observer, UnreadableStatusError
 from dlrm_operator.controller.reconciler import Turns, steps
-from dlrm_operator.facts.actions import CreatePod, EmitEvent, PlanQuestion, WakeAt
-from dlrm_operator.facts.images import Images
-from dlrm_operator.facts.jobs import JobCache
-from dlrm_operator.facts.observed import JobKey, JobSeen, Planning, Polled
+from dlrm_operator.manifests.manifests import Images
 from dlrm_operator.metrics import RESTARTS
+from dlrm_operator.reconcile.state import CreatePod, EmitEvent, JobKey, JobSeen, Planning, PlanQuestion, Polled, WakeAt
 from dlrm_planner import plan_job
 from dlrm_testing.operator.memory_api import MemoryApi
 from dlrm_testing.operator.model_cluster import ModelCluster
@@ -310,7 +308,7 @@ def test_what_needs_nothing_of_each_other_is_made_at_once_and_the_status_after_a
     made = [action for action in cluster.turn() if not isinstance(action, EmitEvent | WakeAt)]
 
     kinds = [[type(action).__name__ for action in step] for step in steps(made)]
-    assert kinds == [["ApplyService"], ["ApplyConfigMap"], ["CreatePod"], ["CreatePod"] * 2, ["ApplyStatus"]]
+    assert kinds == [["CreateService"], ["CreateConfigMap"], ["CreatePod"], ["CreatePod"] * 2, ["UpdateStatus"]]
 
 
 def test_a_large_gang_is_made_one_pod_first_and_then_few_at_a_time_so_that_few_are_refused() -> None:

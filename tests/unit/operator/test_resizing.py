@@ -1,9 +1,8 @@
 """Another ``trainer.replicas``: a plan first, then a cut, then a gang of that size; without a plan nothing changes."""
 
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.facts.actions import DeleteObject, RequestCut, RequestPlan
-from dlrm_operator.facts.conditions import find_condition
-from dlrm_operator.facts.observed import Planning
+from dlrm_operator.reconcile.findings import find_condition
+from dlrm_operator.reconcile.state import DeleteObject, Planning, RequestCut, RequestPlan
 from dlrm_testing.operator.model_cluster import ModelCluster
 from dlrm_testing.operator.running_job import POD_0, POD_1, bring_up, condition, running, say, status
 

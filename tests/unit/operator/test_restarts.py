@@ -8,9 +8,9 @@ import pytest
 from dlrm_api.names import Container, Env
 from dlrm_api.progress import CheckpointerProgress, TerminationMessage
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.facts.actions import CreatePod, DeleteObject, EmitEvent, RequestPlan, WakeAt
-from dlrm_operator.facts.conditions import find_condition, parse_timestamp
-from dlrm_operator.life.clearing import FORCE_AFTER
+from dlrm_operator.reconcile.attempts import FORCE_AFTER
+from dlrm_operator.reconcile.findings import find_condition, parse_timestamp
+from dlrm_operator.reconcile.state import CreatePod, DeleteObject, EmitEvent, RequestPlan, WakeAt
 from dlrm_testing.operator.kubelet_double import committed_word
 from dlrm_testing.operator.running_job import (
     POD_0,

@@ -14,9 +14,8 @@ from dlrm_api import base
 from dlrm_api.errors import BadDataError, InvalidSpecError
 from dlrm_operator.api_client import Api, ClusterUnavailableError, NotFoundError
 from dlrm_operator.clients.references import ProfileSeen, References
-from dlrm_operator.facts.actions import PlanQuestion
-from dlrm_operator.facts.observed import Planning
-from dlrm_operator.facts.overlay_limits import ANY, RESTRICTED, OverlayLimits
+from dlrm_operator.manifests.restrictions import ANY, RESTRICTED, OverlayLimits
+from dlrm_operator.reconcile.state import Planning, PlanQuestion
 from dlrm_operator.webhook import judging
 from dlrm_operator.webhook.judging import REMEMBERED, Admission, Plan
 from dlrm_operator.webhook.review import REFUSAL_CHARACTERS, Review, examine

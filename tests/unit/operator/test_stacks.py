@@ -11,8 +11,7 @@ from dlrm_api.progress import TrainerPhase
 from dlrm_operator.clients import stack_taking
 from dlrm_operator.clients.addresses import pod_url
 from dlrm_operator.clients.stack_taking import StackTaker
-from dlrm_operator.facts.actions import RequestStacks
-from dlrm_operator.facts.observed import JobKey, Place, StacksSeen
+from dlrm_operator.reconcile.state import JobKey, Place, RequestStacks, StacksSeen
 from dlrm_testing.operator.kubelet_double import ProgressServer
 
 KEY = JobKey("space", "demo")

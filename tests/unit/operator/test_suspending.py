@@ -1,8 +1,8 @@
 """Suspend saves first: a cut, its commit or a deadline, then no pods; and the way back."""
 
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.facts.actions import ApplyStatus, CreatePod, DeleteObject, RequestCut, RequestPlan, WakeAt
-from dlrm_operator.facts.conditions import find_condition
+from dlrm_operator.reconcile.findings import find_condition
+from dlrm_operator.reconcile.state import CreatePod, DeleteObject, RequestCut, RequestPlan, UpdateStatus, WakeAt
 from dlrm_testing.operator.kubelet_double import committed_word
 from dlrm_testing.operator.model_cluster import ModelCluster
 from dlrm_testing.operator.running_job import POD_0, POD_1, bring_up, condition, running, say, status
@@ -119,7 +119,7 @@ def test_a_trainer_that_does_not_answer_is_asked_again_until_the_deadline_and_th
 
     assert words.reason == "Cutting"
     assert "connection refused" in words.message
-    assert [type(action) for action in again if not isinstance(action, ApplyStatus)] == [RequestCut, WakeAt]
+    assert [type(action) for action in again if not isinstance(action, UpdateStatus)] == [RequestCut, WakeAt]
     assert kept == []
     assert let_go == [POD_0, POD_1]
     held = condition(cluster, ConditionType.SUSPENDED).message
@@ -180,7 +180,7 @@ def test_a_job_that_is_suspended_before_it_has_pods_gets_none() -> None:
     first = cluster.turn()
     later = cluster.turn()
 
-    assert [type(action) for action in first if not isinstance(action, WakeAt)][-1] is ApplyStatus
+    assert [type(action) for action in first if not isinstance(action, WakeAt)][-1] is UpdateStatus
     assert not [action for action in first if isinstance(action, CreatePod | RequestPlan)]
     assert later == ()
     assert status(cluster).phase is Phase.SUSPENDED

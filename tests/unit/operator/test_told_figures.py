@@ -16,13 +16,11 @@ from dlrm_api.progress import (
     TrainerPhase,
 )
 from dlrm_api.status import MOST, DLRMJobStatus
-from dlrm_operator.facts.conditions import shorten
-from dlrm_operator.facts.evidence import trainer_evidence
-from dlrm_operator.facts.gang import Gang
-from dlrm_operator.facts.observed import ContainerSeen, JobKey, PodSeen
-from dlrm_operator.facts.reading import NOWHERE, read_pod
-from dlrm_operator.life.absorbing import with_progress, with_snapshot
-from dlrm_operator.life.hangs import allowed_s
+from dlrm_operator.controller.informers import NOWHERE, read_pod
+from dlrm_operator.reconcile.attempts import trainer_evidence
+from dlrm_operator.reconcile.findings import shorten
+from dlrm_operator.reconcile.health import allowed_s, with_progress, with_snapshot
+from dlrm_operator.reconcile.state import ContainerSeen, Gang, JobKey, PodSeen
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LARGEST = Progress(

@@ -14,13 +14,11 @@ from dlrm_operator.clients.polling import Poller
 from dlrm_operator.clients.queues import Queues
 from dlrm_operator.clients.references import References
 from dlrm_operator.clients.stack_taking import StackTaker
-from dlrm_operator.controller.informers import PodCache
+from dlrm_operator.controller.informers import JobCache, PodCache
 from dlrm_operator.controller.observe import Observer
-from dlrm_operator.facts.actions import RequestPlan
-from dlrm_operator.facts.images import Images
-from dlrm_operator.facts.jobs import JobCache
-from dlrm_operator.facts.observed import JobKey, Observed, Planning
-from dlrm_operator.life.reconcile import reconcile
+from dlrm_operator.manifests.manifests import Images
+from dlrm_operator.reconcile.reconcile import reconcile
+from dlrm_operator.reconcile.state import JobKey, Observed, Planning, RequestPlan
 from dlrm_testing.operator.model_cluster import KEY, ModelCluster
 from dlrm_testing.operator.operator_cluster import job_document
 from dlrm_testing.operator.running_job import condition, status

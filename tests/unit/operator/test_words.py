@@ -1,4 +1,4 @@
-"""The sentence that a user reads beside each word of ``dlrm_operator.facts.reasons``: what, where, and the mend.
+"""The sentence that a user reads beside each word of ``dlrm_operator.reconcile.findings``: what, where, and the mend.
 
 A word that is new there needs a situation here (``@reads``), or a place among those that say all by themselves.
 """
@@ -15,10 +15,9 @@ from dlrm_api.names import USER_MUST_MEND, ExitCode
 from dlrm_api.progress import CheckpointerProgress, TerminationMessage
 from dlrm_api.status import Condition, DLRMJobStatus
 from dlrm_operator.controller.apply import Performer
-from dlrm_operator.facts.actions import ApplyStatus, EmitEvent
-from dlrm_operator.facts.observed import JobKey, Planning
-from dlrm_operator.facts.reasons import Reason
-from dlrm_operator.life.reconcile import reconcile
+from dlrm_operator.reconcile.findings import Reason
+from dlrm_operator.reconcile.reconcile import reconcile
+from dlrm_operator.reconcile.state import EmitEvent, JobKey, Planning, UpdateStatus
 from dlrm_testing.operator.hung_gang import hung, straggling
 from dlrm_testing.operator.kubelet_double import committed_word
 from dlrm_testing.operator.memory_api import MemoryApi
@@ -597,7 +596,7 @@ def test_a_turn_that_says_nothing_new_writes_nothing() -> None:
     cluster = running()
     bring_up(cluster)
 
-    assert not [action for action in cluster.turn() if isinstance(action, ApplyStatus | EmitEvent)]
+    assert not [action for action in cluster.turn() if isinstance(action, UpdateStatus | EmitEvent)]
 
 
 @pytest.mark.parametrize("reason", [Reason.ATTEMPT_FAILED, Reason.FAILED])

@@ -10,8 +10,8 @@ import pytest
 from dlrm_operator.api_client import ClusterUnavailableError, ConflictError
 from dlrm_operator.controller.observe import UnreadableStatusError
 from dlrm_operator.controller.work_queue import HELD_UP_S, LONGEST_BACKOFF_S, LONGEST_CONFLICT_S, SOON_S, Wakeups
-from dlrm_operator.facts.observed import JobKey
 from dlrm_operator.metrics import RECONCILES
+from dlrm_operator.reconcile.state import JobKey
 from dlrm_testing.operator.simulated_time import run_simulated
 
 A, B = JobKey("space", "a"), JobKey("space", "b")

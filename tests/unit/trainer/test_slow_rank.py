@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dlrm_api.names import Env, ExitCode
 from dlrm_api.progress import Progress, TrainerPhase
 from dlrm_api.run_report import Profile
-from dlrm_operator.life.stack_dumps import read_stacks
+from dlrm_operator.reconcile.health import read_stacks
 from dlrm_testing.trainer.gangs import Pod, job_document, plan_document, small_job
 
 SUPPORT = Path(__file__).parents[2] / "support"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from traceback import format_exception
 
 from dlrm_api.names import Label
-from dlrm_operator.facts.conditions import parse_timestamp
+from dlrm_operator.reconcile.findings import parse_timestamp
 from dlrm_testing.operator.fault_job import LONGEST_S, FaultJob
 from dlrm_testing.operator.fault_server import RefusedError, WorldError
 from dlrm_testing.operator.fault_strikes import FaultStrikes

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from dlrm_api.progress import SlowestRank, TrainerPhase
-from dlrm_operator.facts.observed import Polled, StacksSeen
+from dlrm_operator.reconcile.state import Polled, StacksSeen
 from dlrm_testing.operator.model_cluster import ModelCluster
 from dlrm_testing.operator.running_job import POD_0, POD_1, running, say
 

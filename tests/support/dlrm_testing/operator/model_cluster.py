@@ -9,36 +9,34 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.names import Label, pod_group
 from dlrm_api.progress import TerminationMessage
-from dlrm_operator.facts.actions import (
+from dlrm_operator.controller.informers import read_config_map, read_group, read_job, read_pod
+from dlrm_operator.reconcile.findings import timestamp
+from dlrm_operator.reconcile.reconcile import reconcile
+from dlrm_operator.reconcile.state import (
     Action,
-    ApplyConfigMap,
-    ApplyPodGroup,
-    ApplyService,
-    ApplyStatus,
+    Children,
+    CreateConfigMap,
     CreatePod,
+    CreatePodGroup,
+    CreateService,
+    CutAnswer,
     DeleteJob,
     DeleteObject,
+    DeleteWorkload,
     EmitEvent,
-    ReleaseGroup,
-    RequestCut,
-    RequestPlan,
-    RequestStacks,
-    WakeAt,
-)
-from dlrm_operator.facts.conditions import timestamp
-from dlrm_operator.facts.observed import (
-    Children,
-    CutAnswer,
     Groups,
     JobKey,
     JobSeen,
     Observed,
     Planning,
     Polled,
+    RequestCut,
+    RequestPlan,
+    RequestStacks,
     StacksSeen,
+    UpdateStatus,
+    WakeAt,
 )
-from dlrm_operator.facts.reading import read_config_map, read_group, read_job, read_pod
-from dlrm_operator.life.reconcile import reconcile
 from dlrm_planner import plan_job
 from dlrm_testing.operator.operator_cluster import job_document, planner_answer
 
@@ -128,7 +126,7 @@ class ModelCluster:
 
     def perform(self, action: Action) -> None:
         match action:
-            case ApplyStatus():
+            case UpdateStatus():
                 assert action.resource_version == self.job["metadata"]["resourceVersion"], "a stale write"
                 written = action.status.model_dump(mode="json", exclude_none=True)
                 self._check_transition_times(written)
@@ -137,7 +135,7 @@ class ModelCluster:
                 self.touch()
             case CreatePod(manifest=manifest):
                 self._create_pod(manifest)
-            case ApplyConfigMap(manifest=manifest):
+            case CreateConfigMap(manifest=manifest):
                 old = self.config_maps.get(manifest["metadata"]["name"])
                 same = old is None or (old.get("binaryData"), old.get("data")) == (
                     manifest.get("binaryData"),
@@ -145,11 +143,11 @@ class ModelCluster:
                 )
                 assert same, "an immutable ConfigMap can't change"
                 self.config_maps[manifest["metadata"]["name"]] = self._made(manifest)
-            case ApplyService(manifest=manifest):
+            case CreateService(manifest=manifest):
                 self.services[manifest["metadata"]["name"]] = self._made(manifest)
-            case ApplyPodGroup(manifest=manifest):
+            case CreatePodGroup(manifest=manifest):
                 self.groups[manifest["metadata"]["name"]] = self._made(manifest)
-            case ReleaseGroup():
+            case DeleteWorkload():
                 self._release(action.group)
             case DeleteObject():
                 self._delete(action)

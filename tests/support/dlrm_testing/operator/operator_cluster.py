@@ -13,7 +13,7 @@ from typing import Any
 from dlrm_api.plan import Plan, plan_to_parts, plan_without_tables
 from dlrm_cluster.api import Api, ApiError
 from dlrm_cluster.ports import free_port
-from dlrm_operator.facts.observed import Planning
+from dlrm_operator.reconcile.state import Planning
 from dlrm_testing.waiting import wait_until
 
 Object = dict[str, Any]

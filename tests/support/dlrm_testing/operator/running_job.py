@@ -4,8 +4,8 @@ from typing import Any
 
 from dlrm_api.progress import Progress, TrainerPhase
 from dlrm_api.status import Condition, ConditionType, DLRMJobStatus, FailureEvidence, Phase
-from dlrm_operator.facts.conditions import find_condition, timestamp
-from dlrm_operator.facts.observed import Polled
+from dlrm_operator.reconcile.findings import find_condition, timestamp
+from dlrm_operator.reconcile.state import Polled
 from dlrm_testing.operator.kubelet_double import committed_word
 from dlrm_testing.operator.model_cluster import ModelCluster
 

@@ -1,20 +1,23 @@
-"""What one turn knows of a job: plain, frozen facts that ``reconcile`` decides on."""
+"""Plain data: what is observed of a job, its gang, and the actions that reconcile returns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
+from typing import Literal
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob
-from dlrm_api.names import Container
+from dlrm_api.lifecycle import LifecycleSpec
+from dlrm_api.names import Container, trainer_pod
 from dlrm_api.plan import Plan, plan_without_tables
 from dlrm_api.progress import CheckpointerProgress, Progress, TerminationMessage, TrainerPhase
 from dlrm_api.status import DLRMJobStatus
-from dlrm_operator.facts.images import Images
-from dlrm_operator.facts.overlay_limits import RESTRICTED, OverlayLimits
+from dlrm_operator.manifests import Manifest
+from dlrm_operator.manifests.manifests import Images
+from dlrm_operator.manifests.restrictions import RESTRICTED, OverlayLimits
 
 
 @dataclass(frozen=True, order=True)
@@ -338,3 +341,275 @@ class Observed:
     """The API server's words, where it refused a child in an earlier turn."""
     refused_deletion: str = ""
     """The same, where it would not delete what has to go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreateService:
+    """Create the headless Service."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreateConfigMap:
+    """Create one immutable ConfigMap of the plan."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreatePodGroup:
+    """Create the object by which a gang scheduler knows one attempt's pods."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreatePod:
+    """POST one trainer pod. That it exists is success where it is this job's of this attempt."""
+
+    manifest: Manifest
+    owner_uid: str
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeleteObject:
+    """Delete one child, provided that it is still the one that was seen."""
+
+    kind: Literal["Pod", "ConfigMap", "PodGroup"]
+    key: JobKey
+    """The job's; the child is in its namespace."""
+    name: str
+    uid: str
+    force: bool = False
+    """Do not wait for the kubelet: for a pod that should have ended long ago."""
+    grace_s: int | None = None
+    """Seconds that the kubelet gives it; None: those that the pod's own spec says."""
+    api_version: str = "v1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeleteWorkload:
+    """Delete Kueue's Workload of a group that has ended, so that Kueue takes its finalizers off the group's pods."""
+
+    key: JobKey
+    group: str
+    pod_uid: str
+    """One of the group's pods: a Workload of that name that does not belong to it is left alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeleteJob:
+    """Delete the job itself, provided that it has not changed since; the garbage collector does the rest."""
+
+    key: JobKey
+    uid: str
+    resource_version: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateStatus:
+    """Server-side apply of the whole status, provided that the job has not changed since it was seen.
+
+    A change of what decides nothing, such as its labels, is none: spec, status and life are.
+    """
+
+    key: JobKey
+    uid: str
+    resource_version: str
+    status: DLRMJobStatus
+    seen: DLRMJobStatus | None = None
+    """The status that the job had then."""
+    decisive: bool = True
+    """Whether later decisions rest on it; then the facts behind it must be live ones."""
+    passing: bool = False
+    """Whether it may be left out for a moment: nothing rests on it, and the next one is likely to be close behind."""
+    repeatable: bool = False
+    """Whether another operator would come to it too, from the plan and the pods that are there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmitEvent:
+    """An Event on the job; its name is a function of what it says, so that a repeated turn adds none."""
+
+    key: JobKey
+    uid: str
+    kind: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanQuestion:
+    """What a plan is a function of. Questions with equal marks have equal answers."""
+
+    uid: str
+    generation: int
+    profile_version: str
+    reserve: int = 0
+    """Bytes of memory of each pod that are to stay free."""
+    job: DLRMJob = field(compare=False, repr=False)
+    profile: HardwareProfile | None = field(compare=False, repr=False)
+    traces: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """The document of each trace that the job refers to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestPlan:
+    """Start the planner for the job's spec; the answer is observed in a later turn."""
+
+    key: JobKey
+    question: PlanQuestion
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestCut:
+    """Ask pod 0 for a cut, with its attempt's token; the answer is observed in a later turn."""
+
+    key: JobKey
+    uid: str
+    attempt: int
+    question: CutQuestion
+    ip: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestStacks:
+    """Ask every pod of a gang that seems to hang what its ranks are doing; the answers are observed in a later turn."""
+
+    key: JobKey
+    place: Place
+    ips: Mapping[str, str]
+    """Address by pod."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WakeAt:
+    """Look again then, though nothing may have changed."""
+
+    key: JobKey
+    time: datetime = field(compare=False)
+
+
+Action = (
+    CreateService
+    | CreateConfigMap
+    | CreatePodGroup
+    | CreatePod
+    | DeleteObject
+    | DeleteWorkload
+    | DeleteJob
+    | UpdateStatus
+    | EmitEvent
+    | RequestPlan
+    | RequestCut
+    | RequestStacks
+    | WakeAt
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gang:
+    """The pods of the current attempt, by index."""
+
+    job: str
+    attempt: int
+    size: int | None
+    """Pods that the plan asks for; None until there is a plan."""
+    whole: bool
+    """Whether all of them were there at once in an earlier turn: one that lacks now was deleted."""
+    pods: Mapping[int, PodSeen]
+    trainer: Progress | None
+    """What pod 0 says of this very attempt; None where it does not answer."""
+    checkpointer: CheckpointerProgress | None
+    place: Place | None
+    """Where it is."""
+    still_s: float
+    """Seconds for which it answered and did not move."""
+    slow_s: float
+    """Seconds for which it named one rank as far slower than the others."""
+    last_step: int
+    """Newest step that the status knows of."""
+    grace: timedelta
+    """What each pod has for its last cut and the upload of that."""
+    queue_words: str = ""
+    """Why Kueue lets it wait."""
+
+    def missing(self) -> list[int]:
+        """Indices without a pod."""
+        return [index for index in range(self.size or 0) if index not in self.pods]
+
+    def pod_name(self, index: int) -> str:
+        """Name of the pod at ``index``."""
+        return trainer_pod(self.job, self.attempt, index)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every pod is there."""
+        return self.size is not None and not self.missing()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every trainer ended well."""
+        return self.complete and all(pod.finished for pod in self.pods.values())
+
+    @property
+    def checkpoints(self) -> list[CheckpointerProgress]:
+        """What its checkpointers say: those that left a message, and that of pod 0."""
+        left = [pod.checkpointer.checkpoint for pod in self.pods.values() if pod.checkpointer]
+        return [word for word in (*left, self.checkpointer) if word is not None]
+
+    @property
+    def committed(self) -> CheckpointerProgress | None:
+        """The furthest word of any checkpointer of this attempt."""
+        known = [word for word in self.checkpoints if word.committed_step is not None]
+        return max(known, key=lambda word: word.committed_step or 0, default=None)
+
+    @property
+    def last_word(self) -> Progress | None:
+        """What pod 0 said last: in the message that it left, else when it was asked."""
+        first = self.pods.get(0)
+        left = first.trainer.termination if first and first.trainer else None
+        return left.progress if left and left.progress else self.trainer
+
+    @property
+    def final_step(self) -> int:
+        """Step at which training ended, by the trainers' own messages; the newest known one without them."""
+        left = [pod.trainer.termination for pod in self.pods.values() if pod.trainer]
+        return max((word.step for word in left if word and word.step is not None), default=self.last_step)
+
+
+def current_gang(observed: Observed, status: DLRMJobStatus) -> Gang:
+    """The gang of the status' attempt; pods of another owner or attempt are none of it."""
+    pods = {
+        pod.index: pod for pod in observed.pods if pod.attempt == status.attempt and pod.owner_uid == observed.job.uid
+    }
+    polled = observed.polled
+    first = pods.get(0)
+    fits = polled is not None and first is not None and polled.pod_uid == first.uid
+    trainer = polled.trainer if polled and fits else None
+    current = polled if trainer and trainer.attempt == status.attempt else None
+    return Gang(
+        job=observed.job.key.name,
+        attempt=status.attempt,
+        size=status.plan.nodes if status.plan else None,
+        whole=status.gang_attempt == status.attempt,
+        pods=pods,
+        trainer=trainer if current else None,
+        place=current.place if current else None,
+        still_s=current.still_s if current else 0.0,
+        slow_s=current.slow_s if current else 0.0,
+        checkpointer=polled.checkpointer if polled and fits else None,
+        last_step=status.progress.step if status.progress else 0,
+        grace=timedelta(seconds=_lifecycle(observed).termination_grace_period),
+        queue_words=observed.queue_words,
+    )
+
+
+def _lifecycle(observed: Observed) -> LifecycleSpec:
+    """The defaults where the spec can't be read."""
+    spec = observed.job.spec
+    return spec.spec.lifecycle if isinstance(spec, DLRMJob) else LifecycleSpec()

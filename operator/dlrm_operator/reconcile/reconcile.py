@@ -1,43 +1,105 @@
-"""The decision: from what is observed of one job to what is to be done. Pure, total, level-triggered.
+"""Decide what to do for one job: a pure, total, level-triggered function of what was observed and the time.
 
-Nothing but the argument and the clock decides: no earlier turn, no kind of event. Two rules hold all else up:
+- The status is written before its consequences. A failed attempt is charged, recorded and followed by the next number
+  in one write; only then are its pods deleted. A crash in between repeats the deletion, never the charge.
+- The attempt number is the barrier. While a pod of another attempt exists, none is created.
 
-- The status goes ahead of its consequences. An attempt that failed is charged, recorded and followed by the next
-  number in one write; only then are its pods deleted. A crash in between repeats the deletion, never the charge.
-- The number is the barrier. While a pod of another attempt than the status' exists, none is created.
-
-Only that a gang is whole is said after its last pod was created, for it says that they were all there.
+Only that all pods of an attempt exist is written after the last of them was created.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob
+from dlrm_api.lifecycle import RestartSpec
 from dlrm_api.names import Label
 from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
-from dlrm_operator.facts.actions import Action, ApplyStatus, WakeAt
-from dlrm_operator.facts.conditions import with_old_times
-from dlrm_operator.facts.gang import current_gang
-from dlrm_operator.facts.observed import JobSeen, Observed, PodSeen
-from dlrm_operator.facts.reasons import Reason
-from dlrm_operator.life.absorbing import with_final_step, with_progress, with_snapshot
-from dlrm_operator.life.budgets import after_failure
-from dlrm_operator.life.clearing import astray_words, recall, refusal_words
-from dlrm_operator.life.course import Decision, earliest, go_on
-from dlrm_operator.life.endings import after_the_end, at_the_end, failed, is_retried, remembering, retried, succeeded
-from dlrm_operator.life.formation import LOOK_AGAIN
-from dlrm_operator.life.hangs import watch
-from dlrm_operator.life.invalid_specs import without_spec
-from dlrm_operator.life.leftovers import last_words
-from dlrm_operator.life.phases import FINISHED, in_phase, with_store_health, with_truth
-from dlrm_operator.life.releases import releases
-from dlrm_operator.life.restarts import Outcome, Verdict, judge, without_plan
-from dlrm_operator.life.transitions import transition_events
-from dlrm_operator.life.unknown_fields import beside_running, unknown_words
-from dlrm_operator.life.writing import is_decisive, is_passing, is_repeatable, worth_writing
+from dlrm_operator.reconcile.attempts import (
+    Outcome,
+    Verdict,
+    _at_rest,
+    after_failure,
+    failed,
+    is_retried,
+    judge,
+    remembering,
+    retried,
+    succeeded,
+    without_plan,
+)
+from dlrm_operator.reconcile.compat import beside_running
+from dlrm_operator.reconcile.findings import (
+    FINISHED,
+    Reason,
+    in_phase,
+    is_decisive,
+    is_passing,
+    is_repeatable,
+    transition_events,
+    unknown_words,
+    with_old_times,
+    with_truth,
+    worth_writing,
+)
+from dlrm_operator.reconcile.gang import (
+    LOOK_AGAIN,
+    astray_words,
+    last_words,
+    left_groups,
+    of_whole_gang,
+    recall,
+    refusal_words,
+    releases,
+    tidy,
+)
+from dlrm_operator.reconcile.health import watch, with_final_step, with_progress, with_snapshot, with_store_health
+from dlrm_operator.reconcile.shutdown import Decision, earliest, expiry, go_on
+from dlrm_operator.reconcile.state import (
+    Action,
+    DeleteJob,
+    Gang,
+    JobSeen,
+    Observed,
+    PodSeen,
+    UpdateStatus,
+    WakeAt,
+    current_gang,
+)
+
+
+def without_spec(observed: Observed, problem: InvalidSpecError, status: DLRMJobStatus, now: datetime) -> Decision:
+    """What a job comes to of which only the gang can be judged: that one ends well, or what follows it waits."""
+    gang = current_gang(observed, status)
+    if not gang.pods:
+        return Decision(status=failed(status, Reason.INVALID_SPEC, str(problem), now))
+    status = with_snapshot(status, gang.checkpoints, heals=False)  # whether progress resets budgets is not known
+    status = with_store_health(with_progress(status, gang, now), gang, now)
+    verdict = judge(gang, RestartSpec(), now)
+    if verdict.outcome is Outcome.SUCCEEDED:
+        return Decision(status=succeeded(with_final_step(status, gang, now), now))
+    words = f"{problem}: mend it, or upgrade the operator where it is older than the CustomResourceDefinition"
+    if verdict.outcome is Outcome.ONGOING:
+        return Decision(status=_at_work(status, gang, words, now), wake=verdict.settle_at)
+    return Decision(status=_broken(status, gang, verdict, words, now))
+
+
+def _at_work(status: DLRMJobStatus, gang: Gang, words: str, now: datetime) -> DLRMJobStatus:
+    if gang.whole and gang.size is not None:
+        return beside_running(of_whole_gang(status, gang, now), words, now)
+    return with_truth(status, ConditionType.RUNNING, "False", Reason.INVALID_SPEC, words, now=now)
+
+
+def _broken(status: DLRMJobStatus, gang: Gang, verdict: Verdict, words: str, now: datetime) -> DLRMJobStatus:
+    """The gang failed, and is judged by its pods once the spec says how: till then in a phase that lets that change."""
+    evidence = verdict.evidence
+    assert evidence is not None, "a failure has evidence"
+    why = f"attempt {gang.attempt} ended ({evidence.reason}), and what follows is asked of the spec: {words}"
+    status = with_truth(status, ConditionType.RUNNING, "False", Reason.INVALID_SPEC, why, now=now)
+    return in_phase(status, Phase.PENDING)
 
 
 def reconcile(observed: Observed, now: datetime) -> tuple[Action, ...]:
@@ -75,8 +137,8 @@ def reconcile(observed: Observed, now: datetime) -> tuple[Action, ...]:
     return (*write, *decision.actions, *wakes, *released)
 
 
-def _apply_status(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> ApplyStatus:
-    return ApplyStatus(
+def _apply_status(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> UpdateStatus:
+    return UpdateStatus(
         key=job.key,
         uid=job.uid,
         resource_version=job.resource_version,
@@ -159,3 +221,45 @@ def _after_attempt(
         return Decision(status=failed(after.status, after.reason, after.fatal, now))
     status = with_truth(after.status, ConditionType.RUNNING, "False", after.reason, evidence.message, now=now)
     return go_on(observed, spec, status, now)
+
+
+def after_the_end(observed: Observed, status: DLRMJobStatus, now: datetime) -> Iterator[Action]:
+    """What is done for a job whose status says that it has finished: it is deleted when its time is over."""
+    job = observed.job
+    due = _expiry(observed, status)
+    if due is not None and now >= due:
+        yield DeleteJob(key=job.key, uid=job.uid, resource_version=job.resource_version)
+        return
+    judged = status.phase is Phase.SUCCEEDED or _is_judged(job)
+    if job.generation > status.observed_generation and judged:
+        yield _seen(job, status)
+    yield from at_the_end(observed, status, now)
+
+
+def _is_judged(job: JobSeen) -> bool:
+    """Whether it is known that the change mends nothing; of a field that is not known here a newer operator decides."""
+    return not job.unknown_fields or _at_rest(job)
+
+
+def _seen(job: JobSeen, status: DLRMJobStatus) -> UpdateStatus:
+    """A change that starts nothing was seen; after a suspension the resume alone starts a failed job again."""
+    kept = None if _at_rest(job) else status.failed_spec
+    after = status.model_copy(update={"observed_generation": job.generation, "failed_spec": kept})
+    return UpdateStatus(
+        key=job.key, uid=job.uid, resource_version=job.resource_version, status=after, seen=status, decisive=True
+    )
+
+
+def at_the_end(observed: Observed, status: DLRMJobStatus, now: datetime) -> Iterator[Action]:
+    """What follows the write that ends a job: nothing of it trains on or keeps room, and its time begins."""
+    lifecycle = observed.job.spec.spec.lifecycle if isinstance(observed.job.spec, DLRMJob) else None
+    yield from tidy(observed, status, lifecycle, now)
+    yield from left_groups(observed)
+    due = _expiry(observed, status)
+    if due is not None:
+        yield WakeAt(key=observed.job.key, time=due)
+
+
+def _expiry(observed: Observed, status: DLRMJobStatus) -> datetime | None:
+    spec = observed.job.spec
+    return expiry(status, spec.spec.lifecycle) if isinstance(spec, DLRMJob) else None

@@ -1,0 +1,1 @@
+"""The decisions of the operator: pure functions from what was observed of a job to actions."""
