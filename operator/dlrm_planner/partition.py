@@ -6,10 +6,17 @@ Source: Karmarkar & Karp, "The differencing method of set partitioning", 1982 (L
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dlrm_api.job import DLRMJobSpec
+from dlrm_planner.estimate import Costs
+from dlrm_planner.tables import ELEMENT_BYTES, Tables
+from dlrm_planner.types import Needs, NoPlacement, Shards, Split, cut
 
 Ranks = NDArray[np.int64]
 Slots = NDArray[np.unsignedinteger]
@@ -83,7 +90,7 @@ def tightest(items: Items, bins: Bins) -> Ranks | Misfit:
 
 
 def largest_differences(items: Items, bins: Bins) -> Ranks:
-    """Balance cost by the k-way largest differencing method; memory is left to :func:`dlrm_planner.repair.repair`.
+    """Balance cost by the k-way largest differencing method; memory is left to :func:`dlrm_planner.partition.repair`.
 
     Items that may not go everywhere are placed first, greedily, and enter as one part whose ranks are fixed. At its
     peak it takes some 6 bytes for each item and rank (10 with over 65,536 ranks).
@@ -185,3 +192,189 @@ def _place(items: Items, bins: Bins, order: list[int], *, by_room: bool) -> Rank
         load[ranks[i]] += items.cost[i]
         room[bins.node[ranks[i]]] -= items.held_bytes[i]
     return ranks
+
+
+TIGHTEST = "best fit by bytes"
+MOST_DIFFERENCED = 2**25
+"""Items times ranks up to which largest differencing is tried: it takes up to 200 MiB then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Which tables are replicated, which are split and how, and the rank of each shard."""
+
+    replicated: tuple[int, ...]
+    splits: dict[int, Split]
+    shards: Shards
+    ranks: Ranks
+    """(N,) of each shard."""
+    method: str
+    imbalance: dict[str, float]
+    """Largest over mean cost of a rank, by partitioner that found a placement of these splits."""
+    pace: float
+    """What a step takes of the slowest ranks, as a cost: reads of the one that reads most, bytes of the one that
+    exchanges most, and the all-reduce of replicas."""
+
+    def on_pod(self, pod: int, processes: int) -> NDArray[np.int64]:
+        """Shards of one pod."""
+        return np.flatnonzero(self.ranks // processes == pod)
+
+    @cached_property
+    def whole(self) -> tuple[int, ...]:
+        """Tables that are one shard."""
+        return tuple(
+            i for i, kind in zip(self.shards.table.tolist(), self.shards.kinds, strict=True) if kind == "table"
+        )
+
+
+class Attempt:
+    """One set of splits, and the placements of its shards."""
+
+    def __init__(
+        self,
+        spec: DLRMJobSpec,
+        tables: Tables,
+        costs: Costs,
+        needs: Needs,
+        splits: dict[int, Split],
+    ) -> None:
+        which = needs.placed
+        self.shards, self._needs = cut(tables, which, splits), needs
+        self._splits = {i: split for i, split in splits.items() if split.kind != "table"}
+        self.items = Items(
+            cost=self.shards.cost(costs),
+            held_bytes=np.array(
+                needs.measure(self.shards) if needs.bounded else (0,) * len(self.shards.kinds), np.int64
+            ),
+            allowed=self.shards.allowed,
+        )
+        node = np.arange(spec.world_size, dtype=np.int64) // needs.sharing
+        self.bins = Bins(node=node, room=np.array(needs.room, np.int64))
+        replicas = np.array(needs.replicated, np.int64)  # whose samples stay on their ranks
+        self._share = float(costs.read(replicas, 1.0, costs.dims[replicas]).sum()) / spec.world_size
+        self._exchanged = self.items.cost - costs.read(self.shards.table, self.shards.share, self.shards.width)
+        elements = sum(tables.specs[i].rows * tables.specs[i].dim for i in needs.replicated)
+        self._beside = self._share + costs.exchange * 2 * costs.away * ELEMENT_BYTES * elements
+        self.least_pace = float(self.items.cost.sum()) / spec.world_size + self._beside
+
+    def balanced(self) -> Iterator[Placement]:
+        """Placements of the partitioners that keep to the caps, the best balanced first."""
+        found = dict(_balanced(self.items, self.bins))
+        imbalance = {name: self._imbalance(ranks) for name, ranks in found.items()}
+        for method in sorted(found, key=lambda name: imbalance[name]):
+            yield self.placement(method, found[method], imbalance)
+
+    def placement(self, method: str, ranks: Ranks, others: dict[str, float]) -> Placement:
+        """One of them."""
+        return Placement(
+            replicated=self._needs.replicated,
+            splits=self._splits,
+            shards=self.shards,
+            ranks=ranks,
+            method=method,
+            imbalance={**others, method: self._imbalance(ranks)},
+            pace=self._pace(ranks),
+        )
+
+    def by_room(self) -> Placement | Misfit:
+        """Best fit by bytes."""
+        packed = tightest(self.items, self.bins)
+        return packed if isinstance(packed, Misfit) else self.placement(TIGHTEST, packed, {})
+
+    def by_load(self, method: str) -> Placement | None:
+        """The least loaded rank for each, where that fits."""
+        ranks = greedy(self.items, self.bins)
+        return None if isinstance(ranks, Misfit) else self.placement(method, ranks, {})
+
+    def misfit(self, found: Misfit) -> NoPlacement:
+        """Why there is none of these splits."""
+        i = int(self.shards.table[found.item])
+        return NoPlacement(table=i, rank=found.rank, held=self._needs.held[i], room=found.room, alone=False)
+
+    def _pace(self, ranks: Ranks) -> float:
+        exchanged = np.bincount(ranks, weights=self._exchanged, minlength=self.bins.world_size)
+        read = np.bincount(ranks, weights=self.items.cost - self._exchanged, minlength=self.bins.world_size)
+        return float(read.max() + exchanged.max()) + self._beside
+
+    def _imbalance(self, ranks: Ranks) -> float:
+        load = loads(self.items, self.bins, ranks) + self._share
+        mean = float(load.mean())
+        return float(load.max()) / mean if mean > 0 else 1.0
+
+
+def _balanced(items: Items, bins: Bins) -> Iterator[tuple[str, Ranks]]:
+    small = sum(not allowed for allowed in items.allowed) * bins.world_size <= MOST_DIFFERENCED
+    if small and (differenced := repair(items, bins, largest_differences(items, bins))) is not None:
+        yield "largest differencing", differenced
+    if not isinstance(spread := greedy(items, bins), Misfit):
+        yield "greedy", spread
+
+
+MAX_SWAPS = 200
+"""Swaps look at pairs of items, so they are bounded; greedy placement stands behind them."""
+
+
+def repair(items: Items, bins: Bins, ranks: Ranks) -> Ranks | None:
+    """Move, then swap, items off nodes that hold too much; None where that does not end under the caps.
+
+    Every move and swap lowers the bytes above the caps, so the loop ends.
+    """
+    ranks, swaps = ranks.copy(), 0
+    while True:
+        left = room_left(items, bins, ranks)
+        node = int(np.argmin(left))
+        if left[node] >= 0:
+            return ranks
+        if _move(items, bins, ranks, left, node):
+            continue
+        swaps += 1
+        if swaps > MAX_SWAPS or not _swap(items, bins, ranks, left, node):
+            return None
+
+
+def _may_go(items: Items, which: NDArray[np.int64], world_size: int) -> NDArray[np.bool_]:
+    """(len(which), W) whether each item may live on each rank."""
+    may = np.ones((len(which), world_size), bool)
+    for row, i in enumerate(which):
+        if items.allowed[i]:
+            may[row] = False
+            may[row, list(items.allowed[i])] = True
+    return may
+
+
+def _move(items: Items, bins: Bins, ranks: Ranks, left: NDArray[np.int64], node: int) -> bool:
+    """Move the item whose departure from ``node`` leaves the lowest load where it goes; False if none can go."""
+    here = np.flatnonzero((bins.node[ranks] == node) & (items.held_bytes > 0))
+    size = items.held_bytes[here]
+    open_ = (size[:, None] <= left[bins.node][None, :]) & _may_go(items, here, bins.world_size)
+    if not open_.any():
+        return False
+    after = loads(items, bins, ranks)[None, :] + items.cost[here][:, None]
+    enough = (size >= -left[node])[:, None]  # one move that is enough beats several
+    score = np.where(open_, after + np.where(enough, 0.0, after.max() + 1.0), np.inf)
+    item, rank = np.unravel_index(int(np.argmin(score)), score.shape)
+    ranks[here[item]] = rank
+    return True
+
+
+def _swap(items: Items, bins: Bins, ranks: Ranks, left: NDArray[np.int64], node: int) -> bool:
+    """Swap a large item of ``node`` for a smaller one elsewhere; False if no pair helps."""
+    home = bins.node[ranks]
+    here, there = np.flatnonzero(home == node), np.flatnonzero(home != node)
+    if not len(here) or not len(there):
+        return False
+    freed = items.held_bytes[here][:, None] - items.held_bytes[there][None, :]
+    open_ = (freed > 0) & (freed <= left[home[there]][None, :])
+    open_ &= _may_go(items, here, bins.world_size)[:, ranks[there]]
+    open_ &= _may_go(items, there, bins.world_size)[:, ranks[here]].T
+    if not open_.any():
+        return False
+    load = loads(items, bins, ranks)
+    shift = items.cost[here][:, None] - items.cost[there][None, :]
+    worse = np.maximum(load[ranks[here]][:, None] - shift, load[ranks[there]][None, :] + shift)
+    enough = freed >= -left[node]
+    score = np.where(open_, worse + np.where(enough, 0.0, np.abs(worse).max() + 1.0), np.inf)
+    a, b = np.unravel_index(int(np.argmin(score)), score.shape)
+    i, j = here[a], there[b]
+    ranks[i], ranks[j] = ranks[j], ranks[i]
+    return True

@@ -10,10 +10,10 @@ from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, Prediction
 from dlrm_api.tiers import BLOCK_PAGE_BYTES, Tier
-from dlrm_planner.costs import ELEMENT_BYTES, ROW_READS, ROW_WRITES, WIRE_BYTES, Costs, Floats, lookup_tier
-from dlrm_planner.dense import dense_parameters, largest_slice, step_flops
-from dlrm_planner.placement import Placement
+from dlrm_planner.estimate import ROW_READS, ROW_WRITES, WIRE_BYTES, Costs, Floats, lookup_tier
+from dlrm_planner.partition import Placement
 from dlrm_planner.question import Solution
+from dlrm_planner.tables import ELEMENT_BYTES, dense_parameters, largest_slice, step_flops
 
 SECONDS_PER_HOUR = 3_600
 LEAST_MISSES = 1e-9

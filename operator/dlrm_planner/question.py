@@ -14,15 +14,13 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Device
 from dlrm_api.tiers import CLASS_BUFFER_BYTES, TIER_BUFFER_BYTES
 from dlrm_api.trace import TableTrace
-from dlrm_planner.costs import Costs, read_costs
-from dlrm_planner.devices import check_device_tables, device_limit, device_of
-from dlrm_planner.memory import Limit, pod_limit
-from dlrm_planner.needs import NoPlacement
-from dlrm_planner.placement import Placement
-from dlrm_planner.reuse import Reuse, read_reuse
-from dlrm_planner.stacks import SlowTier, Stacks, slow_caps, stack_classes
+from dlrm_planner.estimate import Costs, read_costs
+from dlrm_planner.hit_rates import Reuse, read_reuse
+from dlrm_planner.memory import Limit, check_device_tables, device_limit, device_of, pod_limit
+from dlrm_planner.partition import Placement
 from dlrm_planner.tables import Tables
-from dlrm_planner.tiering import Levels, Short
+from dlrm_planner.tiers import Levels, Short, SlowTier, Stacks, slow_caps, stack_classes
+from dlrm_planner.types import NoPlacement
 
 
 @dataclass(frozen=True, kw_only=True)

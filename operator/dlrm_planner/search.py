@@ -11,17 +11,16 @@ from itertools import product
 
 import numpy as np
 
+from dlrm_planner.enumerate import pinned, worth_replicating
 from dlrm_planner.memory import slice_bytes
-from dlrm_planner.needs import NoPlacement, whole_needs
-from dlrm_planner.placement import Placement
-from dlrm_planner.placing import place
+from dlrm_planner.partition import Placement
 from dlrm_planner.predict import slowdown
+from dlrm_planner.propose import place
 from dlrm_planner.question import Question, Refusal, Solution
-from dlrm_planner.sharding import pinned, worth_replicating
-from dlrm_planner.stacks import pinned_slow
 from dlrm_planner.tables import Tables
 from dlrm_planner.tiered import Tiered
-from dlrm_planner.tiering import Short
+from dlrm_planner.tiers import Short, pinned_slow
+from dlrm_planner.types import NoPlacement, whole_needs
 
 WORTH_SLICES = 0.9
 """Cuts are handed over in slices where full ones fit too, if that brings a step below this part of what it was."""

@@ -10,16 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.tiers import TIER_BUFFER_BYTES
-from dlrm_planner.costs import Floats
+from dlrm_planner.estimate import Floats
+from dlrm_planner.hit_rates import Reuse
 from dlrm_planner.memory import fixed_pod_bytes
-from dlrm_planner.needs import UNBOUNDED, Needs, NoPlacement, whole_needs
-from dlrm_planner.placement import Placement
+from dlrm_planner.partition import Placement
 from dlrm_planner.question import Question
-from dlrm_planner.reuse import Reuse
-from dlrm_planner.sharding import replica_bytes
-from dlrm_planner.shards import Shards, cut
-from dlrm_planner.stacks import Stacks, read_stacks
-from dlrm_planner.tiering import Levels, Room, Short, tier_tables
+from dlrm_planner.tables import replica_bytes
+from dlrm_planner.tiers import Levels, Room, Short, Stacks, read_stacks, tier_tables
+from dlrm_planner.types import UNBOUNDED, Needs, NoPlacement, Shards, cut, whole_needs
 
 SCALE = 2**40
 """Parts of a node that mixed needs are counted in."""

@@ -11,7 +11,7 @@ from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_planner import plan_job
-from dlrm_planner.sizes import EXACT, GRID, Judged, choose_size
+from dlrm_planner.choose import EXACT, GRID, Judged, choose_size
 
 MakeSpec = Callable[..., DLRMJobSpec]
 MakeProfile = Callable[..., HardwareProfile]

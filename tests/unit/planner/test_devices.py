@@ -18,9 +18,8 @@ from dlrm_api.plan import Plan, TierShare, parse_plan
 from dlrm_api.row_optimizers import RowOptimizerKind
 from dlrm_api.training import RowOptimizerSpec, TrainingSpec
 from dlrm_planner import plan_job, working_set_bytes
-from dlrm_planner.dense import activation_bytes, update_bytes
-from dlrm_planner.devices import CONTEXT_BYTES, device_working_bytes
-from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES
+from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES, CONTEXT_BYTES, device_working_bytes
+from dlrm_planner.tables import activation_bytes, update_bytes
 
 MIB, GIB = 2**20, 2**30
 MakeSpec = Callable[..., DLRMJobSpec]

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_planner.fill import Filled, Wants, fill
+from dlrm_planner.tiers import Filled, Wants, fill
 
 
 @st.composite

@@ -13,7 +13,7 @@ import pytest
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
-from dlrm_planner import plan_job, policy, reuse
+from dlrm_planner import hit_rates, plan_job, policy
 
 MakeSpec = Callable[..., DLRMJobSpec]
 MakeProfile = Callable[..., HardwareProfile]
@@ -135,6 +135,6 @@ def test_a_processor_that_rounds_otherwise_makes_the_same_plans(
     here = plans(seed, make_spec, make_profile)
 
     for other in (1, 2):
-        for module in (reuse, policy):
+        for module in (hit_rates, policy):
             monkeypatch.setattr(module, "np", OtherProcessor(other))
         assert plans(seed, make_spec, make_profile) == here

@@ -11,8 +11,8 @@ from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan
 from dlrm_planner import plan_job
+from dlrm_planner.enumerate import NEAR
 from dlrm_planner.search import WORTH_SLICES
-from dlrm_planner.splitting import NEAR
 
 MakeSpec = Callable[..., DLRMJobSpec]
 MakeProfile = Callable[..., HardwareProfile]

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_planner.partition import Bins, Items, Misfit, fits, greedy, largest_differences, loads, tightest
-from dlrm_planner.repair import repair
+from dlrm_planner.partition import Bins, Items, Misfit, fits, greedy, largest_differences, loads, repair, tightest
 
 
 def make_items(

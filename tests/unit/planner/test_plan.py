@@ -16,7 +16,7 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Device, Plan, parse_plan, plan_from_parts, plan_to_parts
 from dlrm_api.training import TrainingSpec
 from dlrm_planner import plan_job, working_set_bytes
-from dlrm_planner.dense import activation_bytes, exchange_bytes
+from dlrm_planner.tables import activation_bytes, exchange_bytes
 from dlrm_testing.split_rows import range_bytes
 
 MIB, GIB = 2**20, 2**30
@@ -260,10 +260,10 @@ def test_shards_that_pins_ask_for_are_counted_before_any_is_made(
     make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch, pin: dict[str, Any], trainer: dict[str, int], shards: int
 ) -> None:
     spec = make_spec([table(f"t{i}", 1_000, columnBlock=4, pin=pin) for i in range(4)], **trainer)
-    monkeypatch.setattr("dlrm_planner.sharding.MOST_SHARDS", shards)
+    monkeypatch.setattr("dlrm_planner.enumerate.MOST_SHARDS", shards)
     plan = plan_job(spec)
-    monkeypatch.setattr("dlrm_planner.sharding.MOST_SHARDS", shards - 1)
-    monkeypatch.setattr("dlrm_planner.planner.question", None)  # nobody gets that far
+    monkeypatch.setattr("dlrm_planner.enumerate.MOST_SHARDS", shards - 1)
+    monkeypatch.setattr("dlrm_planner.choose.question", None)  # nobody gets that far
 
     with pytest.raises(InvalidSpecError) as refused:
         plan_job(spec)
@@ -278,7 +278,7 @@ def test_a_plan_of_more_shards_than_it_holds_is_refused_whoever_split_the_tables
 ) -> None:
     spec = make_spec([table("t", 1_000_000, maxLookups=90)], replicas=4)
     shards = len(plan_job(spec).tables[0].shards)
-    monkeypatch.setattr("dlrm_planner.planner.MOST_SHARDS", shards - 1)
+    monkeypatch.setattr("dlrm_planner.choose.MOST_SHARDS", shards - 1)
 
     with pytest.raises(InvalidSpecError, match=f"the tables take {shards} shards over 4 ranks"):
         plan_job(spec)

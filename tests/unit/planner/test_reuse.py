@@ -12,7 +12,7 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.trace import CurvePoint, ReuseBin, TableTrace, Trace
 from dlrm_planner import plan_job, read_traces, trace_references
-from dlrm_planner.reuse import Reuse, read_reuse
+from dlrm_planner.hit_rates import Reuse, read_reuse
 from dlrm_planner.tables import read_tables
 
 MakeSpec = Callable[..., DLRMJobSpec]

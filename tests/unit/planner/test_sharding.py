@@ -14,7 +14,7 @@ from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, Shard
 from dlrm_planner import plan_job
-from dlrm_planner.splitting import spread
+from dlrm_planner.enumerate import spread
 
 MIB, GIB = 2**20, 2**30
 MakeSpec = Callable[..., DLRMJobSpec]

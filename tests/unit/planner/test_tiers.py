@@ -17,7 +17,7 @@ from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Plan, TierShare
 from dlrm_planner import plan_job, working_set_bytes
-from dlrm_planner.reuse import read_reuse
+from dlrm_planner.hit_rates import read_reuse
 from dlrm_planner.tables import read_tables
 from dlrm_testing.split_rows import range_bytes
 

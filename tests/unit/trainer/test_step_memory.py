@@ -12,7 +12,8 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
 from dlrm_api.tables import TablePin
 from dlrm_planner import plan_job
-from dlrm_planner.dense import (
+from dlrm_planner.memory import dense_bytes
+from dlrm_planner.tables import (
     OPTIMIZER_COPIES,
     activation_bytes,
     dense_parameters,
@@ -20,9 +21,8 @@ from dlrm_planner.dense import (
     exchange_bytes,
     lookup_bytes,
     message_bytes,
+    read_tables,
 )
-from dlrm_planner.memory import dense_bytes
-from dlrm_planner.tables import read_tables
 from dlrm_testing.trainer.gangs import hand_plan, run_ranks, small_job
 from dlrm_testing.trainer.gpus import gpu_of
 from dlrm_testing.trainer.live_memory import LiveMemory

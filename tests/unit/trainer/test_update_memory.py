@@ -11,7 +11,7 @@ from torch import Tensor
 from dlrm_api.row_optimizers import RowOptimizerKind
 from dlrm_api.tiers import RowDtype
 from dlrm_api.training import RowOptimizerSpec
-from dlrm_planner.dense import UPDATED_ELEMENT_BYTES, UPDATED_ROW_BYTES
+from dlrm_planner.tables import UPDATED_ELEMENT_BYTES, UPDATED_ROW_BYTES
 from dlrm_testing.trainer.live_memory import LiveMemory
 from dlrm_testing.trainer.pretended_gpu import Pretended
 from dlrm_trainer.embedding import device, updates

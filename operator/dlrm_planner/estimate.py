@@ -15,9 +15,8 @@ from dlrm_api.hardware import HardwareProfile, TierSpec
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Device
 from dlrm_api.wire import Codec
+from dlrm_planner.tables import ELEMENT_BYTES
 
-ELEMENT_BYTES = 4
-"""fp32: what is computed and handed over, whatever the type of the rows."""
 NARROW_ROWS = 2**31
 """Where all tables have fewer rows, ids of four bytes travel, else of eight."""
 WEIGHT_BYTES = 4

@@ -1,9 +1,9 @@
-"""From a job and the hardware to the plan: a pure function of its inputs."""
+"""Choose the plan of a job, and its number of replicas."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -14,17 +14,15 @@ from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import MOST_SHARDS, Plan, RankPlan, Shard, TablePlan, TierLevel, TierShare
 from dlrm_api.trace import TableTrace
-from dlrm_planner.auto import plan_sized
-from dlrm_planner.devices import device_working_bytes
-from dlrm_planner.explain import explain
-from dlrm_planner.infeasible import infeasible
-from dlrm_planner.memory import MIB, full_cut_bytes, human, least_handoff_bytes
+from dlrm_api.trainer import AutoReplicas
+from dlrm_planner.enumerate import check_pins
+from dlrm_planner.explain import explain, infeasible
+from dlrm_planner.memory import MIB, device_working_bytes, full_cut_bytes, human, least_handoff_bytes
 from dlrm_planner.policy import Policy, choose_policy
 from dlrm_planner.predict import missing_rates, predict
 from dlrm_planner.question import Question, Refusal, Solution, buffer_bytes, question
 from dlrm_planner.search import search
-from dlrm_planner.sharding import check_pins, replica_bytes
-from dlrm_planner.tables import read_tables
+from dlrm_planner.tables import read_tables, replica_bytes
 
 
 def plan_job(
@@ -38,14 +36,14 @@ def plan_job(
     """Place every table of the job on its ranks, and its rows in the tiers of their nodes.
 
     Where ``trainer.replicas`` is absent and ``trainer.auto`` given, the plan also says on how many replicas
-    (:mod:`dlrm_planner.auto`).
+    (:mod:`dlrm_planner.choose`).
 
     Args:
         spec: A validated job; ``trainer.hardware`` names the profile, which the caller looks up.
         profile: What one node gives. Without it, ``trainer.tierBudgets.ddr`` and
             ``trainer.resources.limits.memory``, memory is not checked.
         traces: How tables whose ``distribution`` refers to a trace are reused, by table
-            (:func:`dlrm_planner.traces.read_traces`).
+            (:func:`dlrm_planner.hit_rates.read_traces`).
         reserve: Bytes of memory of each pod that are to stay free.
         shared: The nodes are parts of one machine, of which more replicas would have smaller ones.
 
@@ -245,3 +243,177 @@ def _tiers(spec: DLRMJobSpec, found: Solution, shard: int, policy: Policy) -> Ti
         policy=policy if levels.below else "lru",
         ways=spec.trainer.cache.ways if levels.below else 0,
     )
+
+
+PATH = "spec.trainer.auto"
+SHOWN = 3
+"""Sizes beside the chosen one whose prediction is told."""
+
+
+def plan_sized(
+    spec: DLRMJobSpec,
+    plan_of: Callable[[DLRMJobSpec], Plan | None],
+    refusal_of: Callable[[DLRMJobSpec], InvalidSpecError],
+    lacking: Callable[[DLRMJobSpec, Plan], str],
+) -> Plan:
+    """The plan of the fewest replicas that reach the target; where none does, of those that come closest.
+
+    Args:
+        spec: has ``trainer.auto`` and no ``trainer.replicas``.
+        plan_of: the plan of a fixed number of replicas; None where there is none.
+        refusal_of: why there is none.
+        lacking: why a plan has no prediction.
+
+    Raises:
+        InfeasiblePlanError: the tables fit no allowed number of replicas; the reasons are those of the largest.
+        InvalidSpecError: a target is given, and nothing predicts throughput; or a pin fits no size.
+    """
+    auto = spec.trainer.auto
+    assert auto is not None, "asked for"
+    most, target = min(auto.max, spec.most_replicas), auto.target_samples_per_second
+
+    def judge(size: int) -> Judged:
+        fixed = spec.with_replicas(size)
+        plan = plan_of(fixed)
+        if plan is None:
+            return Judged(fits=False)
+        rate = plan.predicted.samples_per_second
+        if rate is None and target > 0:
+            raise InvalidSpecError(
+                f"{PATH}.targetSamplesPerSecond",
+                f"throughput of {size} replicas cannot be predicted: {lacking(fixed, plan)}; measure it, give "
+                "trainer.replicas, or a target of 0 for the fewest replicas that hold all tables",
+            )
+        return Judged(fits=True, rate=rate or 0.0)
+
+    found = choose_size(auto.min, most, target, judge)
+    if found.replicas is None:
+        raise _refused(auto, most, refusal_of(spec.with_replicas(most)))
+    chosen = plan_of(spec.with_replicas(found.replicas))  # once more: to keep all would take memory for two dozen
+    assert chosen is not None, "it was judged to fit"
+    return chosen.model_copy(update={"reasons": (_reason(spec, auto, most, found), *chosen.reasons)})
+
+
+def _refused(auto: AutoReplicas, most: int, error: InvalidSpecError) -> InvalidSpecError:
+    if not isinstance(error, InfeasiblePlanError):
+        return error
+    first, *others = error.reasons
+    return InfeasiblePlanError(PATH, [f"{_range(auto.min, most)} holds all tables; with {most}: {first}", *others])
+
+
+def _reason(spec: DLRMJobSpec, auto: AutoReplicas, most: int, found: Sized) -> str:
+    assert found.replicas is not None, "something fits"
+    size, target = found.replicas, auto.target_samples_per_second
+    rate = found.judged[size].rate
+    if found.reached and target == 0:
+        words = f"trainer.auto: {_replicas(size)}, the fewest from {auto.min} to {most} that hold all tables"
+    elif found.reached:
+        words = (
+            f"trainer.auto: {_replicas(size)}, the fewest from {auto.min} to {most} predicted to reach {target:,.0f} "
+            f"samples/s: {rate:,.0f}"
+        )
+    else:
+        words = (
+            f"trainer.auto: {_range(auto.min, most)} is predicted to reach {target:,.0f} samples/s; "
+            f"{_replicas(size)} with the most, {rate:,.0f}"
+        )
+    if others := _others(found):
+        words += f" ({others})"
+    if most < auto.max:
+        words += f"; data.virtualShards {spec.data.virtual_shards} allows no more than {most}"
+    return words
+
+
+def _others(found: Sized) -> str:
+    """What the sizes nearest to the chosen one would give."""
+    assert found.replicas is not None, "something fits"
+    chosen = found.replicas
+    nearest = sorted((size for size in found.judged if size != chosen), key=lambda size: (abs(size - chosen), size))
+    told = []
+    for size in sorted(nearest[:SHOWN]):
+        judged = found.judged[size]
+        told.append(f"{size}: {judged.rate:,.0f}" if judged.rate else f"{size}: {'fits' if judged.fits else 'no room'}")
+    return ", ".join(told)
+
+
+def _range(least: int, most: int) -> str:
+    return f"no number of replicas from {least} to {most}"
+
+
+def _replicas(count: int) -> str:
+    return f"{count} replica" if count == 1 else f"{count} replicas"
+
+
+EXACT = 16
+"""So many sizes are judged one by one."""
+GRID = 12
+"""Of more sizes so many are judged first, each a like factor above the one before."""
+FALLING = 3
+"""Sizes in a row below the best one so far, after which larger ones are left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """One size."""
+
+    fits: bool
+    """Whether there is a plan."""
+    rate: float = 0.0
+    """Predicted throughput of the plan (samples/s)."""
+
+    def reaches(self, target: float) -> bool:
+        """Whether it is enough."""
+        return self.fits and self.rate >= target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sized:
+    """How the search ended."""
+
+    replicas: int | None
+    """The fewest that reach the target; else those of the highest throughput; None where nothing fits."""
+    reached: bool
+    judged: Mapping[int, Judged]
+    """Every size that was looked at: at most ``GRID`` and twelve more."""
+
+
+def choose_size(least: int, most: int, target: float, judge: Callable[[int], Judged]) -> Sized:
+    """The fewest replicas from ``least`` to ``most`` that reach ``target``, else the best of those judged."""
+    judged: dict[int, Judged] = {}
+
+    def enough(size: int) -> bool:
+        if size not in judged:
+            judged[size] = judge(size)
+        return judged[size].reaches(target)
+
+    before = least - 1
+    for size in grid(least, most):
+        if enough(size):
+            return Sized(replicas=_fewest(before, size, enough), reached=True, judged=judged)
+        if most - least >= EXACT and _falling(judged):
+            break
+        before = size
+    fitting = {size: found.rate for size, found in judged.items() if found.fits}
+    best = max(fitting, key=lambda size: (fitting[size], -size), default=None)
+    return Sized(replicas=best, reached=False, judged=judged)
+
+
+def grid(least: int, most: int) -> list[int]:
+    """Sizes that are judged first, ascending, both ends among them."""
+    if most - least < EXACT:
+        return list(range(least, most + 1))
+    steps = (round(least * (most / least) ** (i / (GRID - 1))) for i in range(GRID))
+    return sorted({least, most, *steps})
+
+
+def _fewest(low: int, high: int, enough: Callable[[int], bool]) -> int:
+    """The fewest above ``low``, which is too few, by halving."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def _falling(judged: Mapping[int, Judged]) -> bool:
+    rates = [found.rate for _, found in sorted(judged.items()) if found.fits]
+    return len(rates) > FALLING and max(rates[-FALLING:]) < max(rates[:-FALLING])

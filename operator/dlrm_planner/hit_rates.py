@@ -1,11 +1,4 @@
-"""How often a cache of so many rows has the row that is asked for: a concave curve for each table.
-
-An access is one distinct row of a batch. Priors follow Che's approximation of LRU under independent references: a row
-with rate r a batch is still there after T batches without it with probability 1 - exp(-r T), and T is the time in which
-as many distinct rows are asked for as the cache holds.
-
-Source: Che, Tung & Wang, "Hierarchical Web caching systems: modeling, design and experimental results", 2002.
-"""
+"""Estimate how often a cache of so many rows holds the row that is looked up."""
 
 from __future__ import annotations
 
@@ -18,9 +11,9 @@ from numpy.typing import NDArray
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import DistributionSpec
-from dlrm_api.trace import TableTrace
-from dlrm_planner.shards import Shards
-from dlrm_planner.tables import Tables
+from dlrm_api.trace import TableTrace, parse_trace
+from dlrm_planner.tables import Tables, table_paths
+from dlrm_planner.types import Shards
 
 DEFAULT_ALPHA = 1.05
 RANKS, HEAD = 96, 16
@@ -154,3 +147,41 @@ def _points(trace: TableTrace, accesses: float) -> tuple[Floats, Floats]:
 def _below(a: Sequence[float], b: Sequence[float], c: Sequence[float]) -> bool:
     """Whether b lies on or below the line from a to c."""
     return (b[1] - a[1]) * (c[0] - a[0]) <= (c[1] - a[1]) * (b[0] - a[0])
+
+
+def trace_references(spec: DLRMJobSpec) -> dict[str, str]:
+    """Each reference of the job, and the first field that names it."""
+    found: dict[str, str] = {}
+    for table, path in zip(spec.model.all_tables(), table_paths(spec), strict=True):
+        if table.distribution is not None and table.distribution.reference is not None:
+            found.setdefault(table.distribution.reference, f"{path}.distribution.reference")
+    return found
+
+
+def read_traces(spec: DLRMJobSpec, texts: Mapping[str, str | bytes]) -> dict[str, TableTrace]:
+    """Each referring table's part of its trace; ``texts`` holds the document of each reference.
+
+    Raises:
+        InvalidSpecError: a document is no trace, or lacks a table; names the field and the reference.
+    """
+    fields = trace_references(spec)
+    documents: dict[str, dict[str, TableTrace]] = {}
+    for reference, text in texts.items():
+        try:
+            documents[reference] = {each.table: each for each in parse_trace(text).tables}
+        except InvalidSpecError as error:
+            raise InvalidSpecError(
+                fields[reference], f"{reference} holds no trace: {error}: write it with dlrmctl trace"
+            ) from error
+    found = {}
+    for table, path in zip(spec.model.all_tables(), table_paths(spec), strict=True):
+        named = table.distribution.reference if table.distribution else None
+        if named is None or named not in documents:
+            continue
+        if table.name not in documents[named]:
+            raise InvalidSpecError(
+                f"{path}.distribution.reference",
+                f"table {table.name} is not in the trace {named}: measure it again with dlrmctl trace",
+            )
+        found[table.name] = documents[named][table.name]
+    return found
