@@ -21,7 +21,7 @@ from dlrm_api.errors import OF_A_RULE, DLRMError, NoInputError, visible
 from dlrm_api.names import ExitCode
 from dlrm_api.process import named_limit
 from dlrm_cli.cluster.commands import cluster
-from dlrm_cli.serving import serving
+from dlrm_cli.exports import serving
 from dlrm_cli.snapshots import snapshots
 
 app = typer.Typer(
@@ -139,7 +139,7 @@ def run(
     output: Annotated[TableOrJson, typer.Option("--output", "-o", help="Form of the result.")] = TableOrJson.TABLE,
 ) -> None:
     """Train the job on this machine; run the same command again to resume."""
-    from dlrm_cli.run import RunOptions, run_job
+    from dlrm_cli.run.command import RunOptions, run_job
 
     _need_current_folder()
     options = RunOptions(
@@ -210,7 +210,7 @@ def measure(
     ] = None,
 ) -> None:
     """Measure this machine: its memory, CPUs, GPUs and slower tiers, as a HardwareProfile to complete by hand."""
-    from dlrm_cli.machine import write_profile
+    from dlrm_cli.machine_profile import write_profile
 
     _need_current_folder()
     write_profile(name, out, tier or ())

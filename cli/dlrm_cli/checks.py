@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -17,7 +20,6 @@ from dlrm_api.names import Env
 from dlrm_api.objects import file_path, is_s3
 from dlrm_api.plan import Plan
 from dlrm_checkpointer.settings import store_options
-from dlrm_cli.devices import RESOURCE, Found
 from dlrm_stores.base import (
     CHECKPOINT_FIELDS,
     PUBLISH_FIELDS,
@@ -36,6 +38,23 @@ HERE = FieldNames(
     )
 )
 FILE_TIERS = frozenset({"cxl", "scm", "block"})
+RESOURCE = "nvidia.com/gpu"
+"""What NVIDIA's device plugin calls GPUs."""
+ASK_GPUS = """
+import json, torch
+seen = (torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count()))
+print(json.dumps([(each.name, each.total_memory) for each in seen]))
+"""
+"""A program of its own: who asks CUDA keeps some memory of each GPU."""
+
+
+@dataclass(frozen=True)
+class DetectedGpu:
+    """One GPU."""
+
+    name: str
+    bytes: int
+    """Of its memory."""
 
 
 def check_inputs(spec: DLRMJobSpec) -> None:
@@ -77,7 +96,20 @@ def reach_store(job: DLRMJob) -> ObjectStore:
     return store
 
 
-def this_machine(replicas: int, devices: Sequence[Found] = ()) -> HardwareProfile:
+def detected_gpus() -> tuple[DetectedGpu, ...]:
+    """The GPUs that a process of this machine sees; none where torch sees none.
+
+    Raises:
+        DeviceError: the driver does not answer as it should.
+    """
+    asked = subprocess.run([sys.executable, "-P", "-c", ASK_GPUS], capture_output=True, text=True, check=False)
+    if asked.returncode:
+        last = asked.stderr.strip().splitlines()[-1:] or [f"exit code {asked.returncode}"]
+        raise DeviceError(f"this machine's GPUs can't be asked for: {last[0]}")
+    return tuple(DetectedGpu(name, size) for name, size in json.loads(asked.stdout))
+
+
+def this_machine(replicas: int, devices: Sequence[DetectedGpu] = ()) -> HardwareProfile:
     """A profile of this machine, shared by the pods that it plays: its free memory and GPUs, which a plan must fit."""
     spec = HardwareProfileSpec(tiers=TiersSpec(ddr=TierSpec(bytes=free_memory_bytes() // replicas)))
     if each := len(devices) // replicas:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
-from dlrm_api.errors import DLRMError, visible
+import yaml
+
+from dlrm_api.errors import DLRMError, InvalidSpecError, NoInputError, visible
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.tiers import ELEMENT_BYTES
+from dlrm_api.trace import TableTrace
 from dlrm_cli.documents import Document, find_profile, located, only_job, parse_document, read_documents
 from dlrm_cli.overrides import refuse_unread_data, with_data, with_overrides
-from dlrm_cli.references import CONFIGMAP, read_references
-from dlrm_cli.terminal import tell
+from dlrm_cli.views import print_view, tell
 
 
 def validate_file(path: Path) -> None:
@@ -55,7 +58,7 @@ def print_plan(path: Path, profile_path: Path | None, settings: Sequence[str], *
     if as_json:
         print(plan.model_dump_json(indent=2))
         return
-    from dlrm_cli.views import plan_view, print_view
+    from dlrm_cli.views import plan_view
 
     print_view(plan_view(job, plan))
 
@@ -66,8 +69,6 @@ def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str]
     Raises:
         DLRMError: the file or the job is bad, or the tables don't fit the hardware.
     """
-    import yaml
-
     from dlrm_operator.manifests.rendering import render
     from dlrm_operator.manifests.restrictions import ANY
     from dlrm_operator.manifests.stores import passing_stores
@@ -159,3 +160,40 @@ def _world_size(spec: DLRMJobSpec) -> str:
         return f"world size {spec.world_size}"
     most = min(auto.max, spec.most_replicas) * spec.trainer.processes_per_replica
     return f"world size {spec.world_size} to {most}, as the plan says"
+
+
+CONFIGMAP = "configmap:"
+
+
+def read_references(spec: DLRMJobSpec) -> dict[str, TableTrace]:
+    """The trace of each table that refers to one.
+
+    Raises:
+        NoInputError: a file is not there or can't be read; names the field, the file and the mend.
+        InvalidSpecError: a reference is to a ConfigMap, a file holds no trace, or a trace lacks the table.
+    """
+    if not any(table.distribution for table in spec.model.all_tables()):
+        return {}
+    from dlrm_planner import read_traces, trace_references
+
+    texts = {reference: _read_reference(reference, field) for reference, field in trace_references(spec).items()}
+    return read_traces(spec, texts)
+
+
+def _read_reference(reference: str, field: str) -> str:
+    if reference.startswith(CONFIGMAP):
+        name = reference.removeprefix(CONFIGMAP)
+        raise InvalidSpecError(
+            field,
+            f"{reference}: dlrmctl reads no cluster: write the ConfigMap's trace to a file (kubectl get configmap "
+            rf"{name} -o jsonpath='{{.data.trace\.json}}') and refer to it as file:///path",
+        )
+    path = Path(unquote(urlsplit(reference).path))
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise NoInputError(
+            f"{field}: {path}: {error.strerror or error}: measure the trace with dlrmctl trace, or mend the path"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InvalidSpecError(field, f"{path} is no text, so no trace: write it with dlrmctl trace") from error

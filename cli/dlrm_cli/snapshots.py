@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlrm_api.errors import InvalidSpecError, NoInputError, TemporaryError, UsageError, first_problem
+from dlrm_api.errors import InvalidSpecError, NoInputError, SnapshotError, TemporaryError, UsageError, first_problem
 
 if TYPE_CHECKING:
     from dlrm_api.progress import SnapshotInfo
-    from dlrm_checkpointer.reading.catalog import Listed
+    from dlrm_checkpointer.reading.catalog import Listed, Verified
     from dlrm_checkpointer.reading.restore import Snapshot
     from dlrm_checkpointer.writing.retention import Decision
     from dlrm_stores.base import ObjectStore
@@ -111,8 +111,6 @@ def verify(
     credentials_dir: Credentials = None,
 ) -> None:
     """Read every byte of one snapshot and check it; 65 where it, or a newer one that nobody named, is damaged."""
-    from dlrm_cli.verification import verify_all, verify_one
-
     if each and step is not None:
         raise UsageError("--all and --step: give one of them")
     store = store_of(uri, endpoint, region, ca_file, credentials_dir)
@@ -158,7 +156,7 @@ def prune(
     """Remove what retention does not keep, now, also while the job runs; and objects that no snapshot needs."""
     from dlrm_checkpointer.format.attempts import is_claimed, newest_attempt, read_attempts
     from dlrm_checkpointer.writing.retention import Retention, Rule
-    from dlrm_cli.durations import seconds
+    from dlrm_cli.documents import seconds
 
     period_s = None if keep_every is None else seconds("--keep-every", keep_every)
     store = store_of(uri, endpoint, region, ca_file, credentials_dir, encryption, kms_key_id)
@@ -250,7 +248,7 @@ def chosen(store: ObjectStore, step: int | None) -> tuple[Snapshot, list[Listed]
 
 def say_unusable(listed: Listed) -> None:
     """Say on stderr why a snapshot will not be restored from."""
-    from dlrm_cli.terminal import tell
+    from dlrm_cli.views import tell
 
     tell(f"not usable: step {listed.step}, attempt {listed.attempt}: {listed.problem}")
 
@@ -318,3 +316,75 @@ def _description(snapshot: Snapshot) -> dict[str, Any]:
         "storedRows": stored,
         "cut": meta,
     }
+
+
+def verify_one(store: ObjectStore, step: int | None) -> None:
+    """Check the snapshot of a step, or the newest usable one.
+
+    Raises:
+        SnapshotError: it is damaged; or none was named, and a newer one is.
+        NoInputError: there is none.
+    """
+    from dlrm_checkpointer.reading.catalog import verify_snapshot
+
+    snapshot, passed_over = chosen(store, step)
+    print(_whole(verify_snapshot(snapshot)))
+    damaged = [each.step for each in passed_over if each.damaged]
+    if damaged:
+        raise SnapshotError(
+            f"{store.uri}: newer snapshots can't be used ({_steps(damaged)}): a job would go back to step "
+            f"{snapshot.step}; to check that one alone, name it with --step"
+        )
+
+
+def verify_all(store: ObjectStore) -> None:
+    """Check every snapshot that a listing shows, oldest first, and say on stderr how far it is.
+
+    Snapshots of histories that were given up are named and left out: nothing restores from them. So are those that
+    retention removes meanwhile.
+
+    Raises:
+        SnapshotError: some are damaged; the words about each are on stderr.
+        NoInputError: the store holds no snapshot.
+    """
+    from dlrm_checkpointer.reading.catalog import list_snapshots, pick_snapshot, verify_snapshot
+
+    listed = list_snapshots(store)
+    if not listed:
+        pick_snapshot(store, listed)  # says that there is none
+    for each in listed:
+        if each.problem:
+            say_unusable(each)
+    usable = [each for each in reversed(listed) if not each.problem]
+    damaged = [each.step for each in listed if each.damaged]
+    for number, each in enumerate(usable, start=1):
+        print(f"verifying step {each.step} ({number} of {len(usable)})", file=sys.stderr)
+        try:
+            print(_whole(verify_snapshot(pick_snapshot(store, listed, each.step, each.attempt))), flush=True)
+        except (SnapshotError, NoInputError) as error:
+            if _is_gone(store, each):
+                print(f"step {each.step} was removed meanwhile", file=sys.stderr)
+                continue
+            print(f"damaged: step {each.step}, attempt {each.attempt}: {error}", file=sys.stderr)
+            damaged.append(each.step)
+    if damaged:
+        raise SnapshotError(
+            f"{store.uri}: {len(damaged)} of {len(usable) + sum(each.damaged for each in listed)} snapshots can't be "
+            f"used ({_steps(sorted(damaged))}): bring back what was there, or keep to the others"
+        )
+
+
+def _is_gone(store: ObjectStore, listed: Listed) -> bool:
+    """Whether retention removed a snapshot: its manifest goes first."""
+    from dlrm_checkpointer.format.manifest import manifest_key
+
+    return store.size(manifest_key(listed.step, listed.attempt)) is None
+
+
+def _whole(found: Verified) -> str:
+    rows = sum(found.rows.values())
+    return f"step {found.step} is whole: {found.objects} objects, {found.bytes:,} bytes, {rows:,} rows"
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(str(step) for step in steps)}"

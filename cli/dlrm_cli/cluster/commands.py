@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from dlrm_cli.cluster.connection import Connection
+    from dlrm_cli.cluster.client import Connection
 
 cluster = typer.Typer()
 
@@ -103,9 +103,8 @@ def logs(
 ) -> None:
     """Print the logs of a job's pods: of pod 0 where nothing else is said."""
     from dlrm_api.errors import UsageError
-    from dlrm_cli.cluster.logs import LogOptions, follow_logs, print_logs
-    from dlrm_cli.cluster.pod_choice import Choice
-    from dlrm_cli.durations import seconds
+    from dlrm_cli.cluster.logs import Choice, LogOptions, follow_logs, print_logs
+    from dlrm_cli.documents import seconds
 
     if follow and previous:
         raise UsageError("--previous has ended and can't be followed: leave --follow out")
@@ -175,7 +174,7 @@ def report(
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """Write one HTML page about a run: loss, speed, memory tiers, snapshots, restarts, plan against measured."""
-    from dlrm_cli.report.command import write_report
+    from dlrm_cli.report.page import write_report
 
     print(write_report(what, output, lambda: _connection(namespace, context, kubeconfig)))
 
@@ -204,14 +203,14 @@ def _set_suspend(
     context: str | None,
     kubeconfig: str | None,
 ) -> None:
-    from dlrm_cli.cluster.suspending import set_suspend
-    from dlrm_cli.durations import seconds
+    from dlrm_cli.cluster.lifecycle import set_suspend
+    from dlrm_cli.documents import seconds
 
     timeout_s = None if timeout is None else seconds("--timeout", timeout)
     set_suspend(_connection(namespace, context, kubeconfig), job, wanted, timeout_s)
 
 
 def _connection(namespace: str | None, context: str | None, kubeconfig: str | None) -> Connection:
-    from dlrm_cli.cluster.connection import Connection, Place
+    from dlrm_cli.cluster.client import Connection, Place
 
     return Connection(Place(kubeconfig=kubeconfig, context=context, namespace=namespace))

@@ -2,14 +2,256 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from rich.text import Text
+
 from dlrm_api.errors import NoPermissionError
-from dlrm_cli.cluster.connection import Connection
-from dlrm_cli.cluster.describing import Page, Seen, page_lines
-from dlrm_cli.cluster.facts import Object
-from dlrm_cli.cluster.grid import print_lines
+from dlrm_api.progress import TerminationMessage
+from dlrm_cli.cluster.client import Connection, Object, dig
+from dlrm_cli.cluster.get import (
+    STYLES,
+    UNKNOWN,
+    JobFacts,
+    age,
+    containers,
+    grid,
+    job_facts,
+    moment,
+    one_line,
+    pod_attempt,
+    pod_index,
+    print_lines,
+    time_left,
+)
+from dlrm_cli.views import human_bytes
+
+MOST_EVENTS = 20
+MOST_PODS = 64
+INDENT = "  "
+LABEL_WIDTH = 14
+
+
+Seen = Sequence[Object] | str
+"""Objects; or why the user may not look at them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """What is shown."""
+
+    job: Object
+    pods: Seen = ()
+    events: Seen = ()
+
+
+def page_lines(page: Page, now: datetime) -> list[Text]:
+    """The whole page."""
+    facts = job_facts(page.job)
+    lines = [_field(name, words) for name, words in _summary(page.job, facts, now)]
+    lines += _section("Conditions", _conditions(page.job, now))
+    lines += _section("Failures", _failures(page.job, now))
+    lines += _section("Pods", _pods(page, now))
+    lines += _section("Events", _events(page, now))
+    return lines
+
+
+def _summary(job: Object, facts: JobFacts, now: datetime) -> Iterator[tuple[str, str]]:
+    status = job.get("status") or {}
+    yield "Name", facts.name
+    yield "Namespace", facts.namespace
+    yield "Phase", facts.phase
+    if facts.reason:
+        yield "", one_line(facts.reason)
+    if dig(job, "spec", "lifecycle", "suspend"):
+        yield "Suspend", "asked for: dlrmctl resume lets it go on"
+    yield "Created", f"{age(facts.created, now)} ago"
+    if status.get("startTime"):
+        yield "Started", f"{age(status['startTime'], now)} ago"
+    if status.get("completionTime"):
+        yield "Ended", f"{age(status['completionTime'], now)} ago"
+    yield "Attempt", str(facts.attempt or UNKNOWN)
+    yield "Plan", _plan(job)
+    yield "Progress", _progress(job, facts)
+    yield "Speed", _speed(job, facts)
+    if slow := dig(status, "progress", "straggler"):
+        yield "Straggler", _straggler(slow)
+    if reserve := status.get("memoryReserveBytes"):
+        yield "Memory", f"each pod keeps {human_bytes(reserve)} more free since one ran out of it"
+    if facts.eta:
+        yield "ETA", f"in {time_left(facts.eta, now)}, at {_utc(facts.eta)}"
+    yield "Snapshot", _snapshot(job, now)
+    yield "Restarts", _restarts(job, now)
+
+
+def _plan(job: Object) -> str:
+    plan = dig(job, "status", "plan")
+    if not plan:
+        return "none yet"
+    sizes = ", ".join(f"{tier} {human_bytes(size)}" for tier, size in sorted((plan.get("bytesPerTier") or {}).items()))
+    parts = [
+        f"{plan.get('worldSize')} ranks on {plan.get('nodes')} nodes"
+        + (f" of {plan['hardware']}" if plan.get("hardware") else "")
+    ]
+    if sizes:
+        parts.append(f"largest rank: {sizes}")
+    if plan.get("predictedSamplesPerSecond"):
+        parts.append(f"predicted {plan['predictedSamplesPerSecond']:,.0f} samples/s")
+    if plan.get("pricePerBillionSamples"):
+        parts.append(f"{plan['pricePerBillionSamples']:,.2f} a billion samples")
+    return "; ".join(parts)
+
+
+def _progress(job: Object, facts: JobFacts) -> str:
+    if facts.step is None:
+        return "none yet"
+    progress = dig(job, "status", "progress") or {}
+    done = f"step {facts.step:,}"
+    if facts.total_steps:
+        done += f" of {facts.total_steps:,} ({facts.step / facts.total_steps:.1%})"
+    parts = [done, f"epoch {progress.get('epoch') or 0}", f"{progress.get('samples') or 0:,} samples"]
+    for name, key in (("loss", "loss"), ("NE", "ne"), ("AUC", "auc")):
+        if progress.get(key) is not None:
+            parts.append(f"{name} {progress[key]:.5f}")
+    return ", ".join(parts)
+
+
+def _speed(job: Object, facts: JobFacts) -> str:
+    if facts.samples_per_second is None:
+        return UNKNOWN
+    parts = [f"{facts.samples_per_second:,.0f} samples/s"]
+    if facts.step_seconds is not None:
+        parts.append(f"{facts.step_seconds * 1_000:,.1f} ms a step")
+    if predicted := dig(job, "status", "plan", "predictedSamplesPerSecond"):
+        parts.append(f"{facts.samples_per_second / predicted:.0%} of what the plan predicted")
+    return ", ".join(parts)
+
+
+def _straggler(slow: Object) -> str:
+    own, others = (slow.get(key) or 0.0 for key in ("seconds", "medianSeconds"))
+    where = f"rank {slow.get('rank')} in pod {slow.get('pod')} on node {slow.get('node') or UNKNOWN}"
+    return f"{where} keeps the others waiting: {own * 1_000:,.1f} ms a step, theirs {others * 1_000:,.1f} ms"
+
+
+def _snapshot(job: Object, now: datetime) -> str:
+    found = dig(job, "status", "lastSnapshot")
+    if not found:
+        return "none is committed"
+    what = f"{found.get('kind')}, {found.get('bits')} bits, {human_bytes(found.get('bytes') or 0)}, {found.get('uri')}"
+    return f"step {found.get('step') or 0:,}, {age(found.get('time'), now)} ago: {what}"
+
+
+def _restarts(job: Object, now: datetime) -> str:
+    status = job.get("status") or {}
+    count, reasons = status.get("restarts") or 0, status.get("restartsByReason") or {}
+    words = str(count)
+    if reasons:
+        words += f" ({', '.join(f'{reason} {n}' for reason, n in sorted(reasons.items(), key=lambda kv: -kv[1]))})"
+    most = dig(job, "spec", "lifecycle", "restart", "maxRestarts")
+    if most is not None:
+        words += f"; {status.get('chargedRestarts') or 0} of {most} charged to the budget"
+    then = moment(status.get("restartNotBefore"))
+    if then is not None and then > now:
+        words += f"; the next gang starts in {time_left(status['restartNotBefore'], now)}"
+    return words
+
+
+def _conditions(job: Object, now: datetime) -> list[Text]:
+    rows = [
+        (
+            str(each.get("type")),
+            str(each.get("status")),
+            str(each.get("reason")),
+            age(each.get("lastTransitionTime"), now),
+            one_line(each.get("message") or ""),
+        )
+        for each in dig(job, "status", "conditions") or ()
+    ]
+    return grid(("TYPE", "STATUS", "REASON", "SINCE", "MESSAGE"), rows, INDENT) if rows else []
+
+
+def _failures(job: Object, now: datetime) -> list[Text]:
+    """Evidence of the last failures, newest first."""
+    status = job.get("status") or {}
+    last = status.get("lastFailure")
+    known = [*([last] if last else []), *(status.get("earlierFailures") or ())]
+    rows = [
+        (
+            str(each.get("attempt")),
+            age(each.get("time"), now),
+            each.get("pod") or UNKNOWN,
+            UNKNOWN if each.get("rank") is None else str(each["rank"]),
+            each.get("node") or UNKNOWN,
+            UNKNOWN if each.get("exitCode") is None else str(each["exitCode"]),
+            each.get("reason") or UNKNOWN,
+            one_line(each.get("message") or ""),
+        )
+        for each in known
+    ]
+    return grid(("ATTEMPT", "AGE", "POD", "RANK", "NODE", "CODE", "REASON", "MESSAGE"), rows, INDENT) if rows else []
+
+
+def _pods(page: Page, now: datetime) -> list[Text]:
+    if isinstance(page.pods, str):
+        return [Text(f"{INDENT}not shown: {page.pods}")]
+    ordered = sorted(page.pods, key=lambda pod: (-pod_attempt(pod), pod_index(pod)))
+    rows = [
+        (
+            str(dig(pod, "metadata", "name")),
+            str(dig(pod, "spec", "nodeName") or UNKNOWN),
+            pod_phase(pod),
+            ready(pod),
+            age(dig(pod, "metadata", "creationTimestamp"), now),
+            waits_for(pod) or UNKNOWN,
+        )
+        for pod in ordered[:MOST_PODS]
+    ]
+    lines = grid(("POD", "NODE", "PHASE", "READY", "AGE", "WAITS FOR"), rows, INDENT) if rows else []
+    if len(ordered) > MOST_PODS:
+        lines.append(Text(f"{INDENT}and {len(ordered) - MOST_PODS} more"))
+    return lines
+
+
+def _events(page: Page, now: datetime) -> list[Text]:
+    if isinstance(page.events, str):
+        return [Text(f"{INDENT}not shown: {page.events}")]
+
+    def last(event: Object) -> str:
+        return str(event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp") or "")
+
+    def order(event: Object) -> tuple[str, int]:
+        """Times are whole seconds; within one the API server's versions tell what came first."""
+        version = str(dig(event, "metadata", "resourceVersion") or "")
+        return last(event), int(version) if version.isascii() and version.isdigit() else 0
+
+    rows = [
+        (
+            age(last(event), now),
+            str(event.get("type") or ""),
+            str(event.get("reason") or ""),
+            str(event.get("count") or 1),
+            one_line(event.get("message") or ""),
+        )
+        for event in sorted(page.events, key=order)[-MOST_EVENTS:]
+    ]
+    return grid(("AGE", "TYPE", "REASON", "COUNT", "MESSAGE"), rows, INDENT) if rows else []
+
+
+def _section(title: str, lines: Sequence[Text]) -> list[Text]:
+    """A title and what stands under it; ``none`` beside the title where that is nothing."""
+    return [Text(""), Text(f"{title}:"), *lines] if lines else [Text(""), _field(title, "none")]
+
+
+def _field(name: str, words: str) -> Text:
+    text = Text(f"{name}:".ljust(LABEL_WIDTH) if name else " " * LABEL_WIDTH)
+    return text.append(words, STYLES.get(words, ""))
+
+
+def _utc(text: str) -> str:
+    found = moment(text)
+    return found.strftime("%Y-%m-%d %H:%M UTC") if found else text
 
 
 def describe_job(connection: Connection, name: str) -> None:
@@ -30,3 +272,68 @@ def _allowed(look: Callable[[], list[Object]]) -> Seen:
         return look()
     except NoPermissionError as error:
         return str(error)
+
+
+def ready(pod: Object) -> str:
+    """Containers that are ready, of how many; sidecars count."""
+    spec = pod.get("spec") or {}
+    sidecars = [each for each in spec.get("initContainers") or () if each.get("restartPolicy") == "Always"]
+    total = len(spec.get("containers") or ()) + len(sidecars)
+    names = {each["name"] for each in (*(spec.get("containers") or ()), *sidecars)}
+    return f"{sum(bool(each.get('ready')) for each in containers(pod) if each.get('name') in names)}/{total}"
+
+
+def pod_phase(pod: Object) -> str:
+    """The pod's phase as kubectl shows it."""
+    if dig(pod, "metadata", "deletionTimestamp"):
+        return "Terminating"
+    return str(dig(pod, "status", "reason") or dig(pod, "status", "phase") or "Pending")
+
+
+def waits_for(pod: Object) -> str:
+    """Why the pod does not train, in the words of who knows; empty where it runs."""
+    return one_line(_disrupted(pod) or _unscheduled(pod) or _unstarted(pod) or _ended(pod))
+
+
+def _condition(pod: Object, kind: str) -> Object:
+    conditions = dig(pod, "status", "conditions") or ()
+    return next((each for each in conditions if each.get("type") == kind), {})
+
+
+def _disrupted(pod: Object) -> str:
+    found = _condition(pod, "DisruptionTarget")
+    if found.get("status") != "True":
+        return ""
+    return f"taken away: {found.get('reason') or 'disrupted'}: {found.get('message') or ''}".rstrip(": ")
+
+
+def _unscheduled(pod: Object) -> str:
+    if dig(pod, "spec", "nodeName") or dig(pod, "status", "phase") not in (None, "Pending"):
+        return ""
+    gates = ", ".join(str(gate.get("name")) for gate in dig(pod, "spec", "schedulingGates") or ())
+    if gates:
+        return f"a node: held back by scheduling gate {gates}"
+    words = _condition(pod, "PodScheduled").get("message")
+    who = dig(pod, "spec", "schedulerName")
+    return f"a node: {words or f'scheduler {who} has not spoken yet'}"
+
+
+def _unstarted(pod: Object) -> str:
+    if dig(pod, "status", "phase") != "Pending" or not dig(pod, "spec", "nodeName"):
+        return ""
+    for each in containers(pod):
+        state = dig(each, "state", "waiting")
+        if state and state.get("reason") != "PodInitializing":
+            return f"{each.get('name')}: {state.get('reason')}: {state.get('message') or ''}".rstrip(": ")
+    return "its kubelet to start it"
+
+
+def _ended(pod: Object) -> str:
+    """How its first container that failed ended."""
+    for each in reversed(containers(pod)):  # the trainer before its sidecar
+        ended = dig(each, "state", "terminated")
+        if ended and ended.get("exitCode"):
+            left = TerminationMessage.decode(ended.get("message") or "")
+            words = f"{left.reason}: {left.message}" if left else f"{ended.get('reason')}: {ended.get('message') or ''}"
+            return f"{each.get('name')} ended with exit code {ended['exitCode']}: {words}".rstrip(": ")
+    return str(dig(pod, "status", "message") or "") if dig(pod, "status", "phase") == "Failed" else ""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlrm_api.run_report import Profile, TierReport
-from dlrm_cli.report.work_folder import read_work_folder
+from dlrm_cli.report.collect import read_work_folder
 
 pytestmark = pytest.mark.slow
 

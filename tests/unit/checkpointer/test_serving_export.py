@@ -19,7 +19,7 @@ from dlrm_checkpointer.reading.catalog import find_snapshot
 from dlrm_checkpointer.reading.serving_export import Wanted, export_tables
 from dlrm_checkpointer.reading.table_blocks import Block
 from dlrm_checkpointer.reading.table_files import Safetensors
-from dlrm_cli.parquet import Parquet
+from dlrm_cli.exports import Parquet
 from dlrm_stores.files import FileStore
 
 FORMS = [Safetensors(), Parquet()]

@@ -9,6 +9,7 @@ import pytest
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.format.manifest import manifest_key
+from dlrm_checkpointer.reading import catalog
 from dlrm_checkpointer.reading.restore import open_snapshot
 from dlrm_cli import app
 from dlrm_stores.files import FileStore
@@ -101,15 +102,13 @@ def test_all_whole_snapshots_are_named_oldest_first(three: FileStore, capsys: py
 def test_a_snapshot_that_retention_removes_meanwhile_is_no_damage(
     three: FileStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    from dlrm_cli import verification
-
-    check = verification.verify_snapshot
+    check = catalog.verify_snapshot
 
     def check_and_retire(snapshot):
         three.delete(manifest_key(3, 1))
         return check(snapshot)
 
-    monkeypatch.setattr(verification, "verify_snapshot", check_and_retire)
+    monkeypatch.setattr(catalog, "verify_snapshot", check_and_retire)
 
     code = app.main(["snapshots", "verify", three.uri, "--all"])
 

@@ -13,7 +13,8 @@ import pytest
 from dlrm_api.job import parse_job
 from dlrm_api.plan import Prediction
 from dlrm_cli.checks import this_machine
-from dlrm_cli.history import Committed, Ended, Failure, History, Line, Look, Started, TierCounts
+from dlrm_cli.counters import TierCounts
+from dlrm_cli.run.history import Committed, Ended, Failure, History, Line, Look, Started
 from dlrm_planner import plan_job
 
 START = 1_795_000_000.0

@@ -16,7 +16,7 @@ from dlrm_api.job import parse_job
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import parse_plan
 from dlrm_cli import app, manifests
-from dlrm_cli.run import how_to_resume
+from dlrm_cli.run.command import how_to_resume
 
 JOB = """
 apiVersion: dlrm.dev/v1alpha1

@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from dlrm_api.names import ExitCode
 from dlrm_api.progress import Progress, TrainerPhase
 from dlrm_cli import app
-from dlrm_cli.cluster import connection, get, suspending, top
-from dlrm_cli.cluster.figures import PodFigures, pod_figures, rates
+from dlrm_cli.cluster import client, get, lifecycle, top
+from dlrm_cli.counters import PodFigures, pod_figures, rates
 
 Object = dict[str, Any]
 JOBS = "/apis/dlrm.dev/v1alpha1/namespaces/ml/dlrmjobs"
@@ -296,7 +296,7 @@ def test_top_of_a_job_shows_its_pods_and_why_one_is_silent(
 EVIL = (
     "dlrm_trainer_steps_total +Inf\n",
     "<html>",
-    "dlrm_trainer_loss_nats NaN\n" + "x" * connection.MOST_BYTES,
+    "dlrm_trainer_loss_nats NaN\n" + "x" * client.MOST_BYTES,
     'dlrm_trainer_tier_read_rows_total{tier="' + "\\" * 100_000,
     'dlrm_trainer_steps_total 1\ndlrm_trainer_stage_seconds_total{rank="0",stage="\x1b]52;c;x\x07"} 5\n',
 )
@@ -375,7 +375,7 @@ def test_what_is_interrupted_as_it_must_be_says_nothing(
 def test_suspend_waits_until_the_job_holds_its_step(
     api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suspending, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(lifecycle, "LOOK_EVERY_S", 0.01)
     api.answers[f"{JOBS}/ads"] = job()
     waits = {"type": "Suspended", "status": "False", "reason": "Cutting", "message": "the cut of step 12 is committed"}
     on_the_way = job("Suspending", suspend=True, conditions=[waits])
@@ -386,7 +386,7 @@ def test_suspend_waits_until_the_job_holds_its_step(
         api.answers[f"{JOBS}/ads"] = next(script, held)
 
     api.on_patch = next_answer
-    monkeypatch.setattr(suspending.time, "sleep", lambda _: next_answer())
+    monkeypatch.setattr(lifecycle.time, "sleep", lambda _: next_answer())
 
     code = run(kubeconfig, "suspend", "ads", "--wait")
 
@@ -416,7 +416,7 @@ def test_ctrl_c_while_waiting_leaves_the_wish_and_says_so(
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(suspending.time, "sleep", interrupt)
+    monkeypatch.setattr(lifecycle.time, "sleep", interrupt)
 
     code = run(kubeconfig, "suspend", "ads", "--wait")
 
@@ -459,7 +459,7 @@ def test_a_failed_job_rests_until_the_operator_saw_it_then_starts_again(
 
     api.answers[f"{JOBS}/ads"] = job("Failed")
     api.on_patch = on_patch
-    monkeypatch.setattr(suspending.time, "sleep", lambda _: api.answers.update({f"{JOBS}/ads": seen}))
+    monkeypatch.setattr(lifecycle.time, "sleep", lambda _: api.answers.update({f"{JOBS}/ads": seen}))
 
     code = run(kubeconfig, "resume", "ads")
 
@@ -471,8 +471,8 @@ def test_a_failed_job_rests_until_the_operator_saw_it_then_starts_again(
 def test_a_failed_job_that_no_operator_sees_stays_at_rest(
     api: ScriptedApi, kubeconfig: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suspending, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(suspending, "REST_S", 0.05)
+    monkeypatch.setattr(lifecycle, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(lifecycle, "REST_S", 0.05)
     api.answers[f"{JOBS}/ads"] = job("Failed", suspend=True, generation=3)
 
     code = run(kubeconfig, "resume", "ads")
@@ -489,7 +489,7 @@ def test_a_look_at_a_resting_job_that_fails_is_made_again(
 ) -> None:
     answers = iter([(503, "the server is going down"), job("Failed", suspend=True)])
     api.answers[f"{JOBS}/ads"] = job("Failed", suspend=True, generation=3)
-    monkeypatch.setattr(suspending.time, "sleep", lambda _: api.answers.update({f"{JOBS}/ads": next(answers)}))
+    monkeypatch.setattr(lifecycle.time, "sleep", lambda _: api.answers.update({f"{JOBS}/ads": next(answers)}))
 
     code = run(kubeconfig, "resume", "ads")
 
@@ -506,7 +506,7 @@ def test_a_look_at_a_resting_job_that_fails_is_made_again(
     ],
 )
 def test_a_resume_that_never_comes_true_ends(seen: Object, words: str) -> None:
-    verdict = suspending.resume_verdict(seen)
+    verdict = lifecycle.resume_verdict(seen)
 
     assert verdict.error is not None
     assert words in str(verdict.error)

@@ -13,11 +13,10 @@ from dlrm_api.plan import Prediction
 from dlrm_api.progress import CheckpointerProgress, EvalMetrics, Progress, SnapshotInfo, TrainerPhase
 from dlrm_api.run_report import HitRate, LevelUse, Profile, RankUse, StageTimes, TableUse, TierBytes, TierReport
 from dlrm_checkpointer.reading.diff import TableDiff
-from dlrm_cli.display import LiveDisplay, PlainDisplay, progress_text
-from dlrm_cli.measured import profile_view, tiers_view
-from dlrm_cli.result import RunResult
-from dlrm_cli.views import diff_view, plan_view, print_view, result_view
-from dlrm_cli.watch import Seen
+from dlrm_cli.run.command import LiveDisplay, PlainDisplay, progress_text
+from dlrm_cli.run.history import Seen
+from dlrm_cli.run.workdir import RunResult
+from dlrm_cli.views import diff_view, plan_view, print_view, profile_view, result_view, tiers_view
 from dlrm_planner import plan_job
 
 

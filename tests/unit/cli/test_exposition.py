@@ -7,8 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dlrm_api.errors import BadDataError
-from dlrm_cli.cluster.exposition import samples
-from dlrm_cli.cluster.figures import MOST_TIERS, counts_of, pod_figures
+from dlrm_cli.counters import MOST_TIERS, counts_of, pod_figures, samples
 
 GOOD = "dlrm_trainer_steps_total 7\n"
 

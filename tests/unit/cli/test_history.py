@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dlrm_cli.history import EVERY_S, Ended, Failure, History, Look, Started, of_kind, read_lines
+from dlrm_cli.run.history import EVERY_S, Ended, Failure, History, Look, Started, of_kind, read_lines
 
 
 def look(number: int) -> Look:

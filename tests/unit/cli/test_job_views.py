@@ -8,14 +8,9 @@ from typing import Any
 import pytest
 
 from dlrm_api.progress import TerminationMessage
-from dlrm_cli.cluster.ages import age, duration, time_left
-from dlrm_cli.cluster.describing import Page, page_lines
-from dlrm_cli.cluster.facts import job_facts
-from dlrm_cli.cluster.get import document
-from dlrm_cli.cluster.grid import grid
-from dlrm_cli.cluster.listing import header, job_row
-from dlrm_cli.cluster.refusals import explain, no_such_job
-from dlrm_cli.cluster.waiting import pod_phase, ready, waits_for
+from dlrm_cli.cluster.client import explain, no_such_job
+from dlrm_cli.cluster.describe import Page, page_lines, pod_phase, ready, waits_for
+from dlrm_cli.cluster.get import age, document, duration, grid, header, job_facts, job_row, time_left
 from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError
 
 NOW = datetime(2026, 11, 22, 8, 0, 0, tzinfo=UTC)

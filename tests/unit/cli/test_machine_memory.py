@@ -12,9 +12,10 @@ import yaml
 
 from dlrm_api.errors import InfeasiblePlanError
 from dlrm_api.job import DLRMJob
-from dlrm_cli import app, run
+from dlrm_cli import app
 from dlrm_cli.checks import this_machine
-from dlrm_cli.workdir import WorkDir, has_processes
+from dlrm_cli.run import command
+from dlrm_cli.run.workdir import WorkDir, has_processes
 
 
 def test_a_plan_leaves_what_is_in_use_and_some_to_the_system() -> None:
@@ -44,7 +45,7 @@ def test_memory_that_an_earlier_run_still_holds_is_planned_with_once_it_has_ende
         held.append(has_processes(root))
         raise InfeasiblePlanError("spec.trainer", [f"{job.metadata.name} is not to run"])
 
-    monkeypatch.setattr(run, "_plan", plan)
+    monkeypatch.setattr(command, "_plan", plan)
     assert not has_processes(root)
     root.mkdir()
     with WorkDir(root).process_lock.open("w") as lock:

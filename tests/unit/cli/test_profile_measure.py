@@ -14,13 +14,27 @@ from dlrm_api.errors import DeviceError, InvalidSpecError, NoInputError, UsageEr
 from dlrm_api.hardware import parse_profile
 from dlrm_api.job import parse_job
 from dlrm_api.tiers import Tier
-from dlrm_cli import devices
-from dlrm_cli.checks import this_machine
-from dlrm_cli.devices import Found, found_devices, visible_to
-from dlrm_cli.machine import profile_text, write_profile
-from dlrm_cli.probe import HOST, HOST_EFFORT, Effort, Rates, TorchProbe, host_effort, link_rate, measured
-from dlrm_cli.probe_exchange import exchange_rate
-from dlrm_cli.probe_tiers import BATCH_RECORDS, RECORD_BYTES, TierEffort, TierRates, tier_rates
+from dlrm_cli import machine_profile
+from dlrm_cli.checks import DetectedGpu, detected_gpus, this_machine
+from dlrm_cli.machine_profile import (
+    BATCH_RECORDS,
+    HOST,
+    HOST_EFFORT,
+    RECORD_BYTES,
+    Effort,
+    Rates,
+    TierEffort,
+    TierRates,
+    TorchProbe,
+    exchange_rate,
+    host_effort,
+    link_rate,
+    measured,
+    profile_text,
+    tier_rates,
+    write_profile,
+)
+from dlrm_cli.run.appdef import visible_to
 from dlrm_planner import plan_job
 
 GIB = 2**30
@@ -31,7 +45,7 @@ SMALL = Effort(bytes=1 << 20, side=64, repeats=2)
 class KnownMachine:
     """Implements ``Probe`` by what it is told."""
 
-    gpus: tuple[Found, ...] = ()
+    gpus: tuple[DetectedGpu, ...] = ()
 
     def memory_bytes(self) -> int:
         return 512 * GIB
@@ -39,7 +53,7 @@ class KnownMachine:
     def cores(self) -> int:
         return 96
 
-    def devices(self) -> tuple[Found, ...]:
+    def devices(self) -> tuple[DetectedGpu, ...]:
         return self.gpus
 
     def host_rates(self) -> Rates:
@@ -83,7 +97,7 @@ def test_a_machine_without_gpus_has_no_devices() -> None:
 
 
 def test_gpus_are_written_with_what_was_measured_of_the_first() -> None:
-    gpus = (Found("NVIDIA H200", 140 * GIB), Found("NVIDIA H200", 139 * GIB))
+    gpus = (DetectedGpu("NVIDIA H200", 140 * GIB), DetectedGpu("NVIDIA H200", 139 * GIB))
 
     text = profile_text("box", KnownMachine(gpus), {})
 
@@ -95,8 +109,10 @@ def test_gpus_are_written_with_what_was_measured_of_the_first() -> None:
     assert (found.flops_per_second, found.host_bytes_per_second) == (5.43e13, 2.5e10)
 
 
-@pytest.mark.parametrize(("gpus", "processes", "device"), [((Found("a", 80 * GIB),), 1, "cuda"), ((), 4, "cpu")])
-def test_what_was_measured_is_enough_to_predict_one_node(gpus: tuple[Found, ...], processes: int, device: str) -> None:
+@pytest.mark.parametrize(("gpus", "processes", "device"), [((DetectedGpu("a", 80 * GIB),), 1, "cuda"), ((), 4, "cpu")])
+def test_what_was_measured_is_enough_to_predict_one_node(
+    gpus: tuple[DetectedGpu, ...], processes: int, device: str
+) -> None:
     profile = parse_profile(yaml.safe_load(profile_text("box", KnownMachine(gpus), {})))
     job = parse_job(
         {
@@ -117,7 +133,7 @@ def test_what_was_measured_is_enough_to_predict_one_node(gpus: tuple[Found, ...]
 
 
 def test_slower_tiers_are_written_as_they_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlrm_cli.probe.TorchProbe", KnownMachine)
+    monkeypatch.setattr("dlrm_cli.machine_profile.TorchProbe", KnownMachine)
 
     write_profile("box", tmp_path / "box.yaml", ["scm=/mnt/scm", "block=/mnt/block"])
 
@@ -150,7 +166,7 @@ def test_two_ranks_exchange_bytes_for_real() -> None:
 
 @pytest.mark.slow
 def test_ranks_that_cannot_exchange_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlrm_cli.probe_exchange.free_ports", lambda _: SimpleNamespace(rendezvous="no number"))
+    monkeypatch.setattr("dlrm_cli.machine_profile.free_ports", lambda _: SimpleNamespace(rendezvous="no number"))
 
     with pytest.raises(DeviceError, match=r"two ranks of this machine can't exchange bytes: ValueError: .*no number"):
         exchange_rate()
@@ -181,14 +197,14 @@ def test_a_tier_without_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_tiers_that_cannot_be_measured_are_refused_before_anything_is(
     tiers: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dlrm_cli.probe.TorchProbe", None)
+    monkeypatch.setattr("dlrm_cli.machine_profile.TorchProbe", None)
 
     with pytest.raises(UsageError, match=words):
         write_profile("box", tmp_path / "box.yaml", tiers)
 
 
 def test_a_file_that_is_there_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlrm_cli.probe.TorchProbe", KnownMachine)
+    monkeypatch.setattr("dlrm_cli.machine_profile.TorchProbe", KnownMachine)
     out = tmp_path / "box.yaml"
 
     write_profile("box", out)
@@ -219,7 +235,7 @@ def test_a_full_disk_is_told_and_leaves_no_part_of_a_profile(tmp_path: Path, mon
         path.touch()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("dlrm_cli.probe.TorchProbe", KnownMachine)
+    monkeypatch.setattr("dlrm_cli.machine_profile.TorchProbe", KnownMachine)
     monkeypatch.setattr(Path, "write_text", write_part)
 
     with pytest.raises(DeviceError, match=r"box\.yaml: No space left on device: choose another file"):
@@ -230,17 +246,17 @@ def test_a_full_disk_is_told_and_leaves_no_part_of_a_profile(tmp_path: Path, mon
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_where_torch_sees_no_gpu_there_are_none() -> None:
-    assert found_devices() == ()
+    assert detected_gpus() == ()
 
 
 def test_a_driver_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'CUDA error: unknown error' >&2\nexit 1\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(devices.sys, "executable", str(broken))
+    monkeypatch.setattr(machine_profile.sys, "executable", str(broken))
 
     with pytest.raises(DeviceError, match="GPUs can't be asked for: CUDA error: unknown error"):
-        found_devices()
+        detected_gpus()
 
 
 @pytest.mark.parametrize(
@@ -259,7 +275,7 @@ def test_pods_that_one_machine_plays_share_no_gpu(
 
 
 def test_pods_that_one_machine_plays_divide_its_gpus() -> None:
-    gpus = [Found("a", 80 * GIB)] * 4
+    gpus = [DetectedGpu("a", 80 * GIB)] * 4
 
     two, one = this_machine(2, gpus).spec.devices, this_machine(1, gpus).spec.devices
 
@@ -298,7 +314,7 @@ def test_a_run_that_asks_for_hbm_where_there_is_none_is_refused() -> None:
 def test_what_cannot_be_written_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, out: str, words: str
 ) -> None:
-    monkeypatch.setattr("dlrm_cli.probe.TorchProbe", None)
+    monkeypatch.setattr("dlrm_cli.machine_profile.TorchProbe", None)
 
     with pytest.raises(UsageError, match=words):
         write_profile(name, tmp_path / out)

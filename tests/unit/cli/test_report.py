@@ -16,17 +16,11 @@ from dlrm_api.errors import BadDataError, NoInputError
 from dlrm_api.names import ExitCode
 from dlrm_api.progress import EvalMetrics, Progress
 from dlrm_cli import app
-from dlrm_cli.history import Ended, Look
-from dlrm_cli.report import work_folder
-from dlrm_cli.report.cluster_job import cluster_record
-from dlrm_cli.report.composing import page
-from dlrm_cli.report.html import html
-from dlrm_cli.report.page import Plot, Series, Table, Unit
-from dlrm_cli.report.plotting import svg
-from dlrm_cli.report.quantities import tick_labels, ticks
-from dlrm_cli.report.rates import stall_s, throughput
-from dlrm_cli.report.record import Record, Steps, summed_up
-from dlrm_cli.report.work_folder import read_work_folder
+from dlrm_cli.report import collect
+from dlrm_cli.report.collect import Record, Steps, cluster_record, read_work_folder, summed_up
+from dlrm_cli.report.page import Table, html, page, stall_s, throughput
+from dlrm_cli.report.plots import Plot, Series, Unit, svg, tick_labels, ticks
+from dlrm_cli.run.history import Ended, Look
 
 Kept = Callable[..., Path]
 
@@ -138,7 +132,7 @@ def test_a_result_with_an_absurd_figure_leaves_the_page_whole(kept_run: Kept, va
 
 
 def test_a_line_without_end_is_read_in_pieces(kept_run: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_folder, "MOST_LINE", 1_000)
+    monkeypatch.setattr(collect, "MOST_LINE", 1_000)
     folder = kept_run()
     with (folder / "progress.jsonl").open("a") as progress:
         progress.write("x" * 3_500 + "\n")

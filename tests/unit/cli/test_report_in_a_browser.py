@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from dlrm_cli.report.composing import page
-from dlrm_cli.report.html import html
-from dlrm_cli.report.work_folder import read_work_folder
+from dlrm_cli.report.collect import read_work_folder
+from dlrm_cli.report.page import html, page
 
 pytestmark = pytest.mark.slow
 

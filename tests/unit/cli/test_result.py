@@ -8,8 +8,7 @@ import pytest
 
 from dlrm_api.errors import DLRMError
 from dlrm_api.job import DLRMJob, parse_job
-from dlrm_cli.result import RunResult, read_final, read_profile, read_result, write_final
-from dlrm_cli.workdir import WorkDir
+from dlrm_cli.run.workdir import RunResult, WorkDir, read_final, read_profile, read_result, write_final
 from dlrm_stores.files import FileStore
 
 

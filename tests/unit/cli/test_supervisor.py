@@ -19,11 +19,11 @@ from dlrm_api.errors import BadDataError, DeviceError, DLRMError, NoPermissionEr
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import ExitCode
 from dlrm_api.progress import CheckpointerProgress
-from dlrm_cli import running
-from dlrm_cli.gang import PROGRAMS
-from dlrm_cli.supervisor import Outcome, Stop, Supervisor, stopping_words
-from dlrm_cli.watch import Seen
-from dlrm_cli.workdir import WorkDir, locked
+from dlrm_cli.run import supervisor as supervisor_module
+from dlrm_cli.run.appdef import PROGRAMS
+from dlrm_cli.run.history import Seen
+from dlrm_cli.run.supervisor import Outcome, Stop, Supervisor, stopping_words
+from dlrm_cli.run.workdir import WorkDir, locked
 from dlrm_testing.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -209,7 +209,7 @@ def test_a_sidecar_that_ends_well_while_its_trainer_runs_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one does that somebody tells to end before the trainers have begun."""
-    monkeypatch.setattr(running, "SETTLED_S", 0.5)
+    monkeypatch.setattr(supervisor_module, "SETTLED_S", 0.5)
     supervised = supervisor(tmp_path, {"0": ["sleep:3 exit:0"]}, {"0": ["exit:0", "sleep:60"]})
 
     outcome = supervised.run()
@@ -312,7 +312,7 @@ def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from dlrm_cli.workdir import locked
+from dlrm_cli.run.workdir import locked
 with locked(Path(sys.argv[1]), 1, print, lambda: False):
     print("held", flush=True)
     time.sleep(60)
@@ -351,9 +351,9 @@ RUNNER = """
 import json, sys
 from pathlib import Path
 from dlrm_api.job import parse_job
-from dlrm_cli.display import open_display
-from dlrm_cli.supervisor import Stop, Supervisor
-from dlrm_cli.workdir import WorkDir
+from dlrm_cli.run.command import open_display
+from dlrm_cli.run.supervisor import Stop, Supervisor
+from dlrm_cli.run.workdir import WorkDir
 job, programs = json.loads(sys.argv[2])
 workdir = WorkDir(Path(sys.argv[1]))
 with open_display() as display:

@@ -12,17 +12,15 @@ import pytest
 
 from dlrm_api.errors import BadDataError
 from dlrm_api.progress import CheckpointerProgress, Progress, SnapshotInfo
-from dlrm_cli import app, display
+from dlrm_cli import app
 from dlrm_cli.cluster import logs
-from dlrm_cli.cluster.describing import Page, page_lines
-from dlrm_cli.cluster.facts import job_facts
-from dlrm_cli.cluster.grid import line, print_lines, widths
-from dlrm_cli.cluster.listing import header, job_row
-from dlrm_cli.cluster.pod_choice import Choice
-from dlrm_cli.cluster.top_views import Look, job_lines
-from dlrm_cli.terminal import SafeConsole
-from dlrm_cli.views import print_view, snapshots_view
-from dlrm_cli.watch import Seen
+from dlrm_cli.cluster.describe import Page, page_lines
+from dlrm_cli.cluster.get import header, job_facts, job_row, line, print_lines, widths
+from dlrm_cli.cluster.logs import Choice
+from dlrm_cli.cluster.top import Look, job_lines
+from dlrm_cli.run import command
+from dlrm_cli.run.history import Seen
+from dlrm_cli.views import SafeConsole, print_view, snapshots_view
 
 EVIL = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31m\u202egpj.exe"
 SHOWN = r"\x1b]52;c;ZXZpbA=="
@@ -84,11 +82,11 @@ def test_the_display_of_a_run_shows_a_store_s_error_and_is_steered_by_none(
 ) -> None:
     written = io.StringIO()
     monkeypatch.setattr(
-        display, "SafeConsole", lambda stderr: SafeConsole(file=written, force_terminal=terminal, width=300)
+        command, "SafeConsole", lambda stderr: SafeConsole(file=written, force_terminal=terminal, width=300)
     )
     failing = CheckpointerProgress(store_error=f"[/] [red] {EVIL}")
 
-    with display.open_display() as shown:
+    with command.open_display() as shown:
         shown.update(Seen(Progress(step=1), failing))
         shown.say(f"trainer-0 ended: {EVIL}")
 

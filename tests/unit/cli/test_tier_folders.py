@@ -12,8 +12,8 @@ from dlrm_api.job import parse_job
 from dlrm_api.names import Env
 from dlrm_api.plan import Plan, RankPlan
 from dlrm_cli.checks import make_tier_folders
-from dlrm_cli.gang import Gang, free_ports
-from dlrm_cli.workdir import WorkDir
+from dlrm_cli.run.appdef import Gang, free_ports
+from dlrm_cli.run.workdir import WorkDir
 
 
 def plan(**bytes_per_tier: int) -> Plan:

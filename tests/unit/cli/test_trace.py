@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from dlrm_api.names import ExitCode
 from dlrm_api.trace import CurvePoint, TableTrace, Trace, parse_trace
-from dlrm_cli import app, trace_maps
+from dlrm_cli import app
+from dlrm_cli import trace as trace_module
+from dlrm_cli.trace import trace_maps
 from dlrm_cluster.control_plane import ControlPlane
 
 JOB = """
@@ -99,7 +101,7 @@ def test_a_trace_too_large_for_a_configmap_is_split_by_tables(
 ) -> None:
     app.main(["trace", job, "--batches", "4"])
     whole = parse_trace(Path("small.trace.json").read_text())
-    monkeypatch.setattr(trace_maps, "CONFIGMAP_BYTES", len(Path("small.trace.json").read_text()) - 1)
+    monkeypatch.setattr(trace_module, "CONFIGMAP_BYTES", len(Path("small.trace.json").read_text()) - 1)
     capsys.readouterr()
 
     code = app.main(["trace", job, "--configmap", "reuse", "--batches", "4"])
@@ -121,7 +123,7 @@ def test_a_trace_too_large_for_a_configmap_is_split_by_tables(
 def test_a_group_too_large_for_a_configmap_is_named_and_its_trace_is_kept(
     job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trace_maps, "CONFIGMAP_BYTES", 3_000)
+    monkeypatch.setattr(trace_module, "CONFIGMAP_BYTES", 3_000)
     group = "spec.model.tableGroups=[{name: g, count: 9, template: {rows: 100, dim: 4}}]"
 
     code = app.main(["trace", job, "--configmap", "reuse", "--batches", "4", "--set", group])
@@ -149,8 +151,8 @@ def test_every_part_fits_and_together_they_hold_each_table_once(shapes: list[tup
     trace = Trace(global_batch_size=1, batches=1, tables=tuple(each))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace_maps, "CONFIGMAP_BYTES", limit)
-        parts = trace_maps.trace_maps("reuse", trace, paths)
+        patch.setattr(trace_module, "CONFIGMAP_BYTES", limit)
+        parts = trace_maps("reuse", trace, paths)
 
     assert all(len(part.text.encode()) <= limit for part in parts)
     read = [parse_trace(part.text).tables for part in parts]
@@ -168,7 +170,7 @@ def test_a_real_server_takes_configmaps_that_are_full(control_plane: ControlPlan
     )
     trace = Trace(global_batch_size=1, batches=1, tables=tables)
 
-    parts = trace_maps.trace_maps("reuse", trace, [f"spec.model.tables[{i}]" for i in range(500)])
+    parts = trace_maps("reuse", trace, [f"spec.model.tables[{i}]" for i in range(500)])
     applied = subprocess.run(
         [control_plane.kubectl, "--kubeconfig", control_plane.kubeconfig, "apply", "--server-side", "-f", "-"],
         input="---\n".join(part.manifest("default") for part in parts),

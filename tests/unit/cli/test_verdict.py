@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dlrm_api.lifecycle import ExitCodeRule, RestartSpec
 from dlrm_api.names import USER_MUST_MEND, ExitCode
-from dlrm_cli.verdict import Budget, Ending, action_after, error_of, to_blame
+from dlrm_cli.run.supervisor import Budget, Ending, action_after, error_of, to_blame
 
 
 def ending(name: str, code: int, message: str = "") -> Ending:

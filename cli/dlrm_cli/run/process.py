@@ -99,6 +99,6 @@ def _role(name: str, files: Sequence[Path]) -> Any:
         name=name,
         image="",
         entrypoint=sys.executable,
-        args=["-P", "-m", "dlrm_cli.child", file],
+        args=["-P", "-m", "dlrm_cli.run.child", file],
         num_replicas=len(files),
     )

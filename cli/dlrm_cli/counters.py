@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from pydantic import Field
+
+from dlrm_api.base import ApiModel
 from dlrm_api.errors import BadDataError
-from dlrm_cli.cluster.exposition import samples
-from dlrm_cli.history import Counts, TierCounts
+from dlrm_api.status import Count
+
+_SAMPLE = re.compile(r'([A-Za-z_]\w*)(?:\{((?:\w+="[^"\\]*",?)*)\})? (\S+)', re.ASCII)
+_LABEL = re.compile(r'(\w+)="([^"\\]*)"', re.ASCII)
+MOST_LINE = 1_024
+LARGEST = 1e18
+"""No figure of ours comes near; sums of larger ones would soon be infinite."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One figure: finite, and at most ``LARGEST``."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+def samples(text: str) -> Iterator[Sample]:
+    """The figures of an exposition. Lines of another form, and figures that are none, are passed over.
+
+    A broken or hostile pod may write anything, so no line is looked at for longer than it is long.
+    """
+    for line in text.splitlines():
+        found = _SAMPLE.match(line) if len(line) <= MOST_LINE else None
+        if found is None:
+            continue
+        try:
+            value = float(found[3])
+        except ValueError:
+            continue
+        if math.isfinite(value) and abs(value) <= LARGEST:
+            yield Sample(found[1], dict(_LABEL.findall(found[2] or "")), value)
+
 
 PREFIX = "dlrm_trainer_"
 MOST_TIERS = 8
@@ -137,3 +175,30 @@ def rates(now: PodFigures, before: PodFigures | None) -> Rates:
         stage=found.stage,
         stage_share=found.stage_share,
     )
+
+
+Counted = Annotated[float, Field(ge=-1e24, le=1e24)]
+
+
+class TierCounts(ApiModel):
+    """What went through one tier since the attempt began, over all ranks."""
+
+    read_rows: Counted = Field(0, description="Rows that came up from it to slots.")
+    written_rows: Counted = Field(0, description="Rows that went down to it.")
+    read_bytes: Counted = Field(0, description="Bytes of the first.")
+    written_bytes: Counted = Field(0, description="Bytes of the second.")
+    kept_bytes: Counted = Field(0, description="Bytes really taken.")
+    planned_bytes: Counted = Field(0, description="Bytes that the plan's rows take when every level is full.")
+
+
+class Counts(ApiModel):
+    """Counters of an attempt over all its ranks, as far as they were seen at one time."""
+
+    ranks: Count = Field(0, description="Ranks that counted.")
+    stages: dict[str, Counted] = Field({}, description="Time of the training threads by stage, all ranks added up (s).")
+    accesses: Counted = Field(0, description="Distinct rows of batches asked of tables with levels.")
+    hits: Counted = Field(0, description="Those found in a slot.")
+    created_rows: Counted = Field(0, description="Rows looked up for the first time.")
+    evicted_rows: Counted = Field(0, description="Rows that left a slot for another.")
+    prefetch_wait_s: Counted = Field(0, description="Time for which lookups waited for rows, all ranks added up (s).")
+    tiers: dict[str, TierCounts] = Field({}, description="By tier.")

@@ -4,23 +4,147 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
-from dlrm_cli.checks import check_inputs, make_tier_folders, reach_store, this_machine
-from dlrm_cli.devices import found_devices
-from dlrm_cli.display import LiveDisplay, PlainDisplay, open_display
-from dlrm_cli.manifests import read_job
-from dlrm_cli.references import read_references
-from dlrm_cli.result import RunResult, read_final, read_profile, read_result, write_final
+from dlrm_api.progress import Progress as TrainerProgress
+from dlrm_api.progress import TrainerPhase
+from dlrm_cli.checks import check_inputs, detected_gpus, make_tier_folders, reach_store, this_machine
+from dlrm_cli.manifests import read_job, read_references
+from dlrm_cli.run.history import Seen
+from dlrm_cli.run.supervisor import Outcome, Stop, Supervisor
+from dlrm_cli.run.workdir import (
+    RunResult,
+    WorkDir,
+    folder_error,
+    has_processes,
+    locked,
+    read_final,
+    read_profile,
+    read_result,
+    write_final,
+)
 from dlrm_cli.snapshots import committed
-from dlrm_cli.supervisor import Outcome, Stop, Supervisor
-from dlrm_cli.workdir import WorkDir, folder_error, has_processes, locked
+from dlrm_cli.views import SafeConsole
 from dlrm_stores.base import ObjectStore
 from dlrm_trainer.limits import usable_cpus
+
+PLAIN_EVERY_S = 5.0
+
+
+class LiveDisplay:
+    """A bar with step, loss, rate, time left and committed step; sentences scroll by above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description:<10}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[text]}", markup=False),
+            console=console,
+            transient=True,
+        )
+        self._task: TaskID = self._bar.add_task("Starting", total=None, text="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def update(self, seen: Seen) -> None:
+        """Show the newest progress."""
+        if seen.trainer is None:
+            return
+        self._bar.update(
+            self._task,
+            description=str(seen.trainer.phase),
+            total=seen.trainer.total_steps,
+            completed=seen.trainer.step,
+            text=progress_text(seen),
+        )
+
+    def say(self, sentence: str) -> None:
+        """Show one event."""
+        self._console.print(sentence, markup=False, highlight=False)
+
+
+class PlainDisplay:
+    """A line every few seconds while steps are made, and at each new phase."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._told: tuple[TrainerPhase, int] | None = None
+        self._told_at = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        return
+
+    def update(self, seen: Seen) -> None:
+        """Show the newest progress, if it is time."""
+        if seen.trainer is None:
+            return
+        now, new = time.monotonic(), (seen.trainer.phase, seen.trainer.step)
+        if new == self._told:
+            return
+        if self._told is None or new[0] != self._told[0] or now - self._told_at >= PLAIN_EVERY_S:
+            self._told, self._told_at = new, now
+            self.say(f"{seen.trainer.phase}: {progress_text(seen)}")
+
+    def say(self, sentence: str) -> None:
+        """Show one event."""
+        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
+def open_display() -> LiveDisplay | PlainDisplay:
+    """The display that suits stderr."""
+    console = SafeConsole(stderr=True)
+    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
+
+
+def progress_text(seen: Seen) -> str:
+    """``step 1,200/5,000, loss 0.4711, 35,000 samples/s, 1:40 left, snapshot at step 1,000``."""
+    trainer = seen.trainer
+    if trainer is None:
+        return ""
+    parts = [f"step {trainer.step:,}" + (f"/{trainer.total_steps:,}" if trainer.total_steps is not None else "")]
+    parts += _rates(trainer)
+    committed = None if seen.checkpointer is None else seen.checkpointer.committed_step
+    if committed is not None and committed <= trainer.step:  # later ones are of a history that was given up
+        parts.append(f"snapshot at step {committed:,}")
+    if seen.checkpointer is not None and seen.checkpointer.store_error:
+        parts.append(f"store: {seen.checkpointer.store_error.splitlines()[0]}")
+    return ", ".join(parts)
+
+
+def _rates(trainer: TrainerProgress) -> list[str]:
+    parts = []
+    if trainer.loss is not None:
+        parts.append(f"loss {trainer.loss:.4f}")
+    if trainer.samples_per_second is not None:
+        parts.append(f"{trainer.samples_per_second:,.0f} samples/s")
+    if trainer.eta_seconds is not None:
+        minutes, seconds = divmod(round(trainer.eta_seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        parts.append((f"{hours}:{minutes:02d}" if hours else f"{minutes}") + f":{seconds:02d} left")
+    return parts
+
+
+if TYPE_CHECKING:
+    from dlrm_stores.base import ObjectStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +254,7 @@ class LocalRun:
             if outcome is Outcome.STOPPED:
                 self.display.say(how_to_resume(supervisor.committed_step))
                 return None
-            return self._keep(read_result(self.workdir, self.store, supervisor.restarts))
+            return self._keep(read_result(self.workdir, committed(self.store), supervisor.restarts))
         except OSError as error:
             raise folder_error(self.workdir.root, error) from error
 
@@ -164,7 +288,7 @@ def _plan(job: DLRMJob) -> Plan:
     """The plan for this machine, whatever hardware the job asks for elsewhere; for its GPUs where it asks for hbm."""
     from dlrm_planner import asks_for_hbm, plan_job
 
-    devices = found_devices() if asks_for_hbm(job.spec) else ()
+    devices = detected_gpus() if asks_for_hbm(job.spec) else ()
     machine = this_machine(job.spec.replicas, devices)
     return plan_job(job.spec, machine, traces=read_references(job.spec), shared=True)
 
@@ -179,14 +303,13 @@ def how_to_resume(committed_step: int | None) -> str:
 
 def _show_profile(workdir: WorkDir, *, as_table: bool) -> None:
     """Show what the trainers timed, beside the result; with ``-o json`` it stays in its file."""
-    from dlrm_cli.terminal import tell
+    from dlrm_cli.views import tell
 
     profile = read_profile(workdir)
     if profile is None:
         tell(f"{workdir.profile}: no attempt left a profile: it is written as training ends or is stopped")
     elif as_table:
-        from dlrm_cli.measured import profile_view
-        from dlrm_cli.views import print_view
+        from dlrm_cli.views import print_view, profile_view
 
         print_view(profile_view(profile))
         if workdir.trace.exists():

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import Container, Env, token_digest
-from dlrm_cli.child import ChildSpec
-from dlrm_cli.devices import VISIBLE, visible_to
-from dlrm_cli.workdir import WorkDir
+from dlrm_cli.run.child import ChildSpec
+from dlrm_cli.run.workdir import WorkDir
 
 LOOPBACK = "127.0.0.1"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 SECRET_BYTES = 32
 
 PROGRAMS: Mapping[str, tuple[str, ...]] = {
@@ -133,6 +133,14 @@ def free_ports(replicas: int) -> Ports:
         trainers=tuple(numbers[1 : 1 + replicas]),
         checkpointers=tuple(numbers[1 + replicas :]),
     )
+
+
+def visible_to(replica: int, processes: int, environment: Mapping[str, str]) -> str:
+    """``CUDA_VISIBLE_DEVICES`` of one of several pods that this machine plays: the GPUs of its processes alone."""
+    given = environment.get(VISIBLE)
+    first = replica * processes
+    names = [str(number) for number in range(first + processes)] if given is None else given.split(",")
+    return ",".join(names[first : first + processes])
 
 
 def ports_text(gang: Gang, pids: dict[str, int]) -> str:

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dlrm_api.errors import DLRMError, TemporaryError, UsageError, visible
-from dlrm_cli.cluster.connection import Connection
-from dlrm_cli.cluster.facts import Object, condition, dig, job_facts
-from dlrm_cli.cluster.listing import one_line
-from dlrm_cli.terminal import tell
+from dlrm_cli.cluster.client import Connection, Object, dig
+from dlrm_cli.cluster.get import condition, job_facts, one_line
+from dlrm_cli.views import tell
 
 LOOK_EVERY_S = 1.0
 REST_S = 60.0

@@ -1,8 +1,8 @@
-"""What runs between torchx and one of our processes: log file, lock, death signal, then exec. Standard library alone.
+"""Run between dlrmctl and one of its processes: log file, lock, death signal, then exec. Standard library alone.
 
-``python -m dlrm_cli.child FILE`` reads a :class:`ChildSpec` from FILE and becomes the process that it describes, with
-the same pid. The process inherits a shared lock on the work directory, so that whoever starts the next run can wait
-for the last process of this one, and it gets a signal when dlrmctl dies, however that dies.
+``python -m dlrm_cli.run.child FILE`` reads a :class:`ChildSpec` from FILE and becomes the process that it describes,
+with the same pid. The process inherits a shared lock on the work directory, so that whoever starts the next run can
+wait for the last process of this one, and it gets a signal when dlrmctl dies, however that dies.
 """
 
 from __future__ import annotations

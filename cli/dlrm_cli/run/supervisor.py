@@ -1,8 +1,8 @@
-"""Runs attempt after attempt of a job on this machine until it is done, can't go on, or the user stops it.
+"""Run attempt after attempt of a job on this machine until it is done, cannot continue, or the user stops it.
 
-A level-triggered loop on the main thread: look at the processes, decide by :mod:`dlrm_cli.verdict`, act. Signals only
-set flags. A failed trainer ends the whole gang, and the next attempt starts when every process of it has ended; a
-sidecar that dies alone is started again beside its trainer, which trains on.
+A level-triggered loop on the main thread: observe the processes, decide, act. Signals only set flags. A failed trainer
+ends the whole gang, and the next attempt starts when every process of it has ended. A sidecar that dies alone is
+restarted while its trainer continues.
 """
 
 from __future__ import annotations
@@ -10,27 +10,283 @@ from __future__ import annotations
 import enum
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Literal, NoReturn, Protocol
 
-from dlrm_api.errors import DLRMError
+from pydantic import ValidationError
+
+from dlrm_api.errors import (
+    BadDataError,
+    DeviceError,
+    DLRMError,
+    InvalidSpecError,
+    NoInputError,
+    NoPermissionError,
+    TemporaryError,
+    UsageError,
+)
 from dlrm_api.job import DLRMJob
-from dlrm_api.names import Container, ExitCode
-from dlrm_api.progress import CheckpointerProgress, Progress, SnapshotInfo
-from dlrm_cli.gang import PROGRAMS, Gang, free_ports
-from dlrm_cli.history import MOST_WORDS, Ended, Failure, History, Started, Then
-from dlrm_cli.processes import LocalScheduler
-from dlrm_cli.recorder import Recorder
-from dlrm_cli.running import Running
-from dlrm_cli.verdict import Budget, Ending, action_after, error_of, to_blame
-from dlrm_cli.watch import Seen, Watch
-from dlrm_cli.workdir import WorkDir
+from dlrm_api.lifecycle import RestartSpec
+from dlrm_api.names import USER_MUST_MEND, Container, ExitCode
+from dlrm_api.progress import CheckpointerProgress, Progress, SnapshotInfo, TerminationMessage
+from dlrm_cli.run.appdef import PROGRAMS, Gang, free_ports, ports_text
+from dlrm_cli.run.history import MOST_WORDS, Ended, Failure, History, Recorder, Seen, Started, Then, Watch
+from dlrm_cli.run.process import LocalScheduler, Process
+from dlrm_cli.run.workdir import WorkDir
+
+Action = Literal["fail", "restart", "restart-free"]
+
+ERRORS: dict[int, type[DLRMError]] = {
+    error.exit_code: error
+    for error in (UsageError, BadDataError, NoInputError, DeviceError, TemporaryError, NoPermissionError)
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How one process ended."""
+
+    name: str
+    code: int
+    """Its exit code; 128 + signal where a signal ended it."""
+    message: str = ""
+    """What it said itself, for people."""
+    log: Path
+
+    @property
+    def sentence(self) -> str:
+        """What is said of it when the gang starts again."""
+        return f"{self.name} ended with {_code_text(self.code)}" + (f": {self.message}" if self.message else "")
+
+
+def to_blame(endings: Sequence[Ending]) -> Ending:
+    """The ending that caused the others: peers of a dead process end too, most of them saying that they lost it."""
+    return min(endings, key=lambda ending: (_blame(ending.code), ending.name))
+
+
+def action_after(code: int, spec: RestartSpec) -> Action:
+    """What to do after a gang ended by an exit code: the job's own rules first, then the code's meaning.
+
+    Unlike in a cluster, where the next attempt may get another node, a full or failing disk fails the job at once.
+    """
+    for rule in spec.rules_by_exit_code:
+        if code in rule.exit_codes:
+            return rule.action
+    if code in USER_MUST_MEND or code == ExitCode.DEVICE:
+        return "fail"
+    return "restart-free" if code == ExitCode.TERMINATED else "restart"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Restarts that are left, charged and free."""
+
+    spec: RestartSpec
+    used: int = 0
+    used_free: int = 0
+    committed_step: int | None = None
+    """Newest committed step when a gang last failed."""
+
+    def charge(self, committed_step: int | None) -> tuple[Budget, float | None]:
+        """The budget after one more failure, and the wait before the restart (s); None where none is left.
+
+        The wait has no jitter, unlike in a cluster: nothing else starts again at the same moment.
+        """
+        healed = self._healed(committed_step)
+        charged = replace(healed, used=healed.used + 1)
+        if healed.used >= self.spec.max_restarts:
+            return charged, None
+        return charged, min(self.spec.max_backoff, self.spec.backoff * 2.0 ** min(healed.used, 60))
+
+    def take_free(self, committed_step: int | None) -> Budget | None:
+        """The budget after one more restart that is not charged, at once; None where none of these is left."""
+        healed = self._healed(committed_step)
+        return (
+            None if healed.used_free >= self.spec.max_free_restarts else replace(healed, used_free=healed.used_free + 1)
+        )
+
+    def _healed(self, committed_step: int | None) -> Budget:
+        """Whole again where a step was newly committed."""
+        known = committed_step or self.committed_step
+        progressed = committed_step is not None and committed_step > (self.committed_step or 0)
+        if progressed and self.spec.progress_resets:
+            return Budget(spec=self.spec, committed_step=known)
+        return replace(self, committed_step=known)
+
+
+def error_of(ending: Ending) -> DLRMError:
+    """The error that ends dlrmctl with the exit code and the words of the process that failed."""
+    if ending.code == ExitCode.BAD_CONFIG:
+        path, colon, problem = ending.message.partition(": ")
+        return InvalidSpecError(path, problem) if colon else InvalidSpecError("spec", ending.message or "refused")
+    error = ERRORS.get(ending.code)
+    if error is not None and ending.message.strip():
+        return error(ending.message)
+    said = f": {ending.message}" if ending.message else ""
+    text = f"{ending.name} ended with {_code_text(ending.code)}{said}; its log is {ending.log}"
+    return (error or DLRMError)(text)
+
+
+def _blame(code: int) -> int:
+    if code in USER_MUST_MEND:
+        return 0
+    if code == ExitCode.DEVICE:
+        return 1
+    return (
+        {ExitCode.TEMPORARY: 3, ExitCode.TERMINATED: 4, ExitCode.DONE: 5}.get(ExitCode(code), 2) if _known(code) else 2
+    )
+
+
+def _known(code: int) -> bool:
+    return code in ExitCode.__members__.values()
+
+
+def _code_text(code: int) -> str:
+    if code > 128 and code != ExitCode.TERMINATED:
+        return f"signal {code - 128}" + (" (killed, perhaps for memory)" if code == 137 else "")
+    return f"exit code {code}"
+
 
 POLL_S = 0.1
+SIDECAR_STARTS = 5
+"""Times that one sidecar is started again before the whole attempt counts as failed."""
+SETTLED_S = 10.0
+"""A sidecar ends well where its trainers did, whose processes are gone so long after it."""
+
+
+class Running:
+    """One attempt's processes, by name."""
+
+    def __init__(self, gang: Gang, scheduler: LocalScheduler) -> None:
+        self._gang = gang
+        self._scheduler = scheduler
+        self._files = gang.write_children()
+        self._starts: Counter[str] = Counter()
+        self._ended_well: dict[int, float] = {}
+        """When sidecars were first seen to have ended with 0, by process."""
+        started = scheduler.start(gang.job.metadata.name, self._files)
+        self._processes = {process.name: process for process in started}
+        self._publish()
+
+    def alive(self, role: str) -> bool:
+        """Whether a process of the role runs."""
+        return any(process.exit_code() is None for process in self._of(role))
+
+    def failed(self, role: str) -> list[Ending]:
+        """Endings of the role's processes that ended with anything but 0."""
+        return [self._ending(process) for process in self._of(role) if process.exit_code()]
+
+    def signal(self, role: str, number: signal.Signals) -> None:
+        """Signal every process of the role."""
+        for process in self._of(role):
+            process.signal(number)
+
+    def wait(self, role: str, seconds: float, enough: Callable[[], bool]) -> bool:
+        """Wait for every process of the role to end; False where time ran out, or ``enough`` said so."""
+        deadline = time.monotonic() + seconds
+        while self.alive(role) and time.monotonic() < deadline and not enough():
+            time.sleep(POLL_S)
+        return not self.alive(role)
+
+    def end(self, role: str, grace_s: float, enough: Callable[[], bool]) -> None:
+        """Ask every process of the role to end, and make it end after the grace period."""
+        self.signal(role, signal.SIGTERM)
+        self.wait(role, grace_s, enough)
+        for process in self._of(role):
+            process.kill()
+
+    def kill(self) -> None:
+        """End everything at once."""
+        for process in self._processes.values():
+            process.kill()
+
+    def revive_sidecars(self, tell: Callable[[Ending], None]) -> Ending | None:
+        """Start sidecars that died again, on the same hand-off folder; the ending of one that would only die again.
+
+        So are those that ended well though trainers run on, as one that was told to end by itself does.
+        """
+        for ending in (*self.failed(Container.CHECKPOINTER), *self._ended_alone()):
+            hopeless = ending.code in USER_MUST_MEND or ending.code == ExitCode.DEVICE
+            if hopeless or self._starts[ending.name] == SIDECAR_STARTS:
+                return ending
+            self._starts[ending.name] += 1
+            tell(ending)
+            file = self._gang.workdir.child(ending.name)
+            for process in self._scheduler.start(self._gang.job.metadata.name, {Container.CHECKPOINTER: [file]}):
+                self._processes[process.name] = process
+            self._publish()
+        return None
+
+    def _ended_alone(self) -> list[Ending]:
+        """Sidecars that ended well, so long ago that the trainers' end is not why."""
+        now = time.monotonic()
+        ended = [process for process in self._of(Container.CHECKPOINTER) if process.exit_code() == ExitCode.DONE]
+        long = [each for each in ended if now - self._ended_well.setdefault(each.pid, now) >= SETTLED_S]
+        if not long or not self.alive(Container.TRAINER):
+            return []
+        words = "trainers run on and nobody stores their snapshots"
+        return [replace(self._ending(each), message=words) for each in long]
+
+    def last_words(self) -> list[CheckpointerProgress]:
+        """What the sidecars that ended left."""
+        words = [self._last_words(process.name) for process in self._of(Container.CHECKPOINTER)]
+        return [word for word in words if word is not None]
+
+    def last_snapshots(self) -> list[SnapshotInfo]:
+        """The newest snapshot of each sidecar that ended, by what it left."""
+        return [word.last_snapshot for word in self.last_words() if word.last_snapshot is not None]
+
+    def uncommitted(self) -> Ending | None:
+        """After trainers that did well: the sidecar that did not commit everything; None where all did."""
+        for process in self._of(Container.CHECKPOINTER):
+            code = process.exit_code()
+            if code is None:
+                text = "the last snapshot was not committed within spec.lifecycle.terminationGracePeriod"
+                return Ending(
+                    name=process.name, code=ExitCode.TEMPORARY, message=text, log=self._gang.log(process.name)
+                )
+            if code != ExitCode.DONE:
+                return self._ending(process)
+        return None
+
+    def _of(self, role: str) -> list[Process]:
+        return [process for name, process in self._processes.items() if name.startswith(f"{role}-")]
+
+    def _ending(self, process: Process) -> Ending:
+        message = self._message(process.name)
+        return Ending(
+            name=process.name, code=process.exit_code() or 0, message=message, log=self._gang.log(process.name)
+        )
+
+    def _message(self, name: str) -> str:
+        """What a process left as its termination message: a trainer's sentence, or a sidecar's trouble."""
+        text = self._termination(name)
+        said = TerminationMessage.decode(text)
+        if said is not None:
+            return said.message
+        words = self._last_words(name)
+        return (words.store_error or words.reason) if words is not None else ""
+
+    def _last_words(self, name: str) -> CheckpointerProgress | None:
+        try:
+            return CheckpointerProgress.model_validate_json(self._termination(name))
+        except ValidationError:
+            return None
+
+    def _termination(self, name: str) -> str:
+        path = self._gang.workdir.termination(name)
+        return path.read_text(errors="replace") if path.is_file() else ""
+
+    def _publish(self) -> None:
+        pids = {name: process.pid for name, process in self._processes.items()}
+        self._gang.workdir.write(self._gang.workdir.ports, ports_text(self._gang, pids))
+
+
 PEERS_GRACE_S = 20.0
 """Time that the rest of a gang gets after one of it failed: its ranks notice by their broken connections."""
 CAUSE_GRACE_S = 5.0

@@ -1,0 +1,467 @@
+"""What is known of one run, wherever it came from. Plain data; what is absent was not kept."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import from_json
+
+from dlrm_api.errors import BadDataError, DLRMError, NoInputError, NoPermissionError, first_problem
+from dlrm_api.job import DLRMJob
+from dlrm_api.names import Port
+from dlrm_api.plan import Plan
+from dlrm_api.progress import EvalMetrics, Figure, Moment, Progress, Told
+from dlrm_api.run_report import Profile, TierReport
+from dlrm_api.status import Count
+from dlrm_cli.cluster.client import Connection, Object, dig
+from dlrm_cli.cluster.get import JobFacts, job_facts, moment, one_line
+from dlrm_cli.cluster.logs import Choice, chosen_pods
+from dlrm_cli.counters import Counts, PodFigures, counts_of, pod_figures
+from dlrm_cli.run.history import MOST_LINE, Committed, Ended, Failure, Line, Look, Started, of_kind, read_lines
+from dlrm_cli.run.workdir import Final, TrainerResult, WorkDir, is_held, read_profile
+
+MOST_STEPS = 600
+"""Spans that the steps of a run are summed up in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Some steps that follow each other."""
+
+    first: int
+    last: int
+    time: float
+    """When the last one ended (Unix seconds)."""
+    count: int
+    """Steps of these that were kept."""
+    loss_sum: float
+    lowest: float
+    highest: float
+    samples: int
+    """Samples of the job's life when the last one ended."""
+
+    @property
+    def loss(self) -> float:
+        """Mean loss (nats)."""
+        return self.loss_sum / self.count
+
+    def joined(self, later: Steps) -> Steps:
+        """These and the next ones as one."""
+        return Steps(
+            first=self.first,
+            last=later.last,
+            time=later.time,
+            count=self.count + later.count,
+            loss_sum=self.loss_sum + later.loss_sum,
+            lowest=min(self.lowest, later.lowest),
+            highest=max(self.highest, later.highest),
+            samples=later.samples,
+        )
+
+
+def summed_up(steps: Iterable[Steps], most: int = MOST_STEPS) -> list[Steps]:
+    """At most ``most`` spans of equal length for any number of steps, in memory for twice as many."""
+    spans: list[Steps] = []
+    width = 1
+    open_span: Steps | None = None
+    taken = 0
+    for step in steps:
+        open_span = step if open_span is None else open_span.joined(step)
+        taken += 1
+        if taken == width:
+            spans.append(open_span)
+            open_span, taken = None, 0
+        if len(spans) == 2 * most:
+            spans = [one.joined(other) for one, other in zip(spans[::2], spans[1::2], strict=True)]
+            width *= 2
+    if open_span is not None:
+        spans.append(open_span)
+    if len(spans) <= most:
+        return spans
+    pairs = [spans[i : i + 2] for i in range(0, len(spans), 2)]
+    return [pair[0].joined(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One run."""
+
+    name: str
+    place: str
+    state: str
+    """Outcome in a word or two."""
+    tone: Literal["good", "bad", "open"]
+    words: str = ""
+    """Why it is so."""
+    plan: Plan | None = None
+    plan_status: Mapping[str, Any] = field(default_factory=dict)
+    """The plan in brief, as a job's status has it, where the plan itself is not at hand."""
+    step: int | None = None
+    total_steps: int | None = None
+    samples: int | None = None
+    samples_per_s: float | None = None
+    """Over the last steps."""
+    loss: float | None = None
+    eval_loss: float | None = None
+    """Of the last evaluation, as are the next two."""
+    ne: float | None = None
+    auc: float | None = None
+    restarts: int = 0
+    restarts_by_reason: Mapping[str, int] = field(default_factory=dict)
+    started: float | None = None
+    ended: float | None = None
+    steps: Sequence[Steps] = ()
+    evaluations: Sequence[EvalMetrics] = ()
+    attempts: Sequence[Started] = ()
+    looks: Sequence[Look] = ()
+    snapshots: Sequence[Committed] = ()
+    failures: Sequence[Failure] = ()
+    events: Sequence[tuple[float, str, str]] = ()
+    """Time, reason and sentence of a cluster's Events, oldest first."""
+    tiers: TierReport | None = None
+    profile: Profile | None = None
+    notes: Sequence[str] = ()
+    """What is missing or could not be read."""
+
+    @property
+    def predicted_samples_per_s(self) -> float | None:
+        """What the plan expects; None where it expects nothing."""
+        if self.plan is not None:
+            return self.plan.predicted.samples_per_second
+        return self.plan_status.get("predictedSamplesPerSecond")
+
+
+MOST_NAMED = 5
+"""Damaged lines of a file that are named one by one."""
+
+Document = TypeVar("Document", bound=BaseModel)
+State = tuple[str, Literal["good", "bad", "open"], str]
+
+
+def read_work_folder(root: Path) -> Record:
+    """What is known of the run.
+
+    Raises:
+        NoInputError: there is no such folder, or ``dlrmctl run`` has not worked in it.
+        BadDataError: its job can't be read.
+        NoPermissionError: a file of it may not be read.
+    """
+    workdir = WorkDir(root)
+    if not root.is_dir():
+        raise NoInputError(f"{root}: no such folder: give the work directory of dlrmctl run, or the name of a job")
+    if not workdir.job.is_file():
+        raise NoInputError(f"{root}: not a work directory of dlrmctl run: there is no {workdir.job.name} in it")
+    try:
+        return _read(workdir)
+    except PermissionError as error:
+        raise NoPermissionError(f"{error.filename}: {error.strerror}") from error
+
+
+def _read(workdir: WorkDir) -> Record:
+    notes: list[str] = []
+    job = _document(DLRMJob, workdir.job, notes)
+    if job is None:
+        raise BadDataError(f"{workdir.job}: it can't be read as a job: {notes[0]}")
+    journal = _Journal(workdir.progress)
+    steps = summed_up(journal.steps())
+    notes += _named(journal.damaged)
+    history = _history(workdir.history, notes)
+    result = _document(TrainerResult, workdir.result, notes)
+    final = _document(Final, workdir.final, notes)
+    failures, attempts = of_kind(Failure, history), of_kind(Started, history)
+    state, tone, words = _state(workdir, history, finished=final is not None)
+    evaluations = journal.evaluations
+    newest = result.eval if result is not None and result.eval is not None else next(reversed(evaluations), None)
+    last = result or journal.last
+    seconds = [each.time for each in attempts] + [each.time for each in of_kind(Ended, history)]
+    seconds += [steps[0].time, steps[-1].time] if steps else []
+    return Record(
+        name=job.metadata.name,
+        place=f"run on one machine, work directory {workdir.root.absolute()}",
+        state=state,
+        tone=tone,
+        words=words,
+        plan=_document(Plan, workdir.plan, notes),
+        step=last.step if last else None,
+        samples=last.samples if last else None,
+        samples_per_s=last.samples_per_s if last else None,
+        loss=result.train_loss if result else journal.last.loss if journal.last else None,
+        eval_loss=newest.log_loss if newest else None,
+        ne=newest.ne if newest else None,
+        auc=newest.auc if newest else None,
+        restarts=sum(failure.then == "gang restarted" for failure in failures),
+        started=min(seconds, default=None),
+        ended=max(seconds, default=None),
+        steps=steps,
+        evaluations=evaluations,
+        attempts=attempts,
+        looks=of_kind(Look, history),
+        snapshots=_snapshots(of_kind(Committed, history), final),
+        failures=failures,
+        tiers=result.tiers if result else None,
+        profile=read_profile(workdir),
+        notes=notes,
+    )
+
+
+def _state(workdir: WorkDir, history: Sequence[Line], *, finished: bool) -> State:
+    if is_held(workdir.root / "lock", fcntl.LOCK_SH):
+        return "running", "open", "it still goes on; this is how far it was when the report was made"
+    if not history:
+        return ("done", "good", "") if finished else ("unknown", "open", "it kept no history of how it ended")
+    newest = [line for line in history if isinstance(line, Started | Ended)][-1:]
+    if not newest or isinstance(newest[0], Started):
+        return "interrupted", "bad", "dlrmctl ended before the run did: the same command again resumes it"
+    outcome, words = newest[0].outcome, newest[0].words
+    if outcome == "failed":
+        return "failed", "bad", words
+    return ("done", "good", "") if outcome == "done" else ("stopped", "open", "the user stopped it")
+
+
+def _history(path: Path, notes: list[str]) -> list[Line]:
+    if not path.is_file():
+        notes.append(f"{path.name} is not there: times of stages, tiers, attempts and failures were not kept.")
+        return []
+    lines = list(read_lines(path))
+    notes += _named([line for line in lines if isinstance(line, str)])
+    return [line for line in lines if not isinstance(line, str)]
+
+
+def _named(damaged: Sequence[str]) -> list[str]:
+    more = len(damaged) - MOST_NAMED
+    return [*damaged[:MOST_NAMED], *([f"and {more} more lines of that file that can't be read"] if more > 0 else [])]
+
+
+def _snapshots(seen: Sequence[Committed], final: Final | None) -> list[Committed]:
+    """Those seen while it ran, and those that were there at its end."""
+    known = {each.step: each for each in seen}
+    for each in final.result.snapshots if final is not None else ():
+        if each.step not in known:
+            known[each.step] = Committed(
+                time=each.time, step=each.step, kind=each.kind, bits=each.bits, bytes=each.bytes, uri=each.uri
+            )
+    return [known[step] for step in sorted(known)]
+
+
+def _document(kind: type[Document], path: Path, notes: list[str]) -> Document | None:
+    """A file as a model; None where it is not there, or can't be read, which is noted."""
+    try:
+        return kind.model_validate_json(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (ValidationError, UnicodeDecodeError) as error:
+        first = first_problem(error) if isinstance(error, ValidationError) else "it is no text"
+        notes.append(f"{path.name} can't be read: {first}: it is left out")
+        return None
+
+
+class _StepLine(Told):
+    """One step, as rank 0 wrote it."""
+
+    step: Count
+    loss: Figure
+    time: Moment
+    samples: Count
+    samples_per_s: float | None = Field(None, ge=0, le=1e18)
+
+
+@dataclass
+class _Journal:
+    """``progress.jsonl``, read once from front to back."""
+
+    path: Path
+    last: _StepLine | None = None
+    """The newest line of a step."""
+    evaluations: list[EvalMetrics] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+
+    def steps(self) -> Iterator[Steps]:
+        """Its steps, one by one."""
+        if not self.path.is_file():
+            return
+        with self.path.open(errors="replace") as file:
+            for number, text in enumerate(iter(lambda: file.readline(MOST_LINE), ""), 1):
+                try:
+                    line = from_json(text)
+                    if isinstance(line, dict) and "eval" in line:
+                        self.evaluations.append(EvalMetrics.model_validate(line["eval"]))
+                    else:
+                        yield self._step(_StepLine.model_validate(line))
+                except ValueError:  # a ValidationError is one
+                    if text.endswith("\n"):  # the last line of a run that goes on may be half written
+                        self.damaged.append(f"{self.path.name}, line {number}: it is no step: the line is left out")
+
+    def _step(self, line: _StepLine) -> Steps:
+        self.last = line
+        return Steps(
+            first=line.step,
+            last=line.step,
+            time=line.time,
+            count=1,
+            loss_sum=line.loss,
+            lowest=line.loss,
+            highest=line.loss,
+            samples=line.samples,
+        )
+
+
+TIMEOUT_S = 2.0
+PARALLEL = 8
+MOST_ASKED = 64
+"""Pods that are asked, as ``dlrmctl top`` does."""
+LACKS = (
+    "A cluster keeps no history of losses, throughput and counters in the job: Prometheus has it, and the chart's "
+    "dashboards show it. Below are the newest figures."
+)
+TONES: Mapping[str, Any] = {"Succeeded": "good", "Failed": "bad"}
+
+Found = TypeVar("Found")
+
+
+def read_cluster_job(connection: Connection, name: str) -> Record:
+    """What is known of a job.
+
+    Raises:
+        NoInputError: there is no such job.
+        NoPermissionError: the user may not look at it.
+    """
+    job = connection.job(name)
+    notes = [LACKS]
+    pods = _allowed(lambda: connection.pods(name), "pods", notes)
+    events = _allowed(lambda: connection.events(name), "Events", notes)
+    facts = job_facts(job)
+    running = [pod for pod in chosen_pods(facts, pods, Choice(everyone=True)) if _runs(pod)]
+    progress, looks = _asked(connection, facts, running, notes) if running else (None, [])
+    return cluster_record(job, events, progress, looks, notes)
+
+
+def cluster_record(
+    job: Object, events: Sequence[Object], progress: Progress | None, looks: Sequence[Look], notes: Sequence[str]
+) -> Record:
+    """The record of a job; what its pods say now goes before what its status last said."""
+    facts, status = job_facts(job), job.get("status") or {}
+    told = status.get("progress") or {}
+    quality: EvalMetrics | None = progress.evaluation if progress else None
+    return Record(
+        name=facts.name,
+        place=f"job of the cluster, namespace {facts.namespace}",
+        state=facts.phase,
+        tone=TONES.get(facts.phase, "open"),
+        words=facts.reason,
+        plan_status=status.get("plan") or {},
+        step=progress.step if progress else facts.step,
+        total_steps=progress.total_steps if progress else facts.total_steps,
+        samples=progress.samples if progress else told.get("samples"),
+        samples_per_s=progress.samples_per_second if progress else facts.samples_per_second,
+        loss=progress.loss if progress else facts.loss,
+        eval_loss=quality.log_loss if quality else None,
+        ne=quality.ne if quality else facts.ne,
+        auc=quality.auc if quality else told.get("auc"),
+        restarts=facts.restarts,
+        restarts_by_reason=status.get("restartsByReason") or {},
+        started=_seconds(status.get("startTime")),
+        ended=_seconds(status.get("completionTime")),
+        evaluations=[quality] if quality else [],
+        looks=looks,
+        snapshots=_newest_snapshot(status.get("lastSnapshot")),
+        failures=_failures(status),
+        events=sorted(_event(each) for each in events),
+        notes=notes,
+    )
+
+
+def _asked(
+    connection: Connection, facts: JobFacts, pods: Sequence[Object], notes: list[str]
+) -> tuple[Progress | None, list[Look]]:
+    """What pod 0 says of progress, and the counters of all pods since they began; refusals are noted."""
+    names = [str(dig(pod, "metadata", "name")) for pod in pods[:MOST_ASKED]]
+
+    def look(pod: str) -> PodFigures | str:
+        try:
+            return pod_figures(_ask(connection, facts, pod, "metrics"))
+        except DLRMError as error:
+            return f"Counters lack those of pod {pod}: {one_line(str(error))}"
+
+    try:
+        progress = Progress.model_validate_json(_ask(connection, facts, names[0], "progress"))
+    except (DLRMError, ValidationError) as error:
+        words = first_problem(error) if isinstance(error, ValidationError) else one_line(str(error))
+        notes.append(f"The pods could not be asked, so figures are those of the status: {words}")
+        return None, []
+    with ThreadPoolExecutor(PARALLEL, thread_name_prefix="metrics") as threads:
+        found = list(threads.map(look, names))
+    notes += [each for each in found if isinstance(each, str)]
+    counts = counts_of([each for each in found if not isinstance(each, str)])
+    now, attempt = time.time(), max(1, facts.attempt)
+    zero = Counts(ranks=counts.ranks)
+    return progress, [
+        Look(time=now, attempt=attempt, step=progress.restored_step or 0, **dict(zero)),
+        Look(time=now, attempt=attempt, step=progress.step, **dict(counts)),
+    ]
+
+
+def _ask(connection: Connection, facts: JobFacts, pod: str, path: str) -> str:
+    return connection.pod_endpoint(pod, facts.namespace, Port.TRAINER, path, TIMEOUT_S)
+
+
+def _allowed(look: Callable[[], list[Object]], what: str, notes: list[str]) -> list[Object]:
+    """What is found; where that is refused a note says so."""
+    try:
+        return look()
+    except DLRMError as error:
+        notes.append(f"{what} are not shown: {one_line(str(error))}")
+        return []
+
+
+def _newest_snapshot(found: Object | None) -> list[Committed]:
+    if not found:
+        return []
+    return [
+        Committed(
+            time=_seconds(found.get("time")) or 0.0,
+            step=int(found.get("step") or 0),
+            kind=str(found.get("kind") or ""),
+            bits=int(found.get("bits") or 32),
+            bytes=int(found.get("bytes") or 0),
+            uri=str(found.get("uri") or ""),
+        )
+    ]
+
+
+def _failures(status: Object) -> list[Failure]:
+    """Evidence of the last failures, oldest first."""
+    known = [*(status.get("earlierFailures") or ())[::-1], *([last] if (last := status.get("lastFailure")) else [])]
+    return [
+        Failure(
+            time=_seconds(each.get("time")) or 0.0,
+            attempt=int(each.get("attempt") or 0),
+            process=" on ".join(word for word in (each.get("pod"), each.get("node")) if word),
+            code=each.get("exitCode"),
+            words=": ".join(word for word in (each.get("reason"), one_line(each.get("message") or "")) if word),
+            then=None,
+        )
+        for each in known
+    ]
+
+
+def _event(event: Object) -> tuple[float, str, str]:
+    at = event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp")
+    times = int(event.get("count") or 1)
+    words = one_line(event.get("message") or "") + (f" ({times} times)" if times > 1 else "")
+    return _seconds(at) or 0.0, str(event.get("reason") or ""), words
+
+
+def _seconds(text: str | None) -> float | None:
+    found = moment(text)
+    return found.timestamp() if found else None
+
+
+def _runs(pod: Object) -> bool:
+    return dig(pod, "status", "phase") == "Running" and not dig(pod, "metadata", "deletionTimestamp")

@@ -1,0 +1,1 @@
+"""``dlrmctl run``: train a job on this machine."""
