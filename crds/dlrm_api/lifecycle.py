@@ -9,6 +9,8 @@ from pydantic import Field
 from dlrm_api.base import ApiModel, Rule
 from dlrm_api.quantities import Duration
 
+RestartAction = Literal["fail", "restart", "restart-free"]
+
 
 class ExitCodeRule(ApiModel):
     """What the operator does when a trainer ends with one of these codes."""
@@ -16,7 +18,7 @@ class ExitCodeRule(ApiModel):
     exit_codes: tuple[Annotated[int, Field(ge=1, le=255)], ...] = Field(
         min_length=1, max_length=255, description="Exit codes of the trainer container."
     )
-    action: Literal["fail", "restart", "restart-free"] = Field(
+    action: RestartAction = Field(
         description="fail: the job fails at once; restart: charged to the budget; restart-free: not charged."
     )
 

@@ -27,7 +27,7 @@ class ExitCode(enum.IntEnum):
     TERMINATED = 143
 
 
-USER_MUST_MEND = frozenset(
+USER_ERROR_CODES = frozenset(
     {ExitCode.USAGE, ExitCode.BAD_DATA, ExitCode.NO_INPUT, ExitCode.NO_PERMISSION, ExitCode.BAD_CONFIG}
 )
 """Exit codes after which a retry would only fail again."""

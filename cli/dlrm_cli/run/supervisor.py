@@ -32,7 +32,7 @@ from dlrm_api.errors import (
 )
 from dlrm_api.job import DLRMJob
 from dlrm_api.lifecycle import RestartSpec
-from dlrm_api.names import USER_MUST_MEND, Container, ExitCode
+from dlrm_api.names import USER_ERROR_CODES, Container, ExitCode
 from dlrm_api.progress import CheckpointerProgress, Progress, SnapshotInfo, TerminationMessage
 from dlrm_cli.run.appdef import PROGRAMS, Gang, free_ports, ports_text
 from dlrm_cli.run.history import MOST_WORDS, Ended, Failure, History, Recorder, Seen, Started, Then, Watch
@@ -77,7 +77,7 @@ def action_after(code: int, spec: RestartSpec) -> Action:
     for rule in spec.rules_by_exit_code:
         if code in rule.exit_codes:
             return rule.action
-    if code in USER_MUST_MEND or code == ExitCode.DEVICE:
+    if code in USER_ERROR_CODES or code == ExitCode.DEVICE:
         return "fail"
     return "restart-free" if code == ExitCode.TERMINATED else "restart"
 
@@ -133,7 +133,7 @@ def error_of(ending: Ending) -> DLRMError:
 
 
 def _blame(code: int) -> int:
-    if code in USER_MUST_MEND:
+    if code in USER_ERROR_CODES:
         return 0
     if code == ExitCode.DEVICE:
         return 1
@@ -211,7 +211,7 @@ class Running:
         So are those that ended well though trainers run on, as one that was told to end by itself does.
         """
         for ending in (*self.failed(Container.CHECKPOINTER), *self._ended_alone()):
-            hopeless = ending.code in USER_MUST_MEND or ending.code == ExitCode.DEVICE
+            hopeless = ending.code in USER_ERROR_CODES or ending.code == ExitCode.DEVICE
             if hopeless or self._starts[ending.name] == SIDECAR_STARTS:
                 return ending
             self._starts[ending.name] += 1

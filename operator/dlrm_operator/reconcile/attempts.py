@@ -14,9 +14,10 @@ from dlrm_api import names
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.lifecycle import RestartSpec
-from dlrm_api.names import USER_MUST_MEND, Container, ExitCode, plan_config_map
+from dlrm_api.names import USER_ERROR_CODES, Container, ExitCode, plan_config_map
 from dlrm_api.plan import Device
 from dlrm_api.progress import CheckpointerProgress
+from dlrm_api.restart_policy import RestartBudget, backoff_s, restart_action
 from dlrm_api.status import ConditionType, DLRMJobStatus, FailureEvidence, Phase
 from dlrm_operator.manifests.gang_scheduling import KUEUE_FINALIZER, KUEUE_GATE
 from dlrm_operator.reconcile.findings import (
@@ -242,7 +243,7 @@ def _may_commit(gang: Gang, pod: PodSeen) -> bool:
     sidecar = pod.checkpointer
     if sidecar is None or sidecar.exit_code is not None or sidecar.waiting_reason == CRASH_LOOP:
         return False
-    if sidecar.last_exit_code in USER_MUST_MEND:
+    if sidecar.last_exit_code in USER_ERROR_CODES:
         return False
     if pod.finished and sidecar.last_exit_code is None:
         return True
@@ -397,7 +398,7 @@ def _trainer_end(pod: PodSeen, restart: RestartSpec, now: datetime) -> Verdict |
     if trainer is None or not trainer.exit_code:
         return None
     code, starved = trainer.exit_code, trainer.reason == OUT_OF_MEMORY
-    outcome = _meaning(pod, code, restart)
+    outcome = Outcome(restart_action(code, restart, disrupted=_disrupted(pod)))
     return Verdict(
         outcome=outcome,
         evidence=trainer_evidence(pod, now),
@@ -407,21 +408,12 @@ def _trainer_end(pod: PodSeen, restart: RestartSpec, now: datetime) -> Verdict |
     )
 
 
-def _meaning(pod: PodSeen, code: int, restart: RestartSpec) -> Outcome:
-    for rule in restart.rules_by_exit_code:
-        if code in rule.exit_codes:
-            return Outcome(rule.action)
-    if code in USER_MUST_MEND:
-        return Outcome.FAIL
-    return Outcome.RESTART_FREE if _disrupted(pod) else Outcome.RESTART
-
-
 def _pod_end(pod: PodSeen, now: datetime) -> Verdict | None:
     """What befell a pod whose trainer has not failed."""
     sidecar = pod.checkpointer
     if sidecar is not None:
         for code in (sidecar.exit_code, sidecar.last_exit_code):
-            if code in USER_MUST_MEND:
+            if code in USER_ERROR_CODES:
                 return Verdict(outcome=Outcome.FAIL, evidence=checkpointer_evidence(pod, code, "", now))
         if _starves(sidecar):
             evidence = checkpointer_evidence(pod, sidecar.last_exit_code or 0, OUT_OF_MEMORY, now)
@@ -557,8 +549,6 @@ def _not_committed(gang: Gang, now: datetime) -> FailureEvidence:
 
 EARLIER_FAILURES = 4
 EARLIER_MESSAGE_LENGTH = 1_024
-JITTER = 0.25
-"""A wait is shortened by up to this share: jobs that one node took down do not come back all at once."""
 RESERVE_SHARE = 0.25
 """Of what a pod was to need, once it ran out of memory: the estimate was too small by an amount that nobody knows."""
 LEAST_RESERVE = 512 * 2**20
@@ -591,32 +581,26 @@ def after_failure(status: DLRMJobStatus, verdict: Verdict, spec: DLRMJobSpec, ui
     if verdict.outcome is Outcome.FAIL:
         return Aftermath(status=status, reason=Quoted(evidence.reason), fatal=f"{evidence.reason}: {evidence.message}")
     free = verdict.outcome is Outcome.RESTART_FREE
-    used = (status.free_restarts if free else status.charged_restarts) + 1
-    most = restart.max_free_restarts if free else restart.max_restarts
-    if used > most:
+    budget = RestartBudget(charged=status.charged_restarts, free=status.free_restarts)
+    taken = budget.take("restart-free" if free else "restart", restart)
+    if taken is None:
         reason = Reason.FREE_RESTARTS_SPENT if free else Reason.RESTART_BUDGET_SPENT
-        words = _spent(status, restart, evidence, most, free=free) + (
-            _more_memory(spec) if verdict.out_of_memory else ""
-        )
-        return Aftermath(status=status, reason=reason, fatal=words)
-    wait = timedelta(seconds=wait_s(restart, used, f"{uid}/{status.attempt}"))
+        words = _spent(status, restart, evidence, free=free)
+        more = _more_memory(spec) if verdict.out_of_memory else ""
+        return Aftermath(status=status, reason=reason, fatal=words + more)
+    seed = f"{uid}/{status.attempt}"
+    wait = timedelta(seconds=backoff_s(restart, taken.free if free else taken.charged, seed))
     reserve = status.memory_reserve_bytes
     if verdict.out_of_memory and not reserve:
         reserve = memory_reserve(spec, status)
     numbers = {
-        "free_restarts" if free else "charged_restarts": used,
+        "charged_restarts": taken.charged,
+        "free_restarts": taken.free,
         "memory_reserve_bytes": reserve,
         "restart_not_before": timestamp(now + wait),
     }
     following = with_next_attempt(status, evidence.reason)
     return Aftermath(status=following.model_copy(update=numbers), reason=Quoted(evidence.reason))
-
-
-def wait_s(restart: RestartSpec, used: int, seed: str) -> float:
-    """Seconds before the next gang: doubled with each restart without progress, less a jitter that ``seed`` fixes."""
-    longest = min(restart.backoff * 2.0 ** min(used - 1, 60), restart.max_backoff)
-    draw = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8]) / 2**64
-    return longest * (1 - JITTER * draw)
 
 
 def memory_reserve(spec: DLRMJobSpec, status: DLRMJobStatus) -> int:
@@ -642,10 +626,10 @@ def _with_evidence(status: DLRMJobStatus, evidence: FailureEvidence) -> DLRMJobS
     return status.model_copy(update={"last_failure": evidence, "earlier_failures": earlier})
 
 
-def _spent(status: DLRMJobStatus, restart: RestartSpec, evidence: FailureEvidence, most: int, *, free: bool) -> str:
+def _spent(status: DLRMJobStatus, restart: RestartSpec, evidence: FailureEvidence, *, free: bool) -> str:
     step = status.last_snapshot.step if status.last_snapshot else 0
     what = "restarts after disruptions" if free else "restarts"
-    field = "maxFreeRestarts" if free else "maxRestarts"
+    field, most = ("maxFreeRestarts", restart.max_free_restarts) if free else ("maxRestarts", restart.max_restarts)
     since = f"no progress since step {step}: " if restart.progress_resets else ""
     return (
         f"{since}{most} of {most} {what} were used (spec.lifecycle.restart.{field}); "

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dlrm_api.lifecycle import ExitCodeRule, RestartSpec
-from dlrm_api.names import USER_MUST_MEND, ExitCode
+from dlrm_api.names import USER_ERROR_CODES, ExitCode
 from dlrm_cli.run.supervisor import Budget, Ending, action_after, error_of, to_blame
 
 
@@ -36,7 +36,7 @@ def test_the_cause_is_told_from_its_effects(codes: tuple[int, ...], blamed: int)
     assert cause.code == blamed
 
 
-@pytest.mark.parametrize("code", sorted({*USER_MUST_MEND, ExitCode.DEVICE}))
+@pytest.mark.parametrize("code", sorted({*USER_ERROR_CODES, ExitCode.DEVICE}))
 def test_what_the_user_must_mend_is_not_tried_again(code: int) -> None:
     assert action_after(code, RestartSpec()) == "fail"
 

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from dlrm_api.hardware import HardwareProfile, parse_profile
-from dlrm_api.lifecycle import RestartSpec
 from dlrm_api.progress import TerminationMessage
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.reconcile.attempts import EARLIER_FAILURES, FORCE_AFTER, LOST_AFTER, wait_s
+from dlrm_operator.reconcile.attempts import EARLIER_FAILURES, FORCE_AFTER, LOST_AFTER
 from dlrm_operator.reconcile.findings import parse_timestamp
 from dlrm_operator.reconcile.state import DeleteObject, WakeAt
 from dlrm_testing.operator.kubelet_double import committed_word
@@ -303,17 +302,6 @@ def test_disruptions_without_progress_end_at_their_own_cap_and_progress_heals_it
     assert healed == 0
     assert (status(cluster).phase, failed.reason) == (Phase.FAILED, "FreeRestartsSpent")
     assert "no progress since step 50" in failed.message
-
-
-def test_the_pause_is_the_same_in_every_turn_and_differs_between_jobs() -> None:
-    restart = RestartSpec(backoff=10.0, max_backoff=60.0)
-
-    waits = {wait_s(restart, 1, f"{uid}/1") for uid in range(20)}
-
-    assert wait_s(restart, 3, "a/3") == wait_s(restart, 3, "a/3")
-    assert len(waits) == 20
-    assert all(7.5 <= wait <= 10 for wait in waits)
-    assert wait_s(restart, 10_000, "a/1") <= 60
 
 
 def test_the_last_failures_are_kept_and_no_more() -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from dlrm_api.names import USER_MUST_MEND, ExitCode
+from dlrm_api.names import USER_ERROR_CODES, ExitCode
 from dlrm_api.progress import CheckpointerProgress, TerminationMessage
 from dlrm_api.status import Condition, DLRMJobStatus
 from dlrm_operator.controller.apply import Performer
@@ -570,7 +570,7 @@ def test_each_exit_code_of_a_trainer_is_told_by_its_name_where_the_trainer_left_
     assert f"the trainer ended with exit code {code.value} and left no message" in sentences(cluster)[word]
 
 
-@pytest.mark.parametrize("code", sorted(USER_MUST_MEND))
+@pytest.mark.parametrize("code", sorted(USER_ERROR_CODES))
 def test_a_checkpointer_that_cannot_do_its_work_says_why(code: ExitCode) -> None:
     cluster = running()
     left = CheckpointerProgress(store_error="AccessDenied: check spec.checkpoint.credentials").model_dump_json()
