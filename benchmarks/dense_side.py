@@ -11,9 +11,8 @@ import torch
 
 from benchmarks.shapes import Shape, job_of
 from dlrm_trainer.data import Batch
-from dlrm_trainer.model.model import build_model, global_mean_loss
-from dlrm_trainer.model.parameters import DenseParameters
-from dlrm_trainer.model.products import input_gradient
+from dlrm_trainer.model.dense import DenseParameters, input_gradient
+from dlrm_trainer.model.dlrm import build_model, global_mean_loss
 
 PRODUCT = (2_048, 512, 512)
 """Rows of the left matrix, its columns, and columns of the right one: those of a wide layer."""

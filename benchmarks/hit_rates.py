@@ -11,8 +11,8 @@ import numpy as np
 from benchmarks.measure import Pairs, Setting, report, tell
 from benchmarks.shapes import Batches, Shape, placement_of
 from benchmarks.sides import Trained
-from dlrm_trainer.data.popularity import Popularity
-from dlrm_trainer.data.stack_distance import StackDistances
+from dlrm_kernels.reuse import StackDistances
+from dlrm_trainer.data.synthetic import Popularity
 
 TABLES = 8
 """Tables are alike: some of them tell as much as all."""

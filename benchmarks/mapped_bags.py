@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.shapes import RATE, Shape, job_of
 from dlrm_trainer.data import Batch
 from dlrm_trainer.embedding.tiers.scratch import ScratchFile
-from dlrm_trainer.model.model import build_model, global_mean_loss
+from dlrm_trainer.model.dlrm import build_model, global_mean_loss
 
 
 class MappedBags:

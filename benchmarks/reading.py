@@ -31,12 +31,11 @@ from benchmarks.samples import DENSE, IDS, write_samples
 from dlrm_api.job import DLRMJobSpec, parse_job
 from dlrm_api.model import TableSpec
 from dlrm_api.names import Env
+from dlrm_stores.locations import LocalFile
 from dlrm_trainer.data import open_reader
-from dlrm_trainer.data.files import LocalFile
-from dlrm_trainer.data.lookups import hashing_of
-from dlrm_trainer.data.opening import LOCAL_THREADS
-from dlrm_trainer.data.parquet import ParquetSource
-from dlrm_trainer.data.row_group import Columns
+from dlrm_trainer.data.batch_builder import hashing_of
+from dlrm_trainer.data.parquet import Columns, ParquetSource
+from dlrm_trainer.data.reader import LOCAL_THREADS
 
 BUCKET = "samples"
 VIRTUAL_SHARDS = 8

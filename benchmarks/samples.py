@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dlrm_kernels.hashing import mix64
-from dlrm_trainer.data.popularity import Popularity
+from dlrm_trainer.data.synthetic import Popularity
 
 DENSE = tuple(f"I{i}" for i in range(1, 14))
 IDS = tuple(f"C{i}" for i in range(1, 27))

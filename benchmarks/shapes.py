@@ -15,8 +15,7 @@ from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.plan import parse_plan
 from dlrm_kernels.hashing import random_bits, stream_key, uniform
 from dlrm_trainer.data import Batch
-from dlrm_trainer.data.histogram import read_histogram
-from dlrm_trainer.data.popularity import Popularity, Scatter
+from dlrm_trainer.data.synthetic import Popularity, Scatter, read_histogram
 from dlrm_trainer.embedding import Placement, place
 
 RATE = 0.001

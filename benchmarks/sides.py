@@ -22,7 +22,7 @@ from dlrm_trainer.embedding.tiers.counts import ACCESSES, HITS, LOOKUPS
 from dlrm_trainer.embedding.tiers.level import Level
 from dlrm_trainer.embedding.tiers.stack import Stack
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.lookahead import prepared_ahead
+from dlrm_trainer.train import prepared_ahead
 
 PIECE = 1 << 15
 Replace = Callable[[Stack], Sequence[Level]]

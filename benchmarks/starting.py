@@ -11,7 +11,7 @@ import torch
 from benchmarks.measure import Pairs, Setting, report
 from benchmarks.shapes import Batches, Shape, placement_of
 from benchmarks.sides import Trained
-from dlrm_trainer.data.popularity import Popularity
+from dlrm_trainer.data.synthetic import Popularity
 
 LIMIT_S = 10.0
 THREADS = 2

@@ -13,8 +13,8 @@ from dlrm_checkpointer.status import Status
 from dlrm_operator import metrics as operator_metrics
 from dlrm_operator.job_metrics import JobMetrics
 from dlrm_trainer.endpoint import TrainerMetrics
-from dlrm_trainer.metrics.step_counters import StepMetrics
-from dlrm_trainer.metrics.tier_metrics import TierMetrics
+from dlrm_trainer.metrics.stages import StepMetrics
+from dlrm_trainer.metrics.tiers import TierMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- metrics: written by make generate -->", "<!-- end of metrics -->"

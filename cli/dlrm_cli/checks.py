@@ -28,7 +28,7 @@ from dlrm_stores.base import (
     open_store,
     open_target,
 )
-from dlrm_trainer.limits import free_memory_bytes
+from dlrm_trainer.settings import free_memory_bytes
 
 PATTERN = frozenset("*?[")
 HERE = FieldNames(

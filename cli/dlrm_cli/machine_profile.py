@@ -31,7 +31,7 @@ from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
 from dlrm_trainer.embedding.tiers.level import Level, Places, Records, Rows
 from dlrm_trainer.embedding.tiers.mapped import MappedStorage
-from dlrm_trainer.limits import usable_cpus, usable_memory_bytes
+from dlrm_trainer.settings import usable_cpus, usable_memory_bytes
 
 SLOWER_TIERS: tuple[Tier, ...] = ("cxl", "scm", "block")
 

@@ -217,8 +217,8 @@ def _measured(job: DLRMJob, options: TraceOptions) -> Trace:
         UsageError: what reads data is not installed.
     """
     try:
+        from dlrm_cli.reuse import ReuseMeter
         from dlrm_trainer.data import open_reader
-        from dlrm_trainer.data.reuse import ReuseMeter
     except ModuleNotFoundError as error:
         raise UsageError(f"dlrmctl trace needs {error.name}: pip install 'dlrm-operator[trainer]'") from error
     with contextlib.closing(open_reader(job.spec, "train", 0, 1)) as reader:

@@ -16,8 +16,7 @@ from dlrm_api.plan import Plan, parse_plan, plan_from_parts
 from dlrm_api.process import log_to_stderr, named_limit
 from dlrm_api.progress import TerminationMessage
 from dlrm_checkpointer.settings import read_job
-from dlrm_trainer.limits import allow_open_files
-from dlrm_trainer.settings import Settings, keep_memory, read_settings, spin_briefly
+from dlrm_trainer.settings import Settings, allow_open_files, keep_memory, read_settings, spin_briefly
 
 
 class _Parser(argparse.ArgumentParser):

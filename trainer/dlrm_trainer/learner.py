@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
+from dlrm_api.errors import DivergedError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
@@ -19,8 +21,8 @@ from dlrm_trainer.embedding.rows import bad_rows, largest
 from dlrm_trainer.embedding.travelling import Travelling
 from dlrm_trainer.embedding.under_way import Lookup
 from dlrm_trainer.metrics.stages import Stages
-from dlrm_trainer.model.model import build_model, global_mean_loss
-from dlrm_trainer.model.parameters import DenseParameters
+from dlrm_trainer.model.dense import DenseParameters
+from dlrm_trainer.model.dlrm import build_model, global_mean_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,3 +258,25 @@ def _pieces(samples: int, most: int | None) -> list[slice]:
     """Slices of at most ``most`` samples; one even where there is no sample."""
     step = max(1, most or samples)
     return [slice(start, start + step) for start in range(0, max(samples, 1), step)]
+
+
+WORDS = TypeAdapter(list[str])
+LARGEST = TypeAdapter(tuple[float, str])
+
+
+def diverged(learner: Learner, collectives: Collectives, loss: float, step: int) -> DivergedError:
+    """Say where the values are that are not finite, as all ranks see it.
+
+    Args:
+        learner: of this rank; the step has updated nothing.
+        collectives: of all ranks, which must all call this.
+        loss: of the step.
+        step: steps done once this one is.
+    """
+    found = [words for part in collectives.gather(learner.bad_values(), WORDS) for words in part]
+    value, place = max(collectives.gather(learner.largest_value(), LARGEST))
+    where = f"not finite: {found[0]}" if found else f"every value is finite, the largest is {value:.3g} in {place}"
+    return DivergedError(
+        f"the loss became {loss} in step {step}; {where}: lower the learning rates "
+        "(spec.training) or raise warmupSteps; running again goes on from the last snapshot"
+    )

@@ -33,8 +33,7 @@ from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.rendezvous import Gang
 from dlrm_trainer.embedding import Placement
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.metrics.observer import Observer
-from dlrm_trainer.metrics.progress import ProgressBoard
+from dlrm_trainer.metrics.progress import Observer, ProgressBoard
 from dlrm_trainer.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -6,6 +6,8 @@ import faulthandler
 import logging
 import math
 import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -18,20 +20,16 @@ from dlrm_trainer.compute_device import take_device
 from dlrm_trainer.cutting import snapshots
 from dlrm_trainer.cutting.cuts import CutControl, StoppedError
 from dlrm_trainer.cutting.handing_over import HandingOver
-from dlrm_trainer.data import open_reader
-from dlrm_trainer.distributed.pace import Pace
+from dlrm_trainer.data import Batch, open_reader
+from dlrm_trainer.distributed.failures import Pace
 from dlrm_trainer.distributed.rendezvous import Gang
-from dlrm_trainer.embedding import Prepared, place
+from dlrm_trainer.embedding import Prepared, Sent, place
 from dlrm_trainer.endpoint import Endpoint
 from dlrm_trainer.evaluate import evaluate
-from dlrm_trainer.learner import Learner
-from dlrm_trainer.lookahead import prepared_ahead
-from dlrm_trainer.metrics.divergence import diverged
-from dlrm_trainer.metrics.journal import Ledger, StepJournal, write_result
-from dlrm_trainer.metrics.observer import Observer
-from dlrm_trainer.metrics.progress import ProgressBoard
+from dlrm_trainer.learner import Learner, diverged
+from dlrm_trainer.metrics.progress import Ledger, Observer, ProgressBoard, StepJournal, write_result
 from dlrm_trainer.metrics.stacks import RankStacks
-from dlrm_trainer.metrics.tier_counters import SharedCounters
+from dlrm_trainer.metrics.tiers import SharedCounters
 from dlrm_trainer.schedule import Schedule, make_schedule
 from dlrm_trainer.settings import Settings
 from dlrm_trainer.start import Assembly, Restored, agree_on_data, open_writer, restore_newest
@@ -329,3 +327,35 @@ class Training:
         for file in (self.journal, self.ledger):
             if file:
                 file.close()
+
+
+def prepared_ahead(
+    batches: Iterable[Batch],
+    send: Callable[[Batch], Sent],
+    prepare: Callable[[Sent], Prepared],
+    *,
+    depth: int,
+    sent_ahead: int = 0,
+) -> Iterator[Prepared]:
+    """Every batch in order, given out once later ones have been begun.
+
+    Args:
+        batches: in order.
+        send: begins to send a batch's ids.
+        prepare: waits for the ids of a batch that was sent, and begins to fetch its rows.
+        depth: batches prepared before an earlier one is given out, if there are so many.
+        sent_ahead: batches sent before an earlier one is prepared.
+    """
+    sent: deque[Sent] = deque()
+    waiting: deque[Prepared] = deque()
+    for batch in batches:
+        sent.append(send(batch))
+        if len(sent) > sent_ahead:
+            waiting.append(prepare(sent.popleft()))
+        if len(waiting) > depth:
+            yield waiting.popleft()
+    while sent or waiting:
+        if sent:
+            waiting.append(prepare(sent.popleft()))
+        if waiting:
+            yield waiting.popleft()

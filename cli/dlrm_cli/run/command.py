@@ -36,7 +36,7 @@ from dlrm_cli.run.workdir import (
 from dlrm_cli.snapshots import committed
 from dlrm_cli.views import SafeConsole
 from dlrm_stores.base import ObjectStore
-from dlrm_trainer.limits import usable_cpus
+from dlrm_trainer.settings import usable_cpus
 
 PLAIN_EVERY_S = 5.0
 

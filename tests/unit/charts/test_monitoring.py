@@ -22,7 +22,7 @@ from dlrm_monitoring.metric_tables import processes
 from dlrm_operator.manifests.manifests import labels
 from dlrm_testing.charts.chart import CHART, ROOT, Object, helm_run, of_kind, only, render, variant
 from dlrm_testing.operator.operator_cluster import OperatorProcess, eventually
-from dlrm_trainer.metrics import step_counters, tier_metrics
+from dlrm_trainer.metrics import stages, tiers
 
 NAMESPACE = "dlrm-system"
 RULES = CHART / "files" / "monitoring" / "rules.yaml"
@@ -333,8 +333,8 @@ def test_scrapes_are_limited_and_without_limits_where_values_say_so(helm: Path, 
 
 
 def test_no_limit_cuts_off_a_pod_whose_tables_are_all_of_classes_of_their_own() -> None:
-    of_a_table = len([*tier_metrics._table_families(), tier_metrics._expected_family()])
-    of_a_rank = 5 * len([*tier_metrics._level_families(), *tier_metrics._rank_families()]) + step_counters.WORDS
+    of_a_table = len([*tiers._table_families(), tiers._expected_family()])
+    of_a_rank = 5 * len([*tiers._level_families(), *tiers._rank_families()]) + stages.WORDS
     limit = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"]["trainers"]["sampleLimit"]
 
     assert MAX_TABLES * of_a_table + 64 * of_a_rank < limit

@@ -235,11 +235,11 @@ def test_without_the_trainer_it_says_what_to_install(
     for name in (
         "numba",
         "dlrm_kernels.cache",
-        "dlrm_trainer.data.stack_distance",
-        "dlrm_trainer.data.reuse",
+        "dlrm_kernels.reuse",
+        "dlrm_cli.reuse",
     ):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "dlrm_trainer.data.reuse", None)
+    monkeypatch.setitem(sys.modules, "dlrm_cli.reuse", None)
 
     code = app.main(["trace", job])
 

@@ -32,10 +32,8 @@ from dlrm_trainer.distributed.rendezvous import backends
 from dlrm_trainer.embedding import device, place
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.metrics import stages
-from dlrm_trainer.model.device_pairs import DevicePairs, pair_places
-from dlrm_trainer.model.model import build_model
-from dlrm_trainer.model.pairs import Pairs
-from dlrm_trainer.model.parameters import DenseParameters
+from dlrm_trainer.model.dense import DenseParameters
+from dlrm_trainer.model.dlrm import DevicePairs, Pairs, build_model, pair_places
 
 SUPPORT = Path(__file__).parents[2] / "support"
 

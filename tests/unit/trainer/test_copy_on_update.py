@@ -27,7 +27,7 @@ from dlrm_trainer.embedding.dirty import MOST_KEPT, DirtyPart, DirtyRows
 from dlrm_trainer.embedding.host import lazy_zeros
 from dlrm_trainer.embedding.pending import Changing
 from dlrm_trainer.embedding.rows import ResidentPart, table_meta
-from dlrm_trainer.lookahead import prepared_ahead
+from dlrm_trainer.train import prepared_ahead
 
 ALONE = Collectives(0, 1, lambda: "")
 QUIET = [HealthCheck.function_scoped_fixture]

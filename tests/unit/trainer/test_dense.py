@@ -9,7 +9,7 @@ from torch import nn
 
 from dlrm_api.errors import SnapshotError
 from dlrm_api.training import DenseOptimizerSpec
-from dlrm_trainer.model.parameters import DenseParameters
+from dlrm_trainer.model.dense import DenseParameters
 
 SPECS: list[dict[str, Any]] = [
     {"kind": "sgd", "learning_rate": 0.1},

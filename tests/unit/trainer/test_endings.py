@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlrm_api.names import ExitCode
-from dlrm_trainer.endings import CONSEQUENCES_S, UNSERVED_S, Endings
+from dlrm_trainer.launcher import CONSEQUENCES_S, UNSERVED_S, Endings
 
 GRACE_S = 60.0
 RUNS = {0: None, 1: None}

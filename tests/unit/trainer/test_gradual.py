@@ -26,7 +26,7 @@ from dlrm_trainer.cutting.snapshots import live_digest, model_document
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding.dirty import MOST_KEPT
-from dlrm_trainer.lookahead import prepared_ahead
+from dlrm_trainer.train import prepared_ahead
 
 ALONE = Collectives(0, 1, lambda: "")
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # a run takes a second: shrinking would take minutes

@@ -14,9 +14,9 @@ from pydantic import TypeAdapter
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_trainer.cutting.handing_over import HandingOver, MetaOf
 from dlrm_trainer.cutting.snapshots import restore
-from dlrm_trainer.distributed import in_step
+from dlrm_trainer.distributed import failures
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.distributed.in_step import InStep
+from dlrm_trainer.distributed.failures import InStep
 
 TIMEOUT_S = 2.0
 PIECE_S = 0.25
@@ -38,7 +38,7 @@ class SlowPart:
 
 def restore_some(collectives: Collectives, pieces: Sequence[int]) -> tuple[int, float]:
     """Pieces that a rank restored, and when it was done, by a clock that all share."""
-    in_step.WORD_S = TIMEOUT_S / 4
+    failures.WORD_S = TIMEOUT_S / 4
     part, piece = SlowPart(), SimpleNamespace(row_ids=np.arange(3))
     mine = pieces[collectives.rank]
     snapshot: Any = SimpleNamespace(shard_codes=lambda _: ((0, piece) for _ in range(mine)), dense=dict)
@@ -62,7 +62,7 @@ class Ending(HandingOver):
 
 def end_when_ready(collectives: Collectives, waits_s: Sequence[float]) -> bool:
     """Hand a last cut over where the checkpointer of each rank takes the one before it after so many seconds."""
-    in_step.WORD_S = TIMEOUT_S / 4
+    failures.WORD_S = TIMEOUT_S / 4
     ready_at = time.monotonic() + waits_s[collectives.rank]
     parts: Any = SimpleNamespace(
         writer=SimpleNamespace(ready=lambda: time.monotonic() >= ready_at),

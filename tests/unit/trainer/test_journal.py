@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dlrm_api.progress import EvalMetrics, Progress
 from dlrm_api.run_report import Profile
-from dlrm_trainer.metrics.journal import Ledger, StepJournal, write_profile, write_result
+from dlrm_trainer.metrics.progress import Ledger, StepJournal, write_profile, write_result
 
 
 def test_lines_after_the_restored_step_and_a_torn_last_one_are_dropped(tmp_path: Path) -> None:

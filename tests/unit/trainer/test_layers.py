@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dlrm_trainer.model.layers import Layers
-from dlrm_trainer.model.model import DotInteraction
-from dlrm_trainer.model.pairs import Pairs
+from dlrm_trainer.model.dense import Layers
+from dlrm_trainer.model.dlrm import DotInteraction, Pairs
 
 
 def random(generator: torch.Generator, *shape: int) -> Tensor:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dlrm_api.model import ModelSpec
-from dlrm_trainer.model.model import DLRM, build_model, global_mean_loss
+from dlrm_trainer.model.dlrm import DLRM, build_model, global_mean_loss
 
 TABLES = [{"name": name, "rows": 10, "dim": 4} for name in "abc"]
 

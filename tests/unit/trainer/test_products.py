@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dlrm_trainer.compute_device import HOST
-from dlrm_trainer.model import products
-from dlrm_trainer.model.products import Processor, maker_of
+from dlrm_trainer.model import dense
+from dlrm_trainer.model.dense import Processor, maker_of
 
 MAKES = {
     library: Processor(maker=maker, has_avx512=True, has_dot_products=False, has_tiles=False)
@@ -43,11 +43,11 @@ def test_products_are_those_of_float64_whatever_the_library_the_layout_and_the_t
     weight, bias = matrix(generator, after, before, layout, dtype), torch.randn(after, generator=generator).to(dtype)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(products, "this_processor", lambda: MAKES[library])
+        patched.setattr(dense, "this_processor", lambda: MAKES[library])
         found = [
-            products.affine(x, weight, bias, relu),
-            products.input_gradient(gradient, weight),
-            products.weight_gradient(gradient, x),
+            dense.affine(x, weight, bias, relu),
+            dense.input_gradient(gradient, weight),
+            dense.weight_gradient(gradient, x),
         ]
 
     outputs = x.double() @ weight.double().t() + bias.double()
@@ -64,7 +64,7 @@ def test_products_are_those_of_float64_whatever_the_library_the_layout_and_the_t
 
 @pytest.mark.parametrize("library", sorted(MAKES))
 def test_products_have_the_same_bits_each_time(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "this_processor", lambda: MAKES[library])
+    monkeypatch.setattr(dense, "this_processor", lambda: MAKES[library])
     results = []
     for _ in range(3):
         generator = torch.Generator().manual_seed(1)
@@ -72,9 +72,9 @@ def test_products_have_the_same_bits_each_time(library: str, monkeypatch: pytest
         weight, bias = torch.randn(96, 61, generator=generator), torch.randn(96, generator=generator)
         results.append(
             (
-                products.affine(x, weight, bias, True),
-                products.input_gradient(gradient, weight),
-                products.weight_gradient(gradient, x),
+                dense.affine(x, weight, bias, True),
+                dense.input_gradient(gradient, weight),
+                dense.weight_gradient(gradient, x),
             )
         )
 
@@ -97,11 +97,11 @@ def test_a_job_is_computed_in_bf16_and_by_onednn_where_that_was_measured_to_be_f
     maker: str, has: set[str], in_bf16: bool, by_onednn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor = Processor(maker=maker, **{f"has_{name}": name in has for name in ("avx512", "dot_products", "tiles")})
-    monkeypatch.setattr(products, "this_processor", lambda: processor)
+    monkeypatch.setattr(dense, "this_processor", lambda: processor)
 
-    assert products.product_type("bf16", HOST) == (torch.bfloat16 if in_bf16 else torch.float32)
-    assert products.product_type("fp32", HOST) == torch.float32
-    assert products.product_type("bf16", torch.device("cuda")) == torch.bfloat16
+    assert dense.product_type("bf16", HOST) == (torch.bfloat16 if in_bf16 else torch.float32)
+    assert dense.product_type("fp32", HOST) == torch.float32
+    assert dense.product_type("bf16", torch.device("cuda")) == torch.bfloat16
     assert processor.prefers_onednn == by_onednn
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from dlrm_trainer.distributed.failures import ALARM, ANSWERS, HEARD, LEFT, VERDICT, RollCall
 from dlrm_trainer.distributed.gang_store import GangStore
-from dlrm_trainer.distributed.roll_call import ALARM, ANSWERS, HEARD, LEFT, VERDICT, RollCall
 
 LONG_AGO_S = 900.0
 SECRET = "5ec2e7"

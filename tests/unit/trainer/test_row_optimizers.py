@@ -20,7 +20,7 @@ from dlrm_testing.trainer.gpus import needs_gpu
 from dlrm_trainer.embedding.kernels import TableBatch
 from dlrm_trainer.embedding.replicated import ReplicatedParts
 from dlrm_trainer.embedding.updates import MOST_UPDATES, updated
-from dlrm_trainer.model.optimizers import make_optimizer
+from dlrm_trainer.model.dense import make_optimizer
 
 SHAPES = [(40, 4), (7, 4), (30, 16), (1, 8)]
 NAMES = ("t0", "t1", "t2", "t3")

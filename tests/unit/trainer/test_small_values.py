@@ -18,11 +18,10 @@ from dlrm_checkpointer.reading.salvage import Salvage
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_trainer.cutting.handing_over import TOLD
 from dlrm_trainer.cutting.snapshots import PARTIALS, START, Start
-from dlrm_trainer.distributed import small_values
-from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.distributed.small_values import GATHERED_BYTES, decode_value, encode_value
+from dlrm_trainer.distributed import collectives
+from dlrm_trainer.distributed.collectives import GATHERED_BYTES, Collectives, decode_value, encode_value
 from dlrm_trainer.evaluate import QUALITY
-from dlrm_trainer.metrics.divergence import LARGEST
+from dlrm_trainer.learner import LARGEST
 from dlrm_trainer.start import CHANGE, CHOSEN
 
 NAME = SnapshotName(40, 2)
@@ -114,4 +113,4 @@ def test_a_value_that_is_too_long_is_refused_before_memory_is_taken_for_it() -> 
 @pytest.mark.parametrize("size", [-1, 0, GATHERED_BYTES + 1, 2**63 - 1])
 def test_no_value_has_such_a_length(size: int) -> None:
     with pytest.raises(TemporaryError, match=f"{size} bytes, and from 1 to {GATHERED_BYTES} can be told"):
-        small_values.check_size(size, GATHERED_BYTES, 0)
+        collectives.check_size(size, GATHERED_BYTES, 0)

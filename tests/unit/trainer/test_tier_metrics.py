@@ -17,12 +17,10 @@ from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
 from dlrm_trainer.embedding.tiers.counts import ACCESSES, LOOKUPS
 from dlrm_trainer.endpoint import TrainerMetrics
-from dlrm_trainer.metrics import tier_counters, tier_metrics
+from dlrm_trainer.metrics import tiers
 from dlrm_trainer.metrics.progress import ProgressBoard
-from dlrm_trainer.metrics.stages import Stages
-from dlrm_trainer.metrics.step_counters import WORDS, StepCounters, StepMetrics
-from dlrm_trainer.metrics.tier_counters import RankCounters, SharedCounters
-from dlrm_trainer.metrics.tier_metrics import TierMetrics
+from dlrm_trainer.metrics.stages import WORDS, Stages, StepCounters, StepMetrics
+from dlrm_trainer.metrics.tiers import RankCounters, SharedCounters, TierMetrics
 
 
 def two_ranks(folder: Path, shape: Shape | None) -> TierMetrics:
@@ -32,10 +30,10 @@ def two_ranks(folder: Path, shape: Shape | None) -> TierMetrics:
     placement, shared = place(job.spec.model, plan, 2), SharedCounters(plan, range(2))
     ranks = [RankCounters(placement, rank, shared.of(rank)) for rank in shared.ranks]
     for rank in ranks:
-        rank.head[tier_counters.WAIT_NS] = 1_500_000_000
+        rank.head[tiers.WAIT_NS] = 1_500_000_000
         for group in rank.groups:
             group.tables[:, LOOKUPS] = 10 + rank.rank
-            group.levels[:, tier_counters.READ_BYTES] = 100
+            group.levels[:, tiers.READ_BYTES] = 100
     return TierMetrics(placement, job.spec.training.row_optimizer, ranks)
 
 
@@ -63,7 +61,7 @@ def test_every_rank_and_table_of_a_pod_has_series(tmp_path: Path) -> None:
 
 
 def test_many_tables_are_added_up_by_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_metrics, "MOST_TABLES", 2)
+    monkeypatch.setattr(tiers, "MOST_TABLES", 2)
 
     found = samples(two_ranks(tmp_path, Shape()))
 

@@ -18,7 +18,7 @@ from dlrm_stores.files import FileStore
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_trainer.cutting import verifying
 from dlrm_trainer.cutting.verifying import choose_together
-from dlrm_trainer.distributed import in_step
+from dlrm_trainer.distributed import failures
 from dlrm_trainer.distributed.collectives import Collectives
 
 Snapshots = Sequence[Sequence[ObjectEntry]]
@@ -70,7 +70,7 @@ class SlowStore(FileStore):
 
 def read_some(collectives: Collectives, root: Path, objects: Sequence[ObjectEntry]) -> tuple[bool, float]:
     """Have all ranks read objects, that of the first from a slow store; whether they are whole, and the seconds."""
-    in_step.WORD_S = TIMEOUT_S / 4
+    failures.WORD_S = TIMEOUT_S / 4
     fetch.PARALLEL_GETS = 2
     store = SlowStore(root) if collectives.rank == 0 else FileStore(root)
 

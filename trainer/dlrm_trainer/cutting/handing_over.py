@@ -16,7 +16,7 @@ from dlrm_checkpointer.hand_off.writer import CutAbandonedError, HandedOver, Han
 from dlrm_checkpointer.life import PEERS_S
 from dlrm_trainer.cutting.background import BackgroundHandOver
 from dlrm_trainer.cutting.gradual import GradualHandOver
-from dlrm_trainer.distributed.in_step import InStep
+from dlrm_trainer.distributed.failures import InStep
 from dlrm_trainer.start import Assembly
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from dlrm_checkpointer.reading.salvage import Salvage, find_salvage, open_salvag
 from dlrm_stores.base import ObjectStore
 from dlrm_trainer.cutting.verifying import choose_together
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.distributed.in_step import InStep
+from dlrm_trainer.distributed.failures import InStep
 from dlrm_trainer.embedding.rows import LocalPart, table_meta
 from dlrm_trainer.learner import Learner
 

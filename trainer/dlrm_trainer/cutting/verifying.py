@@ -14,7 +14,7 @@ from dlrm_checkpointer.format.fetch import Check, check_bytes
 from dlrm_checkpointer.format.manifest import ObjectEntry
 from dlrm_stores.base import ObjectStore
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.distributed.in_step import InStep
+from dlrm_trainer.distributed.failures import InStep
 
 logger = logging.getLogger(__name__)
 

@@ -2,90 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
-from collections.abc import Sequence
-from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Protocol
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError
+from dlrm_api.errors import BadDataError
 from dlrm_checkpointer.format.fetch import in_parallel
-from dlrm_trainer.data.uris import relative_names
-
-CHANGED = "was changed after this run began to read it: put it back, or start the run anew on the new data"
+from dlrm_stores.locations import DataFile, relative_names
 
 SAMPLE_BYTES = 4096
 SAMPLED_AT_ONCE = 32
 """Files; see ``footers.AT_ONCE``."""
-
-
-class DataFile(Protocol):
-    """One file, as it was when it was found."""
-
-    @property
-    def name(self) -> str:
-        """As users write it."""
-
-    @property
-    def path(self) -> PurePath:
-        """Its place among the others."""
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-
-    @property
-    def stamp(self) -> str:
-        """Another one where another content stands under this name, as far as its store tells."""
-
-    def check(self) -> None:
-        """Find out whether it is still the same.
-
-        Raises:
-            NoInputError: it is gone.
-            BadDataError: it was changed.
-        """
-
-    def open(self) -> BinaryIO:
-        """To be read from anywhere in it; reads raise as ``check`` does."""
-
-
-class LocalFile:
-    """A file of this machine, or mounted here.
-
-    Raises:
-        NoInputError: it is gone since it was found.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.name = str(path)
-        try:
-            stat = path.stat()
-        except FileNotFoundError as error:
-            raise NoInputError(f"{self.name}: no such file: it was there a moment ago, so put it back") from error
-        self.size = stat.st_size
-        self.stamp = f"{stat.st_size}\x00{stat.st_mtime_ns}"
-
-    def check(self) -> None:
-        """Compare size and time of change with those when it was found."""
-        try:
-            stat = self.path.stat()
-        except FileNotFoundError as error:
-            raise NoInputError(f"{self.name}: no such file: it was there before, so put it back") from error
-        except PermissionError as error:
-            raise NoPermissionError(f"{self.name}: no permission to look at it: change its owner or mode") from error
-        if stat.st_size < self.size:
-            raise BadDataError(f"{self.name}: shrank from {self.size} to {stat.st_size} bytes; it {CHANGED}")
-        if f"{stat.st_size}\x00{stat.st_mtime_ns}" != self.stamp:
-            raise BadDataError(f"{self.name}: {CHANGED}")
-
-    def open(self) -> BinaryIO:
-        """Open it for reading."""
-        return self.path.open("rb", buffering=0)
 
 
 class FileSet:
@@ -130,3 +65,137 @@ def content(file: DataFile) -> str:
         file.check()
         raise BadDataError(f"{file.name}: cannot be read: {error.strerror or error}: write or copy it anew") from error
     return digest.hexdigest()[:16]
+
+
+class Sized(Protocol):
+    """Something that takes memory."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it holds."""
+
+
+Block = TypeVar("Block", bound=Sized)
+
+
+class BlockCache(Generic[Block]):
+    """Blocks by number.
+
+    Those that are asked for next are made in threads, as many as the budget has room for; others are dropped for them,
+    the least recently used first. Only a single block may be larger than the budget.
+
+    Args:
+        make: makes a block; called from several threads.
+        budget_bytes: of all blocks that are held.
+        threads: that make blocks ahead.
+    """
+
+    def __init__(self, make: Callable[[int], Block], budget_bytes: int, threads: int = 1) -> None:
+        self._make = make
+        self._budget = budget_bytes
+        self._pool = ThreadPoolExecutor(threads, "dlrm-decode")  # starts no thread before one is needed
+        self._threads = threads
+        self._lock = threading.RLock()  # a block may be done before we ask to be told
+        self._held: OrderedDict[int, Block] = OrderedDict()
+        self._held_bytes = 0
+        self._making: dict[int, Future[Block]] = {}
+        self._queue: list[int] = []
+        self._all_begun = True
+        """Whether every queued block is held or being made: then none has to be looked for."""
+        self._seen: set[int] = set()
+        self._largest = 0
+        self.remade = 0
+        """Blocks that were made again after they had been dropped."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the blocks that are held."""
+        with self._lock:
+            return self._held_bytes
+
+    def plan(self, numbers: Sequence[int]) -> None:
+        """Say which blocks are taken next, in order; some are made ahead from now on."""
+        with self._lock:
+            self._queue, self._all_begun = list(numbers), False
+            self._begin()
+
+    def take(self, number: int) -> Block:
+        """One block, made now if it is not there.
+
+        Raises:
+            DLRMError: what making it raises; asked again, it is made again.
+        """
+        with self._lock:
+            if number in self._queue:
+                del self._queue[: self._queue.index(number) + 1]
+            block, making = self._held.get(number), self._making.get(number)
+            if block is not None:
+                self._held.move_to_end(number)
+                self._begin()
+                return block
+        block = self._make(number) if making is None else making.result()
+        with self._lock:
+            self._keep(number, block)
+            self._begin()
+        return block
+
+    def clear(self) -> None:
+        """Drop all blocks; those that are being made now are dropped when they are done."""
+        with self._lock:
+            self._queue = []
+            self._making.clear()
+            self._held.clear()
+            self._held_bytes, self._all_begun = 0, True
+            self._seen.clear()
+
+    def close(self) -> None:
+        """Stop making blocks, and drop all."""
+        self.clear()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _begin(self) -> None:
+        """Begin to make queued blocks while there is room beside the queued ones before them."""
+        if self._all_begun:
+            return
+        room = self._budget
+        for number in dict.fromkeys(self._queue):
+            if len(self._making) >= self._threads:
+                return
+            block = self._held.get(number)
+            room -= self._largest if block is None else block.num_bytes
+            if room < 0 or not self._largest:  # the first block is made by who takes it: it tells how large they are
+                return
+            if block is None and number not in self._making:
+                making = self._pool.submit(self._make, number)
+                self._making[number] = making
+                making.add_done_callback(functools.partial(self._made, number))
+        self._all_begun = True
+
+    def _made(self, number: int, done: Future[Block]) -> None:
+        with self._lock:
+            if self._making.get(number) is not done:
+                return  # closed meanwhile
+            del self._making[number]
+            if not done.cancelled() and done.exception() is None:  # who takes it makes it again, and sees the error
+                self._keep(number, done.result())
+                self._begin()
+            else:
+                self._all_begun = False
+
+    def _keep(self, number: int, block: Block) -> None:
+        if number in self._held:
+            return
+        self.remade += number in self._seen
+        self._seen.add(number)
+        self._largest = max(self._largest, block.num_bytes)
+        self._held[number] = block
+        self._held_bytes += block.num_bytes
+        if self._held_bytes <= self._budget:
+            return
+        queued = set(self._queue)
+        for other in [*(each for each in self._held if each not in queued), *reversed(self._queue)]:
+            if self._held_bytes <= self._budget:
+                return
+            if other != number and other in self._held:
+                self._held_bytes -= self._held.pop(other).num_bytes
+                self._all_begun = False

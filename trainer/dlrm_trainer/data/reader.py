@@ -2,25 +2,152 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from pathlib import Path
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dlrm_api.data import DenseInputSpec
-from dlrm_api.errors import BadDataError, DLRMError
+from dlrm_api.errors import BadDataError, DLRMError, InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import ModelSpec, TableSpec
-from dlrm_kernels.cache import kernel
-from dlrm_trainer.data.batch import Batch, RawRows, RowSource, no_rows
-from dlrm_trainer.data.lookups import GOOD, LONG_BAG, NONE, check_bags, hashing_of, put_rows_of
+from dlrm_api.objects import is_s3
+from dlrm_kernels.parsing import GOOD, LONG_BAG, NONE, check_bags, fill_missing, put_rows_of
+from dlrm_stores.locations import find_data_files
+from dlrm_trainer.data.batch_builder import NoSamples, RawRows, RowSource, hashing_of, no_rows
+from dlrm_trainer.data.criteo import SUFFIXES as CRITEO_SUFFIXES
+from dlrm_trainer.data.criteo import CriteoSource, default_cache_folder
 from dlrm_trainer.data.order import SampleOrder
-from dlrm_trainer.data.prefetch import prefetched
+from dlrm_trainer.data.parquet import SUFFIXES as PARQUET_SUFFIXES
+from dlrm_trainer.data.parquet import Columns, ParquetSource
+from dlrm_trainer.data.synthetic import SyntheticSource
+from dlrm_trainer.settings import read_settings
+from dlrm_trainer.spans import each_spanned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One rank's slice of one global batch; the slices of ranks 0 to W - 1 in this order are the whole batch.
+
+    ``n`` is the slice's sample count and may be 0; ``F`` counts the model's features (bags a sample), in the order of
+    ``ModelSpec.all_features``; feature-major means all bags of one feature, then all of the next.
+    """
+
+    number: int
+    """Global batch number b; the epoch is ``b // batches_per_epoch``."""
+    sample_ids: Tensor
+    """(n,) int64 row numbers over all files of the split."""
+    dense: Tensor
+    """(n, dense features) float32, finite, after the transform."""
+    labels: Tensor
+    """(n,) float32, each 0 or 1."""
+    lengths: Tensor
+    """(F, n) int32 ids in each bag; other batches may share them."""
+    values: Tensor
+    """(sum of lengths,) int64 rows of the tables, feature-major, each in [0, rows) of its table."""
+    weights: Tensor | None = None
+    """(sum of lengths,) float32, finite, one for each of ``values``; 1 for features without weights, None where no
+    feature of the model has any."""
+
+
+T = TypeVar("T")
+
+_JOIN_S = 30.0
+
+
+class _Queue(Generic[T]):
+    """Items that are ready, as many as their sizes allow."""
+
+    def __init__(self, budget_bytes: int, size_of: Callable[[T], int]) -> None:
+        self._budget, self._size_of = budget_bytes, size_of
+        self._changed = threading.Condition()
+        self._items: deque[T] = deque()
+        self._held = 0
+        self._ended = False
+        self._error: BaseException | None = None
+        self._stopped = False
+
+    def put(self, item: T) -> bool:
+        """Add an item once there is room for it, or none is waiting; False when the consumer is gone."""
+        size = self._size_of(item)
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or not self._items or self._held + size <= self._budget)
+            if self._stopped:
+                return False
+            self._items.append(item)
+            self._held += size
+            self._changed.notify_all()
+            return True
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Say that no more items come."""
+        with self._changed:
+            self._ended, self._error = True, error
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Say that no more items are wanted."""
+        with self._changed:
+            self._stopped = True
+            self._items.clear()
+            self._changed.notify_all()
+
+    def get(self) -> tuple[T] | None:
+        """The next item, None at the end.
+
+        Raises:
+            BaseException: what ended the items.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._items) or self._ended)
+            if self._items:
+                item = self._items.popleft()
+                self._held -= self._size_of(item)
+                self._changed.notify_all()
+                return (item,)
+            if self._error is not None:
+                raise self._error
+            return None
+
+
+def prefetched(
+    items: Iterable[T], budget_bytes: int, size_of: Callable[[T], int], stage: str
+) -> Generator[T, None, None]:
+    """Yield ``items`` in order, made ahead in a thread: as many as ``budget_bytes`` hold, and at least one.
+
+    ``stage`` names the thread, and the making of each item in a trace.
+    An error in making an item reaches the consumer in that item's place. Closing the iterator, or dropping it, stops
+    the thread after the item that it is making.
+    """
+    queue: _Queue[T] = _Queue(budget_bytes, size_of)
+    worker = threading.Thread(target=_fill, args=(each_spanned(items, stage), queue), name=f"dlrm-{stage}", daemon=True)
+    worker.start()
+    try:
+        while (item := queue.get()) is not None:
+            yield item[0]
+    finally:
+        queue.stop()
+        worker.join(_JOIN_S)
+
+
+def _fill(items: Iterable[T], queue: _Queue[T]) -> None:
+    try:
+        for item in items:
+            if not queue.put(item):
+                return
+        queue.end()
+    except BaseException as error:
+        queue.end(error)
+
 
 Split = Literal["train", "eval"]
 
@@ -243,9 +370,80 @@ def _bytes_of(batch: Batch) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-@kernel
-def fill_missing(values: NDArray[np.float32], missing: np.float32) -> None:
-    """Replace NaN."""
-    for place in range(values.size):
-        value = values[place]
-        values[place] = missing if value != value else value
+LOCAL_THREADS, REMOTE_THREADS = 2, 4
+NAMED = 3
+"""URIs of many that a message names."""
+
+
+def open_reader(
+    spec: DLRMJobSpec, split: Split, rank: int, world_size: int, cache_folder: Path | None = None
+) -> Reader:
+    """Open one rank's view of a split; every rank must open it with the same spec.
+
+    An evaluation split without URIs has no samples. Line indexes are kept in ``cache_folder``; by default in a folder
+    of this user's among the temporary files.
+
+    Raises:
+        NoInputError: a file is not there.
+        NoPermissionError: a file can't be read.
+        BadDataError: the data can't be used; the message names the file, the row or column, and the mend.
+    """
+    source = _source(spec, split, cache_folder or default_cache_folder())
+    if split == "train" and not source.num_samples:
+        raise BadDataError(f"{_first_few(spec.data.train.uris)}: the training data has no rows: check data.train.uris")
+    return Reader(
+        source,
+        sample_order(spec, split, source.num_samples),
+        spec.model,
+        len(spec.model.dense_features),
+        spec.data.dense,
+        rank,
+        world_size,
+        int(spec.data.prefetch_bytes),
+    )
+
+
+def _source(spec: DLRMJobSpec, split: Split, cache_folder: Path) -> RowSource:
+    data = spec.data
+    if data.format == "synthetic":
+        return SyntheticSource(spec, split)
+    uris = data.train.uris if split == "train" else data.eval.uris
+    if not uris:
+        return NoSamples()
+    dense, features = spec.model.dense_features, spec.model.all_features()
+    tables = spec.model.all_tables()
+    bags, weights = [each.column for each in features], [each.weights for each in features]
+    budget = source_share(int(data.prefetch_bytes))
+    if data.format == "criteo-tsv":
+        files = find_data_files(uris, CRITEO_SUFFIXES, data.s3, read_settings().data_credentials_dir)
+        return CriteoSource(files, dense, bags, data.lenient, cache_folder, budget, _threads(uris))
+    _check_renames(data.columns.rename, {*dense, *bags, *filter(None, weights)})
+    rename = data.columns.rename
+    columns = Columns(
+        label=data.columns.label,
+        dense=[rename.get(name, name) for name in dense],
+        bags=[rename.get(name, name) for name in bags],
+        weights=[rename.get(name, name) if name else None for name in weights],
+        hashings=[hashing_of(tables[each.table]) for each in features],
+    )
+    files = find_data_files(uris, PARQUET_SUFFIXES, data.s3, read_settings().data_credentials_dir)
+    return ParquetSource(files, columns, budget, _threads(uris))
+
+
+def _first_few(uris: Sequence[str]) -> str:
+    rest = len(uris) - NAMED
+    return ", ".join(uris[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _threads(uris: Sequence[str]) -> int:
+    """That make blocks ahead. More where files are elsewhere: they mostly wait for answers."""
+    return REMOTE_THREADS if any(map(is_s3, uris)) else LOCAL_THREADS
+
+
+def _check_renames(rename: Mapping[str, str], features: Set[str]) -> None:
+    unknown = sorted(set(rename) - features)
+    if unknown:
+        raise InvalidSpecError(
+            f"spec.data.columns.rename.{unknown[0]}",
+            f"the model has no feature {unknown[0]}: it has {', '.join(sorted(features)[:20])}",
+        )

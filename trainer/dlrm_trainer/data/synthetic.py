@@ -2,19 +2,246 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrm_api.errors import BadDataError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import Feature, TableSpec
 from dlrm_kernels.hashing import random_bits, stream_key, uniform
-from dlrm_trainer.data.batch import Fingerprint, RawRows, no_rows
-from dlrm_trainer.data.histogram import ReuseHistogram, read_histogram
-from dlrm_trainer.data.popularity import Popularity, Scatter
-from dlrm_trainer.data.teacher import Hidden, Teacher, gaussian, row_effects, sigmoid
+from dlrm_stores.locations import local_path, read_text
+from dlrm_trainer.data.batch_builder import Fingerprint, RawRows, no_rows
+
+_TITLE = "Ratio of index distribution"
+_BIN = re.compile(r"^\((\d+)(?:, \d+\]|\+): (\d*\.?\d+)\s*$", re.MULTILINE)
+_MEAN_IN_BIN = 1.45
+"""Mean reuse inside a bin over the bin's lower edge, fitted to both histograms of the traces of 2021."""
+
+
+@dataclass(frozen=True)
+class ReuseHistogram:
+    """Share of lookups by the times that a row is looked up."""
+
+    reuse: NDArray[np.float64]
+    """(S,) mean number of lookups of a row of each bin, ascending."""
+    shares: NDArray[np.float64]
+    """(S,) share of lookups that fall on rows of each bin."""
+
+    def popularity(self, rows: int) -> Popularity:
+        """Popularity of a table of ``rows`` rows, all of them in use, with this histogram's shape.
+
+        A bin that would hold less than one row of a small table gives its share to the hotter step before it; one
+        without lookups holds no row.
+        """
+        used = self.shares > 0
+        hottest_first = self.shares[used][::-1]
+        of_rows = hottest_first / self.reuse[used][::-1]
+        edges = np.ceil(np.cumsum(of_rows) / of_rows.sum() * rows - 1e-9).astype(np.int64).clip(1, rows)
+        edges[-1] = rows
+        counts = np.diff(edges, prepend=0)
+        steps = np.cumsum(counts > 0) - 1
+        shares = np.bincount(steps, weights=hottest_first)
+        return Popularity.from_steps(counts[counts > 0], shares.astype(np.float64))
+
+
+def read_histogram(uri: str) -> ReuseHistogram:
+    """Read the first block of a histogram file.
+
+    Raises:
+        NoInputError: the file is not there.
+        BadDataError: it is no reuse histogram.
+    """
+    path = local_path(uri)
+    return parse_histogram(read_text(path), path)
+
+
+def parse_histogram(text: str, path: Path) -> ReuseHistogram:
+    """Parse a histogram; ``path`` is for messages.
+
+    Raises:
+        BadDataError: the text is no reuse histogram.
+    """
+    block = text.partition(_TITLE)[2].partition("[")[0]
+    bins = [(int(low), float(share)) for low, share in _BIN.findall(block)]
+    lows = [low for low, _ in bins]
+    if not bins or lows != sorted(set(lows)) or sum(share for _, share in bins) <= 0:
+        raise BadDataError(
+            f"{path}: no reuse histogram: expected a line '{_TITLE} ...' and under it lines such as '(4, 8]: 0.101' "
+            "with ascending bins and shares of lookups"
+        )
+    reuse = [low + 1 if low < 2 else round(_MEAN_IN_BIN * low) for low in lows]
+    return ReuseHistogram(np.array(reuse, dtype=np.float64), np.array([share for _, share in bins]))
+
+
+_EXACT_RANKS = 256
+_GROWTH = 1.05
+
+
+@dataclass(frozen=True)
+class Popularity:
+    """Rows in order of popularity, in steps; the rows of one step are equally popular.
+
+    Zipf's law is exact for its first 256 ranks and within 3 % of it in the steps after them, each 5 % wide.
+    """
+
+    starts: NDArray[np.uint64]
+    """(S,) first rank of each step."""
+    counts: NDArray[np.uint64]
+    """(S,) ranks of each step."""
+    ceilings: NDArray[np.uint64]
+    """(S,) a 64-bit random number belongs to the first step whose ceiling is at or above it."""
+
+    @classmethod
+    def from_steps(cls, counts: NDArray[np.int64], shares: NDArray[np.float64]) -> Popularity:
+        """Steps of ``counts`` ranks (hottest first) that take ``shares`` of the lookups; shares need not sum to 1."""
+        stops = np.cumsum(counts)
+        cumulated = np.cumsum(shares) / np.sum(shares)
+        ceilings = (cumulated * 2.0**53).astype(np.uint64) * np.uint64(2**11)
+        ceilings -= np.uint64(1)
+        ceilings[-1] = np.uint64(2**64 - 1)
+        return cls((stops - counts).astype(np.uint64), counts.astype(np.uint64), ceilings)
+
+    @classmethod
+    def zipf(cls, rows: int, alpha: float) -> Popularity:
+        """Rank k of ``rows`` is looked up in proportion to (k + 1) ** -alpha."""
+        edges = list(range(min(rows, _EXACT_RANKS) + 1))
+        while edges[-1] < rows:
+            edges.append(min(rows, math.ceil(edges[-1] * _GROWTH)))
+        bounds = np.array(edges, dtype=np.int64)
+        counts = np.diff(bounds)
+        middles = (bounds[:-1] + 1 + bounds[1:]) / 2  # of the ranks, counted from 1
+        return cls.from_steps(counts, counts * middles**-alpha)
+
+    def ranks(self, steps: NDArray[np.uint64], places: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Popularity ranks from two independent random 64-bit numbers each: one picks the step, one the place."""
+        step = np.searchsorted(self.ceilings, steps)
+        return self.starts[step] + places % self.counts[step]
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Bijection from popularity ranks to row numbers, so that hot rows lie all over the table."""
+
+    rows: int
+    factor: int
+    shift: int
+
+    @classmethod
+    def of(cls, rows: int, key: np.uint64) -> Scatter:
+        """The bijection on ``rows`` rows that ``key`` names."""
+        factor = int(key >> np.uint64(41)) | 1 << 23  # 24 bits: the product with a row number stays below 2**64
+        while math.gcd(factor, rows) != 1:
+            factor = 1 << 23 | (factor + 1) % (1 << 23)
+        return cls(rows, factor, int(stream_key("shift", int(key)) % np.uint64(rows)))
+
+    def __call__(self, ranks: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Row number of each rank."""
+        rows = np.uint64(self.rows)
+        return (ranks * np.uint64(self.factor) % rows + np.uint64(self.shift)) % rows
+
+
+Floats = NDArray[np.float64]
+
+_ROW_SCALE, _DENSE_SCALE, _PAIR_SCALE = 1.2, 0.9, 0.6
+"""Standard deviation of each part of the logit: together 1.6, which leaves a normalized entropy of about 0.75."""
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What the teacher sees of some samples."""
+
+    effects: Floats
+    """(F, n) mean first effect of each bag's rows, times their weights; 0 for an empty bag."""
+    factors: Floats
+    """(F, n) mean second effect of each bag's rows, of which neighbouring features' products count."""
+    dense: Floats
+    """(n, D) latent value of each dense feature, with mean 0 and variance 1."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Weights of the parts of a logit, scaled and shifted on a probe of the data."""
+
+    row_weights: Floats
+    dense_weights: Floats
+    scales: tuple[float, float, float]
+    bias: float
+
+    @classmethod
+    def fitted(cls, seed: int, probe: Hidden, noise: float, positive_rate: float) -> Teacher:
+        """A teacher whose parts have their proper spread on ``probe`` and whose labels have ``positive_rate``."""
+        features, dense = probe.effects.shape[0], probe.dense.shape[1]
+        row_weights = 1.0 / np.sqrt(1.0 + np.arange(features))  # some features matter more than others
+        dense_weights = _signed(random_bits(stream_key("dense", seed), np.arange(dense, dtype=np.uint64)))
+        bare = cls(row_weights, dense_weights, (1.0, 1.0, 1.0), 0.0)
+        spreads = [float(part.std()) for part in bare.parts(probe)]
+        row, dense, pair = (
+            scale / spread if spread > 0 else 0.0
+            for scale, spread in zip((_ROW_SCALE, _DENSE_SCALE, _PAIR_SCALE), spreads, strict=True)
+        )
+        scaled = cls(row_weights, dense_weights, (row, dense, pair), 0.0)
+        return cls(row_weights, dense_weights, (row, dense, pair), _bias(scaled.logits(probe), noise, positive_rate))
+
+    def parts(self, hidden: Hidden) -> tuple[Floats, Floats, Floats]:
+        """Rows' own, dense and pairwise parts of the logits before scaling, (n,) each."""
+        pairs = hidden.factors[:-1] * hidden.factors[1:]
+        return (
+            _weighted(self.row_weights, hidden.effects),
+            _weighted(self.dense_weights, hidden.dense.T),
+            _weighted(self.row_weights[:-1], pairs),
+        )
+
+    def logits(self, hidden: Hidden) -> Floats:
+        """Log odds of a positive label, (n,), before noise."""
+        row, dense, pair = self.parts(hidden)
+        return self.bias + self.scales[0] * row + self.scales[1] * dense + self.scales[2] * pair
+
+
+def row_effects(keys: Sequence[np.uint64], rows: NDArray[np.uint64]) -> tuple[Floats, Floats]:
+    """First and second hidden effect of some rows of one table: uniform with mean 0 and variance 1."""
+    first, second = keys
+    return _signed(random_bits(first, rows)), _signed(random_bits(second, rows))
+
+
+def sigmoid(logits: Floats) -> Floats:
+    """Probability of a positive label."""
+    with np.errstate(over="ignore"):  # what is less than a double can tell from 0 is 0
+        return np.asarray(1.0 / (1.0 + np.exp(-logits)))
+
+
+def gaussian(bits: NDArray[np.uint64]) -> Floats:
+    """Nearly normal numbers with mean 0 and variance 1: the sum of four uniform ones of 16 bits each."""
+    quarters = sum((bits >> np.uint64(shift) & np.uint64(0xFFFF)).astype(np.float64) for shift in (0, 16, 32, 48))
+    return np.asarray((quarters * 2.0**-16 - 2.0) * np.sqrt(3.0))
+
+
+def _weighted(weights: Floats, terms: Floats) -> Floats:
+    """Sum of weights (k,) times terms (k, n), in order: unlike BLAS, no sample's sum depends on the others."""
+    total = np.zeros(terms.shape[1])
+    for weight, term in zip(weights, terms, strict=True):
+        total += weight * term
+    return total
+
+
+def _signed(bits: NDArray[np.uint64]) -> Floats:
+    return np.asarray((2.0 * uniform(bits) - 1.0) * np.sqrt(3.0))
+
+
+def _bias(logits: Floats, noise: float, positive_rate: float) -> float:
+    """The shift at which the mean probability is ``positive_rate``, by bisection."""
+    noisy = logits + noise * gaussian(random_bits(stream_key("probe noise"), np.arange(logits.size, dtype=np.uint64)))
+    low, high = -200.0, 200.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sigmoid(noisy + middle).mean() < positive_rate else (low, middle)
+    return (low + high) / 2
+
 
 _PROBE_SAMPLES = 4_096
 

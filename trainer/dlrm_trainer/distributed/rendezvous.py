@@ -17,8 +17,8 @@ from dlrm_api.names import ANY_ADDRESS
 from dlrm_api.process import listener
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.distributed.collectives import Collectives
+from dlrm_trainer.distributed.failures import RollCall, name_ranks
 from dlrm_trainer.distributed.gang_store import GangStore
-from dlrm_trainer.distributed.roll_call import RollCall, name_ranks
 
 RETRY_S = 0.1
 RANK_POLL_S = 0.0005

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from prometheus_client.registry import Collector
+from pydantic import TypeAdapter
+
 from dlrm_api.progress import EvalMetrics, Progress, TrainerPhase
+from dlrm_api.run_report import HitRate, Profile, StageTimes
+from dlrm_api.training import RowOptimizerSpec
+from dlrm_trainer.compute_device import HOST
+from dlrm_trainer.distributed.collectives import Collectives
+from dlrm_trainer.embedding import Placement
+from dlrm_trainer.embedding.owned import OwnedParts
+from dlrm_trainer.metrics.stages import Stages, StepCounters, StepMetrics, StepProfile
+from dlrm_trainer.metrics.tiers import RankCounters, SharedCounters, TierMetrics, tier_report
 from dlrm_trainer.schedule import Schedule
 
 RATE_STEPS = 50
@@ -71,3 +90,213 @@ class ProgressBoard:
         self._marks.clear()
         self._marks.append((time.monotonic(), self.now.samples))
         self.update(evaluation=metrics)
+
+
+PROGRESS_FILE = "progress.jsonl"
+RESULT_FILE = "result.json"
+PROFILE_FILE = "profile.json"
+TRACE_FILE = "trace.json"
+
+
+class StepJournal:
+    """``progress.jsonl``: one JSON object a line. Lines after the restored step, and a torn last one, are dropped."""
+
+    def __init__(self, folder: Path, restored_step: int) -> None:
+        path = folder / PROGRESS_FILE
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (RESULT_FILE, PROFILE_FILE, TRACE_FILE):  # of an earlier end: nobody may take them for this one's
+            (folder / name).unlink(missing_ok=True)
+        draft = path.with_suffix(".draft")
+        with draft.open("w") as kept:  # one by one: a long run has millions
+            kept.writelines(json.dumps(line) + "\n" for line in _lines(path) if line.get("step", 0) <= restored_step)
+        draft.replace(path)
+        self._file = path.open("a", buffering=1)
+
+    def stepped(self, now: Progress) -> None:
+        """Append a line about a step, which readers see at once."""
+        line = {"step": now.step, "loss": now.loss, "samples_per_s": now.samples_per_second}
+        self._write(line | {"samples": now.samples, "epoch": now.epoch, "time": now.time})
+
+    def evaluated(self, step: int, quality: EvalMetrics) -> None:
+        """Append a line about an evaluation after a step."""
+        self._write({"step": step, "eval": quality.model_dump(by_alias=False)})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """Write ``result.json`` whole or not at all."""
+    _replace(folder / RESULT_FILE, json.dumps(result, indent=2) + "\n")
+
+
+def write_profile(folder: Path, profile: Profile) -> None:
+    """Write ``profile.json`` whole or not at all."""
+    _replace(folder / PROFILE_FILE, profile.model_dump_json(indent=1, by_alias=False) + "\n")
+
+
+def write_trace_part(folder: Path, rank: int, events: list[dict[str, Any]]) -> None:
+    """Write one rank's events of a Chrome trace."""
+    _replace(folder / f"trace-{rank}.json", json.dumps(events) + "\n")
+
+
+def join_trace(folder: Path, world_size: int) -> None:
+    """Make ``trace.json`` of the ranks' parts that are in this folder: all ranks' that write to the same one."""
+    parts = [path for rank in range(world_size) if (path := folder / f"trace-{rank}.json").exists()]
+    events = [event for path in parts for event in json.loads(path.read_text())]
+    _replace(folder / TRACE_FILE, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+    for path in parts:
+        path.unlink()
+
+
+def _replace(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+class Ledger:
+    """``rank-<r>.bin``: for each step int64 numbers: step, count, then the ids of the samples trained on.
+
+    Records after the restored step, and a torn last one, are dropped at the start: what is left is what the final
+    parameters were made from.
+    """
+
+    def __init__(self, folder: Path, rank: int, restored_step: int, world_size: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        own = folder / f"rank-{rank}.bin"
+        own.touch()
+        for path in folder.glob("rank-*.bin"):
+            number = int(path.stem.removeprefix("rank-"))
+            if number % world_size == rank:  # its own, and in turn those of ranks that a larger gang had
+                os.truncate(path, 8 * _kept(np.fromfile(path, "<i8"), restored_step))
+        self._file = own.open("ab", buffering=0)
+
+    def write(self, step: int, sample_ids: NDArray[np.int64]) -> None:
+        """Append one record; ``step`` counts the steps done once this one is."""
+        self._file.write(np.concatenate(([step, len(sample_ids)], sample_ids)).astype("<i8").tobytes())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _kept(numbers: NDArray[np.int64], restored_step: int) -> int:
+    """How many numbers belong to whole records of steps up to ``restored_step``."""
+    position = 0
+    while position + 2 <= len(numbers):
+        end = position + 2 + int(numbers[position + 1])
+        if end > len(numbers) or numbers[position] > restored_step:
+            break
+        position = end
+    return position
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    with path.open(errors="replace") as texts:
+        for text in texts:
+            try:
+                value = json.loads(text)
+            except ValueError:
+                continue  # torn by a crash
+            if isinstance(value, dict):
+                yield value
+
+
+EVERY_S = 1.0
+"""Counters are copied for other processes at most this often."""
+COUNTERS = TypeAdapter(list[int])
+TIMES = TypeAdapter(tuple[list[StageTimes], list[HitRate]])
+
+
+class Observer:
+    """One rank's. Every rank must make the same calls in the same order.
+
+    Args:
+        placement: of the job's tables.
+        optimizer: of their rows.
+        rank: this one.
+        shared: counters of the pod's ranks.
+        profile: whether the stages of steps are timed.
+        device: that the rank computes on; each stage of a profile waits for a GPU, so that its time is its own.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        optimizer: RowOptimizerSpec,
+        rank: int,
+        shared: SharedCounters,
+        *,
+        profile: bool,
+        device: torch.device = HOST,
+    ) -> None:
+        self._placement, self._optimizer, self._shared = placement, optimizer, shared
+        self._counters = RankCounters(placement, rank, shared.of(rank))
+        self._has_stacks = placement.has_stacks
+        self._owned: OwnedParts | None = None
+        self._due = 0.0
+        self._steps = StepCounters(rank, shared.steps_of(rank))
+        self._channels: Sequence[Collectives] = ()
+        finish = None if device.type == "cpu" else partial(torch.cuda.synchronize, device)
+        self._profile = StepProfile(rank, self._steps.stage_ns, finish) if profile else None
+        self.stages: Stages = self._profile or Stages(self._steps.stage_ns)
+
+    def collectors(self) -> Sequence[Collector]:
+        """Metrics of all ranks of the pod."""
+        ranks = [RankCounters(self._placement, rank, self._shared.of(rank)) for rank in self._shared.ranks]
+        steps = [StepCounters(rank, self._shared.steps_of(rank)) for rank in self._shared.ranks]
+        return [StepMetrics(steps), TierMetrics(self._placement, self._optimizer, ranks)]
+
+    def watch(self, owned: OwnedParts, channels: Sequence[Collectives]) -> None:
+        """Say whose counters they are; ``channels`` are those of all threads."""
+        self._channels = channels
+        self._owned = owned if self._counters.groups else None
+
+    def stepped(self, step: int) -> None:
+        """Note that a step is over."""
+        self.stages.end_step()
+        if time.monotonic() >= self._due:
+            self._copy(step)
+
+    def _copy(self, step: int) -> None:
+        self._due = time.monotonic() + EVERY_S
+        self._steps.copy_from(self._channels)
+        if self._owned is not None:
+            self._counters.copy_from(self._owned)
+            if self._profile is not None:
+                self._profile.served(step, *self._counters.served())
+
+    def report(self, collectives: Collectives, step: int, folder: Path | None) -> dict[str, Any] | None:
+        """Save the profile, and say how all ranks' tables used their tiers; None where the plan has no levels.
+
+        Args:
+            collectives: of all ranks.
+            step: steps done.
+            folder: for the profile.
+        """
+        self.save_profile(collectives, folder)
+        if not self._has_stacks:
+            return None
+        self._copy(step)
+        blocks = [np.array(block, np.int64) for block in collectives.gather(self._counters.block.tolist(), COUNTERS)]
+        return tier_report(self._placement, self._optimizer, blocks).model_dump(mode="json", by_alias=False)
+
+    def save_profile(self, collectives: Collectives, folder: Path | None) -> None:
+        """Write all ranks' times to ``profile.json`` and ``trace.json``, if asked for: of all ranks, or of none."""
+        if self._profile is None:
+            return
+        if folder is not None:
+            write_trace_part(folder, collectives.rank, self._profile.trace())
+        parts = collectives.gather((self._profile.stages(), self._profile.hit_rates()), TIMES)
+        if collectives.rank == 0 and folder is not None:
+            stages = tuple(each for stages, _ in parts for each in stages)
+            rates = tuple(each for _, rates in parts for each in rates)
+            join_trace(folder, collectives.world_size)
+            write_profile(folder, Profile(stages=stages, hit_rates=rates))

@@ -20,7 +20,7 @@ from dlrm_trainer.embedding import place
 from dlrm_trainer.embedding.dirty import MOST_KEPT
 from dlrm_trainer.embedding.rows import LocalPart
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.lookahead import prepared_ahead
+from dlrm_trainer.train import prepared_ahead
 
 Block = tuple[NDArray[np.float32], NDArray[np.float32]]
 """Rows and their state."""

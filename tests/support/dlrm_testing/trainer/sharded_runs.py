@@ -23,7 +23,7 @@ from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
 from dlrm_trainer.embedding.rows import table_meta
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.lookahead import prepared_ahead
+from dlrm_trainer.train import prepared_ahead
 
 
 def job_of(

@@ -19,7 +19,7 @@ from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
 from dlrm_trainer.evaluate import evaluate
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.lookahead import prepared_ahead
+from dlrm_trainer.train import prepared_ahead
 
 ALONE = Collectives(0, 1, lambda: "")
 

@@ -21,12 +21,12 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError, NoInputError
-from dlrm_trainer.data import Batch, Reader, open_reader, opening
-from dlrm_trainer.data.batch import RawRows
-from dlrm_trainer.data.blocks import BlockCache
+from dlrm_trainer.data import Batch, Reader, open_reader
+from dlrm_trainer.data import reader as reader_module
+from dlrm_trainer.data.batch_builder import RawRows
+from dlrm_trainer.data.files import BlockCache
 from dlrm_trainer.data.parquet import ParquetSource
-from dlrm_trainer.data.prefetch import prefetched
-from dlrm_trainer.data.reader import FINISHED_SHARE, TOGETHER_SHARE, sample_order
+from dlrm_trainer.data.reader import FINISHED_SHARE, TOGETHER_SHARE, prefetched, sample_order
 
 Write = Callable[..., str]
 ROWS, GROUP_ROWS = 3_000, 50
@@ -240,7 +240,7 @@ def test_row_groups_and_batches_have_no_more_than_the_budget_between_them(
         given.append(share)
         return ParquetSource(files, columns, share, threads)
 
-    monkeypatch.setattr(opening, "ParquetSource", source)
+    monkeypatch.setattr(reader_module, "ParquetSource", source)
     open_rows(prefetchBytes=budget)
 
     assert sum(given) + budget // FINISHED_SHARE + budget // TOGETHER_SHARE == budget

@@ -24,12 +24,12 @@ import pytest
 from hypothesis import given, settings
 
 from dlrm_api.errors import BadDataError
+from dlrm_kernels.parsing import MISSING_ID
+from dlrm_stores.locations import LocalFile
 from dlrm_testing.trainer.hashed_ids import rows_of_ids
 from dlrm_trainer.cutting.compatible import first_change
-from dlrm_trainer.data import Reader, criteo, line_index, open_reader
+from dlrm_trainer.data import Reader, criteo, open_reader
 from dlrm_trainer.data.criteo import COLUMNS, CriteoSource
-from dlrm_trainer.data.files import LocalFile
-from dlrm_trainer.data.lines import MISSING_ID
 
 DENSE, SPARSE = COLUMNS[1:14], COLUMNS[14:]
 
@@ -265,10 +265,10 @@ def test_building_an_index_takes_memory_for_a_piece_of_the_file_alone(
 ) -> None:
     path = tmp_path / "day.tsv"
     path.write_bytes(b"\n" * (1 << 20))
-    monkeypatch.setattr(line_index, "_CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr(criteo, "_CHUNK_BYTES", 1 << 14)
     tracemalloc.start()
 
-    starts = line_index.line_starts(LocalFile(path), tmp_path / "cache")
+    starts = criteo.line_starts(LocalFile(path), tmp_path / "cache")
 
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -14,11 +14,10 @@ import pytest
 
 from dlrm_api.errors import BadDataError
 from dlrm_api.model import TableSpec
-from dlrm_trainer.data import footers
-from dlrm_trainer.data.files import LocalFile
-from dlrm_trainer.data.footers import CHUNK_BYTES, Footers
-from dlrm_trainer.data.lookups import hashing_of
-from dlrm_trainer.data.row_group import Columns
+from dlrm_stores.locations import LocalFile
+from dlrm_trainer.data import parquet
+from dlrm_trainer.data.batch_builder import hashing_of
+from dlrm_trainer.data.parquet import CHUNK_BYTES, Columns, Footers
 
 Write = Callable[..., str]
 USER = hashing_of(TableSpec(name="user", rows=10, dim=4))
@@ -44,13 +43,13 @@ def files(write_parquet: Write) -> list[LocalFile]:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[LocalFile]:
     """Files whose footer was read again."""
     again: list[LocalFile] = []
-    real = footers._read
+    real = parquet._read_footer
 
     def read(file: Any) -> Any:
         again.append(file)
         return real(file)
 
-    monkeypatch.setattr(footers, "_read", read)
+    monkeypatch.setattr(parquet, "_read_footer", read)
     return again
 
 
@@ -64,7 +63,7 @@ def test_every_row_group_has_its_place_whatever_is_kept(files: list[LocalFile], 
         assert found.of(file).row_group(group).num_rows == end - first
         assert first == end or found.files.locate(first) == (files[file], 10 * group)
         assert found._kept_bytes <= max(budget, FOOTER_BYTES)
-        assert found._kept_bytes == sum(map(footers._bytes_of, found._kept.values()))
+        assert found._kept_bytes == sum(map(parquet._bytes_of, found._kept.values()))
 
 
 def test_what_is_kept_is_not_read_again_and_what_was_least_recently_used_goes(
@@ -86,14 +85,14 @@ def test_a_footer_that_goes_leaves_no_memory_to_the_collector(
     files: list[LocalFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone: list[int] = []
-    real = footers._checked
+    real = parquet._read_checked_footer
 
     def checked(file: Any, columns: Columns) -> Any:
         footer = real(file, columns)
         weakref.finalize(footer, gone.append, 1)
         return footer
 
-    monkeypatch.setattr(footers, "_checked", checked)
+    monkeypatch.setattr(parquet, "_read_checked_footer", checked)
     gc.disable()
     try:
         found = Footers(files, COLUMNS, 0)

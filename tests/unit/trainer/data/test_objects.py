@@ -18,12 +18,12 @@ from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError, NoPerm
 from dlrm_api.names import Env
 from dlrm_api.objects import S3Spec
 from dlrm_cluster.ports import free_port
+from dlrm_stores import locations
 from dlrm_stores.base import ObjectInfo
+from dlrm_stores.locations import S3Object, find_files, find_objects
 from dlrm_stores.s3 import S3Store
-from dlrm_trainer.data import Reader, objects, open_reader
+from dlrm_trainer.data import Reader, open_reader
 from dlrm_trainer.data.files import SAMPLE_BYTES
-from dlrm_trainer.data.objects import S3Object, find_objects
-from dlrm_trainer.data.uris import find_files
 
 TABLES = [{"name": "user", "rows": 5_000, "dim": 4}, {"name": "film", "rows": 5_000, "dim": 4}]
 ROWS, GROUP_ROWS = 4_000, 100
@@ -149,7 +149,9 @@ def test_a_pattern_means_the_same_of_objects_and_of_files(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     listed = [ObjectInfo(key=name, size=0, modified=0.0) for name in sorted(names)]
-    monkeypatch.setattr(objects, "_listed", lambda _, prefix: [each for each in listed if each.key.startswith(prefix)])
+    monkeypatch.setattr(
+        locations, "_list_objects", lambda _, prefix: [each for each in listed if each.key.startswith(prefix)]
+    )
 
     found = find_objects([f"s3://bucket/{pattern}"], [".tsv"], S3Spec(), None)
 
@@ -160,7 +162,7 @@ def test_a_pattern_means_the_same_of_objects_and_of_files(
 
 
 def test_two_stars_in_a_piece_of_a_pattern_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_listed", lambda *_: [])
+    monkeypatch.setattr(locations, "_list_objects", lambda *_: [])
 
     with pytest.raises(NoInputError, match=r"s3://bucket/day\*\*\.tsv: \*\* must stand alone between slashes"):
         find_objects(["s3://bucket/day**.tsv"], [".tsv"], S3Spec(), None)

@@ -17,12 +17,11 @@ from hypothesis import HealthCheck, given, settings
 
 from dlrm_api.errors import BadDataError, InvalidSpecError, NoInputError
 from dlrm_api.model import TableSpec
+from dlrm_stores.locations import LocalFile
 from dlrm_testing.trainer.hashed_ids import rows_of_ids
 from dlrm_trainer.data import Reader, open_reader
-from dlrm_trainer.data.files import LocalFile
-from dlrm_trainer.data.lookups import hashing_of
-from dlrm_trainer.data.parquet import ParquetSource
-from dlrm_trainer.data.row_group import Columns
+from dlrm_trainer.data.batch_builder import hashing_of
+from dlrm_trainer.data.parquet import Columns, ParquetSource
 
 Write = Callable[..., str]
 

@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from dlrm_api.errors import BadDataError, NoInputError, NoPermissionError
 from dlrm_api.job import parse_job
 from dlrm_api.tables import TableSpec
+from dlrm_kernels.parsing import put_rows_of
+from dlrm_stores.locations import LocalFile, find_files, local_path, relative_names
 from dlrm_testing.nobody import as_nobody
 from dlrm_testing.trainer.hashed_ids import rows_of_ids
 from dlrm_trainer.data import open_reader
-from dlrm_trainer.data.files import LocalFile
-from dlrm_trainer.data.lookups import hashing_of, put_rows_of
-from dlrm_trainer.data.prefetch import prefetched
-from dlrm_trainer.data.uris import find_files, local_path, relative_names
+from dlrm_trainer.data.batch_builder import hashing_of
+from dlrm_trainer.data.reader import prefetched
 
 DATA = {
     "format": "synthetic",

@@ -17,10 +17,7 @@ from sklearn.metrics import roc_auc_score
 from dlrm_api.errors import BadDataError, NoInputError
 from dlrm_kernels.hashing import random_bits, stream_key
 from dlrm_trainer.data import open_reader
-from dlrm_trainer.data.histogram import parse_histogram, read_histogram
-from dlrm_trainer.data.popularity import Popularity, Scatter
-from dlrm_trainer.data.synthetic import SyntheticSource
-from dlrm_trainer.data.teacher import sigmoid
+from dlrm_trainer.data.synthetic import Popularity, Scatter, SyntheticSource, parse_histogram, read_histogram, sigmoid
 
 SYNTHETIC = {"samples": 20_000, "evalSamples": 5_000}
 HISTOGRAM = """Ratio of index distribution at different column sizes:

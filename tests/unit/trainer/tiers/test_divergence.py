@@ -9,7 +9,7 @@ from dlrm_testing.trainer.gangs import small_job
 from dlrm_testing.trainer.stacked import ALONE, Shape, make_learner
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.embedding.rows import CHUNK_ROWS
-from dlrm_trainer.metrics.divergence import diverged
+from dlrm_trainer.learner import diverged
 
 
 @pytest.mark.parametrize("steps", [0, 1])

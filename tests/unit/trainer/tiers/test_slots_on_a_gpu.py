@@ -21,7 +21,7 @@ from dlrm_trainer.data import open_reader
 from dlrm_trainer.embedding.tiers.slot_memory import DeviceSlots
 from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK_BYTES
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.lookahead import prepared_ahead
+from dlrm_trainer.train import prepared_ahead
 
 STEPS, EVAL_EVERY = 10, 3
 TWO = ("hbm", "ddr")

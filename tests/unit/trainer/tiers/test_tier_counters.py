@@ -19,9 +19,7 @@ from dlrm_testing.trainer.stacked import ALONE, Shape, make_learner, stacked_pla
 from dlrm_trainer.data import Batch, open_reader
 from dlrm_trainer.embedding import place
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.metrics import tier_counters
-from dlrm_trainer.metrics.tier_counters import RankCounters, SharedCounters
-from dlrm_trainer.metrics.tier_report import rank_use
+from dlrm_trainer.metrics.tiers import READ_ROWS, RankCounters, SharedCounters, rank_use
 
 
 class SimulatedLru:
@@ -140,7 +138,7 @@ def test_a_forked_rank_s_counters_are_seen_by_its_pod(tmp_path: Path) -> None:
     placement = place(small_job(tmp_path, 2).spec.model, plan, 2)
 
     def count() -> None:
-        RankCounters(placement, 1, shared.of(1)).groups[0].levels[1, tier_counters.READ_ROWS] = 7
+        RankCounters(placement, 1, shared.of(1)).groups[0].levels[1, READ_ROWS] = 7
 
     process = multiprocessing.get_context("fork").Process(target=count)
     process.start()
@@ -148,5 +146,5 @@ def test_a_forked_rank_s_counters_are_seen_by_its_pod(tmp_path: Path) -> None:
 
     seen = RankCounters(placement, 1, shared.of(1))
     assert process.exitcode == 0
-    assert seen.groups[0].levels[:, tier_counters.READ_ROWS].tolist() == [0, 7]
+    assert seen.groups[0].levels[:, READ_ROWS].tolist() == [0, 7]
     assert not shared.of(0).any()

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_api.trace import TableTrace, Trace, parse_trace
+from dlrm_cli.reuse import ReuseMeter, cache_sizes, followed_shares, reuse_histogram
 from dlrm_trainer.data import open_reader
-from dlrm_trainer.data.reuse import ReuseMeter, cache_sizes, followed_shares, reuse_histogram
 
 
 def traced(spec: Any, batches: int | None = None, rate: float | None = None) -> tuple[Trace, list[list[list[int]]]]:

@@ -1,6 +1,7 @@
-"""Gradients of a sample's vectors from those of their pairs, in the processor's vector registers, for compiled loops.
+"""Dot interaction of a sample's vectors and its gradient, and the one-pass step of dense Adagrad.
 
-A loop over columns would read and write a sum for every product: the sums of some vectors stay in registers here.
+The gradient's sums of some vectors stay in vector registers: a loop over columns would read and write a sum for every
+product.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from typing import Any
 
 import llvmlite.binding
 import numba.core.cgutils
+import numpy as np
 from llvmlite import ir
 from numba import types
 
-from dlrm_kernels.cache import intrinsic
-from dlrm_kernels.intrinsics import size_in_type
+from dlrm_kernels.cache import ANY_ORDER, intrinsic, kernel
+from dlrm_kernels.intrinsics import Size, prefetch_lines, size_in_type, size_of, value_of
+from dlrm_kernels.parallel import finish, take
 
+U64 = np.uint64
 ROWS = 6
 """Vectors whose sums fit into registers together."""
 HAS_32_REGISTERS = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
@@ -173,3 +177,141 @@ class _Tile:
 
 def _word(value: int) -> Any:
     return ir.Constant(WORD, value)
+
+
+ZERO, ONE, FOUR = U64(0), U64(1), U64(4)
+
+
+TILE = U64(ROWS)
+
+
+ONE_ROW, ROWS_OF_TILE = size_of(1), size_of(ROWS)
+
+
+UNIT_SAMPLES = 64
+"""That a thread takes at a time."""
+
+
+def sizes_of(vectors: int, dim: int, has_bottom: bool) -> tuple[Size, Size, Size, Size]:
+    """Last, how many features are left where tiles of them are whole."""
+    return size_of(vectors), size_of(dim), size_of(int(has_bottom)), size_of((vectors - has_bottom) % ROWS)
+
+
+@kernel
+def _values(sizes: Any) -> Any:
+    """How many vectors, their elements, and how many of them (1 or 0) are the bottom MLP's."""
+    return value_of(sizes[0]), value_of(sizes[1]), value_of(sizes[2])
+
+
+@kernel(fastmath=ANY_ORDER)
+def _load(sizes: Any, bottom: Any, features: Any, sample: Any, x: Any) -> None:
+    count, width, own = _values(sizes)
+    if own:
+        for k in range(width):
+            x[k] = bottom[sample * width + k]
+    start = sample * (count - own) * width
+    for k in range((count - own) * width):
+        x[own * width + k] = features[start + k]
+
+
+@kernel(fastmath=ANY_ORDER)
+def dot_products(
+    counts: Any, units: int, sizes: Any, bottom: Any, features: Any, out: Any, samples: int, stride: Any
+) -> None:
+    """Fill ``out``, a sample every ``stride`` elements; all arrays flat, ``stride`` uint64."""
+    count, width, own = _values(sizes)
+    x = np.empty(count * width, np.float32)
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        for sample in range(U64(samples * unit // units), U64(samples * (unit + 1) // units)):
+            _load(sizes, bottom, features, sample, x)
+            at = sample * stride
+            for k in range(own * width):
+                out[at + k] = x[k]
+            at += own * width
+            following = (sample + ONE) * (count - own) * width
+            for i in range(ONE, count):
+                ahead = following + (i - ONE) * width
+                prefetch_lines(features, ahead, ahead + width)
+                left, j = i * width, ZERO
+                while j + FOUR <= i:
+                    right = j * width
+                    p0 = p1 = p2 = p3 = np.float32(0)
+                    for k in range(width):
+                        value = x[left + k]
+                        p0 += value * x[right + k]
+                        p1 += value * x[right + width + k]
+                        p2 += value * x[right + width + width + k]
+                        p3 += value * x[right + width + width + width + k]
+                    out[at], out[at + ONE], out[at + ONE + ONE], out[at + FOUR - ONE] = p0, p1, p2, p3
+                    at += FOUR
+                    j += FOUR
+                while j < i:
+                    p0 = np.float32(0)
+                    for k in range(width):
+                        p0 += x[left + k] * x[j * width + k]
+                    out[at] = p0
+                    at += ONE
+                    j += ONE
+        finish(counts)
+
+
+@kernel(fastmath=ANY_ORDER)
+def dot_gradients(
+    counts: Any,
+    units: int,
+    sizes: Any,
+    bottom: Any,
+    features: Any,
+    gradient: Any,
+    to_bottom: Any,
+    to_features: Any,
+    samples: int,
+    stride: Any,
+) -> None:
+    """Fill gradients of the vectors from that of ``out``, a sample every ``stride`` elements; all arrays flat."""
+    count, width, own = _values(sizes)
+    whole = (count - own) // TILE * TILE
+    x, one = np.empty(count * width, np.float32), np.empty(width, np.float32)
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        for sample in range(U64(samples * unit // units), U64(samples * (unit + 1) // units)):
+            _load(sizes, bottom, features, sample, x)
+            start, row = sample * stride, sample * (count - own) * width
+            pairs = start + own * width
+            if own:
+                sum_partners(sizes[1], ONE_ROW, gradient, pairs, ZERO, count, x, one, ZERO)
+                for k in range(width):
+                    to_bottom[sample * width + k] = one[k] + gradient[start + k]
+            prefetch_lines(gradient, start + stride, start + stride + stride)
+            for i in range(ZERO, whole, TILE):
+                ahead = row + (count - own + i) * width
+                prefetch_lines(features, ahead, ahead + TILE * width)
+                prefetch_lines(to_features, ahead, ahead + TILE * width)
+                sum_partners(sizes[1], ROWS_OF_TILE, gradient, pairs, own + i, count, x, to_features, row + i * width)
+            sum_partners(sizes[1], sizes[3], gradient, pairs, own + whole, count, x, to_features, row + whole * width)
+        finish(counts)
+
+
+UNIT_ELEMENTS = 1 << 14
+"""That a thread takes at a time."""
+
+
+@kernel(error_model="numpy")
+def adagrad(counts: Any, units: int, parameters: Any, gradient: Any, sums: Any, rate: Any, eps: Any) -> None:
+    """Make one Adagrad step of all parameters, which are one flat array as their gradient and its sums are."""
+    elements = len(parameters)
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        for n in range(U64(elements * unit // units), U64(elements * (unit + 1) // units)):
+            slope = gradient[n]
+            total = sums[n] + slope * slope
+            sums[n] = total
+            parameters[n] -= rate * slope / (np.sqrt(total) + eps)
+        finish(counts)

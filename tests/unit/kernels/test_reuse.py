@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from dlrm_cli.reuse import FEWEST_FOLLOWED
 from dlrm_kernels.hashing import mix64
-from dlrm_trainer.data.reuse import FEWEST_FOLLOWED
-from dlrm_trainer.data.stack_distance import StackDistances
+from dlrm_kernels.reuse import StackDistances
 
 Batches = Sequence[Sequence[int]]
 

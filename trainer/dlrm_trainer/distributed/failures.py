@@ -1,7 +1,7 @@
-"""Who is missed: ranks that lost a peer ask every rank where it is, and all of them give the same answer.
+"""Find the ranks that died, hang or slow the others down, so that all ranks name the same ones.
 
-A rank whose main thread hangs still answers, from a thread that does nothing else; one that is dead or stopped does
-not. Everything passes through rank 0's store, on a connection of its own, so that no other call can hold it up.
+A rank whose main thread hangs still answers, from a thread that does nothing else; a dead or stopped one does not.
+Everything passes through rank 0's store, on a connection of its own, so that no other call can hold it up.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ import contextlib
 import faulthandler
 import json
 import os
+import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from dlrm_api.names import ExitCode
+from dlrm_api.progress import SlowestRank
+from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.gang_store import GangStore
 
 POLL_S = 0.5
@@ -163,3 +168,98 @@ def name_ranks(numbers: Sequence[int]) -> str:
     """Ranks in words, the first few of many."""
     shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
     return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}"
+
+
+T = TypeVar("T")
+WORD_S = 20.0
+"""Who is at work says so at least so often: no wait for it comes near the timeout of collectives."""
+
+
+class InStep:
+    """One rank's share of work that all ranks have, some none of it, between two other collectives.
+
+    Each rank calls ``at_work`` as often as it likes, and at its end ``wait``, which returns when all are done.
+
+    Args:
+        collectives: of all ranks.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives, self._last = collectives, time.monotonic()
+
+    def at_work(self) -> None:
+        """Say that this rank has not ended yet, where it is time to.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        if time.monotonic() - self._last >= WORD_S:
+            self._working(1)
+
+    def over(self, items: Iterable[T]) -> Iterator[T]:
+        """Some items, at work before each."""
+        for item in items:
+            self.at_work()
+            yield item
+
+    def wait(self) -> None:
+        """Wait until every rank is here, however long that takes.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        while self._working(0):
+            pass
+
+    def _working(self, mine: int) -> int:
+        """Ranks that are at work."""
+        count = torch.tensor([mine])
+        self._collectives.all_reduce(count)
+        self._last = time.monotonic()
+        return int(count)
+
+
+WINDOW = 32
+"""Steps from one round to the next: one small collective in so many steps, made where all ranks have just met."""
+WARM_UP = 4
+"""The first steps of an attempt compile and fill caches: they do not count."""
+
+
+class Pace:
+    """One rank's part. Every rank must call it at the same steps.
+
+    Args:
+        collectives: of all ranks.
+        own_seconds: time so far that this rank spent on its own part of steps.
+    """
+
+    def __init__(self, collectives: Collectives, own_seconds: Callable[[], float]) -> None:
+        self._collectives, self._own_seconds = collectives, own_seconds
+        self._steps = 0
+        self._mark = (0, 0.0)
+
+    def stepped(self, step: int) -> SlowestRank | None:
+        """The slowest rank of the window that ends with ``step``; None where none ends, or there is but one rank."""
+        if self._collectives.world_size == 1:
+            return None
+        self._steps += 1
+        if self._steps <= WARM_UP:
+            self._mark = step, self._own_seconds()
+            return None
+        if step % WINDOW:
+            return None
+        (first, since), self._mark = self._mark, (step, self._own_seconds())
+        mean = (self._mark[1] - since) / (step - first)
+        every = self._collectives.all_gather(torch.tensor([mean], dtype=torch.float64))
+        return slowest(every.flatten().tolist())
+
+
+def slowest(seconds: Sequence[float]) -> SlowestRank:
+    """The rank with the longest time beside the median of the others'; the first of equal ones.
+
+    Args:
+        seconds: of each rank, at least two.
+    """
+    rank = max(range(len(seconds)), key=lambda each: (seconds[each], -each))
+    others = [each for number, each in enumerate(seconds) if number != rank]
+    return SlowestRank(rank=rank, seconds=seconds[rank], median_seconds=statistics.median(others))

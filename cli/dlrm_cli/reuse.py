@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from dlrm_api.model import TableSpec
 from dlrm_api.trace import CurvePoint, ReuseBin, TableTrace, Trace
-from dlrm_trainer.data.batch import Batch
-from dlrm_trainer.data.stack_distance import StackDistances
+from dlrm_kernels.reuse import StackDistances
+from dlrm_trainer.data.reader import Batch
 
 MOST_FOLLOWED = 12_000_000
 """Rows of all tables together that are followed unless a rate is given: at most 3 GB of memory."""

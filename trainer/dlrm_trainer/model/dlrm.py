@@ -9,16 +9,119 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dlrm_api.model import ModelSpec
+from dlrm_kernels.interaction import UNIT_SAMPLES, dot_gradients, dot_products, sizes_of
+from dlrm_kernels.parallel import parallel_for
 from dlrm_trainer.compute_device import HOST
-from dlrm_trainer.model.device_pairs import DevicePairs, pair_places
-from dlrm_trainer.model.layers import Layers
-from dlrm_trainer.model.pairs import Pairs
-from dlrm_trainer.model.products import product_type
+from dlrm_trainer.model.dense import Layers, product_type, row_stride
+
+
+def pair_places(vectors: int) -> Tensor:
+    """(2, P) int64 places, in a flat matrix (V, V), of each pair below its diagonal and of its mirror image."""
+    rows, columns = torch.tril_indices(vectors, vectors, offset=-1)
+    return torch.stack((rows * vectors + columns, columns * vectors + rows))
+
+
+class DevicePairs(torch.autograd.Function):
+    """See ``pairs.Pairs``: the same function, whose products take and give ``dtype`` and add up in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, bottom: Tensor | None, features: Tensor, dim: int, dtype: torch.dtype, places: Tensor
+    ) -> Tensor:
+        """All vectors have ``dim`` elements; ``places`` are ``pair_places`` on their device."""
+        samples = len(features)
+        given = [features] if bottom is None else [bottom, features]
+        x = torch.cat([each.to(dtype) for each in given], dim=1).view(
+            samples, sum(each.shape[1] for each in given) // dim, dim
+        )
+        products = torch.bmm(x, x.transpose(1, 2)).flatten(1).index_select(1, places[0]).to(features.dtype)
+        ctx.save_for_backward(x, places)
+        ctx.own = 0 if bottom is None else dim
+        return products if bottom is None else torch.cat((bottom, products), dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
+        """Gradients of the vectors. Each product has a place of its own, so that none are added in a chance order."""
+        x, places = ctx.saved_tensors
+        (gradient,), own = incoming, ctx.own
+        samples, vectors, _ = x.shape
+        of_pairs = gradient[:, own:].to(x.dtype)
+        square = x.new_zeros(samples, vectors * vectors)
+        for each in places:
+            square.index_copy_(1, each, of_pairs)
+        to_vectors = torch.bmm(square.view(samples, vectors, vectors), x).flatten(1).to(gradient.dtype)
+        to_bottom = to_vectors[:, :own] + gradient[:, :own] if own else None
+        return to_bottom, to_vectors[:, own:], None, None, None
+
+
+class Pairs(torch.autograd.Function):
+    """(n, E) or nothing, and (n, F * E), to (n, E + pairs) or (n, pairs): the first beside the products, row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, bottom: Tensor | None, features: Tensor, dim: int) -> Tensor:
+        """All vectors have ``dim`` elements. Rows of what it returns lie as the products that read them have it."""
+        samples = len(features)
+        own = 0 if bottom is None else dim
+        vectors = (features.shape[1] + own) // dim
+        width = own + vectors * (vectors - 1) // 2
+        out = torch.empty(samples, row_stride(width), dtype=torch.float32)
+        inputs = (None if bottom is None else bottom.contiguous(), features.contiguous())
+        sizes = sizes_of(vectors, dim, own > 0)
+        parallel_for(
+            dot_products,
+            _units(samples),
+            torch.get_num_threads(),
+            sizes,
+            *_flat(*inputs),
+            out.view(-1).numpy(),
+            samples,
+            np.uint64(out.shape[1]),
+        )
+        ctx.save_for_backward(*inputs)
+        ctx.sizes = sizes
+        return out[:, :width]
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        """Gradients of the vectors."""
+        bottom, features = ctx.saved_tensors
+        (gradient,), samples = incoming, len(features)
+        if gradient.stride(1) != 1 or gradient.stride(0) < gradient.shape[1]:
+            gradient = gradient.contiguous()
+        stride = gradient.stride(0)
+        flat = gradient.as_strided((max(0, (samples - 1) * stride + gradient.shape[1]),), (1,))
+        to_bottom = None if bottom is None else torch.empty_like(bottom)
+        to_features = torch.empty_like(features)
+        outputs = _flat(to_bottom, to_features)
+        parallel_for(
+            dot_gradients,
+            _units(samples),
+            torch.get_num_threads(),
+            ctx.sizes,
+            *_flat(bottom, features),
+            flat.numpy(),
+            *outputs,
+            samples,
+            np.uint64(stride),
+        )
+        return to_bottom, to_features, None
+
+
+def _units(samples: int) -> int:
+    return max(1, samples // UNIT_SAMPLES)
+
+
+def _flat(bottom: Tensor | None, features: Tensor) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    flat = features.detach().reshape(-1).numpy()
+    return flat if bottom is None else bottom.detach().reshape(-1).numpy(), flat
 
 
 class MLP(nn.Module):

@@ -1,0 +1,375 @@
+"""Count what tables and tiers do, in memory that a pod's ranks share, for Prometheus and the run report.
+
+Each rank copies its counters to a block of its own now and then, and any process of the pod may read them. Numbers of
+one block may be a few microseconds apart.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dlrm_api import tiers
+from dlrm_api.plan import Plan
+from dlrm_api.run_report import LevelUse, RankUse, TableUse, TierBytes, TierReport
+from dlrm_api.tiers import Tier
+from dlrm_api.training import RowOptimizerSpec
+from dlrm_trainer.embedding.owned import OwnedParts
+from dlrm_trainer.embedding.placement import Part, PartGroup, Placement
+from dlrm_trainer.embedding.tiers.counts import ACCESSES, COUNTS, CREATED, EVICTED, HITS, LOOKUPS, SCRATCH
+from dlrm_trainer.metrics.stages import WORDS as STEP_WORDS
+
+if TYPE_CHECKING:
+    from dlrm_trainer.embedding.tiers.level import Level
+    from dlrm_trainer.embedding.tiers.stack import Stack
+
+TIERS: tuple[Tier, ...] = get_args(Tier)
+WAIT_NS, MISSING, KEPT = 0, 1, 2
+HEAD_WORDS = KEPT + len(TIERS)
+READ_ROWS, WRITTEN_ROWS, READ_BYTES, WRITTEN_BYTES, DEVICE_READS, DEVICE_WRITES, CLEANED, LEVEL_WORDS = range(8)
+"""Columns of a level's counters."""
+TABLE_COUNTS: tuple[tuple[str, int, str], ...] = (
+    ("lookups", LOOKUPS, "Lookups of tables with levels, duplicates included."),
+    ("accesses", ACCESSES, "Accesses: one for each distinct row of a batch."),
+    ("hits", HITS, "Accesses whose row was in a slot when the batch was looked at."),
+    ("created_rows", CREATED, "Rows looked up for the first time."),
+    ("evicted_rows", EVICTED, "Rows that left a slot for another."),
+    ("scratch_rows", SCRATCH, "Rows served from extra slots, because batches in flight filled all others."),
+)
+"""What is counted of each table: its name, its column, and what it is."""
+LEVEL_COUNTS: tuple[tuple[str, int, str], ...] = (
+    ("read_rows", READ_ROWS, "Records that came up to slots from levels below, by the tier that these lie in."),
+    ("written_rows", WRITTEN_ROWS, "Records that went down to levels below the slots."),
+    ("read_bytes", READ_BYTES, "Bytes of these records; on block storage bytes that the device was asked for."),
+    ("written_bytes", WRITTEN_BYTES, "Bytes of these records; on block storage bytes given to the device."),
+    ("device_reads", DEVICE_READS, "Reads of single pages that reached the block device."),
+    ("device_writes", DEVICE_WRITES, "Segments written to the block device."),
+    ("cleaned_rows", CLEANED, "Records moved within block storage to free a segment."),
+)
+"""The same of each level below the slots."""
+Words = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class GroupCounters:
+    """Counters of one class of tables: views of its rank's block."""
+
+    group: PartGroup
+    tables: Words
+    """(K, COUNTS)"""
+    levels: Words
+    """(L, LEVEL_WORDS) of the levels below the slots."""
+
+
+class RankCounters:
+    """One rank's block, seen by name.
+
+    Args:
+        placement: of the job's tables.
+        rank: whose block it is.
+        block: (n,) int64; n is at least what ``SharedCounters`` reckons.
+    """
+
+    def __init__(self, placement: Placement, rank: int, block: Words) -> None:
+        self.rank, self.block = rank, block
+        self.head = block[:HEAD_WORDS]
+        self.groups: list[GroupCounters] = []
+        first = HEAD_WORDS
+        for group in placement.groups[rank]:
+            if group.is_stacked:
+                levels = len(group.parts[0].share.levels) - 1
+                middle = first + len(group.parts) * COUNTS
+                last = middle + levels * LEVEL_WORDS
+                tables = block[first:middle].reshape(-1, COUNTS)
+                self.groups.append(GroupCounters(group, tables, block[middle:last].reshape(levels, LEVEL_WORDS)))
+                first = last
+
+    def copy_from(self, owned: OwnedParts) -> None:
+        """Take the rank's newest counters, while other threads may go on counting."""
+        stacks = [group.stack for group in owned.groups if group.stack is not None]
+        self.head[WAIT_NS], self.head[MISSING] = round(owned.wait_s * 1e9), owned.missing
+        kept = np.zeros(len(TIERS), np.int64)
+        for counters, stack in zip(self.groups, stacks, strict=True):
+            counters.tables[:] = stack.directory.stats
+            for number, level in enumerate(stack.levels):
+                counters.levels[number] = _level_counters(stack, number + 1, level)
+            for tier, size in stack.bytes_kept.items():
+                kept[TIERS.index(tier)] += size
+        self.head[KEPT:] = kept
+
+    def served(self) -> tuple[int, int]:
+        """Accesses and hits of all tables."""
+        return tuple(sum(int(each.tables[:, column].sum()) for each in self.groups) for column in (ACCESSES, HITS))  # type: ignore[return-value]
+
+
+class SharedCounters:
+    """Blocks of the ranks of one pod. To be made before these are forked.
+
+    Args:
+        plan: of the job.
+        ranks: of the pod.
+    """
+
+    def __init__(self, plan: Plan, ranks: Sequence[int]) -> None:
+        self._first = ranks[0]
+        words = max(_words(plan, rank) for rank in ranks)
+        memory = mmap.mmap(-1, len(ranks) * words * 8)
+        self._blocks = np.frombuffer(memory, np.int64).reshape(len(ranks), words)
+        memory = mmap.mmap(-1, len(ranks) * STEP_WORDS * 8)
+        self._steps = np.frombuffer(memory, np.int64).reshape(len(ranks), STEP_WORDS)
+
+    @property
+    def ranks(self) -> range:
+        """Of the pod."""
+        return range(self._first, self._first + len(self._blocks))
+
+    def of(self, rank: int) -> Words:
+        """(n,) int64, zero until the rank copies its counters there."""
+        block: Words = self._blocks[rank - self._first]
+        return block
+
+    def steps_of(self, rank: int) -> Words:
+        """(n,) int64: where the rank's time went, and what it sent."""
+        words: Words = self._steps[rank - self._first]
+        return words
+
+
+def _words(plan: Plan, rank: int) -> int:
+    """Enough for a rank, each of whose parts might be a class of its own."""
+    words = HEAD_WORDS
+    for table in plan.tables:
+        for shard in table.shards:
+            if shard.rank == rank and shard.tiers.is_stack:
+                blocks = sum(shard.column_start <= edge < shard.column_end for edge in table.column_blocks)
+                words += blocks * (COUNTS + LEVEL_WORDS * len(shard.tiers.levels))
+    return words
+
+
+def _level_counters(stack: Stack, number: int, level: Level) -> list[int]:
+    from dlrm_trainer.embedding.tiers.block import BlockLevel  # compiled loops: loaded where a plan needs them
+
+    read, written = (int(rows) for rows in stack.moved_rows[number])
+    if isinstance(level, BlockLevel):
+        return [read, written, level.bytes_read, level.bytes_written, level.reads, level.writes, level.cleaned]
+    record = stack.memory.words * 4
+    return [read, written, read * record, written * record, 0, 0, 0]
+
+
+MOST_TABLES = 200
+"""Tables of a pod that have series of their own; where there are more, those of a class are added up."""
+_PER_TABLE = f"Tables are added up by class (class:0, ...) where a pod has more than {MOST_TABLES} with levels."
+EXPECTED_HITS = (
+    "dlrm_trainer_table_expected_hits",
+    f"Hits that the plan expects of so many accesses; absent where it expects nothing. {_PER_TABLE}",
+)
+
+
+class TierMetrics(Collector):
+    """All ranks of a pod that have tables with levels; without such a plan there are none of these metrics.
+
+    Args:
+        placement: of the job's tables.
+        optimizer: of their rows.
+        ranks: counters of each rank of the pod.
+    """
+
+    def __init__(self, placement: Placement, optimizer: RowOptimizerSpec, ranks: Sequence[RankCounters]) -> None:
+        self._names = [table.name for table in placement.tables]
+        self._ranks = [each for each in ranks if each.groups]
+        self._each = sum(len(group.group.parts) for rank in self._ranks for group in rank.groups) <= MOST_TABLES
+        self._planned = {each.rank: planned_bytes(optimizer, each) for each in self._ranks}
+
+    @staticmethod
+    def describe() -> list[Metric]:
+        """Every metric without its values."""
+        return [*_table_families(), _expected_family(), *_level_families(), *_rank_families()]
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric once."""
+        if self._ranks:
+            yield from self._of_tables()
+            yield self._expected()
+            yield from self._of_levels()
+            yield from self._of_ranks()
+
+    def _of_tables(self) -> Iterable[Metric]:
+        families = _table_families()
+        for rank in self._ranks:
+            for table, counts in self._series(rank).items():
+                for family, (_, column, _) in zip(families, TABLE_COUNTS, strict=True):
+                    family.add_metric([str(rank.rank), table], counts[column])
+        return families
+
+    def _series(self, rank: RankCounters) -> dict[str, Words]:
+        """Counts of a rank by table, over all its parts of it; by class where there are too many tables."""
+        found: dict[str, Words] = {}
+        for number, group in enumerate(rank.groups):
+            for part, counts in zip(group.group.parts, group.tables, strict=True):
+                name = self._names[part.table] if self._each else f"class:{number}"
+                found[name] = found[name] + counts if name in found else counts
+        return found
+
+    def _expected(self) -> Metric:
+        """Accesses times the hit rate that the plan expects of their part's slots."""
+        family = _expected_family()
+        for rank in self._ranks:
+            found: dict[str, float] = {}
+            for number, group in enumerate(rank.groups):
+                for part, counts in zip(group.group.parts, group.tables, strict=True):
+                    expected = part.share.levels[0].expected_hit_rate
+                    if expected is not None:
+                        name = self._names[part.table] if self._each else f"class:{number}"
+                        found[name] = found.get(name, 0.0) + expected * float(counts[ACCESSES])
+            for name, hits in found.items():
+                family.add_metric([str(rank.rank), name], hits)
+        return family
+
+    def _of_levels(self) -> Iterable[Metric]:
+        families = _level_families()
+        for rank in self._ranks:
+            for tier, counts in _by_tier(rank).items():
+                for family, (_, column, _) in zip(families, LEVEL_COUNTS, strict=True):
+                    family.add_metric([str(rank.rank), tier], counts[column])
+        return families
+
+    def _of_ranks(self) -> Iterator[Metric]:
+        kept, planned, waited, missing = _rank_families()
+        for rank in self._ranks:
+            for tier, size in zip(TIERS, rank.head[KEPT:].tolist(), strict=True):
+                if size or self._planned[rank.rank][tier]:
+                    kept.add_metric([str(rank.rank), tier], size)
+                    planned.add_metric([str(rank.rank), tier], self._planned[rank.rank][tier])
+            waited.add_metric([str(rank.rank)], int(rank.head[WAIT_NS]) / 1e9)
+            missing.add_metric([str(rank.rank)], int(rank.head[MISSING]))
+        yield from (kept, planned, waited, missing)
+
+
+def _table_families() -> list[CounterMetricFamily]:
+    return [
+        CounterMetricFamily(f"dlrm_trainer_table_{name}", f"{words} {_PER_TABLE}", labels=["rank", "table"])
+        for name, _, words in TABLE_COUNTS
+    ]
+
+
+def _expected_family() -> CounterMetricFamily:
+    return CounterMetricFamily(*EXPECTED_HITS, labels=["rank", "table"])
+
+
+def _level_families() -> list[CounterMetricFamily]:
+    return [
+        CounterMetricFamily(f"dlrm_trainer_tier_{name}", words, labels=["rank", "tier"])
+        for name, _, words in LEVEL_COUNTS
+    ]
+
+
+def _rank_families() -> tuple[GaugeMetricFamily, GaugeMetricFamily, CounterMetricFamily, CounterMetricFamily]:
+    """Bytes that are kept, bytes that are planned, time waited for rows, lookups whose row was missing."""
+    return (
+        GaugeMetricFamily(
+            "dlrm_trainer_tier_kept_bytes",
+            "Bytes that tables with levels really take: slots ever filled, maps, touched memory, file blocks.",
+            labels=["rank", "tier"],
+        ),
+        GaugeMetricFamily(
+            "dlrm_trainer_tier_planned_bytes",
+            "Bytes that the plan's rows take in a tier when every level is full.",
+            labels=["rank", "tier"],
+        ),
+        CounterMetricFamily(
+            "dlrm_trainer_tier_prefetch_wait_seconds",
+            "Time for which lookups waited for rows from slower tiers.",
+            labels=["rank"],
+        ),
+        CounterMetricFamily(
+            "dlrm_trainer_tier_missing_lookups",
+            "Lookups whose row was in no slot when their batch began; anything but 0 is a bug.",
+            labels=["rank"],
+        ),
+    )
+
+
+def _by_tier(rank: RankCounters) -> dict[str, list[int]]:
+    """Counters of a rank's levels, added up over those in one tier."""
+    found: dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
+    for group in rank.groups:
+        for level, counts in zip(group.group.parts[0].share.levels[1:], group.levels, strict=True):
+            found[level.tier] = found.get(level.tier, np.zeros_like(counts)) + counts
+    return {tier: counts.tolist() for tier, counts in found.items()}
+
+
+def tier_report(placement: Placement, optimizer: RowOptimizerSpec, blocks: Iterable[Words]) -> TierReport:
+    """The report of a run.
+
+    Args:
+        placement: of the job's tables.
+        optimizer: of their rows.
+        blocks: counters of every rank, in order.
+    """
+    ranks = (RankCounters(placement, rank, block) for rank, block in enumerate(blocks))
+    return TierReport(ranks=tuple(rank_use(placement, optimizer, each) for each in ranks if each.groups))
+
+
+def rank_use(placement: Placement, optimizer: RowOptimizerSpec, counters: RankCounters) -> RankUse:
+    """What one rank counted."""
+    kept = dict(zip(TIERS, counters.head[KEPT:].tolist(), strict=True))
+    planned = planned_bytes(optimizer, counters)
+    return RankUse(
+        rank=counters.rank,
+        prefetch_wait_seconds=int(counters.head[WAIT_NS]) / 1e9,
+        missing_lookups=int(counters.head[MISSING]),
+        tables=tuple(use for each in counters.groups for use in _tables(placement, each)),
+        levels=tuple(use for number, each in enumerate(counters.groups) for use in _levels(number, each)),
+        tiers=tuple(
+            TierBytes(tier=tier, kept_bytes=kept[tier], planned_bytes=planned[tier])
+            for tier in TIERS
+            if kept[tier] or planned[tier]
+        ),
+    )
+
+
+def planned_bytes(optimizer: RowOptimizerSpec, counters: RankCounters) -> Counter[Tier]:
+    """Bytes of a rank's stacks by tier when every level is full, by the arithmetic that plans budget with."""
+    planned: Counter[Tier] = Counter()
+    for each in counters.groups:
+        for part in each.group.parts:
+            planned.update(stack_bytes(part, each.group.dtype, optimizer))
+    return planned
+
+
+def stack_bytes(part: Part, dtype: tiers.RowDtype, optimizer: RowOptimizerSpec) -> Counter[Tier]:
+    """Bytes of one part with levels, by tier."""
+    row = (part.width, dtype, optimizer.kind)
+    first, *below = part.share.levels
+    slots = min(first.rows, part.rows)
+    planned: Counter[Tier] = Counter({first.tier: slots * tiers.row_bytes(*row)})
+    planned["ddr"] += slots * tiers.SLOT_META_BYTES + part.rows * tiers.map_entry_bytes(part.rows)
+    for level in below:
+        if level.tier == "block":
+            planned["block"] += math.ceil(math.ceil(level.rows * tiers.BLOCK_SLACK) * tiers.block_place_bytes(*row))
+        else:
+            planned[level.tier] += level.rows * tiers.record_bytes(*row)
+        planned["ddr"] += tiers.places_meta_bytes(level.tier, level.rows, last=level is below[-1])
+    return planned
+
+
+def _tables(placement: Placement, counters: GroupCounters) -> Iterable[TableUse]:
+    for part, values in zip(counters.group.parts, counters.tables.tolist(), strict=True):
+        table, expected = placement.tables[part.table].name, part.share.levels[0].expected_hit_rate
+        counts = {name: values[column] for name, column, _ in TABLE_COUNTS}
+        yield TableUse(table=table, rows=part.rows, expected_hit_rate=expected, **counts)
+
+
+def _levels(number: int, counters: GroupCounters) -> Iterable[LevelUse]:
+    below = counters.group.parts[0].share.levels[1:]
+    for depth, (level, values) in enumerate(zip(below, counters.levels.tolist(), strict=True), start=1):
+        counts = {name: values[column] for name, column, _ in LEVEL_COUNTS}
+        yield LevelUse(group=number, level=depth, tier=level.tier, **counts)
