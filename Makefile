@@ -45,16 +45,14 @@ lint: $(INSTALLED) ## formatting, lints, types, import contracts, generated file
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python crds/generate.py --check
-	$(BIN)/python charts/generate.py --check
+	$(BIN)/python hack/generate.py --check
 
-format: $(INSTALLED) ## format and mend what ruff can
+format: $(INSTALLED) ## format and fix what ruff can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-generate: $(INSTALLED) ## write crds/*.yaml and API.md from the models, tables of metrics and dashboards from the code
-	$(BIN)/python crds/generate.py
-	$(BIN)/python charts/generate.py
+generate: $(INSTALLED) ## write CRDs, API reference, metric tables and dashboards from the code
+	$(BIN)/python hack/generate.py
 
 bench: $(INSTALLED) ## measure training, tiers, snapshots and the operator against their peers (BENCH=--quick tries it; the memory limits need root, fio on PATH)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench]'

@@ -1,4 +1,4 @@
-"""The CustomResourceDefinitions as plain data, made from the models; ``crds/generate.py`` writes them as YAML."""
+"""The CustomResourceDefinitions as plain data, made from the models; ``hack/generate.py`` writes them as YAML."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ def test_a_documented_command_has_the_subcommand_and_options_that_the_doc_says(
 
 
 def plans() -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Each plan that GUIDE.md shows lines of: the command, and these lines."""
-    text = (ROOT / "operator" / "GUIDE.md").read_text()
+    """Each plan that docs/operations.md shows lines of: the command, and these lines."""
+    text = (ROOT / "docs" / "operations.md").read_text()
     found = re.findall(r"^```sh\n(dlrmctl plan [^\n]*)\n```\n\n```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return [(tuple(shlex.split(command)[1:]), tuple(lines.splitlines())) for command, lines in found]
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
+from hack.generate import metrics
 
 from dlrm_api.progress import EvalMetrics, Progress, TrainerPhase
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.ports import LOOPBACK
-from dlrm_monitoring.metric_tables import processes
 from dlrm_testing.charts.dashboards import HOME, assert_variables_offer, queries
 from dlrm_testing.charts.real_prometheus import Prometheus
 from dlrm_testing.operator.kubelet_double import KubeletDouble, committed_word
@@ -181,7 +181,7 @@ def assert_named_by_the_conventions(address: str) -> None:
 
 
 def assert_all_metrics_are_listed(prometheus: Prometheus) -> None:
-    listed = {each.name: each.kind for metrics in processes().values() for each in metrics}
+    listed = {each.name: each.kind for metrics in metrics().values() for each in metrics}
     ends = {"histogram": ("_bucket", "_sum", "_count", "_created"), "counter": ("", "_created")}
     known = {name.removesuffix("_total") + end for name, kind in listed.items() for end in ends.get(kind, ())} | set(
         listed

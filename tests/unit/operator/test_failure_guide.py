@@ -1,4 +1,4 @@
-"""operator/FAILURES.md explains every word that the operator says, and no other."""
+"""docs/failures.md explains every word that the operator says, and no other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dlrm_api.names import ExitCode
 from dlrm_api.status import ConditionType
 from dlrm_operator.reconcile.findings import Reason
 
-GUIDE = (Path(__file__).parents[3] / "operator" / "FAILURES.md").read_text()
+GUIDE = (Path(__file__).parents[3] / "docs" / "failures.md").read_text()
 
 
 def tables(header: str) -> list[list[str]]:

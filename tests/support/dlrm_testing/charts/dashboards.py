@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from dlrm_monitoring.files import DASHBOARDS
+from hack.generate import DASHBOARDS
+
 from dlrm_testing.charts.real_prometheus import Prometheus
 
 OPERATOR = "dlrm-operator"

@@ -1,0 +1,161 @@
+"""Write every generated file: CRDs, their copies in the chart, the API reference, metric tables and dashboards.
+
+``python hack/generate.py`` writes them; ``--check`` writes nothing and fails if a file differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from prometheus_client.core import Metric
+from prometheus_client.metrics import MetricWrapperBase
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "charts"))
+
+from dlrm_api.crd import definitions  # noqa: E402
+from dlrm_api.reference import reference  # noqa: E402
+from dlrm_checkpointer.status import Status  # noqa: E402
+from dlrm_monitoring.fleet import FLEET  # noqa: E402
+from dlrm_monitoring.job import JOB_DASHBOARD  # noqa: E402
+from dlrm_monitoring.operator_health import OPERATOR  # noqa: E402
+from dlrm_monitoring.panels import to_json  # noqa: E402
+from dlrm_operator import metrics as operator_metrics  # noqa: E402
+from dlrm_operator.job_metrics import JobMetrics  # noqa: E402
+from dlrm_trainer.endpoint import TrainerMetrics  # noqa: E402
+from dlrm_trainer.metrics.stages import StepMetrics  # noqa: E402
+from dlrm_trainer.metrics.tiers import TierMetrics  # noqa: E402
+
+CRDS = ROOT / "crds"
+CHART_FILES = ROOT / "charts" / "dlrm-operator" / "files"
+API_PAGE = ROOT / "docs" / "api.md"
+METRICS_PAGE = ROOT / "docs" / "metrics.md"
+HEADER = "# Generated from crds/dlrm_api by make generate: change the models, not this file.\n"
+DASHBOARDS = (FLEET, JOB_DASHBOARD, OPERATOR)
+
+BEGIN, END = "<!-- metrics of the {}: written by make generate -->", "<!-- end of the {}'s metrics -->"
+UNITS = (
+    ("timestamp_seconds", "Unix seconds"),
+    ("samples_per_second", "samples/s"),
+    ("cost_per_hour", "currency/h"),
+    ("last_snapshot_step", "step"),
+)
+"""Units that are not the last word of a metric's name."""
+UNIT_OF_LAST_WORD = {
+    "phase": "0 or 1",
+    "held": "0 or 1",
+    "failing": "0 or 1",
+    "early": "cuts",
+    "abandoned": "cuts",
+    "length": "snapshots",
+    "loss": "nats",
+}
+"""Units of names whose last word is not a unit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricRow:
+    """Describe one metric as a reader needs it."""
+
+    name: str
+    """As scraped; of a histogram without ``_bucket``, ``_sum`` and ``_count``."""
+    kind: str
+    labels: tuple[str, ...]
+    description: str
+
+    @property
+    def unit(self) -> str:
+        """Return the unit of the values; by Prometheus' conventions the last word of the name."""
+        base = self.name.removesuffix("_total")
+        for ending, unit in UNITS:
+            if base.endswith(ending):
+                return unit
+        last = base.rpartition("_")[2]
+        return UNIT_OF_LAST_WORD.get(last, last)
+
+
+def metrics() -> Mapping[str, tuple[MetricRow, ...]]:
+    """Return every metric of each process, in the order of the code, by the process' name."""
+    trainer = [family for each in (TrainerMetrics, StepMetrics, TierMetrics) for family in each.describe()]
+    return {
+        "operator": (*_of_objects(vars(operator_metrics)), *_of_families(JobMetrics.describe())),
+        "trainer": tuple(_of_families(trainer)),
+        "checkpointer": tuple(_of_objects(vars(Status()))),
+    }
+
+
+def render() -> dict[Path, str]:
+    """Return the text of every generated file by its path. Equal code gives equal bytes."""
+    crds = {f"{plural}.yaml": HEADER + _yaml(document) for plural, document in definitions().items()}
+    return {
+        **{folder / name: text for folder in (CRDS, CHART_FILES / "crds") for name, text in crds.items()},
+        **{CHART_FILES / "monitoring" / "dashboards" / f"{each.uid}.json": to_json(each) for each in DASHBOARDS},
+        API_PAGE: reference(),
+        METRICS_PAGE: _metrics_page(METRICS_PAGE.read_text("utf-8")),
+    }
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002  the base class names it so
+        # Helm's tools do not read anchors, and people stumble over them.
+        return True
+
+
+def _yaml(document: object) -> str:
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+
+
+def _of_objects(named: Mapping[str, object]) -> Iterable[MetricRow]:
+    for each in named.values():
+        if isinstance(each, MetricWrapperBase):
+            [family] = each.describe()
+            yield _row(family, each._labelnames)
+
+
+def _of_families(families: Iterable[Metric]) -> Iterable[MetricRow]:
+    for family in families:
+        yield _row(family, family._labelnames)  # type: ignore[attr-defined]
+
+
+def _row(family: Metric, labels: Iterable[str]) -> MetricRow:
+    name = family.name + ("_total" if family.type == "counter" else "")
+    return MetricRow(name=name, kind=family.type, labels=tuple(labels), description=family.documentation)
+
+
+def _metrics_page(text: str) -> str:
+    for process, rows in metrics().items():
+        begin, end = BEGIN.format(process), END.format(process)
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise ValueError(f"{METRICS_PAGE} lacks the marks {begin} and {end}: restore them")
+        table = "".join(
+            f"| `{each.name}` | {each.kind} | {', '.join(each.labels)} | {each.unit} | {each.description} |\n"
+            for each in rows
+        )
+        header = "| metric | type | labels | unit | meaning |\n| --- | --- | --- | --- | --- |\n"
+        text = f"{before}{begin}\n{header}{table}{end}{after}"
+    return text
+
+
+def main() -> int:
+    """Write the files, or check them and return 1 if one differs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file differs")
+    check = parser.parse_args().check
+    stale = {path: text for path, text in render().items() if not path.exists() or path.read_text("utf-8") != text}
+    for path, text in stale.items():
+        if check:
+            print(f"{path.relative_to(ROOT)} is out of date: run make generate", file=sys.stderr)
+        else:
+            path.write_text(text, "utf-8")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
