@@ -19,7 +19,7 @@ from benchmarks.measure import Pairs, report, tell
 from dlrm_api.checkpoint import Bits
 from dlrm_checkpointer.coding import codes, quantize
 from dlrm_checkpointer.coding.codes import SEARCHES, body_shape
-from dlrm_checkpointer.cut import ShardId, ShardRows
+from dlrm_checkpointer.types import ShardId, ShardRows
 
 WIDTH = 64
 PLAIN = (1, 0)

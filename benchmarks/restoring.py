@@ -22,13 +22,13 @@ from benchmarks.metered_store import MeteredStore
 from benchmarks.saved_job import SavedJob, tables_of
 from dlrm_api.checkpoint import Bits
 from dlrm_api.model import TableSpec
-from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.format import objects
 from dlrm_checkpointer.format.fetch import gets_at_once
 from dlrm_checkpointer.format.manifest import ChunkEntry, ObjectEntry
 from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot
-from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
-from dlrm_trainer.embedding.rows import ResidentPart
+from dlrm_checkpointer.types import TableMeta
+from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
+from dlrm_trainer.embedding.checkpoint import ResidentPart
 
 DIM = 64
 TABLES = 4

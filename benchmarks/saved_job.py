@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from benchmarks.scratch import SHARED_MEMORY, Scratch
 from dlrm_api.checkpoint import Bits, CheckpointSpec, PolicyName
-from dlrm_checkpointer.cut import CutMeta, ShardRows, SnapshotName, TableMeta
 from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.hand_off.inbox import Inbox
-from dlrm_checkpointer.hand_off.writer import HandOffWriter
+from dlrm_checkpointer.handoff.inbox import Inbox
+from dlrm_checkpointer.handoff.writer import HandOffWriter
 from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
+from dlrm_checkpointer.types import CutMeta, ShardRows, SnapshotName, TableMeta
 from dlrm_checkpointer.writing.policy import ChainPolicy
 from dlrm_checkpointer.writing.retention import Rule
 from dlrm_stores.base import ObjectStore

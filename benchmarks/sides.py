@@ -13,7 +13,7 @@ import torch
 from benchmarks.shapes import Batches, Shape, job_of
 from dlrm_api.row_optimizers import state_values
 from dlrm_checkpointer.coding.codes import code_rows
-from dlrm_checkpointer.cut import ShardRows
+from dlrm_checkpointer.types import ShardRows
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives

@@ -23,8 +23,8 @@ from benchmarks.scratch import SHARED_MEMORY, Scratch
 from benchmarks.shapes import Shape
 from benchmarks.shapes import quick as quick_shape
 from benchmarks.training_cuts import TOUCHED, AsyncSave, Cuts, Training
-from dlrm_checkpointer.cut import SnapshotName
-from dlrm_checkpointer.hand_off.inbox import Inbox
+from dlrm_checkpointer.handoff.inbox import Inbox
+from dlrm_checkpointer.types import SnapshotName
 from dlrm_trainer.embedding.pending import BeforeUpdates, Changing
 
 REPEATS, DCP_REPEATS = 9, 3

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 
 from benchmarks.shapes import Batches, Shape, popularity_of, split_placement
 from benchmarks.sides import Trained
-from dlrm_checkpointer.cut import CutMeta
-from dlrm_checkpointer.hand_off.writer import HandOffWriter
-from dlrm_trainer.cutting.background import BackgroundHandOver
+from dlrm_checkpointer.handoff.writer import HandOffWriter
+from dlrm_checkpointer.types import CutMeta
+from dlrm_trainer.checkpointing.handover import BackgroundHandOver
 from dlrm_trainer.data import Batch
-from dlrm_trainer.embedding.rows import table_meta
+from dlrm_trainer.embedding.checkpoint import table_meta
 from dlrm_trainer.learner import Learner
 
 TOUCHED = 0.26

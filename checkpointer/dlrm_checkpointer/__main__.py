@@ -17,7 +17,7 @@ from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
 from dlrm_api.process import log_to_stderr, named_limit
 from dlrm_api.progress import CheckpointerProgress
 from dlrm_checkpointer.endpoint import Endpoint
-from dlrm_checkpointer.hand_off.inbox import Inbox
+from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.publishing.publisher import Publisher, Terms
 from dlrm_checkpointer.settings import Settings, read_settings
 from dlrm_checkpointer.sidecar import Duties, Sidecar

@@ -14,17 +14,16 @@ from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import DLRMError, SnapshotError, TemporaryError
 from dlrm_api.names import ExitCode
 from dlrm_api.progress import SnapshotInfo
-from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.format.attempts import in_lineage, newest_attempt, read_attempts
 from dlrm_checkpointer.format.chain import BrokenChainError
 from dlrm_checkpointer.format.manifest import Manifest, manifest_key
-from dlrm_checkpointer.hand_off.folder import CutName, SliceName
-from dlrm_checkpointer.hand_off.inbox import Inbox
-from dlrm_checkpointer.hand_off.ready import Durable, ReadyCut, UploadedCut
+from dlrm_checkpointer.handoff.inbox import Inbox
+from dlrm_checkpointer.handoff.protocol import CutName, Durable, ReadyCut, SliceName, UploadedCut
 from dlrm_checkpointer.life import Backoff, Life
 from dlrm_checkpointer.publishing.publisher import Publisher
 from dlrm_checkpointer.reading.restore import snapshot_keys
 from dlrm_checkpointer.status import Status
+from dlrm_checkpointer.types import SnapshotName
 from dlrm_checkpointer.writing.commit import try_commit
 from dlrm_checkpointer.writing.policy import ChainPolicy
 from dlrm_checkpointer.writing.retention import Retention, Rule

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from dlrm_checkpointer.cut import TableMeta
     from dlrm_checkpointer.reading.precision import Precision
     from dlrm_checkpointer.reading.restore import Snapshot
     from dlrm_checkpointer.reading.table_files import TableFile
+    from dlrm_checkpointer.types import TableMeta
     from dlrm_stores.base import ObjectStore
 
 serving = typer.Typer()

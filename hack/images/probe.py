@@ -43,7 +43,7 @@ def cache_misses() -> int:
     """Loops that had to be compiled to code and decode some rows at every number of bits that packs codes."""
     from dlrm_checkpointer.coding import packing, quantize
     from dlrm_checkpointer.coding.codes import code_rows, decode_rows
-    from dlrm_checkpointer.cut import ShardId, ShardRows
+    from dlrm_checkpointer.types import ShardId, ShardRows
 
     shard = ShardId(table="t", row_start=0, row_end=9, column_start=0, column_end=8)
     draw = np.random.default_rng(0)

@@ -12,13 +12,13 @@ import numpy as np
 
 from dlrm_api.checkpoint import Bits
 from dlrm_checkpointer.coding.codes import decode_rows
-from dlrm_checkpointer.cut import CutMeta, ShardRows, TableMeta
 from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.hand_off.inbox import Inbox
-from dlrm_checkpointer.hand_off.writer import HandOffWriter
+from dlrm_checkpointer.handoff.inbox import Inbox
+from dlrm_checkpointer.handoff.writer import HandOffWriter
 from dlrm_checkpointer.reading.restore import newest_snapshot
 from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
+from dlrm_checkpointer.types import CutMeta, ShardRows, TableMeta
 from dlrm_checkpointer.writing.policy import ChainPolicy
 from dlrm_checkpointer.writing.retention import Rule
 from dlrm_stores.base import StoreOptions, open_store

@@ -37,7 +37,7 @@ PLANTED = {
     ),
     "model, rows and data know nothing of the loop that trains them": (
         "trainer/dlrm_trainer/embedding",
-        "dlrm_trainer.cutting.cuts",
+        "dlrm_trainer.checkpointing.control",
     ),
     "the checkpointer's packages know only those below them": (
         "checkpointer/dlrm_stores",

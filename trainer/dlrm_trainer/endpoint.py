@@ -19,7 +19,7 @@ from dlrm_api.errors import TemporaryError
 from dlrm_api.names import TOKEN_HEADER, token_digest
 from dlrm_api.progress import Progress, TrainerPhase
 from dlrm_checkpointer.serving import EndpointHandler, EndpointServer
-from dlrm_trainer.cutting.cuts import CutControl
+from dlrm_trainer.checkpointing.control import CutControl
 from dlrm_trainer.metrics.progress import ProgressBoard
 
 CUT_WAIT_S = 5.0

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from dlrm_api.progress import EvalMetrics
-from dlrm_trainer.cutting.cuts import StoppedError
+from dlrm_trainer.checkpointing.control import StoppedError
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.learner import Learner

@@ -17,7 +17,7 @@ from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Arriving, Collectives
 from dlrm_trainer.embedding import EmbeddingOptions, Embeddings, Placement, Prepared, Sent
-from dlrm_trainer.embedding.rows import bad_rows, largest
+from dlrm_trainer.embedding.checkpoint import bad_rows, largest
 from dlrm_trainer.embedding.travelling import Travelling
 from dlrm_trainer.embedding.under_way import Lookup
 from dlrm_trainer.metrics.stages import Stages

@@ -15,11 +15,19 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics, TrainerPhase
-from dlrm_checkpointer.cut import CutMeta, SnapshotName
+from dlrm_checkpointer.types import CutMeta, SnapshotName
+from dlrm_trainer.checkpointing.control import CutControl, StoppedError
+from dlrm_trainer.checkpointing.handover import HandingOver
+from dlrm_trainer.checkpointing.restore import (
+    Assembly,
+    Restored,
+    agree_on_data,
+    live_digest,
+    model_document,
+    open_writer,
+    restore_newest,
+)
 from dlrm_trainer.compute_device import take_device
-from dlrm_trainer.cutting import snapshots
-from dlrm_trainer.cutting.cuts import CutControl, StoppedError
-from dlrm_trainer.cutting.handing_over import HandingOver
 from dlrm_trainer.data import Batch, open_reader
 from dlrm_trainer.distributed.failures import Pace
 from dlrm_trainer.distributed.rendezvous import Gang
@@ -32,7 +40,6 @@ from dlrm_trainer.metrics.stacks import RankStacks
 from dlrm_trainer.metrics.tiers import SharedCounters
 from dlrm_trainer.schedule import Schedule, make_schedule
 from dlrm_trainer.settings import Settings
-from dlrm_trainer.start import Assembly, Restored, agree_on_data, open_writer, restore_newest
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +276,7 @@ class Training:
                 "fingerprint": self.assembly.reader.fingerprint,
                 "seed": spec.training.seed,
             },
-            model=snapshots.model_document(spec, self.assembly.learner),
+            model=model_document(spec, self.assembly.learner),
             metrics={"loss": self.loss, "eval": quality},
         )
 
@@ -299,7 +306,7 @@ class Training:
         self.board.phase(TrainerPhase.FINISHING)
         self.cuts.hand_over_last(self.step, self.cut_meta)
         self.board.phase(TrainerPhase.FINISHING)
-        state = snapshots.live_digest(self.assembly.learner, self.collectives) if digest else None
+        state = live_digest(self.assembly.learner, self.collectives) if digest else None
         self.cuts.wait_committed(self.step)
         tiers = self.observer.report(self.collectives, self.step, self.assembly.settings.work_dir)
         self.collectives.barrier()

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
+from dlrm_checkpointer.types import ShardId, ShardRows, TableMeta
 
 SEARCHES: dict[Bits, tuple[int, int]] = {2: (25, 24), 3: (25, 24), 4: (45, 9), 8: (1, 0)}
 """Of each number of bits: parts of a row's range by which the search for a smaller one goes, and how many it may leave

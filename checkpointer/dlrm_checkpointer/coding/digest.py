@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.cut import ShardId, TableMeta
+from dlrm_checkpointer.types import ShardId, TableMeta
 from dlrm_kernels.hashing import GOLDEN, mix_array
 
 DOMAIN = b"dlrm-digest-2\0"

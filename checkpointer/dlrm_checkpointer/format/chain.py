@@ -9,7 +9,6 @@ from functools import cached_property
 
 from dlrm_api.checkpoint import PolicyName
 from dlrm_api.errors import NoInputError, SnapshotError
-from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.format.manifest import (
     ChainLink,
     ChunkEntry,
@@ -19,6 +18,7 @@ from dlrm_checkpointer.format.manifest import (
     manifest_key,
     parse_manifest,
 )
+from dlrm_checkpointer.types import SnapshotName
 from dlrm_stores.base import ObjectStore
 
 

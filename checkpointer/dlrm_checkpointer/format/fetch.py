@@ -11,10 +11,10 @@ from typing import TypeVar
 
 from dlrm_api.errors import DeviceError, NoInputError, SnapshotError
 from dlrm_checkpointer.coding.codes import CodedRows
-from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.format.bodies import USUAL_BYTES, Bodies
 from dlrm_checkpointer.format.manifest import ChunkEntry, ObjectEntry
 from dlrm_checkpointer.format.objects import decode_rows
+from dlrm_checkpointer.types import TableMeta
 from dlrm_stores.base import ObjectStore
 
 logger = logging.getLogger(__name__)

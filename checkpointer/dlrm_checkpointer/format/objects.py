@@ -13,7 +13,7 @@ from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.coding.codes import EXPONENTS, CodedRows, Form, body_shape
 from dlrm_checkpointer.coding.row_ids import decode_ids, encode_ids
-from dlrm_checkpointer.cut import ShardId
+from dlrm_checkpointer.types import ShardId
 from dlrm_stores.base import Body
 
 OBJECT_VERSION = 2

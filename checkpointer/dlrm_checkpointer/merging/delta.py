@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.cut import ShardId, ShardRows
+from dlrm_checkpointer.types import ShardId, ShardRows
 
 
 class Delta:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_checkpointer.coding.codes import NOTHING, CodedRows, Form, body_shape
-from dlrm_checkpointer.cut import ShardId
+from dlrm_checkpointer.types import ShardId
 
 COLUMNS = ("body", "scale", "low", "state")
 

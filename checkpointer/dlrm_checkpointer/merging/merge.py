@@ -10,12 +10,12 @@ from itertools import pairwise
 from dlrm_api.checkpoint import INCREMENT_CHUNK_BYTES, Bits
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.coding.codes import CodedRows, code_rows, row_bytes
-from dlrm_checkpointer.cut import ShardId, TableMeta
 from dlrm_checkpointer.format.chain import BrokenChainError
 from dlrm_checkpointer.format.manifest import ChunkEntry
 from dlrm_checkpointer.merging.delta import Delta
 from dlrm_checkpointer.merging.gathering import Gathering, newest
 from dlrm_checkpointer.merging.sweep import Band, Source, stored, sweep
+from dlrm_checkpointer.types import ShardId, TableMeta
 from dlrm_stores.base import ObjectStore
 
 CHUNK_BYTES = 32 << 20

@@ -9,9 +9,9 @@ from functools import partial
 import numpy as np
 
 from dlrm_checkpointer.coding.codes import CodedRows
-from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.format.fetch import fetch_rows, in_parallel
 from dlrm_checkpointer.format.manifest import ChunkEntry
+from dlrm_checkpointer.types import TableMeta
 from dlrm_stores.base import ObjectStore
 
 

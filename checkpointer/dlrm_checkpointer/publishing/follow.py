@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.coding.codes import decode_rows
 from dlrm_checkpointer.coding.digest import block_rows
-from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.format.fetch import fetch, fetch_rows, in_parallel
 from dlrm_checkpointer.format.objects import decode_row_numbers
 from dlrm_checkpointer.publishing.image import Applied, Image, ImageState, TableRows, initial_values
 from dlrm_checkpointer.publishing.publication import Delta, GoneEntry, Published, delta_key, read_delta, sequences
 from dlrm_checkpointer.reading.export import written_to
+from dlrm_checkpointer.types import TableMeta
 from dlrm_stores.base import ObjectStore
 
 MOST_RELOADS = 2

@@ -24,8 +24,8 @@ from dlrm_api.errors import SnapshotError, TemporaryError, UsageError
 from dlrm_api.process import raise_device
 from dlrm_checkpointer.coding.digest import block_ranges
 from dlrm_checkpointer.coding.initializer import initial_rows
-from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.reading.table_files import safetensors_header
+from dlrm_checkpointer.types import TableMeta
 from dlrm_stores.base import Body
 from dlrm_stores.synced import make_folder, replace_synced, sync, write_synced
 

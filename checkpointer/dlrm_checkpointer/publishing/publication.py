@@ -11,9 +11,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as entry
 
 from dlrm_api.errors import NoInputError, SnapshotError
-from dlrm_checkpointer.cut import SnapshotName, TableMeta
 from dlrm_checkpointer.format.manifest import CHUNKS, PARTS, ChunkEntry, Link, ObjectEntry, checked_tables
 from dlrm_checkpointer.format.sealing import FORMAT, SealedModel, parse_sealed
+from dlrm_checkpointer.types import SnapshotName, TableMeta
 from dlrm_stores.base import ObjectStore
 
 PUBLICATION_VERSION = 1

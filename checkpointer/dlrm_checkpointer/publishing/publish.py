@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.coding.codes import code_rows
-from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
 from dlrm_checkpointer.format.chain import Chain, load_chain
 from dlrm_checkpointer.format.fetch import fetch, in_parallel
 from dlrm_checkpointer.format.manifest import CHUNKS, PARTS, ChunkEntry, ObjectEntry
@@ -33,6 +32,7 @@ from dlrm_checkpointer.publishing.publication import (
     try_prefix,
 )
 from dlrm_checkpointer.reading.differences import updates
+from dlrm_checkpointer.types import ShardId, ShardRows, TableMeta
 from dlrm_stores.base import Body, ObjectStore
 
 MOST_NUMBERS = 1 << 22

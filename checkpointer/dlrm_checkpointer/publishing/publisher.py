@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dlrm_api.errors import DLRMError, NoInputError, SnapshotError, TemporaryError
-from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.format.attempts import newest_attempt
 from dlrm_checkpointer.format.chain import Chain, load_chain
 from dlrm_checkpointer.format.fetch import check_present
@@ -33,6 +32,7 @@ from dlrm_checkpointer.publishing.publication import (
 from dlrm_checkpointer.publishing.publish import Place, delta_of, parts_of, put_part, remove_old
 from dlrm_checkpointer.reading.restore import Snapshot
 from dlrm_checkpointer.status import Status
+from dlrm_checkpointer.types import SnapshotName
 from dlrm_stores.base import ObjectStore
 
 logger = logging.getLogger(__name__)

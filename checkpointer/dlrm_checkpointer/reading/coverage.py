@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.cut import ShardId, TableMeta
+from dlrm_checkpointer.types import ShardId, TableMeta
 
 
 class SeenRows:

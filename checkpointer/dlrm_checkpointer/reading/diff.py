@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.reading.differences import differences
 from dlrm_checkpointer.reading.restore import Snapshot
+from dlrm_checkpointer.types import TableMeta
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from dlrm_checkpointer.coding.codes import CodedRows, decode_rows
 from dlrm_checkpointer.coding.digest import BLOCK_ROWS
 from dlrm_checkpointer.coding.initializer import initial_rows
-from dlrm_checkpointer.cut import ShardRows, TableMeta
 from dlrm_checkpointer.format.chain import Chain
 from dlrm_checkpointer.format.fetch import fetch_rows, in_parallel
 from dlrm_checkpointer.format.manifest import ChunkEntry
 from dlrm_checkpointer.merging.merge import chunk_rows
 from dlrm_checkpointer.merging.sweep import stored, sweep
+from dlrm_checkpointer.types import ShardRows, TableMeta
 from dlrm_stores.base import ObjectStore
 
 

@@ -17,10 +17,10 @@ from safetensors.numpy import save
 from dlrm_api.errors import NoPermissionError, SnapshotError, UsageError
 from dlrm_api.process import raise_device
 from dlrm_checkpointer.coding.digest import combine, state_digest
-from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.reading.restore import Snapshot
 from dlrm_checkpointer.reading.table_blocks import walk_table
 from dlrm_checkpointer.reading.table_files import check_room, little_endian, safetensors_header
+from dlrm_checkpointer.types import TableMeta
 from dlrm_stores.synced import make_folder, replace_synced, sync_all, write_synced
 
 META_FILE = "meta.json"

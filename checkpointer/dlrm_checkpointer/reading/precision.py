@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.coding.codes import code_rows
-from dlrm_checkpointer.cut import ShardRows, TableMeta
+from dlrm_checkpointer.types import ShardRows, TableMeta
 
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 BF16_DROPPED_BITS = 16

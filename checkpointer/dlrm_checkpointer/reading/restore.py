@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.coding.codes import CodedRows
-from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName, TableMeta
 from dlrm_checkpointer.format.attempts import Attempt, in_lineage, read_attempts
 from dlrm_checkpointer.format.bodies import Bodies
 from dlrm_checkpointer.format.chain import Chain, load_chain
@@ -31,6 +30,7 @@ from dlrm_checkpointer.format.objects import decode_dense
 from dlrm_checkpointer.format.sealing import NewerVersionError
 from dlrm_checkpointer.merging.merge import overlapping
 from dlrm_checkpointer.reading.coverage import SeenRows
+from dlrm_checkpointer.types import CutMeta, ShardId, SnapshotName, TableMeta
 from dlrm_stores.base import ObjectStore
 
 PARALLEL_DECODES = 2

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from dlrm_api.errors import UsageError
-from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.reading.export import DENSE_FILE, TABLES_FOLDER, check_new, write_dense, write_last, written_to
 from dlrm_checkpointer.reading.precision import Precision, at_precision
 from dlrm_checkpointer.reading.restore import Snapshot
 from dlrm_checkpointer.reading.table_blocks import walk_table
 from dlrm_checkpointer.reading.table_files import TableFormat
+from dlrm_checkpointer.types import TableMeta
 from dlrm_stores.synced import make_folder
 
 EXPORT_FILE = "export.json"

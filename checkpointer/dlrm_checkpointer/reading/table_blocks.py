@@ -12,9 +12,9 @@ from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.coding.codes import decode_rows
 from dlrm_checkpointer.coding.digest import Partial, block_ranges, rows_digest
 from dlrm_checkpointer.coding.initializer import initial_rows
-from dlrm_checkpointer.cut import ShardRows, TableMeta
 from dlrm_checkpointer.merging.sweep import stored, sweep
 from dlrm_checkpointer.reading.restore import Snapshot
+from dlrm_checkpointer.types import ShardRows, TableMeta
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError
-from dlrm_checkpointer.cut import TableMeta
 from dlrm_checkpointer.reading.precision import Precision
+from dlrm_checkpointer.types import TableMeta
 
 HEADER_ALIGNMENT = 8
 COPIED_BYTES = 16 << 20

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import islice
 
 from dlrm_api.errors import NoInputError, SnapshotError
-from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.format.attempts import RETIRED, Attempt, in_lineage, is_claimed, newest_attempt, read_attempts
 from dlrm_checkpointer.format.manifest import (
     CHUNKS,
@@ -22,6 +21,7 @@ from dlrm_checkpointer.format.manifest import (
 )
 from dlrm_checkpointer.format.sealing import NewerVersionError
 from dlrm_checkpointer.reading.restore import open_snapshot, snapshot_keys
+from dlrm_checkpointer.types import SnapshotName
 from dlrm_checkpointer.writing.key_set import KeySet
 from dlrm_stores.base import ObjectInfo, ObjectStore
 

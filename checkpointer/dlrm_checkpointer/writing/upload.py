@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import NoInputError
 from dlrm_checkpointer.coding.codes import CodedRows
-from dlrm_checkpointer.cut import ShardId, TableMeta
 from dlrm_checkpointer.format.chain import Basis, Layers
 from dlrm_checkpointer.format.fetch import AT_ONCE, in_parallel
 from dlrm_checkpointer.format.manifest import ChunkEntry, ObjectEntry, PartList, chunk_key, parse_part, part_key
 from dlrm_checkpointer.format.objects import encode_dense, encode_rows
 from dlrm_checkpointer.format.put import put_by_digest
-from dlrm_checkpointer.hand_off.ready import Durable, ReadyCut
+from dlrm_checkpointer.handoff.protocol import Durable, ReadyCut
 from dlrm_checkpointer.merging.delta import Delta, deltas
 from dlrm_checkpointer.merging.merge import coded_chunks, merged_chunks
+from dlrm_checkpointer.types import ShardId, TableMeta
 from dlrm_stores.base import Body, ObjectStore
 
 MERGED_AT_ONCE = 2

@@ -9,8 +9,7 @@ from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.format.attempts import read_attempts
 from dlrm_checkpointer.format.chain import Basis, BrokenChainError, basis, load_chain
-from dlrm_checkpointer.hand_off.folder import SliceName
-from dlrm_checkpointer.hand_off.ready import ReadyCut
+from dlrm_checkpointer.handoff.protocol import ReadyCut, SliceName
 from dlrm_checkpointer.writing.policy import ChainPolicy, bits_in_use, choose_kind
 from dlrm_checkpointer.writing.upload import Way
 from dlrm_stores.base import ObjectStore

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_api.errors import SnapshotError, StoreUnavailableError, TemporaryError
-from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.format.attempts import (
     DEAD_MARK_S,
     Attempt,
@@ -22,6 +21,7 @@ from dlrm_checkpointer.format.attempts import (
 )
 from dlrm_checkpointer.reading.catalog import list_snapshots
 from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.types import SnapshotName
 from dlrm_checkpointer.writing.commit import try_commit
 from dlrm_checkpointer.writing.retention import Retention, Rule
 from dlrm_stores.files import FileStore

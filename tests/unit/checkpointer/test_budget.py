@@ -15,15 +15,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dlrm_checkpointer.cut import CutMeta, CutSize, ShardId, ShardRows, row_bytes
 from dlrm_checkpointer.format.manifest import ChunkEntry, ObjectEntry
-from dlrm_checkpointer.hand_off.budget import Budget
-from dlrm_checkpointer.hand_off.draft import Rows
-from dlrm_checkpointer.hand_off.folder import SPARE_PREFIX, CutName, SliceName, discard_unfinished
-from dlrm_checkpointer.hand_off.inbox import Inbox
-from dlrm_checkpointer.hand_off.ready import Durable
-from dlrm_checkpointer.hand_off.slices import SlicedCut
-from dlrm_checkpointer.hand_off.writer import CutAbandonedError, HandOffWriter
+from dlrm_checkpointer.handoff.budget import Budget, Rows
+from dlrm_checkpointer.handoff.cut import SlicedCut
+from dlrm_checkpointer.handoff.inbox import Inbox
+from dlrm_checkpointer.handoff.protocol import SPARE_PREFIX, CutName, Durable, SliceName, discard_unfinished
+from dlrm_checkpointer.handoff.writer import CutAbandonedError, HandOffWriter
+from dlrm_checkpointer.types import CutMeta, CutSize, ShardId, ShardRows, row_bytes
 
 SIZE = 120_000
 RANKS = 2
@@ -126,7 +124,7 @@ class Folder(RuleBasedStateMachine):
         super().__init__()
         self.patch, ticks = pytest.MonkeyPatch(), Ticks()
         for module in ("draft", "folder", "slices"):
-            self.patch.setattr(f"dlrm_checkpointer.hand_off.{module}.time", ticks)
+            self.patch.setattr(f"dlrm_checkpointer.handoff.{module}.time", ticks)
         self.folder = Path(tempfile.mkdtemp())
         self.inbox = Inbox(self.folder, range(RANKS))
         self.budgets = [Budget(self.folder, SIZE, RANKS) for _ in range(RANKS)]

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.coding.codes import code_rows, decode_rows
-from dlrm_checkpointer.cut import ShardRows, SnapshotName, TableMeta
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.format.fetch import AT_ONCE, fetch_rows
 from dlrm_checkpointer.format.sealing import sealed
 from dlrm_checkpointer.reading.catalog import find_snapshot, list_snapshots, verify_snapshot
 from dlrm_checkpointer.reading.restore import newest_snapshot, open_snapshot
+from dlrm_checkpointer.types import ShardRows, SnapshotName, TableMeta
 from dlrm_stores.files import FileStore
 from dlrm_testing.checkpointer.restored import stored_rows
 from dlrm_testing.digests import snapshot_digest

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.coding.codes import CodedRows, Form, body_shape, code_rows, decode_rows, place_weights
-from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta
+from dlrm_checkpointer.types import ShardId, ShardRows, TableMeta
 
 README = Path(__file__).parents[3] / "checkpointer" / "README.md"
 QUANTIZED = [2, 3, 4, 8]
@@ -308,7 +308,7 @@ CODING = """
 import hashlib
 import numpy as np
 from dlrm_checkpointer.coding.codes import code_rows, decode_rows
-from dlrm_checkpointer.cut import ShardId, ShardRows
+from dlrm_checkpointer.types import ShardId, ShardRows
 
 digest = hashlib.sha256()
 draw = np.random.default_rng(4)

@@ -13,11 +13,11 @@ import pytest
 
 from dlrm_api.errors import SnapshotError, StoreUnavailableError
 from dlrm_api.names import ExitCode
-from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.format.attempts import ATTEMPTS, claim_attempt
 from dlrm_checkpointer.format.chain import load_chain
 from dlrm_checkpointer.format.manifest import PARTS, manifest_key
 from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot, open_snapshot, snapshot_keys
+from dlrm_checkpointer.types import SnapshotName
 from dlrm_checkpointer.writing.retention import Retention, Rule
 from dlrm_testing.checkpointer.steps import Steps
 from dlrm_testing.checkpointer.truth import flipped

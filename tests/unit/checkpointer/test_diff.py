@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.reading.catalog import list_snapshots
 from dlrm_checkpointer.reading.diff import diff_snapshots
 from dlrm_checkpointer.reading.differences import differences, updates
 from dlrm_checkpointer.reading.restore import Snapshot, open_snapshot
 from dlrm_checkpointer.reading.table_blocks import walk_table
+from dlrm_checkpointer.types import SnapshotName
 from dlrm_stores.files import FileStore
 
 POLICIES = ["full", "one-shot", "consecutive", "intermittent"]

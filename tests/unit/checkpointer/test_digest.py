@@ -22,7 +22,7 @@ from dlrm_checkpointer.coding.digest import (
     shard_digest,
     state_digest,
 )
-from dlrm_checkpointer.cut import ShardId, TableMeta
+from dlrm_checkpointer.types import ShardId, TableMeta
 
 README = Path(__file__).parents[3] / "checkpointer" / "README.md"
 

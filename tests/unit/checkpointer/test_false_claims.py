@@ -15,7 +15,6 @@ import pytest
 from dlrm_api.errors import DeviceError, SnapshotError
 from dlrm_checkpointer.coding.codes import code_rows
 from dlrm_checkpointer.coding.digest import BLOCK_BYTES, block_ranges
-from dlrm_checkpointer.cut import MOST_ROWS, CutMeta, ShardId, ShardRows, TableMeta
 from dlrm_checkpointer.format.bodies import USUAL_BYTES, Bodies
 from dlrm_checkpointer.format.fetch import fetch
 from dlrm_checkpointer.format.manifest import ObjectEntry, parse_manifest, parse_part, part_key
@@ -32,6 +31,7 @@ from dlrm_checkpointer.publishing.publication import delta_key
 from dlrm_checkpointer.reading.export import restore_to_folder
 from dlrm_checkpointer.reading.restore import open_snapshot
 from dlrm_checkpointer.reading.table_files import check_room
+from dlrm_checkpointer.types import MOST_ROWS, CutMeta, ShardId, ShardRows, TableMeta
 from dlrm_stores.files import FileStore
 
 Object = dict[str, Any]

@@ -13,11 +13,11 @@ import pytest
 
 from dlrm_api.errors import DeviceError, DivergedError, InvalidSpecError, SnapshotError, TemporaryError, UsageError
 from dlrm_api.names import ExitCode
-from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.format.sealing import NewerVersionError
-from dlrm_checkpointer.hand_off.folder import ready_cuts
-from dlrm_checkpointer.hand_off.inbox import Inbox
-from dlrm_checkpointer.hand_off.writer import HandOffWriter
+from dlrm_checkpointer.handoff.inbox import Inbox
+from dlrm_checkpointer.handoff.protocol import ready_cuts
+from dlrm_checkpointer.handoff.writer import HandOffWriter
+from dlrm_checkpointer.types import SnapshotName
 from dlrm_stores.files import FileStore
 
 
@@ -123,7 +123,7 @@ def test_a_trainer_beside_a_checkpointer_of_another_release_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
 ):
     with monkeypatch.context() as other:
-        other.setattr("dlrm_checkpointer.hand_off.folder.LAYOUT_VERSION", version)
+        other.setattr("dlrm_checkpointer.handoff.protocol.LAYOUT_VERSION", version)
         Inbox(tmp_path, range(1)).close()
 
     with pytest.raises(BESIDE[version], match=rf"the checkpointer .* version {version} .* version 1: give images of"):
@@ -135,7 +135,7 @@ def test_a_trainer_beside_a_checkpointer_of_another_release_does_not_start(
 def test_a_cut_of_another_release_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_model, version: int):
     model = new_model().train()
     with monkeypatch.context() as other:
-        other.setattr("dlrm_checkpointer.hand_off.folder.LAYOUT_VERSION", version)
+        other.setattr("dlrm_checkpointer.handoff.protocol.LAYOUT_VERSION", version)
         writer = HandOffWriter(tmp_path, 0, None)
         writer.put(model.meta(1), model.pieces(0, 1), model.dense, owned=model.shards(0, 1), patience_s=1)
     inbox = Inbox(tmp_path, range(1))
@@ -164,7 +164,7 @@ def test_a_second_process_of_the_same_rank_is_refused_with_the_pid(tmp_path: Pat
 
 def test_a_killed_rank_lets_go_of_its_lock(tmp_path: Path):
     code = (
-        "import sys, time; from pathlib import Path; from dlrm_checkpointer.hand_off.writer import HandOffWriter;"
+        "import sys, time; from pathlib import Path; from dlrm_checkpointer.handoff.writer import HandOffWriter;"
         "w = HandOffWriter(Path(sys.argv[1]), 0, None); print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as rank:

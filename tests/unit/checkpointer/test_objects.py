@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.coding import codes
 from dlrm_checkpointer.coding.codes import code_rows, row_bytes
-from dlrm_checkpointer.cut import ShardId, ShardRows
 from dlrm_checkpointer.format.objects import decode_dense, decode_rows, encode_dense, encode_rows
+from dlrm_checkpointer.types import ShardId, ShardRows
 
 ALL = [2, 3, 4, 8, 16, 32]
 

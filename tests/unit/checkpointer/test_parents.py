@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_checkpointer.cut import CutMeta, SnapshotName
-from dlrm_checkpointer.hand_off.inbox import Inbox
-from dlrm_checkpointer.hand_off.writer import CutAbandonedError, HandOffWriter
+from dlrm_checkpointer.handoff.inbox import Inbox
+from dlrm_checkpointer.handoff.writer import CutAbandonedError, HandOffWriter
+from dlrm_checkpointer.types import CutMeta, SnapshotName
 from dlrm_stores.files import FileStore
 
 RESTORED = SnapshotName(40, 2)

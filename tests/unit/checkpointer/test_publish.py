@@ -28,7 +28,6 @@ from dlrm_api.errors import (
     TemporaryError,
     UsageError,
 )
-from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.format.sealing import sealed
 from dlrm_checkpointer.publishing.follow import Follower
@@ -36,6 +35,7 @@ from dlrm_checkpointer.publishing.publication import newest_delta, read_delta, r
 from dlrm_checkpointer.reading.catalog import find_snapshot, list_snapshots
 from dlrm_checkpointer.reading.restore import Snapshot, open_snapshot, snapshot_keys
 from dlrm_checkpointer.reading.table_blocks import walk_table
+from dlrm_checkpointer.types import SnapshotName
 from dlrm_stores.base import ObjectInfo, ObjectStore
 from dlrm_stores.files import FileStore
 from dlrm_testing.waiting import wait_until

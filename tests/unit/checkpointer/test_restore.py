@@ -7,11 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlrm_checkpointer.cut import ShardId
 from dlrm_checkpointer.format.sealing import sealed
 from dlrm_checkpointer.reading.catalog import find_snapshot, verify_snapshot
 from dlrm_checkpointer.reading.restore import newest_snapshot
 from dlrm_checkpointer.reading.table_blocks import walk_table
+from dlrm_checkpointer.types import ShardId
 from dlrm_stores.files import FileStore
 from dlrm_testing.checkpointer.restored import stored_rows
 from dlrm_testing.digests import snapshot_digest

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-import dlrm_checkpointer.hand_off.inbox as inbox_module
+import dlrm_checkpointer.handoff.inbox as inbox_module
 import dlrm_checkpointer.life as life_module
 from dlrm_api.errors import DLRMError, InvalidSpecError, NoPermissionError, StoreUnavailableError, UsageError
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.hand_off.folder import ready_cuts
-from dlrm_checkpointer.hand_off.inbox import Inbox
-from dlrm_checkpointer.hand_off.writer import HandOffWriter
+from dlrm_checkpointer.handoff.inbox import Inbox
+from dlrm_checkpointer.handoff.protocol import ready_cuts
+from dlrm_checkpointer.handoff.writer import HandOffWriter
 from dlrm_checkpointer.life import Backoff, Life
 from dlrm_checkpointer.reading.catalog import list_snapshots
 from dlrm_checkpointer.reading.restore import newest_snapshot

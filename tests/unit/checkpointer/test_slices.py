@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import DivergedError, StoreUnavailableError
 from dlrm_api.names import ExitCode
-from dlrm_checkpointer.cut import ShardId, ShardRows
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.format.manifest import CHUNKS
-from dlrm_checkpointer.hand_off.draft import Draft
-from dlrm_checkpointer.hand_off.folder import budget_lock, write_json
-from dlrm_checkpointer.hand_off.writer import CutAbandonedError, HandedOver
+from dlrm_checkpointer.handoff.budget import Draft
+from dlrm_checkpointer.handoff.protocol import budget_lock, write_json
+from dlrm_checkpointer.handoff.writer import CutAbandonedError, HandedOver
 from dlrm_checkpointer.reading.catalog import list_snapshots, verify_snapshot
 from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.types import ShardId, ShardRows
 from dlrm_stores.base import Body
 from dlrm_stores.files import FileStore
 from dlrm_testing.digests import snapshot_digest
@@ -182,7 +182,7 @@ def test_any_pieces_pass_through_any_budget_and_never_above_it(
     with pytest.MonkeyPatch.context() as patch:
         for name in ("allocate", "add_rows", "flip"):
             patch.setattr(Draft, name, sampled(getattr(Draft, name), pod.folder, seen, lock=name != "allocate"))
-        patch.setattr("dlrm_checkpointer.hand_off.inbox.write_json", sampled(write_json, pod.folder, seen, lock=False))
+        patch.setattr("dlrm_checkpointer.handoff.inbox.write_json", sampled(write_json, pod.folder, seen, lock=False))
         with running(pod), ThreadPoolExecutor(ranks) as pool:
             list(pool.map(put, pod.ranks))
             committed = pod.writers[0].wait_idle(10)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_checkpointer.hand_off.folder import spare_path
-from dlrm_checkpointer.hand_off.inbox import Inbox
-from dlrm_checkpointer.hand_off.writer import HandOffWriter
+from dlrm_checkpointer.handoff.inbox import Inbox
+from dlrm_checkpointer.handoff.protocol import spare_path
+from dlrm_checkpointer.handoff.writer import HandOffWriter
 
 BUDGET = 2_000_000
 

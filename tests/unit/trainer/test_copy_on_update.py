@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 
 from dlrm_api.model import TableSpec
 from dlrm_api.tiers import CHANGED_BYTES
-from dlrm_checkpointer.cut import RowsInPlace, ShardRows
-from dlrm_checkpointer.hand_off.draft import Laid, Rows
+from dlrm_checkpointer.handoff.budget import Laid, Rows
+from dlrm_checkpointer.types import RowsInPlace, ShardRows
 from dlrm_testing.trainer.cutting import check_cut, job_of, learner_of, rows_of_batch, state_of
 from dlrm_testing.trainer.shardings import random_plan
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import copy_on_update
+from dlrm_trainer.embedding.changes import MOST_KEPT, DirtyPart, DirtyRows
+from dlrm_trainer.embedding.checkpoint import ResidentPart, table_meta
 from dlrm_trainer.embedding.copy_on_update import CopyOnUpdate, Image
-from dlrm_trainer.embedding.dirty import MOST_KEPT, DirtyPart, DirtyRows
 from dlrm_trainer.embedding.host import lazy_zeros
 from dlrm_trainer.embedding.pending import Changing
-from dlrm_trainer.embedding.rows import ResidentPart, table_meta
 from dlrm_trainer.train import prepared_ahead
 
 ALONE = Collectives(0, 1, lambda: "")

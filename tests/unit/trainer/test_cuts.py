@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dlrm_api.checkpoint import CheckpointSpec
-from dlrm_checkpointer.hand_off.writer import HandOffWriter
+from dlrm_checkpointer.handoff.writer import HandOffWriter
 from dlrm_testing.trainer.gangs import run_ranks, small_job
-from dlrm_trainer.cutting.cuts import COMMIT_S, Agreement, CutControl, StoppedError
+from dlrm_trainer.checkpointing.control import COMMIT_S, Agreement, CutControl, StoppedError
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding.saved import Changed
 

@@ -19,7 +19,7 @@ from dlrm_api.names import ANY_ADDRESS, TOKEN_HEADER, token_digest
 from dlrm_api.progress import EvalMetrics, Progress, TrainerPhase
 from dlrm_cluster.ports import LOOPBACK, free_port
 from dlrm_trainer import endpoint as endpoint_module
-from dlrm_trainer.cutting.cuts import CutControl
+from dlrm_trainer.checkpointing.control import CutControl
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.endpoint import Endpoint
 from dlrm_trainer.metrics.progress import ProgressBoard

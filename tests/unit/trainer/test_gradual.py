@@ -13,19 +13,17 @@ from hypothesis import strategies as st
 
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
-from dlrm_checkpointer.cut import CutMeta, ShardRows
-from dlrm_checkpointer.hand_off.folder import SliceName
-from dlrm_checkpointer.hand_off.inbox import Inbox
-from dlrm_checkpointer.hand_off.ready import Durable, ReadyCut
-from dlrm_checkpointer.hand_off.writer import CutAbandonedError, HandOffWriter
+from dlrm_checkpointer.handoff.inbox import Inbox
+from dlrm_checkpointer.handoff.protocol import Durable, ReadyCut, SliceName
+from dlrm_checkpointer.handoff.writer import CutAbandonedError, HandOffWriter
+from dlrm_checkpointer.types import CutMeta, ShardRows
 from dlrm_testing.trainer.cutting import TIERS, check_cut, job_of, learner_of, rows_of_batch, state_of
 from dlrm_testing.trainer.shardings import random_plan
-from dlrm_trainer.cutting.background import BackgroundHandOver
-from dlrm_trainer.cutting.gradual import GradualHandOver
-from dlrm_trainer.cutting.snapshots import live_digest, model_document
+from dlrm_trainer.checkpointing.handover import BackgroundHandOver, GradualHandOver
+from dlrm_trainer.checkpointing.restore import live_digest, model_document
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.embedding.dirty import MOST_KEPT
+from dlrm_trainer.embedding.changes import MOST_KEPT
 from dlrm_trainer.train import prepared_ahead
 
 ALONE = Collectives(0, 1, lambda: "")

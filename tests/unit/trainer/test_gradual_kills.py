@@ -18,7 +18,7 @@ from typing import Any, Literal
 import pytest
 
 from dlrm_api.names import Env, ExitCode
-from dlrm_checkpointer.hand_off.folder import ROWS_FILE, WRITING_PREFIX, SliceName, ready_slices
+from dlrm_checkpointer.handoff.protocol import ROWS_FILE, WRITING_PREFIX, SliceName, ready_slices
 from dlrm_checkpointer.reading.catalog import list_snapshots, verify_snapshot
 from dlrm_checkpointer.reading.restore import newest_snapshot, open_snapshot
 from dlrm_stores.files import FileStore

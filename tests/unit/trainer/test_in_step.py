@@ -12,8 +12,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from dlrm_testing.trainer.gangs import run_ranks
-from dlrm_trainer.cutting.handing_over import HandingOver, MetaOf
-from dlrm_trainer.cutting.snapshots import restore
+from dlrm_trainer.checkpointing.handover import HandingOver, MetaOf
+from dlrm_trainer.checkpointing.restore import restore
 from dlrm_trainer.distributed import failures
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.failures import InStep

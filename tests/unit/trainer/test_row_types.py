@@ -15,15 +15,15 @@ from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.row_optimizers import state_values
 from dlrm_checkpointer.coding.codes import CodedRows, code_rows, decode_rows
 from dlrm_checkpointer.coding.digest import combine, state_digest
-from dlrm_checkpointer.cut import ShardId, loaded
 from dlrm_checkpointer.format import objects
 from dlrm_checkpointer.reading.table_blocks import Block
+from dlrm_checkpointer.types import ShardId, loaded
 from dlrm_testing.trainer.gangs import hand_plan, job_document
-from dlrm_trainer.cutting.snapshots import live_digest, restore
+from dlrm_trainer.checkpointing.restore import live_digest, restore
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
-from dlrm_trainer.embedding.rows import table_meta
+from dlrm_trainer.embedding.checkpoint import table_meta
 from dlrm_trainer.learner import Learner
 
 ALONE = Collectives(0, 1, lambda: "")

@@ -13,16 +13,15 @@ from pydantic import TypeAdapter
 
 from dlrm_api.errors import TemporaryError
 from dlrm_api.progress import EvalMetrics
-from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.reading.salvage import Salvage
+from dlrm_checkpointer.types import SnapshotName
 from dlrm_testing.trainer.gangs import run_ranks
-from dlrm_trainer.cutting.handing_over import TOLD
-from dlrm_trainer.cutting.snapshots import PARTIALS, START, Start
+from dlrm_trainer.checkpointing.handover import TOLD
+from dlrm_trainer.checkpointing.restore import CHANGE, CHOSEN, PARTIALS, START, Start
 from dlrm_trainer.distributed import collectives
 from dlrm_trainer.distributed.collectives import GATHERED_BYTES, Collectives, decode_value, encode_value
 from dlrm_trainer.evaluate import QUALITY
 from dlrm_trainer.learner import LARGEST
-from dlrm_trainer.start import CHANGE, CHOSEN
 
 NAME = SnapshotName(40, 2)
 KINDS: list[tuple[TypeAdapter[Any], Any]] = [

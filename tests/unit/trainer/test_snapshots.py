@@ -12,25 +12,24 @@ import torch
 from dlrm_api.errors import DLRMError, InvalidSpecError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_checkpointer.coding.codes import CodedRows, code_rows
-from dlrm_checkpointer.cut import CutMeta, ShardId, ShardRows, SnapshotName, loaded
 from dlrm_checkpointer.format.chain import Basis, Chain, load_chain
-from dlrm_checkpointer.hand_off.inbox import Inbox
-from dlrm_checkpointer.hand_off.ready import Durable
-from dlrm_checkpointer.hand_off.writer import HandOffWriter
+from dlrm_checkpointer.handoff.inbox import Inbox
+from dlrm_checkpointer.handoff.protocol import Durable
+from dlrm_checkpointer.handoff.writer import HandOffWriter
+from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName, loaded
 from dlrm_checkpointer.writing.commit import try_commit
 from dlrm_checkpointer.writing.upload import Traffic, Upload, Way
 from dlrm_stores.base import ObjectStore, StoreOptions
 from dlrm_stores.files import FileStore
 from dlrm_testing.trainer.gangs import hand_plan, job_document, small_job
-from dlrm_trainer.cutting.compatible import check_data, check_model, first_change
-from dlrm_trainer.cutting.snapshots import live_digest, model_document, restore
+from dlrm_trainer.checkpointing.compat import check_data, check_model, first_change
+from dlrm_trainer.checkpointing.restore import begin_from, live_digest, model_document, restore
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
-from dlrm_trainer.embedding.rows import ResidentPart, table_meta
+from dlrm_trainer.embedding.checkpoint import ResidentPart, table_meta
 from dlrm_trainer.evaluate import evaluate
 from dlrm_trainer.learner import Learner
-from dlrm_trainer.start import begin_from
 
 ALONE = Collectives(0, 1, lambda: "")
 
@@ -420,7 +419,7 @@ def test_a_snapshot_of_another_job_is_chosen_anew_where_it_is_retired_while_it_i
         retire()
         return found if opens else load_chain(store, name)
 
-    monkeypatch.setattr("dlrm_trainer.start.load_chain", opened)
+    monkeypatch.setattr("dlrm_trainer.checkpointing.restore.load_chain", opened)
     parts: Any = SimpleNamespace(job=job, learner=fresh, gang=SimpleNamespace(rank=0, collectives=ALONE))
 
     with pytest.raises(error, match="restoreFrom: .* step 3 was retired" if error is TemporaryError else "missing"):

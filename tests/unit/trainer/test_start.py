@@ -11,9 +11,8 @@ from dlrm_api.errors import SnapshotError, TemporaryError
 from dlrm_checkpointer.format.attempts import newest_attempt
 from dlrm_stores.files import FileStore
 from dlrm_testing.trainer.gangs import run_ranks
-from dlrm_trainer.cutting.snapshots import choose_start
+from dlrm_trainer.checkpointing.restore import agree_on_data, choose_start
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.start import agree_on_data
 
 FILES = [{"name": "a.parquet", "bytes": 10, "rows": 5}, {"name": "b.parquet", "bytes": 20, "rows": 9}]
 

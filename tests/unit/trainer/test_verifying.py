@@ -16,8 +16,8 @@ from dlrm_checkpointer.format.fetch import Check
 from dlrm_checkpointer.format.manifest import ObjectEntry
 from dlrm_stores.files import FileStore
 from dlrm_testing.trainer.gangs import run_ranks
-from dlrm_trainer.cutting import verifying
-from dlrm_trainer.cutting.verifying import choose_together
+from dlrm_trainer.checkpointing import restore
+from dlrm_trainer.checkpointing.restore import choose_together
 from dlrm_trainer.distributed import failures
 from dlrm_trainer.distributed.collectives import Collectives
 
@@ -43,7 +43,7 @@ class NotingStore(FileStore):
 
 def first_whole(collectives: Collectives, root: Path, snapshots: Snapshots, round_bytes: int) -> Outcome:
     """The first of some lists of objects that are all whole, why not those before; what a rank read, and heard of."""
-    verifying.ROUND_BYTES = round_bytes
+    restore.ROUND_BYTES = round_bytes
     store, heard = NotingStore(root), list[str]()
 
     def choose(check: Check) -> tuple[int | None, list[str]]:

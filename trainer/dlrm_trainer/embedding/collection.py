@@ -10,12 +10,12 @@ from torch import Tensor
 from dlrm_api.errors import DivergedError
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
+from dlrm_trainer.embedding.checkpoint import LocalPart
 from dlrm_trainer.embedding.exchange import Exchange
 from dlrm_trainer.embedding.options import EmbeddingOptions
 from dlrm_trainer.embedding.owned import OwnedParts
 from dlrm_trainer.embedding.placement import Placement
 from dlrm_trainer.embedding.replicas import Replicas
-from dlrm_trainer.embedding.rows import LocalPart
 from dlrm_trainer.embedding.saved import SavedParts
 from dlrm_trainer.embedding.segments import Bags, pick_bags
 from dlrm_trainer.embedding.travelling import OwnedBags, Travelling

@@ -15,17 +15,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.hand_off.draft import Laid, Rows
+from dlrm_checkpointer.handoff.budget import Laid, Rows
 from dlrm_kernels.cache import kernel
+from dlrm_kernels.dirty_rows import UNIT_WORDS, WORD, Words
 from dlrm_kernels.intrinsics import bit_count, lent, lowest_bit, size_of, value_of
 from dlrm_kernels.parallel import single_threaded
-from dlrm_trainer.embedding.dirty import UNIT_WORDS, WORD, DirtyRows, Words
+from dlrm_trainer.embedding.changes import DirtyRows
+from dlrm_trainer.embedding.checkpoint import ResidentPart
 from dlrm_trainer.embedding.gather import copy_rows
 from dlrm_trainer.embedding.half import widened
 from dlrm_trainer.embedding.layout import joined
 from dlrm_trainer.embedding.pending import Changing
 from dlrm_trainer.embedding.row_rules import memory_of
-from dlrm_trainer.embedding.rows import ResidentPart
 
 U64 = np.uint64
 ONE, SIX, SIXTY_THREE = U64(1), U64(6), U64(63)

@@ -15,11 +15,11 @@ from torch import Tensor
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.tiers import MOST_DEVICE_COLUMNS, MOST_LINKED, extra_slots
 from dlrm_trainer.compute_device import HOST
-from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
+from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
+from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart
 from dlrm_trainer.embedding.kernels import TableBatch
 from dlrm_trainer.embedding.options import EmbeddingOptions
 from dlrm_trainer.embedding.placement import PartGroup, Placement
-from dlrm_trainer.embedding.rows import LocalPart, ResidentPart
 
 if TYPE_CHECKING:
     from dlrm_trainer.embedding.tiers.stack import Stack

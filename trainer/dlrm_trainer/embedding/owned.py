@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_checkpointer.cut import RowsInPlace
+from dlrm_checkpointer.types import RowsInPlace
+from dlrm_trainer.embedding.checkpoint import LocalPart, saved_rows
 from dlrm_trainer.embedding.groups import Group, make_group
 from dlrm_trainer.embedding.options import EmbeddingOptions
 from dlrm_trainer.embedding.pending import BeforeUpdates, Changing, SlotRows
 from dlrm_trainer.embedding.placement import PartGroup, Placement
-from dlrm_trainer.embedding.rows import LocalPart, saved_rows
 from dlrm_trainer.embedding.travelling import OwnedBags
 
 if TYPE_CHECKING:

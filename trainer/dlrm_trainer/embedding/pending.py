@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_checkpointer.cut import RowsInPlace, ShardId
+from dlrm_checkpointer.types import RowsInPlace, ShardId
 from dlrm_kernels.cache import kernel
-from dlrm_trainer.embedding.dirty import WINDOW_ROWS, DirtyRows, rows_of_bits
+from dlrm_kernels.dirty_rows import rows_of_bits
+from dlrm_trainer.embedding.changes import WINDOW_ROWS, DirtyRows
+from dlrm_trainer.embedding.checkpoint import LocalPart
 from dlrm_trainer.embedding.gather import copy_rows
-from dlrm_trainer.embedding.rows import LocalPart
 
 U64 = np.uint64
 Save = Callable[[RowsInPlace], None]
@@ -92,7 +94,7 @@ class Pending:
     def _copy_window(self, part: LocalPart, first: int, last: int, take: Callable[[RowsInPlace, int], int]) -> bool:
         record = part.dirty.rows
         words = self._bits[record][record.words_of(part.dirty.number, first, last)]
-        rows = rows_of_bits(words, first)
+        rows = rows_of_bits(words, first, torch.get_num_threads())
         done, wanted = 0, part.in_place(rows)
         while done < len(rows):
             count = take(wanted, done)

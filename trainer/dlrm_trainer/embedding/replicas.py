@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_checkpointer.cut import RowsInPlace
-from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
+from dlrm_checkpointer.types import RowsInPlace
+from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
+from dlrm_trainer.embedding.checkpoint import ResidentPart
 from dlrm_trainer.embedding.options import EmbeddingOptions
 from dlrm_trainer.embedding.pending import BeforeUpdates, Changing
 from dlrm_trainer.embedding.placement import Placement
 from dlrm_trainer.embedding.replicated import ReplicatedParts
-from dlrm_trainer.embedding.rows import ResidentPart
 from dlrm_trainer.embedding.segments import Bags
 
 

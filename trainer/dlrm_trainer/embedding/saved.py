@@ -7,14 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dlrm_checkpointer.cut import CutSize, RowsInPlace, row_bytes
+from dlrm_checkpointer.types import CutSize, RowsInPlace, row_bytes
+from dlrm_kernels.dirty_rows import WORD
+from dlrm_trainer.embedding.changes import WINDOW_ROWS, DirtyRows
+from dlrm_trainer.embedding.checkpoint import SCAN_BYTES, LocalPart, ResidentPart, saved_rows
 from dlrm_trainer.embedding.copy_on_update import CopyOnUpdate, Lay
-from dlrm_trainer.embedding.dirty import WINDOW_ROWS, WORD, DirtyRows
 from dlrm_trainer.embedding.owned import OwnedParts
 from dlrm_trainer.embedding.pending import BeforeUpdates, Pending, Save
 from dlrm_trainer.embedding.placement import Placement
 from dlrm_trainer.embedding.replicas import Replicas
-from dlrm_trainer.embedding.rows import SCAN_BYTES, LocalPart, ResidentPart, saved_rows
 
 
 class Changed(NamedTuple):

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from dlrm_api.errors import InvalidSpecError, SnapshotError, TemporaryError
-from dlrm_checkpointer.cut import SnapshotName
 from dlrm_checkpointer.format.attempts import claim_attempt, read_attempts
-from dlrm_checkpointer.hand_off.folder import COMMITTED_FILE, read_json
-from dlrm_checkpointer.hand_off.slices import CutAbandonedError
+from dlrm_checkpointer.handoff.cut import CutAbandonedError
+from dlrm_checkpointer.handoff.protocol import COMMITTED_FILE, read_json
 from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot, open_snapshot
+from dlrm_checkpointer.types import SnapshotName
 from dlrm_checkpointer.writing.retention import ORPHAN_S, Rule
 from dlrm_testing.checkpointer.truth import Handed, Truth
 from dlrm_testing.checkpointer.turns import Actor, Clock, FailingStore, MemoryStore

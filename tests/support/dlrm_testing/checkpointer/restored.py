@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dlrm_checkpointer.coding.codes import decode_rows
-from dlrm_checkpointer.cut import ShardId, ShardRows
 from dlrm_checkpointer.reading.restore import Snapshot
+from dlrm_checkpointer.types import ShardId, ShardRows
 
 
 def stored_rows(snapshot: Snapshot, shard: ShardId) -> Iterator[ShardRows]:

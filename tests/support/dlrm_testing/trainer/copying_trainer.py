@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import dlrm_trainer.__main__
-from dlrm_checkpointer.hand_off.writer import HandedOver, WholeCut
+from dlrm_checkpointer.handoff.writer import HandedOver, WholeCut
 from dlrm_testing.trainer import slow_trainer  # noqa: F401  has its faults made
-from dlrm_trainer.cutting import handing_over
-from dlrm_trainer.cutting.background import BackgroundHandOver
+from dlrm_trainer.checkpointing import handover
+from dlrm_trainer.checkpointing.handover import BackgroundHandOver
 from dlrm_trainer.embedding import Embeddings
 from dlrm_trainer.embedding.copy_on_update import Image
 
@@ -48,7 +48,7 @@ class ToldHandOver(BackgroundHandOver):
 
 
 Image.chunks = slow_chunks  # type: ignore[method-assign]
-handing_over.BackgroundHandOver = ToldHandOver  # type: ignore[misc]
+handover.BackgroundHandOver = ToldHandOver  # type: ignore[misc]
 
 if __name__ == "__main__":
     sys.exit(dlrm_trainer.__main__.main())

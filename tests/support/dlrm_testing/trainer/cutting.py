@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
-from dlrm_checkpointer.cut import ShardId, ShardRows, loaded
+from dlrm_checkpointer.types import ShardId, ShardRows, loaded
 from dlrm_testing.trainer.gangs import small_job
 from dlrm_trainer.data import Batch, open_reader
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
-from dlrm_trainer.embedding.dirty import MOST_KEPT
-from dlrm_trainer.embedding.rows import LocalPart
+from dlrm_trainer.embedding.changes import MOST_KEPT
+from dlrm_trainer.embedding.checkpoint import LocalPart
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.train import prepared_ahead
 

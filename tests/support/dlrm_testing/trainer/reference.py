@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from dlrm_api.model import ModelSpec
 from dlrm_api.training import CommunicationSpec, RowOptimizerSpec
-from dlrm_checkpointer.cut import ShardId
+from dlrm_checkpointer.types import ShardId
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import EmbeddingOptions, Embeddings, Placement
-from dlrm_trainer.embedding.rows import ResidentPart
+from dlrm_trainer.embedding.checkpoint import ResidentPart
 
 EPS = 1e-8
 LONGEST = 400

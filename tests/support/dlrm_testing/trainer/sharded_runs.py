@@ -14,14 +14,14 @@ from dlrm_api.errors import DivergedError
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
 from dlrm_checkpointer.coding.codes import CodedRows, code_rows
-from dlrm_checkpointer.cut import ShardId, ShardRows, TableMeta, loaded
+from dlrm_checkpointer.types import ShardId, ShardRows, TableMeta, loaded
 from dlrm_testing.trainer.gangs import small_job
+from dlrm_trainer.checkpointing.restore import live_digest, restore
 from dlrm_trainer.compute_device import HOST
-from dlrm_trainer.cutting.snapshots import live_digest, restore
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
-from dlrm_trainer.embedding.rows import table_meta
+from dlrm_trainer.embedding.checkpoint import table_meta
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.train import prepared_ahead
 

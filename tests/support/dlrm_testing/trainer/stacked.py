@@ -12,8 +12,8 @@ import torch
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan, parse_plan
 from dlrm_testing.trainer.gangs import plan_document
+from dlrm_trainer.checkpointing.restore import live_digest
 from dlrm_trainer.compute_device import HOST
-from dlrm_trainer.cutting.snapshots import live_digest
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place

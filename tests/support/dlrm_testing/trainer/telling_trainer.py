@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import dlrm_trainer.__main__
-from dlrm_trainer.cutting.snapshots import live_digest
+from dlrm_trainer.checkpointing.restore import live_digest
 from dlrm_trainer.embedding import Prepared
 from dlrm_trainer.train import Training
 

@@ -27,7 +27,7 @@ from dlrm_api.errors import BadDataError
 from dlrm_kernels.parsing import MISSING_ID
 from dlrm_stores.locations import LocalFile
 from dlrm_testing.trainer.hashed_ids import rows_of_ids
-from dlrm_trainer.cutting.compatible import first_change
+from dlrm_trainer.checkpointing.compat import first_change
 from dlrm_trainer.data import Reader, criteo, open_reader
 from dlrm_trainer.data.criteo import COLUMNS, CriteoSource
 

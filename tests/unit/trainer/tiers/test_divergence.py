@@ -8,7 +8,7 @@ import pytest
 from dlrm_testing.trainer.gangs import small_job
 from dlrm_testing.trainer.stacked import ALONE, Shape, make_learner
 from dlrm_trainer.data import open_reader
-from dlrm_trainer.embedding.rows import CHUNK_ROWS
+from dlrm_trainer.embedding.checkpoint import CHUNK_ROWS
 from dlrm_trainer.learner import diverged
 
 

@@ -12,7 +12,7 @@ import torch
 
 from dlrm_api.job import DLRMJob
 from dlrm_checkpointer.coding.codes import code_rows
-from dlrm_checkpointer.cut import ShardRows, loaded
+from dlrm_checkpointer.types import ShardRows, loaded
 from dlrm_testing.trainer.cutting import state_of
 from dlrm_testing.trainer.gangs import small_job
 from dlrm_testing.trainer.gpus import needs_gpu

@@ -20,10 +20,10 @@ from dlrm_api.plan import TierLevel, TierShare
 from dlrm_api.tiers import BLOCK_SLACK, Tier
 from dlrm_checkpointer.coding.codes import code_rows
 from dlrm_checkpointer.coding.initializer import initial_rows
-from dlrm_checkpointer.cut import ShardRows, loaded
-from dlrm_trainer.embedding.dirty import DirtyPart, DirtyRows
+from dlrm_checkpointer.types import ShardRows, loaded
+from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
+from dlrm_trainer.embedding.checkpoint import table_meta
 from dlrm_trainer.embedding.host import lazy_zeros
-from dlrm_trainer.embedding.rows import table_meta
 from dlrm_trainer.embedding.tiers import stack as stack_module
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel

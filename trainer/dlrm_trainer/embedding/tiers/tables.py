@@ -15,13 +15,13 @@ from dlrm_api.model import TableSpec
 from dlrm_api.tiers import BLOCK_SLACK, Tier
 from dlrm_checkpointer.coding.codes import CodedRows, decode_rows
 from dlrm_checkpointer.coding.initializer import table_scale
-from dlrm_checkpointer.cut import RowsInPlace, ShardId, ShardRows
 from dlrm_checkpointer.format.fetch import in_parallel
 from dlrm_checkpointer.reading.restore import PARALLEL_DECODES
-from dlrm_trainer.embedding.dirty import DirtyPart
+from dlrm_checkpointer.types import RowsInPlace, ShardId, ShardRows
+from dlrm_trainer.embedding.changes import DirtyPart
+from dlrm_trainer.embedding.checkpoint import CHUNK_ROWS, SCAN_BYTES, PartRows
 from dlrm_trainer.embedding.kernels import TableBatch
 from dlrm_trainer.embedding.placement import PartGroup
-from dlrm_trainer.embedding.rows import CHUNK_ROWS, SCAN_BYTES, PartRows
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel, Storage
 from dlrm_trainer.embedding.tiers.level import Level

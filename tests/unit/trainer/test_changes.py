@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_trainer.embedding.dirty import MOST_KEPT, DirtyPart, DirtyRows, rows_of_bits
+from dlrm_kernels.dirty_rows import rows_of_bits
+from dlrm_trainer.embedding.changes import MOST_KEPT, DirtyPart, DirtyRows
 
 SIZES = [1, 63, 64, 65, 200]
 marks = st.lists(st.tuples(st.integers(0, len(SIZES) - 1), st.integers(0, 10_000)), max_size=20)
@@ -87,10 +88,18 @@ def test_a_part_that_starts_anew_is_unchanged_and_its_neighbours_are_not():
 
 
 @settings(max_examples=50)
-@given(size=st.integers(0, 200_000), share=st.floats(0, 1), seed=st.integers(0, 99), first=st.integers(0, 2**40))
-def test_rows_are_listed_in_order_on_any_number_of_threads(size: int, share: float, seed: int, first: int):
+@given(
+    size=st.integers(0, 200_000),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 99),
+    first=st.integers(0, 2**40),
+    threads=st.integers(1, 4),
+)
+def test_rows_are_listed_in_order_on_any_number_of_threads(
+    size: int, share: float, seed: int, first: int, threads: int
+) -> None:
     flags = np.random.default_rng(seed).random(-(-size // 64) * 64) < share
 
-    rows = rows_of_bits(np.packbits(flags, bitorder="little").view(np.uint64), first)
+    rows = rows_of_bits(np.packbits(flags, bitorder="little").view(np.uint64), first, threads)
 
     np.testing.assert_array_equal(rows, first + np.flatnonzero(flags))

@@ -17,10 +17,10 @@ from dlrm_api.model import TableSpec
 from dlrm_api.row_optimizers import RowOptimizerKind, state_values
 from dlrm_checkpointer.coding.codes import CodedRows, decode_rows, place_weights
 from dlrm_checkpointer.coding.initializer import initial_rows, table_scale
-from dlrm_checkpointer.cut import RowsInPlace, ShardId, TableMeta, loaded
 from dlrm_checkpointer.format.fetch import in_parallel
 from dlrm_checkpointer.reading.restore import PARALLEL_DECODES
-from dlrm_trainer.embedding.dirty import DirtyPart
+from dlrm_checkpointer.types import RowsInPlace, ShardId, TableMeta, loaded
+from dlrm_trainer.embedding.changes import DirtyPart
 from dlrm_trainer.embedding.gather import copy_rows
 
 BLOCK_VALUES = 1 << 17

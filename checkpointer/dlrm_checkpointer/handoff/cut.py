@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import DivergedError, TemporaryError
 from dlrm_api.process import raise_device
-from dlrm_checkpointer.cut import CutMeta, CutSize, RowsInPlace, ShardId, SnapshotName, check_rows, row_bytes
-from dlrm_checkpointer.hand_off.budget import Budget
-from dlrm_checkpointer.hand_off.draft import Draft, Laid, Rows, dense_bytes
-from dlrm_checkpointer.hand_off.folder import (
+from dlrm_checkpointer.handoff.budget import Budget, Draft, Laid, Rows, dense_bytes
+from dlrm_checkpointer.handoff.protocol import (
     DURABLE_FILE,
     POLL_S,
     REFUSED_FILE,
@@ -30,6 +28,7 @@ from dlrm_checkpointer.hand_off.folder import (
     read_json,
     remove_entry,
 )
+from dlrm_checkpointer.types import CutMeta, CutSize, RowsInPlace, ShardId, SnapshotName, check_rows, row_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,3 +311,123 @@ class SlicedCut:
             f"{self._sliced_bytes} bytes: {why}",
             self._waited_s,
         )
+
+
+class CutUnderWay:
+    """One rank's part of a cut, on its way. Nothing is left of it where a call raises.
+
+    Args:
+        cut: started.
+        folder: the hand-off folder.
+        ended: told once, with the cut's name where it is whole, else with None.
+    """
+
+    def __init__(self, cut: SlicedCut, folder: Path, ended: Callable[[CutName | None], None]) -> None:
+        self._cut, self._folder, self._tell = cut, folder, ended
+        self._ended = False
+
+    @property
+    def step(self) -> int:
+        """Of the cut."""
+        return self._cut.name.step
+
+    def withdraw(self) -> None:
+        """Give the cut up, and leave nothing of it. Repeating it does nothing, nor does it once the cut is whole."""
+        if not self._ended:
+            self._cut.withdraw()
+            self._end(None)
+
+    def _end(self, name: CutName | None) -> None:
+        self._ended = True
+        self._tell(name)
+
+    def _withdrawn(self) -> withdrawn:
+        return withdrawn(self._cut, self._folder, lambda: self._end(None))
+
+
+class GradualCut(CutUnderWay):
+    """One rank's part of a cut, on its way. No call waits, and nothing is left of the cut where one raises.
+
+    The rank must ``save`` each row of the cut before it changes, unless the row was copied before, and calls ``copy``
+    for the others and ``finish`` now and then.
+
+    Args:
+        cut: started.
+        dense: dense state, on global rank 0; copied.
+        folder: the hand-off folder.
+        ended: told once, with the cut's name where it is whole, else with None.
+    """
+
+    def __init__(
+        self,
+        cut: SlicedCut,
+        dense: Mapping[str, NDArray[Any]] | None,
+        folder: Path,
+        ended: Callable[[CutName | None], None],
+    ) -> None:
+        super().__init__(cut, folder, ended)
+        self._dense = None if dense is None else {name: array.copy() for name, array in dense.items()}
+
+    def copy(self, place: RowsInPlace, start: int) -> int:
+        """Copy rows from ``start`` on; returns how many, 0 where there is no room before the sidecar has made some.
+
+        Raises:
+            CutAbandonedError: there was no room for rows about to change.
+            DeviceError: the device is full, or the budget can't hold a single row.
+            DivergedError: the cut can never be stored, because it holds a value that is not finite.
+        """
+        with self._withdrawn():
+            return self._cut.take_gradually(place, start)
+
+    def save(self, place: RowsInPlace) -> None:
+        """Copy rows that are about to change; raises what ``copy`` raises."""
+        with self._withdrawn():
+            self._cut.save(place)
+
+    def is_waiting(self) -> bool:
+        """Whether nothing but ``save`` can be done now; raises what ``copy`` raises."""
+        with self._withdrawn():
+            return self._cut.is_waiting()
+
+    def finish(self) -> HandedOver | None:
+        """Make the cut whole, once all its rows are copied; None where the sidecar must make room before.
+
+        Raises:
+            CutAbandonedError: the sidecar dropped its slices, because a newer attempt has started.
+            DeviceError: the device is full, or the budget can't hold the dense state.
+            DivergedError: the cut can never be stored.
+        """
+        with self._withdrawn():
+            given = self._cut.finish_gradually(self._dense)
+        if given:
+            self._end(self._cut.name)
+        return given
+
+
+class WholeCut(CutUnderWay):
+    """One rank's part of a cut, on its way in one piece: room for all of it is taken, and its dense state is in it."""
+
+    def copy(self, place: RowsInPlace) -> None:
+        """Copy rows now.
+
+        Raises:
+            ValueError: they are not of the cut's tables, or the rank does not store them.
+        """
+        with self._withdrawn():
+            self._cut.add_rows(place)
+
+    def lay(self, wanted: Sequence[Rows]) -> list[Laid]:
+        """Memory for those of some rows that are any, filled in before ``finish``; the caller lets go of it then.
+
+        Raises:
+            ValueError: the rank does not store them.
+        """
+        with self._withdrawn():
+            return self._cut.lay(wanted)
+
+    def finish(self) -> HandedOver:
+        """Make the cut whole, once all of it is filled in."""
+        with self._withdrawn():
+            given = self._cut.finish()
+        self._end(self._cut.name)
+        return given

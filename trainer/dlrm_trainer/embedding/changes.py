@@ -5,26 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dlrm_kernels.cache import kernel
-from dlrm_kernels.intrinsics import bit_count, lowest_bit
-from dlrm_kernels.parallel import finish, parallel_for, take
+from dlrm_kernels.dirty_rows import U64, WORD, Words, count_bits, mark_rows, rows_of_bits
 
-U64 = np.uint64
-WORD = 64
-"""Rows of a word."""
 MOST_KEPT = 3
 """Sets of words kept for cuts that no snapshot holds yet; more are joined."""
 WINDOW_ROWS = 1 << 20
 """Rows looked through at a time."""
-UNIT_WORDS = 1 << 9
-"""Words whose rows are counted together, and listed by a thread at a time."""
-Words = NDArray[np.uint64]
 
 
 class Kept(NamedTuple):
@@ -75,13 +67,13 @@ class DirtyRows:
             sizes: (S,) ids of each segment.
             starts: (S,) of each segment's part.
         """
-        self.marked += _mark(self._marked, ids, sizes, starts)
+        self.marked += mark_rows(self._marked, ids, sizes, starts)
 
     def store(self, ids: NDArray[np.int64], sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
         """Take the rows of each segment of ids as held by a snapshot; see ``mark``."""
         if self._stored is None:
             self._stored = np.zeros_like(self._marked)
-        _mark(self._stored, ids, sizes, starts)
+        mark_rows(self._stored, ids, sizes, starts)
 
     def cut(self, step: int) -> None:
         """Begin anew, and keep what was marked up to this step."""
@@ -104,7 +96,7 @@ class DirtyRows:
         """Take all that snapshots hold as changed: none of them is the next cut's parent."""
         if self._stored is not None:
             np.bitwise_or(self._marked, self._stored, out=self._marked)
-            self.marked += int(_count(self._stored))
+            self.marked += int(count_bits(self._stored))
             self._stored = None
 
     def kept(self, step: int | None) -> int:
@@ -171,79 +163,18 @@ class DirtyPart:
         size = self.rows.sizes[self.number]
         for first in range(0, size, WINDOW_ROWS):
             bits = self.rows.bits(self.number, first, min(size, first + WINDOW_ROWS))
-            found = rows_of_bits(bits, first)
+            found = rows_of_bits(bits, first, torch.get_num_threads())
             if len(found):
                 yield found
 
     def count(self) -> int:
         """How many rows of the part changed."""
         size = self.rows.sizes[self.number]
-        firsts = range(0, size, WINDOW_ROWS)
-        return sum(int(_count(self.rows.bits(self.number, first, min(size, first + WINDOW_ROWS)))) for first in firsts)
+        windows = (
+            self.rows.bits(self.number, first, min(size, first + WINDOW_ROWS)) for first in range(0, size, WINDOW_ROWS)
+        )
+        return sum(int(count_bits(bits)) for bits in windows)
 
     def all(self) -> NDArray[np.int64]:
         """The changed rows of the part, ascending."""
         return np.concatenate([np.empty(0, np.int64), *self.windows()])
-
-
-def rows_of_bits(bits: Words, first: int) -> NDArray[np.int64]:
-    """(N,) rows whose bit is set, ascending; the first bit is that of row ``first``."""
-    units = max(1, -(-len(bits) // UNIT_WORDS))
-    ends = np.zeros(units + 1, np.int64)
-    parallel_for(_count_units, units, torch.get_num_threads(), bits, ends)
-    np.cumsum(ends, out=ends)
-    rows = np.empty(int(ends[-1]), np.int64)
-    if len(rows):
-        parallel_for(_list_units, units, torch.get_num_threads(), bits, ends, first, rows)
-    return rows
-
-
-@kernel
-def _mark(words: Any, ids: Any, sizes: Any, starts: Any) -> Any:
-    """Returns how many of them were not marked before."""
-    first, found = 0, U64(0)
-    for segment in range(len(sizes)):
-        start = U64(starts[segment])
-        for n in range(first, first + sizes[segment]):
-            bit = start + U64(ids[n])
-            place, shift = bit >> U64(6), bit & U64(63)
-            found += ~(words[place] >> shift) & U64(1)
-            words[place] |= U64(1) << shift
-        first += sizes[segment]
-    return np.int64(found)
-
-
-@kernel
-def _count(bits: Any) -> Any:
-    total = np.int64(0)
-    for word in bits:
-        total += np.int64(bit_count(word))
-    return total
-
-
-@kernel
-def _count_units(counts: Any, units: int, bits: Any, ends: Any) -> None:
-    """Leave the number of rows of each unit in ``ends[unit + 1]``."""
-    while True:
-        unit = take(counts)
-        if unit >= units:
-            return
-        ends[unit + 1] = _count(bits[unit * UNIT_WORDS : (unit + 1) * UNIT_WORDS])
-        finish(counts)
-
-
-@kernel
-def _list_units(counts: Any, units: int, bits: Any, starts: Any, first: int, rows: Any) -> None:
-    """Write the rows of each unit from ``starts[unit]`` on."""
-    while True:
-        unit = take(counts)
-        if unit >= units:
-            return
-        at = starts[unit]
-        for place in range(unit * UNIT_WORDS, min(len(bits), (unit + 1) * UNIT_WORDS)):
-            word, base = bits[place], first + place * WORD
-            while word:
-                rows[at] = base + np.int64(lowest_bit(word))
-                word &= word - U64(1)
-                at += 1
-        finish(counts)

@@ -11,13 +11,127 @@ from pydantic import TypeAdapter
 
 from dlrm_api.errors import TemporaryError
 from dlrm_api.progress import TrainerPhase
-from dlrm_checkpointer.cut import CutMeta, ShardId, SnapshotName
-from dlrm_checkpointer.hand_off.writer import CutAbandonedError, HandedOver, HandOffWriter
+from dlrm_checkpointer.handoff.writer import CutAbandonedError, GradualCut, HandedOver, HandOffWriter, WholeCut
 from dlrm_checkpointer.life import PEERS_S
-from dlrm_trainer.cutting.background import BackgroundHandOver
-from dlrm_trainer.cutting.gradual import GradualHandOver
+from dlrm_checkpointer.types import CutMeta, RowsInPlace, ShardId, SnapshotName
+from dlrm_trainer.checkpointing.restore import Assembly
 from dlrm_trainer.distributed.failures import InStep
-from dlrm_trainer.start import Assembly
+from dlrm_trainer.embedding import SavedParts
+
+AT_ONCE_BYTES = 16 << 20
+"""Copied between two steps: milliseconds, and all of a small cut."""
+
+
+class BackgroundHandOver:
+    """Copies the rows of a cut as they were at its step: a few at once, the others in a thread or before they change.
+
+    Rows that move between tiers or lie on a GPU are copied at once, all of them.
+
+    Args:
+        saved: whose record of changed rows the cut has begun anew.
+        cut: begun.
+        at_once: bytes of the others to copy at once.
+    """
+
+    def __init__(self, saved: SavedParts, cut: WholeCut, at_once: int = AT_ONCE_BYTES) -> None:
+        self._saved, self._cut = saved, cut
+        try:
+            for rows in saved.rows_in_place(moving=True):
+                cut.copy(rows)
+            self._copying = saved.begin_copying_on_update(cut.lay)
+            self._copying.copy(at_once)
+        except BaseException:
+            saved.end_copying()
+            cut.withdraw()
+            raise
+        if not self._copying.done:
+            self._copying.start()
+
+    @property
+    def step(self) -> int:
+        """Of the cut."""
+        return self._cut.step
+
+    def go_on(self) -> HandedOver | None:
+        """The answer once the cut is whole, between two steps.
+
+        Raises:
+            DeviceError: the device is full.
+        """
+        return self._finished() if self._copying.ended() else None
+
+    def end(self) -> HandedOver:
+        """Wait until the cut is whole; raises what ``go_on`` does."""
+        self._copying.wait()
+        return self._finished()
+
+    def give_up(self) -> None:
+        """Leave nothing of the cut. Repeating it does nothing, nor does it once the cut is whole."""
+        self._saved.end_copying()
+        self._copying.close()
+        self._cut.withdraw()
+
+    def _finished(self) -> HandedOver:
+        self._saved.end_copying()
+        return self._cut.finish()
+
+
+class GradualHandOver:
+    """Copies the rows of a cut as they were at its step: before they change, or when the checkpointer made room.
+
+    Args:
+        saved: whose record of changed rows the cut has begun anew.
+        cut: begun.
+    """
+
+    def __init__(self, saved: SavedParts, cut: GradualCut) -> None:
+        self._saved, self._cut = saved, cut
+        self._pending = saved.begin_copying(self._save)
+        self._is_copied = False
+        self._problem: CutAbandonedError | None = None
+
+    @property
+    def step(self) -> int:
+        """Of the cut."""
+        return self._cut.step
+
+    def _save(self, place: RowsInPlace) -> None:
+        """An update follows: a cut that must be given up is given up after it."""
+        if self._problem is None:
+            try:
+                self._cut.save(place)
+            except CutAbandonedError as error:
+                self._problem = error
+
+    def go_on(self) -> HandedOver | None:
+        """Copy what there is room for, between two steps; the answer once the cut is whole.
+
+        Raises:
+            CutAbandonedError: rows changed before there was room for them; nothing is left of the cut.
+            DeviceError: rows could not be read, or the budget can't hold a single row.
+            DivergedError: the cut can never be stored.
+        """
+        try:
+            if self._problem is not None:
+                raise self._problem
+            if self._cut.is_waiting():
+                return None
+            if not self._is_copied:
+                self._saved.settle()
+                self._is_copied = self._pending.copy(self._cut.copy)
+            given = self._cut.finish() if self._is_copied else None
+        except BaseException:
+            self.give_up()
+            raise
+        if given is not None:
+            self._saved.end_copying()
+        return given
+
+    def give_up(self) -> None:
+        """Leave nothing of the cut."""
+        self._saved.end_copying()
+        self._cut.withdraw()
+
 
 logger = logging.getLogger(__name__)
 

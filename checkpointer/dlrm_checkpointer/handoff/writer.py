@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError, DivergedError, InvalidSpecError, TemporaryError
 from dlrm_api.process import raise_device
-from dlrm_checkpointer.cut import CutMeta, CutSize, RowsInPlace, ShardId, SnapshotName
-from dlrm_checkpointer.hand_off.budget import Budget
-from dlrm_checkpointer.hand_off.folder import (
+from dlrm_checkpointer.handoff.budget import Budget
+from dlrm_checkpointer.handoff.cut import CutAbandonedError, GradualCut, HandedOver, SlicedCut, WholeCut, withdrawn
+from dlrm_checkpointer.handoff.protocol import (
     BROKEN_FILE,
     COMMITTED_FILE,
     POLL_S,
@@ -36,9 +36,7 @@ from dlrm_checkpointer.hand_off.folder import (
     take_lock,
     write_json,
 )
-from dlrm_checkpointer.hand_off.gradual import GradualCut
-from dlrm_checkpointer.hand_off.slices import CutAbandonedError, HandedOver, SlicedCut, withdrawn
-from dlrm_checkpointer.hand_off.whole import WholeCut
+from dlrm_checkpointer.types import CutMeta, CutSize, RowsInPlace, ShardId, SnapshotName
 
 __all__ = ["CutAbandonedError", "GradualCut", "HandOffWriter", "HandedOver", "WholeCut", "has_lost_its_sidecar"]
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from dlrm_api.errors import SnapshotError, TemporaryError
 from dlrm_api.process import raise_device
-from dlrm_checkpointer.cut import CutMeta, SnapshotName
-from dlrm_checkpointer.hand_off.folder import (
+from dlrm_checkpointer.handoff.protocol import (
     BROKEN_FILE,
     COMMITTED_FILE,
     DURABLE_FILE,
@@ -24,7 +23,10 @@ from dlrm_checkpointer.hand_off.folder import (
     SUPERSEDED_FILE,
     UPLOADED_PREFIX,
     CutName,
+    Durable,
+    ReadyCut,
     SliceName,
+    UploadedCut,
     boot_id,
     budget_lock,
     check_version,
@@ -45,7 +47,7 @@ from dlrm_checkpointer.hand_off.folder import (
     uploaded_path,
     write_json,
 )
-from dlrm_checkpointer.hand_off.ready import Durable, ReadyCut, UploadedCut
+from dlrm_checkpointer.types import CutMeta, SnapshotName
 
 _NOTES = (
     f"{DURABLE_PREFIX}*.json",

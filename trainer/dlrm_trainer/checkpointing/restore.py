@@ -1,0 +1,416 @@
+"""Between the learner and the checkpointer: what a cut holds, and how training goes on from a snapshot."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+from dlrm_api.errors import NoInputError, SnapshotError, TemporaryError
+from dlrm_api.job import DLRMJob, DLRMJobSpec
+from dlrm_api.plan import Plan
+from dlrm_checkpointer.coding.codes import CodedRows
+from dlrm_checkpointer.coding.digest import Partial, add, combine, shard_digest, state_digest
+from dlrm_checkpointer.format.attempts import claim_attempt
+from dlrm_checkpointer.format.chain import load_chain
+from dlrm_checkpointer.format.fetch import Check, check_bytes
+from dlrm_checkpointer.format.manifest import ObjectEntry, manifest_key
+from dlrm_checkpointer.handoff.writer import HandOffWriter
+from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot
+from dlrm_checkpointer.reading.salvage import Salvage, find_salvage, open_salvage
+from dlrm_checkpointer.types import SnapshotName
+from dlrm_stores.base import FieldNames, ObjectStore, StoreOptions, open_store
+from dlrm_trainer.checkpointing.compat import check_data, check_model, first_change
+from dlrm_trainer.checkpointing.control import CutControl
+from dlrm_trainer.data import Reader
+from dlrm_trainer.distributed.collectives import Collectives
+from dlrm_trainer.distributed.failures import InStep
+from dlrm_trainer.distributed.rendezvous import Gang
+from dlrm_trainer.embedding import Placement
+from dlrm_trainer.embedding.checkpoint import LocalPart, table_meta
+from dlrm_trainer.learner import Learner
+from dlrm_trainer.metrics.progress import Observer, ProgressBoard
+from dlrm_trainer.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ROUND_BYTES = 1 << 30
+"""What each rank reads before all hear of it: where one finds something damaged, the others read little in vain."""
+ENTRIES = TypeAdapter(tuple[ObjectEntry, ...])
+PROBLEM = TypeAdapter(str)
+
+
+def choose_together(
+    store: ObjectStore, collectives: Collectives, choose: Callable[[Check], T], kind: TypeAdapter[T]
+) -> T:
+    """What rank 0 chooses, on every rank; what it has checked for that is read by all of them.
+
+    Args:
+        store: of what is read.
+        collectives: of all ranks, each of which calls this.
+        choose: called on rank 0 alone, with what it checks objects by.
+        kind: of what it chooses.
+
+    Raises:
+        PeerLostError: rank 0 chose nothing, or another rank could not read.
+    """
+    if collectives.rank == 0:
+        chosen = choose(functools.partial(_check_together, collectives))
+        collectives.broadcast((), ENTRIES)  # there is nothing more to read
+        return collectives.broadcast(chosen, kind)
+    while entries := collectives.broadcast(None, ENTRIES):
+        _check_share(collectives, store, entries)
+    return collectives.broadcast(None, kind)
+
+
+def _check_together(
+    collectives: Collectives, store: ObjectStore, objects: Sequence[ObjectEntry], on_whole: Callable[[str], None]
+) -> None:
+    """See ``check_bytes``; on rank 0, whose peers are told what to read."""
+    size, done = sum(entry.bytes for entry in objects), 0
+    for entries in _rounds(objects, ROUND_BYTES * collectives.world_size):
+        collectives.broadcast(entries, ENTRIES)
+        if problem := _check_share(collectives, store, entries):
+            raise SnapshotError(problem)
+        for entry in entries:
+            on_whole(entry.key)
+        done += sum(entry.bytes for entry in entries)
+        logger.info("bytes of snapshots verified", extra={"done": done, "all": size})
+
+
+def _check_share(collectives: Collectives, store: ObjectStore, entries: Sequence[ObjectEntry]) -> str:
+    """Read this rank's share of some objects; every rank returns the first one's problem, empty where none has any."""
+    together, problem = InStep(collectives), ""
+    try:
+        check_bytes(store, entries[collectives.rank :: collectives.world_size], lambda _key: together.at_work())
+    except SnapshotError as error:
+        problem = str(error)
+    together.wait()
+    problems = collectives.gather(problem, PROBLEM)
+    return next(filter(None, problems), "")
+
+
+def _rounds(objects: Sequence[ObjectEntry], most: int) -> Iterator[tuple[ObjectEntry, ...]]:
+    """Some objects, so many bytes at a time, or one that has more."""
+    taken: list[ObjectEntry] = []
+    size = 0
+    for entry in objects:
+        if taken and size + entry.bytes > most:
+            yield tuple(taken)
+            taken, size = [], 0
+        taken.append(entry)
+        size += entry.bytes
+    if taken:
+        yield tuple(taken)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where an attempt starts from; the same on every rank."""
+
+    attempt: int
+    """The store's number of this attempt."""
+    snapshot: SnapshotName | None
+    """None: from the beginning."""
+    reasons: tuple[str, ...]
+    """Why newer snapshots were passed over."""
+    salvage: Salvage | None = None
+    """A newer cut whose parts are restored over the snapshot."""
+
+
+START = TypeAdapter(Start)
+PARTIALS = TypeAdapter(dict[str, Partial])
+
+
+def choose_start(
+    store: ObjectStore, collectives: Collectives, note: str, *, partial: bool = False, committed: str
+) -> Start:
+    """Choose the newest snapshot that verifies and announce an attempt that goes on from it; rank 0 does it for all.
+
+    All ranks read what it verifies, a share each.
+
+    Args:
+        store: the job's store.
+        collectives: of all ranks.
+        note: who claims, for people.
+        partial: whether a newer cut may be used of which parts are missing.
+        committed: URI of the manifest of a snapshot that the job is known to have committed; empty where none is known.
+
+    Raises:
+        SnapshotError: on rank 0: snapshots are there and none of them can be used, or the store holds none and no word
+            of one though the job committed one there. Nothing is announced.
+        PeerLostError: on the others, then.
+    """
+
+    def choose(check: Check) -> Start:
+        snapshot, reasons = newest_snapshot(store, check=check)
+        if snapshot is None and committed.startswith(f"{store.uri}/"):
+            raise SnapshotError(
+                f"{store.uri}: no snapshot is there, and the job committed {committed}: bring back what was there (is "
+                "the right folder mounted?), or give another spec.checkpoint.uri to start from step 0"
+            )
+        salvage = find_salvage(store, snapshot, check) if partial and snapshot else None
+        name = None if snapshot is None else snapshot.name
+        attempt = claim_attempt(store, None if name is None else name.step, note)
+        return Start(attempt=attempt, snapshot=name, reasons=tuple(reasons), salvage=salvage)
+
+    return choose_together(store, collectives, choose, START)
+
+
+def open_start(store: ObjectStore, start: Start) -> Snapshot | None:
+    """The snapshot that ``choose_start`` chose, with the parts of a newer cut over it where there are any."""
+    if start.snapshot is None:
+        return None
+    snapshot = Snapshot(store, load_chain(store, start.snapshot))  # its objects were all read just now
+    return open_salvage(store, snapshot, start.salvage) if start.salvage else snapshot
+
+
+def model_document(spec: DLRMJobSpec, learner: Learner) -> dict[str, Any]:
+    """What a snapshot says of the model, and what one must agree with to be restored."""
+    seed, optimizer = spec.training.seed, spec.training.row_optimizer.kind
+    return {
+        "tables": [
+            table_meta(table, seed, optimizer).to_json() | {"hash": table.embedding.hash, "pooling": table.pooling}
+            for table in spec.model.all_tables()
+        ],
+        "dense": learner.dense.shapes(),
+        "interaction": spec.model.interaction,
+        "denseFeatures": list(spec.model.dense_features),
+        "rowOptimizer": optimizer,
+        "denseOptimizer": spec.training.dense_optimizer.kind,
+    }
+
+
+def restore(learner: Learner, snapshot: Snapshot, collectives: Collectives, *, mark: bool = False) -> None:
+    """Take a snapshot over a learner that has just started; at 32 bits every byte is as it was.
+
+    Returns on all ranks when it is done on all of them: some have many times the rows of others.
+
+    Args:
+        learner: at its start.
+        snapshot: of the same model.
+        collectives: of all ranks, each of which calls this.
+        mark: whether the next cut is to hold every row of it: it can't be a cut's parent, because it is of another
+            store, its tables have other sizes, or it is no snapshot but parts of one.
+
+    Raises:
+        SnapshotError: an object is absent or corrupt.
+        PeerLostError: a rank is gone.
+    """
+    learner.embeddings.settle()
+    in_step = InStep(collectives)
+    parts = list(learner.embeddings.local)
+    codes = snapshot.shard_codes([part.shard for part in parts])
+    for number, group in groupby(codes, key=itemgetter(0)):
+        pieces = (piece for _, piece in in_step.over(group))
+        parts[number].restore(_recorded(parts[number], pieces, mark=mark))
+    learner.dense.restore(snapshot.dense())
+    in_step.wait()
+
+
+def _recorded(part: LocalPart, pieces: Iterable[CodedRows], *, mark: bool) -> Iterator[CodedRows]:
+    """The pieces; their rows are changed, or held by the snapshot."""
+    record = part.dirty.mark if mark else part.dirty.store
+    for piece in pieces:
+        record(piece.row_ids - part.shard.row_start)
+        yield piece
+
+
+def live_digest(learner: Learner, collectives: Collectives) -> str:
+    """Digest of the whole logical state in memory, on every rank; equal to that of a snapshot at 32 bits."""
+    learner.embeddings.settle()
+    mine: dict[str, list[Partial]] = {}
+    for part in learner.embeddings.saved:
+        meta = table_meta(part.table, 0, learner.row_optimizer)  # the seed is no part of a digest
+        mine.setdefault(meta.name, []).append(shard_digest(meta, part.shard, part.read_block))
+    partials: dict[str, list[Partial]] = {}
+    for found in collectives.gather({name: add(each) for name, each in mine.items()}, PARTIALS):
+        for name, each in found.items():
+            partials.setdefault(name, []).append(each)
+    return state_digest([(name, combine(each)) for name, each in partials.items()], learner.dense.arrays())
+
+
+RESTORE_FROM_FIELDS = FieldNames(uri="spec.checkpoint.restoreFrom")
+DIGEST = TypeAdapter(str)
+FINGERPRINT = TypeAdapter(dict[str, Any])
+CHANGE = TypeAdapter[str | None](str | None)
+CHOSEN = TypeAdapter[tuple[SnapshotName | None, list[str]]](tuple[SnapshotName | None, list[str]])
+
+
+def open_writer(stack: ExitStack, job: DLRMJob, plan: Plan, settings: Settings, rank: int) -> HandOffWriter | None:
+    """The rank's way to the checkpointer, which learns at the end why the rank left; None: no snapshots are taken."""
+    if settings.handoff_dir is None:
+        logger.warning("no hand-off folder: training without snapshots")
+        return None
+    budget = job.spec.checkpoint.handoff_budget
+    if budget is None and settings.replica < len(plan.handoff_bytes):
+        budget = plan.handoff_bytes[settings.replica]
+    writer = HandOffWriter(settings.handoff_dir, rank, budget or None, job.spec.trainer.processes_per_replica)
+    threading.Thread(target=writer.touch, name="touch hand-off", daemon=True).start()
+
+    def close(kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
+        writer.close(f"{kind.__name__}: {error}" if kind else "ended", failed=kind is not None)
+
+    stack.push(close)
+    return writer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """What one rank's training is made of."""
+
+    job: DLRMJob
+    settings: Settings
+    gang: Gang
+    control: CutControl
+    board: ProgressBoard
+    placement: Placement
+    reader: Reader
+    eval_reader: Reader
+    learner: Learner
+    writer: HandOffWriter | None
+    observer: Observer
+
+
+def agree_on_data(collectives: Collectives, fingerprint: Mapping[str, Any]) -> None:
+    """Check that all ranks found the same data: else they would train on other samples than those of their batches.
+
+    Args:
+        collectives: of all ranks.
+        fingerprint: of all that this rank found.
+
+    Raises:
+        TemporaryError: on every rank; names what one found otherwise than rank 0.
+    """
+    digest = hashlib.sha256(json.dumps(fingerprint).encode()).hexdigest()
+    if len(set(collectives.gather(digest, DIGEST))) == 1:
+        return
+    first = collectives.broadcast(dict(fingerprint) if collectives.rank == 0 else None, FINGERPRINT)
+    changes = collectives.gather(first_change(first, fingerprint, "data"), CHANGE)
+    rank, change = next((rank, change) for rank, change in enumerate(changes) if change)
+    raise TemporaryError(
+        f"rank {rank} found other data than rank 0: {change}; files came, went or changed while ranks started: they "
+        "are listed anew at the next start, so give URIs whose files stay"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What training goes on from."""
+
+    attempt: int = 0
+    """The store's number of this attempt."""
+    step: int = 0
+    """Steps done."""
+    held_step: int | None = None
+    """Step whose state, as it is now, a snapshot of the job's store holds; None: none does."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Of the snapshot: loss of its last step, last evaluation."""
+
+
+def restore_newest(assembly: Assembly) -> Restored:
+    """Fill the learner from the newest snapshot that can be used, and say which one that is and why not a newer one.
+
+    Raises:
+        SnapshotError: none can be used, none is there though the job committed one, or it is of another model or of
+            other data.
+        NoInputError: there is none, and none in ``restoreFrom``.
+    """
+    spec = assembly.job.spec
+    checkpoint = spec.checkpoint
+    if assembly.writer is None:
+        return Restored()
+    options = StoreOptions(s3=checkpoint.s3, credentials_dir=assembly.settings.credentials_dir)
+    store = open_store(checkpoint.uri, options)
+    note = f"{assembly.job.metadata.name}, attempt {assembly.settings.attempt}"
+    start = choose_start(
+        store,
+        assembly.gang.collectives,
+        note,
+        partial=checkpoint.partial_restore,
+        committed=assembly.settings.committed_snapshot,
+    )
+    for reason in start.reasons:
+        logger.warning("snapshot passed over", extra={"problem": reason})
+    assembly.board.update(passed_over_snapshots=len(start.reasons))
+    snapshot = open_start(store, start)
+    if snapshot is None:
+        if checkpoint.restore_from is not None:
+            begin_from(assembly, checkpoint.restore_from, options)
+        else:
+            logger.info("no snapshot is there: starting from step 0", extra={"store": store.uri})
+        return Restored(attempt=start.attempt)
+    check_data(snapshot.meta, assembly.reader.fingerprint, snapshot.uri)
+    model = model_document(spec, assembly.learner)
+    resized = check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)
+    new = resized or start.salvage is not None  # a state that no snapshot holds
+    restore(assembly.learner, snapshot, assembly.gang.collectives, mark=new)
+    assembly.writer.restored(None if new else snapshot.name)
+    if start.salvage and start.snapshot:
+        told = {"step": start.snapshot.step, "stored_ranks": list(start.salvage.ranks)}
+        logger.warning("rows of lost ranks are of an older step", extra=told)
+    logger.info("snapshot restored", extra={"step": snapshot.step, "snapshot": snapshot.uri})
+    return Restored(
+        attempt=start.attempt,
+        step=snapshot.step,
+        held_step=None if new else snapshot.step,
+        metrics=snapshot.meta.metrics,
+    )
+
+
+def begin_from(assembly: Assembly, uri: str, options: StoreOptions) -> None:
+    """Take rows, dense parameters and optimizer state of another job's newest snapshot; steps and data begin anew.
+
+    Raises:
+        NoInputError: there is none.
+        SnapshotError: it can't be used, or is of another model.
+        TemporaryError: the other job, which may live, retired it meanwhile.
+    """
+    other = open_store(uri, replace(options, fields=RESTORE_FROM_FIELDS))
+
+    def choose(check: Check) -> tuple[SnapshotName | None, list[str]]:
+        newest, reasons = newest_snapshot(other, check=check)
+        return None if newest is None else newest.name, reasons
+
+    name, reasons = choose_together(other, assembly.gang.collectives, choose, CHOSEN)
+    for reason in reasons:
+        logger.warning("snapshot passed over", extra={"problem": reason})
+    if name is None:
+        raise NoInputError(f"spec.checkpoint.restoreFrom: {other.uri} holds no snapshot: mend the URI or leave it out")
+    with _unless_retired(other, name):
+        snapshot = Snapshot(other, load_chain(other, name))
+        spec = assembly.job.spec
+        model = model_document(spec, assembly.learner)
+        check_model(snapshot.meta, snapshot.last_rows(), model, spec.model.all_tables(), snapshot.uri)
+        restore(assembly.learner, snapshot, assembly.gang.collectives, mark=True)
+    logger.info("starting from step 0 with the model of another job", extra={"snapshot": snapshot.uri})
+
+
+@contextlib.contextmanager
+def _unless_retired(store: ObjectStore, name: SnapshotName) -> Iterator[None]:
+    """Say of what went wrong in the block whether the snapshot is gone: no announcement keeps it, as it does our own.
+
+    Raises:
+        TemporaryError: it is gone; the next attempt chooses a newer one.
+    """
+    try:
+        yield
+    except (SnapshotError, NoInputError) as error:
+        if store.size(manifest_key(name.step, name.attempt)) is not None:
+            raise
+        raise TemporaryError(
+            f"spec.checkpoint.restoreFrom: {store.uri}: the snapshot of step {name.step} was retired while it was "
+            "read: running again chooses a newer one"
+        ) from error
