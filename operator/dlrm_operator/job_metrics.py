@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 JOB_LABELS = ("namespace", "dlrm_job")
 """``job`` is the name of a scrape to Prometheus. A scrape has to honour these labels."""
 SECONDS_PER_HOUR = 3_600
-ASKED_FOR = (HaltReason.SUSPENDED, HaltReason.RESIZED, Reason.EDITED)
+ASKED_FOR = (HaltReason.SUSPENDED, HaltReason.RESIZED, Reason.SPEC_CHANGED)
 """Reasons of replaced gangs that somebody wished for."""
 UNSEEN = DLRMJobStatus()
 

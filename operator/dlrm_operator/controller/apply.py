@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 OURS = {"fieldManager": FIELD_MANAGER}
 MOST_WRITES = 4
 """Of one status, where others' writes come between."""
-TOLD_ONCE = frozenset({Reason.ATTEMPT_FAILED, Reason.FAILED, Reason.REFUSED})
+TOLD_ONCE = frozenset({Reason.ATTEMPT_FAILED, Reason.FAILED, Reason.REQUEST_DENIED})
 """What befalls an attempt once, or goes on. A turn after one that was cut off may see other evidence of it."""
 MARKS = (Label.JOB, Label.MANAGED_BY, Label.ATTEMPT, Label.INDEX)
 """Labels by which pods are watched and read."""

@@ -138,7 +138,7 @@ class Turns:
         """An Event of what the job's status can't tell."""
         attempt, message = job.known.attempt if job.known else 0, shorten(words, EVENT_LENGTH)
         said = EmitEvent(
-            key=job.key, uid=job.uid, kind="Warning", reason=Reason.REFUSED, message=message, attempt=attempt
+            key=job.key, uid=job.uid, kind="Warning", reason=Reason.REQUEST_DENIED, message=message, attempt=attempt
         )
         await self._performer.perform(said)
 

@@ -125,7 +125,9 @@ def deleted_plan_evidence(pod: PodSeen, name: str, now: datetime) -> FailureEvid
 def uncreated_pod_evidence(name: str, attempt: int, now: datetime) -> FailureEvidence:
     """A pod that the gang waited for, and that was never made."""
     message = f"pod {name} had not been created when the others gave up on it: the condition Scheduled says why"
-    return FailureEvidence(attempt=attempt, pod=name, reason=Reason.REFUSED, message=message, time=timestamp(now))
+    return FailureEvidence(
+        attempt=attempt, pod=name, reason=Reason.REQUEST_DENIED, message=message, time=timestamp(now)
+    )
 
 
 def missing_pod_evidence(name: str, attempt: int, now: datetime) -> FailureEvidence:
@@ -178,21 +180,21 @@ def why_it_is_late(pod: PodSeen, queue_words: str) -> Waiting:
     if pod.node:
         return why_pods_wait([pod])
     if held := gate_words(pod, queue_words):
-        return Waiting(reason=Reason.WAITING_FOR_ADMISSION, words=held)
-    return Waiting(reason=Reason.WAITING_FOR_NODES, words=f"it has no node: {scheduler_words(pod)}")
+        return Waiting(reason=Reason.QUOTA_PENDING, words=held)
+    return Waiting(reason=Reason.UNSCHEDULABLE, words=f"it has no node: {scheduler_words(pod)}")
 
 
 def _mend(pod: PodSeen, container: ContainerSeen) -> tuple[Reason, str]:
     field = IMAGE_FIELDS.get(container.name, "spec.trainer.podTemplate")
     match container.waiting_reason:
         case reason if reason in NEVER_STARTS:
-            return Reason.IMAGE_NOT_PULLED, f" (mend {field})"
+            return Reason.IMAGE_PULL_ERROR, f" (mend {field})"
         case reason if reason in NOT_PULLED:
             words = f" (check {field}, imagePullPolicy and the pull secrets; the kubelet goes on trying)"
-            return Reason.IMAGE_NOT_PULLED, words
+            return Reason.IMAGE_PULL_ERROR, words
         case "CreateContainerConfigError":
             words = f" (create what is named there in namespace {pod.key.namespace}; the kubelet goes on looking)"
-            return Reason.CONTAINER_CONFIG, words
+            return Reason.CONTAINER_CONFIG_ERROR, words
         case "ContainerCreating" | "PodInitializing":
             words = f" (if it lasts, a volume or a Secret may be missing: kubectl describe pod {pod.name})"
             return Reason.TRAINERS_STARTING, words
@@ -584,7 +586,7 @@ def after_failure(status: DLRMJobStatus, verdict: Verdict, spec: DLRMJobSpec, ui
     budget = RestartBudget(charged=status.charged_restarts, free=status.free_restarts)
     taken = budget.take("restart-free" if free else "restart", restart)
     if taken is None:
-        reason = Reason.FREE_RESTARTS_SPENT if free else Reason.RESTART_BUDGET_SPENT
+        reason = Reason.DISRUPTION_LIMIT_EXCEEDED if free else Reason.BACKOFF_LIMIT_EXCEEDED
         words = _spent(status, restart, evidence, free=free)
         more = _more_memory(spec) if verdict.out_of_memory else ""
         return Aftermath(status=status, reason=reason, fatal=words + more)
@@ -703,9 +705,9 @@ def retried(status: DLRMJobStatus, generation: int, now: datetime) -> DLRMJobSta
         "completion_time": None,
         "suspended_seconds": 0,
     }
-    status = with_next_attempt(status, Reason.EDITED).model_copy(update=anew)
+    status = with_next_attempt(status, Reason.SPEC_CHANGED).model_copy(update=anew)
     words = f"the spec was changed: attempt {status.attempt} follows"
-    status = with_truth(status, ConditionType.FAILED, "False", Reason.EDITED, words, now=now)
+    status = with_truth(status, ConditionType.FAILED, "False", Reason.SPEC_CHANGED, words, now=now)
     return in_phase(status, Phase.RESTARTING)
 
 

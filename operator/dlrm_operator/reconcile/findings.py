@@ -94,34 +94,34 @@ class Reason(enum.StrEnum):
 
     # the plan
     UNKNOWN_FIELDS = "UnknownFields"
-    HARDWARE_PROFILE = "HardwareProfile"
-    TRACE = "Trace"
+    HARDWARE_PROFILE_UNAVAILABLE = "HardwareProfileUnavailable"
+    TRACE_UNAVAILABLE = "TraceUnavailable"
     PLANNING = "Planning"
     PLANNED = "Planned"
     INFEASIBLE = "Infeasible"
     PLANNER_FAILED = "PlannerFailed"
     # the gang's pods
-    REFUSED = "Refused"
-    GANG_SCHEDULER = "GangScheduler"
-    WAITING_FOR_ADMISSION = "WaitingForAdmission"
-    WAITING_FOR_NODES = "WaitingForNodes"
+    REQUEST_DENIED = "RequestDenied"
+    GANG_SCHEDULER_UNAVAILABLE = "GangSchedulerUnavailable"
+    QUOTA_PENDING = "QuotaPending"
+    UNSCHEDULABLE = "Unschedulable"
     ALL_PODS_SCHEDULED = "AllPodsScheduled"
     TRAINERS_STARTING = "TrainersStarting"
-    IMAGE_NOT_PULLED = "ImageNotPulled"
-    CONTAINER_CONFIG = "ContainerConfig"
+    IMAGE_PULL_ERROR = "ImagePullError"
+    CONTAINER_CONFIG_ERROR = "ContainerConfigError"
     RESTARTING = "Restarting"
-    WAITING_FOR_OLD_PODS = "WaitingForOldPods"
+    PODS_TERMINATING = "PodsTerminating"
     # training and its snapshots
     PROGRESS_UNKNOWN = "ProgressUnknown"
     RESTORING = "Restoring"
     TRAINING = "Training"
     COMMITTING = "Committing"
-    STORE_ANSWERS = "StoreAnswers"
-    STORE_ERROR = "StoreError"
-    CHECKPOINTER_CRASHING = "CheckpointerCrashing"
+    STORE_AVAILABLE = "StoreAvailable"
+    STORE_UNAVAILABLE = "StoreUnavailable"
+    CHECKPOINTER_CRASH_LOOP = "CheckpointerCrashLoop"
     # a gang that is to end
-    CUTTING = "Cutting"
-    STOPPING = "Stopping"
+    CHECKPOINTING = "Checkpointing"
+    TERMINATING = "Terminating"
     SUSPENDED = "Suspended"
     RESUMED = "Resumed"
     RESIZED = "Resized"
@@ -130,26 +130,26 @@ class Reason(enum.StrEnum):
     POD_DELETED = "PodDeleted"
     PLAN_DELETED = "PlanDeleted"
     NODE_LOST = "NodeLost"
-    HUNG = "Hung"
+    HANG_DETECTED = "HangDetected"
     SNAPSHOT_NOT_COMMITTED = "SnapshotNotCommitted"
     # how a job ends
     COMMITTED = "Committed"
     FINISHED = "Finished"
     INVALID_SPEC = "InvalidSpec"
-    RESTART_BUDGET_SPENT = "RestartBudgetSpent"
-    FREE_RESTARTS_SPENT = "FreeRestartsSpent"
+    BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
+    DISRUPTION_LIMIT_EXCEEDED = "DisruptionLimitExceeded"
     PENDING_DEADLINE_EXCEEDED = "PendingDeadlineExceeded"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     # how it starts again
-    EDITED = "Edited"
+    SPEC_CHANGED = "SpecChanged"
     # Events
     SUSPENDING = "Suspending"
     RESIZING = "Resizing"
     RESIZE_REFUSED = "ResizeRefused"
     ATTEMPT_FAILED = "AttemptFailed"
-    MORE_MEMORY = "MoreMemory"
-    POD_FORCED = "PodForced"
-    STRAGGLER = "Straggler"
+    MEMORY_RESERVE_RAISED = "MemoryReserveRaised"
+    POD_FORCE_DELETED = "PodForceDeleted"
+    STRAGGLER_DETECTED = "StragglerDetected"
     RUNNING = "Running"
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
@@ -224,16 +224,16 @@ def transition_events(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus)
     if after.memory_reserve_bytes > before.memory_reserve_bytes:
         more = f"{after.memory_reserve_bytes / 2**20:.0f} MiB"
         words = f"a pod ran out of memory: from attempt {after.attempt} on each keeps {more} more, in a new plan"
-        yield event("Normal", Reason.MORE_MEMORY, words)
+        yield event("Normal", Reason.MEMORY_RESERVE_RAISED, words)
     if before.phase is Phase.FAILED:
-        yield event("Normal", Reason.EDITED, f"the spec was changed: attempt {before.attempt + 1} follows")
+        yield event("Normal", Reason.SPEC_CHANGED, f"the spec was changed: attempt {before.attempt + 1} follows")
     if before.phase in SUSPENSION and after.phase not in SUSPENSION | FINISHED:
         yield event("Normal", Reason.RESUMED, f"attempt {after.attempt} goes on")
     yield from _resize_events(before, after, event)
     if (words := unknown_words(job.unknown_fields)) and _says(after, words) and not _says(before, words):
         yield event("Warning", Reason.UNKNOWN_FIELDS, words)
     if (slow := _straggler(after)) is not None and _rank(slow) != _rank(_straggler(before)):
-        yield event("Warning", Reason.STRAGGLER, straggler_words(slow))
+        yield event("Warning", Reason.STRAGGLER_DETECTED, straggler_words(slow))
     if after.phase is not before.phase:
         yield from _phase_events(after, event)
 
@@ -244,7 +244,7 @@ def _resize_events(before: DLRMJobStatus, after: DLRMJobStatus, event: EventMake
         return
     if said.reason == Reason.INFEASIBLE:
         yield event("Warning", Reason.RESIZE_REFUSED, said.message)
-    if said.reason == Reason.STOPPING:
+    if said.reason == Reason.TERMINATING:
         yield event("Normal", Reason.RESIZING, said.message)
 
 

@@ -91,7 +91,7 @@ def deletions(observed: Observed, status: DLRMJobStatus, pods: Iterable[PodSeen]
                 key=key,
                 uid=observed.job.uid,
                 kind="Warning",
-                reason=Reason.POD_FORCED,
+                reason=Reason.POD_FORCE_DELETED,
                 message=_forced_words(pod, now),
                 attempt=max(pod.attempt, 0),
             )
@@ -102,7 +102,7 @@ def deletions(observed: Observed, status: DLRMJobStatus, pods: Iterable[PodSeen]
 
 def _hung(pod: PodSeen, status: DLRMJobStatus) -> bool:
     failure = status.last_failure
-    return failure is not None and failure.attempt == pod.attempt and failure.reason == Reason.HUNG
+    return failure is not None and failure.attempt == pod.attempt and failure.reason == Reason.HANG_DETECTED
 
 
 def refusal_words(observed: Observed, pods: Iterable[PodSeen]) -> str:
@@ -230,7 +230,7 @@ def tidy(observed: Observed, status: DLRMJobStatus, lifecycle: LifecycleSpec | N
             key=observed.job.key,
             uid=observed.job.uid,
             kind="Warning",
-            reason=Reason.REFUSED,
+            reason=Reason.REQUEST_DENIED,
             message=shorten(words, EVENT_LENGTH),
             attempt=status.attempt,
         )
@@ -348,7 +348,7 @@ def _plan(observed: Observed, job: DLRMJob, status: DLRMJobStatus, now: datetime
         return Formation(status=in_phase(status, Phase.PENDING))
     if planning is None and observed.trace_problem:
         words = observed.trace_problem
-        status = with_truth(status, ConditionType.PLANNED, "False", Reason.TRACE, words, now=now)
+        status = with_truth(status, ConditionType.PLANNED, "False", Reason.TRACE_UNAVAILABLE, words, now=now)
         return Formation(status=in_phase(status, Phase.PENDING))
     phase = Phase.RESTARTING if status.restarts else Phase.PLANNING
     status = in_phase(status, phase)
@@ -372,7 +372,7 @@ def _obstacle(observed: Observed) -> tuple[Reason, str] | None:
     """What keeps a gang from being begun at all, in words for a condition."""
     if words := unknown_words(observed.job.unknown_fields):
         return Reason.UNKNOWN_FIELDS, words
-    return (Reason.HARDWARE_PROFILE, observed.profile_problem) if observed.profile_problem else None
+    return (Reason.HARDWARE_PROFILE_UNAVAILABLE, observed.profile_problem) if observed.profile_problem else None
 
 
 def plan_question(observed: Observed, job: DLRMJob, status: DLRMJobStatus) -> RequestPlan:
@@ -439,7 +439,7 @@ def _create(
         status = with_truth(status, ConditionType.SCHEDULED, "False", *obstacle, now=now)
         return Formation(status=in_phase(status, Phase.PENDING))
     if not gang.pods and (words := group_obstacle(job, gang.attempt, children.groups)):
-        status = with_truth(status, ConditionType.SCHEDULED, "False", Reason.GANG_SCHEDULER, words, now=now)
+        status = with_truth(status, ConditionType.SCHEDULED, "False", Reason.GANG_SCHEDULER_UNAVAILABLE, words, now=now)
         again = WakeAt(key=observed.job.key, time=now + LOOK_AGAIN)  # nothing watches what others' groups do
         return Formation(status=in_phase(status, Phase.PENDING), actions=(*first, again))
     try:
@@ -448,7 +448,7 @@ def _create(
         return Formation(status=status, fatal_reason=Reason.INVALID_SPEC, fatal=str(error))
     status = in_phase(status, Phase.SCHEDULING)
     if observed.refusal:
-        status = with_truth(status, ConditionType.SCHEDULED, "False", Reason.REFUSED, observed.refusal, now=now)
+        status = with_truth(status, ConditionType.SCHEDULED, "False", Reason.REQUEST_DENIED, observed.refusal, now=now)
         return Formation(status=status, actions=actions)
     actions = (*actions, *_outdated(observed, children, status.attempt))
     return Formation(status=newly_whole(status, plan.nodes, now), actions=actions, status_last=True)
@@ -526,9 +526,9 @@ def _was_edited(children: Children, job: DLRMJob, attempt: int) -> bool:
 
 def _anew(status: DLRMJobStatus, now: datetime) -> DLRMJobStatus:
     """The pods of the spec as it was go, and a gang of the spec as it is follows."""
-    status = with_next_attempt(status, Reason.EDITED)
+    status = with_next_attempt(status, Reason.SPEC_CHANGED)
     words = f"the spec was changed while its gang was made: attempt {status.attempt} follows"
-    status = with_truth(status, ConditionType.RUNNING, "False", Reason.EDITED, words, now=now)
+    status = with_truth(status, ConditionType.RUNNING, "False", Reason.SPEC_CHANGED, words, now=now)
     return in_phase(status, Phase.RESTARTING)
 
 
@@ -541,7 +541,7 @@ def _planned(status: DLRMJobStatus, plan: Plan, now: datetime) -> DLRMJobStatus:
 def newly_whole(status: DLRMJobStatus, pods: int, now: datetime) -> DLRMJobStatus:
     """Phase and conditions of a gang whose last pod was created just now, and that nobody has seen yet."""
     words = f"{pods} of {pods} pods have no node: {SCHEDULER_SILENT}"
-    status = with_truth(status, ConditionType.SCHEDULED, "False", Reason.WAITING_FOR_NODES, words, now=now)
+    status = with_truth(status, ConditionType.SCHEDULED, "False", Reason.UNSCHEDULABLE, words, now=now)
     words = f"{pods} of {pods} trainers have not started: {NO_CONTAINER_WAITS}"
     status = with_truth(status, ConditionType.RUNNING, "False", Reason.TRAINERS_STARTING, words, now=now)
     status = status.model_copy(update={"gang_attempt": status.attempt, "replicas": pods})
@@ -592,10 +592,10 @@ def _scheduled(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJobStatu
         return with_truth(status, ConditionType.SCHEDULED, "True", Reason.ALL_PODS_SCHEDULED, now=now)
     if held := next((words for pod in homeless if (words := gate_words(pod, gang.queue_words))), ""):
         message = f"{len(homeless)} of {gang.size} pods wait: {held}"
-        return with_truth(status, ConditionType.SCHEDULED, "False", Reason.WAITING_FOR_ADMISSION, message, now=now)
+        return with_truth(status, ConditionType.SCHEDULED, "False", Reason.QUOTA_PENDING, message, now=now)
     telling = next((pod for pod in homeless if pod.unschedulable), homeless[0])
     message = f"{len(homeless)} of {gang.size} pods have no node: {scheduler_words(telling)}"
-    return with_truth(status, ConditionType.SCHEDULED, "False", Reason.WAITING_FOR_NODES, message, now=now)
+    return with_truth(status, ConditionType.SCHEDULED, "False", Reason.UNSCHEDULABLE, message, now=now)
 
 
 def group_obstacle(job: DLRMJob, attempt: int, groups: Groups) -> str:

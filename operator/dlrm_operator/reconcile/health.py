@@ -285,7 +285,7 @@ def hung_evidence(
         pod=blamed.name,
         rank=suspects[0][1].rank if suspects else None,
         node=blamed.node,
-        reason=Reason.HUNG,
+        reason=Reason.HANG_DETECTED,
         message=shorten("; ".join(words), MESSAGE_LENGTH),
         time=timestamp(now),
     )
@@ -311,9 +311,9 @@ def with_store_health(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJ
             words = (
                 f"{pod.name}/{sidecar.name} ended with exit code {sidecar.last_exit_code} again and again: see its log"
             )
-            return with_truth(status, kind, "False", Reason.CHECKPOINTER_CRASHING, words, now=now)
+            return with_truth(status, kind, "False", Reason.CHECKPOINTER_CRASH_LOOP, words, now=now)
     if word is None:
         return status
     if word.store_error:
-        return with_truth(status, kind, "False", Reason.STORE_ERROR, word.store_error, now=now)
-    return with_truth(status, kind, "True", Reason.STORE_ANSWERS, now=now)
+        return with_truth(status, kind, "False", Reason.STORE_UNAVAILABLE, word.store_error, now=now)
+    return with_truth(status, kind, "True", Reason.STORE_AVAILABLE, now=now)

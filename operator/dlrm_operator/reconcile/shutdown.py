@@ -120,7 +120,7 @@ class Halting:
     status: DLRMJobStatus
     over: bool
     """Whether its pods may go."""
-    reason: Reason = Reason.STOPPING
+    reason: Reason = Reason.TERMINATING
     words: str = ""
     """What is waited for."""
     actions: tuple[Action, ...] = ()
@@ -158,7 +158,9 @@ def halt_gang(
         words += f", and again after a moment; it could not be had: {answer.problem}"
     asks = answer is None and 0 in gang.pods and bool(gang.pods[0].ip)
     actions = (_request(observed, gang, question, why),) if asks else ()
-    return Halting(status=status, over=False, reason=Reason.CUTTING, words=words, actions=actions, deadline=deadline)
+    return Halting(
+        status=status, over=False, reason=Reason.CHECKPOINTING, words=words, actions=actions, deadline=deadline
+    )
 
 
 def without_halt(status: DLRMJobStatus, why: HaltReason) -> DLRMJobStatus:
@@ -206,7 +208,7 @@ def halted(status: DLRMJobStatus, now: datetime) -> DLRMJobStatus:
 def stopping(status: DLRMJobStatus, pods: int, refused: str, now: datetime) -> DLRMJobStatus:
     """Pods are on their way out, or ``refused`` says why they are not."""
     words = refused or f"{pods} pods are ending; each may commit a last cut within its grace period"
-    reason = Reason.REFUSED if refused else Reason.STOPPING
+    reason = Reason.REQUEST_DENIED if refused else Reason.TERMINATING
     return in_phase(with_truth(status, ConditionType.SUSPENDED, "False", reason, words, now=now), Phase.SUSPENDING)
 
 
@@ -282,8 +284,8 @@ def plan_resize(observed: Observed, spec: DLRMJob, status: DLRMJobStatus, now: d
         return Resize(status=with_truth(status, ConditionType.RESIZED, "False", reason, words, now=now))
     for reason, problem in (
         (Reason.UNKNOWN_FIELDS, unknown),
-        (Reason.HARDWARE_PROFILE, observed.profile_problem),
-        (Reason.TRACE, observed.trace_problem),
+        (Reason.HARDWARE_PROFILE_UNAVAILABLE, observed.profile_problem),
+        (Reason.TRACE_UNAVAILABLE, observed.trace_problem),
     ):
         if problem:
             words = f"no plan for {pods} yet: {problem}; {stays}"
@@ -305,7 +307,7 @@ def resized(status: DLRMJobStatus, spec: DLRMJob, now: datetime) -> DLRMJobStatu
     status = with_next_attempt(status, HaltReason.RESIZED)
     words = f"attempt {status.attempt} follows with {spec.spec.replicas} pods"
     status = with_truth(status, ConditionType.RUNNING, "False", Reason.RESIZED, words, now=now)
-    return with_truth(status, ConditionType.RESIZED, "False", Reason.STOPPING, words, now=now)
+    return with_truth(status, ConditionType.RESIZED, "False", Reason.TERMINATING, words, now=now)
 
 
 def _wants(spec: DLRMJob, status: DLRMJobStatus) -> bool:
@@ -430,7 +432,7 @@ def _clearing(observed: Observed, status: DLRMJobStatus, left: list[PodSeen], no
     """The gang waits for the end of others' pods."""
     refused = refusal_words(observed, left)
     words, reason = (
-        (refused, Reason.REFUSED) if refused else (clearing_words(observed, left), Reason.WAITING_FOR_OLD_PODS)
+        (refused, Reason.REQUEST_DENIED) if refused else (clearing_words(observed, left), Reason.PODS_TERMINATING)
     )
     status = status.model_copy(update={"pending_since": None})  # it is wanted once they are gone
     status = with_truth(status, ConditionType.SCHEDULED, "False", reason, words, now=now)

@@ -404,7 +404,7 @@ def test_a_failed_job_is_resumed_as_it_is(
         kubelet.finish(pod, step=100, committed=100)
     job.until("Succeeded")
 
-    assert job.status()["restartsByReason"] == {"Edited": 1}
+    assert job.status()["restartsByReason"] == {"SpecChanged": 1}
 
 
 def test_kubectl_scale_overrides_the_number_that_the_planner_chose(

@@ -74,14 +74,14 @@ def test_the_gang_of_a_silent_node_is_forced_away_and_replaced_elsewhere(
     kubelet.removes = False  # nobody there confirms that the pod ended
 
     api_types.api.call("PATCH", f"/api/v1/nodes/{lost}/status", {"status": {"conditions": [SILENT]}})
-    eventually(lambda: job.condition("Scheduled").get("reason") == "WaitingForOldPods", state=lambda: str(job.status()))
+    eventually(lambda: job.condition("Scheduled").get("reason") == "PodsTerminating", state=lambda: str(job.status()))
     waiting = job.condition("Scheduled")["message"]
     silent_for_long(api_types, namespace, "demo-trainer-1-0")
     found = runs(kubelet, job, "demo-trainer-2-0")["spec"]["nodeName"]
 
     status = job.status()
     events = api_types.api.call("GET", f"/api/v1/namespaces/{namespace}/events")["items"]
-    [forced] = [event["message"] for event in events if event["reason"] == "PodForced"]
+    [forced] = [event["message"] for event in events if event["reason"] == "PodForceDeleted"]
     assert found != lost
     assert f"pod demo-trainer-1-0 (node {lost}) is on a node that has been silent for 60 s" in forced
     assert "its attempt can commit no snapshot any more" in forced
@@ -111,7 +111,7 @@ def test_a_gang_out_of_memory_gets_more_of_it_once_then_the_job_fails_and_says_w
     assert requests[2] == requests[1]
     assert status["restartsByReason"] == {"OOMKilled": 2}
     words = job.condition("Failed")
-    assert words["reason"] == "RestartBudgetSpent"
+    assert words["reason"] == "BackoffLimitExceeded"
     assert "2 of 2 restarts were used" in words["message"]
     assert "OOMKilled" in words["message"]
     assert "give pods more (spec.trainer.resources.requests.memory, larger nodes)" in words["message"]
@@ -129,7 +129,7 @@ def test_an_image_that_cannot_be_pulled_is_told_in_the_kubelets_words_and_waited
 
     path = f"/api/v1/namespaces/{namespace}/pods/demo-trainer-1-0/status"
     api_types.api.call("PATCH", path, status)
-    eventually(lambda: job.condition("Running").get("reason") == "ImageNotPulled", state=lambda: str(job.status()))
+    eventually(lambda: job.condition("Running").get("reason") == "ImagePullError", state=lambda: str(job.status()))
     said = job.condition("Running")["message"]
     kubelet.starts = True
     runs(kubelet, job, "demo-trainer-1-0")
@@ -167,7 +167,7 @@ def test_a_webhook_of_pods_that_is_down_is_told_in_the_servers_words_and_waited_
 ) -> None:
     job = JobDriver(api_types.api, namespace, job_document("demo", replicas=2))
 
-    eventually(lambda: job.condition("Scheduled").get("reason") == "Refused", state=lambda: str(job.status()))
+    eventually(lambda: job.condition("Scheduled").get("reason") == "RequestDenied", state=lambda: str(job.status()))
     told = job.status()
     words = job.condition("Scheduled")["message"]
     api_types.api.call("DELETE", webhook_down)

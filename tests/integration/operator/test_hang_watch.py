@@ -29,10 +29,10 @@ def test_a_gang_that_hangs_is_restarted_and_the_rank_to_blame_named(
     eventually(lambda: {p["metadata"]["name"] for p in kubelet.pods()} == {"demo-trainer-2-0", "demo-trainer-2-1"})
 
     failure = status["lastFailure"]
-    assert (failure["reason"], failure["rank"], failure["pod"]) == ("Hung", 1, pods[1])
+    assert (failure["reason"], failure["rank"], failure["pod"]) == ("HangDetected", 1, pods[1])
     assert failure["node"] == nodes[pods[1]]
     assert "reader.py:12" in failure["message"]
-    assert status["restartsByReason"] == {"Hung": 1}
+    assert status["restartsByReason"] == {"HangDetected": 1}
     assert kubelet.most_attempts == 1
     events = api_types.api.call("GET", f"/api/v1/namespaces/{namespace}/events")["items"]
     assert any("rank 1 in pod demo-trainer-1-1" in event["message"] for event in events)

@@ -54,7 +54,7 @@ def trains(kubelet: KubeletDouble, job: JobDriver, attempt: int = 1) -> list[str
 
 def waits(job: JobDriver, attempt: int = 1) -> Object:
     eventually(
-        lambda: job.status()["attempt"] == attempt and job.condition("Scheduled")["reason"] == "WaitingForAdmission",
+        lambda: job.status()["attempt"] == attempt and job.condition("Scheduled")["reason"] == "QuotaPending",
         state=lambda: str(job.status()),
     )
     return job.condition("Scheduled")

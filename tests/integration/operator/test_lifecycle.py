@@ -164,7 +164,7 @@ def test_a_job_waits_for_the_hardware_profile_that_it_names(
 ) -> None:
     name = f"pool-{namespace}"
     job = JobDriver(api_types.api, namespace, job_document("demo", trainer={"replicas": 2, "hardware": name}))
-    eventually(lambda: job.condition("Planned").get("reason") == "HardwareProfile")
+    eventually(lambda: job.condition("Planned").get("reason") == "HardwareProfileUnavailable")
     profile = {
         "apiVersion": "dlrm.dev/v1alpha1",
         "kind": "HardwareProfile",
@@ -324,7 +324,7 @@ def test_a_refused_pod_is_told_in_the_servers_words_and_tried_again(
     eventually(lambda: api_types.api.call("GET", f"{quotas}/few").get("status", {}).get("hard"))
 
     job = JobDriver(api_types.api, namespace, job_document("demo"))
-    eventually(lambda: job.condition("Scheduled").get("reason") == "Refused")
+    eventually(lambda: job.condition("Scheduled").get("reason") == "RequestDenied")
     words = job.condition("Scheduled")["message"]
     api_types.api.call("DELETE", f"{quotas}/few")
     trains(kubelet, job, 1)

@@ -54,7 +54,9 @@ class Life:
         self.api.call("POST", self.core("pods"), {**pod, "apiVersion": "v1", "kind": "Pod"})
         job = JobDriver(self.api, self.namespace, job_document("taken", replicas=1))
         for kind, name in (("configmaps", "taken-plan-1"), ("pods", "taken-trainer-1-0")):
-            eventually(lambda: job.condition("Scheduled").get("reason") == "Refused", state=lambda: str(job.status()))
+            eventually(
+                lambda: job.condition("Scheduled").get("reason") == "RequestDenied", state=lambda: str(job.status())
+            )
             options = {"kind": "DeleteOptions", "gracePeriodSeconds": 0}
             self.api.call("DELETE", f"{self.core(kind)}/{name}", options)
             if kind == "configmaps":
@@ -167,7 +169,7 @@ def test_in_one_namespace_profiles_need_one_role_that_reads(
     ):
         operator.wait_ready()
         job = JobDriver(api_types.api, namespace, job_document("demo", trainer={"replicas": 1, "hardware": name}))
-        eventually(lambda: job.condition("Planned").get("reason") == "HardwareProfile", state=operator.log)
+        eventually(lambda: job.condition("Planned").get("reason") == "HardwareProfileUnavailable", state=operator.log)
         profile = {**PROFILE, "metadata": {"name": name}}
         api_types.api.call("POST", "/apis/dlrm.dev/v1alpha1/hardwareprofiles", profile)
         eventually(lambda: job.condition("Planned").get("status") == "True", state=operator.log)
@@ -191,7 +193,7 @@ def test_without_the_finalizers_right_a_strict_cluster_refuses_children(
         ) as operator,
     ):
         job = JobDriver(api_types.api, namespace, job_document("demo", replicas=1))
-        eventually(lambda: job.condition("Scheduled").get("reason") == "Refused", state=operator.log)
+        eventually(lambda: job.condition("Scheduled").get("reason") == "RequestDenied", state=operator.log)
 
         assert "cannot set blockOwnerDeletion" in job.condition("Scheduled")["message"]
 

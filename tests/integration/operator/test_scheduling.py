@@ -126,7 +126,7 @@ def test_jobs_land_on_the_nodes_of_their_pool_and_those_without_room_say_why_in_
     full = submit("full", 1, "gpu", trainer=eight)
     eventually(lambda: "Insufficient" in full.condition("Scheduled")["message"], state=lambda: str(full.status()))
     urgent = submit("urgent", 1, "plain", scheduling={"priorityClass": "no-such-class"})
-    eventually(lambda: urgent.condition("Scheduled")["reason"] == "Refused", state=lambda: str(urgent.status()))
+    eventually(lambda: urgent.condition("Scheduled")["reason"] == "RequestDenied", state=lambda: str(urgent.status()))
     greedy = submit("greedy", 1, "gpu", trainer={"processesPerReplica": 9})
     greedy.until("Failed")
 
@@ -162,7 +162,9 @@ def test_pod_groups_are_as_their_schedulers_define_them_and_a_missing_scheduler_
     withdraw(submit.api, definition)
     job = submit("demo", 2, "plain", scheduling={"gang": gang})
 
-    eventually(lambda: job.condition("Scheduled")["reason"] == "GangScheduler", state=lambda: str(job.status()))
+    eventually(
+        lambda: job.condition("Scheduled")["reason"] == "GangSchedulerUnavailable", state=lambda: str(job.status())
+    )
     without, pods_without = job.condition("Scheduled")["message"], submit.pods(job)
     define(submit.api, definition)
     eventually(lambda: len(submit.pods(job)) == 2, state=lambda: str(job.status()))

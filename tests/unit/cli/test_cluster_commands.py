@@ -377,7 +377,12 @@ def test_suspend_waits_until_the_job_holds_its_step(
 ) -> None:
     monkeypatch.setattr(lifecycle, "LOOK_EVERY_S", 0.01)
     api.answers[f"{JOBS}/ads"] = job()
-    waits = {"type": "Suspended", "status": "False", "reason": "Cutting", "message": "the cut of step 12 is committed"}
+    waits = {
+        "type": "Suspended",
+        "status": "False",
+        "reason": "Checkpointing",
+        "message": "the cut of step 12 is committed",
+    }
     on_the_way = job("Suspending", suspend=True, conditions=[waits])
     held = job("Suspended", suspend=True, lastSnapshot={"step": 1_200})
     script = iter([job("Suspended", suspend=True, generation=3), on_the_way])

@@ -257,7 +257,7 @@ def test_a_waiting_restart_says_when() -> None:
 
 
 def test_a_job_that_waits_says_for_what() -> None:
-    waits = {"type": "Scheduled", "status": "False", "reason": "WaitingForNodes", "message": "2 of 2 pods have no node"}
+    waits = {"type": "Scheduled", "status": "False", "reason": "Unschedulable", "message": "2 of 2 pods have no node"}
 
     assert job_facts(running_job(phase="Scheduling", conditions=[waits])).reason == "2 of 2 pods have no node"
 

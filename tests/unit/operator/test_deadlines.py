@@ -293,10 +293,10 @@ def test_a_failed_job_whose_spec_is_changed_starts_again_with_whole_budgets() ->
     assert restarting.completion_time is None
     assert restarting.last_failure is not None
     assert status(cluster).attempt == 3
-    assert status(cluster).restarts_by_reason == {"Internal": 1, "Edited": 1}
+    assert status(cluster).restarts_by_reason == {"Internal": 1, "SpecChanged": 1}
     again = condition(cluster, ConditionType.FAILED)
-    assert (again.status, again.reason) == ("False", "Edited")
-    assert [event.reason for event in cluster.events].count("Edited") == 1
+    assert (again.status, again.reason) == ("False", "SpecChanged")
+    assert [event.reason for event in cluster.events].count("SpecChanged") == 1
 
 
 def test_a_failed_job_that_nobody_changes_stays_as_it_is() -> None:

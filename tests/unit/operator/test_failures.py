@@ -56,7 +56,7 @@ def test_a_lost_node_is_known_from_its_pods_conditions_and_not_charged() -> None
     [
         (
             {"conditions": [{"type": "PodScheduled", "status": "False", "message": "0/2 nodes are available"}]},
-            "WaitingForNodes",
+            "Unschedulable",
             "it has no node: 0/2 nodes are available",
         ),
         (
@@ -65,7 +65,7 @@ def test_a_lost_node_is_known_from_its_pods_conditions_and_not_charged() -> None
                     {"name": "trainer", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such tag"}}}
                 ]
             },
-            "ImageNotPulled",
+            "ImagePullError",
             "ImagePullBackOff: no such tag (check spec.trainer.image",
         ),
     ],
@@ -106,7 +106,7 @@ def test_ranks_that_give_up_on_a_pod_that_the_server_refuses_are_not_charged() -
     missed_peer(cluster, POD_0)
     cluster.turn()
 
-    assert status(cluster).restarts_by_reason == {"Refused": 1}
+    assert status(cluster).restarts_by_reason == {"RequestDenied": 1}
     assert status(cluster).charged_restarts == 0
     assert f"pod {POD_1} had not been created" in failure(cluster).message
 
@@ -300,7 +300,7 @@ def test_disruptions_without_progress_end_at_their_own_cap_and_progress_heals_it
 
     failed = condition(cluster, ConditionType.FAILED)
     assert healed == 0
-    assert (status(cluster).phase, failed.reason) == (Phase.FAILED, "FreeRestartsSpent")
+    assert (status(cluster).phase, failed.reason) == (Phase.FAILED, "DisruptionLimitExceeded")
     assert "no progress since step 50" in failed.message
 
 
@@ -353,7 +353,7 @@ def test_a_crashing_checkpointer_leaves_training_alone_and_shows_as_unhealthy_sn
 
     assert status(cluster).phase is Phase.RUNNING
     healthy = condition(cluster, ConditionType.SNAPSHOT_HEALTHY)
-    assert (healthy.status, healthy.reason) == ("False", "CheckpointerCrashing")
+    assert (healthy.status, healthy.reason) == ("False", "CheckpointerCrashLoop")
 
 
 def test_a_node_too_small_for_the_reserve_fails_the_job_and_names_what_to_raise() -> None:
@@ -385,7 +385,7 @@ def test_a_budget_spent_by_want_of_memory_names_what_to_raise() -> None:
     cluster.turn()
 
     failed = condition(cluster, ConditionType.FAILED)
-    assert failed.reason == "RestartBudgetSpent"
+    assert failed.reason == "BackoffLimitExceeded"
     assert "raise spec.trainer.resources.limits.memory (64Gi)" in failed.message
 
 

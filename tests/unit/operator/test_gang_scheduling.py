@@ -225,7 +225,7 @@ def test_a_workload_left_of_an_earlier_job_of_the_name_is_waited_for() -> None:
 
     assert not [action for action in actions if isinstance(action, CreatePod)]
     assert [action for action in actions if isinstance(action, WakeAt)]
-    assert waiting.reason == "GangScheduler"
+    assert waiting.reason == "GangSchedulerUnavailable"
     assert "kubectl delete workload demo-1" in waiting.message
     assert status(cluster).phase is Phase.RUNNING
 
@@ -238,7 +238,7 @@ def test_pods_that_kueue_does_not_look_after_are_held_and_the_condition_says_wha
 
     scheduled = condition(cluster, ConditionType.SCHEDULED)
 
-    assert scheduled.reason == "WaitingForAdmission"
+    assert scheduled.reason == "QuotaPending"
     assert "Kueue has not taken over the pods of group demo-1: enable its pod integration" in scheduled.message
 
 

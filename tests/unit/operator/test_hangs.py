@@ -41,11 +41,11 @@ def test_the_rank_to_blame_is_named_with_its_pod_and_node_and_the_attempt_charge
     cluster = hung()
 
     last = failure(cluster)
-    assert (last.reason, last.rank, last.pod, last.node) == ("Hung", 1, POD_1, "node")
+    assert (last.reason, last.rank, last.pod, last.node) == ("HangDetected", 1, POD_1, "node")
     assert "reader.py:12" in last.message
-    assert status(cluster).restarts_by_reason == {"Hung": 1}
+    assert status(cluster).restarts_by_reason == {"HangDetected": 1}
     assert status(cluster).charged_restarts == 1
-    assert condition(cluster, ConditionType.RUNNING).reason == "Hung"
+    assert condition(cluster, ConditionType.RUNNING).reason == "HangDetected"
 
 
 def test_a_gang_that_hung_gets_no_time_for_a_last_cut_that_it_cannot_make() -> None:
@@ -179,7 +179,7 @@ def test_a_straggler_is_named_with_its_pod_and_node_and_never_restarted_for() ->
     assert status(cluster).phase is Phase.RUNNING
     assert status(cluster).restarts == 0
     assert "rank 1 in pod demo-trainer-1-1" in condition(cluster, ConditionType.RUNNING).message
-    assert [event.kind for event in cluster.events if event.reason == "Straggler"] == ["Warning"]
+    assert [event.kind for event in cluster.events if event.reason == "StragglerDetected"] == ["Warning"]
 
 
 @pytest.mark.parametrize(("slow_s", "seconds"), [(200.0, 0.5), (400.0, 0.29)])

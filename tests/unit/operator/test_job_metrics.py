@@ -108,7 +108,7 @@ def test_what_pods_said_before_is_not_shown_of_a_job_that_does_not_train() -> No
 
 
 def test_gangs_that_were_replaced_by_wish_are_no_failures() -> None:
-    by_reason = {"Suspended": 2, "Resized": 1, "Edited": 1, "OOMKilled": 3}
+    by_reason = {"Suspended": 2, "Resized": 1, "SpecChanged": 1, "OOMKilled": 3}
 
     found = Seen({**RUNNING, "restarts": 7, "restartsByReason": by_reason}).figures()
 

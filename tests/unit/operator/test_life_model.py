@@ -20,16 +20,16 @@ def only_end(*fates: Fate, budget: Budget = ONCE) -> End:
 @pytest.mark.parametrize(
     ("fates", "reason"),
     [
-        ((CRASH, CRASH), "RestartBudgetSpent"),
-        ((Fate(kind=Kind.HUNG), CRASH), "RestartBudgetSpent"),
-        ((Fate(kind=Kind.DELETED),), "FreeRestartsSpent"),
+        ((CRASH, CRASH), "BackoffLimitExceeded"),
+        ((Fate(kind=Kind.HUNG), CRASH), "BackoffLimitExceeded"),
+        ((Fate(kind=Kind.DELETED),), "DisruptionLimitExceeded"),
         ((Fate(kind=Kind.CRASH, code=65),), "BadData"),
         ((Fate(kind=Kind.OVERDUE, committed=10),), "DeadlineExceeded"),
         ((Fate(kind=Kind.NOT_PULLED),), "PendingDeadlineExceeded"),
         ((CRASH, DONE), "Committed"),
         ((CRASH, Fate(kind=Kind.CRASH, code=1, committed=10), DONE), "Committed"),
         ((CRASH, Fate(kind=Kind.RESIZED, committed=10), CRASH, DONE), "Committed"),
-        ((CRASH, Fate(kind=Kind.SUSPENDED), CRASH), "RestartBudgetSpent"),
+        ((CRASH, Fate(kind=Kind.SUSPENDED), CRASH), "BackoffLimitExceeded"),
     ],
 )
 def test_a_life_ends_under_the_word_of_its_rule(fates: tuple[Fate, ...], reason: str) -> None:
@@ -43,7 +43,7 @@ def test_an_edited_job_goes_on_with_whole_budgets_and_nothing_set_aside() -> Non
 
     assert (before.phase, before.attempt, before.charged, before.reserve) == ("Failed", 2, 1, True)
     assert (after.phase, after.attempt, after.charged, after.reserve) == ("", 4, 1, False)
-    assert dict(after.reasons) == {"OOMKilled": 1, "Edited": 1, "Exit1": 1}
+    assert dict(after.reasons) == {"OOMKilled": 1, "SpecChanged": 1, "Exit1": 1}
 
 
 def test_the_schedules_of_ci_hold_every_kind_of_fate_and_of_life() -> None:

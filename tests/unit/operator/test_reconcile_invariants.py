@@ -252,7 +252,7 @@ class JobLife(RuleBasedStateMachine):
             for reason, count in after.restarts_by_reason.items()
             if count > before.restarts_by_reason.get(reason, 0)
         }
-        if new and new <= {"Suspended", "Resized", "Edited"}:
+        if new and new <= {"Suspended", "Resized", "SpecChanged"}:
             assert after.charged_restarts <= before.charged_restarts
             assert after.free_restarts <= before.free_restarts
 

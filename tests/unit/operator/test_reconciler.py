@@ -202,7 +202,7 @@ def test_a_gang_that_an_operator_before_this_one_began_is_found_and_no_refusal(m
 
     assert not {("POST", path.rpartition("/")[0]) for path in made} & set(again)
     assert len([request for request in again if request == ("POST", PODS)]) == 2
-    assert "Refused" not in str(bench.status()["conditions"])
+    assert "RequestDenied" not in str(bench.status()["conditions"])
 
 
 def test_an_object_of_others_whose_name_is_needed_is_named_in_the_condition() -> None:
@@ -214,7 +214,7 @@ def test_an_object_of_others_whose_name_is_needed_is_named_in_the_condition() ->
 
     said = next(item for item in bench.status()["conditions"] if item["type"] == "Scheduled")
 
-    assert said["reason"] == "Refused"
+    assert said["reason"] == "RequestDenied"
     assert "Service demo-trainer exists and belongs to another owner: delete it" in said["message"]
 
 
@@ -230,7 +230,7 @@ def test_pods_wait_for_a_control_key_and_the_condition_says_what_is_wrong_with_i
 
     bench.turn()
 
-    assert said["reason"] == "Refused"
+    assert said["reason"] == "RequestDenied"
     assert "Secret operators/dlrm-operator-control-key holds no 'key' of 32 bytes: delete it" in said["message"]
     assert waited == []
     assert len([path for path in bench.api.objects if path.startswith(PODS)]) == 2
@@ -400,7 +400,7 @@ def test_a_spec_that_was_changed_before_a_status_froze_it_is_the_one_that_is_tra
     bench.turn()
 
     assert told["attempt"] == 2
-    assert told["restartsByReason"] == {"Edited": 1}
+    assert told["restartsByReason"] == {"SpecChanged": 1}
     assert "the spec was changed while its gang was made: attempt 2 follows" in str(told["conditions"])
     assert ("DELETE", f"{PODS}/demo-trainer-1-0") in bench.api.asked
 
@@ -679,12 +679,12 @@ def test_an_object_that_a_webhook_which_is_down_keeps_from_being_made_is_told_an
 
     said = next(item for item in told["conditions"] if item["type"] == "Scheduled")
     assert told["phase"] == "Scheduling"
-    assert (said["status"], said["reason"]) == ("False", "Refused")
+    assert (said["status"], said["reason"]) == ("False", "RequestDenied")
     assert WEBHOOK_DOWN in said["message"]
     assert len([path for path in bench.api.objects if path.startswith(PODS)]) == 2
     assert bench.status()["gangAttempt"] == 1
     assert bench.status().get("restarts", 0) == 0
-    assert "Refused" not in str(bench.status()["conditions"])
+    assert "RequestDenied" not in str(bench.status()["conditions"])
 
 
 @pytest.mark.parametrize("change", ["label", "owner"])
@@ -713,7 +713,7 @@ def test_a_pod_whose_marks_an_admission_controller_changes_is_deleted_and_the_co
     bench.turn()
 
     lost = f"the label {label}" if change == "label" else "the owner reference"
-    assert (said["status"], said["reason"]) == ("False", "Refused")
+    assert (said["status"], said["reason"]) == ("False", "RequestDenied")
     assert f"an admission controller changed {lost} of pod demo-trainer-1-0" in said["message"]
     assert left == []
     assert len(bench.gang_pods()) == 2
@@ -734,7 +734,7 @@ def test_a_creation_that_meets_another_in_its_quota_is_repeated_and_no_refusal(k
     quota.mend()
     bench.turn()
 
-    assert "Refused" not in told
+    assert "RequestDenied" not in told
     assert len([path for path in bench.api.objects if path.startswith(PODS)]) == 2
     assert bench.status()["gangAttempt"] == 1
 
@@ -778,11 +778,11 @@ def test_pods_that_cannot_be_deleted_are_told_in_the_servers_words_until_they_ca
         bench.pass_by(0.15)
 
     said = next(item for item in told["conditions"] if item["type"] == kind)
-    assert (said["status"], said["reason"]) == ("False", "Refused")
+    assert (said["status"], said["reason"]) == ("False", "RequestDenied")
     assert "does not let the operator delete demo-trainer-1-0, demo-trainer-1-1, which may train on" in said["message"]
     assert "pods are protected here" in said["message"]
     assert told["attempt"] == 2
-    assert "Refused" not in str(bench.status()["conditions"])
+    assert "RequestDenied" not in str(bench.status()["conditions"])
 
 
 def test_pods_of_a_finished_job_that_cannot_be_deleted_are_told_by_one_event() -> None:
@@ -793,7 +793,11 @@ def test_pods_of_a_finished_job_that_cannot_be_deleted_are_told_by_one_event() -
         with suppress(ClusterRefusedError):
             bench.turn()
 
-    told = [item for path, item in bench.api.objects.items() if path.startswith(EVENTS) and item["reason"] == "Refused"]
+    told = [
+        item
+        for path, item in bench.api.objects.items()
+        if path.startswith(EVENTS) and item["reason"] == "RequestDenied"
+    ]
     assert bench.status()["phase"] == "Failed"
     assert len(told) == 1
     assert "does not let the operator delete demo-trainer-1-0, which may train on" in told[0]["message"]
@@ -850,7 +854,11 @@ def test_a_status_that_is_refused_is_told_by_one_event_and_nothing_rests_on_it()
     for _ in range(3):
         with pytest.raises(ClusterRefusedError):
             bench.turn()
-    told = [item for path, item in bench.api.objects.items() if path.startswith(EVENTS) and item["reason"] == "Refused"]
+    told = [
+        item
+        for path, item in bench.api.objects.items()
+        if path.startswith(EVENTS) and item["reason"] == "RequestDenied"
+    ]
     deleted = [request for request in bench.api.asked if request[0] == "DELETE"]
     policy.mend()
     bench.turn()
@@ -872,7 +880,11 @@ def test_a_plan_of_an_earlier_attempt_that_cannot_be_deleted_holds_no_status_bac
     for _ in range(3):
         bench.turn()
         bench.answer()
-    told = [item for path, item in bench.api.objects.items() if path.startswith(EVENTS) and item["reason"] == "Refused"]
+    told = [
+        item
+        for path, item in bench.api.objects.items()
+        if path.startswith(EVENTS) and item["reason"] == "RequestDenied"
+    ]
 
     assert (bench.status()["attempt"], bench.status()["gangAttempt"]) == (2, 2)
     assert len(told) == 1
@@ -891,7 +903,11 @@ def test_a_job_that_the_operator_has_no_right_to_see_is_told_by_one_event() -> N
     for _ in range(3):
         with pytest.raises(ClusterRefusedError):
             bench.turn()
-    told = [item for path, item in bench.api.objects.items() if path.startswith(EVENTS) and item["reason"] == "Refused"]
+    told = [
+        item
+        for path, item in bench.api.objects.items()
+        if path.startswith(EVENTS) and item["reason"] == "RequestDenied"
+    ]
     bench.api.list_all = listed  # type: ignore[method-assign]
     bench.turn()
 

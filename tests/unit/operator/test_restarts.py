@@ -183,7 +183,7 @@ def test_the_budget_ends_in_failure_that_names_the_last_step() -> None:
 
     failed = condition(cluster, ConditionType.FAILED)
     assert status(cluster).phase is Phase.FAILED
-    assert failed.reason == "RestartBudgetSpent"
+    assert failed.reason == "BackoffLimitExceeded"
     assert "no progress since step 0: 1 of 1 restarts were used" in failed.message
 
 

@@ -117,7 +117,7 @@ def test_a_trainer_that_does_not_answer_is_asked_again_until_the_deadline_and_th
     let_go = deleted(cluster)
     gone(cluster)
 
-    assert words.reason == "Cutting"
+    assert words.reason == "Checkpointing"
     assert "connection refused" in words.message
     assert [type(action) for action in again if not isinstance(action, UpdateStatus)] == [RequestCut, WakeAt]
     assert kept == []

@@ -136,6 +136,6 @@ def test_planning_waits_for_the_trace_in_words() -> None:
     planned = condition(cluster, ConditionType.PLANNED)
     assert (planned.status, planned.reason, planned.message) == (
         "False",
-        "Trace",
+        "TraceUnavailable",
         "there is no ConfigMap reuse: create it",
     )

@@ -41,7 +41,7 @@ WORDS_ENOUGH = {
     Reason.ALL_PODS_SCHEDULED,
     Reason.RESTARTING,
     Reason.TRAINING,
-    Reason.STORE_ANSWERS,
+    Reason.STORE_AVAILABLE,
     Reason.FINISHED,
 }
 """Conditions that need no sentence: nothing is wrong and nothing can be done."""
@@ -84,7 +84,10 @@ def sentences(cluster: ModelCluster) -> dict[str, set[str]]:
     return found
 
 
-@reads(Reason.HARDWARE_PROFILE, r"spec\.trainer\.hardware: there is no HardwareProfile pool: create it or name another")
+@reads(
+    Reason.HARDWARE_PROFILE_UNAVAILABLE,
+    r"spec\.trainer\.hardware: there is no HardwareProfile pool: create it or name another",
+)
 def a_profile_is_missing() -> ModelCluster:
     words = "spec.trainer.hardware: there is no HardwareProfile pool: create it or name another"
     return Speaking().turn_with(profile_problem=words)
@@ -98,7 +101,7 @@ def a_definition_is_newer() -> ModelCluster:
     return cluster
 
 
-@reads(Reason.TRACE, r"there is no ConfigMap reuse in namespace space: create it with dlrmctl trace")
+@reads(Reason.TRACE_UNAVAILABLE, r"there is no ConfigMap reuse in namespace space: create it with dlrmctl trace")
 def a_trace_is_missing() -> ModelCluster:
     words = "there is no ConfigMap reuse in namespace space: create it with dlrmctl trace FILE --configmap reuse"
     return Speaking().turn_with(trace_problem=words)
@@ -123,7 +126,7 @@ def the_planner_dies() -> ModelCluster:
     return cluster.turn_with(planning=Planning(problem="the planner ended with exit code -9"))
 
 
-@reads(Reason.REFUSED, r"exceeded quota: few")
+@reads(Reason.REQUEST_DENIED, r"exceeded quota: few")
 def a_pod_is_refused() -> ModelCluster:
     cluster = Speaking()
     cluster.turn()
@@ -132,7 +135,7 @@ def a_pod_is_refused() -> ModelCluster:
 
 
 @reads(
-    Reason.GANG_SCHEDULER,
+    Reason.GANG_SCHEDULER_UNAVAILABLE,
     r"spec\.scheduling\.gang: volcano is asked for, and this cluster serves no podgroups of "
     r"scheduling\.volcano\.sh/v1beta1: install Volcano, or set gang: none",
 )
@@ -149,7 +152,7 @@ def a_gang_scheduler_is_missing() -> ModelCluster:
 
 
 @reads(
-    Reason.WAITING_FOR_ADMISSION,
+    Reason.QUOTA_PENDING,
     r"2 of 2 pods wait: Kueue has not admitted the group demo-1 yet: kubectl describe workload demo-1 says why",
 )
 def a_gang_waits_in_its_queue() -> ModelCluster:
@@ -172,7 +175,7 @@ def test_a_gang_in_its_queue_is_told_in_kueues_own_words() -> None:
     assert waiting["message"] == f"2 of 2 pods wait: Kueue has not admitted the group demo-1 yet: {words}"
 
 
-@reads(Reason.WAITING_FOR_NODES, r"1 of 2 pods have no node: 0/2 nodes are available: 2 Insufficient memory\.")
+@reads(Reason.UNSCHEDULABLE, r"1 of 2 pods have no node: 0/2 nodes are available: 2 Insufficient memory\.")
 def a_pod_finds_no_node() -> ModelCluster:
     cluster = gang_created()
     cluster.start(POD_1)
@@ -192,7 +195,7 @@ def a_container_is_being_made() -> ModelCluster:
 
 
 @reads(
-    Reason.IMAGE_NOT_PULLED,
+    Reason.IMAGE_PULL_ERROR,
     r"demo-trainer-1-0/checkpointer: ImagePullBackOff: no such image .*spec\.trainer\.checkpointerImage",
 )
 def an_image_cannot_be_pulled() -> ModelCluster:
@@ -200,7 +203,7 @@ def an_image_cannot_be_pulled() -> ModelCluster:
 
 
 @reads(
-    Reason.CONTAINER_CONFIG,
+    Reason.CONTAINER_CONFIG_ERROR,
     r'CreateContainerConfigError: secret "keys" not found \(create what is named there in namespace space',
 )
 def a_secret_is_missing() -> ModelCluster:
@@ -208,7 +211,7 @@ def a_secret_is_missing() -> ModelCluster:
 
 
 @reads(
-    Reason.WAITING_FOR_OLD_PODS,
+    Reason.PODS_TERMINATING,
     r"waits until 2 pods .* are gone: demo-trainer-1-0 on node node \(it ends within its grace",
 )
 def pods_of_the_last_attempt_take_their_time() -> ModelCluster:
@@ -216,7 +219,8 @@ def pods_of_the_last_attempt_take_their_time() -> ModelCluster:
 
 
 @reads(
-    Reason.POD_FORCED, r"pod demo-trainer-1-0 \(node node\) was still there 60 s after its grace period: .* by force"
+    Reason.POD_FORCE_DELETED,
+    r"pod demo-trainer-1-0 \(node node\) was still there 60 s after its grace period: .* by force",
 )
 def a_pod_does_not_end() -> ModelCluster:
     cluster = an_attempt_fails()
@@ -236,7 +240,8 @@ def a_node_is_lost() -> ModelCluster:
 
 
 @reads(
-    Reason.CHECKPOINTER_CRASHING, r"demo-trainer-1-1/checkpointer ended with exit code 70 again and again: see its log"
+    Reason.CHECKPOINTER_CRASH_LOOP,
+    r"demo-trainer-1-1/checkpointer ended with exit code 70 again and again: see its log",
 )
 def a_checkpointer_crashes_again_and_again() -> ModelCluster:
     cluster = running()
@@ -245,7 +250,9 @@ def a_checkpointer_crashes_again_and_again() -> ModelCluster:
     return cluster
 
 
-@reads(Reason.MORE_MEMORY, r"a pod ran out of memory: from attempt 2 on each keeps \d+ MiB more, in a new plan")
+@reads(
+    Reason.MEMORY_RESERVE_RAISED, r"a pod ran out of memory: from attempt 2 on each keeps \d+ MiB more, in a new plan"
+)
 def a_pod_runs_out_of_memory() -> ModelCluster:
     cluster = running()
     cluster.end(POD_1, "trainer", 137, reason="OOMKilled")
@@ -254,7 +261,7 @@ def a_pod_runs_out_of_memory() -> ModelCluster:
 
 
 @reads(
-    Reason.HUNG,
+    Reason.HANG_DETECTED,
     r"no step after step 7 for 300 s \(far longer than recent steps took\); rank 1 in pod demo-trainer-1-1 on node "
     r"node is in no collective, but at read \(data/reader\.py:12\) .*; one of 1 that wait: rank 0 in pod",
 )
@@ -263,7 +270,7 @@ def a_gang_hangs() -> ModelCluster:
 
 
 @reads(
-    Reason.STRAGGLER,
+    Reason.STRAGGLER_DETECTED,
     r"rank 1 in pod demo-trainer-1-1 on node node has kept the others waiting for long: .* over 1\.5 times theirs",
 )
 def a_rank_is_slow() -> ModelCluster:
@@ -271,7 +278,7 @@ def a_rank_is_slow() -> ModelCluster:
 
 
 @reads(
-    Reason.FREE_RESTARTS_SPENT,
+    Reason.DISRUPTION_LIMIT_EXCEEDED,
     r"no progress since step 0: 1 of 1 restarts after disruptions were used "
     r"\(spec\.lifecycle\.restart\.maxFreeRestarts\); the last failure was PodDeleted",
 )
@@ -314,7 +321,7 @@ def the_last_upload_goes_on() -> ModelCluster:
     return cluster
 
 
-@reads(Reason.STORE_ERROR, r"AccessDenied")
+@reads(Reason.STORE_UNAVAILABLE, r"AccessDenied")
 def the_store_refuses() -> ModelCluster:
     cluster = running()
     say(cluster, step=2, store_error="AccessDenied: check the credentials secret")
@@ -384,7 +391,7 @@ def a_spec_can_never_work() -> ModelCluster:
 
 
 @reads(
-    Reason.RESTART_BUDGET_SPENT,
+    Reason.BACKOFF_LIMIT_EXCEEDED,
     r"no progress since step 0: 1 of 1 restarts were used \(spec\.lifecycle\.restart\.maxRestarts\); "
     r"the last failure was Internal: boom",
 )
@@ -420,7 +427,9 @@ def data_are_bad() -> ModelCluster:
     return cluster
 
 
-@reads(Reason.CUTTING, r"pod 0 is asked for a cut, and again after a moment; it could not be had: no route to host")
+@reads(
+    Reason.CHECKPOINTING, r"pod 0 is asked for a cut, and again after a moment; it could not be had: no route to host"
+)
 @reads(Reason.SUSPENDING, r"pod 0 is asked for a cut")
 def a_suspended_gang_is_silent() -> ModelCluster:
     cluster = running()
@@ -432,7 +441,7 @@ def a_suspended_gang_is_silent() -> ModelCluster:
     return cluster
 
 
-@reads(Reason.STOPPING, r"2 pods are ending; each may commit a last cut within its grace period")
+@reads(Reason.TERMINATING, r"2 pods are ending; each may commit a last cut within its grace period")
 def a_suspended_gang_is_let_go() -> ModelCluster:
     cluster = a_suspended_gang_is_silent()
     cluster.pass_time(601)
@@ -510,7 +519,7 @@ def a_job_runs_for_too_long() -> ModelCluster:
     return cluster
 
 
-@reads(Reason.EDITED, r"the spec was changed: attempt 2 follows")
+@reads(Reason.SPEC_CHANGED, r"the spec was changed: attempt 2 follows")
 def a_failed_job_is_mended() -> ModelCluster:
     cluster = data_are_bad()
     cluster.edit("training", seed=5)

@@ -46,7 +46,7 @@ class Audit:
             self.wrongs.append(f"restarts by reason went from {was} back to {reasons}")
         if _newest(after) < _newest(before):
             self.wrongs.append(f"the newest snapshot went from step {_newest(before)} back to {_newest(after)}")
-        healed = _newest(after) > _newest(before) or reasons.get("Edited", 0) > was.get("Edited", 0)
+        healed = _newest(after) > _newest(before) or reasons.get("SpecChanged", 0) > was.get("SpecChanged", 0)
         for budget in ("chargedRestarts", "freeRestarts"):
             if after.get(budget, 0) < before.get(budget, 0) and not healed:
                 self.wrongs.append(f"status.{budget} went from {before[budget]} to {after.get(budget, 0)} unhealed")

@@ -143,7 +143,7 @@ class Life:
         status = self._job.status()
         known = [failure for failure in (status.get("lastFailure"), *status.get("earlierFailures", [])) if failure]
         found = [failure for failure in known if failure["attempt"] == self._job.attempt]
-        if not found or found[0]["reason"] != "Hung":
+        if not found or found[0]["reason"] != "HangDetected":
             raise WorldError(f"attempt {self._job.attempt} hung, the evidence is {known}")
         if not self._job.script.sloppy and found[0].get("rank") != fate.index:
             raise WorldError(f"rank {fate.index} hung, blamed is {found[0]}")

@@ -151,17 +151,17 @@ def check_events(story: Story, events: Iterable[Object]) -> None:
     said = [event for event in events if event["involvedObject"].get("uid") == story.uid]
     end = end_of(story.status)
     reasons, found = Counter(dict(end.reasons)), Counter(event["reason"] for event in said)
-    restarts, failed = end.attempt - 1, reasons["Edited"] + (end.phase == "Failed")
+    restarts, failed = end.attempt - 1, reasons["SpecChanged"] + (end.phase == "Failed")
     most = {
         "AttemptFailed": restarts - reasons["Suspended"] - reasons["Resized"] + (end.phase == "Failed"),
         "Restarting": restarts - reasons["Suspended"],
         "Planned": end.attempt,
         "Resizing": reasons["Resized"],
         "Suspended": reasons["Suspended"],
-        "Edited": reasons["Edited"],
+        "SpecChanged": reasons["SpecChanged"],
         "Failed": failed,
         "Succeeded": 1,
-        "PodForced": sum(fate.stuck in (Stuck.SILENT, Stuck.BOTH) for fate in story.fates),
+        "PodForceDeleted": sum(fate.stuck in (Stuck.SILENT, Stuck.BOTH) for fate in story.fates),
     }
     for reason, bound in most.items():
         if found[reason] > bound:

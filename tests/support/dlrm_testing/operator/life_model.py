@@ -8,8 +8,8 @@ gang that is well comes to its end"):
 2. The user's rules by exit code come first, for a trainer's code.
 3. What only the user can mend ends the job at once, under the word that the failing part left.
 4. What befell a pod from outside counts as a free restart; one more than ``maxFreeRestarts`` ends the job with
-   ``FreeRestartsSpent``.
-5. All else, a gang that hung too, is charged; one more than ``maxRestarts`` ends the job with ``RestartBudgetSpent``.
+   ``DisruptionLimitExceeded``.
+5. All else, a gang that hung too, is charged; one more than ``maxRestarts`` ends the job with ``BackoffLimitExceeded``.
 6. A job that was suspended, or is to have another size, goes on with the next attempt, which counts against no budget.
 7. A deadline that passed ends the job with ``DeadlineExceeded`` or ``PendingDeadlineExceeded``.
 8. The first restart after a want of memory sets some aside.
@@ -126,7 +126,7 @@ def _after(state: End, fate: Fate, budget: Budget) -> set[End]:
     if state.phase == "Succeeded":
         return {state}
     if state.phase == "Failed":  # its user has edited it, or there would be no further fate
-        state = _next(replace(state, phase="", reason="", charged=0, free=0, reserve=False), "Edited")
+        state = _next(replace(state, phase="", reason="", charged=0, free=0, reserve=False), "SpecChanged")
     state = _healed(state, fate, budget)
     match fate.kind:
         case Kind.DONE:
@@ -176,7 +176,7 @@ def _verdicts(fate: Fate, budget: Budget) -> set[tuple[str, str]]:
         case Kind.UNCOMMITTED:
             return {("restart", "SnapshotNotCommitted")}
         case Kind.HUNG:
-            return {("restart", "Hung")}
+            return {("restart", "HangDetected")}
     word = "OOMKilled" if fate.kind is Kind.OOM else fate.word or WORDS.get(fate.code, f"Exit{fate.code}")
     wanted = dict(budget.rules).get(fate.code)
     return {(wanted or ("fail" if fate.code in USER_ERRORS else "restart"), word)}
@@ -187,8 +187,8 @@ def _failed(before: End, what: str, word: str, budget: Budget) -> End:
         return replace(before, phase="Failed", reason=word)
     if what == "restart":
         if before.charged >= budget.most:
-            return replace(before, phase="Failed", reason="RestartBudgetSpent")
+            return replace(before, phase="Failed", reason="BackoffLimitExceeded")
         return _next(replace(before, charged=before.charged + 1), word)
     if before.free >= budget.most_free:
-        return replace(before, phase="Failed", reason="FreeRestartsSpent")
+        return replace(before, phase="Failed", reason="DisruptionLimitExceeded")
     return _next(replace(before, free=before.free + 1), word)
