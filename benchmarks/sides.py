@@ -14,11 +14,11 @@ from benchmarks.shapes import Batches, Shape, job_of
 from dlrm_api.row_optimizers import state_values
 from dlrm_checkpointer.coding.codes import code_rows
 from dlrm_checkpointer.types import ShardRows
+from dlrm_kernels.row_cache import ACCESSES, HITS, LOOKUPS
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import Placement, Prepared
-from dlrm_trainer.embedding.tiers.counts import ACCESSES, HITS, LOOKUPS
 from dlrm_trainer.embedding.tiers.level import Level
 from dlrm_trainer.embedding.tiers.stack import Stack
 from dlrm_trainer.learner import Learner
@@ -126,7 +126,7 @@ class Trained:
 
     def counts(self) -> dict[str, int]:
         """Lookups, accesses (distinct rows of each batch) and hits since the start, over all tables."""
-        totals = sum((stack.directory.stats.sum(axis=0) for stack in self.stacks), np.zeros(1, np.int64))
+        totals = sum((stack.row_map.stats.sum(axis=0) for stack in self.stacks), np.zeros(1, np.int64))
         return {"lookups": int(totals[LOOKUPS]), "accesses": int(totals[ACCESSES]), "hits": int(totals[HITS])}
 
     @property

@@ -159,7 +159,7 @@ def against_rocksdb(options: Options, trace: str, settings: Sequence[Setting]) -
 
     def rocks(stack: Stack) -> Sequence[Level]:
         stores.append(
-            RocksLevel(options.tier_dir, int(stack.directory.row_starts[-1]), stack.memory.words, options.readers)
+            RocksLevel(options.tier_dir, int(stack.row_map.row_starts[-1]), stack.memory.words, options.readers)
         )
         return stores
 

@@ -24,7 +24,7 @@ from dlrm_kernels import cache
 PROGRAM = """
 import sys
 from dlrm_kernels.cache import kernel
-from dlrm_trainer.embedding.tiers.initial import fill_initial
+from dlrm_kernels.row_cache import fill_initial
 import numpy as np
 out = np.empty((1, 4), np.float32)
 firsts = np.zeros((1, 2), np.int64)
@@ -157,7 +157,7 @@ def test_loops_run_where_there_is_no_room_to_keep_them(tmp_path: Path) -> None:
 def elsewhere(tmp_path: Path) -> dict[str, str]:
     """The environment of a process that has our packages from another place."""
     places = []
-    for package in ("dlrm_api", "dlrm_checkpointer", "dlrm_trainer"):
+    for package in ("dlrm_kernels",):
         places.append(tmp_path / "elsewhere" / package)
         shutil.copytree(cache._root(package), places[-1] / package)
     return {"NUMBA_CACHE_DIR": str(tmp_path / "kept"), "PYTHONPATH": os.pathsep.join(map(str, places))}
@@ -166,13 +166,13 @@ def elsewhere(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.slow
 def test_loops_compiled_by_one_checkout_are_used_by_another(tmp_path: Path, elsewhere: dict[str, str]) -> None:
     run(NUMBA_CACHE_DIR=elsewhere["NUMBA_CACHE_DIR"])
-    program = PROGRAM + COMPILED + "\nimport dlrm_trainer\nprint(dlrm_trainer.__file__)"
+    program = PROGRAM + COMPILED + "\nimport dlrm_kernels\nprint(dlrm_kernels.__file__)"
 
     done = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | elsewhere, capture_output=True, text=True, check=True
     )
 
-    assert done.stdout.split() == ["True", "0", str(tmp_path / "elsewhere/dlrm_trainer/dlrm_trainer/__init__.py")]
+    assert done.stdout.split() == ["True", "0", str(tmp_path / "elsewhere/dlrm_kernels/dlrm_kernels/__init__.py")]
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_another_value_of_a_constant_that_loops_import_makes_them_anew(
     tmp_path: Path, elsewhere: dict[str, str]
 ) -> None:
     run(NUMBA_CACHE_DIR=elsewhere["NUMBA_CACHE_DIR"])
-    counts = tmp_path / "elsewhere/dlrm_trainer/dlrm_trainer/embedding/tiers/counts.py"
+    counts = tmp_path / "elsewhere/dlrm_trainer/dlrm_kernels/row_cache.py"
     counts.write_text(counts.read_text() + "\nMORE = 1\n")
 
     run(**elsewhere)

@@ -19,7 +19,7 @@ from dlrm_testing.trainer import row_rules
 from dlrm_testing.trainer.gpus import needs_gpu
 from dlrm_trainer.embedding.kernels import TableBatch
 from dlrm_trainer.embedding.replicated import ReplicatedParts
-from dlrm_trainer.embedding.updates import MOST_UPDATES, updated
+from dlrm_trainer.embedding.updates import MAX_UPDATES, updated
 from dlrm_trainer.model.dense import make_optimizer
 
 SHAPES = [(40, 4), (7, 4), (30, 16), (1, 8)]
@@ -351,15 +351,15 @@ def test_gradients_of_zero_and_nearly_so_move_no_dense_parameter_at_the_least_ep
 
 
 @settings(max_examples=50)
-@given(st.floats(0, 0.999999), st.integers(0, MOST_UPDATES + 1))
+@given(st.floats(0, 0.999999), st.integers(0, MAX_UPDATES + 1))
 def test_adams_correction_is_that_of_exact_powers_however_many_updates(decay: float, done: int) -> None:
     spec = RowOptimizerSpec(kind="adam", beta1=min(decay, 0.9999), beta2=decay, eps=LEAST_EPS)
-    count = min(done, MOST_UPDATES)
+    count = min(done, MAX_UPDATES)
     state = torch.cat((torch.zeros(1, 8), torch.full((1, 1), float(count))), dim=1)
 
     _, after = updated(torch.zeros(1, 4), state, torch.ones(1, 4), spec, 1.0)
 
-    assert float(after[0, -1]) == min(count + 1, MOST_UPDATES)
+    assert float(after[0, -1]) == min(count + 1, MAX_UPDATES)
     assert bool(torch.isfinite(after).all())
 
 

@@ -10,12 +10,12 @@ from prometheus_client.registry import Collector
 
 from dlrm_api.checkpoint import CheckpointSpec
 from dlrm_api.progress import EvalMetrics, TrainerPhase
+from dlrm_kernels.row_cache import ACCESSES, LOOKUPS
 from dlrm_testing.trainer.gangs import small_job
 from dlrm_testing.trainer.stacked import Shape, stacked_plan
 from dlrm_trainer.checkpointing.control import CutControl
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import place
-from dlrm_trainer.embedding.tiers.counts import ACCESSES, LOOKUPS
 from dlrm_trainer.endpoint import TrainerMetrics
 from dlrm_trainer.metrics import tiers
 from dlrm_trainer.metrics.progress import ProgressBoard

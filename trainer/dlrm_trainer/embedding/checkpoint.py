@@ -20,8 +20,8 @@ from dlrm_checkpointer.coding.initializer import initial_rows, table_scale
 from dlrm_checkpointer.format.fetch import in_parallel
 from dlrm_checkpointer.reading.restore import PARALLEL_DECODES
 from dlrm_checkpointer.types import RowsInPlace, ShardId, TableMeta, loaded
+from dlrm_kernels import bags
 from dlrm_trainer.embedding.changes import DirtyPart
-from dlrm_trainer.embedding.gather import copy_rows
 
 BLOCK_VALUES = 1 << 17
 """Weights decoded at a time on their way to their place."""
@@ -30,6 +30,42 @@ CHUNK_ROWS = 65_536
 
 SCAN_BYTES = 64 << 20
 """Records of a block level that are sorted by table at a time."""
+
+DEVICE_BYTES = 32 << 20
+"""Bytes of rows, or of their state, that a GPU gathers at a time."""
+IN_ORDER = np.empty(0, np.int64)
+
+
+def copy_rows(
+    weight: Tensor,
+    state: Tensor,
+    rows: NDArray[np.int64],
+    out: NDArray[np.float32],
+    out_state: NDArray[np.float32],
+    places: NDArray[np.int64] = IN_ORDER,
+) -> None:
+    """Copy chosen rows and their state to the host, as float32.
+
+    Args:
+        weight: (R, d) float32 or float16, contiguous.
+        state: (R, S) float32, contiguous, on the same device.
+        rows: (N,) chosen rows.
+        out: (M, d) float32, contiguous, filled at ``places``.
+        out_state: (M, S) float32, contiguous, filled at ``places``.
+        places: (N,) rows of ``out`` and ``out_state``; empty if these are 0 to N - 1, as they must be for a GPU.
+    """
+    if len(rows) == 0:
+        return
+    if weight.device.type == "cpu":
+        bags.copy_rows(weight.numpy(), state.numpy(), rows, out, out_state, places, torch.get_num_threads())
+        return
+    assert len(places) == 0
+    most = max(1, DEVICE_BYTES // (4 * max(weight.shape[1], state.shape[1])))
+    for first in range(0, len(rows), most):
+        piece = slice(first, first + most)
+        chosen = torch.from_numpy(rows[piece]).to(weight.device)
+        torch.from_numpy(out[piece]).copy_(weight.index_select(0, chosen))
+        torch.from_numpy(out_state[piece]).copy_(state.index_select(0, chosen))
 
 
 class LocalPart(Protocol):

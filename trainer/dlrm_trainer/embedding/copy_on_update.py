@@ -20,13 +20,11 @@ from dlrm_kernels.cache import kernel
 from dlrm_kernels.dirty_rows import UNIT_WORDS, WORD, Words
 from dlrm_kernels.intrinsics import bit_count, lent, lowest_bit, size_of, value_of
 from dlrm_kernels.parallel import single_threaded
+from dlrm_kernels.row_updates import memory_of, widened
 from dlrm_trainer.embedding.changes import DirtyRows
-from dlrm_trainer.embedding.checkpoint import ResidentPart
-from dlrm_trainer.embedding.gather import copy_rows
-from dlrm_trainer.embedding.half import widened
+from dlrm_trainer.embedding.checkpoint import ResidentPart, copy_rows
 from dlrm_trainer.embedding.layout import joined
 from dlrm_trainer.embedding.pending import Changing
-from dlrm_trainer.embedding.row_rules import memory_of
 
 U64 = np.uint64
 ONE, SIX, SIXTY_THREE = U64(1), U64(6), U64(63)
@@ -74,7 +72,8 @@ class Image:
         self._size, self._width = size_of(parts[0].weight.shape[1]), U64(parts[0].state.shape[1])
         count = len(parts)
         self._memory = memory_of(
-            joined([part.weight for part in parts], 0, count), joined([part.state for part in parts], 0, count)
+            joined([part.weight for part in parts], 0, count).numpy(),
+            joined([part.state for part in parts], 0, count).numpy(),
         )
         nowhere = np.zeros(count, np.uint64)
         self._map = _Map(

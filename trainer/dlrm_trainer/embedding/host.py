@@ -12,15 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.row_optimizers import state_values
+from dlrm_kernels.bags import fill_offsets, pool
 from dlrm_kernels.intrinsics import size_of
 from dlrm_kernels.parallel import parallel_for
-from dlrm_trainer.embedding.bags import fill_offsets, pool
+from dlrm_kernels.row_updates import Layout, Lookups, Work, memory_of, update_rows_of_bags
 from dlrm_trainer.embedding.layout import TORCH_TYPES, Lookup, Tables, table_views
 from dlrm_trainer.embedding.rounding import step_keys
-from dlrm_trainer.embedding.row_rules import memory_of, rule_of
-from dlrm_trainer.embedding.row_sums import Layout, Lookups, Work, update_rows_of_bags
 from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
-from dlrm_trainer.embedding.updates import unsigned
+from dlrm_trainer.embedding.updates import row_constants, unsigned
 
 UNIT_LOOKUPS, UNIT_BAGS = 1 << 10, 1 << 9
 """What a thread takes at a time, or more."""
@@ -38,7 +37,7 @@ class HostKernel:
         states = lazy_zeros(_elements(states_of), torch.float32)
         self.weights = table_views(rows, tables.shapes)
         self.states = table_views(states, states_of)
-        self._memory = memory_of(rows, states)
+        self._memory = memory_of(rows.numpy(), states.numpy())
         dims = [dim for _, dim in tables.shapes]
         feature_dims = [dims[table] for table in tables.features]
         self._width = sum(feature_dims)
@@ -105,7 +104,7 @@ class HostKernel:
             samples=samples,
             width=np.uint64(self._width),
         )
-        rule = rule_of(self._tables.optimizer, lookup.learning_rate)
+        rule = row_constants(self._tables.optimizer, lookup.learning_rate)
         for size, _, tables in self._by_dim:
             work = _work(tables, sizes[tables])
             units = len(work.tables)

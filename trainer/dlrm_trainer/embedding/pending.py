@@ -15,8 +15,7 @@ from dlrm_checkpointer.types import RowsInPlace, ShardId
 from dlrm_kernels.cache import kernel
 from dlrm_kernels.dirty_rows import rows_of_bits
 from dlrm_trainer.embedding.changes import WINDOW_ROWS, DirtyRows
-from dlrm_trainer.embedding.checkpoint import LocalPart
-from dlrm_trainer.embedding.gather import copy_rows
+from dlrm_trainer.embedding.checkpoint import LocalPart, copy_rows
 
 U64 = np.uint64
 Save = Callable[[RowsInPlace], None]

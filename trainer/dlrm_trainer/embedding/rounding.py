@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from dlrm_kernels import hashing
+from dlrm_kernels.row_updates import COLUMNS_PER_HASH
 
 DOMAIN = b"dlrm-rounding-1\0"
 GOLDEN, MIX_1, MIX_2 = int(hashing.GOLDEN), int(hashing.MIX_1), int(hashing.MIX_2)
@@ -48,7 +49,6 @@ EXPONENT_BITS, MANTISSA_BITS = 0xFF, 23
 HALF_MANTISSA_BITS = 10
 INVERSE_EXPONENTS = 254
 """Exponent fields of a power of two and of its inverse add up to this."""
-COLUMNS_PER_HASH = 4
 
 
 def table_key(seed: int, table: str) -> int:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlrm_kernels.bags import copy_segments, split_ids
 from dlrm_trainer.embedding.routes import Split
-from dlrm_trainer.embedding.segment_loops import copy_segments, split_ids
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_kernels.intrinsics import size_of
 from dlrm_kernels.parallel import parallel_for
+from dlrm_kernels.row_updates import MAX_UPDATES, OptimizerConstants, constants_of, memory_of, update_chosen_rows
 from dlrm_trainer.embedding.rounding import random_bits, round_to_half
-from dlrm_trainer.embedding.row_rules import MOST_UPDATES, Rule, memory_of, rule_of, update_chosen_rows
 
 UNIT_ELEMENTS = 1 << 14
 """Elements that a thread of the host updates at a time."""
@@ -68,7 +68,7 @@ def update_rows(
         rounding: of each of ``slots``; float16 rows need it.
     """
     if weight.device.type == "cpu":
-        _update_on_host(weight, state, slots, gradient, rule_of(optimizer, learning_rate), rounding)
+        _update_on_host(weight, state, slots, gradient, row_constants(optimizer, learning_rate), rounding)
         return
     old = weight.index_select(0, slots).float()
     rows, states = updated(old, state.index_select(0, slots), gradient, optimizer, learning_rate)
@@ -81,7 +81,7 @@ def update_rows(
 
 
 def _update_on_host(
-    weight: Tensor, state: Tensor, slots: Tensor, gradient: Tensor, rule: Rule, rounding: Rounding | None
+    weight: Tensor, state: Tensor, slots: Tensor, gradient: Tensor, rule: OptimizerConstants, rounding: Rounding | None
 ) -> None:
     assert rounding is not None or weight.dtype == torch.float32
     nothing = np.zeros(0, np.uint64)
@@ -91,7 +91,7 @@ def _update_on_host(
         max(1, gradient.numel() // UNIT_ELEMENTS),
         torch.get_num_threads(),
         size_of(weight.shape[1]),
-        memory_of(weight, state),
+        memory_of(weight.numpy(), state.numpy()),
         unsigned(slots),
         gradient.reshape(-1).numpy(),
         np.uint64(state.shape[1]),
@@ -100,6 +100,11 @@ def _update_on_host(
         nothing if rounding is None else unsigned(rounding.rows),
         unsigned(columns.expand(len(slots))),
     )
+
+
+def row_constants(optimizer: RowOptimizerSpec, learning_rate: float) -> OptimizerConstants:
+    """Return an optimizer's constants for kernels."""
+    return constants_of(optimizer.kind, learning_rate, optimizer.eps, optimizer.beta1, optimizer.beta2)
 
 
 def unsigned(values: Tensor) -> NDArray[np.uint64]:
@@ -139,7 +144,7 @@ def _adam(
     columns = weight.shape[1]
     first = state[:, :columns] * optimizer.beta1 + gradient * (1 - optimizer.beta1)
     second = state[:, columns : 2 * columns] * optimizer.beta2 + gradient.square() * (1 - optimizer.beta2)
-    counts = (state[:, 2 * columns :] + 1).clamp(max=MOST_UPDATES)
+    counts = (state[:, 2 * columns :] + 1).clamp(max=MAX_UPDATES)
     roots = (second / _correction(optimizer.beta2, counts)).sqrt() + optimizer.eps
     steps = first / _correction(optimizer.beta1, counts) / roots
     return weight - steps * learning_rate, torch.cat((first, second, counts), dim=1)
@@ -154,7 +159,7 @@ def _correction(decay: float, counts: Tensor) -> Tensor:
     """
     whole = counts.to(torch.int32)
     powers = torch.ones_like(counts, dtype=torch.float64)
-    for bit in range(MOST_UPDATES.bit_length()):
+    for bit in range(MAX_UPDATES.bit_length()):
         powers = torch.where((whole >> bit) & 1 == 1, powers * decay, powers)
         decay *= decay
     return (1 - powers).to(torch.float32)

@@ -23,9 +23,9 @@ from dlrm_api.plan import Plan
 from dlrm_api.run_report import LevelUse, RankUse, TableUse, TierBytes, TierReport
 from dlrm_api.tiers import Tier
 from dlrm_api.training import RowOptimizerSpec
+from dlrm_kernels.row_cache import ACCESSES, COUNTS, CREATED, EVICTED, HITS, LOOKUPS, SCRATCH
 from dlrm_trainer.embedding.owned import OwnedParts
 from dlrm_trainer.embedding.placement import Part, PartGroup, Placement
-from dlrm_trainer.embedding.tiers.counts import ACCESSES, COUNTS, CREATED, EVICTED, HITS, LOOKUPS, SCRATCH
 from dlrm_trainer.metrics.stages import WORDS as STEP_WORDS
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class RankCounters:
         self.head[WAIT_NS], self.head[MISSING] = round(owned.wait_s * 1e9), owned.missing
         kept = np.zeros(len(TIERS), np.int64)
         for counters, stack in zip(self.groups, stacks, strict=True):
-            counters.tables[:] = stack.directory.stats
+            counters.tables[:] = stack.row_map.stats
             for number, level in enumerate(stack.levels):
                 counters.levels[number] = _level_counters(stack, number + 1, level)
             for tier, size in stack.bytes_kept.items():

@@ -42,7 +42,7 @@ def test_the_last_slots_that_links_can_name_hold_their_rows() -> None:
     assert int(borrowed.slots.max()) == MOST_LINKED - 1
     assert holds(borrowed, values)
     stack.give_back(borrowed)
-    stack.directory.filled[0, 0] = slots - EXTRA // 2  # as if rows had filled all before
+    stack.row_map.filled[0, 0] = slots - EXTRA // 2  # as if rows had filled all before
     for batch in (1, 2, 3):
         fetched = stack.fetch(rows, np.array([EXTRA]), batch)
         assert holds(fetched, values)

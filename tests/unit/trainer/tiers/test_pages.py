@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_api.tiers import BLOCK_PAGE_BYTES, BLOCK_SEGMENT_BYTES, BLOCK_SLACK
-from dlrm_trainer.embedding.tiers import pages
+from dlrm_kernels import pages
+from dlrm_trainer.embedding.tiers.block import divide_file
 
 
 @given(words=st.integers(1, 5_000), live=st.integers(1, 10**7))
@@ -14,20 +15,20 @@ def test_a_file_takes_what_its_places_take_and_cleaning_always_finds_a_segment_t
 ) -> None:
     places = int(live * BLOCK_SLACK)
 
-    layout = pages.layout(words, places, live, BLOCK_SEGMENT_BYTES)
+    found = divide_file(words, places, live, BLOCK_SEGMENT_BYTES)
 
-    budget = -(-places // layout.shape.page_records) * layout.page_bytes
-    fewest = 2 + live // layout.shape.segment_records
-    assert layout.segments * layout.segment_bytes <= max(budget, fewest * layout.segment_bytes)
-    assert layout.segments * layout.segment_bytes >= budget * 63 / 64
-    assert (layout.segments - 1) * layout.shape.segment_records > live
-    assert layout.page_bytes % BLOCK_PAGE_BYTES == 0
-    assert layout.segment_bytes <= max(BLOCK_SEGMENT_BYTES, layout.page_bytes)
+    budget = -(-places // found.shape.page_records) * found.page_bytes
+    fewest = 2 + live // found.shape.segment_records
+    assert found.segments * found.segment_bytes <= max(budget, fewest * found.segment_bytes)
+    assert found.segments * found.segment_bytes >= budget * 63 / 64
+    assert (found.segments - 1) * found.shape.segment_records > live
+    assert found.page_bytes % BLOCK_PAGE_BYTES == 0
+    assert found.segment_bytes <= max(BLOCK_SEGMENT_BYTES, found.page_bytes)
 
 
 @given(words=st.integers(1, 3_000), seed=st.integers(0, 1_000))
 def test_a_record_lies_in_one_page_and_comes_back_from_it(words: int, seed: int) -> None:
-    shape = pages.layout(words, 10_000, 8_000, 16 * BLOCK_PAGE_BYTES).shape
+    shape = divide_file(words, 10_000, 8_000, 16 * BLOCK_PAGE_BYTES).shape
     random = np.random.default_rng(seed)
     count = min(40, shape.segment_records)
     rows, records = random.permutation(1_000)[:count], random.integers(0, 2**32, (count, words), np.uint32)

@@ -21,17 +21,17 @@ from dlrm_api.tiers import BLOCK_SLACK, Tier
 from dlrm_checkpointer.coding.codes import code_rows
 from dlrm_checkpointer.coding.initializer import initial_rows
 from dlrm_checkpointer.types import ShardRows, loaded
+from dlrm_kernels.replacement import SIZE
+from dlrm_kernels.row_cache import ACCESSES, CREATED, EVICTED, HITS, SCRATCH
 from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.checkpoint import table_meta
 from dlrm_trainer.embedding.host import lazy_zeros
 from dlrm_trainer.embedding.tiers import stack as stack_module
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
-from dlrm_trainer.embedding.tiers.counts import ACCESSES, CREATED, EVICTED, HITS, SCRATCH
 from dlrm_trainer.embedding.tiers.level import Level, Records
 from dlrm_trainer.embedding.tiers.lookahead import Lookahead
 from dlrm_trainer.embedding.tiers.mapped import AnonymousStorage, MappedStorage
-from dlrm_trainer.embedding.tiers.replacement import SIZE
 from dlrm_trainer.embedding.tiers.slot_memory import DeviceSlots, HostSlots, SlotMemory
 from dlrm_trainer.embedding.tiers.stack import Stack, StackTable
 from dlrm_trainer.embedding.tiers.tables import StackedPart, rows_of_stack
@@ -93,7 +93,7 @@ class Tables:
         """The slots hold the rows that were asked for, as they ought to be."""
         ends, first = np.cumsum([len(each) for each in ids]), 0
         for table, (mine, end) in enumerate(zip(ids, ends.tolist(), strict=True)):
-            at = slots[first:end] + int(self.stack.directory.slot_starts[table])
+            at = slots[first:end] + int(self.stack.row_map.slot_starts[table])
             if np.abs(self.updates[table][mine]).max(initial=0) < 2**20:
                 values = self.weight.numpy()[at] - initial_rows(SEED, f"t{table}", mine, range(DIM), SCALE)
                 assert np.array_equal(
@@ -106,7 +106,7 @@ class Tables:
         """Add one to every distinct row, and count it in its state."""
         first = 0
         for table, mine in enumerate(ids):
-            at = np.unique(slots[first : first + len(mine)]) + int(self.stack.directory.slot_starts[table])
+            at = np.unique(slots[first : first + len(mine)]) + int(self.stack.row_map.slot_starts[table])
             self.weight.numpy()[at] += 1
             self.state.numpy()[at] += 1
             self.updates[table][np.unique(mine)] += 1
@@ -121,7 +121,7 @@ class Tables:
 
     def places_agree(self) -> None:
         """Every known row is in one place, and every place holds one row."""
-        entries = self.stack.directory.place_of.astype(np.int64)
+        entries = self.stack.row_map.place_of.astype(np.int64)
         entries = entries[entries > 0] - 1
         assert len(np.unique(entries)) == len(entries)
         for number, level in enumerate(self.stack.levels, start=1):
@@ -178,14 +178,14 @@ def test_every_batch_finds_its_rows_as_updates_left_them(
         tables.stack.release(fetched)
         if batch % 3 == 0:
             seen = [generator.integers(0, n, 20) for n in tables.rows]
-            before = tables.stack.directory.place_of.copy()
+            before = tables.stack.row_map.place_of.copy()
             borrowed = tables.stack.borrow(*tables.lookups(seen))
             tables.check(seen, borrowed.slots)
             tables.stack.give_back(borrowed)
-            assert np.array_equal(before, tables.stack.directory.place_of)
+            assert np.array_equal(before, tables.stack.row_map.place_of)
         tables.places_agree()
     for table, rows in enumerate(tables.rows):
-        records = tables.stack.read(np.arange(rows) + int(tables.stack.directory.row_starts[table]))
+        records = tables.stack.read(np.arange(rows) + int(tables.stack.row_map.row_starts[table]))
         assert np.array_equal(tables.stack.format.values(records)[1][:, 0], tables.updates[table])
     tables.stack.close()
 
@@ -215,7 +215,7 @@ def test_lru_hits_evictions_and_created_rows_are_those_of_a_simulation(seed: int
         hits, accesses = hits + len(found), accesses + len(ids)
         created += len(set(missing) - known)
         known |= set(missing)
-    stats = tables.stack.directory.stats[0]
+    stats = tables.stack.row_map.stats[0]
     assert (stats[HITS], stats[ACCESSES], stats[EVICTED], stats[CREATED]) == (hits, accesses, evictions, created)
     assert stats[SCRATCH] == 0
 
@@ -291,7 +291,7 @@ def test_lfu_keeps_what_is_used_often_and_lru_what_was_used_last() -> None:
         for row in range(20, 40):
             batch += 1
             tables.stack.release(tables.stack.fetch(np.array([row]), np.array([1]), batch))
-        kept[policy] = {int(row) for row in np.flatnonzero((tables.stack.directory.place_of - 1) & 3 == 0)}
+        kept[policy] = {int(row) for row in np.flatnonzero((tables.stack.row_map.place_of - 1) & 3 == 0)}
 
     assert kept["lru"] == set(range(30, 40))
     assert set(range(5)) <= kept["lfu"]
@@ -300,14 +300,14 @@ def test_lfu_keeps_what_is_used_often_and_lru_what_was_used_last() -> None:
 
 def test_mixed_protects_rows_looked_up_twice_and_four_fifths_of_the_slots_at_most() -> None:
     tables = Tables([100, 100], 10, ("ddr",), Path(), policy="mixed")
-    lists, generator = tables.stack.directory.replacement.lists, np.random.default_rng(5)
+    lists, generator = tables.stack.row_map.replacement.lists, np.random.default_rng(5)
     most_protected = np.zeros(2, np.int64)
 
     for batch in range(1, 60):
         ids = [generator.integers(0, 12, 30), generator.integers(0, 100, 10)]
         tables.stack.release(tables.stack.fetch(*tables.lookups(ids), batch))
         most_protected = np.maximum(most_protected, lists[:, 1, SIZE])
-        assert (lists[:, :, SIZE].sum(axis=1) == tables.stack.directory.filled[:, 0]).all()
+        assert (lists[:, :, SIZE].sum(axis=1) == tables.stack.row_map.filled[:, 0]).all()
 
     assert most_protected[0] == 8
     assert most_protected[1] <= 8
@@ -435,7 +435,7 @@ def test_bytes_kept_are_those_of_the_rows_that_were_stored(tmp_path: Path) -> No
         tables.stack.release(tables.stack.fetch(*tables.lookups(ids), batch))
 
     kept = tables.stack.bytes_kept
-    stored = len(np.unique(np.flatnonzero(tables.stack.directory.place_of)))
+    stored = len(np.unique(np.flatnonzero(tables.stack.row_map.place_of)))
     assert kept["scm"] >= (stored - 2_000) * 24
     assert kept["ddr"] == pytest.approx(2_000 * (20 + 32) + 20_000 * 4 + (stored - 2_000) * 4, rel=0.05)
 

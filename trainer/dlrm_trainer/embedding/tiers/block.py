@@ -6,14 +6,16 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError
-from dlrm_api.tiers import BLOCK_SEGMENT_BYTES, Tier
-from dlrm_trainer.embedding.tiers import pages
+from dlrm_api.tiers import BLOCK_PAGE_BYTES, BLOCK_SEGMENT_BYTES, Tier
+from dlrm_kernels import pages
+from dlrm_kernels.pages import Shape
 from dlrm_trainer.embedding.tiers.aio import DirectReader, DirectWriter, EarlyReader
 from dlrm_trainer.embedding.tiers.level import Finish, Moved, Places, Records, Rows, finished
 from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
@@ -71,7 +73,7 @@ class BlockLevel:
         moved: Moved,
         segment_bytes: int = BLOCK_SEGMENT_BYTES,
     ) -> None:
-        self._layout = layout = pages.layout(words, places, live_places, segment_bytes)
+        self._layout = layout = divide_file(words, places, live_places, segment_bytes)
         self._shape = layout.shape
         self.places, self.live_places, self.used = layout.places, live_places, 0
         self._moved = moved
@@ -346,3 +348,45 @@ class BlockLevel:
     def _owners_of(self, segment: int) -> NDArray[np.int64]:
         size = self._shape.segment_records
         return self._owners[segment * size : (segment + 1) * size]
+
+
+_FEW_SEGMENTS = 64
+"""A level of fewer segments makes them smaller, so that rounding to whole ones stays below 2 %."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the file of a level is divided."""
+
+    shape: Shape
+    page_bytes: int
+    """Bytes that one read takes in."""
+    segment_bytes: int
+    """Bytes that one write puts out."""
+    segments: int
+    """Segments of the whole file."""
+
+    @property
+    def places(self) -> int:
+        """Records that fit the whole file."""
+        return self.segments * self.shape.segment_records
+
+
+def divide_file(words: int, places: int, live_places: int, segment_bytes: int) -> Layout:
+    """Divide a file for ``places`` records, of which ``live_places`` are in use at once.
+
+    Two segments more than full ones would take are the fewest with which cleaning can always go on: then one that is
+    not full is among those written whenever a record is still to come.
+    """
+    record_bytes = 4 * words
+    page_bytes = -(-record_bytes // BLOCK_PAGE_BYTES) * BLOCK_PAGE_BYTES
+    page_records = page_bytes // record_bytes
+    pages = -(-places // page_records)
+    segment_pages = max(1, min(segment_bytes // page_bytes, pages // _FEW_SEGMENTS))
+    segment_records = segment_pages * page_records
+    return Layout(
+        shape=Shape(words, page_bytes // 4, page_records, segment_records),
+        page_bytes=page_bytes,
+        segment_bytes=segment_pages * page_bytes,
+        segments=max(pages // segment_pages, live_places // segment_records + 2),
+    )

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dlrm_api.tiers import Tier
-from dlrm_kernels.cache import kernel
+from dlrm_kernels.pages import ORDER_WORDS, append_order, list_oldest, load_records, remove_order, store_records
 from dlrm_trainer.embedding.tiers.level import Finish, Places, Records, Rows, finished
-
-NEWER, OLDER, ROW_LOW, ROW_HIGH, ORDER_WORDS = 0, 1, 2, 3, 4
-"""Words of a place in the order of arrival; links hold place + 1, and 0 at the ends."""
-NEWEST, OLDEST = 0, 1
 
 
 class Storage(Protocol):
@@ -86,13 +81,13 @@ class ByteLevel:
         self._filled += count - again
         self.used += count
         if self.ordered:
-            _append(self._order, self._ends, rows, places)
-        _store(self._storage.records, places, records)
+            append_order(self._order, self._ends, rows, places)
+        store_records(self._storage.records, places, records)
         return places
 
     def read(self, places: Places, out: Records) -> Finish:
         """See ``Level``."""
-        _load(self._storage.records, places, out)
+        load_records(self._storage.records, places, out)
         return finished
 
     def free(self, places: Places) -> None:
@@ -101,65 +96,15 @@ class ByteLevel:
         self._free[known : known + len(places)] = places
         self.used -= len(places)
         if self.ordered:
-            _remove(self._order, self._ends, places)
+            remove_order(self._order, self._ends, places)
 
     def coldest(self, count: int) -> tuple[Rows, Places]:
         """See ``Level``."""
         places = np.empty(min(count, self.used), np.int64)
         rows = np.empty_like(places)
-        _oldest(self._order, self._ends, rows, places)
+        list_oldest(self._order, self._ends, rows, places)
         return rows, places
 
     def close(self) -> None:
         """See ``Level``."""
         self._storage.close()
-
-
-@kernel
-def _append(order: Any, ends: Any, rows: Any, places: Any) -> None:
-    for n in range(len(places)):
-        place, newest = places[n], ends[NEWEST]
-        order[place, NEWER], order[place, OLDER] = 0, newest
-        order[place, ROW_LOW], order[place, ROW_HIGH] = np.int32(rows[n] & 0xFFFFFFFF), np.int32(rows[n] >> 32)
-        if newest:
-            order[newest - 1, NEWER] = place + 1
-        else:
-            ends[OLDEST] = place + 1
-        ends[NEWEST] = place + 1
-
-
-@kernel
-def _remove(order: Any, ends: Any, places: Any) -> None:
-    for n in range(len(places)):
-        newer, older = order[places[n], NEWER], order[places[n], OLDER]
-        if newer:
-            order[newer - 1, OLDER] = older
-        else:
-            ends[NEWEST] = older
-        if older:
-            order[older - 1, NEWER] = newer
-        else:
-            ends[OLDEST] = newer
-
-
-@kernel
-def _oldest(order: Any, ends: Any, rows: Any, places: Any) -> None:
-    place = ends[OLDEST]
-    for n in range(len(places)):
-        places[n] = place - 1
-        rows[n] = (np.int64(order[place - 1, ROW_HIGH]) << 32) | (np.int64(order[place - 1, ROW_LOW]) & 0xFFFFFFFF)
-        place = order[place - 1, NEWER]
-
-
-@kernel
-def _store(records: NDArray[np.uint32], places: Any, source: Any) -> None:
-    for n in range(len(places)):
-        for word in range(source.shape[1]):
-            records[places[n], word] = source[n, word]
-
-
-@kernel
-def _load(records: NDArray[np.uint32], places: Any, out: Any) -> None:
-    for n in range(len(places)):
-        for word in range(out.shape[1]):
-            out[n, word] = records[places[n], word]

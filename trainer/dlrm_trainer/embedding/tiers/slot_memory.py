@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_kernels.cache import kernel
+from dlrm_kernels.pages import gather_records, scatter_records
 from dlrm_trainer.embedding.tiers.level import Records
 
 Slots = NDArray[np.int64]
@@ -54,11 +54,11 @@ class HostSlots:
 
     def gather(self, slots: Slots, out: Records) -> None:
         """See ``SlotMemory``."""
-        _gather(self.weight, self.state, slots, out)
+        gather_records(self.weight, self.state, slots, out)
 
     def scatter(self, slots: Slots, records: Records) -> None:
         """See ``SlotMemory``."""
-        _scatter(self.weight, self.state, slots, records)
+        scatter_records(self.weight, self.state, slots, records)
 
     def mark(self) -> Mark:
         """See ``SlotMemory``: kernels on the host have ended when they return."""
@@ -157,25 +157,3 @@ def record_words(weight: Tensor, state: Tensor) -> int:
 def slot_memory(weight: Tensor, state: Tensor, most: int) -> SlotMemory:
     """The slots' memory where it lies."""
     return HostSlots(weight, state) if weight.device.type == "cpu" else DeviceSlots(weight, state, most)
-
-
-@kernel
-def _gather(weight: Any, state: Any, slots: Any, out: Any) -> None:
-    words = weight.shape[1]
-    for n in range(len(slots)):
-        slot = slots[n]
-        for word in range(words):
-            out[n, word] = weight[slot, word]
-        for word in range(state.shape[1]):
-            out[n, words + word] = state[slot, word]
-
-
-@kernel
-def _scatter(weight: Any, state: Any, slots: Any, records: Any) -> None:
-    words = weight.shape[1]
-    for n in range(len(slots)):
-        slot = slots[n]
-        for word in range(words):
-            weight[slot, word] = records[n, word]
-        for word in range(state.shape[1]):
-            state[slot, word] = records[n, words + word]

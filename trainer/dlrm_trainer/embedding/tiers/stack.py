@@ -13,15 +13,8 @@ from numpy.typing import NDArray
 from dlrm_api.plan import TierShare
 from dlrm_api.tiers import MOST_PLACES, SLOT_META_BYTES, RowDtype, Tier, map_entry_bytes
 from dlrm_checkpointer.coding.initializer import table_key
-from dlrm_trainer.embedding.tiers import directory as loops
-from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
-from dlrm_trainer.embedding.tiers.counts import COUNTS
-from dlrm_trainer.embedding.tiers.directory import LEVEL_BITS, Directory, Found
-from dlrm_trainer.embedding.tiers.initial import fill_initial
-from dlrm_trainer.embedding.tiers.level import Finish, Level, Places, Records, Rows, finished
-from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
-from dlrm_trainer.embedding.tiers.record import RecordFormat
-from dlrm_trainer.embedding.tiers.replacement import (
+from dlrm_kernels import row_cache as loops
+from dlrm_kernels.replacement import (
     LFU,
     LISTS,
     LRU,
@@ -30,6 +23,11 @@ from dlrm_trainer.embedding.tiers.replacement import (
     PROTECTED_SHARE,
     Replacement,
 )
+from dlrm_kernels.row_cache import COUNTS, LEVEL_BITS, LookupResult, RowMap, fill_initial
+from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
+from dlrm_trainer.embedding.tiers.level import Finish, Level, Places, Records, Rows, finished
+from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
+from dlrm_trainer.embedding.tiers.record import RecordFormat
 from dlrm_trainer.embedding.tiers.slot_memory import HostSlots, SlotMemory
 from dlrm_trainer.embedding.tiers.swap import Swap, swap_between
 
@@ -97,7 +95,7 @@ class Stack:
         self._keys = np.array([table_key(seed, table.name) for table in tables], np.uint64)
         self._firsts = np.array([(table.first_row, table.first_column) for table in tables], np.int64)
         self._scales = np.array([table.scale for table in tables], np.float32)
-        self.directory = _directory(tables, share)
+        self.row_map = _directory(tables, share)
         self._found = _found(0)
         self._chunk = CHUNK
         self._coming, self._going = (np.empty((CHUNK, memory.words), np.uint32) for _ in range(2))
@@ -129,27 +127,27 @@ class Stack:
             DeviceError: a level could not read or write; the stack is of no use any more.
         """
         found = self._room(len(ids))
-        distinct, missing, waiting = loops.find(self.directory, ids, ends, batch, found)
+        distinct, missing, waiting = loops.find(self.row_map, ids, ends, batch, found)
         copying = None  # unless rows must be waited for: then they are on their way while slots are found for them
         if self._swap is None:
             first = slice(0, min(self._chunk, missing))
             copying = self._begin(found.missing[first], found.sources[first], self._coming[first], leave=True)
-        short = loops.admit(self.directory, batch, found, distinct, missing)
+        short = loops.admit(self.row_map, batch, found, distinct, missing)
         assert short == 0, f"{short} rows of batch {batch} found no slot: more lookups than the plan allows"
-        loops.resolve(self.directory, ends, found, waiting)
+        loops.resolve(self.row_map, ends, found, waiting)
         self._exchange(found, missing, copying)
         return Fetched(slots=found.slots, distinct=found.distinct[: distinct + missing])
 
     def release(self, fetched: Fetched) -> None:
         """Let a fetched batch go that has updated its rows; rows in extra slots that no other batch holds move down."""
         leaving = np.empty(len(fetched.distinct), np.int64)
-        count = loops.release(self.directory, fetched.distinct, leaving)
+        count = loops.release(self.row_map, fetched.distinct, leaving)
         for start in range(0, count, self._chunk):
             slots = leaving[start : min(start + self._chunk, count)]
             rows = np.empty_like(slots)
-            loops.rows_of_slots(self.directory.meta, slots, rows)
+            loops.rows_of_slots(self.row_map.meta, slots, rows)
             self._demote(rows, self._take(slots, self._going), 0)
-            loops.vacate(self.directory, slots)
+            loops.vacate(self.row_map, slots)
 
     def borrow(self, ids: NDArray[np.int64], ends: NDArray[np.int64]) -> Fetched:
         """Copy rows that are in no slot into extra ones, for reading alone; all else stays as it is.
@@ -157,9 +155,9 @@ class Stack:
         Every batch that was fetched must be released, or not be fetched before ``give_back``.
         """
         found = self._room(len(ids))
-        missing, waiting, short = loops.borrow(self.directory, ids, ends, found)
+        missing, waiting, short = loops.borrow(self.row_map, ids, ends, found)
         assert short == 0, f"{short} rows of an evaluation found no slot: more lookups than the plan allows"
-        loops.resolve(self.directory, ends, found, waiting)
+        loops.resolve(self.row_map, ends, found, waiting)
         for start in range(0, missing, self._chunk):
             part = slice(start, min(start + self._chunk, missing))
             records = self._coming[: part.stop - start]
@@ -169,7 +167,7 @@ class Stack:
 
     def give_back(self, fetched: Fetched) -> None:
         """End what ``borrow`` began."""
-        loops.vacate(self.directory, fetched.distinct)
+        loops.vacate(self.row_map, fetched.distinct)
 
     def restore(self, table: int, rows: Rows, records: Records) -> None:
         """Take rows of a table in that are nowhere, with their records; as many as fit stay in slots."""
@@ -178,7 +176,7 @@ class Stack:
             part = rows[start : start + most]
             found = self._room(len(part))
             found.missing[:], found.sources[:] = part, BROUGHT
-            short = loops.admit(self.directory, 0, found, 0, len(part))
+            short = loops.admit(self.row_map, 0, found, 0, len(part))
             assert short == 0, f"{short} restored rows found no slot"
             self._coming[: len(part)] = records[start : start + most]
             self._exchange(found, len(part), [])
@@ -186,19 +184,19 @@ class Stack:
 
     def known(self, table: int, first: int, last: int) -> Rows:
         """Rows of the class, of [first, last) of a table, that are anywhere."""
-        start = int(self.directory.row_starts[table])
-        return start + first + np.flatnonzero(self.directory.place_of[start + first : start + last])
+        start = int(self.row_map.row_starts[table])
+        return start + first + np.flatnonzero(self.row_map.place_of[start + first : start + last])
 
     def places_in(self, level: int, rows: Rows) -> tuple[NDArray[np.bool_], Places]:
         """Which of some rows are in a level below the slots, 1 being the first; and the places of these."""
-        entries = self.directory.place_of[rows].astype(np.int64) - 1
+        entries = self.row_map.place_of[rows].astype(np.int64) - 1
         here = (entries >= 0) & (entries & 3 == level)
         return here, entries[here] >> LEVEL_BITS
 
     def read(self, rows: Rows) -> Records:
         """Records of some rows wherever they are, initial ones included; nothing moves."""
         records = np.empty((len(rows), self.memory.words), np.uint32)
-        sources = self.directory.place_of[rows].astype(np.int64)
+        sources = self.row_map.place_of[rows].astype(np.int64)
         for start in range(0, len(rows), self._chunk):
             part = slice(start, start + self._chunk)
             self._copy(rows[part], sources[part], records[part])
@@ -212,9 +210,9 @@ class Stack:
     @property
     def bytes_kept(self) -> dict[Tier, int]:
         """Bytes really taken now, by tier, of slots (their rows, states and what is known of them), maps and levels."""
-        filled = int(self.directory.filled[:, :2].sum())
+        filled = int(self.row_map.filled[:, :2].sum())
         slot = self.format.kept_words * 4 + SLOT_META_BYTES
-        kept: dict[Tier, int] = {"ddr": self.directory.place_of.nbytes}
+        kept: dict[Tier, int] = {"ddr": self.row_map.place_of.nbytes}
         kept[self._slots_tier] = kept.get(self._slots_tier, 0) + filled * slot
         for level in self.levels:
             for tier, size in level.bytes_kept.items():
@@ -226,14 +224,14 @@ class Stack:
         for level in self.levels:
             level.close()
 
-    def _room(self, lookups: int) -> Found:
+    def _room(self, lookups: int) -> LookupResult:
         """Room for a batch; its slots are its own, all else is that of the next one too."""
         if len(self._found.slots) < lookups:
             self._found = _found(lookups + lookups // 4)
         slots, distinct = np.empty(lookups, np.int64), np.empty(lookups, np.int32)
         return self._found.first(lookups)._replace(slots=slots, distinct=distinct)
 
-    def _exchange(self, found: Found, missing: int, copying: list[Finish] | None) -> None:
+    def _exchange(self, found: LookupResult, missing: int, copying: list[Finish] | None) -> None:
         """Move missing rows into their slots, and what was there down.
 
         Args:
@@ -246,7 +244,7 @@ class Stack:
         self._coming_from = rows, sources
         counts, left = np.empty(missing, np.uint32), np.arange(missing)
         if self._swap is not None and copying is None:
-            left = np.flatnonzero(~self._swap.pairs(self.directory, sources, targets, leaving, counts))
+            left = np.flatnonzero(~self._swap.pairs(self.row_map, sources, targets, leaving, counts))
             self.moved_rows[1] += missing - len(left)
         for start in range(0, len(left), self._chunk):
             part = left[start : start + self._chunk]
@@ -260,7 +258,7 @@ class Stack:
                 finish()
             self.memory.scatter(targets[part], records)
             counts[part] = records[:, -1]
-        loops.enlist(self.directory, targets, counts)
+        loops.enlist(self.row_map, targets, counts)
 
     def _copy(self, rows: Rows, sources: NDArray[np.int64], out: Records) -> None:
         """Copy records out of wherever they are."""
@@ -291,12 +289,12 @@ class Stack:
     def _take(self, slots: NDArray[np.int64], out: Records) -> Records:
         out = out[: len(slots)]
         self.memory.gather(slots, out)
-        loops.counts_of_slots(self.directory.meta, slots, out[:, -1])
+        loops.counts_of_slots(self.row_map.meta, slots, out[:, -1])
         return out
 
     def _initial(self, rows: Rows, out: Records) -> None:
         weights = np.empty((len(rows), self.format.dim), np.float32)
-        fill_initial(rows, self.directory.row_starts, self._firsts, self._keys, self._scales, weights)
+        fill_initial(rows, self.row_map.row_starts, self._firsts, self._keys, self._scales, weights)
         self.format.begin(weights, out)
 
     def _demote(self, rows: Rows, records: Records, above: int, source: int = 0) -> None:
@@ -331,10 +329,10 @@ class Stack:
         misses more rows than are moved at a time may push some of these down itself.
         """
         if source == 0:
-            loops.point(self.directory.place_of, rows, places, level)
+            loops.point(self.row_map.place_of, rows, places, level)
             return
-        coming = (self.directory.place_of[rows].astype(np.int64) - 1) & 3 != source
-        loops.point(self.directory.place_of, rows[~coming], places[~coming], level)
+        coming = (self.row_map.place_of[rows].astype(np.int64) - 1) & 3 != source
+        loops.point(self.row_map.place_of, rows[~coming], places[~coming], level)
         if coming.any():
             missing, sources = self._coming_from
             order = np.argsort(missing)
@@ -352,19 +350,19 @@ def _finish_part(finish: Finish, out: Records, here: NDArray[np.bool_], part: Re
     out[here] = part
 
 
-def _found(lookups: int) -> Found:
+def _found(lookups: int) -> LookupResult:
     wide = [np.empty(lookups, np.int64) for _ in range(6)]
-    return Found(wide[0], np.empty(lookups, np.int32), *wide[1:])
+    return LookupResult(wide[0], np.empty(lookups, np.int32), *wide[1:])
 
 
-def _directory(tables: Sequence[StackTable], share: TierShare) -> Directory:
+def _directory(tables: Sequence[StackTable], share: TierShare) -> RowMap:
     rows = list(accumulate((table.rows for table in tables), initial=0))
     slots = list(accumulate((table.slots + table.extra for table in tables), initial=0))
     narrow = slots[-1] < MOST_PLACES and map_entry_bytes(rows[-1]) == np.dtype(np.int32).itemsize
     entry = np.int32 if narrow else np.int64
     policy, ways = POLICIES[share.policy], share.ways
     capacity = np.array([table.slots // ways * ways if ways else table.slots for table in tables], np.int64)
-    return Directory(
+    return RowMap(
         place_of=untouched_zeros(-(-rows[-1] * np.dtype(entry).itemsize // 8)).view(entry)[: rows[-1]],
         row_starts=np.array(rows, np.int64),
         slot_starts=np.array(slots, np.int64),
@@ -375,7 +373,7 @@ def _directory(tables: Sequence[StackTable], share: TierShare) -> Directory:
             policy=policy,
             ways=ways,
             lists=np.zeros((len(tables), LISTS[policy], 3), np.int64),
-            protected_most=(capacity * PROTECTED_SHARE).astype(np.int64),
+            max_protected=(capacity * PROTECTED_SHARE).astype(np.int64),
         ),
         stats=np.zeros((len(tables), COUNTS), np.int64),
     )

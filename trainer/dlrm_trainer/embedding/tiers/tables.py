@@ -93,7 +93,7 @@ def make_stack(
 
 
 def _make_level(tier: Tier, stack: Stack, number: int, planned: int, tier_dir: Path | None, *, last: bool) -> Level:
-    rows, words = int(stack.directory.row_starts[-1]), stack.memory.words
+    rows, words = int(stack.row_map.row_starts[-1]), stack.memory.words
     places = min(rows, planned) if not last else rows  # sets may leave slots unused; places untouched cost nothing
     if tier == "ddr":
         return ByteLevel(tier, AnonymousStorage(words, places), places, ordered=not last)
@@ -153,7 +153,7 @@ class StackedPart:
     @property
     def first(self) -> int:
         """Its first row, in the class."""
-        return int(self.stack.directory.row_starts[self.number])
+        return int(self.stack.row_map.row_starts[self.number])
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def _by_part(
     """Rows of the class in any order, sorted part by part."""
     order = np.argsort(rows)
     rows = rows[order]
-    edges = np.searchsorted(rows, stack.directory.row_starts)
+    edges = np.searchsorted(rows, stack.row_map.row_starts)
     for number in np.flatnonzero(np.diff(edges)).tolist():
         part, here = parts[number], slice(edges[number], edges[number + 1])
         weights, state = stack.format.values(records[order[here]])

@@ -1,70 +1,30 @@
-"""Records in pages: compiled loops that lay them out, find them again, and move those still in use.
+"""Copy records of rows: in pages and segments of a file (pack, find, clean), in slots, and in plain arrays.
 
-A place is a number over the whole file: segment, page in it, record in that page. ``owners`` holds row + 1 for each
-place, and 0 where it is free.
+A place numbers the records of a whole file: segment, page in it, record in the page. ``owners`` holds row + 1 for each
+place, or 0 if it is free.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dlrm_api.tiers import BLOCK_PAGE_BYTES
-from dlrm_kernels.cache import kernel
+import numpy as np
+from numpy.typing import NDArray
 
-_FEW_SEGMENTS = 64
-"""A level of fewer segments makes them smaller, so that rounding to whole ones stays below 2 %."""
+from dlrm_kernels.cache import kernel
 
 
 class Shape(NamedTuple):
-    """How records lie in a page, or in the pages that one larger record takes."""
+    """Describe how records lie in a page, or in the pages of one larger record."""
 
     words: int
     """32-bit words of a record."""
     page_words: int
-    """Words of what is read for one record: a page, or several."""
+    """Words read for one record: a page, or several."""
     page_records: int
-    """Records in it."""
+    """Records of a page."""
     segment_records: int
     """Records of a segment."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How the file of a level is divided."""
-
-    shape: Shape
-    page_bytes: int
-    """Bytes that one read takes in."""
-    segment_bytes: int
-    """Bytes that one write puts out."""
-    segments: int
-    """Segments of the whole file."""
-
-    @property
-    def places(self) -> int:
-        """Records that fit the whole file."""
-        return self.segments * self.shape.segment_records
-
-
-def layout(words: int, places: int, live_places: int, segment_bytes: int) -> Layout:
-    """Divide a file for ``places`` records, of which ``live_places`` are in use at once.
-
-    Two segments more than full ones would take are the fewest with which cleaning can always go on: then one that is
-    not full is among those written whenever a record is still to come.
-    """
-    record_bytes = 4 * words
-    page_bytes = -(-record_bytes // BLOCK_PAGE_BYTES) * BLOCK_PAGE_BYTES
-    page_records = page_bytes // record_bytes
-    pages = -(-places // page_records)
-    segment_pages = max(1, min(segment_bytes // page_bytes, pages // _FEW_SEGMENTS))
-    segment_records = segment_pages * page_records
-    return Layout(
-        shape=Shape(words, page_bytes // 4, page_records, segment_records),
-        page_bytes=page_bytes,
-        segment_bytes=segment_pages * page_bytes,
-        segments=max(pages // segment_pages, live_places // segment_records + 2),
-    )
 
 
 @kernel
@@ -93,7 +53,7 @@ def pack(shape: Shape, rows: Any, records: Any, image: Any, first: int, owners: 
 
 @kernel
 def unpack(shape: Shape, image: Any, owners: Any, rows: Any, records: Any) -> int:
-    """Copy a segment's records in use out, and say how many these are."""
+    """Copy a segment's records in use out, and return their number."""
     count = 0
     for index in range(shape.segment_records):
         if owners[index]:
@@ -107,19 +67,19 @@ def unpack(shape: Shape, image: Any, owners: Any, rows: Any, records: Any) -> in
 
 @kernel
 def move(shape: Shape, image: Any, owners: Any, target: Any, first: int, target_owners: Any, indices: Any) -> int:
-    """Append a segment's records in use to another one, where they are in use from now on.
+    """Append a segment's records in use to another segment.
 
     Args:
         shape: of the level.
-        image: (segment words,) uint32, read from the segment that is emptied.
-        owners: (segment records,) int64, of that segment; 0 throughout afterwards.
+        image: (segment words,) uint32, read from the segment to empty.
+        owners: (segment records,) int64 of that segment; zeroed.
         target: (segment words,) uint32, the other segment's bytes.
         first: record of the other segment at which they start.
         target_owners: (segment records,) int64, of the other segment.
-        indices: (segment records,) int64; takes the records that were moved.
+        indices: (segment records,) int64, filled with the records moved.
 
     Returns:
-        How many these are.
+        Number of records moved.
     """
     count = 0
     for index in range(shape.segment_records):
@@ -136,18 +96,18 @@ def move(shape: Shape, image: Any, owners: Any, target: Any, first: int, target_
 
 @kernel
 def read_buffered(shape: Shape, places: Any, buffer_of: Any, buffers: Any, out: Any, elsewhere: Any) -> int:
-    """Copy those records out whose segment is in memory, and list the others.
+    """Copy out the records whose segment is in memory, and list the others.
 
     Args:
         shape: of the level.
         places: (N,) int64.
-        buffer_of: (S,) int32 buffer of each segment, -1 where it has none.
+        buffer_of: (S,) int32 buffer of each segment, or -1.
         buffers: (B, segment words) uint32.
-        out: (N, W) uint32, filled where it can be.
-        elsewhere: (N,) int64; takes the others' positions in ``places``.
+        out: (N, W) uint32, filled in part.
+        elsewhere: (N,) int64, filled with the positions in ``places`` of the others.
 
     Returns:
-        How many others there are.
+        Number of the others.
     """
     count = 0
     for n in range(len(places)):
@@ -170,10 +130,10 @@ def read_pages(
 
     Args:
         shape: of the level.
-        pieces: (M,) int64 which pages these are.
-        arrived: (M,) int64 buffers that they are in.
+        pieces: (M,) int64 numbers of the pages.
+        arrived: (M,) int64 buffers that hold them.
         buffers: (B, page words) uint32.
-        starts: (pages + 1,) int64 where each page's records start in ``positions``.
+        starts: (pages + 1,) int64 start of each page's records in ``positions``.
         positions: (N,) int64 positions in ``places`` and ``out``, grouped by page.
         places: int64 of all records.
         out: (len(places), W) uint32.
@@ -196,11 +156,11 @@ def release(shape: Shape, places: Any, owners: Any, live: Any, written: Any, emp
         places: (N,) int64, all in use.
         owners: int64 of all places.
         live: (S,) int32 records in use of each segment.
-        written: (S,) int64, not 0 for segments that take no more records.
-        emptied: (N,) int64; takes those of them that have no record in use any more.
+        written: (S,) int64, not 0 for segments that are full.
+        emptied: (N,) int64, filled with the full segments that have no record in use any more.
 
     Returns:
-        How many these are; -1 if a place was not in use.
+        Number of emptied segments; -1 if a place was not in use.
     """
     count = 0
     for n in range(len(places)):
@@ -217,15 +177,15 @@ def release(shape: Shape, places: Any, owners: Any, live: Any, written: Any, emp
 
 @kernel
 def emptiest(live: Any, written: Any, segments: Any) -> int:
-    """The segments with fewest records in use of those that take no more.
+    """List the full segments with the fewest records in use.
 
     Args:
         live: (S,) int32 records in use of each segment.
-        written: (S,) int64, not 0 for segments that take no more records.
-        segments: (N,) int64; takes them, emptiest first.
+        written: (S,) int64, not 0 for segments that are full.
+        segments: (N,) int64, filled with them, emptiest first.
 
     Returns:
-        How many these are.
+        Number of segments listed.
     """
     count = 0
     for segment in range(len(live)):
@@ -238,3 +198,89 @@ def emptiest(live: Any, written: Any, segments: Any) -> int:
             place -= 1
         segments[place] = segment
     return count
+
+
+@kernel
+def gather_records(weight: Any, state: Any, slots: Any, out: Any) -> None:
+    """Copy the rows and states of slots into records, without the access count; all uint32."""
+    words = weight.shape[1]
+    for n in range(len(slots)):
+        slot = slots[n]
+        for word in range(words):
+            out[n, word] = weight[slot, word]
+        for word in range(state.shape[1]):
+            out[n, words + word] = state[slot, word]
+
+
+@kernel
+def scatter_records(weight: Any, state: Any, slots: Any, records: Any) -> None:
+    """Copy records into the rows and states of slots; see ``gather_records``."""
+    words = weight.shape[1]
+    for n in range(len(slots)):
+        slot = slots[n]
+        for word in range(words):
+            weight[slot, word] = records[n, word]
+        for word in range(state.shape[1]):
+            state[slot, word] = records[n, words + word]
+
+
+NEWER, OLDER, ROW_LOW, ROW_HIGH, ORDER_WORDS = 0, 1, 2, 3, 4
+"""Words of a place in the list of arrivals; links hold place + 1, or 0 at the ends."""
+
+
+NEWEST, OLDEST = 0, 1
+
+
+@kernel
+def append_order(order: Any, ends: Any, rows: Any, places: Any) -> None:
+    """Append places to the list of arrivals ``order`` (places, ORDER_WORDS) int32; ``ends`` are newest and oldest."""
+    for n in range(len(places)):
+        place, newest = places[n], ends[NEWEST]
+        order[place, NEWER], order[place, OLDER] = 0, newest
+        order[place, ROW_LOW], order[place, ROW_HIGH] = np.int32(rows[n] & 0xFFFFFFFF), np.int32(rows[n] >> 32)
+        if newest:
+            order[newest - 1, NEWER] = place + 1
+        else:
+            ends[OLDEST] = place + 1
+        ends[NEWEST] = place + 1
+
+
+@kernel
+def remove_order(order: Any, ends: Any, places: Any) -> None:
+    """Remove places from the list of arrivals."""
+    for n in range(len(places)):
+        newer, older = order[places[n], NEWER], order[places[n], OLDER]
+        if newer:
+            order[newer - 1, OLDER] = older
+        else:
+            ends[NEWEST] = older
+        if older:
+            order[older - 1, NEWER] = newer
+        else:
+            ends[OLDEST] = newer
+
+
+@kernel
+def list_oldest(order: Any, ends: Any, rows: Any, places: Any) -> None:
+    """Fill in the places that arrived first, and their rows; (n,) int64 each."""
+    place = ends[OLDEST]
+    for n in range(len(places)):
+        places[n] = place - 1
+        rows[n] = (np.int64(order[place - 1, ROW_HIGH]) << 32) | (np.int64(order[place - 1, ROW_LOW]) & 0xFFFFFFFF)
+        place = order[place - 1, NEWER]
+
+
+@kernel
+def store_records(records: NDArray[np.uint32], places: Any, source: Any) -> None:
+    """Copy (N, W) ``source`` to some places of ``records``."""
+    for n in range(len(places)):
+        for word in range(source.shape[1]):
+            records[places[n], word] = source[n, word]
+
+
+@kernel
+def load_records(records: NDArray[np.uint32], places: Any, out: Any) -> None:
+    """Copy some places of ``records`` to ``out`` (N, W)."""
+    for n in range(len(places)):
+        for word in range(out.shape[1]):
+            out[n, word] = records[places[n], word]

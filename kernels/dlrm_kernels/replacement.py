@@ -1,12 +1,12 @@
-"""Which row leaves a full cache: LRU, LFU or a mix of both, fully associative or within sets. Compiled.
+"""Choose the rows that leave a full cache: LRU, LFU or segmented LRU ("mixed"), fully associative or within sets.
 
-Fully associative, each table keeps lists of its slots, newest first; a victim is the oldest slot without pins of the
-first list that has one. LRU has one list. LFU has one for each access count up to ``LFU_LISTS``. Mixed is a segmented
-LRU (Karedla et al., IEEE Computer 1994): rows come in on probation, are protected from their second access on, and
-the protected, at most four fifths of the slots, fall back on probation.
+Fully associative: each table keeps lists of its slots, newest first. The victim is the oldest unpinned slot of the
+first list that has one. LRU has one list, LFU one per access count up to ``LFU_LISTS``. Mixed is a segmented LRU
+(Karedla et al., IEEE Computer 1994): rows enter on probation, are protected from their second access on, and fall back
+on probation when more than four fifths of the slots are protected.
 
-Within sets a row's set is a hash of its number, and the victim is found by looking at the set's slots: the one whose
-last batch is longest ago (LRU), among those of the smallest access count (LFU), among those on probation (mixed).
+Within sets: a hash of the row selects its set, and the victim is the unpinned slot of the set that was used longest ago
+(LRU), among those with the smallest access count (LFU), or among those on probation (mixed).
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from dlrm_kernels.hashing import GOLDEN
 from dlrm_kernels.intrinsics import prefetch
 
 PREVIOUS, NEXT, STAMP, COUNT, PINS, FLAGS, ROW_LOW, ROW_HIGH, META_WORDS = 0, 1, 2, 3, 4, 5, 6, 7, 8
-"""Words of a slot. Links hold slot + 1, and 0 at the end; a row holds itself + 1, and 0 in a slot without one."""
+"""Words of a slot. Links hold slot + 1, or 0 at an end of a list; the row words hold row + 1, or 0 if free."""
 EXTRA, PROTECTED = 2, 4
-"""Flags of a slot: the policy doesn't own it; mixed: its row was looked up twice."""
+"""Flags of a slot: the policy does not own it; its row was looked up twice (mixed)."""
 LIST_SHIFT: Final = 8
-"""A slot's list is kept above its flags."""
+"""The number of a slot's list stands above its flags."""
 LRU, LFU, MIXED = 0, 1, 2
 LFU_LISTS = 64
-"""Access counts above this are one to LFU."""
+"""LFU treats higher access counts alike."""
 LISTS = {LRU: 1, LFU: LFU_LISTS, MIXED: 2}
 PROTECTED_SHARE = 0.8
-MOST_COUNTED = 2**31 - 1
+MAX_COUNT = 2**31 - 1
 AHEAD: Final = 12
-"""Neighbours in a list asked for before their turn."""
-TOGETHER: Final = 8
-"""Tables whose lists are followed at once: the slots that these lead to are to stay in the processor's cache."""
+"""Neighbours in a list prefetched ahead."""
+GROUP_TABLES: Final = 8
+"""Tables whose lists are followed together: few enough for their slots to stay in the processor's cache."""
 FIRST, LAST, SIZE = 0, 1, 2
 """Columns of a list."""
 
 
 class Replacement(NamedTuple):
-    """State of the policy of K tables."""
+    """Hold the policy's state of K tables."""
 
     policy: int
     ways: int
-    """Slots of a set; 0: fully associative."""
+    """Slots of a set; 0 if fully associative."""
     lists: NDArray[np.int64]
-    """(K, J, 3) first and last slot + 1 of each list, and its length."""
-    protected_most: NDArray[np.int64]
-    """(K,) most slots that mixed protects."""
+    """(K, J, 3) first slot + 1, last slot + 1 and length of each list."""
+    max_protected: NDArray[np.int64]
+    """(K,) largest number of slots that mixed protects."""
 
 
 @kernel
 def slot_row(meta: Any, slot: Any) -> Any:
-    """The row in a slot, -1 where there is none."""
+    """Return the row in a slot, or -1."""
     return ((np.int64(meta[slot, ROW_HIGH]) << 32) | (np.int64(meta[slot, ROW_LOW]) & 0xFFFFFFFF)) - 1
 
 
 @kernel
 def set_row(meta: Any, slot: int, row: int) -> None:
-    """Put a row's number into a slot."""
+    """Write a row's number into a slot."""
     value = row + 1
     meta[slot, ROW_LOW] = np.int32(value & 0xFFFFFFFF)
     meta[slot, ROW_HIGH] = np.int32(value >> 32)
@@ -75,7 +75,7 @@ def forget(meta: Any, slot: int) -> None:
 
 @kernel
 def touch(replacement: Replacement, meta: Any, table: int, slots: Any) -> None:
-    """A batch looks up rows that are in slots, and pins them: each once, whatever the number of its lookups."""
+    """Pin the rows of a batch that are in slots, each once, and count the access."""
     policy, ways, lists = replacement.policy, replacement.ways, replacement.lists
     words, last = meta.reshape(-1), len(slots) - 1
     for n in range(len(slots)):
@@ -85,7 +85,7 @@ def touch(replacement: Replacement, meta: Any, table: int, slots: Any) -> None:
             prefetch(words, (np.int64(meta[coming, PREVIOUS]) - 1) * META_WORDS)
             prefetch(words, (np.int64(meta[coming, NEXT]) - 1) * META_WORDS)
         meta[slot, PINS] += 1
-        if meta[slot, COUNT] < MOST_COUNTED:
+        if meta[slot, COUNT] < MAX_COUNT:
             meta[slot, COUNT] += 1
         if meta[slot, FLAGS] & EXTRA:
             continue
@@ -102,16 +102,16 @@ def touch(replacement: Replacement, meta: Any, table: int, slots: Any) -> None:
 
 @kernel
 def limit_protected(replacement: Replacement, meta: Any) -> None:
-    """Mixed, after ``touch``: the oldest slots beyond those that may be protected fall back on probation."""
+    """Put the oldest slots back on probation if too many are protected (mixed); call it after ``touch``."""
     if replacement.policy != MIXED or replacement.ways > 0:
         return
-    lists, most = replacement.lists, replacement.protected_most
+    lists, most = replacement.lists, replacement.max_protected
     over = np.empty(len(lists), np.int64)
     for table in range(len(lists)):
         over[table] = max(0, lists[table, 1, SIZE] - most[table])
     for table in range(len(lists)):
-        if table % TOGETHER == 0:
-            follow(meta, lists[table : table + TOGETHER, 1, LAST].copy(), over[table : table + TOGETHER])
+        if table % GROUP_TABLES == 0:
+            follow(meta, lists[table : table + GROUP_TABLES, 1, LAST].copy(), over[table : table + GROUP_TABLES])
         for _ in range(over[table]):
             slot = lists[table, 1, LAST] - 1
             _unlink(lists, meta, table, 1, slot)
@@ -120,23 +120,23 @@ def limit_protected(replacement: Replacement, meta: Any) -> None:
 
 @kernel
 def insert(replacement: Replacement, meta: Any, table: int, slots: Any, counts: Any) -> None:
-    """Rows have come into slots, each with the count of its accesses before this one."""
+    """Enter rows that came into slots, each with the count of its earlier accesses."""
     policy, ways, lists = replacement.policy, replacement.ways, replacement.lists
     for n in range(len(slots)):
         slot = slots[n]
-        meta[slot, COUNT] = min(counts[n], MOST_COUNTED - 1) + 1
+        meta[slot, COUNT] = min(counts[n], MAX_COUNT - 1) + 1
         if ways == 0 and not meta[slot, FLAGS] & EXTRA:
             _push(lists, meta, table, _list_of(policy, meta[slot, COUNT], False), slot)
 
 
 @kernel
 def follow(meta: Any, places: Any, counts: Any) -> None:
-    """Have the oldest slots of lists near: each step along a list waits for memory, but those of several go together.
+    """Load the oldest slots of several lists into the cache: steps along one list would wait for memory in turn.
 
     Args:
         meta: of the slots.
         places: (N,) last slot + 1 of each list; overwritten.
-        counts: (N,) slots wanted of each.
+        counts: (N,) number of slots to load of each.
     """
     for n in range(counts.max()):
         for number in range(len(places)):
@@ -156,23 +156,24 @@ def take_slots(
     targets: Any,
     leaving: Any,
 ) -> None:
-    """A slot of the table for each of some rows, free ones first, then the coldest that no batch in flight needs.
+    """Find a slot of the table for each row: free ones first, then the coldest that no batch in flight needs.
 
     Args:
         replacement: state of the policy.
         meta: of the slots.
         filled: (K, 3); its first column counts a table's slots ever filled.
-        table: whose rows they are.
+        table: of the rows.
         start: the table's first slot.
         capacity: slots that the policy may fill.
-        rows: (n,) the rows to come.
-        targets: (n,) takes their slots; -1 where every slot in question is pinned.
-        leaving: (n,) takes the row that must leave each slot, -1 where there is none.
+        rows: (n,) rows that come.
+        targets: (n,) filled with their slots; -1 if every candidate is pinned.
+        leaving: (n,) filled with the row that must leave each slot, or -1.
     """
     if replacement.ways > 0:
         for n in range(len(rows)):
             targets[n], leaving[n] = _slot_in_set(replacement, meta, start, capacity, rows[n])
-            if targets[n] >= 0:  # so that the next row doesn't get it
+            # The next row must not get this slot.
+            if targets[n] >= 0:
                 set_row(meta, targets[n], rows[n])
                 meta[targets[n], PINS] = 1
         return

@@ -1,0 +1,472 @@
+"""Map rows to slots and levels: find a batch's rows, admit missing ones, release them, and create initial rows.
+
+``place_of`` holds one entry per row: 0 if the row is nowhere yet, else 1 + level + 4 * place. During a lookup a missing
+row's entry is -1 - its number among the batch's missing rows, so that its duplicates find it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_kernels.cache import kernel
+from dlrm_kernels.hashing import GOLDEN, mix
+from dlrm_kernels.intrinsics import lent, prefetch, prefetch_lines
+from dlrm_kernels.replacement import (
+    COUNT,
+    EXTRA,
+    FLAGS,
+    GROUP_TABLES,
+    LAST,
+    META_WORDS,
+    NEXT,
+    PINS,
+    STAMP,
+    Replacement,
+    follow,
+    forget,
+    insert,
+    limit_protected,
+    set_row,
+    slot_row,
+    take_slots,
+    touch,
+)
+
+LOOKUPS, ACCESSES, HITS, CREATED, EVICTED, SCRATCH, COUNTS = range(7)
+"""Columns of ``RowMap.stats``: lookups, distinct rows of batches, hits, new rows, evictions, rows in extra slots."""
+LEVEL_BITS = 2
+MISSING = 0
+AHEAD = 12
+"""Entries prefetched ahead."""
+SWAPS_AHEAD = 4
+"""Pairs of ``swap_rows`` prefetched ahead."""
+UNIT = np.float32(2.0**-23)
+
+
+class RowMap(NamedTuple):
+    """Where the rows of K tables that share levels are."""
+
+    place_of: NDArray[Any]
+    """(R,) int32, or int64 if a level has too many places; all rows of all tables."""
+    row_starts: NDArray[np.int64]
+    """(K + 1,) first row of each table."""
+    slot_starts: NDArray[np.int64]
+    """(K + 1,) first slot of each table."""
+    capacity: NDArray[np.int64]
+    """(K,) slots that the policy fills; extra ones follow, for batches that need more."""
+    meta: NDArray[np.int32]
+    """(S, META_WORDS) words of each slot, half a cache line; see ``replacement``."""
+    filled: NDArray[np.int64]
+    """(K, 3) slots ever filled, extra slots ever taken, first free extra slot + 1."""
+    replacement: Replacement
+    stats: NDArray[np.int64]
+    """(K, COUNTS) since the start."""
+
+
+class LookupResult(NamedTuple):
+    """Buffers that the lookup of one batch fills."""
+
+    slots: NDArray[np.int64]
+    """(L,) slot of each lookup, from its table's first."""
+    distinct: NDArray[np.int32]
+    """(L,) the first n are the distinct slots, from the first table's first."""
+    missing: NDArray[np.int64]
+    """(L,) the first m are the rows to bring in."""
+    sources: NDArray[np.int64]
+    """(L,) their entries of ``place_of``."""
+    waiting: NDArray[np.int64]
+    """(L,) lookups of rows that have no slot yet."""
+    targets: NDArray[np.int64]
+    """(L,) slots that the missing rows get."""
+    leaving: NDArray[np.int64]
+    """(L,) rows that those slots held; -1 if free."""
+
+    def first(self, lookups: int) -> LookupResult:
+        """Return the part that a batch of so many lookups takes."""
+        return LookupResult(
+            self.slots[:lookups],
+            self.distinct[:lookups],
+            self.missing[:lookups],
+            self.sources[:lookups],
+            self.waiting[:lookups],
+            self.targets[:lookups],
+            self.leaving[:lookups],
+        )
+
+
+@kernel
+def find(row_map: RowMap, ids: Any, ends: Any, batch: int, found: LookupResult) -> tuple[int, int, int]:
+    """Look up rows for training: pin those in slots and list the others.
+
+    Args:
+        row_map: of the tables.
+        ids: (L,) int64 rows of their tables, table-major.
+        ends: (K,) end of each table's lookups.
+        batch: number of the batch, ascending from 1.
+        found: filled.
+
+    Returns:
+        Numbers of distinct slots found, missing rows, and lookups that wait for these.
+    """
+    row_map, found, ids, ends = lent(row_map), lent(found), lent(ids), lent(ends)
+    slots, found_distinct = found.slots, found.distinct
+    place_of, meta, stats = row_map.place_of, row_map.meta, row_map.stats
+    distinct, missing, waiting, first = 0, 0, 0, 0
+    for table in range(len(ends)):
+        base, slot_start = row_map.row_starts[table], row_map.slot_starts[table]
+        waiting_before = waiting
+        hits = distinct
+        _read_entries(place_of, base, ids, meta, slots, first, ends[table])
+        distinct, waiting = _find_slots(
+            meta, slots, first, ends[table], slot_start, batch, found_distinct, distinct, found.waiting, waiting
+        )
+        touch(row_map.replacement, meta, table, found_distinct[hits:distinct])
+        before = missing
+        missing = _list_missing(
+            place_of, ids, base, slots, found.waiting[waiting_before:waiting], found.missing, found.sources, missing
+        )
+        stats[table, LOOKUPS] += ends[table] - first
+        stats[table, HITS] += distinct - hits
+        stats[table, ACCESSES] += distinct - hits + missing - before
+        first = ends[table]
+    limit_protected(row_map.replacement, meta)
+    return distinct, missing, waiting
+
+
+@kernel
+def _read_entries(place_of: Any, base: Any, ids: Any, meta: Any, entries: Any, first: int, end: int) -> None:
+    # No branch, so that cache misses overlap.
+    words = meta.reshape(-1)
+    for i in range(first, end):
+        entry = place_of[base + ids[i]]
+        entries[i] = entry
+        prefetch(words, ((np.int64(entry) - 1) >> LEVEL_BITS) * META_WORDS)
+
+
+@kernel
+def _find_slots(
+    meta: Any,
+    slots: Any,
+    first: int,
+    end: int,
+    slot_start: int,
+    batch: int,
+    found: Any,
+    distinct: int,
+    waits: Any,
+    waiting: int,
+) -> tuple[int, int]:
+    # Nothing depends on a comparison of what was just read: a mispredicted branch would wait for memory.
+    for i in range(first, end):
+        entry = slots[i]
+        if entry > 0 and (entry - 1) & 3 == 0:
+            slot = (entry - 1) >> LEVEL_BITS
+            slots[i] = slot - slot_start
+            found[distinct] = slot
+            distinct += meta[slot, STAMP] != batch
+            meta[slot, STAMP] = batch
+        else:
+            waits[waiting] = i
+            waiting += 1
+    return distinct, waiting
+
+
+@kernel
+def _list_missing(
+    place_of: Any, ids: Any, base: int, slots: Any, waits: Any, missing: Any, sources: Any, count: int
+) -> int:
+    for n in range(len(waits)):
+        row = base + ids[waits[n]]
+        entry = place_of[row]
+        if entry >= 0:
+            missing[count], sources[count] = row, entry
+            count += 1
+            entry = -count
+            place_of[row] = entry
+        slots[waits[n]] = entry
+    return count
+
+
+@kernel
+def admit(row_map: RowMap, batch: int, found: LookupResult, distinct: int, missing: int) -> int:
+    """Give every missing row a slot and list the rows that leave; the caller moves these and updates their entries.
+
+    Returns:
+        Number of rows that got no slot: 0 unless the batch exceeds what the map was made for.
+    """
+    row_map, found = lent(row_map), lent(found)
+    row_starts, lists = row_map.row_starts, row_map.replacement.lists
+    counts, last = np.empty(len(row_map.capacity), np.int64), 0
+    for table in range(len(counts)):
+        first = last
+        while last < missing and found.missing[last] < row_starts[table + 1]:
+            last += 1
+        counts[table] = last - first
+    last = 0
+    for table in range(len(counts)):
+        if table % GROUP_TABLES == 0 and row_map.replacement.ways == 0:
+            follow(
+                row_map.meta, lists[table : table + GROUP_TABLES, 0, LAST].copy(), counts[table : table + GROUP_TABLES]
+            )
+        first, last = last, last + counts[table]
+        part = slice(first, last)
+        take_slots(
+            row_map.replacement,
+            row_map.meta,
+            row_map.filled,
+            table,
+            row_map.slot_starts[table],
+            row_map.capacity[table],
+            found.missing[part],
+            found.targets[part],
+            found.leaving[part],
+        )
+        short = _settle(
+            row_map, table, batch, found.missing[part], found.sources[part], found.targets[part], found.leaving[part]
+        )
+        if short:
+            return int(short + missing - last)
+    found.distinct[distinct : distinct + missing] = found.targets[:missing]
+    return 0
+
+
+@kernel
+def _settle(row_map: RowMap, table: int, batch: int, missing: Any, sources: Any, targets: Any, leaving: Any) -> int:
+    """Enter one table's missing rows in their slots or in extra ones, and return how many found none."""
+    meta, place_of, stats = row_map.meta, row_map.place_of, row_map.stats
+    last = len(missing) - 1
+    for m in range(len(missing)):
+        prefetch(place_of, missing[min(m + AHEAD, last)])
+        slot, flags = targets[m], 0
+        if slot < 0:
+            slot, flags = _extra(row_map, table), EXTRA
+            if slot < 0:
+                return len(missing) - m
+            targets[m] = slot
+            stats[table, SCRATCH] += 1
+        stats[table, EVICTED] += leaving[m] >= 0
+        stats[table, CREATED] += sources[m] == MISSING
+        set_row(meta, slot, missing[m])
+        # COUNT still belongs to the row that leaves.
+        meta[slot, PINS], meta[slot, STAMP], meta[slot, FLAGS] = 1, batch, flags
+        place_of[missing[m]] = (slot << LEVEL_BITS) + 1
+    return 0
+
+
+@kernel
+def enlist(row_map: RowMap, targets: Any, counts: Any) -> None:
+    """Enter admitted rows and their access counts in the policy's lists; ``targets`` in the order of tables."""
+    row_map, targets, counts, first = lent(row_map), lent(targets), lent(counts), 0
+    for table in range(len(row_map.capacity)):
+        last = first
+        while last < len(targets) and targets[last] < row_map.slot_starts[table + 1]:
+            last += 1
+        insert(row_map.replacement, row_map.meta, table, targets[first:last], counts[first:last])
+        first = last
+
+
+@kernel
+def resolve(row_map: RowMap, ends: Any, found: LookupResult, waiting: int) -> None:
+    """Fill in the slots of the lookups that waited for their row."""
+    row_map, found, ends, table = lent(row_map), lent(found), lent(ends), 0
+    for w in range(waiting):
+        i = found.waiting[w]
+        while i >= ends[table]:
+            table += 1
+        found.slots[i] = found.targets[-1 - found.slots[i]] - row_map.slot_starts[table]
+
+
+@kernel
+def release(row_map: RowMap, distinct: Any, leaving: Any) -> int:
+    """Unpin the rows of a batch after its update, and list the extra slots that no batch needs any longer.
+
+    Args:
+        row_map: of the tables.
+        distinct: (n,) int32 slots of the batch.
+        leaving: (n,) int64, filled with extra slots to empty.
+
+    Returns:
+        Number of extra slots listed.
+    """
+    meta, distinct, count = lent(row_map.meta), lent(distinct), 0
+    for n in range(len(distinct)):
+        slot = distinct[n]
+        meta[slot, PINS] -= 1
+        if meta[slot, FLAGS] & EXTRA and meta[slot, PINS] == 0:
+            leaving[count] = slot
+            count += 1
+    return count
+
+
+@kernel
+def vacate(row_map: RowMap, slots: Any) -> None:
+    """Free extra slots."""
+    table = 0
+    for n in range(len(slots)):
+        slot = slots[n]
+        while slot < row_map.slot_starts[table] or slot >= row_map.slot_starts[table + 1]:
+            table = (table + 1) % len(row_map.capacity)
+        forget(row_map.meta, slot)
+        row_map.meta[slot, NEXT] = row_map.filled[table, 2]
+        row_map.filled[table, 2] = slot + 1
+
+
+@kernel
+def borrow(row_map: RowMap, ids: Any, ends: Any, found: LookupResult) -> tuple[int, int, int]:
+    """Look up rows for reading: rows in no slot get extra ones, nothing else changes.
+
+    Returns:
+        Numbers of rows to read (``missing``, ``sources``, ``targets`` of ``found``), of lookups that wait for them,
+        and of rows that got no slot.
+    """
+    missing, waiting, short, first = 0, 0, 0, 0
+    place_of = row_map.place_of
+    for table in range(len(ends)):
+        base, slot_start = row_map.row_starts[table], row_map.slot_starts[table]
+        for i in range(first, ends[table]):
+            row = base + ids[i]
+            entry = place_of[row]
+            if entry > 0 and (entry - 1) & 3 == 0:
+                found.slots[i] = ((entry - 1) >> LEVEL_BITS) - slot_start
+                continue
+            if entry >= 0:
+                slot = _extra(row_map, table)
+                if slot < 0:
+                    short += 1
+                    continue
+                found.missing[missing], found.sources[missing], found.targets[missing] = row, entry, slot
+                missing += 1
+                entry = -missing
+                place_of[row] = entry
+            found.slots[i] = entry
+            found.waiting[waiting] = i
+            waiting += 1
+        first = ends[table]
+    for m in range(missing):
+        place_of[found.missing[m]] = found.sources[m]
+    return missing, waiting, short
+
+
+@kernel
+def _extra(row_map: RowMap, table: int) -> Any:
+    """Return a free extra slot of a table, or -1."""
+    filled = row_map.filled
+    if filled[table, 2] > 0:
+        slot = filled[table, 2] - 1
+        filled[table, 2] = row_map.meta[slot, NEXT]
+        return slot
+    slot = row_map.slot_starts[table] + row_map.capacity[table] + filled[table, 1]
+    if slot >= row_map.slot_starts[table + 1]:
+        return -1
+    filled[table, 1] += 1
+    return slot
+
+
+@kernel
+def rows_of_slots(meta: Any, slots: Any, rows: Any) -> None:
+    """Fill in the rows that slots hold; (n,) int64 each."""
+    for n in range(len(slots)):
+        rows[n] = slot_row(meta, slots[n])
+
+
+@kernel
+def counts_of_slots(meta: Any, slots: Any, counts: Any) -> None:
+    """Fill in the access counts of the rows that slots hold; (n,) uint32."""
+    for n in range(len(slots)):
+        counts[n] = meta[slots[n], COUNT]
+
+
+@kernel
+def point(place_of: Any, rows: Any, places: Any, level: int) -> None:
+    """Record that rows are now at these places of a level."""
+    for n in range(len(rows)):
+        prefetch(place_of, rows[min(n + AHEAD, len(rows) - 1)])
+        place_of[rows[n]] = (places[n] << LEVEL_BITS) + level + 1
+
+
+@kernel
+def fill_initial(rows: Any, row_starts: Any, firsts: Any, keys: Any, scales: Any, out: Any) -> None:
+    """Fill in the initial values of rows of parts of tables, the same bits as ``codec.initializer`` computes.
+
+    Args:
+        rows: (N,) int64 rows, numbered over all parts.
+        row_starts: (K + 1,) first row of each part in that numbering.
+        firsts: (K, 2) int64 first row and first column of each part, in its table; columns are multiples of 4.
+        keys: (K,) uint64 ``table_key`` of each part's table.
+        scales: (K,) float32 ``table_scale`` of each part's table.
+        out: (N, dim) float32, filled.
+    """
+    part = 0
+    for n in range(len(rows)):
+        row = rows[n]
+        while row < row_starts[part] or row >= row_starts[part + 1]:
+            part = (part + 1) % len(keys)
+        scale = scales[part]
+        if scale == 0:
+            out[n, :] = 0
+            continue
+        key = mix(keys[part] + np.uint64(row - row_starts[part] + firsts[part, 0]) * GOLDEN)
+        first_pair = firsts[part, 1] // 2
+        for pair in range(out.shape[1] // 2):
+            word = mix(key + np.uint64(first_pair + pair + 1) * GOLDEN)
+            low, high = np.int64(word & np.uint64(0xFFFFFFFF)), np.int64(word >> np.uint64(32))
+            out[n, 2 * pair] = np.float32(np.float32((low >> 8) - 8388608) * UNIT) * scale
+            out[n, 2 * pair + 1] = np.float32(np.float32((high >> 8) - 8388608) * UNIT) * scale
+
+
+@kernel
+def swap_rows(
+    weight: Any,
+    state: Any,
+    records: Any,
+    meta: Any,
+    place_of: Any,
+    sources: Any,
+    targets: Any,
+    leaving: Any,
+    done: Any,
+    counts: Any,
+) -> None:
+    """Swap each missing row of the level with the row that leaves its slot, in one pass over both memories.
+
+    Args:
+        weight: (S, row words) uint32 of the slots.
+        state: (S, state words) uint32 of the slots.
+        records: (places, W) uint32 of the level below them.
+        meta: see ``RowMap``.
+        place_of: see ``RowMap``; takes the entries of the rows that leave.
+        sources: (M,) entries of the missing rows.
+        targets: (M,) slots that they get.
+        leaving: (M,) rows that these slots held; -1 if free.
+        done: (M,) bool, filled: which rows were swapped; the others are still to be moved.
+        counts: (M,) uint32, filled with the access counts of the rows swapped.
+    """
+    row_words, state_words, words = np.uint64(weight.shape[1]), np.uint64(state.shape[1]), np.uint64(records.shape[1])
+    rows, states, places, last = weight.reshape(-1), state.reshape(-1), records.reshape(-1), len(sources) - 1
+    for n in range(len(sources)):
+        coming = min(n + SWAPS_AHEAD, last)
+        row, place = np.uint64(targets[coming]) * row_words, np.uint64((sources[coming] - 1) >> LEVEL_BITS) * words
+        prefetch_lines(rows, row, row + row_words)
+        prefetch_lines(places, place, place + words)
+        prefetch(states, np.uint64(targets[coming]) * state_words)
+        prefetch(place_of, leaving[coming])
+        done[n] = sources[n] > 0 and leaving[n] >= 0
+        if not done[n]:
+            continue
+        place = np.uint64((sources[n] - 1) >> LEVEL_BITS) * words
+        row = np.uint64(targets[n]) * row_words
+        for word in range(row_words):
+            value = places[place + word]
+            places[place + word] = rows[row + word]
+            rows[row + word] = value
+        row, place = np.uint64(targets[n]) * state_words, place + row_words
+        for word in range(state_words):
+            value = places[place + word]
+            places[place + word] = states[row + word]
+            states[row + word] = value
+        counts[n] = places[place + state_words]
+        places[place + state_words] = meta[targets[n], COUNT]
+        place_of[leaving[n]] = sources[n]

@@ -1,0 +1,509 @@
+"""Update rows on the host: row-wise Adagrad, SGD and Adam, gradient sums per distinct row, stochastic rounding to fp16.
+
+float32 operations run in one order and none is fused, so that bits depend neither on threads nor on the processor.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_kernels.cache import kernel
+from dlrm_kernels.hashing import GOLDEN, mix
+from dlrm_kernels.intrinsics import bits_of, lent, number_of, prefetch, prefetch_lines, value_of
+from dlrm_kernels.parallel import finish, take
+
+U32, U64 = np.uint32, np.uint64
+ZERO, ONE, EIGHT = U64(0), U64(1), U64(8)
+F32_ONE = np.float32(1)
+
+SGD, ADAGRAD, ADAM = 0, 1, 2
+KINDS = {"sgd": SGD, "rowwise-adagrad": ADAGRAD, "adam": ADAM}
+MAX_UPDATES = 2**24
+"""Adam's count of a row's updates stops here: the next integer is no float32, and no decay is slower than that."""
+MAX_COUNT = np.float32(MAX_UPDATES)
+AHEAD, ROWS_AHEAD = U64(8), 8
+"""Gradients and sums, and rows, prefetched ahead."""
+OTHERS = -1
+"""Group of a lookup that belongs to another unit's part."""
+DIGIT_BITS = U64(11)
+
+COLUMNS_PER_HASH = 4
+QUAD, WORD, LOW = U64(COLUMNS_PER_HASH), U64(16), U64(0xFFFF)
+SIGN, MAGNITUDE, EXPONENT = U32(0x8000), U32(0x7FFF), U32(0x7C00)
+"""Bits of an fp16 number."""
+MANTISSA_SHIFT, SIGN_SHIFT = U32(13), U32(16)
+REBIAS = U32((127 - 15) << 23)
+MIN_NORMAL_BITS, MIN_NORMAL = U32(113 << 23), np.float32(2.0**-14)
+INFINITE = U32(0x7F800000)
+PER_SUBNORMAL = np.float32(2.0**24)
+"""One over the distance of fp16's subnormals."""
+DROPPED, DROPPED_SHIFT, STEP = U32(0x1FFF), U32(3), U32(0x2000)
+TOO_LARGE = U32((127 + 16) << 23)
+"""65536, which is infinity in fp16."""
+NOT_A_NUMBER = U32(0x7E00)
+
+
+class Memory(NamedTuple):
+    """Rows and states of several tables end to end, as one-dimensional arrays."""
+
+    rows: Any
+    """float32; also over fp16 rows, where it is not read."""
+    halves: Any
+    """uint16, the same bytes as ``rows``."""
+    states: Any
+    """float32."""
+    half: bool
+    """Whether rows are fp16."""
+
+
+class OptimizerConstants(NamedTuple):
+    """Constants of one update step."""
+
+    kind: int
+    rate: np.float32
+    eps: np.float32
+    beta1: np.float32
+    rest1: np.float32
+    beta2: np.float32
+    rest2: np.float32
+    decay1: float
+    decay2: float
+
+
+def memory_of(weight: NDArray[Any], state: NDArray[np.float32]) -> Memory:
+    """Return rows (float32 or float16) and states for kernels; both are contiguous and are not copied."""
+    rows = weight.reshape(-1)
+    return Memory(rows.view(np.float32), rows.view(np.uint16), state.reshape(-1), weight.dtype == np.float16)
+
+
+def constants_of(kind: str, learning_rate: float, eps: float, beta1: float, beta2: float) -> OptimizerConstants:
+    """Return the constants of a row optimizer (a key of ``KINDS``) at a learning rate."""
+    return OptimizerConstants(
+        kind=KINDS[kind],
+        rate=np.float32(learning_rate),
+        eps=np.float32(eps),
+        beta1=np.float32(beta1),
+        rest1=np.float32(1 - beta1),
+        beta2=np.float32(beta2),
+        rest2=np.float32(1 - beta2),
+        decay1=beta1,
+        decay2=beta2,
+    )
+
+
+@kernel
+def update_row(
+    size: Any,
+    rows: Any,
+    halves: Any,
+    half: Any,
+    states: Any,
+    row: Any,
+    state: Any,
+    gradient: Any,
+    rule: Any,
+    value: Any,
+) -> None:
+    """Update a row and its state; an fp16 row is left in ``value`` for ``store_half``.
+
+    Args:
+        size: ``size_of`` the dim.
+        rows: see ``Memory``.
+        halves: see ``Memory``.
+        half: see ``Memory``.
+        states: see ``Memory``.
+        row: uint64 index of the row's first element.
+        state: uint64 index of its state's first element.
+        gradient: (d,) float32.
+        rule: the optimizer.
+        value: (d,) float32, overwritten.
+    """
+    dim, kind = value_of(size), rule.kind
+    if half:
+        for c in range(dim):
+            value[c] = widened(halves[row + c])
+    elif kind == ADAM:
+        for c in range(dim):
+            value[c] = rows[row + c]
+    if kind == ADAM:
+        _adam(size, states, state, gradient, rule, value)
+        if not half:
+            for c in range(dim):
+                rows[row + c] = value[c]
+        return
+    factor = rule.rate
+    if kind == ADAGRAD:
+        total = states[state] + _squares(size, gradient) / np.float32(dim)
+        states[state] = total
+        factor = rule.rate * (F32_ONE / (np.sqrt(total) + rule.eps))
+    if half:
+        for c in range(dim):
+            value[c] -= factor * gradient[c]
+    else:
+        for c in range(dim):
+            rows[row + c] -= factor * gradient[c]
+
+
+@kernel
+def store_half(
+    size: Any, halves: Any, row: Any, value: Any, random: Any, key: Any, number: Any, first_column: Any
+) -> None:
+    """Round a row to fp16; ``key``, ``number`` and ``first_column`` as for ``fill_random``."""
+    fill_random(size, key, number, first_column, random)
+    for c in range(value_of(size)):
+        halves[row + c] = narrowed(value[c], random[c])
+
+
+@kernel
+def _squares(size: Any, gradient: Any) -> Any:
+    # Eight sums of every eighth column: the same order on every processor.
+    dim = value_of(size)
+    a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = np.float32(0)
+    whole = dim // EIGHT * EIGHT
+    for c in range(ZERO, whole, EIGHT):
+        a0 += gradient[c] * gradient[c]
+        a1 += gradient[c + U64(1)] * gradient[c + U64(1)]
+        a2 += gradient[c + U64(2)] * gradient[c + U64(2)]
+        a3 += gradient[c + U64(3)] * gradient[c + U64(3)]
+        a4 += gradient[c + U64(4)] * gradient[c + U64(4)]
+        a5 += gradient[c + U64(5)] * gradient[c + U64(5)]
+        a6 += gradient[c + U64(6)] * gradient[c + U64(6)]
+        a7 += gradient[c + U64(7)] * gradient[c + U64(7)]
+    # Dims are multiples of 4.
+    if whole < dim:
+        a0 += gradient[whole] * gradient[whole]
+        a1 += gradient[whole + U64(1)] * gradient[whole + U64(1)]
+        a2 += gradient[whole + U64(2)] * gradient[whole + U64(2)]
+        a3 += gradient[whole + U64(3)] * gradient[whole + U64(3)]
+    return ((a0 + a4) + (a1 + a5)) + ((a2 + a6) + (a3 + a7))
+
+
+@kernel
+def _adam(size: Any, states: Any, state: Any, gradient: Any, rule: Any, value: Any) -> None:
+    dim = value_of(size)
+    first, second, counted = state, state + dim, state + dim + dim
+    count = min(states[counted] + F32_ONE, MAX_COUNT)
+    states[counted] = count
+    small, large = _correction(rule.decay1, count), _correction(rule.decay2, count)
+    for c in range(dim):
+        grad = gradient[c]
+        mean = states[first + c] * rule.beta1 + grad * rule.rest1
+        square = states[second + c] * rule.beta2 + (grad * grad) * rule.rest2
+        states[first + c] = mean
+        states[second + c] = square
+        root = np.sqrt(square / large) + rule.eps
+        value[c] -= (mean / small / root) * rule.rate
+
+
+@kernel
+def _correction(decay: Any, count: Any) -> Any:
+    # 1 - decay ** count in float64 by multiplications only, the same on every device.
+    whole, power = int(count), 1.0
+    while whole:
+        if whole & 1:
+            power *= decay
+        decay *= decay
+        whole >>= 1
+    return np.float32(1.0 - power)
+
+
+@kernel
+def update_chosen_rows(
+    counts: Any,
+    units: int,
+    size: Any,
+    memory: Any,
+    slots: Any,
+    gradient: Any,
+    state_width: Any,
+    rule: Any,
+    keys: Any,
+    numbers: Any,
+    first_columns: Any,
+) -> None:
+    """Update some rows of one table.
+
+    Args:
+        counts: see ``parallel_for``.
+        units: see ``parallel_for``.
+        size: ``size_of`` the dim.
+        memory: of the table.
+        slots: (U,) uint64 distinct rows.
+        gradient: (U * d,) float32.
+        state_width: uint64 values of a row's state.
+        rule: of the update.
+        keys: (U,) uint64 keys of the step, for rounding; empty for fp32.
+        numbers: (U,) uint64 global rows, for rounding; empty for fp32.
+        first_columns: (U,) uint64 first column of each row in its whole table.
+    """
+    rows, dim = len(slots), value_of(size)
+    memory = lent(memory)
+    memory_rows, halves, states, half = memory.rows, memory.halves, memory.states, memory.half
+    total, value, random = np.empty(dim, np.float32), np.empty(dim, np.float32), np.empty(dim, np.uint32)
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        for at in range(rows * unit // units, rows * (unit + 1) // units):
+            row, start = slots[at] * dim, U64(at) * dim
+            for c in range(dim):
+                total[c] = gradient[start + c]
+            state = slots[at] * state_width
+            update_row(size, memory_rows, halves, half, states, row, state, total, rule, value)
+            if half:
+                store_half(size, halves, row, value, random, keys[at], numbers[at], first_columns[at])
+        finish(counts)
+
+
+@kernel
+def widened(half: Any) -> Any:
+    """Return the float32 that equals an fp16 number, given as uint16 bits."""
+    bits = U32(half)
+    exponent = bits & EXPONENT
+    shifted = U32((bits & MAGNITUDE) << MANTISSA_SHIFT)
+    normal = number_of(U32(shifted + REBIAS + (REBIAS if exponent == EXPONENT else U32(0))))
+    subnormal = number_of(U32(shifted + MIN_NORMAL_BITS)) - MIN_NORMAL
+    magnitude = bits_of(subnormal if exponent == U32(0) else normal)
+    return number_of(U32(magnitude | ((bits & SIGN) << SIGN_SHIFT)))
+
+
+@kernel
+def narrowed(value: Any, random: Any) -> Any:
+    """Round a float32 to fp16 bits, up in magnitude if the 16 bits of ``random`` are below the dropped fraction."""
+    whole = bits_of(value)
+    sign = (whole >> SIGN_SHIFT) & SIGN
+    bits = U32(whole & ~(U32(1) << U32(31)))
+    up = STEP if random < U32((bits & DROPPED) << DROPPED_SHIFT) else U32(0)
+    normal = U32((bits + up - REBIAS) >> MANTISSA_SHIFT)
+    scaled = number_of(U32(bits if bits < MIN_NORMAL_BITS else U32(0))) * PER_SUBNORMAL
+    floor = U32(scaled)
+    part = U32((scaled - np.float32(floor)) * np.float32(65536.0))
+    subnormal = U32(floor + (U32(1) if random < part else U32(0)))
+    finite = subnormal if bits < MIN_NORMAL_BITS else normal
+    infinite = NOT_A_NUMBER if bits > INFINITE else EXPONENT
+    return np.uint16(sign | (infinite if bits >= TOO_LARGE else finite))
+
+
+@kernel
+def fill_random(size: Any, key: Any, row: Any, first_column: Any, random: Any) -> None:
+    """Fill in the random bits of a row's columns.
+
+    Args:
+        size: ``size_of`` the dim.
+        key: uint64 key of the table at this step.
+        row: uint64 global row.
+        first_column: uint64 first column of the row in its whole table; a multiple of 4.
+        random: (d,) uint32, filled.
+    """
+    stream = mix(key + row * GOLDEN)
+    quad = first_column // QUAD
+    for at in range(U64(0), value_of(size), QUAD):
+        quad += ONE
+        word = mix(stream + quad * GOLDEN)
+        for lane in range(U64(0), QUAD):
+            random[at + lane] = (word >> (WORD * lane)) & LOW
+
+
+class Layout(NamedTuple):
+    """Where tables and features are; all uint64. The features of a table are neighbours."""
+
+    starts: Any
+    """(T,) index of the first element of each table's rows."""
+    state_starts: Any
+    """(T,) index of the first element of each table's states."""
+    state_widths: Any
+    """(T,) values of a row's state."""
+    row_bits: Any
+    """(T,) bits of a row number."""
+    first_features: Any
+    """(T + 1,) number of each table's first feature."""
+    columns: Any
+    """(F,) first column of each feature in a sample's gradient."""
+    first_columns: Any
+    """(T,) first column of each table in the whole table."""
+
+
+class Lookups(NamedTuple):
+    """Ids looked up, and the gradient of the pooled rows."""
+
+    ids: Any
+    """(L,) uint64 rows of their tables, feature-major."""
+    numbers: Any
+    """(L,) uint64 global rows, for rounding."""
+    offsets: Any
+    """(F * N + 1,) uint64 start of each bag, and the end."""
+    weights: Any
+    """(L,) float32; empty if all are 1."""
+    gradient: Any
+    """(N * width,) float32."""
+    samples: int
+    width: Any
+    """uint64 columns of a sample's gradient."""
+
+
+class Work(NamedTuple):
+    """Units of work: the rows of a table with row % parts == part. (units,) uint64 each."""
+
+    tables: Any
+    part: Any
+    parts: Any
+
+
+@kernel
+def update_rows_of_bags(
+    counts: Any, units: int, size: Any, work: Any, memory: Any, layout: Any, lookups: Any, rule: Any, keys: Any
+) -> None:
+    """Update every row looked up in tables of one dim once, by its gradients' sum in the order of the batch.
+
+    Args:
+        counts: see ``parallel_for``.
+        units: see ``parallel_for``.
+        size: ``size_of`` the dim.
+        work: of each unit.
+        memory: of the tables.
+        layout: of the tables.
+        lookups: of the batch.
+        rule: of the update.
+        keys: (T,) uint64 keys of the step, for rounding; empty for fp32.
+    """
+    memory, layout, lookups = lent(memory), lent(layout), lent(lookups)
+    while True:
+        unit = take(counts)
+        if unit >= units:
+            return
+        table = work.tables[unit]
+        _update_part(size, table, work.part[unit], work.parts[unit], memory, layout, lookups, rule, keys)
+        finish(counts)
+
+
+@kernel
+def _update_part(
+    size: Any, table: Any, part: Any, parts: Any, memory: Any, layout: Any, lookups: Any, rule: Any, keys: Any
+) -> None:
+    samples = U64(lookups.samples)
+    first_bag, last_bag = layout.first_features[table] * samples, layout.first_features[table + ONE] * samples
+    base = lookups.offsets[first_bag]
+    length = lookups.offsets[last_bag] - base
+    if length == ZERO:
+        return
+    place_bits = ONE
+    while (length >> place_bits) > ZERO:
+        place_bits += ONE
+    pairs = np.empty(length, np.uint64)
+    found = _fill_pairs(lookups.ids, base, part, parts, place_bits, pairs)
+    pairs = sorted_by_row(pairs[:found], place_bits, layout.row_bits[table])
+    groups, firsts = np.empty(length, np.int32), np.empty(found, np.uint64)
+    if parts > ONE:
+        groups[:] = OTHERS
+    count = _fill_groups(pairs, place_bits, groups, firsts)
+    totals = np.empty(U64(count) * value_of(size), np.float32)
+    _sum_groups(size, table, groups, firsts, layout, lookups, totals)
+    _update_groups(size, table, firsts[:count], totals, memory, layout, lookups, rule, keys)
+
+
+@kernel
+def _fill_pairs(ids: Any, base: Any, part: Any, parts: Any, place_bits: Any, pairs: Any) -> int:
+    # Pairs of (row, place) in one integer.
+    found = 0
+    for place in range(U64(len(pairs))):
+        row = ids[base + place]
+        if parts == ONE or row % parts == part:
+            pairs[found] = (row << place_bits) | place
+            found += 1
+    return found
+
+
+@kernel
+def sorted_by_row(pairs: Any, shift: Any, bits: Any) -> Any:
+    """Sort by the ``bits`` bits above ``shift``, keeping the order of equal ones; ``pairs`` is overwritten."""
+    passes = (bits + DIGIT_BITS - ONE) // DIGIT_BITS
+    spare = np.empty_like(pairs)
+    if passes == ZERO:
+        return pairs
+    digit_bits = (bits + passes - ONE) // passes
+    mask = (ONE << digit_bits) - ONE
+    ends = np.empty(mask + ONE, np.uint64)
+    for _ in range(passes):
+        ends[:] = ZERO
+        for pair in pairs:
+            ends[(pair >> shift) & mask] += ONE
+        total = ZERO
+        for digit in range(len(ends)):
+            total, ends[digit] = total + ends[digit], total
+        for pair in pairs:
+            digit = (pair >> shift) & mask
+            spare[ends[digit]] = pair
+            ends[digit] += ONE
+        pairs, spare = spare, pairs
+        shift += digit_bits
+    return pairs
+
+
+@kernel
+def _fill_groups(pairs: Any, place_bits: Any, groups: Any, firsts: Any) -> int:
+    low, group = (ONE << place_bits) - ONE, -1
+    for at in range(len(pairs)):
+        place = pairs[at] & low
+        if at == 0 or pairs[at] >> place_bits != pairs[at - 1] >> place_bits:
+            group += 1
+            firsts[group] = place
+        groups[place] = group
+    return group + 1
+
+
+@kernel
+def _sum_groups(size: Any, table: Any, groups: Any, firsts: Any, layout: Any, lookups: Any, totals: Any) -> None:
+    # Bag after bag: each gradient is read once, and the sums of hot rows stay in the cache.
+    dim, samples = value_of(size), U64(lookups.samples)
+    offsets, weights, gradient, width = lookups.offsets, lookups.weights, lookups.gradient, lookups.width
+    first_features, columns = layout.first_features, layout.columns
+    base, last = offsets[first_features[table] * samples], U64(len(groups) - 1)
+    for feature in range(first_features[table], first_features[table + ONE]):
+        for sample in range(samples):
+            from_ = sample * width + columns[feature]
+            bag = feature * samples + sample
+            # Another sample's gradient is too far away for the hardware prefetcher.
+            coming = from_ + AHEAD * width
+            prefetch_lines(gradient, coming, coming + dim)
+            for place in range(offsets[bag] - base, offsets[bag + ONE] - base):
+                if groups[place] == OTHERS:
+                    continue
+                coming = U64(groups[min(place + AHEAD, last)]) * dim
+                prefetch_lines(totals, coming, coming + dim)
+                group = U64(groups[place])
+                into = group * dim
+                weight = weights[base + place] if len(weights) else np.float32(1)
+                if firsts[group] == place:
+                    for c in range(dim):
+                        totals[into + c] = gradient[from_ + c] * weight
+                else:
+                    for c in range(dim):
+                        totals[into + c] += gradient[from_ + c] * weight
+
+
+@kernel
+def _update_groups(
+    size: Any, table: Any, firsts: Any, totals: Any, memory: Any, layout: Any, lookups: Any, rule: Any, keys: Any
+) -> None:
+    # Taking an array out of a tuple counts references, which only one thread at a time can do: not in the loop.
+    dim, start, samples = value_of(size), layout.starts[table], U64(lookups.samples)
+    states_at, state_width, column = layout.state_starts[table], layout.state_widths[table], layout.first_columns[table]
+    rows, halves, states = memory.rows, memory.halves, memory.states
+    totals = lent(totals)
+    is_half, half_shift = memory.half, ONE if memory.half else ZERO
+    ids, numbers, last = lookups.ids, lookups.numbers, len(firsts) - 1
+    base = lookups.offsets[layout.first_features[table] * samples]
+    value, random = np.empty(dim, np.float32), np.empty(dim, np.uint32)
+    for group in range(len(firsts)):
+        id_, next_id = ids[base + firsts[group]], ids[base + firsts[min(group + ROWS_AHEAD, last)]]
+        coming = (start + next_id * dim) >> half_shift
+        prefetch_lines(rows, coming, coming + (dim >> half_shift))
+        prefetch(states, states_at + next_id * state_width)
+        total = totals[U64(group) * dim : U64(group + 1) * dim]
+        row, state = start + id_ * dim, states_at + id_ * state_width
+        update_row(size, rows, halves, is_half, states, row, state, total, rule, value)
+        if is_half:
+            store_half(size, halves, row, value, random, keys[table], numbers[base + firsts[group]], column)
