@@ -19,6 +19,7 @@ from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.names import Env
 from dlrm_api.objects import file_path, is_s3
 from dlrm_api.plan import Plan
+from dlrm_api.process import free_memory_bytes
 from dlrm_checkpointer.settings import store_options
 from dlrm_stores.base import (
     CHECKPOINT_FIELDS,
@@ -28,7 +29,6 @@ from dlrm_stores.base import (
     open_store,
     open_target,
 )
-from dlrm_trainer.settings import free_memory_bytes
 
 PATTERN = frozenset("*?[")
 HERE = FieldNames(

@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
@@ -23,15 +25,14 @@ from dlrm_api.errors import DeviceError, NoInputError, UsageError
 from dlrm_api.hardware import parse_profile
 from dlrm_api.names import API_VERSION
 from dlrm_api.objects import ObjectName
+from dlrm_api.process import usable_cpus, usable_memory_bytes
 from dlrm_api.tiers import BLOCK_SLACK, Tier
 from dlrm_cli.checks import RESOURCE, DetectedGpu, detected_gpus
 from dlrm_cli.run.appdef import free_ports
-from dlrm_trainer.distributed.rendezvous import Gang
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
 from dlrm_trainer.embedding.tiers.level import Level, Places, Records, Rows
 from dlrm_trainer.embedding.tiers.mapped import MappedStorage
-from dlrm_trainer.settings import usable_cpus, usable_memory_bytes
 
 SLOWER_TIERS: tuple[Tier, ...] = ("cxl", "scm", "block")
 
@@ -452,7 +453,7 @@ LOOPBACK = "127.0.0.1"
 SENT_BYTES = 32 << 20
 """By each rank to the other at a time."""
 REPEATS = 10
-MEETING_S = 60.0
+RENDEZVOUS_TIMEOUT_S = 60.0
 
 
 def exchange_rate() -> float:
@@ -479,17 +480,17 @@ def exchange_rate() -> float:
 
 
 def _exchange(rank: int, port: int) -> float:
-    gang = Gang(rank, 2, LOOPBACK, port, LOOPBACK)
-    gang.meet(MEETING_S, MEETING_S, lambda: None)
+    """Meet the other rank and return the bytes/s of the fastest exchange."""
+    address, timeout = f"tcp://{LOOPBACK}:{port}", timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timeout)
     sent, fastest = torch.ones(2 * SENT_BYTES // 4), float("inf")
-    halves = [len(sent) // 2] * 2
+    received = torch.empty_like(sent)
     for _ in range(REPEATS):
-        gang.collectives.barrier()
+        torch.distributed.barrier()
         start = time.perf_counter()
-        gang.collectives.all_to_all("pooled", sent, halves, halves)
+        torch.distributed.all_to_all_single(received, sent)
         fastest = min(fastest, time.perf_counter() - start)
-    gang.leave("")
-    gang.close()
+    torch.distributed.destroy_process_group()
     return SENT_BYTES / fastest
 
 

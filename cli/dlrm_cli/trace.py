@@ -233,11 +233,14 @@ def _measured(job: DLRMJob, options: TraceOptions) -> Trace:
 
 
 def _batches(job: DLRMJob, reader: Reader) -> int:
-    """Batches of one epoch, or fewer where the job ends before."""
-    from dlrm_trainer.schedule import make_schedule
-
-    schedule = make_schedule(job.spec, reader.num_samples, reader.batches_per_epoch)
-    return min(reader.batches_per_epoch, schedule.total_steps)
+    """Return the batches of one epoch, or fewer if the job ends earlier."""
+    training = job.spec.training
+    limits = [reader.batches_per_epoch]
+    if training.max_steps is not None:
+        limits.append(training.max_steps)
+    if training.max_samples is not None:
+        limits.append(-(-training.max_samples // job.spec.data.global_batch_size))
+    return min(limits)
 
 
 class _TraceDisplay:

@@ -1,12 +1,15 @@
-"""Share what every process does: log one line an event, listen, and name the system limit that it has met."""
+"""Share what every process does: log, listen, read the machine's limits and name a system limit that was met."""
 
 from __future__ import annotations
 
 import errno
 import json
 import logging
+import math
 import os
+import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -113,3 +116,78 @@ def raise_device(error: OSError, path: Path, size: int) -> NoReturn:
     what = f"write {size} bytes to {path}" if size else f"write {path}"
     mend = "; free space there or raise its size" if error.errno in FULL else ""
     raise DeviceError(f"cannot {what}: {error.strerror or error}{mend}") from error
+
+
+MOUNT, GROUPS, MEMORY = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/meminfo")
+
+
+SYSTEM_SHARE = 20
+"""One part in this many of the machine's memory stays with its system."""
+
+
+def usable_memory_bytes(mount: Path = MOUNT, groups: Path = GROUPS) -> int:
+    """Return the host memory that this process may use: the machine's, or less by its control groups (v1 or v2).
+
+    Args:
+        mount: where control groups are mounted.
+        groups: the file that lists the process's groups.
+    """
+    found = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    for folder in _folders("memory", mount, groups):
+        found += [_number(folder / name) for name in ("memory.max", "memory.limit_in_bytes")]
+    return int(min(found))
+
+
+def free_memory_bytes(mount: Path = MOUNT, groups: Path = GROUPS, memory: Path = MEMORY) -> int:
+    """Return the host memory that new processes may take: usable memory, less what is in use or kept for the system.
+
+    Args:
+        mount: where control groups are mounted.
+        groups: the file that lists the process's groups.
+        memory: the file that says how much of the machine's memory is available.
+    """
+    usable = usable_memory_bytes(mount, groups)
+    available = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(memory), re.MULTILINE)
+    return min(usable - usable // SYSTEM_SHARE, int(available[1]) * 1024 if available else usable)
+
+
+def usable_cpus(mount: Path = MOUNT, groups: Path = GROUPS) -> int:
+    """Return how many CPUs this process may use, by its affinity and its control groups' quotas; at least one.
+
+    Args:
+        mount: where control groups are mounted.
+        groups: the file that lists the process's groups.
+    """
+    found = [float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)]
+    for folder in _folders("cpu", mount, groups):
+        found.append(_number(folder / "cpu.cfs_quota_us") / _number(folder / "cpu.cfs_period_us", 1))
+        quota, _, period = _text(folder / "cpu.max").partition(" ")
+        found.append(int(quota) / int(period) if quota.isdigit() else math.inf)
+    return max(1, int(min(found)))
+
+
+def _folders(controller: str, mount: Path, groups: Path) -> Iterator[Path]:
+    """Yield the process's own group and its visible ancestors: each of them limits it."""
+    for line in _text(groups).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = mount / controllers if controllers else mount
+        steps = Path(path.lstrip("/")).parts
+        # With "..", the group lies outside of what is mounted here.
+        if ".." not in steps:
+            yield from (root.joinpath(*steps[:depth]) for depth in range(len(steps), 0, -1))
+        yield root
+
+
+def _number(file: Path, absent: float = math.inf) -> float:
+    """Return the file's number; a missing file, a word or a negative number means no limit."""
+    text = _text(file)
+    return int(text) if text.isdigit() else absent
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

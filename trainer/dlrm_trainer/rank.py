@@ -21,14 +21,14 @@ from dlrm_api.errors import DLRMError, PeerLostError
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
 from dlrm_api.plan import Plan
-from dlrm_api.process import log_to_stderr, named_limit
+from dlrm_api.process import log_to_stderr, named_limit, usable_cpus
 from dlrm_trainer.checkpointing.control import CutControl, StoppedError
 from dlrm_trainer.compute_device import named_failure
 from dlrm_trainer.distributed.rendezvous import Gang
 from dlrm_trainer.metrics.progress import ProgressBoard
 from dlrm_trainer.metrics.stacks import RankStacks
 from dlrm_trainer.metrics.tiers import SharedCounters
-from dlrm_trainer.settings import Settings, usable_cpus
+from dlrm_trainer.settings import Settings
 from dlrm_trainer.train import train
 
 PR_SET_PDEATHSIG = 1

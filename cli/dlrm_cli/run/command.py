@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
+from dlrm_api.process import usable_cpus
 from dlrm_api.progress import Progress as TrainerProgress
 from dlrm_api.progress import TrainerPhase
 from dlrm_cli.checks import check_inputs, detected_gpus, make_tier_folders, reach_store, this_machine
@@ -36,7 +37,6 @@ from dlrm_cli.run.workdir import (
 from dlrm_cli.snapshots import committed
 from dlrm_cli.views import SafeConsole
 from dlrm_stores.base import ObjectStore
-from dlrm_trainer.settings import usable_cpus
 
 PLAIN_EVERY_S = 5.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dlrm_trainer.settings import free_memory_bytes, usable_cpus, usable_memory_bytes
+from dlrm_api.process import free_memory_bytes, usable_cpus, usable_memory_bytes
 
 CPUS = len(os.sched_getaffinity(0))
 MEMORY = psutil.virtual_memory().total
