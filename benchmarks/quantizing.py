@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from benchmarks.measure import Pairs, report, tell
 from dlrm_api.checkpoint import Bits
-from dlrm_checkpointer.coding import codes, quantize
-from dlrm_checkpointer.coding.codes import SEARCHES, body_shape
+from dlrm_checkpointer.codec.rows import SEARCHES, body_shape, code_rows, decode_rows
 from dlrm_checkpointer.types import ShardId, ShardRows
+from dlrm_kernels import quantize
 
 WIDTH = 64
 PLAIN = (1, 0)
@@ -85,7 +85,7 @@ def _speed(setting: Setting, theirs: Callable[[torch.Tensor], object], repeats: 
     """Seconds of each side in turn on the same rows, whose memory for codes was used before (theirs is torch's own)."""
     rows, pairs, decoding = drawn(setting.draw, setting.rows, 0), Pairs(), []
     given, ours, weights = torch.from_numpy(rows), _coder(setting, rows), np.zeros_like(rows)
-    coded = codes.code_rows(piece(rows), setting.bits)[0]
+    coded = code_rows(piece(rows), setting.bits)[0]
     sides: dict[str, Callable[[], object]] = {"ours": ours, "theirs": lambda: theirs(given)}
     for side in sides.values():
         side()
@@ -93,7 +93,7 @@ def _speed(setting: Setting, theirs: Callable[[torch.Tensor], object], repeats: 
         turns = list(sides) if repeat % 2 == 0 else list(sides)[::-1]
         taken = {name: _seconds(sides[name]) for name in turns}
         pairs.add(taken["ours"], taken["theirs"])
-        decoding.append(_seconds(lambda: codes.decode_rows(coded, weights)))
+        decoding.append(_seconds(lambda: decode_rows(coded, weights)))
     decoded = coded.body.shape[0] * WIDTH * 4 / float(np.median(decoding))
     return Line(setting, "quantize_bytes_per_s", pairs.inverted(rows.nbytes), {"decoded_bytes_per_s": decoded})
 
@@ -102,7 +102,7 @@ def _coder(setting: Setting, rows: Rows) -> Callable[[], object]:
     """The whole way from rows to codes; plain codes at 4 bits are none of a snapshot's, so there the loop alone."""
     body = np.zeros(body_shape(setting.bits, *rows.shape), np.uint8)
     if setting.search == "adaptive" or setting.bits == 8:
-        return lambda: codes.code_rows(piece(rows), setting.bits, body.reshape(-1))
+        return lambda: code_rows(piece(rows), setting.bits, body.reshape(-1))
     scale, low, exponents = np.zeros(len(rows), np.uint16), np.zeros(len(rows), np.uint16), np.zeros(len(rows), np.int8)
     return lambda: quantize.code_rows(rows, setting.bits, *PLAIN, body, scale, low, exponents)
 
@@ -113,8 +113,8 @@ def _error(setting: Setting, contender: Callable[[Rows, Bits], Rows], repeats: i
     for seed in range(repeats):
         rows = drawn(setting.draw, setting.rows, seed)
         back = np.empty_like(rows)
-        for coded in codes.code_rows(piece(rows), setting.bits):
-            back[coded.row_ids] = codes.decode_rows(coded).rows
+        for coded in code_rows(piece(rows), setting.bits):
+            back[coded.row_ids] = decode_rows(coded).rows
         pairs.add(_distance(rows, back), _distance(rows, contender(rows, setting.bits)))
     return Line(setting, "quantize_l2_error", pairs, {})
 

@@ -25,9 +25,9 @@ from benchmarks.measure import Line, Pairs, tell
 from benchmarks.shapes import Shape, job_of, split_placement
 from dlrm_api.checkpoint import Bits
 from dlrm_api.job import DLRMJobSpec
-from dlrm_checkpointer.coding.codes import CodedRows, code_rows
+from dlrm_checkpointer.codec.rows import CodedRows, code_rows
 from dlrm_checkpointer.types import ShardId, loaded
-from dlrm_checkpointer.writing.policy import bits_for
+from dlrm_checkpointer.write.policy import bits_for
 from dlrm_trainer.data import Batch, open_reader
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding.checkpoint import ResidentPart

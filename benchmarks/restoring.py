@@ -22,10 +22,10 @@ from benchmarks.metered_store import MeteredStore
 from benchmarks.saved_job import SavedJob, tables_of
 from dlrm_api.checkpoint import Bits
 from dlrm_api.model import TableSpec
-from dlrm_checkpointer.format import objects
-from dlrm_checkpointer.format.fetch import gets_at_once
+from dlrm_checkpointer.format import chunk
 from dlrm_checkpointer.format.manifest import ChunkEntry, ObjectEntry
-from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot
+from dlrm_checkpointer.read.fetch import gets_at_once
+from dlrm_checkpointer.read.restore import Snapshot, newest_snapshot
 from dlrm_checkpointer.types import TableMeta
 from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.checkpoint import ResidentPart
@@ -183,7 +183,7 @@ def decode_rate(snapshot: Snapshot, parts: Sequence[ResidentPart]) -> float:
 
     def decode() -> None:
         assert hashlib.sha256(body).hexdigest() == largest.sha256
-        part.restore([objects.decode_rows(body, largest.key)])
+        part.restore([chunk.decode_rows(body, largest.key)])
 
     return largest.bytes / min(timed(decode) for _ in range(5))
 

@@ -17,8 +17,8 @@ from dlrm_checkpointer.handoff.writer import HandOffWriter
 from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.types import CutMeta, ShardRows, SnapshotName, TableMeta
-from dlrm_checkpointer.writing.policy import ChainPolicy
-from dlrm_checkpointer.writing.retention import Rule
+from dlrm_checkpointer.write.policy import ChainPolicy
+from dlrm_checkpointer.write.retention import Rule
 from dlrm_stores.base import ObjectStore
 
 INTERVAL_S = 1_800.0

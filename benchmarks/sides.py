@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.shapes import Batches, Shape, job_of
 from dlrm_api.row_optimizers import state_values
-from dlrm_checkpointer.coding.codes import code_rows
+from dlrm_checkpointer.codec.rows import code_rows
 from dlrm_checkpointer.types import ShardRows
 from dlrm_kernels.row_cache import ACCESSES, HITS, LOOKUPS
 from dlrm_trainer.compute_device import HOST

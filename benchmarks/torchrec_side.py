@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.shapes import RATE, Shape, job_of
 from dlrm_api.model import TableSpec
-from dlrm_checkpointer.coding.initializer import initial_rows, table_scale
+from dlrm_checkpointer.codec.initializer import initial_rows, table_scale
 from dlrm_trainer.data import Batch
 from dlrm_trainer.model.dlrm import DLRM, build_model, global_mean_loss
 

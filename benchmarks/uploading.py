@@ -29,7 +29,7 @@ from benchmarks.training_cuts import TOUCHED, AsyncSave, Cuts, Training
 from dlrm_api.checkpoint import Bits, PolicyName
 from dlrm_api.names import Env
 from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.read.restore import newest_snapshot
 
 BITS: Bits = 8
 POLICIES: tuple[PolicyName, ...] = ("intermittent", "consecutive")

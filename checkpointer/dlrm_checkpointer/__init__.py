@@ -2,7 +2,7 @@
 
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.handoff.writer import HandOffWriter
-from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot, open_snapshot
+from dlrm_checkpointer.read.restore import Snapshot, newest_snapshot, open_snapshot
 from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, TableMeta
 from dlrm_stores.base import ObjectStore, StoreOptions, open_store
 

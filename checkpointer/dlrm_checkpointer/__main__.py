@@ -16,14 +16,13 @@ from dlrm_api.errors import DLRMError
 from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
 from dlrm_api.process import log_to_stderr, named_limit
 from dlrm_api.progress import CheckpointerProgress
-from dlrm_checkpointer.endpoint import Endpoint
 from dlrm_checkpointer.handoff.inbox import Inbox
-from dlrm_checkpointer.publishing.publisher import Publisher, Terms
+from dlrm_checkpointer.publish.publisher import Publisher, Terms
 from dlrm_checkpointer.settings import Settings, read_settings
 from dlrm_checkpointer.sidecar import Duties, Sidecar
-from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.writing.policy import ChainPolicy
-from dlrm_checkpointer.writing.retention import Rule
+from dlrm_checkpointer.status import Endpoint, Status
+from dlrm_checkpointer.write.policy import ChainPolicy
+from dlrm_checkpointer.write.retention import Rule
 from dlrm_stores.base import StoreOptions, open_store, open_target
 
 LONGEST_REASON = 512

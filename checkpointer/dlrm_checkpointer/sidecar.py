@@ -20,15 +20,14 @@ from dlrm_checkpointer.format.manifest import Manifest, manifest_key
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.protocol import CutName, Durable, ReadyCut, SliceName, UploadedCut
 from dlrm_checkpointer.life import Backoff, Life
-from dlrm_checkpointer.publishing.publisher import Publisher
-from dlrm_checkpointer.reading.restore import snapshot_keys
+from dlrm_checkpointer.publish.publisher import Publisher
+from dlrm_checkpointer.read.restore import snapshot_keys
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.types import SnapshotName
-from dlrm_checkpointer.writing.commit import try_commit
-from dlrm_checkpointer.writing.policy import ChainPolicy
-from dlrm_checkpointer.writing.retention import Retention, Rule
-from dlrm_checkpointer.writing.upload import Traffic, Upload
-from dlrm_checkpointer.writing.ways import Ways
+from dlrm_checkpointer.write.commit import try_commit
+from dlrm_checkpointer.write.policy import ChainPolicy
+from dlrm_checkpointer.write.retention import Retention, Rule
+from dlrm_checkpointer.write.upload import Traffic, Upload, Ways
 from dlrm_stores.base import ObjectStore
 
 logger = logging.getLogger(__name__)

@@ -6,12 +6,13 @@ import threading
 import time
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from dlrm_api.errors import DLRMError
+from dlrm_api.errors import DLRMError, UsageError
+from dlrm_api.process import EndpointHandler, EndpointServer
 from dlrm_api.progress import CheckpointerProgress, SnapshotInfo
 from dlrm_checkpointer.format.manifest import Kind
-from dlrm_checkpointer.publishing.publication import Delta
+from dlrm_checkpointer.publish.delta import Delta
 from dlrm_stores.repeats import Reason
 
 STORE_ERROR_LENGTH = 1_024
@@ -138,3 +139,44 @@ class Status:
     def ended(self, reason: str) -> None:
         """The sidecar is about to end."""
         self._update(reason=reason)
+
+
+STOP_POLL_S = 0.05
+
+
+class Endpoint:
+    """A small HTTP server on threads of its own.
+
+    Raises:
+        UsageError: the address is taken.
+    """
+
+    def __init__(self, bind: str, port: int, status: Status) -> None:
+        class Handler(EndpointHandler):
+            def do_GET(self) -> None:
+                if self.path == "/progress":
+                    self.answer(200, status.progress.model_dump_json().encode(), "application/json")
+                elif self.path == "/metrics":
+                    self.answer(200, generate_latest(status.registry), CONTENT_TYPE_LATEST)
+                else:
+                    self.answer(404, b"GET /progress or /metrics\n", "text/plain")
+
+        try:
+            self._server = EndpointServer((bind, port), Handler)
+        except OSError as error:
+            raise UsageError(f"{bind}:{port}: cannot listen there: {error.strerror}; choose another port") from error
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(STOP_POLL_S,), name="endpoint", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        return self._server.server_port
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -41,9 +41,9 @@ def refuses_files(folder: str) -> bool:
 
 def cache_misses() -> int:
     """Loops that had to be compiled to code and decode some rows at every number of bits that packs codes."""
-    from dlrm_checkpointer.coding import packing, quantize
-    from dlrm_checkpointer.coding.codes import code_rows, decode_rows
+    from dlrm_checkpointer.codec.rows import code_rows, decode_rows
     from dlrm_checkpointer.types import ShardId, ShardRows
+    from dlrm_kernels import packing, quantize
 
     shard = ShardId(table="t", row_start=0, row_end=9, column_start=0, column_end=8)
     draw = np.random.default_rng(0)

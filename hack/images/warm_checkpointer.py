@@ -11,16 +11,16 @@ from typing import get_args
 import numpy as np
 
 from dlrm_api.checkpoint import Bits
-from dlrm_checkpointer.coding.codes import decode_rows
+from dlrm_checkpointer.codec.rows import decode_rows
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.writer import HandOffWriter
-from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.types import CutMeta, ShardRows, TableMeta
-from dlrm_checkpointer.writing.policy import ChainPolicy
-from dlrm_checkpointer.writing.retention import Rule
+from dlrm_checkpointer.write.policy import ChainPolicy
+from dlrm_checkpointer.write.retention import Rule
 from dlrm_stores.base import StoreOptions, open_store
 
 TABLE = TableMeta(name="rows", rows=300, dim=8, seed=1, scale=0.5, column_blocks=((0, 8),))

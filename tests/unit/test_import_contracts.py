@@ -41,7 +41,7 @@ PLANTED = {
     ),
     "the checkpointer's packages know only those below them": (
         "checkpointer/dlrm_stores",
-        "dlrm_checkpointer.reading.restore",
+        "dlrm_checkpointer.read.restore",
     ),
     "the trainer executes a plan and never makes one, and knows no Kubernetes": (
         "trainer/dlrm_trainer",

@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 
 from dlrm_api.errors import TemporaryError
 from dlrm_api.names import TOKEN_HEADER, token_digest
+from dlrm_api.process import EndpointHandler, EndpointServer
 from dlrm_api.progress import Progress, TrainerPhase
-from dlrm_checkpointer.serving import EndpointHandler, EndpointServer
 from dlrm_trainer.checkpointing.control import CutControl
 from dlrm_trainer.metrics.progress import ProgressBoard
 

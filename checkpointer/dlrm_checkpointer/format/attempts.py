@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any
 
 from dlrm_api.errors import NoInputError, SnapshotError, TemporaryError
-from dlrm_checkpointer.format.fetch import PARALLEL_GETS, in_parallel
 from dlrm_checkpointer.format.manifest import MANIFESTS, PARTS, parse_cut_key, parse_manifest_key
 from dlrm_stores.base import ObjectStore
+from dlrm_stores.parallel import PARALLEL_GETS, in_parallel
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.format.sealing import FORMAT, FormatModel, SealedModel, parse_sealed
+from dlrm_checkpointer.format.canonical import FORMAT, FormatModel, SealedModel, parse_sealed
 from dlrm_checkpointer.types import MOST_NAME, CutMeta, ShardId, SnapshotName, TableMeta
 
 FORMAT_VERSION = 2

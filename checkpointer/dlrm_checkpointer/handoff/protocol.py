@@ -42,8 +42,8 @@ from pydantic import BaseModel, ConfigDict
 from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import SnapshotError, UsageError
 from dlrm_api.process import raise_device
+from dlrm_checkpointer.format.canonical import NewerVersionError
 from dlrm_checkpointer.format.manifest import ChunkEntry
-from dlrm_checkpointer.format.sealing import NewerVersionError
 from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName
 
 LAYOUT_VERSION = 1

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dlrm_api.names import ExitCode
-from dlrm_checkpointer.reading.catalog import find_snapshot, verify_snapshot
-from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.read.catalog import find_snapshot, verify_snapshot
+from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_stores.base import open_store
 from dlrm_testing.digests import snapshot_digest
 from dlrm_testing.waiting import wait_until

@@ -20,11 +20,11 @@ import pytest
 from dlrm_api.errors import DLRMError, NoInputError, NoPermissionError, SnapshotError, StoreUnavailableError
 from dlrm_api.objects import S3Spec
 from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.format.fetch import fetch
 from dlrm_checkpointer.format.manifest import ObjectEntry
-from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.read.fetch import fetch
+from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.status import Status
-from dlrm_checkpointer.writing.retention import Retention, Rule
+from dlrm_checkpointer.write.retention import Retention, Rule
 from dlrm_stores import repeats, s3
 from dlrm_stores.base import ObjectStore, StoreOptions, open_store
 from dlrm_stores.repeats import MOST_TRIES, TOKENS

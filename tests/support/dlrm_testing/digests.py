@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dlrm_checkpointer.coding.digest import combine, state_digest
-from dlrm_checkpointer.reading.restore import Snapshot
-from dlrm_checkpointer.reading.table_blocks import walk_table
+from dlrm_checkpointer.codec.digest import combine, state_digest
+from dlrm_checkpointer.read.catalog import walk_table
+from dlrm_checkpointer.read.restore import Snapshot
 
 
 def snapshot_digest(snapshot: Snapshot) -> str:

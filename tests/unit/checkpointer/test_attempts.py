@@ -19,11 +19,11 @@ from dlrm_checkpointer.format.attempts import (
     newest_attempt,
     read_attempts,
 )
-from dlrm_checkpointer.reading.catalog import list_snapshots
-from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.read.catalog import list_snapshots
+from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.types import SnapshotName
-from dlrm_checkpointer.writing.commit import try_commit
-from dlrm_checkpointer.writing.retention import Retention, Rule
+from dlrm_checkpointer.write.commit import try_commit
+from dlrm_checkpointer.write.retention import Retention, Rule
 from dlrm_stores.files import FileStore
 from dlrm_testing.digests import snapshot_digest
 

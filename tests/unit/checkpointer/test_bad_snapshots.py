@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from dlrm_api.errors import NoInputError, SnapshotError
+from dlrm_checkpointer.format.canonical import sealed
 from dlrm_checkpointer.format.manifest import manifest_key
-from dlrm_checkpointer.format.sealing import sealed
-from dlrm_checkpointer.reading.catalog import find_snapshot, list_snapshots, verify_snapshot
-from dlrm_checkpointer.reading.restore import newest_snapshot, open_snapshot
+from dlrm_checkpointer.read.catalog import find_snapshot, list_snapshots, verify_snapshot
+from dlrm_checkpointer.read.restore import newest_snapshot, open_snapshot
 from dlrm_checkpointer.types import ShardId
 from dlrm_stores.files import FileStore
 from dlrm_testing.digests import snapshot_digest

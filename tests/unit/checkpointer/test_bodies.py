@@ -4,7 +4,7 @@ import gc
 
 import numpy as np
 
-from dlrm_checkpointer.format.bodies import Bodies
+from dlrm_checkpointer.read.fetch import Bodies
 
 
 def address(body: memoryview) -> int:

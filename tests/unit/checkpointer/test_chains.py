@@ -13,14 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlrm_api.names import ExitCode
-from dlrm_checkpointer.coding.codes import code_rows, decode_rows
+from dlrm_checkpointer.codec.rows import code_rows, decode_rows
 from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.format.fetch import AT_ONCE, fetch_rows
-from dlrm_checkpointer.format.sealing import sealed
-from dlrm_checkpointer.reading.catalog import find_snapshot, list_snapshots, verify_snapshot
-from dlrm_checkpointer.reading.restore import newest_snapshot, open_snapshot
+from dlrm_checkpointer.format.canonical import sealed
+from dlrm_checkpointer.read.catalog import find_snapshot, list_snapshots, verify_snapshot
+from dlrm_checkpointer.read.fetch import fetch_rows
+from dlrm_checkpointer.read.restore import newest_snapshot, open_snapshot
 from dlrm_checkpointer.types import ShardRows, SnapshotName, TableMeta
 from dlrm_stores.files import FileStore
+from dlrm_stores.parallel import AT_ONCE
 from dlrm_testing.checkpointer.restored import stored_rows
 from dlrm_testing.digests import snapshot_digest
 
@@ -79,8 +80,8 @@ class Holding(FileStore):
 @pytest.fixture
 def long_chain(tmp_path: Path, files: FileStore, new_model, new_pod, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A pod with a full snapshot and as many increments over it as may be, and what it trains; objects are small."""
-    monkeypatch.setattr("dlrm_checkpointer.merging.merge.CHUNK_BYTES", CHUNK_BYTES)
-    monkeypatch.setattr("dlrm_checkpointer.merging.merge.INCREMENT_CHUNK_BYTES", INCREMENT_CHUNK_BYTES)
+    monkeypatch.setattr("dlrm_checkpointer.format.chunk.CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr("dlrm_checkpointer.write.merge.INCREMENT_CHUNK_BYTES", INCREMENT_CHUNK_BYTES)
     items = TableMeta(
         name="items", rows=40_000, dim=16, seed=7, scale=0.25, column_blocks=((0, 16),), state_columns=(8,)
     )
@@ -149,9 +150,9 @@ def test_random_lives_of_a_job_restore_what_their_last_commit_held(
     data, tmp_path_factory, new_model, new_pod, small_tables, monkeypatch
 ):
     """Attempts at random world sizes, sharded otherwise each time, under policies that change, with lost cuts."""
-    monkeypatch.setattr("dlrm_checkpointer.merging.merge.CHUNK_BYTES", data.draw(st.sampled_from([64, 700, 32 << 20])))
+    monkeypatch.setattr("dlrm_checkpointer.format.chunk.CHUNK_BYTES", data.draw(st.sampled_from([64, 700, 32 << 20])))
     monkeypatch.setattr(
-        "dlrm_checkpointer.merging.merge.INCREMENT_CHUNK_BYTES", data.draw(st.sampled_from([200, 8 << 20]))
+        "dlrm_checkpointer.write.merge.INCREMENT_CHUNK_BYTES", data.draw(st.sampled_from([200, 8 << 20]))
     )
     root = tmp_path_factory.mktemp("life")
     store, model = FileStore(root / "store"), new_model(small_tables)
@@ -300,7 +301,7 @@ def test_bytes_read_to_merge_are_counted(tmp_path: Path, files: FileStore, new_m
 
 
 def test_a_delta_gives_rows_in_order_whatever_the_order_of_its_pieces(new_model):
-    from dlrm_checkpointer.merging.delta import Delta
+    from dlrm_checkpointer.write.merge import Delta
 
     shard = new_model().shards(0, 1)[0]
     draw = np.random.default_rng(0)

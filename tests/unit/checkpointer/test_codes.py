@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.coding.codes import CodedRows, Form, body_shape, code_rows, decode_rows, place_weights
+from dlrm_checkpointer.codec.rows import CodedRows, Form, body_shape, code_rows, decode_rows, place_weights
 from dlrm_checkpointer.types import ShardId, ShardRows, TableMeta
 
 README = Path(__file__).parents[3] / "checkpointer" / "README.md"
@@ -307,7 +307,7 @@ def test_memory_that_was_used_before_takes_codes_and_rows(bits: Any):
 CODING = """
 import hashlib
 import numpy as np
-from dlrm_checkpointer.coding.codes import code_rows, decode_rows
+from dlrm_checkpointer.codec.rows import code_rows, decode_rows
 from dlrm_checkpointer.types import ShardId, ShardRows
 
 digest = hashlib.sha256()

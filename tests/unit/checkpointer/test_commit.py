@@ -16,7 +16,7 @@ from dlrm_checkpointer.format.manifest import (
     parse_part,
     part_key,
 )
-from dlrm_checkpointer.writing.commit import try_commit
+from dlrm_checkpointer.write.commit import try_commit
 from dlrm_stores.files import FileStore
 
 RANKS = 8

@@ -16,9 +16,9 @@ from dlrm_api.names import ExitCode
 from dlrm_checkpointer.format.attempts import ATTEMPTS, claim_attempt
 from dlrm_checkpointer.format.chain import load_chain
 from dlrm_checkpointer.format.manifest import PARTS, manifest_key
-from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot, open_snapshot, snapshot_keys
+from dlrm_checkpointer.read.restore import Snapshot, newest_snapshot, open_snapshot, snapshot_keys
 from dlrm_checkpointer.types import SnapshotName
-from dlrm_checkpointer.writing.retention import Retention, Rule
+from dlrm_checkpointer.write.retention import Retention, Rule
 from dlrm_testing.checkpointer.steps import Steps
 from dlrm_testing.checkpointer.truth import flipped
 from dlrm_testing.checkpointer.turns import FailingStore, Killed, MemoryStore
@@ -47,7 +47,7 @@ def policy(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def scene(tmp_path: Path, clock, new_model, new_pod, few_rows, policy, monkeypatch) -> Scene:
-    monkeypatch.setattr("dlrm_checkpointer.merging.merge.CHUNK_BYTES", 300)
+    monkeypatch.setattr("dlrm_checkpointer.format.chunk.CHUNK_BYTES", 300)
     store, model = MemoryStore(clock), new_model(few_rows)
     pod = new_pod(
         tmp_path / "pod", store, world_size=2, ranks=range(2), policy=policy, keep_last=COMMITTED, max_chain=2

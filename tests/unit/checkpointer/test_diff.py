@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.reading.catalog import list_snapshots
-from dlrm_checkpointer.reading.diff import diff_snapshots
-from dlrm_checkpointer.reading.differences import differences, updates
-from dlrm_checkpointer.reading.restore import Snapshot, open_snapshot
-from dlrm_checkpointer.reading.table_blocks import walk_table
+from dlrm_checkpointer.read.catalog import list_snapshots, walk_table
+from dlrm_checkpointer.read.diff import diff_snapshots, differences, updates
+from dlrm_checkpointer.read.restore import Snapshot, open_snapshot
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_stores.files import FileStore
 
@@ -43,8 +41,8 @@ def test_differences_are_those_of_every_row_and_updates_lead_from_one_snapshot_t
     data, tmp_path_factory, new_model, new_pod, small_tables, monkeypatch
 ):
     """Random policies, shardings and a rollback, so that either snapshot may be the older one or of another life."""
-    monkeypatch.setattr("dlrm_checkpointer.merging.merge.CHUNK_BYTES", data.draw(st.sampled_from([700, 32 << 20])))
-    monkeypatch.setattr("dlrm_checkpointer.reading.differences.BLOCK_ROWS", data.draw(st.sampled_from([7, 64, 65_536])))
+    monkeypatch.setattr("dlrm_checkpointer.format.chunk.CHUNK_BYTES", data.draw(st.sampled_from([700, 32 << 20])))
+    monkeypatch.setattr("dlrm_checkpointer.read.diff.BLOCK_ROWS", data.draw(st.sampled_from([7, 64, 65_536])))
     root = tmp_path_factory.mktemp("diff")
     store, model, at = FileStore(root / "store"), new_model(small_tables), None
     bits = data.draw(st.sampled_from([32, 8]))
@@ -144,7 +142,7 @@ def test_what_a_chain_grew_by_is_all_that_updates_read(tmp_path: Path, files: Fi
 def test_lower_snapshots_are_read_only_where_rows_of_theirs_are_needed(
     tmp_path: Path, files: FileStore, new_model, new_pod, monkeypatch
 ):
-    monkeypatch.setattr("dlrm_checkpointer.merging.merge.CHUNK_BYTES", 4_000)
+    monkeypatch.setattr("dlrm_checkpointer.format.chunk.CHUNK_BYTES", 4_000)
     model, pod = new_model(), new_pod(tmp_path / "pod", files, policy="consecutive", keep_last=100)
     attempt = claim_attempt(files, None, "test")
     pod.commit(model.train(3), attempt)

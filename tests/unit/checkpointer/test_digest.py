@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.coding.digest import (
+from dlrm_checkpointer.codec.digest import (
     BLOCK_ROWS,
     LANES,
     Partial,

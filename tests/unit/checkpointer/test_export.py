@@ -13,10 +13,8 @@ import pytest
 import safetensors.numpy
 
 from dlrm_api.errors import DeviceError, NoPermissionError, UsageError
-from dlrm_checkpointer.reading.catalog import find_snapshot
-from dlrm_checkpointer.reading.export import restore_to_folder
-from dlrm_checkpointer.reading.serving_export import Wanted, export_tables
-from dlrm_checkpointer.reading.table_files import Safetensors
+from dlrm_checkpointer.read.catalog import find_snapshot
+from dlrm_checkpointer.read.export import Safetensors, Wanted, export_tables, restore_to_folder
 from dlrm_stores.files import FileStore
 
 

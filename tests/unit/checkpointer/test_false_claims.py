@@ -13,24 +13,22 @@ import numpy as np
 import pytest
 
 from dlrm_api.errors import DeviceError, SnapshotError
-from dlrm_checkpointer.coding.codes import code_rows
-from dlrm_checkpointer.coding.digest import BLOCK_BYTES, block_ranges
-from dlrm_checkpointer.format.bodies import USUAL_BYTES, Bodies
-from dlrm_checkpointer.format.fetch import fetch
-from dlrm_checkpointer.format.manifest import ObjectEntry, parse_manifest, parse_part, part_key
-from dlrm_checkpointer.format.objects import (
+from dlrm_checkpointer.codec.digest import BLOCK_BYTES, block_ranges
+from dlrm_checkpointer.codec.rows import code_rows
+from dlrm_checkpointer.format.canonical import sealed
+from dlrm_checkpointer.format.chunk import (
     MOST_ROW_NUMBERS,
     decode_dense,
     decode_row_numbers,
     decode_rows,
     encode_rows,
 )
-from dlrm_checkpointer.format.sealing import sealed
-from dlrm_checkpointer.publishing.follow import Follower
-from dlrm_checkpointer.publishing.publication import delta_key
-from dlrm_checkpointer.reading.export import restore_to_folder
-from dlrm_checkpointer.reading.restore import open_snapshot
-from dlrm_checkpointer.reading.table_files import check_room
+from dlrm_checkpointer.format.manifest import ObjectEntry, parse_manifest, parse_part, part_key
+from dlrm_checkpointer.publish.delta import delta_key
+from dlrm_checkpointer.publish.follower import Follower
+from dlrm_checkpointer.read.export import check_room, restore_to_folder
+from dlrm_checkpointer.read.fetch import USUAL_BYTES, Bodies, fetch
+from dlrm_checkpointer.read.restore import open_snapshot
 from dlrm_checkpointer.types import MOST_ROWS, CutMeta, ShardId, ShardRows, TableMeta
 from dlrm_stores.files import FileStore
 

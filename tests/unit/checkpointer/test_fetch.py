@@ -6,9 +6,10 @@ import threading
 import pytest
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.format.fetch import AHEAD_BYTES, PARALLEL_GETS, check_bytes, gets_at_once
 from dlrm_checkpointer.format.manifest import ObjectEntry
+from dlrm_checkpointer.read.fetch import AHEAD_BYTES, check_bytes, gets_at_once
 from dlrm_stores.files import FileStore
+from dlrm_stores.parallel import PARALLEL_GETS
 
 SIZE = 1_000
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_checkpointer.coding.codes import CodedRows, code_rows
-from dlrm_checkpointer.merging.gathering import Gathering, newest
+from dlrm_checkpointer.codec.rows import CodedRows, code_rows
 from dlrm_checkpointer.types import ShardId, ShardRows
+from dlrm_checkpointer.write.merge import Gathering, newest
 
 ALL = [2, 3, 4, 8, 16, 32]
 WIDTH, ROWS = 6, 120

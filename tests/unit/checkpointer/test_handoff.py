@@ -13,7 +13,7 @@ import pytest
 
 from dlrm_api.errors import DeviceError, DivergedError, InvalidSpecError, SnapshotError, TemporaryError, UsageError
 from dlrm_api.names import ExitCode
-from dlrm_checkpointer.format.sealing import NewerVersionError
+from dlrm_checkpointer.format.canonical import NewerVersionError
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.protocol import ready_cuts
 from dlrm_checkpointer.handoff.writer import HandOffWriter

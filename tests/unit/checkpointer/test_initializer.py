@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_api.model import InitializerSpec
-from dlrm_checkpointer.coding.initializer import initial_rows, table_key, table_scale
+from dlrm_checkpointer.codec.initializer import initial_rows, table_key, table_scale
 
 MASK = 2**64 - 1
 VECTORS = {  # (row) -> float32 bits of columns 0 to 4; seed 42, table "users", scale 1: those of the README

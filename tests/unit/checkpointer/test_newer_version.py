@@ -11,11 +11,11 @@ import pytest
 from dlrm_api.errors import SnapshotError
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.format.attempts import claim_attempt
+from dlrm_checkpointer.format.canonical import NewerVersionError, sealed
 from dlrm_checkpointer.format.manifest import manifest_key
-from dlrm_checkpointer.format.sealing import NewerVersionError, sealed
-from dlrm_checkpointer.reading.catalog import find_snapshot, list_snapshots
-from dlrm_checkpointer.reading.restore import newest_snapshot
-from dlrm_checkpointer.writing.retention import Retention, Rule
+from dlrm_checkpointer.read.catalog import find_snapshot, list_snapshots
+from dlrm_checkpointer.read.restore import newest_snapshot
+from dlrm_checkpointer.write.retention import Retention, Rule
 from dlrm_cli import app
 from dlrm_cli.snapshots import _sorted_out
 from dlrm_stores.files import FileStore

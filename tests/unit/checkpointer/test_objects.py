@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.coding import codes
-from dlrm_checkpointer.coding.codes import code_rows, row_bytes
-from dlrm_checkpointer.format.objects import decode_dense, decode_rows, encode_dense, encode_rows
+from dlrm_checkpointer.codec import rows
+from dlrm_checkpointer.codec.rows import code_rows, row_bytes
+from dlrm_checkpointer.format.chunk import decode_dense, decode_rows, encode_dense, encode_rows
 from dlrm_checkpointer.types import ShardId, ShardRows
 
 ALL = [2, 3, 4, 8, 16, 32]
@@ -141,7 +141,7 @@ def test_a_damaged_chunk_is_refused_or_read_as_rows_but_never_crashes(bits: Any,
             assert (np.diff(coded.row_ids) > 0).all()
             assert coded.row_ids[0] >= coded.shard.row_start
             assert coded.row_ids[-1] < coded.shard.row_end
-            assert codes.decode_rows(coded).rows.shape == (len(coded.row_ids), coded.shard.width)
+            assert rows.decode_rows(coded).rows.shape == (len(coded.row_ids), coded.shard.width)
 
 
 def rewritten(body: bytes, arrays: dict[str, np.ndarray] | None = None, **meta: object) -> bytes:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dlrm_api.checkpoint import PolicyName
 from dlrm_checkpointer.format.manifest import Growth
-from dlrm_checkpointer.writing.policy import ChainPolicy, bits_in_use, choose_kind
+from dlrm_checkpointer.write.policy import ChainPolicy, bits_in_use, choose_kind
 
 
 def policy(name: PolicyName, **changes) -> ChainPolicy:

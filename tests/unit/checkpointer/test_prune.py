@@ -9,9 +9,9 @@ import pytest
 
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.reading.catalog import list_snapshots
-from dlrm_checkpointer.reading.restore import newest_snapshot
-from dlrm_checkpointer.writing.retention import Retention, Rule
+from dlrm_checkpointer.read.catalog import list_snapshots
+from dlrm_checkpointer.read.restore import newest_snapshot
+from dlrm_checkpointer.write.retention import Retention, Rule
 from dlrm_cli import app
 from dlrm_stores.files import FileStore
 from dlrm_testing.digests import snapshot_digest

@@ -29,12 +29,11 @@ from dlrm_api.errors import (
     UsageError,
 )
 from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.format.sealing import sealed
-from dlrm_checkpointer.publishing.follow import Follower
-from dlrm_checkpointer.publishing.publication import newest_delta, read_delta, read_plan, sequences
-from dlrm_checkpointer.reading.catalog import find_snapshot, list_snapshots
-from dlrm_checkpointer.reading.restore import Snapshot, open_snapshot, snapshot_keys
-from dlrm_checkpointer.reading.table_blocks import walk_table
+from dlrm_checkpointer.format.canonical import sealed
+from dlrm_checkpointer.publish.delta import newest_delta, read_delta, read_plan, sequences
+from dlrm_checkpointer.publish.follower import Follower
+from dlrm_checkpointer.read.catalog import find_snapshot, list_snapshots, walk_table
+from dlrm_checkpointer.read.restore import Snapshot, open_snapshot, snapshot_keys
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_stores.base import ObjectInfo, ObjectStore
 from dlrm_stores.files import FileStore
@@ -110,8 +109,8 @@ def test_the_names_of_an_images_files_outlive_the_machine_before_the_state_that_
 def test_random_lives_rollbacks_and_lost_deltas_end_with_the_snapshot_that_was_published_last(
     data, tmp_path_factory, new_model, new_pod, small_tables, monkeypatch
 ):
-    monkeypatch.setattr("dlrm_checkpointer.merging.merge.CHUNK_BYTES", data.draw(st.sampled_from([700, 32 << 20])))
-    monkeypatch.setattr("dlrm_checkpointer.reading.differences.BLOCK_ROWS", data.draw(st.sampled_from([7, 65_536])))
+    monkeypatch.setattr("dlrm_checkpointer.format.chunk.CHUNK_BYTES", data.draw(st.sampled_from([700, 32 << 20])))
+    monkeypatch.setattr("dlrm_checkpointer.read.diff.BLOCK_ROWS", data.draw(st.sampled_from([7, 65_536])))
     root = tmp_path_factory.mktemp("lives")
     store, target = FileStore(root / "store"), FileStore(root / "deltas")
     keep_last = data.draw(st.sampled_from([1, 2, 3, 100]))

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlrm_checkpointer.format.sealing import sealed
-from dlrm_checkpointer.reading.catalog import find_snapshot, verify_snapshot
-from dlrm_checkpointer.reading.restore import newest_snapshot
-from dlrm_checkpointer.reading.table_blocks import walk_table
+from dlrm_checkpointer.format.canonical import sealed
+from dlrm_checkpointer.read.catalog import find_snapshot, verify_snapshot, walk_table
+from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.types import ShardId
 from dlrm_stores.files import FileStore
 from dlrm_testing.checkpointer.restored import stored_rows
@@ -144,7 +143,7 @@ def test_any_rectangle_along_the_blocks_comes_back_whole_and_nothing_beside_it(s
 def test_rows_cut_into_many_small_chunks_come_back_the_same(
     tmp_path: Path, files: FileStore, new_model, new_pod, monkeypatch, small_tables, chunk_bytes: int
 ):
-    monkeypatch.setattr("dlrm_checkpointer.merging.merge.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("dlrm_checkpointer.format.chunk.CHUNK_BYTES", chunk_bytes)
     model = new_model(tables=small_tables).train(2)
     new_pod(tmp_path / "pod", files, world_size=2, ranks=range(2)).commit(model)
 

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from dlrm_api.errors import StoreUnavailableError
 from dlrm_checkpointer.format.attempts import Attempt, claim_attempt, in_lineage
 from dlrm_checkpointer.format.manifest import manifest_key, part_key
-from dlrm_checkpointer.reading.catalog import list_snapshots
-from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.read.catalog import list_snapshots
+from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.types import SnapshotName
-from dlrm_checkpointer.writing.commit import try_commit
-from dlrm_checkpointer.writing.key_set import KeySet
-from dlrm_checkpointer.writing.retention import ORPHAN_S, SWEEPS, Found, Retention, Rule, decide, is_orphan
+from dlrm_checkpointer.write.commit import try_commit
+from dlrm_checkpointer.write.retention import ORPHAN_S, SWEEPS, Found, KeySet, Retention, Rule, decide, is_orphan
 from dlrm_stores.base import Body, ObjectInfo
 from dlrm_stores.files import FileStore
 from dlrm_testing.checkpointer.turns import Clock

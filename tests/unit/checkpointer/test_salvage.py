@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlrm_checkpointer.coding.initializer import initial_rows
+from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.format.manifest import part_key
-from dlrm_checkpointer.reading.catalog import list_snapshots
-from dlrm_checkpointer.reading.restore import newest_snapshot
-from dlrm_checkpointer.reading.salvage import Salvage, find_salvage, open_salvage
+from dlrm_checkpointer.read.catalog import list_snapshots
+from dlrm_checkpointer.read.partial import Salvage, find_salvage, open_salvage
+from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_stores.files import FileStore
 from dlrm_testing.checkpointer.restored import stored_rows

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlrm_checkpointer.coding.codes import code_rows, decode_rows
+from dlrm_checkpointer.codec.rows import code_rows, decode_rows
 from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.format.objects import encode_rows
-from dlrm_checkpointer.reading.catalog import find_snapshot, list_snapshots
-from dlrm_checkpointer.reading.restore import open_snapshot
+from dlrm_checkpointer.format.chunk import encode_rows
+from dlrm_checkpointer.read.catalog import find_snapshot, list_snapshots
+from dlrm_checkpointer.read.restore import open_snapshot
 from dlrm_checkpointer.types import ShardId, ShardRows, SnapshotName
 from dlrm_stores.files import FileStore
 from dlrm_testing.checkpointer import second_reader

@@ -14,7 +14,7 @@ import pytest
 
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.publishing.follow import Follower
+from dlrm_checkpointer.publish.follower import Follower
 from dlrm_cli import app
 from dlrm_stores.files import FileStore
 

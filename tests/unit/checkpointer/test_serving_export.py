@@ -13,12 +13,10 @@ import pytest
 from safetensors import safe_open
 
 from dlrm_api.errors import SnapshotError, UsageError
-from dlrm_checkpointer.coding import digest
+from dlrm_checkpointer.codec import digest
 from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.reading.catalog import find_snapshot
-from dlrm_checkpointer.reading.serving_export import Wanted, export_tables
-from dlrm_checkpointer.reading.table_blocks import Block
-from dlrm_checkpointer.reading.table_files import Safetensors
+from dlrm_checkpointer.read.catalog import Block, find_snapshot
+from dlrm_checkpointer.read.export import Safetensors, Wanted, export_tables
 from dlrm_cli.exports import Parquet
 from dlrm_stores.files import FileStore
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlrm_checkpointer.coding.digest import combine, shard_digest, state_digest
-from dlrm_checkpointer.reading.catalog import find_snapshot, verify_snapshot
-from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.codec.digest import combine, shard_digest, state_digest
+from dlrm_checkpointer.read.catalog import find_snapshot, verify_snapshot
+from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.types import ShardId, TableMeta
 from dlrm_stores.files import FileStore
 from dlrm_testing.checkpointer.restored import stored_rows

@@ -26,8 +26,8 @@ from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.protocol import ready_cuts
 from dlrm_checkpointer.handoff.writer import HandOffWriter
 from dlrm_checkpointer.life import Backoff, Life
-from dlrm_checkpointer.reading.catalog import list_snapshots
-from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.read.catalog import list_snapshots
+from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_stores.base import Body, ObjectInfo
 from dlrm_stores.files import FileStore
 from dlrm_testing.checkpointer.restored import stored_rows

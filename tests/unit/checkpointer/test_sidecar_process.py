@@ -20,9 +20,9 @@ import pytest
 from dlrm_api.names import ExitCode
 from dlrm_api.progress import CheckpointerProgress
 from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.publishing.follow import Follower
-from dlrm_checkpointer.reading.catalog import list_snapshots, verify_snapshot
-from dlrm_checkpointer.reading.restore import newest_snapshot, open_snapshot
+from dlrm_checkpointer.publish.follower import Follower
+from dlrm_checkpointer.read.catalog import list_snapshots, verify_snapshot
+from dlrm_checkpointer.read.restore import newest_snapshot, open_snapshot
 from dlrm_stores.files import FileStore
 from dlrm_testing.checkpointer import fixtures
 from dlrm_testing.digests import snapshot_digest

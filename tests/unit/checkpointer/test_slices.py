@@ -23,8 +23,8 @@ from dlrm_checkpointer.format.manifest import CHUNKS
 from dlrm_checkpointer.handoff.budget import Draft
 from dlrm_checkpointer.handoff.protocol import budget_lock, write_json
 from dlrm_checkpointer.handoff.writer import CutAbandonedError, HandedOver
-from dlrm_checkpointer.reading.catalog import list_snapshots, verify_snapshot
-from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.read.catalog import list_snapshots, verify_snapshot
+from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.types import ShardId, ShardRows
 from dlrm_stores.base import Body
 from dlrm_stores.files import FileStore

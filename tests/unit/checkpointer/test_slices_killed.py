@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from dlrm_api.names import ExitCode
-from dlrm_checkpointer.reading.catalog import verify_snapshot
-from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.read.catalog import verify_snapshot
+from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_stores.files import FileStore
 from dlrm_testing.digests import snapshot_digest
 

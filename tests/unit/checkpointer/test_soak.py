@@ -31,7 +31,7 @@ def test_no_schedule_of_faults_loses_a_commit_or_mixes_states(
 ):
     for number, seed in enumerate(range(FIRST_SEED, FIRST_SEED + SCHEDULES)):
         random.seed(seed)
-        monkeypatch.setattr("dlrm_checkpointer.merging.merge.CHUNK_BYTES", random.choice([200, 1_000, 32 << 20]))
+        monkeypatch.setattr("dlrm_checkpointer.format.chunk.CHUNK_BYTES", random.choice([200, 1_000, 32 << 20]))
         life = Life(seed, tmp_path / str(seed), clock, new_model, new_pod, few_rows)
         try:
             life.run()

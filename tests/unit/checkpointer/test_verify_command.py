@@ -9,8 +9,8 @@ import pytest
 from dlrm_api.names import ExitCode
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.format.manifest import manifest_key
-from dlrm_checkpointer.reading import catalog
-from dlrm_checkpointer.reading.restore import open_snapshot
+from dlrm_checkpointer.read import catalog
+from dlrm_checkpointer.read.restore import open_snapshot
 from dlrm_cli import app
 from dlrm_stores.files import FileStore
 

@@ -12,7 +12,7 @@ from dlrm_api.job import parse_job
 from dlrm_api.plan import Prediction
 from dlrm_api.progress import CheckpointerProgress, EvalMetrics, Progress, SnapshotInfo, TrainerPhase
 from dlrm_api.run_report import HitRate, LevelUse, Profile, RankUse, StageTimes, TableUse, TierBytes, TierReport
-from dlrm_checkpointer.reading.diff import TableDiff
+from dlrm_checkpointer.read.diff import TableDiff
 from dlrm_cli.run.command import LiveDisplay, PlainDisplay, progress_text
 from dlrm_cli.run.history import Seen
 from dlrm_cli.run.workdir import RunResult

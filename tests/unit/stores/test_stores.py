@@ -10,8 +10,8 @@ import pytest
 
 from dlrm_api.errors import NoInputError
 from dlrm_checkpointer.format.attempts import claim_attempt, honours_conditions, newest_attempt, read_attempts
-from dlrm_checkpointer.reading.catalog import list_snapshots, verify_snapshot
-from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.read.catalog import list_snapshots, verify_snapshot
+from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_stores.base import ObjectStore
 from dlrm_testing.digests import snapshot_digest
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dlrm_api.names import TOKEN_HEADER, Env, ExitCode, token_digest
-from dlrm_checkpointer.reading.restore import newest_snapshot
+from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_stores.base import open_store
 from dlrm_testing.trainer.gangs import Pod, alive, job_document, plan_document, small_job
 from dlrm_testing.trainer.sample_ledgers import sample_ids

@@ -13,10 +13,10 @@ import pytest
 
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.row_optimizers import state_values
-from dlrm_checkpointer.coding.codes import CodedRows, code_rows, decode_rows
-from dlrm_checkpointer.coding.digest import combine, state_digest
-from dlrm_checkpointer.format import objects
-from dlrm_checkpointer.reading.table_blocks import Block
+from dlrm_checkpointer.codec.digest import combine, state_digest
+from dlrm_checkpointer.codec.rows import CodedRows, code_rows, decode_rows
+from dlrm_checkpointer.format import chunk
+from dlrm_checkpointer.read.catalog import Block
 from dlrm_checkpointer.types import ShardId, loaded
 from dlrm_testing.trainer.gangs import hand_plan, job_document
 from dlrm_trainer.checkpointing.restore import live_digest, restore
@@ -37,7 +37,7 @@ class Stored:
     def __init__(self, learner: Learner, bits: int) -> None:
         pieces = [loaded(piece) for piece in learner.embeddings.saved.rows_in_place()]
         coded = [each for piece in pieces for each in code_rows(piece, bits)]
-        self.pieces = [decode_rows(objects.decode_rows(bytearray(objects.encode_rows(each)), "here")) for each in coded]
+        self.pieces = [decode_rows(chunk.decode_rows(bytearray(chunk.encode_rows(each)), "here")) for each in coded]
         self.arrays = {name: array.copy() for name, array in learner.dense.arrays().items()}
 
     def shard_codes(self, shards: Sequence[ShardId]) -> Iterator[tuple[int, CodedRows]]:

@@ -11,14 +11,14 @@ import torch
 
 from dlrm_api.errors import DLRMError, InvalidSpecError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJob, parse_job
-from dlrm_checkpointer.coding.codes import CodedRows, code_rows
+from dlrm_checkpointer.codec.rows import CodedRows, code_rows
 from dlrm_checkpointer.format.chain import Basis, Chain, load_chain
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.protocol import Durable
 from dlrm_checkpointer.handoff.writer import HandOffWriter
 from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName, loaded
-from dlrm_checkpointer.writing.commit import try_commit
-from dlrm_checkpointer.writing.upload import Traffic, Upload, Way
+from dlrm_checkpointer.write.commit import try_commit
+from dlrm_checkpointer.write.upload import Traffic, Upload, Way
 from dlrm_stores.base import ObjectStore, StoreOptions
 from dlrm_stores.files import FileStore
 from dlrm_testing.trainer.gangs import hand_plan, job_document, small_job

@@ -20,15 +20,15 @@ from pydantic import TypeAdapter
 from dlrm_api.errors import NoInputError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.plan import Plan
-from dlrm_checkpointer.coding.codes import CodedRows
-from dlrm_checkpointer.coding.digest import Partial, add, combine, shard_digest, state_digest
+from dlrm_checkpointer.codec.digest import Partial, add, combine, shard_digest, state_digest
+from dlrm_checkpointer.codec.rows import CodedRows
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.format.chain import load_chain
-from dlrm_checkpointer.format.fetch import Check, check_bytes
 from dlrm_checkpointer.format.manifest import ObjectEntry, manifest_key
 from dlrm_checkpointer.handoff.writer import HandOffWriter
-from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot
-from dlrm_checkpointer.reading.salvage import Salvage, find_salvage, open_salvage
+from dlrm_checkpointer.read.fetch import Check, check_bytes
+from dlrm_checkpointer.read.partial import Salvage, find_salvage, open_salvage
+from dlrm_checkpointer.read.restore import Snapshot, newest_snapshot
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_stores.base import FieldNames, ObjectStore, StoreOptions, open_store
 from dlrm_trainer.checkpointing.compat import check_data, check_model, first_change

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError
-from dlrm_checkpointer.format.fetch import in_parallel
 from dlrm_stores.locations import DataFile, relative_names
+from dlrm_stores.parallel import in_parallel
 
 SAMPLE_BYTES = 4096
 SAMPLED_AT_ONCE = 32

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dlrm_api.errors import BadDataError, NoInputError
-from dlrm_checkpointer.format.fetch import in_parallel
 from dlrm_kernels.parsing import MIX, NONE, Hashing, Numbers, put_floats, put_labels, put_rows_of
 from dlrm_stores.locations import DataFile
+from dlrm_stores.parallel import in_parallel
 from dlrm_trainer.data.batch_builder import (
     Fingerprint,
     Gathered,

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from dlrm_api.model import TableSpec
 from dlrm_api.row_optimizers import RowOptimizerKind, state_values
-from dlrm_checkpointer.coding.codes import CodedRows, decode_rows, place_weights
-from dlrm_checkpointer.coding.initializer import initial_rows, table_scale
-from dlrm_checkpointer.format.fetch import in_parallel
-from dlrm_checkpointer.reading.restore import PARALLEL_DECODES
+from dlrm_checkpointer.codec.initializer import initial_rows, table_scale
+from dlrm_checkpointer.codec.rows import CodedRows, decode_rows, place_weights
+from dlrm_checkpointer.read.restore import PARALLEL_DECODES
 from dlrm_checkpointer.types import RowsInPlace, ShardId, TableMeta, loaded
 from dlrm_kernels import bags
+from dlrm_stores.parallel import in_parallel
 from dlrm_trainer.embedding.changes import DirtyPart
 
 BLOCK_VALUES = 1 << 17

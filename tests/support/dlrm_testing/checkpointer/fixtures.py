@@ -20,17 +20,17 @@ from dlrm_api.errors import StoreUnavailableError
 from dlrm_api.names import ExitCode
 from dlrm_api.objects import S3Spec
 from dlrm_api.tiers import RowDtype
-from dlrm_checkpointer.coding.digest import combine, shard_digest, state_digest
-from dlrm_checkpointer.coding.initializer import initial_rows
+from dlrm_checkpointer.codec.digest import combine, shard_digest, state_digest
+from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.handoff.inbox import Inbox
 from dlrm_checkpointer.handoff.writer import HandedOver, HandOffWriter
-from dlrm_checkpointer.publishing.publisher import Publisher, Terms
+from dlrm_checkpointer.publish.publisher import Publisher, Terms
 from dlrm_checkpointer.sidecar import Duties, Sidecar
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, SnapshotName, TableMeta
-from dlrm_checkpointer.writing.policy import ChainPolicy
-from dlrm_checkpointer.writing.retention import ORPHAN_S, Rule
+from dlrm_checkpointer.write.policy import ChainPolicy
+from dlrm_checkpointer.write.retention import ORPHAN_S, Rule
 from dlrm_stores.base import Body, ObjectInfo, ObjectStore, StoreOptions, open_store
 from dlrm_stores.files import FileStore
 from dlrm_testing.checkpointer.turns import Clock, InTurn
@@ -326,9 +326,9 @@ class DyingStore:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Stands in for the time of all that waits; work that goes to threads elsewhere is done in turn."""
     clock = Clock()
-    for module in ("sidecar", "handoff.cut", "format.attempts", "writing.retention"):
+    for module in ("sidecar", "handoff.cut", "format.attempts", "write.retention"):
         monkeypatch.setattr(f"dlrm_checkpointer.{module}.time", clock)
-    monkeypatch.setattr("dlrm_checkpointer.format.fetch.ThreadPoolExecutor", InTurn)
+    monkeypatch.setattr("dlrm_stores.parallel.ThreadPoolExecutor", InTurn)
     return clock
 
 

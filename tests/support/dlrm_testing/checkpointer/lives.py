@@ -14,9 +14,9 @@ from dlrm_api.errors import InvalidSpecError, SnapshotError, TemporaryError
 from dlrm_checkpointer.format.attempts import claim_attempt, read_attempts
 from dlrm_checkpointer.handoff.cut import CutAbandonedError
 from dlrm_checkpointer.handoff.protocol import COMMITTED_FILE, read_json
-from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot, open_snapshot
+from dlrm_checkpointer.read.restore import Snapshot, newest_snapshot, open_snapshot
 from dlrm_checkpointer.types import SnapshotName
-from dlrm_checkpointer.writing.retention import ORPHAN_S, Rule
+from dlrm_checkpointer.write.retention import ORPHAN_S, Rule
 from dlrm_testing.checkpointer.truth import Handed, Truth
 from dlrm_testing.checkpointer.turns import Actor, Clock, FailingStore, MemoryStore
 

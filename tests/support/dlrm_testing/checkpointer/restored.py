@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dlrm_checkpointer.coding.codes import decode_rows
-from dlrm_checkpointer.reading.restore import Snapshot
+from dlrm_checkpointer.codec.rows import decode_rows
+from dlrm_checkpointer.read.restore import Snapshot
 from dlrm_checkpointer.types import ShardId, ShardRows
 
 

@@ -14,15 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.coding.codes import code_rows, decode_rows
+from dlrm_checkpointer.codec.rows import code_rows, decode_rows
 from dlrm_checkpointer.format.attempts import read_attempts
 from dlrm_checkpointer.format.chain import load_chain
-from dlrm_checkpointer.format.fetch import check_present
 from dlrm_checkpointer.format.manifest import Manifest, manifest_key, parse_manifest
-from dlrm_checkpointer.reading.restore import Snapshot, newest_snapshot
-from dlrm_checkpointer.reading.table_blocks import walk_table
+from dlrm_checkpointer.read.catalog import walk_table
+from dlrm_checkpointer.read.fetch import check_present
+from dlrm_checkpointer.read.restore import Snapshot, newest_snapshot
 from dlrm_checkpointer.types import ShardRows, SnapshotName, TableMeta
-from dlrm_checkpointer.writing.retention import Retention, Rule
+from dlrm_checkpointer.write.retention import Retention, Rule
 from dlrm_testing.checkpointer.turns import MemoryStore
 
 Arrays = dict[str, NDArray[np.float32]]

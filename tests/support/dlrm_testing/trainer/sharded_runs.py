@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dlrm_api.errors import DivergedError
 from dlrm_api.job import DLRMJob
 from dlrm_api.plan import Plan
-from dlrm_checkpointer.coding.codes import CodedRows, code_rows
+from dlrm_checkpointer.codec.rows import CodedRows, code_rows
 from dlrm_checkpointer.types import ShardId, ShardRows, TableMeta, loaded
 from dlrm_testing.trainer.gangs import small_job
 from dlrm_trainer.checkpointing.restore import live_digest, restore

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.plan import TierLevel, TierShare
 from dlrm_api.tiers import MOST_LINKED
-from dlrm_checkpointer.coding.initializer import initial_rows
+from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_testing.trainer.gangs import small_job
 from dlrm_testing.trainer.stacked import ALONE, Shape, make_learner
 from dlrm_trainer.embedding.host import lazy_zeros

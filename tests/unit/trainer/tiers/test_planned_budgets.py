@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dlrm_api.tiers import TIER_BUFFER_BYTES
-from dlrm_checkpointer.coding.codes import code_rows
+from dlrm_checkpointer.codec.rows import code_rows
 from dlrm_checkpointer.types import ShardRows
 from dlrm_planner import plan_job
 from dlrm_testing.trainer.gangs import small_job

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dlrm_api.job import DLRMJob
-from dlrm_checkpointer.coding.codes import code_rows
+from dlrm_checkpointer.codec.rows import code_rows
 from dlrm_checkpointer.types import ShardRows, loaded
 from dlrm_testing.trainer.cutting import state_of
 from dlrm_testing.trainer.gangs import small_job

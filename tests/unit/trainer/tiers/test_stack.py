@@ -18,8 +18,8 @@ from dlrm_api.errors import DeviceError
 from dlrm_api.model import TableSpec
 from dlrm_api.plan import TierLevel, TierShare
 from dlrm_api.tiers import BLOCK_SLACK, Tier
-from dlrm_checkpointer.coding.codes import code_rows
-from dlrm_checkpointer.coding.initializer import initial_rows
+from dlrm_checkpointer.codec.initializer import initial_rows
+from dlrm_checkpointer.codec.rows import code_rows
 from dlrm_checkpointer.types import ShardRows, loaded
 from dlrm_kernels.replacement import SIZE
 from dlrm_kernels.row_cache import ACCESSES, CREATED, EVICTED, HITS, SCRATCH

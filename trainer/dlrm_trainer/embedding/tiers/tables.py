@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.model import TableSpec
 from dlrm_api.tiers import BLOCK_SLACK, Tier
-from dlrm_checkpointer.coding.codes import CodedRows, decode_rows
-from dlrm_checkpointer.coding.initializer import table_scale
-from dlrm_checkpointer.format.fetch import in_parallel
-from dlrm_checkpointer.reading.restore import PARALLEL_DECODES
+from dlrm_checkpointer.codec.initializer import table_scale
+from dlrm_checkpointer.codec.rows import CodedRows, decode_rows
+from dlrm_checkpointer.read.restore import PARALLEL_DECODES
 from dlrm_checkpointer.types import RowsInPlace, ShardId, ShardRows
+from dlrm_stores.parallel import in_parallel
 from dlrm_trainer.embedding.changes import DirtyPart
 from dlrm_trainer.embedding.checkpoint import CHUNK_ROWS, SCAN_BYTES, PartRows
 from dlrm_trainer.embedding.kernels import TableBatch

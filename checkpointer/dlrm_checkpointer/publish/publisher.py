@@ -17,20 +17,24 @@ from typing import Literal
 from dlrm_api.errors import DLRMError, NoInputError, SnapshotError, TemporaryError
 from dlrm_checkpointer.format.attempts import newest_attempt
 from dlrm_checkpointer.format.chain import Chain, load_chain
-from dlrm_checkpointer.format.fetch import check_present
 from dlrm_checkpointer.life import Backoff
-from dlrm_checkpointer.publishing.publication import (
+from dlrm_checkpointer.publish.delta import (
     PLAN_KEY,
     TRIES,
     Delta,
     DeltaPlan,
+    Place,
     Published,
     delta_key,
+    delta_of,
     newest_delta,
+    parts_of,
+    put_part,
     read_plan,
+    remove_old,
 )
-from dlrm_checkpointer.publishing.publish import Place, delta_of, parts_of, put_part, remove_old
-from dlrm_checkpointer.reading.restore import Snapshot
+from dlrm_checkpointer.read.fetch import check_present
+from dlrm_checkpointer.read.restore import Snapshot
 from dlrm_checkpointer.status import Status
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_stores.base import ObjectStore

@@ -11,14 +11,13 @@ from numpy.typing import NDArray
 from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.types import ShardId, ShardRows, TableMeta
+from dlrm_kernels.packing import OF_NO_CLASS
 
 SEARCHES: dict[Bits, tuple[int, int]] = {2: (25, 24), 3: (25, 24), 4: (45, 9), 8: (1, 0)}
 """Of each number of bits: parts of a row's range by which the search for a smaller one goes, and how many it may leave
 out. All but one at 2 and 3 bits, a fifth at 4; at 8 bits the whole range is as good."""
 EXPONENTS = range(-112, 113, 16)
 """Of weights that are scaled by a power of two: with smaller ones a weight would not be a float32 number."""
-OF_NO_CLASS = np.int8(-128)
-"""In place of the exponent of a row of zeros, for which any will do."""
 INFINITE_WORD = 255 << 23
 """The bits of infinity as a float32; NaN is more."""
 NOT_FINITE = "a weight is not finite: the cut is not stored"
@@ -188,7 +187,7 @@ def _room(out: NDArray[np.uint8] | None, shape: tuple[int, int], kind: type[np.g
 def _codes(
     piece: ShardRows, rows: NDArray[np.float32], bits: Bits, exponents: NDArray[np.int8], out: NDArray[np.uint8] | None
 ) -> CodedRows:
-    from dlrm_checkpointer.coding import quantize  # numba: loaded where there are rows
+    from dlrm_kernels import quantize
 
     body = _room(out, body_shape(bits, *rows.shape), np.uint8)
     scale, low = np.empty(len(rows), np.float16), np.empty(len(rows), np.float16)
@@ -201,10 +200,10 @@ def _codes(
 def _halves(
     piece: ShardRows, rows: NDArray[np.float32], exponents: NDArray[np.int8], out: NDArray[np.uint8] | None
 ) -> CodedRows:
-    from dlrm_checkpointer.coding import halves
+    from dlrm_kernels import quantize
 
     body = _room(out, body_shape(16, *rows.shape), np.uint16)
-    bad = halves.code_halves(rows, body, exponents)
+    bad = quantize.code_halves(rows, body, exponents)
     if bad >= 0:
         _refuse(piece, bad, 16)
     return _coded(piece, Form(16, 0), body.view(np.float16))
@@ -234,17 +233,17 @@ def _weights(coded: CodedRows, out: NDArray[np.float32] | None) -> NDArray[np.fl
     if form.bits == 32:
         rows[:] = coded.body
     elif form.bits == 16:
-        from dlrm_checkpointer.coding import halves
+        from dlrm_kernels import quantize
 
         body = np.ascontiguousarray(coded.body)
-        halves.decode_halves(body.view(np.uint16), np.float32(2.0**form.exponent), rows)
+        quantize.decode_halves(body.view(np.uint16), np.float32(2.0**form.exponent), rows)
     else:
         _decode(coded, IN_ORDER, rows)
     return rows
 
 
 def _decode(coded: CodedRows, places: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
-    from dlrm_checkpointer.coding import packing
+    from dlrm_kernels import packing
 
     factor = np.float32(2.0**coded.form.exponent)
     steps, lows = coded.scale.astype(np.float32) * factor, coded.low.astype(np.float32) * factor
@@ -255,7 +254,7 @@ def _columns(coded: CodedRows, first: int, last: int) -> NDArray[Any]:
     bits = coded.form.bits
     if bits >= 8:
         return coded.body[:, first:last]
-    from dlrm_checkpointer.coding import packing
+    from dlrm_kernels import packing
 
     codes = np.empty((len(coded.row_ids), coded.shard.width), np.uint8)
     packing.unpack(np.ascontiguousarray(coded.body), bits, codes)
@@ -265,7 +264,7 @@ def _columns(coded: CodedRows, first: int, last: int) -> NDArray[Any]:
 
 
 def _check_finite(piece: ShardRows, values: NDArray[np.float32], problem: str) -> None:
-    from dlrm_checkpointer.coding import quantize
+    from dlrm_kernels import quantize
 
     if quantize.largest_word(np.ascontiguousarray(values).reshape(-1).view(np.int32)) >= INFINITE_WORD:
         bad = piece.row_ids[int(np.argmin(np.isfinite(values).all(axis=1)))]

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.format.attempts import in_lineage, read_attempts
 from dlrm_checkpointer.format.chain import Chain
-from dlrm_checkpointer.format.fetch import Check, check_bytes, check_present
 from dlrm_checkpointer.format.manifest import PARTS, ChainLink, Manifest, PartList, check_chunks, parse_part, part_key
-from dlrm_checkpointer.reading.restore import Snapshot, snapshot_keys
+from dlrm_checkpointer.read.fetch import Check, check_bytes, check_present
+from dlrm_checkpointer.read.restore import Snapshot, snapshot_keys
 from dlrm_checkpointer.types import CutMeta, SnapshotName
 from dlrm_stores.base import ObjectStore
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from dlrm_api.errors import NoInputError
-from dlrm_checkpointer.format.fetch import PARALLEL_GETS, in_parallel
 from dlrm_checkpointer.format.manifest import (
     PARTS,
     Manifest,
@@ -19,6 +18,7 @@ from dlrm_checkpointer.format.manifest import (
     part_key,
 )
 from dlrm_stores.base import ObjectStore
+from dlrm_stores.parallel import PARALLEL_GETS, in_parallel
 
 logger = logging.getLogger(__name__)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
+
 from dlrm_api.errors import NoInputError, SnapshotError
 from dlrm_checkpointer.format.attempts import RETIRED, Attempt, in_lineage, is_claimed, newest_attempt, read_attempts
+from dlrm_checkpointer.format.canonical import NewerVersionError
 from dlrm_checkpointer.format.manifest import (
     CHUNKS,
     MANIFESTS,
@@ -19,11 +23,37 @@ from dlrm_checkpointer.format.manifest import (
     parse_cut_key,
     parse_manifest,
 )
-from dlrm_checkpointer.format.sealing import NewerVersionError
-from dlrm_checkpointer.reading.restore import open_snapshot, snapshot_keys
+from dlrm_checkpointer.read.restore import open_snapshot, snapshot_keys
 from dlrm_checkpointer.types import SnapshotName
-from dlrm_checkpointer.writing.key_set import KeySet
 from dlrm_stores.base import ObjectInfo, ObjectStore
+
+MARK_BYTES = 8
+
+
+class KeySet:
+    """Keys, eight bytes of each one's hash: another key is among them by a chance of their number in 2**64."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._marks = np.fromiter(map(_key_hash, keys), np.uint64)
+        self._marks.sort()
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    def __contains__(self, key: str) -> bool:
+        mark = np.uint64(_key_hash(key))
+        place = int(np.searchsorted(self._marks, mark))
+        return place < len(self._marks) and bool(self._marks[place] == mark)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self._marks.nbytes
+
+
+def _key_hash(key: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=MARK_BYTES).digest())
+
 
 logger = logging.getLogger(__name__)
 

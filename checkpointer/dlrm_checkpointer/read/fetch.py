@@ -4,29 +4,63 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError, NoInputError, SnapshotError
-from dlrm_checkpointer.coding.codes import CodedRows
-from dlrm_checkpointer.format.bodies import USUAL_BYTES, Bodies
+from dlrm_checkpointer.codec.rows import CodedRows
+from dlrm_checkpointer.format.chunk import decode_rows
 from dlrm_checkpointer.format.manifest import ChunkEntry, ObjectEntry
-from dlrm_checkpointer.format.objects import decode_rows
-from dlrm_checkpointer.types import TableMeta
+from dlrm_checkpointer.types import ShardId, TableMeta
 from dlrm_stores.base import ObjectStore
+from dlrm_stores.parallel import PARALLEL_GETS, in_parallel
+
+USUAL_BYTES = 64 << 20
+"""Of an object of rows, and more: what is larger is asked for by its size in the store before memory is taken."""
+
+
+class Bodies:
+    """Buffers of one size, as many as were ever in use at once; memory that was touched before costs no page faults.
+
+    Args:
+        size: bytes of the largest body, but for a few that are larger.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._free: deque[NDArray[np.uint8]] = deque()
+
+    @classmethod
+    def of(cls, entries: Iterable[ObjectEntry]) -> Bodies:
+        """For reading some objects."""
+        return cls(min(USUAL_BYTES, max((entry.bytes for entry in entries), default=0)))
+
+    def take(self, size: int) -> memoryview:
+        """A body of so many bytes, which hold anything; its memory is used again when no view of it is left.
+
+        From any thread; so is the giving back, wherever the last view goes.
+        """
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = np.empty(max(size, self._size), np.uint8)  # unlike a bytearray it is not cleared first
+        if len(buffer) < size:
+            buffer = np.empty(size, np.uint8)
+        lent = buffer[:size]
+        weakref.finalize(lent, self._free.append, buffer).atexit = False
+        return lent.data
+
 
 logger = logging.getLogger(__name__)
 
-PARALLEL_GETS = 16
-"""Objects that are read at a time, memory allowing: what comes from far takes its while, however small it is."""
 AHEAD_BYTES = 112 << 20
 """Of objects that are read at a time, as far as that leaves two: those that are decoded come beside."""
-AT_ONCE = 4
-"""Items at work at a time where their results, or what they are made of, are in memory too."""
-T = TypeVar("T")
-R = TypeVar("R")
 Check = Callable[[ObjectStore, Sequence[ObjectEntry], Callable[[str], None]], None]
 """``check_bytes``, or what does the same with the help of others."""
 
@@ -90,22 +124,6 @@ def fetch_rows(store: ObjectStore, entry: ChunkEntry, table: TableMeta, bodies: 
     return piece
 
 
-def in_parallel(work: Callable[[T], R], items: Iterable[T], at_once: int = AT_ONCE) -> Iterator[R]:
-    """Results in order, a few items at work at a time: that many results are in memory, however many items come."""
-    with ThreadPoolExecutor(at_once, "fetch") as pool:
-        waiting: deque[Future[R]] = deque()
-        try:
-            for item in items:
-                waiting.append(pool.submit(work, item))
-                if len(waiting) >= at_once:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for task in waiting:
-                task.cancel()
-
-
 def gets_at_once(objects: Iterable[ObjectEntry]) -> int:
     """How many of some objects are read at a time."""
     largest = max((1, *(entry.bytes for entry in objects)))
@@ -150,3 +168,79 @@ def check_bytes(store: ObjectStore, objects: Sequence[ObjectEntry], on_whole: Ca
 
     for key in in_parallel(check, objects, gets_at_once(objects)):
         on_whole(key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Rows of one table that are loaded as one."""
+
+    layer: int
+    """Of two sources that hold a row, the one of the greater layer has its newer value."""
+    first_row: int
+    last_row: int
+    load: Callable[[], Sequence[CodedRows]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """Rows [start, end) of a table: what each source holds of them, ordered by layer."""
+
+    start: int
+    end: int
+    parts: tuple[tuple[int, CodedRows], ...]
+    """Layer and rows."""
+
+
+def stored(store: ObjectStore, table: TableMeta, layer: int, entries: Iterable[ChunkEntry]) -> Iterator[Source]:
+    """Chunks of a snapshot as sources of one layer."""
+    for entry in entries:
+        load = partial(_load, store, entry, table)
+        yield Source(layer=layer, first_row=entry.first_row, last_row=entry.last_row, load=load)
+
+
+def _load(store: ObjectStore, entry: ChunkEntry, table: TableMeta) -> Sequence[CodedRows]:
+    return (fetch_rows(store, entry, table),)
+
+
+def sweep(sources: Iterable[Source], edges: Iterable[int], start: int) -> Iterator[Band]:
+    """Go over rows in ascending order.
+
+    Memory is that of the sources that overlap a band, and of a few that are loaded ahead.
+
+    Args:
+        sources: in any order.
+        edges: ends of the bands, ascending; the last is beyond every row that is wanted.
+        start: of the first band.
+    """
+    ordered = sorted(sources, key=lambda source: (source.first_row, source.layer))
+    loaded = in_parallel(lambda source: source.load(), ordered)
+    active: list[tuple[int, CodedRows]] = []
+    taken = 0
+    for end in edges:
+        while taken < len(ordered) and ordered[taken].first_row < end:
+            active += [(ordered[taken].layer, piece) for piece in next(loaded)]
+            taken += 1
+        parts = [(layer, rows_between(piece, start, end)) for layer, piece in active]
+        parts = sorted(((layer, piece) for layer, piece in parts if len(piece.row_ids)), key=lambda part: part[0])
+        yield Band(start=start, end=end, parts=tuple(parts))
+        active = [(layer, piece) for layer, piece in active if piece.row_ids[-1] >= end]
+        start = end
+
+
+def rows_between(piece: CodedRows, start: int, end: int) -> CodedRows:
+    """The rows [start, end) among those of a piece; a view."""
+    begin, stop = np.searchsorted(piece.row_ids, (start, end)).tolist()
+    return piece if (begin, stop) == (0, len(piece.row_ids)) else piece.take(slice(begin, stop))
+
+
+def overlapping(entries: Sequence[ChunkEntry], shard: ShardId) -> tuple[ChunkEntry, ...]:
+    """The chunks that may hold rows of a rectangle."""
+    return tuple(
+        entry
+        for entry in entries
+        if entry.table == shard.table
+        and entry.first_row < shard.row_end
+        and entry.last_row >= shard.row_start
+        and entry.column_start < shard.column_end
+        and entry.column_end > shard.column_start
+    )

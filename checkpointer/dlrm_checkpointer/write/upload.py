@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.checkpoint import Bits
-from dlrm_api.errors import NoInputError
-from dlrm_checkpointer.coding.codes import CodedRows
-from dlrm_checkpointer.format.chain import Basis, Layers
-from dlrm_checkpointer.format.fetch import AT_ONCE, in_parallel
+from dlrm_api.errors import NoInputError, SnapshotError
+from dlrm_checkpointer.codec.rows import CodedRows
+from dlrm_checkpointer.format.attempts import read_attempts
+from dlrm_checkpointer.format.chain import Basis, BrokenChainError, Layers, basis, load_chain
+from dlrm_checkpointer.format.chunk import encode_dense, encode_rows, put_by_digest
 from dlrm_checkpointer.format.manifest import ChunkEntry, ObjectEntry, PartList, chunk_key, parse_part, part_key
-from dlrm_checkpointer.format.objects import encode_dense, encode_rows
-from dlrm_checkpointer.format.put import put_by_digest
-from dlrm_checkpointer.handoff.protocol import Durable, ReadyCut
-from dlrm_checkpointer.merging.delta import Delta, deltas
-from dlrm_checkpointer.merging.merge import coded_chunks, merged_chunks
+from dlrm_checkpointer.handoff.protocol import Durable, ReadyCut, SliceName
 from dlrm_checkpointer.types import ShardId, TableMeta
+from dlrm_checkpointer.write.merge import Delta, coded_chunks, deltas, merged_chunks
+from dlrm_checkpointer.write.policy import ChainPolicy, bits_in_use, choose_kind
 from dlrm_stores.base import Body, ObjectStore
+from dlrm_stores.parallel import AT_ONCE, in_parallel
 
 MERGED_AT_ONCE = 2
 """Chunks of a merge that are put at a time: what it reads is in memory beside them."""
@@ -194,3 +196,57 @@ def _get_part(store: ObjectStore, key: str) -> PartList | None:
         return parse_part(store.get(key), key)
     except NoInputError:
         return None
+
+
+logger = logging.getLogger(__name__)
+
+
+class Ways:
+    """Decides by what the job asks and what the store holds.
+
+    Args:
+        store: the job's store.
+        bits: that the job asks for.
+        expected_restores: in the job's life, for ``auto``.
+        chains: which kinds of snapshots the job asks for.
+    """
+
+    def __init__(
+        self, store: ObjectStore, bits: Bits | Literal["auto"], expected_restores: int, chains: ChainPolicy
+    ) -> None:
+        self._store, self._wanted, self._expected, self._chains = store, bits, expected_restores, chains
+        self._bits: dict[int, Bits] = {}
+
+    def of(self, cut: ReadyCut) -> Way:
+        """How a cut is stored; a slice of one as it is, whatever the cut goes over.
+
+        Raises:
+            BrokenChainError: its parent can't be read.
+        """
+        bits, is_slice = self._bits_of(cut.name.attempt), isinstance(cut.name, SliceName)
+        basis = Basis(kind="full") if is_slice else self._basis(cut)
+        chained = self._chains.name == "consecutive" and (is_slice or basis.kind == "increment")
+        return Way(bits=bits, basis=basis, chained=chained)
+
+    def _basis(self, cut: ReadyCut) -> Basis:
+        """What the cut's snapshot goes over: a function of the cut, its parent and the job, so all pods agree."""
+        parent, chains = cut.meta.parent, self._chains
+        try:
+            chain = None if parent is None else load_chain(self._store, parent)
+        except (NoInputError, SnapshotError) as error:
+            raise BrokenChainError(str(error)) from error
+        growth, length = (chain.newest.growth, len(chain.links) - 1) if chain else (None, 0)
+        choice = choose_kind(chains, growth, length, cut.meta.time)
+        said = {"step": cut.name.step, "kind": choice.kind, "why": choice.reason}
+        logger.info("kind of snapshot chosen", extra=said)
+        return basis(choice.kind, chains.name, chain)
+
+    def _bits_of(self, attempt: int) -> Bits:
+        """Bits for rows of an attempt's cuts."""
+        if attempt not in self._bits:
+            earlier = [each for each in read_attempts(self._store, 0) if each.number <= attempt]
+            restores = sum(each.restored_step is not None for each in earlier)
+            bits, why = bits_in_use(self._wanted, self._expected, restores)
+            logger.info("bits chosen", extra={"bits": bits, "why": why})
+            self._bits[attempt] = bits
+        return self._bits[attempt]

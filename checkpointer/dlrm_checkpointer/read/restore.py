@@ -12,26 +12,57 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import NoInputError, SnapshotError
-from dlrm_checkpointer.coding.codes import CodedRows
+from dlrm_checkpointer.codec.rows import CodedRows
 from dlrm_checkpointer.format.attempts import Attempt, in_lineage, read_attempts
-from dlrm_checkpointer.format.bodies import Bodies
+from dlrm_checkpointer.format.canonical import NewerVersionError
 from dlrm_checkpointer.format.chain import Chain, load_chain
-from dlrm_checkpointer.format.fetch import (
+from dlrm_checkpointer.format.chunk import decode_dense
+from dlrm_checkpointer.format.manifest import MANIFESTS, ChunkEntry, ObjectEntry, manifest_key, parse_manifest_key
+from dlrm_checkpointer.read.fetch import (
+    Bodies,
     Check,
     check_bytes,
     check_present,
     fetch,
     fetch_rows,
     gets_at_once,
-    in_parallel,
+    overlapping,
 )
-from dlrm_checkpointer.format.manifest import MANIFESTS, ChunkEntry, ObjectEntry, manifest_key, parse_manifest_key
-from dlrm_checkpointer.format.objects import decode_dense
-from dlrm_checkpointer.format.sealing import NewerVersionError
-from dlrm_checkpointer.merging.merge import overlapping
-from dlrm_checkpointer.reading.coverage import SeenRows
 from dlrm_checkpointer.types import CutMeta, ShardId, SnapshotName, TableMeta
 from dlrm_stores.base import ObjectStore
+from dlrm_stores.parallel import in_parallel
+
+
+class SeenRows:
+    """Rows of a rectangle that newer snapshots of a chain held.
+
+    Args:
+        shard: the rectangle.
+        table: its table.
+    """
+
+    def __init__(self, shard: ShardId, table: TableMeta) -> None:
+        self._shard, self._table = shard, table
+        self._blocks = table.blocks_of(shard.column_start, shard.column_end)
+        self._bits = np.zeros((len(self._blocks), -(-(shard.row_end - shard.row_start) // 8)), np.uint8)
+
+    def unseen(self, row_ids: NDArray[np.int64], column_start: int) -> NDArray[np.bool_]:
+        """(N,) which rows were not seen in the column block that begins there, and from now on are.
+
+        Snapshots of one chain may split a table's columns in different ways, so each block is asked for by itself.
+
+        Args:
+            row_ids: (N,) ascending, inside the rectangle.
+            column_start: of a column block.
+        """
+        from dlrm_kernels import packing
+
+        block = next(n for n in self._blocks if self._table.column_blocks[n][0] == column_start)
+        bits = self._bits[block - self._blocks.start]
+        fresh = np.empty(len(row_ids), bool)
+        packing.see_rows(bits, row_ids - self._shard.row_start, fresh)
+        return fresh
+
 
 PARALLEL_DECODES = 2
 """Chunks that a restore decodes at a time, beside those that are read."""

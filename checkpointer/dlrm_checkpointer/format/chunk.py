@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -11,10 +12,11 @@ from numpy.typing import NDArray
 
 from dlrm_api.checkpoint import Bits
 from dlrm_api.errors import SnapshotError
-from dlrm_checkpointer.coding.codes import EXPONENTS, CodedRows, Form, body_shape
-from dlrm_checkpointer.coding.row_ids import decode_ids, encode_ids
+from dlrm_checkpointer.codec.row_ids import decode_ids, encode_ids
+from dlrm_checkpointer.codec.rows import EXPONENTS, CodedRows, Form, body_shape
+from dlrm_checkpointer.format.manifest import ObjectEntry
 from dlrm_checkpointer.types import ShardId
-from dlrm_stores.base import Body
+from dlrm_stores.base import Body, ObjectStore
 
 OBJECT_VERSION = 2
 METADATA_KEY = "dlrm"
@@ -259,3 +261,27 @@ def _array(data: memoryview, entry: Mapping[str, Any]) -> NDArray[Any]:
     if len(shape) != len(entry["shape"]):
         raise ValueError(f"{entry['shape']} is no shape")
     return np.frombuffer(data[begin:end], DTYPES[entry["dtype"]]).reshape(shape)
+
+
+def put_by_digest(store: ObjectStore, key_of: Callable[[str], str], body: Body) -> ObjectEntry:
+    """Put an object whose key holds the SHA-256 of its bytes.
+
+    Args:
+        store: takes it.
+        key_of: its key, from the digest in hexadecimal.
+        body: its bytes, contiguous.
+    """
+    sha256 = hashlib.sha256(body).hexdigest()
+    key = key_of(sha256)
+    store.put(key, body, sha256)
+    return ObjectEntry(key=key, bytes=len(body), sha256=sha256)
+
+
+CHUNK_BYTES = 32 << 20
+"""Bytes of float32 rows with their state in one chunk: bounds the memory of upload and restore, and is read as one
+object."""
+
+
+def chunk_rows(width: int, state_values: int = 0) -> int:
+    """Most rows of so many columns and values of state in one chunk."""
+    return max(1, CHUNK_BYTES // (4 * (width + state_values)))

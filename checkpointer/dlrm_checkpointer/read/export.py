@@ -1,0 +1,439 @@
+"""A snapshot as plain safetensors files in a folder, one a table, with rows that were never updated filled in."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from dlrm_api.errors import DeviceError, NoPermissionError, SnapshotError, UsageError
+from dlrm_api.process import raise_device
+from dlrm_checkpointer.codec.digest import combine, state_digest
+from dlrm_checkpointer.codec.rows import code_rows
+from dlrm_checkpointer.read.catalog import walk_table
+from dlrm_checkpointer.read.restore import Snapshot
+from dlrm_checkpointer.types import ShardRows, TableMeta
+from dlrm_stores.synced import make_folder, replace_synced, sync_all, write_synced
+
+HEADER_ALIGNMENT = 8
+COPIED_BYTES = 16 << 20
+DTYPES = {"uint8": "U8", "float16": "F16", "float32": "F32", "int64": "I64", "uint16": "BF16"}
+"""safetensors' names of numpy's types; 16-bit words are those of bf16."""
+
+
+class TableFile(Protocol):
+    """Takes a table's rows in ascending order."""
+
+    def add(self, row_ids: NDArray[np.int64], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Some rows more: their numbers and what ``precision.at_precision`` made of them."""
+        ...
+
+    def close(self) -> None:
+        """The rows are all there: finish the file."""
+        ...
+
+
+class TableFormat(Protocol):
+    """A kind of file for tables."""
+
+    name: str
+    suffix: str
+
+    def check(self, precision: Precision) -> None:
+        """Refuse a precision that files of this kind don't know.
+
+        Raises:
+            UsageError: it is none of theirs; says which are.
+        """
+        ...
+
+    def open(self, path: Path, table: TableMeta, precision: Precision, *, all_rows: bool) -> TableFile:
+        """A new file; ``all_rows``: every row of the table will come."""
+        ...
+
+
+class Safetensors:
+    """safetensors files: arrays side by side, the rows of each in ascending order.
+
+    Row numbers are in ``row_ids`` (N,) int64, and left out where all rows are there.
+    """
+
+    name = "safetensors"
+    suffix = ".safetensors"
+
+    def check(self, precision: Precision) -> None:
+        """Every precision has its type."""
+
+    def open(self, path: Path, table: TableMeta, precision: Precision, *, all_rows: bool) -> TableFile:  # noqa: ARG002
+        """A new file. Unless all rows come, each array is in a file of its own beside it until the rows are there."""
+        return _WholeTable(path, table.rows) if all_rows else _SomeRows(path)
+
+
+class _WholeTable:
+    """A file whose rows are counted: every block goes where it belongs."""
+
+    def __init__(self, path: Path, rows: int) -> None:
+        self._path, self._rows, self._done = path, rows, 0
+        self._starts: dict[str, int] = {}
+
+    def add(self, row_ids: NDArray[np.int64], arrays: Mapping[str, NDArray[Any]]) -> None:
+        if not self._starts:
+            self._begin(arrays)
+        with self._path.open("r+b") as file:
+            for name, array in arrays.items():
+                row = array.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
+                file.seek(self._starts[name] + self._done * row)
+                file.write(little_endian(array))
+        self._done += len(row_ids)
+
+    def _begin(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        layout = _layout(arrays, self._rows)
+        header = safetensors_header(layout)
+        check_room(self._path, len(header) + sum(_bytes(each) for each in layout.values()))
+        self._path.write_bytes(header)
+        end = len(header)
+        for name, (dtype, shape) in layout.items():
+            self._starts[name], end = end, end + _bytes((dtype, shape))
+
+    def close(self) -> None:
+        """Every row is where it belongs already."""
+
+
+class _SomeRows:
+    def __init__(self, path: Path) -> None:
+        self._path, self._rows = path, 0
+        self._arrays: dict[str, NDArray[Any]] = {}
+        """Empty ones, which tell type and shape."""
+
+    def add(self, row_ids: NDArray[np.int64], arrays: Mapping[str, NDArray[Any]]) -> None:
+        for name, array in {"row_ids": row_ids, **arrays}.items():
+            self._arrays.setdefault(name, array[:0])
+            with self._draft(name).open("ab") as file:
+                file.write(little_endian(array))
+        self._rows += len(row_ids)
+
+    def close(self) -> None:
+        layout = _layout(self._arrays, self._rows)
+        with self._path.open("xb") as file:
+            file.write(safetensors_header(layout))
+            for name in layout:
+                with self._draft(name).open("rb") as draft:
+                    shutil.copyfileobj(draft, file, COPIED_BYTES)
+                self._draft(name).unlink()
+
+    def _draft(self, name: str) -> Path:
+        return self._path.with_name(f".{self._path.name}.{name}")
+
+
+Layout = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
+
+
+def check_room(path: Path, size: int) -> None:
+    """Refuse to begin a file that its disk has no room for: a table's rows may be claimed by trillions.
+
+    Raises:
+        DeviceError: names the file, its bytes and those that are free.
+    """
+    free = shutil.disk_usage(path.parent).free
+    if size > free:
+        raise DeviceError(f"{path}: takes {size} bytes, and {free} are free there: free space, or give another folder")
+
+
+def _bytes(array: tuple[np.dtype[Any], tuple[int, ...]]) -> int:
+    dtype, shape = array
+    return dtype.itemsize * math.prod(shape)
+
+
+def _layout(arrays: Mapping[str, NDArray[Any]], rows: int) -> Layout:
+    """Types and shapes with so many rows, types of more bytes first: each array begins where its type may."""
+    names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
+    return {name: (arrays[name].dtype, (rows, *arrays[name].shape[1:])) for name in names}
+
+
+def safetensors_header(arrays: Layout) -> bytes:
+    """The first bytes of a file that holds these arrays in their order: type and shape of each."""
+    entries, end = {}, 0
+    for name, (dtype, shape) in arrays.items():
+        begin, end = end, end + _bytes((dtype, shape))
+        entries[name] = {"dtype": DTYPES[dtype.name], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def little_endian(array: NDArray[Any]) -> memoryview:
+    """An array's bytes, row by row."""
+    flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1)
+    return flat.view(np.uint8).data
+
+
+META_FILE = "meta.json"
+DENSE_FILE = "dense.safetensors"
+TABLES_FOLDER = "tables"
+NO_FOLDER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP})
+"""Errors of paths that no folder can have."""
+
+
+def restore_to_folder(snapshot: Snapshot, folder: Path) -> str:
+    """Write a snapshot's state into an empty or absent folder and return its state digest.
+
+    ``tables/<name>.safetensors`` holds ``weights`` (rows, dim) and ``state`` (rows, state values) float32;
+    ``dense.safetensors`` the dense arrays; ``meta.json``, written last, the cut and the digest. Tables stream
+    through memory in blocks.
+
+    Raises:
+        UsageError: the folder holds something, or can't be made.
+        SnapshotError: an object is missing or corrupt.
+        NoPermissionError: the folder may not be written.
+        DeviceError: the disk is full.
+    """
+    with written_to(folder):
+        check_new(folder)
+        make_folder(folder / TABLES_FOLDER)
+        tables = [(table.name, _write_table(snapshot, table, folder / TABLES_FOLDER)) for table in snapshot.meta.tables]
+        dense = snapshot.dense()
+        write_dense(folder, dense)
+        digest = state_digest(tables, dense)
+        meta = {"snapshot": snapshot.uri, "stateDigest": digest, **snapshot.meta.to_json()}
+        write_last(folder / META_FILE, json.dumps(meta, indent=2, sort_keys=True) + "\n")
+    return digest
+
+
+def write_dense(folder: Path, dense: dict[str, NDArray[Any]]) -> None:
+    """Write the dense arrays as the other files are written.
+
+    safetensors' ``save_file`` gives the user alone the right to read, and tells of a full disk by an error of its own.
+    """
+    (folder / DENSE_FILE).write_bytes(save(dense))
+
+
+@contextlib.contextmanager
+def written_to(folder: Path) -> Iterator[None]:
+    """Say who can act where a user's folder can't be made or written.
+
+    Raises:
+        UsageError: there can be no such folder.
+        NoPermissionError: it may not be looked into or written.
+        DeviceError: the disk is full, or fails.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+            raise NoPermissionError(
+                f"{folder}: cannot be written: {error.strerror}: give this user the right, or another folder"
+            ) from error
+        if error.errno in NO_FOLDER:
+            raise UsageError(f"{folder}: cannot be written: {error.strerror}: give another folder") from error
+        raise_device(error, folder, 0)
+
+
+def check_new(folder: Path) -> None:
+    """Refuse a folder that is neither absent nor empty.
+
+    Raises:
+        UsageError: it holds something.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder}: is not empty: give a new folder")
+
+
+def write_last(path: Path, text: str) -> None:
+    """Write the file that says that all others are whole, once they outlive the machine: whole or not at all."""
+    sync_all(path.parent)
+    draft = path.with_name(f".{path.name}")
+    write_synced(draft, text)
+    replace_synced(draft, path)
+
+
+def _write_table(snapshot: Snapshot, table: TableMeta, folder: Path) -> str:
+    """Write one table block by block and return its digest; the library could write it only from memory."""
+    if Path(table.name).name != table.name:
+        raise SnapshotError(f"{snapshot.uri}: {table.name!r} is no name of a table")
+    state_start, width = 4 * table.rows * table.dim, table.state_width
+    floats = np.dtype(np.float32)
+    header = safetensors_header({"weights": (floats, (table.rows, table.dim)), "state": (floats, (table.rows, width))})
+    partials = []
+    path = folder / f"{table.name}.safetensors"
+    check_room(path, len(header) + state_start + 4 * table.rows * width)
+    with path.open("wb") as file:
+        file.write(header)
+        file.flush()
+        for block in walk_table(snapshot, table):
+            rows, state = block.fill()
+            partials.append(block.digest(rows, state))
+            _write_at(file.fileno(), len(header) + 4 * block.start * table.dim, rows)
+            _write_at(file.fileno(), len(header) + state_start + 4 * block.start * width, state)
+    return combine(partials)
+
+
+def _write_at(descriptor: int, offset: int, array: NDArray[np.float32]) -> None:
+    rest = little_endian(array)
+    while rest:
+        done = os.pwrite(descriptor, rest, offset)
+        rest, offset = rest[done:], offset + done
+
+
+Precision = Literal["fp32", "fp16", "bf16", "int8"]
+BF16_DROPPED_BITS = 16
+INFINITE_BF16 = 0x7F80
+
+
+def at_precision(
+    table: TableMeta, row_ids: NDArray[np.int64], rows: NDArray[np.float32], precision: Precision
+) -> dict[str, NDArray[Any]]:
+    """Whole rows of a table in another form.
+
+    Args:
+        table: theirs.
+        row_ids: (N,) ascending.
+        rows: (N, dim) finite weights.
+        precision: of the answer.
+
+    Returns:
+        ``weights`` (N, dim): float32, float16, or bf16 as the upper half of a float32's bits in uint16, each rounded
+        to the nearest, ties to even. At int8 ``codes`` (N, dim) uint8, ``scale`` and ``low`` (N,) float32: a weight is
+        ``float32(code) * scale + low``, both rounded to float32 (``codes.code_rows`` at 8 bits).
+
+    Raises:
+        SnapshotError: a weight is too large; names the table and the row.
+    """
+    if precision == "fp32":
+        return {"weights": rows}
+    if precision == "int8":
+        return _codes(table, row_ids, rows)
+    if precision == "fp16":
+        with np.errstate(over="ignore"):
+            halves = rows.astype(np.float16)
+        _refuse_large(table, row_ids, np.isinf(halves), precision)
+        return {"weights": halves}
+    bits = rows.view(np.uint32)
+    odd = (bits >> np.uint32(BF16_DROPPED_BITS)) & np.uint32(1)
+    words = ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(BF16_DROPPED_BITS)).astype(np.uint16)
+    _refuse_large(table, row_ids, (words & np.uint16(0x7FFF)) >= INFINITE_BF16, precision)
+    return {"weights": words}
+
+
+def _refuse_large(table: TableMeta, row_ids: NDArray[np.int64], large: NDArray[np.bool_], precision: str) -> None:
+    if large.any():
+        row = row_ids[int(np.argmax(large.any(axis=1)))]
+        raise SnapshotError(f"table {table.name}, row {row}: a weight is too large for {precision}: use fp32")
+
+
+def _codes(table: TableMeta, row_ids: NDArray[np.int64], rows: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
+    none = np.empty((len(row_ids), 0), np.float32)
+    found: dict[str, NDArray[Any]] = {
+        "codes": np.empty(rows.shape, np.uint8),
+        "scale": np.empty(len(row_ids), np.float32),
+        "low": np.empty(len(row_ids), np.float32),
+    }
+    if not len(row_ids):
+        return found
+    for piece in code_rows(ShardRows(shard=table.whole(), row_ids=row_ids, rows=rows, state=none), 8):
+        at = np.searchsorted(row_ids, piece.row_ids)
+        factor = np.float32(2.0**piece.form.exponent)
+        found["codes"][at] = piece.body
+        found["scale"][at] = piece.scale.astype(np.float32) * factor
+        found["low"][at] = piece.low.astype(np.float32) * factor
+    return found
+
+
+EXPORT_FILE = "export.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What of a snapshot is exported."""
+
+    form: TableFormat
+    precision: Precision
+    tables: tuple[str, ...] = ()
+    """Names; all where empty."""
+    updated_only: bool = False
+    """Leave rows out that were never updated."""
+
+
+def export_tables(snapshot: Snapshot, folder: Path, wanted: Wanted) -> int:
+    """Write tables and the dense state into an empty or absent folder; returns the rows written.
+
+    ``tables/<name><suffix>`` holds a table, ``dense.safetensors`` the dense arrays as they are, and ``export.json``,
+    written last, what is there with the SHA-256 of each file. Tables stream through memory in blocks.
+
+    Raises:
+        UsageError: the folder holds something or can't be made, there is no table of a name, or files of this kind
+            don't know the precision.
+        SnapshotError: an object is missing or corrupt, or a weight is too large for the precision.
+        NoPermissionError: the folder may not be written.
+        DeviceError: the disk is full.
+    """
+    wanted.form.check(wanted.precision)
+    tables = _tables(snapshot, wanted.tables)
+    with written_to(folder):
+        check_new(folder)
+        make_folder(folder / TABLES_FOLDER)
+        entries = [_export_table(snapshot, table, folder, wanted) for table in tables]
+        write_dense(folder, snapshot.dense())
+        described = {
+            "format": "dlrm-export",
+            "version": 1,
+            "snapshot": snapshot.uri,
+            "step": snapshot.step,
+            "attempt": snapshot.attempt,
+            "precision": wanted.precision,
+            "fileFormat": wanted.form.name,
+            "updatedOnly": wanted.updated_only,
+            "tables": entries,
+            "dense": _file_entry(folder, DENSE_FILE),
+        }
+        write_last(folder / EXPORT_FILE, json.dumps(described, indent=2) + "\n")
+    return sum(entry["storedRows"] for entry in entries)
+
+
+def _tables(snapshot: Snapshot, names: Sequence[str]) -> list[TableMeta]:
+    there = {table.name: table for table in snapshot.meta.tables}
+    for name in names:
+        if name not in there:
+            raise UsageError(f"{snapshot.uri}: there is no table {name} (tables: {', '.join(there)})")
+    chosen = [there[name] for name in dict.fromkeys(names)] or list(there.values())
+    for table in chosen:
+        if Path(table.name).name != table.name:
+            raise UsageError(f"{snapshot.uri}: {table.name!r} is no name of a file")
+    return chosen
+
+
+def _export_table(snapshot: Snapshot, table: TableMeta, folder: Path, wanted: Wanted) -> dict[str, Any]:
+    name = f"{TABLES_FOLDER}/{table.name}{wanted.form.suffix}"
+    all_rows = not wanted.updated_only
+    file = wanted.form.open(folder / name, table, wanted.precision, all_rows=all_rows)
+    count = 0
+    for block in walk_table(snapshot, table):
+        if not all_rows and not block.stored and block.start:  # the first one begins the file, with or without rows
+            continue
+        rows, _ = block.fill()
+        ids = np.arange(block.start, block.end, dtype=np.int64)
+        if not all_rows:
+            ids = block.held()
+            rows = rows[ids - block.start]
+        file.add(ids, at_precision(table, ids, rows, wanted.precision))
+        count += len(ids)
+    file.close()
+    return {"name": table.name, "rows": table.rows, "dim": table.dim, "storedRows": count, **_file_entry(folder, name)}
+
+
+def _file_entry(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / name
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"file": name, "bytes": path.stat().st_size, "sha256": sha256}

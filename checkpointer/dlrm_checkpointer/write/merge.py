@@ -1,0 +1,340 @@
+"""A shard's rows of several snapshots and of a cut, as one: of each row the newest value, its codes as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_api.checkpoint import INCREMENT_CHUNK_BYTES, Bits
+from dlrm_api.errors import SnapshotError
+from dlrm_checkpointer.codec.rows import NOTHING, CodedRows, Form, body_shape, code_rows, row_bytes
+from dlrm_checkpointer.format.chain import BrokenChainError
+from dlrm_checkpointer.format.chunk import chunk_rows
+from dlrm_checkpointer.format.manifest import ChunkEntry
+from dlrm_checkpointer.read.fetch import Band, Source, overlapping, stored, sweep
+from dlrm_checkpointer.types import ShardId, ShardRows, TableMeta
+from dlrm_stores.base import ObjectStore
+
+COLUMNS = ("body", "scale", "low", "state")
+
+
+@dataclass(frozen=True)
+class Picked:
+    """Rows of some pieces, ascending, each once: row ``i`` is at ``places[i]`` of piece ``numbers[i]``."""
+
+    pieces: Sequence[CodedRows]
+    row_ids: NDArray[np.int64]
+    numbers: NDArray[np.uint16]
+    places: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    def of(self, form: Form) -> Picked:
+        """Those of the pieces of one form."""
+        own = np.array([piece.form == form for piece in self.pieces])
+        if own.all():
+            return self
+        here = own[self.numbers]
+        return Picked(self.pieces, self.row_ids[here], self.numbers[here], self.places[here])
+
+    def part(self, begin: int, end: int) -> Picked:
+        """Rows [begin, end) of these."""
+        span = slice(begin, end)
+        return Picked(self.pieces, self.row_ids[span], self.numbers[span], self.places[span])
+
+
+def newest(pieces: Sequence[CodedRows]) -> Picked:
+    """Each row of some pieces of one shard, as the first piece that has it holds it."""
+    from dlrm_kernels import packing
+
+    if len(pieces) == 1:
+        count = len(pieces[0].row_ids)
+        return Picked(pieces, pieces[0].row_ids, np.zeros(count, np.uint16), np.arange(count))
+    starts = np.cumsum([0, *(len(piece.row_ids) for piece in pieces)])
+    every = np.concatenate([piece.row_ids for piece in pieces])
+    found, places, numbers = np.empty_like(every), np.empty_like(every), np.empty(len(every), np.uint16)
+    count = packing.newest_rows(every, starts, found, numbers, places)
+    return Picked(pieces, found[:count], numbers[:count], places[:count])
+
+
+class Gathering:
+    """Chunks of one shard on their way, one for each form of rows.
+
+    Args:
+        shard: of the chunks.
+        size: rows of a chunk.
+    """
+
+    def __init__(self, shard: ShardId, size: int) -> None:
+        self._shard, self._size = shard, size
+        self._filling: dict[Form, _Chunk] = {}
+
+    def add(self, picked: Picked) -> Iterator[CodedRows]:
+        """Copy rows, all of which come after those before; gives the chunks that are full."""
+        for piece in picked.pieces:
+            if piece.form not in self._filling:
+                self._filling[piece.form] = _Chunk(self._shard, piece, self._size)
+        for form in self._filling:
+            yield from self._fill(form, picked.of(form))
+
+    def _fill(self, form: Form, picked: Picked) -> Iterator[CodedRows]:
+        begin = 0
+        while begin < len(picked):
+            end = min(len(picked), begin + self._size - self._filling[form].count)
+            self._filling[form].copy(picked.part(begin, end))
+            begin = end
+            if self._filling[form].count == self._size:
+                yield self._full(form)  # nothing here holds it any more
+
+    def _full(self, form: Form) -> CodedRows:
+        """Give a chunk away and begin the next."""
+        rows = self._filling[form].rows
+        self._filling[form] = _Chunk(self._shard, rows, self._size)
+        return rows
+
+    def rest(self) -> Iterator[CodedRows]:
+        """What filled no chunk."""
+        for chunk in self._filling.values():
+            if chunk.count:
+                yield chunk.rows
+
+
+class _Chunk:
+    """Memory for rows of one form, and how many are in it; pages that no row reaches are never touched.
+
+    Args:
+        shard: of the rows.
+        like: rows of the same form and columns.
+        size: rows that there is room for.
+    """
+
+    def __init__(self, shard: ShardId, like: CodedRows, size: int) -> None:
+        self.count = 0
+        self._rows = CodedRows(
+            shard=shard,
+            row_ids=np.empty(size, np.int64),
+            form=like.form,
+            body=np.empty(body_shape(like.form.bits, size, shard.width), like.body.dtype),
+            scale=np.empty(size, np.float16) if len(like.scale) else NOTHING,
+            low=np.empty(size, np.float16) if len(like.low) else NOTHING,
+            state=np.empty((size, like.state.shape[1]), np.float32),
+        )
+
+    @property
+    def rows(self) -> CodedRows:
+        """What is in it; views."""
+        return self._rows.take(slice(0, self.count))
+
+    def copy(self, picked: Picked) -> None:
+        """Copy rows of this form behind those that are there."""
+        target = self._rows.take(slice(self.count, self.count + len(picked)))
+        target.row_ids[:] = picked.row_ids
+        for number, piece in enumerate(picked.pieces):
+            if piece.form == target.form:
+                _place(picked, number, piece, target)
+        self.count += len(picked)
+
+
+def _place(picked: Picked, number: int, source: CodedRows, target: CodedRows) -> None:
+    """Copy what one piece has of the rows."""
+    from dlrm_kernels import packing
+
+    if len(picked.pieces) == 1:
+        first = int(picked.places[0])
+        for name in COLUMNS:
+            into = getattr(target, name)
+            into[:] = getattr(source, name)[first : first + len(into)]
+        return
+    targets = np.flatnonzero(picked.numbers == number)  # once for all columns: which piece is next can't be foretold
+    places = picked.places[targets]
+    for name in COLUMNS:
+        into = getattr(target, name).reshape(-1).view(np.uint8)
+        if into.size:
+            given = np.ascontiguousarray(getattr(source, name)).reshape(-1).view(np.uint8)
+            packing.place_rows(targets, places, np.uint64(into.size // len(target.row_ids)), given, into)
+
+
+class Delta:
+    """Rows that a cut hands over of one shard; each row once.
+
+    Args:
+        shard: the rectangle.
+        pieces: of it, each with ascending rows.
+    """
+
+    def __init__(self, shard: ShardId, pieces: Iterable[ShardRows]) -> None:
+        self.shard = shard
+        self._pieces: Sequence[ShardRows] = sorted(
+            (piece for piece in pieces if len(piece.row_ids)), key=lambda piece: int(piece.row_ids[0])
+        )
+        sizes = [len(piece.row_ids) for piece in self._pieces]
+        self._starts = np.cumsum([0, *sizes])
+        self._order: NDArray[np.int64] | None = None
+        """Places, among those of all pieces, in ascending order of rows; None where they are in it."""
+        ids = [piece.row_ids for piece in self._pieces]
+        self.row_ids: NDArray[np.int64] = ids[0] if len(ids) == 1 else np.concatenate([np.empty(0, np.int64), *ids])
+        """(N,) ascending."""
+        if len(ids) > 1 and not bool((self.row_ids[1:] > self.row_ids[:-1]).all()):
+            self._order = np.argsort(self.row_ids, kind="stable")
+            self.row_ids = self.row_ids[self._order]
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    @property
+    def state_values(self) -> int:
+        """Values of optimizer state of each row; 0 where there is no row."""
+        return self._pieces[0].state.shape[1] if self._pieces else 0
+
+    def rows(self, begin: int, end: int) -> ShardRows:
+        """The rows at places [begin, end) of ``row_ids``; views where they are of one piece."""
+        if self._order is None:
+            number, last = map(int, np.searchsorted(self._starts, (begin, end - 1), side="right") - 1)
+            if number == last:
+                first = int(self._starts[number])
+                return self._pieces[number].part(begin - first, end - first)
+        places = np.arange(begin, end) if self._order is None else self._order[begin:end]
+        numbers = np.searchsorted(self._starts, places, side="right") - 1
+        rows = np.empty((end - begin, self.shard.width), np.float32)
+        state = np.empty((end - begin, self.state_values), np.float32)
+        for number in np.unique(numbers).tolist():
+            here = numbers == number
+            at = places[here] - self._starts[number]
+            rows[here], state[here] = self._pieces[number].rows[at], self._pieces[number].state[at]
+        return ShardRows(shard=self.shard, row_ids=self.row_ids[begin:end], rows=rows, state=state)
+
+
+def deltas(owned: Iterable[ShardId], pieces: Iterable[ShardRows]) -> list[Delta]:
+    """The rows of each shard that a rank stores, in the order of ``owned``; some have none."""
+    found: dict[ShardId, list[ShardRows]] = {shard: [] for shard in owned}
+    for piece in pieces:
+        found[piece.shard].append(piece)
+    return [Delta(shard, each) for shard, each in found.items()]
+
+
+ID_BYTES = 8
+"""Of a row's number in memory."""
+
+
+def coded_chunks(delta: Delta, bits: Bits, *, chained: bool = False) -> Iterator[Callable[[], Sequence[CodedRows]]]:
+    """What codes the rows of a cut, chunk by chunk: to be called in any thread.
+
+    Args:
+        delta: the rows.
+        bits: of each weight.
+        chained: whether a merge will read them beside a whole chain of others: their chunks are small.
+    """
+    for begin, end in _bounds(delta, bits, chained=chained):
+        yield partial(_code, delta, begin, end, bits)
+
+
+def _bounds(delta: Delta, bits: Bits, *, chained: bool = False) -> Iterator[tuple[int, int]]:
+    """Places at which the chunks of a cut begin and end."""
+    width, state = delta.shard.width, delta.state_values
+    size = chunk_rows(width, state)
+    if chained:
+        size = max(1, min(size, INCREMENT_CHUNK_BYTES // (row_bytes(bits, width, state) + ID_BYTES)))
+    for begin in range(0, len(delta), size):
+        yield begin, min(begin + size, len(delta))
+
+
+def _code(delta: Delta, begin: int, end: int, bits: Bits) -> Sequence[CodedRows]:
+    return code_rows(delta.rows(begin, end), bits)
+
+
+def merged_chunks(
+    store: ObjectStore,
+    table: TableMeta,
+    delta: Delta,
+    older: Sequence[Sequence[ChunkEntry]],
+    bits: Bits,
+    on_read: Callable[[int], None],
+) -> Iterator[CodedRows]:
+    """The rows of a shard, in chunks of ascending rows for each form that occurs.
+
+    Where older snapshots split the table's columns otherwise, chunks are of parts of the shard's columns: a row's
+    codes of different snapshots have scales of their own.
+
+    Args:
+        store: of the older chunks.
+        table: of the shard.
+        delta: rows of the cut; newest.
+        older: chunks, layer by layer, oldest first; only what lies in the shard is taken.
+        bits: for the rows of the cut.
+        on_read: called with the bytes of each older chunk that was read.
+
+    Raises:
+        BrokenChainError: an older chunk is missing or corrupt.
+        SnapshotError: a row of the cut can't be stored.
+    """
+    shard = delta.shard
+    layers = [overlapping(entries, shard) for entries in older]
+    sources = [
+        replace(source, load=partial(_load_older, source.load, entry.bytes, on_read))
+        for number, entries in enumerate(layers)
+        for source, entry in zip(stored(store, table, number, entries), entries, strict=True)
+    ]
+    edges = {entry.last_row + 1 for entries in layers for entry in entries}
+    for begin, end in _bounds(delta, bits):
+        first, last = delta.row_ids[[begin, end - 1]].tolist()
+        code = partial(_code, delta, begin, end, bits)
+        sources.append(Source(layer=len(layers), first_row=first, last_row=last, load=code))
+        edges.add(last + 1)
+    inner = sorted(edge for edge in edges if shard.row_start < edge < shard.row_end)
+    columns = _columns(shard, layers)
+    outputs = [Gathering(part, chunk_rows(part.width, _state_values(table, part))) for part in columns]
+    for band in sweep(sources, [*inner, shard.row_end], shard.row_start):
+        for part, output in zip(columns, outputs, strict=True):
+            if pieces := _pieces(band, part, table):
+                yield from output.add(newest(pieces))
+    for output in outputs:
+        yield from output.rest()
+
+
+def _load_older(
+    load: Callable[[], Sequence[CodedRows]], size: int, on_read: Callable[[int], None]
+) -> Sequence[CodedRows]:
+    try:
+        rows = load()
+    except SnapshotError as error:
+        raise BrokenChainError(str(error)) from error
+    on_read(size)
+    return rows
+
+
+def _state_values(table: TableMeta, part: ShardId) -> int:
+    return len(table.state_of(part.column_start, part.column_end))
+
+
+def _columns(shard: ShardId, layers: Sequence[Sequence[ChunkEntry]]) -> list[ShardId]:
+    """The shard, cut where any chunk's columns begin or end."""
+    edges = {shard.column_start, shard.column_end}
+    for entries in layers:
+        for entry in entries:
+            edges |= {entry.column_start, entry.column_end}
+    inside = sorted(edge for edge in edges if shard.column_start <= edge <= shard.column_end)
+    return [
+        ShardId(
+            table=shard.table,
+            row_start=shard.row_start,
+            row_end=shard.row_end,
+            column_start=start,
+            column_end=end,
+        )
+        for start, end in pairwise(inside)
+    ]
+
+
+def _pieces(band: Band, part: ShardId, table: TableMeta) -> list[CodedRows]:
+    """The pieces of a band that have some columns, cut to these; newest first."""
+    return [
+        replace(piece.clip(part, table), shard=part)
+        for _, piece in reversed(band.parts)
+        if piece.shard.column_start < part.column_end and piece.shard.column_end > part.column_start
+    ]
