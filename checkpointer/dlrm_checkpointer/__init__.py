@@ -1,22 +1,125 @@
-"""Durability: consistent cuts become verified snapshots in object storage, and come back from there."""
+"""Make consistent cuts of a training job durable snapshots in object storage, and read them back.
 
-from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.handoff.writer import HandOffWriter
-from dlrm_checkpointer.read.restore import Snapshot, newest_snapshot, open_snapshot
-from dlrm_checkpointer.types import CutMeta, ShardId, ShardRows, TableMeta
-from dlrm_stores.base import ObjectStore, StoreOptions, open_store
+Other packages import these names and no submodule.
+"""
+
+from dlrm_checkpointer.codec.digest import PartialDigest, add_digests, shard_digest, state_digest, table_digest
+from dlrm_checkpointer.codec.initializer import initial_rows, table_key, table_scale
+from dlrm_checkpointer.codec.rows import CodedRows, decode_rows, place_weights
+from dlrm_checkpointer.format.attempts import claim_attempt, is_claimed, newest_attempt, read_attempts
+from dlrm_checkpointer.format.chain import load_chain
+from dlrm_checkpointer.format.manifest import ObjectEntry, manifest_key
+from dlrm_checkpointer.handoff.budget import Laid, Rows
+from dlrm_checkpointer.handoff.writer import (
+    CutAbandonedError,
+    GradualCut,
+    HandedOver,
+    HandOffWriter,
+    WholeCut,
+    has_lost_its_sidecar,
+)
+from dlrm_checkpointer.life import PEERS_TIMEOUT_S
+from dlrm_checkpointer.publish.follower import Follower
+from dlrm_checkpointer.read.catalog import (
+    Listed,
+    Verified,
+    find_snapshot,
+    list_snapshots,
+    pick_snapshot,
+    verify_snapshot,
+)
+from dlrm_checkpointer.read.diff import TableDiff, diff_snapshots
+from dlrm_checkpointer.read.export import (
+    Precision,
+    Safetensors,
+    TableFile,
+    TableFormat,
+    Wanted,
+    export_tables,
+    restore_to_folder,
+)
+from dlrm_checkpointer.read.fetch import Check, check_bytes
+from dlrm_checkpointer.read.partial import PartialCut, find_partial, open_partial
+from dlrm_checkpointer.read.restore import PARALLEL_DECODES, Snapshot, newest_snapshot, open_snapshot
+from dlrm_checkpointer.settings import read_job, store_options
+from dlrm_checkpointer.types import (
+    CutMeta,
+    CutSize,
+    RowsInPlace,
+    ShardId,
+    ShardRows,
+    SnapshotName,
+    TableMeta,
+    loaded,
+    row_bytes,
+)
+from dlrm_checkpointer.write.retention import Decision, Retention, Rule
 
 __all__ = [
+    "PARALLEL_DECODES",
+    "PEERS_TIMEOUT_S",
+    "Check",
+    "CodedRows",
+    "CutAbandonedError",
     "CutMeta",
+    "CutSize",
+    "Decision",
+    "Follower",
+    "GradualCut",
     "HandOffWriter",
-    "ObjectStore",
+    "HandedOver",
+    "Laid",
+    "Listed",
+    "ObjectEntry",
+    "PartialCut",
+    "PartialDigest",
+    "Precision",
+    "Retention",
+    "Rows",
+    "RowsInPlace",
+    "Rule",
+    "Safetensors",
     "ShardId",
     "ShardRows",
     "Snapshot",
-    "StoreOptions",
+    "SnapshotName",
+    "TableDiff",
+    "TableFile",
+    "TableFormat",
     "TableMeta",
+    "Verified",
+    "Wanted",
+    "WholeCut",
+    "add_digests",
+    "check_bytes",
     "claim_attempt",
+    "decode_rows",
+    "diff_snapshots",
+    "export_tables",
+    "find_partial",
+    "find_snapshot",
+    "has_lost_its_sidecar",
+    "initial_rows",
+    "is_claimed",
+    "list_snapshots",
+    "load_chain",
+    "loaded",
+    "manifest_key",
+    "newest_attempt",
     "newest_snapshot",
+    "open_partial",
     "open_snapshot",
-    "open_store",
+    "pick_snapshot",
+    "place_weights",
+    "read_attempts",
+    "read_job",
+    "restore_to_folder",
+    "row_bytes",
+    "shard_digest",
+    "state_digest",
+    "store_options",
+    "table_digest",
+    "table_key",
+    "table_scale",
+    "verify_snapshot",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
 LONGEST_LAST_PAUSE_S = 2.0
-PEERS_S = 20.0
+PEERS_TIMEOUT_S = 20.0
 """Longest wait for other pods' parts once the gang broke. Nothing is lost by going: of the sidecars that store parts
 of one cut, the last finds all of them and commits it."""
 
@@ -44,7 +44,7 @@ class Life:
 
     def is_past_peers(self, now: float) -> bool:
         """Whether other pods of a gang that broke had time enough for their parts."""
-        return self.ended_at is not None and now >= self.ended_at + PEERS_S
+        return self.ended_at is not None and now >= self.ended_at + PEERS_TIMEOUT_S
 
     def is_over(self, now: float) -> bool:
         """Whether waiting has lasted long enough."""

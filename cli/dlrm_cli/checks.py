@@ -20,7 +20,7 @@ from dlrm_api.names import Env
 from dlrm_api.objects import file_path, is_s3
 from dlrm_api.plan import Plan
 from dlrm_api.process import free_memory_bytes
-from dlrm_checkpointer.settings import store_options
+from dlrm_checkpointer import store_options
 from dlrm_stores.base import (
     CHECKPOINT_FIELDS,
     PUBLISH_FIELDS,

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from dlrm_checkpointer.read.export import Precision, TableFile
-    from dlrm_checkpointer.read.restore import Snapshot
-    from dlrm_checkpointer.types import TableMeta
+    from dlrm_checkpointer import Precision, Snapshot, TableFile, TableMeta
     from dlrm_stores.base import ObjectStore
 
 serving = typer.Typer()
@@ -60,7 +58,7 @@ def diff(
     output: Output = Form.TABLE,
 ) -> None:
     """Say, table by table, how many rows differ between two snapshots and by how much."""
-    from dlrm_checkpointer.read.diff import diff_snapshots
+    from dlrm_checkpointer import diff_snapshots
 
     store = store_of(uri, endpoint, region, ca_file, credentials_dir)
     found = diff_snapshots(_named(store, before), _named(store, after))
@@ -89,7 +87,7 @@ def export(
     credentials_dir: Credentials = None,
 ) -> None:
     """Write one snapshot's tables for serving: without optimizer state, all rows filled in."""
-    from dlrm_checkpointer.read.export import Safetensors, TableFormat, Wanted, export_tables
+    from dlrm_checkpointer import Safetensors, TableFormat, Wanted, export_tables
 
     form: TableFormat = Safetensors()
     if format is FileFormat.PARQUET:
@@ -112,7 +110,7 @@ def follow(
     credentials_dir: Credentials = None,
 ) -> None:
     """Keep tables in a folder at the newest published delta, and say what was applied; a gap starts them anew."""
-    from dlrm_checkpointer.publish.follower import Follower
+    from dlrm_checkpointer import Follower
 
     store = store_of(uri, endpoint, region, ca_file, credentials_dir, may_come=not once)
     follower = Follower(store, to)
@@ -143,7 +141,7 @@ def _named(store: ObjectStore, name: str) -> Snapshot:
         NoInputError: there is none.
         SnapshotError: it can't be used.
     """
-    from dlrm_checkpointer.read.catalog import find_snapshot
+    from dlrm_checkpointer import find_snapshot
 
     match = NAME.fullmatch(name)
     if not match:

@@ -16,9 +16,7 @@ from dlrm_api.errors import InvalidSpecError, NoInputError, SnapshotError, Tempo
 
 if TYPE_CHECKING:
     from dlrm_api.progress import SnapshotInfo
-    from dlrm_checkpointer.read.catalog import Listed, Verified
-    from dlrm_checkpointer.read.restore import Snapshot
-    from dlrm_checkpointer.write.retention import Decision
+    from dlrm_checkpointer import Decision, Listed, Snapshot, Verified
     from dlrm_stores.base import ObjectStore
 
 snapshots = typer.Typer(name="snapshots", help="Look after committed snapshots.", no_args_is_help=True)
@@ -72,7 +70,7 @@ def list_(
     output: Output = Form.TABLE,
 ) -> None:
     """List committed snapshots, oldest first; those that can't be restored from follow on stderr, with the reason."""
-    from dlrm_checkpointer.read.catalog import list_snapshots
+    from dlrm_checkpointer import list_snapshots
 
     listed = list_snapshots(store_of(uri, endpoint, region, ca_file, credentials_dir))
     usable, unusable = _sorted_out(listed)
@@ -131,7 +129,7 @@ def restore(
     credentials_dir: Credentials = None,
 ) -> None:
     """Write one snapshot's tables and dense state into a folder, and print the state digest."""
-    from dlrm_checkpointer.read.export import restore_to_folder
+    from dlrm_checkpointer import restore_to_folder
 
     snapshot, _ = chosen(store_of(uri, endpoint, region, ca_file, credentials_dir), step)
     digest = restore_to_folder(snapshot, to)
@@ -154,8 +152,7 @@ def prune(
     output: Output = Form.TABLE,
 ) -> None:
     """Remove what retention does not keep, now, also while the job runs; and objects that no snapshot needs."""
-    from dlrm_checkpointer.format.attempts import is_claimed, newest_attempt, read_attempts
-    from dlrm_checkpointer.write.retention import Retention, Rule
+    from dlrm_checkpointer import Retention, Rule, is_claimed, newest_attempt, read_attempts
     from dlrm_cli.documents import seconds
 
     period_s = None if keep_every is None else seconds("--keep-every", keep_every)
@@ -191,7 +188,7 @@ def _print_decision(decision: Decision, gone: str, output: Form) -> None:
 
 def committed(store: ObjectStore) -> tuple[SnapshotInfo, ...]:
     """Snapshots that can be restored from, oldest first."""
-    from dlrm_checkpointer.read.catalog import list_snapshots
+    from dlrm_checkpointer import list_snapshots
 
     return tuple(_sorted_out(list_snapshots(store))[0])
 
@@ -234,7 +231,7 @@ def chosen(store: ObjectStore, step: int | None) -> tuple[Snapshot, list[Listed]
         NoInputError: there is none; says which steps there are.
         SnapshotError: it can't be used.
     """
-    from dlrm_checkpointer.read.catalog import list_snapshots, pick_snapshot
+    from dlrm_checkpointer import list_snapshots, pick_snapshot
 
     listed = list_snapshots(store)
     snapshot = pick_snapshot(store, listed, step)
@@ -325,7 +322,7 @@ def verify_one(store: ObjectStore, step: int | None) -> None:
         SnapshotError: it is damaged; or none was named, and a newer one is.
         NoInputError: there is none.
     """
-    from dlrm_checkpointer.read.catalog import verify_snapshot
+    from dlrm_checkpointer import verify_snapshot
 
     snapshot, passed_over = chosen(store, step)
     print(_whole(verify_snapshot(snapshot)))
@@ -347,7 +344,7 @@ def verify_all(store: ObjectStore) -> None:
         SnapshotError: some are damaged; the words about each are on stderr.
         NoInputError: the store holds no snapshot.
     """
-    from dlrm_checkpointer.read.catalog import list_snapshots, pick_snapshot, verify_snapshot
+    from dlrm_checkpointer import list_snapshots, pick_snapshot, verify_snapshot
 
     listed = list_snapshots(store)
     if not listed:
@@ -376,7 +373,7 @@ def verify_all(store: ObjectStore) -> None:
 
 def _is_gone(store: ObjectStore, listed: Listed) -> bool:
     """Whether retention removed a snapshot: its manifest goes first."""
-    from dlrm_checkpointer.format.manifest import manifest_key
+    from dlrm_checkpointer import manifest_key
 
     return store.size(manifest_key(listed.step, listed.attempt)) is None
 

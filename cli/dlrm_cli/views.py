@@ -171,7 +171,7 @@ def tell(words: str) -> None:
 
 
 if TYPE_CHECKING:
-    from dlrm_checkpointer.read.diff import TableDiff
+    from dlrm_checkpointer import TableDiff
 
 MOST_TABLES = 60
 """Tables of a plan that are shown one by one."""

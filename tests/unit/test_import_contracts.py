@@ -43,6 +43,10 @@ PLANTED = {
         "checkpointer/dlrm_stores",
         "dlrm_checkpointer.read.restore",
     ),
+    "the trainer imports only the checkpointer's public face": (
+        "trainer/dlrm_trainer",
+        "dlrm_checkpointer.read.restore",
+    ),
     "the trainer executes a plan and never makes one, and knows no Kubernetes": (
         "trainer/dlrm_trainer",
         "dlrm_planner",

@@ -15,7 +15,7 @@ from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan, parse_plan, plan_from_parts
 from dlrm_api.process import log_to_stderr, named_limit
 from dlrm_api.progress import TerminationMessage
-from dlrm_checkpointer.settings import read_job
+from dlrm_checkpointer import read_job
 from dlrm_trainer.settings import Settings, allow_open_files, keep_memory, read_settings, spin_briefly
 
 

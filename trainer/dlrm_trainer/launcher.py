@@ -22,7 +22,7 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.progress import Progress, TerminationMessage
-from dlrm_checkpointer.handoff.writer import has_lost_its_sidecar
+from dlrm_checkpointer import has_lost_its_sidecar
 from dlrm_trainer.metrics.stacks import RankStacks
 from dlrm_trainer.metrics.tiers import SharedCounters
 from dlrm_trainer.rank import STOP_SIGNALS, RankReport, run_rank

@@ -15,7 +15,7 @@ from dlrm_api.job import DLRMJob
 from dlrm_api.names import ExitCode
 from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics, TrainerPhase
-from dlrm_checkpointer.types import CutMeta, SnapshotName
+from dlrm_checkpointer import CutMeta, SnapshotName
 from dlrm_trainer.checkpointing.control import CutControl, StoppedError
 from dlrm_trainer.checkpointing.handover import HandingOver
 from dlrm_trainer.checkpointing.restore import (

@@ -32,7 +32,7 @@ BLOCK_BYTES = 32 << 20
 PASS_VALUES = 1 << 16
 """Values hashed in one pass: as 64-bit integers they stay in the cache."""
 
-Partial = tuple[int, ...]
+PartialDigest = tuple[int, ...]
 """``LANES`` sums mod 2**64: what some rows add to their table's digest."""
 ReadBlock = Callable[[int, int], tuple[NDArray[np.float32], NDArray[np.float32]]]
 """Global rows [start, end) of a shard: (n, width) weights and (n, state values) row optimizer state, both float32."""
@@ -44,7 +44,7 @@ def rows_digest(
     column_start: int,
     rows: NDArray[np.float32],
     state: NDArray[np.float32],
-) -> Partial:
+) -> PartialDigest:
     """What some rows of some whole column blocks add to their table's digest; any order, each row and block once.
 
     Args:
@@ -79,7 +79,7 @@ def rows_digest(
     return tuple(sums.tolist())
 
 
-def shard_digest(table: TableMeta, shard: ShardId, read_block: ReadBlock) -> Partial:
+def shard_digest(table: TableMeta, shard: ShardId, read_block: ReadBlock) -> PartialDigest:
     """What a rectangle of whole column blocks adds to its table's digest, read block by block.
 
     Raises:
@@ -90,17 +90,17 @@ def shard_digest(table: TableMeta, shard: ShardId, read_block: ReadBlock) -> Par
         ids = np.arange(start, min(start + BLOCK_ROWS, shard.row_end), dtype=np.int64)
         rows, state = read_block(start, start + len(ids))
         parts.append(rows_digest(table, ids, shard.column_start, rows, state))
-    return add(parts)
+    return add_digests(parts)
 
 
-def add(partials: Iterable[Partial]) -> Partial:
+def add_digests(partials: Iterable[PartialDigest]) -> PartialDigest:
     """What the rows of several partials add together."""
     return tuple(sum(lane) % 2**64 for lane in zip((0,) * LANES, *partials, strict=True))
 
 
-def combine(partials: Iterable[Partial]) -> str:
+def table_digest(partials: Iterable[PartialDigest]) -> str:
     """A table's digest (hexadecimal) from partials that together hold each of its rows and columns once."""
-    return "".join(f"{lane:016x}" for lane in add(partials))
+    return "".join(f"{lane:016x}" for lane in add_digests(partials))
 
 
 def block_rows(table: TableMeta) -> int:
@@ -118,7 +118,7 @@ def state_digest(tables: Sequence[tuple[str, str]], dense: Mapping[str, NDArray[
     """Digest of the whole state (hexadecimal).
 
     Args:
-        tables: (name, ``combine``) of every table; the order does not matter.
+        tables: (name, ``table_digest``) of every table; the order does not matter.
         dense: dense parameters and dense optimizer state by name, float32 or int64.
     """
     arrays = {name: np.ascontiguousarray(array, array.dtype.newbyteorder("<")) for name, array in dense.items()}

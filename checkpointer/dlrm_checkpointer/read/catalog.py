@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import NoInputError, SnapshotError
-from dlrm_checkpointer.codec.digest import Partial, block_ranges, rows_digest
+from dlrm_checkpointer.codec.digest import PartialDigest, block_ranges, rows_digest
 from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_checkpointer.codec.rows import decode_rows
 from dlrm_checkpointer.format.attempts import in_lineage, read_attempts
@@ -51,7 +51,7 @@ class Block:
             there[piece.row_ids - self.start] = True
         return np.flatnonzero(there) + self.start
 
-    def digest(self, rows: NDArray[np.float32], state: NDArray[np.float32]) -> Partial:
+    def digest(self, rows: NDArray[np.float32], state: NDArray[np.float32]) -> PartialDigest:
         """What its rows, as ``fill`` gave them, add to the table's digest."""
         return rows_digest(self.table, np.arange(self.start, self.end, dtype=np.int64), 0, rows, state)
 

@@ -20,7 +20,7 @@ from safetensors.numpy import save
 
 from dlrm_api.errors import DeviceError, NoPermissionError, SnapshotError, UsageError
 from dlrm_api.process import raise_device
-from dlrm_checkpointer.codec.digest import combine, state_digest
+from dlrm_checkpointer.codec.digest import state_digest, table_digest
 from dlrm_checkpointer.codec.rows import code_rows
 from dlrm_checkpointer.read.catalog import walk_table
 from dlrm_checkpointer.read.restore import Snapshot
@@ -276,7 +276,7 @@ def _write_table(snapshot: Snapshot, table: TableMeta, folder: Path) -> str:
             partials.append(block.digest(rows, state))
             _write_at(file.fileno(), len(header) + 4 * block.start * table.dim, rows)
             _write_at(file.fileno(), len(header) + state_start + 4 * block.start * width, state)
-    return combine(partials)
+    return table_digest(partials)
 
 
 def _write_at(descriptor: int, offset: int, array: NDArray[np.float32]) -> None:

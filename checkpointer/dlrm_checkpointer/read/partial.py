@@ -4,7 +4,7 @@ The rows of the ranks that stored it go on from it, those of the lost ones from 
 that training ever had; what that costs in quality is measured by ``benchmarks.restores``.
 
 Source: Maeng et al., CPR: Understanding and Improving Failure Tolerant Training for Deep Learning Recommendation with
-Partial Recovery, MLSys 2021.
+PartialDigest Recovery, MLSys 2021.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ NO_MANIFEST = "0" * 64
 
 
 @dataclass(frozen=True)
-class Salvage:
+class PartialCut:
     """A cut, and the ranks whose part lists are there."""
 
     name: SnapshotName
     ranks: tuple[int, ...]
 
 
-class SalvagedSnapshot(Snapshot):
+class PartialSnapshot(Snapshot):
     """Rows of some ranks of a cut over the newest snapshot; its dense state and its step are the cut's."""
 
     @property
@@ -47,7 +47,7 @@ class SalvagedSnapshot(Snapshot):
         return f"{self.store.uri}/{PARTS}{self.step:016d}/{self.attempt:08d}/"
 
 
-def find_salvage(store: ObjectStore, base: Snapshot, check: Check = check_bytes) -> Salvage | None:
+def find_partial(store: ObjectStore, base: Snapshot, check: Check = check_bytes) -> PartialCut | None:
     """The newest cut after a snapshot that rank 0 stored, and whichever others; None where there is none.
 
     What it holds is read and checked once, so that a restore can't fail midway.
@@ -66,9 +66,9 @@ def find_salvage(store: ObjectStore, base: Snapshot, check: Check = check_bytes)
     for name in sorted(cuts.keys() - committed, reverse=True):
         if name.step <= base.step or 0 not in cuts[name] or not in_lineage(name.step, name.attempt, attempts):
             continue
-        salvage = Salvage(name, tuple(sorted(cuts[name])))
+        salvage = PartialCut(name, tuple(sorted(cuts[name])))
         try:
-            found = open_salvage(store, base, salvage)
+            found = open_partial(store, base, salvage)
             check(store, found.manifest.objects, lambda _key: None)
         except (SnapshotError, NoInputError) as error:
             logger.warning("cut can't be salvaged", extra={"step": name.step, "problem": str(error)})
@@ -77,8 +77,8 @@ def find_salvage(store: ObjectStore, base: Snapshot, check: Check = check_bytes)
     return None
 
 
-def open_salvage(store: ObjectStore, base: Snapshot, salvage: Salvage) -> SalvagedSnapshot:
-    """Open what ``find_salvage`` found; any rank gets the same.
+def open_partial(store: ObjectStore, base: Snapshot, salvage: PartialCut) -> PartialSnapshot:
+    """Open what ``find_partial`` found; any rank gets the same.
 
     Raises:
         NoInputError: a part list is gone.
@@ -89,7 +89,7 @@ def open_salvage(store: ObjectStore, base: Snapshot, salvage: Salvage) -> Salvag
     manifest = _over(base, [parse_part(store.get(key), key) for key in keys], f"{store.uri}/{keys[0]}")
     check_present(store, manifest.objects)
     link = ChainLink(step=step, attempt=attempt, sha256=NO_MANIFEST)
-    return SalvagedSnapshot(store, Chain((*base.chain.manifests, manifest), (*base.chain.links, link)))
+    return PartialSnapshot(store, Chain((*base.chain.manifests, manifest), (*base.chain.links, link)))
 
 
 def _over(base: Snapshot, parts: Sequence[PartList], where: str) -> Manifest:

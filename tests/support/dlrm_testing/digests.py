@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlrm_checkpointer.codec.digest import combine, state_digest
+from dlrm_checkpointer.codec.digest import state_digest, table_digest
 from dlrm_checkpointer.read.catalog import walk_table
 from dlrm_checkpointer.read.restore import Snapshot
 
@@ -11,6 +11,6 @@ def snapshot_digest(snapshot: Snapshot) -> str:
     """The digest of the state that restoring the snapshot gives (``digest.state_digest``); reads every object."""
     tables = []
     for table in snapshot.meta.tables:
-        digest = combine(block.digest(*block.fill()) for block in walk_table(snapshot, table))
+        digest = table_digest(block.digest(*block.fill()) for block in walk_table(snapshot, table))
         tables.append((table.name, digest))
     return state_digest(tables, snapshot.dense())

@@ -15,12 +15,12 @@ from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.codec.digest import (
     BLOCK_ROWS,
     LANES,
-    Partial,
-    add,
-    combine,
+    PartialDigest,
+    add_digests,
     rows_digest,
     shard_digest,
     state_digest,
+    table_digest,
 )
 from dlrm_checkpointer.types import ShardId, TableMeta
 
@@ -41,7 +41,7 @@ def values(meta: TableMeta) -> tuple[np.ndarray, np.ndarray]:
 
 
 def whole(meta: TableMeta, rows: np.ndarray, state: np.ndarray) -> str:
-    return combine([rows_digest(meta, np.arange(meta.rows), 0, rows, state)])
+    return table_digest([rows_digest(meta, np.arange(meta.rows), 0, rows, state)])
 
 
 @settings(max_examples=60)
@@ -51,7 +51,7 @@ def test_any_split_into_rectangles_of_rows_in_any_order_gives_the_tables_digest(
     rows, states = values(meta)
     cuts = data.draw(st.lists(st.integers(0, meta.rows), max_size=4))
     bounds = [0, *sorted(cuts), meta.rows]
-    partials: list[Partial] = []
+    partials: list[PartialDigest] = []
     for start, end in itertools.pairwise(bounds):
         edges = data.draw(st.sampled_from([(0, 24), (0, 8, 24), (0, 16, 24), (0, 8, 16, 24)]))
         ids = np.array(data.draw(st.permutations(range(start, end))), np.int64)
@@ -60,10 +60,10 @@ def test_any_split_into_rectangles_of_rows_in_any_order_gives_the_tables_digest(
             part = (rows[ids, first:last], states[ids, places.start : places.stop])
             partials.append(rows_digest(meta, ids, first, *part))
 
-    digest = combine(data.draw(st.permutations(partials)))
+    digest = table_digest(data.draw(st.permutations(partials)))
 
     assert digest == whole(meta, rows, states)
-    assert digest == combine([add(partials[:2]), add(partials[2:])])
+    assert digest == table_digest([add_digests(partials[:2]), add_digests(partials[2:])])
 
 
 @settings(max_examples=60)
@@ -99,9 +99,9 @@ def test_values_that_change_places_change_the_digest():
         whole(meta, turned, state),
         whole(meta, rows, states),
         whole(meta, *blocks),
-        combine([rows_digest(meta, ids + 1, 0, rows, state)]),
-        combine([rows_digest(meta, ids[1:], 0, rows[1:], state[1:])]),
-        combine([rows_digest(TableMeta.from_json(meta.to_json() | {"name": "u"}), ids, 0, rows, state)]),
+        table_digest([rows_digest(meta, ids + 1, 0, rows, state)]),
+        table_digest([rows_digest(meta, ids[1:], 0, rows[1:], state[1:])]),
+        table_digest([rows_digest(TableMeta.from_json(meta.to_json() | {"name": "u"}), ids, 0, rows, state)]),
     }
 
     assert len(others) == 7
@@ -144,7 +144,7 @@ def test_a_shard_is_read_block_by_block():
         shard_digest(meta, right, reader(slice(2, 6), slice(1, 3))),
     ]
 
-    assert combine([head, *parts]) == whole(meta, rows, state)
+    assert table_digest([head, *parts]) == whole(meta, rows, state)
     assert asked[:3] == [(5, BLOCK_ROWS + 5), (BLOCK_ROWS + 5, 2 * BLOCK_ROWS + 5), (2 * BLOCK_ROWS + 5, meta.rows)]
 
 

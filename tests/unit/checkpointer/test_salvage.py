@@ -12,7 +12,7 @@ from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.format.manifest import part_key
 from dlrm_checkpointer.read.catalog import list_snapshots
-from dlrm_checkpointer.read.partial import Salvage, find_salvage, open_salvage
+from dlrm_checkpointer.read.partial import PartialCut, find_partial, open_partial
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_stores.files import FileStore
@@ -39,10 +39,10 @@ def test_rows_of_ranks_that_stored_the_cut_are_of_it_and_those_of_lost_ranks_of_
     before, after, attempt = lost
     base, _ = newest_snapshot(files)
 
-    salvage = find_salvage(files, base)
-    snapshot = open_salvage(files, base, salvage)
+    salvage = find_partial(files, base)
+    snapshot = open_partial(files, base, salvage)
 
-    assert (base.step, salvage) == (2, Salvage(SnapshotName(4, attempt), (0,)))
+    assert (base.step, salvage) == (2, PartialCut(SnapshotName(4, attempt), (0,)))
     assert (snapshot.step, snapshot.meta.samples) == (4, after.meta(2).samples)
     np.testing.assert_array_equal(snapshot.dense()["top.0.weight"], after.dense["top.0.weight"])
     for model, rank in ((after, 0), (before, 1)):
@@ -66,22 +66,22 @@ def test_nothing_is_salvaged_without_the_dense_state_of_rank_0(tmp_path: Path, f
     pod.cut_of(1, model.train(), attempt, parent=parent)
     pod.finish()
 
-    assert find_salvage(files, newest_snapshot(files)[0]) is None
+    assert find_partial(files, newest_snapshot(files)[0]) is None
 
 
 def test_nothing_of_a_history_that_was_given_up_is_salvaged(lost, files: FileStore):
     claim_attempt(files, 2, "went on without it")
 
-    assert find_salvage(files, newest_snapshot(files)[0]) is None
+    assert find_partial(files, newest_snapshot(files)[0]) is None
 
 
 def test_a_cut_whose_objects_are_damaged_is_not_salvaged(lost, files: FileStore):
     base, _ = newest_snapshot(files)
-    found = open_salvage(files, base, find_salvage(files, base))
+    found = open_partial(files, base, find_partial(files, base))
     path = files.root / found.manifest.chunks[0].key
     path.write_bytes(path.read_bytes()[:-1] + b"?")
 
-    assert find_salvage(files, base) is None
+    assert find_partial(files, base) is None
 
 
 def test_a_cut_over_a_snapshot_that_cannot_be_used_is_not_salvaged(lost, files: FileStore):
@@ -91,4 +91,4 @@ def test_a_cut_over_a_snapshot_that_cannot_be_used_is_not_salvaged(lost, files: 
     base, _ = newest_snapshot(files)
 
     assert [each.step for each in list_snapshots(files)] == [1]
-    assert find_salvage(files, base) is None
+    assert find_partial(files, base) is None

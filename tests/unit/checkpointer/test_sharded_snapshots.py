@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlrm_checkpointer.codec.digest import combine, shard_digest, state_digest
+from dlrm_checkpointer.codec.digest import shard_digest, state_digest, table_digest
 from dlrm_checkpointer.read.catalog import find_snapshot, verify_snapshot
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.types import ShardId, TableMeta
@@ -88,7 +88,7 @@ def digest_by_ranks(model, layout: Layout) -> str:
             )
             rows, state = model.rows[meta.name][:, columns], model.state[meta.name][:, places.start : places.stop]
             partials.append(shard_digest(meta, shard, lambda a, b, rows=rows, state=state: (rows[a:b], state[a:b])))
-        tables.append((meta.name, combine(partials)))
+        tables.append((meta.name, table_digest(partials)))
     return state_digest(tables, model.dense)
 
 

@@ -133,7 +133,7 @@ def test_a_pod_whose_neighbour_is_lost_waits_for_its_grace_alone(tmp_path: Path,
 def test_a_pod_of_a_gang_that_broke_leaves_the_cut_to_the_pod_that_stores_the_last_part(
     tmp_path: Path, files: FileStore, new_model, new_pod, monkeypatch: pytest.MonkeyPatch, *, killed: bool
 ):
-    monkeypatch.setattr(life_module, "PEERS_S", 0.5)
+    monkeypatch.setattr(life_module, "PEERS_TIMEOUT_S", 0.5)
     model = new_model().train()
     first = new_pod(tmp_path / "0", files, world_size=4, ranks=range(2), grace_s=60)
     second = new_pod(tmp_path / "1", files, world_size=4, ranks=range(2, 4), grace_s=60)

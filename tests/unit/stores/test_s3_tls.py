@@ -20,7 +20,7 @@ from dlrm_testing.checkpointer.tls import self_signed
 
 BODY = bytes(range(256)) * 1_000
 HEAD = (
-    b'HTTP/1.1 206 Partial Content\r\nETag: "a"\r\n'
+    b'HTTP/1.1 206 PartialDigest Content\r\nETag: "a"\r\n'
     + f"Content-Range: bytes 0-{len(BODY) - 1}/{len(BODY)}\r\nContent-Length: {len(BODY)}\r\n\r\n".encode()
 )
 ALERT = bytes([21, 3, 3, 0, 2, 2, 80])

@@ -13,7 +13,7 @@ import pytest
 
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.row_optimizers import state_values
-from dlrm_checkpointer.codec.digest import combine, state_digest
+from dlrm_checkpointer.codec.digest import state_digest, table_digest
 from dlrm_checkpointer.codec.rows import CodedRows, code_rows, decode_rows
 from dlrm_checkpointer.format import chunk
 from dlrm_checkpointer.read.catalog import Block
@@ -86,7 +86,7 @@ def digest_of_stored(job: DLRMJob, stored: Stored) -> str:
         for piece in pieces:
             piece.check(meta)
         block = Block(table=meta, start=0, end=table.rows, stored=tuple((0, piece) for piece in pieces))
-        tables.append((table.name, combine([block.digest(*block.fill())])))
+        tables.append((table.name, table_digest([block.digest(*block.fill())])))
     return state_digest(tables, stored.dense())
 
 

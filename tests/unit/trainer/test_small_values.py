@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from dlrm_api.errors import TemporaryError
 from dlrm_api.progress import EvalMetrics
-from dlrm_checkpointer.read.partial import Salvage
+from dlrm_checkpointer.read.partial import PartialCut
 from dlrm_checkpointer.types import SnapshotName
 from dlrm_testing.trainer.gangs import run_ranks
 from dlrm_trainer.checkpointing.handover import TOLD
@@ -31,7 +31,7 @@ KINDS: list[tuple[TypeAdapter[Any], Any]] = [
     (TOLD, ((NAME, 1763801800.25), None)),
     (TOLD, ((None, 1763801800.25), NAME)),
     (TOLD, (None, NAME)),
-    (START, Start(attempt=3, snapshot=NAME, reasons=("a", "b"), salvage=Salvage(NAME, (0, 2)))),
+    (START, Start(attempt=3, snapshot=NAME, reasons=("a", "b"), salvage=PartialCut(NAME, (0, 2)))),
     (START, Start(attempt=3, snapshot=None, reasons=())),
     (PARTIALS, {"users": (2**64 - 1, 0, 1, 2)}),
     (CHANGE, "data.files[3]: \udcff is no UTF-8"),

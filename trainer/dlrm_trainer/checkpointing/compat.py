@@ -8,8 +8,7 @@ from typing import Any
 
 from dlrm_api.errors import SnapshotError
 from dlrm_api.model import TableSpec
-from dlrm_checkpointer.codec.initializer import table_scale
-from dlrm_checkpointer.types import CutMeta, TableMeta
+from dlrm_checkpointer import CutMeta, TableMeta, table_scale
 
 MEND = "undo the change, or give another spec.checkpoint.uri to start from step 0"
 

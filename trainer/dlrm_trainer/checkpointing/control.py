@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from dlrm_api.checkpoint import DEFAULT_INTERVAL_S, CheckpointSpec
-from dlrm_checkpointer.handoff.writer import HandOffWriter
+from dlrm_checkpointer import HandOffWriter
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding.saved import Changed
 

@@ -11,9 +11,18 @@ from pydantic import TypeAdapter
 
 from dlrm_api.errors import TemporaryError
 from dlrm_api.progress import TrainerPhase
-from dlrm_checkpointer.handoff.writer import CutAbandonedError, GradualCut, HandedOver, HandOffWriter, WholeCut
-from dlrm_checkpointer.life import PEERS_S
-from dlrm_checkpointer.types import CutMeta, RowsInPlace, ShardId, SnapshotName
+from dlrm_checkpointer import (
+    PEERS_TIMEOUT_S,
+    CutAbandonedError,
+    CutMeta,
+    GradualCut,
+    HandedOver,
+    HandOffWriter,
+    RowsInPlace,
+    ShardId,
+    SnapshotName,
+    WholeCut,
+)
 from dlrm_trainer.checkpointing.restore import Assembly
 from dlrm_trainer.distributed.failures import InStep
 from dlrm_trainer.embedding import SavedParts
@@ -228,7 +237,7 @@ class HandingOver:
             self._under_way = None
 
     def wait_committed(self, step: int) -> None:
-        """Wait until the final cut is committed; after a signal, for other pods' parts of it ``PEERS_S`` at most.
+        """Wait until the final cut is committed; after a signal at most PEERS_TIMEOUT_S for other pods' parts.
 
         Raises:
             TemporaryError: it was not in time.
@@ -239,7 +248,7 @@ class HandingOver:
             now = time.monotonic()
             if stored_at is None and self._control.told_to_stop and writer.ready():
                 stored_at = now
-            if now - began > self._patience_s or (stored_at is not None and now - stored_at > PEERS_S):
+            if now - began > self._patience_s or (stored_at is not None and now - stored_at > PEERS_TIMEOUT_S):
                 raise TemporaryError(
                     f"the final cut at step {step} was not committed after {now - began:.0f} s: see the "
                     "checkpointers' logs; running again goes on from the last snapshot"

@@ -20,16 +20,27 @@ from pydantic import TypeAdapter
 from dlrm_api.errors import NoInputError, SnapshotError, TemporaryError
 from dlrm_api.job import DLRMJob, DLRMJobSpec
 from dlrm_api.plan import Plan
-from dlrm_checkpointer.codec.digest import Partial, add, combine, shard_digest, state_digest
-from dlrm_checkpointer.codec.rows import CodedRows
-from dlrm_checkpointer.format.attempts import claim_attempt
-from dlrm_checkpointer.format.chain import load_chain
-from dlrm_checkpointer.format.manifest import ObjectEntry, manifest_key
-from dlrm_checkpointer.handoff.writer import HandOffWriter
-from dlrm_checkpointer.read.fetch import Check, check_bytes
-from dlrm_checkpointer.read.partial import Salvage, find_salvage, open_salvage
-from dlrm_checkpointer.read.restore import Snapshot, newest_snapshot
-from dlrm_checkpointer.types import SnapshotName
+from dlrm_checkpointer import (
+    Check,
+    CodedRows,
+    HandOffWriter,
+    ObjectEntry,
+    PartialCut,
+    PartialDigest,
+    Snapshot,
+    SnapshotName,
+    add_digests,
+    check_bytes,
+    claim_attempt,
+    find_partial,
+    load_chain,
+    manifest_key,
+    newest_snapshot,
+    open_partial,
+    shard_digest,
+    state_digest,
+    table_digest,
+)
 from dlrm_stores.base import FieldNames, ObjectStore, StoreOptions, open_store
 from dlrm_trainer.checkpointing.compat import check_data, check_model, first_change
 from dlrm_trainer.checkpointing.control import CutControl
@@ -126,12 +137,12 @@ class Start:
     """None: from the beginning."""
     reasons: tuple[str, ...]
     """Why newer snapshots were passed over."""
-    salvage: Salvage | None = None
+    salvage: PartialCut | None = None
     """A newer cut whose parts are restored over the snapshot."""
 
 
 START = TypeAdapter(Start)
-PARTIALS = TypeAdapter(dict[str, Partial])
+PARTIALS = TypeAdapter(dict[str, PartialDigest])
 
 
 def choose_start(
@@ -161,7 +172,7 @@ def choose_start(
                 f"{store.uri}: no snapshot is there, and the job committed {committed}: bring back what was there (is "
                 "the right folder mounted?), or give another spec.checkpoint.uri to start from step 0"
             )
-        salvage = find_salvage(store, snapshot, check) if partial and snapshot else None
+        salvage = find_partial(store, snapshot, check) if partial and snapshot else None
         name = None if snapshot is None else snapshot.name
         attempt = claim_attempt(store, None if name is None else name.step, note)
         return Start(attempt=attempt, snapshot=name, reasons=tuple(reasons), salvage=salvage)
@@ -174,7 +185,7 @@ def open_start(store: ObjectStore, start: Start) -> Snapshot | None:
     if start.snapshot is None:
         return None
     snapshot = Snapshot(store, load_chain(store, start.snapshot))  # its objects were all read just now
-    return open_salvage(store, snapshot, start.salvage) if start.salvage else snapshot
+    return open_partial(store, snapshot, start.salvage) if start.salvage else snapshot
 
 
 def model_document(spec: DLRMJobSpec, learner: Learner) -> dict[str, Any]:
@@ -231,15 +242,15 @@ def _recorded(part: LocalPart, pieces: Iterable[CodedRows], *, mark: bool) -> It
 def live_digest(learner: Learner, collectives: Collectives) -> str:
     """Digest of the whole logical state in memory, on every rank; equal to that of a snapshot at 32 bits."""
     learner.embeddings.settle()
-    mine: dict[str, list[Partial]] = {}
+    mine: dict[str, list[PartialDigest]] = {}
     for part in learner.embeddings.saved:
         meta = table_meta(part.table, 0, learner.row_optimizer)  # the seed is no part of a digest
         mine.setdefault(meta.name, []).append(shard_digest(meta, part.shard, part.read_block))
-    partials: dict[str, list[Partial]] = {}
-    for found in collectives.gather({name: add(each) for name, each in mine.items()}, PARTIALS):
+    partials: dict[str, list[PartialDigest]] = {}
+    for found in collectives.gather({name: add_digests(each) for name, each in mine.items()}, PARTIALS):
         for name, each in found.items():
             partials.setdefault(name, []).append(each)
-    return state_digest([(name, combine(each)) for name, each in partials.items()], learner.dense.arrays())
+    return state_digest([(name, table_digest(each)) for name, each in partials.items()], learner.dense.arrays())
 
 
 RESTORE_FROM_FIELDS = FieldNames(uri="spec.checkpoint.restoreFrom")

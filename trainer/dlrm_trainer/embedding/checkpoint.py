@@ -15,10 +15,18 @@ from torch import Tensor
 
 from dlrm_api.model import TableSpec
 from dlrm_api.row_optimizers import RowOptimizerKind, state_values
-from dlrm_checkpointer.codec.initializer import initial_rows, table_scale
-from dlrm_checkpointer.codec.rows import CodedRows, decode_rows, place_weights
-from dlrm_checkpointer.read.restore import PARALLEL_DECODES
-from dlrm_checkpointer.types import RowsInPlace, ShardId, TableMeta, loaded
+from dlrm_checkpointer import (
+    PARALLEL_DECODES,
+    CodedRows,
+    RowsInPlace,
+    ShardId,
+    TableMeta,
+    decode_rows,
+    initial_rows,
+    loaded,
+    place_weights,
+    table_scale,
+)
 from dlrm_kernels import bags
 from dlrm_stores.parallel import in_parallel
 from dlrm_trainer.embedding.changes import DirtyPart

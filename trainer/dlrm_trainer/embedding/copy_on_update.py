@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_checkpointer.handoff.budget import Laid, Rows
+from dlrm_checkpointer import Laid, Rows
 from dlrm_kernels.cache import kernel
 from dlrm_kernels.dirty_rows import UNIT_WORDS, WORD, Words
 from dlrm_kernels.intrinsics import bit_count, lent, lowest_bit, size_of, value_of

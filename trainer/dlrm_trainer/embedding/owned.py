@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_checkpointer.types import RowsInPlace
+from dlrm_checkpointer import RowsInPlace
 from dlrm_trainer.embedding.checkpoint import LocalPart, saved_rows
 from dlrm_trainer.embedding.groups import Group, make_group
 from dlrm_trainer.embedding.options import EmbeddingOptions

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_checkpointer.types import RowsInPlace, ShardId
+from dlrm_checkpointer import RowsInPlace, ShardId
 from dlrm_kernels.cache import kernel
 from dlrm_kernels.dirty_rows import rows_of_bits
 from dlrm_trainer.embedding.changes import WINDOW_ROWS, DirtyRows

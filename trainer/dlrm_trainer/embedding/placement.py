@@ -15,7 +15,7 @@ from typing import Any
 from dlrm_api.model import Feature, TableSpec
 from dlrm_api.plan import TierShare
 from dlrm_api.tiers import RowDtype, map_entry_bytes
-from dlrm_checkpointer.types import ShardId
+from dlrm_checkpointer import ShardId
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_checkpointer.types import RowsInPlace
+from dlrm_checkpointer import RowsInPlace
 from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.checkpoint import ResidentPart
 from dlrm_trainer.embedding.options import EmbeddingOptions

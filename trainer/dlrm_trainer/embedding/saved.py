@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dlrm_checkpointer.types import CutSize, RowsInPlace, row_bytes
+from dlrm_checkpointer import CutSize, RowsInPlace, row_bytes
 from dlrm_kernels.dirty_rows import WORD
 from dlrm_trainer.embedding.changes import WINDOW_ROWS, DirtyRows
 from dlrm_trainer.embedding.checkpoint import SCAN_BYTES, LocalPart, ResidentPart, saved_rows

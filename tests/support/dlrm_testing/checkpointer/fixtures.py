@@ -20,7 +20,7 @@ from dlrm_api.errors import StoreUnavailableError
 from dlrm_api.names import ExitCode
 from dlrm_api.objects import S3Spec
 from dlrm_api.tiers import RowDtype
-from dlrm_checkpointer.codec.digest import combine, shard_digest, state_digest
+from dlrm_checkpointer.codec.digest import shard_digest, state_digest, table_digest
 from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_checkpointer.format.attempts import claim_attempt
 from dlrm_checkpointer.handoff.inbox import Inbox
@@ -165,7 +165,9 @@ class Model:
         def read(name: str) -> Callable[[int, int], tuple[NDArray[np.float32], NDArray[np.float32]]]:
             return lambda start, end: (self.rows[name][start:end], self.state[name][start:end])
 
-        tables = [(each.name, combine([shard_digest(each, each.whole(), read(each.name))])) for each in self.tables]
+        tables = [
+            (each.name, table_digest([shard_digest(each, each.whole(), read(each.name))])) for each in self.tables
+        ]
         return state_digest(tables, self.dense)
 
 

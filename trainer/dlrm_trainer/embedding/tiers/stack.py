@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.plan import TierShare
 from dlrm_api.tiers import MOST_PLACES, SLOT_META_BYTES, RowDtype, Tier, map_entry_bytes
-from dlrm_checkpointer.codec.initializer import table_key
+from dlrm_checkpointer import table_key
 from dlrm_kernels import row_cache as loops
 from dlrm_kernels.replacement import (
     LFU,

@@ -13,10 +13,7 @@ from numpy.typing import NDArray
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.model import TableSpec
 from dlrm_api.tiers import BLOCK_SLACK, Tier
-from dlrm_checkpointer.codec.initializer import table_scale
-from dlrm_checkpointer.codec.rows import CodedRows, decode_rows
-from dlrm_checkpointer.read.restore import PARALLEL_DECODES
-from dlrm_checkpointer.types import RowsInPlace, ShardId, ShardRows
+from dlrm_checkpointer import PARALLEL_DECODES, CodedRows, RowsInPlace, ShardId, ShardRows, decode_rows, table_scale
 from dlrm_stores.parallel import in_parallel
 from dlrm_trainer.embedding.changes import DirtyPart
 from dlrm_trainer.embedding.checkpoint import CHUNK_ROWS, SCAN_BYTES, PartRows
