@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from dlrm_api.errors import OF_A_RULE, DLRMError, NoInputError, visible
+from dlrm_api.errors import RULE_PREFIX, DLRMError, NoInputError, visible
 from dlrm_api.names import ExitCode
 from dlrm_api.process import named_limit
 from dlrm_cli.cluster.commands import cluster
@@ -226,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DLRMError as error:
         return _fail(str(error), error.exit_code)
     except typer.TyperException as error:
-        return _fail(f"{error.format_message().replace(OF_A_RULE, '')} (see dlrmctl --help)", ExitCode.USAGE)
+        return _fail(f"{error.format_message().replace(RULE_PREFIX, '')} (see dlrmctl --help)", ExitCode.USAGE)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
     except (BrokenPipeError, SystemExit) as error:

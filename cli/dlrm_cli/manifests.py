@@ -158,7 +158,7 @@ def _world_size(spec: DLRMJobSpec) -> str:
     auto = spec.trainer.auto
     if auto is None or spec.fixed_replicas is not None:
         return f"world size {spec.world_size}"
-    most = min(auto.max, spec.most_replicas) * spec.trainer.processes_per_replica
+    most = min(auto.max, spec.max_replicas) * spec.trainer.processes_per_replica
     return f"world size {spec.world_size} to {most}, as the plan says"
 
 

@@ -268,7 +268,7 @@ def store_of(
         UsageError: the URI is neither file:/// nor s3://, or the options do not describe an S3 service.
     """
     from dlrm_api.base import read
-    from dlrm_api.checkpoint import PLACES
+    from dlrm_api.checkpoint import SCHEMES
     from dlrm_api.objects import SnapshotS3Spec
     from dlrm_stores.base import FieldNames, StoreOptions, open_made_store, open_store
 
@@ -282,7 +282,7 @@ def store_of(
         "encryption": encryption.value,
         "kmsKeyId": kms_key_id,
     }
-    if not uri.startswith(PLACES):
+    if not uri.startswith(SCHEMES):
         mend = "give that of the store" if "://" in uri or not uri else f"write {Path(uri).absolute().as_uri()}"
         raise UsageError(f"{uri or 'the URI'} is neither file:///folder nor s3://bucket/prefix: {mend}")
     try:

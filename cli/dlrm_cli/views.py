@@ -175,7 +175,7 @@ if TYPE_CHECKING:
 
 MOST_TABLES = 60
 """Tables of a plan that are shown one by one."""
-MOST_SHARDS = 8
+MAX_SHARDS = 8
 """Shards of a table that are shown one by one."""
 WIDTH_OFF_TERMINAL = 200
 
@@ -361,8 +361,8 @@ def _ranks(table: TablePlan, world_size: int) -> str:
         return "all"
     if len(shards) == 1:
         return str(shards[0].rank)
-    if len(shards) > MOST_SHARDS:
-        return f"{len(shards)} of {world_size}: {', '.join(str(shard.rank) for shard in shards[:MOST_SHARDS])}, ..."
+    if len(shards) > MAX_SHARDS:
+        return f"{len(shards)} of {world_size}: {', '.join(str(shard.rank) for shard in shards[:MAX_SHARDS])}, ..."
     return "\n".join(f"{shard.rank}: {_part(shard)}" for shard in shards)
 
 

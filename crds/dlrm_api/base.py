@@ -1,4 +1,4 @@
-"""What every API type shares: immutability, camelCase names, rules said once for Python and CEL, and refusals."""
+"""Base of every API type: immutability, camelCase names, rules in Python and CEL, strict and tolerant readers."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ RULES = "x-kubernetes-validations"
 
 
 WHOLE: Any = {"x-kubernetes-map-type": "atomic"}
-"""JSON schema of an object that server-side apply takes as one value: one owner, and no list of the fields in it."""
+"""JSON schema of an object that server-side apply treats as one value with one owner."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What fields of one object may not be together, in CEL for the API server and in Python for the rest.
+    """Constrain the fields of one object, in CEL for the API server and in Python for everything else.
 
-    Both say the same thing; a test feeds each bad manifest to both and compares the refusals.
+    A test feeds random manifests to both and compares the verdicts.
     """
 
     cel: str
     holds: Callable[[Any], bool]
     message: str
-    """Names the field and the mend, as the user reads it."""
+    """Shown to the user; names the field and the fix."""
 
 
 class ApiModel(BaseModel):
-    """Base of every API type: immutable, camelCase in YAML, refuses fields that it does not know."""
+    """Base of every API type: immutable, camelCase in YAML, rejects unknown fields."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -76,9 +76,9 @@ class ApiModel(BaseModel):
 
 @dataclass(frozen=True)
 class NotBuilt:
-    """Marks a field whose behaviour this version lacks; whoever sets it is told so instead of being ignored.
+    """Mark a field whose behaviour this version lacks: setting it is an error, not a no-op.
 
-    A field of which part is built names the built values in ``allowed``; None (the field left out) always passes.
+    If part of the behaviour is built, ``allowed`` lists the values that are. None (the field left out) always passes.
     """
 
     allowed: tuple[Any, ...] = ()
@@ -92,7 +92,7 @@ class NotBuilt:
         return json_schema
 
     def message(self, field: str) -> str:
-        """The refusal that a user reads; ``field`` is the name as in YAML."""
+        """Return the error message for ``field``, its name in YAML."""
         if self.allowed in ((), (False,)):
             return f"{field} is not built in this version: leave it out"
         if len(self.allowed) == 1:
@@ -107,82 +107,80 @@ class NotBuilt:
         raise PydanticCustomError("not_built", "{message}", {"message": message})
 
 
-COUNTED_CHARACTERS = 2**17
-"""All that is wrong with a document of strangers is counted where it is no longer than this: an error may take two
-characters, and 1 KiB of memory."""
-MOST_KEYS = 1_000
-"""Of one object of theirs: each key that is not known is an error too."""
-MOST_VALUES = 250_000
-"""Of such a document. 5,000 tables with every field written out hold half of them; one may take 768 bytes to read."""
+MAX_COUNTED_CHARACTERS = 2**17
+"""Longest served document whose errors are all counted: two characters can cause an error that takes 1 KiB."""
+MAX_KEYS = 1_000
+"""Keys of one object in a served document: each unknown key is an error too."""
+MAX_VALUES = 250_000
+"""Values in a served document: 5,000 tables with every field written out have half as many."""
 
 Model = TypeVar("Model", bound=ApiModel)
 YAML_1_1_TEXT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?[0-9]+\.[0-9]*[eE][0-9]+")
-"""Numbers that YAML 1.1 readers, such as PyYAML, take for text, and kubectl does not: 1e-3, 1.5e3."""
-NUMBER_MEANT = ("int_type", "float_type")
-"""Types of pydantic's errors about text where only a number is meant."""
+"""Numbers such as 1e-3 and 1.5e3, which PyYAML (YAML 1.1) reads as text and kubectl as numbers."""
+NUMBER_EXPECTED = ("int_type", "float_type")
+"""Types of pydantic's errors about text in a numeric field."""
 
 
 def read(model: type[Model], document: Any) -> Model:
     """Read a decoded YAML or JSON document as strictly as the API server: no text for numbers, no Python names.
 
-    As there, a field that holds null is left out, and 2.0 and 1e6 are integers.
+    As there, a null field counts as absent, and 2.0 and 1e6 are integers.
 
     Raises:
-        InvalidSpecError: names the first refused field as kubectl shows it, and how many more there are.
-        BadDataError: YAML that no JSON can say, such as a date for a key.
+        InvalidSpecError: names the first invalid field as kubectl shows it, and how many more there are.
+        BadDataError: the YAML has no JSON form, for example because a key is a date.
     """
-    while True:  # a model may show what lies below it only once its own fields are good
+    # pydantic reports problems below an object only once the object's own fields are valid.
+    while True:
         try:
             return _read_json(model, document)
         except ValidationError as error:
-            mended = _as_the_server_takes_it(document, error)
-            if mended is None:
+            normalized = _normalize(document, error)
+            if normalized is None:
                 raise invalid_spec(error, model=model) from error
-            document = mended
+            document = normalized
 
 
 def read_served(model: type[Model], document: Any) -> Model:
-    """Read what claims to come from an API server as strictly as :func:`read`, in little memory whatever it holds.
+    """Read a document that claims to come from an API server as strictly as :func:`read`, in bounded memory.
 
-    The server has left nulls out and written numbers as such, so nothing is mended. Reading stops at the first item of
-    each list that is refused.
+    The server has dropped nulls and normalized numbers already. Reading stops at the first invalid item of each list.
 
     Raises:
-        InvalidSpecError: names the first refused field; and how many more there are, unless the document is large.
+        InvalidSpecError: names the first invalid field, and how many more there are unless the document is large.
     """
     _check_size(document)
     text = json.dumps(document)
     try:
         found: Model = stopping_early(model).validate_json(text, strict=True, by_alias=True, by_name=False)
     except ValidationError as error:
-        if len(text) > COUNTED_CHARACTERS:
+        if len(text) > MAX_COUNTED_CHARACTERS:
             raise invalid_spec(error, model=model, stopped=True) from error
         try:
             model.model_validate_json(text, strict=True, by_alias=True, by_name=False)
         except ValidationError as every:
             raise invalid_spec(every, model=model) from every
-        raise AssertionError("a document that was refused is read after all") from error
+        raise AssertionError("the full reader accepts a document that the early-stopping one rejects") from error
     return found
 
 
 def _check_size(document: Any) -> None:
     left, values = [document], 0
-    while left and values <= MOST_VALUES:
+    while left and values <= MAX_VALUES:
         value = left.pop()
         inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        if isinstance(value, dict) and len(value) > MOST_KEYS:
-            words = f"an object has {len(value)} keys, where at most {MOST_KEYS} are read: give fewer"
-            raise InvalidSpecError("document", words)
+        if isinstance(value, dict) and len(value) > MAX_KEYS:
+            raise InvalidSpecError("document", f"an object has {len(value)} keys, at most {MAX_KEYS} are allowed")
         values += len(inside)
-        if values <= MOST_VALUES:
+        if values <= MAX_VALUES:
             left.extend(inside)
-    if values > MOST_VALUES:
-        raise InvalidSpecError("document", f"more than {MOST_VALUES} values, the most that are read: give fewer")
+    if values > MAX_VALUES:
+        raise InvalidSpecError("document", f"more than {MAX_VALUES} values, the largest number allowed")
 
 
 @cache
 def stopping_early(model: type[ApiModel]) -> SchemaValidator:
-    """A model's validator for strangers' documents: it leaves a list at its first bad item, for each makes an error."""
+    """Return a validator that leaves each list at its first invalid item, which bounds the memory for errors."""
     return SchemaValidator(_failing_fast(model.__pydantic_core_schema__))
 
 
@@ -194,23 +192,24 @@ def _failing_fast(schema: Any) -> Any:
 
 
 def read_stored(model: type[Model], document: Any, root: str = "") -> tuple[Model, tuple[str, ...]]:
-    """Read what the API server stores as strictly as :func:`read` does, but for fields that are not known here.
+    """Read a stored object as strictly as :func:`read`, except that unknown fields are reported instead of rejected.
 
-    Another version of ours may have written them, or the definition is newer than this code.
+    Another version of this software may have written them, or the CRD is newer than this code.
 
     Args:
-        model: Whose document it is.
+        model: Type of the document.
         document: Decoded JSON.
         root: Path of the document.
 
     Returns:
-        The model of the fields that are known, and the paths of the others as kubectl shows them.
+        The model of the known fields, and the paths of the unknown ones as kubectl shows them.
 
     Raises:
-        InvalidSpecError: names the first refused field; the known ones can't be read either.
+        InvalidSpecError: names the first known field that is invalid.
     """
     unknown: list[str] = []
-    while True:  # a model may show what lies below it only once its own fields are known
+    # pydantic reports problems below an object only once the object's own fields are known.
+    while True:
         try:
             return _read_json(model, document), tuple(unknown)
         except ValidationError as error:
@@ -223,7 +222,6 @@ def read_stored(model: type[Model], document: Any, root: str = "") -> tuple[Mode
 
 
 def _without(document: Any, places: Iterable[tuple[int | str, ...]]) -> Any:
-    """A copy that lacks the fields at these places."""
     left = copy.deepcopy(document)
     for *above, last in places:
         place = left
@@ -235,19 +233,20 @@ def _without(document: Any, places: Iterable[tuple[int | str, ...]]) -> Any:
 
 def _read_json(model: type[Model], document: Any) -> Model:
     try:
-        text = json.dumps(document, default=str)  # YAML readers make dates of timestamps
+        # YAML readers turn timestamps into dates.
+        text = json.dumps(document, default=str)
     except (TypeError, ValueError) as error:
-        raise BadDataError(f"no JSON can say this ({error}): quote keys, and let no anchor hold itself") from error
+        raise BadDataError(f"not expressible as JSON ({error}): quote keys and remove recursive anchors") from error
     return model.model_validate_json(text, strict=True, by_alias=True, by_name=False)
 
 
-def _as_the_server_takes_it(document: Any, error: ValidationError) -> Any:
-    """A copy without refused nulls of fields, and with numbers as kubectl sends them; None where it has neither."""
-    mended = json.loads(json.dumps(document, default=str))
+def _normalize(document: Any, error: ValidationError) -> Any:
+    """Return a copy without the rejected nulls and with numbers as kubectl sends them, or None if it has neither."""
+    normalized = json.loads(json.dumps(document, default=str))
     changed = False
     for problem in error.errors(include_url=False):
         *above, last = problem["loc"] or ("",)
-        place = _below(mended, above)
+        place = _below(normalized, above)
         value = _below(place, [last])
         if value is None and isinstance(place, dict) and last in place:
             del place[last]
@@ -256,11 +255,11 @@ def _as_the_server_takes_it(document: Any, error: ValidationError) -> Any:
         else:
             continue
         changed = True
-    return mended if changed else None
+    return normalized if changed else None
 
 
 def _below(document: Any, steps: Iterable[int | str]) -> Any:
-    """What stands at a place; None where nothing does: pydantic also names keys and choices as steps."""
+    # pydantic also names keys of maps and branches of unions as steps: those lead nowhere in the document.
     for step in steps:
         if isinstance(document, dict):
             document = document.get(step)
@@ -272,8 +271,8 @@ def _below(document: Any, steps: Iterable[int | str]) -> Any:
 
 
 def _number(value: Any, problem: str) -> int | float | None:
-    """The number that kubectl makes of a value that was refused; None where it makes no other one."""
-    is_text = isinstance(value, str) and problem in NUMBER_MEANT and YAML_1_1_TEXT.fullmatch(value)
+    """Return the number that kubectl sends for a rejected value, or None if it sends the value unchanged."""
+    is_text = isinstance(value, str) and problem in NUMBER_EXPECTED and YAML_1_1_TEXT.fullmatch(value)
     if not is_text and not isinstance(value, float):
         return None
     number = float(value)

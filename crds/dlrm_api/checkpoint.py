@@ -1,4 +1,4 @@
-"""``spec.checkpoint``: where snapshots go, how often, how whole, how exact, and how many are kept."""
+"""``spec.checkpoint``: where snapshots go, how often, what they hold, at which precision, and how many are kept."""
 
 from __future__ import annotations
 
@@ -15,109 +15,109 @@ Bits = Literal[2, 3, 4, 8, 16, 32]
 PolicyName = Literal["full", "one-shot", "consecutive", "intermittent"]
 
 DEFAULT_INTERVAL_S = 1_800.0
-"""``interval`` where neither it nor ``intervalSteps`` is given."""
+"""Default of ``interval`` if ``intervalSteps`` is absent too."""
 INCREMENT_CHUNK_BYTES = 8 << 20
-"""Memory that one object of an increment takes at most under the policy ``consecutive``: a checkpointer that makes a
-base holds one of each of the chain at once."""
-PLACES = ("s3://", "file:///")
-"""How URIs of folders start."""
+"""Maximum size of an increment's object under policy ``consecutive``: to write a base, a checkpointer holds one object
+of each snapshot of the chain in memory."""
+SCHEMES = ("s3://", "file:///")
 
 
-def _place_rule(field: str, name: str, *, optional: bool = False) -> Rule:
-    """What a URI of a folder must start with; ``field`` as YAML says it, ``name`` as Python does."""
+def _scheme_rule(field: str, name: str, *, optional: bool = False) -> Rule:
     absent = f"!has(self.{field}) || " if optional else ""
     return Rule(
         cel=f"{absent}self.{field}.startsWith('s3://') || self.{field}.startsWith('file:///')",
-        holds=lambda spec: getattr(spec, name) is None or getattr(spec, name).startswith(PLACES),
+        holds=lambda spec: getattr(spec, name) is None or getattr(spec, name).startswith(SCHEMES),
         message=f"{field} must start with s3:// or file:///",
     )
 
 
 class RetentionSpec(ApiModel):
-    """Which snapshots are kept."""
+    """Configure which snapshots are kept."""
 
-    keep_last: int = Field(3, ge=1, le=1_000, description="Newest snapshots that are never removed.")
-    keep_every: Duration | None = Field(
-        None, description="Beside them one snapshot for each period of this length is kept."
-    )
+    keep_last: int = Field(3, ge=1, le=1_000, description="Number of newest snapshots that are always kept.")
+    keep_every: Duration | None = Field(None, description="Also keep one snapshot per period of this length.")
 
     rules = (
         Rule(
             cel="!has(self.keepEvery) || self.keepEvery.matches('[1-9]')",
             holds=lambda retention: retention.keep_every is None or retention.keep_every > 0,
-            message="keepEvery must be longer than 0s: leave it out to keep none for each period",
+            message="keepEvery must be longer than 0s: remove it to keep only keepLast snapshots",
         ),
     )
 
 
 class PublishSpec(ApiModel):
-    """Deltas for inference caches."""
+    """Configure deltas for inference caches."""
 
-    uri: Uri = Field(description="Folder where deltas are put: s3://bucket/prefix or file:///path.")
-    bits: Literal[8, 16, 32] = Field(16, description="Bits of one element of a published row.")
-    keep_last: int = Field(100, ge=1, le=1_000_000, description="Newest deltas that are never removed.")
+    uri: Uri = Field(description="Directory for deltas: s3://bucket/prefix or file:///path.")
+    bits: Literal[8, 16, 32] = Field(16, description="Bits per element of a published row.")
+    keep_last: int = Field(100, ge=1, le=1_000_000, description="Number of newest deltas that are always kept.")
 
-    rules = (_place_rule("uri", "uri"),)
+    rules = (_scheme_rule("uri", "uri"),)
 
 
 class CheckpointSpec(ApiModel):
-    """``spec.checkpoint``."""
+    """Configure how often snapshots are taken, what they hold and how exact they are."""
 
-    uri: Uri = Field(description="Folder of the job's snapshots: s3://bucket/prefix or file:///path.")
+    uri: Uri = Field(description="Directory of the job's snapshots: s3://bucket/prefix or file:///path.")
     interval: Duration | None = Field(
-        None, description="Time between two cuts; by default 30m where intervalSteps is absent."
+        None, description="Time between two checkpoints (cuts). Default: 30m if intervalSteps is absent."
     )
-    interval_steps: int | None = Field(None, ge=1, le=2**40, description="Steps between two cuts.")
+    interval_steps: int | None = Field(
+        None, ge=1, le=2**40, description="Training steps between two checkpoints (cuts)."
+    )
     policy: PolicyName = Field(
         "intermittent",
         description=(
-            "What a snapshot holds. full: all rows ever updated, which makes it a base; one-shot: after the first base "
-            "rows updated since it; consecutive: rows updated since the snapshot before; intermittent: rows updated "
-            "since the newest base, and a new base once that is expected to write fewer bytes."
+            "What a snapshot holds. full: all rows ever updated, so that each snapshot is a base; one-shot: one base, "
+            "then rows updated since it; consecutive: rows updated since the previous snapshot; intermittent: rows "
+            "updated since the newest base, with a new base as soon as that is expected to write fewer bytes."
         ),
     )
     bits: Literal["auto", 2, 3, 4, 8, 16, 32] = Field(
         32,
         description=(
-            "Bits of one stored element; 32 restores exactly. auto: 2, 3 or 4 by the restores to expect, and 8 where "
-            "they are many or turn out to be more."
+            "Bits per stored element. 32 restores exactly. auto: 2, 3 or 4 by the number of expected restores, and 8 "
+            "if there are many or more than expected."
         ),
     )
     expected_restores: int | None = Field(
         None,
         ge=0,
         le=1_000_000,
-        description=("Restores to expect in the job's life, for bits: auto; by default lifecycle.restart.maxRestarts."),
+        description="Expected number of restores over the job's lifetime, for bits auto. Default: "
+        "lifecycle.restart.maxRestarts.",
     )
-    base_every: Duration | None = Field(
-        None, description="Longest time from the cut of one base to that of the next; no limit by default."
-    )
+    base_every: Duration | None = Field(None, description="Maximum time between two bases. Default: no limit.")
     max_chain: int = Field(
-        24, ge=1, le=1_000, description="Most snapshots that one may go over; what would exceed it becomes a base."
+        24,
+        ge=1,
+        le=1_000,
+        description="Maximum number of snapshots that one snapshot depends on; beyond it a base is written.",
     )
     max_restore_time: Duration | None = Field(
         None,
         description=(
-            "Longest time that reading a snapshot with all below it may take, as restoreBandwidth estimates it; what "
-            "would exceed it becomes a base. No limit by default."
+            "Maximum time to read a snapshot and all that it depends on, estimated from restoreBandwidth; beyond it a "
+            "base is written. Default: no limit."
         ),
     )
     restore_bandwidth: Bytes = Field(
-        200_000_000, description="Bytes that one pod reads from the store in a second, for maxRestoreTime."
+        200_000_000, description="Read bandwidth of one pod from the store, for maxRestoreTime (bytes/s)."
     )
-    retention: RetentionSpec = Field(RetentionSpec(), description="Which snapshots are kept.")
+    retention: RetentionSpec = Field(RetentionSpec(), description="Retention of snapshots.")
     restore_from: Uri | None = Field(
         None,
         description=(
-            "Snapshots of another job to start from where uri holds none: s3://bucket/prefix or file:///path, reached "
-            "by the same s3 and credentialsSecret."
+            "Snapshots of another job to start from if uri holds none: s3://bucket/prefix or file:///path, accessed "
+            "with the same s3 and credentialsSecret."
         ),
     )
     partial_restore: bool = Field(
         False,
         description=(
-            "Go on from a newer cut of which parts are missing, because ranks were lost before theirs were stored: "
-            "rows of these go back to the newest snapshot, all others do not. No training ever had such a state."
+            "Resume from a newer, incomplete checkpoint (cut) if ranks were lost before they stored their part: their "
+            "rows return to the newest snapshot, all others keep the newer values. The result mixes two steps."
         ),
     )
     credentials_secret: ObjectName | None = Field(
@@ -125,14 +125,14 @@ class CheckpointSpec(ApiModel):
     )
     s3: SnapshotS3Spec = Field(SnapshotS3Spec(), description="Service of s3:// snapshots.")
     handoff_budget: Bytes | None = Field(
-        None, description="Bytes of shared memory that a pod's cuts may take; by default sized by the plan."
+        None, description="Shared memory of a pod for checkpoints (cuts) in flight (bytes). Default: set by the plan."
     )
     publish: PublishSpec | None = Field(None, description="Deltas for inference caches.")
     resources: ResourcesSpec = Field(
         ResourcesSpec(),
         description=(
-            "Requests and limits of the checkpointer container; by default it asks for 512Mi of memory, and with "
-            "policy consecutive for 8Mi more for each snapshot of maxChain."
+            "Requests and limits of the checkpointer container. Default: a request of 512Mi of memory, plus 8Mi per "
+            "snapshot of maxChain with policy consecutive."
         ),
     )
 
@@ -140,16 +140,16 @@ class CheckpointSpec(ApiModel):
         Rule(
             cel="!(has(self.interval) && has(self.intervalSteps))",
             holds=lambda checkpoint: checkpoint.interval is None or checkpoint.interval_steps is None,
-            message="interval and intervalSteps are two ways to say one thing: give one of them",
+            message="interval and intervalSteps are mutually exclusive: set one of them",
         ),
-        _place_rule("uri", "uri"),
-        _place_rule("restoreFrom", "restore_from", optional=True),
+        _scheme_rule("uri", "uri"),
+        _scheme_rule("restoreFrom", "restore_from", optional=True),
         Rule(
             cel="!has(self.publish) || self.publish.uri.find('^.*[^/]') != self.uri.find('^.*[^/]')",
             holds=lambda checkpoint: (
                 checkpoint.publish is None or checkpoint.publish.uri.rstrip("/") != checkpoint.uri.rstrip("/")
             ),
-            message="publish.uri must be another folder than uri: retention of snapshots would remove deltas",
+            message="publish.uri must differ from uri: snapshot retention would delete the deltas",
         ),
         Rule(
             cel=(
@@ -157,6 +157,6 @@ class CheckpointSpec(ApiModel):
                 ": self.restoreBandwidth.matches('[1-9]')"
             ),
             holds=lambda checkpoint: checkpoint.restore_bandwidth >= 1,
-            message="restoreBandwidth must be at least 1 byte a second",
+            message="restoreBandwidth must be at least 1 byte/s",
         ),
     )

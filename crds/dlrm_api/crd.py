@@ -1,4 +1,4 @@
-"""The CustomResourceDefinitions as plain data, made from the models; ``hack/generate.py`` writes them as YAML."""
+"""Build the CustomResourceDefinitions from the models; ``hack/generate.py`` writes them as YAML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dlrm_api.structural import Schema, structural
 from dlrm_api.trainer import TrainerSpec
 
 CHANGEABLE_PHASES = ("Pending", "Suspended", "Failed")
-"""Phases in which there is no gang that a change of the spec could surprise."""
+"""Phases without trainer pods, in which all of the spec may change."""
 MUTABLE_CHECKPOINT = (
     "interval",
     "intervalSteps",
@@ -26,22 +26,22 @@ MUTABLE_CHECKPOINT = (
 )
 
 JOB_COLUMNS = (
-    ("Phase", "string", ".status.phase", "Where the job is in its life.", 0),
+    ("Phase", "string", ".status.phase", "Phase of the job.", 0),
     ("Step", "integer", ".status.progress.step", "Steps done.", 0),
     ("Samples/s", "number", ".status.progress.samplesPerSecond", "Throughput.", 0),
     ("NE", "number", ".status.progress.ne", "Normalized entropy of the last evaluation.", 0),
     ("Snapshot", "date", ".status.lastSnapshot.time", "Age of the newest committed snapshot.", 0),
-    ("Restarts", "integer", ".status.restarts", "Gangs that were replaced.", 0),
+    ("Restarts", "integer", ".status.restarts", "Restarts over the job's lifetime.", 0),
     ("Age", "date", ".metadata.creationTimestamp", "Age of the job.", 0),
-    ("Nodes", "integer", ".status.plan.nodes", "Pods of the gang, one a node.", 1),
-    ("Hardware", "string", ".status.plan.hardware", "HardwareProfile that the plan is for.", 1),
-    ("ETA", "string", ".status.progress.eta", "When the job should end.", 1),
+    ("Nodes", "integer", ".status.plan.nodes", "Trainer pods, one per node.", 1),
+    ("Hardware", "string", ".status.plan.hardware", "HardwareProfile of the plan.", 1),
+    ("ETA", "string", ".status.progress.eta", "Expected end of training.", 1),
 )
 PROFILE_COLUMNS = (
     ("DDR", "string", ".spec.tiers.ddr.bytes", "Host memory of one node.", 0),
     ("CPUs", "number", ".spec.cpus", "CPU cores of one node.", 0),
     ("Devices", "integer", ".spec.devices.count", "Accelerators of one node.", 0),
-    ("Price", "number", ".spec.pricePerHour", "Price of one node for an hour.", 0),
+    ("Price", "number", ".spec.pricePerHour", "Price of one node per hour.", 0),
     ("Age", "date", ".metadata.creationTimestamp", "Age of the profile.", 0),
     ("Resource", "string", ".spec.devices.resource", "Extended resource of the accelerators.", 1),
     ("SCM", "string", ".spec.tiers.scm.bytes", "Byte-addressable storage-class memory of one node.", 1),
@@ -50,12 +50,12 @@ PROFILE_COLUMNS = (
 
 
 def definitions() -> dict[str, Schema]:
-    """Every definition by the plural of its kind."""
+    """Return every CRD by the plural name of its kind."""
     return {"dlrmjobs": job_definition(), "hardwareprofiles": profile_definition()}
 
 
 def job_definition() -> Schema:
-    """The definition of DLRMJob."""
+    """Return the CRD of DLRMJob."""
     schema = root_schema(DLRMJob)
     schema[RULES] = [*_metadata_rules(), immutability_rule()]
     subresources = {
@@ -70,14 +70,14 @@ def job_definition() -> Schema:
 
 
 def profile_definition() -> Schema:
-    """The definition of HardwareProfile."""
+    """Return the CRD of HardwareProfile."""
     return _definition(
         HardwareProfile, "hardwareprofiles", "hwp", "Cluster", root_schema(HardwareProfile), PROFILE_COLUMNS, {}
     )
 
 
 def root_schema(model: type[ApiModel]) -> Schema:
-    """A kind's structural schema; the API server itself keeps ``apiVersion``, ``kind`` and ``metadata``."""
+    """Return a kind's structural schema. The API server defines ``apiVersion``, ``kind`` and ``metadata`` itself."""
     raw = model.model_json_schema(by_alias=True)
     raw["properties"]["metadata"] = {"type": "object"}
     schema = structural(raw, raw.get("$defs", {}))
@@ -88,11 +88,11 @@ def root_schema(model: type[ApiModel]) -> Schema:
 
 
 def immutability_rule() -> Schema:
-    """Freeze the spec while the job has a gang or has succeeded, but for what the operator can act on.
+    """Return the rule that freezes the spec while the job has pods or has succeeded, except for mutable fields.
 
-    The API server judges every write of the status by this rule too, though such a write can't change the spec, nor a
-    write of the spec the status: where the status differs there is nothing to compare. That is asked by the phase
-    first, and the spec field by field last, since to read a field costs the API server a copy of all beside it.
+    The API server evaluates the rule at status writes too, although these cannot change the spec. The rule therefore
+    tests the phase first, then whether the status changed, and compares the spec field by field last: each field access
+    costs the API server a copy of its parent object.
     """
     checkpoint, trainer = "spec.checkpoint", "spec.trainer"
     parts = [f"spec.{name}" for name in _fields(DLRMJobSpec) if name not in ("checkpoint", "lifecycle", "trainer")]
@@ -102,12 +102,12 @@ def immutability_rule() -> Schema:
     phases = ", ".join(f"'{phase}'" for phase in CHANGEABLE_PHASES)
     free = f"!has(oldSelf.status) || !has(oldSelf.status.phase) || oldSelf.status.phase in [{phases}]"
     mutable = ["spec.lifecycle", f"{trainer}.replicas", *(f"{checkpoint}.{name}" for name in MUTABLE_CHECKPOINT)]
-    told = "!has(self.status) || self.status.phase != oldSelf.status.phase || self.status != oldSelf.status"
+    status_changed = "!has(self.status) || self.status.phase != oldSelf.status.phase || self.status != oldSelf.status"
     return {
-        "rule": f"{free} || {told} || ({equal})",
+        "rule": f"{free} || {status_changed} || ({equal})",
         "message": (
-            f"spec changes only in phases {', '.join(CHANGEABLE_PHASES)}, but for {', '.join(mutable)}: "
-            "set spec.lifecycle.suspend, change it, and resume: the job goes on from its newest snapshot"
+            f"spec can change only in phases {', '.join(CHANGEABLE_PHASES)}, except for {', '.join(mutable)}: "
+            "suspend the job with spec.lifecycle.suspend, change the spec, and resume from the newest snapshot"
         ),
         "reason": "FieldValueForbidden",
         "fieldPath": ".spec",
@@ -115,7 +115,7 @@ def immutability_rule() -> Schema:
 
 
 def frozen_part(spec: DLRMJobSpec) -> dict[str, Any]:
-    """What of a spec the rule freezes. Two that are equal in it may follow each other in any phase."""
+    """Return the part of a spec that the rule freezes."""
     found = spec.model_dump(mode="json")
     del found["lifecycle"], found["trainer"]["replicas"]
     for name in MUTABLE_CHECKPOINT:
@@ -124,7 +124,7 @@ def frozen_part(spec: DLRMJobSpec) -> dict[str, Any]:
 
 
 def _same(path: str) -> str:
-    """Equality of a field that may be absent; CEL's optional values would have an unbounded estimated cost."""
+    # CEL's optional values would compare absent fields too, but their estimated cost is unbounded.
     new, old = f"self.{path}", f"oldSelf.{path}"
     return f"has({new}) == has({old}) && (!has({new}) || {new} == {old})"
 
@@ -134,7 +134,7 @@ def _fields(model: type[ApiModel]) -> list[str]:
 
 
 def _metadata_rules() -> list[Schema]:
-    """The rules of metadata, said at the root: metadata's own schema may hold none."""
+    # The schema of metadata itself may not have rules, so they are attached to the root.
     return [
         {"rule": rule.cel.replace("self.", "self.metadata."), "message": f"metadata.{rule.message}"}
         for rule in ObjectMeta.rules

@@ -1,4 +1,4 @@
-"""``spec.data``: where samples come from and in which order they are trained on."""
+"""``spec.data``: the source, format and order of samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from dlrm_api.quantities import Bytes
 
 
 def _readable(uri: str) -> str:
-    """Refuse what no trainer reads: other schemes, and files of other machines."""
     if not is_s3(uri) and file_path(uri) is None:
         raise PydanticCustomError("rule", "{message}", {"message": READABLE["message"]})
     return uri
@@ -25,100 +24,98 @@ READABLE = {
         "!self.contains('://') || self.startsWith('s3://') || self.startsWith('file:///') || "
         "self.startsWith('file://localhost/')"
     ),
-    "message": "data can't be read from there: give a path, file:///path or s3://bucket/prefix",
+    "message": "expected a path, file:///path or s3://bucket/prefix",
 }
 DataUri = Annotated[Uri, AfterValidator(_readable), Field(json_schema_extra={RULES: [READABLE]})]
 
 
 class SplitSpec(ApiModel):
-    """Files of one split."""
+    """List the files of one split."""
 
     uris: tuple[DataUri, ...] = Field(
         (),
         max_length=10_000,
         description=(
-            "Files, folders or glob patterns: file:///data/*.parquet, s3://bucket/prefix/*.parquet or a plain path. "
-            "Read in order of name."
+            "Files, directories or glob patterns: file:///data/*.parquet, s3://bucket/prefix/*.parquet or a plain "
+            "path. They are read in the order of their names."
         ),
     )
 
 
 class SyntheticSpec(ApiModel):
-    """Made-up samples of the model's own shape, with labels from a planted teacher, so that learning shows."""
+    """Configure generated samples of the model's shape, with labels from a hidden teacher model."""
 
-    samples: int = Field(1_000_000, ge=1, le=2**40, description="Training samples in one epoch.")
+    samples: int = Field(1_000_000, ge=1, le=2**40, description="Training samples per epoch.")
     eval_samples: int = Field(100_000, ge=0, le=2**40, description="Samples of the evaluation set.")
-    alpha: float = Field(1.05, ge=0, le=3, description="Zipf exponent of the ids; used where reuseHistogram is absent.")
+    alpha: float = Field(1.05, ge=0, le=3, description="Zipf exponent of the ids. Used if reuseHistogram is absent.")
     reuse_histogram: str | None = Field(
-        None, min_length=1, max_length=1_024, description="File with a reuse histogram to draw the ids from."
+        None, min_length=1, max_length=1_024, description="File with a reuse histogram from which ids are drawn."
     )
     noise: float = Field(0.5, ge=0, le=100, description="Standard deviation of the noise on the teacher's logit.")
-    positive_rate: float = Field(0.25, ge=0.001, le=0.999, description="Share of positive labels, about.")
+    positive_rate: float = Field(0.25, ge=0.001, le=0.999, description="Approximate share of positive labels.")
 
 
 class ShuffleSpec(ApiModel):
-    """How the order of samples is mixed; a pure function of seed and epoch, the same at any world size."""
+    """Configure the shuffle: a pure function of seed and epoch, the same at any world size."""
 
     window_rows: int = Field(
         65_536,
         ge=0,
         le=2**31,
-        description="Rows shuffled together in each virtual shard; 0 keeps the file's order.",
+        description="Rows shuffled together in each virtual shard. 0 keeps the order of the files.",
     )
-    block_rows: int = Field(4_096, ge=1, le=2**31, description="Rows of a block; blocks are permuted first.")
+    block_rows: int = Field(
+        4_096, ge=1, le=2**31, description="Rows per block. Blocks are permuted before rows are shuffled."
+    )
 
 
 class ColumnsSpec(ApiModel):
-    """Which column holds what, for Parquet."""
+    """Map features to Parquet columns."""
 
-    label: ColumnName = Field("label", description="Column of the label: 0 or 1.")
+    label: ColumnName = Field("label", description="Column of the label, which is 0 or 1.")
     rename: dict[str, ColumnName] = Field(
-        {}, max_length=10_000, description="Feature of the model to column of the file, where they differ."
+        {}, max_length=10_000, description="Column of each feature whose column has another name."
     )
 
 
 class DenseInputSpec(ApiModel):
-    """What is done to dense values before the bottom MLP."""
+    """Configure the transform of dense values before the bottom MLP."""
 
     transform: Literal["none", "log1p"] = Field(
-        "none", description="log1p: log(1 + max(x, 0)), as is usual for Criteo's counts."
+        "none", description="log1p: log(1 + max(x, 0)), as is usual for the counts in Criteo data."
     )
     missing: float = Field(0.0, ge=-1e9, le=1e9, description="Value of an empty field, before the transform.")
 
 
 class DataSpec(ApiModel):
-    """``spec.data``."""
+    """Configure the source, format and order of samples."""
 
     format: Literal["criteo-tsv", "parquet", "synthetic"] = Field(description="Format of the samples.")
     train: SplitSpec = Field(SplitSpec(), description="Files to train on.")
     eval: SplitSpec = Field(SplitSpec(), description="Files to evaluate on.")
-    synthetic: SyntheticSpec = Field(SyntheticSpec(), description="Shape of synthetic data.")
+    synthetic: SyntheticSpec = Field(SyntheticSpec(), description="Properties of synthetic data.")
     columns: ColumnsSpec = Field(ColumnsSpec(), description="Column mapping, for Parquet.")
-    dense: DenseInputSpec = Field(DenseInputSpec(), description="Treatment of dense values.")
-    lenient: bool = Field(
-        False, description="criteo-tsv: take lines that lost their trailing empty fields as if padded."
-    )
+    dense: DenseInputSpec = Field(DenseInputSpec(), description="Transform of dense values.")
+    lenient: bool = Field(False, description="criteo-tsv: accept lines that lack trailing empty fields.")
     epochs: int = Field(1, ge=1, le=100_000, description="Passes over the training data.")
-    shuffle: ShuffleSpec = Field(ShuffleSpec(), description="Mixing of the order of samples.")
-    global_batch_size: int = Field(2_048, ge=1, le=2**26, description="Samples of one step over all ranks.")
+    shuffle: ShuffleSpec = Field(ShuffleSpec(), description="Shuffling of samples.")
+    global_batch_size: int = Field(2_048, ge=1, le=2**26, description="Samples per step over all ranks.")
     virtual_shards: int = Field(
         64,
         ge=1,
         le=65_536,
-        description="Equal parts of the data; must divide globalBatchSize; most ranks there can be.",
+        description="Number of equal parts of the data, and the maximum number of ranks. Must divide globalBatchSize.",
     )
     prefetch_bytes: Bytes = Field(
         2**30,
         description=(
-            "Bytes of decoded row groups and of batches that each rank's reader holds ahead of training. Below what a "
+            "Memory of each rank's reader for decoded row groups and batches (bytes). If it is smaller than what one "
             "batch touches in all virtual shards of a rank, row groups are decoded repeatedly."
         ),
     )
     credentials_secret: ObjectName | None = Field(
         None,
-        description=(
-            "Secret with accessKeyId, secretAccessKey and optionally sessionToken, with which s3:// data is read."
-        ),
+        description=("Secret with accessKeyId, secretAccessKey and optionally sessionToken for s3:// data."),
     )
     s3: S3Spec = Field(S3Spec(), description="Service of s3:// data.")
 
@@ -131,7 +128,7 @@ class DataSpec(ApiModel):
         Rule(
             cel="self.format == 'synthetic' || (has(self.train) && has(self.train.uris) && size(self.train.uris) > 0)",
             holds=lambda data: data.format == "synthetic" or bool(data.train.uris),
-            message="train.uris is empty: say where the training data is, or use format synthetic",
+            message="train.uris is empty: set it, or use format synthetic",
         ),
         Rule(
             cel=(
@@ -141,7 +138,7 @@ class DataSpec(ApiModel):
             ),
             holds=lambda data: data.format != "synthetic" or not (data.train.uris or data.eval.uris),
             message=(
-                "format synthetic reads no files: leave train.uris and eval.uris out, or say the files' format "
+                "format synthetic reads no files: remove train.uris and eval.uris, or set the format of the files "
                 "(criteo-tsv or parquet)"
             ),
         ),

@@ -1,4 +1,4 @@
-"""Every error that a user may meet. The class says who can act, and carries the exit code that says it to machines.
+"""Every error that a user may meet. The class says who can act and carries the exit code.
 
 DLRMError
 ├── UsageError            64  the command line
@@ -6,7 +6,7 @@ DLRMError
 │   ├── DivergedError     65  the loss is no longer finite
 │   └── SnapshotError     65  a snapshot is corrupt, of another model, or of a newer version
 ├── NoInputError          66  a file or snapshot that is not there
-├── DeviceError           74  a disk or memory that is full or failing
+├── DeviceError           74  a full or failing disk or memory
 ├── TemporaryError        75  the same call may succeed later
 │   ├── StoreUnavailableError
 │   └── PeerLostError
@@ -30,67 +30,67 @@ from dlrm_api.names import ExitCode
 
 
 class DLRMError(Exception):
-    """Root of all errors with a message that a user can act on; anything else that escapes is a bug."""
+    """Root of all errors with a message that a user can act on. Any other exception that escapes is a bug."""
 
     exit_code: ExitCode = ExitCode.INTERNAL
 
 
 class UsageError(DLRMError):
-    """The command line is wrong."""
+    """Report an invalid command line."""
 
     exit_code = ExitCode.USAGE
 
 
 class BadDataError(DLRMError):
-    """Input that can't be used as it is; the message names the file, the row, the column and the mend."""
+    """Report unusable input. The message names the file, the row, the column and the fix."""
 
     exit_code = ExitCode.BAD_DATA
 
 
 class DivergedError(BadDataError):
-    """The loss became NaN or infinite; the message names the step and the table whose rows went bad."""
+    """Report a loss that became NaN or infinite. The message names the step and the affected table."""
 
 
 class SnapshotError(BadDataError):
-    """A snapshot can't be used: corrupt, of another model or data, or written by a newer version."""
+    """Report an unusable snapshot: corrupt, of another model or data, or written by a newer version."""
 
 
 class NoInputError(DLRMError):
-    """A file, folder or snapshot that was asked for is not there."""
+    """Report a file, directory or snapshot that does not exist."""
 
     exit_code = ExitCode.NO_INPUT
 
 
 class DeviceError(DLRMError):
-    """A disk or memory is full or failing, or a limit of the system is met; the message names it, or path and bytes."""
+    """Report a full or failing disk or memory, or an exhausted system limit. The message names it."""
 
     exit_code = ExitCode.DEVICE
 
 
 class TemporaryError(DLRMError):
-    """Nothing is wrong with the job; the same thing may work later."""
+    """Report a failure that a retry may overcome."""
 
     exit_code = ExitCode.TEMPORARY
 
 
 class StoreUnavailableError(TemporaryError):
-    """The object store did not answer; the same call may succeed later."""
+    """Report that the object store did not answer. The same call may succeed later."""
 
 
 class PeerLostError(TemporaryError):
-    """Another rank died or fell silent; the message names it."""
+    """Report that another rank died or stopped responding. The message names it."""
 
 
 class NoPermissionError(DLRMError):
-    """Credentials are missing or refused."""
+    """Report missing or rejected credentials or rights."""
 
     exit_code = ExitCode.NO_PERMISSION
 
 
 class InvalidSpecError(DLRMError):
-    """The DLRMJob's spec can never work; only the user can mend it.
+    """Report a spec that can never work. Only the user can fix it; the job is not retried.
 
-    ``path`` is the field as kubectl shows it, such as ``spec.model.tables[2].dim``.
+    ``path`` is the field as kubectl shows it, for example ``spec.model.tables[2].dim``.
     """
 
     exit_code = ExitCode.BAD_CONFIG
@@ -102,7 +102,7 @@ class InvalidSpecError(DLRMError):
 
 
 class InfeasiblePlanError(InvalidSpecError):
-    """No placement of the tables fits the hardware; ``reasons`` say which table, where, and how many bytes short."""
+    """Report that no placement fits. ``reasons`` name the table, the place and the missing bytes."""
 
     def __init__(self, path: str, reasons: Sequence[str]) -> None:
         super().__init__(path, "; ".join(reasons))
@@ -110,25 +110,25 @@ class InfeasiblePlanError(InvalidSpecError):
 
 
 SHOWN_CHARACTERS = 256
-"""Of a value that was refused."""
+"""Characters of an invalid value that a message shows."""
 UNKNOWN = "extra_forbidden"
-"""pydantic's type of the error that a field is not known."""
-OF_A_RULE = "Value error, "
-"""What pydantic, and typer by it, put in front of a rule's own words."""
+"""pydantic's error type for an unknown field."""
+RULE_PREFIX = "Value error, "
+"""Prefix that pydantic, and through it typer, puts before the message of a rule."""
 
 
 def invalid_spec(
     error: ValidationError, root: str = "", model: type[BaseModel] | None = None, *, stopped: bool = False
 ) -> InvalidSpecError:
-    """Name the first refused field below ``root`` the way kubectl shows it, and say how many more there are.
+    """Name the first invalid field below ``root`` the way kubectl shows it, and say how many more there are.
 
-    Unknown fields come first: one is often what a required field was misspelled as.
+    Unknown fields come first: an unknown field is often a misspelled required one.
 
     Args:
-        error: What pydantic found.
+        error: Error of pydantic.
         root: Path of the document.
-        model: Tells which fields there are: the nearest one to an unknown field is named.
-        stopped: Whether reading ended at the first item of a list that was refused, so that there may be more.
+        model: Type of the document; if given, the message suggests the known field with the most similar name.
+        stopped: Reading stopped at the first invalid item of a list, so there may be more.
     """
     problems = error.errors(include_url=False, include_input=True)
     first = next((problem for problem in problems if problem["type"] == UNKNOWN), problems[0])
@@ -143,12 +143,12 @@ def invalid_spec(
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first thing that is wrong, in words for users, without its place."""
+    """Return the message of the first problem, without its path."""
     return _message(error.errors(include_url=False, include_input=True)[0])
 
 
 def field_path(steps: Sequence[int | str], root: str = "") -> str:
-    """A field below ``root`` the way kubectl shows it."""
+    """Return the path of a field below ``root`` as kubectl shows it."""
     path = root
     for step in steps:
         path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else str(step)
@@ -156,7 +156,7 @@ def field_path(steps: Sequence[int | str], root: str = "") -> str:
 
 
 def _message(problem: ErrorDetails) -> str:
-    """What the user reads: pydantic's message, or ours where it speaks of Python or leaves out what was written."""
+    # pydantic's own messages speak of Python types or leave out the value.
     context = problem.get("ctx", {})
     match problem["type"]:
         case "extra_forbidden":
@@ -164,16 +164,16 @@ def _message(problem: ErrorDetails) -> str:
         case "missing":
             return "this field is required"
         case "too_short":
-            return f"{context['actual_length']} items where at least {context['min_length']} are needed"
+            return f"expected at least {context['min_length']} items, got {context['actual_length']}"
         case "too_long":
-            return f"more than {context['max_length']} items, the most that are allowed"
+            return f"expected at most {context['max_length']} items"
         case "string_pattern_mismatch":
             return f"{problem['input'][:SHOWN_CHARACTERS]!r} does not match {context['pattern']}"
-    return problem["msg"].removeprefix(OF_A_RULE)
+    return problem["msg"].removeprefix(RULE_PREFIX)
 
 
 def plain(annotation: Any) -> Any:
-    """The annotation without what stands around it: ``Annotated`` and ``| None``."""
+    """Strip ``Annotated`` and ``| None`` from an annotation."""
     while True:
         origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
         if origin is typing.Annotated:
@@ -185,14 +185,11 @@ def plain(annotation: Any) -> Any:
 
 
 def nearest_field(model: type[BaseModel], place: Sequence[int | str]) -> str | None:
-    """The field that is spelled most like the last step of ``place``, of those that could stand there.
+    """Return the known field whose name is most similar to the last step of ``place``, or None.
 
     Args:
-        model: Of the whole document.
+        model: Type of the whole document.
         place: Keys of objects and numbers of elements, down to a field that the model lacks.
-
-    Returns:
-        The name, or None where none is near or no model stands there.
     """
     at: Any = model
     *above, last = place
@@ -213,7 +210,6 @@ def _fields(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _type_below(annotation: Any, step: int | str) -> Any:
-    """Type of a field or an element; None where there is none."""
     if _is_model(annotation):
         return plain(_fields(annotation).get(str(step)))
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -228,11 +224,11 @@ _UNSEEN = re.compile(
     "\ud800-\udfff]"  # halves of pairs: no terminal and no file takes them
     "|\r(?!\n)"
 )
-"""Characters that steer a terminal, or turn the order of what stands beside them, or are not seen at all."""
+"""Characters that control a terminal, reverse the text order, or are invisible."""
 
 
 def visible(text: str) -> str:
-    r"""The text with such characters written out, as in ``\x1b``; tabs and line ends stay. Twice is the same."""
+    r"""Escape control characters of foreign text, as in ``\x1b``; tabs and line ends stay. Idempotent."""
     return _UNSEEN.sub(_written_out, text)
 
 

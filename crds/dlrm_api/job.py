@@ -1,4 +1,4 @@
-"""``DLRMJob``: one training job, as the user applies it."""
+"""``DLRMJob``: one training job as the user applies it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CRITEO_SPARSE = tuple(f"C{i}" for i in range(1, 27))
 
 
 class ObjectMeta(ApiModel):
-    """The part of Kubernetes' metadata that this system reads; the rest passes through."""
+    """Metadata fields that this system reads; others pass through."""
 
     model_config = ConfigDict(extra="allow")
 
     name: str = Field(
-        min_length=1, max_length=253, description="Name of the job; it becomes the name of Services and pods."
+        min_length=1, max_length=253, description="Name of the job. Services and pods are named after it."
     )
     namespace: str | None = Field(None, max_length=63, description="Namespace.")
 
@@ -41,23 +41,23 @@ class ObjectMeta(ApiModel):
             cel=f"size(self.name) <= {JOB_NAME_LENGTH} && self.name.matches('{JOB_NAME_PATTERN}')",
             holds=lambda meta: len(meta.name) <= JOB_NAME_LENGTH and re.search(JOB_NAME_PATTERN, meta.name) is not None,
             message=(
-                f"name must be at most {JOB_NAME_LENGTH} lower-case letters, digits and dashes, from a letter on: "
-                "it becomes the name of Services and pods"
+                f"name must be at most {JOB_NAME_LENGTH} lower-case letters, digits and dashes and start with a "
+                "letter: Services and pods are named after it"
             ),
         ),
     )
 
 
 class DLRMJobSpec(ApiModel):
-    """What to train, on what, with what, and where its snapshots go."""
+    """Configure the model, the data, the hardware and the snapshots of a job."""
 
     model: ModelSpec = Field(description="The model.", json_schema_extra=WHOLE)
     data: DataSpec = Field(description="The samples.", json_schema_extra=WHOLE)
-    training: TrainingSpec = Field(TrainingSpec(), description="Optimizers and length.", json_schema_extra=WHOLE)
-    trainer: TrainerSpec = Field(TrainerSpec(), description="Pods and hardware.")
+    training: TrainingSpec = Field(TrainingSpec(), description="Optimizers and duration.", json_schema_extra=WHOLE)
+    trainer: TrainerSpec = Field(TrainerSpec(), description="Trainer pods and hardware.")
     checkpoint: CheckpointSpec = Field(description="Snapshots.")
-    lifecycle: LifecycleSpec = Field(LifecycleSpec(), description="Restarts and deadlines.")
-    scheduling: SchedulingSpec = Field(SchedulingSpec(), description="Queues and priorities.")
+    lifecycle: LifecycleSpec = Field(LifecycleSpec(), description="Restarts, suspension and deadlines.")
+    scheduling: SchedulingSpec = Field(SchedulingSpec(), description="Queue, priority and gang scheduling.")
 
     rules = (
         Rule(
@@ -68,60 +68,60 @@ class DLRMJobSpec(ApiModel):
             ),
             holds=lambda spec: spec.world_size <= spec.data.virtual_shards,
             message=(
-                "data.virtualShards must be at least trainer.replicas (or auto.min) x processesPerReplica, one for "
-                "each rank: raise it, or use fewer ranks"
+                "data.virtualShards must be at least trainer.replicas (or auto.min) x processesPerReplica, the number "
+                "of ranks: raise it, or use fewer ranks"
             ),
         ),
     )
 
     @model_validator(mode="after")
     def _tables_agree(self) -> DLRMJobSpec:
-        """Uniqueness and references over up to 5,000 tables: here, because CEL would need quadratic time."""
+        # Uniqueness over up to 5,000 tables would take quadratic time in CEL, so it is checked here and in the webhook.
         tables = self.model.all_tables()
         _refuse_duplicates("name", [table.name for table in tables])
         features = self.model.all_features()
         if len(features) > MAX_FEATURES:
-            _refuse(f"model.tables: {len(features)} features over all tables, at most {MAX_FEATURES} are allowed")
+            _refuse(f"model.tables: expected at most {MAX_FEATURES} features over all tables, got {len(features)}")
         for table in tables:
             column, count = Counter(table.sources).most_common(1)[0]
             if count > 1:
-                _refuse(f"model.tables: table {table.name} has feature {column} {count} times: give it once")
+                _refuse(f"model.tables: table {table.name} lists feature {column} {count} times: list it once")
         if self.data.format == "criteo-tsv":
             _refuse_unknown("model.denseFeatures", self.model.dense_features, CRITEO_DENSE)
             _refuse_unknown("model.tables", tuple(feature.column for feature in features), CRITEO_SPARSE)
             weighted = next((tables[feature.table] for feature in features if feature.weights), None)
             if weighted:
-                _refuse(f"model.tables: criteo-tsv has no column of weights: leave weights of {weighted.name} out")
+                _refuse(f"model.tables: criteo-tsv has no weight columns: remove weights from table {weighted.name}")
         return self
 
     @property
     def fixed_replicas(self) -> int | None:
-        """Trainer pods that the user asks for; None where the planner chooses: then the plan says how many."""
+        """Return the number of trainer pods that the user asks for, or None if the planner chooses it."""
         return None if self.trainer.replicas is None and self.trainer.auto is not None else self.replicas
 
     @property
     def replicas(self) -> int:
-        """Trainer pods that the spec asks for; the fewest that it allows where the planner chooses."""
+        """Return the number of trainer pods that the spec asks for: the minimum if the planner chooses."""
         fewest = 1 if self.trainer.auto is None else self.trainer.auto.min
         return self.trainer.replicas or fewest
 
     @property
     def world_size(self) -> int:
-        """Ranks of so many replicas."""
+        """Return the number of ranks of ``replicas`` pods."""
         return self.replicas * self.trainer.processes_per_replica
 
     @property
-    def most_replicas(self) -> int:
-        """The largest gang that still has a virtual shard for each rank."""
+    def max_replicas(self) -> int:
+        """Return the largest number of replicas that leaves a virtual shard for each rank."""
         return min(MAX_REPLICAS, self.data.virtual_shards // self.trainer.processes_per_replica)
 
     def with_replicas(self, replicas: int) -> DLRMJobSpec:
-        """The same job with a number of trainer pods that is fixed."""
+        """Return a copy with a fixed number of trainer pods."""
         return self.model_copy(update={"trainer": self.trainer.model_copy(update={"replicas": replicas})})
 
     @property
     def expected_restores(self) -> int:
-        """Restores that ``checkpoint.bits: auto`` goes by: those that the user expects, else the restart budget."""
+        """Return the number of restores that ``checkpoint.bits: auto`` assumes: by default the restart budget."""
         given = self.checkpoint.expected_restores
         return self.lifecycle.restart.max_restarts if given is None else given
 
@@ -133,10 +133,10 @@ class DLRMJob(ApiModel):
     kind: Literal["DLRMJob"] = Field("DLRMJob", description="Kind of this object.")
     metadata: ObjectMeta = Field(description="Name and namespace.")
     spec: DLRMJobSpec = Field(description="What to train.")
-    status: DLRMJobStatus | None = Field(None, description="What the operator says of it.", json_schema_extra=WHOLE)
+    status: DLRMJobStatus | None = Field(None, description="Status, written by the operator.", json_schema_extra=WHOLE)
 
     def with_replicas(self, replicas: int) -> DLRMJob:
-        """The same job with a number of trainer pods that is fixed, such as its plan's."""
+        """Return a copy with a fixed number of trainer pods, such as the plan's."""
         return self.model_copy(update={"spec": self.spec.with_replicas(replicas)})
 
 
@@ -144,28 +144,28 @@ def parse_job(document: Any) -> DLRMJob:
     """Read a job from a decoded YAML or JSON document.
 
     Raises:
-        InvalidSpecError: names the first refused field as kubectl shows it, and how many more there are.
+        InvalidSpecError: names the first invalid field as kubectl shows it, and how many more there are.
     """
     return read(DLRMJob, document)
 
 
 def parse_served_job(document: Any) -> DLRMJob:
-    """Read a job that claims to come from an API server, in little memory whatever the document holds.
+    """Read a job that claims to come from an API server, in bounded memory.
 
     Raises:
-        InvalidSpecError: names the first refused field as kubectl shows it, and how many more there are.
+        InvalidSpecError: names the first invalid field as kubectl shows it, and how many more there are.
     """
     return read_served(DLRMJob, document)
 
 
 def parse_stored_job(document: Any) -> tuple[DLRMJob, tuple[str, ...]]:
-    """Read a job that the API server stores; its definition may be newer than this code.
+    """Read a stored job; its CRD may be newer than this code.
 
     Returns:
-        The job as far as its fields are known here, and the paths of the others.
+        The job with its known fields, and the paths of the unknown ones.
 
     Raises:
-        InvalidSpecError: names the first refused field; the known ones can't be read either.
+        InvalidSpecError: names the first known field that is invalid.
     """
     return read_stored(DLRMJob, document)
 
@@ -177,10 +177,10 @@ def _refuse(message: str) -> None:
 def _refuse_duplicates(what: str, values: list[str]) -> None:
     value, count = Counter(values).most_common(1)[0]
     if count > 1:
-        _refuse(f"model.tables: {count} tables have the {what} {value}: give each its own")
+        _refuse(f"model.tables: {count} tables have the {what} {value}: {what}s must be unique")
 
 
 def _refuse_unknown(path: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
     unknown = sorted(set(names) - set(known))
     if unknown:
-        _refuse(f"{path}: criteo-tsv has no feature {unknown[0]}: it has {known[0]} to {known[-1]}")
+        _refuse(f"{path}: expected features {known[0]} to {known[-1]} for criteo-tsv, got {unknown[0]}")

@@ -13,158 +13,154 @@ RestartAction = Literal["fail", "restart", "restart-free"]
 
 
 class ExitCodeRule(ApiModel):
-    """What the operator does when a trainer ends with one of these codes."""
+    """Configure the action after certain exit codes of a trainer."""
 
     exit_codes: tuple[Annotated[int, Field(ge=1, le=255)], ...] = Field(
         min_length=1, max_length=255, description="Exit codes of the trainer container."
     )
     action: RestartAction = Field(
-        description="fail: the job fails at once; restart: charged to the budget; restart-free: not charged."
+        description="fail: the job fails at once; restart: counts against maxRestarts; restart-free: counts against "
+        "maxFreeRestarts."
     )
 
 
 class RestartSpec(ApiModel):
-    """The budget of restarts and the wait between them."""
+    """Configure the restart budgets and the backoff."""
 
     max_restarts: int = Field(10, ge=0, le=10_000, description="Restarts without progress before the job fails.")
     max_free_restarts: int = Field(
         100,
         ge=0,
         le=10_000,
-        description="Restarts after disruptions (drain, preemption, lost node) without progress before the job fails; "
+        description="Restarts after disruptions (drain, preemption, lost node) without progress before the job fails. "
         "maxRestarts does not count them.",
     )
     backoff: Duration = Field(  # type: ignore[assignment]
         "10s",
-        description="Wait before the first restart; doubles each time, and is shortened by up to a quarter so that "
-        "jobs do not come back all at once.",
+        description="Backoff before the first restart. It doubles with each restart; jitter shortens it by up to 25 %.",
     )
-    max_backoff: Duration = Field("5m", description="Longest wait before a restart.")  # type: ignore[assignment]
-    progress_resets: bool = Field(True, description="Whether a newly committed step makes both budgets whole again.")
+    max_backoff: Duration = Field("5m", description="Maximum backoff.")  # type: ignore[assignment]
+    progress_resets: bool = Field(True, description="Reset both budgets when a newer step is committed.")
     rules_by_exit_code: tuple[ExitCodeRule, ...] = Field(
-        (), max_length=64, description="Rules tried in order before the built-in meaning of exit codes."
+        (), max_length=64, description="Rules that take precedence over the built-in meaning of exit codes, in order."
     )
 
 
-def _longer_than_nothing(field: str, name: str, without: str = "for no deadline") -> Rule:
-    """A deadline that has not passed before it begins.
-
-    Args:
-        field: as YAML says it.
-        name: as Python does.
-        without: what leaving it out is good for.
-    """
+def _positive(field: str, name: str, effect: str = "for no deadline") -> Rule:
     return Rule(
         cel=f"!has(self.{field}) || self.{field}.matches('[1-9]')",
         holds=lambda lifecycle: getattr(lifecycle, name) is None or getattr(lifecycle, name) > 0,
-        message=f"{field} must be longer than 0s: leave it out {without}",
+        message=f"{field} must be longer than 0s: remove it {effect}",
     )
 
 
 class LifecycleSpec(ApiModel):
-    """``spec.lifecycle``."""
+    """Configure suspension, restarts and deadlines."""
 
     suspend: bool = Field(
-        False, description="Cut, commit, then give the nodes back; false again: go on from the newest snapshot."
+        False,
+        description="true: save a checkpoint, then release the nodes. false: run, or resume from the newest snapshot.",
     )
     commit_deadline: Duration = Field(
         "10m",  # type: ignore[assignment]
         description=(
-            "Longest wait for the last cut of a gang that is to end (suspend, another size, active deadline) to be "
-            "committed; then its pods are told to end all the same."
+            "Maximum wait for the last checkpoint (cut) to be committed before the trainer pods are deleted to "
+            "suspend, resize or end the job."
         ),
     )
     restart: RestartSpec = Field(RestartSpec(), description="Restarts after failures.")
     pending_deadline: Duration | None = Field(
-        None, description="Longest time from when an attempt's pods are wanted until all have started; none by default."
+        None, description="Maximum time to start all trainer pods of an attempt. Default: no limit."
     )
     active_deadline: Duration | None = Field(
         None,
         description=(
-            "Longest run of the whole job from when it first ran, restarts included and suspended time left out; then "
-            "it cuts and fails. None by default."
+            "Maximum run time of the job, including restarts and excluding suspended time; then it saves a checkpoint "
+            "and fails. Default: no limit."
         ),
     )
     hang_timeout: Duration | None = Field(
         None,
-        description="Longest time without a step, or a batch of an evaluation, before the gang is restarted; by "
-        "default 20 times the longest recent step, at least 5m. Until an attempt has measured a step, and in "
-        "evaluations by default, it is at least 30m.",
+        description="Maximum time without a step (or a batch of an evaluation) before the trainer pods are restarted. "
+        "Default: 20 times the longest recent step, at least 5m; at least 30m during evaluations and until an "
+        "attempt has measured a step.",
     )
     ttl_after_finished: Duration | None = Field(
-        None, description="Time after which a finished job is deleted; never by default."
+        None, description="Time after which a finished job is deleted. Default: never."
     )
     keep_failed_pods: bool = Field(
         False,
         description=(
-            "Keep the pods of the last three failed attempts that ended, for inspection, with their volumes; pods that "
-            "still train are deleted all the same."
+            "Keep the ended pods of the last three failed attempts and their volumes for inspection. Running pods are "
+            "deleted in any case."
         ),
     )
-    termination_grace_period: Duration = Field("10m", description="Time for the last cut and its upload.")  # type: ignore[assignment]
+    termination_grace_period: Duration = Field(
+        "10m", description="Time for the last checkpoint (cut) and its upload after SIGTERM."
+    )  # type: ignore[assignment]
 
     rules = (
-        _longer_than_nothing("pendingDeadline", "pending_deadline"),
-        _longer_than_nothing("activeDeadline", "active_deadline"),
-        _longer_than_nothing("hangTimeout", "hang_timeout", "to go by the longest recent step"),
+        _positive("pendingDeadline", "pending_deadline"),
+        _positive("activeDeadline", "active_deadline"),
+        _positive("hangTimeout", "hang_timeout", "to derive it from recent steps"),
     )
 
 
 class SchedulingSpec(ApiModel):
-    """``spec.scheduling``."""
+    """Configure queue, priority, gang scheduling and topology."""
 
     priority_class: str | None = Field(None, min_length=1, max_length=253, description="PriorityClass of the pods.")
     queue: str | None = Field(
         None,
         min_length=1,
         max_length=63,
-        description="LocalQueue of Kueue, in the job's namespace; or queue of Volcano, by default its own default.",
+        description="Kueue LocalQueue in the job's namespace, or Volcano queue (default: Volcano's default queue).",
     )
     gang: Literal["none", "kueue", "volcano", "coscheduling"] = Field(
-        "none", description="Who starts all pods or none; what it needs has to be installed in the cluster."
+        "none", description="Gang scheduler, which starts all pods or none. It must be installed in the cluster."
     )
     scheduler_name: str | None = Field(
         None,
         min_length=1,
         max_length=253,
         description=(
-            "Scheduler of the pods; by default the cluster's own, or for gang: volcano and coscheduling "
-            "theirs: volcano, scheduler-plugins-scheduler."
+            "Scheduler of the pods. Default: the cluster's; for gang volcano: volcano; for gang coscheduling: "
+            "scheduler-plugins-scheduler."
         ),
     )
     topology: Literal["any", "spread", "pack"] = Field(
         "any",
         description=(
-            "spread: pods are placed evenly over topology domains; pack: all into one domain; both are kept or the "
-            "pods stay pending."
+            "spread: place pods evenly over topology domains. pack: place all pods in one domain. Both are hard "
+            "constraints: if they cannot be met, pods stay pending."
         ),
     )
     topology_key: str | None = Field(
         None,
         min_length=1,
         max_length=317,
-        description="Node label that names the topology domain; by default kubernetes.io/hostname for spread.",
+        description="Node label that names the topology domain. Default for spread: kubernetes.io/hostname.",
     )
 
     rules = (
         Rule(
             cel="!has(self.topology) || self.topology != 'pack' || has(self.topologyKey)",
             holds=lambda scheduling: scheduling.topology != "pack" or scheduling.topology_key is not None,
-            message="topologyKey must name the node label of the domain that topology: pack puts all pods into",
+            message="topology pack needs topologyKey: set it to the node label of the domain",
         ),
         Rule(
             cel="!has(self.topologyKey) || has(self.topology) && self.topology != 'any'",
             holds=lambda scheduling: scheduling.topology != "any" or scheduling.topology_key is None,
-            message="topologyKey says nothing where topology is any: set topology to spread or pack, or leave it out",
+            message="topologyKey has no effect with topology any: set topology, or remove topologyKey",
         ),
         Rule(
             cel="!has(self.gang) || self.gang != 'kueue' || has(self.queue)",
             holds=lambda scheduling: scheduling.gang != "kueue" or scheduling.queue is not None,
-            message="queue must name a LocalQueue where gang is kueue",
+            message="gang kueue needs queue: set it to the name of a LocalQueue",
         ),
         Rule(
             cel="!has(self.queue) || has(self.gang) && self.gang in ['kueue', 'volcano']",
             holds=lambda scheduling: scheduling.queue is None or scheduling.gang in ("kueue", "volcano"),
-            message="queue says nothing where gang is neither kueue nor volcano: set gang, or leave queue out",
+            message="queue has no effect unless gang is kueue or volcano: set gang, or remove queue",
         ),
     )

@@ -36,20 +36,20 @@ Width = Annotated[int, Field(ge=1, le=65_536)]
 
 
 class TableGroup(ApiModel):
-    """``count`` alike tables, named ``<name>-0`` onwards, so that manifests of many tables stay small."""
+    """Declare ``count`` equal tables named ``<name>-0``, ``<name>-1`` and so on, to keep manifests small."""
 
     name: Annotated[
         str, Field(min_length=1, max_length=56, pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")
-    ] = Field(description="Prefix of the tables' names; table i is <name>-<i> and reads the feature of that name.")
+    ] = Field(description="Prefix of the tables' names. Table i is <name>-<i> and reads the feature of that name.")
     count: int = Field(ge=1, le=MAX_TABLES, description="Number of tables.")
-    template: TableOptions = Field(description="What the tables share.")
+    template: TableOptions = Field(description="Options of each table.")
 
 
 _WIDTH = (
     "has(self.bottomMlp) && size(self.bottomMlp) > 0 ? self.bottomMlp[size(self.bottomMlp) - 1] : "
     "has(self.tables) && size(self.tables) > 0 ? self.tables[0].dim : self.tableGroups[0].template.dim"
 )
-"""The one width of the dot interaction, in CEL; it is read only where there is a table or a group."""
+"""Width of the dot interaction, in CEL. Evaluated only if there is a table or a group."""
 
 
 def _widths_end_in_one(model: ModelSpec) -> bool:
@@ -68,11 +68,11 @@ def _few_enough(model: ModelSpec) -> bool:
 
 def _has_a_pair(model: ModelSpec) -> bool:
     vectors = sum(len(table.sources) for table in model.tables) + sum(group.count for group in model.table_groups)
-    return model.interaction != "dot" or vectors + bool(model.bottom_mlp) != 1  # none: another rule says so
+    return model.interaction != "dot" or vectors + bool(model.bottom_mlp) != 1
 
 
 class ModelSpec(ApiModel):
-    """A deep-learning recommendation model: bottom MLP, embedding tables, interaction, top MLP."""
+    """Configure the model: bottom MLP, embedding tables, interaction, top MLP."""
 
     dense_features: tuple[ColumnName, ...] = Field(
         (), max_length=10_000, description="Source columns of the dense features (I1 to I13 for criteo-tsv)."
@@ -80,13 +80,13 @@ class ModelSpec(ApiModel):
     bottom_mlp: tuple[Width, ...] = Field(
         (),
         max_length=64,
-        description="Widths of the bottom MLP's layers; the last equals the tables' dim for dot.",
+        description="Widths of the bottom MLP's layers. For interaction dot the last one must equal the tables' dim.",
     )
     top_mlp: tuple[Width, ...] = Field(
         (512, 256, 1),
         min_length=1,
         max_length=64,
-        description="Widths of the top MLP's layers; the last is 1, the logit.",
+        description="Widths of the top MLP's layers. The last one is 1, the logit.",
     )
     interaction: Literal["dot", "dcn"] = Field(
         "dot", description="dot: pairwise dot products; dcn: low-rank cross layers (DCN v2)."
@@ -96,18 +96,18 @@ class ModelSpec(ApiModel):
     precision: Literal["fp32", "bf16"] = Field(
         "fp32",
         description=(
-            "Compute type of MLPs and interaction; weights stay fp32. bf16 computes in fp32 on a processor where it "
-            "would be slower: one with neither AMX nor, of another maker than Intel, AVX-512 BF16."
+            "Compute type of MLPs and interaction; weights stay fp32. bf16 computes in fp32 on CPUs where bf16 would "
+            "be slower: those without AMX (Intel) or AVX-512 BF16 (others)."
         ),
     )
     tables: tuple[TableSpec, ...] = Field((), max_length=MAX_TABLES, description="Embedding tables.")
-    table_groups: tuple[TableGroup, ...] = Field((), max_length=256, description="Groups of alike tables.")
+    table_groups: tuple[TableGroup, ...] = Field((), max_length=256, description="Groups of equal tables.")
 
     rules = (
         Rule(
             cel="size(self.topMlp) > 0 && self.topMlp[size(self.topMlp) - 1] == 1",
             holds=_widths_end_in_one,
-            message="topMlp must end in 1: its last layer is the logit",
+            message="topMlp must end in 1: the last layer is the logit",
         ),
         Rule(
             cel=(
@@ -115,22 +115,22 @@ class ModelSpec(ApiModel):
                 "(has(self.bottomMlp) && size(self.bottomMlp) > 0)"
             ),
             holds=lambda model: bool(model.dense_features) == bool(model.bottom_mlp),
-            message="denseFeatures and bottomMlp go together: give both, or neither",
+            message="denseFeatures and bottomMlp must be set together: set both or neither",
         ),
         Rule(
             cel=(
                 "(has(self.tables) && size(self.tables) > 0) || (has(self.tableGroups) && size(self.tableGroups) > 0)"
             ),
             holds=lambda model: bool(model.tables or model.table_groups),
-            message="tables and tableGroups are both empty: a recommendation model needs at least one table",
+            message="tables and tableGroups are both empty: add at least one table",
         ),
         Rule(
             cel=(
                 "(has(self.tables) ? size(self.tables) : 0) + "
                 f"(has(self.tableGroups) ? self.tableGroups.map(g, g.count).sum() : 0) <= {MAX_TABLES}"
             ),
-            holds=_few_enough,  # counts alone: whatever writes groups out comes after
-            message=f"tables, with the counts of tableGroups, are more than {MAX_TABLES}: give fewer",
+            holds=_few_enough,
+            message=f"expected at most {MAX_TABLES} tables, with the counts of tableGroups included",
         ),
         Rule(
             cel=(
@@ -140,7 +140,7 @@ class ModelSpec(ApiModel):
             ),
             holds=_dims_agree,
             message=(
-                "interaction dot needs one width: make the dim of every table and the last of bottomMlp equal, "
+                "interaction dot needs equal widths: make the dim of every table and the last bottomMlp width equal, "
                 "or use interaction dcn"
             ),
         ),
@@ -153,13 +153,14 @@ class ModelSpec(ApiModel):
             ),
             holds=_has_a_pair,
             message=(
-                "interaction dot needs a pair of vectors: add denseFeatures or a second feature, or use interaction dcn"
+                "interaction dot needs at least two vectors: add denseFeatures or a second feature, or use "
+                "interaction dcn"
             ),
         ),
     )
 
     def all_tables(self) -> tuple[TableSpec, ...]:
-        """Every table, groups written out; the order is the model's and the format's."""
+        """Return every table with groups expanded, in the order of the model and of the snapshot format."""
         grouped = (
             TableSpec(
                 name=f"{group.name}-{i}",
@@ -171,7 +172,7 @@ class ModelSpec(ApiModel):
         return (*self.tables, *grouped)
 
     def all_features(self) -> tuple[Feature, ...]:
-        """Every feature, table by table; the order of bags and of pooled vectors."""
+        """Return every feature, table by table, in the order of bags and pooled vectors."""
         return tuple(
             Feature(table=number, column=column, weights=weights)
             for number, table in enumerate(self.all_tables())

@@ -1,4 +1,4 @@
-"""Names that cross a boundary between rooms: labels, environment, paths, ports, exit codes."""
+"""Names that cross process boundaries: labels, environment variables, paths, ports, exit codes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIELD_MANAGER = "dlrm-operator"
 
 
 class ExitCode(enum.IntEnum):
-    """What a trainer's, a checkpointer's or dlrmctl's exit code means (sysexits; 143 is 128 + SIGTERM)."""
+    """Exit codes of trainer, checkpointer and dlrmctl (sysexits; 143 is 128 + SIGTERM)."""
 
     DONE = 0
     USAGE = 64
@@ -34,7 +34,7 @@ USER_ERROR_CODES = frozenset(
 
 
 class Label:
-    """Labels of the operator's children."""
+    """Labels of the objects that the operator creates."""
 
     JOB = f"{GROUP}/job"
     ATTEMPT = f"{GROUP}/attempt"
@@ -47,48 +47,48 @@ class Label:
 
 
 class Env:
-    """Environment variables that trainer or checkpointer reads; the operator or dlrmctl sets them, but for one."""
+    """Environment variables of trainer and checkpointer, set by the operator or dlrmctl."""
 
     JOB_NAME = "DLRM_JOB_NAME"
     ATTEMPT = "DLRM_ATTEMPT"
-    """The operator's attempt number, for logs and progress; the store's own attempt number fences commits."""
+    """Attempt number of the operator, for logs and progress. The store has its own, which fences commits."""
     REPLICA = "DLRM_REPLICA"
-    """Index of this pod in its gang, from 0; its ranks are REPLICA * processes per replica onwards."""
+    """Index of this pod in its gang, from 0. Its first rank is REPLICA * processesPerReplica."""
     MASTER_ADDR = "DLRM_MASTER_ADDR"
     MASTER_PORT = "DLRM_MASTER_PORT"
     RENDEZVOUS_TIMEOUT_S = "DLRM_RENDEZVOUS_TIMEOUT_S"
     COLLECTIVE_TIMEOUT_S = "DLRM_COLLECTIVE_TIMEOUT_S"
-    """Longest wait of a rank for the others in one collective (s); nobody sets it but users, in the pod template."""
+    """Timeout of one collective (s). Only users set it, in the pod template."""
     BIND = "DLRM_BIND"
-    """Address that the HTTP endpoints listen on; all interfaces in a pod, 127.0.0.1 on one machine."""
+    """Listen address of the HTTP endpoints: all interfaces in a pod, 127.0.0.1 under dlrmctl run."""
     TRAINER_PORT = "DLRM_TRAINER_PORT"
     CHECKPOINTER_PORT = "DLRM_CHECKPOINTER_PORT"
     TOKEN_SHA256 = "DLRM_TOKEN_SHA256"  # noqa: S105  a variable's name
-    """``dlrm_api.names.token_digest`` of the token that asks this gang for a cut; without it nobody may."""
+    """``token_digest`` of the token that authorizes ``POST /cut``; unset: every request is rejected."""
     GANG_SECRET = "DLRM_GANG_SECRET"  # noqa: S105  a variable's name
-    """By which the ranks of one attempt know each other at rank 0's store; without it they take whoever comes."""
+    """Secret with which the ranks of one attempt sign rendezvous keys; unset: keys are not signed."""
     HANDOFF_DIR = "DLRM_HANDOFF_DIR"
     WORK_DIR = "DLRM_WORK_DIR"
-    """Where rank 0 writes ``progress.jsonl``; unset in pods."""
+    """Directory in which rank 0 writes ``progress.jsonl``; unset in pods."""
     LEDGER_DIR = "DLRM_LEDGER_DIR"
-    """Where each rank writes the ids of the samples that it trained on, for audits; unset normally."""
+    """Directory in which each rank records the ids of its samples, for audits; usually unset."""
     PROFILE = "DLRM_PROFILE"
-    """1: time the stages of steps and write ``profile.json`` at the end; the same for all pods of a gang."""
+    """1: time the stages of each step and write ``profile.json`` at the end; the same in all pods of a gang."""
     COMMITTED_SNAPSHOT = "DLRM_COMMITTED_SNAPSHOT"
-    """URI of the manifest of the newest snapshot that the job is known to have committed; unset where none is known."""
+    """URI of the manifest of the newest snapshot that the job is known to have committed, if any."""
     TERMINATION_LOG = "DLRM_TERMINATION_LOG"
     GRACE_S = "DLRM_GRACE_S"
-    """Seconds between SIGTERM and SIGKILL, in which a cut must be handed over."""
+    """Seconds between SIGTERM and SIGKILL, in which the last cut must be handed over."""
     CREDENTIALS_DIR = "DLRM_CREDENTIALS_DIR"
-    """Folder with ``accessKeyId``, ``secretAccessKey`` and optionally ``sessionToken``: a mounted Secret."""
+    """Directory with ``accessKeyId``, ``secretAccessKey`` and optionally ``sessionToken``: a mounted Secret."""
     DATA_CREDENTIALS_DIR = "DLRM_DATA_CREDENTIALS_DIR"
-    """The same for the data that is read."""
+    """The same for training data."""
     TIER_DIR = "DLRM_TIER_DIR"
-    """Folder with one folder a memory tier that needs a file system: ``scm``, ``cxl``, ``block``."""
+    """Directory with one subdirectory for each tier that needs a file system: ``scm``, ``cxl``, ``block``."""
 
 
 ANY_ADDRESS: Final = "0.0.0.0"  # noqa: S104  a pod's own network; port-forward needs loopback too
-"""All interfaces, of both families (``listening``): a cluster may give its pods IPv6 addresses alone."""
+"""All interfaces of both families (see ``process.listener``): pods of a cluster may have IPv6 addresses only."""
 
 
 class Port:
@@ -107,12 +107,12 @@ class Path:
     CONFIG = "/etc/dlrm"
     JOB = "/etc/dlrm/job.json"
     PLAN = "/etc/dlrm/plan"
-    """The folder of the plan's parts (``dlrm_api.plan.plan_from_parts``)."""
+    """Directory of the plan's parts (``dlrm_api.plan.plan_from_parts``)."""
     CREDENTIALS = "/etc/dlrm-credentials"
     DATA_CREDENTIALS = "/etc/dlrm-data-credentials"
     HANDOFF = "/dev/dlrm-handoff"
     TIERS = "/var/lib/dlrm/tiers"
-    """The volumes of the tiers that need a file system, each mounted at its tier's name."""
+    """Volumes of the tiers that need a file system, each mounted under its tier's name."""
     SCRATCH = "/tmp"  # noqa: S108  an emptyDir in a pod with a read-only root
     SHARED_MEMORY = "/dev/shm"  # noqa: S108  an emptyDir in a pod's own memory
     TERMINATION_LOG = "/dev/termination-log"
@@ -126,31 +126,31 @@ class Container:
 
 
 TERMINATION_MESSAGE_BYTES = 4_096
-"""The kubelet keeps no more of a termination message."""
+"""The kubelet truncates termination messages to this size."""
 
 TOKEN_HEADER = "X-DLRM-Token"  # noqa: S105  a header's name
 
 
 def trainer_pod(job: str, attempt: int, index: int) -> str:
-    """Name of one trainer pod: a function of the job, the attempt and the index alone."""
+    """Return the name of a trainer pod, a function of job, attempt and index alone."""
     return f"{job}-trainer-{attempt}-{index}"
 
 
 def trainer_service(job: str) -> str:
-    """Name of the headless Service by which ranks find rank 0."""
+    """Return the name of the headless Service through which ranks find rank 0."""
     return f"{job}-trainer"
 
 
 def plan_config_map(job: str, attempt: int) -> str:
-    """Name of the immutable ConfigMap that holds one attempt's job and plan."""
+    """Return the name of the immutable ConfigMap with the job and plan of one attempt."""
     return f"{job}-plan-{attempt}"
 
 
 def pod_group(job: str, attempt: int) -> str:
-    """Name under which a gang scheduler knows one attempt's pods."""
+    """Return the name of the pod group of one attempt."""
     return f"{job}-{attempt}"
 
 
 def token_digest(token: str) -> str:
-    """SHA-256 of a token in hexadecimal digits, as ``Env.TOKEN_SHA256`` gives it to the trainer."""
+    """Return the SHA-256 of a token in hexadecimal digits, as ``Env.TOKEN_SHA256`` holds it."""
     return hashlib.sha256(token.encode()).hexdigest()

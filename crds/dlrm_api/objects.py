@@ -1,4 +1,4 @@
-"""Where objects are and how they are reached: URIs, S3 services, and the secrets that open them."""
+"""URIs of objects, S3 services, and the secrets for them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dlrm_api.base import ApiModel, Rule
 
 Uri = Annotated[str, Field(min_length=1, max_length=2_048)]
 ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
-"""Name of an object of the cluster. It goes into paths of the API server, so it holds nothing that leads elsewhere."""
+"""Name of a cluster object. It becomes part of API server paths, so the pattern admits no path separators."""
 
 
 def is_s3(uri: str) -> bool:
-    """Whether the URI names an object store."""
+    """Return whether the URI names an object store."""
     return uri.startswith("s3://")
 
 
 def file_path(uri: str) -> str | None:
-    """Path that a plain path or a ``file:`` URI of this machine names; None where a URI names another place.
+    """Return the path of a plain path or of a ``file:`` URI of this machine, or None for other URIs.
 
-    A ``?`` or ``#`` of a URI is part of the path: names of files hold them, and patterns.
+    ``?`` and ``#`` are part of the path: file names and patterns contain them.
     """
     if "://" not in uri:
         return uri
@@ -33,45 +33,45 @@ def file_path(uri: str) -> str | None:
 
 
 class S3Spec(ApiModel):
-    """Where an S3 service is; AWS by default."""
+    """Configure the S3 service. Default: AWS."""
 
     endpoint: str | None = Field(
         None,
         min_length=1,
         max_length=2_048,
         pattern=r"^https?://",
-        description="URL of the S3 service; AWS by default.",
+        description="URL of the S3 service. Default: AWS.",
     )
     region: str | None = Field(None, min_length=1, max_length=64, description="S3 region.")
     ca_file: str | None = Field(
         None,
         min_length=1,
         max_length=1_024,
-        description="PEM file of the authority that signed the endpoint's certificate.",
+        description="PEM file of the CA that signed the endpoint's certificate.",
     )
 
 
 class SnapshotS3Spec(S3Spec):
-    """Where an S3 service that is written to is, and how it keeps what is written."""
+    """Configure the S3 service and its encryption."""
 
     encryption: Literal["none", "AES256", "aws:kms"] = Field(
         "none",
         description=(
-            "Encryption that every write asks of the service: AES256 by the service's own key, aws:kms by a key of its "
-            "key management; none: what the bucket does by itself."
+            "Server-side encryption of every write. AES256: with a key of the service; aws:kms: with a KMS key; none: "
+            "the bucket's default."
         ),
     )
     kms_key_id: str | None = Field(
         None,
         min_length=1,
         max_length=2_048,
-        description="Key for encryption aws:kms: its id, ARN or alias; the service's default key where absent.",
+        description="KMS key for encryption aws:kms: id, ARN or alias. Default: the default key of the service.",
     )
 
     rules = (
         Rule(
             cel="!has(self.kmsKeyId) || self.encryption == 'aws:kms'",
             holds=lambda s3: s3.kms_key_id is None or s3.encryption == "aws:kms",
-            message="kmsKeyId needs encryption aws:kms: give that, or leave kmsKeyId out",
+            message="kmsKeyId needs encryption aws:kms: set it, or remove kmsKeyId",
         ),
     )

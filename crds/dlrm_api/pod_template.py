@@ -1,6 +1,7 @@
-"""Parts of a pod that users write: as much of their shape as the operator merges them by. The API server has the rest.
+"""``spec.trainer.podTemplate``: the parts of a pod that users may set, as far as the operator merges them.
 
-A JSON schema says it once: to the API server in the definition, and here to Python. Bounds of size are the server's.
+One JSON schema serves the API server, in the CRD, and Python, here. The API server validates all other fields when a
+pod is created.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ OBJECTS: Shape = {"type": "array", "maxItems": 64, "items": OBJECT}
 
 
 def described(fields: dict[str, Shape]) -> dict[str, Shape]:
-    """The fields, each said to mean what it means in a pod."""
+    """Add to each field the description that it means what it means in a pod."""
     return {name: {**shape, "description": f"{name}, as in a pod."} for name, shape in fields.items()}
 
 
 def closed(**fields: Shape) -> Shape:
-    """An object of these fields alone."""
+    """Return the schema of an object with exactly these fields."""
     return {"type": "object", "properties": described(fields)}
 
 
 def objects_with(key: str) -> Shape:
-    """A list of objects that are told apart by one text; what else they hold passes as it is."""
+    """Return the schema of a list of objects identified by ``key``; their other fields pass unchecked."""
     known = {
-        "description": "As in a pod; fields that are not listed here pass as they are.",
+        "description": "As in a pod. Fields that are not listed here pass unchecked.",
         "required": [key],
         "properties": described({key: {"type": "string", "maxLength": 4_096}}),
     }
@@ -58,12 +59,12 @@ EXPRESSION: Shape = {
         values={"type": "array", "maxItems": 1_024, "items": TEXT},
     ),
     "required": ["key", "operator"],
-    "description": "One condition on a node's labels or fields.",
+    "description": "Condition on a node's labels or fields.",
 }
 EXPRESSIONS: Shape = {"type": "array", "maxItems": 64, "items": EXPRESSION}
 NODE_TERM: Shape = {
     **closed(matchExpressions=EXPRESSIONS, matchFields=EXPRESSIONS),
-    "description": "A node matches the term where it matches all of it.",
+    "description": "A node matches the term if it matches all of its expressions.",
 }
 NODE_TERMS: Shape = {**OBJECTS, "items": NODE_TERM}
 NODE_AFFINITY = closed(**{REQUIRED: closed(nodeSelectorTerms=NODE_TERMS), PREFERRED: OBJECTS})
@@ -75,7 +76,7 @@ KINDS: Final = {"string": str, "object": dict, "array": list}
 
 @dataclass(frozen=True)
 class Shaped:
-    """Marks an object that has to have this shape."""
+    """Mark an object that must have this shape."""
 
     shape: Shape = field(hash=False)
 
@@ -91,7 +92,7 @@ class Shaped:
 
 
 def refuse_misfits(value: Any, shape: Shape) -> None:
-    """Raise what pydantic makes one error of, by the place of each misfit."""
+    """Raise pydantic's error with the path of each mismatch."""
     found = [
         InitErrorDetails(type=PydanticCustomError("shape", "{message}", {"message": words}), loc=place, input=None)
         for place, words in misfits(value, shape)
@@ -101,10 +102,10 @@ def refuse_misfits(value: Any, shape: Shape) -> None:
 
 
 def misfits(value: Any, shape: Shape, place: Place = ()) -> Iterator[tuple[Place, str]]:
-    """Where a value is not as the shape has it, and why."""
+    """Yield the path and message of each mismatch between a value and a shape."""
     kind = shape["type"]
     if not isinstance(value, KINDS[kind]):
-        yield place, f"must be of type {kind}{_mend(value, kind)}"
+        yield place, f"must be of type {kind}{_fix(value, kind)}"
     elif kind == "array":
         for position, item in enumerate(value):
             yield from misfits(item, shape["items"], (*place, position))
@@ -119,15 +120,15 @@ def _misfits_of_object(value: dict[str, Any], shape: Shape, place: Place) -> Ite
         if known is not None:
             yield from misfits(item, known, (*place, name))
         elif not shape.get("x-kubernetes-preserve-unknown-fields"):
-            yield (*place, name), f"unknown field: only {', '.join(sorted(fields))} can stand here"
+            yield (*place, name), f"unknown field: expected one of {', '.join(sorted(fields))}"
     for name in shape.get("required", ()):
         if name not in value:
             yield (*place, name), "this field is required"
 
 
-def _mend(value: Any, kind: str) -> str:
+def _fix(value: Any, kind: str) -> str:
     if value is None:
-        return ": give a value, or leave the field out"
+        return ": set a value or remove the field"
     return ": put it in quotes" if kind == "string" and isinstance(value, bool | int | float) else ""
 
 
@@ -147,7 +148,7 @@ POD_OVERLAY_SPEC = {
     "topologySpreadConstraints": objects_with("topologyKey"),
     "volumes": objects_with("name"),
 }
-"""Pod fields that the overlay may set; the others belong to the operator."""
+"""Pod fields that users may set; the operator owns the others."""
 POD_OVERLAY_CONTAINER = {
     "env": objects_with("name"),
     "envFrom": OBJECTS,
@@ -158,16 +159,16 @@ POD_OVERLAY_CONTAINER = {
 
 @dataclass(frozen=True)
 class AllowedKeys:
-    """Marks an object whose keys are listed, each with its shape; the API server checks the rest when a pod is made.
+    """Mark an object that allows the listed keys only, each with its shape.
 
-    CEL cannot see keys that a schema does not list: the API server itself refuses them as unknown fields.
+    CEL cannot see keys that a schema does not list: the API server itself rejects them as unknown fields.
     """
 
     name: str
 
     @property
     def fields(self) -> dict[str, Shape]:
-        """Schema of each allowed key."""
+        """Return the schema of each allowed key."""
         return {
             "metadata": POD_OVERLAY_METADATA,
             "spec": POD_OVERLAY_SPEC,
@@ -186,19 +187,19 @@ class AllowedKeys:
             raise PydanticCustomError(
                 "overlay",
                 "{message}",
-                {"message": f"{unknown[0]} cannot be added: only {', '.join(sorted(self.fields))} can"},
+                {"message": f"{unknown[0]} cannot be set: expected one of {', '.join(sorted(self.fields))}"},
             )
         refuse_misfits(value, closed(**self.fields))
         return value
 
 
 class PodTemplateOverlay(ApiModel):
-    """What users add to the operator's pods; other fields than the listed ones are refused."""
+    """Override parts of the trainer pods. Only the listed fields are allowed."""
 
     metadata: Annotated[dict[str, Any], AllowedKeys("metadata")] = Field(
-        {}, description="Labels and annotations to add."
+        {}, description="Labels and annotations of the pods."
     )
-    spec: Annotated[dict[str, Any], AllowedKeys("spec")] = Field({}, description="Fields of the pod's spec to add.")
+    spec: Annotated[dict[str, Any], AllowedKeys("spec")] = Field({}, description="Fields of the pod spec.")
     container: Annotated[dict[str, Any], AllowedKeys("container")] = Field(
-        {}, description="Fields of the trainer container to add."
+        {}, description="Fields of the trainer container."
     )

@@ -19,21 +19,21 @@ from dlrm_api.errors import DeviceError, DLRMError
 from dlrm_api.names import ANY_ADDRESS
 
 PACKAGES = ("dlrm_operator", "dlrm_trainer", "dlrm_checkpointer")
-"""Whose changes of state are told, at level INFO; of others' packages warnings alone, for some tell pages."""
+"""Packages that log at INFO. All others log at WARNING: some of them are verbose."""
 
 _USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "settings"}
-"""What logging puts on every record, and kopf on its own: the settings of its operator."""
+"""Attributes of every log record, and ``settings``, which kopf adds."""
 _KOPF = "k8s_"
 
 
 class EventFormatter(logging.Formatter):
-    """Puts a record's ``extra`` behind its message, before a traceback."""
+    """Append a record's ``extra`` to its message as key=value."""
 
     def __init__(self, who: str) -> None:
         super().__init__(f"%(asctime)s {who} %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging calls it so
-        """The first line."""
+        """Return the first line of the record."""
         extra = [
             f"{name}={_quoted(value)}"
             for name, value in vars(record).items()
@@ -43,17 +43,17 @@ class EventFormatter(logging.Formatter):
 
 
 def _quoted(value: object) -> str:
-    """As it is where it has no space, so that each event stays on one line and its keys can be told from words."""
+    # Values with spaces are quoted, so that each event stays on one line and keys stand out.
     text = str(value)
     plain = text and not any(character.isspace() or character == '"' for character in text)
     return text if plain else json.dumps(text, ensure_ascii=False)
 
 
 def log_to_stderr(who: str) -> None:
-    """Log this process's events, in place of what a forked process took over from its parent.
+    """Log to stderr, replacing the handlers that a forked process inherits.
 
     Args:
-        who: the process, such as ``rank 0``.
+        who: Name of the process, for example ``rank 0``.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(EventFormatter(who))
@@ -63,10 +63,10 @@ def log_to_stderr(who: str) -> None:
 
 
 def listener(address: str, port: int) -> socket.socket:
-    """A socket that listens; on :data:`ANY_ADDRESS` for IPv6 as well, where the kernel has it.
+    """Return a listening socket; on :data:`ANY_ADDRESS` it accepts IPv6 too if the kernel supports it.
 
     Raises:
-        OSError: the port is taken, or the address is none of this machine's.
+        OSError: the port is in use, or this machine lacks the address.
     """
     if address == ANY_ADDRESS and socket.has_dualstack_ipv6():
         return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -74,50 +74,47 @@ def listener(address: str, port: int) -> socket.socket:
 
 
 NO_THREAD = "can't start new thread"
-"""Python's word for it; the libraries' is that of ``EAGAIN``."""
-NO_PLACE = "No usable temporary directory found"
-"""Python's word where none of its folders can be written, for want of space too."""
+"""Message of Python; native libraries report ``EAGAIN``."""
+NO_TEMPORARY_DIRECTORY = "No usable temporary directory found"
+"""Message of Python if it cannot write to any temporary directory, a full one included."""
 
 
 def named_limit(error: BaseException) -> BaseException:
-    """A limit of the system that a process has met, as an error that says which to raise; any other error as it is."""
+    """Turn an exhausted system limit into an error that says which limit to raise. Return other errors unchanged."""
     words, number = str(error), getattr(error, "errno", None)
     if isinstance(error, DLRMError):
         return error
     if number == errno.EAGAIN or words in (NO_THREAD, os.strerror(errno.EAGAIN)):
         return DeviceError(
-            f"the system lets no more threads or processes start ({words}): raise the limit, which is ulimit -u, the "
-            "control group's pids.max (of a pod its kubelet's podPidsLimit) or, for threads' stacks, ulimit -v; or "
-            "give fewer processesPerReplica or threadsPerProcess in spec.trainer"
+            f"cannot start more threads or processes ({words}): raise ulimit -u, the cgroup's pids.max (for pods the "
+            "kubelet's podPidsLimit) or, for thread stacks, ulimit -v; or lower processesPerReplica or "
+            "threadsPerProcess in spec.trainer"
         )
     if number in (errno.EMFILE, errno.ENFILE) or os.strerror(errno.EMFILE) in words:
-        return DeviceError(f"the system lets no more files be opened ({words}): raise the limit (ulimit -n)")
-    if NO_PLACE in words:
-        return DeviceError(
-            f"no folder for temporary files can be written ({words}): free space in one of these, or name another by "
-            "TMPDIR"
-        )
+        return DeviceError(f"cannot open more files ({words}): raise ulimit -n")
+    if NO_TEMPORARY_DIRECTORY in words:
+        return DeviceError(f"cannot write temporary files ({words}): free space there or set TMPDIR")
     if isinstance(error, MemoryError) or number == errno.ENOMEM or os.strerror(errno.ENOMEM) in words:
         return DeviceError(
-            f"the system gives no more memory ({words or 'out of memory'}): raise the limit (ulimit -v, the pod's "
-            "memory), or lower spec.trainer.tierBudgets.ddr"
+            f"out of memory ({words or 'MemoryError'}): raise the limit (ulimit -v, the pod's memory) or lower "
+            "spec.trainer.tierBudgets.ddr"
         )
     return error
 
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors that say that a device, a quota or a file's size limit is full."""
+"""Errors of a full device, an exhausted quota or a file size limit."""
 
 
 def raise_device(error: OSError, path: Path, size: int) -> NoReturn:
-    """Say which path could not take how many bytes, and why.
+    """Report a failed write by its path and size.
 
     Raises:
         DeviceError: always.
     """
     what = f"write {size} bytes to {path}" if size else f"write {path}"
-    mend = "; free space there or raise its size" if error.errno in FULL else ""
-    raise DeviceError(f"cannot {what}: {error.strerror or error}{mend}") from error
+    fix = "; free space there or raise its size" if error.errno in FULL else ""
+    raise DeviceError(f"cannot {what}: {error.strerror or error}{fix}") from error
 
 
 MOUNT, GROUPS, MEMORY = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/meminfo")

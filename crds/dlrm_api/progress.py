@@ -1,4 +1,4 @@
-"""What a running pod says of itself: the trainer's and the checkpointer's ``/progress``, and termination messages."""
+"""What pods report: ``/progress`` of trainer and checkpointer, and termination messages."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from dlrm_api.base import ApiModel
 from dlrm_api.names import TERMINATION_MESSAGE_BYTES, ExitCode
-from dlrm_api.status import MOST, Count
+from dlrm_api.status import MAX_EXACT, Count
 
-LAST_MOMENT = 253_402_300_799
-"""The last second of the year 9999 (Unix seconds): timestamps end there."""
-Moment = Annotated[float, Field(ge=0, le=LAST_MOMENT)]
+MAX_UNIX_SECONDS = 253_402_300_799
+"""The last second of the year 9999, where timestamps end."""
+UnixSeconds = Annotated[float, Field(ge=0, le=MAX_UNIX_SECONDS)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Figure = Annotated[float, Field(ge=-1e308, le=1e308)]
-"""With five digits kept it is still finite."""
+"""Still finite when rounded to five digits."""
 
 
-class Told(ApiModel):
-    """What a process of ours tells another, maybe of another version: fields that are not known are passed over.
+class PodReport(ApiModel):
+    """Base of what one process reports to another, possibly of another version: unknown fields are ignored.
 
-    A pod may be broken or hostile, so each figure has the bounds of the status or the metric that it goes into. An
-    answer with a figure outside of them is none.
+    Each figure has the bounds of the status field or metric that it goes into. A report with a figure out of bounds is
+    rejected as a whole.
     """
 
     model_config = ConfigDict(extra="ignore")
 
 
 class TrainerPhase(enum.StrEnum):
-    """What a gang is doing."""
+    """State of a gang."""
 
     STARTING = "Starting"
     RESTORING = "Restoring"
@@ -41,102 +41,104 @@ class TrainerPhase(enum.StrEnum):
     DONE = "Done"
 
 
-class EvalMetrics(Told):
-    """Quality over the whole evaluation set."""
+class EvalMetrics(PodReport):
+    """Report the quality over the whole evaluation set."""
 
-    step: Count = Field(0, description="Step after which it was measured.")
+    step: Count = Field(0, description="Step after which the evaluation ran.")
     samples: Count = Field(0, description="Samples of the evaluation set.")
     log_loss: Figure = Field(description="Mean log loss (nats).")
     ne: Figure | None = Field(
         None,
-        description="Normalized entropy: log loss over that of always predicting the set's base rate; "
-        "None where only one label occurs.",
+        description="Normalized entropy: log loss divided by that of always predicting the base rate. "
+        "None if only one label occurs.",
     )
     auc: float | None = Field(
-        None, ge=0, le=1, description="Exact area under the ROC curve; None where only one label occurs."
+        None, ge=0, le=1, description="Exact area under the ROC curve. None if only one label occurs."
     )
-    calibration: Figure | None = Field(None, description="Mean prediction over the base rate; None without positives.")
+    calibration: Figure | None = Field(
+        None, description="Mean prediction divided by the base rate. None without positives."
+    )
 
 
-class SlowestRank(Told):
-    """The rank that took longest by itself over the last window of steps, without its waiting for others."""
+class SlowestRank(PodReport):
+    """Report the rank with the longest step time of its own, without waits, over the last window of steps."""
 
-    rank: Count = Field(description="Its number.")
-    seconds: Seconds = Field(description="Its own time of a step, on average (s).")
-    median_seconds: Seconds = Field(description="Median of the other ranks' own times of a step (s).")
+    rank: Count = Field(description="Rank.")
+    seconds: Seconds = Field(description="Mean step time of the rank itself (s).")
+    median_seconds: Seconds = Field(description="Median step time of the other ranks (s).")
 
 
-class Progress(Told):
-    """``GET /progress`` of a trainer pod."""
+class Progress(PodReport):
+    """Report of a trainer pod, served at ``GET /progress``."""
 
-    attempt: Count = Field(0, description="The operator's attempt.")
-    phase: TrainerPhase = Field(TrainerPhase.STARTING, description="What the gang is doing.")
-    world_size: int = Field(1, ge=1, le=MOST, description="Ranks.")
+    attempt: Count = Field(0, description="Attempt number of the operator.")
+    phase: TrainerPhase = Field(TrainerPhase.STARTING, description="State of the gang.")
+    world_size: int = Field(1, ge=1, le=MAX_EXACT, description="Ranks.")
     restored_step: Count | None = Field(None, description="Step of the snapshot that this attempt started from.")
-    passed_over_snapshots: Count = Field(
-        0, description="Newer snapshots that this attempt could not use when it started."
-    )
+    passed_over_snapshots: Count = Field(0, description="Newer snapshots that were unusable when this attempt started.")
     step: Count = Field(0, description="Steps done.")
     total_steps: Count | None = Field(None, description="Steps that the job will do.")
     epoch: Count = Field(0, description="Epoch, from 0.")
-    samples: Count = Field(0, description="Samples trained on in the job's life.")
+    samples: Count = Field(0, description="Samples trained on over the job's lifetime.")
     loss: Figure | None = Field(None, description="Mean log loss of the last step.")
     samples_per_second: float | None = Field(
         None, ge=0, le=1e18, description="Throughput over the last steps (samples/s)."
     )
     eta_seconds: float | None = Field(None, ge=0, le=1e18, description="Expected seconds to the end of training.")
     longest_step_seconds: Seconds | None = Field(
-        None, description="Longest time from the end of one step to that of the next, of the last 50 (s)."
+        None, description="Longest time between the ends of two steps, over the last 50 steps (s)."
     )
-    slowest: SlowestRank | None = Field(None, description="Which rank the others wait for; none at one rank.")
-    last_cut_step: Count | None = Field(None, description="Step of the newest cut that was handed over.")
-    evaluated_batches: Count = Field(0, description="Batches of the running or last evaluation.")
+    slowest: SlowestRank | None = Field(None, description="Rank that the others wait for. None with one rank.")
+    last_cut_step: Count | None = Field(None, description="Step of the newest cut that was handed to the checkpointer.")
+    evaluated_batches: Count = Field(0, description="Batches evaluated in the current or last evaluation.")
     evaluation: EvalMetrics | None = Field(None, description="Last evaluation.")
-    time: Moment = Field(0, description="When the last step ended (Unix seconds).")
+    time: UnixSeconds = Field(0, description="End of the last step (Unix seconds).")
 
 
-class SnapshotInfo(Told):
-    """One committed snapshot."""
+class SnapshotInfo(PodReport):
+    """Describe one committed snapshot."""
 
     step: Count = Field(description="Step of the cut.")
     kind: str = Field("full", max_length=32, description="full or increment.")
-    bits: int = Field(ge=2, le=32, description="Bits of one element.")
-    bytes: Count = Field(description="Bytes of all its objects.")
-    uri: str = Field(max_length=4_096, description="Its manifest.")
-    time: Moment = Field(0, description="When it was committed (Unix seconds).")
+    bits: int = Field(ge=2, le=32, description="Bits per element.")
+    bytes: Count = Field(description="Total size of its objects (bytes).")
+    uri: str = Field(max_length=4_096, description="URI of its manifest.")
+    time: UnixSeconds = Field(0, description="Time of the commit (Unix seconds).")
 
 
-class CheckpointerProgress(Told):
-    """``GET /progress`` of a checkpointer, and its termination message."""
+class CheckpointerProgress(PodReport):
+    """Report of a checkpointer, served at ``GET /progress``; also its termination message."""
 
     committed_step: Count | None = Field(None, description="Step of the newest committed snapshot.")
-    pending_step: Count | None = Field(None, description="Step of a cut that is handed over and not committed.")
+    pending_step: Count | None = Field(None, description="Step of a cut that is handed over but not yet committed.")
     last_snapshot: SnapshotInfo | None = Field(None, description="Newest committed snapshot.")
-    reason: str = Field("", description="Why the checkpointer ended; empty while it runs.")
+    reason: str = Field("", description="Why the checkpointer ended. Empty while it runs.")
     store_error: str = Field(
-        "", max_length=1_024, description="Last error of the store; empty when the last call worked."
+        "", max_length=1_024, description="Last error of the store. Empty if the last call succeeded."
     )
-    time: Moment = Field(0, description="When this was written (Unix seconds).")
+    time: UnixSeconds = Field(0, description="Time of this report (Unix seconds).")
 
 
-class CutWord(Told):
-    """The answer to ``POST /cut``."""
+class CutResponse(PodReport):
+    """Response to ``POST /cut``."""
 
-    step: Count = Field(description="Step of the cut, or the first that it can have where it is not made yet.")
+    step: Count = Field(description="Step of the cut, or the earliest possible step if it is not made yet.")
 
 
-class TerminationMessage(Told):
-    """What a container leaves for the operator: what went wrong, and where."""
+class TerminationMessage(PodReport):
+    """Report why a container ended."""
 
-    exit_code: ExitCode | Annotated[int, Field(ge=-MOST, le=MOST)] = Field(description="Exit code of the process.")
-    reason: str = Field(max_length=128, description="CamelCase word for machines, such as BadData.")
-    message: str = Field("", description="Sentence for people.")
+    exit_code: ExitCode | Annotated[int, Field(ge=-MAX_EXACT, le=MAX_EXACT)] = Field(
+        description="Exit code of the process."
+    )
+    reason: str = Field(max_length=128, description="CamelCase reason, for example BadData.")
+    message: str = Field("", description="Human-readable message.")
     rank: Count | None = Field(None, description="Rank that failed first.")
-    step: Count | None = Field(None, description="Steps done then.")
-    progress: Progress | None = Field(None, description="What rank 0 said last, in its own pod's message.")
+    step: Count | None = Field(None, description="Steps done at that time.")
+    progress: Progress | None = Field(None, description="Last report of rank 0, in the message of its pod.")
 
     def encode(self) -> bytes:
-        """JSON of at most 4,096 bytes; a longer message is cut in its middle."""
+        """Return JSON of at most 4,096 bytes. A longer message loses its middle."""
         message, keep = self, len(self.message)
         while len(body := message.model_dump_json(exclude_none=True).encode()) > TERMINATION_MESSAGE_BYTES and keep:
             keep = keep * 3 // 4
@@ -146,7 +148,7 @@ class TerminationMessage(Told):
 
     @classmethod
     def decode(cls, text: str | bytes) -> Self | None:
-        """Read a termination message; None where the text is something else (a kubelet's own words, say)."""
+        """Parse a termination message. Return None for other text, such as the kubelet's."""
         try:
             return cls.model_validate_json(text)
         except ValidationError:

@@ -1,4 +1,4 @@
-"""Bytes and durations as Kubernetes users write them (``16Gi``, ``30m``), held as plain numbers."""
+"""Read bytes and durations as Kubernetes users write them (``16Gi``, ``30m``) into plain numbers."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def parse_bytes(value: Any) -> Any:
     """Turn ``16Gi``, ``500M`` or a plain integer into bytes.
 
     Raises:
-        ValueError: the text is no byte quantity; the message shows a good one.
+        ValueError: the text is not a byte quantity; the message shows a valid one.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = re.fullmatch(BYTES_PATTERN, value) if isinstance(value, str) else None
     if match is None:
-        raise ValueError(f"{value!r} is no byte quantity: write an integer or something like 16Gi or 500M")
+        raise ValueError(f"expected bytes such as 16Gi, 500M or an integer, got {value!r}")
     number = value.removesuffix(match[2] or "")
     return round(Decimal(number) * _FACTORS[match[2]])
 
 
 def quantity_value(text: str) -> Decimal:
-    """The number that an amount of a resource says, such as ``500m`` or ``16Gi``; in the resource's own unit."""
+    """Return the value of a resource quantity such as ``500m`` or ``16Gi``, in the resource's own unit."""
     if text.endswith("m"):
         return Decimal(text[:-1]) / 1_000
     suffix = text.lstrip("0123456789.")
@@ -45,16 +45,16 @@ def quantity_value(text: str) -> Decimal:
 def parse_duration(value: Any, info: ValidationInfo) -> Any:
     """Turn ``1h30m`` into seconds.
 
-    A bare number is seconds in Python code; in a document it is refused, as the API server does: a guess at its unit.
+    A bare number is seconds in Python code. In a document it is rejected, as by the API server: its unit is a guess.
 
     Raises:
-        ValueError: the text is no duration; the message shows a good one.
+        ValueError: the text is not a duration; the message shows a valid one.
     """
     if info.mode == "python" and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     match = re.fullmatch(DURATION_PATTERN, value) if isinstance(value, str) and value else None
     if match is None:
-        raise ValueError(f"{value!r} is no duration: write something like 90s, 30m or 1h30m")
+        raise ValueError(f"expected a duration such as 90s, 30m or 1h30m, got {value!r}")
     return float(sum(int(part[:-1]) * unit for part, unit in zip(match.groups(), _SECONDS, strict=True) if part))
 
 
@@ -78,7 +78,7 @@ Bytes = Annotated[
         }
     ),
 ]
-"""A number of bytes, held as an integer; YAML may say ``16Gi``."""
+"""A number of bytes as an integer; YAML may say ``16Gi``."""
 
 Duration = Annotated[
     float,
@@ -87,4 +87,4 @@ Duration = Annotated[
     Field(ge=0, le=10 * 365 * 86_400),
     WithJsonSchema({"type": "string", "minLength": 2, "maxLength": 32, "pattern": DURATION_PATTERN}),
 ]
-"""A time span in whole seconds, held as a float; YAML says ``30m``."""
+"""A time span in whole seconds as a float; YAML says ``30m``."""

@@ -1,4 +1,4 @@
-"""The API reference as Markdown, made from the same definitions that a cluster gets."""
+"""Render the API reference as Markdown from the CRDs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from dlrm_api.structural import Schema, messages
 
 HEAD = """# API reference
 
-Generated from `crds/dlrm_api` by `make generate`: change the models, not this file. Every field of both kinds, with its
-type, default, bounds and meaning; a field in bold must be given. A duration is whole numbers with units, largest first
-(`1d12h`, `90s`); a quantity is bytes as a number or with a unit (`512Mi`, `1.5Gi`, `2G`). Bounds of entries are those
-of a list or map, all others those of a value. What fields may not be together stands below each table; the API server
-and `dlrmctl validate` refuse the same.
+Generated from `crds/dlrm_api` by `make generate`: change the models, not this file. Fields in bold are required. A
+duration is whole numbers with units, largest first (`1d12h`, `90s`); a quantity is bytes as a number or with a unit
+(`512Mi`, `1.5Gi`, `2G`). The rules below a table are enforced by the API server and by `dlrmctl validate`.
 """
 CHOICE = "use one of "
-"""How the rule of a choice of words and numbers begins (``structural``)."""
+"""Prefix of the message of a mixed enum's rule (see ``structural``)."""
 WORDS = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "object": "object"}
 
 
 def reference() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([HEAD, *(line for each in definitions().values() for line in _kind(each["spec"]))]).rstrip() + "\n"
 
 
@@ -45,7 +43,7 @@ def _kind(spec: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _object(path: str, schema: Schema, kind: str, seen: dict[str, str]) -> Iterator[str]:
-    """One object's table, then those of the objects below it; ``seen`` has the path of each kind of object."""
+    # ``seen`` maps each object's fields to the path of the table that lists them.
     form = json.dumps(schema["properties"], sort_keys=True)
     yield f"### {_title(path, kind)}\n"
     if form in seen:
@@ -75,14 +73,13 @@ def _object(path: str, schema: Schema, kind: str, seen: dict[str, str]) -> Itera
 
 
 def _rules(schema: Schema) -> Iterator[str]:
-    told = list(dict.fromkeys(message for rule in schema.get(RULES, ()) for message in messages(rule)))
-    yield from (f"- {message}." for message in told)
-    if told:
+    found = list(dict.fromkeys(message for rule in schema.get(RULES, ()) for message in messages(rule)))
+    yield from (f"- {message}." for message in found)
+    if found:
         yield ""
 
 
 def _inner(field: Schema) -> tuple[Schema, str]:
-    """What a list or map holds, and how its path is written; else the field itself."""
     if "items" in field:
         return field["items"], "[]"
     if isinstance(field.get("additionalProperties"), dict):
@@ -108,7 +105,8 @@ def _word(field: Schema) -> str:
         return "duration"
     if field.get("format") == "date-time":
         return "time"
-    if RULES in field and "x-kubernetes-int-or-string" in field:  # words and numbers: only a rule can list them
+    # Only a rule can list an enum that mixes strings and numbers.
+    if RULES in field and "x-kubernetes-int-or-string" in field:
         return ", ".join(f"`{value}`" for value in field[RULES][0]["message"].removeprefix(CHOICE).split(", "))
     return WORDS.get(field.get("type", ""), "anything")
 
@@ -134,15 +132,15 @@ def _limits(field: Schema) -> Iterator[str]:
         ("minItems", "maxItems", " entries"),
         ("minProperties", "maxProperties", " entries"),
     ):
-        least, most = field.get(low), field.get(high)
+        minimum, maximum = field.get(low), field.get(high)
         if unit == " characters" and _word(field) in ("duration", "quantity", "time"):
             continue
-        if least is not None and most is not None:
-            yield f"{_number(least)} to {_number(most)}{unit}"
-        elif most is not None:
-            yield f"at most {_number(most)}{unit}"
-        elif least is not None:
-            yield f"at least {_number(least)}{unit}"
+        if minimum is not None and maximum is not None:
+            yield f"{_number(minimum)} to {_number(maximum)}{unit}"
+        elif maximum is not None:
+            yield f"at most {_number(maximum)}{unit}"
+        elif minimum is not None:
+            yield f"at least {_number(minimum)}{unit}"
     if "multipleOf" in field:
         yield f"a multiple of {field['multipleOf']}"
     if "pattern" in field and _word(field) == "text":
@@ -150,7 +148,6 @@ def _limits(field: Schema) -> Iterator[str]:
 
 
 def _number(value: float) -> str:
-    """A bound; powers of two and ten as such, where they are long."""
     if abs(value) < 1e7:
         return f"{value:,}" if isinstance(value, int) else f"{value:g}"
     if value > 0 and value == int(value) and int(value) & (int(value) - 1) == 0:

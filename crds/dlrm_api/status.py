@@ -1,4 +1,4 @@
-"""``status``: what the operator says of a job. It is written by the operator alone."""
+"""``status``, which only the operator writes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pydantic import Field
 
 from dlrm_api.base import ApiModel
 
-MOST = 2**53
-"""The largest integer that every JSON reader keeps exactly."""
-Count = Annotated[int, Field(ge=0, le=MOST)]
+MAX_EXACT = 2**53
+"""Largest integer that every JSON reader represents exactly."""
+Count = Annotated[int, Field(ge=0, le=MAX_EXACT)]
 Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
 
 
 class Phase(enum.StrEnum):
-    """Where a job is in its life."""
+    """Phases of a job."""
 
     PENDING = "Pending"
     PLANNING = "Planning"
@@ -31,7 +31,7 @@ class Phase(enum.StrEnum):
 
 
 class ConditionType(enum.StrEnum):
-    """The conditions that a job may have."""
+    """Conditions of a job."""
 
     PLANNED = "Planned"
     SCHEDULED = "Scheduled"
@@ -44,23 +44,23 @@ class ConditionType(enum.StrEnum):
 
 
 class Condition(ApiModel):
-    """One condition, by the Kubernetes conventions."""
+    """Condition by the Kubernetes conventions."""
 
-    type: ConditionType = Field(description="Kind of the condition.")
-    status: Literal["True", "False", "Unknown"] = Field(description="Whether it holds.")
-    reason: str = Field(min_length=1, max_length=128, description="CamelCase word for machines.")
-    message: str = Field("", max_length=4_096, description="Sentence for people.")
-    last_transition_time: Time = Field(description="When status last changed.")
-    observed_generation: int = Field(0, ge=0, le=MOST, description="Generation of the spec that this speaks of.")
+    type: ConditionType = Field(description="Type of the condition.")
+    status: Literal["True", "False", "Unknown"] = Field(description="Whether the condition holds.")
+    reason: str = Field(min_length=1, max_length=128, description="CamelCase reason.")
+    message: str = Field("", max_length=4_096, description="Human-readable message.")
+    last_transition_time: Time = Field(description="Last change of status.")
+    observed_generation: int = Field(0, ge=0, le=MAX_EXACT, description="Generation of the spec that this refers to.")
 
 
 class PlanStatus(ApiModel):
-    """The plan in brief."""
+    """Summary of the plan."""
 
-    world_size: int = Field(ge=1, le=MOST, description="Ranks.")
-    nodes: int = Field(ge=1, le=MOST, description="Pods, one a node.")
+    world_size: int = Field(ge=1, le=MAX_EXACT, description="Ranks.")
+    nodes: int = Field(ge=1, le=MAX_EXACT, description="Trainer pods, one per node.")
     hardware: str = Field("", max_length=253, description="HardwareProfile.")
-    bytes_per_tier: dict[str, Count] = Field({}, max_length=64, description="Largest bytes of one rank, by tier.")
+    bytes_per_tier: dict[str, Count] = Field({}, max_length=64, description="Bytes of the fullest rank, by tier.")
     predicted_samples_per_second: float | None = Field(
         None, ge=0, le=1e18, description="Predicted throughput (samples/s)."
     )
@@ -68,57 +68,59 @@ class PlanStatus(ApiModel):
 
 
 class StragglerStatus(ApiModel):
-    """A rank that has kept the others waiting for long."""
+    """Rank that has slowed down the others for some time."""
 
-    rank: int = Field(ge=0, le=MOST, description="Rank.")
-    pod: str = Field(max_length=253, description="Its pod.")
-    node: str = Field("", max_length=253, description="Its node.")
-    seconds: float = Field(ge=0, le=1e9, description="Its own time of a step (s).")
-    median_seconds: float = Field(ge=0, le=1e9, description="Median of the other ranks' (s).")
+    rank: int = Field(ge=0, le=MAX_EXACT, description="Rank.")
+    pod: str = Field(max_length=253, description="Pod of the rank.")
+    node: str = Field("", max_length=253, description="Node of the rank.")
+    seconds: float = Field(ge=0, le=1e9, description="Step time of the rank itself (s).")
+    median_seconds: float = Field(ge=0, le=1e9, description="Median step time of the other ranks (s).")
 
 
 class ProgressStatus(ApiModel):
-    """How far training is."""
+    """Progress of training."""
 
-    step: int = Field(0, ge=0, le=MOST, description="Steps done.")
-    total_steps: int | None = Field(None, ge=0, le=MOST, description="Steps that the job will do.")
-    samples: int = Field(0, ge=0, le=MOST, description="Samples trained on.")
-    epoch: int = Field(0, ge=0, le=MOST, description="Epoch, from 0.")
+    step: int = Field(0, ge=0, le=MAX_EXACT, description="Steps done.")
+    total_steps: int | None = Field(None, ge=0, le=MAX_EXACT, description="Steps that the job will do.")
+    samples: int = Field(0, ge=0, le=MAX_EXACT, description="Samples trained on.")
+    epoch: int = Field(0, ge=0, le=MAX_EXACT, description="Epoch, from 0.")
     loss: float | None = Field(None, ge=-1e308, le=1e308, description="Mean log loss of the last step.")
     ne: float | None = Field(None, ge=-1e308, le=1e308, description="Normalized entropy of the last evaluation.")
     auc: float | None = Field(None, ge=0, le=1, description="Area under the ROC curve of the last evaluation.")
     samples_per_second: float | None = Field(None, ge=0, le=1e18, description="Throughput (samples/s).")
-    eta: Time | None = Field(None, description="When the job should end.")
-    straggler: StragglerStatus | None = Field(None, description="The rank that has kept the others waiting for long.")
-    time: Time | None = Field(None, description="When this was read.")
+    eta: Time | None = Field(None, description="Expected end of training.")
+    straggler: StragglerStatus | None = Field(None, description="Rank that slows down the others.")
+    time: Time | None = Field(None, description="Time of this report.")
 
 
 class SnapshotStatus(ApiModel):
-    """The newest committed snapshot."""
+    """Newest committed snapshot."""
 
-    step: int = Field(ge=0, le=MOST, description="Step of the cut.")
-    time: Time = Field(description="When it was committed.")
+    step: int = Field(ge=0, le=MAX_EXACT, description="Step of the cut.")
+    time: Time = Field(description="Time of the commit.")
     kind: str = Field(max_length=32, description="full or increment.")
-    bits: int = Field(ge=2, le=32, description="Bits of one element.")
-    bytes: int = Field(ge=0, le=MOST, description="Bytes written.")
-    uri: str = Field(max_length=4_096, description="Its manifest, below a folder of at most 2,048 characters.")
+    bits: int = Field(ge=2, le=32, description="Bits per element.")
+    bytes: int = Field(ge=0, le=MAX_EXACT, description="Bytes written.")
+    uri: str = Field(max_length=4_096, description="URI of its manifest.")
 
 
 class FailureEvidence(ApiModel):
-    """What is known of the last failure, bounded."""
+    """Evidence of a failure."""
 
-    attempt: int = Field(ge=0, le=MOST, description="Attempt that failed.")
+    attempt: int = Field(ge=0, le=MAX_EXACT, description="Attempt that failed.")
     pod: str = Field("", max_length=253, description="Pod.")
-    rank: int | None = Field(None, ge=0, le=MOST, description="Rank.")
+    rank: int | None = Field(None, ge=0, le=MAX_EXACT, description="Rank.")
     node: str = Field("", max_length=253, description="Node.")
-    exit_code: int | None = Field(None, ge=-MOST, le=MOST, description="Exit code of the container.")
-    reason: str = Field("", max_length=128, description="CamelCase word for machines.")
-    message: str = Field("", max_length=4_096, description="The trainer's termination message, or the kubelet's words.")
-    time: Time | None = Field(None, description="When it was seen.")
+    exit_code: int | None = Field(None, ge=-MAX_EXACT, le=MAX_EXACT, description="Exit code of the container.")
+    reason: str = Field("", max_length=128, description="CamelCase reason.")
+    message: str = Field(
+        "", max_length=4_096, description="Termination message of the trainer, or message of the kubelet."
+    )
+    time: Time | None = Field(None, description="Time at which the operator saw it.")
 
 
 class HaltReason(enum.StrEnum):
-    """Why a gang that is well is to end."""
+    """Reasons to end healthy trainer pods."""
 
     SUSPENDED = "Suspended"
     RESIZED = "Resized"
@@ -126,61 +128,61 @@ class HaltReason(enum.StrEnum):
 
 
 class HaltStatus(ApiModel):
-    """The end of a gang that was asked for: it cuts, and its pods go once that is committed."""
+    """Graceful shutdown in progress: a checkpoint is saved, then the trainer pods are deleted."""
 
-    attempt: int = Field(ge=1, le=MOST, description="Attempt whose gang is to end.")
-    reason: HaltReason = Field(description="Why.")
-    since: Time = Field(description="When it was asked for its last cut.")
+    attempt: int = Field(ge=1, le=MAX_EXACT, description="Attempt that is shutting down.")
+    reason: HaltReason = Field(description="Reason of the shutdown.")
+    since: Time = Field(description="When the last checkpoint was requested.")
     step: int | None = Field(
-        None, ge=0, le=MOST, description="Step that must be committed; absent until pod 0 has answered."
+        None, ge=0, le=MAX_EXACT, description="Step that must be committed. Absent until pod 0 has answered."
     )
 
 
 class DLRMJobStatus(ApiModel):
-    """``status``."""
+    """Status, written by the operator."""
 
-    phase: Phase = Field(Phase.PENDING, description="Where the job is in its life.")
+    phase: Phase = Field(Phase.PENDING, description="Phase of the job.")
     conditions: tuple[Condition, ...] = Field((), max_length=16, description="Conditions.")
-    observed_generation: int = Field(0, ge=0, le=MOST, description="Generation of the spec that this speaks of.")
-    plan: PlanStatus | None = Field(None, description="The plan in brief.")
-    attempt: int = Field(0, ge=0, le=MOST, description="Number of the current gang, from 1.")
-    gang_attempt: int = Field(0, ge=0, le=MOST, description="Newest attempt whose pods were all there at once.")
-    restarts: int = Field(0, ge=0, le=MOST, description="Gangs that were replaced in the job's life.")
-    restarts_by_reason: dict[str, Count] = Field({}, max_length=64, description="The same by reason.")
+    observed_generation: int = Field(0, ge=0, le=MAX_EXACT, description="Generation of the spec that this refers to.")
+    plan: PlanStatus | None = Field(None, description="Summary of the plan.")
+    attempt: int = Field(0, ge=0, le=MAX_EXACT, description="Number of the current attempt, from 1.")
+    gang_attempt: int = Field(
+        0, ge=0, le=MAX_EXACT, description="Newest attempt whose trainer pods all existed at once."
+    )
+    restarts: int = Field(0, ge=0, le=MAX_EXACT, description="Restarts over the job's lifetime.")
+    restarts_by_reason: dict[str, Count] = Field({}, max_length=64, description="Restarts by reason.")
     charged_restarts: int = Field(
-        0, ge=0, le=MOST, description="Restarts charged to the budget since it was last whole."
+        0, ge=0, le=MAX_EXACT, description="Restarts counted against maxRestarts since the last progress."
     )
     free_restarts: int = Field(
-        0, ge=0, le=MOST, description="Restarts after disruptions since a step was last newly committed."
+        0, ge=0, le=MAX_EXACT, description="Restarts counted against maxFreeRestarts since the last progress."
     )
     memory_reserve_bytes: int = Field(
-        0, ge=0, le=MOST, description="Memory that each pod keeps free besides, since one ran out of it."
+        0, ge=0, le=MAX_EXACT, description="Extra memory reserve of each pod after an out-of-memory failure (bytes)."
     )
-    restart_not_before: Time | None = Field(None, description="When the next gang may start.")
+    restart_not_before: Time | None = Field(None, description="Earliest start of the next attempt.")
     halt: HaltStatus | None = Field(
-        None, description="The orderly end of a gang, newest; absent once training goes on."
+        None, description="Graceful shutdown in progress or just finished. Absent while training runs."
     )
-    progress: ProgressStatus | None = Field(None, description="How far training is.")
+    progress: ProgressStatus | None = Field(None, description="Progress of training.")
     last_snapshot: SnapshotStatus | None = Field(None, description="Newest committed snapshot.")
-    last_failure: FailureEvidence | None = Field(None, description="What is known of the last failure.")
+    last_failure: FailureEvidence | None = Field(None, description="Evidence of the last failure.")
     earlier_failures: tuple[FailureEvidence, ...] = Field(
-        (), max_length=4, description="The failures before it, the newest first; older ones are dropped."
+        (), max_length=4, description="Earlier failures, newest first. Older ones are dropped."
     )
-    start_time: Time | None = Field(None, description="When the job first ran, since its user last started it.")
+    start_time: Time | None = Field(None, description="When the job first ran since it was last started by its user.")
     suspended_seconds: int = Field(
-        0, ge=0, le=MOST, description="Time since then in which it was suspended (s); activeDeadline leaves it out."
+        0, ge=0, le=MAX_EXACT, description="Suspended time since startTime, which activeDeadline excludes (s)."
     )
-    pending_since: Time | None = Field(
-        None, description="From when pendingDeadline counts; absent once all pods have started."
-    )
+    pending_since: Time | None = Field(None, description="Start of pendingDeadline. Absent once all pods have started.")
     completion_time: Time | None = Field(None, description="When the job ended.")
     failed_spec: str | None = Field(
         None,
         max_length=64,
         description=(
-            "SHA-256 of what a failed job's spec said, but for what cannot mend it; absent once it was suspended. "
-            "Where the spec says anything else, the job starts again."
+            "SHA-256 of the spec of a failed job, without the fields whose change cannot fix it. A job whose spec no "
+            "longer matches starts again. Absent once the job was suspended."
         ),
     )
     selector: str = Field("", max_length=512, description="Label selector of the pods, for scale.")
-    replicas: int = Field(0, ge=0, le=MOST, description="Trainer pods that exist, for scale.")
+    replicas: int = Field(0, ge=0, le=MAX_EXACT, description="Trainer pods that exist, for scale.")

@@ -1,8 +1,8 @@
-"""From pydantic's JSON schema to a structural schema, the only kind that a CustomResourceDefinition may hold.
+"""Rewrite pydantic's JSON schema to a structural schema, the only kind that a CRD may hold.
 
-pydantic says nested models by reference, an optional field as a choice with null, and closed objects by
-``additionalProperties: false``; the API server refuses each of these. Unknown keywords are refused here, so that
-a new kind of field fails when the files are generated and not when a cluster gets them.
+pydantic expresses nested models by reference, optional fields as a union with null, and closed objects by
+``additionalProperties: false``; the API server rejects all three. Unknown keywords are an error here, so that a new
+kind of field fails at generation and not in a cluster.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ KEPT = frozenset(
         "x-kubernetes-list-map-keys", "x-kubernetes-map-type",
     }
 )  # fmt: skip
-"""Keywords that pass as they are."""
+"""Keywords that pass unchanged."""
 DROPPED = frozenset({"title", "$defs", NOT_BUILT})
 INT_OR_STRING: Schema = {"x-kubernetes-int-or-string": True, "anyOf": [{"type": "integer"}, {"type": "string"}]}
 
 
 def structural(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Schema:
-    """Rewrite one schema and all below it; ``definitions`` are what references point to.
+    """Rewrite a schema recursively; ``definitions`` are the targets of its references.
 
     Raises:
-        ValueError: a keyword that structural schemas lack and no rewrite is known for.
+        ValueError: a keyword has no structural form.
     """
     flat = _resolved(schema, definitions)
     result: Schema = {}
@@ -53,7 +53,7 @@ def structural(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Sch
         elif keyword in KEPT:
             result[keyword] = value
         elif keyword not in DROPPED:
-            raise ValueError(f"no structural form is known for {keyword!r} in {dict(flat)}")
+            raise ValueError(f"no structural form for {keyword!r} in {dict(flat)}")
     _one_rule(result)
     _mixed_enum(result)
     _not_built(result, flat, definitions)
@@ -62,7 +62,7 @@ def structural(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Sch
 
 
 def _resolved(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Schema:
-    """Follow references and drop null from choices; what stands beside them wins."""
+    # Keywords next to a reference win over those of its target.
     flat = dict(schema)
     while True:
         if "$ref" in flat:
@@ -76,10 +76,8 @@ def _resolved(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Sche
 
 
 def _one_rule(schema: Schema) -> None:
-    """Make one rule of several, which says the message of the first that is broken, as the models do.
-
-    What a rule costs the API server is mostly that it is there at all, at every write of the object or its status.
-    """
+    # Each rule has a fixed cost at every write of the object or its status, so several become one, which reports the
+    # message of the first broken one.
     rules = schema.get(RULES, ())
     if len(rules) < 2:
         return
@@ -90,7 +88,7 @@ def _one_rule(schema: Schema) -> None:
 
 
 def messages(rule: Mapping[str, Any]) -> list[str]:
-    """All that a rule may say: its message, or those among which its expression chooses."""
+    """Return every message that a rule can produce."""
     if "message" in rule:
         return [rule["message"]]
     return [json.loads(text) for text in re.findall(r'"(?:[^"\\]|\\.)*"', rule["messageExpression"])]
@@ -109,7 +107,6 @@ def _mixed_enum(schema: Schema) -> None:
 
 
 def _not_built(schema: Schema, flat: Mapping[str, Any], definitions: Mapping[str, Any]) -> None:
-    """Say in rules of the object which of its fields, or which of their values, this version lacks."""
     rules = []
     for name, field in flat.get("properties", {}).items():
         allowed = _resolved(field, definitions).get(NOT_BUILT)
@@ -122,7 +119,7 @@ def _not_built(schema: Schema, flat: Mapping[str, Any], definitions: Mapping[str
 
 
 def _small_default(schema: Schema) -> None:
-    """Cut what the fields' own defaults say again, and drop empty ones: absent and empty mean the same."""
+    # Drop what the defaults of the fields repeat, and empty defaults: absent and empty mean the same.
     if "default" not in schema:
         return
     default = _without_inner_defaults(schema["default"], schema)
@@ -144,7 +141,6 @@ def _without_inner_defaults(value: Any, schema: Mapping[str, Any]) -> Any:
 
 
 def _literal(value: Any) -> str:
-    """A value as CEL writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"'{value}'" if isinstance(value, str) else str(value)

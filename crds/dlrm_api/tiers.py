@@ -44,105 +44,103 @@ FILE_TIERS: tuple[Tier, ...] = tuple(tier for tier, kind in TIERS.items() if kin
 """Tiers whose rows lie in files: those below host memory."""
 
 ELEMENT_BYTES: dict[RowDtype, int] = {"fp32": 4, "fp16": 2}
-MOST_DEVICE_COLUMNS = 2_048
-"""Columns of a column block that fbgemm's kernels take on a GPU."""
+MAX_DEVICE_COLUMNS = 2_048
+"""Largest column block that fbgemm's GPU kernels support."""
 COUNTER_BYTES = 4
-"""A row's access count, which goes down and up with it."""
+"""Access count of a row, which moves with it."""
 CHANGED_BYTES = 1
-"""Of each row of a column block, wherever it is, in host memory: bits that say whether it changed since the last cut
-and before up to three older ones, whether snapshots hold it, and whether a cut that is on its way has it and must still
-copy it."""
-MOST_PLACES = 2**29
-"""Places of a level that 32 bits can name beside the level, its own sign spared."""
-MOST_LINKED = 2**31 - 1
-"""Slots of a shard, the extra ones included, and places of a level between two others: links between them have 32 bits,
-a sign among them."""
+"""Host memory per row of a column block, in any tier: bits for changed since the last cut and the three before it,
+held by a snapshot, and still to be copied by a cut in progress."""
+MAX_PLACES = 2**29
+"""Largest number of places of a level: row maps store level and place in a signed 32-bit integer."""
+MAX_LINKED_SLOTS = 2**31 - 1
+"""Largest number of slots of a shard: the linked lists hold signed 32-bit indices."""
 SLOT_META_BYTES = 32
-"""Of each slot: its row, links of the replacement policy, access count, pins, flags."""
+"""Per slot: row number, links of the replacement policy, access count, pins, flags."""
 PLACE_META_BYTES = 4
-"""Of each place of a byte-addressable level below the first: an entry of the list of free places."""
+"""Per place of a byte-addressable level below the first: an entry of the free list."""
 ORDER_META_BYTES = 16
-"""More of each such place where a slower level takes its coldest rows: its row, and links to its neighbours."""
+"""Per such place, if there is a slower level for its coldest rows: row number and links."""
 BLOCK_PAGE_BYTES = 4_096
 """A record on block storage never straddles a page, unless it is larger than one."""
 BLOCK_SEGMENT_BYTES = 1 << 20
-"""Block storage is written a segment at a time."""
+"""Block storage is written in segments of this size."""
 BLOCK_SLACK = 1.5
-"""Places of a block level over the rows that it may have to hold: segments being written, and holes to be cleaned."""
+"""Places of a block level per row: segments being written and holes to be cleaned need space too."""
 BLOCK_PLACE_META_BYTES = 8
-"""Host memory of each place of a block level: its row, or that it is free."""
+"""Host memory per place of a block level: its row number."""
 TIER_BUFFER_BYTES = 64 << 20
-"""Host memory of one rank with levels, for rows on their way: staging, segments being written, pages being read."""
+"""Host memory of one rank with levels for rows in transit: staging, segments being written, pages being read."""
 CLASS_BUFFER_BYTES = 32 << 20
-"""The same of each further class of its tables, those of another width or type, where a device's queue moves rows."""
+"""The same for each further class of tables (another width or type) whose rows a device queue moves."""
 
 
-CLAIM_SHARE = 10
-"""One part in so many is added to the bytes of a volume claim: what its file system keeps for itself, and for root."""
+CLAIM_OVERHEAD_DIVISOR = 10
+"""A volume claim asks for 1/10 more than its rows take: file system metadata and blocks reserved for root."""
 
 
 def claim_bytes(held: int) -> int:
-    """What a claim for a volume that is to hold so many bytes of rows asks for."""
-    return held + -(-held // CLAIM_SHARE)
+    """Return the size of a volume claim that has space for ``held`` bytes of rows."""
+    return held + -(-held // CLAIM_OVERHEAD_DIVISOR)
 
 
-def held_by_claim(size: int) -> int:
-    """The most bytes of rows whose claim asks for no more than ``size``."""
-    return size * CLAIM_SHARE // (CLAIM_SHARE + 1)
+def usable_claim_bytes(size: int) -> int:
+    """Return the bytes of rows that fit a volume claim of ``size`` bytes."""
+    return size * CLAIM_OVERHEAD_DIVISOR // (CLAIM_OVERHEAD_DIVISOR + 1)
 
 
 def map_entry_bytes(rows: int) -> int:
-    """Of each row of a stack that holds so many: the level and place that it is in.
+    """Return the bytes per row of the map from rows to level and place, for a stack of so many rows.
 
-    The entry can name a place in block storage, which has the most. Pages of rows never used are never touched.
+    An entry must be able to name a place in block storage, which has the most. Pages of unused rows are never touched.
     """
-    return 4 if math.ceil(rows * BLOCK_SLACK) + BLOCK_SEGMENT_BYTES < MOST_PLACES else 8
+    return 4 if math.ceil(rows * BLOCK_SLACK) + BLOCK_SEGMENT_BYTES < MAX_PLACES else 8
 
 
 def row_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
-    """A row of one column block and its state, as the kernels hold them; each block of a table is held by itself."""
+    """Return the bytes of a row of one column block with its optimizer state, as kernels hold it."""
     return dim * ELEMENT_BYTES[dtype] + STATE_BYTES * state_values(optimizer, dim)
 
 
 def slot_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
-    """One slot of the first level."""
+    """Return the bytes of one slot of the first level."""
     return row_bytes(dim, dtype, optimizer) + SLOT_META_BYTES
 
 
-def extra_slots(rows: int, most_lookups: int, global_batch_size: int, lookahead: int) -> int:
-    """Slots of a shard beside its planned ones: whatever the batches in flight may look up at most.
+def extra_slots(rows: int, max_lookups: int, global_batch_size: int, lookahead: int) -> int:
+    """Return the scratch slots of a shard: the maximum that the batches in flight can look up.
 
-    Those ahead are in flight, the one that is computed, and an evaluation's. On the host their pages are untouched
-    until used; in a GPU's memory they are taken at the start.
+    In flight are the batches ahead, the current one, and one of an evaluation. Host memory for the slots is touched
+    only when used; GPU memory is allocated at the start.
 
     Args:
-        rows: of the shard.
-        most_lookups: of one sample, over all features of the table.
-        global_batch_size: samples of a batch, over all ranks.
-        lookahead: batches whose rows are fetched ahead.
+        rows: Rows of the shard.
+        max_lookups: Lookups of one sample, over all features of the table.
+        global_batch_size: Samples of a batch over all ranks.
+        lookahead: Batches whose rows are prefetched.
     """
-    return min(rows, most_lookups * global_batch_size * (lookahead + 2))
+    return min(rows, max_lookups * global_batch_size * (lookahead + 2))
 
 
 def record_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> int:
-    """A row as it is kept below the first level: row, state and access count in one record."""
+    """Return the bytes of a record below the first level: row, optimizer state and access count."""
     return row_bytes(dim, dtype, optimizer) + COUNTER_BYTES
 
 
 def places_meta_bytes(tier: Tier, rows: int, *, last: bool) -> int:
-    """Host memory beside the places of a level below the first that may hold ``rows``; ``last``: none is below it."""
+    """Return the host memory for bookkeeping of a level below the first; ``last``: there is no slower level."""
     if not TIERS[tier].byte_addressable:
         return math.ceil(rows * BLOCK_SLACK) * BLOCK_PLACE_META_BYTES
     return rows * (PLACE_META_BYTES if last else PLACE_META_BYTES + ORDER_META_BYTES)
 
 
 def block_place_bytes(dim: int, dtype: RowDtype, optimizer: RowOptimizerKind) -> float:
-    """Bytes of a block device that one place takes, the rest of its page and segment included."""
+    """Return the bytes of a block device that one place takes, including the unused rest of its page."""
     return paged_bytes(record_bytes(dim, dtype, optimizer))
 
 
 def paged_bytes(record: int) -> float:
-    """Bytes of a block device that a record takes, the rest of its page included."""
+    """Return the bytes of a block device that a record takes, including the unused rest of its page."""
     if record > BLOCK_PAGE_BYTES:
         return -(-record // BLOCK_PAGE_BYTES) * BLOCK_PAGE_BYTES
     return BLOCK_PAGE_BYTES / (BLOCK_PAGE_BYTES // record)

@@ -1,4 +1,4 @@
-"""How a data set's columns reuse rows: what ``dlrmctl trace`` measures and the planner sizes caches by."""
+"""Row reuse of a data set, which ``dlrmctl trace`` measures and the planner sizes caches by."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from dlrm_api.errors import invalid_spec
 
 
 class ReuseBin(ApiModel):
-    """Rows that are looked up about equally often."""
+    """Count rows with a similar number of lookups."""
 
-    most: int | None = Field(ge=1, description="Most lookups of a row of this bin; None in the last bin.")
+    most: int | None = Field(ge=1, description="Maximum lookups of a row of this bin. None in the last bin.")
     rows: int = Field(ge=0, description="Distinct rows.")
     lookups: int = Field(ge=0, description="Lookups of these rows.")
 
 
 class CurvePoint(ApiModel):
-    """One point of a hit-rate curve."""
+    """Give one point of a hit-rate curve."""
 
     cache_rows: int = Field(ge=1, description="Rows that the cache holds.")
-    hit_rate: float = Field(ge=0, le=1, description="Share of accesses that find their row.")
+    hit_rate: float = Field(ge=0, le=1, description="Share of accesses that find their row in the cache.")
 
 
 class TableTrace(ApiModel):
-    """One table's reuse."""
+    """Describe the row reuse of one table."""
 
     table: str = Field(description="Table.")
     rows: int = Field(ge=1, description="Rows of the table.")
@@ -35,19 +35,19 @@ class TableTrace(ApiModel):
     unique_rows: int = Field(ge=0, description="Distinct rows among them.")
     accesses: int = Field(ge=0, description="Distinct rows of each global batch, summed over batches.")
     sample_rate: float = Field(
-        1.0, gt=0, le=1, description="Share of rows that were followed; 1: unique rows, histogram and curve are exact."
+        1.0, gt=0, le=1, description="Share of rows that were sampled. 1: unique rows, histogram and curve are exact."
     )
     histogram: tuple[ReuseBin, ...] = Field((), description="Rows and lookups by how often a row is looked up.")
     curve: tuple[CurvePoint, ...] = Field(
         (),
         description=(
-            "Hit rate of a fully associative LRU cache, one access for each distinct row of a batch, by cache rows "
-            "(ascending); first accesses of a row count as misses. Holds for caches of a batch's rows or more."
+            "Hit rate of a fully associative LRU cache by cache size (ascending), with one access per distinct row of "
+            "a batch. First accesses count as misses. Valid for caches that hold at least the rows of one batch."
         ),
     )
 
     def hit_rate(self, cache_rows: float) -> float:
-        """Hit rate of a cache of that many rows: a straight line between points, the same after the last."""
+        """Return the hit rate of a cache of that many rows: linear between points, constant after the last."""
         sizes = [point.cache_rows for point in self.curve]
         after = bisect_left(sizes, cache_rows)
         if after == len(sizes):
@@ -58,7 +58,7 @@ class TableTrace(ApiModel):
 
 
 class Trace(ApiModel):
-    """What one run of ``dlrmctl trace`` measured."""
+    """Result of one run of ``dlrmctl trace``."""
 
     format_version: Literal[1] = Field(1, description="Version of this document.")
     job: str | None = Field(None, description="Name of the job whose data was traced.")
@@ -71,7 +71,7 @@ def parse_trace(text: str | bytes) -> Trace:
     """Read a trace.
 
     Raises:
-        InvalidSpecError: the text is no trace of this version; names the field.
+        InvalidSpecError: the text is not a trace of this version; names the field.
     """
     try:
         trace: Trace = stopping_early(Trace).validate_json(text)

@@ -1,4 +1,4 @@
-"""``spec.trainer``: how many pods, of which hardware, with which budgets and which overlay."""
+"""``spec.trainer``: replicas, hardware, memory budgets and pod template."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ ResourceQuantity = Annotated[
         }
     ),
 ]
-"""An amount of a resource, as in a pod: 2, 500m, 16Gi."""
+"""A resource quantity as in a pod: 2, 500m, 16Gi."""
 
 
 class AutoReplicas(ApiModel):
-    """Lets the planner choose the number of replicas."""
+    """Let the planner choose the number of replicas."""
 
-    min: int = Field(1, ge=1, le=MAX_REPLICAS, description="Fewest replicas.")
-    max: int = Field(ge=1, le=MAX_REPLICAS, description="Most replicas.")
+    min: int = Field(1, ge=1, le=MAX_REPLICAS, description="Minimum number of replicas.")
+    max: int = Field(ge=1, le=MAX_REPLICAS, description="Maximum number of replicas.")
     target_samples_per_second: float = Field(
         ge=0,
         le=1e12,
         description=(
-            "Throughput that the plan must be predicted to reach (samples/s), by a HardwareProfile with measured "
-            "rates; 0: the fewest replicas whose memory holds all tables."
+            "Throughput that the plan must reach by prediction (samples/s); needs a HardwareProfile with measured "
+            "rates. 0: the minimum number of replicas whose memory holds all tables."
         ),
     )
 
@@ -55,68 +55,66 @@ class AutoReplicas(ApiModel):
 
 
 class TierBudgets(ApiModel):
-    """Bytes of each tier that one replica may use; by default what the hardware gives.
+    """Limit the bytes of each tier that one replica may use. Default: what the hardware has.
 
-    A budget counts rows and their state, slots, maps and bookkeeping, the hand-off, and vectors of a batch that ranks
-    with ranges of a table's rows pool. Memory that processes take by themselves, dense parameters and activations come
-    beside it; in hbm they count too.
+    A budget counts rows and their optimizer state, slots, row maps, the hand-off, and partial pooled vectors of
+    row-sharded tables. It does not count the memory of the processes themselves, dense parameters and activations,
+    except in hbm.
     """
 
     hbm: Bytes | None = Field(
         None,
         description=(
-            "Memory of one replica's devices, a like part of each process's own: everything that lies there counts, "
-            "dense parameters, activations and 2 GiB for CUDA among it (bytes). Without a HardwareProfile it also says "
-            "that ranks compute on GPUs."
+            "GPU memory of one replica, divided evenly over its processes (bytes). Everything in it counts: dense "
+            "parameters, activations and 2 GiB for CUDA too. Without a HardwareProfile, setting it makes ranks compute "
+            "on GPUs."
         ),
     )
     ddr: Bytes | None = Field(
         None,
         description=(
-            "Host memory of one replica for tables, slots, maps of rows in slower tiers, and the hand-off (bytes); "
-            "its processes' own memory comes beside it."
+            "Host memory of one replica for tables, slots, row maps of slower tiers, and the hand-off (bytes), on top "
+            "of the memory of its processes."
         ),
     )
     cxl: Bytes | None = Field(
-        None, description="CXL memory of one replica for rows that its host memory does not hold (bytes)."
+        None, description="CXL memory of one replica for rows that do not fit host memory (bytes)."
     )
     scm: Bytes | None = Field(
         None,
         description=(
-            "Byte-addressable storage-class memory of one replica for rows that faster tiers do not hold (bytes)."
+            "Byte-addressable storage-class memory of one replica for rows that do not fit faster tiers (bytes)."
         ),
     )
     block: Bytes | None = Field(
         None,
         description=(
-            "Block storage of one replica for rows that faster tiers do not hold, as allocated blocks of files (bytes)."
+            "Block storage of one replica for rows that do not fit faster tiers, counted in allocated blocks (bytes)."
         ),
     )
 
 
 class CacheSpec(ApiModel):
-    """How the slots in fast memory are kept, for tables whose rows don't all fit there."""
+    """Configure the slots in fast memory of tables whose rows do not all fit there."""
 
     policy: Literal["auto", "lru", "lfu", "mixed"] = Field(
         "auto",
         description=(
-            "Which row leaves the slots: least recently used, least frequently used, or both weighed; "
+            "Replacement policy of the slots: least recently used, least frequently used, or a mix of both. "
             "auto: the planner decides by the tables' traces."
         ),
     )
-    ways: int = Field(
-        0, ge=0, le=1_024, description="Slots of a set, to any of which a row may go; 0: fully associative."
-    )
+    ways: int = Field(0, ge=0, le=1_024, description="Associativity: slots per set. 0: fully associative.")
     lookahead: int = Field(
         1,
         ge=0,
         le=8,
-        description="Batches whose rows are fetched into the slots ahead of the one that is computed.",
+        description="Batches whose rows are prefetched into the slots ahead of the current one.",
     )
 
 
 class ResourcesSpec(ApiModel):
-    """Requests and limits of one container, as in a pod."""
+    """Set requests and limits of one container, as in a pod."""
 
     requests: dict[str, ResourceQuantity] = Field({}, max_length=32, description="Requested resources.")
     limits: dict[str, ResourceQuantity] = Field({}, max_length=32, description="Limits.")
@@ -132,62 +130,62 @@ class ResourcesSpec(ApiModel):
                 for name, amount in resources.requests.items()
                 if name in resources.limits
             ),
-            message="requests must not exceed limits: raise the limit, or ask for less",
+            message="requests must not exceed limits: raise the limit or lower the request",
         ),
     )
 
 
 class TrainerSpec(ApiModel):
-    """``spec.trainer``."""
+    """Configure the trainer pods and their hardware."""
 
     replicas: int | None = Field(
         None,
         ge=1,
         le=MAX_REPLICAS,
-        description="Trainer pods; by default 1, or what auto chooses. kubectl scale sets it.",
+        description="Trainer pods. Default: 1, or the planner's choice if auto is set. kubectl scale sets it.",
     )
     auto: AutoReplicas | None = Field(
-        None, description="Bounds and target for a planned number of replicas, used where replicas is absent."
+        None, description="Bounds and target for a planned number of replicas. Used if replicas is absent."
     )
-    processes_per_replica: int = Field(1, ge=1, le=64, description="Ranks in one pod: one per GPU, or per CPU socket.")
+    processes_per_replica: int = Field(1, ge=1, le=64, description="Ranks in one pod: one per GPU or CPU socket.")
     threads_per_process: int | None = Field(
         None,
         ge=1,
         le=1_024,
         description=(
-            "Compute threads of one rank; by default the pod's CPUs divided by its ranks. The trainer asks for as many "
-            "CPUs as its ranks have threads; without this field it asks for none unless resources do."
+            "Compute threads of one rank. Default: the pod's CPUs divided by its ranks. If set, the trainer container "
+            "requests as many CPUs as its ranks have threads; otherwise it requests none unless resources does."
         ),
     )
     hardware: ObjectName | None = Field(
         None,
         description=(
-            "Name of a HardwareProfile. By default any node; memory is checked only where tierBudgets.ddr or "
-            "resources.limits.memory says how much there is."
+            "Name of a HardwareProfile. Default: any node; memory is then checked only if tierBudgets.ddr or "
+            "resources.limits.memory is set."
         ),
     )
-    tier_budgets: TierBudgets = Field(TierBudgets(), description="Bytes of each tier for a pod's tables and hand-off.")
-    cache: CacheSpec = Field(CacheSpec(), description="Slots of tables whose rows don't all fit fast memory.")
+    tier_budgets: TierBudgets = Field(TierBudgets(), description="Memory budgets of a pod by tier.")
+    cache: CacheSpec = Field(CacheSpec(), description="Slots of tables whose rows do not all fit fast memory.")
     resources: ResourcesSpec = Field(ResourcesSpec(), description="Requests and limits of the trainer container.")
     pod_template: PodTemplateOverlay = Field(
         PodTemplateOverlay(),
         description=(
-            "Additions to the pods. Unless the cluster's admin allows any (chart value jobs.podOverlay), what Pod "
-            "Security's level restricted refuses is refused."
+            "Overrides for the pods. Unless the cluster admin sets the chart value jobs.podTemplatePolicy to any, "
+            "only what Pod Security level restricted allows is allowed."
         ),
     )
     image: str | None = Field(
         None,
         min_length=1,
         max_length=1_024,
-        description="Trainer image; by default the operator's own version's.",
+        description="Trainer image. Default: the image of the operator's version.",
     )
     checkpointer_image: str | None = Field(
         None,
         min_length=1,
         max_length=1_024,
-        description="Checkpointer image; by default the operator's own version's.",
+        description="Checkpointer image. Default: the image of the operator's version.",
     )
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
-        "IfNotPresent", description="When images are pulled."
+        "IfNotPresent", description="Image pull policy."
     )

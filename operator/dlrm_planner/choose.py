@@ -12,7 +12,7 @@ import numpy as np
 from dlrm_api.errors import InfeasiblePlanError, InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJobSpec
-from dlrm_api.plan import MOST_SHARDS, Plan, RankPlan, Shard, TablePlan, TierLevel, TierShare
+from dlrm_api.plan import MAX_SHARDS, Plan, RankPlan, Shard, TablePlan, TierLevel, TierShare
 from dlrm_api.trace import TableTrace
 from dlrm_api.trainer import AutoReplicas
 from dlrm_planner.enumerate import check_pins
@@ -110,8 +110,8 @@ def _written(spec: DLRMJobSpec, asked: Question, found: Solution) -> Plan:
         InvalidSpecError: it has more shards than a plan holds.
     """
     shards = len(found.placement.ranks) + len(found.placement.replicated)
-    if shards > MOST_SHARDS:
-        words = f"the tables take {shards} shards over {spec.world_size} ranks, and a plan holds at most {MOST_SHARDS}"
+    if shards > MAX_SHARDS:
+        words = f"the tables take {shards} shards over {spec.world_size} ranks, and a plan holds at most {MAX_SHARDS}"
         raise InvalidSpecError("spec.trainer", f"{words}: use fewer ranks, of more memory each")
     handoff = _handoff_bytes(spec, found)
     ranks = _rank_plans(asked, found, handoff)
@@ -270,7 +270,7 @@ def plan_sized(
     """
     auto = spec.trainer.auto
     assert auto is not None, "asked for"
-    most, target = min(auto.max, spec.most_replicas), auto.target_samples_per_second
+    most, target = min(auto.max, spec.max_replicas), auto.target_samples_per_second
 
     def judge(size: int) -> Judged:
         fixed = spec.with_replicas(size)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.model import TableSpec
-from dlrm_api.plan import MOST_SHARDS, Device, ShardKind
+from dlrm_api.plan import MAX_SHARDS, Device, ShardKind
 from dlrm_planner.estimate import Costs
 from dlrm_planner.tables import ELEMENT_BYTES, Tables
 from dlrm_planner.types import Needs, Split, cut
@@ -51,13 +51,13 @@ def check_pins(spec: DLRMJobSpec, tables: Tables, grows: str) -> None:
 def _check_shards(spec: DLRMJobSpec, tables: Tables) -> None:
     """Count the shards that pins ask for, before any is made."""
     counts = [_pinned_shards(spec, table) for table in tables.specs]
-    if sum(counts) <= MOST_SHARDS:
+    if sum(counts) <= MAX_SHARDS:
         return
     split = [count for count in counts if count > 1]
     raise InvalidSpecError(
         f"{tables.paths[counts.index(max(counts))]}.pin.sharding",
         f"{len(split)} tables are pinned to be split, into {max(split)} shards at most over the job's "
-        f"{spec.world_size} ranks: {sum(counts)} shards with all other tables, and a plan holds at most {MOST_SHARDS}: "
+        f"{spec.world_size} ranks: {sum(counts)} shards with all other tables, and a plan holds at most {MAX_SHARDS}: "
         "pin fewer tables, name fewer ranks in pin.ranks, or use fewer ranks",
     )
 

@@ -391,7 +391,7 @@ def _bound(asked: Question, cause: NoPlacement | Short) -> str:
         table = asked.tables.specs[cause.table]
         if table.pin is not None and (table.pin.ranks or not may_split(table)):
             return f"table {table.name} stays where its pin puts it, and is split no further"
-    most = asked.spec.most_replicas
+    most = asked.spec.max_replicas
     return f"{most} are the most that data.virtualShards {asked.spec.data.virtual_shards} allows, and too few"
 
 
@@ -474,7 +474,7 @@ def _least_that_spares(
 def _enough_replicas(asked: Question) -> int | None:
     """A larger number of replicas at which all tables fit, as small as halving finds one."""
     spec = asked.spec
-    most = asked.spec.most_replicas - spec.replicas
+    most = asked.spec.max_replicas - spec.replicas
 
     def fits(more: int) -> bool:
         return solved(changed(asked, spec.with_replicas(spec.replicas + more)))

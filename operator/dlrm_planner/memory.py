@@ -12,7 +12,7 @@ from dlrm_api.hardware import DeviceSpec, HardwareProfile
 from dlrm_api.job import DLRMJobSpec
 from dlrm_api.plan import Device
 from dlrm_api.quantities import parse_bytes
-from dlrm_api.tiers import MOST_DEVICE_COLUMNS
+from dlrm_api.tiers import MAX_DEVICE_COLUMNS
 from dlrm_planner.tables import (
     ELEMENT_BYTES,
     OPTIMIZER_COPIES,
@@ -255,11 +255,11 @@ def check_device_tables(tables: Tables) -> None:
                 )
             continue
         width = table.column_block or table.dim
-        if width > MOST_DEVICE_COLUMNS:
+        if width > MAX_DEVICE_COLUMNS:
             raise InvalidSpecError(
                 f"{path}.columnBlock",
                 f"table {table.name} has column blocks of {width} columns, and fbgemm's kernels take at most "
-                f"{MOST_DEVICE_COLUMNS} on a GPU: give it a columnBlock of no more, or pin.tier: ddr",
+                f"{MAX_DEVICE_COLUMNS} on a GPU: give it a columnBlock of no more, or pin.tier: ddr",
             )
 
 

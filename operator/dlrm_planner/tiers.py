@@ -19,16 +19,16 @@ from dlrm_api.tiers import (
     BLOCK_SLACK,
     CHANGED_BYTES,
     COUNTER_BYTES,
-    MOST_LINKED,
+    MAX_LINKED_SLOTS,
     ORDER_META_BYTES,
     PLACE_META_BYTES,
     SLOT_META_BYTES,
     Tier,
     extra_slots,
-    held_by_claim,
     map_entry_bytes,
     paged_bytes,
     places_meta_bytes,
+    usable_claim_bytes,
 )
 from dlrm_planner.hit_rates import Floats, Reuse
 from dlrm_planner.tables import Tables
@@ -149,7 +149,7 @@ def read_stacks(
         on_device=on_device,
         whole=np.where(on_device, np.inf, np.array(shards.held_bytes, np.float64)),
         least=np.where(pin == IN_HBM, rows, np.where(on_device, np.minimum(least, rows), least)),
-        most=np.minimum(rows, np.maximum(MOST_LINKED - extra, 1)),
+        most=np.minimum(rows, np.maximum(MAX_LINKED_SLOTS - extra, 1)),
         slot=slot,
         device_slot=np.where(on_device, row, 0.0),
         entry=entry,
@@ -205,7 +205,7 @@ def slow_caps(spec: DLRMJobSpec, profile: HardwareProfile | None) -> dict[SlowTi
         budget = getattr(spec.trainer.tier_budgets, tier)
         given = [] if budget is None else [int(budget)]
         if node is not None:
-            given.append(held_by_claim(node.bytes) if node.storage_class else node.bytes)
+            given.append(usable_claim_bytes(node.bytes) if node.storage_class else node.bytes)
         if given and min(given) > 0:
             caps[tier] = min(given)
     return caps
@@ -512,7 +512,7 @@ def _ddr_wants(which: Indices, slots: Floats, stacks: Stacks, reuse: Reuse, whol
     """More slots on the host, or rows below slots in HBM; or all of a shard."""
     here, least = stacks.on_device[which], stacks.least[which]
     start = np.where(here, slots, least)
-    most = np.where(here, np.minimum(stacks.rows[which] - 1, slots + MOST_LINKED), stacks.most[which])
+    most = np.where(here, np.minimum(stacks.rows[which] - 1, slots + MAX_LINKED_SLOTS), stacks.most[which])
     return Wants(
         rows=reuse.rows[which],
         hits=reuse.hits[which],
@@ -603,7 +603,7 @@ def _middle(shards: Indices, above: Floats, rest: Floats, size: Floats, reuse: R
         rows=reuse.rows[shards],
         hits=reuse.hits[shards],
         start=above,
-        stop=above + np.clip(rest - 1, 0, MOST_LINKED),  # so that the last level stays the last
+        stop=above + np.clip(rest - 1, 0, MAX_LINKED_SLOTS),  # so that the last level stays the last
         row_cost=size,
         whole_cost=np.full(len(shards), np.inf),
         whole_hits=np.zeros(len(shards)),

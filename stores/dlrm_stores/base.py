@@ -57,7 +57,7 @@ class StoreOptions:
     fields: FieldNames = CHECKPOINT_FIELDS
     """What messages call all this."""
     on_repeat: OnRepeat = count_nothing
-    """Told of each call that is repeated, in the thread that makes it."""
+    """PodReport of each call that is repeated, in the thread that makes it."""
 
 
 class ObjectStore(Protocol):

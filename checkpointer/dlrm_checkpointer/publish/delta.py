@@ -246,7 +246,7 @@ class Place:
     before_put: Callable[[], None]
     """Called, in any thread, before each object that is put: may wait."""
     on_put: Callable[[int], None]
-    """Told, in any thread, of the bytes of each object."""
+    """PodReport, in any thread, of the bytes of each object."""
 
 
 def put_part(place: Place, plan: DeltaPlan) -> None:

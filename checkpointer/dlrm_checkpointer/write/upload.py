@@ -57,7 +57,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Told, in any thread, of the bytes of each object."""
+    """PodReport, in any thread, of the bytes of each object."""
 
     put: Callable[[int], None]
     read: Callable[[int], None]

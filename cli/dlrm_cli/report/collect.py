@@ -17,7 +17,7 @@ from dlrm_api.errors import BadDataError, DLRMError, NoInputError, NoPermissionE
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import Port
 from dlrm_api.plan import Plan
-from dlrm_api.progress import EvalMetrics, Figure, Moment, Progress, Told
+from dlrm_api.progress import EvalMetrics, Figure, PodReport, Progress, UnixSeconds
 from dlrm_api.run_report import Profile, TierReport
 from dlrm_api.status import Count
 from dlrm_cli.cluster.client import Connection, Object, dig
@@ -262,12 +262,12 @@ def _document(kind: type[Document], path: Path, notes: list[str]) -> Document | 
         return None
 
 
-class _StepLine(Told):
+class _StepLine(PodReport):
     """One step, as rank 0 wrote it."""
 
     step: Count
     loss: Figure
-    time: Moment
+    time: UnixSeconds
     samples: Count
     samples_per_s: float | None = Field(None, ge=0, le=1e18)
 

@@ -20,8 +20,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from dlrm_api.base import ApiModel
 from dlrm_api.errors import BadDataError, first_problem
-from dlrm_api.progress import CheckpointerProgress, Moment, Progress, SnapshotInfo
-from dlrm_api.status import MOST, Count
+from dlrm_api.progress import CheckpointerProgress, Progress, SnapshotInfo, UnixSeconds
+from dlrm_api.status import MAX_EXACT, Count
 from dlrm_cli.counters import Counted, Counts, PodFigures, counts_of, pod_figures, samples
 from dlrm_cli.run.appdef import Ports
 
@@ -41,16 +41,16 @@ class Started(ApiModel):
     """An attempt began."""
 
     event: Literal["started"] = "started"
-    time: Moment = Field(description="When (Unix seconds).")
-    attempt: int = Field(ge=1, le=MOST, description="Its number.")
+    time: UnixSeconds = Field(description="When (Unix seconds).")
+    attempt: int = Field(ge=1, le=MAX_EXACT, description="Its number.")
 
 
 class Look(Counts):
     """One look at the counters of a running attempt."""
 
     event: Literal["look"] = "look"
-    time: Moment = Field(description="When (Unix seconds).")
-    attempt: int = Field(ge=1, le=MOST, description="Attempt.")
+    time: UnixSeconds = Field(description="When (Unix seconds).")
+    attempt: int = Field(ge=1, le=MAX_EXACT, description="Attempt.")
     step: Count = Field(description="Steps done in the job's life.")
 
 
@@ -58,7 +58,7 @@ class Committed(ApiModel):
     """A snapshot was seen committed."""
 
     event: Literal["snapshot"] = "snapshot"
-    time: Moment = Field(description="When it was committed (Unix seconds).")
+    time: UnixSeconds = Field(description="When it was committed (Unix seconds).")
     step: Count = Field(description="Step of the cut.")
     kind: str = Field(description="full or increment.")
     bits: Count = Field(description="Bits of one element.")
@@ -72,10 +72,10 @@ class Failure(ApiModel):
     """A process ended as it should not have, and what was done about it."""
 
     event: Literal["failure"] = "failure"
-    time: Moment = Field(description="When it was seen (Unix seconds).")
+    time: UnixSeconds = Field(description="When it was seen (Unix seconds).")
     attempt: Count = Field(description="Attempt.")
     process: str = Field(description="Such as trainer-0.")
-    code: Annotated[int, Field(ge=-MOST, le=MOST)] | None = Field(
+    code: Annotated[int, Field(ge=-MAX_EXACT, le=MAX_EXACT)] | None = Field(
         description="Exit code; 128 + signal where a signal ended it; None: not known."
     )
     words: str = Field(description="What it said, or how it ended.")
@@ -87,7 +87,7 @@ class Ended(ApiModel):
     """A command ended."""
 
     event: Literal["ended"] = "ended"
-    time: Moment = Field(description="When (Unix seconds).")
+    time: UnixSeconds = Field(description="When (Unix seconds).")
     outcome: Literal["done", "stopped", "failed"] = Field(description="How.")
     words: str = Field("", description="The error of a job that failed.")
 

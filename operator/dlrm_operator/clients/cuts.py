@@ -7,7 +7,7 @@ from collections.abc import Callable
 import aiohttp
 
 from dlrm_api.names import TOKEN_HEADER, Port
-from dlrm_api.progress import CutWord
+from dlrm_api.progress import CutResponse
 from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError
 from dlrm_operator.clients.addresses import pod_url
 from dlrm_operator.clients.control_key import ControlKey
@@ -69,7 +69,7 @@ class Cutter(Questions[CutQuestion, CutAnswer]):
 
 def _read_step(body: str) -> int:
     try:
-        step = CutWord.model_validate_json(body).step
+        step = CutResponse.model_validate_json(body).step
     except ValueError as error:
         raise CutRefusedError(f"pod 0 answered without a step: {body}") from error
     return step

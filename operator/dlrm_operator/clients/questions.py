@@ -16,7 +16,7 @@ class Questions(Generic[QuestionT, AnswerT]):
     """Who is asked what, and what was answered.
 
     Args:
-        wake: Told of each job whose answer came or was dropped.
+        wake: PodReport of each job whose answer came or was dropped.
         keep_s: For how long an answer holds, in seconds; None, or nothing said: until there is another.
     """
 

@@ -73,7 +73,7 @@ class Turns:
         self._patience = Patience(passing_s, steady)
         self.forgotten: list[Callable[[JobKey], None]] = [jobs.forget, planner.forget, poller.forget]
         self.forgotten.append(self._patience.forget)
-        """Told of each job that is gone."""
+        """PodReport of each job that is gone."""
         self._unanswered: dict[JobKey, tuple[Observed, UpdateStatus]] = {}
         """The last status of each job whose write had no answer: it may have been done, and is then told when seen."""
         self._jobs = jobs

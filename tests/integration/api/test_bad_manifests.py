@@ -30,19 +30,19 @@ class Bad:
 
     change: dict[str, Any]
     """Path to value; a path that is GONE is removed."""
-    says: str
-    """The whole message of the models."""
+    field: str
+    """Path of the field that the models name."""
     server: str | None = ""
-    """What the server's message holds; empty: the models' own words; None: the server takes it (a webhook's work)."""
+    """Part of the server's message; empty: the models' message; None: the server accepts it, the webhook does not."""
     kind: str = "DLRMJob"
 
 
-def job(change: dict[str, Any], says: str, server: str | None = "") -> Bad:
-    return Bad(change, says, server)
+def job(change: dict[str, Any], field: str, server: str | None = "") -> Bad:
+    return Bad(change, field, server)
 
 
-def profile(change: dict[str, Any], says: str, server: str | None = "") -> Bad:
-    return Bad(change, says, server, kind="HardwareProfile")
+def profile(change: dict[str, Any], field: str, server: str | None = "") -> Bad:
+    return Bad(change, field, server, kind="HardwareProfile")
 
 
 FILES = {"spec.data.format": "criteo-tsv", "spec.data.train.uris": ["/data/train"]}
@@ -50,399 +50,374 @@ GROUP = {"name": "g", "count": 2, "template": {"rows": 10, "dim": 16}}
 
 BAD = {
     # required
-    "no spec": job({"spec": GONE}, "spec: this field is required", "spec: Required value"),
-    "no model": job({"spec.model": GONE}, "spec.model: this field is required", "spec.model: Required value"),
-    "no data": job({"spec.data": GONE}, "spec.data: this field is required", "spec.data: Required value"),
-    "no format": job(
-        {"spec.data.format": GONE}, "spec.data.format: this field is required", "spec.data.format: Required value"
-    ),
+    "no spec": job({"spec": GONE}, "spec", "spec: Required value"),
+    "no model": job({"spec.model": GONE}, "spec.model", "spec.model: Required value"),
+    "no data": job({"spec.data": GONE}, "spec.data", "spec.data: Required value"),
+    "no format": job({"spec.data.format": GONE}, "spec.data.format", "spec.data.format: Required value"),
     "no uri": job(
         {"spec.checkpoint.uri": GONE},
-        "spec.checkpoint.uri: this field is required",
+        "spec.checkpoint.uri",
         "spec.checkpoint.uri: Required value",
     ),
     "no rows": job(
         {"spec.model.tables.0.rows": GONE},
-        "spec.model.tables[0].rows: this field is required",
+        "spec.model.tables[0].rows",
         "spec.model.tables[0].rows: Required value",
     ),
     # types
     "text for an integer": job(
         {"spec.data.epochs": "two"},
-        "spec.data.epochs: Input should be a valid integer",
+        "spec.data.epochs",
         "spec.data.epochs in body must be of type integer",
     ),
     "quoted number": job(
         {"spec.trainer.replicas": "2"},
-        "spec.trainer.replicas: Input should be a valid integer",
+        "spec.trainer.replicas",
         "spec.trainer.replicas in body must be of type integer",
     ),
     "fraction for an integer": job(
         {"spec.trainer.replicas": 1.5},
-        "spec.trainer.replicas: Input should be a valid integer",
+        "spec.trainer.replicas",
         "spec.trainer.replicas in body must be of type integer",
     ),
     "number for a boolean": job(
         {"spec.training.deterministic": 1},
-        "spec.training.deterministic: Input should be a valid boolean",
+        "spec.training.deterministic",
         "spec.training.deterministic in body must be of type boolean",
     ),
     "number for a text": job(
         {"spec.checkpoint.s3.region": 5},
-        "spec.checkpoint.s3.region: Input should be a valid string",
+        "spec.checkpoint.s3.region",
         "spec.checkpoint.s3.region in body must be of type string",
     ),
-    "list for an object": job(
-        {"spec.data": []}, "spec.data: Input should be an object", "spec.data in body must be of type object"
-    ),
+    "list for an object": job({"spec.data": []}, "spec.data", "spec.data in body must be of type object"),
     "object for a list": job(
         {"spec.model.tables": {"ads": {}}},
-        "spec.model.tables: Input should be a valid array",
+        "spec.model.tables",
         'unknown field "spec.model.tables.ads"',
     ),
     "seconds without a unit": job(
         {"spec.lifecycle.restart.backoff": 90},
-        "spec.lifecycle.restart.backoff: 90 is no duration: write something like 90s, 30m or 1h30m",
+        "spec.lifecycle.restart.backoff",
         "spec.lifecycle.restart.backoff in body must be of type string",
     ),
     # words
     "unknown format": job(
         {"spec.data.format": "csv"},
-        "spec.data.format: Input should be 'criteo-tsv', 'parquet' or 'synthetic'",
+        "spec.data.format",
         'spec.data.format: Unsupported value: "csv": supported values: "criteo-tsv", "parquet", "synthetic"',
     ),
     "unknown interaction": job(
         {"spec.model.interaction": "sum"},
-        "spec.model.interaction: Input should be 'dot' or 'dcn'",
+        "spec.model.interaction",
         'spec.model.interaction: Unsupported value: "sum": supported values: "dot", "dcn"',
     ),
     "bits that no version has": job(
         {"spec.checkpoint.bits": 5},
-        "spec.checkpoint.bits: Input should be 'auto', 2, 3, 4, 8, 16 or 32",
+        "spec.checkpoint.bits",
         "spec.checkpoint.bits: Invalid value: 5: use one of auto, 2, 3, 4, 8, 16, 32",
     ),
     "bits in quotes": job(
         {"spec.checkpoint.bits": "8"},
-        "spec.checkpoint.bits: Input should be 'auto', 2, 3, 4, 8, 16 or 32",
+        "spec.checkpoint.bits",
         'spec.checkpoint.bits: Invalid value: "8": use one of auto, 2, 3, 4, 8, 16, 32',
     ),
     "policy of another name": job(
         {"spec.checkpoint.policy": "incremental"},
-        "spec.checkpoint.policy: Input should be 'full', 'one-shot', 'consecutive' or 'intermittent'",
+        "spec.checkpoint.policy",
         'spec.checkpoint.policy: Unsupported value: "incremental": '
         'supported values: "full", "one-shot", "consecutive", "intermittent"',
     ),
     "encryption of another name": job(
         {"spec.checkpoint.s3": {"encryption": "aes256"}},
-        "spec.checkpoint.s3.encryption: Input should be 'none', 'AES256' or 'aws:kms'",
+        "spec.checkpoint.s3.encryption",
         'spec.checkpoint.s3.encryption: Unsupported value: "aes256": supported values: "none", "AES256", "aws:kms"',
     ),
     # unknown fields
     "misspelt field": job(
         {"spec.trainer.replica": 2},
-        "spec.trainer.replica: unknown field: do you mean replicas?",
+        "spec.trainer.replica",
         'unknown field "spec.trainer.replica"',
     ),
     "required field of a table, misspelt": job(
         {"spec.model.tables.1.rows": GONE, "spec.model.tables.1.row": 2},
-        "spec.model.tables[1].row: unknown field: do you mean rows? (and 1 more)",
+        "spec.model.tables[1].row",
         'unknown field "spec.model.tables[1].row"',
     ),
     "required part, misspelt": job(
         {"spec.checkpoint": GONE, "spec.checkpoints": {"uri": "s3://bucket/job"}},
-        "spec.checkpoints: unknown field: do you mean checkpoint? (and 1 more)",
+        "spec.checkpoints",
         'unknown field "spec.checkpoints"',
     ),
     "required field of a profile, misspelt": profile(
         {"spec.tiers.ddr": {"byte": "1Gi"}},
-        "spec.tiers.ddr.byte: unknown field: do you mean bytes? (and 1 more)",
+        "spec.tiers.ddr.byte",
         'unknown field "spec.tiers.ddr.byte"',
     ),
     "unknown field that is near to none": job(
         {"spec.model.hidden": 8},
-        "spec.model.hidden: unknown field: check its spelling and its place",
+        "spec.model.hidden",
         'unknown field "spec.model.hidden"',
     ),
     "misspelt field of a table": job(
         {"spec.model.tables.1.row": 2},
-        "spec.model.tables[1].row: unknown field: do you mean rows?",
+        "spec.model.tables[1].row",
         'unknown field "spec.model.tables[1].row"',
     ),
     "Python's name of a field": job(
         {"spec.data.global_batch_size": 64},
-        "spec.data.global_batch_size: unknown field: do you mean globalBatchSize?",
+        "spec.data.global_batch_size",
         'unknown field "spec.data.global_batch_size"',
     ),
     # bounds
     "no rows in a table": job(
         {"spec.model.tables.0.rows": 0},
-        "spec.model.tables[0].rows: Input should be greater than or equal to 1",
+        "spec.model.tables[0].rows",
         "spec.model.tables[0].rows in body should be greater than or equal to 1",
     ),
     "odd dim": job(
         {"spec.model.tables.0.dim": 17},
-        "spec.model.tables[0].dim: Input should be a multiple of 4",
+        "spec.model.tables[0].dim",
         "spec.model.tables[0].dim in body should be a multiple of 4",
     ),
     "huge dim": job(
         {"spec.model.tables.0.dim": 8_192},
-        "spec.model.tables[0].dim: Input should be less than or equal to 4096",
+        "spec.model.tables[0].dim",
         "spec.model.tables[0].dim in body should be less than or equal to 4096",
     ),
     "no replicas": job(
         {"spec.trainer.replicas": 0},
-        "spec.trainer.replicas: Input should be greater than or equal to 1",
+        "spec.trainer.replicas",
         "spec.trainer.replicas in body should be greater than or equal to 1",
     ),
     "negative learning rate": job(
         {"spec.training.rowOptimizer.learningRate": -0.1},
-        "spec.training.rowOptimizer.learningRate: Input should be greater than or equal to 0",
+        "spec.training.rowOptimizer.learningRate",
         "spec.training.rowOptimizer.learningRate in body should be greater than or equal to 0",
     ),
     "empty top MLP": job(
         {"spec.model.topMlp": []},
-        "spec.model.topMlp: 0 items where at least 1 are needed",
+        "spec.model.topMlp",
         "spec.model.topMlp in body should have at least 1 items",
     ),
     "too many layers": job(
         {"spec.model.topMlp": [1] * 65},
-        "spec.model.topMlp: more than 64 items, the most that are allowed",
+        "spec.model.topMlp",
         "spec.model.topMlp: Too many: 65: must have at most 64 items",
     ),
     # texts
     "duration in words": job(
         {"spec.lifecycle.restart.backoff": "90 seconds"},
-        "spec.lifecycle.restart.backoff: '90 seconds' is no duration: write something like 90s, 30m or 1h30m",
+        "spec.lifecycle.restart.backoff",
         "spec.lifecycle.restart.backoff in body should match",
     ),
     "empty duration": job(
         {"spec.lifecycle.restart.backoff": ""},
-        "spec.lifecycle.restart.backoff: '' is no duration: write something like 90s, 30m or 1h30m",
+        "spec.lifecycle.restart.backoff",
         "spec.lifecycle.restart.backoff in body should be at least 2 chars long",
     ),
     "bytes with an unknown unit": job(
         {"spec.checkpoint.handoffBudget": "16GiB"},
-        "spec.checkpoint.handoffBudget: '16GiB' is no byte quantity: write an integer or something like 16Gi or 500M",
+        "spec.checkpoint.handoffBudget",
         f"spec.checkpoint.handoffBudget in body should match '{BYTES}'",
     ),
     "negative bytes": job(
         {"spec.trainer.tierBudgets.ddr": -1},
-        "spec.trainer.tierBudgets.ddr: Input should be greater than or equal to 0",
+        "spec.trainer.tierBudgets.ddr",
         "spec.trainer.tierBudgets.ddr in body should be greater than or equal to 0",
     ),
     "resources in words": job(
         {"spec.trainer.resources.requests": {"cpu": "two"}},
-        r"spec.trainer.resources.requests.cpu: 'two' does not match ^[0-9]+(\.[0-9]+)?(m|Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$",
+        "spec.trainer.resources.requests.cpu",
         "spec.trainer.resources.requests.cpu in body should match",
     ),
     "name of a Secret": job(
         {"spec.checkpoint.credentialsSecret": "My_Keys"},
-        "spec.checkpoint.credentialsSecret: 'My_Keys' does not match ^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$",
+        "spec.checkpoint.credentialsSecret",
         "spec.checkpoint.credentialsSecret in body should match",
     ),
     "name of a profile that leads elsewhere": job(
         {"spec.trainer.hardware": "../../../../api/v1/namespaces/other/secrets/s3"},
-        "spec.trainer.hardware: '../../../../api/v1/namespaces/other/secrets/s3' does not match "
-        "^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$",
+        "spec.trainer.hardware",
         "spec.trainer.hardware in body should match",
     ),
     "endpoint without a scheme": job(
         {"spec.checkpoint.s3.endpoint": "minio:9000"},
-        "spec.checkpoint.s3.endpoint: 'minio:9000' does not match ^https?://",
+        "spec.checkpoint.s3.endpoint",
         "spec.checkpoint.s3.endpoint in body should match '^https?://'",
     ),
     "name of a table": job(
         {"spec.model.tables.0.name": "ads/1"},
-        "spec.model.tables[0].name: 'ads/1' does not match ^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$",
+        "spec.model.tables[0].name",
         "spec.model.tables[0].name in body should match",
     ),
     # names
-    "name too long": job({"metadata.name": "a" * 41}, f"metadata: {NAME}", f"metadata.{NAME}"),
-    "name with a dot": job({"metadata.name": "my.job"}, f"metadata: {NAME}", f"metadata.{NAME}"),
-    "name from a digit on": job({"metadata.name": "1job"}, f"metadata: {NAME}", f"metadata.{NAME}"),
+    "name too long": job({"metadata.name": "a" * 41}, "metadata", f"metadata.{NAME}"),
+    "name with a dot": job({"metadata.name": "my.job"}, "metadata", f"metadata.{NAME}"),
+    "name from a digit on": job({"metadata.name": "1job"}, "metadata", f"metadata.{NAME}"),
     # what fields together may not be
-    "top MLP without a logit": job(
-        {"spec.model.topMlp": [8, 2]}, "spec.model: topMlp must end in 1: its last layer is the logit"
-    ),
+    "top MLP without a logit": job({"spec.model.topMlp": [8, 2]}, "spec.model"),
     "dense features without an MLP": job(
         {"spec.model.bottomMlp": []},
-        "spec.model: denseFeatures and bottomMlp go together: give both, or neither",
+        "spec.model",
     ),
     "no tables": job(
         {"spec.model.tables": []},
-        "spec.model: tables and tableGroups are both empty: a recommendation model needs at least one table",
+        "spec.model",
     ),
     "one vector alone": job(
         {"spec.model.denseFeatures": [], "spec.model.bottomMlp": [], "spec.model.tables.1": GONE},
-        "spec.model: interaction dot needs a pair of vectors: add denseFeatures or a second feature, "
-        "or use interaction dcn",
+        "spec.model",
     ),
-    "dims of two widths": job({"spec.model.tables.1.dim": 32}, f"spec.model: {WIDTH}"),
-    "dim of a group": job(
-        {"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 32}}]}, f"spec.model: {WIDTH}"
-    ),
+    "dims of two widths": job({"spec.model.tables.1.dim": 32}, "spec.model"),
+    "dim of a group": job({"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 32}}]}, "spec.model"),
     "two intervals": job(
         {"spec.checkpoint.interval": "30m"},
-        "spec.checkpoint: interval and intervalSteps are two ways to say one thing: give one of them",
+        "spec.checkpoint",
     ),
-    "store of another kind": job(
-        {"spec.checkpoint.uri": "gs://bucket/job"}, "spec.checkpoint: uri must start with s3:// or file:///"
-    ),
-    "relative folder": job(
-        {"spec.checkpoint.uri": "file://snapshots"}, "spec.checkpoint: uri must start with s3:// or file:///"
-    ),
+    "store of another kind": job({"spec.checkpoint.uri": "gs://bucket/job"}, "spec.checkpoint"),
+    "relative folder": job({"spec.checkpoint.uri": "file://snapshots"}, "spec.checkpoint"),
     "two lengths": job(
         {"spec.training.maxSteps": 5, "spec.training.maxSamples": 5},
-        "spec.training: maxSteps and maxSamples are two ways to say one thing: give one of them",
+        "spec.training",
     ),
-    "shards that do not divide the batch": job(
-        {"spec.data.globalBatchSize": 1_000}, "spec.data: virtualShards must divide globalBatchSize: change one of them"
-    ),
+    "shards that do not divide the batch": job({"spec.data.globalBatchSize": 1_000}, "spec.data"),
     "snapshots of another job by ftp": job(
         {"spec.checkpoint.restoreFrom": "ftp://host/x"},
-        "spec.checkpoint: restoreFrom must start with s3:// or file:///",
+        "spec.checkpoint",
     ),
     "deltas to a relative path": job(
         {"spec.checkpoint.publish": {"uri": "deltas"}},
-        "spec.checkpoint.publish: uri must start with s3:// or file:///",
+        "spec.checkpoint.publish",
     ),
     "deltas among the snapshots": job(
         {
             "spec.checkpoint.publish": {"uri": "s3://bucket/ranker-v12//"},
             "spec.checkpoint.uri": "s3://bucket/ranker-v12/",
         },
-        "spec.checkpoint: publish.uri must be another folder than uri: retention of snapshots would remove deltas",
+        "spec.checkpoint",
     ),
     "deltas at too few bits": job(
         {"spec.checkpoint.publish": {"uri": "s3://bucket/deltas", "bits": 4}},
-        "spec.checkpoint.publish.bits: Input should be 8, 16 or 32",
+        "spec.checkpoint.publish.bits",
         'spec.checkpoint.publish.bits: Unsupported value: 4: supported values: "8", "16", "32"',
     ),
     "a key without encryption by it": job(
         {"spec.checkpoint.s3": {"encryption": "AES256", "kmsKeyId": "alias/snapshots"}},
-        "spec.checkpoint.s3: kmsKeyId needs encryption aws:kms: give that, or leave kmsKeyId out",
+        "spec.checkpoint.s3",
     ),
     "encryption of data that is only read": job(
         {"spec.data.s3": {"encryption": "AES256"}},
-        "spec.data.s3.encryption: unknown field: check its spelling and its place",
+        "spec.data.s3.encryption",
         'unknown field "spec.data.s3.encryption"',
     ),
     "a period of no length": job(
         {"spec.checkpoint.retention": {"keepEvery": "0h0m"}},
-        "spec.checkpoint.retention: keepEvery must be longer than 0s: leave it out to keep none for each period",
+        "spec.checkpoint.retention",
     ),
     "no time to make a step in": job(
         {"spec.lifecycle.hangTimeout": "0s"},
-        "spec.lifecycle: hangTimeout must be longer than 0s: leave it out to go by the longest recent step",
+        "spec.lifecycle",
     ),
     "no bandwidth": job(
         {"spec.checkpoint.restoreBandwidth": 0},
-        "spec.checkpoint: restoreBandwidth must be at least 1 byte a second",
+        "spec.checkpoint",
     ),
     "no bandwidth, in megabytes": job(
         {"spec.checkpoint.restoreBandwidth": "0.0M"},
-        "spec.checkpoint: restoreBandwidth must be at least 1 byte a second",
+        "spec.checkpoint",
     ),
     "no snapshot above a base": job(
         {"spec.checkpoint.maxChain": 0},
-        "spec.checkpoint.maxChain: Input should be greater than or equal to 1",
+        "spec.checkpoint.maxChain",
         "spec.checkpoint.maxChain in body should be greater than or equal to 1",
     ),
     "prior beside a trace": job(
         {"spec.model.tables.0.distribution": {"prior": "uniform", "reference": "configmap:reuse"}},
-        "spec.model.tables[0].distribution: prior and reference are two ways to say one thing: give one of them",
+        "spec.model.tables[0].distribution",
     ),
     "trace in an object store": job(
         {"spec.model.tables.0.distribution": {"reference": "s3://bucket/trace.json"}},
-        "spec.model.tables[0].distribution.reference: 's3://bucket/trace.json' does not match "
-        "^(file:///.+|configmap:[a-z0-9]([a-z0-9.-]*[a-z0-9])?)$",
+        "spec.model.tables[0].distribution.reference",
         "spec.model.tables[0].distribution.reference in body should match",
     ),
     "too many batches ahead": job(
         {"spec.trainer.cache": {"lookahead": 9}},
-        "spec.trainer.cache.lookahead: Input should be less than or equal to 8",
+        "spec.trainer.cache.lookahead",
         "spec.trainer.cache.lookahead in body should be less than or equal to 8",
     ),
     "more ranks than shards": job(
         {"spec.trainer.replicas": 33, "spec.trainer.processesPerReplica": 2},
-        "spec: data.virtualShards must be at least trainer.replicas (or auto.min) x processesPerReplica, one for each "
-        "rank: raise it, or use fewer ranks",
+        "spec",
     ),
     "a smallest gang of more ranks than shards": job(
         {
             "spec.trainer.auto": {"min": 33, "max": 99, "targetSamplesPerSecond": 0},
             "spec.trainer.processesPerReplica": 2,
         },
-        "spec: data.virtualShards must be at least trainer.replicas (or auto.min) x processesPerReplica, one for each "
-        "rank: raise it, or use fewer ranks",
+        "spec",
     ),
     "nothing to train on": job(
         {"spec.data.format": "parquet"},
-        "spec.data: train.uris is empty: say where the training data is, or use format synthetic",
+        "spec.data",
     ),
     "files that nobody would read": job(
         {"spec.data.eval.uris": ["/data/eval"]},
-        "spec.data: format synthetic reads no files: leave train.uris and eval.uris out, or say the files' format "
-        "(criteo-tsv or parquet)",
+        "spec.data",
     ),
     "data of a place that nobody reads": job(
         {"spec.data.format": "parquet", "spec.data.train.uris": ["/data", "gs://bucket/a"]},
-        "spec.data.train.uris[1]: data can't be read from there: give a path, file:///path or s3://bucket/prefix",
+        "spec.data.train.uris[1]",
         "data can't be read from there: give a path, file:///path or s3://bucket/prefix",
     ),
     "data of another machine": job(
         {"spec.data.format": "parquet", "spec.data.train.uris": ["file://host/data"]},
-        "spec.data.train.uris[0]: data can't be read from there: give a path, file:///path or s3://bucket/prefix",
+        "spec.data.train.uris[0]",
     ),
     "requests above limits": job(
         {"spec.trainer.resources": {"requests": {"memory": "2Gi", "cpu": 1}, "limits": {"memory": "2G", "cpu": "1"}}},
-        "spec.trainer.resources: requests must not exceed limits: raise the limit, or ask for less",
+        "spec.trainer.resources",
     ),
     "requests of the checkpointer above limits": job(
         {"spec.checkpoint.resources": {"requests": {"cpu": "1500m"}, "limits": {"cpu": 1}}},
-        "spec.checkpoint.resources: requests must not exceed limits: raise the limit, or ask for less",
+        "spec.checkpoint.resources",
     ),
     "an S3 service that is no URL": job(
         {"spec.data.s3": {"endpoint": "minio:9000"}},
-        "spec.data.s3.endpoint: 'minio:9000' does not match ^https?://",
+        "spec.data.s3.endpoint",
         "spec.data.s3.endpoint in body should match '^https?://'",
     ),
     # over all tables: too much for CEL
-    "two tables of one name": job(
-        {"spec.model.tables.1.name": "ads"}, "spec: model.tables: 2 tables have the name ads: give each its own", None
-    ),
+    "two tables of one name": job({"spec.model.tables.1.name": "ads"}, "spec", None),
     "one feature twice in a table": job(
         {"spec.model.tables.1.features": ["C1", "C2", "C1"]},
-        "spec: model.tables: table sites has feature C1 2 times: give it once",
+        "spec",
         None,
     ),
     "weights in criteo-tsv": job(
         {**FILES, "spec.model.tables.1.features": ["C2"], "spec.model.tables.1.weights": ["C3"]},
-        "spec: model.tables: criteo-tsv has no column of weights: leave weights of sites out",
+        "spec",
         None,
     ),
     "fewer weights than features": job(
         {"spec.model.tables.1.features": ["C1", "C2"], "spec.model.tables.1.weights": ["W"]},
-        "spec.model.tables[1]: weights needs one column for each of features: give as many, or none",
+        "spec.model.tables[1]",
     ),
     "a block of columns that does not divide them": job(
         {"spec.model.tables.1.columnBlock": 12},
-        "spec.model.tables[1]: columnBlock must divide dim: change one of them",
+        "spec.model.tables[1]",
     ),
     "bags longer on average than the longest": job(
         {"spec.model.tables.1.avgLookups": 3.5},
-        "spec.model.tables[1]: avgLookups must not exceed maxLookups, the longest bag that there may be: change one of "
-        "them",
+        "spec.model.tables[1]",
     ),
     "bags of a group longer on average than the longest": job(
         {"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 16, "avgLookups": 2}}]},
-        "spec.model.tableGroups[0].template: avgLookups must not exceed maxLookups, the longest bag that there may be: "
-        "change one of them",
+        "spec.model.tableGroups[0].template",
     ),
     "columns that are one block pinned to several ranks": job(
         {"spec.model.tables.1.pin": {"sharding": "column"}},
-        "spec.model.tables[1]: pin.sharding column needs columnBlock below dim: give it, say half of dim for two "
-        "shards",
+        "spec.model.tables[1]",
     ),
     "a block as wide as a group's tables that are split by columns": job(
         {
@@ -450,81 +425,76 @@ BAD = {
                 {**GROUP, "template": {"rows": 10, "dim": 16, "columnBlock": 16, "pin": {"sharding": "column"}}}
             ]
         },
-        "spec.model.tableGroups[0].template: pin.sharding column needs columnBlock below dim: give it, say half of "
-        "dim for two shards",
+        "spec.model.tableGroups[0].template",
     ),
     "feature that criteo lacks": job(
         {**FILES, "spec.model.tables.1.features": ["C27"]},
-        "spec: model.tables: criteo-tsv has no feature C27: it has C1 to C26",
+        "spec",
         None,
     ),
     "dense feature that criteo lacks": job(
         {**FILES, "spec.model.denseFeatures": ["I0", "I1"]},
-        "spec: model.denseFeatures: criteo-tsv has no feature I0: it has I1 to I13",
+        "spec",
         None,
     ),
     "too many tables by groups": job(
         {"spec.model.tableGroups": [{**GROUP, "count": 4_999}]},
-        "spec.model: tables, with the counts of tableGroups, are more than 5000: give fewer",
+        "spec.model",
     ),
     # the pods' overlay
     "overlay of the host's network": job(
         {"spec.trainer.podTemplate.spec": {"hostNetwork": True}},
-        "spec.trainer.podTemplate.spec: hostNetwork cannot be added: only affinity, dnsConfig, dnsPolicy, "
-        "hostAliases, imagePullSecrets, nodeSelector, runtimeClassName, schedulingGates, securityContext, "
-        "serviceAccountName, tolerations, topologySpreadConstraints, volumes can",
+        "spec.trainer.podTemplate.spec",
         'unknown field "spec.trainer.podTemplate.spec.hostNetwork"',
     ),
     "overlay of the command": job(
         {"spec.trainer.podTemplate.container": {"command": ["sh"]}},
-        "spec.trainer.podTemplate.container: command cannot be added: only env, envFrom, securityContext, "
-        "volumeMounts can",
+        "spec.trainer.podTemplate.container",
         'unknown field "spec.trainer.podTemplate.container.command"',
     ),
     "overlay of the name": job(
         {"spec.trainer.podTemplate.metadata": {"name": "mine"}},
-        "spec.trainer.podTemplate.metadata: name cannot be added: only annotations, labels can",
+        "spec.trainer.podTemplate.metadata",
         'unknown field "spec.trainer.podTemplate.metadata.name"',
     ),
     "overlay of another type": job(
         {"spec.trainer.podTemplate.spec": {"volumes": {}}},
-        "spec.trainer.podTemplate.spec.volumes: must be of type array",
+        "spec.trainer.podTemplate.spec.volumes",
         "spec.trainer.podTemplate.spec.volumes in body must be of type array",
     ),
     "overlay of a variable with a list for a name": job(
         {"spec.trainer.podTemplate.container": {"env": [{"name": ["A"], "value": "1"}]}},
-        "spec.trainer.podTemplate.container.env[0].name: must be of type string",
+        "spec.trainer.podTemplate.container.env[0].name",
         "spec.trainer.podTemplate.container.env[0].name in body must be of type string",
     ),
     "overlay of a variable without a name": job(
         {"spec.trainer.podTemplate.container": {"env": [{"name": "A"}, {"value": "1"}]}},
-        "spec.trainer.podTemplate.container.env[1].name: this field is required",
+        "spec.trainer.podTemplate.container.env[1].name",
         "spec.trainer.podTemplate.container.env[1].name: Required value",
     ),
     "overlay of a text for a volume": job(
         {"spec.trainer.podTemplate.spec": {"volumes": ["data"]}},
-        "spec.trainer.podTemplate.spec.volumes[0]: must be of type object",
+        "spec.trainer.podTemplate.spec.volumes[0]",
         "spec.trainer.podTemplate.spec.volumes[0] in body must be of type object",
     ),
     "overlay of a label that is a number": job(
         {"spec.trainer.podTemplate.metadata": {"labels": {"version": 2}}},
-        "spec.trainer.podTemplate.metadata.labels.version: must be of type string: put it in quotes",
+        "spec.trainer.podTemplate.metadata.labels.version",
         "spec.trainer.podTemplate.metadata.labels.version in body must be of type string",
     ),
     "overlay of an affinity to nothing": job(
         {"spec.trainer.podTemplate.spec": {"affinity": {"nodeAffinty": {}}}},
-        "spec.trainer.podTemplate.spec.affinity.nodeAffinty: unknown field: only nodeAffinity, podAffinity, "
-        "podAntiAffinity can stand here",
+        "spec.trainer.podTemplate.spec.affinity.nodeAffinty",
         'unknown field "spec.trainer.podTemplate.spec.affinity.nodeAffinty"',
     ),
     "overlay of a list for an affinity": job(
         {"spec.trainer.podTemplate.spec": {"affinity": {"nodeAffinity": []}}},
-        "spec.trainer.podTemplate.spec.affinity.nodeAffinity: must be of type object",
+        "spec.trainer.podTemplate.spec.affinity.nodeAffinity",
         "spec.trainer.podTemplate.spec.affinity.nodeAffinity in body must be of type object",
     ),
     "overlay of a text for a term": job(
         {"spec.trainer.podTemplate.spec": {"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": ["a"]}}}}},
-        f"spec.trainer.podTemplate.spec.affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0]: must be of type object",
+        f"spec.trainer.podTemplate.spec.affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0]",
         f"affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0] in body must be of type object",
     ),
     "overlay of an expression with a misspelt key": job(
@@ -537,94 +507,86 @@ BAD = {
                 }
             }
         },
-        f"spec.trainer.podTemplate.spec.affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0].matchFields[0].operater: "
-        "unknown field: only key, operator, values can stand here (and 1 more)",
+        f"spec.trainer.podTemplate.spec.affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0].matchFields[0].operater",
         f'unknown field "spec.trainer.podTemplate.spec.affinity.nodeAffinity.{REQUIRED}.nodeSelectorTerms[0]'
         '.matchFields[0].operater"',
     ),
     "overlay of an object for a list of terms": job(
         {"spec.trainer.podTemplate.spec": {"affinity": {"podAffinity": {REQUIRED: {}}}}},
-        f"spec.trainer.podTemplate.spec.affinity.podAffinity.{REQUIRED}: must be of type array",
+        f"spec.trainer.podTemplate.spec.affinity.podAffinity.{REQUIRED}",
         f"affinity.podAffinity.{REQUIRED} in body must be of type array",
     ),
     # where pods go
     "pack without a domain": job(
         {"spec.scheduling": {"topology": "pack"}},
-        "spec.scheduling: topologyKey must name the node label of the domain that topology: pack puts all pods into",
+        "spec.scheduling",
     ),
     "domain of no topology": job(
         {"spec.scheduling": {"topologyKey": "zone"}},
-        "spec.scheduling: topologyKey says nothing where topology is any: set topology to spread or pack, or leave it "
-        "out",
+        "spec.scheduling",
     ),
     "kueue without a queue": job(
         {"spec.scheduling": {"gang": "kueue"}},
-        "spec.scheduling: queue must name a LocalQueue where gang is kueue",
+        "spec.scheduling",
     ),
     "queue that nobody reads": job(
         {"spec.scheduling": {"gang": "coscheduling", "queue": "ads"}},
-        "spec.scheduling: queue says nothing where gang is neither kueue nor volcano: set gang, or leave queue out",
+        "spec.scheduling",
     ),
     # what this version lacks
     "option of a group's tables": job(
         {"spec.model.tableGroups": [{**GROUP, "template": {"rows": 10, "dim": 16, "embedding": {"pruneRatio": 0.5}}}]},
-        "spec.model.tableGroups[0].template.embedding.pruneRatio: pruneRatio is not built in this version: "
-        "leave it out",
+        "spec.model.tableGroups[0].template.embedding.pruneRatio",
         "spec.model.tableGroups[0].template.embedding.pruneRatio: Invalid value: pruneRatio is not built",
     ),
     "rows below a count of lookups": job(
         {"spec.model.tables.0.embedding": {"admissionCount": 2}},
-        "spec.model.tables[0].embedding.admissionCount: admissionCount is not built in this version: leave it out",
+        "spec.model.tables[0].embedding.admissionCount",
         "spec.model.tables[0].embedding.admissionCount: Invalid value: admissionCount is not built in this version: "
         "leave it out",
     ),
     # hardware profiles
-    "profile without tiers": profile(
-        {"spec.tiers": GONE}, "spec.tiers: this field is required", "spec.tiers: Required value"
-    ),
+    "profile without tiers": profile({"spec.tiers": GONE}, "spec.tiers", "spec.tiers: Required value"),
     "profile without DDR": profile(
         {"spec.tiers": {"block": {"bytes": 1}}},
-        "spec.tiers.ddr: this field is required",
+        "spec.tiers.ddr",
         "spec.tiers.ddr: Required value",
     ),
     "profile's bytes in words": profile(
         {"spec.tiers.ddr.bytes": "lots"},
-        "spec.tiers.ddr.bytes: 'lots' is no byte quantity: write an integer or something like 16Gi or 500M",
+        "spec.tiers.ddr.bytes",
         f"spec.tiers.ddr.bytes in body should match '{BYTES}'",
     ),
     "tier with two mounts": profile(
         {"spec.tiers.scm": {"bytes": "1Ti", "hostPath": "/mnt/scm", "storageClass": "local"}},
-        "spec.tiers.scm: hostPath and storageClass are two ways to say one thing: give one of them",
+        "spec.tiers.scm",
     ),
     "no devices": profile(
         {"spec.devices": {"resource": "nvidia.com/gpu", "count": 0, "hbm": {"bytes": "80Gi"}}},
-        "spec.devices.count: Input should be greater than or equal to 1",
+        "spec.devices.count",
         "spec.devices.count in body should be greater than or equal to 1",
     ),
     "negative rate": profile(
         {"spec.tiers.ddr.readBytesPerSecond": -5},
-        "spec.tiers.ddr.readBytesPerSecond: Input should be greater than or equal to 0",
+        "spec.tiers.ddr.readBytesPerSecond",
         "spec.tiers.ddr.readBytesPerSecond in body should be greater than or equal to 0",
     ),
     "profile's expression with a misspelt key": profile(
         {"spec.nodeAffinityTerms": [{"matchExpressions": [{"keys": "pool", "operator": "Exists"}]}]},
-        "spec.nodeAffinityTerms[0].matchExpressions[0].keys: unknown field: only key, operator, values can stand here "
-        "(and 1 more)",
+        "spec.nodeAffinityTerms[0].matchExpressions[0].keys",
         'unknown field "spec.nodeAffinityTerms[0].matchExpressions[0].keys"',
     ),
     "text for a profile's expressions": profile(
         {"spec.nodeAffinityTerms": [{"matchExpressions": "memory.dlrm.dev/scm"}]},
-        "spec.nodeAffinityTerms[0].matchExpressions: must be of type array",
+        "spec.nodeAffinityTerms[0].matchExpressions",
         "spec.nodeAffinityTerms[0].matchExpressions in body must be of type array",
     ),
     "price in words": profile(
         {"spec.pricePerHour": "cheap"},
-        "spec.pricePerHour: Input should be a valid number",
+        "spec.pricePerHour",
         "spec.pricePerHour in body must be of type number",
     ),
-    "unknown field of a profile": profile(
-        {"spec.gpu": 1}, "spec.gpu: unknown field: check its spelling and its place", 'unknown field "spec.gpu"'
-    ),
+    "unknown field of a profile": profile({"spec.gpu": 1}, "spec.gpu", 'unknown field "spec.gpu"'),
 }
 CASES = [pytest.param(bad, id=name) for name, bad in BAD.items()]
 
@@ -648,17 +610,23 @@ def test_the_good_manifests_are_good(good: dict[str, dict[str, Any]]) -> None:
     assert parse_profile(good["HardwareProfile"]).spec.tiers.ddr.bytes == 256 * 2**30
 
 
-@pytest.mark.parametrize("bad", CASES)
-def test_the_models_refuse_it_with_a_message_for_its_user(good: dict[str, dict[str, Any]], bad: Bad) -> None:
+def refusal(document: dict[str, Any], kind: str) -> InvalidSpecError:
     with pytest.raises(InvalidSpecError) as refused:
-        PARSERS[bad.kind](spoiled(good, bad))
+        PARSERS[kind](document)
+    return refused.value
 
-    assert str(refused.value) == bad.says
+
+@pytest.mark.parametrize("bad", CASES)
+def test_models_reject_a_bad_manifest_and_name_the_field(good: dict[str, dict[str, Any]], bad: Bad) -> None:
+    error = refusal(spoiled(good, bad), bad.kind)
+
+    assert error.path == bad.field
+    assert str(error).startswith(f"{bad.field}: ")
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("bad", CASES)
-def test_the_api_server_refuses_it_too(server: Any, good: dict[str, dict[str, Any]], bad: Bad) -> None:
+def test_api_server_rejects_it_with_the_same_message(server: Any, good: dict[str, dict[str, Any]], bad: Bad) -> None:
     document = spoiled(good, bad)
 
     try:
@@ -668,7 +636,7 @@ def test_the_api_server_refuses_it_too(server: Any, good: dict[str, dict[str, An
     else:
         message = None
 
-    words = bad.says.split(": ", 1)[1] if bad.server == "" else bad.server
-    assert (message is None) == (words is None)
-    if message and words:
-        assert words in message
+    expected = refusal(document, bad.kind).problem if bad.server == "" else bad.server
+    assert (message is None) == (expected is None)
+    if message and expected:
+        assert expected in message

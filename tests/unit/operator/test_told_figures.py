@@ -6,7 +6,7 @@ import pytest
 
 from dlrm_api.names import Container, Label
 from dlrm_api.progress import (
-    LAST_MOMENT,
+    MAX_UNIX_SECONDS,
     CheckpointerProgress,
     EvalMetrics,
     Progress,
@@ -15,7 +15,7 @@ from dlrm_api.progress import (
     TerminationMessage,
     TrainerPhase,
 )
-from dlrm_api.status import MOST, DLRMJobStatus
+from dlrm_api.status import MAX_EXACT, DLRMJobStatus
 from dlrm_operator.controller.informers import NOWHERE, read_pod
 from dlrm_operator.reconcile.attempts import trainer_evidence
 from dlrm_operator.reconcile.findings import shorten
@@ -25,17 +25,17 @@ from dlrm_operator.reconcile.state import ContainerSeen, Gang, JobKey, PodSeen
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LARGEST = Progress(
     phase=TrainerPhase.TRAINING,
-    step=MOST,
-    total_steps=MOST,
-    samples=MOST,
-    epoch=MOST,
+    step=MAX_EXACT,
+    total_steps=MAX_EXACT,
+    samples=MAX_EXACT,
+    epoch=MAX_EXACT,
     loss=1e308,
     samples_per_second=1e18,
     eta_seconds=1e18,
     longest_step_seconds=1e9,
-    slowest=SlowestRank(rank=MOST, seconds=1e9, median_seconds=0),
+    slowest=SlowestRank(rank=MAX_EXACT, seconds=1e9, median_seconds=0),
     evaluation=EvalMetrics(log_loss=-1e308, ne=1e308, auc=1, calibration=1e308),
-    time=LAST_MOMENT,
+    time=MAX_UNIX_SECONDS,
 )
 
 
@@ -58,12 +58,12 @@ def test_the_largest_progress_is_written() -> None:
     progress = with_progress(DLRMJobStatus(), gang, NOW).progress
 
     assert progress is not None
-    assert (progress.step, progress.loss, progress.ne) == (MOST, 1e308, 1e308)
+    assert (progress.step, progress.loss, progress.ne) == (MAX_EXACT, 1e308, 1e308)
 
 
-@pytest.mark.parametrize("time", [0, LAST_MOMENT])
+@pytest.mark.parametrize("time", [0, MAX_UNIX_SECONDS])
 def test_a_snapshot_of_any_time_is_written(time: float) -> None:
-    info = SnapshotInfo(step=MOST, kind="k" * 32, bits=32, bytes=MOST, uri="u" * 4_096, time=time)
+    info = SnapshotInfo(step=MAX_EXACT, kind="k" * 32, bits=32, bytes=MAX_EXACT, uri="u" * 4_096, time=time)
 
     status = with_snapshot(DLRMJobStatus(), [CheckpointerProgress(last_snapshot=info)], heals=True)
 

@@ -260,9 +260,9 @@ def test_shards_that_pins_ask_for_are_counted_before_any_is_made(
     make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch, pin: dict[str, Any], trainer: dict[str, int], shards: int
 ) -> None:
     spec = make_spec([table(f"t{i}", 1_000, columnBlock=4, pin=pin) for i in range(4)], **trainer)
-    monkeypatch.setattr("dlrm_planner.enumerate.MOST_SHARDS", shards)
+    monkeypatch.setattr("dlrm_planner.enumerate.MAX_SHARDS", shards)
     plan = plan_job(spec)
-    monkeypatch.setattr("dlrm_planner.enumerate.MOST_SHARDS", shards - 1)
+    monkeypatch.setattr("dlrm_planner.enumerate.MAX_SHARDS", shards - 1)
     monkeypatch.setattr("dlrm_planner.choose.question", None)  # nobody gets that far
 
     with pytest.raises(InvalidSpecError) as refused:
@@ -278,7 +278,7 @@ def test_a_plan_of_more_shards_than_it_holds_is_refused_whoever_split_the_tables
 ) -> None:
     spec = make_spec([table("t", 1_000_000, maxLookups=90)], replicas=4)
     shards = len(plan_job(spec).tables[0].shards)
-    monkeypatch.setattr("dlrm_planner.choose.MOST_SHARDS", shards - 1)
+    monkeypatch.setattr("dlrm_planner.choose.MAX_SHARDS", shards - 1)
 
     with pytest.raises(InvalidSpecError, match=f"the tables take {shards} shards over 4 ranks"):
         plan_job(spec)

@@ -297,8 +297,8 @@ def test_no_shard_has_more_slots_or_places_between_levels_than_links_name(make_s
     unknown = plan_job(make_spec([table("t", 2**36, dim=4, pin={"tier": "block"})], tierBudgets=PLENTY))
 
     extra = tiers.extra_slots(2**34, 1, 2_048, known.lookahead)
-    slots = tiers.MOST_LINKED - extra
-    assert [level.rows for level in share(known, "t").levels] == [slots, tiers.MOST_LINKED, 2**34]
+    slots = tiers.MAX_LINKED_SLOTS - extra
+    assert [level.rows for level in share(known, "t").levels] == [slots, tiers.MAX_LINKED_SLOTS, 2**34]
     assert [level.rows for level in share(unknown, "t").levels] == [slots, 2**36]
 
 

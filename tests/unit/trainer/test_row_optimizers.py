@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from dlrm_api.base import ApiModel
 from dlrm_api.row_optimizers import state_values
 from dlrm_api.tiers import RowDtype
-from dlrm_api.training import LEAST_EPS, DenseOptimizerSpec, RowOptimizerSpec
+from dlrm_api.training import MIN_EPS, DenseOptimizerSpec, RowOptimizerSpec
 from dlrm_testing.trainer import row_rules
 from dlrm_testing.trainer.gpus import needs_gpu
 from dlrm_trainer.embedding.kernels import TableBatch
@@ -319,7 +319,7 @@ def test_a_table_of_which_a_batch_looks_no_row_up_is_left_as_it_is(kind: str) ->
 @both_types
 @pytest.mark.parametrize("size", [0.0, 1e-23])
 def test_gradients_of_zero_and_nearly_so_move_no_row_at_the_least_eps(kind: str, dtype: RowDtype, size: float) -> None:
-    spec = RowOptimizerSpec.model_validate({"kind": kind, "eps": LEAST_EPS})
+    spec = RowOptimizerSpec.model_validate({"kind": kind, "eps": MIN_EPS})
     batch = TableBatch([(3, 4)], spec, dtype=dtype, names=["t"])
     batch.weights[0].fill_(1.0)
     gradient = torch.full((2, 4), size)
@@ -344,7 +344,7 @@ def test_an_eps_of_zero_is_refused(spec: type[ApiModel]) -> None:
 def test_gradients_of_zero_and_nearly_so_move_no_dense_parameter_at_the_least_eps(kind: str, size: float) -> None:
     values = torch.ones(5)
 
-    optimizer = make_optimizer(DenseOptimizerSpec.model_validate({"kind": kind, "eps": LEAST_EPS}), values)
+    optimizer = make_optimizer(DenseOptimizerSpec.model_validate({"kind": kind, "eps": MIN_EPS}), values)
     optimizer.step(values, torch.full((5,), size), 1.0)
 
     np.testing.assert_allclose(values.numpy(), 1.0, atol=0.01)
@@ -353,7 +353,7 @@ def test_gradients_of_zero_and_nearly_so_move_no_dense_parameter_at_the_least_ep
 @settings(max_examples=50)
 @given(st.floats(0, 0.999999), st.integers(0, MAX_UPDATES + 1))
 def test_adams_correction_is_that_of_exact_powers_however_many_updates(decay: float, done: int) -> None:
-    spec = RowOptimizerSpec(kind="adam", beta1=min(decay, 0.9999), beta2=decay, eps=LEAST_EPS)
+    spec = RowOptimizerSpec(kind="adam", beta1=min(decay, 0.9999), beta2=decay, eps=MIN_EPS)
     count = min(done, MAX_UPDATES)
     state = torch.cat((torch.zeros(1, 8), torch.full((1, 1), float(count))), dim=1)
 
@@ -366,7 +366,7 @@ def test_adams_correction_is_that_of_exact_powers_however_many_updates(decay: fl
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 0.999, 0.999999])
 @pytest.mark.parametrize("count", [1, 2, 3, 100, 12_345])
 def test_a_first_gradient_of_one_after_many_updates_moves_by_the_exact_ratio(decay: float, count: int) -> None:
-    spec = RowOptimizerSpec(kind="adam", beta1=min(decay, 0.9999), beta2=decay, eps=LEAST_EPS)
+    spec = RowOptimizerSpec(kind="adam", beta1=min(decay, 0.9999), beta2=decay, eps=MIN_EPS)
     state = torch.tensor([[0.0] * 8 + [count - 1.0]])
 
     weight, _ = updated(torch.zeros(1, 4), state, torch.ones(1, 4), spec, 1.0)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.tiers import MOST_DEVICE_COLUMNS, MOST_LINKED, extra_slots
+from dlrm_api.tiers import MAX_DEVICE_COLUMNS, MAX_LINKED_SLOTS, extra_slots
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart
@@ -135,18 +135,18 @@ def _check_links(placement: Placement, plan: PartGroup, slots: Sequence[int]) ->
     """Refuse levels of more slots or places than links between them can name."""
     for part, count in zip(plan.parts, slots, strict=True):
         table = placement.tables[part.table]
-        if count > MOST_LINKED:
+        if count > MAX_LINKED_SLOTS:
             raise InvalidSpecError(
                 "plan.tables",
-                f"table {table.name}: a shard of {part.rows:,} rows has {count:,} slots, those for batches in flight "
-                f"included, and {MOST_LINKED:,} at most: plan the job again, or lower globalBatchSize or maxLookups",
+                f"table {table.name}: a shard of {part.rows:,} rows has {count:,} slots, batches in flight included; "
+                f"the limit is {MAX_LINKED_SLOTS:,}: replan the job, or lower globalBatchSize or maxLookups",
             )
         for level in part.share.levels[1:-1]:
-            if min(level.rows, part.rows) > MOST_LINKED:
+            if min(level.rows, part.rows) > MAX_LINKED_SLOTS:
                 raise InvalidSpecError(
                     "plan.tables",
                     f"table {table.name}: a shard of {part.rows:,} rows has {level.rows:,} places in tier {level.tier} "
-                    f"above a slower one, and {MOST_LINKED:,} at most: plan the job again",
+                    f"above a slower one, and {MAX_LINKED_SLOTS:,} at most: plan the job again",
                 )
 
 
@@ -160,10 +160,10 @@ def _device_of(placement: Placement, plan: PartGroup, device: torch.device) -> t
         raise InvalidSpecError(
             "plan.tables", f"table {table.name} has rows in tier hbm, and plan.device is cpu: plan the job again"
         )
-    if plan.width > MOST_DEVICE_COLUMNS:
+    if plan.width > MAX_DEVICE_COLUMNS:
         raise InvalidSpecError(
             "plan.tables",
             f"table {table.name}: dim {table.dim} has column blocks of {plan.width}, and rows in tier hbm have "
-            f"at most {MOST_DEVICE_COLUMNS} columns: give the table a columnBlock of no more, or pin it elsewhere",
+            f"at most {MAX_DEVICE_COLUMNS} columns: give the table a columnBlock of no more, or pin it elsewhere",
         )
     return device

@@ -3,7 +3,7 @@
 import random
 
 from dlrm_api.names import Port
-from dlrm_api.progress import CutWord, Progress, TrainerPhase
+from dlrm_api.progress import CutResponse, Progress, TrainerPhase
 from dlrm_testing.operator.fault_job import FaultJob
 from dlrm_testing.operator.fault_kubelet import Start
 from dlrm_testing.operator.fault_server import Object, gang_of, index_of
@@ -59,7 +59,7 @@ class FatedPods:
                 return 500, "no cut was expected"
             self._job.tell(f"attempt {attempt} cuts at step {fate.committed}")
             self._job.committed = fate.committed
-            return 200, CutWord(step=fate.committed).model_dump_json()
+            return 200, CutResponse(step=fate.committed).model_dump_json()
         if asked == "GET /stacks":
             if fate is None or fate.kind is not Kind.HUNG:
                 self._job.odd.append(f"attempt {attempt} was asked for its stacks")

@@ -8,7 +8,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from dlrm_api.names import TOKEN_HEADER, Port
-from dlrm_api.progress import CheckpointerProgress, CutWord, Progress, SnapshotInfo, TerminationMessage, TrainerPhase
+from dlrm_api.progress import (
+    CheckpointerProgress,
+    CutResponse,
+    Progress,
+    SnapshotInfo,
+    TerminationMessage,
+    TrainerPhase,
+)
 from dlrm_cluster.api import Api, ApiError
 
 Object = dict[str, Any]
@@ -47,7 +54,7 @@ class ProgressHandler(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers["Content-Length"]))
         self.server.tokens.append(self.headers[TOKEN_HEADER])
         step = self.server.cut_step
-        body = b'{"error": "no hand-off"}' if step is None else CutWord(step=step).model_dump_json().encode()
+        body = b'{"error": "no hand-off"}' if step is None else CutResponse(step=step).model_dump_json().encode()
         self.send_response(409 if step is None else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -101,7 +101,7 @@ class UnrulyProxy:
     ca: Path | None = None
     weather: dict[str, Weather] = field(default_factory=dict)
     told: Callable[[str, str], None] = lambda namespace, what: None
-    """Told of each fault, by namespace."""
+    """PodReport of each fault, by namespace."""
     faults: Counter[str] = field(default_factory=Counter)
     """Faults done, by kind."""
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.plan import TierLevel, TierShare
-from dlrm_api.tiers import MOST_LINKED
+from dlrm_api.tiers import MAX_LINKED_SLOTS
 from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_testing.trainer.gangs import small_job
 from dlrm_testing.trainer.stacked import ALONE, Shape, make_learner
@@ -25,9 +25,9 @@ ROWS, EXTRA, DIM, SEED, SCALE = 2**33, 100, 4, 7, 0.25
 
 
 def test_the_last_slots_that_links_can_name_hold_their_rows() -> None:
-    slots = MOST_LINKED - EXTRA
-    weight = lazy_zeros(MOST_LINKED * DIM, torch.float32).view(-1, DIM)
-    state = lazy_zeros(MOST_LINKED, torch.float32).view(-1, 1)
+    slots = MAX_LINKED_SLOTS - EXTRA
+    weight = lazy_zeros(MAX_LINKED_SLOTS * DIM, torch.float32).view(-1, DIM)
+    state = lazy_zeros(MAX_LINKED_SLOTS, torch.float32).view(-1, 1)
     share = TierShare(levels=(TierLevel(tier="ddr", rows=slots), TierLevel(tier="ddr", rows=ROWS)))
     table = StackTable(name="t", rows=ROWS, slots=slots, extra=EXTRA, scale=SCALE)
     stack = Stack([table], share, HostSlots(weight, state), SEED, DIM, "fp32")
@@ -39,7 +39,7 @@ def test_the_last_slots_that_links_can_name_hold_their_rows() -> None:
         return np.array_equal(weight.numpy()[fetched.slots], values)
 
     borrowed = stack.borrow(rows, np.array([EXTRA]))
-    assert int(borrowed.slots.max()) == MOST_LINKED - 1
+    assert int(borrowed.slots.max()) == MAX_LINKED_SLOTS - 1
     assert holds(borrowed, values)
     stack.give_back(borrowed)
     stack.row_map.filled[0, 0] = slots - EXTRA // 2  # as if rows had filled all before
@@ -55,7 +55,7 @@ def test_the_last_slots_that_links_can_name_hold_their_rows() -> None:
 @pytest.mark.parametrize(
     ("shape", "says"),
     [
-        (Shape(slots=MOST_LINKED - 100), "table big: a shard of 8,589,934,592 rows has 2,147,483,739 slots"),
+        (Shape(slots=MAX_LINKED_SLOTS - 100), "table big: a shard of 8,589,934,592 rows has 2,147,483,739 slots"),
         (Shape(tiers=("ddr", "scm", "block"), middle=2**31), "has 2,147,483,648 places in tier scm above a slower one"),
     ],
 )

@@ -17,7 +17,7 @@ Places = NDArray[np.int64]
 Records = NDArray[np.uint32]
 """(N, W) records: a row, its optimizer state and its access count, as 32-bit words."""
 Moved = Callable[[Rows, Places], None]
-"""Told by a level that moves records on its own account: the rows, and the places where they are now."""
+"""PodReport by a level that moves records on its own account: the rows, and the places where they are now."""
 
 Finish = Callable[[], None]
 """Waits until all of a copy is there; to be called once. Raises DeviceError as what began it."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.plan import TierShare
-from dlrm_api.tiers import MOST_PLACES, SLOT_META_BYTES, RowDtype, Tier, map_entry_bytes
+from dlrm_api.tiers import MAX_PLACES, SLOT_META_BYTES, RowDtype, Tier, map_entry_bytes
 from dlrm_checkpointer import table_key
 from dlrm_kernels import row_cache as loops
 from dlrm_kernels.replacement import (
@@ -358,7 +358,7 @@ def _found(lookups: int) -> LookupResult:
 def _directory(tables: Sequence[StackTable], share: TierShare) -> RowMap:
     rows = list(accumulate((table.rows for table in tables), initial=0))
     slots = list(accumulate((table.slots + table.extra for table in tables), initial=0))
-    narrow = slots[-1] < MOST_PLACES and map_entry_bytes(rows[-1]) == np.dtype(np.int32).itemsize
+    narrow = slots[-1] < MAX_PLACES and map_entry_bytes(rows[-1]) == np.dtype(np.int32).itemsize
     entry = np.int32 if narrow else np.int64
     policy, ways = POLICIES[share.policy], share.ways
     capacity = np.array([table.slots // ways * ways if ways else table.slots for table in tables], np.int64)

@@ -202,7 +202,7 @@ def test_groups_of_over_a_million_tables_are_refused_without_writing_them_out(go
     good["DLRMJob"]["spec"]["model"]["tableGroups"] = groups
 
     tracemalloc.start()
-    with pytest.raises(InvalidSpecError, match=r"^spec\.model: tables, with the counts of tableGroups, are more than"):
+    with pytest.raises(InvalidSpecError, match=r"^spec\.model: .*tableGroups"):
         parse_job(good["DLRMJob"])
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -6,11 +6,23 @@ from datetime import UTC, datetime
 import pytest
 from pydantic import ValidationError
 
-from dlrm_api.progress import LAST_MOMENT, CheckpointerProgress, CutWord, Progress, TerminationMessage
-from dlrm_api.status import MOST
+from dlrm_api.progress import MAX_UNIX_SECONDS, CheckpointerProgress, CutResponse, Progress, TerminationMessage
+from dlrm_api.status import MAX_EXACT
 
 SNAPSHOT = {"step": 1, "kind": "full", "bits": 8, "bytes": 1, "uri": "s3://b/p", "time": 0}
-ABSURD = ("1" + "0" * 400, "-1", "1e300", "1e999", "NaN", "Infinity", str(MOST + 1), '"x"', "[]", "{}", "[" * 100_000)
+ABSURD = (
+    "1" + "0" * 400,
+    "-1",
+    "1e300",
+    "1e999",
+    "NaN",
+    "Infinity",
+    str(MAX_EXACT + 1),
+    '"x"',
+    "[]",
+    "{}",
+    "[" * 100_000,
+)
 
 
 def answer(field: str, value: str) -> str:
@@ -36,7 +48,7 @@ def test_a_snapshot_at_no_step_or_no_time_is_no_answer(value: str) -> None:
         with pytest.raises(ValidationError):
             CheckpointerProgress.model_validate_json(snapshot)
     with pytest.raises(ValidationError):
-        CutWord.model_validate_json(answer("step", value))
+        CutResponse.model_validate_json(answer("step", value))
 
 
 @pytest.mark.parametrize("value", ABSURD)
@@ -54,4 +66,4 @@ def test_a_termination_message_of_any_text_is_read_without_an_error(text: str) -
 
 
 def test_the_last_moment_is_one_that_a_timestamp_can_say() -> None:
-    assert datetime.fromtimestamp(LAST_MOMENT, UTC).year == 9999
+    assert datetime.fromtimestamp(MAX_UNIX_SECONDS, UTC).year == 9999
