@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.shapes import Shape, job_of
 from dlrm_trainer.data import Batch
-from dlrm_trainer.model.dense import DenseParameters, input_gradient
+from dlrm_trainer.model.dense import DenseParameters, linear
 from dlrm_trainer.model.dlrm import build_model, global_mean_loss
 
 PRODUCT = (2_048, 512, 512)
@@ -49,7 +49,7 @@ class DenseSide:
 
 
 class Products:
-    """As many multiplications as the dense half's step has, all in products of matrices that torch is fastest with.
+    """As many multiplications as the dense half's step has, all in products of matrices of a wide layer's size.
 
     Args:
         shape: of the model.
@@ -57,14 +57,15 @@ class Products:
 
     def __init__(self, shape: Shape) -> None:
         self._flops = step_flops(shape)
-        self._left, self._right = torch.rand(PRODUCT[0], PRODUCT[1]), torch.rand(PRODUCT[1], PRODUCT[2])
+        self._left, self._layer = torch.rand(PRODUCT[0], PRODUCT[1]), torch.nn.Linear(*PRODUCT[1:], bias=False)
 
     def run(self, batches: Sequence[Batch]) -> float:
         """See ``Side``."""
         wanted = self._flops * len(batches) / (2 * math.prod(PRODUCT))
         start = time.perf_counter()
-        for _ in range(math.ceil(wanted)):
-            input_gradient(self._left, self._right)
+        with torch.no_grad():
+            for _ in range(math.ceil(wanted)):
+                linear(self._left, self._layer, torch.float32)
         return (time.perf_counter() - start) * wanted / math.ceil(wanted)
 
     def close(self) -> None:

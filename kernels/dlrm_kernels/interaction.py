@@ -1,7 +1,10 @@
-"""Dot interaction of a sample's vectors and its gradient, and the one-pass step of dense Adagrad.
+"""Dot products of all pairs of a sample's vectors, and their gradients.
 
-The gradient's sums of some vectors stay in vector registers: a loop over columns would read and write a sum for every
-product.
+The gradients' sums of some vectors stay in the processor's vector registers: a loop over columns would read and write
+a sum for every product.
+
+Shapes: n samples, V vectors of E elements each, of which one may be the bottom MLP's output and T = V or V - 1 are
+features; P = V (V - 1) / 2 pairs: the lower triangle, row by row.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ import numba.core.cgutils
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numpy.typing import NDArray
 
 from dlrm_kernels.cache import ANY_ORDER, intrinsic, kernel
 from dlrm_kernels.intrinsics import Size, prefetch_lines, size_in_type, size_of, value_of
-from dlrm_kernels.parallel import finish, take
+from dlrm_kernels.parallel import finish, parallel_for, take
 
+Floats = NDArray[np.float32]
 U64 = np.uint64
 ROWS = 6
 """Vectors whose sums fit into registers together."""
@@ -180,26 +185,67 @@ def _word(value: int) -> Any:
 
 
 ZERO, ONE, FOUR = U64(0), U64(1), U64(4)
-
-
 TILE = U64(ROWS)
-
-
 ONE_ROW, ROWS_OF_TILE = size_of(1), size_of(ROWS)
-
-
 UNIT_SAMPLES = 64
-"""That a thread takes at a time."""
+"""Samples that a thread takes at a time."""
 
 
-def sizes_of(vectors: int, dim: int, has_bottom: bool) -> tuple[Size, Size, Size, Size]:
-    """Last, how many features are left where tiles of them are whole."""
-    return size_of(vectors), size_of(dim), size_of(int(has_bottom)), size_of((vectors - has_bottom) % ROWS)
+def dot_products(bottom: Floats | None, features: Floats, out: Floats, dim: int, threads: int) -> None:
+    """Compute all pairs' products of each sample.
+
+    Args:
+        bottom: (n, E), copied to the first columns of ``out``; None: features interact only with each other.
+        features: (n, T * E).
+        out: (n, E + P), or (n, P) without ``bottom``; filled.
+        dim: E.
+        threads: to use.
+    """
+    inputs = [(features if each is None else each).reshape(-1) for each in (bottom, features)]
+    sizes, stride = _sizes(bottom, features, dim), U64(out.shape[1])
+    parallel_for(_dot_products, _units(out), threads, sizes, *inputs, out.reshape(-1), len(out), stride)
+
+
+def dot_gradients(
+    bottom: Floats | None,
+    features: Floats,
+    gradient: Floats,
+    to_bottom: Floats | None,
+    to_features: Floats,
+    dim: int,
+    threads: int,
+) -> None:
+    """Compute the gradients of ``dot_products``.
+
+    Args:
+        bottom: as given to ``dot_products``.
+        features: likewise.
+        gradient: of its output.
+        to_bottom: like ``bottom``; filled.
+        to_features: like ``features``; filled.
+        dim: E.
+        threads: to use.
+    """
+    inputs = [(features if each is None else each).reshape(-1) for each in (bottom, features)]
+    outputs = [(to_features if each is None else each).reshape(-1) for each in (to_bottom, to_features)]
+    sizes, stride = _sizes(bottom, features, dim), U64(gradient.shape[1])
+    arrays = [*inputs, gradient.reshape(-1), *outputs]
+    parallel_for(_dot_gradients, _units(gradient), threads, sizes, *arrays, len(gradient), stride)
+
+
+def _units(samples: Floats) -> int:
+    return max(1, len(samples) // UNIT_SAMPLES)
+
+
+def _sizes(bottom: Floats | None, features: Floats, dim: int) -> tuple[Size, Size, Size, Size]:
+    """Return V, E, whether there is a bottom, and the features that no whole tile holds."""
+    count = features.shape[1] // dim
+    return size_of(count + (bottom is not None)), size_of(dim), size_of(int(bottom is not None)), size_of(count % ROWS)
 
 
 @kernel
 def _values(sizes: Any) -> Any:
-    """How many vectors, their elements, and how many of them (1 or 0) are the bottom MLP's."""
+    """Return V, E, and how many of the vectors (1 or 0) are the bottom MLP's."""
     return value_of(sizes[0]), value_of(sizes[1]), value_of(sizes[2])
 
 
@@ -215,10 +261,10 @@ def _load(sizes: Any, bottom: Any, features: Any, sample: Any, x: Any) -> None:
 
 
 @kernel(fastmath=ANY_ORDER)
-def dot_products(
+def _dot_products(
     counts: Any, units: int, sizes: Any, bottom: Any, features: Any, out: Any, samples: int, stride: Any
 ) -> None:
-    """Fill ``out``, a sample every ``stride`` elements; all arrays flat, ``stride`` uint64."""
+    """Fill ``out``; all arrays are flat, ``stride`` is a uint64."""
     count, width, own = _values(sizes)
     x = np.empty(count * width, np.float32)
     while True:
@@ -259,7 +305,7 @@ def dot_products(
 
 
 @kernel(fastmath=ANY_ORDER)
-def dot_gradients(
+def _dot_gradients(
     counts: Any,
     units: int,
     sizes: Any,
@@ -271,7 +317,7 @@ def dot_gradients(
     samples: int,
     stride: Any,
 ) -> None:
-    """Fill gradients of the vectors from that of ``out``, a sample every ``stride`` elements; all arrays flat."""
+    """Fill the gradients of the vectors; all arrays are flat, ``stride`` is a uint64."""
     count, width, own = _values(sizes)
     whole = (count - own) // TILE * TILE
     x, one = np.empty(count * width, np.float32), np.empty(width, np.float32)
@@ -294,24 +340,4 @@ def dot_gradients(
                 prefetch_lines(to_features, ahead, ahead + TILE * width)
                 sum_partners(sizes[1], ROWS_OF_TILE, gradient, pairs, own + i, count, x, to_features, row + i * width)
             sum_partners(sizes[1], sizes[3], gradient, pairs, own + whole, count, x, to_features, row + whole * width)
-        finish(counts)
-
-
-UNIT_ELEMENTS = 1 << 14
-"""That a thread takes at a time."""
-
-
-@kernel(error_model="numpy")
-def adagrad(counts: Any, units: int, parameters: Any, gradient: Any, sums: Any, rate: Any, eps: Any) -> None:
-    """Make one Adagrad step of all parameters, which are one flat array as their gradient and its sums are."""
-    elements = len(parameters)
-    while True:
-        unit = take(counts)
-        if unit >= units:
-            return
-        for n in range(U64(elements * unit // units), U64(elements * (unit + 1) // units)):
-            slope = gradient[n]
-            total = sums[n] + slope * slope
-            sums[n] = total
-            parameters[n] -= rate * slope / (np.sqrt(total) + eps)
         finish(counts)

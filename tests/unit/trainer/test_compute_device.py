@@ -33,7 +33,7 @@ from dlrm_trainer.embedding import device, place
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.metrics import stages
 from dlrm_trainer.model.dense import DenseParameters
-from dlrm_trainer.model.dlrm import DevicePairs, Pairs, build_model, pair_places
+from dlrm_trainer.model.dlrm import DevicePairs, HostPairs, build_model, pair_places
 
 SUPPORT = Path(__file__).parents[2] / "support"
 
@@ -350,7 +350,7 @@ def test_pairs_and_their_gradients_are_the_hosts(with_bottom: bool, samples: int
         out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape))
         return [out.detach(), *(each.grad for each in inputs)]
 
-    for found, expected in zip(of(DevicePairs, torch.float32, places), of(Pairs), strict=True):
+    for found, expected in zip(of(DevicePairs, torch.float32, places), of(HostPairs), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -20,7 +20,7 @@ from dlrm_testing.trainer.gpus import needs_gpu
 from dlrm_trainer.embedding.kernels import TableBatch
 from dlrm_trainer.embedding.replicated import ReplicatedParts
 from dlrm_trainer.embedding.updates import MAX_UPDATES, updated
-from dlrm_trainer.model.dense import make_optimizer
+from dlrm_trainer.model.dense import DenseOptimizer
 
 SHAPES = [(40, 4), (7, 4), (30, 16), (1, 8)]
 NAMES = ("t0", "t1", "t2", "t3")
@@ -344,7 +344,7 @@ def test_an_eps_of_zero_is_refused(spec: type[ApiModel]) -> None:
 def test_gradients_of_zero_and_nearly_so_move_no_dense_parameter_at_the_least_eps(kind: str, size: float) -> None:
     values = torch.ones(5)
 
-    optimizer = make_optimizer(DenseOptimizerSpec.model_validate({"kind": kind, "eps": MIN_EPS}), values)
+    optimizer = DenseOptimizer(DenseOptimizerSpec.model_validate({"kind": kind, "eps": MIN_EPS}), values)
     optimizer.step(values, torch.full((5,), size), 1.0)
 
     np.testing.assert_allclose(values.numpy(), 1.0, atol=0.01)

@@ -1,127 +1,25 @@
-"""The dense half of a DLRM: bottom MLP, interaction, top MLP to one logit. It knows no parallelism.
+"""The dense half of a DLRM: bottom MLP, interaction, top MLP to one logit, and the loss. It knows no parallelism.
 
-Shapes: n samples, F dense features, T features of ids, D the width of all pooled rows side by side, E one's width.
+Shapes: n samples, F dense features, T features of ids, D the width of all pooled rows side by side, E one's width,
+V vectors of a sample that interact, P = V (V - 1) / 2 pairs of them: the lower triangle, row by row.
 
 Source: Naumov et al., Deep Learning Recommendation Model, arXiv 1906.00091; Wang et al., DCN V2, WWW 2021.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dlrm_api.model import ModelSpec
-from dlrm_kernels.interaction import UNIT_SAMPLES, dot_gradients, dot_products, sizes_of
-from dlrm_kernels.parallel import parallel_for
+from dlrm_kernels.interaction import dot_gradients, dot_products
 from dlrm_trainer.compute_device import HOST
-from dlrm_trainer.model.dense import Layers, product_type, row_stride
-
-
-def pair_places(vectors: int) -> Tensor:
-    """(2, P) int64 places, in a flat matrix (V, V), of each pair below its diagonal and of its mirror image."""
-    rows, columns = torch.tril_indices(vectors, vectors, offset=-1)
-    return torch.stack((rows * vectors + columns, columns * vectors + rows))
-
-
-class DevicePairs(torch.autograd.Function):
-    """See ``pairs.Pairs``: the same function, whose products take and give ``dtype`` and add up in float32."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, bottom: Tensor | None, features: Tensor, dim: int, dtype: torch.dtype, places: Tensor
-    ) -> Tensor:
-        """All vectors have ``dim`` elements; ``places`` are ``pair_places`` on their device."""
-        samples = len(features)
-        given = [features] if bottom is None else [bottom, features]
-        x = torch.cat([each.to(dtype) for each in given], dim=1).view(
-            samples, sum(each.shape[1] for each in given) // dim, dim
-        )
-        products = torch.bmm(x, x.transpose(1, 2)).flatten(1).index_select(1, places[0]).to(features.dtype)
-        ctx.save_for_backward(x, places)
-        ctx.own = 0 if bottom is None else dim
-        return products if bottom is None else torch.cat((bottom, products), dim=1)
-
-    @staticmethod
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
-        """Gradients of the vectors. Each product has a place of its own, so that none are added in a chance order."""
-        x, places = ctx.saved_tensors
-        (gradient,), own = incoming, ctx.own
-        samples, vectors, _ = x.shape
-        of_pairs = gradient[:, own:].to(x.dtype)
-        square = x.new_zeros(samples, vectors * vectors)
-        for each in places:
-            square.index_copy_(1, each, of_pairs)
-        to_vectors = torch.bmm(square.view(samples, vectors, vectors), x).flatten(1).to(gradient.dtype)
-        to_bottom = to_vectors[:, :own] + gradient[:, :own] if own else None
-        return to_bottom, to_vectors[:, own:], None, None, None
-
-
-class Pairs(torch.autograd.Function):
-    """(n, E) or nothing, and (n, F * E), to (n, E + pairs) or (n, pairs): the first beside the products, row by row."""
-
-    @staticmethod
-    def forward(ctx: Any, bottom: Tensor | None, features: Tensor, dim: int) -> Tensor:
-        """All vectors have ``dim`` elements. Rows of what it returns lie as the products that read them have it."""
-        samples = len(features)
-        own = 0 if bottom is None else dim
-        vectors = (features.shape[1] + own) // dim
-        width = own + vectors * (vectors - 1) // 2
-        out = torch.empty(samples, row_stride(width), dtype=torch.float32)
-        inputs = (None if bottom is None else bottom.contiguous(), features.contiguous())
-        sizes = sizes_of(vectors, dim, own > 0)
-        parallel_for(
-            dot_products,
-            _units(samples),
-            torch.get_num_threads(),
-            sizes,
-            *_flat(*inputs),
-            out.view(-1).numpy(),
-            samples,
-            np.uint64(out.shape[1]),
-        )
-        ctx.save_for_backward(*inputs)
-        ctx.sizes = sizes
-        return out[:, :width]
-
-    @staticmethod
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, Tensor, None]:
-        """Gradients of the vectors."""
-        bottom, features = ctx.saved_tensors
-        (gradient,), samples = incoming, len(features)
-        if gradient.stride(1) != 1 or gradient.stride(0) < gradient.shape[1]:
-            gradient = gradient.contiguous()
-        stride = gradient.stride(0)
-        flat = gradient.as_strided((max(0, (samples - 1) * stride + gradient.shape[1]),), (1,))
-        to_bottom = None if bottom is None else torch.empty_like(bottom)
-        to_features = torch.empty_like(features)
-        outputs = _flat(to_bottom, to_features)
-        parallel_for(
-            dot_gradients,
-            _units(samples),
-            torch.get_num_threads(),
-            ctx.sizes,
-            *_flat(bottom, features),
-            flat.numpy(),
-            *outputs,
-            samples,
-            np.uint64(stride),
-        )
-        return to_bottom, to_features, None
-
-
-def _units(samples: int) -> int:
-    return max(1, samples // UNIT_SAMPLES)
-
-
-def _flat(bottom: Tensor | None, features: Tensor) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    flat = features.detach().reshape(-1).numpy()
-    return flat if bottom is None else bottom.detach().reshape(-1).numpy(), flat
+from dlrm_trainer.model.dense import linear, product_dtype
 
 
 class MLP(nn.Module):
@@ -132,23 +30,22 @@ class MLP(nn.Module):
 
     def __init__(self, width: int, widths: Sequence[int], last_relu: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype = dtype
-        self.layers = nn.ModuleList(
-            nn.Linear(before, after) for before, after in zip((width, *widths), widths, strict=False)
-        )
-        self.relus = (True,) * (len(widths) - 1) + (last_relu,)
+        self.dtype, self.last_relu = dtype, last_relu
+        self.layers = nn.ModuleList(itertools.starmap(nn.Linear, itertools.pairwise((width, *widths))))
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, width) to (n, widths[-1])."""
-        out: Tensor = Layers.apply(x, self.relus, self.dtype, *self.parameters())  # type: ignore[no-untyped-call]
-        return out
+        for number, layer in enumerate(self.layers, start=1):
+            x = linear(x, layer, self.dtype)
+            if self.last_relu or number < len(self.layers):
+                x = nn.functional.relu(x, inplace=True)
+        return x.float()
 
 
 class DotInteraction(nn.Module):
-    """Dot products of all pairs of vectors: each feature's pooled row, and the bottom MLP's output where there is one.
+    """Dot products of all pairs of vectors: each feature's pooled row, and the bottom MLP's output if there is one.
 
-    Without a bottom MLP the pairs are all; with it, its output goes on beside them. ``dtype`` is that of a GPU's
-    products; the host's are float32.
+    That output is also passed on as it is. ``dtype`` is that of a GPU's products; the host's are float32.
     """
 
     places: Tensor
@@ -164,10 +61,91 @@ class DotInteraction(nn.Module):
         """(n, E) and (n, T * E) to (n, width): ``bottom`` first, then the lower triangle row by row."""
         out: Tensor
         if features.device.type == "cpu":
-            out = Pairs.apply(bottom, features, self.dim)  # type: ignore[no-untyped-call]
+            out = HostPairs.apply(bottom, features, self.dim)  # type: ignore[no-untyped-call]
         else:
             out = DevicePairs.apply(bottom, features, self.dim, self.dtype, self.places)  # type: ignore[no-untyped-call]
         return out
+
+
+class HostPairs(torch.autograd.Function):
+    """Dot products of all pairs on the host, by compiled loops that compute the lower triangle only.
+
+    A general matrix product computes every product twice, and picking one of them and its gradient are passes of
+    their own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bottom: Tensor | None, features: Tensor, dim: int) -> Tensor:
+        """(n, E) or nothing, and (n, T * E), to (n, E + P) or (n, P)."""
+        inputs = (None if bottom is None else bottom.contiguous(), features.contiguous())
+        ctx.save_for_backward(*inputs)
+        ctx.dim = dim
+        out = torch.empty(len(features), (0 if bottom is None else dim) + _pairs(bottom, features, dim))
+        dot_products(_array(inputs[0]), _array(inputs[1]), out.numpy(), dim, torch.get_num_threads())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        """Return gradients of the vectors."""
+        (bottom, features), (gradient,) = ctx.saved_tensors, incoming
+        to_bottom, to_features = None if bottom is None else torch.empty_like(bottom), torch.empty_like(features)
+        dot_gradients(
+            _array(bottom),
+            _array(features),
+            _array(gradient.contiguous()),
+            _array(to_bottom),
+            _array(to_features),
+            ctx.dim,
+            torch.get_num_threads(),
+        )
+        return to_bottom, to_features, None
+
+
+class DevicePairs(torch.autograd.Function):
+    """Do what ``HostPairs`` does on a GPU, by products that take and give ``dtype`` and add up in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, bottom: Tensor | None, features: Tensor, dim: int, dtype: torch.dtype, places: Tensor
+    ) -> Tensor:
+        """See ``HostPairs``; ``places`` are ``pair_places`` on the device."""
+        given = [features] if bottom is None else [bottom, features]
+        vectors = sum(each.shape[1] for each in given) // dim
+        x = torch.cat([each.to(dtype) for each in given], dim=1).view(len(features), vectors, dim)
+        products = torch.bmm(x, x.transpose(1, 2)).flatten(1).index_select(1, places[0]).to(features.dtype)
+        ctx.save_for_backward(x, places)
+        ctx.own = 0 if bottom is None else dim
+        return products if bottom is None else torch.cat((bottom, products), dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
+        """Return gradients of the vectors."""
+        x, places = ctx.saved_tensors
+        (gradient,), own = incoming, ctx.own
+        samples, vectors, _ = x.shape
+        of_pairs = gradient[:, own:].to(x.dtype)
+        square = x.new_zeros(samples, vectors * vectors)
+        # Each product has a place of its own: none are added in an order left to chance.
+        for each in places:
+            square.index_copy_(1, each, of_pairs)
+        to_vectors = torch.bmm(square.view(samples, vectors, vectors), x).flatten(1).to(gradient.dtype)
+        to_bottom = to_vectors[:, :own] + gradient[:, :own] if own else None
+        return to_bottom, to_vectors[:, own:], None, None, None
+
+
+def _pairs(bottom: Tensor | None, features: Tensor, dim: int) -> int:
+    vectors = features.shape[1] // dim + (bottom is not None)
+    return vectors * (vectors - 1) // 2
+
+
+def _array(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.detach().numpy()
+
+
+def pair_places(vectors: int) -> Tensor:
+    """Return (2, P) int64 places in a flat (V, V) matrix: of each pair below its diagonal, and of its mirror image."""
+    rows, columns = torch.tril_indices(vectors, vectors, offset=-1)
+    return torch.stack((rows * vectors + columns, columns * vectors + rows))
 
 
 class CrossInteraction(nn.Module):
@@ -182,12 +160,10 @@ class CrossInteraction(nn.Module):
 
     def forward(self, bottom: Tensor | None, features: Tensor) -> Tensor:
         """(n, bottom width) and (n, D) to (n, width)."""
-        start = features if bottom is None else torch.cat((bottom, features), dim=1)
-        x = start
+        start = x = features if bottom is None else torch.cat((bottom, features), dim=1)
         for down, up in zip(self.down, self.up, strict=True):
-            layers = (down.weight, None, up.weight, up.bias)
-            added = Layers.apply(x, (False, False), self.dtype, *layers)  # type: ignore[no-untyped-call]
-            x = start * added + x
+            added = linear(linear(x, down, self.dtype), up, self.dtype)
+            x = start * added.float() + x
         return x
 
 
@@ -199,7 +175,7 @@ class DLRM(nn.Module):
         tables = spec.all_tables()
         dims = [tables[feature.table].dim for feature in spec.all_features()]
         dense = len(spec.dense_features)
-        dtype = product_type(spec.precision, device)
+        dtype = product_dtype(spec.precision, device)
         self.bottom = MLP(dense, spec.bottom_mlp, last_relu=True, dtype=dtype) if dense else None
         self.interaction: DotInteraction | CrossInteraction
         if spec.interaction == "dot":
@@ -210,43 +186,26 @@ class DLRM(nn.Module):
         self.top = MLP(self.interaction.width, spec.top_mlp, last_relu=False, dtype=dtype)
 
     def forward(self, dense: Tensor, features: Tensor) -> Tensor:
-        """Logits.
+        """Return (n,) float32 logits.
 
         Args:
             dense: (n, F) float32; ignored where F is 0.
             features: (n, D) float32 pooled rows, features side by side in the model's order.
-
-        Returns:
-            (n,) float32.
         """
         return self.logits(self.bottom_out(dense), features)
 
     def bottom_out(self, dense: Tensor) -> Tensor | None:
-        """The half of ``forward`` that needs no pooled rows: (n, bottom width), None without dense features."""
+        """Compute the half of ``forward`` that needs no pooled rows: (n, bottom width), None without dense features."""
         return None if self.bottom is None else self.bottom(dense)
 
     def logits(self, bottom: Tensor | None, features: Tensor) -> Tensor:
-        """The other half of ``forward``.
-
-        Args:
-            bottom: from ``bottom_out``.
-            features: (n, D) float32, as for ``forward``.
-
-        Returns:
-            (n,) float32.
-        """
+        """Compute the other half of ``forward`` from what ``bottom_out`` returned."""
         logits: Tensor = self.top(self.interaction(bottom, features))
         return logits.squeeze(1)
 
 
 def build_model(spec: ModelSpec, seed: int, device: torch.device = HOST) -> DLRM:
-    """A model with weights drawn from ``seed`` alone: every rank, at every world size, builds the same bits.
-
-    Args:
-        spec: of the model.
-        seed: of its weights.
-        device: that it computes on.
-    """
+    """Build a model on ``device`` with weights drawn from ``seed`` alone: the same bits on every rank."""
     model = DLRM(spec, device)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -260,7 +219,7 @@ def build_model(spec: ModelSpec, seed: int, device: torch.device = HOST) -> DLRM
 
 
 def global_mean_loss(logits: Tensor, labels: Tensor, global_count: int) -> Tensor:
-    """This rank's share of the global batch's mean log loss: the shares of all ranks add up to it.
+    """Return this rank's share of the global batch's mean log loss: the shares of all ranks add up to it.
 
     Args:
         logits: (n,) float32; n may be 0.

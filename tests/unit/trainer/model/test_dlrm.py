@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dlrm_api.model import ModelSpec
-from dlrm_trainer.model.dlrm import DLRM, build_model, global_mean_loss
+from dlrm_trainer.model.dlrm import DLRM, MLP, build_model, global_mean_loss
 
 TABLES = [{"name": name, "rows": 10, "dim": 4} for name in "abc"]
 
@@ -62,6 +62,27 @@ def test_cross_interaction_equals_a_loop_over_samples_and_layers() -> None:
             x = start * (up @ (down @ x) + parameters[f"interaction.up.{layer}.bias"]) + x
         expected = mlp(parameters, "top", 2, x, False)
         assert logits[sample].item() == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
+
+
+def test_mlp_in_bf16_stays_near_fp32_and_gives_float32_gradients() -> None:
+    torch.manual_seed(2)
+    half, full = (MLP(24, [32, 16], last_relu=True, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    half.load_state_dict(full.state_dict())
+    x, incoming = torch.randn(50, 24).requires_grad_(), torch.randn(50, 16)
+
+    outputs = [model(x) for model in (half, full)]
+    results = [
+        torch.autograd.grad(out, [x, *model.parameters()], incoming)
+        for out, model in zip(outputs, (half, full), strict=True)
+    ]
+
+    near, exact = (each.detach() for each in outputs)
+    assert near.dtype == torch.float32
+    assert float((near - exact).norm() / exact.norm()) < 0.02
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == torch.float32
+        # A ReLU may be open on one side only.
+        assert float((ours - theirs).norm() / theirs.norm()) < 0.2
 
 
 @pytest.mark.parametrize("interaction", ["dot", "dcn"])
