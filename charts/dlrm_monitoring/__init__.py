@@ -1,1 +1,1 @@
-"""What the chart ships for monitoring, as Python: tables of metrics, and Grafana dashboards. Never installed."""
+"""Grafana dashboards of the chart, as Python. Never installed."""

@@ -1,4 +1,4 @@
-"""The dashboard of all jobs: what runs, how fast, how safe, for how much. It needs the operator's metrics alone."""
+"""Define the dashboard of all jobs. It needs the operator's metrics only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BY_JOB = "{{namespace}}/{{dlrm_job}}"
 
 
 def _of_jobs(name: str) -> str:
-    """The newest value of a job's metric; two operators show it for a moment while one takes over."""
+    """Return the newest value of a job's metric; during a failover two operators export it."""
     return f"max by (namespace, dlrm_job) (dlrm_operator_job_{name}{{{HERE}}})"
 
 
@@ -17,8 +17,8 @@ UNSAVED = (
     f"(time() - ({_of_jobs('last_snapshot_timestamp_seconds')} > {_of_jobs('running_timestamp_seconds')} "
     f"or {_of_jobs('running_timestamp_seconds')}))"
 )
-"""Seconds of training that a failure now would cost: since the newest snapshot, or since the gang trains where that was
-later or there is no snapshot; of jobs that train alone."""
+"""Seconds of training that a failure would lose, for training jobs: since the newest snapshot or since training began,
+whichever is later."""
 
 FLEET = Dashboard(
     uid="dlrm-fleet",
@@ -38,7 +38,7 @@ FLEET = Dashboard(
             (
                 Panel(
                     title="Training",
-                    description="Jobs whose gang trains.",
+                    description="Jobs that are training.",
                     unit="none",
                     kind="stat",
                     width=4,
@@ -47,7 +47,7 @@ FLEET = Dashboard(
                 ),
                 Panel(
                     title="Failed",
-                    description="Jobs that have failed and are still there.",
+                    description="Failed jobs that still exist.",
                     unit="none",
                     kind="stat",
                     width=4,
@@ -56,7 +56,7 @@ FLEET = Dashboard(
                 ),
                 Panel(
                     title="Samples/s",
-                    description="Throughput of all jobs together.",
+                    description="Total throughput of all jobs.",
                     unit="cps",
                     kind="stat",
                     width=4,
@@ -74,7 +74,7 @@ FLEET = Dashboard(
                 ),
                 Panel(
                     title="Cost per hour",
-                    description="Price of the nodes that pods fill, in the currency of the HardwareProfiles. "
+                    description="Price of the nodes in use, in the currency of the HardwareProfiles. "
                     "Jobs whose profile has no price are not counted.",
                     unit="none",
                     kind="stat",
@@ -85,7 +85,7 @@ FLEET = Dashboard(
                 ),
                 Panel(
                     title="Oldest snapshot",
-                    description="Longest time that a training job would lose if it failed now.",
+                    description="Most training time that a job would lose by a failure now.",
                     unit="s",
                     kind="stat",
                     width=4,
@@ -99,20 +99,20 @@ FLEET = Dashboard(
             (
                 Panel(
                     title="Jobs by phase",
-                    description="A job is in one phase at a time. Many that are Pending or Scheduling wait for nodes.",
+                    description="Jobs by phase. Many Pending or Scheduling jobs wait for nodes.",
                     unit="none",
                     stacked=True,
                     queries=(Query(f"sum by (phase) (dlrm_operator_job_phase{{{HERE}}})", "{{phase}}"),),
                 ),
                 Panel(
                     title="Samples/s by job",
-                    description="Throughput that each trainer said last. A job that does not train has none.",
+                    description="Last reported throughput of each training job.",
                     unit="cps",
                     queries=(Query(_of_jobs("samples_per_second"), BY_JOB),),
                 ),
                 Panel(
-                    title="Throughput beside the plan's",
-                    description="Measured over predicted samples/s: far under 1, see the job's stages and tiers. "
+                    title="Throughput vs. plan",
+                    description="Measured / predicted samples/s. Far below 1: check the job's stages and tiers. "
                     "Only jobs whose HardwareProfile gives rates have a prediction.",
                     unit="percentunit",
                     queries=(
@@ -121,7 +121,7 @@ FLEET = Dashboard(
                 ),
                 Panel(
                     title="Done",
-                    description="Share of the job's steps.",
+                    description="Share of the job's steps that are done.",
                     unit="percentunit",
                     kind="bargauge",
                     most=1,
@@ -129,7 +129,7 @@ FLEET = Dashboard(
                 ),
                 Panel(
                     title="Normalized entropy",
-                    description="Of each job's last evaluation; under 1 beats always predicting the base rate.",
+                    description="Last evaluation of each job. Below 1 is better than always predicting the base rate.",
                     unit="none",
                     decimals=4,
                     queries=(Query(_of_jobs("normalized_entropy_ratio"), BY_JOB),),
@@ -148,7 +148,7 @@ FLEET = Dashboard(
             (
                 Panel(
                     title="Restarts",
-                    description="Gangs replaced within the hour before, by job.",
+                    description="Restarts within the last hour, by job.",
                     unit="none",
                     queries=(
                         Query(
@@ -159,29 +159,29 @@ FLEET = Dashboard(
                 ),
                 Panel(
                     title="Restarts by reason",
-                    description="The same of all namespaces that an operator serves, by what ended the gangs.",
+                    description="Restarts in all namespaces of an operator, by reason.",
                     unit="none",
                     stacked=True,
                     queries=(Query(within_an_hour("dlrm_operator_restarts_total", "reason"), "{{reason}}"),),
                 ),
                 Panel(
                     title="Snapshot age",
-                    description="Time since the newest committed snapshot of jobs that train, or since the gang trains "
+                    description="Time since the newest committed snapshot of training jobs, or since training started "
                     "where that was later: what a failure now would cost.",
                     unit="s",
                     queries=(Query(UNSAVED, BY_JOB),),
                 ),
                 Panel(
                     title="Snapshot age in intervals",
-                    description="The same over the time between two cuts that the spec asks for. "
+                    description="Snapshot age divided by the checkpoint interval of the spec. "
                     "Over 3 the alert DLRMJobSnapshotStale is near.",
                     unit="none",
                     decimals=1,
                     queries=(Query(f"{UNSAVED} / {_of_jobs('snapshot_interval_seconds')}", BY_JOB),),
                 ),
                 Panel(
-                    title="Stores that fail",
-                    description="1 while the last call of the store by a job's first pod failed.",
+                    title="Failing stores",
+                    description="1 if the last store request of a job's first pod failed.",
                     unit="none",
                     most=1,
                     queries=(Query(_of_jobs("store_failing"), BY_JOB),),
@@ -193,15 +193,15 @@ FLEET = Dashboard(
             (
                 Panel(
                     title="Cost per hour by job",
-                    description="Price of the nodes that a job's pods fill, in the currency of its HardwareProfile.",
+                    description="Price of the nodes of a job, in the currency of its HardwareProfile.",
                     unit="none",
                     decimals=2,
                     stacked=True,
                     queries=(Query(_of_jobs("cost_per_hour"), BY_JOB),),
                 ),
                 Panel(
-                    title="Price of a billion samples",
-                    description="Cost per hour over measured throughput: what training really costs.",
+                    title="Price per billion samples",
+                    description="Cost per hour divided by measured throughput.",
                     unit="none",
                     decimals=2,
                     queries=(

@@ -1,4 +1,4 @@
-"""The dashboard of one job: quality, speed and where it goes, tiers, snapshots. It needs its pods' metrics too."""
+"""Define the dashboard of one job: quality, throughput, stages, tiers, snapshots. It needs the pods' metrics too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ RATE = "[$__rate_interval]"
 WAITING = "agreement|exchange"
 """Stages in which a rank waits for others."""
 APART = "evaluation|cut"
-"""Stages that belong to no step."""
+"""Stages outside of steps."""
 
 
 def _operator(name: str) -> str:
@@ -17,12 +17,12 @@ def _operator(name: str) -> str:
 
 
 def _trainer(name: str) -> str:
-    """A figure that all pods of a gang show alike."""
+    """Return a figure that is equal in all pods of a gang."""
     return f"max(dlrm_trainer_{name}{{{JOB}}})"
 
 
 def _rate(name: str, by: str, more: str = "") -> str:
-    """Per second, added up over pods and ranks, of the series that ``more`` selects."""
+    """Return the rate per second of the series that ``more`` selects, summed over pods and ranks."""
     return f"sum by ({by}) (rate(dlrm_{name}{{{JOB}{more}}}{RATE}))"
 
 
@@ -31,14 +31,14 @@ def _in_window(name: str, by: str) -> str:
 
 
 STEPS = f"scalar(max(rate(dlrm_trainer_steps_total{{{JOB}}}{RATE})) > 0)"
-"""Nothing, not a division by zero, while a job evaluates."""
+"""No value instead of a division by zero while a job evaluates."""
 ACCESSES = f"sum(rate(dlrm_trainer_table_accesses_total{{{JOB}}}{RATE}))"
 NOW = Row(
     "Now",
     (
         Panel(
             title="Phase",
-            description="Where the job is in its life, as its status says.",
+            description="Phase from the job's status.",
             unit="none",
             kind="stat",
             width=4,
@@ -48,7 +48,7 @@ NOW = Row(
         ),
         Panel(
             title="Done",
-            description="Share of the job's steps.",
+            description="Share of the job's steps that are done.",
             unit="percentunit",
             kind="stat",
             width=4,
@@ -57,7 +57,7 @@ NOW = Row(
         ),
         Panel(
             title="Samples/s",
-            description="Throughput that the trainer said last.",
+            description="Last reported throughput.",
             unit="cps",
             kind="stat",
             width=4,
@@ -66,7 +66,7 @@ NOW = Row(
         ),
         Panel(
             title="Restarts",
-            description="Gangs that were replaced in the job's life.",
+            description="Restarts over the job's lifetime.",
             unit="none",
             kind="stat",
             width=4,
@@ -84,7 +84,7 @@ NOW = Row(
         ),
         Panel(
             title="Cost per hour",
-            description="Price of the nodes that its pods fill, in the currency of its HardwareProfile.",
+            description="Price of the job's nodes, in the currency of its HardwareProfile.",
             unit="none",
             kind="stat",
             width=4,
@@ -99,7 +99,7 @@ QUALITY = Row(
     (
         Panel(
             title="Loss",
-            description="Mean log loss of the last step, and of the last evaluation.",
+            description="Mean log loss of the last step and of the last evaluation.",
             unit="none",
             decimals=4,
             queries=(
@@ -109,7 +109,7 @@ QUALITY = Row(
         ),
         Panel(
             title="Normalized entropy",
-            description="Of the last evaluation; under 1 is better than always predicting the base rate.",
+            description="Last evaluation. Below 1 is better than always predicting the base rate.",
             unit="none",
             decimals=4,
             queries=(Query(_trainer("eval_normalized_entropy_ratio"), "NE"),),
@@ -128,7 +128,7 @@ SPEED = Row(
     (
         Panel(
             title="Throughput",
-            description="Samples/s by the steps counted, and what the plan predicted.",
+            description="Measured and predicted samples/s.",
             unit="cps",
             queries=(
                 Query(f"max(rate(dlrm_trainer_samples_total{{{JOB}}}{RATE}))", "measured"),
@@ -136,8 +136,8 @@ SPEED = Row(
             ),
         ),
         Panel(
-            title="Throughput that each rank alone would reach",
-            description="The job's samples/s if every rank were as fast as this one and none waited: "
+            title="Throughput of each rank without waits",
+            description="Samples/s of the job if every rank were as fast as this one and none waited: "
             "the lowest line is the rank that the others wait for.",
             unit="cps",
             queries=(
@@ -150,7 +150,7 @@ SPEED = Row(
         ),
         Panel(
             title="Step time by stage",
-            description="Mean time of a rank's step by what it went to. exchange and agreement are waits for others.",
+            description="Mean step time of a rank by stage. exchange and agreement include waits for other ranks.",
             unit="s",
             stacked=True,
             queries=(
@@ -161,8 +161,8 @@ SPEED = Row(
             ),
         ),
         Panel(
-            title="Own time of a step by rank",
-            description="Time of a step that a rank spent on its own part, without its waits for others.",
+            title="Step time by rank, without waits",
+            description="Step time that a rank spends on its own work, without waits for others.",
             unit="s",
             queries=(
                 Query(
@@ -172,7 +172,7 @@ SPEED = Row(
             ),
         ),
         Panel(
-            title="Time spent waiting for others, by rank",
+            title="Time waiting for other ranks",
             description="Share of a rank's time. The slow rank waits least.",
             unit="percentunit",
             most=1,
@@ -180,7 +180,7 @@ SPEED = Row(
         ),
         Panel(
             title="Sent to other ranks",
-            description="Bytes that all ranks send, by what travels.",
+            description="Bytes sent by all ranks, by kind of traffic.",
             unit="Bps",
             stacked=True,
             queries=(Query(_rate("trainer_sent_bytes_total", "traffic"), "{{traffic}}"),),
@@ -192,7 +192,7 @@ TIERS = Row(
     (
         Panel(
             title="Hit rate",
-            description="Share of distinct rows of batches that were in a slot, beside what the plan expects. "
+            description="Share of distinct rows of batches that were in a slot, and the plan's expectation. "
             "Only jobs whose plan has levels.",
             unit="percentunit",
             most=1,
@@ -208,7 +208,7 @@ TIERS = Row(
         ),
         Panel(
             title="Lowest hit rates by table",
-            description="The ten tables that find the smallest share of their rows in slots.",
+            description="The ten tables with the lowest hit rates.",
             unit="percentunit",
             most=1,
             queries=(
@@ -224,21 +224,21 @@ TIERS = Row(
         ),
         Panel(
             title="Rows served by tier",
-            description="Share of accesses whose row had to come up from a slower tier.",
+            description="Share of accesses whose row came from a slower tier.",
             unit="percentunit",
             stacked=True,
             queries=(Query(_rate("trainer_tier_read_rows_total", "tier") + f" / scalar({ACCESSES} > 0)", "{{tier}}"),),
         ),
         Panel(
             title="Read from tiers",
-            description="Bandwidth of rows that come up; on block storage of what the device was asked for.",
+            description="Bandwidth of rows moved up; for block storage, of requests to the device.",
             unit="Bps",
             stacked=True,
             queries=(Query(_rate("trainer_tier_read_bytes_total", "tier"), "{{tier}}"),),
         ),
         Panel(
             title="Written to tiers",
-            description="Bandwidth of rows that go down; on block storage of what the device was given.",
+            description="Bandwidth of rows moved down; for block storage, of writes to the device.",
             unit="Bps",
             stacked=True,
             queries=(Query(_rate("trainer_tier_written_bytes_total", "tier"), "{{tier}}"),),
@@ -251,7 +251,7 @@ TIERS = Row(
         ),
         Panel(
             title="Bytes in tiers",
-            description="What tables with levels take, and what the plan's rows take when every level is full.",
+            description="Bytes in use by tables with levels, and the plan's bytes when every level is full.",
             unit="bytes",
             queries=(
                 Query(f"sum by (tier) (dlrm_trainer_tier_kept_bytes{{{JOB}}})", "{{tier}} kept"),
@@ -264,14 +264,14 @@ SNAPSHOTS = Row(
     "Snapshots",
     (
         Panel(
-            title="Bytes of the newest snapshot",
-            description="Of its own objects, over all pods; increments are smaller than bases.",
+            title="Size of the newest snapshot",
+            description="Size of its own objects over all pods. Increments are smaller than bases.",
             unit="bytes",
             queries=(Query(f"max(dlrm_checkpointer_snapshot_bytes{{{JOB}}})", "snapshot"),),
         ),
         Panel(
             title="Upload",
-            description="Bandwidth to the store, over all pods, and of what trainers hand over.",
+            description="Bandwidth to the store over all pods, and of cuts handed over by trainers.",
             unit="Bps",
             queries=(
                 Query(f"sum(rate(dlrm_checkpointer_uploaded_bytes_total{{{JOB}}}{RATE}))", "uploaded"),
@@ -280,16 +280,16 @@ SNAPSHOTS = Row(
         ),
         Panel(
             title="Stall",
-            description="Share of time that snapshots take from training: cuts, and waits for room in the hand-off.",
+            description="Share of training time lost to checkpoints: cuts, and waits for space in the hand-off.",
             unit="percentunit",
             queries=(
                 Query(f'avg(rate(dlrm_trainer_stage_seconds_total{{{JOB}, stage="cut"}}{RATE}))', "cuts"),
-                Query(f"max(rate(dlrm_trainer_cut_wait_seconds_total{{{JOB}}}{RATE}))", "wait for room"),
+                Query(f"max(rate(dlrm_trainer_cut_wait_seconds_total{{{JOB}}}{RATE}))", "wait for space"),
             ),
         ),
         Panel(
             title="Hand-over to commit",
-            description="How long a cut takes until it is a snapshot.",
+            description="Time from hand-over of a cut to its commit.",
             unit="s",
             queries=tuple(
                 Query(
@@ -302,25 +302,25 @@ SNAPSHOTS = Row(
         ),
         Panel(
             title="Bits",
-            description="Bits of an element of the newest snapshot's rows.",
+            description="Bits per element of the newest snapshot.",
             unit="none",
             queries=(Query(f"max(dlrm_checkpointer_bits{{{JOB}}})", "bits"),),
         ),
         Panel(
             title="Chain",
-            description="Snapshots that the newest one goes over; 0 is a base. A restore reads all of them.",
+            description="Number of snapshots that the newest one depends on (0: a base). A restore reads all of them.",
             unit="none",
             queries=(Query(f"max(dlrm_checkpointer_chain_length{{{JOB}}})", "length"),),
         ),
         Panel(
             title="Steps since the newest snapshot",
-            description="What a failure now would have to train again.",
+            description="Steps that a failure now would lose.",
             unit="none",
             queries=(Query(f"{_trainer('steps_total')} - max(dlrm_checkpointer_committed_step{{{JOB}}})", "steps"),),
         ),
         Panel(
             title="Commits and removals",
-            description="Snapshots committed, by kind, and removed by retention.",
+            description="Snapshots committed by kind, and deleted by retention.",
             unit="none",
             queries=(
                 # every pod counts all of them
@@ -330,7 +330,7 @@ SNAPSHOTS = Row(
         ),
         Panel(
             title="Store errors",
-            description="Rounds of store calls that failed, and calls made again by their reason.",
+            description="Failed rounds of store requests, and retries by reason.",
             unit="none",
             queries=(
                 Query(f"sum(increase(dlrm_checkpointer_store_errors_total{{{JOB}}}{RATE}))", "failed rounds"),

@@ -1,4 +1,4 @@
-"""The dashboard of the operator: whether it leads, how its turns go, and what it asks of the API server."""
+"""Define the operator dashboard: leadership, reconciles and API requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ RATE = "[$__rate_interval]"
 
 
 def _quantiles(name: str) -> tuple[Query, ...]:
-    """Median and 99th percentile of a histogram."""
+    """Return queries for the median and the 99th percentile of a histogram."""
     buckets = f"sum by (le) (rate(dlrm_operator_{name}_bucket{{{HERE}}}{RATE}))"
     return tuple(Query(f"histogram_quantile({q}, {buckets})", f"p{q * 100:g}") for q in (0.5, 0.99))
 
@@ -17,11 +17,11 @@ def _quantiles(name: str) -> tuple[Query, ...]:
 OPERATOR = Dashboard(
     uid="dlrm-operator",
     title="DLRM / Operator",
-    description="The operator's turns, queue, API requests, watch, Lease and webhook.",
+    description="Reconciles, queue, API requests, watch, Lease and webhook of the operator.",
     variables=(
         Variable(
             name="namespace",
-            label="Operator's namespace",
+            label="Operator namespace",
             query="label_values(dlrm_operator_lease_held, namespace)",
             several=True,
         ),
@@ -31,16 +31,16 @@ OPERATOR = Dashboard(
             "Health",
             (
                 Panel(
-                    title="Who leads",
-                    description="1 for the process that holds the Lease: one of all, always.",
+                    title="Leader",
+                    description="1 for the process that holds the Lease. Exactly one does.",
                     unit="none",
                     most=1,
                     queries=(Query(f"dlrm_operator_lease_held{{{HERE}}}", "{{pod}}"),),
                 ),
                 Panel(
                     title="Age of the pod watch",
-                    description="Time since the API server last proved that the copy of pods is current. "
-                    "It sends something each minute.",
+                    description="Time since the API server last confirmed that the pod cache is current. "
+                    "It sends a bookmark every minute.",
                     unit="s",
                     queries=(Query(f"dlrm_operator_watch_age_seconds{{{HERE}}}", "{{pod}}"),),
                 ),
@@ -54,12 +54,12 @@ OPERATOR = Dashboard(
             ),
         ),
         Row(
-            "Turns",
+            "Reconciles",
             (
                 Panel(
-                    title="Turns by result",
-                    description="done is well; conflict is a job that changed meanwhile; refused and unavailable are "
-                    "the API server's answers; unreadable is a status of another version; error is a bug.",
+                    title="Reconciles by result",
+                    description="done: success; conflict: the job changed meanwhile; refused and unavailable: "
+                    "the API server's response; unreadable: a status of another version; error: a bug.",
                     unit="ops",
                     stacked=True,
                     queries=(
@@ -70,27 +70,27 @@ OPERATOR = Dashboard(
                     ),
                 ),
                 Panel(
-                    title="Time of a turn",
-                    description="From the look at a job to the last action.",
+                    title="Reconcile time",
+                    description="Time from observing a job to the last action.",
                     unit="s",
                     queries=_quantiles("reconcile_seconds"),
                 ),
                 Panel(
                     title="Queue",
-                    description="Jobs that wait for a turn, also for one at a later moment.",
+                    description="Jobs waiting for a reconcile, delayed ones included.",
                     unit="none",
                     queries=(Query(f"dlrm_operator_queue_keys{{{HERE}}}", "{{pod}}"),),
                 ),
                 Panel(
                     title="Restarts by reason",
-                    description="Gangs that were replaced within the hour before.",
+                    description="Restarts within the last hour.",
                     unit="none",
                     stacked=True,
                     queries=(Query(within_an_hour(f"dlrm_operator_restarts_total{{{HERE}}}", "reason"), "{{reason}}"),),
                 ),
                 Panel(
                     title="Progress polls",
-                    description="Questions to pods by their answer. Pods that start or end do not answer.",
+                    description="Polls of pods by result. Starting and ending pods do not answer.",
                     unit="ops",
                     stacked=True,
                     queries=(
@@ -107,7 +107,7 @@ OPERATOR = Dashboard(
             (
                 Panel(
                     title="API requests by code",
-                    description="409 is a conflict, 429 throttling, 403 a right that lacks; none is no answer.",
+                    description="409: conflict; 429: throttling; 403: missing right; none: no response.",
                     unit="reqps",
                     stacked=True,
                     queries=(
@@ -116,7 +116,7 @@ OPERATOR = Dashboard(
                 ),
                 Panel(
                     title="API requests by method",
-                    description="Reads are GET; writes are POST, PATCH, PUT and DELETE.",
+                    description="GET reads; POST, PATCH, PUT and DELETE write.",
                     unit="reqps",
                     stacked=True,
                     queries=(
@@ -128,7 +128,7 @@ OPERATOR = Dashboard(
                 ),
                 Panel(
                     title="Reviews by verdict",
-                    description="What the webhook said of jobs when they were applied.",
+                    description="Verdicts of the webhook on applied jobs.",
                     unit="ops",
                     stacked=True,
                     queries=(
@@ -139,8 +139,8 @@ OPERATOR = Dashboard(
                     ),
                 ),
                 Panel(
-                    title="Time of a review",
-                    description="A review that takes longer than webhook.deadlineSeconds is answered without a plan.",
+                    title="Review time",
+                    description="Time of a review. After webhook.deadlineSeconds it is answered without a plan.",
                     unit="s",
                     queries=_quantiles("admission_seconds"),
                 ),
@@ -151,7 +151,7 @@ OPERATOR = Dashboard(
             (
                 Panel(
                     title="CPU",
-                    description="Cores that the operator uses.",
+                    description="CPU cores in use.",
                     unit="none",
                     decimals=2,
                     queries=(
@@ -164,7 +164,7 @@ OPERATOR = Dashboard(
                 ),
                 Panel(
                     title="Memory",
-                    description="Resident memory of the operator; its planner is a process of its own.",
+                    description="Resident memory of the operator, without its planner process.",
                     unit="bytes",
                     queries=(
                         Query(

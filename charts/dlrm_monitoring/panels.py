@@ -1,4 +1,4 @@
-"""What a dashboard is made of, and how Grafana wants to read it."""
+"""Describe dashboards and render them as Grafana JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 SCHEMA_VERSION = 39
-"""Of Grafana 11; later ones read it too."""
+"""Dashboard schema of Grafana 11; later versions read it too."""
 WIDTH = 24
 """Columns of Grafana's grid."""
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -18,7 +18,7 @@ Kind = Literal["timeseries", "stat", "bargauge"]
 
 @dataclass(frozen=True)
 class Query:
-    """One PromQL expression; ``legend`` is a template over its labels."""
+    """Hold one PromQL expression; ``legend`` is a template over its labels."""
 
     expr: str
     legend: str = ""
@@ -26,7 +26,7 @@ class Query:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One picture. ``unit`` is Grafana's name of a unit, such as ``s``, ``bytes``, ``percentunit``."""
+    """Describe one panel. ``unit`` is Grafana's name of a unit, such as ``s``, ``bytes``, ``percentunit``."""
 
     title: str
     description: str
@@ -38,14 +38,14 @@ class Panel:
     stacked: bool = False
     decimals: int | None = None
     most: float | None = None
-    """Upper end of the axis, where there is one."""
+    """Upper end of the axis, if fixed."""
     texts: dict[str, str] = field(default_factory=dict)
-    """What stands in place of a value."""
+    """Texts shown instead of values."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Panels under one heading, side by side as they fit."""
+    """Group panels under one heading, side by side as they fit."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
-    """A choice at the top of a dashboard, read from the labels of a metric."""
+    """Describe a template variable, read from the labels of a metric."""
 
     name: str
     label: str
@@ -63,7 +63,7 @@ class Variable:
 
 @dataclass(frozen=True, kw_only=True)
 class Dashboard:
-    """One page of Grafana; its file is named after ``uid``."""
+    """Describe one dashboard; its file is named after ``uid``."""
 
     uid: str
     title: str
@@ -72,13 +72,13 @@ class Dashboard:
     rows: tuple[Row, ...]
 
     def panels(self) -> Iterator[Panel]:
-        """All panels, in order."""
+        """Return all panels, in order."""
         for row in self.rows:
             yield from row.panels
 
 
 def within_an_hour(counter: str, by: str) -> str:
-    """What a counter grew by within an hour, where its series begin with their first event.
+    """Return the increase of a counter within an hour if its series begin with their first event.
 
     ``increase`` alone leaves out what a series begins with. One that was not there an hour ago has counted all that it
     holds since then.
@@ -88,7 +88,7 @@ def within_an_hour(counter: str, by: str) -> str:
 
 
 def to_json(dashboard: Dashboard) -> str:
-    """The text that Grafana imports; equal dashboards give equal texts."""
+    """Return the JSON that Grafana imports. Equal dashboards give equal texts."""
     document = {
         "uid": dashboard.uid,
         "title": dashboard.title,
@@ -133,7 +133,7 @@ def _variable(variable: Variable) -> Json:
 
 
 def _laid_out(dashboard: Dashboard) -> Iterator[Json]:
-    """Rows and panels with their places on the grid."""
+    """Return rows and panels with their grid positions."""
     number, top = 0, 0
     for row in dashboard.rows:
         number += 1

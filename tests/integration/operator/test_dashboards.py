@@ -39,7 +39,7 @@ PROFILE: Object = {
 EMPTY = {
     (
         "dlrm-operator",
-        "Time of a review",
+        "Review time",
     ): "this operator serves no webhook: tests/operator/test_webhook.py looks at its reviews",
 }
 """Queries that can have no data here, by dashboard and legend or panel, and why."""
