@@ -24,7 +24,7 @@ from dlrm_cluster.api import ApiError
 from dlrm_cluster.build import binaries, module_folder
 from dlrm_cluster.ports import LOOPBACK, free_port
 from dlrm_operator.api_client import ClusterUnavailableError, KubernetesApi
-from dlrm_operator.manifests.rendering import render
+from dlrm_operator.manifests.pods import render_objects
 from dlrm_planner import plan_job
 
 Object = dict[str, Any]
@@ -180,7 +180,7 @@ class BareClient:
     def __init__(self) -> None:
         job = parse_job(job_document(0))
         plan = plan_job(job.spec, None)
-        self._objects = yaml.dump(render(job, None, plan), Dumper=yaml.CSafeDumper)
+        self._objects = yaml.dump(render_objects(job, None, plan), Dumper=yaml.CSafeDumper)
 
     def start(self, cluster: FakeNodes) -> None:
         """Nothing runs beside the client."""

@@ -69,14 +69,14 @@ def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str]
     Raises:
         DLRMError: the file or the job is bad, or the tables don't fit the hardware.
     """
-    from dlrm_operator.manifests.rendering import render
-    from dlrm_operator.manifests.restrictions import ANY
-    from dlrm_operator.manifests.stores import passing_stores
+    from dlrm_operator.manifests.pod_template import ANY
+    from dlrm_operator.manifests.pods import render_objects
+    from dlrm_operator.manifests.storage import passing_stores
     from dlrm_planner import plan_job
 
     job, profile = read_job_and_profile(path, profile_path, settings)
     plan = plan_job(job.spec, profile, traces=read_references(job.spec))
-    objects = [dict(manifest) for manifest in render(job, profile, plan, limits=ANY)]
+    objects = [dict(manifest) for manifest in render_objects(job, profile, plan, limits=ANY)]
     if as_json:
         print(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2))
     else:
@@ -126,7 +126,7 @@ def _parse_job(changed: Document) -> DLRMJob:
 
 def _refused_by_default(job: DLRMJob) -> tuple[str, ...]:
     """A warning for each addition to the pods that an operator refuses unless its admin allows any."""
-    from dlrm_operator.manifests.restrictions import RESTRICTED, widenings
+    from dlrm_operator.manifests.pod_template import RESTRICTED, widenings
 
     found = widenings(job.spec, job.metadata.namespace or "", RESTRICTED)
     return tuple(f"{each.path}: operators refuse this by default: {each.problem}" for each in found)

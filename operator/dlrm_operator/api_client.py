@@ -1,14 +1,14 @@
 """The Kubernetes API: JSON calls and watches. The only module that imports ``kubernetes``.
 
-The client library is synchronous: calls run in a small pool of threads and watches in a thread each, so that the
-event loop never waits for the network.
+The library provides configuration and tokens. Calls run in a small thread pool and watches in a thread each, so the
+event loop never waits for the network; there are no retries here, the work queue backs off.
 
-How a call can end, by who can act; no HTTP library's exception leaves this module:
+Errors, by who can act; no HTTP library's exception leaves this module:
 
-ClusterUnavailableError   nothing was decided: the same call may succeed later
-ClusterRefusedError       the server understood and said no
+ClusterUnavailableError   the outcome is unknown: the same call may succeed later
+ClusterRefusedError       the server understood and refused
 ├── NotFoundError         404
-├── ConflictError         409  the object, or a quota that it counts in, has changed meanwhile
+├── ConflictError         409  the object, or a quota that counts it, has changed meanwhile
 │   └── AlreadyExistsError     an object of that name exists
 └── GoneError             410  list and watch again
 """
@@ -37,9 +37,9 @@ from dlrm_operator.metrics import API_REQUESTS
 
 
 class ClusterUnavailableError(TemporaryError):
-    """The API server did not answer, or asked to be left alone; ``retry_after_s`` is its own wish, if it has one.
+    """Report that the API server did not answer, or asked to retry later.
 
-    ``code`` is the HTTP status of its answer; 0: there was none.
+    ``retry_after_s`` is what it asked for, if anything; ``code`` is the HTTP status, 0 without a response.
     """
 
     def __init__(self, message: str, retry_after_s: float | None = None, code: int = 0) -> None:
@@ -49,7 +49,7 @@ class ClusterUnavailableError(TemporaryError):
 
 
 class ClusterRefusedError(DLRMError):
-    """The API server refused the call; ``code`` is its HTTP status, the message its own words."""
+    """Report that the API server refused the call; ``code`` is the HTTP status, the message its own."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -57,19 +57,19 @@ class ClusterRefusedError(DLRMError):
 
 
 class NotFoundError(ClusterRefusedError):
-    """The object is not there."""
+    """Report that the object does not exist."""
 
 
 class ConflictError(ClusterRefusedError):
-    """The object exists already, or is not the one that was seen any more."""
+    """Report that the object exists already, or has changed since it was read."""
 
 
 class AlreadyExistsError(ConflictError):
-    """An object of that name is there. A creation that meets another conflict, as in its quota, made nothing."""
+    """Report that an object of that name exists. After any other conflict, such as in a quota, nothing was created."""
 
 
 class GoneError(ClusterRefusedError):
-    """The resource version or the continuation is too old."""
+    """Report that the resource version or the continue token is too old."""
 
 
 Object = dict[str, Any]
@@ -83,21 +83,21 @@ METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 15.0
 THREADS = 8
-PAGE = 500
+PAGE_SIZE = 500
 USER_AGENT = "dlrm-operator"
 FIRST_ERROR = 300
 READ_BYTES = 65_536
-MOST_LINE_BYTES = 16 * 2**20
-"""An event of a watch is never as long."""
-MOST_WORDS_BYTES = 65_536
-"""Of an answer that is an error, which may be a pod's."""
+# No event of a watch is as long.
+MAX_LINE_BYTES = 16 * 2**20
+# Error responses may come from a pod.
+MAX_ERROR_BYTES = 65_536
 SECONDS = re.compile(r"[0-9]{1,6}")
-TOKEN_REVIEWS = (401, 408)
-"""A token that expired is read anew, and a request that timed out may be repeated."""
+RETRIABLE_CODES = (401, 408)
+"""An expired token is read again, and a request that timed out may be repeated."""
 
 
 class Api(Protocol):
-    """What the operator asks of the Kubernetes API."""
+    """Define the calls that the operator makes."""
 
     async def call(
         self,
@@ -108,22 +108,22 @@ class Api(Protocol):
         accept: str = JSON,
         done_by: float = math.inf,
     ) -> Object:
-        """One call; the answer's object. It is given up at ``done_by`` (monotonic), be it sent by then or not.
+        """Make one call and return the object of its response; give up at ``done_by`` (monotonic).
 
         Raises:
-            ClusterUnavailableError: it may or may not have been done; repeat it later.
-            ClusterRefusedError: it was not done.
+            ClusterUnavailableError: the outcome is unknown; repeat the call later.
+            ClusterRefusedError: nothing was done.
         """
 
     async def list_all(self, path: str, query: Query, accept: str = JSON) -> tuple[list[Object], str]:
-        """All items, page by page, and the resource version to watch from."""
+        """Return all items and the resource version to watch from."""
 
     def watch(self, path: str, query: Query, silence_s: float) -> Iterator[Object]:
-        """Events as they come, in the calling thread; ends when the server ends it or falls silent."""
+        """Yield events in the calling thread until the server ends the watch or falls silent."""
 
 
 class KubernetesApi:
-    """The API server of a kubeconfig; without one that of the pod this runs in, or of ``~/.kube/config``.
+    """Connect to the API server of a kubeconfig; without one, of this pod or of ``~/.kube/config``.
 
     Raises:
         NoInputError: there is no usable configuration.
@@ -138,21 +138,22 @@ class KubernetesApi:
         agent: str = USER_AGENT,
     ) -> None:
         in_pod = in_cluster and not kubeconfig and not context
-        settings, namespace = _of_the_pod() if in_pod else _of_a_file(kubeconfig, context)
+        settings, namespace = _load_service_account() if in_pod else _load_kubeconfig(kubeconfig, context)
         settings.connection_pool_maxsize = THREADS + 4
         self._agent = agent
         self._client = client.ApiClient(settings)
         self.host = settings.host.rstrip("/")
         """URL of the API server."""
         pools = self._client.rest_client.pool_manager
+        # The library's own calls cost twice the CPU of its connection pool.
         self._pool = pools.connection_from_url(self.host)
-        """Asked directly: the library's own calls cost twice the CPU."""
-        by_proxy = pools.proxy is not None and self.host.startswith("http:")  # which is told the whole URL
+        # An HTTP proxy needs the whole URL.
+        by_proxy = pools.proxy is not None and self.host.startswith("http:")
         self._root = self.host if by_proxy else urlsplit(self.host).path
         self.namespace = namespace
-        """Where the configuration works by default."""
+        """Default namespace of the configuration."""
         self.clock = ServerClock()
-        """The server's time, as its answers say it."""
+        """The server's time, from its responses."""
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="api")
 
     async def call(
@@ -164,7 +165,7 @@ class KubernetesApi:
         accept: str = JSON,
         done_by: float = math.inf,
     ) -> Object:
-        """See :class:`Api`."""
+        """Make one call in the thread pool, see :class:`Api`."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self.call_now, method, path, body, query, accept, done_by)
 
@@ -178,80 +179,87 @@ class KubernetesApi:
         done_by: float = math.inf,
         kind: str = JSON,
     ) -> Object:
-        """The same as :meth:`call`, in the calling thread, also with a body of another ``kind`` than JSON."""
+        """Make one call in the calling thread, also with a body of another ``kind`` than JSON."""
         left_s = done_by - time.monotonic()
         if left_s <= 0:
-            raise ClusterUnavailableError(f"{method} {path}: not sent, its time was over")
+            raise ClusterUnavailableError(f"{method} {path}: not sent: its deadline has passed")
         return self._call(method, path, body, query, kind, accept, min(REQUEST_TIMEOUT_S, left_s))
 
     async def list_all(self, path: str, query: Query, accept: str = JSON) -> tuple[list[Object], str]:
-        """See :class:`Api`."""
+        """Return all items, see :class:`Api`."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self.list_now, path, query, accept)
 
     def list_now(self, path: str, query: Query, accept: str = JSON) -> tuple[list[Object], str]:
-        """The same as :meth:`list_all`, in the calling thread."""
+        """Return all items, in the calling thread."""
         items: list[Object] = []
-        page: dict[str, str] = {**query, "limit": str(PAGE)}
+        version = ""
+        for page, page_version in self.list_pages(path, query, accept):
+            items += page
+            version = page_version
+        return items, version
+
+    def list_pages(self, path: str, query: Query, accept: str = JSON) -> Iterator[tuple[list[Object], str]]:
+        """Yield the items of each page with its resource version, in the calling thread."""
+        token = ""
         while True:
+            page = {**query, "limit": str(PAGE_SIZE), **({"continue": token} if token else {})}
             answer = self._call("GET", path, None, page, JSON, accept)
-            items.extend(answer.get("items") or ())
+            yield answer.get("items") or [], answer["metadata"]["resourceVersion"]
             token = answer["metadata"].get("continue")
             if not token:
-                return items, answer["metadata"]["resourceVersion"]
-            page["continue"] = token
+                return
 
     def watch(self, path: str, query: Query, silence_s: float) -> Iterator[Object]:
-        """See :class:`Api`."""
+        """Yield events, see :class:`Api`."""
         for line in self.lines(path, {**query, "watch": "true"}, silence_s):
-            if line.strip() and line.endswith(b"\n"):  # a cut connection leaves half an event
+            # A closed connection leaves half an event.
+            if line.strip() and line.endswith(b"\n"):
                 yield _event(line, path)
 
     def lines(
-        self, path: str, query: Query, silence_s: float | None, most_bytes: int = MOST_LINE_BYTES
+        self, path: str, query: Query, silence_s: float | None, max_bytes: int = MAX_LINE_BYTES
     ) -> Iterator[bytes]:
-        """An answer that is no object, such as a log: its lines as they come, newlines kept, in the calling thread.
-
-        Nothing is inflated.
+        """Yield the lines of a response such as a log, newlines included, in the calling thread.
 
         Args:
-            path: of the resource.
-            query: its parameters.
-            silence_s: after which the server counts as gone; None: it may be silent for ever.
-            most_bytes: that are kept of a line.
+            path: Path of the resource.
+            query: Query parameters.
+            silence_s: Read timeout; None: the server may be silent forever.
+            max_bytes: Longest line; the rest of a longer one is dropped.
         """
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=silence_s)
         response = self._send("GET", path, None, query, JSON, ANYTHING, timeout, stream=True)
         try:
-            yield from bounded_lines(response.stream(READ_BYTES, decode_content=False), most_bytes)
+            yield from bounded_lines(response.stream(READ_BYTES, decode_content=False), max_bytes)
         except urllib3.exceptions.HTTPError as error:
             raise ClusterUnavailableError(f"GET {path}: {error}") from error
         finally:
             response.close()
 
-    def answer_of_pod(self, path: str, timeout_s: float, most_bytes: int) -> bytes:
-        """What a pod answers by way of the server's proxy, in the calling thread; nothing is inflated.
+    def answer_of_pod(self, path: str, timeout_s: float, max_bytes: int) -> bytes:
+        """Return a pod's response through the server's proxy, in the calling thread.
 
-        A pod may be broken or hostile, so neither its bytes nor its time are without end.
+        Pods are untrusted in size and time.
 
         Args:
-            path: of the pod's proxy.
-            timeout_s: after which it is given up; so is one that was silent for as long.
-            most_bytes: of its answer.
+            path: Path of the pod's proxy.
+            timeout_s: Time limit of the whole response.
+            max_bytes: Limit of its size.
 
         Raises:
-            BadDataError: it answers more, or not in time.
+            BadDataError: the response is too long or too slow.
         """
         done_by, body = time.monotonic() + timeout_s, bytearray()
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=timeout_s)
         response = self._send("GET", path, None, {}, JSON, ANYTHING, timeout, stream=True)
         try:
-            for chunk in _as_it_comes(response):
+            for chunk in _chunks(response):
                 body += chunk
-                if len(body) > most_bytes:
-                    raise BadDataError(f"its answer is longer than {most_bytes:,} bytes")
+                if len(body) > max_bytes:
+                    raise BadDataError(f"the response is longer than {max_bytes:,} bytes")
                 if time.monotonic() > done_by:
-                    raise BadDataError(f"its answer was not whole after {timeout_s:g} s")
+                    raise BadDataError(f"the response did not end within {timeout_s:g} s")
         except (HTTPException, OSError) as error:
             raise ClusterUnavailableError(f"GET {path}: {error}") from error
         finally:
@@ -284,8 +292,8 @@ class KubernetesApi:
         *,
         stream: bool,
     ) -> Any:
-        if _leads_elsewhere(path):
-            raise NotFoundError(404, f"{path} is no path of an object: a name in it is none")
+        if _escapes(path):
+            raise NotFoundError(404, f"invalid path {path}: expected names of objects")
         headers = {"Accept": accept, "Content-Type": kind, "User-Agent": self._agent}
         self._client.update_params_for_auth(headers, [], ["BearerToken"])
         url = f"{path}?{urlencode(query)}" if query else path
@@ -296,7 +304,7 @@ class KubernetesApi:
                 body=None if body is None else to_json(body),
                 headers=headers,
                 timeout=timeout,
-                retries=False,  # the wakeups back off, and heed Retry-After
+                retries=False,
                 redirect=False,
                 assert_same_host=False,
                 preload_content=not stream,
@@ -307,100 +315,98 @@ class KubernetesApi:
         API_REQUESTS.labels(method, response.status).inc()
         self.clock.hear(response.headers.get("Date"))
         if response.status >= FIRST_ERROR:
-            said = _start(response) if stream else response.data
-            raise _mapped(response, said, f"{method} {path}")
+            body_start = _read_error(response) if stream else response.data
+            raise _error_of(response, body_start, f"{method} {path}")
         return response
 
 
-def bounded_lines(chunks: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
-    """The lines of a stream, newlines kept.
+def bounded_lines(chunks: Iterable[bytes], max_bytes: int) -> Iterator[bytes]:
+    """Yield the lines of a stream, newlines included.
 
     Args:
-        chunks: The stream, cut anywhere.
-        most_bytes: Of a longer line only its beginning is kept.
+        chunks: The stream, split anywhere.
+        max_bytes: Longest line; the rest of a longer one is dropped.
     """
     line = bytearray()
     for chunk in chunks:
         *ended, rest = chunk.split(b"\n")
         for part in ended:
-            line += part[: most_bytes - len(line)]
+            line += part[: max_bytes - len(line)]
             yield bytes(line) + b"\n"
             line.clear()
-        line += rest[: most_bytes - len(line)]
+        line += rest[: max_bytes - len(line)]
     if line:
         yield bytes(line)
 
 
-def _as_it_comes(response: Any) -> Iterator[bytes]:
-    """The body of a streamed answer as it is. urllib3 would wait until a buffer is full, however slowly it fills."""
+def _chunks(response: Any) -> Iterator[bytes]:
+    """Yield the body as it arrives. urllib3's own methods wait until a buffer is full, however slowly it fills."""
     while chunk := response._original_response.read1(READ_BYTES):
         yield chunk
 
 
-def _start(response: Any) -> bytes:
-    """The beginning of a streamed answer that is an error, as far as it comes in time."""
+def _read_error(response: Any) -> bytes:
+    """Read the start of a streamed error response, as far as it arrives in time."""
     done_by, body = time.monotonic() + REQUEST_TIMEOUT_S, bytearray()
     try:
-        for chunk in _as_it_comes(response):
+        for chunk in _chunks(response):
             body += chunk
-            if len(body) > MOST_WORDS_BYTES or time.monotonic() > done_by:
+            if len(body) > MAX_ERROR_BYTES or time.monotonic() > done_by:
                 break
     except (HTTPException, OSError):
-        pass  # what came of it may say enough
+        # What was read may hold the message.
+        pass
     finally:
         response.close()
     return bytes(body)
 
 
-def _of_the_pod() -> tuple[client.Configuration, str]:
-    """Settings of the pod that this runs in, and its namespace."""
+def _load_service_account() -> tuple[client.Configuration, str]:
     settings = client.Configuration()
     try:
         config.load_incluster_config(client_configuration=settings)
         return settings, SERVICE_ACCOUNT_NAMESPACE.read_text().strip()
     except (config.ConfigException, OSError, UnicodeDecodeError) as error:
-        raise NoInputError(f"the pod's service account: {error}: set KUBECONFIG") from error
+        raise NoInputError(f"failed to read the pod's service account: {error}; set KUBECONFIG") from error
 
 
-def _of_a_file(kubeconfig: str | None, context: str | None) -> tuple[client.Configuration, str]:
-    """Settings and namespace of a kubeconfig's context."""
+def _load_kubeconfig(kubeconfig: str | None, context: str | None) -> tuple[client.Configuration, str]:
     file, settings = kubeconfig or config.KUBE_CONFIG_DEFAULT_LOCATION, client.Configuration()
     try:
         config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=settings)
         return settings, _namespace(kubeconfig, context)
     except (config.ConfigException, OSError, UnicodeDecodeError) as error:
-        raise NoInputError(f"kubeconfig {file}: {error}: set KUBECONFIG") from error
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError) as error:  # the library checks no shape
-        said = f"this is no kubeconfig ({type(error).__name__}: {' '.join(str(error).split())})"
-        raise NoInputError(f"kubeconfig {file}: {said}: set KUBECONFIG") from error
+        raise NoInputError(f"failed to read kubeconfig {file}: {error}; set KUBECONFIG") from error
+    # The library does not check the shape of the file.
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError) as error:
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise NoInputError(f"invalid kubeconfig {file}: {problem}; set KUBECONFIG") from error
 
 
 def _namespace(kubeconfig: str | None, context: str | None) -> str:
-    """The namespace of a kubeconfig's context."""
     contexts, current = config.list_kube_config_contexts(config_file=kubeconfig)
     chosen = next((each for each in contexts if each["name"] == context), current)
     return str(chosen["context"].get("namespace") or "default")
 
 
-def _leads_elsewhere(path: str) -> bool:
-    """Whether a name in the path would have the server be asked for something else: ``..``, or a query."""
+def _escapes(path: str) -> bool:
+    """Return whether a name in the path would make it another path: ``..``, or a query."""
     steps = unquote(path).split("/")
     return "." in steps or ".." in steps or "?" in path or "#" in path
 
 
 def _object(text: bytes, what: str) -> Object:
-    """The object of an answer. Whatever else answers, such as a proxy's page, is not the API server."""
     try:
         found = from_json(text)
     except ValueError as error:
-        raise ClusterUnavailableError(f"{what}: the answer is no JSON: {error}") from error
+        raise ClusterUnavailableError(f"{what}: invalid JSON in the response: {error}") from error
     if not isinstance(found, dict):
-        raise ClusterUnavailableError(f"{what}: the answer is no object")
+        raise ClusterUnavailableError(f"{what}: expected a JSON object in the response")
     return found
 
 
 def _event(line: bytes, path: str) -> Object:
-    """One watch event; an ERROR event is raised as what it says."""
+    """Parse a watch event; raise an ERROR event."""
     event = _object(line, f"GET {path}")
     if event["type"] == "ERROR":
         status = event["object"]
@@ -409,25 +415,22 @@ def _event(line: bytes, path: str) -> Object:
     return event
 
 
-def _mapped(response: Any, said: bytes, what: str) -> ClusterUnavailableError | ClusterRefusedError:
-    """Our error for an answer: by HTTP status, with the server's own words."""
-    code, (reason, message) = response.status, _words(said) or ("", str(response.reason))
-    if code == 429 or code >= 500 or code in TOKEN_REVIEWS:
-        wish = response.headers.get("Retry-After", "")
-        return ClusterUnavailableError(
-            f"{what}: {code} {message}", float(wish) if SECONDS.fullmatch(wish) else None, code
-        )
+def _error_of(response: Any, body: bytes, what: str) -> ClusterUnavailableError | ClusterRefusedError:
+    code, (reason, message) = response.status, _reason_and_message(body) or ("", str(response.reason))
+    if code == 429 or code >= 500 or code in RETRIABLE_CODES:
+        retry_after = response.headers.get("Retry-After", "")
+        retry_after_s = float(retry_after) if SECONDS.fullmatch(retry_after) else None
+        return ClusterUnavailableError(f"{what}: {code} {message}", retry_after_s, code)
     conflict = AlreadyExistsError if reason == "AlreadyExists" else ConflictError
     kinds = {404: NotFoundError, 409: conflict, 410: GoneError}
     return kinds.get(code, ClusterRefusedError)(code, message)
 
 
-def _words(text: bytes) -> tuple[str, str] | None:
-    """The server's word for machines, empty where it has none, and its sentence; None where it says none."""
+def _reason_and_message(text: bytes) -> tuple[str, str] | None:
     try:
-        said = from_json(text)
+        status = from_json(text)
     except ValueError:
         return None
-    if not isinstance(said, dict) or "message" not in said:
+    if not isinstance(status, dict) or "message" not in status:
         return None
-    return str(said.get("reason", "")), str(said["message"])
+    return str(status.get("reason", "")), str(status["message"])

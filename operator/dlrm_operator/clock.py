@@ -1,4 +1,4 @@
-"""The time of day by the API server's clock: whatever the operator judges was stamped there, or by another replica."""
+"""The time of day by the API server's clock: timestamps that the operator compares were set there."""
 
 from __future__ import annotations
 
@@ -7,51 +7,52 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 
-ALIKE = timedelta(seconds=10)
-"""Clocks that differ by no more are taken for equal: an answer may be on its way for so long."""
-SAME = timedelta(seconds=2)
-"""What two looks at one clock may differ by, whose answers say whole seconds."""
+# A response may be this old when it is read, so clocks that differ by less count as equal.
+MAX_SKEW = timedelta(seconds=10)
+# Two readings of one clock differ by this much at most: the Date header has whole seconds.
+DATE_RESOLUTION = timedelta(seconds=2)
 
 
 def own_time() -> datetime:
-    """This machine's time of day, in UTC."""
+    """Return this machine's time of day, in UTC."""
     return datetime.now(UTC)
 
 
 class ServerClock:
-    """Own time while it agrees with what the server's answers say; else the server's, counted on by a steady clock.
+    """Tell this machine's time while it agrees with the server's; else the server's, advanced by a monotonic clock.
 
-    So neither a wrong clock of this node, nor one that is set while it runs, nor another replica's makes a deadline
-    come early or late, or has a pod deleted by force that still uploads its last cut.
+    So a wrong or adjusted clock of this node, or of another replica, neither moves a deadline nor makes a pod that
+    still uploads its last cut be force-deleted.
 
     Args:
-        own: this machine's time of day.
-        steady: seconds of a clock that nobody sets.
+        own: This machine's time of day.
+        monotonic: Seconds of a clock that nobody sets.
     """
 
-    def __init__(self, own: Callable[[], datetime] = own_time, steady: Callable[[], float] = time.monotonic) -> None:
-        self._own, self._steady = own, steady
+    def __init__(self, own: Callable[[], datetime] = own_time, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._own, self._monotonic = own, monotonic
         self._zero: datetime | None = None
-        """The server's time when the steady clock was 0; None while it said none."""
-        self._said = ""
+        """The server's time when the monotonic clock was 0; None until it is known."""
+        self._date = ""
 
     def hear(self, date: str | None) -> None:
-        """Take over the ``Date`` of an answer that came just now; one that is absent or none is passed over."""
-        if not date or date == self._said:  # the first answer of a second is the nearest to it
+        """Take the ``Date`` header of a response that arrived just now; ignore an absent or invalid one."""
+        # The first response of a second is the closest to it.
+        if not date or date == self._date:
             return
         try:
             moment = parsedate_to_datetime(date)
-            zero = moment.astimezone(UTC) - timedelta(seconds=self._steady())
+            zero = moment.astimezone(UTC) - timedelta(seconds=self._monotonic())
         except (ValueError, OverflowError):
             return
-        self._said = date
-        if self._zero is None or abs(zero - self._zero) > SAME:
+        self._date = date
+        if self._zero is None or abs(zero - self._zero) > DATE_RESOLUTION:
             self._zero = zero
 
     def now(self) -> datetime:
-        """The time of day, in UTC."""
+        """Return the time of day, in UTC."""
         own = self._own()
         if self._zero is None:
             return own
-        server = self._zero + timedelta(seconds=self._steady())
-        return own if abs(own - server) <= ALIKE else server
+        server = self._zero + timedelta(seconds=self._monotonic())
+        return own if abs(own - server) <= MAX_SKEW else server

@@ -1,19 +1,23 @@
-"""What Prometheus sees of each job: read from the caches at a scrape, and shown by the process that leads alone."""
+"""Metrics of each job, read from the caches at a scrape and shown by the leader only; the server of all metrics."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from dlrm_api.checkpoint import DEFAULT_INTERVAL_S
 from dlrm_api.job import DLRMJob
+from dlrm_api.process import listener
 from dlrm_api.progress import CheckpointerProgress, Progress
 from dlrm_api.status import ConditionType, DLRMJobStatus, HaltReason, Phase
-from dlrm_operator.controller.informers import JobCache
 from dlrm_operator.metrics import FIGURES_LEFT_OUT
 from dlrm_operator.reconcile.findings import Reason, find_condition, parse_timestamp
 from dlrm_operator.reconcile.state import JobKey, JobSeen, Polled
@@ -21,107 +25,109 @@ from dlrm_operator.reconcile.state import JobKey, JobSeen, Polled
 logger = logging.getLogger(__name__)
 
 JOB_LABELS = ("namespace", "dlrm_job")
-"""``job`` is the name of a scrape to Prometheus. A scrape has to honour these labels."""
+"""Prometheus uses the label ``job`` for the scrape itself. A scrape has to honour these labels."""
 SECONDS_PER_HOUR = 3_600
-ASKED_FOR = (HaltReason.SUSPENDED, HaltReason.RESIZED, Reason.SPEC_CHANGED)
-"""Reasons of replaced gangs that somebody wished for."""
-UNSEEN = DLRMJobStatus()
+REQUESTED_RESTARTS = (HaltReason.SUSPENDED, HaltReason.RESIZED, Reason.SPEC_CHANGED)
+"""Restart reasons that are not failures."""
+EMPTY_STATUS = DLRMJobStatus()
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """One job as the caches show it."""
+    """Compute the metrics of one job from the caches."""
 
     job: JobSeen
     polled: Polled | None
 
     @property
     def status(self) -> DLRMJobStatus:
-        """Its status; that of a new job where none was written."""
-        return self.job.status or UNSEEN
+        """Return the status; an empty one if none was written."""
+        return self.job.status or EMPTY_STATUS
 
     @property
     def trains(self) -> bool:
-        """Whether its gang trains."""
+        """Return whether the job is training."""
         return self.status.phase is Phase.RUNNING
 
     @property
     def trainer(self) -> Progress:
-        """What its trainer said last, while the gang trains."""
+        """Return the trainer's last report while the job trains."""
         said = self.polled.trainer if self.polled and self.trains else None
         return said or Progress()
 
     @property
     def checkpointer(self) -> CheckpointerProgress:
-        """What its checkpointer said last."""
+        """Return the checkpointer's last report."""
         said = self.polled.checkpointer if self.polled else None
         return said or CheckpointerProgress()
 
     @property
     def failures(self) -> int:
-        """Gangs that were replaced and not by anybody's wish."""
-        return self.status.restarts - sum(self.status.restarts_by_reason.get(reason, 0) for reason in ASKED_FOR)
+        """Return the number of attempts that failed or were disrupted."""
+        return self.status.restarts - sum(
+            self.status.restarts_by_reason.get(reason, 0) for reason in REQUESTED_RESTARTS
+        )
 
     def step(self) -> float | None:
-        """Steps done: the newer of what was polled and what was written."""
+        """Return the steps done: polled or written, whichever is newer."""
         written = self.status.progress
         return max(self.trainer.step, written.step) if written else self.trainer.step or None
 
     def samples(self) -> float | None:
-        """Samples trained on."""
+        """Return the samples trained on."""
         written = self.status.progress
         return max(self.trainer.samples, written.samples) if written else self.trainer.samples or None
 
     def total_steps(self) -> float | None:
-        """Steps that it will do."""
+        """Return the planned number of steps."""
         return self.status.progress.total_steps if self.status.progress else self.trainer.total_steps
 
     def samples_per_second(self) -> float | None:
-        """Throughput; none while it does not train."""
+        """Return the throughput; None while the job does not train."""
         return self.trainer.samples_per_second
 
     def evaluated_batches(self) -> float | None:
-        """Batches of the running or last evaluation."""
+        """Return the batches of the running or last evaluation."""
         return self.trainer.evaluated_batches if self.trains else None
 
     def predicted(self) -> float | None:
-        """Throughput that the plan expects."""
+        """Return the throughput that the plan predicts."""
         return self.status.plan.predicted_samples_per_second if self.status.plan else None
 
     def loss(self) -> float | None:
-        """Of the last step."""
+        """Return the loss of the last step."""
         return self.trainer.loss
 
     def normalized_entropy(self) -> float | None:
-        """Of the last evaluation."""
+        """Return the normalized entropy of the last evaluation."""
         return self.trainer.evaluation.ne if self.trainer.evaluation else None
 
     def ranks(self) -> float | None:
-        """Of the plan."""
+        """Return the ranks of the plan."""
         return self.status.plan.world_size if self.status.plan else None
 
     def pods(self) -> float | None:
-        """Trainer pods that exist."""
+        """Return the number of trainer pods."""
         return self.status.replicas
 
     def running_since(self) -> float | None:
-        """When the gang began to train (Unix seconds)."""
+        """Return when training began (Unix seconds)."""
         condition = find_condition(self.status.conditions, ConditionType.RUNNING)
         if not self.trains or condition is None or condition.status != "True":
             return None
         return parse_timestamp(condition.last_transition_time).timestamp()
 
     def snapshot_step(self) -> float | None:
-        """Of the newest committed snapshot."""
+        """Return the step of the newest committed snapshot."""
         return self.status.last_snapshot.step if self.status.last_snapshot else None
 
     def snapshot_time(self) -> float | None:
-        """When it was committed (Unix seconds)."""
+        """Return when the newest snapshot was committed (Unix seconds)."""
         written = self.status.last_snapshot
         return parse_timestamp(written.time).timestamp() if written else None
 
     def snapshot_interval_s(self) -> float | None:
-        """Time between two cuts that the spec asks for; by steps at the present throughput."""
+        """Return the requested time between two cuts; steps are converted at the current throughput."""
         if not isinstance(self.job.spec, DLRMJob):
             return None
         spec = self.job.spec.spec
@@ -131,19 +137,19 @@ class JobFacts:
         return spec.checkpoint.interval_steps * spec.data.global_batch_size / rate if rate else None
 
     def snapshot_interval_steps(self) -> float | None:
-        """Steps between two cuts, where the spec counts these."""
+        """Return the requested steps between two cuts; None if the spec sets a time."""
         return self.job.spec.spec.checkpoint.interval_steps if isinstance(self.job.spec, DLRMJob) else None
 
     def passed_over(self) -> float | None:
-        """Newer snapshots that its attempt could not start from."""
+        """Return the number of newer snapshots that the attempt could not start from."""
         return self.trainer.passed_over_snapshots if self.trains else None
 
     def store_failing(self) -> float | None:
-        """Whether the checkpointer's last call of the store failed."""
+        """Return 1 if the checkpointer's last request to the store failed."""
         return float(bool(self.checkpointer.store_error)) if self.trains else None
 
     def cost_per_hour(self) -> float | None:
-        """Of its pods; the plan's price of samples is that of its nodes over the predicted throughput."""
+        """Return the price of the nodes in use. The plan's price per sample assumes its predicted throughput."""
         plan = self.status.plan
         if plan is None or plan.price_per_billion_samples is None or plan.predicted_samples_per_second is None:
             return None
@@ -153,68 +159,72 @@ class JobFacts:
 
 GAUGES: tuple[tuple[str, str, Callable[[JobFacts], float | None]], ...] = (
     ("step", "Steps done.", JobFacts.step),
-    ("planned_steps", "Steps that the job will do.", JobFacts.total_steps),
-    ("samples", "Samples trained on in the job's life.", JobFacts.samples),
-    ("samples_per_second", "Throughput as its trainer said last, while it trains.", JobFacts.samples_per_second),
-    ("predicted_samples_per_second", "Throughput that the plan expects.", JobFacts.predicted),
+    ("planned_steps", "Planned number of steps.", JobFacts.total_steps),
+    ("samples", "Samples trained on, over all attempts.", JobFacts.samples),
+    ("samples_per_second", "Last reported throughput, while the job trains.", JobFacts.samples_per_second),
+    ("predicted_samples_per_second", "Throughput that the plan predicts.", JobFacts.predicted),
     ("evaluated_batches", "Batches of the running or last evaluation.", JobFacts.evaluated_batches),
     ("loss_nats", "Mean log loss of the last step.", JobFacts.loss),
     ("normalized_entropy_ratio", "Normalized entropy of the last evaluation.", JobFacts.normalized_entropy),
     ("world_size_ranks", "Ranks of the plan.", JobFacts.ranks),
     ("pods", "Trainer pods that exist.", JobFacts.pods),
-    ("running_timestamp_seconds", "Since when its gang trains.", JobFacts.running_since),
+    ("running_timestamp_seconds", "When training began.", JobFacts.running_since),
     ("last_snapshot_step", "Step of the newest committed snapshot.", JobFacts.snapshot_step),
-    ("last_snapshot_timestamp_seconds", "When it was committed.", JobFacts.snapshot_time),
+    ("last_snapshot_timestamp_seconds", "When the newest snapshot was committed.", JobFacts.snapshot_time),
     (
         "snapshot_interval_seconds",
-        "Time between two cuts that the spec asks for; where it counts steps, at the present throughput.",
+        "Requested time between two cuts; steps are converted at the current throughput.",
         JobFacts.snapshot_interval_s,
     ),
     (
         "snapshot_interval_steps",
-        "Steps between two cuts that the spec asks for; absent where it counts time.",
+        "Requested steps between two cuts; absent if the spec sets a time.",
         JobFacts.snapshot_interval_steps,
     ),
     (
         "passed_over_snapshots",
-        "Newer snapshots that the running attempt could not use when it started.",
+        "Newer snapshots that the running attempt could not start from.",
         JobFacts.passed_over,
     ),
-    ("store_failing", "1 while the last call of the store by its first pod failed.", JobFacts.store_failing),
+    ("store_failing", "1 while the last request of pod 0 to the store failed.", JobFacts.store_failing),
     (
         "cost_per_hour",
-        "Price of the nodes that its pods fill, in the currency of the HardwareProfile; absent without a price.",
+        "Price of the nodes in use, in the currency of the HardwareProfile; absent without a price.",
         JobFacts.cost_per_hour,
     ),
 )
 
 
 class JobMetrics(Collector):
-    """Series of a job are there as long as the job is known, so their number is bounded by the jobs that exist.
+    """Export series of each known job, so that the jobs that exist bound their number.
 
     Args:
-        jobs: that are known.
-        latest: what a job's first pod said last.
-        leads: whether this process leads; those that follow poll nobody, and would count each job once more.
+        jobs: Returns the known jobs.
+        latest: Returns the last answers of a job's pod 0.
+        leads: Returns whether this process leads. Followers poll nobody, and would count each job again.
     """
 
-    def __init__(self, jobs: JobCache, latest: Callable[[JobKey], Polled | None], leads: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        jobs: Callable[[], Iterable[JobSeen]],
+        latest: Callable[[JobKey], Polled | None],
+        leads: Callable[[], bool],
+    ) -> None:
         self._jobs, self._latest, self._leads = jobs, latest, leads
 
     @staticmethod
     def describe() -> list[Metric]:
-        """Every metric without its values."""
+        """Return every metric without values."""
         return [*_families(()), _phases()]
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric once; none where another process leads, and no series of a job whose status can't be read."""
+        """Return every metric if this process leads; jobs whose status is unreadable have no series."""
         if self._leads():
-            seen = ((key, self._jobs.get(key)) for key in self._jobs.known())
-            known = ((key, job) for key, job in seen if job is not None and not job.unreadable)
-            yield from _families([JobFacts(job, self._latest(key)) for key, job in known])
-            phases = _phases()
-            for phase, count in self._jobs.phases().items():
-                phases.add_metric([phase], count)
+            jobs = [JobFacts(job, self._latest(job.key)) for job in self._jobs() if not job.unreadable]
+            yield from _families(jobs)
+            phases, counts = _phases(), Counter(each.status.phase for each in jobs)
+            for phase in Phase:
+                phases.add_metric([phase.value], counts[phase])
             yield phases
 
 
@@ -223,16 +233,11 @@ def _phases() -> GaugeMetricFamily:
 
 
 def _families(jobs: Sequence[JobFacts]) -> Iterator[Metric]:
-    """Families of single jobs; jobs that lack a figure have no series of it."""
-    phase = GaugeMetricFamily(
-        "dlrm_operator_job_phase", "1 for the phase that the job is in.", labels=[*JOB_LABELS, "phase"]
-    )
-    restarts = CounterMetricFamily(
-        "dlrm_operator_job_restarts", "Gangs that were replaced in the job's life.", labels=JOB_LABELS
-    )
+    phase = GaugeMetricFamily("dlrm_operator_job_phase", "1 for the current phase.", labels=[*JOB_LABELS, "phase"])
+    restarts = CounterMetricFamily("dlrm_operator_job_restarts", "Attempts that were replaced.", labels=JOB_LABELS)
     failures = CounterMetricFamily(
         "dlrm_operator_job_failures",
-        "Replaced gangs that failed or were disrupted: not for a suspension, another size or a changed spec.",
+        "Attempts that failed or were disrupted; suspensions, resizes and spec changes do not count.",
         labels=JOB_LABELS,
     )
     for each in jobs:
@@ -244,20 +249,81 @@ def _families(jobs: Sequence[JobFacts]) -> Iterator[Metric]:
     for name, words, figure in GAUGES:
         family = GaugeMetricFamily(f"dlrm_operator_job_{name}", words, labels=JOB_LABELS)
         for each in jobs:
-            if (value := _shown(each, name, figure)) is not None:
+            if (value := _value(each, name, figure)) is not None:
                 family.add_metric([each.job.key.namespace, each.job.key.name], value)
         yield family
 
 
-def _shown(facts: JobFacts, name: str, figure: Callable[[JobFacts], float | None]) -> float | None:
-    """The figure as a metric says it; None where the job lacks it, or it is none: no job may fail the scrape of all."""
+def _value(facts: JobFacts, name: str, figure: Callable[[JobFacts], float | None]) -> float | None:
     try:
         value = figure(facts)
         return None if value is None else float(value)
+    # One job's bad value must not fail the scrape of all jobs.
     except Exception as error:
         FIGURES_LEFT_OUT.inc()
-        key = facts.job.key
-        said = f"{type(error).__name__}: {error}"
-        extra = {"job": f"{key.namespace}/{key.name}", "figure": name}
-        logger.warning("no series of %s of job %s/%s: %s", name, key.namespace, key.name, said, extra=extra)
+        extra = {"job": str(facts.job.key), "metric": name, "error": f"{type(error).__name__}: {error}"}
+        logger.warning("failed to compute job metric, leaving it out", extra=extra)
         return None
+
+
+class Health(Protocol):
+    """Report the state of the operator process."""
+
+    def problem(self) -> str:
+        """Return why the process should be restarted; empty if it need not be."""
+
+    def waits_for(self) -> str:
+        """Return why the process is not ready; empty if it is."""
+
+    def measure(self) -> None:
+        """Update the gauges."""
+
+
+class HealthServer:
+    """Serve /healthz, /readyz and /metrics.
+
+    Args:
+        address: Address to listen on.
+        port: Port to listen on.
+        health: State of the operator.
+        collectors: Metrics beside those of the process.
+    """
+
+    def __init__(self, address: str, port: int, health: Health, collectors: Iterable[Collector]) -> None:
+        self._address = address
+        self._port = port
+        self._health = health
+        self._registry = CollectorRegistry()
+        for collector in collectors:
+            self._registry.register(collector)
+        app = web.Application()
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/metrics", self._metrics)
+        self._runner = web.AppRunner(app, access_log=None)
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the port is in use.
+        """
+        await self._runner.setup()
+        await web.SockSite(self._runner, listener(self._address, self._port)).start()
+
+    async def stop(self) -> None:
+        """Close all connections."""
+        await self._runner.cleanup()
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        problem = self._health.problem()
+        return web.Response(status=503 if problem else 200, text=problem or "ok")
+
+    async def _readyz(self, _: web.Request) -> web.Response:
+        waits_for = self._health.waits_for()
+        return web.Response(status=503 if waits_for else 200, text=waits_for or "ok")
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        self._health.measure()
+        body = generate_latest() + generate_latest(self._registry)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -1,10 +1,10 @@
-"""One leader by a Lease (coordination.k8s.io), and the fence that keeps everybody else from writing.
+"""Leader election by a Lease (coordination.k8s.io), and the fence that keeps followers from writing.
 
-A follower takes over once it has watched the same record for its whole duration on its own clock, so no clocks are
-compared. The leader trusts itself for less long than that: it counts from the moment at which it *sent* its last
-renewal, stops to begin writes after ``renew_deadline_s``, and cuts off a write in flight when the duration is over.
-A renewal is one request, on top of the record that the last one was answered with, and is sent ``renew_every_s`` after
-it was: so a server that takes as long as that to answer each request is led without a gap.
+A follower takes over once the record has not changed for its whole duration by the follower's clock, so no clocks are
+compared. The leader counts from the moment at which it *sent* its last renewal: it begins no write after
+``renew_deadline_s``, and abandons writes in flight when the duration is over. A renewal is one request, based on the
+response to the one before, and is sent ``renew_interval_s`` after it: even a server that takes as long as that for each
+request is led without a gap.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from dlrm_operator.metrics import LEASE_HELD
 
 logger = logging.getLogger(__name__)
 
-NAME = "dlrm-operator"
-LOOK_S = 1.0
-"""A follower looks at the Lease so often, and a leader that could not renew it tries again after this."""
+LEASE_NAME = "dlrm-operator"
+POLL_INTERVAL_S = 1.0
+"""Interval at which a follower reads the Lease, and a leader retries a failed renewal."""
 MICROSECONDS = "%Y-%m-%dT%H:%M:%S.%fZ"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseTimes:
-    """Seconds. Each is shorter than the one before it."""
+    """Configure the election. Each time is shorter than the one before it."""
 
     duration_s: float = 12.0
-    """A follower takes over when the Lease stood still for so long."""
+    """A follower takes over when the Lease has not changed for this time."""
     renew_deadline_s: float = 8.0
-    """The leader begins no write when its renewal is older; one in flight then has the rest of the duration."""
-    renew_every_s: float = 4.0
-    """From one renewal to the next, as they are sent; each is given up after so long."""
+    """The leader begins no write if its last renewal is older; a write in flight has the rest of the duration."""
+    renew_interval_s: float = 4.0
+    """Time from one renewal to the next, and the timeout of each."""
 
 
 class Leader:
-    """Whether this process leads. One instance a process; ``run`` is a task."""
+    """Hold or follow the Lease. One instance per process; ``run`` is a task."""
 
     def __init__(self, api: Api, namespace: str, identity: str, times: LeaseTimes, changed: Callable[[], None]) -> None:
         self._api = api
@@ -63,129 +63,137 @@ class Leader:
         self._changed = changed
         self._renewed_at = float("-inf")
         self._written: Object | None = None
-        """The record as this process wrote it last; None where another may have written since, or nobody knows."""
+        """The record as this process wrote it last; None if another process may have written since."""
         self._seen: tuple[str, float] = ("", float("-inf"))
-        """The record's version as last read, and since when it has stood still; no version where it was not there."""
-        self._holds_for_s = 0.0
-        """How long whoever held it when it was last read may go on without it; 0 where that is nobody else."""
-        self._looked_at = float("-inf")
+        """The record's version as last read, and since when it is unchanged; an empty version if it is absent."""
+        self._other_holds_s = 0.0
+        """Seconds for which another holder may act without renewing; 0 if nobody else holds the Lease."""
+        self._read_at = float("-inf")
         self._was_held = False
 
     @property
     def held(self) -> bool:
-        """Whether a write may begin now."""
+        """Return whether a write may begin now."""
         return time.monotonic() < self._renewed_at + self._times.renew_deadline_s
 
     @property
     def write_until(self) -> float:
-        """Monotonic moment at which a write must be answered, or given up: another may lead from then on."""
+        """Return the monotonic time at which writes must be abandoned: another process may lead from then on."""
         return self._renewed_at + self._times.duration_s
 
     @property
     def known(self) -> bool:
-        """Whether the Lease is held, or its holder was seen lately."""
-        return self.held or time.monotonic() - self._looked_at < self._times.duration_s
+        """Return whether the Lease is held here, or was read recently."""
+        return self.held or time.monotonic() - self._read_at < self._times.duration_s
 
     async def run(self) -> None:
-        """Hold or follow, for ever."""
+        """Hold or follow the Lease, forever."""
         while True:
-            try:
-                await self._look()
-            except ConflictError:
-                pass  # another one was first
-            except (ClusterUnavailableError, ClusterRefusedError):
-                logger.warning("the Lease could not be looked at", exc_info=True)
-            self._tell()
-            await asyncio.sleep(self._rest_s(random.uniform(0.8, 1.0)))  # noqa: S311
+            await self.step()
+            await asyncio.sleep(self._pause_s(random.uniform(0.8, 1.0)))  # noqa: S311
+
+    async def step(self) -> None:
+        """Renew the Lease or try to acquire it, and publish the result."""
+        try:
+            await self._acquire_or_renew()
+        except ConflictError:
+            # Another process was first.
+            pass
+        except (ClusterUnavailableError, ClusterRefusedError) as error:
+            logger.warning("failed to read or renew lease", extra={"lease": LEASE_NAME, "error": str(error)})
+        self._publish()
 
     async def release(self) -> None:
-        """Let the next one lead at once. Nothing is written by this process from here on."""
+        """Let another process lead at once. This process writes nothing from here on."""
         held, self._renewed_at = self.held, float("-inf")
-        self._tell()
+        self._publish()
         if not held:
             return
         try:
-            record = await self._call("GET", f"/{NAME}")
+            record = await self._call("GET", f"/{LEASE_NAME}")
             if record["spec"].get("holderIdentity") == self._identity:
                 await self._write(record, holder="", duration_s=1.0)
-        except (ClusterUnavailableError, ClusterRefusedError):
-            logger.warning("the Lease was not released: the next leader waits for its end", exc_info=True)
+        except (ClusterUnavailableError, ClusterRefusedError) as error:
+            logger.warning(
+                "failed to release lease; the next leader waits for it to expire",
+                extra={"lease": LEASE_NAME, "error": str(error)},
+            )
 
-    def _rest_s(self, part: float) -> float:
-        """Until the next look: of a Lease that was renewed just now, until that is due again."""
+    def _pause_s(self, part: float) -> float:
         if self._written is None:
-            return LOOK_S * part
-        return max(self._renewed_at + self._times.renew_every_s * part - time.monotonic(), 0.0)
+            return POLL_INTERVAL_S * part
+        return max(self._renewed_at + self._times.renew_interval_s * part - time.monotonic(), 0.0)
 
     def _hold(self, since: float) -> None:
-        """Lead since then. That the last renewal had run out before is told first: work was passed over meanwhile."""
-        self._tell()
+        # If the last renewal has expired, this process was no leader for a moment and skipped work: publish that
+        # first, so that the change back to leader wakes all jobs.
+        self._publish()
         self._renewed_at = since
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         held = self.held
         LEASE_HELD.set(held)
         if held != self._was_held:
             self._was_held = held
-            logger.info("this process leads" if held else "this process does not lead any more")
+            logger.info("leader election won" if held else "leader election lost")
             self._changed()
 
-    async def _look(self) -> None:
-        """Renew the Lease, take it where it is free or stood still for long enough, or remember that it moved.
+    async def _acquire_or_renew(self) -> None:
+        """Renew the Lease, take it if it is free or expired, or note that its holder has renewed it.
 
-        One that somebody deleted is made again by who held it; others wait as if it stood still.
+        A deleted Lease is created again by its holder; others wait as if it were unchanged.
         """
         record, self._written = self._written, None
         if record is not None:
-            with suppress(ConflictError, NotFoundError):  # somebody wrote to it, or deleted it
+            # Somebody wrote to it, or deleted it.
+            with suppress(ConflictError, NotFoundError):
                 await self._renew(record)
                 return
         try:
-            record = await self._call("GET", f"/{NAME}")
+            record = await self._call("GET", f"/{LEASE_NAME}")
         except NotFoundError:
-            if self._still_s("") >= self._holds_for_s:
+            if self._unchanged_s("") >= self._other_holds_s:
                 await self._create()
             return
         spec = record.get("spec") or {}
-        still_s, holder = self._still_s(record["metadata"]["resourceVersion"]), spec.get("holderIdentity") or ""
-        self._holds_for_s = 0.0 if holder in ("", self._identity) else float(spec.get("leaseDurationSeconds") or 0)
-        if still_s >= self._holds_for_s:
+        unchanged_s, holder = self._unchanged_s(record["metadata"]["resourceVersion"]), spec.get("holderIdentity") or ""
+        self._other_holds_s = 0.0 if holder in ("", self._identity) else float(spec.get("leaseDurationSeconds") or 0)
+        if unchanged_s >= self._other_holds_s:
             await self._renew(record)
         else:
             self._renewed_at = float("-inf")
 
-    def _still_s(self, version: str) -> float:
-        """Seconds for which the record has been of this version, which was read just now."""
-        self._looked_at = time.monotonic()
+    def _unchanged_s(self, version: str) -> float:
+        """Return the seconds for which the record has had this version, which was read just now."""
+        self._read_at = time.monotonic()
         if self._seen[0] != version:
-            self._seen = version, self._looked_at
-        return self._looked_at - self._seen[1]
+            self._seen = version, self._read_at
+        return self._read_at - self._seen[1]
 
     async def _create(self) -> None:
         sent = time.monotonic()
         body = {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
-            "metadata": {"name": NAME},
+            "metadata": {"name": LEASE_NAME},
             "spec": self._spec({}, self._identity, self._times.duration_s),
         }
         self._written = await self._call("POST", "", body)
         self._hold(sent)
 
     async def _renew(self, record: Object) -> None:
-        """Hold it, unless another was first."""
         sent = time.monotonic()
         self._written = await self._write(record, holder=self._identity, duration_s=self._times.duration_s)
         self._hold(sent)
 
     async def _write(self, record: Object, *, holder: str, duration_s: float) -> Object:
-        """Guarded by the resource version that was read: of two who try, one is refused."""
+        # The resource version of the record guards the update: of two concurrent ones, one is refused.
         body = {**record, "spec": self._spec(record.get("spec") or {}, holder, duration_s)}
-        return await self._call("PUT", f"/{NAME}", body)
+        return await self._call("PUT", f"/{LEASE_NAME}", body)
 
     async def _call(self, method: str, path: str, body: Object | None = None) -> Object:
-        """Given up early enough for another try before what was renewed last runs out."""
-        done_by = time.monotonic() + self._times.renew_every_s
+        # This leaves time for another try before the last renewal expires.
+        done_by = time.monotonic() + self._times.renew_interval_s
         return await self._api.call(method, self._path + path, body, done_by=done_by)
 
     def _spec(self, before: Object, holder: str, duration_s: float) -> Object:
@@ -201,7 +209,7 @@ class Leader:
 
 
 class FencedApi:
-    """The API as the leader uses it: reads always go, a write only while the Lease is held."""
+    """Send reads always, writes only while the Lease is held."""
 
     def __init__(self, api: Api, leader: Leader) -> None:
         self._api = api
@@ -216,21 +224,21 @@ class FencedApi:
         accept: str = JSON,
         done_by: float = math.inf,
     ) -> Object:
-        """See ``api_client.Api``; a write also fails where this process does not lead.
+        """Send a request, see ``api_client.Api``; a write also fails if this process is not the leader.
 
         Raises:
-            ClusterUnavailableError: another one may lead by now, so nothing was sent.
+            ClusterUnavailableError: another process may lead by now, so nothing was sent.
         """
         if method == "GET":
             return await self._api.call(method, path, body, query, accept, done_by)
         if not self._leader.held:
-            raise ClusterUnavailableError(f"{method} {path}: not sent, since this process does not hold the Lease")
+            raise ClusterUnavailableError(f"{method} {path}: not sent: this process is not the leader")
         return await self._api.call(method, path, body, query, accept, min(done_by, self._leader.write_until))
 
     async def list_all(self, path: str, query: Query, accept: str = JSON) -> tuple[list[Object], str]:
-        """See ``api_client.Api``."""
+        """List a collection, see ``api_client.Api``."""
         return await self._api.list_all(path, query, accept)
 
     def watch(self, path: str, query: Query, silence_s: float) -> Any:
-        """See ``api_client.Api``."""
+        """Watch a collection, see ``api_client.Api``."""
         return self._api.watch(path, query, silence_s)

@@ -1,4 +1,4 @@
-"""Which object a line of log is about: said once a turn, and put on every line that the turn writes."""
+"""The job that a log line is about: set once per reconcile, added to every line that the reconcile writes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,14 @@ from dlrm_operator.reconcile.state import JobKey
 _OBJECT: ContextVar[dict[str, str] | None] = ContextVar("object", default=None)
 
 
-def speak_of(key: JobKey, uid: str) -> None:
-    """All that this task logs from now on is about the job."""
-    _OBJECT.set(
-        {
-            "apiVersion": names.API_VERSION,
-            "kind": "DLRMJob",
-            "namespace": key.namespace,
-            "name": key.name,
-            "uid": uid,
-        }
-    )
+def set_log_context(key: JobKey, uid: str) -> None:
+    """Add the job to all that this task logs from now on."""
+    place = {"namespace": key.namespace, "name": key.name, "uid": uid}
+    _OBJECT.set({"apiVersion": names.API_VERSION, "kind": "DLRMJob", **place})
 
 
 class ObjectFilter(logging.Filter):
-    """Puts the object on a record, where kopf's formatters look for it: the key ``object`` of a JSON line."""
+    """Set the object on a record where kopf's formatters look for it: the key ``object`` of a JSON line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Let every record pass."""

@@ -1,1 +1,1 @@
-"""What takes longer than a turn may: asked beside the turns, and a later turn sees the answer."""
+"""Requests that take longer than a reconcile may: asked in the background, a later reconcile sees the answer."""

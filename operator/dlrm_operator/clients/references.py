@@ -1,8 +1,7 @@
-"""What a job's spec refers to: its HardwareProfile and the traces of its tables, read live, or why they can't be used.
+"""Read what a spec refers to: its HardwareProfile and the traces of its tables, or why they cannot be used.
 
-Profiles are objects of the cluster. An operator that may read nothing beyond one namespace takes them from a
-ConfigMap there: each value holds one or more HardwareProfile documents in YAML, as files of a folder
-(``kubectl create configmap NAME --from-file=FOLDER``).
+Profiles are objects of the cluster. An operator without rights beyond one namespace takes them from a ConfigMap there;
+each value holds one or more HardwareProfile documents as YAML (``kubectl create configmap NAME --from-file=FOLDER``).
 """
 
 from __future__ import annotations
@@ -24,138 +23,131 @@ from dlrm_api.model import TRACE_KEY
 from dlrm_operator.api_client import Api, ClusterRefusedError, NotFoundError
 from dlrm_planner import trace_references
 
-CONFIG_MAP = "configmap:"
-CONFIG_MAPS = "/api/v1/namespaces/{}/configmaps/{}"
-PROFILES = f"/apis/{names.API_VERSION}/hardwareprofiles/{{}}"
-MOST_CHARACTERS = 2**17
-"""Of one value of the profiles' ConfigMap: reading takes 15 us and 300 bytes for each."""
+CONFIG_MAP_SCHEME = "configmap:"
+CONFIG_MAP_PATH = "/api/v1/namespaces/{}/configmaps/{}"
+PROFILE_PATH = f"/apis/{names.API_VERSION}/hardwareprofiles/{{}}"
+MAX_PROFILE_CHARACTERS = 2**17
+"""Limit of one value of the profiles' ConfigMap: parsing takes 15 us and 300 bytes per character."""
 
 
 @dataclass(frozen=True)
 class ProfileSource:
-    """The ConfigMap that holds the profiles in place of the cluster's objects."""
+    """Name the ConfigMap that holds the profiles instead of the cluster's objects."""
 
     namespace: str
     config_map: str
 
+    def __str__(self) -> str:
+        return f"ConfigMap {self.config_map} in namespace {self.namespace}"
+
 
 @dataclass(frozen=True)
 class ProfileSeen:
-    """The profile that a spec names, its version, and why it can't be used; all empty where it names none."""
+    """Hold the profile that a spec names with its version, or why it cannot be used; empty if it names none."""
 
     profile: HardwareProfile | None = None
     version: str = ""
     problem: str = ""
 
 
-class References:
-    """Reads what specs refer to."""
+class ReferenceReader:
+    """Read profiles and traces live."""
 
     def __init__(self, api: Api, profiles: ProfileSource | None = None) -> None:
         self._api = api
         self._profiles = profiles
 
     async def profile(self, spec: DLRMJobSpec) -> ProfileSeen:
-        """The profile of ``spec.trainer.hardware``.
+        """Read the profile of ``spec.trainer.hardware``.
 
         Raises:
-            ClusterUnavailableError: nobody can tell.
+            ClusterUnavailableError: the API server did not answer; repeat the call later.
         """
         name = spec.trainer.hardware
         if name is None:
             return ProfileSeen()
         try:
             if self._profiles is None:
-                document = await self._api.call("GET", PROFILES.format(_step(name)))
+                document = await self._api.call("GET", PROFILE_PATH.format(_path_segment(name)))
                 return ProfileSeen(parse_profile(document), document["metadata"]["resourceVersion"])
             return await self._from_config_map(self._profiles, name)
         except NotFoundError:
-            return ProfileSeen(problem=f"spec.trainer.hardware: {self._mend(name)}")
+            where = f" in {self._profiles}" if self._profiles else ""
+            problem = f"spec.trainer.hardware: HardwareProfile {name} not found{where}; create it or name another"
         except ClusterRefusedError as error:
-            words = f"the operator may not read HardwareProfile {name}: {error}: let it, or give it --profiles"
-            return ProfileSeen(problem=f"spec.trainer.hardware: {words}")
+            problem = (
+                f"spec.trainer.hardware: permission denied: get HardwareProfile {name}: {error}; grant it, or start "
+                "the operator with --profiles"
+            )
         except (InvalidSpecError, BadDataError) as error:
-            return ProfileSeen(problem=f"HardwareProfile {name}: {error}")
+            problem = f"HardwareProfile {name}: {error}"
+        return ProfileSeen(problem=problem)
 
     async def traces(self, namespace: str, spec: DLRMJobSpec) -> tuple[dict[str, str], str]:
-        """The documents of the traces that the spec refers to, or why one can't be read.
+        """Read the traces that the spec refers to; return them by reference, or why one cannot be read.
 
         Raises:
-            ClusterUnavailableError: nobody can tell.
+            ClusterUnavailableError: the API server did not answer; repeat the call later.
         """
-        found, asked = {}, trace_references(spec)
-        for reference, field in asked.items():
-            if not reference.startswith(CONFIG_MAP):
-                words = f"{reference}: the operator reads no files: put the trace into the job's namespace with "
-                return {}, f"{field}: {words}dlrmctl trace FILE --configmap NAME, and refer to it as {CONFIG_MAP}NAME"
-        for reference, field in asked.items():
-            name = reference.removeprefix(CONFIG_MAP)
+        found, references = {}, trace_references(spec)
+        for reference, field in references.items():
+            if not reference.startswith(CONFIG_MAP_SCHEME):
+                return {}, (
+                    f"{field}: the operator reads no files, got {reference!r}: store the trace in the job's namespace "
+                    f"with dlrmctl trace FILE --configmap NAME and refer to it as {CONFIG_MAP_SCHEME}NAME"
+                )
+        for reference, field in references.items():
+            name = reference.removeprefix(CONFIG_MAP_SCHEME)
+            path = CONFIG_MAP_PATH.format(_path_segment(namespace), _path_segment(name))
             try:
-                document = await self._api.call("GET", CONFIG_MAPS.format(_step(namespace), _step(name)))
+                document = await self._api.call("GET", path)
                 found[reference] = str(document["data"][TRACE_KEY])
             except NotFoundError:
-                words = f"there is no ConfigMap {name} in namespace {namespace}: create it with "
-                return {}, f"{field}: {words}dlrmctl trace FILE --configmap {name}"
+                hint = f"create it with dlrmctl trace FILE --configmap {name}"
+                return {}, f"{field}: ConfigMap {name} not found in namespace {namespace}; {hint}"
             except KeyError:
-                return {}, f"{field}: ConfigMap {name} has no key {TRACE_KEY}: write the trace there"
+                return {}, f"{field}: ConfigMap {name} has no key {TRACE_KEY}; write the trace there"
         return found, ""
 
     async def _from_config_map(self, source: ProfileSource, name: str) -> ProfileSeen:
-        """The profile of that name among all values.
-
-        Raises:
-            NotFoundError: no value holds it, or there is no ConfigMap.
-            InvalidSpecError: a value can't be read, or the profile is none.
-        """
-        config_map = await self._api.call("GET", CONFIG_MAPS.format(source.namespace, source.config_map))
-        place = f"ConfigMap {source.config_map} in namespace {source.namespace}"
-        return await asyncio.to_thread(_find_profile, config_map.get("data") or {}, name, place)
-
-    def _mend(self, name: str) -> str:
-        if self._profiles is None:
-            return f"there is no HardwareProfile {name}: create it or name another"
-        place = f"ConfigMap {self._profiles.config_map} in namespace {self._profiles.namespace}"
-        return f"{place} holds no HardwareProfile {name}: add it there or name another"
+        path = CONFIG_MAP_PATH.format(source.namespace, source.config_map)
+        config_map = await self._api.call("GET", path)
+        return await asyncio.to_thread(_find_profile, config_map.get("data") or {}, name, source)
 
 
-def _step(name: str) -> str:
-    """A name as one step of a path, whatever it holds: it may come from a review that the API server did not send."""
+def _path_segment(name: str) -> str:
+    """Quote a name for a path: anybody who reaches the webhook may send a review with any name in it."""
     return quote(name, safe="")
 
 
-def _name_of(document: dict[str, Any]) -> object:
-    meta = document.get("metadata")
-    return meta.get("name") if isinstance(meta, dict) else None
-
-
 class _PlainLoader(yaml.SafeLoader):
-    """Reads YAML without aliases: a few of them, each of a list of others, stand for more than any memory holds."""
+    """Load YAML without aliases: a few nested ones stand for more than any memory holds."""
 
     def fetch_alias(self) -> None:
-        """Take up an alias.
-
-        Raises:
-            yaml.YAMLError: always.
-        """
-        problem = "aliases are not read here: write out what this one stands for"
+        problem = "aliases are not supported: write out the value"
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.get_mark())
 
 
-def _find_profile(values: Mapping[str, str], name: str, place: str) -> ProfileSeen:
-    for document in _documents(values, place):
+def _find_profile(values: Mapping[str, str], name: str, source: ProfileSource) -> ProfileSeen:
+    for document in _documents(values, source):
         if isinstance(document, dict) and _name_of(document) == name:
             profile = parse_profile(document)
             return ProfileSeen(profile, hashlib.sha256(yaml.safe_dump(document).encode()).hexdigest()[:16])
-    raise NotFoundError(404, f"no profile {name}")
+    raise NotFoundError(404, f"HardwareProfile {name} not found")
 
 
-def _documents(values: Mapping[str, str], place: str) -> Iterator[Any]:
+def _name_of(document: dict[str, Any]) -> object:
+    metadata = document.get("metadata")
+    return metadata.get("name") if isinstance(metadata, dict) else None
+
+
+def _documents(values: Mapping[str, str], source: ProfileSource) -> Iterator[Any]:
     for key, text in sorted(values.items()):
-        where = f"{place}, key {key}"
-        if len(text) > MOST_CHARACTERS:
-            words = f"{len(text)} characters, where at most {MOST_CHARACTERS} are read: give profiles keys of their own"
-            raise InvalidSpecError(where, words)
+        where = f"{source}, key {key}"
+        if len(text) > MAX_PROFILE_CHARACTERS:
+            problem = f"expected at most {MAX_PROFILE_CHARACTERS} characters, got {len(text)}: use one key per profile"
+            raise InvalidSpecError(where, problem)
         try:
             yield from list(yaml.load_all(text, Loader=_PlainLoader))
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise InvalidSpecError(where, f"this is no YAML: {' '.join(str(error).split())}") from error
+            raise InvalidSpecError(where, f"invalid YAML: {' '.join(str(error).split())}") from error

@@ -1,1 +1,1 @@
-"""The loop: who leads, which jobs want a turn, what a turn sees and does."""
+"""Observe, decide, apply: what runs the pure reconcile against a cluster."""

@@ -1,4 +1,4 @@
-"""How an action is done to the cluster: guarded by uid, and safe to be repeated by a later turn, which looks again."""
+"""Turn actions into API calls. Each is guarded by uid and safe to repeat by a later reconcile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
-from typing import Protocol
 
 from dlrm_api import names
 from dlrm_api.errors import DLRMError
@@ -22,12 +21,16 @@ from dlrm_operator.api_client import (
     ConflictError,
     NotFoundError,
 )
-from dlrm_operator.clients.control_key import ControlKey
+from dlrm_operator.clients.checkpoint import CheckpointClient, ControlKey
+from dlrm_operator.clients.planner import Planner
+from dlrm_operator.clients.stacks import StackClient
 from dlrm_operator.clock import own_time
-from dlrm_operator.controller.observe import JOBS, owned_by
+from dlrm_operator.controller.informers import JobCache, PodCache
+from dlrm_operator.controller.observe import JOB_PATH, owned_by
+from dlrm_operator.controller.work_queue import WorkQueue
 from dlrm_operator.manifests import Manifest
-from dlrm_operator.manifests.gang_scheduling import KUEUE
 from dlrm_operator.manifests.pods import with_derived
+from dlrm_operator.manifests.scheduling import KUEUE
 from dlrm_operator.reconcile.findings import Reason, timestamp
 from dlrm_operator.reconcile.state import (
     Action,
@@ -39,9 +42,7 @@ from dlrm_operator.reconcile.state import (
     DeleteObject,
     DeleteWorkload,
     EmitEvent,
-    JobKey,
     JobSeen,
-    PlanQuestion,
     RequestCut,
     RequestPlan,
     RequestStacks,
@@ -51,97 +52,53 @@ from dlrm_operator.reconcile.state import (
 
 logger = logging.getLogger(__name__)
 
-OURS = {"fieldManager": FIELD_MANAGER}
-MOST_WRITES = 4
-"""Of one status, where others' writes come between."""
-TOLD_ONCE = frozenset({Reason.ATTEMPT_FAILED, Reason.FAILED, Reason.REQUEST_DENIED})
-"""What befalls an attempt once, or goes on. A turn after one that was cut off may see other evidence of it."""
-MARKS = (Label.JOB, Label.MANAGED_BY, Label.ATTEMPT, Label.INDEX)
+FIELD_MANAGER_QUERY = {"fieldManager": FIELD_MANAGER}
+MAX_STATUS_WRITES = 4
+"""Tries to write one status while others write to the job's metadata."""
+ONCE_PER_ATTEMPT = frozenset({Reason.ATTEMPT_FAILED, Reason.FAILED, Reason.REQUEST_DENIED})
+"""Events that an attempt has once, whatever the message: a repeated reconcile may see other evidence."""
+IDENTITY_LABELS = (Label.JOB, Label.MANAGED_BY, Label.ATTEMPT, Label.INDEX)
 """Labels by which pods are watched and read."""
-EVENT_S = 5.0
-"""For the creation of one Event: the status waits for it."""
-QUIET_S = 60.0
-"""Between two lines of the log about Events that could not be created."""
-KINDS = {"Pod": "pods", "ConfigMap": "configmaps", "PodGroup": "podgroups"}
+# The status waits for the creation of an Event.
+EVENT_TIMEOUT_S = 5.0
+DROPPED_EVENT_LOG_INTERVAL_S = 60.0
+PLURALS = {"Pod": "pods", "ConfigMap": "configmaps", "PodGroup": "podgroups"}
 
 
-class PlansAsked(Protocol):
-    """Who makes plans."""
-
-    def request(self, key: JobKey, question: PlanQuestion) -> None:
-        """Start planning, unless this very question is at work or answered."""
-
-
-class CutsAsked(Protocol):
-    """Who asks pods for cuts."""
-
-    def request(self, action: RequestCut) -> None:
-        """Ask, unless this very question is at work or answered."""
-
-
-class StacksAsked(Protocol):
-    """Who asks pods what their ranks are doing."""
-
-    def request(self, action: RequestStacks) -> None:
-        """Ask, unless this very question is at work already."""
-
-
-class Alarm(Protocol):
-    """Who wakes jobs."""
-
-    def add_at(self, key: JobKey, time: datetime) -> None:
-        """Wake the job then."""
-
-
-class Jobs(Protocol):
-    """Who keeps copies of jobs, and may learn of a write before the watch shows it."""
-
-    def saw(self, document: Manifest) -> JobSeen:
-        """Take over the job of an answer."""
-
-
-class Pods(Protocol):
-    """The same of pods."""
-
-    def saw(self, document: Manifest) -> object:
-        """Take over the pod of an answer."""
-
-
-class Performer:
-    """Does actions; what the API server answers goes into the caches."""
+class ActionExecutor:
+    """Execute actions. Responses of the API server go into the caches."""
 
     def __init__(
         self,
         api: Api,
         *,
-        planner: PlansAsked,
-        cutter: CutsAsked,
-        stacks: StacksAsked,
-        alarm: Alarm,
-        jobs: Jobs,
-        pods: Pods,
+        planner: Planner,
+        checkpoint_client: CheckpointClient,
+        stack_client: StackClient,
+        queue: WorkQueue,
+        jobs: JobCache,
+        pods: PodCache,
         control_key: ControlKey,
         clock: Callable[[], datetime] = own_time,
     ) -> None:
         self._api = api
         self._clock = clock
         self._planner = planner
-        self._cutter = cutter
-        self._stacks = stacks
-        self._alarm = alarm
+        self._checkpoint_client = checkpoint_client
+        self._stack_client = stack_client
+        self._queue = queue
         self._jobs = jobs
         self._pods = pods
         self._control_key = control_key
-        self._told_at = float("-inf")
-        """When the log last told of an Event that could not be created (monotonic seconds)."""
+        self._dropped_event_logged_at = float("-inf")
 
-    async def perform(self, action: Action) -> None:
-        """Do one action. Repeating it changes nothing.
+    async def execute(self, action: Action) -> None:
+        """Execute one action. Repeating it changes nothing.
 
         Raises:
-            ClusterUnavailableError: it may or may not be done. An Event that could not be created raises nothing.
-            ConflictError: the object is there already, or has changed: look again.
-            ClusterRefusedError: the API server said no; the message is its own words.
+            ClusterUnavailableError: the outcome is unknown. A failed Event raises nothing.
+            ConflictError: the object exists or has changed; observe the job again.
+            ClusterRefusedError: the API server refused; the message is its own.
         """
         match action:
             case CreateService(manifest=manifest):
@@ -155,102 +112,104 @@ class Performer:
             case DeleteObject():
                 await self._delete(action)
             case DeleteWorkload():
-                await self._release(action)
+                await self._delete_workload(action)
             case DeleteJob():
                 await self._delete_job(action)
             case UpdateStatus():
-                await self._apply_status(action)
+                await self._update_status(action)
             case EmitEvent():
-                await self._emit(action)
+                await self._emit_event(action)
             case RequestPlan(key=key, question=question):
                 self._planner.request(key, question)
             case RequestStacks():
-                self._stacks.request(action)
+                self._stack_client.request(action)
             case RequestCut():
-                self._cutter.request(action)
+                self._checkpoint_client.request(action)
             case WakeAt(key=key, time=time):
-                self._alarm.add_at(key, time)
+                self._queue.add_at(key, time)
 
-    async def _create(self, kind: str, manifest: Manifest) -> None:
-        """Create a child that the turn did not see; one that is there after all is seen, or refused, by the next."""
-        path = f"{_root(manifest['apiVersion'])}/namespaces/{manifest['metadata']['namespace']}/{kind}"
-        await self._api.call("POST", path, manifest, OURS, METADATA_OF_ONE)
+    async def _create(self, plural: str, manifest: Manifest) -> None:
+        path = f"{_root(manifest['apiVersion'])}/namespaces/{manifest['metadata']['namespace']}/{plural}"
+        await self._api.call("POST", path, manifest, FIELD_MANAGER_QUERY, METADATA_OF_ONE)
 
     async def _create_pod(self, action: CreatePod) -> None:
         meta = action.manifest["metadata"]
         path = f"/api/v1/namespaces/{meta['namespace']}/pods"
-        about = action.owner_uid, action.attempt
-        secret = await self._control_key.gang_secret(*about)
-        derived = {Env.TOKEN_SHA256: token_digest(await self._control_key.token(*about)), Env.GANG_SECRET: secret}
+        identity = action.owner_uid, action.attempt
+        secret = await self._control_key.gang_secret(*identity)
+        derived = {Env.TOKEN_SHA256: token_digest(await self._control_key.token(*identity)), Env.GANG_SECRET: secret}
         body = with_derived(action.manifest, derived)
         try:
-            found = await self._api.call("POST", path, body, OURS, METADATA_OF_ONE)
+            found = await self._api.call("POST", path, body, FIELD_MANAGER_QUERY, METADATA_OF_ONE)
         except AlreadyExistsError as error:
             found = await self._api.call("GET", f"{path}/{meta['name']}")
             attempt = found["metadata"].get("labels", {}).get(Label.ATTEMPT)
             if not owned_by(found, action.owner_uid) or attempt != str(action.attempt):
-                words = f"pod {meta['name']} exists and belongs to another owner or attempt: delete it"
-                raise ClusterRefusedError(error.code, words) from error
-        if (lost := _lost_marks(action, found)) is not None:
+                problem = f"pod {meta['name']} exists and belongs to another owner or attempt: delete it"
+                raise ClusterRefusedError(error.code, problem) from error
+        # Without its labels later reconciles would not see the pod, and it would train beside the next attempt.
+        if (lost := _lost_identity(action, found)) is not None:
             with suppress(NotFoundError, ConflictError):
-                await self._api.call("DELETE", f"{path}/{meta['name']}", _deletion(uid=found["metadata"]["uid"]))
-            words = f"an admission controller changed {lost} of pod {meta['name']}, by which it is found again"
-            raise ClusterRefusedError(422, f"{words}: it was deleted; have that webhook or policy leave it as it is")
+                await self._api.call("DELETE", f"{path}/{meta['name']}", _delete_options(uid=found["metadata"]["uid"]))
+            problem = f"an admission controller changed {lost} of pod {meta['name']}, which identifies it"
+            raise ClusterRefusedError(422, f"{problem}: the pod was deleted; exempt it from that webhook or policy")
         self._pods.saw(found)
 
     async def _delete(self, action: DeleteObject) -> None:
-        options = _deletion(uid=action.uid)
+        options = _delete_options(uid=action.uid)
         if action.force or action.grace_s is not None:
             options["gracePeriodSeconds"] = 0 if action.force else action.grace_s
-        path = f"{_root(action.api_version)}/namespaces/{action.key.namespace}/{KINDS[action.kind]}/{action.name}"
-        with suppress(NotFoundError, ConflictError):  # gone, or another object of that name by now
+        path = f"{_root(action.api_version)}/namespaces/{action.key.namespace}/{PLURALS[action.kind]}/{action.name}"
+        # It is gone, or replaced by another object of that name.
+        with suppress(NotFoundError, ConflictError):
             await self._api.call("DELETE", path, options)
 
-    async def _release(self, action: DeleteWorkload) -> None:
+    async def _delete_workload(self, action: DeleteWorkload) -> None:
         path = f"{KUEUE.path(action.key.namespace)}/{action.group}"
         with suppress(NotFoundError, ConflictError):
             found = await self._api.call("GET", path)
             if owned_by(found, action.pod_uid):
-                await self._api.call("DELETE", path, _deletion(uid=found["metadata"]["uid"]))
+                await self._api.call("DELETE", path, _delete_options(uid=found["metadata"]["uid"]))
 
     async def _delete_job(self, action: DeleteJob) -> None:
-        path = JOBS.format(action.key.namespace, action.key.name)
-        options = _deletion(uid=action.uid, resourceVersion=action.resource_version)
+        path = JOB_PATH.format(action.key.namespace, action.key.name)
+        options = _delete_options(uid=action.uid, resourceVersion=action.resource_version)
         with suppress(NotFoundError):
             await self._api.call("DELETE", path, {**options, "propagationPolicy": "Background"})
 
-    async def _apply_status(self, action: UpdateStatus) -> None:
-        """Write the status; where others wrote to the job meanwhile what decides nothing, write it on top of that.
+    async def _update_status(self, action: UpdateStatus) -> None:
+        """Write the status; on a conflict that changed nothing it depends on, write it on top of that version.
 
-        Else a job whose labels change more often than a turn takes would never come to a status.
+        Otherwise a job whose labels change more often than a reconcile takes would never get a status.
         """
-        path = JOBS.format(action.key.namespace, action.key.name)
+        path = JOB_PATH.format(action.key.namespace, action.key.name)
         version = action.resource_version
-        said = action.status.model_dump(mode="json", exclude_none=True)
-        for left in reversed(range(MOST_WRITES)):
+        status = action.status.model_dump(mode="json", exclude_none=True)
+        for tries_left in reversed(range(MAX_STATUS_WRITES)):
             meta = {"name": action.key.name, "uid": action.uid, "resourceVersion": version}
-            body = {"apiVersion": names.API_VERSION, "kind": "DLRMJob", "metadata": meta, "status": said}
+            body = {"apiVersion": names.API_VERSION, "kind": "DLRMJob", "metadata": meta, "status": status}
             try:
-                self._jobs.saw(await self._api.call("PUT", f"{path}/status", body, OURS))
+                self._jobs.saw(await self._api.call("PUT", f"{path}/status", body, FIELD_MANAGER_QUERY))
             except ConflictError:
                 found = self._jobs.saw(await self._api.call("GET", path))
-                if not left or not _decides_alike(found, action):
+                if not tries_left or not _same_basis(found, action):
                     raise
                 version = found.resource_version
             else:
                 break
-        if action.decisive:  # what rests on it is decided anew: the watch brings nothing that is not known by now
-            self._alarm.add_at(action.key, self._clock())
+        # What depends on the status is decided by another reconcile: the watch brings nothing that the caches lack.
+        if action.decisive:
+            self._queue.add_at(action.key, self._clock())
 
-    async def _emit(self, action: EmitEvent) -> None:
-        """Create the Event, or pass it over: it decides nothing, and what decides follows it."""
-        words = "" if action.reason in TOLD_ONCE else action.message
-        said = "\n".join((action.uid, str(action.attempt), action.reason, words))
+    async def _emit_event(self, action: EmitEvent) -> None:
+        """Create the Event or drop it: nothing depends on it."""
+        message = "" if action.reason in ONCE_PER_ATTEMPT else action.message
+        digest = hashlib.sha256("\n".join((action.uid, str(action.attempt), action.reason, message)).encode())
         now = timestamp(self._clock())
         body = {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {"name": f"{action.key.name}.{hashlib.sha256(said.encode()).hexdigest()[:16]}"},
+            "metadata": {"name": f"{action.key.name}.{digest.hexdigest()[:16]}"},
             "involvedObject": {
                 "apiVersion": names.API_VERSION,
                 "kind": "DLRMJob",
@@ -266,38 +225,38 @@ class Performer:
             "lastTimestamp": now,
             "count": 1,
         }
-        path, done_by = f"/api/v1/namespaces/{action.key.namespace}/events", time.monotonic() + EVENT_S
+        path, done_by = f"/api/v1/namespaces/{action.key.namespace}/events", time.monotonic() + EVENT_TIMEOUT_S
         try:
             await self._api.call("POST", path, body, done_by=done_by)
         except ConflictError:
-            pass  # emitted before
+            # The name is a hash of the content: the Event exists.
+            pass
         except (ClusterUnavailableError, ClusterRefusedError) as error:
-            self._tell_of_lost_event(action, error)
+            self._log_dropped_event(action, error)
 
-    def _tell_of_lost_event(self, action: EmitEvent, error: DLRMError) -> None:
-        if time.monotonic() - self._told_at < QUIET_S:
+    def _log_dropped_event(self, action: EmitEvent, error: DLRMError) -> None:
+        if time.monotonic() - self._dropped_event_logged_at < DROPPED_EVENT_LOG_INTERVAL_S:
             return
-        self._told_at = time.monotonic()
-        extra = {"job": str(action.key), "event": action.reason, "why": str(error)}
-        logger.warning("an Event could not be created, and is passed over", extra=extra)
+        self._dropped_event_logged_at = time.monotonic()
+        extra = {"job": str(action.key), "reason": str(action.reason), "error": str(error)}
+        logger.warning("failed to create event, dropping it", extra=extra)
 
 
-def _lost_marks(action: CreatePod, found: Manifest) -> str | None:
-    """What a pod lacks of that by which turns see it: such a gang would train on unseen, beside the next one."""
+def _lost_identity(action: CreatePod, found: Manifest) -> str | None:
     wanted, labels = action.manifest["metadata"]["labels"], found["metadata"].get("labels") or {}
-    lost = next((name for name in MARKS if labels.get(name) != wanted.get(name)), None)
+    lost = next((name for name in IDENTITY_LABELS if labels.get(name) != wanted.get(name)), None)
     if lost is not None:
         return f"the label {lost}"
     return None if owned_by(found, action.owner_uid) else "the owner reference"
 
 
-def _decides_alike(found: JobSeen, action: UpdateStatus) -> bool:
-    """Whether all that a status is decided from is as it was seen."""
+def _same_basis(found: JobSeen, action: UpdateStatus) -> bool:
+    """Return whether all that the status was decided from is unchanged."""
     same = found.uid == action.uid and not (found.deleting or found.unreadable) and found.status == action.seen
     return same and found.generation == action.status.observed_generation
 
 
-def _deletion(**preconditions: str) -> Manifest:
+def _delete_options(**preconditions: str) -> Manifest:
     return {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": preconditions}
 
 

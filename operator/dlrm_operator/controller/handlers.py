@@ -1,40 +1,279 @@
-"""kopf's part: events wake jobs, and decide nothing.
+"""Wire the operator together and run it under kopf. Events wake jobs and decide nothing.
 
-``on.event`` alone patches nothing onto an object: no finalizer that could hold a deletion up while the operator is
-away, no annotation. Timers, daemons and ``on.create`` do patch (kopf 1.45.2), so none is used.
+``kopf.on.event`` alone patches nothing onto an object: neither an annotation, nor a finalizer that could block a
+deletion while the operator is away. Timers, daemons and ``kopf.on.create`` do (kopf 1.45.2), so none is used.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import random
 import time
+from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import kopf
 
+from dlrm_api import names
 from dlrm_api.names import GROUP, VERSION
-from dlrm_operator.controller.engine import Engine
-from dlrm_operator.controller.kopf_storage import NoEssence, NoProgress
+from dlrm_operator.api_client import (
+    METADATA_ONLY,
+    ClusterRefusedError,
+    ClusterUnavailableError,
+    KubernetesApi,
+    NotFoundError,
+)
+from dlrm_operator.clients.checkpoint import CheckpointClient, ControlKey
+from dlrm_operator.clients.kueue import KueueClient
+from dlrm_operator.clients.planner import Planner
+from dlrm_operator.clients.progress import Poller
+from dlrm_operator.clients.references import ReferenceReader
+from dlrm_operator.clients.stacks import StackClient
+from dlrm_operator.controller.apply import ActionExecutor
+from dlrm_operator.controller.informers import JobCache, PodCache
+from dlrm_operator.controller.observe import Observer
+from dlrm_operator.controller.reconciler import Reconciler
+from dlrm_operator.controller.work_queue import StatusDebouncer, WorkQueue
+from dlrm_operator.job_metrics import HealthServer, JobMetrics
+from dlrm_operator.leader import FencedApi, Leader
+from dlrm_operator.log_context import set_log_context
+from dlrm_operator.metrics import WATCH_AGE
 from dlrm_operator.reconcile.state import JobKey
+from dlrm_operator.settings import Settings
+from dlrm_operator.webhook.review import Reviewer
+from dlrm_operator.webhook.server import Certificate, WebhookServer
+
+logger = logging.getLogger(__name__)
+
+DRAIN_TIMEOUT_S = 10.0
+"""Time for running reconciles to finish when the process is told to stop."""
+RESYNCS_PER_LIST = 20
+"""Each time the jobs are listed as well: kopf's watch can fall silent."""
+MISSING_CRD_INTERVAL_S = 5.0
+# All jobs together: with more jobs each is woken less often.
+RESYNCS_PER_S = 5.0
+
+
+class Engine:
+    """Own everything behind kopf's handlers: caches, work queue, planner, poller, endpoints."""
+
+    def __init__(self, settings: Settings, api: KubernetesApi, lease_api: KubernetesApi) -> None:
+        """Create all parts; nothing runs yet.
+
+        Args:
+            settings: Settings of this process.
+            api: The Kubernetes API.
+            lease_api: The same with threads of its own, so that no queue of requests delays a renewal. Its clock is
+                used for all decisions, because it gets a response every few seconds.
+        """
+        clock = lease_api.clock.now
+        self.settings = settings
+        self._api = api
+        namespace = settings.namespace or settings.lease_namespace or api.namespace
+        self._leader = Leader(lease_api, namespace, settings.identity, settings.lease, self._leader_changed)
+        self.jobs = JobCache()
+        self.queue = WorkQueue(self._reconcile, self.jobs.never_had_gang, clock)
+        self._pods = PodCache(api, settings.namespace, self.queue.add, self.queue.add_soon)
+        self._planner = Planner(settings.plan_deadline_s, self.queue.add)
+        self._poller = Poller(settings.poll_s, self.queue.add)
+        self.references = ReferenceReader(api, settings.profiles)
+        control_key = ControlKey(api, namespace)
+        self._checkpoint_client = CheckpointClient(control_key, self.queue.add)
+        self._stack_client = StackClient(self.queue.add)
+        self._kueue_client = KueueClient(api, self.queue.add)
+        observer = Observer(
+            api,
+            jobs=self.jobs,
+            pods=self._pods,
+            planner=self._planner,
+            poller=self._poller,
+            checkpoint_client=self._checkpoint_client,
+            stack_client=self._stack_client,
+            kueue_client=self._kueue_client,
+            references=self.references,
+            images=settings.images,
+            limits=settings.limits,
+        )
+        executor = ActionExecutor(
+            FencedApi(api, self._leader),
+            planner=self._planner,
+            checkpoint_client=self._checkpoint_client,
+            stack_client=self._stack_client,
+            queue=self.queue,
+            jobs=self.jobs,
+            pods=self._pods,
+            control_key=control_key,
+            clock=clock,
+        )
+        debouncer = StatusDebouncer(settings.status_debounce_s)
+        self.reconciler = Reconciler(observer, executor, self.jobs, self._planner, self._poller, debouncer, clock)
+        for part in (self._checkpoint_client, self._stack_client, self._kueue_client, self.queue):
+            self.reconciler.on_forget(part.forget)
+        job_metrics = JobMetrics(self.jobs.all, self._poller.latest, lambda: self._leader.held)
+        self._health_server = HealthServer(settings.address, settings.port, self, [job_metrics])
+        self._webhook = _webhook_server(settings, self.references)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._crd_missing = False
+        self.crd_restored = False
+        """Whether the CRD was missing and is back: in one namespace kopf watches no kind that was added later."""
+        self.ending = asyncio.Event()
+        """Ends kopf. Set at every end: kopf would wait five seconds for its own task that waits for this."""
+        self.started = False
+
+    async def start(self) -> None:
+        """Start every task; return once the endpoints are served."""
+        await self._health_server.start()
+        if self._webhook is not None:
+            await self._webhook.start()
+        self._pods.start()
+        background = {
+            "lease": self._leader.run(),
+            "work queue": self.queue.run(),
+            "poller": self._poller.run(),
+            "kueue": self._kueue_client.run(),
+            "resync": self._resync(),
+        }
+        for name, work in background.items():
+            task = asyncio.create_task(work, name=name)
+            task.add_done_callback(_log_task_exit)
+            self._tasks.append(task)
+        self.started = True
+
+    async def stop(self) -> None:
+        """Let running reconciles finish, then let another replica lead and end everything."""
+        self.ending.set()
+        await self.queue.drain(DRAIN_TIMEOUT_S)
+        # From here on the Lease is not renewed.
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._leader.release()
+        self._pods.stop()
+        self._checkpoint_client.stop()
+        self._stack_client.stop()
+        await self._planner.stop()
+        if self._webhook is not None:
+            await self._webhook.stop()
+        await self._health_server.stop()
+
+    def problem(self) -> str:
+        """Return why this process should be restarted; empty if it need not be."""
+        ended = [task.get_name() for task in self._tasks if task.done()]
+        if ended:
+            return f"tasks ended: {', '.join(ended)}"
+        age_s = self.watch_age_s()
+        return f"the pod watch has been silent for {age_s:.0f} s" if age_s > self.settings.stale_s else ""
+
+    def waits_for(self) -> str:
+        """Return why this process is not ready; empty if it is. A follower is ready."""
+        if self._crd_missing:
+            return f"the API server has no DLRMJobs ({names.API_VERSION}): install the CustomResourceDefinitions"
+        if problem := self.problem():
+            return problem
+        if not self._pods.filled:
+            return "waiting for caches to sync"
+        return "" if self._leader.known else "waiting for leader election"
+
+    def measure(self) -> None:
+        """Update the gauges."""
+        WATCH_AGE.set(self.watch_age_s())
+
+    def watch_age_s(self) -> float:
+        """Return the seconds since the last event or bookmark of the pod watch."""
+        return time.monotonic() - self._pods.fresh_at
+
+    def wake_all(self) -> None:
+        """Wake every known job: something that many of them depend on has changed."""
+        for key in self.jobs.known():
+            self.queue.add(key)
+
+    def _leader_changed(self) -> None:
+        if self._leader.held:
+            self._pods.resume()
+            self.wake_all()
+
+    async def _reconcile(self, key: JobKey) -> None:
+        job = self.jobs.get(key)
+        set_log_context(key, job.uid if job else "")
+        # Followers keep their caches warm and do nothing else.
+        if self._leader.held:
+            await self.reconciler.reconcile(key)
+
+    async def _resync(self) -> None:
+        """Wake every job periodically, one by one: a deadline may pass without an event."""
+        for count in itertools.count():
+            try:
+                if count % RESYNCS_PER_LIST == 0 or self._crd_missing:
+                    await self.list_jobs()
+                    if self._crd_missing and self.settings.namespace:
+                        self.crd_restored = True
+                        self.ending.set()
+                    self._crd_missing = False
+            except NotFoundError:
+                self._crd_missing = True
+                logger.warning("CustomResourceDefinition is missing", extra={"error": self.waits_for()})
+            except (ClusterUnavailableError, ClusterRefusedError) as error:
+                logger.warning("resync failed, will retry", extra={"error": str(error)})
+            known = self.jobs.known()
+            pause_s = self.settings.resync_s
+            if self._crd_missing:
+                pause_s = min(pause_s, MISSING_CRD_INTERVAL_S)
+            pause_s = max(pause_s, len(known) / RESYNCS_PER_S) * random.uniform(0.8, 1.2)  # noqa: S311
+            self.queue.spread(known, pause_s)
+            await asyncio.sleep(pause_s)
+
+    async def list_jobs(self) -> None:
+        """Wake every job that exists, and every cached one: a reconcile of a deleted job removes what is known of it.
+
+        Raises:
+            NotFoundError: there is no CustomResourceDefinition.
+            ClusterUnavailableError: the API server did not answer.
+        """
+        where = f"namespaces/{self.settings.namespace}/" if self.settings.namespace else ""
+        # Before the list: a job that is created meanwhile may be missing from it.
+        known = self.jobs.known()
+        items, _ = await self._api.list_all(f"/apis/{names.API_VERSION}/{where}dlrmjobs", {}, METADATA_ONLY)
+        listed = {JobKey(item["metadata"]["namespace"], item["metadata"]["name"]) for item in items}
+        for key in set(known) - listed:
+            self.jobs.forget(key)
+        for key in listed.union(known):
+            self.queue.add(key)
+
+
+def _webhook_server(settings: Settings, references: ReferenceReader) -> WebhookServer | None:
+    if settings.webhook_certs is None:
+        return None
+    reviewer = Reviewer(references, settings.webhook_deadline_s, limits=settings.limits)
+    certificate = Certificate(Path(settings.webhook_certs))
+    wait_s = settings.webhook_deadline_s
+    return WebhookServer(settings.address, settings.webhook_port, reviewer, certificate, wait_s=wait_s)
+
+
+def _log_task_exit(task: asyncio.Task[None]) -> None:
+    """Log why a background task ended; the liveness probe then restarts the process."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("background task ended", extra={"task": task.get_name()}, exc_info=error)
 
 
 def build_registry(engine: Engine) -> kopf.OperatorRegistry:
-    """The handlers of one engine; what they return would be stored in the status, so it is None."""
+    """Register the handlers of one engine. They return None: kopf stores returned values in the status."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry, retries=5)
-    async def logged_in(**kwargs: Any) -> kopf.ConnectionInfo | None:
+    async def log_in(**kwargs: Any) -> kopf.ConnectionInfo | None:
         return await asyncio.to_thread(partial(kopf.login_via_client, **kwargs))
 
     @kopf.on.startup(registry=registry)
-    async def started(settings: kopf.OperatorSettings, **_: Any) -> None:
+    async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
         configure(settings, engine)
         await engine.start()
 
     @kopf.on.cleanup(registry=registry)
-    async def stopped(**_: Any) -> None:
+    async def stop(**_: Any) -> None:
         await engine.stop()
 
     @kopf.on.event(GROUP, VERSION, "dlrmjobs", registry=registry)
@@ -44,11 +283,13 @@ def build_registry(engine: Engine) -> kopf.OperatorRegistry:
         engine.jobs.heard_at = time.monotonic()
         if type == "DELETED":
             engine.jobs.forget(key)
+        # Otherwise this process has read or written this version itself.
         elif engine.jobs.saw(dict(body)) is known:
-            return  # what a turn has seen, or has written
-        engine.wakeups.add(key)
+            return
+        engine.queue.add(key)
 
-    if engine.settings.profiles is None:  # else no right beyond one namespace is asked for
+    # With --profiles no right beyond one namespace is needed.
+    if engine.settings.profiles is None:
 
         @kopf.on.event(GROUP, VERSION, "hardwareprofiles", registry=registry)
         async def profile_changed(**_: Any) -> None:
@@ -58,11 +299,12 @@ def build_registry(engine: Engine) -> kopf.OperatorRegistry:
 
 
 def configure(settings: kopf.OperatorSettings, engine: Engine) -> None:
-    """Short timeouts, no Event for each line of log, and in one namespace no look at the whole cluster."""
-    settings.persistence.diffbase_storage = NoEssence()
-    settings.persistence.progress_storage = NoProgress()
+    """Set short timeouts, no Event per log line, and no access beyond the namespace if one is given."""
+    settings.persistence.diffbase_storage = NullDiffBaseStorage()
+    settings.persistence.progress_storage = NullProgressStorage()
     settings.posting.level = logging.WARNING
-    settings.process.ultimate_exiting_timeout = None  # else kopf kills the process so long after its watches ended
+    # Otherwise kopf kills the process this long after its watches ended.
+    settings.process.ultimate_exiting_timeout = None
     settings.networking.error_backoffs = (0.5, 1, 2, 4)
     settings.networking.connect_timeout = 5
     settings.networking.request_timeout = 15
@@ -71,3 +313,47 @@ def configure(settings: kopf.OperatorSettings, engine: Engine) -> None:
     settings.watching.client_timeout = 300
     settings.watching.chunk_size = 500
     settings.scanning.disabled = engine.settings.namespace is not None
+
+
+STORES_NOTHING = "only kopf.on.event is used, which stores nothing"
+
+
+# kopf compares each object of an event with an "essence" that handlers of changes would have stored. There are no such
+# handlers, and copying the object for it was half of the cost of an event.
+class NullDiffBaseStorage(kopf.DiffBaseStorage):
+    """Return the same empty essence for every object."""
+
+    def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:  # noqa: ARG002
+        """Return an empty essence."""
+        return kopf.BodyEssence({})
+
+    def fetch(self, *, body: kopf.Body) -> kopf.BodyEssence | None:  # noqa: ARG002
+        """Return None."""
+        return None
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:  # noqa: ARG002
+        """Fail: kopf calls this for handlers of changes only."""
+        raise AssertionError(STORES_NOTHING)
+
+
+class NullProgressStorage(kopf.ProgressStorage):
+    """Keep no progress of handlers."""
+
+    def fetch(self, *, key: Any, body: kopf.Body) -> Any:  # noqa: ARG002
+        """Return None."""
+        return None
+
+    def store(self, *, key: Any, record: Any, body: kopf.Body, patch: kopf.Patch) -> None:  # noqa: ARG002
+        """Fail: kopf calls this for handlers of changes only."""
+        raise AssertionError(STORES_NOTHING)
+
+    def purge(self, *, key: Any, body: kopf.Body, patch: kopf.Patch) -> None:
+        """Do nothing."""
+
+    def touch(self, *, body: kopf.Body, patch: kopf.Patch, value: str | None) -> None:  # noqa: ARG002
+        """Fail: kopf calls this for handlers of changes only."""
+        raise AssertionError(STORES_NOTHING)
+
+    def clear(self, *, essence: kopf.BodyEssence) -> kopf.BodyEssence:
+        """Return the essence unchanged."""
+        return essence

@@ -1,4 +1,8 @@
-"""A watched copy of the trainer pods, selected by label on the server: never all pods of a cluster."""
+"""Caches of jobs and trainer pods, and the readers from API documents to small records.
+
+Pods are watched by a label selector on the server: never all pods of a cluster. Reading never raises, whatever a
+document holds.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,7 @@ import re
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, Protocol
@@ -20,18 +23,29 @@ from dlrm_api.base import read_stored
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob, parse_stored_job
 from dlrm_api.names import FIELD_MANAGER, GROUP, Container, Env, Label
-from dlrm_api.status import DLRMJobStatus, Phase
-from dlrm_operator.api_client import JSON, ClusterRefusedError, ClusterUnavailableError, GoneError, Object, Query
+from dlrm_api.status import DLRMJobStatus
+from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError, GoneError, Object, Query
 from dlrm_operator.reconcile.findings import parse_timestamp
 from dlrm_operator.reconcile.state import ConfigMapSeen, ContainerSeen, GroupSeen, JobKey, JobSeen, PodSeen
 
-NOWHERE = -1
-"""Attempt or index of a child whose label is no number."""
+logger = logging.getLogger(__name__)
+
+MISSING = -1
+"""Attempt or index of a child whose label is not a number."""
 NUMBER = re.compile("[0-9]{1,9}")
+SELECTOR = f"{Label.JOB},{Label.MANAGED_BY}={FIELD_MANAGER}"
+WATCH_TIMEOUT_S = 240
+# The server sends a bookmark each minute: a watch that is silent for longer is dead.
+MAX_SILENCE_S = 75.0
+WATCH_PAUSE_S = 0.2
+# The pause after a failed watch doubles, and is reset by the first event of the next one.
+INITIAL_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 30.0
+MAX_DELETED_UIDS = 4_096
 
 
 def read_job(document: Object, known: JobSeen | None = None) -> JobSeen:
-    """The job's object; a spec that is none becomes its own refusal. Where ``known`` is given, its spec is this one."""
+    """Read a job; an invalid spec becomes its own error. If ``known`` is given, its spec is reused."""
     meta = document["metadata"]
     spec, unknown_fields = (known.spec, known.unknown_fields) if known else _spec(document)
     status, unreadable = _status(document.get("status"))
@@ -49,7 +63,7 @@ def read_job(document: Object, known: JobSeen | None = None) -> JobSeen:
 
 
 def read_pod(document: Object) -> PodSeen:
-    """A trainer pod."""
+    """Read a trainer pod."""
     meta, status = document["metadata"], document.get("status") or {}
     labels = meta.get("labels") or {}
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
@@ -81,19 +95,18 @@ def read_pod(document: Object) -> PodSeen:
 
 
 def _is_secretless(spec: Object) -> bool:
-    """False where the pod's spec is not told."""
     trainers = [each for each in spec.get("containers") or () if each.get("name") == Container.TRAINER]
     names = {variable.get("name") for trainer in trainers for variable in trainer.get("env") or ()}
     return bool(trainers) and Env.GANG_SECRET not in names
 
 
 def read_astray_pod(document: Object, key: JobKey, attempt: int, index: int) -> PodSeen:
-    """A trainer pod that its labels no longer tell of; its name does."""
+    """Read a trainer pod that is identified by its name, since its labels were changed."""
     return replace(read_pod(document), key=key, attempt=attempt, index=index, astray=True)
 
 
 def read_config_map(document: Object) -> ConfigMapSeen:
-    """One ConfigMap of a plan."""
+    """Read a ConfigMap of a plan."""
     meta = document["metadata"]
     return ConfigMapSeen(
         name=meta["name"],
@@ -105,7 +118,7 @@ def read_config_map(document: Object) -> ConfigMapSeen:
 
 
 def read_group(document: Object, api_version: str) -> GroupSeen:
-    """One PodGroup, or one of Kueue's Workloads, its metadata alone: that does not say what it is of."""
+    """Read the metadata of a PodGroup or of Kueue's Workload, which lacks the API version."""
     meta = document["metadata"]
     attempt = _number((meta.get("labels") or {}).get(Label.ATTEMPT))
     return GroupSeen(
@@ -118,10 +131,7 @@ def read_group(document: Object, api_version: str) -> GroupSeen:
 
 
 def _spec(document: Object) -> tuple[DLRMJob | InvalidSpecError, tuple[str, ...]]:
-    """The job without its status, and without what the API server keeps in its metadata: nothing here reads that.
-
-    With it the paths of fields that are not known here.
-    """
+    """Return the job without its status, and the paths of unknown fields."""
     meta = {key: value for key, value in document["metadata"].items() if key in ("name", "namespace")}
     try:
         return parse_stored_job(
@@ -132,7 +142,7 @@ def _spec(document: Object) -> tuple[DLRMJob | InvalidSpecError, tuple[str, ...]
 
 
 def _status(document: Any) -> tuple[DLRMJobStatus | None, str]:
-    """The status as far as its fields are known here, or why it can't be read."""
+    """Return the known fields of the status, or why it is unreadable."""
     if not document:
         return None, ""
     try:
@@ -142,15 +152,15 @@ def _status(document: Any) -> tuple[DLRMJobStatus | None, str]:
 
 
 def _disruption(conditions: Mapping[str, Object]) -> Object:
-    """The condition that says that somebody takes the pod away: Kubernetes' own, or Kueue's."""
+    """Return the condition with which Kubernetes or Kueue announces that it removes the pod."""
     found = (conditions.get(kind, {}) for kind in ("DisruptionTarget", "TerminationTarget"))
     return next((condition for condition in found if condition.get("status") == "True"), {})
 
 
 def _lost_since(conditions: Mapping[str, Object]) -> datetime | None:
-    """When the node controller took Ready from a pod whose kubelet had called its containers ready, and fell silent.
+    """Return when the node controller set Ready to false because the kubelet fell silent.
 
-    A kubelet that answers takes both back together, or names the readiness gate that lacks.
+    A kubelet that answers sets ContainersReady to false as well, or names the readiness gate that is not met.
     """
     ready, containers = conditions.get("Ready", {}), conditions.get("ContainersReady", {})
     taken = ready.get("status") in ("False", "Unknown") and ready.get("reason") != "ReadinessGatesNotReady"
@@ -186,40 +196,27 @@ def _containers(status: Object) -> Iterator[ContainerSeen]:
 
 
 def _number(text: str | None) -> int:
-    return int(text) if text and NUMBER.fullmatch(text) else NOWHERE
+    return int(text) if text and NUMBER.fullmatch(text) else MISSING
 
 
 def _time(text: str | None) -> datetime | None:
     return parse_timestamp(text) if text else None
 
 
-logger = logging.getLogger(__name__)
-
-SELECTOR = f"{Label.JOB},{Label.MANAGED_BY}={FIELD_MANAGER}"
-WATCH_S = 240
-SILENCE_S = 75.0
-"""The server sends a bookmark each minute; a watch that is silent for longer is dead."""
-PAUSE_S = 0.2
-FIRST_PAUSE_S = 1.0
-LONGEST_PAUSE_S = 30.0
-"""Before a watch that broke starts anew: twice as long each time, and the first again once one has shown anything."""
-GONE_KEPT = 4_096
-
-
 class WatchApi(Protocol):
-    """The synchronous half of the API, for a watch's own thread."""
+    """Provide the synchronous half of the API, for the thread of a watch."""
 
-    def list_now(self, path: str, query: Query, accept: str = JSON) -> tuple[list[Object], str]:
-        """See ``api_client.KubernetesApi``."""
+    def list_pages(self, path: str, query: Query) -> Iterator[tuple[list[Object], str]]:
+        """Yield each page and its resource version, see ``api_client.KubernetesApi``."""
 
     def watch(self, path: str, query: Query, silence_s: float) -> Iterator[Object]:
-        """See ``api_client.Api``."""
+        """Yield events, see ``api_client.Api``."""
 
 
 class PodCache:
-    """Trainer pods of one namespace, or of all.
+    """Hold the trainer pods of one namespace, or of all.
 
-    The watch runs in a daemon thread; the copy changes on the event loop alone, and what it shows anew wakes its job.
+    The watch runs in a daemon thread. The cache changes on the event loop only; a change wakes its job.
     """
 
     def __init__(
@@ -229,22 +226,29 @@ class PodCache:
         wake: Callable[[JobKey], None],
         wake_soon: Callable[[JobKey], None],
     ) -> None:
-        """``wake_soon`` is told of what decides nothing: where the scheduler has put a pod, or why it has not."""
+        """Create an empty cache.
+
+        Args:
+            api: The Kubernetes API.
+            namespace: The only namespace to watch; None: all.
+            wake: Called with each job whose pods changed.
+            wake_soon: Called instead if nothing depends on the change: the pod's node, or why it has none.
+        """
         self._api = api
         self._path = f"/api/v1/namespaces/{namespace}/pods" if namespace else "/api/v1/pods"
         self._wake = wake
         self._wake_soon = wake_soon
         self._pods: dict[JobKey, dict[str, PodSeen]] = {}
-        self._gone: dict[str, None] = {}
-        """Uids of pods that were deleted last: the answer to their creation may come later than that."""
+        self._deleted: dict[str, None] = {}
+        """Uids of pods that were deleted last: the response to their creation may arrive later than that."""
         self._stop, self._resumed = threading.Event(), threading.Event()
-        self._pause_s = FIRST_PAUSE_S
+        self._backoff_s = INITIAL_BACKOFF_S
         self.filled = False
         self.fresh_at = time.monotonic()
-        """When the server last proved that the copy is current (monotonic seconds)."""
+        """When the server last proved that the cache is current (monotonic seconds)."""
 
     def start(self) -> None:
-        """Begin to watch; returns at once."""
+        """Start the watch; return at once."""
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._run, args=(loop,), name="pod-watch", daemon=True).start()
 
@@ -254,17 +258,17 @@ class PodCache:
         self.resume()
 
     def resume(self) -> None:
-        """The server answers: where the watch pauses after it broke, let it begin at once."""
+        """End the backoff of a failed watch: the server answers again."""
         self._resumed.set()
 
     def pods(self, key: JobKey) -> tuple[PodSeen, ...]:
-        """The job's pods as last seen."""
+        """Return the job's pods as last seen."""
         return tuple(self._pods.get(key, {}).values())
 
     def saw(self, document: Object) -> None:
-        """Take over a pod that was created just now, before the watch shows it; what the watch showed stays."""
+        """Add a pod that was created just now, unless the watch has shown it or its deletion."""
         pod = read_pod(document)
-        if pod.uid not in self._gone and pod.name not in self._pods.get(pod.key, {}):
+        if pod.uid not in self._deleted and pod.name not in self._pods.get(pod.key, {}):
             self._pods.setdefault(pod.key, {})[pod.name] = pod
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -273,41 +277,41 @@ class PodCache:
                 self._follow(loop)
             except GoneError:
                 continue
-            except (ClusterUnavailableError, ClusterRefusedError):
-                logger.warning("the pod watch broke, it starts anew", exc_info=True)
-                self._resumed.wait(self._pause_s)
+            except (ClusterUnavailableError, ClusterRefusedError) as error:
+                logger.warning("pod watch closed, restarting", extra={"error": str(error)})
+                self._resumed.wait(self._backoff_s)
                 self._resumed.clear()
-                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+                self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
             except RuntimeError:
                 if loop.is_closed():
                     return
                 raise
 
     def _follow(self, loop: asyncio.AbstractEventLoop) -> None:
-        """List once, then watch from there until the server says that the version is gone."""
+        """List once, then watch from there until the server reports that the version is gone."""
         query = {"labelSelector": SELECTOR}
-        items, version = self._api.list_now(self._path, query)
-        loop.call_soon_threadsafe(self._replace, items)
+        pods: list[PodSeen] = []
+        version = ""
+        # A pod takes 51 kB as a document: only one page of them is held at a time.
+        for items, page_version in self._api.list_pages(self._path, query):
+            pods += map(read_pod, items)
+            version = page_version
+        loop.call_soon_threadsafe(self.replace, pods)
         while not self._stop.is_set():
-            asked = {
-                **query,
-                "resourceVersion": version,
-                "allowWatchBookmarks": "true",
-                "timeoutSeconds": str(WATCH_S),
-            }
-            for event in self._api.watch(self._path, asked, SILENCE_S):
-                self._pause_s = FIRST_PAUSE_S
+            watch = {"resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_TIMEOUT_S)}
+            for event in self._api.watch(self._path, {**query, **watch}, MAX_SILENCE_S):
+                self._backoff_s = INITIAL_BACKOFF_S
                 version = event["object"]["metadata"]["resourceVersion"]
-                loop.call_soon_threadsafe(self._change, event)
+                loop.call_soon_threadsafe(self.change, event)
                 if self._stop.is_set():
                     return
-            self._stop.wait(PAUSE_S)  # a server that ends watches at once is not asked without end
+            # Do not spin if a server ends watches at once.
+            self._stop.wait(WATCH_PAUSE_S)
 
-    def _replace(self, items: list[Object]) -> None:
-        """Take over a fresh list; wake every job whose pods differ from the copy."""
+    def replace(self, pods: Iterable[PodSeen]) -> None:
+        """Replace all pods by a fresh list; wake every job whose pods differ."""
         fresh: dict[JobKey, dict[str, PodSeen]] = {}
-        for item in items:
-            pod = read_pod(item)
+        for pod in pods:
             fresh.setdefault(pod.key, {})[pod.name] = pod
         old, self._pods = self._pods, fresh
         self.filled, self.fresh_at = True, time.monotonic()
@@ -315,7 +319,8 @@ class PodCache:
             if old.get(key) != fresh.get(key):
                 self._wake(key)
 
-    def _change(self, event: Object) -> None:
+    def change(self, event: Object) -> None:
+        """Apply one event of the watch."""
         self.fresh_at = time.monotonic()
         if event["type"] == "BOOKMARK":
             return
@@ -324,14 +329,14 @@ class PodCache:
         known = of_job.get(pod.name)
         if event["type"] == "DELETED":
             of_job.pop(pod.name, None)
-            self._gone[pod.uid] = None
-            if len(self._gone) > GONE_KEPT:
-                del self._gone[next(iter(self._gone))]
-        elif known == pod:
-            of_job[pod.name] = pod  # after the answer to its creation, or a change of what decides nothing
-            return
+            self._deleted[pod.uid] = None
+            if len(self._deleted) > MAX_DELETED_UIDS:
+                del self._deleted[next(iter(self._deleted))]
         else:
             of_job[pod.name] = pod
+            # Equal after the response to its creation, or a change of what no decision reads.
+            if known == pod:
+                return
             if known is not None and replace(pod, node=known.node, unschedulable=known.unschedulable) == known:
                 self._wake_soon(pod.key)
                 return
@@ -341,27 +346,27 @@ class PodCache:
 
 
 class JobCache:
-    """Jobs by key. It decides nothing but whether a look at the live objects is worth it."""
+    """Hold the jobs as last read or written."""
 
     def __init__(self) -> None:
         self._jobs: dict[JobKey, JobSeen] = {}
         self.heard_at = -math.inf
-        """When the watch last spoke, of whatever job: it tells changes in their order, so no copy is older (monotonic
+        """When kopf's watch last showed an event of any job. Events come in order, so no entry is older (monotonic
         seconds)."""
 
     def saw(self, document: Object) -> JobSeen:
-        """The job in ``document``, or the very one that was known, where that is as new or newer.
+        """Return the job in ``document``, or the known one if it is as new.
 
-        Our own writes come back by the watch later than by their answers.
+        Our own writes come back by the watch later than by their responses.
         """
         meta = document["metadata"]
         key = JobKey(meta["namespace"], meta["name"])
         known = self._jobs.get(key)
         if known is not None and _is_known(known, meta["uid"], meta["resourceVersion"]):
             return known
-        # parsing 5,000 tables takes a while, and status writes are many
-        job = read_job(document, known if known is not None and _has_spec_of(known, document) else None)
-        if known is not None and _decided_from(known) == _decided_from(job):
+        # Parsing 5,000 tables takes a while, and status writes are many.
+        job = read_job(document, known if known is not None and _has_same_spec(known, document) else None)
+        if known is not None and _basis(known) == _basis(job):
             job = replace(job, unwritten=known.unwritten)
         if known is not None and known.unknown_fields and job == known:
             return known
@@ -369,57 +374,52 @@ class JobCache:
         return job
 
     def keep(self, job: JobSeen, status: DLRMJobStatus) -> None:
-        """Go on from this status, though it is not written, until somebody changes the job's spec or status."""
+        """Continue from this unwritten status until somebody changes the job's spec or status."""
         known = self._jobs.get(job.key)
-        if known is not None and _decided_from(known) == _decided_from(job):
+        if known is not None and _basis(known) == _basis(job):
             self._jobs[job.key] = replace(known, unwritten=status)
 
     def get(self, key: JobKey) -> JobSeen | None:
-        """The job as last seen."""
+        """Return the job as last seen."""
         return self._jobs.get(key)
 
+    def all(self) -> list[JobSeen]:
+        """Return all known jobs."""
+        return list(self._jobs.values())
+
     def never_had_gang(self, key: JobKey) -> bool:
-        """Whether the job is known, and no gang of it ever stood."""
+        """Return whether the job is known and never had all of its pods."""
         job = self._jobs.get(key)
         return job is not None and (job.known is None or job.known.gang_attempt == 0)
 
     def forget(self, key: JobKey) -> None:
-        """The job is gone."""
+        """Remove a deleted job."""
         self._jobs.pop(key, None)
 
     def known(self) -> list[JobKey]:
-        """All known jobs."""
+        """Return the keys of all known jobs."""
         return list(self._jobs)
 
-    def phases(self) -> Counter[str]:
-        """Number of jobs in each phase; one whose status can't be read is in none."""
-        found = Counter({phase.value: 0 for phase in Phase})
-        readable = (job for job in self._jobs.values() if not job.unreadable)
-        found.update((job.status.phase if job.status else Phase.PENDING).value for job in readable)
-        return found
 
-
-def _decided_from(job: JobSeen) -> tuple[object, ...]:
-    """What of a job's object makes a decision: one that was made of something else is void."""
+def _basis(job: JobSeen) -> tuple[object, ...]:
+    """Return what decisions depend on: a decision from anything else is void."""
     return job.uid, job.generation, job.unknown_fields, job.status, job.unreadable
 
 
-def _has_spec_of(job: JobSeen, document: Object) -> bool:
-    """Whether the document's spec is the one that was read.
+def _has_same_spec(job: JobSeen, document: Object) -> bool:
+    """Return whether the document has the spec that was read.
 
-    Another CustomResourceDefinition gives or takes fields that are not known here, and moves neither generation nor
-    resource version.
+    A changed CustomResourceDefinition adds or removes unknown fields without changing generation or resource version.
     """
     meta = document["metadata"]
     return not job.unknown_fields and (job.uid, job.generation) == (meta["uid"], meta.get("generation", 0))
 
 
 def _is_known(job: JobSeen, uid: str, version: str) -> bool:
-    """Whether the job was seen as it was at that version, or later."""
     same = (job.uid, job.resource_version) == (uid, version) and not job.unknown_fields
     return same or _version(job.resource_version) > _version(version)
 
 
 def _version(text: str) -> int:
-    """Resource versions are numbers that grow; what is none counts as the newest."""
+    """Parse a resource version, a growing number; anything else counts as the newest."""
     return int(text) if text.isascii() and text.isdigit() else sys.maxsize

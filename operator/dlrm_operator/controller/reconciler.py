@@ -1,10 +1,9 @@
-"""One turn: look, decide, act."""
+"""One pass over a job: observe, reconcile, apply."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
 from types import UnionType
@@ -17,13 +16,13 @@ from dlrm_operator.api_client import (
     ConflictError,
     NotFoundError,
 )
-from dlrm_operator.clients.planning import Planner
-from dlrm_operator.clients.polling import Poller, poll_target
+from dlrm_operator.clients.planner import Planner
+from dlrm_operator.clients.progress import Poller, poll_target
 from dlrm_operator.clock import own_time
-from dlrm_operator.controller.apply import Performer
+from dlrm_operator.controller.apply import ActionExecutor
 from dlrm_operator.controller.informers import JobCache
 from dlrm_operator.controller.observe import Observer, needs_plan
-from dlrm_operator.controller.patience import Patience
+from dlrm_operator.controller.work_queue import StatusDebouncer
 from dlrm_operator.metrics import RECONCILE_SECONDS, count_restarts
 from dlrm_operator.reconcile.findings import EVENT_LENGTH, Reason, shorten
 from dlrm_operator.reconcile.reconcile import reconcile
@@ -38,233 +37,231 @@ from dlrm_operator.reconcile.state import (
     JobKey,
     JobSeen,
     Observed,
-    RequestPlan,
     UpdateStatus,
     WakeAt,
 )
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE: tuple[type[Action] | UnionType, ...] = (CreatePod, DeleteObject, CreateConfigMap | CreatePodGroup)
-"""Actions in a row that may be done in any order: what follows them waits for all."""
+PARALLEL_ACTIONS: tuple[type[Action] | UnionType, ...] = (CreatePod, DeleteObject, CreateConfigMap | CreatePodGroup)
+"""Consecutive actions of one of these kinds are executed concurrently."""
+# If a quota holds no more pods, this many requests are refused at most.
+MAX_PARALLEL_WRITES = 8
 Creation = CreateService | CreateConfigMap | CreatePodGroup | CreatePod
-"""Actions that make an object."""
 FORBIDDEN = 403
-FAILED_INSIDE = 500
-"""First code of answers by which something behind the API server failed, such as a webhook that every pod needs."""
-MOST_AT_ONCE = 8
-"""So many refusals at most, where a quota holds no more pods."""
+SERVER_ERROR = 500
+"""First code of failures behind the API server, such as a webhook that every pod needs."""
 
 
-class Turns:
-    """Takes turns; safe to be repeated, and to be cut off, at any point."""
+class Reconciler:
+    """Reconcile jobs. A pass may be repeated, and interrupted at any point."""
 
     def __init__(
         self,
         observer: Observer,
-        performer: Performer,
+        executor: ActionExecutor,
         jobs: JobCache,
         planner: Planner,
         poller: Poller,
-        passing_s: float = 0.0,
+        debouncer: StatusDebouncer,
         clock: Callable[[], datetime] = own_time,
-        steady: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._patience = Patience(passing_s, steady)
-        self.forgotten: list[Callable[[JobKey], None]] = [jobs.forget, planner.forget, poller.forget]
-        self.forgotten.append(self._patience.forget)
-        """PodReport of each job that is gone."""
-        self._unanswered: dict[JobKey, tuple[Observed, UpdateStatus]] = {}
-        """The last status of each job whose write had no answer: it may have been done, and is then told when seen."""
-        self._jobs = jobs
         self._observer = observer
-        self._performer = performer
+        self._executor = executor
+        self._jobs = jobs
         self._planner = planner
         self._poller = poller
+        self._debouncer = debouncer
         self._clock = clock
+        self._unconfirmed: dict[JobKey, tuple[Observed, UpdateStatus]] = {}
+        """The last status write of each job if it got no response: it may have been done, and is reported when seen."""
+        parts = (observer, jobs, planner, poller, debouncer)
+        self._forget_callbacks: list[Callable[[JobKey], None]] = [part.forget for part in parts]
 
-    async def take(self, key: JobKey) -> None:
-        """Decide from the caches; where that is not enough, look at the live objects and decide again.
+    def on_forget(self, callback: Callable[[JobKey], None]) -> None:
+        """Call back with each job that is gone."""
+        self._forget_callbacks.append(callback)
+
+    async def reconcile(self, key: JobKey) -> None:
+        """Reconcile from the caches; if an action needs live facts, observe the live objects and decide again.
 
         Raises:
-            ClusterUnavailableError: some actions may be done; wake the job again after a backoff. Where it is the
-                answer to a creation or a deletion, the next turn says so in the status.
-            ConflictError: the job changed meanwhile; wake it again.
-            ClusterRefusedError: a child, or its deletion, was refused; the next turn says so in the status.
-            UnreadableStatusError: nothing was done, and nothing can be before somebody writes a status that is known.
+            ClusterUnavailableError: some actions may be done; retry after a backoff. If a creation or deletion failed,
+                the next pass writes that into the status.
+            ConflictError: the job changed meanwhile; retry.
+            ClusterRefusedError: a write was refused; the next pass writes that into the status.
+            UnreadableStatusError: nothing can be done until somebody writes a status that is known.
         """
         with RECONCILE_SECONDS.time():
-            if await self._glance(key):
-                return
-            known = self._jobs.get(key)
-            observed = await self._look(key)
-            if observed is None:
-                if self._jobs.get(key) is not known:  # the answer is older than what the watch has shown since
-                    raise ConflictError(404, f"job {key.namespace}/{key.name} changed while it was found to be gone")
-                self._forget(key)
-                return
-            self._follow(key, observed)
-            await self._act(key, observed, self._without_passing(key, reconcile(observed, self._clock())))
+            if not await self._reconcile_from(key, live=False):
+                await self._reconcile_from(key, live=True)
 
-    async def _glance(self, key: JobKey) -> bool:
-        """Do what copies of the objects are good enough for; whether that is all."""
-        seen = self._observer.glance(key)
-        if seen is None:
+    async def _reconcile_from(self, key: JobKey, *, live: bool) -> bool:
+        """Return whether the pass is complete; False if live facts are needed."""
+        known = self._jobs.get(key)
+        observed = await self._observe(key, live=live)
+        if observed is None:
+            if not live:
+                return False
+            # The watch has shown the job since: the response is older than that.
+            if self._jobs.get(key) is not known:
+                raise ConflictError(404, f"job {key} changed while it was read")
+            self._forget(key)
+            return True
+        actions = reconcile(observed, self._clock())
+        if not live and any(action.needs_live for action in actions):
             return False
-        actions = self._without_passing(key, reconcile(seen, self._clock()))
-        if not all(_needs_no_look(action) for action in actions):
-            return False
-        self._follow(key, seen)
+        self._follow(key, observed)
         try:
-            await self._act(key, seen, actions)
+            await self._apply(key, observed, self._debounced(key, actions))
         except (ConflictError, NotFoundError):
-            return False  # the copy was an old one
+            # Without live facts the cause is a stale cache.
+            if live:
+                raise
+            return False
         return True
 
-    async def _look(self, key: JobKey) -> Observed | None:
-        """The job as it is now; of one that the operator has no right to see an Event tells."""
+    async def _observe(self, key: JobKey, *, live: bool) -> Observed | None:
+        """Observe the job. Emit a warning Event if RBAC denies the read."""
         try:
-            return await self._observer.look(key)
+            return await self._observer.observe(key, live=live)
         except ClusterRefusedError as error:
             job = self._jobs.get(key)
             if error.code == FORBIDDEN and job is not None:
-                words = (
-                    f"the API server does not let the operator see how this job is, so nothing is done for it: {error}"
-                )
-                await self._tell(job, words)
+                await self._warn(job, f"the operator may not read this job's objects, so nothing is done: {error}")
             raise
 
-    async def _tell(self, job: JobSeen, words: str) -> None:
-        """An Event of what the job's status can't tell."""
-        attempt, message = job.known.attempt if job.known else 0, shorten(words, EVENT_LENGTH)
-        said = EmitEvent(
-            key=job.key, uid=job.uid, kind="Warning", reason=Reason.REQUEST_DENIED, message=message, attempt=attempt
+    async def _warn(self, job: JobSeen, message: str) -> None:
+        """Emit an Event about what the job's status cannot say."""
+        event = EmitEvent(
+            key=job.key,
+            uid=job.uid,
+            kind="Warning",
+            reason=Reason.REQUEST_DENIED,
+            message=shorten(message, EVENT_LENGTH),
+            attempt=job.known.attempt if job.known else 0,
         )
-        await self._performer.perform(said)
+        await self._executor.execute(event)
 
     def _follow(self, key: JobKey, observed: Observed) -> None:
-        seen_before, written = self._unanswered.get(key, (observed, None))
+        before, written = self._unconfirmed.get(key, (observed, None))
         if written is not None and observed.job.status != written.seen:
-            del self._unanswered[key]
+            del self._unconfirmed[key]
             if observed.job.status == written.status:
-                _report(key, seen_before, written)
+                _report(key, before, written)
         self._poller.follow(key, poll_target(observed))
         if not needs_plan(observed.job):
             self._planner.forget(key)
-            self._observer.begun.discard(key)
+            self._observer.started.discard(key)
 
-    def _without_passing(self, key: JobKey, actions: tuple[Action, ...]) -> tuple[Action, ...]:
-        """The actions without a status that may still wait, and without the Events that it goes with."""
-        if not any(isinstance(action, UpdateStatus) and action.passing for action in actions):
-            self._patience.forget(key)
-            return actions
-        rest_s = self._patience.rest_s(key)
-        if rest_s <= 0:
-            self._patience.forget(key)
-            return actions
-        kept = [action for action in actions if not isinstance(action, UpdateStatus | EmitEvent)]
-        return (*kept, WakeAt(key=key, time=self._clock() + timedelta(seconds=rest_s)))
+    def _debounced(self, key: JobKey, actions: tuple[Action, ...]) -> tuple[Action, ...]:
+        """Remove a status that may still wait, and its Events."""
+        if any(isinstance(action, UpdateStatus) and action.passing for action in actions):
+            remaining_s = self._debouncer.remaining_s(key)
+            if remaining_s > 0:
+                kept = [action for action in actions if not isinstance(action, UpdateStatus | EmitEvent)]
+                return (*kept, WakeAt(key=key, time=self._clock() + timedelta(seconds=remaining_s)))
+        self._debouncer.forget(key)
+        return actions
 
-    async def _act(self, key: JobKey, observed: Observed, actions: tuple[Action, ...]) -> None:
-        for step in steps(actions):
-            if len(step) == 1:
-                await self._do(key, observed, step[0])
+    async def _apply(self, key: JobKey, observed: Observed, actions: tuple[Action, ...]) -> None:
+        for batch in batches(actions):
+            if len(batch) == 1:
+                await self._execute(key, observed, batch[0])
                 continue
-            done = await asyncio.gather(*(self._do(key, observed, each) for each in step), return_exceptions=True)
-            for problem in done:  # all have ended: nothing of a turn is at work after it
-                if problem is not None:
-                    raise problem
+            results = await asyncio.gather(
+                *(self._execute(key, observed, each) for each in batch), return_exceptions=True
+            )
+            # gather has waited for every write, so none is in flight when the first failure is raised.
+            for error in results:
+                if error is not None:
+                    raise error
         self._observer.refusals.pop(key, None)
         self._observer.refused_deletions.pop(key, None)
 
-    async def _do(self, key: JobKey, observed: Observed, action: Action) -> None:
-        if isinstance(action, UpdateStatus) and action.repeatable and self._patience.crowded:
+    async def _execute(self, key: JobKey, observed: Observed, action: Action) -> None:
+        if isinstance(action, UpdateStatus) and action.repeatable and self._debouncer.crowded:
             self._jobs.keep(observed.job, action.status)
-            action = WakeAt(key=key, time=self._clock() + timedelta(seconds=self._patience.rest_s(key)))
-        of_gang = isinstance(action, CreateService | CreateConfigMap)
-        unseen = of_gang and observed.children is not None and observed.children.assumed
+            action = WakeAt(key=key, time=self._clock() + timedelta(seconds=self._debouncer.remaining_s(key)))
+        unseen = (
+            isinstance(action, CreateService | CreateConfigMap)
+            and observed.children is not None
+            and observed.children.assumed
+        )
         if unseen:
-            self._observer.begun.add(key)
+            self._observer.started.add(key)
         try:
-            await self._performer.perform(action)
+            await self._executor.execute(action)
         except AlreadyExistsError:
             if isinstance(action, Creation) and not unseen:
-                self._refused(key, action, _taken(action))
+                self._note_refusal(key, action, _name_taken(action))
             raise
         except ConflictError:
-            raise  # nothing was decided, be it a status or a creation
+            raise
         except ClusterRefusedError as error:
-            if isinstance(action, DeleteObject) and action.kind != "Pod":  # a creation that needs its name says so
-                words = f"the API server does not let the operator delete {action.kind} {action.name}: {error}"
-                await self._tell(observed.job, words)
+            # What cannot be created because this object is not deleted is reported then.
+            if isinstance(action, DeleteObject) and action.kind != "Pod":
+                message = f"permission denied: delete {action.kind} {action.name}: {error}"
+                await self._warn(observed.job, message)
                 return
             if not isinstance(action, UpdateStatus):
-                self._refused(key, action, str(error))
+                self._note_refusal(key, action, str(error))
             elif not isinstance(error, NotFoundError):
-                words = f"the API server refuses this job's status, so that it tells no more how the job is: {error}"
-                await self._tell(observed.job, words)
+                message = f"the API server refuses this job's status, so it is out of date: {error}"
+                await self._warn(observed.job, message)
             raise
         except ClusterUnavailableError as error:
-            if isinstance(action, Creation | DeleteObject) and error.code >= FAILED_INSIDE:
-                self._refused(key, action, str(error))
+            if isinstance(action, Creation | DeleteObject) and error.code >= SERVER_ERROR:
+                self._note_refusal(key, action, str(error))
             if isinstance(action, UpdateStatus):
-                self._unanswered[key] = observed, action
+                self._unconfirmed[key] = observed, action
             raise
         if isinstance(action, UpdateStatus):
-            self._unanswered.pop(key, None)
+            self._unconfirmed.pop(key, None)
             _report(key, observed, action)
 
-    def _refused(self, key: JobKey, action: Action, words: str) -> None:
+    def _note_refusal(self, key: JobKey, action: Action, message: str) -> None:
         deletes = isinstance(action, DeleteObject)
         refused = self._observer.refused_deletions if deletes else self._observer.refusals
-        refused[key] = f"{type(action).__name__}: {words}"
+        refused[key] = f"{type(action).__name__}: {message}"
 
     def _forget(self, key: JobKey) -> None:
-        """Owner references remove the children; nothing of the job is kept here."""
-        self._observer.forget(key)
-        self._unanswered.pop(key, None)
-        for told in self.forgotten:
-            told(key)
+        """Drop all that is known of a deleted job; the garbage collector removes its children."""
+        self._unconfirmed.pop(key, None)
+        for callback in self._forget_callbacks:
+            callback(key)
 
 
-def steps(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
-    """The actions in their order; those that may be done at once are together.
+def batches(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
+    """Group consecutive actions that may be executed concurrently, in order.
 
-    The first pod is created alone: what refuses it, or hangs, would hold up each of the others as well, and with them
-    the requests of all jobs.
+    The first pod is created alone: whatever refuses it, or hangs, would do so for the others too, and delay the
+    requests of all jobs.
     """
-    step: list[Action] = []
+    batch: list[Action] = []
     first_pod = next((action for action in actions if isinstance(action, CreatePod)), None)
     for action in actions:
-        kind = next((kind for kind in AT_ONCE if isinstance(action, kind)), None)
-        full = len(step) == MOST_AT_ONCE or (step and step[0] is first_pod)
-        if step and (kind is None or not isinstance(step[0], kind) or full):
-            yield tuple(step)
-            step = []
-        step.append(action)
-    if step:
-        yield tuple(step)
+        kind = next((kind for kind in PARALLEL_ACTIONS if isinstance(action, kind)), None)
+        full = len(batch) == MAX_PARALLEL_WRITES or (batch and batch[0] is first_pod)
+        if batch and (kind is None or not isinstance(batch[0], kind) or full):
+            yield tuple(batch)
+            batch = []
+        batch.append(action)
+    if batch:
+        yield tuple(batch)
 
 
-def _taken(action: Creation) -> str:
-    """Why an object can't be made whose name is in use."""
+def _name_taken(action: Creation) -> str:
     kind, name = action.manifest["kind"], action.manifest["metadata"]["name"]
-    return f"{kind} {name} exists and belongs to another owner: delete it, or give the job another name"
-
-
-def _needs_no_look(action: Action) -> bool:
-    """Whether an old copy can do no harm: a status that nothing rests on is guarded by its resource version."""
-    if isinstance(action, UpdateStatus):
-        return not action.decisive
-    return isinstance(action, WakeAt | RequestPlan | EmitEvent)
+    return f"{kind} {name} exists and belongs to another owner: delete it, or rename the job"
 
 
 def _report(key: JobKey, observed: Observed, written: UpdateStatus) -> None:
-    """One line, and the counters, for what changed."""
+    """Log a change of phase, and count restarts."""
     before, after = observed.job.status, written.status
     if before is None or before.phase is not after.phase:
         extra = {"job": str(key), "phase": after.phase.value, "attempt": after.attempt}
         log = logger.warning if after.phase is Phase.FAILED else logger.info
-        log("the phase changed", extra=extra)
+        log("phase changed", extra=extra)
     for reason, count in after.restarts_by_reason.items():
         count_restarts(reason, max(count - (before.restarts_by_reason.get(reason, 0) if before else 0), 0))

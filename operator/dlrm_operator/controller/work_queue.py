@@ -1,4 +1,4 @@
-"""Which jobs want a turn, and when: equal keys never run at once, different ones do, those on their way first."""
+"""Which job is reconciled when: one reconcile per job at a time, backoff with jitter, and started jobs first."""
 
 from __future__ import annotations
 
@@ -18,83 +18,88 @@ from dlrm_operator.reconcile.state import JobKey
 
 logger = logging.getLogger(__name__)
 
-PARALLEL = 8
-MOST_HELD_UP = PARALLEL // 2
-"""Of these so many at most of jobs whose last turn was held up: a webhook that hangs costs each turn ten seconds."""
-HELD_UP_S = 2.0
-"""A turn that failed after so long was held up."""
-SOON_S = 1.0
-COOLDOWN_S = 0.02
-"""Rest of one job between two turns, so that a burst of events makes one."""
-COOLDOWN_OF_WAITING_S = 0.0002
-"""So much longer for each job that waits for a turn: it is let go before, and one turn sees what three would have."""
-LONGEST_COOLDOWN_S = 0.25
-LONGEST_BACKOFF_S = 60.0
-LONGEST_CONFLICT_S = 2.0
-"""The same where others' writes came between: waiting longer does not help against one who writes all the time."""
-LONGEST_SLEEP_S = 3_600.0
-PATIENCE_S = 300.0
-"""A job that has no gang yet lets others go before it that were woken up to so much later."""
+WORKERS = 8
+# A webhook that hangs costs each reconcile ten seconds: jobs whose last reconcile failed slowly share these workers.
+MAX_SLOW_WORKERS = WORKERS // 2
+SLOW_RECONCILE_S = 2.0
+DEBOUNCE_S = 1.0
+# Time between two reconciles of a job, so that one handles a burst of events. It grows with the number of waiting jobs:
+# a loaded operator reconciles each job less often.
+MIN_RECONCILE_INTERVAL_S = 0.02
+RECONCILE_INTERVAL_PER_WAITING_JOB_S = 0.0002
+MAX_RECONCILE_INTERVAL_S = 0.25
+MAX_BACKOFF_S = 60.0
+# Waiting longer does not help against another writer that writes all the time.
+MAX_CONFLICT_BACKOFF_S = 2.0
+MAX_SLEEP_S = 3_600.0
+NEW_JOB_PRIORITY_DELAY_S = 300.0
+"""A job that never started lets others go first that were woken up to this much later."""
+STATUS_WRITES_PER_S = 10.0
+"""Rate of intermediate statuses of all jobs together: the more jobs are starting, the longer each waits."""
 
 
-class Wakeups:
-    """A set of keys with a time each; ten events of one job make one turn.
+class WorkQueue:
+    """Hold a set of keys with a due time each; ten events of one job cause one reconcile.
 
-    With more jobs than can be served at once the first come are served to their end, not all of them in rounds: a new
-    job's first turns wait for those of jobs that are further, though not for ever.
+    If more jobs are due than can be reconciled at once, those that have started are served first: jobs are started one
+    after the other, not all of them a little at a time.
     """
 
     def __init__(
         self,
-        take_turn: Callable[[JobKey], Awaitable[None]],
+        reconcile: Callable[[JobKey], Awaitable[None]],
         is_new: Callable[[JobKey], bool],
         clock: Callable[[], datetime] = own_time,
-        steady: Callable[[], float] = time.monotonic,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``is_new`` says of a job whether it never had a gang.
+        """Create an empty queue.
 
-        ``clock`` is that of the moments in ``add_at``; ``steady`` measures rests, in seconds, as the event loop does.
+        Args:
+            reconcile: Reconciles one job.
+            is_new: Returns whether a job never had all of its pods.
+            clock: Clock of the moments in ``add_at``.
+            monotonic: Clock of the event loop, in seconds.
         """
-        self._take_turn = take_turn
+        self._reconcile = reconcile
         self._is_new = is_new
-        self._clock, self._steady = clock, steady
+        self._clock, self._monotonic = clock, monotonic
         self._due: dict[JobKey, float] = {}
+        # Heaps whose entries may be stale: _due and _busy decide. _queue holds when to consider a key, _ready the keys
+        # whose time has come, with what orders them.
         self._queue: list[tuple[float, JobKey]] = []
-        """A heap of when to look at a key; one that was looked at, or is looked at sooner, may still be in it."""
         self._ready: list[tuple[float, JobKey]] = []
-        """A heap of keys whose time has come, with what orders them; one that had its turn may still be in it."""
-        self._rest_until: dict[JobKey, float] = {}
+        self._not_before: dict[JobKey, float] = {}
         self._failures: dict[JobKey, int] = {}
-        self._held_up: set[JobKey] = set()
+        self._slow: set[JobKey] = set()
         self._busy: dict[JobKey, asyncio.Task[None]] = {}
         self._forgotten: set[JobKey] = set()
-        """Jobs that are gone by what their running turn has found."""
+        """Jobs that their running reconcile found to be gone."""
         self._changed = asyncio.Event()
         self._closing = False
 
     def add(self, key: JobKey) -> None:
-        """Wake the job now, or as soon as its running turn and its backoff end."""
-        self._add(key, self._steady())
+        """Reconcile the job now, or as soon as its running reconcile and its backoff end."""
+        self._add(key, self._monotonic())
 
     def add_soon(self, key: JobKey) -> None:
-        """Wake the job within ``SOON_S``: what it will see is to be told, and decides nothing."""
-        self._add(key, self._steady() + SOON_S)
+        """Reconcile the job within ``DEBOUNCE_S``: the change is only reported, and decides nothing."""
+        self._add(key, self._monotonic() + DEBOUNCE_S)
 
     def add_at(self, key: JobKey, moment: datetime) -> None:
-        """Wake the job then, unless it is woken before."""
-        self._add(key, self._steady() + max((moment - self._clock()).total_seconds(), 0.0))
+        """Reconcile the job at that moment, unless something else wakes it before."""
+        self._add(key, self._monotonic() + max((moment - self._clock()).total_seconds(), 0.0))
 
     def spread(self, keys: Sequence[JobKey], over_s: float) -> None:
-        """Wake them one after the other, evenly over so many seconds: no event has to wait behind all of them."""
-        now = self._steady()
+        """Reconcile the jobs one after the other, spread over this time, so that no event waits behind all of them."""
+        now = self._monotonic()
         for number, key in enumerate(keys):
             self._add(key, now + over_s * number / len(keys))
 
     def forget(self, key: JobKey) -> None:
-        """The job is gone: nothing of it is kept."""
-        for kept in (self._due, self._rest_until, self._failures):
+        """Drop all that is known of a deleted job."""
+        for kept in (self._due, self._not_before, self._failures):
             kept.pop(key, None)
-        self._held_up.discard(key)
+        self._slow.discard(key)
         if key in self._busy:
             self._forgotten.add(key)
 
@@ -109,21 +114,21 @@ class Wakeups:
         heapq.heappush(self._queue, (self._starts_at(key), key))
 
     def _starts_at(self, key: JobKey) -> float:
-        return max(self._due[key], self._rest_until.get(key, 0.0))
+        return max(self._due[key], self._not_before.get(key, 0.0))
 
-    async def drain(self, bound_s: float) -> None:
-        """Begin no turn any more, and let those at work end, for ``bound_s`` at most."""
+    async def drain(self, timeout_s: float) -> None:
+        """Start no more reconciles, and wait for the running ones."""
         self._closing = True
         if self._busy:
-            await asyncio.wait(list(self._busy.values()), timeout=bound_s)
+            await asyncio.wait(list(self._busy.values()), timeout=timeout_s)
 
     async def run(self) -> None:
-        """Give turns, for ever. Cancelled, it lets running turns be cut off: they are safe to."""
+        """Reconcile forever. If cancelled, running reconciles are cancelled, which is safe at any point."""
         loop = asyncio.get_running_loop()
         try:
             while True:
                 self._changed.clear()
-                alarm = loop.call_later(self._start_turns(), self._changed.set)
+                alarm = loop.call_later(self._start_due(), self._changed.set)
                 QUEUE.set(len(self._due))
                 try:
                     await self._changed.wait()
@@ -133,28 +138,30 @@ class Wakeups:
             for task in self._busy.values():
                 task.cancel()
 
-    def _start_turns(self) -> float:
-        """Start every turn that may start now; the seconds until the next may."""
-        wait_s = self._find_ready(self._steady())
-        passed_over: list[tuple[float, JobKey]] = []
-        while self._ready and not self._closing and len(self._busy) < PARALLEL:
+    def _start_due(self) -> float:
+        """Start every reconcile that may start now; return the seconds until the next may."""
+        wait_s = self._find_ready(self._monotonic())
+        skipped: list[tuple[float, JobKey]] = []
+        while self._ready and not self._closing and len(self._busy) < WORKERS:
             entry = heapq.heappop(self._ready)
             key = entry[1]
-            if key not in self._due or key in self._busy:  # the end of a turn puts its key into the queue again
+            # The end of a reconcile enqueues its key again.
+            if key not in self._due or key in self._busy:
                 continue
-            if self._starts_at(key) > self._steady():  # an old entry: the queue has the new one
+            # A stale entry: the queue has the new one.
+            if self._starts_at(key) > self._monotonic():
                 continue
-            if key in self._held_up and sum(each in self._held_up for each in self._busy) >= MOST_HELD_UP:
-                passed_over.append(entry)
+            if key in self._slow and sum(each in self._slow for each in self._busy) >= MAX_SLOW_WORKERS:
+                skipped.append(entry)
                 continue
             del self._due[key]
-            self._busy[key] = asyncio.create_task(self._turn(key))
-        for entry in passed_over:
+            self._busy[key] = asyncio.create_task(self._run(key))
+        for entry in skipped:
             heapq.heappush(self._ready, entry)
         return wait_s
 
     def _find_ready(self, now: float) -> float:
-        """Take the keys whose time has come out of the queue; the seconds until the next one's does."""
+        """Move the keys whose time has come to the ready heap; return the seconds until the next one's has."""
         while self._queue:
             queued_at, key = self._queue[0]
             if key not in self._due or key in self._busy:
@@ -163,55 +170,85 @@ class Wakeups:
             starts_at = self._starts_at(key)
             if starts_at <= now:
                 heapq.heappop(self._queue)
-                heapq.heappush(self._ready, (starts_at + PATIENCE_S * self._is_new(key), key))
+                heapq.heappush(self._ready, (starts_at + NEW_JOB_PRIORITY_DELAY_S * self._is_new(key), key))
             elif starts_at == queued_at:
-                return min(starts_at - now, LONGEST_SLEEP_S)
+                return min(starts_at - now, MAX_SLEEP_S)
             else:
                 heapq.heapreplace(self._queue, (starts_at, key))
-        return LONGEST_SLEEP_S
+        return MAX_SLEEP_S
 
-    async def _turn(self, key: JobKey) -> None:
-        began = self._steady()
+    async def _run(self, key: JobKey) -> None:
+        began = self._monotonic()
+        extra = {"job": str(key)}
         try:
-            await self._take_turn(key)
+            await self._reconcile(key)
         except ConflictError:
-            RECONCILES.labels("conflict").inc()  # the job changed while we looked: look again
-            self._put_off(key, None, LONGEST_CONFLICT_S)
+            RECONCILES.labels("conflict").inc()
+            self._back_off(key, None, MAX_CONFLICT_BACKOFF_S)
         except ClusterUnavailableError as error:
             RECONCILES.labels("unavailable").inc()
-            logger.warning("a turn is put off", extra={"job": str(key), "why": str(error)})
-            self._put_off(key, error.retry_after_s)
+            logger.warning("reconcile failed, will retry", extra={**extra, "error": str(error)})
+            self._back_off(key, error.retry_after_s)
         except ClusterRefusedError as error:
-            RECONCILES.labels("refused").inc()  # the next turn says so in the status
-            logger.warning("the API server refused", extra={"job": str(key), "why": str(error)})
-            self._put_off(key, None)
+            # The next reconcile writes it into the status.
+            RECONCILES.labels("refused").inc()
+            logger.warning("API server refused a request", extra={**extra, "error": str(error)})
+            self._back_off(key, None)
         except UnreadableStatusError as error:
             RECONCILES.labels("unreadable").inc()
-            logger.warning("no turn is taken at a job", extra={"job": str(key), "why": str(error)})
-            self._put_off(key, None)
-        except Exception:  # one job's surprise must not end the others' turns
+            logger.warning("skipping reconcile: status is unreadable", extra={**extra, "error": str(error)})
+            self._back_off(key, None)
+        # A bug that one job meets must not end the reconciles of the others.
+        except Exception:
             RECONCILES.labels("error").inc()
-            logger.exception("a turn failed", extra={"job": str(key)})
-            self._put_off(key, None)
+            logger.exception("reconcile failed with an unexpected error", extra=extra)
+            self._back_off(key, None)
         else:
             RECONCILES.labels("done").inc()
             self._failures.pop(key, None)
-            self._held_up.discard(key)
-            rest_s = min(COOLDOWN_S + len(self._ready) * COOLDOWN_OF_WAITING_S, LONGEST_COOLDOWN_S)
+            self._slow.discard(key)
+            interval_s = MIN_RECONCILE_INTERVAL_S + len(self._ready) * RECONCILE_INTERVAL_PER_WAITING_JOB_S
             if key not in self._forgotten:
-                self._rest_until[key] = self._steady() + rest_s
+                self._not_before[key] = self._monotonic() + min(interval_s, MAX_RECONCILE_INTERVAL_S)
         finally:
-            if key in self._failures and self._steady() - began >= HELD_UP_S:
-                self._held_up.add(key)
+            if key in self._failures and self._monotonic() - began >= SLOW_RECONCILE_S:
+                self._slow.add(key)
             self._forgotten.discard(key)
             del self._busy[key]
             if key in self._due:
                 self._enqueue(key)
             self._changed.set()
 
-    def _put_off(self, key: JobKey, wish_s: float | None, longest_s: float = LONGEST_BACKOFF_S) -> None:
-        """Another turn after an exponential backoff with jitter, and not before the server's wish."""
+    def _back_off(self, key: JobKey, retry_after_s: float | None, max_s: float = MAX_BACKOFF_S) -> None:
         failures = self._failures[key] = self._failures.get(key, 0) + 1
-        backoff_s = min(0.25 * 2 ** min(failures, 10), longest_s) * random.uniform(0.5, 1.0)  # noqa: S311
-        self._rest_until[key] = self._steady() + max(backoff_s, wish_s or 0.0)
-        self._add(key, self._rest_until[key])
+        backoff_s = min(0.25 * 2 ** min(failures, 10), max_s) * random.uniform(0.5, 1.0)  # noqa: S311
+        self._not_before[key] = self._monotonic() + max(backoff_s, retry_after_s or 0.0)
+        self._add(key, self._not_before[key])
+
+
+class StatusDebouncer:
+    """Delay the intermediate statuses of starting jobs, so that a quick start takes few writes.
+
+    Args:
+        debounce_s: Delay if a job starts alone.
+        monotonic: Seconds of a clock that nobody sets.
+    """
+
+    def __init__(self, debounce_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._debounce_s, self._monotonic = debounce_s, monotonic
+        self._since: dict[JobKey, float] = {}
+
+    def remaining_s(self, key: JobKey) -> float:
+        """Return the seconds for which the job's status should still wait; the first call starts its time."""
+        now = self._monotonic()
+        since = self._since.setdefault(key, now)
+        return since + max(self._debounce_s, len(self._since) / STATUS_WRITES_PER_S) - now
+
+    @property
+    def crowded(self) -> bool:
+        """Return whether so many jobs are starting that their statuses wait for longer than ``debounce_s``."""
+        return len(self._since) / STATUS_WRITES_PER_S > self._debounce_s
+
+    def forget(self, key: JobKey) -> None:
+        """Reset the job: its status is written, nothing waits, or the job is gone."""
+        self._since.pop(key, None)

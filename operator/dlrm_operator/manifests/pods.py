@@ -9,16 +9,20 @@ from dlrm_api import names
 from dlrm_api.hardware import HardwareProfile
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import ANY_ADDRESS, Container, Env, Path, Port
-from dlrm_api.plan import Plan
+from dlrm_api.plan import Plan, plan_to_parts
 from dlrm_operator.manifests import Manifest
-from dlrm_operator.manifests.gang_scheduling import group_gates, group_marks
-from dlrm_operator.manifests.manifests import Images, Owner, config_volume, metadata
-from dlrm_operator.manifests.overlay import with_overlay
-from dlrm_operator.manifests.placement import placement
+from dlrm_operator.manifests.objects import Images, Owner, config_volume, gang_service, metadata, plan_config_maps
+from dlrm_operator.manifests.pod_template import (
+    CONTAINER_SECURITY,
+    POD_SECURITY,
+    RESTRICTED,
+    OverlayLimits,
+    refuse_widening,
+    with_overlay,
+)
 from dlrm_operator.manifests.resources import checkpointer_resources, trainer_memory_bytes, trainer_resources
-from dlrm_operator.manifests.restrictions import RESTRICTED, OverlayLimits, refuse_widening
-from dlrm_operator.manifests.security import CONTAINER_SECURITY, POD_SECURITY
-from dlrm_operator.manifests.tier_volumes import tier_bytes, tier_mounts, tier_volumes
+from dlrm_operator.manifests.scheduling import group_gates, group_marks, placement, pod_groups
+from dlrm_operator.manifests.storage import tier_bytes, tier_mounts, tier_volumes
 from dlrm_planner.memory import CUDA_SHARED_BYTES
 
 MEETING_S = 1_800
@@ -62,7 +66,7 @@ def trainer_pods(attempt: Attempt, maps: list[Manifest]) -> list[Manifest]:
 
     Args:
         attempt: All that they are a function of.
-        maps: The attempt's ConfigMaps (:func:`dlrm_operator.manifests.manifests.plan_config_maps`).
+        maps: The attempt's ConfigMaps (:func:`dlrm_operator.manifests.objects.plan_config_maps`).
 
     Raises:
         InvalidSpecError: the overlay goes beyond the limits or collides with what the operator sets, or nobody says
@@ -227,3 +231,45 @@ def _volumes(attempt: Attempt, share: _Share, config: Manifest) -> list[Manifest
         size = CUDA_SHARED_BYTES * attempt.plan.processes_per_node
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(size)}})
     return volumes + tier_volumes(share.tiers, attempt.profile)
+
+
+def render_objects(
+    job: DLRMJob,
+    profile: HardwareProfile | None,
+    plan: Plan,
+    *,
+    attempt: int = 1,
+    images: Images | None = None,
+    limits: OverlayLimits = RESTRICTED,
+    uid: str = "",
+) -> list[Manifest]:
+    """Every object that the operator creates for one attempt, in the order in which it creates them.
+
+    Pods are told no digest of a control token, so those that somebody makes of these take no cuts by request.
+
+    Args:
+        job: The job; its namespace is used where it names one.
+        profile: The HardwareProfile that ``trainer.hardware`` names.
+        plan: The job's plan.
+        attempt: Number of the gang.
+        images: Images where the job names none; by default this version's own.
+        limits: How far the pod overlay may go.
+        uid: The job's uid; without it the objects name no owner.
+
+    Raises:
+        InvalidSpecError: the job's document is too large, or the pod overlay goes beyond the limits or collides
+            with what the operator sets.
+    """
+    owner = Owner(name=job.metadata.name, uid=uid)
+    job = job.with_replicas(plan.nodes)
+    gang = Attempt(
+        job=job, number=attempt, plan=plan, profile=profile, images=images or Images(), owner=owner, limits=limits
+    )
+    maps = plan_config_maps(job, attempt, plan, plan_to_parts(plan), owner)
+    pods = trainer_pods(gang, maps)
+    return [
+        gang_service(job, owner),
+        *maps,
+        *pod_groups(job, attempt, pods, owner),
+        *pods,
+    ]

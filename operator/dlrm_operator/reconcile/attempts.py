@@ -19,7 +19,7 @@ from dlrm_api.plan import Device
 from dlrm_api.progress import CheckpointerProgress
 from dlrm_api.restart_policy import RestartBudget, backoff_s, restart_action
 from dlrm_api.status import ConditionType, DLRMJobStatus, FailureEvidence, Phase
-from dlrm_operator.manifests.gang_scheduling import KUEUE_FINALIZER, KUEUE_GATE
+from dlrm_operator.manifests.scheduling import KUEUE_FINALIZER, KUEUE_GATE
 from dlrm_operator.reconcile.findings import (
     MESSAGE_LENGTH,
     REASON_LENGTH,

@@ -16,9 +16,9 @@ from dlrm_api.plan import Plan
 from dlrm_api.progress import CheckpointerProgress
 from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
 from dlrm_operator.manifests import Manifest
-from dlrm_operator.manifests.gang_scheduling import KUEUE_FINALIZER, pod_groups
-from dlrm_operator.manifests.manifests import JOB_FILE, Owner, gang_service, job_document, plan_config_maps
+from dlrm_operator.manifests.objects import JOB_FILE, Owner, gang_service, job_document, plan_config_maps
 from dlrm_operator.manifests.pods import Attempt, trainer_pods
+from dlrm_operator.manifests.scheduling import KUEUE_FINALIZER, pod_groups
 from dlrm_operator.reconcile.attempts import (
     FORCE_AFTER,
     LOST_AFTER,
@@ -323,9 +323,9 @@ def form_gang(observed: Observed, job: DLRMJob, status: DLRMJobStatus, now: date
     if gang.whole and gang.size is not None:
         return Formation(status=of_whole_gang(status, gang, now), actions=tuple(_service(observed, job)))
     children = observed.children
-    if children is None and observed.planning is not None:
-        return Formation(status=status, actions=(WakeAt(key=observed.job.key, time=now),))  # look before creating
-    plan = plan_in_force(children, observed.pods, job, status.attempt) if children else None
+    if children is None:
+        return Formation(status=status, actions=(WakeAt(key=observed.job.key, time=now, needs_live=True),))
+    plan = plan_in_force(children, observed.pods, job, status.attempt)
     if plan is not None:
         return _create(observed, job, plan, status, now)
     return _plan(observed, job, status, now)

@@ -38,6 +38,7 @@ from dlrm_operator.reconcile.state import (
     Observed,
     PodSeen,
     RequestCut,
+    WakeAt,
     current_gang,
 )
 
@@ -269,8 +270,10 @@ def plan_resize(observed: Observed, spec: DLRMJob, status: DLRMJobStatus, now: d
         return Resize(status=status)
     if not _wants(spec, status):
         return Resize(status=_as_asked(without_halt(status, HaltReason.RESIZED), now))
-    if _refused(status, observed.job.generation) or observed.children is None:
+    if _refused(status, observed.job.generation):
         return Resize(status=status)
+    if observed.children is None:
+        return Resize(status=status, actions=(WakeAt(key=observed.job.key, time=now, needs_live=True),))
     planning, pods = observed.planning, f"{spec.spec.replicas} pods"
     unknown = unknown_words(observed.job.unknown_fields)
     if planning is not None and planning.plan is not None and not unknown:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Literal
+from typing import ClassVar, Literal
 
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import HardwareProfile
@@ -16,8 +16,8 @@ from dlrm_api.plan import Plan, plan_without_tables
 from dlrm_api.progress import CheckpointerProgress, Progress, TerminationMessage, TrainerPhase
 from dlrm_api.status import DLRMJobStatus
 from dlrm_operator.manifests import Manifest
-from dlrm_operator.manifests.manifests import Images
-from dlrm_operator.manifests.restrictions import RESTRICTED, OverlayLimits
+from dlrm_operator.manifests.objects import Images
+from dlrm_operator.manifests.pod_template import RESTRICTED, OverlayLimits
 
 
 @dataclass(frozen=True, order=True)
@@ -348,6 +348,7 @@ class CreateService:
     """Create the headless Service."""
 
     manifest: Manifest
+    needs_live: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,6 +356,7 @@ class CreateConfigMap:
     """Create one immutable ConfigMap of the plan."""
 
     manifest: Manifest
+    needs_live: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,6 +364,7 @@ class CreatePodGroup:
     """Create the object by which a gang scheduler knows one attempt's pods."""
 
     manifest: Manifest
+    needs_live: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,6 +374,11 @@ class CreatePod:
     manifest: Manifest
     owner_uid: str
     attempt: int
+
+    @property
+    def needs_live(self) -> bool:
+        """Return whether a later attempt starts. The first one's Service, created before, shows whether it exists."""
+        return self.attempt > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,6 +395,7 @@ class DeleteObject:
     grace_s: int | None = None
     """Seconds that the kubelet gives it; None: those that the pod's own spec says."""
     api_version: str = "v1"
+    needs_live: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,6 +406,7 @@ class DeleteWorkload:
     group: str
     pod_uid: str
     """One of the group's pods: a Workload of that name that does not belong to it is left alone."""
+    needs_live: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,6 +416,7 @@ class DeleteJob:
     key: JobKey
     uid: str
     resource_version: str
+    needs_live: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,6 +439,11 @@ class UpdateStatus:
     repeatable: bool = False
     """Whether another operator would come to it too, from the plan and the pods that are there."""
 
+    @property
+    def needs_live(self) -> bool:
+        """Return whether later decisions rest on it, and another operator might not come to it too."""
+        return self.decisive and not self.repeatable
+
 
 @dataclass(frozen=True, kw_only=True)
 class EmitEvent:
@@ -439,6 +455,7 @@ class EmitEvent:
     reason: str
     message: str
     attempt: int
+    needs_live: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -462,6 +479,7 @@ class RequestPlan:
 
     key: JobKey
     question: PlanQuestion
+    needs_live: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -474,6 +492,7 @@ class RequestCut:
     question: CutQuestion
     ip: str
     reason: str
+    needs_live: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -484,14 +503,17 @@ class RequestStacks:
     place: Place
     ips: Mapping[str, str]
     """Address by pod."""
+    needs_live: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class WakeAt:
-    """Look again then, though nothing may have changed."""
+    """Reconcile again at that time, though nothing may have changed."""
 
     key: JobKey
     time: datetime = field(compare=False)
+    needs_live: bool = False
+    """Whether the caches lack what the next step rests on."""
 
 
 Action = (

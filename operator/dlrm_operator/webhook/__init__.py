@@ -1,1 +1,1 @@
-"""The admission webhook: what is refused when it is applied, in the words that a status would use later."""
+"""The validating admission webhook. Nothing else depends on it."""

@@ -1,114 +1,193 @@
-"""Admission: from the API server's ``AdmissionReview`` to the verdict that goes back. Data in, data out.
+"""From an ``AdmissionReview`` to the verdict, within a deadline.
 
-The rules of the CustomResourceDefinition stand first and hold also while this webhook is away. It adds what they
-cannot say: what lies across all tables, how far additions to pods may go, whether what the spec refers to is there, and
-whether a plan exists.
+CEL rules of the CustomResourceDefinition are checked first and also while the webhook is down. The webhook adds what
+they cannot express: rules across all tables, the pod-template policy, references, and whether a plan exists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import asyncio
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dlrm_api.errors import BadDataError, InvalidSpecError
 from dlrm_api.job import DLRMJob, parse_served_job
-from dlrm_operator.clients.references import CONFIG_MAP, ProfileSeen
-from dlrm_operator.manifests.restrictions import OverlayLimits, refuse_widening
+from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError
+from dlrm_operator.clients.planner import PlannerProcess
+from dlrm_operator.clients.references import CONFIG_MAP_SCHEME, ProfileSeen, ReferenceReader
+from dlrm_operator.manifests.pod_template import RESTRICTED, OverlayLimits, refuse_widening
+from dlrm_operator.manifests.storage import passing_stores
+from dlrm_operator.metrics import ADMISSION_SECONDS, ADMISSIONS
 from dlrm_operator.reconcile.findings import first_few, shorten
-from dlrm_operator.reconcile.state import Planning
+from dlrm_operator.reconcile.state import Planning, PlanQuestion
+from dlrm_planner import trace_references
 
 Object = dict[str, Any]
+PlanFunction = Callable[[PlanQuestion, float], Awaitable[Planning]]
 
 API_VERSION = "admission.k8s.io/v1"
-INVALID = 422
-WARNING_CHARACTERS = 1_000
-"""The API server keeps 4,096 characters of all warnings together."""
-REFUSAL_CHARACTERS = 16_384
-"""A refusal names fields of the document, which may be as long as it."""
+UNPROCESSABLE = 422
+# The API server keeps 4,096 characters of all warnings together.
+MAX_WARNING_CHARACTERS = 1_000
+# A refusal names fields of the document, so it can be as long as the document.
+MAX_REFUSAL_CHARACTERS = 16_384
 TRACE_FIELD = ".distribution.reference"
-UNPLANNED = ("lifecycle", "scheduling")
-"""Parts of the spec that no plan depends on."""
+FIELDS_WITHOUT_PLAN = ("lifecycle", "scheduling")
+MAX_KEPT_VERDICTS = 256
+"""Jobs are often applied in many copies that differ in their names only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Review:
-    """One question: may this job be stored?"""
+    """Ask whether this job may be stored."""
 
     uid: str
     namespace: str
     job: Object = field(repr=False)
     old: Object | None = field(default=None, repr=False)
-    """What is stored now; None for a new job."""
+    """The stored job; None for a new one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The answer, in words for whoever applied the manifest."""
+    """Answer a review, in the words that kubectl shows."""
 
     refusal: str = ""
-    """Why not; empty: it is admitted."""
+    """Empty if the job is admitted."""
     warnings: tuple[str, ...] = ()
 
 
+class Reviewer:
+    """Answer reviews. There is no side effect, so dry runs are answered like all others."""
+
+    def __init__(
+        self,
+        references: ReferenceReader,
+        deadline_s: float,
+        plan: PlanFunction | None = None,
+        *,
+        limits: OverlayLimits = RESTRICTED,
+    ) -> None:
+        self._references = references
+        self._limits = limits
+        self._deadline_s = deadline_s
+        self._planner = PlannerProcess()
+        self._plan = plan or self._planner.ask
+        self._planning = asyncio.Semaphore(1)
+        self._examining = asyncio.Semaphore(1)
+        self._verdicts: OrderedDict[str, Verdict] = OrderedDict()
+
+    async def stop(self) -> None:
+        """End the planner's process."""
+        await self._planner.end()
+
+    async def answer(self, document: Any) -> Object:
+        """Answer a decoded ``AdmissionReview`` within the deadline.
+
+        Raises:
+            BadDataError: this is not a review of a DLRMJob.
+        """
+        with ADMISSION_SECONDS.time():
+            review = read_review(document)
+            async with self._examining:
+                # Thousands of tables take most of a second.
+                found = await asyncio.to_thread(examine, review, self._limits)
+            verdict = found if isinstance(found, Verdict) else await self._judge(review.namespace, found)
+        ADMISSIONS.labels("refused" if verdict.refusal else "warned" if verdict.warnings else "admitted").inc()
+        return response(review, verdict)
+
+    async def _judge(self, namespace: str, job: DLRMJob) -> Verdict:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                verdict = await self._feasibility(namespace, job)
+        except TimeoutError:
+            verdict = unplanned(f"the planner did not finish within {self._deadline_s:g} s")
+        except (ClusterUnavailableError, ClusterRefusedError) as error:
+            verdict = unplanned(f"failed to read what the spec refers to: {error}")
+        return replace(verdict, warnings=(*verdict.warnings, *passing_stores(job.spec)))
+
+    async def _feasibility(self, namespace: str, job: DLRMJob) -> Verdict:
+        profile = await self._references.profile(job.spec)
+        traces, trace_problem = await self._references.traces(namespace, job.spec)
+        if warnings := missing(profile, trace_problem, list(trace_references(job.spec))):
+            return Verdict(warnings=warnings)
+        question = PlanQuestion(
+            uid="", generation=0, profile_version=profile.version, job=job, profile=profile.profile, traces=traces
+        )
+        digest = await asyncio.to_thread(_digest, question)
+        # Whoever waits here for an equal question finds its answer.
+        async with self._planning:
+            if digest in self._verdicts:
+                self._verdicts.move_to_end(digest)
+                return self._verdicts[digest]
+            planning = await self._plan(question, self._deadline_s)
+            verdict = conclude(planning, list(traces))
+            if planning.final or not planning.problem:
+                self._verdicts[digest] = verdict
+                if len(self._verdicts) > MAX_KEPT_VERDICTS:
+                    self._verdicts.popitem(last=False)
+            return verdict
+
+
 def read_review(document: Any) -> Review:
-    """The question in a decoded ``AdmissionReview``.
+    """Read a decoded ``AdmissionReview``.
 
     Raises:
-        BadDataError: this is none of a DLRMJob.
+        BadDataError: this is not a review of a DLRMJob.
     """
     try:
-        if document["apiVersion"] != API_VERSION or document["kind"] != "AdmissionReview":
-            raise BadDataError(
-                f"{document['apiVersion']} {document['kind']}: only an {API_VERSION} AdmissionReview is read"
-            )
-        request = document["request"]
-        kind = request["kind"]["kind"]
-        if kind != "DLRMJob" or request.get("subResource"):
-            raise BadDataError(f"kind {kind} {request.get('subResource') or ''}: only DLRMJobs themselves are reviewed")
+        api_version, kind, request = document["apiVersion"], document["kind"], document["request"]
+        if api_version != API_VERSION or kind != "AdmissionReview":
+            raise BadDataError(f"invalid kind: expected {API_VERSION} AdmissionReview, got {api_version} {kind}")
+        resource, subresource = request["kind"]["kind"], request.get("subResource")
+        if resource != "DLRMJob" or subresource:
+            raise BadDataError(f"invalid request.kind: expected DLRMJob, got {resource} {subresource or ''}")
         job, old = dict(request["object"]), request.get("oldObject")
         return Review(uid=str(request["uid"]), namespace=str(request.get("namespace") or ""), job=job, old=old)
     except (KeyError, TypeError, ValueError) as error:
-        raise BadDataError(f"no AdmissionReview of a DLRMJob: {type(error).__name__} {error}") from error
+        raise BadDataError(f"invalid AdmissionReview: {type(error).__name__} {error}") from error
 
 
 def examine(review: Review, limits: OverlayLimits) -> Verdict | DLRMJob:
-    """The verdict where the documents alone decide; else the job, for which a plan should exist."""
-    old, spec = review.old or {}, review.job.get("spec")
-    leaving = "deletionTimestamp" in (review.job.get("metadata") or {})
-    if leaving or (review.old is not None and old.get("spec") == spec):
+    """Return the verdict if the documents decide it; else the job, for which a plan must exist."""
+    old, spec, metadata = review.old or {}, review.job.get("spec"), review.job.get("metadata")
+    deleting = "deletionTimestamp" in (metadata or {})
+    if deleting or (review.old is not None and old.get("spec") == spec):
         return Verdict()
-    meta = review.job.get("metadata")
-    if isinstance(meta, dict):
-        meta = {key: value for key, value in meta.items() if key in ("name", "namespace")}  # no more of it is read
+    if isinstance(metadata, dict):
+        metadata = {key: value for key, value in metadata.items() if key in ("name", "namespace")}
     try:
-        job = parse_served_job({**review.job, "metadata": meta, "status": None})
+        job = parse_served_job({**review.job, "metadata": metadata, "status": None})
         refuse_widening(job.spec, review.namespace, limits)
     except InvalidSpecError as error:
         return Verdict(refusal=str(error))
-    if review.old is not None and _planned(old.get("spec")) == _planned(spec):
+    if review.old is not None and _planned_part(old.get("spec")) == _planned_part(spec):
         return Verdict()
     return job
 
 
 def missing(profile: ProfileSeen, trace_problem: str, traces: Sequence[str]) -> tuple[str, ...]:
-    """Warnings about what the spec refers to: it may come after the job, as manifests of one folder do.
+    """Warn about references that cannot be used: they may be applied after the job, from the same folder.
 
     Args:
-        profile: What the spec's HardwareProfile is.
-        trace_problem: Why a trace can't be read.
-        traces: References of all traces.
+        profile: The spec's HardwareProfile.
+        trace_problem: Why a trace cannot be read.
+        traces: ReferenceReader of all traces.
     """
-    words = [f"{profile.problem}; the job waits for it"] if profile.problem else []
-    if trace_problem and all(reference.startswith(CONFIG_MAP) for reference in traces):
-        words += unplanned(_unusable(traces)).warnings
+    warnings = [f"{profile.problem}; the job waits for it"] if profile.problem else []
+    if trace_problem and all(reference.startswith(CONFIG_MAP_SCHEME) for reference in traces):
+        warnings += unplanned(_unusable(traces)).warnings
     elif trace_problem:
-        words.append(f"{trace_problem}; the job waits for it")
-    return tuple(words)
+        warnings.append(f"{trace_problem}; the job waits for it")
+    return tuple(warnings)
 
 
 def conclude(planning: Planning, traces: Sequence[str]) -> Verdict:
-    """The verdict that the planner's answer makes, of a job that refers to these traces."""
+    """Turn the planner's answer for a job with these traces into the verdict."""
     if planning.final and planning.field.endswith(TRACE_FIELD):
         return unplanned(_unusable(traces))
     if planning.final:
@@ -117,40 +196,47 @@ def conclude(planning: Planning, traces: Sequence[str]) -> Verdict:
 
 
 def _unusable(traces: Sequence[str]) -> str:
-    """The same words for ConfigMaps that are not there, hold no trace, or hold one of other tables.
+    """Use one message for ConfigMaps that are absent, hold no trace, or hold one of other tables.
 
-    Whoever reaches the webhook may name any namespace, and is not to learn what there is.
+    Whoever reaches the webhook may name any namespace, and must not learn what is in it.
     """
     return (
-        f"a trace that tables refer to ({first_few(traces)}) is not there or can't be used: write it with dlrmctl "
-        "trace --configmap NAME into the job's namespace"
+        f"a trace is missing or unusable ({first_few(traces)}): write it into the job's namespace with dlrmctl trace "
+        "--configmap NAME"
     )
 
 
-def unplanned(why: str) -> Verdict:
-    """Admit what could not be judged: the operator plans it anyway, and its condition Planned says how that ends."""
-    return Verdict(warnings=(f"not known yet whether a plan exists: {why}; see the job's condition Planned",))
+def unplanned(reason: str) -> Verdict:
+    """Admit a job that could not be checked. The operator plans it, and reports in the condition Planned."""
+    return Verdict(warnings=(f"feasibility is unknown: {reason}; see the job's condition Planned",))
 
 
 def response(review: Review, verdict: Verdict) -> Object:
-    """The ``AdmissionReview`` that answers."""
+    """Build the ``AdmissionReview`` that answers."""
     found: Object = {"uid": review.uid, "allowed": not verdict.refusal}
     if verdict.refusal:
-        found["status"] = {
-            "code": INVALID,
-            "reason": "Invalid",
-            "message": shorten(verdict.refusal, REFUSAL_CHARACTERS),
-        }
+        message = shorten(verdict.refusal, MAX_REFUSAL_CHARACTERS)
+        found["status"] = {"code": UNPROCESSABLE, "reason": "Invalid", "message": message}
     if verdict.warnings:
-        found["warnings"] = [_one_line(words) for words in verdict.warnings]
+        found["warnings"] = [_one_line(warning) for warning in verdict.warnings]
     return {"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": found}
 
 
-def _planned(spec: Any) -> Any:
-    return {name: value for name, value in spec.items() if name not in UNPLANNED} if isinstance(spec, dict) else spec
+def _planned_part(spec: Any) -> Any:
+    if not isinstance(spec, dict):
+        return spec
+    return {name: value for name, value in spec.items() if name not in FIELDS_WITHOUT_PLAN}
 
 
-def _one_line(words: str) -> str:
-    """Warnings travel in an HTTP header."""
-    line = " ".join(words.split())
-    return line if len(line) <= WARNING_CHARACTERS else f"{line[: WARNING_CHARACTERS - 1]}…"
+def _one_line(text: str) -> str:
+    """Shorten a warning to one line: warnings travel in an HTTP header."""
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_WARNING_CHARACTERS else f"{line[: MAX_WARNING_CHARACTERS - 1]}…"
+
+
+def _digest(question: PlanQuestion) -> str:
+    """Hash all that the answer depends on; the job's name is not part of it."""
+    spec = question.job.spec.model_dump(mode="json", exclude_unset=True)
+    profile = question.profile.spec.model_dump(mode="json", exclude_unset=True) if question.profile else None
+    text = json.dumps([spec, profile, dict(question.traces)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

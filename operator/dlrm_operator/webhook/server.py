@@ -1,6 +1,6 @@
-"""The admission webhook's endpoint: ``POST /validate`` over TLS.
+"""The admission webhook's HTTPS server: ``POST /validate``, with a certificate that is reloaded when it changes.
 
-Nobody has to say who they are: whoever reaches the port may send reviews, so what they cost is bounded here.
+Requests are not authenticated: whoever reaches the port may send reviews, so what they cost is bounded here.
 """
 
 from __future__ import annotations
@@ -8,57 +8,121 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 from aiohttp import web
 
-from dlrm_api.errors import BadDataError
+from dlrm_api.errors import BadDataError, NoInputError
 from dlrm_api.process import listener
 from dlrm_operator.reconcile.findings import shorten
-from dlrm_operator.webhook.certificates import LOOK_S, Certificate
 
 logger = logging.getLogger(__name__)
 
+CERTIFICATE, KEY = "tls.crt", "tls.key"
+RELOAD_INTERVAL_S = 5.0
 PATH = "/validate"
-MOST_BYTES = 7 * 2**19
-"""A review holds the job as it is and as it was; etcd takes requests of 1.5 MiB, one object each."""
-MOST_BYTES_AT_ONCE = 2 * MOST_BYTES
-"""Of all reviews that are read and answered at one time: two of the largest, or as many small ones as fit. A byte may
-take 40 in memory."""
-ARRIVAL_S = 5.0
-"""A review that has come no further within this is given up: it keeps others from theirs."""
-LINGERING_S = 1.0
-"""For so long the rest of a review that was turned away is read, so that its sender sees the answer."""
-LOGGED_CHARACTERS = 300
+# A review holds the new and the stored job. etcd takes requests of 1.5 MiB, one object each.
+MAX_BODY_BYTES = 7 * 2**19
+# All reviews that are read and answered at one time. A byte of JSON may take 40 bytes in memory.
+MAX_BODY_BYTES_IN_FLIGHT = 2 * MAX_BODY_BYTES
+# A review that arrives more slowly would keep others waiting.
+BODY_TIMEOUT_S = 5.0
+# Time in which the rest of a rejected body is read, so that its sender sees the response.
+CLOSE_TIMEOUT_S = 1.0
+MAX_LOGGED_CHARACTERS = 300
 
 
-class Answering(Protocol):
-    """Who answers reviews."""
+class Certificate:
+    """Load certificate and key from a directory, and use the newest matching pair for handshakes.
+
+    A changed pair gets a context of its own: reloading into the active one would leave it without a matching key if
+    the files are read halfway through their replacement.
+
+    Raises:
+        NoInputError: the directory holds no usable pair.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._loaded = b""
+        try:
+            self._current = self._load()
+            self._loaded = self._content()
+        # An SSLError is an OSError.
+        except OSError as error:
+            problem = f"invalid {directory}: expected {CERTIFICATE} and {KEY}: {error}; mount the webhook's Secret"
+            raise NoInputError(problem) from error
+        self.context = self._load()
+        """The context that the server listens with; its callback selects the current one."""
+        self.context.sni_callback = self._choose
+
+    def refresh(self) -> bool:
+        """Load changed files; return whether the pair was replaced. An unusable pair is tried again later."""
+        try:
+            content = self._content()
+            if content == self._loaded:
+                return False
+            self._current = self._load()
+        except OSError as error:
+            logger.warning("failed to reload webhook certificate, will retry", extra={"error": str(error)})
+            return False
+        self._loaded = content
+        logger.info("webhook certificate reloaded")
+        return True
+
+    async def follow(self, interval_s: float = RELOAD_INTERVAL_S) -> None:
+        """Check for changes, forever."""
+        while True:
+            await asyncio.sleep(interval_s)
+            self.refresh()
+
+    def _choose(self, connection: ssl.SSLObject, server_name: str | None, _: ssl.SSLContext) -> None:  # noqa: ARG002
+        connection.context = self._current
+
+    def _pair(self) -> tuple[Path, Path]:
+        """Resolve the directory first: a mounted Secret is replaced as a whole by changing a symbolic link."""
+        target = (self._directory / CERTIFICATE).resolve().parent
+        return target / CERTIFICATE, target / KEY
+
+    def _content(self) -> bytes:
+        certificate, key = self._pair()
+        return certificate.read_bytes() + key.read_bytes()
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(*self._pair())
+        return context
+
+
+class ReviewHandler(Protocol):
+    """Answer decoded reviews."""
 
     async def answer(self, document: Any) -> dict[str, Any]:
-        """The decoded answer; raises BadDataError for what is no review of a DLRMJob."""
+        """Return the decoded answer; raise BadDataError if this is not a review of a DLRMJob."""
 
     async def stop(self) -> None:
-        """Leave nothing running."""
+        """End what runs in the background."""
 
 
-class Room:
-    """Bytes that requests take while they are worked on; who finds too few free waits."""
+class RequestSlots:
+    """Bound the bytes of all requests in flight; a request that does not fit waits."""
 
-    def __init__(self, size: int) -> None:
-        self._free = size
+    def __init__(self, capacity_bytes: int) -> None:
+        self._free = capacity_bytes
         self._freed = asyncio.Condition()
 
     @asynccontextmanager
-    async def taken(self, size: int, within_s: float) -> AsyncIterator[None]:
-        """Hold so many bytes.
+    async def taken(self, size: int, timeout_s: float) -> AsyncIterator[None]:
+        """Hold ``size`` bytes.
 
         Raises:
-            TimeoutError: they were not free within that time.
+            TimeoutError: they were not free within ``timeout_s``.
         """
-        async with asyncio.timeout(within_s), self._freed:
+        async with asyncio.timeout(timeout_s), self._freed:
             await self._freed.wait_for(lambda: self._free >= size)
             self._free -= size
         try:
@@ -69,83 +133,84 @@ class Room:
                 self._freed.notify_all()
 
 
-class AdmissionServer:
-    """Serves reviews; its certificate may be rotated meanwhile.
+class WebhookServer:
+    """Serve reviews over TLS.
 
     Args:
-        address: Where to listen.
-        port: Where to listen.
-        admission: Who answers.
-        certificate: What to show.
-        wait_s: For so long a review waits for others before it is turned away, which the API server takes as the
-            webhook's absence.
-        look_s: Between two looks at the certificate.
+        address: Address to listen on.
+        port: Port to listen on.
+        handler: Answers the reviews.
+        certificate: The server's certificate.
+        wait_s: Seconds for which a review waits for others before it gets a 503, which the API server treats like an
+            absent webhook.
+        reload_interval_s: Seconds between two checks of the certificate.
     """
 
     def __init__(
         self,
         address: str,
         port: int,
-        admission: Answering,
+        handler: ReviewHandler,
         certificate: Certificate,
         *,
         wait_s: float,
-        look_s: float = LOOK_S,
+        reload_interval_s: float = RELOAD_INTERVAL_S,
     ) -> None:
         self._address = address
         self._port = port
-        self._admission = admission
+        self._handler = handler
         self._certificate = certificate
         self._wait_s = wait_s
-        self._look_s = look_s
-        self._room = Room(MOST_BYTES_AT_ONCE)
-        app = web.Application(client_max_size=MOST_BYTES)
+        self._reload_interval_s = reload_interval_s
+        self._slots = RequestSlots(MAX_BODY_BYTES_IN_FLIGHT)
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post(PATH, self._validate)
-        self._runner = web.AppRunner(app, access_log=None, lingering_time=LINGERING_S)
+        self._runner = web.AppRunner(app, access_log=None, lingering_time=CLOSE_TIMEOUT_S)
         self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen.
 
         Raises:
-            OSError: the port is taken.
+            OSError: the port is in use.
         """
         await self._runner.setup()
         listening = listener(self._address, self._port)
         await web.SockSite(self._runner, listening, ssl_context=self._certificate.context).start()
-        self._following = asyncio.create_task(self._certificate.follow(self._look_s), name="certificate")
+        self._following = asyncio.create_task(self._certificate.follow(self._reload_interval_s), name="certificate")
 
     async def stop(self) -> None:
-        """Finish what is being answered, and close."""
+        """Finish the requests in flight and close."""
         if self._following is not None:
             self._following.cancel()
         await self._runner.cleanup()
-        await self._admission.stop()
+        await self._handler.stop()
 
     async def _validate(self, request: web.Request) -> web.Response:
-        size = MOST_BYTES if request.content_length is None else min(request.content_length, MOST_BYTES)
+        size = MAX_BODY_BYTES if request.content_length is None else min(request.content_length, MAX_BODY_BYTES)
         try:
-            async with self._room.taken(size, self._wait_s):
+            async with self._slots.taken(size, self._wait_s):
                 return await self._answer(request)
         except TimeoutError:
-            return web.Response(status=503, text="more reviews at once than are answered: ask again")
+            return web.Response(status=503, text="too many reviews in flight: try again")
 
     async def _answer(self, request: web.Request) -> web.Response:
         try:
-            async with asyncio.timeout(ARRIVAL_S):
+            async with asyncio.timeout(BODY_TIMEOUT_S):
                 body = await request.read()
         except TimeoutError:
-            return web.Response(status=408, text=f"the review did not come whole within {ARRIVAL_S:g} s")
+            return web.Response(status=408, text=f"the body did not arrive within {BODY_TIMEOUT_S:g} s")
         try:
-            return web.json_response(await self._admission.answer(await asyncio.to_thread(_decoded, body)))
+            return web.json_response(await self._handler.answer(await asyncio.to_thread(_decode, body)))
         except BadDataError as error:
-            words = shorten(str(error), LOGGED_CHARACTERS)
-            logger.warning("a request that is no review: %s", words)
-            return web.Response(status=400, text=words)
+            problem = shorten(str(error), MAX_LOGGED_CHARACTERS)
+            logger.warning("rejected invalid admission review", extra={"error": problem})
+            return web.Response(status=400, text=problem)
 
 
-def _decoded(body: bytes) -> Any:
+def _decode(body: bytes) -> Any:
     try:
         return json.loads(body)
-    except (ValueError, RecursionError) as error:  # no text, no JSON, a number of too many digits, or too deep
-        raise BadDataError(str(error)) from error
+    # Not text, not JSON, a number of too many digits, or nested too deeply.
+    except (ValueError, RecursionError) as error:
+        raise BadDataError(f"invalid JSON: {error}") from error

@@ -16,7 +16,7 @@ from dlrm_api import names
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.build import binaries, module_folder
 from dlrm_cluster.control_plane import ControlPlane
-from dlrm_operator.manifests.manifests import ROLE
+from dlrm_operator.manifests.objects import ROLE
 from dlrm_operator.settings import read_settings
 from dlrm_testing.charts.chart import CHART, ROOT, VARIANTS, Object, helm_run, of_kind, only, render, variant
 from dlrm_testing.charts.schemas import LOCATION, write_schemas
@@ -109,7 +109,7 @@ def test_the_operator_reads_the_settings_that_it_is_given(helm: Path, tmp_path: 
         ]
 
 
-@pytest.mark.parametrize(("values", "level"), [((), "restricted"), (("jobs.podOverlay=any",), "any")])
+@pytest.mark.parametrize(("values", "level"), [((), "restricted"), (("jobs.podTemplatePolicy=any",), "any")])
 def test_the_operator_is_told_how_far_pods_of_jobs_may_go(
     helm: Path, tmp_path: Path, values: tuple[str, ...], level: str
 ) -> None:
@@ -142,7 +142,7 @@ def test_variables_of_the_operator_are_spelt_as_it_spells_them(helm: Path, tmp_p
         ("replica=2", "replica"),
         ("webhook.failurePolicy=Maybe", "failurePolicy"),
         ("scope.namespace=Team", "namespace"),
-        ("jobs.podOverlay=privileged", "podOverlay"),
+        ("jobs.podTemplatePolicy=privileged", "podTemplatePolicy"),
         ("image.digest=latest", "digest"),
         ("webhook.timeoutSeconds=60", "timeoutSeconds"),
         ("operator.resyncSeconds=201", "resyncSeconds"),

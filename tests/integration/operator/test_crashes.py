@@ -12,18 +12,18 @@ from dlrm_api.progress import TerminationMessage
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError, KubernetesApi
-from dlrm_operator.clients.control_key import ControlKey
-from dlrm_operator.clients.cuts import Cutter
-from dlrm_operator.clients.planning import Planner
-from dlrm_operator.clients.polling import Poller
-from dlrm_operator.clients.queues import Queues
-from dlrm_operator.clients.references import References
-from dlrm_operator.clients.stack_taking import StackTaker
-from dlrm_operator.controller.apply import Performer
+from dlrm_operator.clients.checkpoint import CheckpointClient, ControlKey
+from dlrm_operator.clients.kueue import KueueClient
+from dlrm_operator.clients.planner import Planner
+from dlrm_operator.clients.progress import Poller
+from dlrm_operator.clients.references import ReferenceReader
+from dlrm_operator.clients.stacks import StackClient
+from dlrm_operator.controller.apply import ActionExecutor
 from dlrm_operator.controller.informers import JobCache, PodCache
 from dlrm_operator.controller.observe import Observer
-from dlrm_operator.controller.reconciler import Turns
-from dlrm_operator.manifests.manifests import Images
+from dlrm_operator.controller.reconciler import Reconciler
+from dlrm_operator.controller.work_queue import StatusDebouncer
+from dlrm_operator.manifests.objects import Images
 from dlrm_operator.reconcile.state import Action, JobKey, JobSeen, Planning, PlanQuestion, WakeAt
 from dlrm_planner import plan_job
 from dlrm_testing.charts.chart import Identity
@@ -37,7 +37,7 @@ class DeathError(BaseException):
     """The operator process is gone."""
 
 
-class MortalPerformer(Performer):
+class MortalExecutor(ActionExecutor):
     """Dies at its ``die_at``-th action: before it is done, or done with the answer lost."""
 
     def __init__(self, api: KubernetesApi, *, die_at: int | None, answer_lost: bool, **others: Any) -> None:
@@ -46,15 +46,15 @@ class MortalPerformer(Performer):
         self._die_at = die_at
         self._answer_lost = answer_lost
 
-    async def perform(self, action: Action) -> None:
+    async def execute(self, action: Action) -> None:
         if isinstance(action, WakeAt):
-            await super().perform(action)
+            await super().execute(action)
             return
         self.done += 1
         number = self.done  # others may be done at once
         if number == self._die_at and not self._answer_lost:
             raise DeathError
-        await super().perform(action)
+        await super().execute(action)
         if number == self._die_at:
             raise DeathError
 
@@ -78,23 +78,29 @@ class InstantPlanner(Planner):
 
 class Alarm:
     def add_at(self, key: JobKey, time: object) -> None:
-        """Turns come all the time here."""
+        """The test reconciles all the time."""
 
 
 class Life:
-    """One operator process without its loops: real observer, performer and turns over the real API."""
+    """One operator process without its loops: real observer, executor and turns over the real API."""
 
     def __init__(self, api: KubernetesApi, die_at: int | None = None, *, answer_lost: bool = False) -> None:
         planner, poller, jobs = InstantPlanner(), Poller(1, lambda key: None), JobCache()
         pods = PodCache(api, None, lambda key: None, lambda key: None)
         control_key = ControlKey(api, api.namespace)
-        cutter, stacks = Cutter(control_key, lambda key: None), StackTaker(lambda key: None)
-        queues = Queues(api, lambda key: None)
-        both: dict[str, Any] = {"jobs": jobs, "pods": pods, "planner": planner, "cutter": cutter, "stacks": stacks}
+        both: dict[str, Any] = {
+            "jobs": jobs,
+            "pods": pods,
+            "planner": planner,
+            "checkpoint_client": CheckpointClient(control_key, lambda key: None),
+            "stack_client": StackClient(lambda key: None),
+        }
         death: dict[str, Any] = {"die_at": die_at, "answer_lost": answer_lost}
-        self.performer = MortalPerformer(api, **both, **death, alarm=Alarm(), control_key=control_key)
-        observer = Observer(api, **both, poller=poller, queues=queues, references=References(api), images=Images())
-        self.turns = Turns(observer, self.performer, jobs, planner, poller)
+        self.executor = MortalExecutor(api, **both, **death, queue=Alarm(), control_key=control_key)
+        kueue = KueueClient(api, lambda key: None)
+        own: dict[str, Any] = {"poller": poller, "kueue_client": kueue, "references": ReferenceReader(api)}
+        observer = Observer(api, **both, **own, images=Images())
+        self.reconciler = Reconciler(observer, self.executor, jobs, planner, poller, StatusDebouncer(0.0))
 
 
 def play_world(kubelet: KubeletDouble, job: JobDriver) -> str:
@@ -124,14 +130,14 @@ async def live(api: KubernetesApi, kubelet: KubeletDouble, job: JobDriver, life:
     while phase != "Succeeded":
         assert time.monotonic() < deadline, f"{job.name}: {job.status()}"
         try:
-            await life.turns.take(key)
+            await life.reconciler.reconcile(key)
         except DeathError:
             life = Life(api)
         except (ClusterUnavailableError, ClusterRefusedError):
             await asyncio.sleep(0.1)
         phase = await asyncio.to_thread(play_world, kubelet, job)
         await asyncio.sleep(0.2)
-    return life.performer.done
+    return life.executor.done
 
 
 def check_one_history(job: JobDriver, kubelet: KubeletDouble) -> None:

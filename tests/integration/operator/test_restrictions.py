@@ -13,8 +13,8 @@ from dlrm_api.hardware import parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_cluster.api import Api, ApiError
 from dlrm_cluster.control_plane import ControlPlane
-from dlrm_operator.manifests.rendering import render
-from dlrm_operator.manifests.restrictions import ANY, RESTRICTED, OverlayLimits, refuse_widening, widenings
+from dlrm_operator.manifests.pod_template import ANY, RESTRICTED, OverlayLimits, refuse_widening, widenings
+from dlrm_operator.manifests.pods import render_objects
 from dlrm_operator.reconcile.reconcile import reconcile
 from dlrm_operator.reconcile.state import CreatePod
 from dlrm_operator.settings import read_settings
@@ -26,7 +26,7 @@ from dlrm_testing.operator.pod_security import violations
 Object = dict[str, Any]
 
 PATH = "spec.trainer.podTemplate"
-ASK = "ask the cluster's admin to allow it (chart value jobs.podOverlay=any)"
+ASK = "ask the cluster's admin to allow it (chart value jobs.podTemplatePolicy=any)"
 TOKEN = {"name": "v", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}}
 APPARMOR = "container.apparmor.security.beta.kubernetes.io/trainer"
 
@@ -36,7 +36,9 @@ def a_job(template: Object, **spec: Any) -> DLRMJob:
 
 
 def pods_of(job: DLRMJob, limits: OverlayLimits = RESTRICTED) -> list[Object]:
-    return [each for each in render(job, None, plan_job(job.spec, None), limits=limits) if each["kind"] == "Pod"]
+    return [
+        each for each in render_objects(job, None, plan_job(job.spec, None), limits=limits) if each["kind"] == "Pod"
+    ]
 
 
 def of_pod(**context: Any) -> Object:
@@ -137,7 +139,7 @@ def test_what_leaves_a_pod_as_narrow_or_narrower_is_taken(template: Object) -> N
 def test_several_refusals_are_counted() -> None:
     template = of_container(privileged=True, runAsUser=0)
 
-    with pytest.raises(InvalidSpecError, match=r"runAsUser: may not be 0.*podOverlay=any\) \(and 1 more\)$"):
+    with pytest.raises(InvalidSpecError, match=r"runAsUser: may not be 0.*podTemplatePolicy=any\) \(and 1 more\)$"):
         pods_of(a_job(template))
 
 
@@ -145,7 +147,9 @@ def test_several_refusals_are_counted() -> None:
 def test_the_priority_of_what_the_cluster_needs_is_not_for_jobs(name: str) -> None:
     scheduling = {"priorityClass": name}
 
-    with pytest.raises(InvalidSpecError, match=r"^spec\.scheduling\.priorityClass: is kept for .*podOverlay=any"):
+    with pytest.raises(
+        InvalidSpecError, match=r"^spec\.scheduling\.priorityClass: is kept for .*podTemplatePolicy=any"
+    ):
         pods_of(a_job({}, scheduling=scheduling))
     assert pods_of(a_job({}, scheduling={"priorityClass": "high"}))
     assert pods_of(a_job({}, scheduling=scheduling), ANY)[0]["spec"]["priorityClassName"] == name
@@ -168,7 +172,7 @@ def test_host_paths_of_a_profile_are_its_admins() -> None:
     trainer = {"replicas": 1, "hardware": "pool", "tierBudgets": {"ddr": "1Gi", "scm": "8Gi"}}
     job = parse_job(job_document("demo", model=model, trainer=trainer))
 
-    objects = render(job, profile, plan_job(job.spec, profile), limits=RESTRICTED)
+    objects = render_objects(job, profile, plan_job(job.spec, profile), limits=RESTRICTED)
 
     [pod] = [each for each in objects if each["kind"] == "Pod"]
     assert [volume["hostPath"]["path"] for volume in pod["spec"]["volumes"] if "hostPath" in volume] == ["/mnt/pmem0"]
@@ -281,7 +285,7 @@ def test_what_is_taken_passes_pod_securitys_restricted_level_and_what_is_refused
     job = a_job(template)
     plan = plan_job(job.spec, None)
 
-    [pod] = [each for each in render(job, None, plan, limits=ANY) if each["kind"] == "Pod"]
+    [pod] = [each for each in render_objects(job, None, plan, limits=ANY) if each["kind"] == "Pod"]
 
     assert bool(violations(pod)) == bool(list(widenings(job.spec, "", RESTRICTED)))
 
@@ -317,7 +321,7 @@ def test_the_limits_come_from_flag_environment_and_the_operators_own_pod() -> No
 
     assert read_settings([], {}).limits == RESTRICTED
     assert read_settings([], {"DLRM_POD_OVERLAY": "any"}).limits == ANY
-    assert read_settings(["--pod-overlay", "restricted"], {"DLRM_POD_OVERLAY": "any"}).limits == RESTRICTED
+    assert read_settings(["--pod-template-policy", "restricted"], {"DLRM_POD_OVERLAY": "any"}).limits == RESTRICTED
     assert read_settings([], pod).limits == OverlayLimits(own_account=("dlrm-system", "operator"))
 
 

@@ -10,7 +10,7 @@ import pytest
 from dlrm_api.progress import TerminationMessage
 from dlrm_cluster.api import ApiError
 from dlrm_cluster.control_plane import ControlPlane
-from dlrm_operator.manifests.gang_scheduling import POD_GROUPS
+from dlrm_operator.manifests.scheduling import POD_GROUPS
 from dlrm_testing.charts.chart import Identity, refused, render, variant
 from dlrm_testing.charts.rights_ledger import UNSEEN
 from dlrm_testing.operator.definitions import define, pod_groups
@@ -165,7 +165,9 @@ def test_in_one_namespace_profiles_need_one_role_that_reads(
 
     with (
         Identity(api_types, objects, tmp_path) as identity,
-        OperatorProcess(identity.kubeconfig, namespace, tmp_path / "operator.log", "--resync-s", "600") as operator,
+        OperatorProcess(
+            identity.kubeconfig, namespace, tmp_path / "operator.log", "--resync-seconds", "600"
+        ) as operator,
     ):
         operator.wait_ready()
         job = JobDriver(api_types.api, namespace, job_document("demo", trainer={"replicas": 1, "hardware": name}))

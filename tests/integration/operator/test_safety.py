@@ -100,7 +100,7 @@ def test_a_job_that_asks_for_a_privileged_pod_fails_until_an_admin_allows_any_an
         job.patch({"spec": {"lifecycle": {"suspend": True}}})
         generation = job.get()["metadata"]["generation"]
         eventually(lambda: job.status().get("observedGeneration") == generation, state=operator.log)
-    with OperatorProcess(account.kubeconfig, namespace, log, "--pod-overlay", "any") as operator:
+    with OperatorProcess(account.kubeconfig, namespace, log, "--pod-template-policy", "any") as operator:
         job.patch({"spec": {"lifecycle": {"suspend": False}}})
         eventually(kubelet.pods, state=operator.log)
         [pod] = kubelet.pods()
@@ -108,7 +108,7 @@ def test_a_job_that_asks_for_a_privileged_pod_fails_until_an_admin_allows_any_an
 
     assert said["reason"] == "InvalidSpec"
     assert "podTemplate.container.securityContext.privileged: has to be false" in said["message"]
-    assert "chart value jobs.podOverlay=any) (and 1 more)" in said["message"]
+    assert "chart value jobs.podTemplatePolicy=any) (and 1 more)" in said["message"]
     assert children == []
     assert pod["spec"]["containers"][0]["securityContext"]["privileged"] is True
     assert pod["spec"]["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}

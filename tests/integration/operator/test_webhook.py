@@ -33,7 +33,14 @@ class Webhook:
         self.api.call("POST", "/api/v1/namespaces", {"metadata": {"name": self.namespace}})
         self.secret = MountedSecret(folder / "certs")
         port = free_port("127.0.0.1")
-        flags = ("--webhook-certs", str(self.secret.folder), "--webhook-port", str(port), "--webhook-deadline-s", "25")
+        flags = (
+            "--webhook-certs",
+            str(self.secret.folder),
+            "--webhook-port",
+            str(port),
+            "--webhook-deadline-seconds",
+            "25",
+        )
         rendered = render(helm, folder, "demo", self.namespace, "scope.namespaced=true", "webhook.timeoutSeconds=30")
         self.account = Identity(control_plane, rendered, folder)
         self.operator = OperatorProcess(self.account.kubeconfig, self.namespace, folder / "operator.log", *flags)
@@ -115,7 +122,7 @@ def test_a_privileged_pod_is_refused_with_whom_to_ask(webhook: Webhook) -> None:
     said = webhook.kubectl("create", document=document)
 
     assert "denied the request: spec.trainer.podTemplate.container.securityContext.privileged: has to be false" in said
-    assert "ask the cluster's admin to allow it (chart value jobs.podOverlay=any)" in said
+    assert "ask the cluster's admin to allow it (chart value jobs.podTemplatePolicy=any)" in said
     assert not webhook.api.found(f"{webhook.jobs}/privileged")
 
 

@@ -14,7 +14,7 @@ from dlrm_api.base import ApiModel, NotBuilt
 from dlrm_api.crd import definitions
 from dlrm_api.hardware import DeviceSpec, HardwareProfile, HardwareProfileSpec, NetworkSpec, TierSpec, TiersSpec
 from dlrm_api.job import DLRMJob
-from dlrm_operator.manifests.tier_volumes import FILE_TIERS
+from dlrm_operator.manifests.storage import FILE_TIERS
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -18,7 +18,7 @@ from dlrm_api.model import MAX_TABLES
 from dlrm_cluster.control_plane import ControlPlane
 from dlrm_cluster.errors import MissingToolError
 from dlrm_cluster.fixtures import refuse
-from dlrm_operator.manifests.manifests import labels
+from dlrm_operator.manifests.objects import labels
 from dlrm_testing.charts.chart import CHART, ROOT, Object, helm_run, of_kind, only, render, variant
 from dlrm_testing.operator.operator_cluster import OperatorProcess, eventually
 from dlrm_trainer.metrics import stages, tiers

@@ -205,7 +205,7 @@ def test_additions_to_pods_that_operators_refuse_by_default_are_warned_of(
     assert code == ExitCode.DONE
     assert (
         f"{warned}trainer.podTemplate.container.securityContext.privileged: operators refuse this by default: has to "
-        "be false: leave it out, or ask the cluster's admin to allow it (chart value jobs.podOverlay=any)\n"
+        "be false: leave it out, or ask the cluster's admin to allow it (chart value jobs.podTemplatePolicy=any)\n"
     ) in said.err
     assert f"{warned}scheduling.priorityClass: operators refuse this by default: is kept for" in said.err
     assert command == "validate" or "privileged: true" in said.out

@@ -9,9 +9,8 @@ import pytest
 
 from dlrm_api.names import Port
 from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError
-from dlrm_operator.clients import cuts
-from dlrm_operator.clients.control_key import ControlKey
-from dlrm_operator.clients.cuts import Cutter
+from dlrm_operator.clients import checkpoint as module
+from dlrm_operator.clients.checkpoint import CheckpointClient, ControlKey
 from dlrm_operator.reconcile.state import CutAnswer, CutQuestion, JobKey, RequestCut
 from dlrm_testing.operator.kubelet_double import ProgressServer
 
@@ -33,8 +32,8 @@ class Key:
         return TOKEN
 
 
-def cutter_of(key: Key, wake: Callable[[JobKey], None] = lambda key: None) -> Cutter:
-    return Cutter(cast("ControlKey", key), wake)
+def cutter_of(key: Key, wake: Callable[[JobKey], None] = lambda key: None) -> CheckpointClient:
+    return CheckpointClient(cast("ControlKey", key), wake)
 
 
 @pytest.fixture
@@ -99,14 +98,14 @@ def test_a_pod_that_does_not_listen_is_told() -> None:
 def test_without_a_token_nobody_is_asked(pod: ProgressServer, problem: Exception) -> None:
     found, _ = answer(problem)
 
-    assert found.problem == f"the control key could not be had: {problem}"
+    assert found.problem == f"failed to read the control key: {problem}"
     assert pod.tokens == []
 
 
 def test_a_refused_cut_is_forgotten_after_a_moment_and_a_given_one_is_not(
     pod: ProgressServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuts, "AGAIN_S", 0.05)
+    monkeypatch.setattr(module, "RETRY_INTERVAL_S", 0.05)
 
     async def live() -> tuple[CutAnswer | None, CutAnswer | None]:
         cutter = cutter_of(Key())

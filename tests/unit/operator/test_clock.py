@@ -14,7 +14,7 @@ import pytest
 
 from dlrm_operator.api_client import KubernetesApi
 from dlrm_operator.clock import ServerClock
-from dlrm_operator.controller.engine import Engine
+from dlrm_operator.controller.handlers import Engine
 from dlrm_operator.reconcile.findings import parse_timestamp
 from dlrm_operator.reconcile.reconcile import reconcile
 from dlrm_operator.reconcile.state import DeleteObject, JobKey
@@ -144,7 +144,7 @@ def test_the_operator_stamps_and_judges_by_the_servers_clock() -> None:
     bad["spec"]["data"]["virtualShards"] = 7  # it fails at once
     engine.jobs.saw(memory.put(JOB, bad))
 
-    asyncio.run(engine.turns.take(key))
+    asyncio.run(engine.reconciler.reconcile(key))
 
     assert abs(parse_timestamp(memory.objects[JOB]["status"]["completionTime"]) - NOON) <= 2 * SECOND
     [event] = [each for path, each in memory.objects.items() if "/events/" in path]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from dlrm_operator.api_client import ClusterRefusedError, ClusterUnavailableError, ConflictError, NotFoundError
-from dlrm_operator.clients.control_key import NAME, ControlKey
+from dlrm_operator.clients.checkpoint import KEY_OBJECT, ControlKey
 from dlrm_testing.operator.memory_api import MemoryApi
 
-SECRET = f"/api/v1/namespaces/operators/secrets/{NAME}"
+SECRET = f"/api/v1/namespaces/operators/secrets/{KEY_OBJECT}"
 
 
 def tokens(api: Any, *attempts: tuple[str, int]) -> list[str]:
@@ -107,7 +107,7 @@ def test_a_key_that_could_not_be_had_is_asked_for_again() -> None:
 )
 def test_a_secret_that_holds_no_key_is_named_with_the_mend(data: dict[str, Any]) -> None:
     api = MemoryApi()
-    api.put(SECRET, {"metadata": {"name": NAME}, **data})
+    api.put(SECRET, {"metadata": {"name": KEY_OBJECT}, **data})
 
-    with pytest.raises(ClusterRefusedError, match=f"Secret operators/{NAME} holds no 'key' of 32 bytes: delete it"):
+    with pytest.raises(ClusterRefusedError, match=f"Secret operators/{KEY_OBJECT}, data.key"):
         tokens(api, ("uid", 1))

@@ -9,9 +9,9 @@ import yaml
 from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import parse_job
 from dlrm_api.names import Port
-from dlrm_operator.manifests.manifests import Owner, metadata
-from dlrm_operator.manifests.rendering import render
-from dlrm_operator.manifests.tier_volumes import check_mounts
+from dlrm_operator.manifests.objects import Owner, metadata
+from dlrm_operator.manifests.pods import render_objects
+from dlrm_operator.manifests.storage import check_mounts
 from dlrm_planner import plan_job
 
 Object = dict[str, Any]
@@ -29,7 +29,7 @@ def pods_on(profile: HardwareProfile, **trainer: Any) -> list[Object]:
     job = parse_job(document)
     plan = plan_job(job.spec, profile)
     check_mounts(plan, profile)
-    return [item for item in render(job, profile, plan) if item["kind"] == "Pod"]
+    return [item for item in render_objects(job, profile, plan) if item["kind"] == "Pod"]
 
 
 @pytest.mark.parametrize("name", POOLS)
@@ -87,7 +87,7 @@ def test_a_policy_for_one_job_covers_its_pods_on_the_ports_that_they_have_and_no
 
 def test_the_clusters_quickstart_is_two_pods_that_fit_on_two_processors_and_reach_s3_with_a_secrets_keys() -> None:
     job = parse_job(yaml.safe_load((FOLDER.parent / "quickstart-cluster.yaml").read_text()))
-    pods = [item for item in render(job, None, plan_job(job.spec, None)) if item["kind"] == "Pod"]
+    pods = [item for item in render_objects(job, None, plan_job(job.spec, None)) if item["kind"] == "Pod"]
 
     assert [pod["spec"]["containers"][0]["resources"]["requests"]["cpu"] for pod in pods] == ["500m", "500m"]
     assert all({"name": "credentials", "secret": {"secretName": "s3-keys"}} in pod["spec"]["volumes"] for pod in pods)

@@ -7,7 +7,7 @@ import pytest
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.manifests.rendering import render
+from dlrm_operator.manifests.pods import render_objects
 from dlrm_operator.manifests.resources import requests_of_all
 from dlrm_operator.reconcile.state import Action, CreatePod, CreatePodGroup, DeleteObject, DeleteWorkload, WakeAt
 from dlrm_planner import plan_job
@@ -28,7 +28,7 @@ def job(scheduling: Object, **spec: Any) -> DLRMJob:
 
 def rendered(a_job: DLRMJob, attempt: int = 1) -> tuple[list[Object], list[Object]]:
     """Pods and PodGroups."""
-    objects = render(a_job, None, plan_job(a_job.spec, None), attempt=attempt, uid="u")
+    objects = render_objects(a_job, None, plan_job(a_job.spec, None), attempt=attempt, uid="u")
     return [o for o in objects if o["kind"] == "Pod"], [o for o in objects if o["kind"] == "PodGroup"]
 
 

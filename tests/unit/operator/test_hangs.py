@@ -6,7 +6,7 @@ import pytest
 
 from dlrm_api.progress import Progress, SlowestRank, TrainerPhase
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.clients.polling import with_durations
+from dlrm_operator.clients.progress import with_durations
 from dlrm_operator.reconcile.gang import HUNG_GRACE_S
 from dlrm_operator.reconcile.health import FIRST_S, FLOOR_S, allowed_s, read_stacks
 from dlrm_operator.reconcile.state import DeleteObject, Polled, RequestStacks, WakeAt

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from dlrm_operator.api_client import JSON, ClusterUnavailableError, Object, Query
-from dlrm_operator.controller.informers import FIRST_PAUSE_S, LONGEST_PAUSE_S, PodCache
+from dlrm_operator.api_client import ClusterUnavailableError, Object, Query
+from dlrm_operator.controller.informers import INITIAL_BACKOFF_S, MAX_BACKOFF_S, PodCache
 
 BREAKS = 8
 
@@ -19,11 +19,11 @@ class BreakingApi:
         self._events, self._lists = events, lists
         self.asked = threading.Event()
 
-    def list_now(self, path: str, query: Query, accept: str = JSON) -> tuple[list[Object], str]:
+    def list_pages(self, path: str, query: Query) -> Iterator[tuple[list[Object], str]]:
         self.asked.set()
         if not self._lists:
             raise ClusterUnavailableError("connection refused")
-        return [], "1"
+        yield [], "1"
 
     def watch(self, path: str, query: Query, silence_s: float) -> Iterator[Object]:
         yield from self._events
@@ -64,20 +64,20 @@ def pauses(api: BreakingApi) -> list[float]:
 def test_a_watch_that_showed_something_is_taken_up_at_once_however_often_it_broke(kind: str) -> None:
     shown = {"type": kind, "object": {"metadata": {"resourceVersion": "7"}}}
 
-    assert pauses(BreakingApi([shown])) == [FIRST_PAUSE_S] * BREAKS
+    assert pauses(BreakingApi([shown])) == [INITIAL_BACKOFF_S] * BREAKS
 
 
 @pytest.mark.parametrize("lists", [True, False], ids=["watches break", "lists fail"])
 def test_a_server_that_shows_nothing_is_asked_ever_more_seldom(lists: bool) -> None:
     found = pauses(BreakingApi([], lists=lists))
 
-    assert found == [1, 2, 4, 8, 16, LONGEST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    assert found == [1, 2, 4, 8, 16, MAX_BACKOFF_S, MAX_BACKOFF_S, MAX_BACKOFF_S]
 
 
 def test_a_watch_that_pauses_begins_at_once_where_the_server_is_known_to_answer_again() -> None:
     api = BreakingApi([], lists=False)
     cache = PodCache(api, None, lambda key: None, lambda key: None)
-    cache._pause_s = 3_600.0
+    cache._backoff_s = 3_600.0
     thread = threading.Thread(target=cache._run, args=(cast("Any", Loop()),), daemon=True)
     thread.start()
     assert api.asked.wait(10)

@@ -58,7 +58,7 @@ class Seen:
         document["metadata"] |= {"namespace": "ads", "uid": "uid", "resourceVersion": "1", "generation": 1}
         self.jobs = JobCache()
         self.jobs.saw({**document, "status": status})
-        self.metrics = JobMetrics(self.jobs, {KEY: POLLED}.get, lambda: leads)
+        self.metrics = JobMetrics(self.jobs.all, {KEY: POLLED}.get, lambda: leads)
 
     def figures(self) -> dict[str, float]:
         """Values by the names' last parts; of metrics with a phase by that."""
@@ -139,7 +139,7 @@ def test_series_of_a_deleted_job_end_and_those_of_a_new_one_begin_without_figure
 def test_a_job_whose_figures_are_none_is_left_out_and_fails_no_scrape_of_the_others() -> None:
     running = {"type": "Running", "status": "True", "reason": "Training", "lastTransitionTime": "yesterday"}
     seen, before = Seen({**RUNNING, "conditions": [running]}), FIGURES_LEFT_OUT._value.get()
-    seen.metrics = JobMetrics(seen.jobs, {KEY: replace(POLLED, trainer=HUGE)}.get, lambda: True)
+    seen.metrics = JobMetrics(seen.jobs.all, {KEY: replace(POLLED, trainer=HUGE)}.get, lambda: True)
     registry = CollectorRegistry()
     registry.register(seen.metrics)
 
@@ -162,8 +162,8 @@ def test_pods_that_end_with_ever_new_reasons_make_no_series_without_end(monkeypa
 
     [family] = counter.collect()
     counts = {each.labels["reason"]: each.value for each in family.samples if each.name == "restarts_total"}
-    assert len(counts) == metrics.MOST_REASONS + 1
-    assert (counts["Reason0"], counts["Other"]) == (2, 1_000 - metrics.MOST_REASONS)
+    assert len(counts) == metrics.MAX_REASONS + 1
+    assert (counts["Reason0"], counts["Other"]) == (2, 1_000 - metrics.MAX_REASONS)
 
 
 def test_a_follower_shows_no_job() -> None:

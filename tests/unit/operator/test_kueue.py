@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 
 from dlrm_operator.api_client import Api, ClusterUnavailableError
-from dlrm_operator.clients import queues as module
-from dlrm_operator.clients.queues import Queues, quota_words
+from dlrm_operator.clients import kueue as module
+from dlrm_operator.clients.kueue import KueueClient, quota_message
 from dlrm_operator.reconcile.state import JobKey
 from dlrm_testing.operator.memory_api import MemoryApi
 
@@ -32,21 +32,21 @@ def workload(**conditions: tuple[str, str]) -> dict[str, Any]:
     ],
 )
 def test_the_words_are_those_of_the_condition_that_lacks(document: dict[str, Any], words: str) -> None:
-    assert quota_words(document) == words
+    assert quota_message(document) == words
 
 
 def test_a_gang_that_waits_is_asked_for_until_it_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
-    monkeypatch.setattr(module, "EVERY_S", 0.02)
+    monkeypatch.setattr(module, "SCHEDULE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(module, "POLL_INTERVAL_S", 0.02)
     api, woken = MemoryApi(), list[JobKey]()
     api.put(PATH, workload(QuotaReserved=("False", WORDS)))
-    queues = Queues(cast("Api", api), woken.append)
+    queues = KueueClient(cast("Api", api), woken.append)
 
     async def a_while() -> tuple[str, int]:
         asking = asyncio.create_task(queues.run())
         queues.follow(KEY, "demo-1")
         await asyncio.sleep(0.3)
-        said = queues.words(KEY)
+        said = queues.message(KEY)
         queues.follow(KEY, "")
         asked = len(api.asked)
         await asyncio.sleep(0.1)
@@ -59,17 +59,17 @@ def test_a_gang_that_waits_is_asked_for_until_it_waits_no_longer(monkeypatch: py
     assert asked >= 2
     assert len(api.asked) == asked
     assert woken == [KEY]
-    assert queues.words(KEY) == ""
+    assert queues.message(KEY) == ""
 
 
 def test_an_api_server_that_does_not_answer_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "SCHEDULE_INTERVAL_S", 0.01)
 
     class Away:
         async def call(self, *_: object) -> None:
             raise ClusterUnavailableError("away")
 
-    queues = Queues(cast("Api", Away()), lambda key: None)
+    queues = KueueClient(cast("Api", Away()), lambda key: None)
 
     async def a_while() -> bool:
         asking = asyncio.create_task(queues.run())

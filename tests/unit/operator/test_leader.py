@@ -9,12 +9,12 @@ import pytest
 
 from dlrm_operator.api_client import JSON, ClusterUnavailableError
 from dlrm_operator.leader import FencedApi, Leader, LeaseTimes
-from dlrm_operator.log_context import ObjectFilter, speak_of
+from dlrm_operator.log_context import ObjectFilter, set_log_context
 from dlrm_operator.reconcile.state import JobKey
 from dlrm_operator.settings import read_settings
 from dlrm_testing.operator.memory_api import MemoryApi, Object
 
-TIMES = LeaseTimes(duration_s=2.0, renew_deadline_s=1.2, renew_every_s=0.3)
+TIMES = LeaseTimes(duration_s=2.0, renew_deadline_s=1.2, renew_interval_s=0.3)
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/space/leases/dlrm-operator"
 
 
@@ -79,12 +79,12 @@ def test_a_follower_takes_over_after_the_leader_died_and_never_beside_it() -> No
     both, taken_s = asyncio.run(run())
 
     assert not both
-    assert TIMES.duration_s - TIMES.renew_every_s <= taken_s
+    assert TIMES.duration_s - TIMES.renew_interval_s <= taken_s
 
 
 def test_a_lease_that_is_released_is_taken_at_once() -> None:
     async def run() -> tuple[bool, float]:
-        server, times = MemoryApi(), LeaseTimes(duration_s=60, renew_deadline_s=40, renew_every_s=20)
+        server, times = MemoryApi(), LeaseTimes(duration_s=60, renew_deadline_s=40, renew_interval_s=20)
         first, second = leader(server, "a", times), leader(server, "b", times)
         task = asyncio.create_task(first.run())
         await until_held(first)
@@ -106,20 +106,20 @@ def test_a_lease_that_somebody_deletes_gives_nobody_the_lead_beside_its_holder()
     async def run() -> None:
         server = MemoryApi()
         first, second = leader(server, "a"), leader(server, "b")
-        await first._look()
-        await second._look()
+        await first.step()
+        await second.step()
         for _ in range(3):
             del server.objects[LEASE]
-            await second._look()
+            await second.step()
             beside = second.held
-            await first._look()
+            await first.step()
             assert (first.held, beside) == (True, False)
             assert LEASE in server.objects
         del server.objects[LEASE]  # and nobody who held it is there any more
-        await second._look()
+        await second.step()
         at_once = second.held
         await asyncio.sleep(TIMES.duration_s)
-        await second._look()
+        await second.step()
         assert (at_once, second.held, first.held) == (False, True, False)
 
     asyncio.run(run())
@@ -131,7 +131,7 @@ def test_a_process_that_comes_back_under_its_name_need_not_wait() -> None:
         killed = asyncio.create_task(leader(server, "pod-0").run())
         await asyncio.sleep(0.1)
         killed.cancel()
-        again = leader(server, "pod-0", LeaseTimes(duration_s=60, renew_deadline_s=40, renew_every_s=20))
+        again = leader(server, "pod-0", LeaseTimes(duration_s=60, renew_deadline_s=40, renew_interval_s=20))
         task = asyncio.create_task(again.run())
         taken_s = await until_held(again)
         task.cancel()
@@ -149,7 +149,7 @@ def test_only_the_leader_writes_and_it_gives_a_write_up_before_another_may_lead(
         fenced = FencedApi(line, candidate)
 
         await fenced.call("GET", "/api/v1/namespaces/space/pods/a")
-        with pytest.raises(ClusterUnavailableError, match="does not hold the Lease"):
+        with pytest.raises(ClusterUnavailableError, match="is not the leader"):
             await fenced.call("POST", "/api/v1/namespaces/space/pods", {"metadata": {"name": "b"}})
         refused = len(line.done_by)
         before = time.monotonic()
@@ -185,7 +185,7 @@ def test_a_server_that_takes_long_for_each_request_is_led_without_a_gap() -> Non
     async def run() -> tuple[list[bool], list[tuple[str, str]]]:
         line = LineDown(MemoryApi())
         line.delay_s = 0.28
-        candidate = leader(line, "a", LeaseTimes(duration_s=1.5, renew_deadline_s=1.0, renew_every_s=0.5))
+        candidate = leader(line, "a", LeaseTimes(duration_s=1.5, renew_deadline_s=1.0, renew_interval_s=0.5))
         task = asyncio.create_task(candidate.run())
         await until_held(candidate)
         line.server.asked.clear()
@@ -205,11 +205,10 @@ def test_a_server_that_takes_long_for_each_request_is_led_without_a_gap() -> Non
 def test_a_lead_that_ran_out_before_it_was_renewed_is_told_as_lost_and_won_again() -> None:
     async def run() -> list[bool]:
         told: list[bool] = []
-        times = LeaseTimes(duration_s=60, renew_deadline_s=0.1, renew_every_s=0.05)
+        times = LeaseTimes(duration_s=60, renew_deadline_s=0.1, renew_interval_s=0.05)
         candidate = Leader(MemoryApi(), "space", "a", times, lambda: told.append(candidate.held))
         for _ in range(2):
-            await candidate._look()
-            candidate._tell()
+            await candidate.step()
             await asyncio.sleep(0.2)
         return told
 
@@ -218,9 +217,9 @@ def test_a_lead_that_ran_out_before_it_was_renewed_is_told_as_lost_and_won_again
 
 def test_times_that_would_let_two_lead_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        read_settings(["--lease-s", "8", "--renew-deadline-s", "8"], {})
+        read_settings(["--lease-duration-seconds", "8", "--lease-renew-deadline-seconds", "8"], {})
 
-    assert "--lease-s must be longer than --renew-deadline-s" in capsys.readouterr().err
+    assert "--lease-duration-seconds" in capsys.readouterr().err
 
 
 def test_a_pod_leads_under_its_name_in_its_namespace() -> None:
@@ -232,7 +231,7 @@ def test_a_pod_leads_under_its_name_in_its_namespace() -> None:
 
 def test_every_line_of_a_turn_says_which_object_it_is_about() -> None:
     async def turn(key: JobKey) -> logging.LogRecord:
-        speak_of(key, "u-1")
+        set_log_context(key, "u-1")
         record = logging.makeLogRecord({"msg": "the API server refused"})
         ObjectFilter().filter(record)
         return record

@@ -6,12 +6,12 @@ import sys
 
 WARNS = """
 import logging
-from dlrm_operator.app import log_events
+from dlrm_operator.__main__ import log_events
 from dlrm_operator.reconcile.state import JobKey
-from dlrm_operator.log_context import speak_of
+from dlrm_operator.log_context import set_log_context
 
 log_events(plain={plain})
-speak_of(JobKey("ads", "demo"), "some uid")
+set_log_context(JobKey("ads", "demo"), "some uid")
 logging.getLogger("dlrm_operator.reconcile").info("the phase changed", extra={{"job": "ads/demo", "phase": "Failed"}})
 """
 

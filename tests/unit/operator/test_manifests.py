@@ -15,10 +15,9 @@ from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Env, Label
 from dlrm_api.plan import Plan, plan_from_parts, plan_to_parts
-from dlrm_operator.manifests.manifests import CONFIG_MAP_BYTES, Owner, plan_config_maps
-from dlrm_operator.manifests.pods import with_derived
-from dlrm_operator.manifests.rendering import render
-from dlrm_operator.manifests.stores import passing_stores
+from dlrm_operator.manifests.objects import CONFIG_MAP_BYTES, Owner, plan_config_maps
+from dlrm_operator.manifests.pods import render_objects, with_derived
+from dlrm_operator.manifests.storage import passing_stores
 from dlrm_planner import plan_job, working_set_bytes
 from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES
 from dlrm_testing.operator.operator_cluster import job_document
@@ -32,7 +31,7 @@ def job(**spec: Any) -> DLRMJob:
 
 def rendered(a_job: DLRMJob, profile: HardwareProfile | None = None, **kwargs: Any) -> dict[str, list[Object]]:
     found: dict[str, list[Object]] = {}
-    for manifest in render(a_job, profile, plan_job(a_job.spec, profile), **kwargs):
+    for manifest in render_objects(a_job, profile, plan_job(a_job.spec, profile), **kwargs):
         found.setdefault(manifest["kind"], []).append(manifest)
     return found
 
@@ -109,7 +108,7 @@ def calls_of_rendering(a_job: DLRMJob) -> int:
 
     sys.setprofile(count)
     try:
-        render(a_job, None, plan)
+        render_objects(a_job, None, plan)
     finally:
         sys.setprofile(None)
     return calls
@@ -128,7 +127,7 @@ def test_the_config_map_gives_back_the_job_and_the_plan() -> None:
 
 def test_a_large_plan_is_split_over_config_maps_that_one_volume_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dlrm_api.plan.PART_BYTES", 200)
-    monkeypatch.setattr("dlrm_operator.manifests.manifests.CONFIG_MAP_BYTES", 1_000)
+    monkeypatch.setattr("dlrm_operator.manifests.objects.CONFIG_MAP_BYTES", 1_000)
     a_job = job()
     plan = plan_job(a_job.spec, None)
 
@@ -369,7 +368,7 @@ def test_additions_that_would_replace_ours_are_refused_by_name(overlay: Object, 
 
 
 def test_a_job_too_large_for_a_config_map_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlrm_operator.manifests.manifests.CONFIG_MAP_BYTES", 100)
+    monkeypatch.setattr("dlrm_operator.manifests.objects.CONFIG_MAP_BYTES", 100)
 
     with pytest.raises(InvalidSpecError, match="tableGroups"):
         rendered(job())

@@ -288,7 +288,7 @@ def test_metrics_show_no_job_whose_status_cannot_be_read_as_pending() -> None:
     cache.saw(copy.deepcopy(cluster.job))
 
     series = [
-        sample for family in JobMetrics(cache, lambda _: None, lambda: True).collect() for sample in family.samples
+        sample for family in JobMetrics(cache.all, lambda _: None, lambda: True).collect() for sample in family.samples
     ]
 
     assert [sample for sample in series if "dlrm_job" in sample.labels] == []

@@ -11,9 +11,8 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.hardware import parse_profile
 from dlrm_api.job import parse_job
 from dlrm_api.pod_template import POD_OVERLAY_CONTAINER, POD_OVERLAY_METADATA, POD_OVERLAY_SPEC, PREFERRED, REQUIRED
-from dlrm_operator.manifests.pods import with_derived
-from dlrm_operator.manifests.rendering import render
-from dlrm_operator.manifests.stores import passing_stores
+from dlrm_operator.manifests.pods import render_objects, with_derived
+from dlrm_operator.manifests.storage import passing_stores
 from dlrm_planner import plan_job
 from dlrm_testing.operator.model_cluster import ModelCluster
 from dlrm_testing.operator.operator_cluster import job_document
@@ -85,7 +84,7 @@ def pods_or_place(template: Object) -> list[Object] | str:
     """The pods as they are created, or the field that was refused."""
     try:
         job = parse_job(job_document("demo", **{**PLACED, "trainer": {**TRAINER, "podTemplate": template}}))
-        objects = render(job, POOL, PLAN)
+        objects = render_objects(job, POOL, PLAN)
     except InvalidSpecError as refusal:
         return refusal.path
     passing_stores(job.spec)

@@ -9,10 +9,10 @@ from dlrm_api.hardware import HardwareProfile, parse_profile
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Label
 from dlrm_api.pod_template import REQUIRED
-from dlrm_operator.clients.plan_child import answer
-from dlrm_operator.manifests.manifests import Images
-from dlrm_operator.manifests.placement import with_affinity
-from dlrm_operator.manifests.rendering import render
+from dlrm_operator.clients.planner import answer_question
+from dlrm_operator.manifests.objects import Images
+from dlrm_operator.manifests.pods import render_objects
+from dlrm_operator.manifests.scheduling import with_affinity
 from dlrm_planner import plan_job, working_set_bytes
 from dlrm_planner.memory import CHECKPOINTER_BASE_BYTES, CUDA_SHARED_BYTES
 from dlrm_testing.operator.operator_cluster import job_document
@@ -35,7 +35,7 @@ def job(overlay: Object | None = None, trainer: Object | None = None, **spec: An
 
 def pods(a_job: DLRMJob, a_profile: HardwareProfile | None = None, attempt: int = 1) -> list[Object]:
     plan = plan_job(a_job.spec, a_profile)
-    return [item["spec"] for item in render(a_job, a_profile, plan, attempt=attempt) if item["kind"] == "Pod"]
+    return [item["spec"] for item in render_objects(a_job, a_profile, plan, attempt=attempt) if item["kind"] == "Pod"]
 
 
 def test_a_job_that_asks_for_nothing_leaves_the_choice_to_the_scheduler() -> None:
@@ -151,7 +151,7 @@ def test_pods_that_no_node_has_devices_for_are_refused_before_one_is_made() -> N
         "reserve": 0,
     }
 
-    assert answer(question) == {
+    assert answer_question(question) == {
         "refusal": "spec.trainer.processesPerReplica: 8 processes take one nvidia.com/gpu each, and a node of "
         "HardwareProfile pool has 4: use fewer processes and more replicas",
         "field": "spec.trainer.processesPerReplica",

@@ -13,9 +13,7 @@ import pytest
 
 from dlrm_api.job import parse_job
 from dlrm_api.plan import plan_from_parts
-from dlrm_operator.clients.plan_child import TOO_LARGE
-from dlrm_operator.clients.planner_process import MOST_BYTES, PlannerProcess
-from dlrm_operator.clients.planning import Planner
+from dlrm_operator.clients.planner import MAX_IDLE_BYTES, TOO_LARGE, Planner, PlannerProcess
 from dlrm_operator.controller.informers import read_job
 from dlrm_operator.reconcile.state import JobKey, Planning, PlanQuestion
 from dlrm_planner import plan_job
@@ -90,7 +88,7 @@ def test_a_deadline_is_no_verdict_and_leaves_no_child() -> None:
     assert answer.plan is None
     assert not answer.final
     assert "asked again" in answer.problem
-    assert [child for child in me.children() if "plan_child" in " ".join(child.cmdline())] == []
+    assert [child for child in me.children() if "dlrm_operator.clients.planner" in " ".join(child.cmdline())] == []
 
 
 def grouped(tables: int, replicas: int, **template: Any) -> PlanQuestion:
@@ -111,10 +109,9 @@ def test_more_shards_than_a_plan_holds_are_refused_for_good_before_any_is_made()
     assert "20480000 shards" in answer.problem
 
 
-IN_PYTHON = "plan_child.MOST_BYTES = 8 * 2**20"
+IN_PYTHON = "planner.MAX_PLANNING_BYTES = 8 * 2**20"
 IN_PYDANTIC = (
-    "kept = plan_child.plan_to_parts; plan_child.plan_to_parts = lambda plan: "
-    "(plan_child.bound_memory(2**20), kept(plan))[1]"
+    "kept = planner.plan_to_parts; planner.plan_to_parts = lambda plan: (planner.limit_memory(2**20), kept(plan))[1]"
 )
 
 
@@ -125,7 +122,7 @@ def test_a_question_that_takes_more_memory_than_a_planner_may_is_refused_and_the
     start = asyncio.create_subprocess_exec
 
     async def tightly(*_: str, **pipes: Any) -> Any:
-        program = f"from dlrm_operator.clients import plan_child; {limit}; plan_child.main()"
+        program = f"from dlrm_operator.clients import planner; {limit}; planner.main()"
         return await start(sys.executable, "-c", program, **pipes)
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", tightly)
@@ -156,13 +153,13 @@ def test_what_production_needs_is_planned_within_a_planner_s_memory(asked: PlanQ
 
 
 def test_an_answer_that_is_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlrm_operator.clients.planner_process.MOST_ANSWER_BYTES", 100)
+    monkeypatch.setattr("dlrm_operator.clients.planner.MAX_ANSWER_BYTES", 100)
 
     answer = asyncio.run(plan(question(), 60))
 
     assert answer.plan is None
     assert not answer.final
-    assert "at most 100 are read" in answer.problem
+    assert "limit 100" in answer.problem
     assert planner_children() == []
 
 
@@ -179,7 +176,9 @@ def test_the_loop_turns_while_the_planner_works() -> None:
 
 
 def planner_children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "plan_child" in " ".join(child.cmdline())]
+    return [
+        child for child in psutil.Process().children() if "dlrm_operator.clients.planner" in " ".join(child.cmdline())
+    ]
 
 
 async def answers(planner: Planner, keys: list[JobKey], asked: PlanQuestion, within_s: float = 60.0) -> list[JobKey]:
@@ -257,8 +256,8 @@ def test_a_planner_stays_for_the_next_question_however_large_the_operator_is() -
         await process.end()
         return stayed
 
-    large = bytearray(MOST_BYTES)
-    large[:: mmap.PAGESIZE] = bytes([1]) * len(range(0, MOST_BYTES, mmap.PAGESIZE))
+    large = bytearray(MAX_IDLE_BYTES)
+    large[:: mmap.PAGESIZE] = bytes([1]) * len(range(0, MAX_IDLE_BYTES, mmap.PAGESIZE))
 
     assert len(asyncio.run(run())) == 1
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dlrm_api.job import parse_job
-from dlrm_operator.clients import planning
-from dlrm_operator.clients.planning import Planner
+from dlrm_operator.clients import planner
+from dlrm_operator.clients.planner import Planner
 from dlrm_operator.controller.informers import read_job
 from dlrm_operator.reconcile.state import JobKey, Planning, PlanQuestion
 from dlrm_testing.operator.operator_cluster import job_document
@@ -44,8 +44,8 @@ class Bench:
             async def end(self) -> None:
                 """Nothing runs."""
 
-        monkeypatch.setattr(planning, "PlannerProcess", Process)
-        monkeypatch.setattr(planning, "SLOW_S", 0.01)
+        monkeypatch.setattr(planner, "PlannerProcess", Process)
+        monkeypatch.setattr(planner, "SLOW_S", 0.01)
         self.asked: list[str] = []
         self.at_work: dict[str, asyncio.Future[Planning]] = {}
         self.woken: list[JobKey] = []
@@ -84,7 +84,7 @@ def test_namespaces_take_turns_and_each_asks_in_the_order_in_which_its_jobs_came
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench(monkeypatch)
-    monkeypatch.setattr(planning, "SLOW_S", 60.0)  # one process
+    monkeypatch.setattr(planner, "SLOW_S", 60.0)  # one process
 
     async def work() -> None:
         bench.request(*keys("many", 4), *keys("few", 2), *keys("one", 1))
@@ -123,7 +123,7 @@ def test_a_namespace_that_has_edited_its_job_makes_way_all_the_same(monkeypatch:
     async def work() -> None:
         bench.request(*slow)
         await bench.until(lambda: len(bench.at_work) == 2)
-        monkeypatch.setattr(planning, "SLOW_S", 60.0)
+        monkeypatch.setattr(planner, "SLOW_S", 60.0)
         for key in slow:
             bench.planner.request(key, replace(question(key, batch=128), generation=2))
         bench.request(other)
@@ -138,7 +138,7 @@ def test_the_pause_doubles_with_each_deadline_that_passed_and_an_edit_begins_ane
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench, now = Bench(monkeypatch), [0.0]
-    monkeypatch.setattr(planning, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(planner, "time", SimpleNamespace(monotonic=lambda: now[0]))
     (key,) = keys("team", 1)
 
     async def pause_after(asked: PlanQuestion) -> int:

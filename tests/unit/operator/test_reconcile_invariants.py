@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dlrm_api.progress import CheckpointerProgress, Progress, TrainerPhase
 from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
 from dlrm_operator.controller.informers import read_pod
-from dlrm_operator.manifests.gang_scheduling import KUEUE_FINALIZER
+from dlrm_operator.manifests.scheduling import KUEUE_FINALIZER
 from dlrm_operator.reconcile.attempts import EARLIER_FAILURES
 from dlrm_operator.reconcile.findings import FINISHED
 from dlrm_operator.reconcile.reconcile import reconcile
@@ -277,7 +277,7 @@ class JobLife(RuleBasedStateMachine):
         assert self.status().phase is Phase.SUCCEEDED
 
     def in_a_kind_world(self, there: Callable[[DLRMJobStatus], bool], *, trains: bool) -> None:
-        """Turns, pods that start and go, and time, until the job is there and nothing is left to do."""
+        """Reconciler, pods that start and go, and time, until the job is there and nothing is left to do."""
         for _ in range(120):
             self.the_kubelet_ends_deleted_pods()
             for name, pod in self.cluster.pods.items():

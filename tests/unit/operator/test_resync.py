@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any, cast
 
-from dlrm_operator.controller.engine import Engine
+from dlrm_operator.controller.handlers import Engine
 from dlrm_operator.settings import Settings
 from dlrm_testing.operator.memory_api import MemoryApi
 from dlrm_testing.operator.operator_cluster import job_document
@@ -22,7 +22,7 @@ class Asked:
         api = cast("Any", self.api)
         self.engine = Engine(Settings(namespace="space"), api, api)
         self.woken: list[str] = []
-        self.engine.wakeups.add = lambda key: self.woken.append(key.name)  # type: ignore[method-assign]
+        self.engine.queue.add = lambda key: self.woken.append(key.name)  # type: ignore[method-assign]
 
     def document(self, name: str) -> dict[str, Any]:
         document = job_document(name)
@@ -32,7 +32,7 @@ class Asked:
         return {key.name for key in self.engine.jobs.known()}
 
     def ask(self) -> None:
-        asyncio.run(self.engine._ask_for_jobs())
+        asyncio.run(self.engine.list_jobs())
 
 
 def test_a_finished_job_that_was_deleted_unseen_is_not_shown_any_more_and_has_a_last_turn() -> None:

@@ -13,12 +13,18 @@ from pydantic import ValidationError
 from dlrm_api import base
 from dlrm_api.errors import BadDataError, InvalidSpecError
 from dlrm_operator.api_client import Api, ClusterUnavailableError, NotFoundError
-from dlrm_operator.clients.references import ProfileSeen, References
-from dlrm_operator.manifests.restrictions import ANY, RESTRICTED, OverlayLimits
+from dlrm_operator.clients.references import ProfileSeen, ReferenceReader
+from dlrm_operator.manifests.pod_template import ANY, RESTRICTED, OverlayLimits
 from dlrm_operator.reconcile.state import Planning, PlanQuestion
-from dlrm_operator.webhook import judging
-from dlrm_operator.webhook.judging import REMEMBERED, Admission, Plan
-from dlrm_operator.webhook.review import REFUSAL_CHARACTERS, Review, examine
+from dlrm_operator.webhook import review as module
+from dlrm_operator.webhook.review import (
+    MAX_KEPT_VERDICTS,
+    MAX_REFUSAL_CHARACTERS,
+    PlanFunction,
+    Review,
+    Reviewer,
+    examine,
+)
 from dlrm_testing.operator.operator_cluster import job_document
 
 Object = dict[str, Any]
@@ -64,18 +70,18 @@ INFEASIBLE = Planning(problem="spec.model: table a does not fit: 8 GiB short", f
 
 
 def answers(
-    plan: Plan | None,
+    plan: PlanFunction | None,
     *reviews: Object,
     referred: Referred | None = None,
     deadline_s: float = 30.0,
     limits: OverlayLimits = RESTRICTED,
 ) -> list[Object]:
     async def ask() -> list[Object]:
-        admission = Admission(cast("References", referred or Referred()), deadline_s, plan, limits=limits)
+        reviewer = Reviewer(cast("ReferenceReader", referred or Referred()), deadline_s, plan, limits=limits)
         try:
-            return list(await asyncio.gather(*(admission.answer(each) for each in reviews)))
+            return list(await asyncio.gather(*(reviewer.answer(each) for each in reviews)))
         finally:
-            await admission.stop()
+            await reviewer.stop()
 
     found = asyncio.run(ask())
     assert all(each["kind"] == "AdmissionReview" and each["response"]["uid"] == "review-1" for each in found)
@@ -109,7 +115,7 @@ def test_what_no_rule_of_the_definition_can_say_is_refused_with_the_mend() -> No
 
     [answer] = answers(planner, review(job))
 
-    assert answer["status"]["message"] == "spec: model.tables: 2 tables have the name a: give each its own"
+    assert "model.tables: 2 tables have the name a" in answer["status"]["message"]
     assert planner.asked == []
 
 
@@ -126,7 +132,7 @@ def test_pods_that_would_be_privileged_are_refused_by_their_field_without_a_plan
 
     assert answer["status"]["message"] == (
         "spec.trainer.podTemplate.container.securityContext.privileged: has to be false: leave it out, or ask the "
-        "cluster's admin to allow it (chart value jobs.podOverlay=any)"
+        "cluster's admin to allow it (chart value jobs.podTemplatePolicy=any)"
     )
     assert planner.asked == []
 
@@ -234,7 +240,7 @@ def test_a_refusal_is_bounded_however_long_the_name_of_a_field_is() -> None:
     [answer] = answers(Planner(FEASIBLE), review(of_tables({**GOOD_TABLE, "x" * 1_000_000: 1})))
 
     assert "unknown field" in answer["status"]["message"]
-    assert len(answer["status"]["message"]) <= REFUSAL_CHARACTERS
+    assert len(answer["status"]["message"]) <= MAX_REFUSAL_CHARACTERS
 
 
 def test_one_review_is_examined_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +254,7 @@ def test_one_review_is_examined_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         at_work -= 1
         return examine(asked, limits)
 
-    monkeypatch.setattr(judging, "examine", slowly)
+    monkeypatch.setattr(module, "examine", slowly)
     found = answers(Planner(FEASIBLE), *(review(job_document(f"demo-{number}")) for number in range(5)))
 
     assert [each["allowed"] for each in found] == [True] * 5
@@ -291,17 +297,17 @@ def test_who_asks_does_not_learn_what_the_namespace_of_a_trace_holds() -> None:
     there: list[dict[str, str] | None] = [None, {}, {"k": "v"}, {"trace.json": "x"}, {"trace.json": json.dumps(trace)}]
 
     async def ask(data: dict[str, str] | None) -> Object:
-        admission = Admission(References(cast("Api", ConfigMaps(data))), 30.0)
+        reviewer = Reviewer(ReferenceReader(cast("Api", ConfigMaps(data))), 30.0)
         try:
-            return await admission.answer(review(of_tables(traced("configmap:reuse"), OTHER_TABLE)))
+            return await reviewer.answer(review(of_tables(traced("configmap:reuse"), OTHER_TABLE)))
         finally:
-            await admission.stop()
+            await reviewer.stop()
 
     found = [asyncio.run(ask(data))["response"] for data in there]
 
     assert all(answer == found[0] for answer in found)
     assert found[0]["allowed"]
-    assert "a trace that tables refer to (configmap:reuse) is not there or can't be used" in found[0]["warnings"][0]
+    assert "a trace is missing or unusable (configmap:reuse)" in found[0]["warnings"][0]
 
 
 def test_snapshots_and_deltas_that_go_with_their_pod_are_a_warning_each() -> None:
@@ -321,7 +327,7 @@ def test_a_planner_that_is_not_done_in_time_refuses_nothing() -> None:
     [answer] = answers(Planner(INFEASIBLE, takes_s=30), review(job_document("demo")), deadline_s=0.05)
 
     assert answer["allowed"]
-    assert "not known yet whether a plan exists: the planner was not done within 0.05 s" in answer["warnings"][0]
+    assert "feasibility is unknown: the planner did not finish within 0.05 s" in answer["warnings"][0]
     assert "condition Planned" in answer["warnings"][0]
 
 
@@ -341,7 +347,7 @@ def test_an_api_server_that_does_not_answer_refuses_nothing() -> None:
     [answer] = answers(Planner(FEASIBLE), review(job_document("demo")), referred=referred)
 
     assert answer["allowed"]
-    assert "could not be read: GET /apis: timed out" in answer["warnings"][0]
+    assert "failed to read what the spec refers to: GET /apis: timed out" in answer["warnings"][0]
 
 
 def test_copies_of_a_job_are_planned_once() -> None:
@@ -355,16 +361,18 @@ def test_copies_of_a_job_are_planned_once() -> None:
 
 def test_the_verdicts_kept_are_bounded_and_the_oldest_goes_first() -> None:
     planner = Planner(FEASIBLE)
-    jobs = [job_document("demo", trainer={"replicas": 1, "threadsPerProcess": n + 1}) for n in range(REMEMBERED + 1)]
+    jobs = [
+        job_document("demo", trainer={"replicas": 1, "threadsPerProcess": n + 1}) for n in range(MAX_KEPT_VERDICTS + 1)
+    ]
 
     async def one_by_one() -> None:
-        admission = Admission(cast("References", Referred()), 30.0, planner)
+        reviewer = Reviewer(cast("ReferenceReader", Referred()), 30.0, planner)
         for job in [*jobs, jobs[-1], jobs[0]]:
-            await admission.answer(review(job))
+            await reviewer.answer(review(job))
 
     asyncio.run(one_by_one())
 
-    assert len(planner.asked) == REMEMBERED + 2
+    assert len(planner.asked) == MAX_KEPT_VERDICTS + 2
 
 
 @pytest.mark.parametrize(
@@ -409,4 +417,4 @@ def test_an_update_to_what_fits_nowhere_is_refused() -> None:
 )
 def test_what_is_no_review_of_a_job_is_told(document: Any) -> None:
     with pytest.raises(BadDataError):
-        asyncio.run(Admission(cast("References", Referred()), 1.0).answer(document))
+        asyncio.run(Reviewer(cast("ReferenceReader", Referred()), 1.0).answer(document))

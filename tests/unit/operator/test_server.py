@@ -13,8 +13,13 @@ import pytest
 from dlrm_api.errors import BadDataError, NoInputError
 from dlrm_cluster.ports import free_port
 from dlrm_operator.webhook import server as server_module
-from dlrm_operator.webhook.certificates import Certificate
-from dlrm_operator.webhook.server import MOST_BYTES, MOST_BYTES_AT_ONCE, AdmissionServer, Answering
+from dlrm_operator.webhook.server import (
+    MAX_BODY_BYTES,
+    MAX_BODY_BYTES_IN_FLIGHT,
+    Certificate,
+    ReviewHandler,
+    WebhookServer,
+)
 from dlrm_testing.operator.mounted_secret import MountedSecret
 
 Work = Callable[[str], Awaitable[None]]
@@ -30,11 +35,13 @@ class Echo:
         """Nothing runs."""
 
 
-def serve(secret: MountedSecret, work: Work, answering: Answering | None = None, wait_s: float = 20.0) -> None:
+def serve(secret: MountedSecret, work: Work, answering: ReviewHandler | None = None, wait_s: float = 20.0) -> None:
     async def run() -> None:
         port = free_port("127.0.0.1")
         certificate = Certificate(secret.folder)
-        server = AdmissionServer("127.0.0.1", port, answering or Echo(), certificate, wait_s=wait_s, look_s=0.02)
+        server = WebhookServer(
+            "127.0.0.1", port, answering or Echo(), certificate, wait_s=wait_s, reload_interval_s=0.02
+        )
         await server.start()
         try:
             await work(f"https://127.0.0.1:{port}/validate")
@@ -120,7 +127,7 @@ def test_a_pair_that_does_not_fit_leaves_the_old_one_in_use(tmp_path: Path, capl
 
     async def work(url: str) -> None:
         secret.mismatch()
-        await until(lambda: asyncio.sleep(0, "can't be used yet" in caplog.text))
+        await until(lambda: asyncio.sleep(0, "failed to reload webhook certificate" in caplog.text))
         still = await accepts(url, first)
         fresh = secret.rotate()
         await until(lambda: accepts(url, fresh))
@@ -139,7 +146,7 @@ def test_a_pair_that_does_not_fit_leaves_the_old_one_in_use(tmp_path: Path, capl
         ("[" * 200_000, 400, "recursion"),
         ("9" * 10_000, 400, "digits"),
         (f'{{"noise": "{"x" * 10_000}"}}', 400, "no AdmissionReview of a DLRMJob"),
-        ("x" * (MOST_BYTES + 1), 413, "exceeded"),
+        ("x" * (MAX_BODY_BYTES + 1), 413, "exceeded"),
     ],
     ids=["review", "another object", "no JSON", "too deep", "too many digits", "long", "too large"],
 )
@@ -169,7 +176,7 @@ class Slow(Echo):
         return {}
 
 
-LARGE = '{"a": "' + "x" * (MOST_BYTES - 100) + '"}'
+LARGE = '{"a": "' + "x" * (MAX_BODY_BYTES - 100) + '"}'
 
 
 def test_two_of_the_largest_reviews_are_worked_on_at_a_time_and_the_others_wait(tmp_path: Path) -> None:
@@ -177,7 +184,7 @@ def test_two_of_the_largest_reviews_are_worked_on_at_a_time_and_the_others_wait(
 
     async def work(url: str) -> None:
         asked = [asyncio.create_task(post(url, secret.ca, LARGE)) for _ in range(6)]
-        await until(lambda: asyncio.sleep(0, slow.at_work == MOST_BYTES_AT_ONCE // MOST_BYTES))
+        await until(lambda: asyncio.sleep(0, slow.at_work == MAX_BODY_BYTES_IN_FLIGHT // MAX_BODY_BYTES))
         slow.let.set()
 
         assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 6
@@ -195,7 +202,7 @@ def test_a_review_that_waits_too_long_for_others_is_turned_away_and_the_next_is_
         status, words = await post(url, secret.ca, LARGE)
         slow.let.set()
 
-        assert (status, words) == (503, "more reviews at once than are answered: ask again")
+        assert (status, words) == (503, "too many reviews in flight: try again")
         assert [status for status, _ in await asyncio.gather(*held)] == [200, 200]
         assert (await post(url, secret.ca, LARGE))[0] == 200
 
@@ -204,7 +211,7 @@ def test_a_review_that_waits_too_long_for_others_is_turned_away_and_the_next_is_
 
 def test_a_review_that_does_not_arrive_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = MountedSecret(tmp_path / "certs")
-    monkeypatch.setattr(server_module, "ARRIVAL_S", 0.1)
+    monkeypatch.setattr(server_module, "BODY_TIMEOUT_S", 0.1)
 
     async def work(url: str) -> None:
         context = ssl.create_default_context(cafile=secret.ca)
@@ -220,5 +227,5 @@ def test_a_review_that_does_not_arrive_is_given_up(tmp_path: Path, monkeypatch: 
 
 
 def test_a_folder_without_a_pair_is_refused_with_the_mend(tmp_path: Path) -> None:
-    with pytest.raises(NoInputError, match=r"no usable pair tls\.crt, tls\.key.*mount the webhook's Secret there"):
+    with pytest.raises(NoInputError, match=r"tls\.crt and tls\.key"):
         Certificate(tmp_path)

@@ -8,8 +8,8 @@ import pytest
 
 from dlrm_api.names import ANY_ADDRESS
 from dlrm_cluster.ports import free_port
-from dlrm_operator.clients.addresses import pod_url
-from dlrm_operator.serving import Server
+from dlrm_operator.clients.pod_requests import pod_url
+from dlrm_operator.job_metrics import HealthServer
 
 
 class Well:
@@ -28,7 +28,7 @@ class Well:
 def test_probes_are_answered_at_an_address_of_either_family(ip: str) -> None:
     async def ask() -> list[int]:
         port = free_port("127.0.0.1")
-        server = Server(ANY_ADDRESS, port, Well(), [])
+        server = HealthServer(ANY_ADDRESS, port, Well(), [])
         await server.start()
         try:
             async with aiohttp.ClientSession() as session:

@@ -8,9 +8,9 @@ import pytest
 
 from dlrm_api.names import Port
 from dlrm_api.progress import TrainerPhase
-from dlrm_operator.clients import stack_taking
-from dlrm_operator.clients.addresses import pod_url
-from dlrm_operator.clients.stack_taking import StackTaker
+from dlrm_operator.clients import stacks as module
+from dlrm_operator.clients.pod_requests import pod_url
+from dlrm_operator.clients.stacks import StackClient
 from dlrm_operator.reconcile.state import JobKey, Place, RequestStacks, StacksSeen
 from dlrm_testing.operator.kubelet_double import ProgressServer
 
@@ -38,7 +38,7 @@ async def send_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 async def take(ips: dict[str, str]) -> StacksSeen:
-    taker = StackTaker(lambda key: None)
+    taker = StackClient(lambda key: None)
     taker.request(RequestStacks(key=KEY, place=PLACE, ips=ips))
     while (found := taker.answer(KEY)) is None:
         await asyncio.sleep(0.01)
@@ -65,7 +65,7 @@ def test_a_pod_cannot_have_the_operator_read_another_address_into_its_log(pod: P
 
 
 def test_all_pods_of_a_gang_share_one_budget(pod: ProgressServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack_taking, "BUDGET_BYTES", 1_000)
+    monkeypatch.setattr(module, "MAX_JOB_BYTES", 1_000)
     pod.stacks = "x" * 300_000
 
     found = asyncio.run(asyncio.wait_for(take({f"demo-1-{i}": POD for i in range(4)}), 20))

@@ -11,9 +11,9 @@ from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.names import Env
 from dlrm_api.plan import Plan
 from dlrm_api.tiers import claim_bytes
-from dlrm_operator.manifests.rendering import render
+from dlrm_operator.manifests.pods import render_objects
 from dlrm_operator.manifests.resources import requests_of_all
-from dlrm_operator.manifests.tier_volumes import check_mounts
+from dlrm_operator.manifests.storage import check_mounts
 from dlrm_planner import plan_job, working_set_bytes
 from dlrm_testing.operator.operator_cluster import job_document
 
@@ -39,7 +39,7 @@ MOUNTED = profile(
 
 def pods(a_job: DLRMJob, a_profile: HardwareProfile) -> tuple[Plan, list[Object]]:
     plan = plan_job(a_job.spec, a_profile)
-    return plan, [item for item in render(a_job, a_profile, plan) if item["kind"] == "Pod"]
+    return plan, [item for item in render_objects(a_job, a_profile, plan) if item["kind"] == "Pod"]
 
 
 def test_each_tier_of_a_pod_is_a_volume_mounted_where_the_trainer_looks() -> None:
@@ -147,7 +147,7 @@ def test_a_tier_that_nobody_mounts_is_refused_with_the_mend(a_profile: HardwareP
     with pytest.raises(InvalidSpecError) as refused:
         check_mounts(plan, a_profile)
     with pytest.raises(InvalidSpecError):
-        render(a_job, a_profile, plan)
+        render_objects(a_job, a_profile, plan)
 
     assert refused.value.path == "spec.trainer.hardware"
     assert says in str(refused.value)

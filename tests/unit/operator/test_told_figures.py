@@ -16,7 +16,7 @@ from dlrm_api.progress import (
     TrainerPhase,
 )
 from dlrm_api.status import MAX_EXACT, DLRMJobStatus
-from dlrm_operator.controller.informers import NOWHERE, read_pod
+from dlrm_operator.controller.informers import MISSING, read_pod
 from dlrm_operator.reconcile.attempts import trainer_evidence
 from dlrm_operator.reconcile.findings import shorten
 from dlrm_operator.reconcile.health import allowed_s, with_progress, with_snapshot
@@ -97,4 +97,4 @@ def test_a_pod_whose_labels_are_no_numbers_is_of_no_attempt(label: str) -> None:
 
     pod = read_pod({"metadata": {"name": "p", "labels": labels}})
 
-    assert (pod.attempt, pod.index) == (NOWHERE, NOWHERE)
+    assert (pod.attempt, pod.index) == (MISSING, MISSING)

@@ -8,15 +8,15 @@ import pytest
 
 from dlrm_api.status import ConditionType, Phase
 from dlrm_operator.api_client import Api, NotFoundError
-from dlrm_operator.clients.cuts import Cutter
-from dlrm_operator.clients.planning import Planner
-from dlrm_operator.clients.polling import Poller
-from dlrm_operator.clients.queues import Queues
-from dlrm_operator.clients.references import References
-from dlrm_operator.clients.stack_taking import StackTaker
+from dlrm_operator.clients.checkpoint import CheckpointClient
+from dlrm_operator.clients.kueue import KueueClient
+from dlrm_operator.clients.planner import Planner
+from dlrm_operator.clients.progress import Poller
+from dlrm_operator.clients.references import ReferenceReader
+from dlrm_operator.clients.stacks import StackClient
 from dlrm_operator.controller.informers import JobCache, PodCache
 from dlrm_operator.controller.observe import Observer
-from dlrm_operator.manifests.manifests import Images
+from dlrm_operator.manifests.objects import Images
 from dlrm_operator.reconcile.reconcile import reconcile
 from dlrm_operator.reconcile.state import JobKey, Observed, Planning, RequestPlan
 from dlrm_testing.operator.model_cluster import KEY, ModelCluster
@@ -68,19 +68,21 @@ class OnePlan:
 
 
 def looked(api: ScriptedApi, planning: Planning | None = None) -> Observed:
+    pods = PodCache(cast("Any", None), None, lambda key: None, lambda key: None)
+    pods.replace([])
     observer = Observer(
         cast("Api", api),
         jobs=JobCache(),
-        pods=PodCache(cast("Any", None), None, lambda key: None, lambda key: None),
+        pods=pods,
         planner=cast("Planner", OnePlan(planning)),
         poller=cast("Poller", NoPoller()),
-        cutter=Cutter(cast("Api", api), lambda key: None),
-        stacks=StackTaker(lambda key: None),
-        queues=Queues(cast("Api", api), lambda key: None),
-        references=References(cast("Api", api)),
+        checkpoint_client=CheckpointClient(cast("Api", api), lambda key: None),
+        stack_client=StackClient(lambda key: None),
+        kueue_client=KueueClient(cast("Api", api), lambda key: None),
+        references=ReferenceReader(cast("Api", api)),
         images=Images(),
     )
-    observed = asyncio.run(observer.look(JobKey(KEY.namespace, "demo")))
+    observed = asyncio.run(observer.observe(JobKey(KEY.namespace, "demo"), live=True))
     assert observed is not None
     return observed
 
@@ -109,11 +111,9 @@ def test_nothing_is_read_once_there_is_an_answer() -> None:
         (
             "file:///data/trace.json",
             {},
-            "spec.model.tables[0].distribution.reference: file:///data/trace.json: the operator reads no files: put "
-            "the trace into the job's namespace with dlrmctl trace FILE --configmap NAME, and refer to it as "
-            "configmap:NAME",
+            "spec.model.tables[0].distribution.reference: the operator reads no files, got 'file:///data/trace.json'",
         ),
-        ("configmap:reuse", {}, "there is no ConfigMap reuse in namespace"),
+        ("configmap:reuse", {}, "ConfigMap reuse not found in namespace"),
         ("configmap:reuse", {"reuse": {"other": ""}}, "ConfigMap reuse has no key trace.json"),
     ],
 )

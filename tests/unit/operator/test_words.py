@@ -14,7 +14,7 @@ import pytest
 from dlrm_api.names import USER_ERROR_CODES, ExitCode
 from dlrm_api.progress import CheckpointerProgress, TerminationMessage
 from dlrm_api.status import Condition, DLRMJobStatus
-from dlrm_operator.controller.apply import Performer
+from dlrm_operator.controller.apply import ActionExecutor
 from dlrm_operator.reconcile.findings import Reason
 from dlrm_operator.reconcile.reconcile import reconcile
 from dlrm_operator.reconcile.state import EmitEvent, JobKey, Planning, UpdateStatus
@@ -611,11 +611,13 @@ def test_a_turn_that_says_nothing_new_writes_nothing() -> None:
 @pytest.mark.parametrize("reason", [Reason.ATTEMPT_FAILED, Reason.FAILED])
 def test_the_failure_of_an_attempt_is_told_once_though_a_later_turn_sees_other_evidence(reason: Reason) -> None:
     api, key = MemoryApi(), JobKey("space", "demo")
-    unused = dict.fromkeys(("planner", "cutter", "stacks", "alarm", "jobs", "pods", "control_key"), cast("Any", None))
-    performer = Performer(api, **unused)
+    unused = dict.fromkeys(
+        ("planner", "checkpoint_client", "stack_client", "queue", "jobs", "pods", "control_key"), cast("Any", None)
+    )
+    executor = ActionExecutor(api, **unused)
     base = EmitEvent(key=key, uid="u", kind="Warning", reason=reason, message="pod deleted", attempt=2)
 
     for event in (base, replace(base, message="pod is gone"), replace(base, attempt=3)):
-        asyncio.run(performer.perform(event))
+        asyncio.run(executor.execute(event))
 
     assert len(api.objects) == 2

@@ -22,7 +22,7 @@ class Release:
 
         Pods may have any addition: drilled jobs keep files on their node.
         """
-        chart = (str(ROOT / "charts/dlrm-operator"), "--set=jobs.podOverlay=any")
+        chart = (str(ROOT / "charts/dlrm-operator"), "--set=jobs.podTemplatePolicy=any")
         subprocess.run([self.program, command, *self._where, *chart, "--wait", WAIT, *options], check=True)
 
     def test(self) -> None:

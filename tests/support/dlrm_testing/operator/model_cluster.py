@@ -114,7 +114,7 @@ class ModelCluster:
         return actions
 
     def settle(self, most_turns: int = 12) -> None:
-        """Turns until there is nothing to do."""
+        """Reconciler until there is nothing to do."""
         for _ in range(most_turns):
             if not [
                 action

@@ -107,7 +107,16 @@ class OperatorProcess:
         self.port = free_port("127.0.0.1")
         self._log = log
         flags = [*(("--namespace", namespace) if namespace else ()), "--address", "127.0.0.1", "--port", str(self.port)]
-        flags += ["--poll-s", "0.2", "--resync-s", "2", "--passing-s", "0.2", "--log-format", "plain"]
+        flags += [
+            "--poll-seconds",
+            "0.2",
+            "--resync-seconds",
+            "2",
+            "--status-debounce-seconds",
+            "0.2",
+            "--log-format",
+            "plain",
+        ]
         flags += ["--identity", f"operator-{self.port}", *further]
         self._argv = [sys.executable, "-m", "dlrm_operator", *flags]
         self._env = {**os.environ, "KUBECONFIG": str(kubeconfig), "OMP_NUM_THREADS": "1"}

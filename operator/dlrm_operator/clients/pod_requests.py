@@ -1,4 +1,4 @@
-"""One question a job at a time, asked beside the turns, and the newest answer a job for whichever turn comes next."""
+"""Bounded HTTP requests to pods, and the requests of all jobs that run beside the reconciles."""
 
 from __future__ import annotations
 
@@ -6,18 +6,45 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
+import aiohttp
+
 from dlrm_operator.reconcile.state import JobKey
 
 QuestionT = TypeVar("QuestionT")
 AnswerT = TypeVar("AnswerT")
 
+POD_ERRORS = (aiohttp.ClientError, OSError)
+"""How a request to a pod can fail. A ``TimeoutError`` is an ``OSError``."""
 
-class Questions(Generic[QuestionT, AnswerT]):
-    """Who is asked what, and what was answered.
+
+def pod_session(timeout_s: float) -> aiohttp.ClientSession:
+    """Open a session for requests that each end within ``timeout_s``; one connection a request, nothing inflated."""
+    connector = aiohttp.TCPConnector(force_close=True, limit=0, use_dns_cache=False)
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+
+
+def pod_url(ip: str, port: int, path: str) -> str:
+    """Return the URL of a pod's endpoint; ``ip`` is of either family, ``path`` begins with a slash."""
+    return f"http://[{ip}]:{port}{path}" if ":" in ip else f"http://{ip}:{port}{path}"
+
+
+async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """Read the body, at most its first ``max_bytes``. The session's timeout bounds the time."""
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) >= max_bytes:
+            break
+    return bytes(body[:max_bytes])
+
+
+class PendingRequests(Generic[QuestionT, AnswerT]):
+    """Run at most one request per job as a task, and keep the newest answer of each job.
 
     Args:
-        wake: PodReport of each job whose answer came or was dropped.
-        keep_s: For how long an answer holds, in seconds; None, or nothing said: until there is another.
+        wake: Called with each job whose answer arrived or was dropped.
+        keep_s: Seconds for which to keep an answer; None, or no function: until the next answer.
     """
 
     def __init__(self, wake: Callable[[JobKey], None], keep_s: Callable[[AnswerT], float | None] | None = None) -> None:
@@ -27,16 +54,16 @@ class Questions(Generic[QuestionT, AnswerT]):
         self._running: dict[JobKey, tuple[QuestionT, asyncio.Task[None]]] = {}
 
     def answer(self, key: JobKey) -> AnswerT | None:
-        """The newest answer."""
+        """Return the newest answer."""
         return self._answers.get(key)
 
     def ask(self, key: JobKey, question: QuestionT, find: Callable[[], Awaitable[AnswerT]]) -> None:
-        """Ask, unless this very question is at work already; another one of the job is cut off.
+        """Start a request unless an equal one is running; a different one of the same job is cancelled.
 
         Args:
             key: The job.
-            question: What tells questions apart.
-            find: Comes to the answer; never raises for what it meets.
+            question: Identifies the request.
+            find: Produces the answer; never raises.
         """
         running = self._running.get(key)
         if running is not None:
@@ -46,14 +73,14 @@ class Questions(Generic[QuestionT, AnswerT]):
         self._running[key] = question, asyncio.create_task(self._run(key, question, find))
 
     def forget(self, key: JobKey) -> None:
-        """The job is gone."""
+        """Cancel the request of a deleted job and drop its answer."""
         self._answers.pop(key, None)
         running = self._running.pop(key, None)
         if running is not None:
             running[1].cancel()
 
     def stop(self) -> None:
-        """Cut off what runs; whoever comes next asks again."""
+        """Cancel every request. The next leader asks again."""
         for key in list(self._running):
             self.forget(key)
 
