@@ -18,7 +18,7 @@ from dlrm_api.errors import SnapshotError
 from dlrm_checkpointer.codec.rows import CodedRows, Form, body_shape, code_rows, decode_rows, place_weights
 from dlrm_checkpointer.types import ShardId, ShardRows, TableMeta
 
-README = Path(__file__).parents[3] / "checkpointer" / "README.md"
+README = Path(__file__).parents[3] / "docs" / "format.md"
 QUANTIZED = [2, 3, 4, 8]
 ALL = [*QUANTIZED, 16, 32]
 FINITE = st.floats(-(2.0**125), 2.0**125, width=32, allow_subnormal=True)

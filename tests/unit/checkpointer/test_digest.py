@@ -24,7 +24,7 @@ from dlrm_checkpointer.codec.digest import (
 )
 from dlrm_checkpointer.types import ShardId, TableMeta
 
-README = Path(__file__).parents[3] / "checkpointer" / "README.md"
+README = Path(__file__).parents[3] / "docs" / "format.md"
 
 
 def table(rows: int = 40, state: int = 1, blocks: int = 3, dim: int = 24) -> TableMeta:

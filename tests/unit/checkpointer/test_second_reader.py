@@ -1,4 +1,4 @@
-"""A reader written from checkpointer/README.md alone: it shares no code with the package, and gets the same state."""
+"""A reader written from docs/format.md alone: it shares no code with the package, and gets the same state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dlrm_stores.files import FileStore
 from dlrm_testing.checkpointer import second_reader
 from dlrm_testing.digests import snapshot_digest
 
-README = Path(__file__).parents[3] / "checkpointer" / "README.md"
+README = Path(__file__).parents[3] / "docs" / "format.md"
 POLICIES = ["full", "one-shot", "consecutive", "intermittent"]
 
 

@@ -1,4 +1,4 @@
-"""A reader of snapshots in a folder, written from checkpointer/README.md alone, with numpy and the standard library."""
+"""A reader of snapshots in a folder, written from docs/format.md alone, with numpy and the standard library."""
 
 from __future__ import annotations
 
