@@ -10,7 +10,7 @@ import aiohttp
 
 from dlrm_api.names import Port
 from dlrm_operator.clients.pod_requests import POD_ERRORS, PendingRequests, pod_session, pod_url, read_body
-from dlrm_operator.reconcile.state import JobKey, Place, RequestStacks, StacksSeen
+from dlrm_operator.reconcile.state import JobKey, RequestStacks, StacksSeen, TrainingPosition
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ KEEP_S = 600.0
 """The reconcile that the answers wake decides by them; if it cannot, the pods are asked again after this time."""
 
 
-class StackClient(PendingRequests[Place, StacksSeen]):
+class StackClient(PendingRequests[TrainingPosition, StacksSeen]):
     """Fetch and log the stacks of all ranks, at most ``PARALLEL_REQUESTS`` pods at once."""
 
     def __init__(self, wake: Callable[[JobKey], None]) -> None:

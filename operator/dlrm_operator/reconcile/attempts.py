@@ -1,316 +1,65 @@
-"""Judge how an attempt ended, and decide what follows: restart budgets, backoff, next attempt, end of the job."""
+"""How an attempt ended, and what follows: restart budgets, backoff, the next attempt, the end of the job."""
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import chain
+from typing import Any, Literal
 
 from dlrm_api import names
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob, DLRMJobSpec
-from dlrm_api.lifecycle import RestartSpec
-from dlrm_api.names import USER_ERROR_CODES, Container, ExitCode, plan_config_map
-from dlrm_api.plan import Device
-from dlrm_api.progress import CheckpointerProgress
+from dlrm_api.lifecycle import RestartAction, RestartSpec
+from dlrm_api.names import USER_ERROR_CODES, Container, ExitCode
 from dlrm_api.restart_policy import RestartBudget, backoff_s, restart_action
-from dlrm_api.status import ConditionType, DLRMJobStatus, FailureEvidence, Phase
+from dlrm_api.status import ConditionType, DLRMJobStatus, FailureEvidence, Phase, ProgressStatus
 from dlrm_operator.manifests.scheduling import KUEUE_FINALIZER, KUEUE_GATE
 from dlrm_operator.reconcile.findings import (
-    MESSAGE_LENGTH,
-    REASON_LENGTH,
-    Quoted,
+    MAX_MESSAGE_LENGTH,
+    MAX_REASON_LENGTH,
+    Finding,
+    ForeignReason,
     Reason,
-    Word,
+    ReasonText,
+    RuleResult,
     find_condition,
-    in_phase,
+    parse_timestamp,
     shorten,
     timestamp,
-    with_truth,
 )
-from dlrm_operator.reconcile.state import Children, ContainerSeen, Gang, JobSeen, PodSeen
+from dlrm_operator.reconcile.health import (
+    CRASH_LOOP,
+    FORCE_DELETE_AFTER,
+    check_hang,
+    foreign_containers,
+    has_ended_uploading,
+    has_stored,
+    upload_awaited_until,
+)
+from dlrm_operator.reconcile.state import ContainerSeen, Gang, JobSeen, JobView, PodSeen
 from dlrm_planner import working_set_bytes
 
-_NOT_A_WORD = re.compile(r"[^A-Za-z0-9]+")
-
-
-def camel_case(text: str) -> str:
-    """A reason that is safe as a machine's word: letters and digits alone; empty text becomes ``Unknown``."""
-    return _NOT_A_WORD.sub("", text)[:REASON_LENGTH] or "Unknown"
-
-
-def exit_reason(code: int, kubelet_reason: str) -> str:
-    """The word for an exit code; the kubelet's own word where it knows more (``OOMKilled``)."""
-    if kubelet_reason not in ("", "Error", "Completed"):
-        return camel_case(kubelet_reason)
-    names = {int(known): known.name.title().replace("_", "") for known in ExitCode}
-    return names.get(code, f"Exit{code}")
-
-
-def trainer_evidence(pod: PodSeen, now: datetime) -> FailureEvidence:
-    """How the pod's trainer ended: its own message before the kubelet's words before the pod's."""
-    trainer = pod.trainer
-    if trainer is None or trainer.exit_code is None:
-        return pod_evidence(pod, Quoted(pod.reason) if pod.reason else Reason.POD_FAILED, pod.message, now)
-    left, oom = trainer.termination, trainer.reason == "OOMKilled"
-    message = left.message if left else trainer.message or pod.message
-    if left is None and not message:
-        message = f"the trainer ended with exit code {trainer.exit_code} and left no message"
-    if oom:
-        message = f"the kernel ended the trainer for want of memory; last words: {message}"
-    return FailureEvidence(
-        attempt=pod.attempt,
-        pod=pod.name,
-        rank=left.rank if left else None,
-        node=pod.node,
-        exit_code=trainer.exit_code,
-        reason=camel_case(left.reason) if left and not oom else exit_reason(trainer.exit_code, trainer.reason),
-        message=shorten(message, MESSAGE_LENGTH),
-        time=timestamp(now),
-    )
-
-
-def checkpointer_evidence(pod: PodSeen, code: int, kubelet_reason: str, now: datetime) -> FailureEvidence:
-    """Why the pod's checkpointer can't do its work."""
-    left = pod.checkpointer.checkpoint if pod.checkpointer else None
-    words = (left.store_error or left.reason) if left and not kubelet_reason else ""
-    if kubelet_reason:
-        words = "the kernel ended the checkpointer for want of memory, more than once"
-    return FailureEvidence(
-        attempt=pod.attempt,
-        pod=pod.name,
-        node=pod.node,
-        exit_code=code,
-        reason="Checkpointer" + exit_reason(code, kubelet_reason),
-        message=shorten(words or f"the checkpointer ended with exit code {code}", MESSAGE_LENGTH),
-        time=timestamp(now),
-    )
-
-
-def container_evidence(pod: PodSeen, container: ContainerSeen, words: str, now: datetime) -> FailureEvidence:
-    """Why a container will never start."""
-    return pod_evidence(pod, Quoted(container.waiting_reason), words, now)
-
-
-def lost_node_evidence(pod: PodSeen, now: datetime) -> FailureEvidence:
-    """A pod on a node that the cluster hears no more of."""
-    words = f"node {pod.node} of pod {pod.name} fell silent: the cluster hears no more of its kubelet"
-    return pod_evidence(pod, Reason.NODE_LOST, words, now)
-
-
-def pod_evidence(pod: PodSeen, reason: Word, message: str, now: datetime) -> FailureEvidence:
-    """What befell a pod from outside."""
-    trainer = pod.trainer
-    return FailureEvidence(
-        attempt=pod.attempt,
-        pod=pod.name,
-        node=pod.node,
-        exit_code=trainer.exit_code if trainer else None,
-        reason=camel_case(reason),
-        message=shorten(message, MESSAGE_LENGTH),
-        time=timestamp(now),
-    )
-
-
-def deleted_plan_evidence(pod: PodSeen, name: str, now: datetime) -> FailureEvidence:
-    """A pod that can't start any more, for its plan is gone."""
-    words = f"ConfigMap {name} with the gang's plan was deleted before pod {pod.name} had started by it"
-    return pod_evidence(pod, Reason.PLAN_DELETED, words, now)
-
-
-def uncreated_pod_evidence(name: str, attempt: int, now: datetime) -> FailureEvidence:
-    """A pod that the gang waited for, and that was never made."""
-    message = f"pod {name} had not been created when the others gave up on it: the condition Scheduled says why"
-    return FailureEvidence(
-        attempt=attempt, pod=name, reason=Reason.REQUEST_DENIED, message=message, time=timestamp(now)
-    )
-
-
-def missing_pod_evidence(name: str, attempt: int, now: datetime) -> FailureEvidence:
-    """A pod of a whole gang that is not there any more."""
-    message = f"pod {name} was deleted while its gang was at work"
-    return FailureEvidence(attempt=attempt, pod=name, reason=Reason.POD_DELETED, message=message, time=timestamp(now))
-
-
-NEVER_STARTS = frozenset({"InvalidImageName"})
-"""What no wait mends. A registry may answer later, a Secret may be made: these wait for the pending deadline."""
-NOT_PULLED = frozenset(
-    {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError", "RegistryUnavailable"}
-)
-CRASH_LOOP = "CrashLoopBackOff"
-SCHEDULER_SILENT = "the scheduler has not spoken yet"
-NO_CONTAINER_WAITS = "no container reports why"
-IMAGE_FIELDS = {Container.TRAINER: "spec.trainer.image", Container.CHECKPOINTER: "spec.trainer.checkpointerImage"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Waiting:
-    """Why, as a word and as a sentence."""
-
-    reason: Reason
-    words: str
-
-
-def why_it_waits(pod: PodSeen, container: ContainerSeen) -> Waiting:
-    """What the kubelet says of a container that it has not started, with the mend."""
-    reason, mend = _mend(pod, container)
-    return Waiting(reason=reason, words=f"{pod.name}/{container.name}: {container.waiting}{mend}")
-
-
-def why_pods_wait(pods: list[PodSeen]) -> Waiting:
-    """The same of several pods: the first container that has more to say than that it is being made."""
-    found = [why_it_waits(pod, container) for pod in pods for container in pod.containers if container.waiting]
-    telling = [waiting for waiting in found if waiting.reason is not Reason.TRAINERS_STARTING]
-    silent = Waiting(reason=Reason.TRAINERS_STARTING, words=NO_CONTAINER_WAITS)
-    return next(iter(telling + found), silent)
-
-
-def scheduler_words(pod: PodSeen) -> str:
-    """What its scheduler says of a pod without a node; one that does not run, or does not exist, says nothing."""
-    silent = f"scheduler {pod.scheduler} has not spoken yet" if pod.scheduler else SCHEDULER_SILENT
-    return pod.unschedulable or silent
-
-
-def why_it_is_late(pod: PodSeen, queue_words: str) -> Waiting:
-    """The same of one pod, which may have no node yet; ``queue_words`` are Kueue's own, where it has spoken."""
-    if pod.node:
-        return why_pods_wait([pod])
-    if held := gate_words(pod, queue_words):
-        return Waiting(reason=Reason.QUOTA_PENDING, words=held)
-    return Waiting(reason=Reason.UNSCHEDULABLE, words=f"it has no node: {scheduler_words(pod)}")
-
-
-def _mend(pod: PodSeen, container: ContainerSeen) -> tuple[Reason, str]:
-    field = IMAGE_FIELDS.get(container.name, "spec.trainer.podTemplate")
-    match container.waiting_reason:
-        case reason if reason in NEVER_STARTS:
-            return Reason.IMAGE_PULL_ERROR, f" (mend {field})"
-        case reason if reason in NOT_PULLED:
-            words = f" (check {field}, imagePullPolicy and the pull secrets; the kubelet goes on trying)"
-            return Reason.IMAGE_PULL_ERROR, words
-        case "CreateContainerConfigError":
-            words = f" (create what is named there in namespace {pod.key.namespace}; the kubelet goes on looking)"
-            return Reason.CONTAINER_CONFIG_ERROR, words
-        case "ContainerCreating" | "PodInitializing":
-            words = f" (if it lasts, a volume or a Secret may be missing: kubectl describe pod {pod.name})"
-            return Reason.TRAINERS_STARTING, words
-    return Reason.TRAINERS_STARTING, ""
-
-
-OURS = frozenset({Container.TRAINER, Container.CHECKPOINTER})
-
-
-def end_awaited_until(pod: PodSeen, grace: timedelta) -> datetime | None:
-    """How long a pod whose trainer ended may take for its last upload; None where it does not end by itself."""
-    trainer = pod.trainer
-    if trainer is None or trainer.exit_code is None or trainer.finished_at is None:
-        return None
-    return trainer.finished_at + grace + FORCE_AFTER
-
-
-def upload_awaited_until(gang: Gang, pod: PodSeen) -> datetime | None:
-    """The same of a pod of the current gang; None too while something speaks for a cut that it has yet to commit."""
-    return None if _may_commit(gang, pod) else end_awaited_until(pod, gang.grace)
-
-
-def uploading_ended(pod: PodSeen) -> bool:
-    """Whether its checkpointer ended for good: one that gave up for want of time is started again while others run."""
-    sidecar = pod.checkpointer
-    if pod.ended or sidecar is None or sidecar.exit_code is None:
-        return pod.ended
-    return sidecar.exit_code != ExitCode.TEMPORARY or not outliving(pod)
-
-
-def has_stored(pod: PodSeen) -> bool:
-    """Whether its checkpointer ended with nothing left to store."""
-    return pod.checkpointer is not None and 0 in (pod.checkpointer.exit_code, pod.checkpointer.last_exit_code)
-
-
-def outliving(pod: PodSeen) -> list[str]:
-    """The containers of others that still run in a pod whose trainer ended."""
-    return [c.name for c in pod.containers if c.name not in OURS and c.started and c.exit_code is None]
-
-
-def _may_commit(gang: Gang, pod: PodSeen) -> bool:
-    """Whether the pod's checkpointer, or that of pod 0, is known to have a cut to commit.
-
-    A cut is whole once every pod has stored its part: what pod 0 says, the only one that is asked, goes for all, and
-    none comes of it where a pod went with its part. A checkpointer that saw its trainer end gives up by itself after
-    half of the grace period; the kubelet then starts one that does not.
-    """
-    sidecar = pod.checkpointer
-    if sidecar is None or sidecar.exit_code is not None or sidecar.waiting_reason == CRASH_LOOP:
-        return False
-    if sidecar.last_exit_code in USER_ERROR_CODES:
-        return False
-    if pod.finished and sidecar.last_exit_code is None:
-        return True
-    if any(_went_with_its_part(each) for each in gang.pods.values()):
-        return False
-    committed = gang.committed.committed_step if gang.committed else None
-    words = (_newest_word(gang, each) for each in (pod, gang.pods.get(0)) if each is not None)
-    pending = [word.pending_step for word in words if word is not None and word.pending_step is not None]
-    return any(committed is None or step > committed for step in pending)
-
-
-def _went_with_its_part(pod: PodSeen) -> bool:
-    return not has_stored(pod) and (pod.ended or pod.deleting or pod.lost_since is not None)
-
-
-def _newest_word(gang: Gang, pod: PodSeen) -> CheckpointerProgress | None:
-    """Of the pod's checkpointer; one that has not seen its folder and its store yet has said nothing."""
-    asked = gang.checkpointer if pod is gang.pods.get(0) else None
-    left = pod.checkpointer.checkpoint if pod.checkpointer else None
-    words = [word for word in (asked, left) if word is not None]
-    telling = [word for word in words if word.pending_step is not None or word.committed_step is not None]
-    return max(telling, key=lambda word: word.time, default=None)
-
-
-MOST_REASONS = 16
-
-
-def with_next_attempt(status: DLRMJobStatus, reason: str) -> DLRMJobStatus:
-    """The status of the attempt that follows one which ended for ``reason``: charged for nothing, waiting for nothing.
-
-    All that belongs to the old attempt alone is left behind.
-    """
-    numbers = {
-        "attempt": status.attempt + 1,
-        "restarts": status.restarts + 1,
-        "restarts_by_reason": _counted(status.restarts_by_reason, reason),
-        "restart_not_before": None,
-        "pending_since": None,
-        "plan": None,
-        "halt": None,
-    }
-    return status.model_copy(update=numbers)
-
-
-def _counted(counts: dict[str, int], reason: str) -> dict[str, int]:
-    """One more restart for ``reason``; new reasons beyond a bound count as Other."""
-    key = reason if reason in counts or len(counts) < MOST_REASONS else "Other"
-    return {**counts, key: counts.get(key, 0) + 1}
-
-
-SETTLE = timedelta(seconds=5)
-"""How long the cause may lag behind its symptoms."""
-SETTLE_LOST = timedelta(seconds=60)
-"""The same where ranks miss a peer: the cluster calls a node lost that it has not heard for up to 50 s."""
+NODE_LOST_AFTER = timedelta(seconds=60)
+"""A pod on a node that is silent for this long counts as ended: nobody can be asked, and grace periods may be long."""
+FAILURE_SETTLE_TIME = timedelta(seconds=5)
+"""How long the cause of a failure may lag behind its symptoms."""
+PEER_LOST_SETTLE_TIME = timedelta(seconds=60)
+"""The same if ranks miss a peer: the cluster notices a lost node after up to 50 s."""
 PEER_LOST = "PeerLost"
-"""A trainer's word for that."""
+"""A trainer's reason for that."""
 OUT_OF_MEMORY = "OOMKilled"
-"""The kubelet's word for a container that the kernel ended for want of memory."""
+"""The kubelet's reason for a container that the kernel killed for memory."""
 SYMPTOMS = frozenset({ExitCode.TEMPORARY, ExitCode.TERMINATED})
-"""What the other ranks of a gang end with when one is lost."""
+"""Exit codes of the other ranks after one is lost."""
 DISRUPTIONS = frozenset(
     {"Evicted", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated", "DeletionByTaintManager"}
 )
-"""Pod reasons that name something which befell the pod from outside."""
-TURNED_AWAY = (
+"""Pod reasons for something that happened to the pod from outside."""
+ADMISSION_REASONS = (
     "OutOf",
     "UnexpectedAdmissionError",
     "NodeAffinity",
@@ -319,52 +68,276 @@ TURNED_AWAY = (
     "NodePorts",
     "InvalidNodeInfo",
 )
-"""How pod reasons begin where a kubelet did not admit what the scheduler had sent to it."""
-
-
-class Outcome(enum.Enum):
-    """What an attempt came to."""
-
-    ONGOING = "ongoing"
-    SUCCEEDED = "succeeded"
-    FAIL = "fail"
-    """Trying again would end the same way."""
-    RESTART = "restart"
-    """Charged to the budget."""
-    RESTART_FREE = "restart-free"
-    """Nobody's fault."""
+"""Prefixes of pod reasons if a kubelet rejected a pod that the scheduler had assigned to it."""
+NEVER_STARTS = frozenset({"InvalidImageName"})
+"""Only a new spec helps. A registry may recover, a Secret may be created: these wait for the pending deadline."""
+PULL_ERRORS = frozenset(
+    {"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError", "RegistryUnavailable"}
+)
+IMAGE_FIELDS = {Container.TRAINER: "spec.trainer.image", Container.CHECKPOINTER: "spec.trainer.checkpointerImage"}
+EARLIER_FAILURES = 4
+MAX_EARLIER_MESSAGE_LENGTH = 1_024
+MAX_RESTART_REASONS = 16
+RESERVE_SHARE = 0.25
+"""Of a pod's planned memory, after it ran out: by how much the estimate was too small is unknown."""
+MIN_RESERVE_BYTES = 512 * 2**20
+MIB = 2**20
+FIELDS_WITHOUT_RETRY: dict[str, bool | dict[str, bool | dict[str, bool]]] = {
+    "lifecycle": {"suspend": True, "ttl_after_finished": True, "keep_failed_pods": True},
+    "checkpoint": {"retention": True, "publish": {"keep_last": True}},
+}
+"""Fields about what happens to a failed job or to its snapshots: changing them alone would only fail again."""
+_NOT_ALPHANUMERIC = re.compile(r"[^A-Za-z0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """An outcome with its evidence; ``settle_at`` says when an ongoing attempt must be judged again."""
+class AttemptOutcome:
+    """Say what an attempt came to: it continues, the job succeeded, or what follows its failure."""
 
-    outcome: Outcome
+    result: Literal["ongoing", "succeeded"] | RestartAction
     evidence: FailureEvidence | None = None
+    """Of a failure."""
     settle_at: datetime | None = None
+    """When an ongoing attempt must be judged again."""
     symptom: bool = False
+    """Whether another pod's failure may be the cause of this one."""
     time: datetime | None = None
     out_of_memory: bool = False
 
 
-ONGOING = Verdict(outcome=Outcome.ONGOING)
-SUCCEEDED = Verdict(outcome=Outcome.SUCCEEDED)
+ONGOING = AttemptOutcome(result="ongoing")
 
 
-def judge(gang: Gang, restart: RestartSpec, now: datetime) -> Verdict:
+def outcome_rule(view: JobView) -> RuleResult:
+    """End the job if the attempt succeeded; charge a failed attempt and begin the next one, or fail the job."""
+    outcome = judge(view.gang, view.lifecycle.restart, view.now)
+    if outcome.result == "succeeded":
+        return succeed(view)
+    if outcome.result == "ongoing":
+        return RuleResult(wake_at=outcome.settle_at)
+    return _end_attempt(view, outcome)
+
+
+def hang_rule(view: JobView) -> RuleResult:
+    """End an attempt whose gang hangs, after its stacks were read."""
+    found = check_hang(view)
+    if isinstance(found, RuleResult):
+        return found
+    return _end_attempt(view, AttemptOutcome(result="restart", evidence=found))
+
+
+def deleted_plan_rule(view: JobView) -> RuleResult:
+    """End an attempt whose plan was deleted before all of its pods started: their kubelets would wait for ever."""
+    gang, children = view.gang, view.observed.children
+    name = names.plan_config_map(gang.job, gang.attempt)
+    if children is None or not gang.whole or name in {seen.name for seen in children.config_maps}:
+        return RuleResult()
+    late = next((pod for pod in gang.pods.values() if not (pod.started or pod.ended)), None)
+    if late is None:
+        return RuleResult()
+    message = f"ConfigMap {name} with the plan was deleted before pod {late.name} started"
+    evidence = _evidence(late, Reason.PLAN_DELETED, message, view.now)
+    return _end_attempt(view, AttemptOutcome(result="restart-free", evidence=evidence))
+
+
+def backoff_rule(view: JobView) -> RuleResult:
+    """Wait before the next attempt."""
+    start = view.status.restart_not_before
+    if start is None or view.now >= (due := parse_timestamp(start)):
+        return RuleResult()
+    message = f"attempt {view.status.attempt} starts at {start}, after a pause of spec.lifecycle.restart.backoff"
+    finding = Finding(
+        condition=ConditionType.SCHEDULED,
+        status="False",
+        reason=Reason.RESTARTING,
+        message=message,
+        phase=Phase.RESTARTING,
+    )
+    return RuleResult(findings=(finding,), wake_at=due, done=True)
+
+
+def next_attempt(status: DLRMJobStatus, reason: str) -> dict[str, Any]:
+    """Return the changes of a status that begin the next attempt. Everything of the old one alone is dropped."""
+    counts = status.restarts_by_reason
+    key = reason if reason in counts or len(counts) < MAX_RESTART_REASONS else "Other"
+    return {
+        "attempt": status.attempt + 1,
+        "restarts": status.restarts + 1,
+        "restarts_by_reason": {**counts, key: counts.get(key, 0) + 1},
+        "restart_not_before": None,
+        "pending_since": None,
+        "plan": None,
+        "halt": None,
+    }
+
+
+def succeed(view: JobView) -> RuleResult:
+    """End the job: all was trained, and its last snapshot is committed."""
+    known = view.status.progress or ProgressStatus()
+    step = max(view.gang.final_step, known.step)
+    progress = known.model_copy(update={"step": step, "eta": None, "time": timestamp(view.now)})
+    message = f"training ended at step {step} and its snapshot is committed"
+    running = Finding(condition=ConditionType.RUNNING, status="False", reason=Reason.FINISHED)
+    succeeded = Finding(
+        condition=ConditionType.SUCCEEDED,
+        status="True",
+        reason=Reason.COMMITTED,
+        message=message,
+        phase=Phase.SUCCEEDED,
+    )
+    changes = {"progress": progress, **_end_changes(view)}
+    return RuleResult(findings=(running, succeeded, *_end_findings(view)), changes=changes, done=True)
+
+
+def fail(view: JobView, reason: ReasonText, message: str) -> RuleResult:
+    """End the job: nothing more is tried, unless the user changes the spec."""
+    running = Finding(condition=ConditionType.RUNNING, status="False", reason=reason)
+    failed = Finding(condition=ConditionType.FAILED, status="True", reason=reason, message=message, phase=Phase.FAILED)
+    changes = {"failed_spec": _digest(view.job.spec), **_end_changes(view)}
+    return RuleResult(findings=(running, failed, *_end_findings(view)), changes=changes, done=True)
+
+
+def _end_changes(view: JobView) -> dict[str, Any]:
+    return {"completion_time": timestamp(view.now), "halt": None, "pending_since": None, "replicas": 0}
+
+
+def _end_findings(view: JobView) -> Iterator[Finding]:
+    for kind in (ConditionType.SUSPENDED, ConditionType.RESIZED):
+        known = find_condition(view.status.conditions, kind)
+        if known is not None and known.status == "False":
+            yield Finding(condition=kind, status="False", reason=Reason.FINISHED)
+
+
+def is_retried(job: JobSeen, status: DLRMJobStatus) -> bool:
+    """Return whether a failed job starts again: its user changed what may fix it, or suspended and resumed it."""
+    if status.phase is not Phase.FAILED or job.generation <= status.observed_generation or is_suspended(job):
+        return False
+    return status.failed_spec is None or status.failed_spec != _digest(job.spec)
+
+
+def is_suspended(job: JobSeen) -> bool:
+    """Return whether the spec asks for suspension."""
+    return isinstance(job.spec, DLRMJob) and job.spec.spec.lifecycle.suspend
+
+
+def _digest(spec: DLRMJob | InvalidSpecError) -> str | None:
+    """Return what must change before a failed job is retried; None for an invalid spec: any change may fix it."""
+    if isinstance(spec, InvalidSpecError):
+        return None
+    text = spec.spec.model_dump_json(exclude=FIELDS_WITHOUT_RETRY, exclude_defaults=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def retry(job: JobSeen, status: DLRMJobStatus) -> RuleResult:
+    """Start a failed job again, with the next attempt, full budgets and a fresh deadline; its history is kept."""
+    changes = {
+        **next_attempt(status, Reason.SPEC_CHANGED),
+        "observed_generation": job.generation,
+        "charged_restarts": 0,
+        "free_restarts": 0,
+        "memory_reserve_bytes": 0,
+        "start_time": None,
+        "completion_time": None,
+        "suspended_seconds": 0,
+        "failed_spec": None,
+    }
+    finding = Finding(
+        condition=ConditionType.FAILED,
+        status="False",
+        reason=Reason.SPEC_CHANGED,
+        message=f"spec changed: attempt {status.attempt + 1} follows",
+        phase=Phase.RESTARTING,
+    )
+    return RuleResult(findings=(finding,), changes=changes)
+
+
+def _end_attempt(view: JobView, outcome: AttemptOutcome) -> RuleResult:
+    """Charge a failed attempt and begin the next one after a backoff; fail the job if that is pointless or too late."""
+    status, evidence, spec = view.status, outcome.evidence, view.spec.spec
+    assert evidence is not None, "a failure has evidence"
+    restart = spec.lifecycle.restart
+    failure = _failure_changes(status, evidence)
+    reason = ForeignReason(evidence.reason)
+    if outcome.result not in ("restart", "restart-free"):
+        return _with_changes(fail(view, reason, f"{evidence.reason}: {evidence.message}"), failure)
+    budget = RestartBudget(charged=status.charged_restarts, free=status.free_restarts)
+    taken = budget.take(outcome.result, restart)
+    free = outcome.result == "restart-free"
+    if taken is None:
+        spent = Reason.DISRUPTION_LIMIT_EXCEEDED if free else Reason.BACKOFF_LIMIT_EXCEEDED
+        advice = _memory_advice(spec) if outcome.out_of_memory else ""
+        return _with_changes(fail(view, spent, _spent_message(status, restart, evidence, free=free) + advice), failure)
+    wait = timedelta(
+        seconds=backoff_s(restart, taken.free if free else taken.charged, f"{view.job.uid}/{status.attempt}")
+    )
+    reserve = status.memory_reserve_bytes
+    if outcome.out_of_memory and not reserve:
+        reserve = memory_reserve(spec, status)
+    changes = {
+        **failure,
+        **next_attempt(status, evidence.reason),
+        "charged_restarts": taken.charged,
+        "free_restarts": taken.free,
+        "memory_reserve_bytes": reserve,
+        "restart_not_before": timestamp(view.now + wait),
+    }
+    running = Finding(condition=ConditionType.RUNNING, status="False", reason=reason, message=evidence.message)
+    return RuleResult(findings=(running,), changes=changes)
+
+
+def _with_changes(result: RuleResult, changes: dict[str, Any]) -> RuleResult:
+    return RuleResult(findings=result.findings, changes={**result.changes, **changes}, done=result.done)
+
+
+def _failure_changes(status: DLRMJobStatus, evidence: FailureEvidence) -> dict[str, Any]:
+    """Keep the newest failure whole and a few earlier ones shortened."""
+    earlier = status.earlier_failures
+    if (last := status.last_failure) is not None:
+        brief = last.model_copy(update={"message": shorten(last.message, MAX_EARLIER_MESSAGE_LENGTH)})
+        earlier = (brief, *earlier)[:EARLIER_FAILURES]
+    return {"last_failure": evidence, "earlier_failures": earlier}
+
+
+def memory_reserve(spec: DLRMJobSpec, status: DLRMJobStatus) -> int:
+    """Return the bytes that each pod keeps free after one ran out of memory, a share of its planned memory."""
+    held = status.plan.bytes_per_tier if status.plan else {}
+    sized = spec.with_replicas(status.plan.nodes) if status.plan else spec
+    tables = spec.trainer.processes_per_replica * held.get("ddr", 0)
+    needed = working_set_bytes(sized, "cuda" if "hbm" in held else "cpu") + tables
+    return -(-max(MIN_RESERVE_BYTES, round(RESERVE_SHARE * needed)) // MIB) * MIB
+
+
+def _spent_message(status: DLRMJobStatus, restart: RestartSpec, evidence: FailureEvidence, *, free: bool) -> str:
+    step = status.last_snapshot.step if status.last_snapshot else 0
+    kind = "restarts after disruptions" if free else "restarts"
+    field, limit = ("maxFreeRestarts", restart.max_free_restarts) if free else ("maxRestarts", restart.max_restarts)
+    since = f"no progress since step {step}: " if restart.progress_resets else ""
+    used = f"{limit} of {limit} {kind} used (spec.lifecycle.restart.{field})"
+    return f"{since}{used}; last failure: {evidence.reason}: {evidence.message}"
+
+
+def _memory_advice(spec: DLRMJobSpec) -> str:
+    limit = spec.trainer.resources.limits.get("memory")
+    if limit is not None:
+        return f"; raise spec.trainer.resources.limits.memory ({limit}), or lower trainer.tierBudgets.ddr"
+    return "; raise spec.trainer.resources.requests.memory, use larger nodes, or lower trainer.tierBudgets.ddr"
+
+
+def judge(gang: Gang, restart: RestartSpec, now: datetime) -> AttemptOutcome:
     """Judge the attempt by all of its pods at once.
 
-    A code that only the user can mend beats a disruption, which beats a crash: the pods beside a drained one, or one
-    on a lost node, crash because of it. Exit codes that may be mere symptoms wait a moment for their cause.
+    A code that only the user can fix beats a disruption, which beats a crash: pods next to a drained one, or next to
+    one on a lost node, crash because of it. Exit codes that may be symptoms wait a moment for their cause.
     """
-    if gang.finished and _all_committed(gang):
-        return SUCCEEDED
+    committed = gang.committed_step
+    if gang.finished and committed is not None and committed >= gang.final_step:
+        return AttemptOutcome(result="succeeded")
     ends = [*_pod_ends(gang, restart, now)]
-    for outcome in (Outcome.FAIL, Outcome.RESTART_FREE, Outcome.RESTART):
-        alike = [end for end in ends if end.outcome is outcome]
+    for result in ("fail", "restart-free", "restart"):
+        alike = [end for end in ends if end.result == result]
         causes = [end for end in alike if not end.symptom]
-        if alike and outcome is Outcome.RESTART and (lost := _on_lost_node(gang)):
-            return Verdict(outcome=Outcome.RESTART_FREE, evidence=lost_node_evidence(lost, now))
+        if alike and result == "restart" and (lost := _on_lost_node(gang)):
+            return AttemptOutcome(result="restart-free", evidence=_lost_node_evidence(lost, now))
         if causes:
             return _earliest(causes)
         if alike:
@@ -372,85 +345,72 @@ def judge(gang: Gang, restart: RestartSpec, now: datetime) -> Verdict:
     return _unsaved(gang, now) if gang.finished else ONGOING
 
 
-def without_plan(gang: Gang, children: Children | None, now: datetime) -> Verdict | None:
-    """The end of a whole gang whose plan was deleted before all of its pods had started: their kubelets wait for it."""
-    name = plan_config_map(gang.job, gang.attempt)
-    if children is None or not gang.whole or name in {seen.name for seen in children.config_maps}:
-        return None
-    late = next((pod for pod in gang.pods.values() if not (pod.started or pod.ended)), None)
-    if late is None:
-        return None
-    return Verdict(outcome=Outcome.RESTART_FREE, evidence=deleted_plan_evidence(late, name, now))
-
-
-def _pod_ends(gang: Gang, restart: RestartSpec, now: datetime) -> Iterator[Verdict]:
+def _pod_ends(gang: Gang, restart: RestartSpec, now: datetime) -> Iterator[AttemptOutcome]:
     for pod in gang.pods.values():
         end = _trainer_end(pod, restart, now) or _pod_end(pod, now)
         if end:
             yield end
-    if gang.whole:
-        for index in gang.missing():
-            evidence = missing_pod_evidence(gang.pod_name(index), gang.attempt, now)
-            yield Verdict(outcome=Outcome.RESTART_FREE, evidence=evidence)
+    for index in gang.missing() if gang.whole else ():
+        name = gang.pod_name(index)
+        message = f"pod {name} was deleted while its attempt was running"
+        evidence = _podless_evidence(gang, name, Reason.POD_DELETED, message, now)
+        yield AttemptOutcome(result="restart-free", evidence=evidence)
 
 
-def _trainer_end(pod: PodSeen, restart: RestartSpec, now: datetime) -> Verdict | None:
-    """What the trainer's exit code means: the user's rules first, then the built-in meaning."""
+def _trainer_end(pod: PodSeen, restart: RestartSpec, now: datetime) -> AttemptOutcome | None:
     trainer = pod.trainer
     if trainer is None or not trainer.exit_code:
         return None
     code, starved = trainer.exit_code, trainer.reason == OUT_OF_MEMORY
-    outcome = Outcome(restart_action(code, restart, disrupted=_disrupted(pod)))
-    return Verdict(
-        outcome=outcome,
+    result = restart_action(code, restart, disrupted=_is_disrupted(pod))
+    return AttemptOutcome(
+        result=result,
         evidence=trainer_evidence(pod, now),
-        symptom=outcome is Outcome.RESTART and code in SYMPTOMS and not starved,
+        symptom=result == "restart" and code in SYMPTOMS and not starved,
         time=trainer.finished_at,
         out_of_memory=starved,
     )
 
 
-def _pod_end(pod: PodSeen, now: datetime) -> Verdict | None:
-    """What befell a pod whose trainer has not failed."""
+def _pod_end(pod: PodSeen, now: datetime) -> AttemptOutcome | None:
+    """Classify the failure of a pod whose trainer container did not fail."""
     sidecar = pod.checkpointer
     if sidecar is not None:
         for code in (sidecar.exit_code, sidecar.last_exit_code):
             if code in USER_ERROR_CODES:
-                return Verdict(outcome=Outcome.FAIL, evidence=checkpointer_evidence(pod, code, "", now))
-        if _starves(sidecar):
-            evidence = checkpointer_evidence(pod, sidecar.last_exit_code or 0, OUT_OF_MEMORY, now)
-            return Verdict(outcome=Outcome.RESTART, evidence=evidence, out_of_memory=True)
+                return AttemptOutcome(result="fail", evidence=_checkpointer_evidence(pod, code, "", now))
+        # After the first OOM kill the kubelet restarts it at once.
+        if sidecar.waiting_reason == CRASH_LOOP and sidecar.last_reason == OUT_OF_MEMORY:
+            evidence = _checkpointer_evidence(pod, sidecar.last_exit_code or 0, OUT_OF_MEMORY, now)
+            return AttemptOutcome(result="restart", evidence=evidence, out_of_memory=True)
     for container in pod.containers:
         if container.waiting_reason in NEVER_STARTS:
-            words = why_it_waits(pod, container).words
-            return Verdict(outcome=Outcome.FAIL, evidence=container_evidence(pod, container, words, now))
+            _, message = _container_wait(pod, container)
+            evidence = _evidence(pod, ForeignReason(container.waiting_reason), message, now)
+            return AttemptOutcome(result="fail", evidence=evidence)
     if pod.finished:
         return None
-    if _disrupted(pod):
-        return Verdict(outcome=Outcome.RESTART_FREE, evidence=_disruption(pod, now))
-    if pod.phase == "Failed" and pod.reason.startswith(TURNED_AWAY):
-        words = pod.message or f"node {pod.node} did not admit pod {pod.name}"
-        return Verdict(outcome=Outcome.RESTART_FREE, evidence=pod_evidence(pod, Quoted(pod.reason), words, now))
+    if _is_disrupted(pod):
+        return AttemptOutcome(result="restart-free", evidence=_disruption_evidence(pod, now))
+    if pod.phase == "Failed" and pod.reason.startswith(ADMISSION_REASONS):
+        message = pod.message or f"node {pod.node} rejected pod {pod.name}"
+        evidence = _evidence(pod, ForeignReason(pod.reason), message, now)
+        return AttemptOutcome(result="restart-free", evidence=evidence)
     if pod.phase == "Failed":
-        words = pod.message or _failed_early(pod)
-        reason = Quoted(pod.reason) if pod.reason else Reason.POD_FAILED
-        return Verdict(outcome=Outcome.RESTART, evidence=pod_evidence(pod, reason, words, now))
+        reason = ForeignReason(pod.reason) if pod.reason else Reason.POD_FAILED
+        evidence = _evidence(pod, reason, pod.message or _early_failure_message(pod), now)
+        return AttemptOutcome(result="restart", evidence=evidence)
     return None
 
 
-def _failed_early(pod: PodSeen) -> str:
-    """Which container ended a pod whose trainer never ran: an injector's, since ours is started again."""
-    words = f"pod {pod.name} failed before its trainer could start"
+def _early_failure_message(pod: PodSeen) -> str:
+    """Name the container that ended a pod before its trainer ran: an injected one, since ours is restarted."""
+    message = f"pod {pod.name} failed before its trainer started"
     ended = next((container for container in pod.containers if container.exit_code), None)
     if ended is None:
-        return words
+        return message
     last = f" ({ended.message})" if ended.message else ""
-    return f"{words}: container {ended.name} ended with exit code {ended.exit_code}{last}"
-
-
-def _starves(sidecar: ContainerSeen) -> bool:
-    """Whether the kernel keeps ending it for want of memory; after the first time the kubelet starts it at once."""
-    return sidecar.waiting_reason == CRASH_LOOP and sidecar.last_reason == OUT_OF_MEMORY
+    return f"{message}: container {ended.name} exited with code {ended.exit_code}{last}"
 
 
 def _on_lost_node(gang: Gang) -> PodSeen | None:
@@ -458,299 +418,216 @@ def _on_lost_node(gang: Gang) -> PodSeen | None:
     return next(lost, None)
 
 
-def _disrupted(pod: PodSeen) -> bool:
+def _is_disrupted(pod: PodSeen) -> bool:
     return pod.deleting or bool(pod.disruption) or pod.reason in DISRUPTIONS
 
 
-def _disruption(pod: PodSeen, now: datetime) -> FailureEvidence:
-    said = pod.disruption or (pod.reason if pod.reason in DISRUPTIONS else "")
-    reason = Quoted(said) if said else Reason.POD_DELETED
-    return pod_evidence(pod, reason, pod.message or f"pod {pod.name} was taken from its gang", now)
-
-
-def _earliest(ends: list[Verdict]) -> Verdict:
-    """The first in time; those without a time of end come last."""
+def _earliest(ends: list[AttemptOutcome]) -> AttemptOutcome:
+    """Return the first in time; those without a finish time come last."""
     return min(ends, key=lambda end: end.time.timestamp() if end.time else float("inf"))
 
 
-def _settled(end: Verdict, gang: Gang, now: datetime) -> Verdict:
-    """The symptom itself once its cause had time to show, or can't show any more."""
+def _settled(end: AttemptOutcome, gang: Gang, now: datetime) -> AttemptOutcome:
+    """Return the symptom itself once its cause had time to show, or cannot show any more."""
     missing = end.evidence is not None and end.evidence.reason == PEER_LOST
-    patience = SETTLE_LOST if missing else SETTLE
+    patience = PEER_LOST_SETTLE_TIME if missing else FAILURE_SETTLE_TIME
     over = all(pod.ended or (pod.trainer and pod.trainer.exit_code is not None) for pod in gang.pods.values())
-    if not over and end.time is not None and abs(now - end.time) < patience:  # a kubelet's clock may be ahead
-        return Verdict(outcome=Outcome.ONGOING, settle_at=end.time + patience)
+    # abs(): a kubelet's clock may be ahead.
+    if not over and end.time is not None and abs(now - end.time) < patience:
+        return AttemptOutcome(result="ongoing", settle_at=end.time + patience)
     return (_never_started(gang, now) if missing else None) or end
 
 
-def _never_started(gang: Gang, now: datetime) -> Verdict | None:
-    """Ranks gave up on a pod that still waits for its node or its containers: nobody's fault."""
+def _never_started(gang: Gang, now: datetime) -> AttemptOutcome | None:
+    """Return a free restart if ranks gave up on a pod that still waits for its node or its containers."""
     late = next((pod for pod in gang.pods.values() if not (pod.started or pod.ended)), None)
     if late is not None:
-        waiting = why_it_is_late(late, gang.queue_words)
-        words = f"pod {late.name} had not started when the others gave up on it: {waiting.words}"
-        return Verdict(outcome=Outcome.RESTART_FREE, evidence=pod_evidence(late, waiting.reason, words, now))
+        reason, why = _pod_wait(late, gang.queue_words)
+        message = f"pod {late.name} had not started when the other ranks gave up waiting for it: {why}"
+        return AttemptOutcome(result="restart-free", evidence=_evidence(late, reason, message, now))
     for index in gang.missing():
-        evidence = uncreated_pod_evidence(gang.pod_name(index), gang.attempt, now)
-        return Verdict(outcome=Outcome.RESTART_FREE, evidence=evidence)
+        name = gang.pod_name(index)
+        message = (
+            f"pod {name} had not been created when the other ranks gave up waiting for it; see condition Scheduled"
+        )
+        evidence = _podless_evidence(gang, name, Reason.REQUEST_DENIED, message, now)
+        return AttemptOutcome(result="restart-free", evidence=evidence)
     return None
 
 
-def _all_committed(gang: Gang) -> bool:
-    word = gang.committed
-    return word is not None and word.committed_step is not None and word.committed_step >= gang.final_step
+def _unsaved(gang: Gang, now: datetime) -> AttemptOutcome:
+    """Judge a gang whose trainers all exited with code 0 and whose last step no checkpointer reports as committed.
 
-
-def _unsaved(gang: Gang, now: datetime) -> Verdict:
-    """All trainers ended well, and none of their checkpointers says that the last step is safe.
-
-    Who still uploads is waited for, unless nobody is there any more who could end it, or nothing speaks for a cut that
-    could still come. Where a pod was taken away before its part was stored, that is why.
+    A pod that still uploads is waited for, unless nobody can end it any more, or nothing suggests that a cut could
+    still come. If a pod was removed before its part was stored, that is the reason.
     """
-    at_work = [pod for pod in gang.pods.values() if not uploading_ended(pod)]
-    dues = [due for pod in at_work if (due := _awaited_until(gang, pod)) is not None]
-    if len(dues) < len(at_work):
+    uploading = [pod for pod in gang.pods.values() if not has_ended_uploading(pod)]
+    dues = [due for pod in uploading if (due := _upload_due(gang, pod)) is not None]
+    if len(dues) < len(uploading):
         return ONGOING
     if dues and now < max(dues):
-        return Verdict(outcome=Outcome.ONGOING, settle_at=max(dues))
-    silent = (pod for pod in at_work if _silent_for_good(pod) is not None)
-    cut_off = (pod for pod in gang.pods.values() if _disrupted(pod) and not has_stored(pod))
-    taken = next(chain(silent, cut_off), None)
-    if taken is None:
-        return Verdict(outcome=Outcome.RESTART, evidence=_not_committed(gang, now))
-    evidence = lost_node_evidence(taken, now) if taken.lost_since is not None else _disruption(taken, now)
-    return Verdict(outcome=Outcome.RESTART_FREE, evidence=evidence)
+        return AttemptOutcome(result="ongoing", settle_at=max(dues))
+    silent = (pod for pod in uploading if _silent_from(pod) is not None)
+    removed = (pod for pod in gang.pods.values() if _is_disrupted(pod) and not has_stored(pod))
+    cause = next(chain(silent, removed), None)
+    if cause is None:
+        return AttemptOutcome(result="restart", evidence=_not_committed_evidence(gang, now))
+    evidence = _lost_node_evidence(cause, now) if cause.lost_since is not None else _disruption_evidence(cause, now)
+    return AttemptOutcome(result="restart-free", evidence=evidence)
 
 
-def _awaited_until(gang: Gang, pod: PodSeen) -> datetime | None:
-    """How long a pod that may still upload is waited for; None: until it says more."""
-    silent = _silent_for_good(pod)
+def _upload_due(gang: Gang, pod: PodSeen) -> datetime | None:
+    """Return how long a pod that may still upload is waited for; None: until it reports more."""
+    silent = _silent_from(pod)
     return upload_awaited_until(gang, pod) if silent is None else silent
 
 
-def _silent_for_good(pod: PodSeen) -> datetime | None:
-    """From when a pod that says nothing of its end counts as ended; None where its kubelet may be well."""
+def _silent_from(pod: PodSeen) -> datetime | None:
+    """Return from when a pod that does not report its end counts as ended; None if its kubelet may be well."""
     due = force_due(pod)
-    return pod.lost_since + LOST_AFTER if due is None and pod.lost_since is not None else due
+    return pod.lost_since + NODE_LOST_AFTER if due is None and pod.lost_since is not None else due
 
 
-def _not_committed(gang: Gang, now: datetime) -> FailureEvidence:
-    """All trainers ended well, all checkpointers ended or had their time, and none says that the last step is safe."""
-    word = gang.committed
-    newest = "none is known" if word is None else f"the newest is of step {word.committed_step}"
+def force_due(pod: PodSeen) -> datetime | None:
+    """Return when a pod that is being deleted may be force-deleted; None if that is unknown."""
+    if pod.delete_by is None:
+        return None
+    overdue = pod.delete_by + FORCE_DELETE_AFTER
+    return overdue if pod.lost_since is None else min(overdue, pod.lost_since + NODE_LOST_AFTER)
+
+
+def trainer_evidence(pod: PodSeen, now: datetime) -> FailureEvidence:
+    """Return how the pod's trainer ended: its own message, else the kubelet's, else the pod's."""
+    trainer = pod.trainer
+    if trainer is None or trainer.exit_code is None:
+        return _evidence(pod, ForeignReason(pod.reason) if pod.reason else Reason.POD_FAILED, pod.message, now)
+    left, starved = trainer.termination, trainer.reason == OUT_OF_MEMORY
+    message = left.message if left else trainer.message or pod.message
+    if left is None and not message:
+        message = f"trainer exited with code {trainer.exit_code} and left no message"
+    if starved:
+        message = f"trainer was killed because it ran out of memory; its last message: {message}"
+    reason = left.reason if left and not starved else _exit_reason(trainer.exit_code, trainer.reason)
+    evidence = _evidence(pod, ForeignReason(reason), message, now)
+    return evidence.model_copy(update={"rank": left.rank if left else None})
+
+
+def _checkpointer_evidence(pod: PodSeen, code: int, kubelet_reason: str, now: datetime) -> FailureEvidence:
+    left = pod.checkpointer.checkpoint if pod.checkpointer else None
+    message = (left.store_error or left.reason) if left and not kubelet_reason else ""
+    if kubelet_reason:
+        message = "checkpointer was killed more than once because it ran out of memory"
+    reason = ForeignReason("Checkpointer" + _exit_reason(code, kubelet_reason))
+    evidence = _evidence(pod, reason, message or f"checkpointer exited with code {code}", now)
+    return evidence.model_copy(update={"exit_code": code})
+
+
+def _disruption_evidence(pod: PodSeen, now: datetime) -> FailureEvidence:
+    known = pod.disruption or (pod.reason if pod.reason in DISRUPTIONS else "")
+    reason = ForeignReason(known) if known else Reason.POD_DELETED
+    return _evidence(pod, reason, pod.message or f"pod {pod.name} was deleted", now)
+
+
+def _lost_node_evidence(pod: PodSeen, now: datetime) -> FailureEvidence:
+    message = f"node {pod.node} of pod {pod.name} is silent: its kubelet stopped reporting"
+    return _evidence(pod, Reason.NODE_LOST, message, now)
+
+
+def _not_committed_evidence(gang: Gang, now: datetime) -> FailureEvidence:
+    newest = (
+        "no committed step is known" if gang.committed_step is None else f"the newest is of step {gang.committed_step}"
+    )
     message = f"training ended at step {gang.final_step} and no snapshot of it was committed: {newest}"
     pod = gang.pods[0]
     sidecar = pod.checkpointer.checkpoint if pod.checkpointer else None
     if sidecar is not None and sidecar.store_error:
-        message += f"; the store said: {sidecar.store_error}"
-    kept = next((each for each in gang.pods.values() if not each.ended and outliving(each)), None)
+        message += f"; store error: {sidecar.store_error}"
+    kept = next((each for each in gang.pods.values() if not each.ended and foreign_containers(each)), None)
     if kept is not None:
-        message += f"; pod {kept.name} could not end, for it still runs {', '.join(outliving(kept))}"
-    return pod_evidence(pod, Reason.SNAPSHOT_NOT_COMMITTED, message, now)
+        message += f"; pod {kept.name} cannot end, it still runs {', '.join(foreign_containers(kept))}"
+    return _evidence(pod, Reason.SNAPSHOT_NOT_COMMITTED, message, now)
 
 
-EARLIER_FAILURES = 4
-EARLIER_MESSAGE_LENGTH = 1_024
-RESERVE_SHARE = 0.25
-"""Of what a pod was to need, once it ran out of memory: the estimate was too small by an amount that nobody knows."""
-LEAST_RESERVE = 512 * 2**20
-MIB = 2**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Aftermath:
-    """The status with the next attempt due; or, where ``fatal`` says why, without one."""
-
-    status: DLRMJobStatus
-    reason: Word
-    """Of the failed attempt, or of the job's end."""
-    fatal: str = ""
-
-
-def after_failure(status: DLRMJobStatus, verdict: Verdict, spec: DLRMJobSpec, uid: str, now: datetime) -> Aftermath:
-    """What follows a failed attempt. Only numbers and evidence change; the caller sets phase and conditions.
-
-    Args:
-        status: of the job while the attempt was the current one.
-        verdict: on the attempt, with evidence.
-        spec: of the job.
-        uid: of the job; the wait's jitter is a function of it and the attempt.
-        now: moment of the turn.
-    """
-    evidence, restart = verdict.evidence, spec.lifecycle.restart
-    assert evidence is not None, "a failure has evidence"
-    status = _with_evidence(status, evidence)
-    if verdict.outcome is Outcome.FAIL:
-        return Aftermath(status=status, reason=Quoted(evidence.reason), fatal=f"{evidence.reason}: {evidence.message}")
-    free = verdict.outcome is Outcome.RESTART_FREE
-    budget = RestartBudget(charged=status.charged_restarts, free=status.free_restarts)
-    taken = budget.take("restart-free" if free else "restart", restart)
-    if taken is None:
-        reason = Reason.DISRUPTION_LIMIT_EXCEEDED if free else Reason.BACKOFF_LIMIT_EXCEEDED
-        words = _spent(status, restart, evidence, free=free)
-        more = _more_memory(spec) if verdict.out_of_memory else ""
-        return Aftermath(status=status, reason=reason, fatal=words + more)
-    seed = f"{uid}/{status.attempt}"
-    wait = timedelta(seconds=backoff_s(restart, taken.free if free else taken.charged, seed))
-    reserve = status.memory_reserve_bytes
-    if verdict.out_of_memory and not reserve:
-        reserve = memory_reserve(spec, status)
-    numbers = {
-        "charged_restarts": taken.charged,
-        "free_restarts": taken.free,
-        "memory_reserve_bytes": reserve,
-        "restart_not_before": timestamp(now + wait),
-    }
-    following = with_next_attempt(status, evidence.reason)
-    return Aftermath(status=following.model_copy(update=numbers), reason=Quoted(evidence.reason))
-
-
-def memory_reserve(spec: DLRMJobSpec, status: DLRMJobStatus) -> int:
-    """Bytes that each pod keeps free besides, after one ran out of memory; a quarter of what it was to need."""
-    held = status.plan.bytes_per_tier if status.plan else {}
-    tables, device = held.get("ddr", 0), _device(held)
-    sized = spec.with_replicas(status.plan.nodes) if status.plan else spec
-    needed = working_set_bytes(sized, device) + spec.trainer.processes_per_replica * tables
-    return -(-max(LEAST_RESERVE, round(RESERVE_SHARE * needed)) // MIB) * MIB
-
-
-def _device(bytes_per_tier: Mapping[str, int]) -> Device:
-    """Where the ranks of a plan computed, of which its bytes are known."""
-    return "cuda" if "hbm" in bytes_per_tier else "cpu"
-
-
-def _with_evidence(status: DLRMJobStatus, evidence: FailureEvidence) -> DLRMJobStatus:
-    """The newest failure whole, a few before it shortened."""
-    earlier = status.earlier_failures
-    if (last := status.last_failure) is not None:
-        brief = last.model_copy(update={"message": shorten(last.message, EARLIER_MESSAGE_LENGTH)})
-        earlier = (brief, *earlier)[:EARLIER_FAILURES]
-    return status.model_copy(update={"last_failure": evidence, "earlier_failures": earlier})
-
-
-def _spent(status: DLRMJobStatus, restart: RestartSpec, evidence: FailureEvidence, *, free: bool) -> str:
-    step = status.last_snapshot.step if status.last_snapshot else 0
-    what = "restarts after disruptions" if free else "restarts"
-    field, most = ("maxFreeRestarts", restart.max_free_restarts) if free else ("maxRestarts", restart.max_restarts)
-    since = f"no progress since step {step}: " if restart.progress_resets else ""
-    return (
-        f"{since}{most} of {most} {what} were used (spec.lifecycle.restart.{field}); "
-        f"the last failure was {evidence.reason}: {evidence.message}"
+def _evidence(pod: PodSeen, reason: ReasonText, message: str, now: datetime) -> FailureEvidence:
+    return FailureEvidence(
+        attempt=pod.attempt,
+        pod=pod.name,
+        node=pod.node,
+        exit_code=pod.trainer.exit_code if pod.trainer else None,
+        reason=_camel_case(reason),
+        message=shorten(message, MAX_MESSAGE_LENGTH),
+        time=timestamp(now),
     )
 
 
-def _more_memory(spec: DLRMJobSpec) -> str:
-    limit = spec.trainer.resources.limits.get("memory")
-    if limit is not None:
-        return f"; raise spec.trainer.resources.limits.memory ({limit}), or give tables less (trainer.tierBudgets.ddr)"
-    return "; give pods more (spec.trainer.resources.requests.memory, larger nodes) or tables less (tierBudgets.ddr)"
+def _podless_evidence(gang: Gang, name: str, reason: Reason, message: str, now: datetime) -> FailureEvidence:
+    return FailureEvidence(attempt=gang.attempt, pod=name, reason=reason, message=message, time=timestamp(now))
 
 
-MENDS_NOTHING: dict[str, bool | dict[str, bool | dict[str, bool]]] = {
-    "lifecycle": {"suspend": True, "ttl_after_finished": True, "keep_failed_pods": True},
-    "checkpoint": {"retention": True, "publish": {"keep_last": True}},
-}
-"""Fields that say what becomes of a job once it failed, or of what it stored: its next attempt would go as the last."""
+def _exit_reason(code: int, kubelet_reason: str) -> str:
+    """Return the name of an exit code, or the kubelet's own reason if that says more (``OOMKilled``)."""
+    if kubelet_reason not in ("", "Error", "Completed"):
+        return kubelet_reason
+    known = {int(each): each.name.title().replace("_", "") for each in ExitCode}
+    return known.get(code, f"Exit{code}")
 
 
-def succeeded(status: DLRMJobStatus, now: datetime) -> DLRMJobStatus:
-    """All was trained, and is safe."""
-    step = status.progress.step if status.progress else 0
-    words = f"training ended at step {step} and its snapshot is committed"
-    status = with_truth(status, ConditionType.RUNNING, "False", Reason.FINISHED, now=now)
-    status = with_truth(status, ConditionType.SUCCEEDED, "True", Reason.COMMITTED, words, now=now)
-    return _ended(status, Phase.SUCCEEDED, now)
+def _camel_case(text: str) -> str:
+    """Return a foreign reason as letters and digits alone; empty text becomes ``Unknown``."""
+    return _NOT_ALPHANUMERIC.sub("", text)[:MAX_REASON_LENGTH] or "Unknown"
 
 
-def failed(status: DLRMJobStatus, reason: Word, message: str, now: datetime) -> DLRMJobStatus:
-    """Nothing more is tried, unless the user changes the spec."""
-    status = with_truth(status, ConditionType.RUNNING, "False", reason, now=now)
-    status = with_truth(status, ConditionType.FAILED, "True", reason, message, now=now)
-    return _ended(status, Phase.FAILED, now)
+def pods_wait(pods: list[PodSeen]) -> tuple[Reason, str]:
+    """Return why pods that have a node do not start: the first container that is not merely being created."""
+    found = [_container_wait(pod, container) for pod in pods for container in pod.containers if container.waiting]
+    telling = [wait for wait in found if wait[0] is not Reason.TRAINERS_STARTING]
+    return next(iter(telling + found), (Reason.TRAINERS_STARTING, "no container reports a reason"))
 
 
-def is_retried(job: JobSeen, status: DLRMJobStatus) -> bool:
-    """Whether the user has changed since what may mend a failed job, or has suspended it, and now wants it to go on."""
-    if status.phase is not Phase.FAILED or job.generation <= status.observed_generation or _at_rest(job):
-        return False
-    return status.failed_spec is None or status.failed_spec != _digest(job.spec)
-
-
-def remembering(status: DLRMJobStatus, spec: DLRMJob | InvalidSpecError) -> DLRMJobStatus:
-    """The status of a turn's end; one that fails keeps what it failed with."""
-    failed_spec = _digest(spec) if status.phase is Phase.FAILED else None
-    return status.model_copy(update={"failed_spec": failed_spec})
-
-
-def _at_rest(job: JobSeen) -> bool:
-    return isinstance(job.spec, DLRMJob) and job.spec.spec.lifecycle.suspend
-
-
-def _digest(spec: DLRMJob | InvalidSpecError) -> str | None:
-    """None of a spec that can't be read: any change of it is one that matters."""
-    if isinstance(spec, InvalidSpecError):
-        return None
-    text = spec.spec.model_dump_json(exclude=MENDS_NOTHING, exclude_defaults=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def retried(status: DLRMJobStatus, generation: int, now: datetime) -> DLRMJobStatus:
-    """A failed job starts again: with the next attempt, whole budgets and a fresh deadline; its history is kept."""
-    anew = {
-        "observed_generation": generation,
-        "charged_restarts": 0,
-        "free_restarts": 0,
-        "memory_reserve_bytes": 0,
-        "start_time": None,
-        "completion_time": None,
-        "suspended_seconds": 0,
-    }
-    status = with_next_attempt(status, Reason.SPEC_CHANGED).model_copy(update=anew)
-    words = f"the spec was changed: attempt {status.attempt} follows"
-    status = with_truth(status, ConditionType.FAILED, "False", Reason.SPEC_CHANGED, words, now=now)
-    return in_phase(status, Phase.RESTARTING)
-
-
-def _ended(status: DLRMJobStatus, phase: Phase, now: datetime) -> DLRMJobStatus:
-    """Nothing more is asked of the job, whatever was; pods that are still there end, and no later write counts them."""
-    for kind in (ConditionType.SUSPENDED, ConditionType.RESIZED):
-        said = find_condition(status.conditions, kind)
-        if said is not None and said.status == "False":
-            status = with_truth(status, kind, "False", Reason.FINISHED, now=now)
-    over = {"completion_time": timestamp(now), "halt": None, "pending_since": None, "replicas": 0}
-    return in_phase(status.model_copy(update=over), phase)
-
-
-FORCE_AFTER = timedelta(seconds=60)
-"""A pod that is still there so long after its kubelet should have ended it is deleted without asking it again."""
-
-
-LOST_AFTER = timedelta(seconds=60)
-"""So is one whose node has been silent for so long: there is nobody to ask, and grace periods may be long."""
-
-
-def force_due(pod: PodSeen) -> datetime | None:
-    """When a pod that is being deleted may be forced; None where that is not known."""
-    if pod.delete_by is None:
-        return None
-    overdue = pod.delete_by + FORCE_AFTER
-    return overdue if pod.lost_since is None else min(overdue, pod.lost_since + LOST_AFTER)
+def scheduler_message(pod: PodSeen) -> str:
+    """Return what its scheduler reports about a pod without a node; one that does not run reports nothing."""
+    return pod.unschedulable or f"no message from {pod.scheduler or 'the scheduler'} yet"
 
 
 def waits_for_kueue(pod: PodSeen) -> bool:
-    """Whether Kueue has taken the pod over, and has not let it go yet."""
+    """Return whether Kueue manages the pod and has not admitted it yet."""
     return KUEUE_GATE in pod.gates and KUEUE_FINALIZER in pod.finalizers
 
 
-def gate_words(pod: PodSeen, queue_words: str) -> str:
-    """Why scheduling gates hold a pod; empty where none does. ``queue_words`` are Kueue's own, where it has spoken."""
-    if KUEUE_GATE in pod.gates:
-        group = names.pod_group(pod.key.name, pod.attempt)
-        if waits_for_kueue(pod):
-            why = queue_words or f"kubectl describe workload {group} says why"
-            return f"Kueue has not admitted the group {group} yet: {why}"
-        return (
-            f"Kueue has not taken over the pods of group {group}: enable its pod integration for this namespace "
-            "(integrations.frameworks: pod), or set gang: none"
-        )
-    return f"scheduling gates hold them back: {', '.join(pod.gates)}" if pod.gates else ""
+def gate_message(pod: PodSeen, queue_message: str) -> str:
+    """Return why scheduling gates hold a pod, in Kueue's own words if it has any; empty if none does."""
+    if KUEUE_GATE not in pod.gates:
+        return f"scheduling gates: {', '.join(pod.gates)}" if pod.gates else ""
+    group = names.pod_group(pod.key.name, pod.attempt)
+    if waits_for_kueue(pod):
+        return f"Kueue has not admitted group {group} yet: {queue_message or f'see kubectl describe workload {group}'}"
+    return (
+        f"Kueue does not manage the pods of group {group}: enable its pod integration for this namespace "
+        "(integrations.frameworks: pod), or set gang: none"
+    )
+
+
+def _pod_wait(pod: PodSeen, queue_message: str) -> tuple[Reason, str]:
+    if pod.node:
+        return pods_wait([pod])
+    if held := gate_message(pod, queue_message):
+        return Reason.QUOTA_PENDING, held
+    return Reason.UNSCHEDULABLE, f"pod is unschedulable: {scheduler_message(pod)}"
+
+
+def _container_wait(pod: PodSeen, container: ContainerSeen) -> tuple[Reason, str]:
+    """Return why the kubelet has not started a container, and how to fix it."""
+    reason, fix = Reason.TRAINERS_STARTING, ""
+    field = IMAGE_FIELDS.get(container.name, "spec.trainer.podTemplate")
+    match container.waiting_reason:
+        case known if known in NEVER_STARTS:
+            reason, fix = Reason.IMAGE_PULL_ERROR, f" (fix {field})"
+        case known if known in PULL_ERRORS:
+            fix = f" (check {field}, imagePullPolicy and the pull secrets; the kubelet keeps trying)"
+            reason = Reason.IMAGE_PULL_ERROR
+        case "CreateContainerConfigError":
+            fix = f" (create the missing object in namespace {pod.key.namespace}; the kubelet keeps trying)"
+            reason = Reason.CONTAINER_CONFIG_ERROR
+        case "ContainerCreating" | "PodInitializing":
+            fix = f" (if it lasts, a volume or a Secret may be missing: kubectl describe pod {pod.name})"
+    return reason, f"{pod.name}/{container.name}: {container.waiting}{fix}"

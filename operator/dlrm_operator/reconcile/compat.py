@@ -1,20 +1,59 @@
-"""Report specs that this version of the operator cannot read in full."""
+"""Specs that this version of the operator cannot read, or not in full.
+
+The API server accepted such a spec, so its CustomResourceDefinition is probably newer than the operator. A gang that
+exists was created from a spec that was understood: it runs to its own end. No attempt starts from such a spec, because
+an ignored field could make it train something else than was asked for.
+"""
 
 from __future__ import annotations
 
 from datetime import datetime
 
-from dlrm_api.status import ConditionType, DLRMJobStatus
-from dlrm_operator.reconcile.findings import Quoted, find_condition, with_truth
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.status import Condition, ConditionType, Phase
+from dlrm_operator.reconcile.findings import Finding, ForeignReason, Reason, RuleResult, unknown_fields_message
+from dlrm_operator.reconcile.state import Gang, JobSeen
 
-GOES_ON = "the gang that is there goes on meanwhile"
+CONTINUES = "the current attempt continues"
 
 
-def beside_running(status: DLRMJobStatus, words: str, now: datetime) -> DLRMJobStatus:
-    """The status of a job that has a gang, with what stands in the way of the next one told beside Running."""
-    kind = ConditionType.RUNNING
-    said = find_condition(status.conditions, kind)
-    if said is None or not words or words in said.message:
-        return status
-    message = "; ".join(part for part in (said.message, words, GOES_ON) if part)
-    return with_truth(status, kind, said.status, Quoted(said.reason), message, now=now)
+def invalid_spec_rule(problem: InvalidSpecError, running: Condition | None, settle_at: datetime | None) -> RuleResult:
+    """Report an invalid spec next to what is known of the gang, which has not ended.
+
+    Args:
+        problem: What is wrong with the spec.
+        running: The gang's condition Running; None if not all of its pods exist.
+        settle_at: When the gang must be judged again.
+    """
+    message = f"{problem}; fix it, or upgrade the operator if it is older than the CustomResourceDefinition"
+    finding = Finding(condition=ConditionType.RUNNING, status="False", reason=Reason.INVALID_SPEC, message=message)
+    return RuleResult(findings=(_appended(running, message) if running else finding,), wake_at=settle_at)
+
+
+def failed_gang_rule(problem: InvalidSpecError, gang: Gang, ending: str) -> RuleResult:
+    """Report a failed gang whose restart policy cannot be read; the phase is one in which the spec may change."""
+    message = (
+        f"attempt {gang.attempt} ended ({ending}), and the spec that says what follows is invalid: {problem}; fix it"
+    )
+    finding = Finding(
+        condition=ConditionType.RUNNING,
+        status="False",
+        reason=Reason.INVALID_SPEC,
+        message=message,
+        phase=Phase.PENDING,
+    )
+    return RuleResult(findings=(finding,))
+
+
+def unknown_fields_rule(job: JobSeen, gang: Gang, running: Condition | None) -> RuleResult:
+    """Report unknown fields next to what is known of an existing gang."""
+    message = unknown_fields_message(job.unknown_fields)
+    if not message or not gang.pods or running is None or message in running.message:
+        return RuleResult()
+    return RuleResult(findings=(_appended(running, message),))
+
+
+def _appended(running: Condition, message: str) -> Finding:
+    text = "; ".join(part for part in (running.message, message, CONTINUES) if part)
+    reason = ForeignReason(running.reason)
+    return Finding(condition=ConditionType.RUNNING, status=running.status, reason=reason, message=text)

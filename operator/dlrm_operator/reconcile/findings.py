@@ -1,286 +1,31 @@
-"""Build the status of a job: conditions, phases, the Events of a change, and when it is written."""
+"""Findings of rules, and the status that they fold into: conditions, phase, Events of a change, when to write."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from dlrm_api.errors import visible
 from dlrm_api.job import DLRMJob
-from dlrm_api.status import Condition, ConditionType, DLRMJobStatus, Phase, StragglerStatus
-from dlrm_operator.reconcile.state import EmitEvent, JobSeen
+from dlrm_api.status import Condition, ConditionType, DLRMJobStatus, Phase
+from dlrm_operator.reconcile.state import Action, EmitEvent, JobSeen, UpdateStatus
 
-Truth = Literal["True", "False", "Unknown"]
-MESSAGE_LENGTH = 4_096
-REASON_LENGTH = 128
-MOST_NAMED = 3
-Conditions = tuple[Condition, ...]
-
-
-def timestamp(moment: datetime) -> str:
-    """A moment as Kubernetes writes it, in whole seconds of UTC."""
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def parse_timestamp(text: str) -> datetime:
-    """The moment that :func:`timestamp`, or the API server, wrote."""
-    return datetime.fromisoformat(text)
-
-
-def shorten(text: str, length: int) -> str:
-    """The text, made visible (pods say some of it), and cut in its middle where it is longer than ``length``."""
-    text = visible(text)
-    if len(text) <= length:
-        return text
-    mark = " [...] "
-    head = (length - len(mark)) // 2
-    return text[:head] + mark + text[len(text) - (length - len(mark) - head) :]
-
-
-def first_few(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
-
-
-def find_condition(conditions: Conditions, kind: ConditionType) -> Condition | None:
-    """The condition of that type, where there is one."""
-    return next((condition for condition in conditions if condition.type == kind), None)
-
-
-def with_condition(
-    conditions: Conditions,
-    kind: ConditionType,
-    truth: Truth,
-    reason: Word,
-    message: str = "",
-    *,
-    now: datetime,
-    generation: int,
-) -> Conditions:
-    """Set one condition; ``lastTransitionTime`` moves only with ``status``. A new one goes last."""
-    old = find_condition(conditions, kind)
-    why, message = reason[:REASON_LENGTH] or "Unknown", shorten(message, MESSAGE_LENGTH)
-    if old and (old.status, old.reason, old.message, old.observed_generation) == (truth, why, message, generation):
-        return conditions
-    new = Condition(
-        type=kind,
-        status=truth,
-        reason=why,
-        message=message,
-        last_transition_time=old.last_transition_time if old and old.status == truth else timestamp(now),
-        observed_generation=generation,
-    )
-    if old is None:
-        return (*conditions, new)
-    return tuple(new if condition.type == kind else condition for condition in conditions)
-
-
-def with_old_times(conditions: Conditions, before: Conditions) -> Conditions:
-    """The conditions with ``before``'s transition times where the status is the same after all."""
-    kept = []
-    for condition in conditions:
-        old = find_condition(before, condition.type)
-        if old is not None and old.status == condition.status:
-            condition = condition.model_copy(update={"last_transition_time": old.last_transition_time})
-        kept.append(condition)
-    return tuple(kept)
-
-
-class Reason(enum.StrEnum):
-    """Our own words."""
-
-    # the plan
-    UNKNOWN_FIELDS = "UnknownFields"
-    HARDWARE_PROFILE_UNAVAILABLE = "HardwareProfileUnavailable"
-    TRACE_UNAVAILABLE = "TraceUnavailable"
-    PLANNING = "Planning"
-    PLANNED = "Planned"
-    INFEASIBLE = "Infeasible"
-    PLANNER_FAILED = "PlannerFailed"
-    # the gang's pods
-    REQUEST_DENIED = "RequestDenied"
-    GANG_SCHEDULER_UNAVAILABLE = "GangSchedulerUnavailable"
-    QUOTA_PENDING = "QuotaPending"
-    UNSCHEDULABLE = "Unschedulable"
-    ALL_PODS_SCHEDULED = "AllPodsScheduled"
-    TRAINERS_STARTING = "TrainersStarting"
-    IMAGE_PULL_ERROR = "ImagePullError"
-    CONTAINER_CONFIG_ERROR = "ContainerConfigError"
-    RESTARTING = "Restarting"
-    PODS_TERMINATING = "PodsTerminating"
-    # training and its snapshots
-    PROGRESS_UNKNOWN = "ProgressUnknown"
-    RESTORING = "Restoring"
-    TRAINING = "Training"
-    COMMITTING = "Committing"
-    STORE_AVAILABLE = "StoreAvailable"
-    STORE_UNAVAILABLE = "StoreUnavailable"
-    CHECKPOINTER_CRASH_LOOP = "CheckpointerCrashLoop"
-    # a gang that is to end
-    CHECKPOINTING = "Checkpointing"
-    TERMINATING = "Terminating"
-    SUSPENDED = "Suspended"
-    RESUMED = "Resumed"
-    RESIZED = "Resized"
-    # how an attempt failed, beside others' words
-    POD_FAILED = "PodFailed"
-    POD_DELETED = "PodDeleted"
-    PLAN_DELETED = "PlanDeleted"
-    NODE_LOST = "NodeLost"
-    HANG_DETECTED = "HangDetected"
-    SNAPSHOT_NOT_COMMITTED = "SnapshotNotCommitted"
-    # how a job ends
-    COMMITTED = "Committed"
-    FINISHED = "Finished"
-    INVALID_SPEC = "InvalidSpec"
-    BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
-    DISRUPTION_LIMIT_EXCEEDED = "DisruptionLimitExceeded"
-    PENDING_DEADLINE_EXCEEDED = "PendingDeadlineExceeded"
-    DEADLINE_EXCEEDED = "DeadlineExceeded"
-    # how it starts again
-    SPEC_CHANGED = "SpecChanged"
-    # Events
-    SUSPENDING = "Suspending"
-    RESIZING = "Resizing"
-    RESIZE_REFUSED = "ResizeRefused"
-    ATTEMPT_FAILED = "AttemptFailed"
-    MEMORY_RESERVE_RAISED = "MemoryReserveRaised"
-    POD_FORCE_DELETED = "PodForceDeleted"
-    STRAGGLER_DETECTED = "StragglerDetected"
-    RUNNING = "Running"
-    SUCCEEDED = "Succeeded"
-    FAILED = "Failed"
-
-
-class Quoted(str):
-    """A word that somebody else chose."""
-
-    __slots__ = ()
-
-
-Word = Reason | Quoted
-
-
-FINISHED = frozenset({Phase.SUCCEEDED, Phase.FAILED})
-SPEEDS = frozenset({Phase.RUNNING, Phase.SUSPENDING, Phase.SUCCEEDED})
-"""Phases with a speed: that of now, or the last one of a job that ended well."""
-
-
-def rests(job: JobSeen) -> bool:
-    """Whether the job has finished, or is suspended and is to stay so: it has no gang, and gets none."""
-    status = job.known
-    if status is None:
-        return False
-    suspended = status.phase is Phase.SUSPENDED and isinstance(job.spec, DLRMJob) and job.spec.spec.lifecycle.suspend
-    return suspended or status.phase in FINISHED
-
-
-def with_truth(
-    status: DLRMJobStatus,
-    kind: ConditionType,
-    truth: Truth,
-    reason: Word,
-    message: str = "",
-    *,
-    now: datetime,
-) -> DLRMJobStatus:
-    """The status with one condition set, of the generation that the status observed."""
-    generation = status.observed_generation
-    conditions = with_condition(status.conditions, kind, truth, reason, message, now=now, generation=generation)
-    return status.model_copy(update={"conditions": conditions})
-
-
-def in_phase(status: DLRMJobStatus, phase: Phase) -> DLRMJobStatus:
-    """The status in another phase; what does not train has no speed and no expected end."""
-    if status.progress is not None and phase not in SPEEDS:
-        still = status.progress.model_copy(update={"samples_per_second": None, "eta": None})
-        status = status.model_copy(update={"progress": still})
-    return status.model_copy(update={"phase": phase})
-
-
+MAX_MESSAGE_LENGTH = 4_096
+MAX_REASON_LENGTH = 128
 EVENT_LENGTH = 1_024
 """The API server refuses longer notes."""
+MAX_NAMES = 3
+PROGRESS_INTERVAL = timedelta(seconds=30)
+"""Figures and messages are written no more often, unless something else changes."""
+FINISHED = frozenset({Phase.SUCCEEDED, Phase.FAILED})
 SUSPENSION = frozenset({Phase.SUSPENDING, Phase.SUSPENDED})
-EventMaker = Callable[[Literal["Normal", "Warning"], Reason, str], EmitEvent]
-
-
-def transition_events(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> Iterator[EmitEvent]:
-    """The Events of one write of the status. No message holds a time: an Event said twice must be the same Event."""
-
-    def event(kind: Literal["Normal", "Warning"], reason: Reason, message: str) -> EmitEvent:
-        text = shorten(message, EVENT_LENGTH)
-        attempt = after.attempt
-        return EmitEvent(key=job.key, uid=job.uid, kind=kind, reason=reason, message=text, attempt=attempt)
-
-    failure = after.last_failure
-    if failure is not None and failure != before.last_failure:
-        where = f"attempt {failure.attempt}, pod {failure.pod or 'unknown'}"
-        yield event("Warning", Reason.ATTEMPT_FAILED, f"{where}: {failure.reason}: {failure.message}")
-    if after.restarts > before.restarts and after.phase not in SUSPENSION:
-        yield event("Normal", Reason.RESTARTING, f"attempt {after.attempt} follows")
-    if after.memory_reserve_bytes > before.memory_reserve_bytes:
-        more = f"{after.memory_reserve_bytes / 2**20:.0f} MiB"
-        words = f"a pod ran out of memory: from attempt {after.attempt} on each keeps {more} more, in a new plan"
-        yield event("Normal", Reason.MEMORY_RESERVE_RAISED, words)
-    if before.phase is Phase.FAILED:
-        yield event("Normal", Reason.SPEC_CHANGED, f"the spec was changed: attempt {before.attempt + 1} follows")
-    if before.phase in SUSPENSION and after.phase not in SUSPENSION | FINISHED:
-        yield event("Normal", Reason.RESUMED, f"attempt {after.attempt} goes on")
-    yield from _resize_events(before, after, event)
-    if (words := unknown_words(job.unknown_fields)) and _says(after, words) and not _says(before, words):
-        yield event("Warning", Reason.UNKNOWN_FIELDS, words)
-    if (slow := _straggler(after)) is not None and _rank(slow) != _rank(_straggler(before)):
-        yield event("Warning", Reason.STRAGGLER_DETECTED, straggler_words(slow))
-    if after.phase is not before.phase:
-        yield from _phase_events(after, event)
-
-
-def _resize_events(before: DLRMJobStatus, after: DLRMJobStatus, event: EventMaker) -> Iterator[EmitEvent]:
-    said, told = (find_condition(status.conditions, ConditionType.RESIZED) for status in (after, before))
-    if said is None or (told is not None and (told.reason, told.message) == (said.reason, said.message)):
-        return
-    if said.reason == Reason.INFEASIBLE:
-        yield event("Warning", Reason.RESIZE_REFUSED, said.message)
-    if said.reason == Reason.TERMINATING:
-        yield event("Normal", Reason.RESIZING, said.message)
-
-
-def _phase_events(after: DLRMJobStatus, event: EventMaker) -> Iterator[EmitEvent]:
-    if after.phase is Phase.RUNNING and after.restarts:  # of a first gang the conditions tell as much
-        yield event("Normal", Reason.RUNNING, f"attempt {after.attempt} trains")
-    if after.phase is Phase.SUSPENDING:
-        yield event("Normal", Reason.SUSPENDING, _words(after, ConditionType.SUSPENDED))
-    if after.phase is Phase.SUSPENDED:
-        yield event("Normal", Reason.SUSPENDED, _words(after, ConditionType.SUSPENDED))
-    if after.phase is Phase.SUCCEEDED:
-        yield event("Normal", Reason.SUCCEEDED, _words(after, ConditionType.SUCCEEDED))
-    if after.phase is Phase.FAILED:
-        yield event("Warning", Reason.FAILED, _words(after, ConditionType.FAILED))
-
-
-def _says(status: DLRMJobStatus, words: str) -> bool:
-    return any(words in condition.message for condition in status.conditions)
-
-
-def _straggler(status: DLRMJobStatus) -> StragglerStatus | None:
-    return status.progress.straggler if status.progress else None
-
-
-def _rank(slow: StragglerStatus | None) -> tuple[int, str] | None:
-    return (slow.rank, slow.pod) if slow else None
-
-
-def _words(status: DLRMJobStatus, kind: ConditionType) -> str:
-    condition = find_condition(status.conditions, kind)
-    return condition.message if condition else ""
-
-
+PHASES_WITH_THROUGHPUT = frozenset({Phase.RUNNING, Phase.SUSPENDING, Phase.SUCCEEDED})
 PASSING = frozenset({Phase.PENDING, Phase.PLANNING, Phase.SCHEDULING, Phase.RESTORING, Phase.RESTARTING})
 """Phases on the way to a gang that trains: a quick job passes several of them in a second."""
-TOLD = (
+REPORTED = (
     "phase",
     "conditions",
     "observed_generation",
@@ -290,37 +35,268 @@ TOLD = (
     "selector",
     "replicas",
 )
-"""Fields that tell the user what is seen. No decision rests on whether they were written."""
+"""Fields that show what was observed. No decision rests on whether they were written."""
 
 
-def worth_writing(before: DLRMJobStatus, after: DLRMJobStatus, now: datetime) -> bool:
-    """Whether to write: a transition, or figures and words that move all the time once they are due."""
+class Reason(enum.StrEnum):
+    """Reasons that the operator gives in conditions, failures and Events. ``docs/failures.md`` explains each.
+
+    Reasons of others (a trainer, the kubelet) are passed on as :class:`ForeignReason`; mypy refuses a bare string where
+    one of the two is expected.
+    """
+
+    # Planned
+    UNKNOWN_FIELDS = "UnknownFields"
+    HARDWARE_PROFILE_UNAVAILABLE = "HardwareProfileUnavailable"
+    TRACE_UNAVAILABLE = "TraceUnavailable"
+    PLANNING = "Planning"
+    PLANNED = "Planned"
+    INFEASIBLE = "Infeasible"
+    PLANNER_FAILED = "PlannerFailed"
+    # Scheduled
+    REQUEST_DENIED = "RequestDenied"
+    GANG_SCHEDULER_UNAVAILABLE = "GangSchedulerUnavailable"
+    QUOTA_PENDING = "QuotaPending"
+    UNSCHEDULABLE = "Unschedulable"
+    ALL_PODS_SCHEDULED = "AllPodsScheduled"
+    RESTARTING = "Restarting"
+    PODS_TERMINATING = "PodsTerminating"
+    # Running
+    TRAINERS_STARTING = "TrainersStarting"
+    IMAGE_PULL_ERROR = "ImagePullError"
+    CONTAINER_CONFIG_ERROR = "ContainerConfigError"
+    PROGRESS_UNKNOWN = "ProgressUnknown"
+    RESTORING = "Restoring"
+    TRAINING = "Training"
+    STRAGGLER_DETECTED = "StragglerDetected"
+    COMMITTING = "Committing"
+    # SnapshotHealthy
+    STORE_AVAILABLE = "StoreAvailable"
+    STORE_UNAVAILABLE = "StoreUnavailable"
+    CHECKPOINTER_CRASH_LOOP = "CheckpointerCrashLoop"
+    # Suspended, Resized
+    CHECKPOINTING = "Checkpointing"
+    TERMINATING = "Terminating"
+    SUSPENDED = "Suspended"
+    RESUMED = "Resumed"
+    RESIZED = "Resized"
+    # failures of an attempt
+    POD_FAILED = "PodFailed"
+    POD_DELETED = "PodDeleted"
+    PLAN_DELETED = "PlanDeleted"
+    NODE_LOST = "NodeLost"
+    HANG_DETECTED = "HangDetected"
+    SNAPSHOT_NOT_COMMITTED = "SnapshotNotCommitted"
+    # Succeeded, Failed
+    COMMITTED = "Committed"
+    FINISHED = "Finished"
+    INVALID_SPEC = "InvalidSpec"
+    BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
+    DISRUPTION_LIMIT_EXCEEDED = "DisruptionLimitExceeded"
+    PENDING_DEADLINE_EXCEEDED = "PendingDeadlineExceeded"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    SPEC_CHANGED = "SpecChanged"
+    # Events
+    SUSPENDING = "Suspending"
+    RESIZING = "Resizing"
+    RESIZE_REFUSED = "ResizeRefused"
+    ATTEMPT_FAILED = "AttemptFailed"
+    MEMORY_RESERVE_RAISED = "MemoryReserveRaised"
+    POD_FORCE_DELETED = "PodForceDeleted"
+    RUNNING = "Running"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+
+class ForeignReason(str):
+    """A reason that somebody else chose."""
+
+    __slots__ = ()
+
+
+ReasonText = Reason | ForeignReason
+Truth = Literal["True", "False", "Unknown"]
+EventKind = Literal["Normal", "Warning"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Hold what a rule concludes about one condition."""
+
+    condition: ConditionType
+    status: Truth
+    reason: ReasonText
+    message: str = ""
+    phase: Phase | None = None
+    """Phase that this finding puts the job in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleResult:
+    """Hold everything that a rule concludes."""
+
+    findings: tuple[Finding, ...] = ()
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the status other than phase and conditions."""
+    actions: tuple[Action, ...] = ()
+    wake_at: datetime | None = None
+    """When to reconcile again, even if nothing has changed."""
+    done: bool = False
+    """Whether no later rule runs."""
+    status_last: bool = False
+    """Whether the status describes the effect of the actions, so that it is written after them."""
+
+
+def fold(status: DLRMJobStatus, results: Sequence[RuleResult], now: datetime) -> DLRMJobStatus:
+    """Return the status that follows from the results of rules. Nothing else builds a status.
+
+    The last finding of a condition wins, and so does the last phase. A transition time moves only with its condition's
+    status. A job in a phase without training has neither throughput nor an expected end.
+    """
+    changed = status.model_copy(update={name: value for result in results for name, value in result.changes.items()})
+    findings = [finding for result in results for finding in result.findings]
+    phase = next((finding.phase for finding in reversed(findings) if finding.phase), status.phase)
+    known = {condition.type: condition for condition in status.conditions}
+    latest = {finding.condition: finding for finding in findings}
+    for kind, finding in latest.items():
+        known[kind] = _condition(finding, known.get(kind), changed.observed_generation, now)
+    progress = changed.progress
+    if progress is not None and phase not in PHASES_WITH_THROUGHPUT:
+        progress = progress.model_copy(update={"samples_per_second": None, "eta": None})
+    return changed.model_copy(update={"phase": phase, "conditions": tuple(known.values()), "progress": progress})
+
+
+def _condition(finding: Finding, old: Condition | None, generation: int, now: datetime) -> Condition:
+    unmoved = old is not None and old.status == finding.status
+    new = Condition(
+        type=finding.condition,
+        status=finding.status,
+        reason=finding.reason[:MAX_REASON_LENGTH] or "Unknown",
+        message=shorten(finding.message, MAX_MESSAGE_LENGTH),
+        last_transition_time=old.last_transition_time if old is not None and unmoved else timestamp(now),
+        observed_generation=generation,
+    )
+    return old if old == new else new
+
+
+def find_condition(conditions: Sequence[Condition], kind: ConditionType) -> Condition | None:
+    """Return the condition of that type, if there is one."""
+    return next((condition for condition in conditions if condition.type == kind), None)
+
+
+def rests(job: JobSeen) -> bool:
+    """Return whether the job has finished, or is suspended and stays so: it has no gang and gets none."""
+    status = job.known
+    if status is None:
+        return False
+    suspended = status.phase is Phase.SUSPENDED and isinstance(job.spec, DLRMJob) and job.spec.spec.lifecycle.suspend
+    return suspended or status.phase in FINISHED
+
+
+def unknown_fields_message(fields: Sequence[str]) -> str:
+    """Say which fields of a spec this operator does not know; empty if there are none."""
+    if not fields:
+        return ""
+    noun = "unknown field" if len(fields) == 1 else "unknown fields"
+    return (
+        f"{noun} {first_few(fields)}: the CustomResourceDefinition is newer than the operator; no attempt starts until "
+        "the operator is upgraded or the spec no longer has them"
+    )
+
+
+def event(job: JobSeen, kind: EventKind, reason: Reason, message: str, attempt: int) -> EmitEvent:
+    """Return an Event of the job. The message must hold no time: a repeated Event must be the same Event."""
+    text = shorten(message, EVENT_LENGTH)
+    return EmitEvent(key=job.key, uid=job.uid, kind=kind, reason=reason, message=text, attempt=attempt)
+
+
+def events(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> Iterator[EmitEvent]:
+    """Yield an Event for each thing that happened between two statuses."""
+    for kind, reason, message in _changes(job, before, after):
+        yield event(job, kind, reason, message, after.attempt)
+
+
+def _changes(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> Iterator[tuple[EventKind, Reason, str]]:
+    failure = after.last_failure
+    if failure is not None and failure != before.last_failure:
+        where = f"attempt {failure.attempt}, pod {failure.pod or 'unknown'}"
+        yield "Warning", Reason.ATTEMPT_FAILED, f"{where}: {failure.reason}: {failure.message}"
+    if after.restarts > before.restarts and after.phase not in SUSPENSION:
+        yield "Normal", Reason.RESTARTING, f"attempt {after.attempt} follows"
+    if after.memory_reserve_bytes > before.memory_reserve_bytes:
+        more = f"{after.memory_reserve_bytes / 2**20:.0f} MiB"
+        message = (
+            f"a pod ran out of memory: attempt {after.attempt} gets a new plan that leaves {more} free on each pod"
+        )
+        yield "Normal", Reason.MEMORY_RESERVE_RAISED, message
+    if before.phase is Phase.FAILED:
+        yield "Normal", Reason.SPEC_CHANGED, f"spec changed: attempt {before.attempt + 1} follows"
+    if before.phase in SUSPENSION and after.phase not in SUSPENSION | FINISHED:
+        yield "Normal", Reason.RESUMED, f"attempt {after.attempt} continues from the newest snapshot"
+    resized = _message(after, ConditionType.RESIZED, Reason.INFEASIBLE)
+    if resized != _message(before, ConditionType.RESIZED, Reason.INFEASIBLE) and resized:
+        yield "Warning", Reason.RESIZE_REFUSED, resized
+    resizing = _message(after, ConditionType.RESIZED, Reason.TERMINATING)
+    if resizing != _message(before, ConditionType.RESIZED, Reason.TERMINATING) and resizing:
+        yield "Normal", Reason.RESIZING, resizing
+    unknown = unknown_fields_message(job.unknown_fields)
+    if unknown and _mentions(after, unknown) and not _mentions(before, unknown):
+        yield "Warning", Reason.UNKNOWN_FIELDS, unknown
+    straggler = _message(after, ConditionType.RUNNING, Reason.STRAGGLER_DETECTED)
+    if straggler and _straggler(after) != _straggler(before):
+        yield "Warning", Reason.STRAGGLER_DETECTED, straggler
+    if after.phase is before.phase:
+        return
+    # The conditions say as much about a first attempt.
+    if after.phase is Phase.RUNNING and after.restarts:
+        yield "Normal", Reason.RUNNING, f"attempt {after.attempt} is training"
+    if after.phase is Phase.SUSPENDING:
+        yield "Normal", Reason.SUSPENDING, _message(after, ConditionType.SUSPENDED)
+    if after.phase is Phase.SUSPENDED:
+        yield "Normal", Reason.SUSPENDED, _message(after, ConditionType.SUSPENDED)
+    if after.phase is Phase.SUCCEEDED:
+        yield "Normal", Reason.SUCCEEDED, _message(after, ConditionType.SUCCEEDED)
+    if after.phase is Phase.FAILED:
+        yield "Warning", Reason.FAILED, _message(after, ConditionType.FAILED)
+
+
+def _message(status: DLRMJobStatus, kind: ConditionType, reason: Reason | None = None) -> str:
+    condition = find_condition(status.conditions, kind)
+    return condition.message if condition and (reason is None or condition.reason == reason) else ""
+
+
+def _mentions(status: DLRMJobStatus, text: str) -> bool:
+    return any(text in condition.message for condition in status.conditions)
+
+
+def _straggler(status: DLRMJobStatus) -> tuple[int, str] | None:
+    slow = status.progress.straggler if status.progress else None
+    return (slow.rank, slow.pod) if slow else None
+
+
+def status_update(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus, now: datetime) -> UpdateStatus | None:
+    """Return the write of a status; None if it only moves figures or messages that were written a moment ago."""
+    if job.status is not None and not _is_due(job.status, after, now):
+        return None
+    return UpdateStatus(
+        key=job.key,
+        uid=job.uid,
+        resource_version=job.resource_version,
+        status=after,
+        seen=job.status,
+        decisive=_is_decisive(before, after),
+        passing=before.phase in PASSING and after.phase in PASSING and not _is_decisive(before, after),
+        repeatable=_is_repeatable(before, after),
+    )
+
+
+def _is_due(before: DLRMJobStatus, after: DLRMJobStatus, now: datetime) -> bool:
     if after == before:
         return False
-    return _outline(after) != _outline(before) or progress_due(before, now)
-
-
-def is_decisive(before: DLRMJobStatus, after: DLRMJobStatus) -> bool:
-    """Whether later decisions rest on this write: an attempt's number, a charge, a gang that is whole, an end.
-
-    A field that is not known here to be merely told counts as decisive.
-    """
-    told = {name: getattr(after, name) for name in TOLD}
-    told["attempt"] = max(before.attempt, 1)  # the first attempt need not be written to be known
-    return before.model_copy(update=told) != after or after.phase not in PASSING | {Phase.RUNNING}
-
-
-def is_passing(before: DLRMJobStatus, after: DLRMJobStatus) -> bool:
-    """Whether the write may wait a moment, since the next one is likely to be close behind."""
-    return before.phase in PASSING and after.phase in PASSING and not is_decisive(before, after)
-
-
-def is_repeatable(before: DLRMJobStatus, after: DLRMJobStatus) -> bool:
-    """Whether the write says no more than that a first gang was made: its plan and its pods say so too."""
-    told = {name: getattr(after, name) for name in (*TOLD, "attempt", "plan", "gang_attempt", "pending_since")}
-    made = before.gang_attempt == 0 and after.gang_attempt == after.attempt == 1
-    on_its_way = before.phase in PASSING and after.phase is Phase.SCHEDULING
-    return made and on_its_way and before.model_copy(update=told) == after
+    written = before.progress.time if before.progress else None
+    # abs(): a clock that was set back must not hold up the write.
+    due = written is None or abs(now - parse_timestamp(written)) >= PROGRESS_INTERVAL
+    return due or _outline(after) != _outline(before)
 
 
 def _outline(status: DLRMJobStatus) -> DLRMJobStatus:
@@ -328,36 +304,51 @@ def _outline(status: DLRMJobStatus) -> DLRMJobStatus:
     return status.model_copy(update={"progress": None, "last_snapshot": None, "conditions": conditions})
 
 
-RATIO = 1.5
-"""A rank lags whose own time of a step is so many times the median of the others'."""
+def _is_decisive(before: DLRMJobStatus, after: DLRMJobStatus) -> bool:
+    """Return whether later decisions rest on this write: an attempt's number, a charge, a complete gang, an end.
+
+    A field that is not listed in ``REPORTED`` counts as decisive.
+    """
+    reported = {name: getattr(after, name) for name in REPORTED}
+    # The first attempt need not be written to be known.
+    reported["attempt"] = max(before.attempt, 1)
+    return before.model_copy(update=reported) != after or after.phase not in PASSING | {Phase.RUNNING}
 
 
-def straggler_words(found: StragglerStatus) -> str:
-    """Who it is; without figures, which change all the time."""
-    return (
-        f"rank {found.rank} in pod {found.pod} on node {found.node} has kept the others waiting for long: its own part "
-        f"of a step takes over {RATIO:g} times theirs (status.progress.straggler); look at that node, or at the plan"
-    )
+def _is_repeatable(before: DLRMJobStatus, after: DLRMJobStatus) -> bool:
+    """Return whether the write only says that a first gang was created: its plan and its pods say so too."""
+    fields = (*REPORTED, "attempt", "plan", "gang_attempt", "pending_since")
+    created = before.gang_attempt == 0 and after.gang_attempt == after.attempt == 1
+    scheduling = before.phase in PASSING and after.phase is Phase.SCHEDULING
+    return created and scheduling and before.model_copy(update={name: getattr(after, name) for name in fields}) == after
 
 
-REPORT_EVERY = timedelta(seconds=30)
-"""A job's progress is written no more often, unless something else changes."""
+def timestamp(moment: datetime) -> str:
+    """Return a moment as Kubernetes writes it, in whole seconds of UTC."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def progress_due(status: DLRMJobStatus, now: datetime) -> bool:
-    """Whether the written progress is old enough to be replaced."""
-    if status.progress is None or status.progress.time is None:
-        return True
-    written = parse_timestamp(status.progress.time)
-    return abs(now - written) >= REPORT_EVERY  # a clock that was set back must not hold it up
+def parse_timestamp(text: str) -> datetime:
+    """Return the moment that :func:`timestamp`, or the API server, wrote."""
+    return datetime.fromisoformat(text)
 
 
-def unknown_words(fields: Sequence[str]) -> str:
-    """Which fields, why, and the mend; empty where there is none."""
-    if not fields:
-        return ""
-    noun = "a field" if len(fields) == 1 else "fields"
-    return (
-        f"{first_few(fields)}: {noun} that this operator does not know, for it is older than the "
-        "CustomResourceDefinition; no gang is begun before it is upgraded, or the spec is without"
-    )
+def earliest(*times: datetime | None) -> datetime | None:
+    """Return the first of the given moments."""
+    return min((time for time in times if time is not None), default=None)
+
+
+def shorten(text: str, length: int) -> str:
+    """Return the text printable (pods wrote some of it), without its middle if it is longer than ``length``."""
+    text = visible(text)
+    if len(text) <= length:
+        return text
+    mark = " [...] "
+    head = (length - len(mark)) // 2
+    return text[:head] + mark + text[len(text) - (length - len(mark) - head) :]
+
+
+def first_few(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more

@@ -1,49 +1,50 @@
-"""Bring the trainer pods of an attempt about, and delete those that must go."""
+"""The trainer pods of an attempt: planned, created, watched, and deleted if they are in the way of the next ones."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from dlrm_api import names
 from dlrm_api.crd import frozen_part
 from dlrm_api.errors import InvalidSpecError
 from dlrm_api.job import DLRMJob, parse_job
-from dlrm_api.lifecycle import LifecycleSpec
 from dlrm_api.plan import Plan
-from dlrm_api.progress import CheckpointerProgress
-from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
+from dlrm_api.status import ConditionType, Phase, PlanStatus
 from dlrm_operator.manifests import Manifest
 from dlrm_operator.manifests.objects import JOB_FILE, Owner, gang_service, job_document, plan_config_maps
 from dlrm_operator.manifests.pods import Attempt, trainer_pods
 from dlrm_operator.manifests.scheduling import KUEUE_FINALIZER, pod_groups
 from dlrm_operator.reconcile.attempts import (
-    FORCE_AFTER,
-    LOST_AFTER,
-    NO_CONTAINER_WAITS,
-    SCHEDULER_SILENT,
-    end_awaited_until,
+    NODE_LOST_AFTER,
+    fail,
     force_due,
-    gate_words,
-    scheduler_words,
-    upload_awaited_until,
-    why_pods_wait,
-    with_next_attempt,
+    gate_message,
+    next_attempt,
+    pods_wait,
+    scheduler_message,
 )
 from dlrm_operator.reconcile.findings import (
-    EVENT_LENGTH,
+    Finding,
     Reason,
+    ReasonText,
+    RuleResult,
+    Truth,
+    earliest,
+    event,
     first_few,
-    in_phase,
-    shorten,
-    straggler_words,
     timestamp,
-    unknown_words,
-    with_truth,
+    unknown_fields_message,
 )
-from dlrm_operator.reconcile.health import TRAINING, plan_status
+from dlrm_operator.reconcile.health import (
+    FORCE_DELETE_AFTER,
+    STRAGGLER_RATIO,
+    TRAINING,
+    end_awaited_until,
+    upload_awaited_until,
+)
 from dlrm_operator.reconcile.state import (
     Action,
     Children,
@@ -54,233 +55,525 @@ from dlrm_operator.reconcile.state import (
     CreateService,
     DeleteObject,
     DeleteWorkload,
-    EmitEvent,
     Gang,
     Groups,
     GroupSeen,
     JobKey,
+    JobView,
     Observed,
     PlanQuestion,
     PodSeen,
     RequestPlan,
     WakeAt,
-    current_gang,
 )
 
+RETRY_INTERVAL = timedelta(seconds=5)
+RELEASE_AFTER = timedelta(seconds=60)
+"""If Kueue runs at all it releases a group within seconds of its last pod's end."""
 HUNG_GRACE_S = 30
 """A gang that hung makes no last cut, and had time enough to upload the one before."""
+KEPT_ATTEMPTS = 3
+"""With ``keepFailedPods`` the dead pods of this many earlier attempts are kept."""
+MAX_PLAN_REASONS = 3
 
 
-def deletions(observed: Observed, status: DLRMJobStatus, pods: Iterable[PodSeen], now: datetime) -> Iterator[Action]:
-    """Delete each pod once; one that ignores it for long is deleted by force, then.
+def gang_rule(view: JobView) -> RuleResult:
+    """Plan the attempt, create its objects and pods in one pass, then watch them. No pod of another attempt exists."""
+    gang, children = view.gang, view.observed.children
+    if gang.whole and gang.size is not None:
+        return replace(_watch(view, gang), actions=tuple(_service(view)))
+    if children is None:
+        return live_pass(view)
+    plan = plan_in_force(children, view.observed.pods, view.spec, view.status.attempt)
+    return _plan(view) if plan is None else _create(view, plan)
 
-    Pods that this job does not own are neither deleted nor forced; their end is only waited for: those of a deleted job
-    of the same name are the garbage collector's, and those of nobody are somebody's. Others' finalizers are never
-    touched: whoever set one has the last word on the object.
+
+def live_pass(view: JobView) -> RuleResult:
+    """Ask for a pass that observes live: only that one knows the job's children."""
+    return RuleResult(actions=(WakeAt(key=view.job.key, time=view.now, needs_live=True),))
+
+
+def plan_in_force(children: Children, pods: Iterable[PodSeen], job: DLRMJob, attempt: int) -> Plan | None:
+    """Return the attempt's stored plan; None if it is of another spec and no pod relies on it yet."""
+    plan = children.plan(attempt)
+    if plan is None or any(pod.attempt == attempt for pod in pods):
+        return plan
+    stored = {seen.text.get(JOB_FILE) for seen in children.config_maps if seen.attempt == attempt}
+    return plan if job_document(job, plan) in stored else None
+
+
+def plan_request(view: JobView) -> RequestPlan:
+    """Return the request for a plan of the current spec."""
+    question = PlanQuestion(
+        uid=view.job.uid,
+        generation=view.job.generation,
+        profile_version=view.observed.profile_version,
+        reserve=view.status.memory_reserve_bytes,
+        job=view.spec,
+        profile=view.observed.profile,
+        traces=view.observed.traces,
+    )
+    return RequestPlan(key=view.job.key, question=question)
+
+
+def _plan(view: JobView) -> RuleResult:
+    """Get a plan, and store it before anything relies on it."""
+    observed = view.observed
+    planning = observed.planning
+    obstacle = _obstacle(observed)
+    if obstacle is None and planning is None and observed.trace_problem:
+        obstacle = Reason.TRACE_UNAVAILABLE, observed.trace_problem
+    if obstacle is not None:
+        return RuleResult(findings=(_planned("False", *obstacle, phase=Phase.PENDING),))
+    phase = Phase.RESTARTING if view.status.restarts else Phase.PLANNING
+    if planning is None:
+        return RuleResult(findings=(_planned("False", Reason.PLANNING, phase=phase),), actions=(plan_request(view),))
+    if planning.plan is None:
+        reason = Reason.INFEASIBLE if planning.final else Reason.PLANNER_FAILED
+        finding = _planned("False", reason, planning.problem, phase=phase)
+        if not planning.final:
+            return RuleResult(findings=(finding,))
+        failed = fail(view, reason, planning.problem)
+        return replace(failed, findings=(finding, *failed.findings))
+    try:
+        maps = plan_config_maps(view.spec, view.status.attempt, planning.plan, planning.parts, _owner(view))
+    except InvalidSpecError as error:
+        return fail(view, Reason.INVALID_SPEC, str(error))
+    return _create(view, planning.plan, maps)
+
+
+def _create(view: JobView, plan: Plan, maps: list[Manifest] | None = None) -> RuleResult:
+    """Create what is missing: ``maps`` if the plan is not stored yet, then Service, group and pods.
+
+    The status that calls the gang complete is written last: from then on a pod that is missing was deleted, and is not
+    created again.
     """
-    key = observed.job.key
+    observed, attempt = view.observed, view.status.attempt
+    children = observed.children
+    assert children is not None, "gang_rule asked for it"
+    if view.gang.pods and _was_edited(children, view.spec, attempt):
+        return _replace_edited_gang(view)
+    gang = replace(view.gang, size=plan.nodes)
+    planned = RuleResult(
+        findings=(_planned("True", Reason.PLANNED, "; ".join(plan.reasons[:MAX_PLAN_REASONS])),),
+        changes={"plan": plan_status(plan)},
+    )
+    stored = tuple(_config_map_actions(view.job.key, children, attempt, maps)) if maps else ()
+    outdated = tuple(_delete_outdated(view, children))
+    if gang.complete or gang.whole:
+        watched = _watch(view, gang)
+        # The children of a complete gang are not looked up again.
+        return RuleResult(
+            findings=(*planned.findings, *watched.findings),
+            changes={**planned.changes, **watched.changes, "gang_attempt": attempt},
+            actions=(*stored, *outdated),
+            status_last=True,
+        )
+    if (obstacle := _obstacle(observed)) is not None:
+        return _with_finding(planned, _scheduled("False", *obstacle, phase=Phase.PENDING))
+    if not gang.pods and (problem := group_obstacle(view.spec, attempt, children.groups)):
+        finding = _scheduled("False", Reason.GANG_SCHEDULER_UNAVAILABLE, problem, phase=Phase.PENDING)
+        # Nothing watches the groups of others.
+        waits = replace(planned, actions=stored, wake_at=view.now + RETRY_INTERVAL)
+        return _with_finding(waits, finding)
+    try:
+        actions = tuple(_creations(view, plan, gang, stored, maps))
+    except InvalidSpecError as error:
+        failed = fail(view, Reason.INVALID_SPEC, str(error))
+        return replace(
+            failed,
+            findings=(*planned.findings, *failed.findings),
+            changes={**planned.changes, **failed.changes},
+        )
+    if observed.refusal:
+        finding = _scheduled("False", Reason.REQUEST_DENIED, observed.refusal, phase=Phase.SCHEDULING)
+        return _with_finding(replace(planned, actions=actions), finding)
+    count = f"{plan.nodes} of {plan.nodes}"
+    scheduled = _scheduled(
+        "False", Reason.UNSCHEDULABLE, f"{count} pods are unschedulable: no message from the scheduler yet"
+    )
+    running = _running(
+        "False",
+        Reason.TRAINERS_STARTING,
+        f"{count} trainers have not started: no container reports a reason",
+        phase=Phase.SCHEDULING,
+    )
+    return RuleResult(
+        findings=(*planned.findings, scheduled, running),
+        changes={**planned.changes, "gang_attempt": attempt, "replicas": plan.nodes},
+        actions=(*actions, *outdated),
+        status_last=True,
+    )
+
+
+def _creations(
+    view: JobView, plan: Plan, gang: Gang, stored: Iterable[Action], maps: list[Manifest] | None
+) -> Iterator[Action]:
+    """Yield the creation of the Service, then of the plan (``stored``), the group and the pods.
+
+    The Service stays as long as the job. Whoever creates it begins the first attempt, and nobody else does.
+    """
+    observed, owner = view.observed, _owner(view)
+    children = observed.children or Children()
+    yield from _service(view)
+    yield from stored
+    snapshot = view.status.last_snapshot
+    attempt = Attempt(
+        job=view.spec.with_replicas(plan.nodes),
+        number=gang.attempt,
+        plan=plan,
+        profile=observed.profile,
+        images=observed.images,
+        owner=owner,
+        limits=observed.limits,
+        memory_reserve_bytes=view.status.memory_reserve_bytes,
+        committed_snapshot=snapshot.uri if snapshot else "",
+        secret=not any(pod.secretless for pod in gang.pods.values()),
+    )
+    all_maps = maps or plan_config_maps(view.spec, gang.attempt, plan, children.parts(gang.attempt), owner)
+    pods = trainer_pods(attempt, all_maps)
+    existing = {group.name for group in children.groups.seen if group.owner_uid == owner.uid}
+    for group in pod_groups(view.spec, gang.attempt, pods, owner):
+        if group["metadata"]["name"] not in existing:
+            yield CreatePodGroup(manifest=group)
+    for index in gang.missing():
+        yield CreatePod(manifest=pods[index], owner_uid=view.job.uid, attempt=gang.attempt)
+
+
+def _service(view: JobView) -> Iterator[Action]:
+    """Yield the creation of a missing Service: ranks that have not met yet find each other through it."""
+    children, service = view.observed.children, gang_service(view.spec, _owner(view))
+    if children is not None and service["metadata"]["name"] not in children.services:
+        yield CreateService(manifest=service)
+
+
+def _config_map_actions(key: JobKey, children: Children, attempt: int, wanted: list[Manifest]) -> Iterator[Action]:
+    """Store the plan; an immutable ConfigMap that a crash left of another plan is deleted first."""
+    missing = {manifest["metadata"]["name"]: manifest for manifest in wanted}
+    for seen in children.config_maps:
+        if seen.attempt != attempt:
+            continue
+        if _is_equal(seen, missing.get(seen.name)):
+            del missing[seen.name]
+        else:
+            yield DeleteObject(kind="ConfigMap", key=key, name=seen.name, uid=seen.uid)
+    for manifest in missing.values():
+        yield CreateConfigMap(manifest=manifest)
+
+
+def _is_equal(seen: ConfigMapSeen, wanted: Manifest | None) -> bool:
+    """Compare by part names, which hold the plan's digest."""
+    if wanted is None:
+        return False
+    return set(seen.parts) == set(wanted.get("binaryData", {})) and dict(seen.text) == wanted.get("data", {})
+
+
+def _delete_outdated(view: JobView, children: Children) -> Iterator[Action]:
+    """Yield the deletion of earlier attempts' plans and groups."""
+    key, attempt = view.job.key, view.status.attempt
+    for config_map in children.config_maps:
+        if config_map.attempt < attempt:
+            yield DeleteObject(kind="ConfigMap", key=key, name=config_map.name, uid=config_map.uid)
+    for group in children.groups.seen:
+        if group.owner_uid == view.job.uid and group.attempt < attempt:
+            yield _group_deletion(key, group)
+
+
+def _was_edited(children: Children, job: DLRMJob, attempt: int) -> bool:
+    """Return whether the attempt's pods were created from another spec.
+
+    The spec is frozen once a status says that a gang exists, which is written after the pods.
+    """
+    stored = [seen.text[JOB_FILE] for seen in children.config_maps if seen.attempt == attempt and JOB_FILE in seen.text]
+    try:
+        return any(frozen_part(parse_job(json.loads(text)).spec) != frozen_part(job.spec) for text in stored)
+    except (InvalidSpecError, ValueError):
+        # Another version of the operator wrote it, from a spec that it understood.
+        return False
+
+
+def _replace_edited_gang(view: JobView) -> RuleResult:
+    changes = next_attempt(view.status, Reason.SPEC_CHANGED)
+    message = f"spec changed while pods were created: attempt {changes['attempt']} follows"
+    finding = _running("False", Reason.SPEC_CHANGED, message, phase=Phase.RESTARTING)
+    return RuleResult(findings=(finding,), changes=changes, done=True)
+
+
+def _obstacle(observed: Observed) -> tuple[Reason, str] | None:
+    """Return what prevents any attempt from starting."""
+    if message := unknown_fields_message(observed.job.unknown_fields):
+        return Reason.UNKNOWN_FIELDS, message
+    if observed.profile_problem:
+        return Reason.HARDWARE_PROFILE_UNAVAILABLE, observed.profile_problem
+    return None
+
+
+def group_obstacle(job: DLRMJob, attempt: int, groups: Groups) -> str:
+    """Return why no pod of the attempt may be created now; none of them exists."""
+    if groups.problem:
+        return groups.problem
+    if job.spec.scheduling.gang != "kueue":
+        return ""
+    name = names.pod_group(job.metadata.name, attempt)
+    if groups.attempt != attempt:
+        return f"not checked yet whether Kueue has a Workload {name} already"
+    if any(group.name == name for group in groups.seen):
+        return (
+            f"Workload {name} belongs to an earlier job of this name, and Kueue would add the new pods to it: it goes "
+            f"with that job's last pod, or by kubectl delete workload {name}"
+        )
+    return ""
+
+
+def plan_status(plan: Plan) -> PlanStatus:
+    """Return the plan in brief."""
+    tiers = sorted({tier for rank in plan.ranks for tier in rank.bytes_per_tier})
+    return PlanStatus(
+        world_size=plan.world_size,
+        nodes=plan.nodes,
+        hardware=plan.hardware,
+        bytes_per_tier={tier: max(rank.bytes_per_tier.get(tier, 0) for rank in plan.ranks) for tier in tiers},
+        predicted_samples_per_second=plan.predicted.samples_per_second,
+        price_per_billion_samples=plan.predicted.price_per_billion_samples,
+    )
+
+
+def complete_gang_rule(view: JobView) -> RuleResult:
+    """Report how a complete gang is doing, without creating anything."""
+    gang = view.gang
+    return _watch(view, gang) if gang.whole and gang.size is not None else RuleResult()
+
+
+def _watch(view: JobView, gang: Gang) -> RuleResult:
+    running = _running_finding(view, gang)
+    findings = (_scheduled_finding(gang), *((running,) if running else ()))
+    started = gang.started and view.status.start_time is None
+    return RuleResult(findings=findings, changes={"start_time": timestamp(view.now)} if started else {})
+
+
+def _scheduled_finding(gang: Gang) -> Finding:
+    waiting = [pod for pod in gang.pods.values() if not pod.node]
+    if not waiting:
+        return _scheduled("True", Reason.ALL_PODS_SCHEDULED)
+    count = f"{len(waiting)} of {gang.size} pods"
+    if held := next((message for pod in waiting if (message := gate_message(pod, gang.queue_words))), ""):
+        return _scheduled("False", Reason.QUOTA_PENDING, f"{count} are not admitted: {held}")
+    telling = next((pod for pod in waiting if pod.unschedulable), waiting[0])
+    return _scheduled("False", Reason.UNSCHEDULABLE, f"{count} are unschedulable: {scheduler_message(telling)}")
+
+
+def _running_finding(view: JobView, gang: Gang) -> Finding | None:
+    if late := [pod for pod in gang.pods.values() if not pod.started]:
+        reason, why = pods_wait(late)
+        message = f"{len(late)} of {gang.size} trainers have not started: {why}"
+        return _running("False", reason, message, phase=Phase.SCHEDULING)
+    if gang.finished:
+        message = "training is complete, its last snapshot is being committed"
+        return _running("True", Reason.COMMITTING, message, phase=Phase.RUNNING)
+    if gang.trainer is None:
+        # An endpoint that does not answer is no failure: what was known of this gang stays.
+        if view.status.phase is Phase.RUNNING:
+            return None
+        message = "trainers are running, pod 0 has not reported progress yet"
+        return _running("False", Reason.PROGRESS_UNKNOWN, message, phase=Phase.RESTORING)
+    if gang.trainer.phase not in TRAINING:
+        message = "trainers are starting, or restoring the newest snapshot"
+        return _running("False", Reason.RESTORING, message, phase=Phase.RESTORING)
+    slow = view.status.progress.straggler if view.status.progress else None
+    if slow is None:
+        return _running("True", Reason.TRAINING, phase=Phase.RUNNING)
+    # No figures: the message must not change all the time.
+    message = (
+        f"rank {slow.rank} in pod {slow.pod} on node {slow.node} slows down the gang: its part of a step takes over "
+        f"{STRAGGLER_RATIO:g}x the median (status.progress.straggler); check that node, or the plan"
+    )
+    return _running("True", Reason.STRAGGLER_DETECTED, message, phase=Phase.RUNNING)
+
+
+def unlabelled_pods_rule(view: JobView) -> RuleResult:
+    """Delete pods whose labels somebody changed, before the attempt is judged: later passes would not find them."""
+    pods = [pod for pod in view.observed.pods if pod.astray]
+    if not pods:
+        return RuleResult()
+    noun = "pod" if len(pods) == 1 else "pods"
+    found = first_few([pod.name for pod in pods])
+    message = f"{noun} {found} lost the labels of their gang: they are deleted, and the next attempt follows"
+    emitted = event(view.job, "Warning", Reason.POD_DELETED, message, view.status.attempt)
+    deleted = delete_pods(view, pods)
+    refused = _refusal_message(view.observed, pods)
+    finding = _running("False", Reason.POD_DELETED, refused or message, phase=Phase.RESTARTING)
+    return RuleResult(
+        findings=(finding,),
+        actions=(emitted, *deleted.actions),
+        wake_at=earliest(deleted.wake_at, view.now + RETRY_INTERVAL),
+        done=True,
+    )
+
+
+def stale_pods_rule(view: JobView) -> RuleResult:
+    """Delete the pods that block the current attempt, and wait until they are gone.
+
+    With ``keepFailedPods`` a pod whose trainer ended gets time to end by itself.
+    """
+    stale = [pod for pod in view.observed.pods if _blocks(view, pod)]
+    if not stale:
+        return RuleResult()
+    doomed, wakes = [], []
+    for pod in stale:
+        kept = _may_be_kept(view, pod)
+        due = end_awaited_until(pod, timedelta(seconds=view.lifecycle.termination_grace_period)) if kept else None
+        if due is None or view.now >= due:
+            doomed.append(pod)
+        else:
+            wakes.append(due)
+    deleted = delete_pods(view, doomed)
+    finding = _termination_finding(view, stale)
+    return RuleResult(
+        findings=(finding,),
+        # The next pods are wanted once these are gone.
+        changes={"pending_since": None},
+        actions=deleted.actions,
+        wake_at=earliest(deleted.wake_at, *wakes),
+        done=True,
+    )
+
+
+def _termination_finding(view: JobView, stale: list[PodSeen]) -> Finding:
+    refused = _refusal_message(view.observed, stale)
+    if view.lifecycle.suspend:
+        return Finding(
+            condition=ConditionType.SUSPENDED,
+            status="False",
+            reason=Reason.REQUEST_DENIED if refused else Reason.TERMINATING,
+            message=refused or f"{len(stale)} pods are terminating; each may commit a last cut within its grace period",
+            phase=Phase.SUSPENDING,
+        )
+    phase = Phase.RESTARTING if view.status.restarts else Phase.PENDING
+    if refused:
+        return _scheduled("False", Reason.REQUEST_DENIED, refused, phase=phase)
+    found = [f"{pod.name}{_why_it_stays(pod, owned=pod.owner_uid == view.job.uid)}" for pod in stale]
+    noun = "pod" if len(found) == 1 else "pods"
+    message = f"{len(found)} {noun} must terminate before the next attempt starts: {first_few(found)}"
+    return _scheduled("False", Reason.PODS_TERMINATING, message, phase=phase)
+
+
+def _why_it_stays(pod: PodSeen, *, owned: bool) -> str:
+    where = f" on node {pod.node}" if pod.node else ""
+    if not pod.owner_uid and not pod.deleting:
+        return f"{where} (no job owns it: kubectl delete pod {pod.name})"
+    if not owned:
+        return f"{where} (of another owner, never force-deleted: see kubectl describe pod {pod.name})"
+    if pod.lost_since is not None:
+        return f"{where} (its node is silent; force-deleted {NODE_LOST_AFTER.seconds} s after that)"
+    return f"{where} (force-deleted {FORCE_DELETE_AFTER.seconds} s after its grace period)"
+
+
+def delete_stale_pods(view: JobView) -> RuleResult:
+    """Delete the pods of a finished job that still run; the dead ones of its last attempt stay for their logs.
+
+    A pod whose trainer ended is left to its checkpointer, which the kubelet stops when its upload is done. If other
+    containers prevent that, the pod is deleted when its time is over, unless a cut of a failed job may yet be
+    committed.
+    """
+    gang, attempt = view.gang, view.status.attempt
+    doomed, wakes = [], []
+    for pod in view.observed.pods:
+        current = pod.attempt == attempt
+        due = None
+        if current and not pod.ended:
+            safe = view.status.phase is Phase.SUCCEEDED
+            due = end_awaited_until(pod, gang.grace) if safe else upload_awaited_until(gang, pod)
+        ends = pod.ended or (pod.started and not pod.training) if current else pod.ended and _may_be_kept(view, pod)
+        if not ends or (due is not None and view.now >= due):
+            doomed.append(pod)
+        elif due is not None:
+            wakes.append(due)
+    deleted = delete_pods(view, doomed)
+    refused = _refusal_message(view.observed, doomed)
+    emitted = (event(view.job, "Warning", Reason.REQUEST_DENIED, refused, attempt),) if refused else ()
+    return RuleResult(actions=(*emitted, *deleted.actions), wake_at=earliest(deleted.wake_at, *wakes))
+
+
+def delete_pods(view: JobView, pods: Iterable[PodSeen]) -> RuleResult:
+    """Delete each pod once; one that ignores it for long is force-deleted then, with an Event.
+
+    Pods that this job does not own are only waited for: those of a deleted job of the same name are the garbage
+    collector's, and those of nobody are somebody's. Finalizers of others are never touched.
+    """
+    key, actions, wakes = view.job.key, list[Action](), list[datetime]()
+    failure = view.status.last_failure
     for pod in pods:
-        if pod.held or pod.owner_uid != observed.job.uid:
+        if pod.held or pod.owner_uid != view.job.uid:
             continue
         due = force_due(pod)
         if not pod.deleting:
-            grace_s = HUNG_GRACE_S if _hung(pod, status) else None
-            yield DeleteObject(kind="Pod", key=key, name=pod.name, uid=pod.uid, grace_s=grace_s)
-        elif due is not None and now >= due:
-            yield EmitEvent(
-                key=key,
-                uid=observed.job.uid,
-                kind="Warning",
-                reason=Reason.POD_FORCE_DELETED,
-                message=_forced_words(pod, now),
-                attempt=max(pod.attempt, 0),
-            )
-            yield DeleteObject(kind="Pod", key=key, name=pod.name, uid=pod.uid, force=True)
+            hung = failure is not None and (failure.attempt, failure.reason) == (pod.attempt, Reason.HANG_DETECTED)
+            grace_s = HUNG_GRACE_S if hung else None
+            actions.append(DeleteObject(kind="Pod", key=key, name=pod.name, uid=pod.uid, grace_s=grace_s))
+        elif due is not None and view.now >= due:
+            message = _force_message(pod, view.now)
+            actions.append(event(view.job, "Warning", Reason.POD_FORCE_DELETED, message, max(pod.attempt, 0)))
+            actions.append(DeleteObject(kind="Pod", key=key, name=pod.name, uid=pod.uid, force=True))
         elif due is not None:
-            yield WakeAt(key=key, time=due)
+            wakes.append(due)
+    return RuleResult(actions=tuple(actions), wake_at=earliest(*wakes))
 
 
-def _hung(pod: PodSeen, status: DLRMJobStatus) -> bool:
-    failure = status.last_failure
-    return failure is not None and failure.attempt == pod.attempt and failure.reason == Reason.HANG_DETECTED
+def _force_message(pod: PodSeen, now: datetime) -> str:
+    late = pod.delete_by is not None and now >= pod.delete_by + FORCE_DELETE_AFTER
+    existed = f"still existed {FORCE_DELETE_AFTER.seconds} s after its grace period"
+    silent = f"is on a node that has been silent for {NODE_LOST_AFTER.seconds} s"
+    return (
+        f"pod {pod.name} (node {pod.node or 'unknown'}) {existed if late else silent}: force-deleted; if it still "
+        "runs, its attempt cannot commit snapshots any more"
+    )
 
 
-def refusal_words(observed: Observed, pods: Iterable[PodSeen]) -> str:
-    """Why pods of the job that have to go were not even told to; empty where they were, or will be now."""
+def _refusal_message(observed: Observed, pods: Iterable[PodSeen]) -> str:
+    """Return why pods of the job that must go could not be deleted; empty if they were, or will be now."""
     kept = [pod.name for pod in pods if pod.owner_uid == observed.job.uid and not pod.deleting]
     if not observed.refused_deletion or not kept:
         return ""
-    why = f"which may train on: {observed.refused_deletion}"
-    return f"the API server does not let the operator delete {first_few(kept)}, {why}"
+    noun = "pod" if len(kept) == 1 else "pods"
+    return f"failed to delete {noun} {first_few(kept)}, which may still train: {observed.refused_deletion}"
 
 
-def clearing_words(observed: Observed, pods: Iterable[PodSeen]) -> str:
-    """Which pods are waited for, and what holds each up."""
-    found = [f"{pod.name}{_held_up(pod, ours=pod.owner_uid == observed.job.uid)}" for pod in pods]
-    noun, verb = ("pod", "is") if len(found) == 1 else ("pods", "are")
-    return f"the next gang waits until {len(found)} {noun} of others before it {verb} gone: {first_few(found)}"
+def _blocks(view: JobView, pod: PodSeen) -> bool:
+    """Return whether the current attempt must wait for this pod's end.
 
-
-def _held_up(pod: PodSeen, *, ours: bool) -> str:
-    where = f" on node {pod.node}" if pod.node else ""
-    if not pod.owner_uid and not pod.deleting:
-        return f"{where} (no job owns it, so nobody ends it: kubectl delete pod {pod.name})"
-    if not ours:
-        return f"{where} (not this job's, so never forced: kubectl describe pod {pod.name} says what keeps it)"
-    if pod.lost_since is not None:
-        return f"{where} (its node fell silent; forced {LOST_AFTER.seconds} s after that)"
-    return f"{where} (it ends within its grace period, or is forced {FORCE_AFTER.seconds} s after it)"
-
-
-def recall(observed: Observed, status: DLRMJobStatus, pods: list[PodSeen], now: datetime) -> Iterator[Action]:
-    """Delete pods whose labels somebody changed, and say so: of the restart that follows no more is known later."""
-    yield EmitEvent(
-        key=observed.job.key,
-        uid=observed.job.uid,
-        kind="Warning",
-        reason=Reason.POD_DELETED,
-        message=astray_words(pods),
-        attempt=status.attempt,
-    )
-    yield from deletions(observed, status, pods, now)
-
-
-def astray_words(pods: Iterable[PodSeen]) -> str:
-    """Which pods somebody took from their gang by their labels."""
-    found = [pod.name for pod in pods]
-    noun, they_are = ("pod", "it is") if len(found) == 1 else ("pods", "they are")
-    which = f"{noun} {first_few(found)}, by which the operator finds a gang"
-    return f"somebody changed labels of {which}: this gang ends, and the next one is made once {they_are} gone"
-
-
-def _forced_words(pod: PodSeen, now: datetime) -> str:
-    late = pod.delete_by is not None and now >= pod.delete_by + FORCE_AFTER
-    why = (
-        f"was still there {FORCE_AFTER.seconds} s after its grace period"
-        if late
-        else f"is on a node that has been silent for {LOST_AFTER.seconds} s"
-    )
-    return (
-        f"pod {pod.name} (node {pod.node or 'unknown'}) {why}: it is deleted by force; should it still run there, "
-        "its attempt can commit no snapshot any more"
-    )
-
-
-KEPT_ATTEMPTS = 3
-"""With ``keepFailedPods`` the dead pods of so many attempts before the current one are kept."""
-
-
-def leftovers(observed: Observed, status: DLRMJobStatus, lifecycle: LifecycleSpec) -> list[PodSeen]:
-    """Pods that hold the current attempt's gang back."""
-    return [pod for pod in observed.pods if _in_the_way(observed, pod, status.attempt, lifecycle)]
-
-
-def clear(
-    observed: Observed, left: list[PodSeen], status: DLRMJobStatus, lifecycle: LifecycleSpec, now: datetime
-) -> Iterator[Action]:
-    """End what holds the gang back; with ``keepFailedPods`` a pod whose trainer ended gets time to end by itself."""
-    doomed = []
-    for pod in left:
-        kept = _may_be_kept(pod, status.attempt, lifecycle)
-        due = end_awaited_until(pod, timedelta(seconds=lifecycle.termination_grace_period)) if kept else None
-        if due is None or now >= due:
-            doomed.append(pod)
-        else:
-            yield WakeAt(key=observed.job.key, time=due)
-    yield from deletions(observed, status, doomed, now)
-
-
-def last_words(observed: Observed) -> Iterator[CheckpointerProgress | None]:
-    """What checkpointers of the job's pods say; for while the current attempt has no pod to ask."""
-    polled = observed.polled
-    for pod in observed.pods:
-        if pod.owner_uid == observed.job.uid:
-            yield pod.checkpointer.checkpoint if pod.checkpointer else None
-            yield polled.checkpointer if polled and polled.pod_uid == pod.uid else None
-
-
-def tidy(observed: Observed, status: DLRMJobStatus, lifecycle: LifecycleSpec | None, now: datetime) -> Iterator[Action]:
-    """A finished job keeps the dead pods of its last attempt, for their logs; nothing of it trains on.
-
-    A pod whose trainer ended is left to its checkpointer, which the kubelet stops when its upload is done. Where other
-    containers keep it from that it goes when its time is over, unless a cut of a job that failed may yet be committed.
+    A dead pod of ours that is kept, by finalizers of others or by the user's wish, runs nothing and has a name of its
+    own. The name of a deleted job's pod may be one of ours.
     """
-    gang = current_gang(observed, status)
-
-    def ends_by_itself(pod: PodSeen) -> bool:
-        if pod.attempt != status.attempt:
-            return lifecycle is not None and _is_kept(pod, status.attempt, lifecycle)
-        return pod.ended or (pod.started and not pod.training)
-
-    def awaited_until(pod: PodSeen) -> datetime | None:
-        if pod.attempt != status.attempt or pod.ended:
-            return None
-        all_safe = status.phase is Phase.SUCCEEDED
-        return end_awaited_until(pod, gang.grace) if all_safe else upload_awaited_until(gang, pod)
-
-    doomed = []
-    for pod in observed.pods:
-        due = awaited_until(pod)
-        if not ends_by_itself(pod) or (due is not None and now >= due):
-            doomed.append(pod)
-        elif due is not None:
-            yield WakeAt(key=observed.job.key, time=due)
-    if words := refusal_words(observed, doomed):
-        yield EmitEvent(
-            key=observed.job.key,
-            uid=observed.job.uid,
-            kind="Warning",
-            reason=Reason.REQUEST_DENIED,
-            message=shorten(words, EVENT_LENGTH),
-            attempt=status.attempt,
-        )
-    yield from deletions(observed, status, doomed, now)
+    if pod.owner_uid != view.job.uid:
+        return True
+    kept = pod.ended and _may_be_kept(view, pod)
+    return pod.attempt != view.status.attempt and not pod.held and not kept
 
 
-def left_groups(observed: Observed) -> Iterator[Action]:
-    """PodGroups of attempts of which no pod runs, where the job is to have no gang: schedulers keep room for them."""
+def _may_be_kept(view: JobView, pod: PodSeen) -> bool:
+    recent = view.status.attempt - KEPT_ATTEMPTS <= pod.attempt < view.status.attempt
+    return view.lifecycle.keep_failed_pods and recent and not pod.deleting
+
+
+def delete_stale_groups(observed: Observed) -> Iterator[Action]:
+    """Yield the deletion of PodGroups of which no pod runs: schedulers reserve capacity for them."""
     running = {pod.attempt for pod in observed.pods if not (pod.ended or pod.held)}
     for group in observed.children.groups.seen if observed.children else ():
         if group.owner_uid == observed.job.uid and group.attempt not in running:
-            yield group_deletion(observed.job.key, group)
+            yield _group_deletion(observed.job.key, group)
 
 
-def group_deletion(key: JobKey, group: GroupSeen) -> DeleteObject:
-    """The end of a PodGroup."""
+def _group_deletion(key: JobKey, group: GroupSeen) -> DeleteObject:
     return DeleteObject(kind="PodGroup", key=key, name=group.name, uid=group.uid, api_version=group.api_version)
 
 
-def _in_the_way(observed: Observed, pod: PodSeen, attempt: int, lifecycle: LifecycleSpec) -> bool:
-    """Whether the gang must wait for this pod's end.
+def release_kueue_groups(observed: Observed, now: datetime) -> RuleResult:
+    """Delete the Workloads of groups of which nothing runs: until then they hold quota.
 
-    Not for one of ours that ended and is kept, by others' finalizers or by the user's wish: nothing of it runs, and its
-    name is its own. The name of a deleted job's pod may be one of ours.
+    Kueue removes its finalizers by itself once every pod of a group reports its end. One that was force-deleted, as on
+    a lost node, never does.
     """
-    if pod.owner_uid != observed.job.uid:
-        return True
-    return pod.attempt != attempt and not pod.held and not _is_kept(pod, attempt, lifecycle)
-
-
-def _is_kept(pod: PodSeen, attempt: int, lifecycle: LifecycleSpec) -> bool:
-    return pod.ended and _may_be_kept(pod, attempt, lifecycle)
-
-
-def _may_be_kept(pod: PodSeen, attempt: int, lifecycle: LifecycleSpec) -> bool:
-    recent = attempt - KEPT_ATTEMPTS <= pod.attempt < attempt
-    return lifecycle.keep_failed_pods and recent and not pod.deleting
-
-
-RELEASE_AFTER = timedelta(seconds=60)
-"""Kueue lets go of a group within seconds of its last pod's end, where it is at work at all."""
-
-
-def releases(observed: Observed, now: datetime) -> Iterator[DeleteWorkload | WakeAt]:
-    """End the groups of which nothing runs, by Kueue's own means; until then their quota is taken.
-
-    Kueue takes its finalizers off by itself once every pod of a group says that it ended. One that was deleted by force
-    never does.
-    """
-    key = observed.job.key
+    key, actions, wakes = observed.job.key, list[Action](), list[datetime]()
     groups: dict[tuple[str, int], list[PodSeen]] = {}
     for pod in observed.pods:
         groups.setdefault((pod.owner_uid, pod.attempt), []).append(pod)
@@ -290,326 +583,32 @@ def releases(observed: Observed, now: datetime) -> Iterator[DeleteWorkload | Wak
             continue
         due = max(_ended_at(pod) or now for pod in pods) + RELEASE_AFTER
         if now < due and all(pod.ended for pod in pods):
-            yield WakeAt(key=key, time=due)
+            wakes.append(due)
         else:
-            yield DeleteWorkload(key=key, group=names.pod_group(key.name, attempt), pod_uid=held[0].uid)
+            actions.append(DeleteWorkload(key=key, group=names.pod_group(key.name, attempt), pod_uid=held[0].uid))
+    return RuleResult(actions=tuple(actions), wake_at=earliest(*wakes))
 
 
 def _ended_at(pod: PodSeen) -> datetime | None:
-    """When the last container of a pod that ended did; when it was deleted where none had started."""
+    """Return when the last container ended; the deletion time if none had started."""
     return max((seen.finished_at for seen in pod.containers if seen.finished_at), default=pod.delete_by)
 
 
-LOOK_AGAIN = timedelta(seconds=5)
-MOST_REASONS = 3
-"""Of a plan's reasons a reader of conditions wants the first."""
+def _owner(view: JobView) -> Owner:
+    return Owner(name=view.job.key.name, uid=view.job.uid)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Formation:
-    """A step towards the gang; ``fatal`` says why there can never be one."""
-
-    status: DLRMJobStatus
-    actions: tuple[Action, ...] = ()
-    status_last: bool = False
-    """Whether the status speaks of what the actions bring about, so that it may be written after them alone."""
-    fatal_reason: Reason = Reason.INVALID_SPEC
-    fatal: str = ""
+def _with_finding(result: RuleResult, finding: Finding) -> RuleResult:
+    return replace(result, findings=(*result.findings, finding))
 
 
-def form_gang(observed: Observed, job: DLRMJob, status: DLRMJobStatus, now: datetime) -> Formation:
-    """Bring the attempt's gang about, or say how the whole gang fares. No pod of another attempt is there."""
-    gang = current_gang(observed, status)
-    if gang.whole and gang.size is not None:
-        return Formation(status=of_whole_gang(status, gang, now), actions=tuple(_service(observed, job)))
-    children = observed.children
-    if children is None:
-        return Formation(status=status, actions=(WakeAt(key=observed.job.key, time=now, needs_live=True),))
-    plan = plan_in_force(children, observed.pods, job, status.attempt)
-    if plan is not None:
-        return _create(observed, job, plan, status, now)
-    return _plan(observed, job, status, now)
+def _planned(status: Truth, reason: ReasonText, message: str = "", phase: Phase | None = None) -> Finding:
+    return Finding(condition=ConditionType.PLANNED, status=status, reason=reason, message=message, phase=phase)
 
 
-def plan_in_force(children: Children, pods: Iterable[PodSeen], job: DLRMJob, attempt: int) -> Plan | None:
-    """The attempt's plan as it was written down; None where there is none, or no pod relies on that of another spec."""
-    plan = children.plan(attempt)
-    if plan is None or any(pod.attempt == attempt for pod in pods):
-        return plan
-    written = {seen.text.get(JOB_FILE) for seen in children.config_maps if seen.attempt == attempt}
-    return plan if job_document(job, plan) in written else None
+def _scheduled(status: Truth, reason: ReasonText, message: str = "", phase: Phase | None = None) -> Finding:
+    return Finding(condition=ConditionType.SCHEDULED, status=status, reason=reason, message=message, phase=phase)
 
 
-def _plan(observed: Observed, job: DLRMJob, status: DLRMJobStatus, now: datetime) -> Formation:
-    """Get a plan, and write it down before anything relies on it."""
-    planning = observed.planning
-    if (obstacle := _obstacle(observed)) is not None:
-        status = with_truth(status, ConditionType.PLANNED, "False", *obstacle, now=now)
-        return Formation(status=in_phase(status, Phase.PENDING))
-    if planning is None and observed.trace_problem:
-        words = observed.trace_problem
-        status = with_truth(status, ConditionType.PLANNED, "False", Reason.TRACE_UNAVAILABLE, words, now=now)
-        return Formation(status=in_phase(status, Phase.PENDING))
-    phase = Phase.RESTARTING if status.restarts else Phase.PLANNING
-    status = in_phase(status, phase)
-    if planning is None:
-        status = with_truth(status, ConditionType.PLANNED, "False", Reason.PLANNING, now=now)
-        return Formation(status=status, actions=(plan_question(observed, job, status),))
-    if planning.plan is None:
-        reason = Reason.INFEASIBLE if planning.final else Reason.PLANNER_FAILED
-        status = with_truth(status, ConditionType.PLANNED, "False", reason, planning.problem, now=now)
-        fatal = planning.problem if planning.final else ""
-        return Formation(status=status, fatal_reason=reason, fatal=fatal)
-    try:
-        owner = Owner(name=observed.job.key.name, uid=observed.job.uid)
-        maps = plan_config_maps(job, status.attempt, planning.plan, planning.parts, owner)
-    except InvalidSpecError as error:
-        return Formation(status=status, fatal_reason=Reason.INVALID_SPEC, fatal=str(error))
-    return _create(observed, job, planning.plan, status, now, maps)
-
-
-def _obstacle(observed: Observed) -> tuple[Reason, str] | None:
-    """What keeps a gang from being begun at all, in words for a condition."""
-    if words := unknown_words(observed.job.unknown_fields):
-        return Reason.UNKNOWN_FIELDS, words
-    return (Reason.HARDWARE_PROFILE_UNAVAILABLE, observed.profile_problem) if observed.profile_problem else None
-
-
-def plan_question(observed: Observed, job: DLRMJob, status: DLRMJobStatus) -> RequestPlan:
-    """Ask for a plan of the spec as it is now."""
-    question = PlanQuestion(
-        uid=observed.job.uid,
-        generation=observed.job.generation,
-        profile_version=observed.profile_version,
-        reserve=status.memory_reserve_bytes,
-        job=job,
-        profile=observed.profile,
-        traces=observed.traces,
-    )
-    return RequestPlan(key=observed.job.key, question=question)
-
-
-def _config_map_actions(
-    observed: Observed, children: Children, attempt: int, wanted: list[Manifest]
-) -> Iterator[Action]:
-    """Write the plan's ConfigMaps; an immutable one that a crash left of another plan makes room first."""
-    lacking = {manifest["metadata"]["name"]: manifest for manifest in wanted}
-    for seen in children.config_maps:
-        if seen.attempt != attempt:
-            continue
-        if _holds(seen, lacking.get(seen.name)):
-            del lacking[seen.name]
-        else:
-            yield DeleteObject(kind="ConfigMap", key=observed.job.key, name=seen.name, uid=seen.uid)
-    for manifest in lacking.values():
-        yield CreateConfigMap(manifest=manifest)
-
-
-def _holds(seen: ConfigMapSeen, wanted: Manifest | None) -> bool:
-    """Whether an existing ConfigMap is the wanted one; part names carry the plan's digest."""
-    if wanted is None:
-        return False
-    return set(seen.parts) == set(wanted.get("binaryData", {})) and dict(seen.text) == wanted.get("data", {})
-
-
-def _create(
-    observed: Observed,
-    job: DLRMJob,
-    plan: Plan,
-    status: DLRMJobStatus,
-    now: datetime,
-    maps: list[Manifest] | None = None,
-) -> Formation:
-    """Create what lacks: ``maps`` where the plan is not written yet, then Service and pods; then it is whole.
-
-    The status that says so goes last: from then on a pod that is not there was taken away, and is not made again.
-    """
-    children = observed.children
-    assert children is not None, "asked for before"
-    first = tuple(_config_map_actions(observed, children, status.attempt, maps)) if maps else ()
-    if current_gang(observed, status).pods and _was_edited(children, job, status.attempt):
-        return Formation(status=_anew(status, now))
-    status = _planned(status, plan, now)
-    gang = current_gang(observed, status)
-    if gang.complete or gang.whole:
-        status = of_whole_gang(status.model_copy(update={"gang_attempt": status.attempt}), gang, now)
-        actions = (*first, *_outdated(observed, children, status.attempt))
-        return Formation(status=status, actions=actions, status_last=True)  # a whole gang's children are not looked at
-    if (obstacle := _obstacle(observed)) is not None:
-        status = with_truth(status, ConditionType.SCHEDULED, "False", *obstacle, now=now)
-        return Formation(status=in_phase(status, Phase.PENDING))
-    if not gang.pods and (words := group_obstacle(job, gang.attempt, children.groups)):
-        status = with_truth(status, ConditionType.SCHEDULED, "False", Reason.GANG_SCHEDULER_UNAVAILABLE, words, now=now)
-        again = WakeAt(key=observed.job.key, time=now + LOOK_AGAIN)  # nothing watches what others' groups do
-        return Formation(status=in_phase(status, Phase.PENDING), actions=(*first, again))
-    try:
-        actions = tuple(_creations(observed, job, plan, gang, status, first, maps))
-    except InvalidSpecError as error:
-        return Formation(status=status, fatal_reason=Reason.INVALID_SPEC, fatal=str(error))
-    status = in_phase(status, Phase.SCHEDULING)
-    if observed.refusal:
-        status = with_truth(status, ConditionType.SCHEDULED, "False", Reason.REQUEST_DENIED, observed.refusal, now=now)
-        return Formation(status=status, actions=actions)
-    actions = (*actions, *_outdated(observed, children, status.attempt))
-    return Formation(status=newly_whole(status, plan.nodes, now), actions=actions, status_last=True)
-
-
-def _creations(
-    observed: Observed,
-    job: DLRMJob,
-    plan: Plan,
-    gang: Gang,
-    status: DLRMJobStatus,
-    written: Iterable[Action],
-    maps: list[Manifest] | None,
-) -> Iterator[Action]:
-    """The Service first, which stays as long as the job: who creates it begins the first gang, and nobody else does.
-
-    Then the plan is ``written``, and the rest follows.
-    """
-    owner, children = Owner(name=observed.job.key.name, uid=observed.job.uid), observed.children or Children()
-    yield from _service(observed, job)
-    yield from written
-    attempt = Attempt(
-        job=job.with_replicas(plan.nodes),
-        number=gang.attempt,
-        plan=plan,
-        profile=observed.profile,
-        images=observed.images,
-        owner=owner,
-        limits=observed.limits,
-        memory_reserve_bytes=status.memory_reserve_bytes,
-        committed_snapshot=status.last_snapshot.uri if status.last_snapshot else "",
-        secret=not any(pod.secretless for pod in gang.pods.values()),
-    )
-    made = maps or plan_config_maps(job, gang.attempt, plan, children.parts(gang.attempt), owner)
-    pods = trainer_pods(attempt, made)
-    groups = {group.name for group in children.groups.seen if group.owner_uid == owner.uid}
-    for group in pod_groups(job, gang.attempt, pods, owner):
-        if group["metadata"]["name"] not in groups:
-            yield CreatePodGroup(manifest=group)
-    for index in gang.missing():
-        yield CreatePod(manifest=pods[index], owner_uid=observed.job.uid, attempt=gang.attempt)
-
-
-def _service(observed: Observed, job: DLRMJob) -> Iterator[Action]:
-    """The Service where it lacks, for all that was looked at: ranks that have not met yet find each other by it."""
-    children, service = observed.children, gang_service(job, Owner(name=observed.job.key.name, uid=observed.job.uid))
-    if children is not None and service["metadata"]["name"] not in children.services:
-        yield CreateService(manifest=service)
-
-
-def _outdated(observed: Observed, children: Children, attempt: int) -> Iterator[Action]:
-    """Plans and groups of earlier attempts: nothing needs them any more."""
-    key = observed.job.key
-    for config_map in children.config_maps:
-        if config_map.attempt < attempt:
-            yield DeleteObject(kind="ConfigMap", key=key, name=config_map.name, uid=config_map.uid)
-    for group in children.groups.seen:
-        if group.owner_uid == observed.job.uid and group.attempt < attempt:
-            yield group_deletion(key, group)
-
-
-def _was_edited(children: Children, job: DLRMJob, attempt: int) -> bool:
-    """Whether the attempt's pods were made of a spec that its user could still change, and has.
-
-    The spec is frozen once a status says that there is a gang, which is after the gang was made.
-    """
-    written = [
-        seen.text[JOB_FILE] for seen in children.config_maps if seen.attempt == attempt and JOB_FILE in seen.text
-    ]
-    try:
-        return any(frozen_part(parse_job(json.loads(text)).spec) != frozen_part(job.spec) for text in written)
-    except (InvalidSpecError, ValueError):
-        return False  # of another version of the operator, which knew it for good
-
-
-def _anew(status: DLRMJobStatus, now: datetime) -> DLRMJobStatus:
-    """The pods of the spec as it was go, and a gang of the spec as it is follows."""
-    status = with_next_attempt(status, Reason.SPEC_CHANGED)
-    words = f"the spec was changed while its gang was made: attempt {status.attempt} follows"
-    status = with_truth(status, ConditionType.RUNNING, "False", Reason.SPEC_CHANGED, words, now=now)
-    return in_phase(status, Phase.RESTARTING)
-
-
-def _planned(status: DLRMJobStatus, plan: Plan, now: datetime) -> DLRMJobStatus:
-    status = status.model_copy(update={"plan": plan_status(plan)})
-    words = "; ".join(plan.reasons[:MOST_REASONS])
-    return with_truth(status, ConditionType.PLANNED, "True", Reason.PLANNED, words, now=now)
-
-
-def newly_whole(status: DLRMJobStatus, pods: int, now: datetime) -> DLRMJobStatus:
-    """Phase and conditions of a gang whose last pod was created just now, and that nobody has seen yet."""
-    words = f"{pods} of {pods} pods have no node: {SCHEDULER_SILENT}"
-    status = with_truth(status, ConditionType.SCHEDULED, "False", Reason.UNSCHEDULABLE, words, now=now)
-    words = f"{pods} of {pods} trainers have not started: {NO_CONTAINER_WAITS}"
-    status = with_truth(status, ConditionType.RUNNING, "False", Reason.TRAINERS_STARTING, words, now=now)
-    status = status.model_copy(update={"gang_attempt": status.attempt, "replicas": pods})
-    return in_phase(status, Phase.SCHEDULING)
-
-
-def of_whole_gang(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJobStatus:
-    """Phase and conditions of a gang of which every pod exists."""
-    status = _scheduled(status, gang, now)
-    late = [pod for pod in gang.pods.values() if not pod.started]
-    if late:
-        waiting = why_pods_wait(late)
-        words = f"{len(late)} of {gang.size} trainers have not started: {waiting.words}"
-        status = with_truth(status, ConditionType.RUNNING, "False", waiting.reason, words, now=now)
-        return in_phase(status, Phase.SCHEDULING)
-    if gang.trainer is None:
-        status = _unheard(status, now)
-    elif gang.trainer.phase in TRAINING:
-        slow = status.progress.straggler if status.progress else None
-        words = straggler_words(slow) if slow else ""
-        status = with_truth(status, ConditionType.RUNNING, "True", Reason.TRAINING, words, now=now)
-        status = in_phase(status, Phase.RUNNING)
-    else:
-        words = "trainers start, or read the newest snapshot"
-        status = with_truth(status, ConditionType.RUNNING, "False", Reason.RESTORING, words, now=now)
-        status = in_phase(status, Phase.RESTORING)
-    if gang.finished:
-        words = "training is done; the last snapshot is being committed"
-        status = with_truth(status, ConditionType.RUNNING, "True", Reason.COMMITTING, words, now=now)
-        status = in_phase(status, Phase.RUNNING)
-    if status.start_time is None:
-        status = status.model_copy(update={"start_time": timestamp(now)})
-    return status
-
-
-def _unheard(status: DLRMJobStatus, now: datetime) -> DLRMJobStatus:
-    """An endpoint that does not answer is no failure: what was known of this gang stays."""
-    if status.phase is Phase.RUNNING:
-        return status
-    words = "trainers run; pod 0 has not answered yet"
-    status = with_truth(status, ConditionType.RUNNING, "False", Reason.PROGRESS_UNKNOWN, words, now=now)
-    return in_phase(status, Phase.RESTORING)
-
-
-def _scheduled(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJobStatus:
-    homeless = [pod for pod in gang.pods.values() if not pod.node]
-    if not homeless:
-        return with_truth(status, ConditionType.SCHEDULED, "True", Reason.ALL_PODS_SCHEDULED, now=now)
-    if held := next((words for pod in homeless if (words := gate_words(pod, gang.queue_words))), ""):
-        message = f"{len(homeless)} of {gang.size} pods wait: {held}"
-        return with_truth(status, ConditionType.SCHEDULED, "False", Reason.QUOTA_PENDING, message, now=now)
-    telling = next((pod for pod in homeless if pod.unschedulable), homeless[0])
-    message = f"{len(homeless)} of {gang.size} pods have no node: {scheduler_words(telling)}"
-    return with_truth(status, ConditionType.SCHEDULED, "False", Reason.UNSCHEDULABLE, message, now=now)
-
-
-def group_obstacle(job: DLRMJob, attempt: int, groups: Groups) -> str:
-    """Why no pod of the attempt may be made now; none of them is there."""
-    if groups.problem:
-        return groups.problem
-    if job.spec.scheduling.gang != "kueue":
-        return ""
-    name = names.pod_group(job.metadata.name, attempt)
-    if groups.attempt != attempt:
-        return f"whether Kueue knows a group {name} already is to be seen"
-    if any(group.name == name for group in groups.seen):
-        return (
-            f"Workload {name} is left of an earlier job of this name, and Kueue would take the new pods for its own: "
-            f"it goes with that job's last pod, or by kubectl delete workload {name}"
-        )
-    return ""
+def _running(status: Truth, reason: ReasonText, message: str = "", phase: Phase | None = None) -> Finding:
+    return Finding(condition=ConditionType.RUNNING, status=status, reason=reason, message=message, phase=phase)

@@ -1,294 +1,353 @@
-"""Read what pods report: progress, snapshots, hangs and stragglers."""
+"""What pods report: progress, snapshots, uploads, hangs and stragglers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
-from dlrm_api.plan import Plan
+from dlrm_api.names import USER_ERROR_CODES, Container, ExitCode
 from dlrm_api.progress import CheckpointerProgress, Progress, SlowestRank, TrainerPhase
 from dlrm_api.status import (
     ConditionType,
-    DLRMJobStatus,
     FailureEvidence,
-    PlanStatus,
     ProgressStatus,
     SnapshotStatus,
     StragglerStatus,
 )
-from dlrm_operator.reconcile.attempts import (
-    CRASH_LOOP,
-    Outcome,
-    Verdict,
-)
 from dlrm_operator.reconcile.findings import (
-    MESSAGE_LENGTH,
-    RATIO,
+    MAX_MESSAGE_LENGTH,
+    Finding,
     Reason,
+    RuleResult,
     shorten,
     timestamp,
-    with_truth,
 )
-from dlrm_operator.reconcile.state import Gang, Observed, PodSeen, RequestStacks, StacksSeen
+from dlrm_operator.reconcile.state import Gang, JobView, Observed, PodSeen, RequestStacks, StacksSeen
 
+TRAINING = frozenset(TrainerPhase) - {TrainerPhase.STARTING, TrainerPhase.RESTORING}
+SIGNIFICANT_DIGITS = 5
+"""Of figures that change all the time: kubectl prints every digit."""
+MAX_KIND_LENGTH = 32
+MAX_URI_LENGTH = 4_096
+MAX_ETA_S = 10 * 365 * 86_400
+STRAGGLER_RATIO = 1.5
+"""A rank lags if its own time of a step is this many times the median of the others'..."""
+MIN_STRAGGLER_GAP_S = 0.001
+"""... and longer by this: below, clocks and schedulers decide."""
+STRAGGLER_DURATION_S = 300.0
+"""It is reported once it has lagged for this long."""
+CRASH_LOOP = "CrashLoopBackOff"
+OPERATOR_CONTAINERS = frozenset({Container.TRAINER, Container.CHECKPOINTER})
+FORCE_DELETE_AFTER = timedelta(seconds=60)
+"""A pod that still exists this long after its kubelet should have ended it is deleted without asking it again."""
+HANG_PHASES = frozenset({TrainerPhase.TRAINING, TrainerPhase.EVALUATING})
+"""Starts, restores, cuts and the end wait for stores and peers, under deadlines of the trainer's own."""
+HANG_STEP_FACTOR = 20.0
+"""A gang hangs if it takes this many times its longest recent step."""
+MIN_HANG_TIMEOUT_S = 300.0
+INITIAL_HANG_TIMEOUT_S = 1_800.0
+"""Before a step was measured, and in evaluations: a first step compiles, an evaluation sorts its scores at the end."""
+MIN_HANG_WAKE_S = 5.0
+MAX_BLAMED = 3
+MAX_PLACE_LENGTH = 800
+MEETING_PLACES = ("dlrm_trainer/distributed/collectives.py", "dlrm_trainer/distributed/rendezvous.py")
+"""Where a rank waits for others."""
+MAX_FRAMES = 6
+SHOWN_PATH_PARTS = 2
 _RANK = re.compile(r"^rank (\d{1,9}), process \d{1,9}$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d{1,9}) in (?P<function>.*)$', re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) ", re.MULTILINE)
-MEETING_PLACES = ("dlrm_trainer/distributed/collectives.py", "dlrm_trainer/distributed/rendezvous.py")
-"""Where a rank waits for others."""
-MOST_FRAMES = 6
-FOLDERS = 2
-"""Of a file's path, its last names are shown."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankStack:
-    """One rank's stacks."""
+def report_rule(view: JobView, *, progress_resets: bool) -> RuleResult:
+    """Take over the pods' reports: progress, newest snapshot, health of the store.
 
-    rank: int
-    waits: bool
-    """Whether a thread of it is in a collective; the rank to blame is in none."""
-    place: str
-    """The innermost calls of its main thread, the newest first; empty where it said nothing."""
-
-
-def read_stacks(text: str) -> list[RankStack]:
-    """The ranks of one pod from what its ``/stacks`` answered; whatever stands there, reading never raises."""
-    parts = _RANK.split(text)
-    return [_rank(int(number), body) for number, body in zip(parts[1::2], parts[2::2], strict=True)]
-
-
-def _rank(number: int, body: str) -> RankStack:
-    threads = _THREAD.split(body)[1:]
-    waits = any(frame["file"].endswith(MEETING_PLACES) for thread in threads for frame in _FRAME.finditer(thread))
-    return RankStack(rank=number, waits=waits, place=" < ".join(_calls(threads[-1])) if threads else "")
-
-
-def _calls(thread: str) -> Iterator[str]:
-    """A thread's innermost calls; Python writes the main thread's last."""
-    for count, frame in enumerate(_FRAME.finditer(thread)):
-        if count == MOST_FRAMES:
-            return
-        file = "/".join(frame["file"].split("/")[-FOLDERS:])
-        yield f"{frame['function']} ({file}:{frame['line']})"
-
-
-LEAST_S = 0.001
-"""And longer than it by this: below, clocks and schedulers decide."""
-FOR_S = 300.0
-"""It is named once it has lagged for so long."""
-
-
-def lags(slowest: SlowestRank) -> bool:
-    """Whether the slowest rank is far slower than the others."""
-    more = slowest.seconds - slowest.median_seconds
-    return slowest.seconds >= RATIO * slowest.median_seconds and more >= LEAST_S
-
-
-def straggler(gang: Gang) -> StragglerStatus | None:
-    """The rank that has kept the others waiting for long, with the pod and the node that it is on."""
-    said = gang.trainer
-    if said is None or said.slowest is None or not gang.size or gang.slow_s < FOR_S or not lags(said.slowest):
-        return None
-    pod = gang.pods.get(said.slowest.rank * gang.size // said.world_size)
-    if pod is None:
-        return None
-    return StragglerStatus(
-        rank=said.slowest.rank,
-        pod=pod.name,
-        node=pod.node,
-        seconds=said.slowest.seconds,
-        median_seconds=said.slowest.median_seconds,
-    )
-
-
-SHOWN_DIGITS = 5
-"""Of figures that move all the time: kubectl prints every digit that is there."""
-KIND_LENGTH = 32
-URI_LENGTH = 4_096
-
-
-def with_progress(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJobStatus:
-    """The status with what pod 0 last said; unchanged where it said nothing, or nothing new since the last write."""
-    word = gang.last_word
-    if word is None:
-        return status
-    said, known = _progress(word, straggler(gang), now), status.progress
-    if known is not None and said.model_copy(update={"eta": known.eta, "time": known.time}) == known:
-        return status
-    return status.model_copy(update={"progress": said})
-
-
-def with_snapshot(
-    status: DLRMJobStatus, words: Iterable[CheckpointerProgress | None], *, heals: bool, may_go_back: bool = True
-) -> DLRMJobStatus:
-    """The status with the newest committed snapshot; a newer step than before makes the budgets of restarts whole.
-
-    Args:
-        status: Of the job.
-        words: What its checkpointers say.
-        heals: Whether progress makes the budgets whole.
-        may_go_back: Whether an older step than the known one counts: the current gang may have restored from an older
-            snapshot, but pods of other attempts that are still there say what was the newest in their time.
+    ``progress_resets`` says whether a newly committed step restores the budgets of restarts.
     """
-    telling = [word for word in words if word is not None and word.last_snapshot is not None]
-    said = max(telling, key=lambda word: word.last_snapshot.step if word.last_snapshot else -1, default=None)
-    if said is None or said.last_snapshot is None:
-        return status
-    known, found = status.last_snapshot, said.last_snapshot
-    if known is not None and known.step == found.step and known.uri == found.uri:
-        return status
-    if known is not None and found.step < known.step and not may_go_back:
-        return status
-    moment = datetime.fromtimestamp(found.time, UTC)
-    snapshot = SnapshotStatus(
-        step=found.step,
-        time=timestamp(moment),
-        kind=shorten(found.kind, KIND_LENGTH),
-        bits=found.bits,
-        bytes=found.bytes,
-        uri=shorten(found.uri, URI_LENGTH),
-    )
-    advanced = heals and (known is None or found.step > known.step)
-    healed = {"charged_restarts": 0, "free_restarts": 0} if advanced else {}
-    return status.model_copy(update={"last_snapshot": snapshot, **healed})
+    changes = _progress_changes(view) | _snapshot_changes(view, progress_resets)
+    return RuleResult(findings=_store_health(view.gang), changes=changes)
 
 
-def with_final_step(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJobStatus:
-    """The status of a finished gang: its last word, at the step that the trainers ended with."""
-    status = with_progress(status, gang, now)
-    known = status.progress or ProgressStatus()
-    step = max(gang.final_step, known.step)
-    final = known.model_copy(update={"step": step, "eta": None, "time": timestamp(now)})
-    return status.model_copy(update={"progress": final})
+def _progress_changes(view: JobView) -> dict[str, Any]:
+    report, known = view.gang.last_report, view.status.progress
+    if report is None:
+        return {}
+    progress = _progress(report, find_straggler(view.gang), view.now)
+    if known is not None and progress.model_copy(update={"eta": known.eta, "time": known.time}) == known:
+        return {}
+    return {"progress": progress}
 
 
-def plan_status(plan: Plan) -> PlanStatus:
-    """The plan in brief."""
-    tiers = sorted({tier for rank in plan.ranks for tier in rank.bytes_per_tier})
-    return PlanStatus(
-        world_size=plan.world_size,
-        nodes=plan.nodes,
-        hardware=plan.hardware,
-        bytes_per_tier={tier: max(rank.bytes_per_tier.get(tier, 0) for rank in plan.ranks) for tier in tiers},
-        predicted_samples_per_second=plan.predicted.samples_per_second,
-        price_per_billion_samples=plan.predicted.price_per_billion_samples,
-    )
-
-
-def _progress(said: Progress, slow: StragglerStatus | None, now: datetime) -> ProgressStatus:
-    evaluation = said.evaluation
-    eta = None if said.eta_seconds is None else now + timedelta(seconds=min(said.eta_seconds, 10 * 365 * 86_400))
+def _progress(report: Progress, straggler: StragglerStatus | None, now: datetime) -> ProgressStatus:
+    evaluation = report.evaluation
+    eta = None if report.eta_seconds is None else now + timedelta(seconds=min(report.eta_seconds, MAX_ETA_S))
     return ProgressStatus(
-        step=said.step,
-        total_steps=said.total_steps,
-        samples=said.samples,
-        epoch=said.epoch,
-        loss=_shown(said.loss),
-        ne=_shown(evaluation.ne) if evaluation else None,
-        auc=_shown(evaluation.auc) if evaluation else None,
-        samples_per_second=_shown(said.samples_per_second),
+        step=report.step,
+        total_steps=report.total_steps,
+        samples=report.samples,
+        epoch=report.epoch,
+        loss=_rounded(report.loss),
+        ne=_rounded(evaluation.ne) if evaluation else None,
+        auc=_rounded(evaluation.auc) if evaluation else None,
+        samples_per_second=_rounded(report.samples_per_second),
         eta=timestamp(eta) if eta else None,
-        straggler=slow,
+        straggler=straggler,
         time=timestamp(now),
     )
 
 
-def _shown(figure: float | None) -> float | None:
-    """A figure as readers want it."""
-    return None if figure is None else float(f"{figure:.{SHOWN_DIGITS}g}")
+def _rounded(figure: float | None) -> float | None:
+    return None if figure is None else float(f"{figure:.{SIGNIFICANT_DIGITS}g}")
 
 
-WATCHED = frozenset({TrainerPhase.TRAINING, TrainerPhase.EVALUATING})
-"""Starts, restores, cuts and the end wait for stores and peers, under deadlines of the trainer's own."""
-LONGEST_STEPS = 20.0
-"""A gang hangs that takes so many times its longest recent step."""
-FLOOR_S = 300.0
-FIRST_S = 1_800.0
-"""The same where no step tells: the first of an attempt compiles, the end of an evaluation sorts all its scores."""
-LEAST_WAKE_S = 5.0
-MOST_NAMED = 3
-PLACE_LENGTH = 800
+def _snapshot_changes(view: JobView, progress_resets: bool) -> dict[str, Any]:
+    """Return the newest committed snapshot; a newer step than before restores the budgets of restarts.
 
-
-@dataclass(frozen=True, kw_only=True)
-class Watch:
-    """What the watch comes to."""
-
-    ask: RequestStacks | None = None
-    wake: datetime | None = None
-    """When to look again, though nothing may have changed."""
-    verdict: Verdict | None = None
-    """The gang hangs, and its stacks were taken."""
-
-
-def watch(observed: Observed, status: DLRMJobStatus, gang: Gang, hang_timeout: float | None, now: datetime) -> Watch:
-    """Judge a gang whose attempt goes on. Silence is no hang: only answers that stand still count.
-
-    Args:
-        observed: All facts.
-        status: The job's.
-        gang: The current attempt's.
-        hang_timeout: ``spec.lifecycle.hangTimeout`` (s).
-        now: Moment of the turn.
+    The current gang may have restored from an older snapshot than the known one. Before it has pods, those of earlier
+    attempts are asked, and they only know the newest of their time.
     """
-    said, place = gang.trainer, gang.place
-    if said is None or place is None or said.phase not in WATCHED or not gang.complete:
-        return Watch()
-    if status.halt is not None:
-        return Watch()  # it is to end anyway, and has a deadline for that
+    gang, known = view.gang, view.status.last_snapshot
+    reports = gang.checkpoints if gang.pods else _earlier_checkpoints(view.observed)
+    found = max(
+        (said.last_snapshot for said in reports if said.last_snapshot), key=lambda each: each.step, default=None
+    )
+    if found is None or (known is not None and (known.step, known.uri) == (found.step, found.uri)):
+        return {}
+    if known is not None and found.step < known.step and not gang.pods:
+        return {}
+    advanced = known is None or found.step > known.step
+    snapshot = SnapshotStatus(
+        step=found.step,
+        time=timestamp(datetime.fromtimestamp(found.time, UTC)),
+        kind=shorten(found.kind, MAX_KIND_LENGTH),
+        bits=found.bits,
+        bytes=found.bytes,
+        uri=shorten(found.uri, MAX_URI_LENGTH),
+    )
+    restored = {"charged_restarts": 0, "free_restarts": 0} if progress_resets and advanced else {}
+    return {"last_snapshot": snapshot, **restored}
+
+
+def _earlier_checkpoints(observed: Observed) -> Iterator[CheckpointerProgress]:
+    polled = observed.polled
+    for pod in observed.pods:
+        if pod.owner_uid != observed.job.uid:
+            continue
+        left = pod.checkpointer.checkpoint if pod.checkpointer else None
+        asked = polled.checkpointer if polled and polled.pod_uid == pod.uid else None
+        yield from (said for said in (left, asked) if said is not None)
+
+
+def _store_health(gang: Gang) -> tuple[Finding, ...]:
+    kind = ConditionType.SNAPSHOT_HEALTHY
+    for pod in gang.pods.values():
+        sidecar = pod.checkpointer
+        if sidecar is not None and pod.training and sidecar.waiting_reason == CRASH_LOOP:
+            code = sidecar.last_exit_code
+            message = f"container {pod.name}/{sidecar.name} keeps exiting with code {code}; see its log"
+            reason = Reason.CHECKPOINTER_CRASH_LOOP
+            return (Finding(condition=kind, status="False", reason=reason, message=message),)
+    if gang.checkpointer is None:
+        return ()
+    if error := gang.checkpointer.store_error:
+        return (Finding(condition=kind, status="False", reason=Reason.STORE_UNAVAILABLE, message=error),)
+    return (Finding(condition=kind, status="True", reason=Reason.STORE_AVAILABLE),)
+
+
+def lags(slowest: SlowestRank) -> bool:
+    """Return whether the slowest rank is far slower than the others."""
+    gap_s = slowest.seconds - slowest.median_seconds
+    return slowest.seconds >= STRAGGLER_RATIO * slowest.median_seconds and gap_s >= MIN_STRAGGLER_GAP_S
+
+
+def find_straggler(gang: Gang) -> StragglerStatus | None:
+    """Return the rank that has slowed down the gang for at least STRAGGLER_DURATION_S; it is never restarted."""
+    report = gang.trainer
+    if report is None or report.slowest is None or not gang.size:
+        return None
+    if gang.slow_s < STRAGGLER_DURATION_S or not lags(report.slowest):
+        return None
+    pod = gang.pods.get(report.slowest.rank * gang.size // report.world_size)
+    if pod is None:
+        return None
+    return StragglerStatus(
+        rank=report.slowest.rank,
+        pod=pod.name,
+        node=pod.node,
+        seconds=report.slowest.seconds,
+        median_seconds=report.slowest.median_seconds,
+    )
+
+
+def end_awaited_until(pod: PodSeen, grace: timedelta) -> datetime | None:
+    """Return how long a pod whose trainer ended may take to end; None if its trainer has not ended.
+
+    Such a pod ends by itself: the kubelet stops the checkpointer, a native sidecar, after the ordinary containers. A
+    foreign container that never ends, such as a mesh's proxy, keeps both running: then the operator ends them.
+    """
+    trainer = pod.trainer
+    if trainer is None or trainer.exit_code is None or trainer.finished_at is None:
+        return None
+    return trainer.finished_at + grace + FORCE_DELETE_AFTER
+
+
+def upload_awaited_until(gang: Gang, pod: PodSeen) -> datetime | None:
+    """Return the same for a pod of the current gang; None also while it may have a cut to commit."""
+    return None if _may_commit(gang, pod) else end_awaited_until(pod, gang.grace)
+
+
+def has_ended_uploading(pod: PodSeen) -> bool:
+    """Return whether its checkpointer ended for good: one that ran out of time restarts while other containers run."""
+    sidecar = pod.checkpointer
+    if pod.ended or sidecar is None or sidecar.exit_code is None:
+        return pod.ended
+    return sidecar.exit_code != ExitCode.TEMPORARY or not foreign_containers(pod)
+
+
+def has_stored(pod: PodSeen) -> bool:
+    """Return whether its checkpointer ended with nothing left to store."""
+    return pod.checkpointer is not None and 0 in (pod.checkpointer.exit_code, pod.checkpointer.last_exit_code)
+
+
+def foreign_containers(pod: PodSeen) -> list[str]:
+    """Return the running containers that are not the operator's."""
+    running = (c for c in pod.containers if c.started and c.exit_code is None)
+    return [container.name for container in running if container.name not in OPERATOR_CONTAINERS]
+
+
+def _may_commit(gang: Gang, pod: PodSeen) -> bool:
+    """Return whether the pod's checkpointer, or that of pod 0, is known to have a cut to commit.
+
+    A cut is complete once every pod has stored its part. So pod 0, the only one that is asked, speaks for all, and
+    nothing comes of a cut if a pod is gone with its part. A checkpointer that saw its trainer end gives up after half
+    of the grace period; the kubelet then starts one that does not.
+    """
+    sidecar = pod.checkpointer
+    if sidecar is None or sidecar.exit_code is not None or sidecar.waiting_reason == CRASH_LOOP:
+        return False
+    if sidecar.last_exit_code in USER_ERROR_CODES:
+        return False
+    if pod.finished and sidecar.last_exit_code is None:
+        return True
+    if any(_is_gone_with_its_part(each) for each in gang.pods.values()):
+        return False
+    reports = (_newest_checkpoint(gang, each) for each in (pod, gang.pods.get(0)) if each is not None)
+    pending = [said.pending_step for said in reports if said is not None and said.pending_step is not None]
+    committed = gang.committed_step
+    return any(committed is None or step > committed for step in pending)
+
+
+def _is_gone_with_its_part(pod: PodSeen) -> bool:
+    return not has_stored(pod) and (pod.ended or pod.deleting or pod.lost_since is not None)
+
+
+def _newest_checkpoint(gang: Gang, pod: PodSeen) -> CheckpointerProgress | None:
+    """Return the checkpointer's newest report; one that has not read its directory and its store has none."""
+    asked = gang.checkpointer if pod is gang.pods.get(0) else None
+    left = pod.checkpointer.checkpoint if pod.checkpointer else None
+    reports = [said for said in (asked, left) if said is not None]
+    known = [said for said in reports if said.pending_step is not None or said.committed_step is not None]
+    return max(known, key=lambda said: said.time, default=None)
+
+
+def check_hang(view: JobView) -> RuleResult | FailureEvidence:
+    """Watch for a gang that answers and makes no progress. Silence is no hang.
+
+    Returns:
+        Evidence if the gang hangs and its stacks were read; else the request for them, or when to check again.
+    """
+    gang, timeout_s, stacks = view.gang, view.lifecycle.hang_timeout, view.observed.stacks
+    report, place = gang.trainer, gang.place
+    if report is None or place is None or report.phase not in HANG_PHASES or not gang.complete:
+        return RuleResult()
+    # A gang that is being stopped has a deadline for that.
+    if view.status.halt is not None:
+        return RuleResult()
     if not all(pod.training and not pod.deleting for pod in gang.pods.values()):
-        return Watch()
-    left_s = allowed_s(said, hang_timeout) - gang.still_s
+        return RuleResult()
+    left_s = hang_timeout_s(report, timeout_s) - gang.still_s
     if left_s > 0:
-        wake = now + timedelta(seconds=max(left_s, LEAST_WAKE_S))
-        return Watch(wake=wake if gang.still_s > 0 else None)  # the resync finds out where it stands
-    stacks = observed.stacks
+        wake_at = view.now + timedelta(seconds=max(left_s, MIN_HANG_WAKE_S))
+        # While it moves, the resync is soon enough.
+        return RuleResult(wake_at=wake_at if gang.still_s > 0 else None)
     if stacks is None or stacks.place != place:
         ips = {pod.name: pod.ip for pod in gang.pods.values() if pod.ip}
-        return Watch(ask=RequestStacks(key=observed.job.key, place=place, ips=ips))
-    evidence = hung_evidence(gang, said, stacks, hang_timeout, now)
-    return Watch(verdict=Verdict(outcome=Outcome.RESTART, evidence=evidence))
+        return RuleResult(actions=(RequestStacks(key=view.job.key, place=place, ips=ips),))
+    return _hang_evidence(gang, report, stacks, timeout_s, view.now)
 
 
-def allowed_s(said: Progress, hang_timeout: float | None) -> float:
-    """Longest time without a step, or a batch of an evaluation, by the user's word or by measured steps."""
-    longest = said.longest_step_seconds
-    if longest is None:
-        return max(FIRST_S, hang_timeout or 0.0)
-    if hang_timeout is not None:
-        return hang_timeout
-    return max(FIRST_S if said.phase is TrainerPhase.EVALUATING else FLOOR_S, LONGEST_STEPS * longest)
+def hang_timeout_s(report: Progress, timeout_s: float | None) -> float:
+    """Return the longest time without a step or a batch of an evaluation: the user's, or by measured steps."""
+    longest_s = report.longest_step_seconds
+    if longest_s is None:
+        return max(INITIAL_HANG_TIMEOUT_S, timeout_s or 0.0)
+    if timeout_s is not None:
+        return timeout_s
+    evaluates = report.phase is TrainerPhase.EVALUATING
+    return max(INITIAL_HANG_TIMEOUT_S if evaluates else MIN_HANG_TIMEOUT_S, HANG_STEP_FACTOR * longest_s)
 
 
-def hung_evidence(
-    gang: Gang, said: Progress, stacks: StacksSeen, hang_timeout: float | None, now: datetime
+def _hang_evidence(
+    gang: Gang, report: Progress, stacks: StacksSeen, timeout_s: float | None, now: datetime
 ) -> FailureEvidence:
-    """Which rank is to blame, by the stacks, and where it stood."""
+    """Name the rank to blame: one in no collective, else one of a pod that does not answer."""
     found = [(pod, stack) for pod in gang.pods.values() for stack in read_stacks(stacks.texts.get(pod.name, ""))]
     silent = [pod for pod in gang.pods.values() if not stacks.texts.get(pod.name)]
     suspects = [(pod, stack) for pod, stack in found if not stack.waits]
     waiting = [(pod, stack) for pod, stack in found if stack.waits]
     blamed = suspects[0][0] if suspects else silent[0] if silent else gang.pods[0]
-    what = "batch of the evaluation" if said.phase is TrainerPhase.EVALUATING else "step"
-    limit = f"spec.lifecycle.hangTimeout, {hang_timeout:g} s" if hang_timeout else "far longer than recent steps took"
-    words = [f"no {what} after step {said.step} for {allowed_s(said, hang_timeout):.0f} s ({limit})"]
-    words += [f"{_who(pod, stack)} is in no collective, but at {_where(stack)}" for pod, stack in suspects[:MOST_NAMED]]
-    words += [f"pod {pod.name} on node {pod.node} does not show its stacks" for pod in silent[:MOST_NAMED]]
+    unit = "evaluation batch" if report.phase is TrainerPhase.EVALUATING else "step"
+    limit = f"spec.lifecycle.hangTimeout is {timeout_s:g} s" if timeout_s else "far longer than recent steps took"
+    parts = [f"no {unit} after step {report.step} for {hang_timeout_s(report, timeout_s):.0f} s ({limit})"]
+    parts += [f"{_who(pod, stack)} is in no collective, but in {_where(stack)}" for pod, stack in suspects[:MAX_BLAMED]]
+    parts += [f"pod {pod.name} on node {pod.node} does not return its stacks" for pod in silent[:MAX_BLAMED]]
     if waiting:
         pod, stack = waiting[0]
-        words.append(f"one of {len(waiting)} that wait: {_who(pod, stack)} at {_where(stack)}")
+        parts.append(f"{len(waiting)} ranks wait, one of them {_who(pod, stack)} in {_where(stack)}")
     return FailureEvidence(
         attempt=gang.attempt,
         pod=blamed.name,
         rank=suspects[0][1].rank if suspects else None,
         node=blamed.node,
         reason=Reason.HANG_DETECTED,
-        message=shorten("; ".join(words), MESSAGE_LENGTH),
+        message=shorten("; ".join(parts), MAX_MESSAGE_LENGTH),
         time=timestamp(now),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStack:
+    """Hold one rank's stacks."""
+
+    rank: int
+    waits: bool
+    """Whether one of its threads is in a collective; the rank to blame is in none."""
+    place: str
+    """The innermost calls of its main thread, newest first; empty if unknown."""
+
+
+def read_stacks(text: str) -> list[RankStack]:
+    """Return the ranks of one pod from its answer to ``/stacks``. Never raises."""
+    parts = _RANK.split(text)
+    return [_rank_stack(int(number), body) for number, body in zip(parts[1::2], parts[2::2], strict=True)]
+
+
+def _rank_stack(number: int, body: str) -> RankStack:
+    threads = _THREAD.split(body)[1:]
+    waits = any(frame["file"].endswith(MEETING_PLACES) for thread in threads for frame in _FRAME.finditer(thread))
+    return RankStack(rank=number, waits=waits, place=" < ".join(_calls(threads[-1])) if threads else "")
+
+
+def _calls(thread: str) -> Iterator[str]:
+    """Yield a thread's innermost calls; Python writes the main thread's last."""
+    for count, frame in enumerate(_FRAME.finditer(thread)):
+        if count == MAX_FRAMES:
+            return
+        file = "/".join(frame["file"].split("/")[-SHOWN_PATH_PARTS:])
+        yield f"{frame['function']} ({file}:{frame['line']})"
 
 
 def _who(pod: PodSeen, stack: RankStack) -> str:
@@ -296,24 +355,4 @@ def _who(pod: PodSeen, stack: RankStack) -> str:
 
 
 def _where(stack: RankStack) -> str:
-    return shorten(stack.place or "nowhere that it says", PLACE_LENGTH)
-
-
-TRAINING = frozenset(TrainerPhase) - {TrainerPhase.STARTING, TrainerPhase.RESTORING}
-
-
-def with_store_health(status: DLRMJobStatus, gang: Gang, now: datetime) -> DLRMJobStatus:
-    """Whether snapshots reach the store, as the checkpointer of pod 0 says."""
-    word, kind = gang.checkpointer, ConditionType.SNAPSHOT_HEALTHY
-    for pod in gang.pods.values():
-        sidecar = pod.checkpointer
-        if sidecar is not None and pod.training and sidecar.waiting_reason == CRASH_LOOP:
-            words = (
-                f"{pod.name}/{sidecar.name} ended with exit code {sidecar.last_exit_code} again and again: see its log"
-            )
-            return with_truth(status, kind, "False", Reason.CHECKPOINTER_CRASH_LOOP, words, now=now)
-    if word is None:
-        return status
-    if word.store_error:
-        return with_truth(status, kind, "False", Reason.STORE_UNAVAILABLE, word.store_error, now=now)
-    return with_truth(status, kind, "True", Reason.STORE_AVAILABLE, now=now)
+    return shorten(stack.place or "an unknown place", MAX_PLACE_LENGTH)

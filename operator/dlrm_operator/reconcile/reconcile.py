@@ -9,257 +9,176 @@ Only that all pods of an attempt exist is written after the last of them was cre
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 
 from dlrm_api.errors import InvalidSpecError
-from dlrm_api.job import DLRMJob
-from dlrm_api.lifecycle import RestartSpec
 from dlrm_api.names import Label
 from dlrm_api.status import ConditionType, DLRMJobStatus, Phase
-from dlrm_operator.reconcile.attempts import (
-    Outcome,
-    Verdict,
-    _at_rest,
-    after_failure,
-    failed,
-    is_retried,
-    judge,
-    remembering,
-    retried,
-    succeeded,
-    without_plan,
-)
-from dlrm_operator.reconcile.compat import beside_running
+from dlrm_operator.reconcile import attempts, compat, gang, health, shutdown
 from dlrm_operator.reconcile.findings import (
     FINISHED,
     Reason,
-    in_phase,
-    is_decisive,
-    is_passing,
-    is_repeatable,
-    transition_events,
-    unknown_words,
-    with_old_times,
-    with_truth,
-    worth_writing,
+    RuleResult,
+    earliest,
+    events,
+    find_condition,
+    fold,
+    status_update,
 )
-from dlrm_operator.reconcile.gang import (
-    LOOK_AGAIN,
-    astray_words,
-    last_words,
-    left_groups,
-    of_whole_gang,
-    recall,
-    refusal_words,
-    releases,
-    tidy,
+from dlrm_operator.reconcile.state import Action, DeleteJob, JobView, Observed, UpdateStatus, WakeAt
+
+Rule = Callable[[JobView], RuleResult]
+RULES: tuple[Rule, ...] = (
+    gang.unlabelled_pods_rule,
+    attempts.outcome_rule,
+    attempts.hang_rule,
+    attempts.deleted_plan_rule,
+    shutdown.resume_rule,
+    shutdown.active_deadline_rule,
+    shutdown.suspend_rule,
+    shutdown.resize_rule,
+    gang.stale_pods_rule,
+    shutdown.suspended_rule,
+    attempts.backoff_rule,
+    gang.gang_rule,
 )
-from dlrm_operator.reconcile.health import watch, with_final_step, with_progress, with_snapshot, with_store_health
-from dlrm_operator.reconcile.shutdown import Decision, earliest, expiry, go_on
-from dlrm_operator.reconcile.state import (
-    Action,
-    DeleteJob,
-    Gang,
-    JobSeen,
-    Observed,
-    PodSeen,
-    UpdateStatus,
-    WakeAt,
-    current_gang,
-)
-
-
-def without_spec(observed: Observed, problem: InvalidSpecError, status: DLRMJobStatus, now: datetime) -> Decision:
-    """What a job comes to of which only the gang can be judged: that one ends well, or what follows it waits."""
-    gang = current_gang(observed, status)
-    if not gang.pods:
-        return Decision(status=failed(status, Reason.INVALID_SPEC, str(problem), now))
-    status = with_snapshot(status, gang.checkpoints, heals=False)  # whether progress resets budgets is not known
-    status = with_store_health(with_progress(status, gang, now), gang, now)
-    verdict = judge(gang, RestartSpec(), now)
-    if verdict.outcome is Outcome.SUCCEEDED:
-        return Decision(status=succeeded(with_final_step(status, gang, now), now))
-    words = f"{problem}: mend it, or upgrade the operator where it is older than the CustomResourceDefinition"
-    if verdict.outcome is Outcome.ONGOING:
-        return Decision(status=_at_work(status, gang, words, now), wake=verdict.settle_at)
-    return Decision(status=_broken(status, gang, verdict, words, now))
-
-
-def _at_work(status: DLRMJobStatus, gang: Gang, words: str, now: datetime) -> DLRMJobStatus:
-    if gang.whole and gang.size is not None:
-        return beside_running(of_whole_gang(status, gang, now), words, now)
-    return with_truth(status, ConditionType.RUNNING, "False", Reason.INVALID_SPEC, words, now=now)
-
-
-def _broken(status: DLRMJobStatus, gang: Gang, verdict: Verdict, words: str, now: datetime) -> DLRMJobStatus:
-    """The gang failed, and is judged by its pods once the spec says how: till then in a phase that lets that change."""
-    evidence = verdict.evidence
-    assert evidence is not None, "a failure has evidence"
-    why = f"attempt {gang.attempt} ended ({evidence.reason}), and what follows is asked of the spec: {words}"
-    status = with_truth(status, ConditionType.RUNNING, "False", Reason.INVALID_SPEC, why, now=now)
-    return in_phase(status, Phase.PENDING)
 
 
 def reconcile(observed: Observed, now: datetime) -> tuple[Action, ...]:
-    """Decide one turn.
+    """Decide one pass.
 
     Args:
-        observed: Facts; a cache's copy will do, for the caller looks live before it acts.
-        now: Moment of the turn, in UTC.
+        observed: From the caches, or live if one of the returned actions needs that.
+        now: Time of the pass, in UTC.
 
     Returns:
-        The actions in the order in which they must be done; none where everything is as it should be. Any prefix of
-        them leaves a state from which the next turn goes on.
+        Actions, to be done in their order; none if everything is as it should be. After any prefix of them the next
+        pass continues.
     """
     job = observed.job
+    # Owner references remove the children; and without a readable status nothing can be decided.
     if job.deleting or job.unreadable:
-        return ()  # owner references remove the children; and nothing can be told of a job whose life is not known
-    before = known_status(observed)
-    released = tuple(releases(observed, now))
-    start = before
-    if before.phase in FINISHED:
-        if not is_retried(job, before):
-            return (*after_the_end(observed, before, now), *released)
-        start = retried(before, job.generation, now)
-    decision = _decide(observed, job.spec, _in_view(observed, start), now)
-    conditions = with_old_times(decision.status.conditions, before.conditions)
-    after = remembering(decision.status.model_copy(update={"conditions": conditions}), job.spec)
-    write: tuple[Action, ...] = ()
-    if job.status is None or worth_writing(job.status, after, now):
-        write = (*transition_events(job, before, after), _apply_status(job, before, after))
+        return ()
+    before = _known_status(observed)
+    released = gang.release_kueue_groups(observed, now)
+    if before.phase in FINISHED and not attempts.is_retried(job, before):
+        return (*_finished(observed, before, now), *_with_wake(observed, released))
+    results = _results(observed, before, now)
+    after = fold(before, results, now)
+    update = status_update(job, before, after, now)
+    write: tuple[Action, ...] = (*events(job, before, after), update) if update else ()
     if after.phase in FINISHED:
-        return (*write, *at_the_end(observed, after, now), *released)
-    wakes = (WakeAt(key=job.key, time=decision.wake),) if decision.wake else ()
-    if decision.status_last:
-        return (*decision.actions, *wakes, *write, *released)
-    return (*write, *decision.actions, *wakes, *released)
+        return (*write, *_clean_up(observed, after, now), *_with_wake(observed, released))
+    wake_at = earliest(*(result.wake_at for result in (*results, released)))
+    actions = (*(action for result in results for action in result.actions), *released.actions)
+    wakes = (WakeAt(key=job.key, time=wake_at),) if wake_at else ()
+    if any(result.status_last for result in results):
+        return (*actions, *wakes, *write)
+    return (*write, *actions, *wakes)
 
 
-def _apply_status(job: JobSeen, before: DLRMJobStatus, after: DLRMJobStatus) -> UpdateStatus:
-    return UpdateStatus(
-        key=job.key,
-        uid=job.uid,
-        resource_version=job.resource_version,
-        status=after,
-        seen=job.status,
-        decisive=is_decisive(before, after),
-        passing=is_passing(before, after),
-        repeatable=is_repeatable(before, after),
-    )
+def _results(observed: Observed, before: DLRMJobStatus, now: datetime) -> list[RuleResult]:
+    """Run the rules in their order until one is done.
+
+    All of them see one status: the known one with what was observed since. Only if a rule begins the next attempt, the
+    later rules work for that attempt and see the status as folded so far.
+    """
+    results = [attempts.retry(observed.job, before)] if before.phase is Phase.FAILED else []
+    results.append(_identity(observed, fold(before, results, now)))
+    view = JobView(observed=observed, status=fold(before, results, now), now=now)
+    if isinstance(observed.job.spec, InvalidSpecError):
+        return [*results, *_results_without_spec(view, observed.job.spec)]
+    results.append(health.report_rule(view, progress_resets=view.lifecycle.restart.progress_resets))
+    view = replace(view, status=fold(before, results, now))
+    for rule in RULES:
+        result = rule(view)
+        results.append(result)
+        if result.done:
+            break
+        if "attempt" in result.changes:
+            view = replace(view, status=fold(before, results, now))
+    else:
+        results.append(shutdown.pending_deadline_rule(view, fold(before, results, now)))
+    return _closed(results, view, before)
 
 
-def known_status(observed: Observed) -> DLRMJobStatus:
-    """The status to go on from; where it was lost (a restored backup keeps none), the attempt that pods speak of."""
+def _closed(results: list[RuleResult], view: JobView, before: DLRMJobStatus) -> list[RuleResult]:
+    """Add what depends on the other results: unknown fields next to Running, and the wake for the active deadline."""
+    after = fold(before, results, view.now)
+    if after.phase in FINISHED:
+        return results
+    running = find_condition(after.conditions, ConditionType.RUNNING)
+    unknown = compat.unknown_fields_rule(view.job, replace(view, status=after).gang, running)
+    return [*results, unknown, shutdown.wake_for_active_deadline(view, after)]
+
+
+def _results_without_spec(view: JobView, problem: InvalidSpecError) -> list[RuleResult]:
+    """Let a gang of an invalid spec run to its own end; without a gang the job fails."""
+    if not view.gang.pods:
+        return [attempts.fail(view, Reason.INVALID_SPEC, str(problem))]
+    # Whether progress restores budgets is unknown.
+    reported = health.report_rule(view, progress_resets=False)
+    view = replace(view, status=fold(view.status, [reported], view.now))
+    outcome = attempts.judge(view.gang, view.lifecycle.restart, view.now)
+    if outcome.result == "succeeded":
+        return [reported, attempts.succeed(view)]
+    if outcome.evidence is not None:
+        return [reported, compat.failed_gang_rule(problem, view.gang, outcome.evidence.reason)]
+    watched = gang.complete_gang_rule(view)
+    after = fold(view.status, [watched], view.now)
+    running = find_condition(after.conditions, ConditionType.RUNNING) if watched.findings else None
+    return [reported, watched, compat.invalid_spec_rule(problem, running, outcome.settle_at)]
+
+
+def _known_status(observed: Observed) -> DLRMJobStatus:
+    """Return the status to continue from; if it was lost (a restored backup has none), the attempt of the pods."""
     if observed.job.known is not None:
         return observed.job.known
-    attempts = [pod.attempt for pod in observed.pods if pod.owner_uid == observed.job.uid]
-    return DLRMJobStatus(attempt=max(attempts, default=0))
+    numbers = [pod.attempt for pod in observed.pods if pod.owner_uid == observed.job.uid]
+    return DLRMJobStatus(attempt=max(numbers, default=0))
 
 
-def _in_view(observed: Observed, status: DLRMJobStatus) -> DLRMJobStatus:
-    """The status of a job that was looked at: its generation, its pods, and an attempt from 1."""
+def _identity(observed: Observed, status: DLRMJobStatus) -> RuleResult:
+    """Report the observed generation and the number of pods; attempts count from 1."""
     job = observed.job
-    update = {
+    changes = {
         "observed_generation": job.generation,
-        "attempt": max(status.attempt, status.gang_attempt, 1),  # no hand may take it back to before the gang
+        # A hand edit must not take it back to before the gang.
+        "attempt": max(status.attempt, status.gang_attempt, 1),
         "selector": f"{Label.JOB}={job.key.name}",
         "replicas": sum(pod.owner_uid == job.uid and not (pod.ended or pod.held) for pod in observed.pods),
     }
-    return status.model_copy(update=update)
+    return RuleResult(changes=changes)
 
 
-def _decide(observed: Observed, spec: DLRMJob | InvalidSpecError, status: DLRMJobStatus, now: datetime) -> Decision:
-    if isinstance(spec, InvalidSpecError):
-        return without_spec(observed, spec, status, now)
-    restart = spec.spec.lifecycle.restart
-    gang = current_gang(observed, status)
-    words = gang.checkpoints if gang.pods else last_words(observed)
-    status = with_snapshot(status, words, heals=restart.progress_resets, may_go_back=bool(gang.pods))
-    status = with_store_health(with_progress(status, gang, now), gang, now)
-    if astray := [pod for pod in observed.pods if pod.astray]:
-        return _without_astray(observed, status, astray, now)
-    verdict = judge(gang, restart, now)
-    if verdict.outcome is Outcome.SUCCEEDED:
-        return Decision(status=succeeded(with_final_step(status, gang, now), now))
-    if verdict.outcome is not Outcome.ONGOING:
-        return _after_attempt(observed, spec, status, verdict, now)
-    watched = watch(observed, status, gang, spec.spec.lifecycle.hang_timeout, now)
-    if watched.verdict is not None:
-        return _after_attempt(observed, spec, status, watched.verdict, now)
-    if (ended := without_plan(gang, observed.children, now)) is not None:
-        return _after_attempt(observed, spec, status, ended, now)
-    decision = _with_unknown_fields(observed, go_on(observed, spec, status, now), now)
-    asked = (watched.ask,) if watched.ask else ()
-    wake = earliest(decision.wake, verdict.settle_at, watched.wake)
-    return replace(decision, actions=(*decision.actions, *asked), wake=wake)
-
-
-def _without_astray(observed: Observed, status: DLRMJobStatus, astray: list[PodSeen], now: datetime) -> Decision:
-    """Pods without their labels go before the attempt is judged: later turns don't see them beside the next gang."""
-    words = refusal_words(observed, astray) or astray_words(astray)
-    status = with_truth(status, ConditionType.RUNNING, "False", Reason.POD_DELETED, words, now=now)
-    actions = tuple(recall(observed, status, astray, now))
-    return Decision(status=in_phase(status, Phase.RESTARTING), actions=actions, wake=now + LOOK_AGAIN)
-
-
-def _with_unknown_fields(observed: Observed, decision: Decision, now: datetime) -> Decision:
-    if not observed.job.unknown_fields or not current_gang(observed, decision.status).pods:
-        return decision
-    words = unknown_words(observed.job.unknown_fields)
-    return replace(decision, status=beside_running(decision.status, words, now))
-
-
-def _after_attempt(
-    observed: Observed, spec: DLRMJob, status: DLRMJobStatus, verdict: Verdict, now: datetime
-) -> Decision:
-    evidence = verdict.evidence
-    assert evidence is not None, "a failure has evidence"
-    after = after_failure(status, verdict, spec.spec, observed.job.uid, now)
-    if after.fatal:
-        return Decision(status=failed(after.status, after.reason, after.fatal, now))
-    status = with_truth(after.status, ConditionType.RUNNING, "False", after.reason, evidence.message, now=now)
-    return go_on(observed, spec, status, now)
-
-
-def after_the_end(observed: Observed, status: DLRMJobStatus, now: datetime) -> Iterator[Action]:
-    """What is done for a job whose status says that it has finished: it is deleted when its time is over."""
-    job = observed.job
-    due = _expiry(observed, status)
+def _finished(observed: Observed, status: DLRMJobStatus, now: datetime) -> tuple[Action, ...]:
+    """Delete a finished job when its time is over; until then clean up, and note changes that start nothing."""
+    job, due = observed.job, shutdown.expiry(observed.job, status)
     if due is not None and now >= due:
-        yield DeleteJob(key=job.key, uid=job.uid, resource_version=job.resource_version)
-        return
-    judged = status.phase is Phase.SUCCEEDED or _is_judged(job)
-    if job.generation > status.observed_generation and judged:
-        yield _seen(job, status)
-    yield from at_the_end(observed, status, now)
+        return (DeleteJob(key=job.key, uid=job.uid, resource_version=job.resource_version),)
+    # Whether an unknown field may fix a failed job is up to a newer operator.
+    known = status.phase is Phase.SUCCEEDED or attempts.is_suspended(job) or not job.unknown_fields
+    noted: tuple[Action, ...] = ()
+    if job.generation > status.observed_generation and known:
+        # After a suspension resuming is enough to retry a failed job.
+        failed_spec = None if attempts.is_suspended(job) else status.failed_spec
+        seen = RuleResult(changes={"observed_generation": job.generation, "failed_spec": failed_spec})
+        version = job.resource_version
+        after = fold(status, [seen], now)
+        noted = (UpdateStatus(key=job.key, uid=job.uid, resource_version=version, status=after, seen=status),)
+    return (*noted, *_clean_up(observed, status, now))
 
 
-def _is_judged(job: JobSeen) -> bool:
-    """Whether it is known that the change mends nothing; of a field that is not known here a newer operator decides."""
-    return not job.unknown_fields or _at_rest(job)
+def _clean_up(observed: Observed, status: DLRMJobStatus, now: datetime) -> tuple[Action, ...]:
+    """Delete what a finished job no longer needs: nothing of it trains on or reserves capacity."""
+    deleted = gang.delete_stale_pods(JobView(observed=observed, status=status, now=now))
+    due = earliest(deleted.wake_at, shutdown.expiry(observed.job, status))
+    groups = tuple(gang.delete_stale_groups(observed))
+    return _with_wake(observed, replace(deleted, actions=(*deleted.actions, *groups), wake_at=due))
 
 
-def _seen(job: JobSeen, status: DLRMJobStatus) -> UpdateStatus:
-    """A change that starts nothing was seen; after a suspension the resume alone starts a failed job again."""
-    kept = None if _at_rest(job) else status.failed_spec
-    after = status.model_copy(update={"observed_generation": job.generation, "failed_spec": kept})
-    return UpdateStatus(
-        key=job.key, uid=job.uid, resource_version=job.resource_version, status=after, seen=status, decisive=True
-    )
-
-
-def at_the_end(observed: Observed, status: DLRMJobStatus, now: datetime) -> Iterator[Action]:
-    """What follows the write that ends a job: nothing of it trains on or keeps room, and its time begins."""
-    lifecycle = observed.job.spec.spec.lifecycle if isinstance(observed.job.spec, DLRMJob) else None
-    yield from tidy(observed, status, lifecycle, now)
-    yield from left_groups(observed)
-    due = _expiry(observed, status)
-    if due is not None:
-        yield WakeAt(key=observed.job.key, time=due)
-
-
-def _expiry(observed: Observed, status: DLRMJobStatus) -> datetime | None:
-    spec = observed.job.spec
-    return expiry(status, spec.spec.lifecycle) if isinstance(spec, DLRMJob) else None
+def _with_wake(observed: Observed, result: RuleResult) -> tuple[Action, ...]:
+    wakes = (WakeAt(key=observed.job.key, time=result.wake_at),) if result.wake_at else ()
+    return (*result.actions, *wakes)

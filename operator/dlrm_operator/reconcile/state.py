@@ -1,10 +1,11 @@
-"""Plain data: what is observed of a job, its gang, and the actions that reconcile returns."""
+"""Plain data for decisions: what was observed of a job, its gang, and the actions that reconcile returns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import cached_property
 from typing import ClassVar, Literal
 
 from dlrm_api.errors import InvalidSpecError
@@ -22,7 +23,7 @@ from dlrm_operator.manifests.pod_template import RESTRICTED, OverlayLimits
 
 @dataclass(frozen=True, order=True)
 class JobKey:
-    """Where a job is; what wakes, caches and answers are filed under."""
+    """Identify a job: the key of queues, caches and answers."""
 
     namespace: str
     name: str
@@ -33,10 +34,10 @@ class JobKey:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSeen:
-    """The job's object: its spec as a model or as the reason why it is none, and its status as last written.
+    """Hold a DLRMJob: its spec as a model or as the error that reading it raised, and its status as last written.
 
-    Where the CustomResourceDefinition is newer than this process, or another version of it wrote, there may be fields
-    that are not known here. Those of the spec are named; those of the status say nothing to this version.
+    If the CustomResourceDefinition is newer than this process, or another version wrote the object, it may have fields
+    that are unknown here. Those of the spec are listed; those of the status mean nothing to this version.
     """
 
     key: JobKey
@@ -46,23 +47,23 @@ class JobSeen:
     deleting: bool
     spec: DLRMJob | InvalidSpecError
     status: DLRMJobStatus | None
-    """None: nothing was written yet, or ``unreadable``."""
+    """None: not written yet, or ``unreadable``."""
     unknown_fields: tuple[str, ...] = ()
-    """Paths of fields that ``spec`` lacks because they are not known here."""
+    """Paths of the fields that ``spec`` lacks because they are unknown here."""
     unreadable: str = ""
-    """Why the status that is there can't be read; empty where it can, or there is none. Nothing can be decided then."""
+    """Why the status cannot be read; then nothing can be decided."""
     unwritten: DLRMJobStatus | None = None
-    """What this process decided since, and has kept to itself; None where that is what stands there."""
+    """What this process decided since and has not written."""
 
     @property
     def known(self) -> DLRMJobStatus | None:
-        """The status that this process goes on from."""
+        """Return the status that this process continues from."""
         return self.unwritten or self.status
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerSeen:
-    """One container of a pod. Exit code, message and end are those of its current state."""
+    """Hold one container of a pod. Exit code, message and finish time are those of its current state."""
 
     name: str
     started: bool
@@ -72,19 +73,19 @@ class ContainerSeen:
     finished_at: datetime | None = None
     waiting_reason: str = ""
     waiting: str = ""
-    """Why it does not run, in the kubelet's words; the reason comes first."""
+    """The kubelet's reason and message, joined."""
     last_exit_code: int | None = None
     last_reason: str = ""
     last_message: str = ""
 
     @property
     def termination(self) -> TerminationMessage | None:
-        """What a trainer left; None where it left nothing, or the message is the kubelet's own."""
+        """Return the trainer's termination message; None if it left none, or the kubelet wrote it."""
         return TerminationMessage.decode(self.message) if self.message else None
 
     @property
     def checkpoint(self) -> CheckpointerProgress | None:
-        """What a checkpointer left, in this life or its last."""
+        """Return the checkpointer's termination message, of its current or its last instance."""
         for text in (self.message, self.last_message):
             if text:
                 try:
@@ -96,13 +97,13 @@ class ContainerSeen:
 
 @dataclass(frozen=True, kw_only=True)
 class PodSeen:
-    """One trainer pod."""
+    """Hold one trainer pod."""
 
     key: JobKey
     name: str
     uid: str
     owner_uid: str
-    """Uid of the job that controls it; a pod of a deleted job of the same name is not ours."""
+    """Uid of the controlling job; a pod of a deleted job of the same name is not ours."""
     attempt: int
     index: int
     phase: str
@@ -114,64 +115,64 @@ class PodSeen:
     delete_by: datetime | None = None
     """When the kubelet should have ended it; set with ``deleting``."""
     grace_s: int | None = None
-    """Seconds that its kubelet was given; 0 once it needs none any more, or was not asked."""
+    """Grace period given to the kubelet; 0 once the kubelet is done, or was not asked."""
     finalizers: tuple[str, ...] = ()
-    """Others' (none is ours): who keeps the object of a deleted pod until they are done with it."""
+    """Set by others (the operator sets none): they keep the object of a deleted pod."""
     disruption: str = ""
-    """Reason of its DisruptionTarget condition, or of Kueue's TerminationTarget, where that holds."""
+    """Reason of its DisruptionTarget condition, or of Kueue's TerminationTarget, if that is true."""
     lost_since: datetime | None = None
-    """When its node fell silent: the node controller took Ready from it while its containers were ready."""
+    """When its node became silent: the node controller set Ready to false while its containers were ready."""
     scheduler: str = field(default="", compare=False)
-    """Who is to find it a node; it never changes, and the answer to the pod's creation does not hold it."""
+    """Never changes; the answer to the pod's creation does not hold it."""
     unschedulable: str = ""
-    """The scheduler's words, where it found no node."""
+    """The scheduler's message if it found no node."""
     secretless: bool = field(default=False, compare=False)
-    """Whether it was made without the gang's secret, by an operator that gave none; it never changes, as above."""
+    """Whether an operator that knew no gang secret created it. Never changes, as above."""
     gates: tuple[str, ...] = ()
-    """Scheduling gates: until all are lifted no scheduler looks at it."""
+    """Scheduling gates; no scheduler considers the pod before all are lifted."""
     containers: tuple[ContainerSeen, ...] = ()
     astray: bool = False
-    """Whether it was found by its name: somebody changed the labels by which pods are watched and listed."""
+    """Whether only its name identified it, because somebody changed the labels by which pods are listed."""
 
     @property
     def ended(self) -> bool:
-        """Whether nothing of it runs any more."""
+        """Return whether none of its containers runs any more."""
         return self.phase in ("Succeeded", "Failed")
 
     @property
     def held(self) -> bool:
-        """Whether it is deleted, nothing of it runs, and others' finalizers alone keep its object."""
+        """Return whether it is deleted, runs nothing, and only finalizers of others keep its object."""
         return self.deleting and bool(self.finalizers) and (self.ended or self.grace_s == 0)
 
     @property
     def trainer(self) -> ContainerSeen | None:
-        """Its trainer, once the kubelet reported one."""
+        """Return its trainer, once the kubelet reported one."""
         return next((c for c in self.containers if c.name == Container.TRAINER), None)
 
     @property
     def checkpointer(self) -> ContainerSeen | None:
-        """Its sidecar, once the kubelet reported one."""
+        """Return its sidecar, once the kubelet reported one."""
         return next((c for c in self.containers if c.name == Container.CHECKPOINTER), None)
 
     @property
     def started(self) -> bool:
-        """Whether its trainer runs or ran."""
+        """Return whether its trainer runs or ran."""
         return self.trainer is not None and self.trainer.started
 
     @property
     def training(self) -> bool:
-        """Whether its trainer runs."""
+        """Return whether its trainer runs."""
         return self.trainer is not None and self.trainer.started and self.trainer.exit_code is None
 
     @property
     def finished(self) -> bool:
-        """Whether its trainer ended well."""
+        """Return whether its trainer exited with code 0."""
         return self.trainer is not None and self.trainer.exit_code == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigMapSeen:
-    """One ConfigMap of a plan."""
+    """Hold one ConfigMap of a plan."""
 
     name: str
     uid: str
@@ -183,39 +184,39 @@ class ConfigMapSeen:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSeen:
-    """One object by which a gang scheduler knows a group of pods."""
+    """Hold the metadata of a PodGroup, or of a Workload of Kueue."""
 
     name: str
     uid: str
     owner_uid: str
-    """Uid of the job that controls it; empty for what is not the operator's."""
+    """Uid of the controlling job; empty for objects that are not the operator's."""
     attempt: int
     api_version: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """What a job's gang scheduler has of it already."""
+    """Hold a job's objects of its gang scheduler."""
 
     seen: tuple[GroupSeen, ...] = ()
     attempt: int = 0
-    """Attempt whose group was looked for, where groups are looked for by name."""
+    """Attempt whose group was looked up, for schedulers whose groups are looked up by name."""
     problem: str = ""
     """Why there can be no group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Children:
-    """What exists beside pods; read live, and only while a gang is being made."""
+    """Hold the children of a job except its pods; read live, and only while a gang is being created."""
 
     services: frozenset[str] = frozenset()
     config_maps: tuple[ConfigMapSeen, ...] = ()
     groups: Groups = field(default_factory=Groups)
     assumed: bool = False
-    """Whether nobody looked for those that a first attempt has: the Service, which is created first, will tell."""
+    """Whether those of a first attempt were not looked up: creating the Service, which comes first, will tell."""
 
     def parts(self, attempt: int) -> dict[str, bytes]:
-        """The parts of the attempt's plan, as they were written."""
+        """Return the stored parts of an attempt's plan."""
         parts: dict[str, bytes] = {}
         for config_map in self.config_maps:
             if config_map.attempt == attempt:
@@ -223,7 +224,7 @@ class Children:
         return parts
 
     def plan(self, attempt: int) -> Plan | None:
-        """The attempt's plan as it was written, without its tables; None unless every part is there and whole."""
+        """Return the attempt's stored plan without its tables; None unless every part is present and intact."""
         try:
             return plan_without_tables(self.parts(attempt))
         except InvalidSpecError:
@@ -232,14 +233,14 @@ class Children:
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """How planning of the job's current spec ended."""
+    """Hold the planner's answer for the job's current spec."""
 
     plan: Plan | None = None
     """Without its tables, which only trainers read."""
     parts: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """The whole plan as ConfigMaps hold it (``dlrm_api.plan.plan_to_parts``)."""
     problem: str = ""
-    """The planner's words, where it made no plan."""
+    """Why there is no plan."""
     final: bool = False
     """Whether planning again would end the same way."""
     field: str = ""
@@ -247,8 +248,8 @@ class Planning:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """How far a trainer is: it moves with every step, and with every batch of an evaluation."""
+class TrainingPosition:
+    """Say how far a trainer is: it moves with every step, and with every batch of an evaluation."""
 
     pod_uid: str
     """Of pod 0."""
@@ -259,88 +260,227 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class StacksSeen:
-    """What the pods of a gang answered that seems to hang."""
+    """Hold the stacks of a gang that seems to hang."""
 
-    place: Place
-    """Where it stood when they were asked."""
+    place: TrainingPosition
+    """Its position when the stacks were requested."""
     texts: Mapping[str, str]
-    """By pod; empty where it did not answer."""
+    """By pod; empty if it did not answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Polled:
-    """The last answers of pod 0; None where an endpoint did not answer, which is never a failure."""
+    """Hold the last answers of pod 0; None if an endpoint did not answer, which is never a failure."""
 
     pod_uid: str
     trainer: Progress | None = None
     checkpointer: CheckpointerProgress | None = None
     still_s: float = field(default=0.0, compare=False)
-    """Seconds for which the trainer answered and was at one place. Neither its silence nor ours counts."""
+    """Seconds for which the trainer answered and did not move. Neither its silence nor ours counts."""
     slow_s: float = field(default=0.0, compare=False)
-    """Seconds for which it named one rank as far slower than the others."""
+    """Seconds for which it reported one rank as far slower than the others."""
 
     @property
-    def place(self) -> Place | None:
-        """Where the trainer is."""
+    def place(self) -> TrainingPosition | None:
+        """Return the trainer's position."""
         said = self.trainer
         if said is None:
             return None
-        return Place(pod_uid=self.pod_uid, phase=said.phase, step=said.step, evaluated_batches=said.evaluated_batches)
+        batches = said.evaluated_batches
+        return TrainingPosition(pod_uid=self.pod_uid, phase=said.phase, step=said.step, evaluated_batches=batches)
 
 
 @dataclass(frozen=True)
 class CutQuestion:
-    """One request for a cut. Equal questions are asked once; a later one of the same pod is for a later cut."""
+    """Identify one request for a cut. Equal questions are asked once; a later one asks the pod for a later cut."""
 
     pod_uid: str
     asked: str
-    """When the end of the gang was asked for, as the status says it."""
+    """When the stop of the gang was requested, as in the status."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutAnswer:
-    """What pod 0 answered to a request for a cut."""
+    """Hold pod 0's answer to a request for a cut."""
 
     question: CutQuestion
     step: int | None = None
-    """The cut's step, or the first that it can have; None: there was no such answer."""
+    """Step of the cut, or the first one possible; None: no such answer."""
     problem: str = ""
-    """Why not, in bounded words; the request is repeated after a moment."""
+    """Why not, in bounded length; the request is repeated after a moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """All that one turn decides on."""
+    """Hold everything that one reconcile decides on, besides the time."""
 
     job: JobSeen
     pods: tuple[PodSeen, ...] = ()
     children: Children | None = None
-    """None: not looked at in this turn."""
+    """None: not looked up in this pass."""
     profile: HardwareProfile | None = None
     profile_version: str = ""
     """Resource version of the HardwareProfile."""
     profile_problem: str = ""
-    """Why the HardwareProfile that the spec names can't be used."""
+    """Why the HardwareProfile that the spec names cannot be used."""
     traces: Mapping[str, str] = field(default_factory=dict)
-    """Documents of the traces that the spec refers to; read only where a plan is to be made."""
+    """Documents of the traces that the spec refers to; read only if a plan is to be made."""
     trace_problem: str = ""
-    """Why one of them can't be read."""
+    """Why one of them cannot be read."""
     planning: Planning | None = None
-    """None: nobody has planned this spec yet, or the planner is at work."""
+    """None: this spec is not planned yet, or the planner is working."""
     polled: Polled | None = None
     cut: CutAnswer | None = None
-    """None: no cut was asked for, or its answer is still to come."""
+    """None: no cut was requested, or the answer is pending."""
     stacks: StacksSeen | None = None
-    """None: nobody asked for them."""
+    """None: not requested."""
     queue_words: str = ""
-    """Why Kueue lets the gang wait, in its words."""
+    """Kueue's message on why the gang waits."""
     images: Images = field(default_factory=Images)
-    """Images where the job names none."""
+    """Images for jobs that name none."""
     limits: OverlayLimits = RESTRICTED
     refusal: str = ""
-    """The API server's words, where it refused a child in an earlier turn."""
+    """The API server's message if it refused to create a child in an earlier pass."""
     refused_deletion: str = ""
-    """The same, where it would not delete what has to go."""
+    """The same for the deletion of a child."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gang:
+    """Hold the pods of the current attempt, by index, and what they report."""
+
+    job: str
+    attempt: int
+    size: int | None
+    """Number of pods in the plan; None before there is a plan."""
+    whole: bool
+    """Whether all pods existed at once in an earlier pass: a pod that is missing now was deleted."""
+    pods: Mapping[int, PodSeen]
+    trainer: Progress | None
+    """Pod 0's report for this very attempt; None if it does not answer."""
+    checkpointer: CheckpointerProgress | None
+    place: TrainingPosition | None
+    still_s: float
+    """Seconds for which it answered and did not move."""
+    slow_s: float
+    """Seconds for which it reported one rank as far slower than the others."""
+    last_step: int
+    """Newest step in the status."""
+    grace: timedelta
+    """Time of each pod for its last cut and upload."""
+    queue_words: str = ""
+    """Kueue's message on why it waits."""
+
+    def missing(self) -> list[int]:
+        """Return the indices without a pod."""
+        return [index for index in range(self.size or 0) if index not in self.pods]
+
+    def pod_name(self, index: int) -> str:
+        """Return the name of the pod at ``index``."""
+        return trainer_pod(self.job, self.attempt, index)
+
+    @property
+    def complete(self) -> bool:
+        """Return whether every pod exists."""
+        return self.size is not None and not self.missing()
+
+    @property
+    def started(self) -> bool:
+        """Return whether every pod exists and its trainer runs or ran."""
+        return self.complete and all(pod.started for pod in self.pods.values())
+
+    @property
+    def finished(self) -> bool:
+        """Return whether every trainer exited with code 0."""
+        return self.complete and all(pod.finished for pod in self.pods.values())
+
+    @property
+    def checkpoints(self) -> list[CheckpointerProgress]:
+        """Return the checkpointers' reports: their termination messages, and pod 0's answer."""
+        left = [pod.checkpointer.checkpoint for pod in self.pods.values() if pod.checkpointer]
+        return [report for report in (*left, self.checkpointer) if report is not None]
+
+    @property
+    def committed_step(self) -> int | None:
+        """Return the newest step that a checkpointer of this attempt reported as committed."""
+        return max((said.committed_step for said in self.checkpoints if said.committed_step is not None), default=None)
+
+    @property
+    def last_report(self) -> Progress | None:
+        """Return pod 0's last report: from its termination message, else from its endpoint."""
+        first = self.pods.get(0)
+        left = first.trainer.termination if first and first.trainer else None
+        return left.progress if left and left.progress else self.trainer
+
+    @property
+    def final_step(self) -> int:
+        """Return the step at which training ended by the termination messages, else the newest known step."""
+        left = [pod.trainer.termination for pod in self.pods.values() if pod.trainer]
+        return max((said.step for said in left if said and said.step is not None), default=self.last_step)
+
+
+def current_gang(observed: Observed, status: DLRMJobStatus) -> Gang:
+    """Return the gang of the status' attempt, without pods of other owners or attempts."""
+    uid = observed.job.uid
+    pods = {pod.index: pod for pod in observed.pods if pod.attempt == status.attempt and pod.owner_uid == uid}
+    first, polled = pods.get(0), observed.polled
+    if first is None or polled is None or polled.pod_uid != first.uid:
+        polled = None
+    current = polled if polled and polled.trainer and polled.trainer.attempt == status.attempt else None
+    return Gang(
+        job=observed.job.key.name,
+        attempt=status.attempt,
+        size=status.plan.nodes if status.plan else None,
+        whole=status.gang_attempt == status.attempt,
+        pods=pods,
+        trainer=current.trainer if current else None,
+        place=current.place if current else None,
+        still_s=current.still_s if current else 0.0,
+        slow_s=current.slow_s if current else 0.0,
+        checkpointer=polled.checkpointer if polled else None,
+        last_step=status.progress.step if status.progress else 0,
+        grace=timedelta(seconds=lifecycle_of(observed.job).termination_grace_period),
+        queue_words=observed.queue_words,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobView:
+    """Hold what a rule decides on: what was observed, the status to continue from, and the time of the pass."""
+
+    observed: Observed
+    status: DLRMJobStatus
+    now: datetime
+
+    @cached_property
+    def gang(self) -> Gang:
+        """Return the current attempt's gang."""
+        return current_gang(self.observed, self.status)
+
+    @property
+    def job(self) -> JobSeen:
+        """Return the job's object."""
+        return self.observed.job
+
+    @property
+    def spec(self) -> DLRMJob:
+        """Return the job's spec, which must be valid."""
+        assert isinstance(self.job.spec, DLRMJob), "rules that read the spec run only if it is valid"
+        return self.job.spec
+
+    @property
+    def lifecycle(self) -> LifecycleSpec:
+        """Return ``spec.lifecycle``; the defaults if the spec is invalid."""
+        return lifecycle_of(self.job)
+
+
+def lifecycle_of(job: JobSeen) -> LifecycleSpec:
+    """Return ``spec.lifecycle``; the defaults if the spec is invalid."""
+    return job.spec.spec.lifecycle if isinstance(job.spec, DLRMJob) else LifecycleSpec()
+
+
+# Actions. A pass may be cut off after any of them, and each may be repeated. ``needs_live``: the facts behind an action
+# must have been read live, because from a cache it could act on what has changed.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,7 +509,7 @@ class CreatePodGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class CreatePod:
-    """POST one trainer pod. That it exists is success where it is this job's of this attempt."""
+    """Create one trainer pod. An existing pod of this job and attempt counts as success."""
 
     manifest: Manifest
     owner_uid: str
@@ -383,7 +523,7 @@ class CreatePod:
 
 @dataclass(frozen=True, kw_only=True)
 class DeleteObject:
-    """Delete one child, provided that it is still the one that was seen."""
+    """Delete one child, if it is still the observed one."""
 
     kind: Literal["Pod", "ConfigMap", "PodGroup"]
     key: JobKey
@@ -393,25 +533,25 @@ class DeleteObject:
     force: bool = False
     """Do not wait for the kubelet: for a pod that should have ended long ago."""
     grace_s: int | None = None
-    """Seconds that the kubelet gives it; None: those that the pod's own spec says."""
+    """Grace period; None: the one in the pod's spec."""
     api_version: str = "v1"
     needs_live: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeleteWorkload:
-    """Delete Kueue's Workload of a group that has ended, so that Kueue takes its finalizers off the group's pods."""
+    """Delete Kueue's Workload of a group that has ended, so that Kueue removes its finalizers from the pods."""
 
     key: JobKey
     group: str
     pod_uid: str
-    """One of the group's pods: a Workload of that name that does not belong to it is left alone."""
+    """One of the group's pods; a Workload of that name that does not own it is left alone."""
     needs_live: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeleteJob:
-    """Delete the job itself, provided that it has not changed since; the garbage collector does the rest."""
+    """Delete the job itself, if it has not changed since; the garbage collector deletes its children."""
 
     key: JobKey
     uid: str
@@ -421,33 +561,30 @@ class DeleteJob:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateStatus:
-    """Server-side apply of the whole status, provided that the job has not changed since it was seen.
-
-    A change of what decides nothing, such as its labels, is none: spec, status and life are.
-    """
+    """Replace the whole status, if spec and status have not changed since they were observed."""
 
     key: JobKey
     uid: str
     resource_version: str
     status: DLRMJobStatus
     seen: DLRMJobStatus | None = None
-    """The status that the job had then."""
+    """The observed status."""
     decisive: bool = True
-    """Whether later decisions rest on it; then the facts behind it must be live ones."""
+    """Whether later decisions rest on it; then the facts behind it must be live."""
     passing: bool = False
-    """Whether it may be left out for a moment: nothing rests on it, and the next one is likely to be close behind."""
+    """Whether it may be skipped for a moment: nothing rests on it, and another one is likely to follow soon."""
     repeatable: bool = False
-    """Whether another operator would come to it too, from the plan and the pods that are there."""
+    """Whether another operator would derive it too, from the existing plan and pods."""
 
     @property
     def needs_live(self) -> bool:
-        """Return whether later decisions rest on it, and another operator might not come to it too."""
+        """Return whether later decisions rest on it, and another operator might not derive it too."""
         return self.decisive and not self.repeatable
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmitEvent:
-    """An Event on the job; its name is a function of what it says, so that a repeated turn adds none."""
+    """Create an Event of the job. Its name is a function of its content, so a repeated pass adds none."""
 
     key: JobKey
     uid: str
@@ -460,13 +597,13 @@ class EmitEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanQuestion:
-    """What a plan is a function of. Questions with equal marks have equal answers."""
+    """Hold what a plan is a function of. Questions that compare equal have equal answers."""
 
     uid: str
     generation: int
     profile_version: str
     reserve: int = 0
-    """Bytes of memory of each pod that are to stay free."""
+    """Bytes of memory of each pod that stay free."""
     job: DLRMJob = field(compare=False, repr=False)
     profile: HardwareProfile | None = field(compare=False, repr=False)
     traces: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -475,7 +612,7 @@ class PlanQuestion:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestPlan:
-    """Start the planner for the job's spec; the answer is observed in a later turn."""
+    """Start the planner for the job's spec; a later pass observes the answer."""
 
     key: JobKey
     question: PlanQuestion
@@ -484,7 +621,7 @@ class RequestPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestCut:
-    """Ask pod 0 for a cut, with its attempt's token; the answer is observed in a later turn."""
+    """Request a cut from pod 0, with its attempt's token; a later pass observes the answer."""
 
     key: JobKey
     uid: str
@@ -497,10 +634,10 @@ class RequestCut:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestStacks:
-    """Ask every pod of a gang that seems to hang what its ranks are doing; the answers are observed in a later turn."""
+    """Request the stacks of all pods of a gang that seems to hang; a later pass observes them."""
 
     key: JobKey
-    place: Place
+    place: TrainingPosition
     ips: Mapping[str, str]
     """Address by pod."""
     needs_live: ClassVar[bool] = True
@@ -508,7 +645,7 @@ class RequestStacks:
 
 @dataclass(frozen=True, kw_only=True)
 class WakeAt:
-    """Reconcile again at that time, though nothing may have changed."""
+    """Reconcile again then, even if nothing has changed."""
 
     key: JobKey
     time: datetime = field(compare=False)
@@ -531,107 +668,3 @@ Action = (
     | RequestStacks
     | WakeAt
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gang:
-    """The pods of the current attempt, by index."""
-
-    job: str
-    attempt: int
-    size: int | None
-    """Pods that the plan asks for; None until there is a plan."""
-    whole: bool
-    """Whether all of them were there at once in an earlier turn: one that lacks now was deleted."""
-    pods: Mapping[int, PodSeen]
-    trainer: Progress | None
-    """What pod 0 says of this very attempt; None where it does not answer."""
-    checkpointer: CheckpointerProgress | None
-    place: Place | None
-    """Where it is."""
-    still_s: float
-    """Seconds for which it answered and did not move."""
-    slow_s: float
-    """Seconds for which it named one rank as far slower than the others."""
-    last_step: int
-    """Newest step that the status knows of."""
-    grace: timedelta
-    """What each pod has for its last cut and the upload of that."""
-    queue_words: str = ""
-    """Why Kueue lets it wait."""
-
-    def missing(self) -> list[int]:
-        """Indices without a pod."""
-        return [index for index in range(self.size or 0) if index not in self.pods]
-
-    def pod_name(self, index: int) -> str:
-        """Name of the pod at ``index``."""
-        return trainer_pod(self.job, self.attempt, index)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every pod is there."""
-        return self.size is not None and not self.missing()
-
-    @property
-    def finished(self) -> bool:
-        """Whether every trainer ended well."""
-        return self.complete and all(pod.finished for pod in self.pods.values())
-
-    @property
-    def checkpoints(self) -> list[CheckpointerProgress]:
-        """What its checkpointers say: those that left a message, and that of pod 0."""
-        left = [pod.checkpointer.checkpoint for pod in self.pods.values() if pod.checkpointer]
-        return [word for word in (*left, self.checkpointer) if word is not None]
-
-    @property
-    def committed(self) -> CheckpointerProgress | None:
-        """The furthest word of any checkpointer of this attempt."""
-        known = [word for word in self.checkpoints if word.committed_step is not None]
-        return max(known, key=lambda word: word.committed_step or 0, default=None)
-
-    @property
-    def last_word(self) -> Progress | None:
-        """What pod 0 said last: in the message that it left, else when it was asked."""
-        first = self.pods.get(0)
-        left = first.trainer.termination if first and first.trainer else None
-        return left.progress if left and left.progress else self.trainer
-
-    @property
-    def final_step(self) -> int:
-        """Step at which training ended, by the trainers' own messages; the newest known one without them."""
-        left = [pod.trainer.termination for pod in self.pods.values() if pod.trainer]
-        return max((word.step for word in left if word and word.step is not None), default=self.last_step)
-
-
-def current_gang(observed: Observed, status: DLRMJobStatus) -> Gang:
-    """The gang of the status' attempt; pods of another owner or attempt are none of it."""
-    pods = {
-        pod.index: pod for pod in observed.pods if pod.attempt == status.attempt and pod.owner_uid == observed.job.uid
-    }
-    polled = observed.polled
-    first = pods.get(0)
-    fits = polled is not None and first is not None and polled.pod_uid == first.uid
-    trainer = polled.trainer if polled and fits else None
-    current = polled if trainer and trainer.attempt == status.attempt else None
-    return Gang(
-        job=observed.job.key.name,
-        attempt=status.attempt,
-        size=status.plan.nodes if status.plan else None,
-        whole=status.gang_attempt == status.attempt,
-        pods=pods,
-        trainer=trainer if current else None,
-        place=current.place if current else None,
-        still_s=current.still_s if current else 0.0,
-        slow_s=current.slow_s if current else 0.0,
-        checkpointer=polled.checkpointer if polled and fits else None,
-        last_step=status.progress.step if status.progress else 0,
-        grace=timedelta(seconds=_lifecycle(observed).termination_grace_period),
-        queue_words=observed.queue_words,
-    )
-
-
-def _lifecycle(observed: Observed) -> LifecycleSpec:
-    """The defaults where the spec can't be read."""
-    spec = observed.job.spec
-    return spec.spec.lifecycle if isinstance(spec, DLRMJob) else LifecycleSpec()

@@ -379,16 +379,18 @@ def test_a_whole_life_is_suspended_resumed_watched_and_told_in_few_events(
     assert watching.wait(30) == 130
     watching.stdout.close()
     told = [line.split(maxsplit=4)[2:] for line in end.split("Events:")[1].splitlines()[2:]]
-    assert [(reason, words) for reason, _, words in told] == [
-        ("Suspending", "pod 0 is asked for a cut"),
-        ("Suspended", "the snapshot of step 50 is held; set spec.lifecycle.suspend to false to go on"),
-        ("Resumed", "attempt 2 goes on"),
-        ("Running", "attempt 2 trains"),
+    expected = [
+        ("Suspending", "pod 0"),
+        ("Suspended", "step 50"),
+        ("Resumed", "attempt 2"),
+        ("Running", "attempt 2"),
         ("AttemptFailed", "attempt 2, pod ads-trainer-2-1: Internal: boom"),
-        ("Restarting", "attempt 3 follows"),
-        ("Running", "attempt 3 trains"),
-        ("Succeeded", "training ended at step 100 and its snapshot is committed"),
+        ("Restarting", "attempt 3"),
+        ("Running", "attempt 3"),
+        ("Succeeded", "step 100"),
     ]
+    assert [reason for reason, _, _ in told] == [reason for reason, _ in expected]
+    assert all(names in words for (_, _, words), (_, names) in zip(told, expected, strict=True))
 
 
 def test_a_failed_job_is_resumed_as_it_is(

@@ -111,7 +111,7 @@ def test_of_a_gang_none_is_bound_where_all_but_one_fit_and_all_are_once_all_fit(
 
     assert most == 0
     assert words["status"] == "False"
-    assert words["message"].startswith("3 of 3 pods have no node: ")
+    assert words["message"].startswith("3 of 3 pods ")
 
 
 def test_two_gangs_that_fit_one_after_the_other_do_not_hold_each_other_up(

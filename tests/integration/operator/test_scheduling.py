@@ -133,7 +133,7 @@ def test_jobs_land_on_the_nodes_of_their_pool_and_those_without_room_say_why_in_
     assert landed["gpu"] == ["gpu-0", "gpu-1"]
     assert landed["scm"] == ["scm-0", "scm-0"]
     assert set(landed["plain"]) <= {"plain-0", "plain-1", "plain-2"}
-    assert "1 of 1 pods have no node" in full.condition("Scheduled")["message"]
+    assert full.condition("Scheduled")["reason"] == "Unschedulable"
     assert "2 Insufficient nvidia.com/gpu" in full.condition("Scheduled")["message"]
     assert "no PriorityClass with name no-such-class was found" in urgent.condition("Scheduled")["message"]
     assert "9 processes take one nvidia.com/gpu each" in greedy.condition("Planned")["message"]

@@ -52,7 +52,7 @@ def test_a_gang_that_does_not_start_in_time_fails_in_the_schedulers_words() -> N
     assert waiting is Phase.SCHEDULING
     failed = condition(cluster, ConditionType.FAILED)
     assert failed.reason == "PendingDeadlineExceeded"
-    assert "not all pods of attempt 1 had started after spec.lifecycle.pendingDeadline (300 s)" in failed.message
+    assert "spec.lifecycle.pendingDeadline (300 s)" in failed.message
     assert "0/2 nodes are available: 2 too small." in failed.message
     assert POD_1 not in cluster.pods
     assert "deletionTimestamp" in cluster.pods[POD_0]["metadata"]

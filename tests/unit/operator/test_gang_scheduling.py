@@ -239,7 +239,8 @@ def test_pods_that_kueue_does_not_look_after_are_held_and_the_condition_says_wha
     scheduled = condition(cluster, ConditionType.SCHEDULED)
 
     assert scheduled.reason == "QuotaPending"
-    assert "Kueue has not taken over the pods of group demo-1: enable its pod integration" in scheduled.message
+    assert "group demo-1" in scheduled.message
+    assert "integrations.frameworks: pod" in scheduled.message
 
 
 def test_other_gates_are_named() -> None:
@@ -249,9 +250,7 @@ def test_other_gates_are_named() -> None:
         cluster.turn()
         cluster.plan()
 
-    words = condition(cluster, ConditionType.SCHEDULED).message
-
-    assert words == "2 of 2 pods wait: scheduling gates hold them back: example.com/data-copied"
+    assert "example.com/data-copied" in condition(cluster, ConditionType.SCHEDULED).message
 
 
 def released(actions: tuple[Action, ...]) -> list[tuple[str, str]]:

@@ -111,7 +111,7 @@ def test_a_pod_that_the_job_does_not_own_is_waited_for_and_never_forced_however_
     assert not [action for action in done if isinstance(action, DeleteObject) and action.name == POD_1]
     assert not [action for action in done if isinstance(action, CreatePod)]
     assert condition is not None
-    assert f"{POD_1} on node node (not this job's, so never forced" in condition.message
+    assert f"{POD_1} on node node" in condition.message
 
 
 def test_a_held_pod_of_a_deleted_job_of_the_same_name_is_waited_for_because_its_name_is_taken() -> None:

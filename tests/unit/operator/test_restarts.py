@@ -8,8 +8,8 @@ import pytest
 from dlrm_api.names import Container, Env
 from dlrm_api.progress import CheckpointerProgress, TerminationMessage
 from dlrm_api.status import ConditionType, Phase
-from dlrm_operator.reconcile.attempts import FORCE_AFTER
 from dlrm_operator.reconcile.findings import find_condition, parse_timestamp
+from dlrm_operator.reconcile.health import FORCE_DELETE_AFTER
 from dlrm_operator.reconcile.state import CreatePod, DeleteObject, EmitEvent, RequestPlan, WakeAt
 from dlrm_testing.operator.kubelet_double import committed_word
 from dlrm_testing.operator.running_job import (
@@ -184,7 +184,7 @@ def test_the_budget_ends_in_failure_that_names_the_last_step() -> None:
     failed = condition(cluster, ConditionType.FAILED)
     assert status(cluster).phase is Phase.FAILED
     assert failed.reason == "BackoffLimitExceeded"
-    assert "no progress since step 0: 1 of 1 restarts were used" in failed.message
+    assert "spec.lifecycle.restart.maxRestarts" in failed.message
 
 
 def test_a_newly_committed_step_makes_the_budget_whole() -> None:
@@ -272,7 +272,7 @@ def test_a_pod_stuck_in_termination_is_deleted_by_force_once_its_time_is_long_ov
     cluster.turn()
     deleted = cluster.turn()
 
-    cluster.now = parse_timestamp(cluster.pods[POD_1]["metadata"]["deletionTimestamp"]) + FORCE_AFTER
+    cluster.now = parse_timestamp(cluster.pods[POD_1]["metadata"]["deletionTimestamp"]) + FORCE_DELETE_AFTER
     forced = cluster.turn()
 
     assert [action for action in deleted if isinstance(action, DeleteObject)] == []

@@ -11,11 +11,11 @@ from dlrm_api.progress import TrainerPhase
 from dlrm_operator.clients import stacks as module
 from dlrm_operator.clients.pod_requests import pod_url
 from dlrm_operator.clients.stacks import StackClient
-from dlrm_operator.reconcile.state import JobKey, Place, RequestStacks, StacksSeen
+from dlrm_operator.reconcile.state import JobKey, RequestStacks, StacksSeen, TrainingPosition
 from dlrm_testing.operator.kubelet_double import ProgressServer
 
 KEY = JobKey("space", "demo")
-PLACE = Place(pod_uid="uid-0", phase=TrainerPhase.TRAINING, step=7, evaluated_batches=0)
+PLACE = TrainingPosition(pod_uid="uid-0", phase=TrainerPhase.TRAINING, step=7, evaluated_batches=0)
 POD, SENDING_ON, SILENT = "127.53.8.1", "127.53.8.2", "127.53.8.3"
 
 BOMB = gzip.compress(b"stacks" * 10_000)

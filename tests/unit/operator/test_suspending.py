@@ -56,7 +56,8 @@ def test_a_suspended_gang_goes_only_when_its_last_cut_is_committed() -> None:
     assert status(cluster).replicas == 0
     held = condition(cluster, ConditionType.SUSPENDED)
     assert (held.status, held.reason) == ("True", "Suspended")
-    assert held.message == "the snapshot of step 51 is held; set spec.lifecycle.suspend to false to go on"
+    assert "step 51" in held.message
+    assert "spec.lifecycle.suspend" in held.message
     assert condition(cluster, ConditionType.RUNNING).status == "False"
     assert cluster.turn() == ()
 
@@ -123,7 +124,8 @@ def test_a_trainer_that_does_not_answer_is_asked_again_until_the_deadline_and_th
     assert kept == []
     assert let_go == [POD_0, POD_1]
     held = condition(cluster, ConditionType.SUSPENDED).message
-    assert "pod 0 gave no cut within commitDeadline (120 s); the newest snapshot is of step 40" in held
+    assert "commitDeadline (120 s)" in held
+    assert "step 40" in held
 
 
 def test_a_cut_that_is_not_committed_in_time_is_told() -> None:
