@@ -23,7 +23,7 @@ from rocksdict import (
 )
 
 from dlrm_api.tiers import Tier
-from dlrm_trainer.embedding.tiers.level import Finish, Places, Records, Rows, finished
+from dlrm_trainer.embedding.tiers.slots import Finish, Places, Records, Rows, finished
 
 BLOOM_BITS = 10
 WRITE_BUFFER = 64 << 20

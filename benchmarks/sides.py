@@ -19,7 +19,7 @@ from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import Placement, Prepared
-from dlrm_trainer.embedding.tiers.level import Level
+from dlrm_trainer.embedding.tiers.slots import Level
 from dlrm_trainer.embedding.tiers.stack import Stack
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.train import prepared_ahead

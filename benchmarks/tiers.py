@@ -26,7 +26,7 @@ from benchmarks.starting import measure_start
 from dlrm_api.errors import DLRMError
 from dlrm_trainer.embedding import Placement
 from dlrm_trainer.embedding.tiers.block import BlockLevel
-from dlrm_trainer.embedding.tiers.level import Level
+from dlrm_trainer.embedding.tiers.slots import Level
 from dlrm_trainer.embedding.tiers.stack import Stack
 
 VIRTUAL = Shape(tables=10, rows=25_000_000)

@@ -30,9 +30,8 @@ from dlrm_api.tiers import BLOCK_SLACK, Tier
 from dlrm_cli.checks import RESOURCE, DetectedGpu, detected_gpus
 from dlrm_cli.run.appdef import free_ports
 from dlrm_trainer.embedding.tiers.block import BlockLevel
-from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
-from dlrm_trainer.embedding.tiers.level import Level, Places, Records, Rows
-from dlrm_trainer.embedding.tiers.mapped import MappedStorage
+from dlrm_trainer.embedding.tiers.memory import ByteLevel, MappedStorage
+from dlrm_trainer.embedding.tiers.slots import Level, Places, Records, Rows
 
 SLOWER_TIERS: tuple[Tier, ...] = ("cxl", "scm", "block")
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from dlrm_checkpointer import (
     CodedRows,
     RowsInPlace,
     ShardId,
+    ShardRows,
     TableMeta,
     decode_rows,
     initial_rows,
@@ -30,6 +31,8 @@ from dlrm_checkpointer import (
 from dlrm_kernels import bags
 from dlrm_stores.parallel import in_parallel
 from dlrm_trainer.embedding.changes import DirtyPart
+from dlrm_trainer.embedding.tiers.block import BlockLevel
+from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK, Stack
 
 BLOCK_VALUES = 1 << 17
 """Weights decoded at a time on their way to their place."""
@@ -264,3 +267,162 @@ def table_meta(table: TableSpec, seed: int, optimizer: RowOptimizerKind) -> Tabl
         state_columns=tuple(state_values(optimizer, end - start) for start, end in pairwise(table.block_edges)),
         dtype=table.dtype,
     )
+
+
+SCAN_SHARE = 0.5
+"""All of a block level is read, by large reads, where the pages of the rows wanted may be this share of it."""
+
+
+Values = TypeVar("Values", NDArray[np.int64], NDArray[np.uint32])
+
+
+Found: TypeAlias = tuple[NDArray[np.int64], NDArray[np.uint32]]
+"""Rows of a class, and their records."""
+
+
+@dataclass(frozen=True)
+class StackedPart:
+    """A part in a stack; implements ``LocalPart``. Nothing may be under way in the stack meanwhile."""
+
+    table: TableSpec
+    shard: ShardId
+    stack: Stack
+    number: int
+    """In the stack."""
+    dirty: DirtyPart
+
+    def start(self, seed: int) -> None:
+        """See ``LocalPart``: the stack knows the seed, and rows start when they are first looked up."""
+
+    def in_place(self, rows: NDArray[np.int64]) -> RowsInPlace:
+        """See ``LocalPart``."""
+        return StackedRows(self, rows)
+
+    def held(self) -> Iterator[NDArray[np.int64]]:
+        """See ``LocalPart``: those that were ever looked up."""
+        count = self.shard.row_end - self.shard.row_start
+        for first in range(0, count, CHUNK_ROWS):
+            rows = self.stack.known(self.number, first, min(first + CHUNK_ROWS, count))
+            if len(rows):
+                yield rows - self.first
+
+    def restore(self, pieces: Iterable[CodedRows]) -> None:
+        """See ``LocalPart``."""
+        for piece in in_parallel(decode_rows, pieces, PARALLEL_DECODES):
+            rows = piece.row_ids - self.shard.row_start + self.first
+            self.stack.restore(self.number, rows, self.stack.format.records(piece.rows, piece.state))
+
+    def read_block(self, start: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """See ``LocalPart``."""
+        shift = self.first - self.shard.row_start
+        return self.stack.format.values(self.stack.read(np.arange(shift + start, shift + end)))
+
+    @property
+    def first(self) -> int:
+        """Its first row, in the class."""
+        return int(self.stack.row_map.row_starts[self.number])
+
+
+@dataclass(frozen=True)
+class StackedRows(PartRows[StackedPart]):
+    """Some rows of a part in a stack; implements ``RowsInPlace``. Nothing may be under way in the stack meanwhile."""
+
+    @property
+    def state_values(self) -> int:
+        """See ``RowsInPlace``."""
+        return self.part.stack.format.state_values
+
+    def copy_to(self, start: int, end: int, rows: NDArray[np.float32], state: NDArray[np.float32]) -> None:
+        """See ``RowsInPlace``."""
+        stack, chosen = self.part.stack, self.rows[start:end] + self.part.first
+        for first in range(0, len(chosen), CHUNK_ROWS):
+            part = slice(first, first + CHUNK_ROWS)
+            rows[part], state[part] = stack.format.values(stack.read(chosen[part]))
+
+
+def rows_of_stack(stack: Stack, parts: Sequence[StackedPart]) -> Iterator[RowsInPlace]:
+    """The changed rows of all parts of a stack, each once; those on block storage last, in the order they lie there."""
+    number = next((n for n, level in enumerate(stack.levels, start=1) if isinstance(level, BlockLevel)), None)
+    stored = 0
+    for part in parts:
+        for rows in part.dirty.windows():
+            if number is not None:
+                here, places = stack.places_in(number, rows + part.first)
+                stored += len(places)
+                rows = rows[~here]
+            if len(rows):
+                yield part.in_place(rows)
+    if number is not None and stored:
+        level = stack.levels[number - 1]
+        assert isinstance(level, BlockLevel)
+        most = max(1, SCAN_BYTES // (4 * stack.memory.words))
+        scans = stored * level.page_bytes >= SCAN_SHARE * level.bytes_stored
+        found = _scanned(level, parts, most) if scans else _picked(stack, number, level, parts, most)
+        for rows, records in found:
+            yield from _by_part(stack, parts, rows, records)
+
+
+def _by_part(
+    stack: Stack, parts: Sequence[StackedPart], rows: NDArray[np.int64], records: NDArray[np.uint32]
+) -> Iterator[ShardRows]:
+    """Rows of the class in any order, sorted part by part."""
+    order = np.argsort(rows)
+    rows = rows[order]
+    edges = np.searchsorted(rows, stack.row_map.row_starts)
+    for number in np.flatnonzero(np.diff(edges)).tolist():
+        part, here = parts[number], slice(edges[number], edges[number + 1])
+        weights, state = stack.format.values(records[order[here]])
+        ids = rows[here] - part.first + part.shard.row_start
+        yield ShardRows(shard=part.shard, row_ids=ids, rows=weights, state=state)
+
+
+def _scanned(level: BlockLevel, parts: Sequence[StackedPart], most: int) -> Iterator[Found]:
+    """The changed rows of a block level by reading all of it from its start to its end."""
+    dirty = parts[0].dirty.rows
+    firsts = np.array([part.first for part in parts])
+    for rows, records in _joined(level.scan(), most):
+        part = np.searchsorted(firsts, rows, side="right") - 1
+        changed = dirty.are_marked(part, rows - firsts[part])
+        yield rows[changed], records[changed]
+
+
+def _picked(stack: Stack, number: int, level: BlockLevel, parts: Sequence[StackedPart], most: int) -> Iterator[Found]:
+    """The changed rows of a block level by reading their pages, in the order in which they lie."""
+    for rows, places in _joined(_stored(stack, number, parts), most):
+        order = np.argsort(places)
+        rows, places = rows[order], places[order]
+        records = np.empty((len(rows), stack.memory.words), np.uint32)
+        for start in range(0, len(rows), QUEUED_CHUNK):
+            level.read(places[start : start + QUEUED_CHUNK], records[start : start + QUEUED_CHUNK])()
+        yield rows, records
+
+
+def _stored(
+    stack: Stack, number: int, parts: Sequence[StackedPart]
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    for part in parts:
+        for rows in part.dirty.windows():
+            here, places = stack.places_in(number, rows + part.first)
+            yield rows[here] + part.first, places
+
+
+def _joined(
+    pieces: Iterable[tuple[NDArray[np.int64], Values]], most: int
+) -> Iterator[tuple[NDArray[np.int64], Values]]:
+    """Rows and what comes with them, at least ``most`` at a time but for the last, and fewer than twice that."""
+    waiting: list[tuple[NDArray[np.int64], Values]] = []
+    count = 0
+    for rows, values in pieces:
+        for start in range(0, len(rows), most):
+            some = slice(start, start + most)
+            waiting.append((rows[some].copy(), values[some].copy()))
+            count += len(waiting[-1][0])
+            if count >= most:
+                yield _concatenated(waiting)
+                waiting, count = [], 0
+    if count:
+        yield _concatenated(waiting)
+
+
+def _concatenated(parts: Sequence[tuple[NDArray[np.int64], Values]]) -> tuple[NDArray[np.int64], Values]:
+    return np.concatenate([rows for rows, _ in parts]), np.concatenate([values for _, values in parts])

@@ -16,7 +16,7 @@ from dlrm_api.errors import InvalidSpecError
 from dlrm_api.tiers import MAX_DEVICE_COLUMNS, MAX_LINKED_SLOTS, extra_slots
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
-from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart
+from dlrm_trainer.embedding.checkpoint import LocalPart, ResidentPart, StackedPart
 from dlrm_trainer.embedding.kernels import TableBatch
 from dlrm_trainer.embedding.options import EmbeddingOptions
 from dlrm_trainer.embedding.placement import PartGroup, Placement
@@ -76,7 +76,7 @@ def make_group(placement: Placement, plan: PartGroup, options: EmbeddingOptions,
 def _make_stacked(
     placement: Placement, plan: PartGroup, options: EmbeddingOptions, device: torch.device, resources: ExitStack
 ) -> Group:
-    from dlrm_trainer.embedding.tiers import tables as stacked  # compiled loops: loaded where a plan needs them
+    from dlrm_trainer.embedding.tiers import stack as stacked
 
     extra = [
         extra_slots(
@@ -90,13 +90,11 @@ def _make_stacked(
     members = stacked.stack_tables(plan, placement.tables, extra)
     _check_links(placement, plan, [member.slots + member.extra for member in members])
     batch = _make_batch(placement, plan, options, [member.slots + member.extra for member in members], device)
-    stack = stacked.make_stack(plan, members, batch, options.seed, options.tier_dir)
+    stack = stacked.make_stack(plan, members, batch.storage(), options.seed, options.tier_dir)
     resources.callback(stack.close)
     dirty = DirtyRows([part.rows for part in plan.parts])
     parts = [
-        stacked.StackedPart(
-            placement.tables[part.table], placement.shard(part), stack, number, DirtyPart(dirty, number)
-        )
+        StackedPart(placement.tables[part.table], placement.shard(part), stack, number, DirtyPart(dirty, number))
         for number, part in enumerate(plan.parts)
     ]
     group = _group(plan, batch, parts, dirty, device)

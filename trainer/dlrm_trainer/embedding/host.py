@@ -18,7 +18,7 @@ from dlrm_kernels.parallel import parallel_for
 from dlrm_kernels.row_updates import Layout, Lookups, Work, memory_of, update_rows_of_bags
 from dlrm_trainer.embedding.layout import TORCH_TYPES, Lookup, Tables, table_views
 from dlrm_trainer.embedding.rounding import step_keys
-from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
+from dlrm_trainer.embedding.tiers.slots import untouched_zeros
 from dlrm_trainer.embedding.updates import row_constants, unsigned
 
 UNIT_LOOKUPS, UNIT_BAGS = 1 << 10, 1 << 9

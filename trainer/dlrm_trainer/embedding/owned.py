@@ -25,7 +25,7 @@ from dlrm_trainer.embedding.placement import PartGroup, Placement
 from dlrm_trainer.embedding.travelling import OwnedBags
 
 if TYPE_CHECKING:
-    from dlrm_trainer.embedding.tiers.lookahead import Lookahead
+    from dlrm_trainer.embedding.tiers.prefetch import Lookahead
     from dlrm_trainer.embedding.tiers.stack import Fetched, Stack
 
 
@@ -190,7 +190,7 @@ class OwnedParts:
                 for part in group.parts:
                     yield from saved_rows(part)
             else:
-                from dlrm_trainer.embedding.tiers.tables import StackedPart, rows_of_stack
+                from dlrm_trainer.embedding.checkpoint import StackedPart, rows_of_stack
 
                 yield from rows_of_stack(group.stack, [part for part in group.parts if isinstance(part, StackedPart)])
 
@@ -243,8 +243,8 @@ def _part_ends(plan: PartGroup, sizes: Tensor) -> Tensor:
 
 
 def _lookahead(stacks: Sequence[Stack], tier_dir: Path | None) -> Lookahead:
-    from dlrm_trainer.embedding.tiers.lookahead import Lookahead
-    from dlrm_trainer.embedding.tiers.numa import node_of_folder, processors_near
+    from dlrm_trainer.embedding.tiers.memory import node_of_folder, processors_near
+    from dlrm_trainer.embedding.tiers.prefetch import Lookahead
 
     byte_addressable = {level.tier for stack in stacks for level in stack.levels} & {"scm", "cxl"}
     nodes = {node_of_folder(tier_dir / tier) for tier in byte_addressable} if tier_dir else set()

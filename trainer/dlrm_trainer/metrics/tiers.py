@@ -29,7 +29,7 @@ from dlrm_trainer.embedding.placement import Part, PartGroup, Placement
 from dlrm_trainer.metrics.stages import WORDS as STEP_WORDS
 
 if TYPE_CHECKING:
-    from dlrm_trainer.embedding.tiers.level import Level
+    from dlrm_trainer.embedding.tiers.slots import Level
     from dlrm_trainer.embedding.tiers.stack import Stack
 
 TIERS: tuple[Tier, ...] = get_args(Tier)

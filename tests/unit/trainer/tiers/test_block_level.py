@@ -17,8 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dlrm_api.tiers import BLOCK_PLACE_META_BYTES, BLOCK_SLACK, block_place_bytes, record_bytes
 from dlrm_trainer.embedding.tiers import block
 from dlrm_trainer.embedding.tiers.aio import DirectWriter
-from dlrm_trainer.embedding.tiers.block import BlockLevel
-from dlrm_trainer.embedding.tiers.scratch import ScratchFile
+from dlrm_trainer.embedding.tiers.block import BlockLevel, ScratchFile
 
 ROWS = 500
 
@@ -222,7 +221,7 @@ def test_nothing_is_left_in_the_folder_when_the_process_is_killed(direct_folder:
     program = (
         "import os, signal, sys; from pathlib import Path; import numpy as np\n"
         "from dlrm_trainer.embedding.tiers.block import BlockLevel\n"
-        "from dlrm_trainer.embedding.tiers.mapped import MappedStorage\n"
+        "from dlrm_trainer.embedding.tiers.memory import MappedStorage\n"
         "level = BlockLevel(Path(sys.argv[1]), 66, 10_000, 8_000, lambda *_: None)\n"
         "level.write(np.arange(8_000), np.zeros((8_000, 66), np.uint32))\n"
         "storage = MappedStorage(Path(sys.argv[1]), 66, 1_000, 'scm'); storage.ensure(1_000)\n"

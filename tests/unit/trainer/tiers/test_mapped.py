@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dlrm_api.errors import DeviceError
-from dlrm_trainer.embedding.tiers import mapped
-from dlrm_trainer.embedding.tiers.mapped import AnonymousStorage, MappedStorage
+from dlrm_trainer.embedding.tiers import memory
+from dlrm_trainer.embedding.tiers.memory import AnonymousStorage, MappedStorage
 
 WORDS = 64
 Limit = Callable[[int], AbstractContextManager[None]]
@@ -56,7 +56,7 @@ def test_a_full_file_keeps_what_was_promised_and_an_empty_one_nothing(tmp_path: 
 
 
 def test_a_file_grows_in_steps_that_end_with_its_last_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped, "STEP_BYTES", 1 << 20)
+    monkeypatch.setattr(memory, "STEP_BYTES", 1 << 20)
     places = 10_000  # 2.44 MiB
     with closing(MappedStorage(tmp_path, WORDS, places, "scm")) as storage:
         kept = []
@@ -119,9 +119,9 @@ def test_memory_comes_from_the_mounts_node_where_the_host_has_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bound: list[tuple[int, int]] = []
-    monkeypatch.setattr(mapped, "node_of_folder", lambda folder: 2 if folder == tmp_path else None)
-    monkeypatch.setattr(mapped, "memory_nodes", lambda: (0, 2))
-    monkeypatch.setattr(mapped, "bind", lambda address, size, node: bound.append((size, node)))
+    monkeypatch.setattr(memory, "node_of_folder", lambda folder: 2 if folder == tmp_path else None)
+    monkeypatch.setattr(memory, "memory_nodes", lambda: (0, 2))
+    monkeypatch.setattr(memory, "bind", lambda address, size, node: bound.append((size, node)))
 
     MappedStorage(tmp_path, WORDS, 1_000, "cxl").close()
 

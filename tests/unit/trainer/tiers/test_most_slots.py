@@ -16,9 +16,8 @@ from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_testing.trainer.gangs import small_job
 from dlrm_testing.trainer.stacked import ALONE, Shape, make_learner
 from dlrm_trainer.embedding.host import lazy_zeros
-from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
-from dlrm_trainer.embedding.tiers.mapped import AnonymousStorage
-from dlrm_trainer.embedding.tiers.slot_memory import HostSlots
+from dlrm_trainer.embedding.tiers.memory import AnonymousStorage, ByteLevel
+from dlrm_trainer.embedding.tiers.slots import HostSlots
 from dlrm_trainer.embedding.tiers.stack import Fetched, Stack, StackTable
 
 ROWS, EXTRA, DIM, SEED, SCALE = 2**33, 100, 4, 7, 0.25

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlrm_trainer.embedding.tiers.numa import bind, memory_nodes, node_of_folder, processors_near
+from dlrm_trainer.embedding.tiers.memory import bind, memory_nodes, node_of_folder, processors_near
 
 MOUNTS = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard

@@ -18,7 +18,7 @@ from dlrm_testing.trainer.gangs import small_job
 from dlrm_testing.trainer.gpus import needs_gpu
 from dlrm_testing.trainer.stacked import ALONE, Shape, make_learner, train_run
 from dlrm_trainer.data import open_reader
-from dlrm_trainer.embedding.tiers.slot_memory import DeviceSlots
+from dlrm_trainer.embedding.tiers.slots import DeviceSlots
 from dlrm_trainer.embedding.tiers.stack import QUEUED_CHUNK_BYTES
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.train import prepared_ahead

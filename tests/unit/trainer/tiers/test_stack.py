@@ -24,17 +24,14 @@ from dlrm_checkpointer.types import ShardRows, loaded
 from dlrm_kernels.replacement import SIZE
 from dlrm_kernels.row_cache import ACCESSES, CREATED, EVICTED, HITS, SCRATCH
 from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
-from dlrm_trainer.embedding.checkpoint import table_meta
+from dlrm_trainer.embedding.checkpoint import StackedPart, rows_of_stack, table_meta
 from dlrm_trainer.embedding.host import lazy_zeros
 from dlrm_trainer.embedding.tiers import stack as stack_module
 from dlrm_trainer.embedding.tiers.block import BlockLevel
-from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
-from dlrm_trainer.embedding.tiers.level import Level, Records
-from dlrm_trainer.embedding.tiers.lookahead import Lookahead
-from dlrm_trainer.embedding.tiers.mapped import AnonymousStorage, MappedStorage
-from dlrm_trainer.embedding.tiers.slot_memory import DeviceSlots, HostSlots, SlotMemory
+from dlrm_trainer.embedding.tiers.memory import AnonymousStorage, ByteLevel, MappedStorage
+from dlrm_trainer.embedding.tiers.prefetch import Lookahead
+from dlrm_trainer.embedding.tiers.slots import DeviceSlots, HostSlots, Level, Records, SlotMemory
 from dlrm_trainer.embedding.tiers.stack import Stack, StackTable
-from dlrm_trainer.embedding.tiers.tables import StackedPart, rows_of_stack
 
 DIM, SEED, SCALE = 4, 7, 0.25
 Ids = NDArray[np.int64]
@@ -337,8 +334,8 @@ def test_rows_on_block_storage_are_read_for_a_snapshot_in_bounded_pieces(
 ) -> None:
     tables, most = Tables([300, 500], 20, ("ddr", "block"), tmp_path), 32
     views = changed_views(tables)
-    monkeypatch.setattr("dlrm_trainer.embedding.tiers.tables.SCAN_SHARE", scan_share)
-    monkeypatch.setattr("dlrm_trainer.embedding.tiers.tables.SCAN_BYTES", most * 4 * tables.stack.memory.words)
+    monkeypatch.setattr("dlrm_trainer.embedding.checkpoint.SCAN_SHARE", scan_share)
+    monkeypatch.setattr("dlrm_trainer.embedding.checkpoint.SCAN_BYTES", most * 4 * tables.stack.memory.words)
 
     read = [len(piece.row_ids) for piece in rows_of_stack(tables.stack, views) if isinstance(piece, ShardRows)]
 
@@ -359,7 +356,7 @@ def test_a_snapshot_fills_another_stack_with_the_same_rows(
     tables, other = Tables([300, 500], 20, first, tmp_path), Tables([300, 500], 45, second, tmp_path, ways=4)
     views = changed_views(tables)
     others = [StackedPart(view.table, view.shard, other.stack, k, view.dirty) for k, view in enumerate(views)]
-    monkeypatch.setattr("dlrm_trainer.embedding.tiers.tables.SCAN_SHARE", scan_share)
+    monkeypatch.setattr("dlrm_trainer.embedding.checkpoint.SCAN_SHARE", scan_share)
     pieces = [loaded(each) for each in rows_of_stack(tables.stack, views)]
     for k, spec in enumerate(view.table for view in views):
         mine = [piece for piece in pieces if piece.shard.table == spec.name]

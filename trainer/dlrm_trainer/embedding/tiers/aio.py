@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_api.errors import DeviceError
-from dlrm_trainer.embedding.tiers.scratch import ScratchFile
+from dlrm_trainer.embedding.tiers.block import ScratchFile
 
 REQUEST = np.dtype(
     [

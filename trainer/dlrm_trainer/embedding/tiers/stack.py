@@ -1,4 +1,4 @@
-"""The tables of one class, from their slots down to the level that holds the rest: moves rows between the levels."""
+"""Move rows of tables that share levels between their slots and the levels below, and build such stacks from a plan."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.model import TableSpec
 from dlrm_api.plan import TierShare
-from dlrm_api.tiers import MAX_PLACES, SLOT_META_BYTES, RowDtype, Tier, map_entry_bytes
-from dlrm_checkpointer import table_key
-from dlrm_kernels import row_cache as loops
+from dlrm_api.tiers import BLOCK_SLACK, MAX_PLACES, SLOT_META_BYTES, RowDtype, Tier, map_entry_bytes
+from dlrm_checkpointer import table_key, table_scale
+from dlrm_kernels import row_cache
 from dlrm_kernels.replacement import (
     LFU,
     LISTS,
@@ -24,60 +28,70 @@ from dlrm_kernels.replacement import (
     Replacement,
 )
 from dlrm_kernels.row_cache import COUNTS, LEVEL_BITS, LookupResult, RowMap, fill_initial
-from dlrm_trainer.embedding.tiers.byte_level import ByteLevel
-from dlrm_trainer.embedding.tiers.level import Finish, Level, Places, Records, Rows, finished
-from dlrm_trainer.embedding.tiers.mapped import untouched_zeros
-from dlrm_trainer.embedding.tiers.record import RecordFormat
-from dlrm_trainer.embedding.tiers.slot_memory import HostSlots, SlotMemory
-from dlrm_trainer.embedding.tiers.swap import Swap, swap_between
+from dlrm_trainer.embedding.placement import PartGroup
+from dlrm_trainer.embedding.tiers.block import BlockLevel
+from dlrm_trainer.embedding.tiers.memory import AnonymousStorage, ByteLevel, MappedStorage, Storage
+from dlrm_trainer.embedding.tiers.slots import (
+    Finish,
+    HostSlots,
+    Level,
+    Places,
+    RecordFormat,
+    Records,
+    Rows,
+    SlotMemory,
+    finished,
+    record_words,
+    slot_memory,
+    untouched_zeros,
+)
 
 CHUNK = 4_096
-"""Records moved at a time between byte-addressable levels: on their way they stay in the processor's cache."""
+"""Records moved at a time between byte-addressable levels: few enough to stay in the processor's cache."""
 QUEUED_CHUNK = 32_768
-"""The same where a level is read through a queue, or slots are a GPU's: each call fills the queue anew and waits for
-its last request."""
+"""The same if a level is read through a queue or slots are on a GPU: each call fills the queue and drains it."""
 QUEUED_CHUNK_BYTES = 8 << 20
 POLICIES = {"lru": LRU, "lfu": LFU, "mixed": MIXED}
-BROUGHT = -1
-"""Source of a row whose record the caller has."""
+GIVEN = -1
+"""Source of a row whose record comes from the caller."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StackTable:
-    """One table of a class: rows of one column block of a table of the model."""
+    """Describe one table of a stack: rows of one column block of a table of the model."""
 
     name: str
     rows: int
     slots: int
     """Of the first level."""
     extra: int
-    """Slots beside these, for batches that need more."""
+    """Further slots, for batches that need more."""
     scale: float
     """Of its initial values (``table_scale``)."""
     first_row: int = 0
-    """In the table of the model."""
+    """Of the part, in the table of the model."""
     first_column: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """A batch's rows, all of them in slots."""
+    """Name the slots of a batch's rows."""
 
     slots: NDArray[np.int64]
-    """(L,) of each lookup, numbered from its table's first."""
+    """(L,) slot of each lookup, from its table's first."""
     distinct: NDArray[np.int32]
-    """(n,) slots of the class that the batch holds: pinned, or borrowed extra ones."""
+    """(n,) slots that the batch holds, from the first table's first: pinned, or borrowed extra ones."""
 
 
 class Stack:
-    """Rows of a class of tables: in slots, in levels below, or nowhere as long as they have their initial value.
+    """Hold rows of some tables in slots, in levels below, or nowhere while they have their initial value.
 
-    One thread at a time uses it.
+    Only one thread at a time may use it.
 
     Args:
-        tables: of the class.
-        share: their tiers, policy and ways; rows of levels are those of ``levels``.
-        memory: of the slots, table by table, extra slots last in each.
+        tables: that share the levels.
+        share: their tiers, policy and ways; the number of rows comes from ``levels``.
+        memory: of the slots, table by table, the extra slots of each last.
         seed: of the initial values.
         dim: columns of a row.
         dtype: of a row.
@@ -91,73 +105,77 @@ class Stack:
         self.format = RecordFormat(dim=dim, dtype=dtype, words=memory.words)
         self._slots_tier = share.levels[0].tier
         self.levels: tuple[Level, ...] = ()
-        self._swap: Swap | None = None
+        self._swapping: tuple[HostSlots, ByteLevel] | None = None
         self._keys = np.array([table_key(seed, table.name) for table in tables], np.uint64)
         self._firsts = np.array([(table.first_row, table.first_column) for table in tables], np.int64)
         self._scales = np.array([table.scale for table in tables], np.float32)
-        self.row_map = _directory(tables, share)
+        self.row_map = _row_map(tables, share)
         self._found = _found(0)
         self._chunk = CHUNK
         self._coming, self._going = (np.empty((CHUNK, memory.words), np.uint32) for _ in range(2))
         self.moved_rows = np.zeros((len(share.levels), 2), np.int64)
-        """(levels, 2) rows that came to the slots from each level, and that went to it."""
+        """(levels, 2) rows that came to the slots from each level, and rows that went to it."""
         self._coming_from = self._found.missing, self._found.sources
 
     def attach(self, levels: Sequence[Level]) -> None:
-        """Give the levels below the slots, fastest first; they tell ``relocated`` of moves on their own account."""
+        """Set the levels below the slots, fastest first; they report their own moves to ``relocated``."""
         self.levels = tuple(levels)
-        self._swap = swap_between(self.memory, self.levels)
+        if len(levels) == 1 and isinstance(self.memory, HostSlots):
+            (level,) = levels
+            if isinstance(level, ByteLevel) and not level.ordered:
+                self._swapping = self.memory, level
         if not self.only_copies:
             self._chunk = queued_chunk(self.memory.words)
             self._coming, self._going = (np.empty((self._chunk, self.memory.words), np.uint32) for _ in range(2))
 
     def relocated(self, level: int, rows: Rows, places: Places) -> None:
-        """Record where a level (1 is the first below the slots) has moved rows to."""
+        """Record where a level has moved rows; level 1 is the first below the slots."""
         self._enter(rows, places, level, level)
 
     def fetch(self, ids: NDArray[np.int64], ends: NDArray[np.int64], batch: int) -> Fetched:
-        """Bring every row that a batch will update into a slot, and hold it there until ``release``.
+        """Bring every row that a batch will update into a slot, and pin it until ``release``.
 
         Args:
             ids: (L,) rows of their tables, table-major.
-            ends: (K,) where each table's lookups end.
+            ends: (K,) end of each table's lookups.
             batch: its number, ascending from 1.
 
         Raises:
-            DeviceError: a level could not read or write; the stack is of no use any more.
+            DeviceError: a level could not read or write; the stack is unusable from then on.
         """
-        found = self._room(len(ids))
-        distinct, missing, waiting = loops.find(self.row_map, ids, ends, batch, found)
-        copying = None  # unless rows must be waited for: then they are on their way while slots are found for them
-        if self._swap is None:
+        found = self._buffers(len(ids))
+        distinct, missing, waiting = row_cache.find(self.row_map, ids, ends, batch, found)
+        copying = None
+        # If rows must be waited for, reads run while slots are found.
+        if self._swapping is None:
             first = slice(0, min(self._chunk, missing))
             copying = self._begin(found.missing[first], found.sources[first], self._coming[first], leave=True)
-        short = loops.admit(self.row_map, batch, found, distinct, missing)
+        short = row_cache.admit(self.row_map, batch, found, distinct, missing)
         assert short == 0, f"{short} rows of batch {batch} found no slot: more lookups than the plan allows"
-        loops.resolve(self.row_map, ends, found, waiting)
+        row_cache.resolve(self.row_map, ends, found, waiting)
         self._exchange(found, missing, copying)
         return Fetched(slots=found.slots, distinct=found.distinct[: distinct + missing])
 
     def release(self, fetched: Fetched) -> None:
-        """Let a fetched batch go that has updated its rows; rows in extra slots that no other batch holds move down."""
+        """Unpin a batch after its update; rows in extra slots that no other batch holds move down."""
         leaving = np.empty(len(fetched.distinct), np.int64)
-        count = loops.release(self.row_map, fetched.distinct, leaving)
+        count = row_cache.release(self.row_map, fetched.distinct, leaving)
         for start in range(0, count, self._chunk):
             slots = leaving[start : min(start + self._chunk, count)]
             rows = np.empty_like(slots)
-            loops.rows_of_slots(self.row_map.meta, slots, rows)
+            row_cache.rows_of_slots(self.row_map.meta, slots, rows)
             self._demote(rows, self._take(slots, self._going), 0)
-            loops.vacate(self.row_map, slots)
+            row_cache.vacate(self.row_map, slots)
 
     def borrow(self, ids: NDArray[np.int64], ends: NDArray[np.int64]) -> Fetched:
-        """Copy rows that are in no slot into extra ones, for reading alone; all else stays as it is.
+        """Copy rows that are in no slot into extra ones, for reading; nothing else changes.
 
-        Every batch that was fetched must be released, or not be fetched before ``give_back``.
+        Release every fetched batch before, and fetch no other before ``give_back``.
         """
-        found = self._room(len(ids))
-        missing, waiting, short = loops.borrow(self.row_map, ids, ends, found)
+        found = self._buffers(len(ids))
+        missing, waiting, short = row_cache.borrow(self.row_map, ids, ends, found)
         assert short == 0, f"{short} rows of an evaluation found no slot: more lookups than the plan allows"
-        loops.resolve(self.row_map, ends, found, waiting)
+        row_cache.resolve(self.row_map, ends, found, waiting)
         for start in range(0, missing, self._chunk):
             part = slice(start, min(start + self._chunk, missing))
             records = self._coming[: part.stop - start]
@@ -166,35 +184,36 @@ class Stack:
         return Fetched(slots=found.slots, distinct=found.targets[:missing].astype(np.int32))
 
     def give_back(self, fetched: Fetched) -> None:
-        """End what ``borrow`` began."""
-        loops.vacate(self.row_map, fetched.distinct)
+        """Free the slots of ``borrow``."""
+        row_cache.vacate(self.row_map, fetched.distinct)
 
     def restore(self, table: int, rows: Rows, records: Records) -> None:
-        """Take rows of a table in that are nowhere, with their records; as many as fit stay in slots."""
-        most = min(self._chunk, max(1, self.tables[table].extra))  # all of them may want one set
-        for start in range(0, len(rows), most):
-            part = rows[start : start + most]
-            found = self._room(len(part))
-            found.missing[:], found.sources[:] = part, BROUGHT
-            short = loops.admit(self.row_map, 0, found, 0, len(part))
+        """Take rows of a table that are nowhere yet, with their records; as many as fit stay in slots."""
+        # All of them may fall into one set.
+        limit = min(self._chunk, max(1, self.tables[table].extra))
+        for start in range(0, len(rows), limit):
+            part = rows[start : start + limit]
+            found = self._buffers(len(part))
+            found.missing[:], found.sources[:] = part, GIVEN
+            short = row_cache.admit(self.row_map, 0, found, 0, len(part))
             assert short == 0, f"{short} restored rows found no slot"
-            self._coming[: len(part)] = records[start : start + most]
+            self._coming[: len(part)] = records[start : start + limit]
             self._exchange(found, len(part), [])
             self.release(Fetched(slots=found.slots, distinct=found.distinct))
 
     def known(self, table: int, first: int, last: int) -> Rows:
-        """Rows of the class, of [first, last) of a table, that are anywhere."""
+        """Return the rows of [first, last) of a table that were ever looked up, numbered over all tables."""
         start = int(self.row_map.row_starts[table])
         return start + first + np.flatnonzero(self.row_map.place_of[start + first : start + last])
 
     def places_in(self, level: int, rows: Rows) -> tuple[NDArray[np.bool_], Places]:
-        """Which of some rows are in a level below the slots, 1 being the first; and the places of these."""
+        """Return which rows are in a level (1 is the first below the slots), and the places of these."""
         entries = self.row_map.place_of[rows].astype(np.int64) - 1
         here = (entries >= 0) & (entries & 3 == level)
         return here, entries[here] >> LEVEL_BITS
 
     def read(self, rows: Rows) -> Records:
-        """Records of some rows wherever they are, initial ones included; nothing moves."""
+        """Return records of rows wherever they are, initial ones included; nothing moves."""
         records = np.empty((len(rows), self.memory.words), np.uint32)
         sources = self.row_map.place_of[rows].astype(np.int64)
         for start in range(0, len(rows), self._chunk):
@@ -204,12 +223,12 @@ class Stack:
 
     @property
     def only_copies(self) -> bool:
-        """Whether rows move within what the processor itself addresses: no queue, no GPU."""
+        """Tell whether rows move by loads and stores only: no queue, no GPU."""
         return isinstance(self.memory, HostSlots) and all(isinstance(level, ByteLevel) for level in self.levels)
 
     @property
     def bytes_kept(self) -> dict[Tier, int]:
-        """Bytes really taken now, by tier, of slots (their rows, states and what is known of them), maps and levels."""
+        """Bytes allocated now, by tier: slots (rows, states, metadata), map and levels."""
         filled = int(self.row_map.filled[:, :2].sum())
         slot = self.format.kept_words * 4 + SLOT_META_BYTES
         kept: dict[Tier, int] = {"ddr": self.row_map.place_of.nbytes}
@@ -220,31 +239,45 @@ class Stack:
         return kept
 
     def close(self) -> None:
-        """Give the levels' memory back."""
+        """Release the levels' memory."""
         for level in self.levels:
             level.close()
 
-    def _room(self, lookups: int) -> LookupResult:
-        """Room for a batch; its slots are its own, all else is that of the next one too."""
+    def _buffers(self, lookups: int) -> LookupResult:
+        # The batch owns slots and distinct; the next batch reuses all else.
         if len(self._found.slots) < lookups:
             self._found = _found(lookups + lookups // 4)
         slots, distinct = np.empty(lookups, np.int64), np.empty(lookups, np.int32)
         return self._found.first(lookups)._replace(slots=slots, distinct=distinct)
 
     def _exchange(self, found: LookupResult, missing: int, copying: list[Finish] | None) -> None:
-        """Move missing rows into their slots, and what was there down.
+        """Move missing rows into their slots, and the rows that leave these down.
 
         Args:
-            found: which rows, and which slots.
-            missing: how many.
-            copying: what copies the records of the first chunk to ``_coming``; None: nothing does as yet.
+            found: rows and slots.
+            missing: number of rows.
+            copying: running copies of the first chunk's records to ``_coming``; None if none was started.
         """
         rows, sources = found.missing[:missing], found.sources[:missing]
         targets, leaving = found.targets[:missing], found.leaving[:missing]
         self._coming_from = rows, sources
         counts, left = np.empty(missing, np.uint32), np.arange(missing)
-        if self._swap is not None and copying is None:
-            left = np.flatnonzero(~self._swap.pairs(self.row_map, sources, targets, leaving, counts))
+        if self._swapping is not None and copying is None:
+            slots, level = self._swapping
+            done, map_ = np.empty(missing, np.bool_), self.row_map
+            row_cache.swap_rows(
+                slots.weight,
+                slots.state,
+                level.records,
+                map_.meta,
+                map_.place_of,
+                sources,
+                targets,
+                leaving,
+                done,
+                counts,
+            )
+            left = np.flatnonzero(~done)
             self.moved_rows[1] += missing - len(left)
         for start in range(0, len(left), self._chunk):
             part = left[start : start + self._chunk]
@@ -258,19 +291,19 @@ class Stack:
                 finish()
             self.memory.scatter(targets[part], records)
             counts[part] = records[:, -1]
-        loops.enlist(self.row_map, targets, counts)
+        row_cache.enlist(self.row_map, targets, counts)
 
     def _copy(self, rows: Rows, sources: NDArray[np.int64], out: Records) -> None:
-        """Copy records out of wherever they are."""
         for finish in self._begin(rows, sources, out, leave=False):
             finish()
 
     def _begin(self, rows: Rows, sources: NDArray[np.int64], out: Records, *, leave: bool) -> list[Finish]:
-        """Begin to copy records out of wherever they are; ``leave``: they are no longer there then."""
+        """Begin to copy records from wherever they are; with ``leave`` their places are freed."""
         copying: list[Finish] = []
         level = np.where(sources > 0, (sources - 1) & 3, -1)
         counts = np.bincount(level + 1)
-        for number in (np.flatnonzero(counts) - 1)[::-1].tolist():  # slow ones first: the others are copied meanwhile
+        # Slow levels first: the others are copied while these read.
+        for number in (np.flatnonzero(counts) - 1)[::-1].tolist():
             here = slice(None) if counts[number + 1] == len(level) else level == number
             part = out if isinstance(here, slice) else np.empty((counts[number + 1], out.shape[1]), np.uint32)
             places, finish = (sources[here] - 1) >> LEVEL_BITS, finished
@@ -289,7 +322,7 @@ class Stack:
     def _take(self, slots: NDArray[np.int64], out: Records) -> Records:
         out = out[: len(slots)]
         self.memory.gather(slots, out)
-        loops.counts_of_slots(self.row_map.meta, slots, out[:, -1])
+        row_cache.counts_of_slots(self.row_map.meta, slots, out[:, -1])
         return out
 
     def _initial(self, rows: Rows, out: Records) -> None:
@@ -298,13 +331,13 @@ class Stack:
         self.format.begin(weights, out)
 
     def _demote(self, rows: Rows, records: Records, above: int, source: int = 0) -> None:
-        """Write records into the level below number ``above``, whose coldest make room for them.
+        """Write records into the level below number ``above``, whose coldest rows move down if it is full.
 
         Args:
-            rows: that they are of.
-            records: no longer where they were.
-            above: number of the level.
-            source: that of the level that the rows leave.
+            rows: of the records.
+            records: already removed from where they were.
+            above: number of a level.
+            source: number of the level that the rows leave.
         """
         level = self.levels[above]
         over = len(rows) + level.used - level.places
@@ -323,16 +356,14 @@ class Stack:
         self.moved_rows[above + 1, 1] += len(rows)
 
     def _enter(self, rows: Rows, places: Places, source: int, level: int) -> None:
-        """Record that rows of one level are now in these places of another, or of the same.
-
-        Rows that are on their way to a slot are entered there already: it is their source that moves. A batch that
-        misses more rows than are moved at a time may push some of these down itself.
-        """
+        """Record that rows of one level are now at these places of another, or of the same."""
         if source == 0:
-            loops.point(self.row_map.place_of, rows, places, level)
+            row_cache.point(self.row_map.place_of, rows, places, level)
             return
+        # The map already names the slots of rows that are still to come: of these only the source moves. A batch that
+        # misses more rows than move at a time may push some of its own down.
         coming = (self.row_map.place_of[rows].astype(np.int64) - 1) & 3 != source
-        loops.point(self.row_map.place_of, rows[~coming], places[~coming], level)
+        row_cache.point(self.row_map.place_of, rows[~coming], places[~coming], level)
         if coming.any():
             missing, sources = self._coming_from
             order = np.argsort(missing)
@@ -341,7 +372,7 @@ class Stack:
 
 
 def queued_chunk(words: int) -> int:
-    """Records of so many words that are moved at a time where each call waits for a queue."""
+    """Return how many records of so many words are moved at a time if each call drains a queue."""
     return max(1, min(QUEUED_CHUNK, QUEUED_CHUNK_BYTES // (4 * words)))
 
 
@@ -355,7 +386,7 @@ def _found(lookups: int) -> LookupResult:
     return LookupResult(wide[0], np.empty(lookups, np.int32), *wide[1:])
 
 
-def _directory(tables: Sequence[StackTable], share: TierShare) -> RowMap:
+def _row_map(tables: Sequence[StackTable], share: TierShare) -> RowMap:
     rows = list(accumulate((table.rows for table in tables), initial=0))
     slots = list(accumulate((table.slots + table.extra for table in tables), initial=0))
     narrow = slots[-1] < MAX_PLACES and map_entry_bytes(rows[-1]) == np.dtype(np.int32).itemsize
@@ -377,3 +408,85 @@ def _directory(tables: Sequence[StackTable], share: TierShare) -> RowMap:
         ),
         stats=np.zeros((len(tables), COUNTS), np.int64),
     )
+
+
+def stack_tables(group: PartGroup, tables: Sequence[TableSpec], extra: Sequence[int]) -> list[StackTable]:
+    """Return the slots of each part of a group: those of its plan, and extra ones for batches in flight.
+
+    Args:
+        group: with levels.
+        tables: all tables of the model.
+        extra: slots of each part of the group on top of the plan's (``dlrm_api.tiers.extra_slots``).
+    """
+    return [
+        StackTable(
+            name=tables[part.table].name,
+            rows=part.rows,
+            slots=min(part.share.levels[0].rows, part.rows),
+            extra=more,
+            scale=table_scale(tables[part.table].initializer, tables[part.table].rows),
+            first_row=part.row_start,
+            first_column=part.column_start,
+        )
+        for part, more in zip(group.parts, extra, strict=True)
+    ]
+
+
+def make_stack(
+    group: PartGroup,
+    tables: Sequence[StackTable],
+    storage: tuple[Tensor, Tensor],
+    seed: int,
+    tier_dir: Path | None,
+) -> Stack:
+    """Make the stack of a group over the slots of its kernel, given as their rows and states.
+
+    Raises:
+        InvalidSpecError: a level needs a folder and none was given.
+        DeviceError: a level's file can't be made.
+    """
+    weight, state = storage
+    share = group.parts[0].share
+    stack = Stack(
+        tables,
+        share,
+        slot_memory(weight, state, queued_chunk(record_words(weight, state))),
+        seed,
+        group.width,
+        group.dtype,
+    )
+    tiers = [level.tier for level in share.levels[1:]]
+    levels: list[Level] = []
+    try:
+        for number, tier in enumerate(tiers, start=1):
+            planned = sum(part.share.levels[number].rows for part in group.parts)
+            last = number == len(tiers)
+            levels.append(_make_level(tier, stack, number, planned, tier_dir, last=last))
+    except BaseException:
+        for level in levels:
+            level.close()
+        raise
+    stack.attach(levels)
+    return stack
+
+
+def _make_level(tier: Tier, stack: Stack, number: int, planned: int, tier_dir: Path | None, *, last: bool) -> Level:
+    rows, words = int(stack.row_map.row_starts[-1]), stack.memory.words
+    # The last level may hold all rows: sets may leave slots unused, and untouched places cost nothing.
+    places = rows if last else min(rows, planned)
+    if tier == "ddr":
+        return ByteLevel(tier, AnonymousStorage(words, places), places, ordered=not last)
+    if tier_dir is None:
+        raise InvalidSpecError(
+            "plan.tables", f"rows in tier {tier} need a folder: set DLRM_TIER_DIR, or dlrmctl run --tier-dir"
+        )
+    folder = tier_dir / tier
+    folder.mkdir(parents=True, exist_ok=True)
+    if tier == "block":
+
+        def moved(rows: NDArray[np.int64], at: NDArray[np.int64]) -> None:
+            stack.relocated(number, rows, at)
+
+        return BlockLevel(folder, words, int(min(rows, planned) * BLOCK_SLACK), rows, moved)
+    storage: Storage = MappedStorage(folder, words, places, tier)
+    return ByteLevel(tier, storage, places, ordered=not last)

@@ -1,9 +1,12 @@
-"""The slots' own memory, where kernels compute: rows and row state go in and come out as records."""
+"""Hold the first level, where kernels compute, on host or GPU; and define records, and what a level below must do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import mmap
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -11,8 +14,116 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dlrm_api.errors import DeviceError
+from dlrm_api.tiers import RowDtype, Tier
 from dlrm_kernels.pages import gather_records, scatter_records
-from dlrm_trainer.embedding.tiers.level import Records
+
+Rows = NDArray[np.int64]
+"""(N,) rows, numbered over all tables that share the level."""
+Places = NDArray[np.int64]
+"""(N,) places of a level, each in [0, places)."""
+Records = NDArray[np.uint32]
+"""(N, W) records: a row, its optimizer state and its access count, as 32-bit words."""
+Moved = Callable[[Rows, Places], None]
+"""Told by a level that moves records on its own account: the rows, and the places where they are now."""
+
+Finish = Callable[[], None]
+"""Waits until all of a copy is there; to be called once. Raises DeviceError as what began it."""
+
+
+def finished() -> None:
+    """Of a copy that was all there when it began."""
+
+
+class Level(Protocol):
+    """Keeps records of W words. One thread at a time uses it; every array of places has no place twice."""
+
+    @property
+    def tier(self) -> Tier:
+        """The memory that it lies in."""
+
+    @property
+    def places(self) -> int:
+        """Records that it may hold."""
+
+    @property
+    def used(self) -> int:
+        """Records that it holds."""
+
+    @property
+    def bytes_kept(self) -> dict[Tier, int]:
+        """Bytes really taken now, by tier: allocated blocks of files, touched memory, tables kept beside."""
+
+    def write(self, rows: Rows, records: Records) -> Places:
+        """Keep records of rows that it doesn't hold, in places of its choice; the caller has seen to it that they fit.
+
+        Raises:
+            DeviceError: names the path and the bytes that could not be written.
+        """
+
+    def read(self, places: Places, out: Records) -> Finish:
+        """Begin to copy the records of some places out; they stay where they are.
+
+        Until the copy is finished, which it must be before the next one begins, places may be freed, those of these
+        records too, and others written; neither array may change.
+
+        Raises:
+            DeviceError: names the path and the bytes that could not be read.
+        """
+
+    def free(self, places: Places) -> None:
+        """Give places back; their records are gone."""
+
+    def coldest(self, count: int) -> tuple[Rows, Places]:
+        """Which of its rows have been there longest, at most ``count`` of them, longest first."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordFormat:
+    """How a class of tables keeps a row of ``dim`` columns and S values of state in W = ``words`` words."""
+
+    dim: int
+    dtype: RowDtype
+    """Of a row; its state is always float32."""
+    words: int
+    """Of a record; the last one is the access count."""
+
+    @property
+    def kept_words(self) -> int:
+        """Words of a row and its state, without its access count."""
+        return self.words - 1
+
+    @property
+    def state_values(self) -> int:
+        """S, values of a row's state."""
+        return self.kept_words - self._row_words
+
+    @property
+    def _row_words(self) -> int:
+        return self.dim if self.dtype == "fp32" else self.dim // 2
+
+    def values(self, records: Records) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Rows (N, dim) and row state (N, S) of records, both float32; fp16 rows are exact in it."""
+        row = np.ascontiguousarray(records[:, : self._row_words])
+        weights = row.view(np.float32 if self.dtype == "fp32" else np.float16).astype(np.float32, copy=False)
+        return weights, np.ascontiguousarray(records[:, self._row_words : self.kept_words]).view(np.float32)
+
+    def records(self, weights: NDArray[np.float32], state: NDArray[np.float32]) -> Records:
+        """Records of rows (N, dim) and their state (N, S); the other way round. Access counts start anew."""
+        out = np.empty((len(weights), self.words), np.uint32)
+        self.begin(weights, out)
+        out[:, self._row_words : self.kept_words] = np.ascontiguousarray(state).view(np.uint32)
+        return out
+
+    def begin(self, weights: NDArray[np.float32], out: Records) -> None:
+        """Fill ``out`` with the records of rows (N, dim) that were never updated: their state and count are zero."""
+        values = weights if self.dtype == "fp32" else weights.astype(np.float16)
+        out[:, : self._row_words] = np.ascontiguousarray(values).view(np.uint32)
+        out[:, self._row_words :] = 0
+
 
 Slots = NDArray[np.int64]
 Mark: TypeAlias = torch.cuda.Event | None
@@ -157,3 +268,27 @@ def record_words(weight: Tensor, state: Tensor) -> int:
 def slot_memory(weight: Tensor, state: Tensor, most: int) -> SlotMemory:
     """The slots' memory where it lies."""
     return HostSlots(weight, state) if weight.device.type == "cpu" else DeviceSlots(weight, state, most)
+
+
+MAP_NORESERVE = 0x4000
+"""As on x86_64 and aarch64; the ``mmap`` module has had it since Python 3.13."""
+
+
+def untouched_zeros(count: int) -> NDArray[np.int64]:
+    """Return (count,) int64 zeros that take no memory until they are written."""
+    return np.frombuffer(map_anonymous(count * 8), np.int64)
+
+
+def map_anonymous(size: int) -> mmap.mmap:
+    """Map private memory that takes no page, and no commitment of one, until it is written.
+
+    Raises:
+        DeviceError: the process cannot map as much.
+    """
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    except OSError as error:
+        raise DeviceError(f"cannot map {size:,} bytes of memory for rows: {error.strerror}") from error
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)  # rows are far apart: fewer misses of the processor's page table
+    return memory

@@ -1,0 +1,316 @@
+"""Keep records in byte-addressable memory: DDR, or CXL and SCM as a file mapped from a mount, near its NUMA node."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from dlrm_api.errors import DeviceError
+from dlrm_api.tiers import Tier
+from dlrm_kernels.pages import ORDER_WORDS, append_order, list_oldest, load_records, remove_order, store_records
+from dlrm_trainer.embedding.tiers.block import ScratchFile
+from dlrm_trainer.embedding.tiers.slots import MAP_NORESERVE, Finish, Places, Records, Rows, finished, map_anonymous
+
+SYSFS = Path("/sys")
+MOUNTINFO = Path("/proc/self/mountinfo")
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_MPOL_PREFERRED = 1
+_POLICY = re.compile(r"(?:^|,)mpol=(?:bind|prefer)(?:[=:](?:static|relative))?:(\d+)(?:,|$)")
+logger = logging.getLogger(__name__)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def node_of_folder(folder: Path, mountinfo: Path = MOUNTINFO, sysfs: Path = SYSFS) -> int | None:
+    """The node whose memory files in a folder are in; None where that can't be told or is no single one.
+
+    A tmpfs says it by its mount option ``mpol=bind:N``, persistent memory by its device in sysfs. Files on disks are in
+    whatever memory the page cache takes.
+    """
+    mount = _mount_of(folder.resolve(), mountinfo)
+    if mount is None:
+        return None
+    device, kind, options = mount
+    if kind == "tmpfs":
+        policy = _POLICY.search(options)
+        return int(policy.group(1)) if policy else None
+    return _node_of_device(device, sysfs)
+
+
+def _mount_of(folder: Path, mountinfo: Path) -> tuple[str, str, str] | None:
+    """Device number, file system and its options, of the mount that a folder is in."""
+    best, found = -1, None
+    for line in mountinfo.read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        point = Path(_unescaped(before.split()[4]))
+        if folder.is_relative_to(point) and len(point.parts) >= best:  # a later mount hides an earlier one
+            kind, _, options = after.split(" ", 2)
+            best, found = len(point.parts), (before.split()[2], kind, options)
+    return found
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), text)
+
+
+def _node_of_device(device: str, sysfs: Path) -> int | None:
+    folder = (sysfs / "dev/block" / device).resolve()
+    if not folder.name.startswith("pmem"):
+        return None
+    for parent in (folder, *folder.parents):
+        attribute = parent / "numa_node"
+        if attribute.is_file():
+            node = int(attribute.read_text())
+            return node if node >= 0 else None
+    return None
+
+
+def memory_nodes(sysfs: Path = SYSFS) -> tuple[int, ...]:
+    """Nodes of the host that have memory; none where the kernel knows of no nodes."""
+    listed = sysfs / "devices/system/node/has_memory"
+    return tuple(sorted(_numbers(listed.read_text()))) if listed.is_file() else ()
+
+
+def processors_near(node: int, sysfs: Path = SYSFS) -> frozenset[int]:
+    """Processors of a node, or of the nearest one that has any: memory behind CXL is a node without."""
+    nodes = sysfs / "devices/system/node"
+    distances = (nodes / f"node{node}/distance").read_text().split()
+    online = sorted(_numbers((nodes / "online").read_text()))  # the order of distances
+    for _, other in sorted(zip(map(int, distances), online, strict=True)):
+        processors = _numbers((nodes / f"node{other}/cpulist").read_text())
+        if processors:
+            return processors
+    return frozenset()
+
+
+def _numbers(text: str) -> frozenset[int]:
+    """The numbers of a kernel's list, such as ``0-3,8``."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def bind(address: int, size: int, node: int) -> bool:
+    """Have pages of a mapping come from a node while it has room; False where the host refuses.
+
+    A container without CAP_SYS_NICE may be forbidden: then the mount's own policy decides, and rows are right all the
+    same.
+    """
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        return False
+    words = node // 64 + 1
+    mask = (ctypes.c_uint64 * words)()
+    mask[node // 64] = 1 << node % 64
+    arguments = (number, address, size, _MPOL_PREFERRED, ctypes.addressof(mask), words * 64 + 1, 0)
+    if _libc.syscall(*map(ctypes.c_long, arguments)) == 0:
+        return True
+    reason = os.strerror(ctypes.get_errno())
+    logger.warning("memory not bound to its node", extra={"node": node, "bytes": size, "reason": reason})
+    return False
+
+
+STEP_BYTES = 64 << 20
+"""A file grows by this much at a time, while the device has room."""
+
+
+class AnonymousStorage:
+    """Places in the process's own memory, touched from the first on."""
+
+    def __init__(self, words: int, places: int) -> None:
+        self._memory = map_anonymous(places * words * 4)
+        self.records: Records = np.frombuffer(self._memory, np.uint32).reshape(places, words)
+        self._touched = 0
+
+    def ensure(self, places: int) -> None:
+        """Say that the first ``places`` may be touched from now on."""
+        self._touched = max(self._touched, places)
+
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes of the pages that may have been touched."""
+        size = self._touched * int(self.records.shape[1]) * 4
+        return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def close(self) -> None:
+        """Give the memory back, at once if nobody looks at it any more."""
+        self._touched = 0
+        self.records = self.records[:0].copy()
+        with contextlib.suppress(BufferError):  # a caller still has a view: the memory goes with that
+            self._memory.close()
+
+
+class MappedStorage:
+    """Places in a file of a mount: persistent memory, CXL or another NUMA node's memory as tmpfs, or a disk's file.
+
+    A mapped file whose device has no block for a page kills the process that touches it (SIGBUS), so blocks are
+    allocated before a place is used.
+
+    Args:
+        folder: on the mount.
+        words: of a record.
+        places: records.
+        tier: what the mount is, for messages.
+
+    Raises:
+        DeviceError: no file can be made there, or none of that size.
+    """
+
+    def __init__(self, folder: Path, words: int, places: int, tier: Tier) -> None:
+        self._tier, self._size = tier, places * words * 4
+        self._file = ScratchFile(folder, direct=False)
+        try:
+            self._memory = self._map()
+        except BaseException:
+            self._file.close()
+            raise
+        self.records: Records = np.frombuffer(self._memory, np.uint32).reshape(places, words)
+        self._move_to_node(folder)
+
+    def _map(self) -> mmap.mmap:
+        try:
+            self._file.resize(self._size)
+            memory = mmap.mmap(self._file.fd, self._size, flags=mmap.MAP_SHARED | MAP_NORESERVE)
+            memory.madvise(mmap.MADV_RANDOM)  # rows are far apart: read-ahead would fetch megabytes for each
+        except OSError as error:
+            raise DeviceError(
+                f"{self._file.path}: cannot map {self._size:,} bytes for tier {self._tier}: {error.strerror}"
+            ) from error
+        return memory
+
+    def _move_to_node(self, folder: Path) -> None:
+        """Have pages come from the mount's own NUMA node, where the host has several."""
+        node = node_of_folder(folder)
+        if node is not None and len(memory_nodes()) > 1:
+            bind(self.records.ctypes.data, self._size, node)
+
+    def ensure(self, places: int) -> None:
+        """Have the device allocate the first ``places``; none beyond may be touched.
+
+        Raises:
+            DeviceError: it is full; places that were ensured before stay as they are.
+        """
+        self._file.ensure(places * self.records.shape[1] * 4, STEP_BYTES, self._size)
+
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes that the device has allocated."""
+        return self._file.bytes_kept
+
+    def close(self) -> None:
+        """Give the file back; the device has its room again when nobody looks at the records any more."""
+        self.records = self.records[:0].copy()
+        with contextlib.suppress(BufferError):  # a caller still has a view: the file goes with that
+            self._memory.close()
+        self._file.close()
+
+
+class Storage(Protocol):
+    """Memory for records."""
+
+    @property
+    def records(self) -> Records:
+        """(places, W); pages are taken when they are first written."""
+
+    def ensure(self, places: int) -> None:
+        """Make the first places writable.
+
+        Raises:
+            DeviceError: names the path and the bytes that did not fit.
+        """
+
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes really taken."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class ByteLevel:
+    """Implements ``Level``.
+
+    The coldest record is the one that came first, because whatever is looked up leaves. The last level of a stack
+    needs no order: nothing leaves it but by lookups, and a place given back is the next to be taken, while its
+    memory is still in the processor's cache.
+
+    Args:
+        tier: that the storage lies in.
+        storage: of at least ``places`` records.
+        places: records that the level may hold.
+        ordered: whether ``coldest`` will be asked for.
+    """
+
+    def __init__(self, tier: Tier, storage: Storage, places: int, *, ordered: bool) -> None:
+        self.tier, self.places, self.ordered = tier, places, ordered
+        self.used = 0
+        self._storage = storage
+        self._filled = 0
+        self._free = np.zeros(places, np.int32 if places < 2**31 else np.int64)
+        self._order = np.zeros((places if ordered else 0, ORDER_WORDS), np.int32)
+        self._ends = np.zeros(2, np.int64)
+
+    @property
+    def bytes_kept(self) -> dict[Tier, int]:
+        """See ``Level``."""
+        beside = self._free.itemsize + (self._order.itemsize * ORDER_WORDS if self.ordered else 0)
+        kept: dict[Tier, int] = {"ddr": self._filled * beside}
+        kept[self.tier] = kept.get(self.tier, 0) + self._storage.bytes_kept
+        return kept
+
+    @property
+    def records(self) -> Records:
+        """(places, W) of all places; those in use may be changed in place."""
+        return self._storage.records
+
+    def write(self, rows: Rows, records: Records) -> Places:
+        """See ``Level``."""
+        count = len(rows)
+        again = min(count, self._filled - self.used)
+        places = np.empty(count, np.int64)
+        left = self._filled - self.used - again
+        places[:again] = self._free[left : left + again][::-1]
+        places[again:] = np.arange(self._filled, self._filled + count - again)
+        self._storage.ensure(self._filled + count - again)
+        self._filled += count - again
+        self.used += count
+        if self.ordered:
+            append_order(self._order, self._ends, rows, places)
+        store_records(self._storage.records, places, records)
+        return places
+
+    def read(self, places: Places, out: Records) -> Finish:
+        """See ``Level``."""
+        load_records(self._storage.records, places, out)
+        return finished
+
+    def free(self, places: Places) -> None:
+        """See ``Level``."""
+        known = self._filled - self.used
+        self._free[known : known + len(places)] = places
+        self.used -= len(places)
+        if self.ordered:
+            remove_order(self._order, self._ends, places)
+
+    def coldest(self, count: int) -> tuple[Rows, Places]:
+        """See ``Level``."""
+        places = np.empty(min(count, self.used), np.int64)
+        rows = np.empty_like(places)
+        list_oldest(self._order, self._ends, rows, places)
+        return rows, places
+
+    def close(self) -> None:
+        """See ``Level``."""
+        self._storage.close()
