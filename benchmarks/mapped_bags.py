@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.shapes import RATE, Shape, job_of
 from dlrm_trainer.data import Batch
-from dlrm_trainer.embedding.tiers.block import ScratchFile
+from dlrm_trainer.embedding.tiers.aio import ScratchFile
 from dlrm_trainer.model.dlrm import build_model, global_mean_loss
 
 

@@ -18,7 +18,7 @@ from dlrm_kernels.row_cache import ACCESSES, HITS, LOOKUPS
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.embedding import Placement, Prepared
+from dlrm_trainer.embedding import Placement, PreparedRows
 from dlrm_trainer.embedding.tiers.slots import Level
 from dlrm_trainer.embedding.tiers.stack import Stack
 from dlrm_trainer.learner import Learner
@@ -65,7 +65,7 @@ class Trained:
     @property
     def stacks(self) -> list[Stack]:
         """Of the learner's tables."""
-        return [group.stack for group in self.learner.embeddings.owned.groups if group.stack is not None]
+        return [group.stack for group in self.learner.embeddings.tables.groups if group.stack is not None]
 
     def fill(self) -> None:
         """Give every row of every table a value and a state, so that none starts while time is taken."""
@@ -95,11 +95,10 @@ class Trained:
         Returns:
             ``stop``, the batch to go on with.
         """
-        owned = self.learner.embeddings.owned
+        tables = self.learner.embeddings.tables
         for prepared in self._prepared(batches, first, stop):
-            expected = prepared.expected
-            pooled = owned.lookup(expected, 0.0)
-            owned.update(pooled, [torch.zeros_like(each) for each in pooled.pooled], prepared.batch.number)
+            pooled = tables.pool(prepared)
+            tables.update(prepared, pooled, [torch.zeros_like(each) for each in pooled], 0.0, prepared.batch.number)
         self.learner.embeddings.settle()
         return stop
 
@@ -120,9 +119,9 @@ class Trained:
         return [self._step() for _ in batches]
 
     def _step(self) -> float:
-        computed = self.learner.compute(next(self._steps), self.shape.batch, factor=1.0)
-        self.learner.apply(computed)
-        return computed.loss
+        loss, gradients = self.learner.compute(next(self._steps), self.shape.batch)
+        self.learner.apply(gradients, factor=1.0)
+        return loss
 
     def counts(self) -> dict[str, int]:
         """Lookups, accesses (distinct rows of each batch) and hits since the start, over all tables."""
@@ -132,7 +131,7 @@ class Trained:
     @property
     def wait_s(self) -> float:
         """Seconds for which steps waited for rows, since the start."""
-        return self.learner.embeddings.owned.wait_s
+        return self.learner.embeddings.tables.wait_s
 
     def close(self) -> None:
         """Give memory and files back."""
@@ -144,14 +143,14 @@ class Trained:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _ahead(self) -> Iterator[Prepared]:
+    def _ahead(self) -> Iterator[PreparedRows]:
         def queued() -> Iterator[Batch]:
             while True:
                 yield self._queue.popleft()
 
         return prepared_ahead(queued(), self.learner.send, self.learner.prepare, depth=self._depth)
 
-    def _prepared(self, batches: Batches, first: int, stop: int) -> Iterator[Prepared]:
+    def _prepared(self, batches: Batches, first: int, stop: int) -> Iterator[PreparedRows]:
         drawn = (batch for number in range(first, stop) for batch in batches.draw(number, number + 1))
         return prepared_ahead(drawn, self.learner.send, self.learner.prepare, depth=self._depth)
 

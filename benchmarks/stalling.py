@@ -90,7 +90,7 @@ class Cutter:
 
     def cut(self) -> Taken:
         """One cut of a share of the rows, and the steps until it is handed over."""
-        training, owned = self._training, self._training.learner.embeddings.owned
+        training, owned = self._training, self._training.learner.embeddings.tables
         alone = training.undisturbed_s(ALONE_STEPS)
         training.touch()
         waits, steps = [_seconds(self._cuts.begin)], 0
@@ -120,7 +120,7 @@ class Gather:
     """Bare ``index_select`` of the rows and states of a cut, in their order, into memory that was touched before."""
 
     def __init__(self, training: Training) -> None:
-        [group] = training.learner.embeddings.owned.groups
+        [group] = training.learner.embeddings.tables.groups
         self._sources = group.batch.storage()
         rows = self._sources[0].shape[0]
         self._rows = torch.from_numpy(np.flatnonzero(np.random.default_rng(0).random(rows) < TOUCHED))

@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def direct_folder(tmp_path: Path) -> Path:
     """A folder whose file system has direct I/O."""
-    from dlrm_trainer.embedding.tiers.block import ScratchFile
+    from dlrm_trainer.embedding.tiers.aio import ScratchFile
 
     try:
         with closing(ScratchFile(tmp_path, direct=True)):

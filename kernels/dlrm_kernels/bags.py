@@ -173,6 +173,29 @@ def split_ids(ids: Any, lengths: Any, edges: Any, edge_starts: Any, counts: Any,
                 at += 1
 
 
+@kernel
+def find_outside(ids: Any, sizes: Any, rows: Any) -> int:
+    """Return the index of the first id that is not a row of its unit, or -1.
+
+    Args:
+        ids: (L,) int64, unit by unit.
+        sizes: (U,) int64 ids of each unit; they add up to L.
+        rows: (U,) int64 rows of each unit.
+    """
+    start = 0
+    for unit in range(len(sizes)):
+        stop, bound = start + sizes[unit], U64(rows[unit])
+        outside: Any = False
+        for at in range(start, stop):
+            outside |= U64(ids[at]) >= bound
+        if outside:
+            for at in range(start, stop):
+                if U64(ids[at]) >= bound:
+                    return at
+        start = stop
+    return -1
+
+
 def copy_rows(
     weight: NDArray[Any],
     state: NDArray[np.float32],

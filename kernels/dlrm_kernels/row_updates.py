@@ -1,19 +1,45 @@
 """Update rows on the host: row-wise Adagrad, SGD and Adam, gradient sums per distinct row, stochastic rounding to fp16.
 
 float32 operations run in one order and none is fused, so that bits depend neither on threads nor on the processor.
+
+The random bits b of column c of global row r of a table at step s, in wrapping unsigned 64-bit integers, with ``mix``
+and G = ``GOLDEN`` of ``hashing``::
+
+    key = first 8 bytes, little-endian, of SHA-256("dlrm-rounding-1" 0x00, seed as 8 bytes little-endian, name in UTF-8)
+    w   = mix(mix(mix(key + s * G) + r * G) + (c div 4 + 1) * G)
+    b   = bits 16 * (c mod 4) to 16 * (c mod 4) + 15 of w, an integer in [0, 2^16)
+
+So neither the place of a row, nor the number of ranks, nor a restart changes them.
+
+The rounding of x, with q the distance of the fp16 numbers around x: 2^(e - 10) if 2^e <= |x| < 2^(e + 1), and 2^-24 for
+the subnormals, if e < -14::
+
+    n = floor(|x| / q)
+    f = floor((|x| / q - n) * 2^16)
+    result = sign(x) * (n + 1 if b < f else n) * q
+
+A number between two normal fp16 numbers has at most 13 bits more than they, so f is exact and the mean of the result is
+x. Between subnormals f is cut to 16 bits, and the mean is nearer to zero by less than 2^-40.
+
+A result of 65536 or more becomes an infinity. It is not held at 65504: a weight of that size means that training
+diverged, which clamping would hide; an infinity makes the loss of its next lookup stop the run, and the error names
+table and row. A NaN stays a NaN.
+
+Source: Gupta et al., ICML 2015 (stochastic rounding).
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_kernels.cache import kernel
-from dlrm_kernels.hashing import GOLDEN, mix
-from dlrm_kernels.intrinsics import bits_of, lent, number_of, prefetch, prefetch_lines, value_of
-from dlrm_kernels.parallel import finish, take
+from dlrm_kernels.hashing import GOLDEN, mix, mix_array
+from dlrm_kernels.intrinsics import bits_of, lent, number_of, prefetch, prefetch_lines, size_of, value_of
+from dlrm_kernels.parallel import finish, parallel_for, take
 
 U32, U64 = np.uint32, np.uint64
 ZERO, ONE, EIGHT = U64(0), U64(1), U64(8)
@@ -26,10 +52,13 @@ MAX_UPDATES = 2**24
 MAX_COUNT = np.float32(MAX_UPDATES)
 AHEAD, ROWS_AHEAD = U64(8), 8
 """Gradients and sums, and rows, prefetched ahead."""
+UNIT_ELEMENTS = 1 << 14
+"""Elements that a thread updates at a time, if rows are chosen."""
 OTHERS = -1
 """Group of a lookup that belongs to another unit's part."""
 DIGIT_BITS = U64(11)
 
+DOMAIN = b"dlrm-rounding-1\0"
 COLUMNS_PER_HASH = 4
 QUAD, WORD, LOW = U64(COLUMNS_PER_HASH), U64(16), U64(0xFFFF)
 SIGN, MAGNITUDE, EXPONENT = U32(0x8000), U32(0x7FFF), U32(0x7C00)
@@ -91,6 +120,55 @@ def constants_of(kind: str, learning_rate: float, eps: float, beta1: float, beta
         rest2=np.float32(1 - beta2),
         decay1=beta1,
         decay2=beta2,
+    )
+
+
+def table_key(seed: int, table: str) -> np.uint64:
+    """Return a table's key for rounding."""
+    body = DOMAIN + (seed % 2**64).to_bytes(8, "little") + table.encode()
+    return np.uint64(int.from_bytes(hashlib.sha256(body).digest()[:8], "little"))
+
+
+def step_keys(keys: NDArray[np.uint64], step: int) -> NDArray[np.uint64]:
+    """Return (T,) keys of tables at a step, from (T,) ``table_key``."""
+    return mix_array(keys + np.uint64(step * int(GOLDEN) % 2**64))
+
+
+def update_rows(
+    weight: NDArray[Any],
+    state: NDArray[np.float32],
+    rows: NDArray[np.uint64],
+    gradient: NDArray[np.float32],
+    constants: OptimizerConstants,
+    keys: NDArray[np.uint64],
+    first_column: int,
+    threads: int,
+) -> None:
+    """Update chosen rows of one table in place, each once.
+
+    Args:
+        weight: (R, d) float32 or float16, contiguous.
+        state: (R, S) float32, contiguous.
+        rows: (U,) distinct rows, which are global rows too.
+        gradient: (U, d) float32, contiguous.
+        constants: of the update.
+        keys: (1,) ``step_keys`` of the table; empty for float32.
+        first_column: of the table in the whole table.
+        threads: see ``parallel_for``.
+    """
+    parallel_for(
+        update_chosen_rows,
+        max(1, gradient.size // UNIT_ELEMENTS),
+        threads,
+        size_of(weight.shape[1]),
+        memory_of(weight, state),
+        rows,
+        gradient.reshape(-1),
+        U64(state.shape[1]),
+        constants,
+        np.repeat(keys, len(rows)),
+        rows,
+        np.full(len(rows), first_column, np.uint64),
     )
 
 

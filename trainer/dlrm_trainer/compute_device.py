@@ -34,7 +34,7 @@ def take_device(device: Device, local_rank: int) -> torch.device:
         return HOST
     if not torch.cuda.is_available():
         raise _without_gpus()
-    from dlrm_trainer.embedding.device import made_for_gpus  # loads fbgemm, which takes seconds
+    from dlrm_trainer.embedding.gpu import made_for_gpus  # loads fbgemm, which takes seconds
 
     if not made_for_gpus():
         raise InvalidSpecError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,24 +16,19 @@ from dlrm_api.job import DLRMJobSpec
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Arriving, Collectives
-from dlrm_trainer.embedding import EmbeddingOptions, Embeddings, Placement, Prepared, Sent
+from dlrm_trainer.embedding import (
+    EmbeddingOptions,
+    Embeddings,
+    Gradients,
+    OwnedIds,
+    Placement,
+    PooledRows,
+    PreparedRows,
+)
 from dlrm_trainer.embedding.checkpoint import bad_rows, largest
-from dlrm_trainer.embedding.travelling import Travelling
-from dlrm_trainer.embedding.under_way import Lookup
 from dlrm_trainer.metrics.stages import Stages
 from dlrm_trainer.model.dense import DenseParameters
 from dlrm_trainer.model.dlrm import build_model, global_mean_loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class Computed:
-    """A step whose gradients are known, or on their way, and not applied yet."""
-
-    loss: float
-    """This rank's share of the global batch's mean log loss."""
-    lookup: Lookup
-    travelling: Travelling
-    factor: float
 
 
 class DenseBatch(NamedTuple):
@@ -102,7 +97,7 @@ class Learner:
         for part in self.embeddings.local:
             part.start(seed)
 
-    def send(self, batch: Batch) -> Sent:
+    def send(self, batch: Batch) -> Future[OwnedIds]:
         """Begin to send the ids of a batch that will be trained on, after those sent before it.
 
         Args:
@@ -112,61 +107,62 @@ class Learner:
         self._stages.lap("prepare")
         return sent
 
-    def prepare(self, sent: Sent) -> Prepared:
+    def prepare(self, sent: Future[OwnedIds]) -> PreparedRows:
         """Begin to fetch the rows of a batch, after those prepared before it.
 
         Raises:
             PeerLostError: a rank is gone.
         """
-        sent.bags.exception()  # ids that come late are another rank's or a link's doing
+        # Ids that come late are due to another rank or a link.
+        owned = sent.result()
         self._stages.lap("exchange")
-        prepared = self.embeddings.prepare(sent, updates=True)
+        prepared = self.embeddings.prepare(owned, updates=True)
         self._stages.lap("prepare")
         return prepared
 
-    def compute(self, prepared: Prepared, global_count: int, factor: float) -> Computed:
+    def compute(self, prepared: PreparedRows, global_count: int) -> tuple[float, Gradients]:
         """Predict this rank's samples and find every gradient; changes no parameter and no row.
 
         Args:
             prepared: this rank's slice; may be empty.
             global_count: samples of the batch over all ranks.
-            factor: multiplies the learning rates of the update that follows (``Schedule.factor``).
+
+        Returns:
+            This rank's share of the global batch's mean log loss, and the gradients for ``apply``.
 
         Raises:
             DeviceError: rows could not be fetched from their tier.
             DivergedError: a gradient that is to travel in fp16 is not finite.
             PeerLostError: a rank is gone.
         """
-        batch, owned, collectives = self._on_device(prepared.batch), self.embeddings.owned, self._collectives
+        batch, owned, collectives = self._on_device(prepared.batch), self.embeddings.tables, self._collectives
         waited, sent = owned.wait_s, collectives.seconds
         self.dense.zero_gradient()
-        pooling = self.embeddings.pool(prepared, self._row_rate * factor)
+        pooled = self.embeddings.pool(prepared)
         pieces = _pieces(len(batch.labels), self._micro_batch)
         bottom = self.model.bottom_out(batch.dense) if len(pieces) == 1 else None  # while pooled rows travel
-        lookup = self.embeddings.lookup(pooling)
+        features = self.embeddings.features(pooled)
         self._stages.apart("prefetch wait", owned.wait_s - waited)
         self._stages.apart("exchange", collectives.seconds - sent)
         if len(pieces) == 1:
-            loss, travelling = self._whole(lookup, bottom, batch, global_count)
-        else:
-            loss, travelling = self._piecewise(lookup, pieces, batch, global_count)
-        return Computed(loss=loss, lookup=lookup, travelling=travelling, factor=factor)
+            return self._whole(pooled, features, bottom, batch, global_count)
+        return self._piecewise(pooled, features, pieces, batch, global_count)
 
     def _on_device(self, batch: Batch) -> DenseBatch:
         device = self._device
         return DenseBatch(batch.dense.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True))
 
     def _whole(
-        self, lookup: Lookup, bottom: Tensor | None, batch: DenseBatch, global_count: int
-    ) -> tuple[float, Travelling]:
+        self, pooled: PooledRows, features: Tensor, bottom: Tensor | None, batch: DenseBatch, global_count: int
+    ) -> tuple[float, Gradients]:
         """All samples at once: their features' gradient leaves while the bottom MLP's backward pass goes on."""
-        travelling: list[Travelling] = []
+        gradients: list[Gradients] = []
 
         def send(features: Tensor) -> None:
             assert features.grad is not None
-            travelling.append(self.embeddings.send_gradients(lookup, features.grad, self._table_gradient))
+            gradients.append(self.embeddings.send_gradients(pooled, features.grad, self._table_gradient))
 
-        features = lookup.features.requires_grad_()
+        features = features.requires_grad_()
         hook = features.register_post_accumulate_grad_hook(send)  # type: ignore[no-untyped-call]
         loss = global_mean_loss(self.model.logits(bottom, features), batch.labels, global_count)
         self._stages.lap("forward")
@@ -176,51 +172,55 @@ class Learner:
         value = loss.item()  # waits for a GPU, whose work is this rank's own and not what others are waited for
         self._stages.apart("exchange", self._collectives.seconds - sent)
         self._stages.lap("backward")
-        return value, travelling[0]
+        return value, gradients[0]
 
     def _piecewise(
-        self, lookup: Lookup, pieces: Sequence[slice], batch: DenseBatch, global_count: int
-    ) -> tuple[float, Travelling]:
+        self, pooled: PooledRows, features: Tensor, pieces: Sequence[slice], batch: DenseBatch, global_count: int
+    ) -> tuple[float, Gradients]:
         """Some samples at a time, so that the activations of no more are held; gradients add up."""
         total = 0.0
-        gradient = torch.empty_like(lookup.features)
+        gradient = torch.empty_like(features)
         for piece in pieces:
-            features = lookup.features[piece].detach().requires_grad_()
-            loss = global_mean_loss(self.model(batch.dense[piece], features), batch.labels[piece], global_count)
+            some = features[piece].detach().requires_grad_()
+            loss = global_mean_loss(self.model(batch.dense[piece], some), batch.labels[piece], global_count)
             self._stages.lap("forward")
             loss.backward()  # type: ignore[no-untyped-call]
-            assert features.grad is not None
-            gradient[piece] = features.grad
+            assert some.grad is not None
+            gradient[piece] = some.grad
             total += loss.item()
             self._stages.lap("backward")
-        travelling = self.embeddings.send_gradients(lookup, gradient, self._table_gradient)
+        gradients = self.embeddings.send_gradients(pooled, gradient, self._table_gradient)
         self._stages.lap("exchange")
-        return total, travelling
+        return total, gradients
 
-    def apply(self, computed: Computed) -> None:
+    def apply(self, gradients: Gradients, factor: float) -> None:
         """Update every parameter, and every row that the global batch looked up, once.
+
+        Args:
+            gradients: from ``compute``.
+            factor: multiplies the learning rates (``Schedule.factor``).
 
         Raises:
             DivergedError: a gradient that came in fp16 is not finite; nothing was updated.
             PeerLostError: a rank is gone.
         """
         summing, sent = self._start_sums(), self._collectives.seconds
-        self.embeddings.update(computed.lookup, computed.travelling)
+        self.embeddings.update(gradients, self._row_rate * factor)
         self._stages.apart("exchange", self._collectives.seconds - sent)
         self._stages.lap("row update")
         for each in summing:
             each.wait()
         self._stages.lap("exchange")
-        self.embeddings.update_replicated(computed.lookup, self._table_gradient)
+        self.embeddings.update_replicated(gradients, self._table_gradient, self._row_rate * factor)
         self._stages.lap("row update")
-        self.dense.update(computed.factor)
+        self.dense.update(factor)
         self._stages.lap("dense update")
 
     def logits(self, batch: Batch) -> Tensor:
         """(n,) float32 logits, on the host, of this rank's samples; changes nothing, not even which rows are dirty."""
         with torch.no_grad():
-            prepared = self.embeddings.prepare(self.embeddings.send(batch), updates=False)
-            features = self.embeddings.lookup(self.embeddings.pool(prepared, None)).features
+            prepared = self.embeddings.prepare(self.embeddings.send(batch).result(), updates=False)
+            features = self.embeddings.features(self.embeddings.pool(prepared))
             pieces = _pieces(len(batch.labels), self._micro_batch)
             dense = batch.dense.to(self._device, non_blocking=True)
             return torch.cat([self.model(dense[piece], features[piece]) for piece in pieces]).cpu()

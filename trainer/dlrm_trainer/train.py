@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -31,7 +32,7 @@ from dlrm_trainer.compute_device import take_device
 from dlrm_trainer.data import Batch, open_reader
 from dlrm_trainer.distributed.failures import Pace
 from dlrm_trainer.distributed.rendezvous import Gang
-from dlrm_trainer.embedding import Prepared, Sent, place
+from dlrm_trainer.embedding import OwnedIds, PreparedRows, place
 from dlrm_trainer.endpoint import Endpoint
 from dlrm_trainer.evaluate import evaluate
 from dlrm_trainer.learner import Learner, diverged
@@ -101,7 +102,7 @@ def train(
             device=device,
         )
         stack.callback(learner.embeddings.close)
-        observer.watch(learner.embeddings.owned, (gang.collectives, gang.id_collectives))
+        observer.watch(learner.embeddings.tables, (gang.collectives, gang.id_collectives))
         learner.start(spec.training.seed)
         gang.meet(settings.rendezvous_timeout_s, settings.collective_timeout_s, control.check_stop, device)
         board.phase(TrainerPhase.RESTORING)
@@ -186,7 +187,7 @@ class Training:
                 mark = time.monotonic()
         return None
 
-    def train_step(self, prepared: Prepared) -> tuple[bool, bool]:
+    def train_step(self, prepared: PreparedRows) -> tuple[bool, bool]:
         """One step on one global batch; whether to end after it, and whether to make a cut.
 
         Raises:
@@ -194,14 +195,14 @@ class Training:
         """
         learner, batch = self.assembly.learner, prepared.batch
         count = self.assembly.reader.global_count(batch.number)
-        computed = learner.compute(prepared, count, self.schedule.factor(self.step))
-        agreed = self.control.agree(computed.loss, self.step + 1)
+        loss, gradients = learner.compute(prepared, count)
+        agreed = self.control.agree(loss, self.step + 1)
         if (slowest := self.pace.stepped(self.step + 1)) is not None:
             self.board.update(slowest=slowest)
         self.stages.lap("agreement")
         if not math.isfinite(agreed.loss):
             raise diverged(learner, self.collectives, agreed.loss, self.step + 1)
-        learner.apply(computed)
+        learner.apply(gradients, self.schedule.factor(self.step))
         self.step += 1
         self.loss = agreed.loss
         self.trained_samples += count
@@ -338,12 +339,12 @@ class Training:
 
 def prepared_ahead(
     batches: Iterable[Batch],
-    send: Callable[[Batch], Sent],
-    prepare: Callable[[Sent], Prepared],
+    send: Callable[[Batch], Future[OwnedIds]],
+    prepare: Callable[[Future[OwnedIds]], PreparedRows],
     *,
     depth: int,
     sent_ahead: int = 0,
-) -> Iterator[Prepared]:
+) -> Iterator[PreparedRows]:
     """Every batch in order, given out once later ones have been begun.
 
     Args:
@@ -353,8 +354,8 @@ def prepared_ahead(
         depth: batches prepared before an earlier one is given out, if there are so many.
         sent_ahead: batches sent before an earlier one is prepared.
     """
-    sent: deque[Sent] = deque()
-    waiting: deque[Prepared] = deque()
+    sent: deque[Future[OwnedIds]] = deque()
+    waiting: deque[PreparedRows] = deque()
     for batch in batches:
         sent.append(send(batch))
         if len(sent) > sent_ahead:

@@ -29,7 +29,8 @@ from dlrm_trainer.compute_device import HOST, take_device
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.distributed.rendezvous import backends
-from dlrm_trainer.embedding import device, place
+from dlrm_trainer.embedding import gpu as gpu_module
+from dlrm_trainer.embedding import place
 from dlrm_trainer.learner import Learner
 from dlrm_trainer.metrics import stages
 from dlrm_trainer.model.dense import DenseParameters
@@ -93,7 +94,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda each: taken.append(str(each)))
-    monkeypatch.setattr(device, "made_for_gpus", lambda: True)
+    monkeypatch.setattr(gpu_module, "made_for_gpus", lambda: True)
     return taken
 
 
@@ -113,7 +114,7 @@ def test_a_pod_with_fewer_gpus_than_processes_is_refused() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_package_without_kernels_for_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "made_for_gpus", lambda: False)
+    monkeypatch.setattr(gpu_module, "made_for_gpus", lambda: False)
 
     with pytest.raises(InvalidSpecError, match="the package fbgemm-gpu-cpu lacks: put fbgemm-gpu in its place"):
         take_device("cuda", 0)
@@ -328,7 +329,7 @@ def test_the_time_that_a_gpu_computes_is_the_ranks_own_and_not_spent_waiting_for
         learner = Learner(job.spec, place(job.spec.model, hand_plan(job), 1), ALONE, stages=times, device=found)
         prepared = learner.prepare(learner.send(open_reader(job.spec, "train", 0, 1).read(0)))
         monkeypatch.setattr(torch.Tensor, "item", compute_and_tell)
-        learner.compute(prepared, 64, factor=1.0)
+        learner.compute(prepared, 64)
         times.lap("agreement")
     learner.embeddings.close()
 

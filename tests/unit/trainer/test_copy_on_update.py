@@ -25,7 +25,7 @@ from dlrm_trainer.embedding import copy_on_update
 from dlrm_trainer.embedding.changes import MOST_KEPT, DirtyPart, DirtyRows
 from dlrm_trainer.embedding.checkpoint import ResidentPart, table_meta
 from dlrm_trainer.embedding.copy_on_update import CopyOnUpdate, Image
-from dlrm_trainer.embedding.host import lazy_zeros
+from dlrm_trainer.embedding.local_tables import lazy_zeros
 from dlrm_trainer.embedding.pending import Changing
 from dlrm_trainer.train import prepared_ahead
 
@@ -81,7 +81,7 @@ def test_a_cut_holds_each_row_as_it_was_however_much_of_it_was_copied_before_eac
     for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=0, sent_ahead=0):
         if copying is not None:
             copying.copy(left.pop())
-        learner.apply(learner.compute(prepared, 64, factor=1.0))
+        learner.apply(learner.compute(prepared, 64)[1], factor=1.0)
         looked_up.append(rows_of_batch(job, prepared.batch))
         if len(looked_up) == begin:
             states.append(state_of(embeddings.saved))

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from dlrm_api.tiers import RowDtype
 from dlrm_api.training import RowOptimizerSpec
+from dlrm_kernels.row_updates import table_key
+from dlrm_testing.trainer.bags import bags_of
 from dlrm_trainer.compute_device import HOST
-from dlrm_trainer.embedding.device import DeviceKernel
-from dlrm_trainer.embedding.host import HostKernel, lazy_zeros
-from dlrm_trainer.embedding.kernels import TableBatch
-from dlrm_trainer.embedding.layout import Lookup, Tables
-from dlrm_trainer.embedding.replicated import ReplicatedParts
-from dlrm_trainer.embedding.rounding import table_key
-from dlrm_trainer.embedding.segments import pick_segments
+from dlrm_trainer.embedding.exchange import Bags, pick_segments
+from dlrm_trainer.embedding.gpu import DeviceKernel
+from dlrm_trainer.embedding.local_tables import HostKernel, TableBatch, lazy_zeros
+from dlrm_trainer.embedding.placement import Tables
+from dlrm_trainer.embedding.replicated import ReplicatedGroup
 
 EPS = 1e-8
 ADAGRAD = RowOptimizerSpec(eps=EPS)
@@ -71,10 +71,10 @@ def test_the_kernel_agrees_with_a_dense_float64_optimizer(seed: int, samples: in
 
     for step in range(4):
         bags = random_bags(generator, samples)
-        pooled = batch.lookup(*bags, 0.1 / (step + 1))
+        pooled = batch.lookup(bags_of(*bags), updates=True)
         expected = dense_step(weights, states, bags, rate=0.1 / (step + 1))
         np.testing.assert_allclose(pooled.detach().numpy(), expected, rtol=1e-4, atol=1e-5)
-        batch.update(pooled, pooled.detach())
+        batch.update(pooled, pooled.detach(), 0.1 / (step + 1))
 
     for weight, state, expected_weight, expected_state in zip(
         batch.weights, batch.states, weights, states, strict=True
@@ -87,15 +87,16 @@ def test_the_kernel_agrees_with_a_dense_float64_optimizer(seed: int, samples: in
 @given(seed=st.integers(0, 2**31), samples=st.integers(0, 30))
 def test_data_parallel_tables_follow_the_same_rule(seed: int, samples: int) -> None:
     generator = np.random.default_rng(seed)
-    tables = ReplicatedParts(SHAPES, ADAGRAD)
+    tables = ReplicatedGroup(SHAPES, ADAGRAD)
     weights, states = fill(tables.batch, seed), [np.zeros(rows) for rows, _ in SHAPES]
     buffer = torch.full((tables.gradient_elements,), float("nan"))
 
     for _ in range(4):
         ids, lengths = random_bags(generator, samples)
-        pooled = tables.lookup(ids, lengths)
+        bags = bags_of(ids, lengths)
+        pooled = tables.batch.lookup(bags)
         dense_step(weights, states, (ids, lengths), rate=0.1)
-        tables.write_gradient(buffer, pooled, ids, lengths)
+        tables.write_gradient(buffer, pooled, bags)
         tables.update(buffer, 0.1)
 
     for weight, state, expected_weight, expected_state in zip(
@@ -111,15 +112,15 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     for threads in (1, 2, 2):
         torch.set_num_threads(threads)
         generator = np.random.default_rng(5)
-        sharded, replicated = TableBatch(SHAPES, ADAGRAD), ReplicatedParts(SHAPES, ADAGRAD)
+        sharded, replicated = TableBatch(SHAPES, ADAGRAD), ReplicatedGroup(SHAPES, ADAGRAD)
         fill(sharded, 1)
         fill(replicated.batch, 1)
         buffer = torch.empty(replicated.gradient_elements)
         for _ in range(100):
-            ids, lengths = random_bags(generator, 200)
-            pooled = sharded.lookup(ids, lengths, 0.05)
-            sharded.update(pooled, pooled.detach())
-            replicated.write_gradient(buffer, replicated.lookup(ids, lengths), ids, lengths)
+            bags = bags_of(*random_bags(generator, 200))
+            pooled = sharded.lookup(bags, updates=True)
+            sharded.update(pooled, pooled.detach(), 0.05)
+            replicated.write_gradient(buffer, replicated.batch.lookup(bags), bags)
             replicated.update(buffer, 0.05)
         tensors = (*sharded.weights, *sharded.states, *replicated.batch.weights, *replicated.batch.states)
         results.append([tensor.clone() for tensor in tensors])
@@ -132,7 +133,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
 def test_a_rank_without_tables_looks_nothing_up() -> None:
     batch = TableBatch([], ADAGRAD)
 
-    pooled = batch.lookup(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 5, dtype=torch.int32))
+    pooled = batch.lookup(bags_of(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 5, dtype=torch.int32)))
 
     assert pooled.shape == (5, 0)
     assert batch.weights == ()
@@ -171,9 +172,10 @@ def test_features_of_one_table_pool_apart_and_update_each_row_once_by_weighted_s
     weights = generator.normal(size=len(ids)).astype(np.float32) if weighted else np.ones(len(ids), np.float32)
     given_weights = torch.from_numpy(weights) if weighted else None
 
-    pooled = batch.lookup(torch.from_numpy(ids), torch.from_numpy(lengths.astype(np.int32)), 0.1, given_weights)
+    bags = bags_of(torch.from_numpy(ids), torch.from_numpy(lengths.astype(np.int32)), given_weights)
+    pooled = batch.lookup(bags, updates=True)
     gradient = generator.normal(size=pooled.shape).astype(np.float32)
-    batch.update(pooled, torch.from_numpy(gradient))
+    batch.update(pooled, torch.from_numpy(gradient), 0.1)
 
     place = column = 0
     sums = [np.zeros_like(each) for each in rows]
@@ -207,8 +209,9 @@ def column_blocks(dtype: RowDtype, first_columns: list[int] | None) -> list[torc
     for weight, block in zip(batch.weights, start.chunk(count, dim=1), strict=True):
         weight.copy_(block)
     for step in range(2):
-        pooled = batch.lookup(ids.repeat(count), torch.ones(count, 40, dtype=torch.int32), 0.1)
-        batch.update(pooled, torch.randn(40, 16, generator=generator), step=step)
+        bags = bags_of(ids.repeat(count), torch.ones(count, 40, dtype=torch.int32))
+        pooled = batch.lookup(bags, updates=True)
+        batch.update(pooled, torch.randn(40, 16, generator=generator), 0.1, step=step)
     return [torch.cat(list(batch.weights), dim=1)]
 
 
@@ -229,8 +232,8 @@ def test_a_row_that_all_samples_look_up_has_the_same_bits_on_one_and_two_threads
         ids = torch.randint(0, 2, (20_000,), generator=generator) * 3
         lengths = torch.full((1, 2_000), 10, dtype=torch.int32)
         for _ in range(3):
-            pooled = batch.lookup(ids, lengths, 0.1)
-            batch.update(pooled, torch.randn(2_000, 16, generator=generator))
+            pooled = batch.lookup(bags_of(ids, lengths), updates=True)
+            batch.update(pooled, torch.randn(2_000, 16, generator=generator), 0.1)
         results.append([batch.weights[0].clone(), batch.states[0].clone()])
     torch.set_num_threads(threads_before)
 
@@ -262,7 +265,7 @@ def test_the_kernels_of_a_gpu_do_on_the_host_what_the_compiled_loops_do(kind: An
         optimizer=RowOptimizerSpec(kind=kind),
         dtype=dtype,
         device=HOST,
-        keys=torch.tensor(keys, dtype=torch.int64),
+        keys=np.array(keys, np.uint64),
         first_columns=(0, 4, 8),
     )
     kernels = [HostKernel(tables), DeviceKernel(tables)]
@@ -275,11 +278,11 @@ def test_the_kernels_of_a_gpu_do_on_the_host_what_the_compiled_loops_do(kind: An
         counts = zip(FEATURES, lengths.sum(axis=1), strict=True)
         ids = torch.from_numpy(np.concatenate([generator.integers(0, SHAPES[table][0], n) for table, n in counts]))
         weights = torch.from_numpy(generator.normal(size=len(ids)).astype(np.float32))
-        lookup = Lookup(ids=ids, lengths=torch.from_numpy(lengths), weights=weights, learning_rate=0.1)
-        pooled = [kernel.pool(ids, lookup.lengths, weights, 0.1) for kernel in kernels]
+        bags = bags_of(ids, torch.from_numpy(lengths), weights)
+        pooled = [kernel.pool(bags, True) for kernel in kernels]
         gradient = torch.from_numpy(generator.normal(size=pooled[0].shape).astype(np.float32))
         for kernel in kernels:
-            kernel.update(lookup, gradient, step, ids)
+            kernel.update(bags, gradient, 0.1 / (step + 1), step, ids)
         torch.testing.assert_close(pooled[0], pooled[1], rtol=1e-4, atol=1e-3)
 
     tolerance = 1e-5 if dtype == "fp32" else 2e-3
@@ -294,40 +297,40 @@ def flags() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
 
 
-def one_lookup(deterministic: bool) -> tuple[DeviceKernel, Lookup]:
+def one_lookup(deterministic: bool) -> tuple[DeviceKernel, Bags]:
     tables = Tables(
         shapes=((40, 4),),
         features=(0,),
         optimizer=ADAGRAD,
         dtype="fp32",
         device=HOST,
-        keys=torch.zeros(0, dtype=torch.int64),
+        keys=np.zeros(0, np.uint64),
         first_columns=(0,),
         deterministic=deterministic,
     )
     kernel, ids = DeviceKernel(tables), torch.arange(5)
-    lookup = Lookup(ids=ids, lengths=torch.ones(1, 5, dtype=torch.int64), weights=None, learning_rate=0.1)
-    kernel.pool(ids, lookup.lengths, None, lookup.learning_rate)
-    return kernel, lookup
+    bags = bags_of(ids, torch.ones(1, 5, dtype=torch.int64))
+    kernel.pool(bags, True)
+    return kernel, bags
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_fused_sums_are_deterministic_where_that_is_asked_for_and_nothing_else_is(deterministic: bool) -> None:
-    kernel, lookup = one_lookup(deterministic)
+    kernel, bags = one_lookup(deterministic)
     seen: list[tuple[bool, bool]] = []
     assert kernel._graph is not None
     kernel._graph.register_hook(lambda _: seen.append(flags()))
 
-    kernel.update(lookup, torch.ones(5, 4), 0, lookup.ids)
+    kernel.update(bags, torch.ones(5, 4), ADAGRAD.learning_rate, 0, bags.ids)
 
     assert seen == [(deterministic, not deterministic)]
     assert flags() == (False, True)
 
 
 def test_sums_that_fail_leave_nothing_deterministic_behind() -> None:
-    kernel, lookup = one_lookup(deterministic=True)
+    kernel, bags = one_lookup(deterministic=True)
 
     with pytest.raises(RuntimeError, match="shape"):
-        kernel.update(lookup, torch.ones(6, 4), 0, lookup.ids)
+        kernel.update(bags, torch.ones(6, 4), ADAGRAD.learning_rate, 0, bags.ids)
 
     assert flags() == (False, True)

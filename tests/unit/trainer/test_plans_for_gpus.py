@@ -7,8 +7,7 @@ import pytest
 from dlrm_api.hardware import parse_profile
 from dlrm_api.job import parse_job
 from dlrm_planner import plan_job
-from dlrm_trainer.embedding.placement import Part
-from dlrm_trainer.embedding.placing import place
+from dlrm_trainer.embedding.placement import Part, place
 
 TABLES: list[dict[str, Any]] = [
     {"name": "small", "rows": 1_000, "dim": 16, "pin": {"sharding": "table"}},

@@ -8,16 +8,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrm_kernels.row_updates import step_keys, table_key
 from dlrm_testing.trainer import row_rules
-from dlrm_trainer.embedding.rounding import random_bits, round_to_half, step_keys, table_key
+from dlrm_trainer.embedding.gpu import Rounding, random_bits, round_to_half
 
 SUBNORMAL = 2.0**-24
 """The least fp16 number above zero."""
 
 
 def bits_for(seed: int, table: str, step: int, rows: list[int], columns: int) -> torch.Tensor:
-    keys = step_keys(torch.tensor([table_key(seed, table)]), step)
-    return random_bits(keys.expand(len(rows)), torch.tensor(rows), columns)
+    keys = torch.from_numpy(step_keys(np.array([table_key(seed, table)]), step).view(np.int64))
+    count = len(rows)
+    rounding = Rounding(
+        keys=keys.expand(count), rows=torch.tensor(rows), first_column=torch.zeros(count, dtype=torch.int64)
+    )
+    return random_bits(rounding, columns)
 
 
 def ups(value: float) -> int:

@@ -15,11 +15,13 @@ from dlrm_api.base import ApiModel
 from dlrm_api.row_optimizers import state_values
 from dlrm_api.tiers import RowDtype
 from dlrm_api.training import MIN_EPS, DenseOptimizerSpec, RowOptimizerSpec
+from dlrm_kernels.row_updates import MAX_UPDATES
 from dlrm_testing.trainer import row_rules
+from dlrm_testing.trainer.bags import bags_of
 from dlrm_testing.trainer.gpus import needs_gpu
-from dlrm_trainer.embedding.kernels import TableBatch
-from dlrm_trainer.embedding.replicated import ReplicatedParts
-from dlrm_trainer.embedding.updates import MAX_UPDATES, updated
+from dlrm_trainer.embedding.gpu import updated
+from dlrm_trainer.embedding.local_tables import TableBatch
+from dlrm_trainer.embedding.replicated import ReplicatedGroup
 from dlrm_trainer.model.dense import DenseOptimizer
 
 SHAPES = [(40, 4), (7, 4), (30, 16), (1, 8)]
@@ -76,9 +78,9 @@ class Owned:
         self.device = device
 
     def step(self, bags: row_rules.Bags, gradients: list[np.ndarray], rate: float, number: int) -> torch.Tensor:
-        pooled = self.batch.lookup(*flat(bags, self.device), rate)
+        pooled = self.batch.lookup(bags_of(*flat(bags, self.device)), updates=True)
         gradient = torch.from_numpy(np.concatenate(gradients, axis=1)).to(self.device)
-        self.batch.update(pooled, gradient, step=number)
+        self.batch.update(pooled, gradient, rate, step=number)
         return pooled.detach()
 
     def tensors(self) -> list[torch.Tensor]:
@@ -92,15 +94,15 @@ class Replicated(Owned):
         self, kind: str, dtype: RowDtype, device: str = "cpu", shapes: Any = SHAPES, names: Any = NAMES
     ) -> None:
         options = {"dtype": dtype, "device": torch.device(device), "seed": 5, "names": names}
-        self.tables = ReplicatedParts(shapes, OPTIMIZERS[kind], **options)
+        self.tables = ReplicatedGroup(shapes, OPTIMIZERS[kind], **options)
         self.batch, self.device = self.tables.batch, device
         self.buffer = torch.full((self.tables.gradient_elements,), float("nan"), device=device)
 
     def step(self, bags: row_rules.Bags, gradients: list[np.ndarray], rate: float, number: int) -> torch.Tensor:
-        ids, lengths = flat(bags, self.device)
-        pooled = self.tables.lookup(ids, lengths)
+        given = bags_of(*flat(bags, self.device))
+        pooled = self.batch.lookup(given)
         gradient = torch.from_numpy(np.concatenate(gradients, axis=1)).to(self.device)
-        self.tables.write_gradient(self.buffer, gradient, ids, lengths)
+        self.tables.write_gradient(self.buffer, gradient, given)
         self.tables.update(self.buffer, rate, step=number)
         return pooled
 
@@ -227,10 +229,9 @@ def test_bits_do_not_depend_on_which_slot_a_row_is_in(kind: str, dtype: RowDtype
         rows, lengths = flat(bags, device)
         parts = torch.split(rows, lengths.sum(dim=1).tolist())
         slots = torch.cat([place[part] for place, part in zip(places, parts, strict=True)])
-        pooled = slotted.batch.lookup(slots, lengths, rate)
-        slotted.batch.update(
-            pooled, torch.from_numpy(np.concatenate(gradients, axis=1)).to(device), step=number, rows=rows
-        )
+        pooled = slotted.batch.lookup(bags_of(slots, lengths), updates=True)
+        gradient = torch.from_numpy(np.concatenate(gradients, axis=1)).to(device)
+        slotted.batch.update(pooled, gradient, rate, step=number, rows=rows)
 
     again = [tensor[place.cpu()] for tensor, place in zip(slotted.tensors(), [*places, *places], strict=True)]
     assert same(plain.tensors(), again)
@@ -282,9 +283,9 @@ def test_a_lookup_for_evaluation_between_a_lookup_and_its_update_changes_nothing
     bags, gradients = random_bags(generator, 10), [eighths(generator, 10, dim) for _, dim in SHAPES]
 
     plain.step(bags, gradients, 0.1, 0)
-    pooled = evaluated.batch.lookup(*flat(bags, "cpu"), 0.1)
-    other = evaluated.batch.lookup(*flat(random_bags(generator, 3), "cpu"))
-    evaluated.batch.update(pooled, torch.from_numpy(np.concatenate(gradients, axis=1)))
+    pooled = evaluated.batch.lookup(bags_of(*flat(bags, "cpu")), updates=True)
+    other = evaluated.batch.lookup(bags_of(*flat(random_bags(generator, 3), "cpu")))
+    evaluated.batch.update(pooled, torch.from_numpy(np.concatenate(gradients, axis=1)), 0.1)
 
     assert same(plain.tensors(), evaluated.tensors())
     assert not other.requires_grad
@@ -325,8 +326,8 @@ def test_gradients_of_zero_and_nearly_so_move_no_row_at_the_least_eps(kind: str,
     gradient = torch.full((2, 4), size)
     sums = torch.zeros(3, 4).index_copy_(0, torch.tensor([0, 2]), gradient)
 
-    pooled = batch.lookup(torch.tensor([0, 2]), torch.ones(1, 2, dtype=torch.int32), 1.0)
-    batch.update(pooled, gradient)
+    pooled = batch.lookup(bags_of(torch.tensor([0, 2]), torch.ones(1, 2, dtype=torch.int32)), updates=True)
+    batch.update(pooled, gradient, 1.0)
     elsewhere, _ = updated(torch.ones(3, 4), torch.zeros(3, state_values(kind, 4)), sums, spec, 1.0)
 
     np.testing.assert_allclose(batch.weights[0].float().numpy(), 1.0, atol=0.01)

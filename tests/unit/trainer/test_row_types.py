@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dlrm_api.job import DLRMJob, parse_job
 from dlrm_api.row_optimizers import state_values
@@ -22,7 +23,7 @@ from dlrm_testing.trainer.gangs import hand_plan, job_document
 from dlrm_trainer.checkpointing.restore import live_digest, restore
 from dlrm_trainer.data import open_reader
 from dlrm_trainer.distributed.collectives import Collectives
-from dlrm_trainer.embedding import place
+from dlrm_trainer.embedding import PooledRows, place
 from dlrm_trainer.embedding.checkpoint import table_meta
 from dlrm_trainer.learner import Learner
 
@@ -67,9 +68,9 @@ def train(job: DLRMJob, learner: Learner, start: int, stop: int) -> list[float]:
     losses = []
     for number in range(start, stop):
         prepared = learner.prepare(learner.send(reader.read(number)))
-        computed = learner.compute(prepared, reader.global_count(number), factor=1.0)
-        learner.apply(computed)
-        losses.append(computed.loss)
+        loss, gradients = learner.compute(prepared, reader.global_count(number))
+        learner.apply(gradients, factor=1.0)
+        losses.append(loss)
     reader.close()
     return losses
 
@@ -140,15 +141,21 @@ def test_fp16_rows_learn_what_fp32_rows_learn_but_for_rounding(tmp_path: Path, k
     assert np.mean(losses["fp16"][-10:]) < np.mean(losses["fp16"][:10])
 
 
-def test_a_step_leaves_none_of_its_features_in_memory(tmp_path: Path) -> None:
+def test_a_step_leaves_none_of_its_features_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(tmp_path, "sgd", "fp32")
     learner, reader = learner_of(job), open_reader(job.spec, "train", 0, 1)
+    find, seen = learner.embeddings.features, []
 
-    computed = learner.compute(learner.prepare(learner.send(reader.read(0))), reader.global_count(0), factor=1.0)
-    features = weakref.ref(computed.lookup.features)
-    learner.apply(computed)
-    del computed
+    def features(pooled: PooledRows) -> torch.Tensor:
+        found = find(pooled)
+        seen.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(learner.embeddings, "features", features)
+    _, gradients = learner.compute(learner.prepare(learner.send(reader.read(0))), reader.global_count(0))
+    learner.apply(gradients, factor=1.0)
+    del gradients
     gc.collect()
 
-    assert features() is None
+    assert [each() for each in seen] == [None]
     reader.close()

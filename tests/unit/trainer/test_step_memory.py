@@ -153,7 +153,7 @@ def peak_on(device: torch.device, memory: LiveMemory, collectives: Collectives, 
     for number in range(2):  # what the first leaves is there for good
         memory.begin()
         prepared = learner.prepare(learner.send(reader.read(number)))
-        learner.apply(learner.compute(prepared, SAMPLES, factor=1.0))
+        learner.apply(learner.compute(prepared, SAMPLES)[1], factor=1.0)
     taken = memory.peak
     learner.embeddings.close()
     return taken

@@ -1,8 +1,9 @@
-"""All embedding tables of the model as one rank sees them: look up, then update with the gradients that come back."""
+"""Hold all embedding tables of the model as one rank sees them: look up, then update with the gradients."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,31 +12,58 @@ from dlrm_api.errors import DivergedError
 from dlrm_trainer.data import Batch
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding.checkpoint import LocalPart
-from dlrm_trainer.embedding.exchange import Exchange
-from dlrm_trainer.embedding.options import EmbeddingOptions
-from dlrm_trainer.embedding.owned import OwnedParts
-from dlrm_trainer.embedding.placement import Placement
-from dlrm_trainer.embedding.replicas import Replicas
+from dlrm_trainer.embedding.exchange import Bags, Exchange, OwnedIds, Vectors
+from dlrm_trainer.embedding.local_tables import LocalTables, PreparedRows
+from dlrm_trainer.embedding.placement import EmbeddingOptions, Placement
+from dlrm_trainer.embedding.replicated import ReplicatedTables
 from dlrm_trainer.embedding.saved import SavedParts
-from dlrm_trainer.embedding.segments import Bags, pick_bags
-from dlrm_trainer.embedding.travelling import OwnedBags, Travelling
-from dlrm_trainer.embedding.under_way import Lookup, Pooling, Prepared, Sent
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledRows:
+    """Hold a batch whose rows are pooled and on their way to its samples."""
+
+    prepared: PreparedRows
+    owned: OwnedIds
+    """The ids, with places on the vectors' device."""
+    local: tuple[Tensor, ...]
+    """(N, C_g * w) of each of this rank's groups."""
+    replicated: tuple[Bags, ...]
+    """Bags of each data-parallel group, on the device of its rows."""
+    vectors: Vectors
+    scale: Tensor | None
+    """(n, D) one over the bag's length in columns of mean tables, else 1; None without mean tables."""
+
+    @property
+    def batch(self) -> Batch:
+        """Return this rank's slice of the batch."""
+        return self.owned.batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """Hold a batch whose gradients are on their way to the owners of its rows."""
+
+    pooled: PooledRows
+    vectors: Vectors
 
 
 class Embeddings:
-    """Tables of any sharding behind one lookup. Every rank must make the same calls in the same order.
+    """Hold tables of any sharding behind one lookup. Every rank must make the same calls in the same order.
 
-    Only ``update`` changes rows, their state and the record of changed rows; ``prepare`` moves rows between tiers.
+    A batch passes ``send``, ``prepare``, ``pool``, ``features``, ``send_gradients``, ``update`` and
+    ``update_replicated``. Only updates change rows, their state and the record of changed rows; ``prepare`` moves rows
+    between tiers.
 
     Args:
         placement: of all tables.
         collectives: for pooled rows and gradients.
-        options: see there.
-        id_collectives: for ids, in a thread that this object makes; None: ids travel like the rest, at once.
+        options: of all parts.
+        id_collectives: for ids, in a thread that this object starts; None: ids travel like the rest, at once.
 
     Raises:
-        InvalidSpecError: the plan asks for a tier and no folder was given for it.
-        DeviceError: a tier's file can't be made.
+        InvalidSpecError: the plan asks for a tier and no directory was given for it.
+        DeviceError: a tier's file cannot be made.
     """
 
     def __init__(
@@ -46,157 +74,150 @@ class Embeddings:
         id_collectives: Collectives | None = None,
     ) -> None:
         self._placement, self._device = placement, options.device
-        scale = 2.0 ** (options.global_batch_size.bit_length() - 1)  # a loss is the mean over the global batch
+        # A loss is the mean over the global batch.
+        scale = 2.0 ** (options.global_batch_size.bit_length() - 1)
         self._exchange = Exchange(
             placement, collectives, id_collectives or collectives, options.communication, scale, options.device
         )
         self._sender = None
         if id_collectives is not None and id_collectives.world_size > 1:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="dlrm-ids")
-        self.owned = OwnedParts(placement, collectives.rank, options)
-        self.replicas = Replicas(placement, options)
-        self.saved = SavedParts(placement, collectives.rank, self.owned, self.replicas)
+        self.tables = LocalTables(placement, collectives.rank, options)
+        self.replicated = ReplicatedTables(placement, options)
+        self.saved = SavedParts(placement, collectives.rank, self.tables, self.replicated)
         """What this rank hands over in cuts."""
         self._mean_of_column, self._feature_of_column = _means(placement, options.device)
 
     @property
     def local(self) -> tuple[LocalPart, ...]:
-        """Parts that this rank holds; settle before they are read."""
-        return (*self.owned.parts(), *self.replicas.parts)
+        """Return the parts that this rank holds; settle before you read them."""
+        return (*self.tables.parts(), *self.replicated.parts)
 
     @property
     def gradient_elements(self) -> int:
-        """float32 elements that this object needs in the buffer of summed gradients."""
-        return self.replicas.gradient_elements
+        """Return the float32 elements that data-parallel tables need in the buffer of summed gradients."""
+        return self.replicated.gradient_elements
 
-    def send(self, batch: Batch) -> Sent:
-        """Begin to send the ids of this rank's samples to the owners of their rows."""
-        bags = Bags(lengths=batch.lengths, ids=batch.values, weights=batch.weights)
-        replicated = pick_bags(bags, self._exchange.routes.replicated_features)
+    def send(self, batch: Batch) -> Future[OwnedIds]:
+        """Start to send the ids of this rank's samples to the owners of their rows."""
         if self._sender is not None:
-            return Sent(batch=batch, bags=self._sender.submit(self._exchange.send_ids, bags), replicated=replicated)
-        sent: Future[OwnedBags] = Future()
-        sent.set_result(self._exchange.send_ids(bags))
-        return Sent(batch=batch, bags=sent, replicated=replicated)
+            return self._sender.submit(self._exchange.send_ids, batch)
+        sent: Future[OwnedIds] = Future()
+        sent.set_result(self._exchange.send_ids(batch))
+        return sent
 
-    def prepare(self, sent: Sent, *, updates: bool) -> Prepared:
-        """Wait for the ids that are looked up here, and begin to fetch what is not at hand.
+    def prepare(self, owned: OwnedIds, *, updates: bool) -> PreparedRows:
+        """Start to fetch the rows of a batch that are not at hand.
 
         Args:
-            sent: from ``send``, in the order of sending.
-            updates: whether an update follows; lookups without one must follow at once.
-
-        Raises:
-            PeerLostError: a rank is gone.
+            owned: from ``send``, in the order of sending.
+            updates: whether an update follows; a lookup without one must follow at once.
         """
-        expected = self.owned.expect(sent.bags.result(), updates=updates)
-        return Prepared(batch=sent.batch, expected=expected, replicated=sent.replicated)
+        return self.tables.prepare(owned, updates=updates)
 
-    def pool(self, prepared: Prepared, learning_rate: float | None) -> Pooling:
-        """Pool rows and begin to send them; ``learning_rate`` is that of the update to follow, None for none.
+    def pool(self, prepared: PreparedRows) -> PooledRows:
+        """Pool rows and start to send them.
 
         Raises:
             DeviceError: rows could not be fetched from their tier.
             PeerLostError: a rank is gone.
         """
-        owned = self.owned.lookup(prepared.expected, learning_rate)
-        rows = [each.detach().to(self._device) for each in owned.pooled]
-        travelling = self._exchange.send_pooled(rows, prepared.expected.bags.for_vectors(self._device))
-        return Pooling(prepared=prepared, owned=owned, travelling=travelling, learning_rate=learning_rate)
-
-    def lookup(self, pooling: Pooling) -> Lookup:
-        """Wait for the pooled rows of this rank's samples.
-
-        Raises:
-            PeerLostError: a rank is gone.
-        """
-        prepared = pooling.prepared
-        bags = self.replicas.by_group(prepared.replicated)
-        features = self._exchange.features(pooling.travelling, self.replicas.lookup(bags))
-        scale = self._scale(prepared.batch.lengths)
-        if scale is not None:
-            features = features * scale
-        return Lookup(
-            features=features,
+        local = self.tables.pool(prepared)
+        owned = prepared.owned.with_places_on(self._device)
+        vectors = self._exchange.send_pooled([each.to(self._device) for each in local], owned)
+        return PooledRows(
             prepared=prepared,
-            bags=pooling.travelling.bags,
-            replicated=bags,
-            owned=pooling.owned,
-            scale=scale,
-            learning_rate=pooling.learning_rate,
+            owned=owned,
+            local=local,
+            replicated=self.replicated.by_group(owned.replicated),
+            vectors=vectors,
+            scale=self._scale(owned.batch.lengths),
         )
 
-    def send_gradients(self, lookup: Lookup, gradient: Tensor, buffer: Tensor) -> Travelling:
-        """Begin to send the features' gradient to the parts' owners; write that of data-parallel tables to ``buffer``.
+    def features(self, pooled: PooledRows) -> Tensor:
+        """Wait for the pooled rows of this rank's samples.
 
-        Args:
-            lookup: of this step.
-            gradient: (n, D) of the loss by the features.
-            buffer: (gradient_elements,) float32; the caller sums it over ranks before ``update``.
+        Returns:
+            (n, D) float32, vectors side by side in the model's order.
 
         Raises:
-            DivergedError: the gradient is to travel in fp16 and is not finite.
             PeerLostError: a rank is gone.
         """
-        if lookup.scale is not None:
-            gradient = gradient * lookup.scale
-        travelling = self._exchange.send_gradients(gradient, lookup.bags)
-        if not travelling.finite:
-            raise DivergedError(f"step {lookup.prepared.batch.number + 1}: {self._bad_gradient(gradient)}")
-        rows = self._exchange.replicated_gradients(gradient)
-        self.replicas.write_gradient(buffer, rows, lookup.replicated, lookup.prepared.replicated.sizes)
-        return travelling
+        features = self._exchange.features(pooled.vectors, pooled.owned, self.replicated.lookup(pooled.replicated))
+        return features if pooled.scale is None else features * pooled.scale
+
+    def send_gradients(self, pooled: PooledRows, gradient: Tensor, buffer: Tensor) -> Gradients:
+        """Start to send the features' gradient to the owners; write that of data-parallel tables to ``buffer``.
+
+        Args:
+            pooled: of this step.
+            gradient: (n, D) of the loss by the features.
+            buffer: (gradient_elements,) float32; the caller sums it over ranks before ``update_replicated``.
+
+        Raises:
+            DivergedError: the gradient travels in fp16 and is not finite.
+            PeerLostError: a rank is gone.
+        """
+        if pooled.scale is not None:
+            gradient = gradient * pooled.scale
+        vectors = self._exchange.send_gradients(gradient, pooled.owned)
+        if not vectors.finite:
+            raise DivergedError(f"step {pooled.batch.number + 1}: {self._bad_gradient(gradient)}")
+        self.replicated.write_gradient(buffer, self._exchange.replicated_gradients(gradient), pooled.replicated)
+        return Gradients(pooled=pooled, vectors=vectors)
 
     def _bad_gradient(self, gradient: Tensor) -> str:
         column = int((~torch.isfinite(gradient)).any(dim=0).nonzero()[0])
         feature = self._placement.features[int(self._feature_of_column[column])]
         return (
             f"the gradient of feature {feature.column} of table {self._placement.tables[feature.table].name} is not "
-            "finite: lower the learning rates (spec.training) or raise warmupSteps; running again goes on from the "
-            "last snapshot"
+            "finite: lower the learning rates (spec.training) or raise warmupSteps; a new run continues from the last "
+            "snapshot"
         )
 
-    def update(self, lookup: Lookup, travelling: Travelling) -> None:
+    def update(self, gradients: Gradients, learning_rate: float) -> None:
         """Wait for gradients and update every row of this rank's own parts that the global batch looked up, once.
 
         Raises:
             PeerLostError: a rank is gone.
         """
-        self.owned.update(lookup.owned, self._exchange.gradients(travelling), lookup.prepared.batch.number)
+        pooled = gradients.pooled
+        of_groups = self._exchange.gradients(gradients.vectors, pooled.owned)
+        self.tables.update(pooled.prepared, pooled.local, of_groups, learning_rate, pooled.batch.number)
 
-    def update_replicated(self, lookup: Lookup, buffer: Tensor) -> None:
+    def update_replicated(self, gradients: Gradients, buffer: Tensor, learning_rate: float) -> None:
         """Update every row of data-parallel tables that the global batch looked up, once.
 
         Args:
-            lookup: of this step.
+            gradients: of this step.
             buffer: (gradient_elements,) summed over ranks.
+            learning_rate: of this step.
         """
-        assert lookup.learning_rate is not None
-        self.replicas.update(buffer, lookup.learning_rate, lookup.prepared.batch.number)
+        self.replicated.update(buffer, learning_rate, gradients.pooled.batch.number)
 
     def settle(self) -> None:
-        """Wait until no row is on its way, so that ``local`` can be read and restored.
+        """Wait until no row is moving, so that ``local`` can be read and restored.
 
         Raises:
             DeviceError: rows could not be moved.
         """
-        self.owned.settle()
+        self.tables.settle()
 
     def close(self) -> None:
-        """Give the tiers' memory back."""
-        self.owned.close()
+        """Release the tiers' memory and files."""
+        self.tables.close()
         if self._sender is not None:
             self._sender.shutdown(wait=False, cancel_futures=True)
 
     def _scale(self, lengths: Tensor) -> Tensor | None:
         if self._mean_of_column is None:
             return None
-        shares = 1.0 / lengths.to(self._device).clamp(min=1).t().to(torch.float32)  # (n, F)
+        shares = 1.0 / lengths.to(self._device).clamp(min=1).t().to(torch.float32)
         return shares.index_select(1, self._feature_of_column).where(self._mean_of_column, 1.0)
 
 
 def _means(placement: Placement, device: torch.device) -> tuple[Tensor | None, Tensor]:
-    """(D,) which columns are means, None if none is; and the feature of each; on the vectors' device."""
+    """Return (D,) which columns are means, or None if none is, and (D,) the feature of each, on the device."""
     dims = torch.tensor([placement.tables[feature.table].dim for feature in placement.features])
     means = torch.tensor([placement.tables[feature.table].pooling == "mean" for feature in placement.features])
     feature_of_column = torch.repeat_interleave(torch.arange(len(dims)), dims)

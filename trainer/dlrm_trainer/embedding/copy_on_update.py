@@ -23,8 +23,8 @@ from dlrm_kernels.parallel import single_threaded
 from dlrm_kernels.row_updates import memory_of, widened
 from dlrm_trainer.embedding.changes import DirtyRows
 from dlrm_trainer.embedding.checkpoint import ResidentPart, copy_rows
-from dlrm_trainer.embedding.layout import joined
 from dlrm_trainer.embedding.pending import Changing
+from dlrm_trainer.embedding.placement import joined
 
 U64 = np.uint64
 ONE, SIX, SIXTY_THREE = U64(1), U64(6), U64(63)

@@ -1,26 +1,39 @@
-"""Which rows and columns live where: pure data that every rank derives alike from the plan.
+"""Read a plan: which rows and columns live where, and what travels to which rank. Every rank derives the same data.
 
-A *part* is what a kernel takes for a table: a range of rows of one column block, on one rank. A *vector* is what a
-sample gets from one feature and one column block.
+A *part* is a range of rows of one column block, on one rank: a table to a kernel. A *bag unit* is the share of a
+feature's bags that one set of parts takes: all its ids, or those of a range of rows; units 0 to F - 1 are the whole
+features, those of row ranges follow. A *vector* is what a sample gets from one feature and one column block; vectors of
+one width lie side by side, in the model's order, at their *slots*.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Any
 
-from dlrm_api.model import Feature, TableSpec
-from dlrm_api.plan import TierShare
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dlrm_api.errors import InvalidSpecError
+from dlrm_api.model import Feature, ModelSpec, TableSpec
+from dlrm_api.plan import Plan, Shard, TablePlan, TierShare
 from dlrm_api.tiers import RowDtype, map_entry_bytes
+from dlrm_api.training import CommunicationSpec, RowOptimizerSpec
 from dlrm_checkpointer import ShardId
+from dlrm_kernels.row_updates import OptimizerConstants, constants_of
+from dlrm_trainer.compute_device import HOST
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Rows [row_start, row_end) of the columns [column_start, column_end) of a table, which are one column block."""
+    """Describe rows [row_start, row_end) of a table's columns [column_start, column_end), which are a column block."""
 
     table: int
     row_start: int
@@ -28,23 +41,23 @@ class Part:
     column_start: int
     column_end: int
     row_split: bool
-    """Whether other rows of these columns are in other parts."""
+    """Whether other parts hold other rows of these columns."""
     share: TierShare
 
     @property
     def rows(self) -> int:
-        """Rows of the part."""
+        """Return the number of rows."""
         return self.row_end - self.row_start
 
     @property
     def width(self) -> int:
-        """Columns of the part."""
+        """Return the number of columns."""
         return self.column_end - self.column_start
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartGroup:
-    """Parts of one rank that share a kernel: resident ones of one type and width, or a class whose rows share a stack.
+    """Describe parts of one rank behind one kernel: resident ones of one type and width, or ones that share a stack.
 
     A group's *columns* are pairs of a part and a feature that reads it, part by part: the bags that it pools.
     """
@@ -52,41 +65,41 @@ class PartGroup:
     parts: tuple[Part, ...]
     dtype: RowDtype
     columns: tuple[tuple[int, int], ...]
-    """Part of the group, and feature of the model; those of parts with ``row_split`` come last."""
+    """Number of the part in the group, and of the feature in the model; those with ``row_split`` come last."""
 
     @property
     def is_stacked(self) -> bool:
-        """Whether rows of these parts live in a stack of levels."""
+        """Tell whether rows of these parts live in a stack of levels."""
         return self.parts[0].share.is_stack
 
     @property
     def width(self) -> int:
-        """Columns of a row, equal in all parts."""
+        """Return the columns of a row, equal in all parts."""
         return self.parts[0].width
 
     @property
     def whole_columns(self) -> int:
-        """Columns whose pooled rows are all there is of their vector: the first ones."""
+        """Return how many columns, the first ones, pool whole vectors and not just some of a bag's rows."""
         return sum(not self.parts[part].row_split for part, _ in self.columns)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The parts of every rank. Tables and features are named by their number in the model's order."""
+    """Hold the parts of every rank. Tables and features are numbered in the model's order."""
 
     tables: tuple[TableSpec, ...]
     features: tuple[Feature, ...]
     parts: tuple[tuple[Part, ...], ...]
-    """Those that each rank alone holds, those of a group side by side."""
+    """Of each rank: the parts that no other rank holds, those of a group side by side."""
     replicated: tuple[Part, ...]
-    """Those that every rank holds: column blocks of data-parallel tables, those of a group side by side."""
+    """Parts that every rank holds: column blocks of data-parallel tables, those of a group side by side."""
     world_size: int
     lookahead: int = 0
     """Batches whose rows are fetched ahead."""
 
     @cached_property
     def features_of(self) -> tuple[tuple[int, ...], ...]:
-        """The features that read each table."""
+        """Return the features that read each table."""
         found: list[list[int]] = [[] for _ in self.tables]
         for number, feature in enumerate(self.features):
             found[feature.table].append(number)
@@ -94,21 +107,21 @@ class Placement:
 
     @cached_property
     def has_stacks(self) -> bool:
-        """Whether any part's rows live in a stack of levels."""
+        """Tell whether any part's rows live in a stack of levels."""
         return any(part.share.is_stack for parts in self.parts for part in parts)
 
     @cached_property
     def groups(self) -> tuple[tuple[PartGroup, ...], ...]:
-        """The groups of each rank, in the order of ``parts``."""
+        """Return the groups of each rank, in the order of ``parts``."""
         return tuple(tuple(self._groups(parts)) for parts in self.parts)
 
     @cached_property
     def replicated_groups(self) -> tuple[PartGroup, ...]:
-        """The groups of ``replicated``."""
+        """Return the groups of ``replicated``."""
         return tuple(self._groups(self.replicated))
 
     def shard(self, part: Part) -> ShardId:
-        """The part as snapshots name it."""
+        """Return the part as snapshots name it."""
         return ShardId(
             table=self.tables[part.table].name,
             row_start=part.row_start,
@@ -118,7 +131,7 @@ class Placement:
         )
 
     def saver(self, number: int) -> int:
-        """Rank that hands ``replicated[number]`` over at a cut: each in turn."""
+        """Return the rank that saves ``replicated[number]`` in cuts: the ranks take turns."""
         return number % self.world_size
 
     def _groups(self, parts: Sequence[Part]) -> Iterator[PartGroup]:
@@ -132,14 +145,14 @@ class Placement:
 
 
 def kernel_key(tables: Sequence[TableSpec], part: Part) -> tuple[Any, ...]:
-    """Parts of equal keys can share a kernel."""
+    """Return a key that is equal for parts that can share a kernel."""
     share = part.share
     tiers = tuple(level.tier for level in share.levels)
     return (tiers, tables[part.table].dtype, part.width, share.policy, share.ways)
 
 
 def _classes(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Runs of parts whose rows share a map of narrow entries; parts without a stack have no map."""
+    # Runs of parts whose rows fit one map of narrow entries; parts without a stack have no map.
     members: list[Part] = []
     rows = 0
     for part in parts:
@@ -150,3 +163,399 @@ def _classes(parts: Iterable[Part]) -> Iterator[list[Part]]:
         rows += part.rows
     if members:
         yield members
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingOptions:
+    """Hold what the parts of a rank need besides the model and the plan."""
+
+    optimizer: RowOptimizerSpec
+    seed: int
+    global_batch_size: int
+    tier_dir: Path | None
+    """Directory with the tiers' mounts; None if the plan needs none."""
+    communication: CommunicationSpec = field(default_factory=CommunicationSpec)
+    """Number formats on the wire."""
+    device: torch.device = HOST
+    """Device that the rank computes on, which holds rows in hbm."""
+    deterministic: bool = False
+    """Whether equal batches leave equal bits also on a GPU."""
+
+
+TORCH_TYPES: dict[RowDtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """Describe the tables behind one kernel."""
+
+    shapes: tuple[tuple[int, int], ...]
+    """(rows, dim) of each."""
+    features: tuple[int, ...]
+    """The table of each feature, ascending."""
+    optimizer: RowOptimizerSpec
+    dtype: RowDtype
+    device: torch.device
+    keys: NDArray[np.uint64]
+    """(T,) ``row_updates.table_key``; empty for fp32."""
+    first_columns: tuple[int, ...]
+    """First column of each table in the whole table."""
+    deterministic: bool = False
+    """Whether a GPU sums gradients in a fixed order."""
+
+    def constants(self, learning_rate: float) -> OptimizerConstants:
+        """Return the optimizer's constants for kernels."""
+        optimizer = self.optimizer
+        return constants_of(optimizer.kind, learning_rate, optimizer.eps, optimizer.beta1, optimizer.beta2)
+
+
+def table_views(buffer: Tensor, shapes: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
+    """Split a buffer into views (rows, width), table by table."""
+    parts = torch.split(buffer, [rows * width for rows, width in shapes])
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+def joined(views: Sequence[Tensor], start: int, stop: int) -> Tensor:
+    """Return tables [start, stop) of one width as one: they are neighbours in memory."""
+    rows = sum(len(view) for view in views[start:stop])
+    return views[start].as_strided((rows, views[start].shape[1]), views[start].stride())
+
+
+Rectangle = tuple[int, int, int, int]
+"""First and end column, first and end row."""
+
+
+def place(model: ModelSpec, plan: Plan, world_size: int) -> Placement:
+    """Read the parts of every rank from a plan.
+
+    Raises:
+        InvalidSpecError: the plan belongs to another job or world size, or its shards do not tile the tables.
+    """
+    if plan.world_size != world_size:
+        raise InvalidSpecError(
+            "plan.worldSize", f"the plan is for {plan.world_size} ranks, the job for {world_size}: plan it again"
+        )
+    tables = model.all_tables()
+    names, planned = [table.name for table in tables], [table.name for table in plan.tables]
+    if names != planned:
+        odd = next((name for name in names if name not in planned), None)
+        what = f"table {odd} is not in the plan" if odd else "the plan's tables are not the model's, in its order"
+        raise InvalidSpecError("plan.tables", f"{what}: plan the job again")
+    owned: list[list[Part]] = [[] for _ in range(world_size)]
+    replicated: list[Part] = []
+    for number, (table, shards) in enumerate(zip(tables, plan.tables, strict=True)):
+        for rank, part in _parts(number, table, shards, world_size):
+            (replicated if rank is None else owned[rank]).append(part)
+
+    def in_groups(parts: list[Part]) -> tuple[Part, ...]:
+        return tuple(sorted(parts, key=lambda part: _order(tables, part)))
+
+    return Placement(
+        tables=tables,
+        features=model.all_features(),
+        parts=tuple(map(in_groups, owned)),
+        replicated=in_groups(replicated),
+        world_size=world_size,
+        lookahead=plan.lookahead,
+    )
+
+
+def _order(tables: Sequence[TableSpec], part: Part) -> tuple[Any, ...]:
+    return (*kernel_key(tables, part), part.row_split, part.table, part.column_start, part.row_start)
+
+
+def _parts(number: int, table: TableSpec, plan: TablePlan, world_size: int) -> Iterator[tuple[int | None, Part]]:
+    # None instead of a rank: on every rank.
+    path = f"plan.tables[{number}]"
+    if plan.column_blocks != table.block_edges:
+        raise InvalidSpecError(
+            f"{path}.columnBlocks",
+            f"table {table.name}: the job has column blocks with edges {table.block_edges}: plan the job again",
+        )
+    shards = plan.shards
+    if any(shard.kind == "data" for shard in shards):
+        _check_replicas(path, table, shards, world_size)
+        shards = shards[:1]
+    rectangles: list[tuple[Rectangle, Shard]] = []
+    for place_, shard in enumerate(shards):
+        _check_shard(f"{path}.shards[{place_}]", table, shard, world_size)
+        # Without a stack the policy must not separate groups.
+        tiers = shard.tiers
+        share = tiers if tiers.is_stack else TierShare(levels=tiers.levels)
+        edges = [edge for edge in table.block_edges if shard.column_start <= edge <= shard.column_end]
+        for first, last in pairwise(edges):
+            rectangles.append(
+                ((first, last, shard.row_start, shard.row_end), shard.model_copy(update={"tiers": share}))
+            )
+    rectangles.sort(key=lambda each: each[0])
+    _check_tiling(path, table, [rectangle for rectangle, _ in rectangles])
+    for (first, last, row_start, row_end), shard in rectangles:
+        part = Part(
+            table=number,
+            row_start=row_start,
+            row_end=row_end,
+            column_start=first,
+            column_end=last,
+            row_split=row_end - row_start < table.rows,
+            share=shard.tiers,
+        )
+        yield (None if shard.kind == "data" else shard.rank), part
+
+
+def _check_replicas(path: str, table: TableSpec, shards: Sequence[Shard], world_size: int) -> None:
+    covering = (0, table.rows, 0, table.dim)
+    good = all(
+        shard.kind == "data" and (shard.row_start, shard.row_end, shard.column_start, shard.column_end) == covering
+        for shard in shards
+    )
+    ranks = sorted(shard.rank for shard in shards)
+    # Plans stored by earlier versions may list a shard per rank.
+    if not good or ranks not in ([0], list(range(world_size))):
+        raise InvalidSpecError(
+            f"{path}.shards",
+            f"table {table.name}: a data-parallel table needs one data shard, whole, that stands for each rank's",
+        )
+    if any(shard.tiers.levels for shard in shards):
+        raise InvalidSpecError(
+            f"{path}.shards", f"table {table.name}: a data-parallel table is held in one tier, whole"
+        )
+
+
+def _check_shard(path: str, table: TableSpec, shard: Shard, world_size: int) -> None:
+    if shard.rank >= world_size:
+        raise InvalidSpecError(f"{path}.rank", f"table {table.name}: there are ranks 0 to {world_size - 1} alone")
+    edges = table.block_edges
+    if shard.column_start not in edges or shard.column_end not in edges or shard.column_start >= shard.column_end:
+        raise InvalidSpecError(
+            path,
+            f"table {table.name}: columns {shard.column_start} to {shard.column_end} are no whole column blocks, "
+            f"whose edges are {edges}",
+        )
+    levels, rows = shard.tiers.levels, shard.row_end - shard.row_start
+    alone = len(levels) == 1 and levels[0].tier != "hbm"
+    if levels and (alone or sum(level.rows for level in levels) < rows):
+        raise InvalidSpecError(
+            f"{path}.tiers", f"table {table.name}: its levels must be two or more, or hbm alone, and hold {rows} rows"
+        )
+
+
+def _check_tiling(path: str, table: TableSpec, rectangles: Sequence[Rectangle]) -> None:
+    # Rectangles are sorted, so each column block's rows must follow one another from 0.
+    reached: dict[int, int] = dict.fromkeys(table.block_edges[:-1], 0)
+    for first, _, row_start, row_end in rectangles:
+        if row_start != reached[first] or row_end <= row_start:
+            raise InvalidSpecError(
+                f"{path}.shards",
+                f"table {table.name}: rows from {reached[first]} on of columns from {first} on are in no shard or two",
+            )
+        reached[first] = row_end
+    short = {first: row for first, row in reached.items() if row != table.rows}
+    for first, row in short.items():
+        raise InvalidSpecError(
+            f"{path}.shards",
+            f"table {table.name}: rows {row} to {table.rows} of columns from {first} on are not the table's, "
+            "or are in no shard: its shards must hold every row and column once",
+        )
+
+
+VectorKey = tuple[int, int]
+"""Feature, and first column of the block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Describe row ranges that a feature's ids are split over."""
+
+    feature: int
+    edges: tuple[int, ...]
+    """First row of each range, and the number of rows of the table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRoute:
+    """Describe where the columns of one group of one rank belong."""
+
+    width: int
+    vectors: int
+    """Vectors of this width in the whole model."""
+    whole: int
+    """Number of its whole columns, which come first."""
+    whole_slots: Tensor | slice
+    """(C_w,) int64 slots of the whole columns; a slice if consecutive."""
+    split_slots: Tensor
+    """(C_s,) int64 slots of the other columns, which sum some of a bag's rows."""
+    split_units: Tensor
+    """(C_s,) int64 units of the other columns."""
+
+    @property
+    def columns(self) -> int:
+        """Return the number of columns."""
+        return self.whole + len(self.split_slots)
+
+    @property
+    def in_order(self) -> bool:
+        """Tell whether its whole columns are all vectors of this width, in order."""
+        return self.whole_slots == slice(0, self.vectors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """Hold the index tables of one rank: what goes to which rank, and where it lands."""
+
+    features: int
+    splits: tuple[Split, ...]
+    units: Tensor
+    """(U,) int64 units in sending order, rank by rank."""
+    unit_counts: tuple[int, ...]
+    """Number of units sent to each rank."""
+    unit_owners: Tensor
+    """(U,) int64 destination of each of ``units``."""
+    own_rows: NDArray[np.int64]
+    """(U_own,) rows that the ids of each unit sent to this rank may name."""
+    own_columns: Tensor | None
+    """(C,) int64 index, among the units sent to this rank, of each of its columns; None if in order."""
+    groups: tuple[tuple[GroupRoute, ...], ...]
+    """Groups of each rank."""
+    replicated: tuple[GroupRoute, ...]
+    replicated_features: Tensor
+    """(C_d,) int64 feature of each column of the data-parallel groups."""
+    widths: tuple[int, ...]
+    """Widths of vectors, ascending."""
+    vector_counts: tuple[int, ...]
+    """Vectors of each width."""
+    summed: tuple[bool, ...]
+    """Whether vectors of that width may be sums over several parts."""
+    runs: tuple[tuple[int, int, int], ...]
+    """Vectors in the model's order: index of their width, first slot, and number of consecutive slots."""
+
+
+def routes(placement: Placement, rank: int, device: torch.device) -> Routes:
+    """Make the index tables of one rank; ``device`` holds the vectors, and ``whole_slots``."""
+
+    def route(group: PartGroup) -> GroupRoute:
+        return _route(group, slots, unit_of, vectors, device)
+
+    widths, slots = _slots(placement)
+    splits, unit_of = _units(placement)
+    units: list[int] = []
+    counts: list[int] = []
+    own: Tensor | None = None
+    own_rows = np.empty(0, np.int64)
+    for owner, groups in enumerate(placement.groups):
+        columns = [(group.parts[part], feature) for group in groups for part, feature in group.columns]
+        wanted = [unit_of[_unit_key(part, feature)] for part, feature in columns]
+        # Column blocks of one rank share their ids.
+        sent = list(dict.fromkeys(wanted))
+        if owner == rank:
+            own = None if sent == wanted else _index(sent.index(unit) for unit in wanted)
+            rows = {unit: part.rows for unit, (part, _) in zip(wanted, columns, strict=True)}
+            own_rows = np.array([rows[unit] for unit in sent], np.int64)
+        units += sent
+        counts.append(len(sent))
+    vectors = Counter(width for width, _ in slots.values())
+    split_widths = {part.width for parts in placement.parts for part in parts if part.row_split}
+    return Routes(
+        features=len(placement.features),
+        splits=splits,
+        units=_index(units),
+        unit_counts=tuple(counts),
+        unit_owners=torch.repeat_interleave(torch.arange(placement.world_size), _index(counts)),
+        own_rows=own_rows,
+        own_columns=own,
+        groups=tuple(tuple(map(route, groups)) for groups in placement.groups),
+        replicated=tuple(map(route, placement.replicated_groups)),
+        replicated_features=_index(feature for group in placement.replicated_groups for _, feature in group.columns),
+        widths=widths,
+        vector_counts=tuple(vectors[width] for width in widths),
+        summed=tuple(width in split_widths for width in widths),
+        runs=_runs(placement, widths, slots),
+    )
+
+
+def _index(values: Iterable[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)
+
+
+def _slice(values: Sequence[int]) -> Tensor | slice:
+    first = values[0] if values else 0
+    if list(values) == list(range(first, first + len(values))):
+        return slice(first, first + len(values))
+    return _index(values)
+
+
+def _vectors(placement: Placement) -> list[tuple[VectorKey, int]]:
+    return [
+        ((number, first), last - first)
+        for number, feature in enumerate(placement.features)
+        for first, last in pairwise(placement.tables[feature.table].block_edges)
+    ]
+
+
+def _slots(placement: Placement) -> tuple[tuple[int, ...], dict[VectorKey, tuple[int, int]]]:
+    used: dict[int, int] = {}
+    slots = {}
+    for key, width in _vectors(placement):
+        slots[key] = (width, used.get(width, 0))
+        used[width] = used.get(width, 0) + 1
+    return tuple(sorted(used)), slots
+
+
+def _unit_key(part: Part, feature: int) -> tuple[int, int, int]:
+    return (feature, part.row_start, part.row_end) if part.row_split else (feature, 0, 0)
+
+
+def _units(placement: Placement) -> tuple[tuple[Split, ...], dict[tuple[int, int, int], int]]:
+    ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for parts in placement.parts:
+        for part in parts:
+            if part.row_split:
+                ranges.setdefault((part.table, part.column_start), []).append((part.row_start, part.row_end))
+    edges: dict[int, set[tuple[int, ...]]] = {}
+    for (table, _), found in ranges.items():
+        edges.setdefault(table, set()).add((0, *(end for _, end in sorted(found))))
+    unit_of = {(feature, 0, 0): feature for feature in range(len(placement.features))}
+    splits: list[Split] = []
+    following = len(placement.features)
+    for number, feature in enumerate(placement.features):
+        for cuts in sorted(edges.get(feature.table, ())):
+            splits.append(Split(feature=number, edges=cuts))
+            for place, (start, end) in enumerate(pairwise(cuts)):
+                unit_of.setdefault((number, start, end), following + place)
+            following += len(cuts) - 1
+    return tuple(splits), unit_of
+
+
+def _route(
+    group: PartGroup,
+    slots: Mapping[VectorKey, tuple[int, int]],
+    unit_of: Mapping[tuple[int, int, int], int],
+    vectors: Mapping[int, int],
+    device: torch.device,
+) -> GroupRoute:
+    columns = [(group.parts[part], feature) for part, feature in group.columns]
+    at = [slots[feature, part.column_start][1] for part, feature in columns]
+    units = [unit_of[_unit_key(part, feature)] for part, feature in columns]
+    whole = group.whole_columns
+    whole_slots = _slice(at[:whole])
+    return GroupRoute(
+        width=group.width,
+        vectors=vectors[group.width],
+        whole=whole,
+        whole_slots=whole_slots if isinstance(whole_slots, slice) else whole_slots.to(device),
+        split_slots=_index(at[whole:]),
+        split_units=_index(units[whole:]),
+    )
+
+
+def _runs(
+    placement: Placement, widths: Sequence[int], slots: dict[VectorKey, tuple[int, int]]
+) -> tuple[tuple[int, int, int], ...]:
+    runs: list[tuple[int, int, int]] = []
+    for key, _ in _vectors(placement):
+        width, slot = slots[key]
+        number = widths.index(width)
+        if runs and runs[-1][0] == number and runs[-1][1] + runs[-1][2] == slot:
+            runs[-1] = (number, runs[-1][1], runs[-1][2] + 1)
+        else:
+            runs.append((number, slot, 1))
+    return tuple(runs)

@@ -12,10 +12,10 @@ from dlrm_kernels.dirty_rows import WORD
 from dlrm_trainer.embedding.changes import WINDOW_ROWS, DirtyRows
 from dlrm_trainer.embedding.checkpoint import SCAN_BYTES, LocalPart, ResidentPart, saved_rows
 from dlrm_trainer.embedding.copy_on_update import CopyOnUpdate, Lay
-from dlrm_trainer.embedding.owned import OwnedParts
+from dlrm_trainer.embedding.local_tables import LocalTables
 from dlrm_trainer.embedding.pending import BeforeUpdates, Pending, Save
 from dlrm_trainer.embedding.placement import Placement
-from dlrm_trainer.embedding.replicas import Replicas
+from dlrm_trainer.embedding.replicated import ReplicatedTables
 
 
 class Changed(NamedTuple):
@@ -36,7 +36,7 @@ class SavedParts:
         owned, replicas: of it.
     """
 
-    def __init__(self, placement: Placement, rank: int, owned: OwnedParts, replicas: Replicas) -> None:
+    def __init__(self, placement: Placement, rank: int, owned: LocalTables, replicas: ReplicatedTables) -> None:
         self._owned, self._replicas = owned, replicas
         self._of_replicas = [part for number, part in enumerate(replicas.parts) if placement.saver(number) == rank]
 

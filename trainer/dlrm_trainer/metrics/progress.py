@@ -23,7 +23,7 @@ from dlrm_api.training import RowOptimizerSpec
 from dlrm_trainer.compute_device import HOST
 from dlrm_trainer.distributed.collectives import Collectives
 from dlrm_trainer.embedding import Placement
-from dlrm_trainer.embedding.owned import OwnedParts
+from dlrm_trainer.embedding.local_tables import LocalTables
 from dlrm_trainer.metrics.stages import Stages, StepCounters, StepMetrics, StepProfile
 from dlrm_trainer.metrics.tiers import RankCounters, SharedCounters, TierMetrics, tier_report
 from dlrm_trainer.schedule import Schedule
@@ -240,7 +240,7 @@ class Observer:
         self._placement, self._optimizer, self._shared = placement, optimizer, shared
         self._counters = RankCounters(placement, rank, shared.of(rank))
         self._has_stacks = placement.has_stacks
-        self._owned: OwnedParts | None = None
+        self._owned: LocalTables | None = None
         self._due = 0.0
         self._steps = StepCounters(rank, shared.steps_of(rank))
         self._channels: Sequence[Collectives] = ()
@@ -254,7 +254,7 @@ class Observer:
         steps = [StepCounters(rank, self._shared.steps_of(rank)) for rank in self._shared.ranks]
         return [StepMetrics(steps), TierMetrics(self._placement, self._optimizer, ranks)]
 
-    def watch(self, owned: OwnedParts, channels: Sequence[Collectives]) -> None:
+    def watch(self, owned: LocalTables, channels: Sequence[Collectives]) -> None:
         """Say whose counters they are; ``channels`` are those of all threads."""
         self._channels = channels
         self._owned = owned if self._counters.groups else None

@@ -24,7 +24,7 @@ from dlrm_api.run_report import LevelUse, RankUse, TableUse, TierBytes, TierRepo
 from dlrm_api.tiers import Tier
 from dlrm_api.training import RowOptimizerSpec
 from dlrm_kernels.row_cache import ACCESSES, COUNTS, CREATED, EVICTED, HITS, LOOKUPS, SCRATCH
-from dlrm_trainer.embedding.owned import OwnedParts
+from dlrm_trainer.embedding.local_tables import LocalTables
 from dlrm_trainer.embedding.placement import Part, PartGroup, Placement
 from dlrm_trainer.metrics.stages import WORDS as STEP_WORDS
 
@@ -93,7 +93,7 @@ class RankCounters:
                 self.groups.append(GroupCounters(group, tables, block[middle:last].reshape(levels, LEVEL_WORDS)))
                 first = last
 
-    def copy_from(self, owned: OwnedParts) -> None:
+    def copy_from(self, owned: LocalTables) -> None:
         """Take the rank's newest counters, while other threads may go on counting."""
         stacks = [group.stack for group in owned.groups if group.stack is not None]
         self.head[WAIT_NS], self.head[MISSING] = round(owned.wait_s * 1e9), owned.missing

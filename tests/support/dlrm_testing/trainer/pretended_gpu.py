@@ -21,8 +21,9 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dlrm_trainer.compute_device import HOST
-from dlrm_trainer.embedding import kernels
-from dlrm_trainer.embedding.layout import Lookup, Tables
+from dlrm_trainer.embedding import local_tables
+from dlrm_trainer.embedding.exchange import Bags
+from dlrm_trainer.embedding.placement import Tables
 
 NAME = "pretended"
 COPIES = {"aten._to_copy.default", "aten.copy_.default"}
@@ -115,25 +116,27 @@ _LIBRARY = _register()  # let go of, they would be forgotten
 
 
 class PretendedKernel:
-    """``DeviceKernel`` behind tensors of the device."""
+    """Run ``DeviceKernel`` behind tensors of the device."""
 
     def __init__(self, tables: Tables) -> None:
-        from dlrm_trainer.embedding.device import DeviceKernel  # loads fbgemm, which takes seconds
+        # Loads fbgemm, which takes seconds.
+        from dlrm_trainer.embedding.gpu import DeviceKernel
 
-        self._kernel = DeviceKernel(replace(tables, device=HOST, keys=_kept(tables.keys)))
+        self._kernel = DeviceKernel(replace(tables, device=HOST))
         self.weights = tuple(map(Pretended, self._kernel.weights))
         self.states = tuple(map(Pretended, self._kernel.states))
 
-    def pool(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, learning_rate: float | None) -> Tensor:
-        """See ``kernels.Kernel``."""
-        of_ids = None if weights is None else _kept(weights)
-        return Pretended(self._kernel.pool(_kept(ids), _kept(lengths), of_ids, learning_rate))
+    def pool(self, bags: Bags, updates: bool) -> Tensor:
+        """See ``local_tables.Kernel``."""
+        return Pretended(self._kernel.pool(_kept_bags(bags), updates))
 
-    def update(self, lookup: Lookup, gradient: Tensor, step: int, rows: Tensor) -> None:
-        """See ``kernels.Kernel``."""
-        weights = None if lookup.weights is None else _kept(lookup.weights)
-        kept = replace(lookup, ids=_kept(lookup.ids), lengths=_kept(lookup.lengths), weights=weights)
-        self._kernel.update(kept, _kept(gradient), step, _kept(rows))
+    def update(self, bags: Bags, gradient: Tensor, learning_rate: float, step: int, rows: Tensor) -> None:
+        """See ``local_tables.Kernel``."""
+        self._kernel.update(_kept_bags(bags), _kept(gradient), learning_rate, step, _kept(rows))
+
+    def update_rows(self, table: int, rows: Tensor, gradient: Tensor, learning_rate: float, step: int) -> None:
+        """See ``local_tables.Kernel``."""
+        self._kernel.update_rows(table, _kept(rows), _kept(gradient), learning_rate, step)
 
 
 def _kept(tensor: Tensor) -> Tensor:
@@ -141,12 +144,19 @@ def _kept(tensor: Tensor) -> Tensor:
     return tensor.kept
 
 
+def _kept_bags(bags: Bags) -> Bags:
+    weights = None if bags.weights is None else _kept(bags.weights)
+    return replace(bags, lengths=_kept(bags.lengths), ids=_kept(bags.ids), weights=weights)
+
+
 @contextmanager
 def pretended_gpu() -> Iterator[torch.device]:
-    """The device, with kernels for rows."""
-    made = kernels._kernel
+    """Make the device have kernels for rows."""
+    made = local_tables.make_kernel
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            kernels, "_kernel", lambda tables: (PretendedKernel if tables.device == PRETENDED else made)(tables)
+            local_tables,
+            "make_kernel",
+            lambda tables: (PretendedKernel if tables.device == PRETENDED else made)(tables),
         )
         yield PRETENDED

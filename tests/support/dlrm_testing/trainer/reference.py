@@ -155,20 +155,21 @@ def train_sharded(
     for step, rate in enumerate(rates):
         before = collectives.calls.total()
         batch = slice_of(model, global_batch(model, samples[step], seed=step), cuts[step], collectives.rank)
-        prepared = embeddings.prepare(embeddings.send(batch), updates=True)
-        lookup = embeddings.lookup(embeddings.pool(prepared, rate))
-        travelling = embeddings.send_gradients(lookup, lookup.features, buffer)  # of the loss sum(features ** 2) / 2
-        embeddings.update(lookup, travelling)
+        pooled = embeddings.pool(embeddings.prepare(embeddings.send(batch).result(), updates=True))
+        found = embeddings.features(pooled)
+        # The gradient of the loss sum(features ** 2) / 2.
+        gradients = embeddings.send_gradients(pooled, found, buffer)
+        embeddings.update(gradients, rate)
         collectives.all_reduce(buffer)
-        embeddings.update_replicated(lookup, buffer)
-        features.append(lookup.features.detach().double().numpy())
+        embeddings.update_replicated(gradients, buffer, rate)
+        features.append(found.detach().double().numpy())
         calls.append(collectives.calls.total() - before)
         cut = [0, *[5] * collectives.world_size]
         other = slice_of(model, global_batch(model, 5, seed=1_000 + step), cut, collectives.rank)
-        embeddings.lookup(embeddings.pool(embeddings.prepare(embeddings.send(other), updates=False), None))
+        embeddings.features(embeddings.pool(embeddings.prepare(embeddings.send(other).result(), updates=False)))
     parts = [
         (part.shard, part.weight.numpy().copy(), part.state.numpy().copy(), part.dirty.all())
         for part in embeddings.local
         if isinstance(part, ResidentPart)
     ]
-    return RankState(features, parts, len(embeddings.replicas.parts), calls, dict(collectives.bytes_sent))
+    return RankState(features, parts, len(embeddings.replicated.parts), calls, dict(collectives.bytes_sent))

@@ -108,9 +108,9 @@ def train_plan(
     batches, losses = (reader.read(number) for number in steps), []
     ahead = 1 if pipelined else 0
     for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=plan.lookahead, sent_ahead=ahead):
-        computed = learner.compute(prepared, reader.global_count(prepared.batch.number), factor=1.0)
-        losses.append(computed.loss)
-        learner.apply(computed)
+        loss, gradients = learner.compute(prepared, reader.global_count(prepared.batch.number))
+        losses.append(loss)
+        learner.apply(gradients, factor=1.0)
     digest = live_digest(learner, collectives)
     pieces = [loaded(piece) for piece in learner.embeddings.saved.rows_in_place()]
     learner.embeddings.close()
@@ -130,15 +130,14 @@ def words_of_bad_gradient(collectives: Collectives, job: DLRMJob, plan: Plan, fo
     learner.start(job.spec.training.seed)
     embeddings = learner.embeddings
     reader = open_reader(job.spec, "train", collectives.rank, collectives.world_size)
-    lookup = embeddings.lookup(embeddings.pool(embeddings.prepare(embeddings.send(reader.read(0)), updates=True), 0.1))
-    gradient = torch.ones_like(lookup.features)
+    pooled = embeddings.pool(embeddings.prepare(embeddings.send(reader.read(0)).result(), updates=True))
+    gradient = torch.ones_like(embeddings.features(pooled))
     if collectives.rank == 1:
         gradient[3, 5 * 16 + 2] = torch.inf
     try:
-        embeddings.update(
-            lookup, embeddings.send_gradients(lookup, gradient, torch.zeros(embeddings.gradient_elements))
-        )
+        buffer = torch.zeros(embeddings.gradient_elements)
+        embeddings.update(embeddings.send_gradients(pooled, gradient, buffer), 0.1)
     except DivergedError as error:
-        assert not list(embeddings.owned.saved_rows())
+        assert not list(embeddings.tables.saved_rows())
         return str(error)
     return "nothing"

@@ -81,15 +81,15 @@ def train_run(
     batches = (reader.read(number) for number in range(steps))
     for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=plan.lookahead, sent_ahead=1):
         number = prepared.batch.number
-        computed = learner.compute(prepared, reader.global_count(number), factor=1.0)
-        losses.append(computed.loss)
-        learner.apply(computed)
+        loss, gradients = learner.compute(prepared, reader.global_count(number))
+        losses.append(loss)
+        learner.apply(gradients, factor=1.0)
         if eval_every and number % eval_every == 0:
             quality = evaluate(learner, eval_reader.iterate(0, eval_reader.batches_per_epoch), collectives, number)
             assert quality is not None
             evaluations.append((quality.log_loss, quality.auc))
     digest = live_digest(learner, collectives)
-    assert learner.embeddings.owned.missing == 0
+    assert learner.embeddings.tables.missing == 0
     learner.embeddings.close()
     return Run(losses, evaluations, digest)
 

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dlrm_api.tiers import BLOCK_PLACE_META_BYTES, BLOCK_SLACK, block_place_bytes, record_bytes
 from dlrm_trainer.embedding.tiers import block
-from dlrm_trainer.embedding.tiers.aio import DirectWriter
-from dlrm_trainer.embedding.tiers.block import BlockLevel, ScratchFile
+from dlrm_trainer.embedding.tiers.aio import DirectWriter, ScratchFile
+from dlrm_trainer.embedding.tiers.block import BlockLevel
 
 ROWS = 500
 

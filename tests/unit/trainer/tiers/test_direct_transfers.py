@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dlrm_api.errors import DeviceError
 from dlrm_trainer.embedding.tiers import aio
-from dlrm_trainer.embedding.tiers.block import ScratchFile
+from dlrm_trainer.embedding.tiers.aio import ScratchFile
 
 PIECE = 4_096
 PIECES = 600

@@ -21,7 +21,7 @@ def test_a_loss_that_is_not_finite_is_explained_where_most_rows_of_tiers_were_ne
     learner, reader = make_learner(ALONE, job, Shape(), tmp_path), open_reader(job.spec, "train", 0, 1)
     for number in range(steps):
         prepared = learner.prepare(learner.send(reader.read(number)))
-        learner.apply(learner.compute(prepared, reader.global_count(number), factor=1.0))
+        learner.apply(learner.compute(prepared, reader.global_count(number))[1], factor=1.0)
 
     words = str(diverged(learner, ALONE, math.inf, steps + 1))
 

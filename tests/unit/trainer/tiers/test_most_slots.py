@@ -15,7 +15,7 @@ from dlrm_api.tiers import MAX_LINKED_SLOTS
 from dlrm_checkpointer.codec.initializer import initial_rows
 from dlrm_testing.trainer.gangs import small_job
 from dlrm_testing.trainer.stacked import ALONE, Shape, make_learner
-from dlrm_trainer.embedding.host import lazy_zeros
+from dlrm_trainer.embedding.local_tables import lazy_zeros
 from dlrm_trainer.embedding.tiers.memory import AnonymousStorage, ByteLevel
 from dlrm_trainer.embedding.tiers.slots import HostSlots
 from dlrm_trainer.embedding.tiers.stack import Fetched, Stack, StackTable

@@ -37,13 +37,13 @@ def test_rows_of_every_table_fit_the_planned_bytes(
     learner = Learner(job.spec, place(job.spec.model, plan, 1), Collectives(0, 1, lambda: ""), tmp_path)
     learner.start(0)
 
-    for part in learner.embeddings.owned.parts():
+    for part in learner.embeddings.tables.parts():
         for first in range(0, ROWS, PIECE):
             ids = np.arange(first, first + PIECE)
             rows, state = np.ones((PIECE, part.shard.width), np.float32), np.ones((PIECE, 1), np.float32)
             part.restore(code_rows(ShardRows(shard=part.shard, row_ids=ids, rows=rows, state=state), 32))
     kept: dict[str, int] = {}
-    for group in learner.embeddings.owned.groups:
+    for group in learner.embeddings.tables.groups:
         assert group.stack is not None
         for tier, size in group.stack.bytes_kept.items():
             kept[tier] = kept.get(tier, 0) + size

@@ -91,7 +91,7 @@ def train_steps(learner: Learner, job: DLRMJob, first: int, stop: int) -> None:
     reader = open_reader(job.spec, "train", 0, 1)
     batches = (reader.read(number) for number in range(first, stop))
     for prepared in prepared_ahead(batches, learner.send, learner.prepare, depth=1, sent_ahead=1):
-        learner.apply(learner.compute(prepared, reader.global_count(prepared.batch.number), factor=1.0))
+        learner.apply(learner.compute(prepared, reader.global_count(prepared.batch.number))[1], factor=1.0)
     learner.embeddings.settle()
 
 
@@ -105,12 +105,12 @@ def test_a_cut_holds_rows_as_they_were_in_slots_before_their_update_and_restores
     train_steps(learner, job, 0, 4)
     learner.embeddings.saved.begin_cut(4, None)
     pieces = [loaded(piece) for piece in learner.embeddings.saved.rows_in_place()]
-    before = state_of(learner.embeddings.owned.parts())
+    before = state_of(learner.embeddings.tables.parts())
     learner.embeddings.saved.begin_copying(lambda rows: saved.append(loaded(rows)))
     train_steps(learner, job, 4, 6)
-    for part in restored.embeddings.owned.parts():
+    for part in restored.embeddings.tables.parts():
         part.restore(code_rows(piece, 32)[0] for piece in pieces if piece.shard == part.shard)
-    after = state_of(restored.embeddings.owned.parts())
+    after = state_of(restored.embeddings.tables.parts())
 
     assert len({piece.shard.table for piece in saved}) == 4
     for piece in saved:
@@ -129,7 +129,7 @@ def test_a_cut_holds_rows_as_they_were_in_slots_before_their_update_and_restores
 def test_a_job_says_whether_sums_on_a_gpu_are_to_be_deterministic(tmp_path: Path, deterministic: bool) -> None:
     job = small_job(tmp_path, training={"deterministic": deterministic})
 
-    owned = make_learner(ALONE, job, Shape(), tmp_path).embeddings.owned
+    owned = make_learner(ALONE, job, Shape(), tmp_path).embeddings.tables
 
     assert {group.batch._tables.deterministic for group in owned.groups} == {deterministic}
     owned.close()
@@ -149,19 +149,19 @@ def test_what_kernels_are_given_is_sent_to_the_gpu_before_the_first_of_them_begi
 
     job = job_of(tmp_path, "sgd", dtype)
     learner = make_learner(ALONE, job, Shape(TWO, slots=20), tmp_path, gpu)
-    owned = learner.embeddings.owned
-    expected = learner.prepare(learner.send(open_reader(job.spec, "train", 0, 1).read(0))).expected
+    owned = learner.embeddings.tables
+    prepared = learner.prepare(learner.send(open_reader(job.spec, "train", 0, 1).read(0)))
     for group in owned.groups:
-        monkeypatch.setattr(group.batch._kernel, "pool", lambda *_: calls.append("pool"))
-        monkeypatch.setattr(group.batch._kernel, "update", lambda *_: calls.append("update"))
+        monkeypatch.setattr(group.batch.kernel, "pool", lambda *_: calls.append("pool"))
+        monkeypatch.setattr(group.batch.kernel, "update", lambda *_: calls.append("update"))
     monkeypatch.setattr(torch.Tensor, "to", told)
-    pooled = owned.lookup(expected, 0.1)
-    owned.update(pooled, [torch.zeros(64, 4) for _ in owned.groups], 0)
+    pooled = owned.pool(prepared)
+    owned.update(prepared, pooled, [torch.zeros(64, 4) for _ in owned.groups], 0.1, 0)
     learner.embeddings.close()
 
     assert len(owned.groups) == 2
     sent = len(owned.groups) * (1 if dtype == "fp32" else 2)
-    weights = sum(each is not None for each in expected.weights)
+    weights = sum(each.weights is not None for each in prepared.groups)
     assert calls == ["send"] * (4 + weights) + ["pool"] * 2 + ["send"] * sent + ["update"] * 2
 
 
@@ -172,7 +172,7 @@ def test_pinned_buffers_are_of_so_many_bytes_however_wide_a_row_is(tmp_path: Pat
         tmp_path, model={"interaction": "dcn", "tables": [table]}, training={"rowOptimizer": {"kind": "adam"}}
     )
 
-    owned = make_learner(ALONE, job, Shape(TWO), tmp_path, gpu).embeddings.owned
+    owned = make_learner(ALONE, job, Shape(TWO), tmp_path, gpu).embeddings.tables
     (stack,) = [group.stack for group in owned.groups]
     assert stack is not None
     assert isinstance(stack.memory, DeviceSlots)

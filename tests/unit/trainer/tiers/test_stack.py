@@ -25,11 +25,11 @@ from dlrm_kernels.replacement import SIZE
 from dlrm_kernels.row_cache import ACCESSES, CREATED, EVICTED, HITS, SCRATCH
 from dlrm_trainer.embedding.changes import DirtyPart, DirtyRows
 from dlrm_trainer.embedding.checkpoint import StackedPart, rows_of_stack, table_meta
-from dlrm_trainer.embedding.host import lazy_zeros
+from dlrm_trainer.embedding.local_tables import lazy_zeros
 from dlrm_trainer.embedding.tiers import stack as stack_module
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.memory import AnonymousStorage, ByteLevel, MappedStorage
-from dlrm_trainer.embedding.tiers.prefetch import Lookahead
+from dlrm_trainer.embedding.tiers.prefetch import Prefetcher
 from dlrm_trainer.embedding.tiers.slots import DeviceSlots, HostSlots, Level, Records, SlotMemory
 from dlrm_trainer.embedding.tiers.stack import Stack, StackTable
 
@@ -371,7 +371,7 @@ def test_a_snapshot_fills_another_stack_with_the_same_rows(
 
 def test_after_an_error_every_request_fails_with_it_and_the_thread_ends(tmp_path: Path) -> None:
     tables = Tables([100], 5, ("scm",), tmp_path)
-    ahead = Lookahead([tables.stack])
+    ahead = Prefetcher([tables.stack])
     ids = np.arange(40)
     ahead.release(ahead.fetch([(ids, np.array([40]))], 1).result())
     ahead.settle()
@@ -395,7 +395,7 @@ def test_a_thread_that_only_copies_runs_in_gaps_and_one_that_keeps_a_queue_full_
     classes = []
     for tier, staged in (("ddr", False), ("block", False), ("ddr", True)):
         tables = Tables([100], 5, (tier,), tmp_path, staged=staged)
-        ahead = Lookahead([tables.stack])
+        ahead = Prefetcher([tables.stack])
         classes.append(ahead._submit(lambda: os.sched_getscheduler(0)).result())
         ahead.close()
         tables.stack.close()
@@ -412,7 +412,7 @@ def test_rows_are_fetched_where_the_kernel_refuses_the_idle_class_and_the_log_sa
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     caplog.set_level("INFO", logger="dlrm_trainer")
     tables = Tables([100], 5, ("ddr",), tmp_path)
-    ahead = Lookahead([tables.stack])
+    ahead = Prefetcher([tables.stack])
 
     fetched = ahead.fetch([(np.array([7], np.int64), np.array([1]))], 1).result()
 

@@ -56,7 +56,7 @@ class SimulatedLru:
 
 
 def trained(learner: Learner, batch: Batch) -> None:
-    learner.apply(learner.compute(learner.prepare(learner.send(batch)), batch.lengths.shape[1], 1.0))
+    learner.apply(learner.compute(learner.prepare(learner.send(batch)), batch.lengths.shape[1])[1], factor=1.0)
 
 
 def use_of(job: DLRMJob, shape: Shape, learner: Learner) -> RankUse:
@@ -65,7 +65,7 @@ def use_of(job: DLRMJob, shape: Shape, learner: Learner) -> RankUse:
     placement = place(job.spec.model, plan, 1)
     counters = RankCounters(placement, 0, SharedCounters(plan, [0]).of(0))
     learner.embeddings.settle()
-    counters.copy_from(learner.embeddings.owned)
+    counters.copy_from(learner.embeddings.tables)
     return rank_use(placement, job.spec.training.row_optimizer, counters)
 
 

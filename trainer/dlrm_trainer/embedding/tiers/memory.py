@@ -17,7 +17,7 @@ import numpy as np
 from dlrm_api.errors import DeviceError
 from dlrm_api.tiers import Tier
 from dlrm_kernels.pages import ORDER_WORDS, append_order, list_oldest, load_records, remove_order, store_records
-from dlrm_trainer.embedding.tiers.block import ScratchFile
+from dlrm_trainer.embedding.tiers.aio import ScratchFile
 from dlrm_trainer.embedding.tiers.slots import MAP_NORESERVE, Finish, Places, Records, Rows, finished, map_anonymous
 
 SYSFS = Path("/sys")

@@ -22,7 +22,7 @@ Lookups = tuple[NDArray[np.int64], NDArray[np.int64]]
 """(L,) rows of a class's tables, table-major, and (K,) where each table's end."""
 
 
-class Lookahead:
+class Prefetcher:
     """Does what it is asked, one thing after the other, in a thread of its own.
 
     After an error nothing more is done: every later request fails with the same error.
