@@ -12,7 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_kernels.cache import kernel
-from dlrm_kernels.intrinsics import lent, prefetch_lines, prefetch_second, size_of, stream_four, stream_line, value_of
+from dlrm_kernels.intrinsics import (
+    borrowed,
+    prefetch_lines,
+    prefetch_second,
+    size_of,
+    stream_four,
+    stream_line,
+    value_of,
+)
 from dlrm_kernels.parallel import finish, parallel_for, take
 from dlrm_kernels.row_updates import memory_of, widened
 
@@ -74,7 +82,7 @@ def pool(
     """
     dim = value_of(size)
     bags, last_id = len(chosen) * samples, U64(len(ids) - 1)
-    rows, halves, is_half = lent(memory.rows), lent(memory.halves), memory.half
+    rows, halves, is_half = borrowed(memory.rows), borrowed(memory.halves), memory.half
     half_shift, total = ONE if is_half else ZERO, np.empty(dim, np.float32)
     while True:
         unit = take(counts)
@@ -246,8 +254,8 @@ def _copy_units(
     aligned: int,
     streams_state: bool,
 ) -> None:
-    dim, memory, chosen, places = value_of(size), lent(memory), lent(chosen), lent(places)
-    out, out_state = lent(out), lent(out_state)
+    dim, memory, chosen, places = value_of(size), borrowed(memory), borrowed(chosen), borrowed(places)
+    out, out_state = borrowed(out), borrowed(out_state)
     while True:
         unit = take(counts)
         if unit >= units:

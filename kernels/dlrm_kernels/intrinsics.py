@@ -1,4 +1,4 @@
-"""What compiled loops ask of the processor: atomic counts, copies past the caches, long products."""
+"""Give kernels the LLVM instructions that numba lacks: atomic adds, prefetches, streaming stores, wide products."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ cgutils: Any = numba.core.cgutils
 
 
 @intrinsic
-def fetch_add(_typing: Any, counts: Any, place: Any, amount: Any) -> Any:  # noqa: ARG001  by its type alone
-    """Add to one of int64 ``counts`` in one step that no thread can come between; returns what it was before."""
+def fetch_add(_typing: Any, counts: Any, place: Any, amount: Any) -> Any:  # noqa: ARG001  by its type
+    """Add to one of int64 ``counts`` atomically, and return its old value."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -26,37 +26,37 @@ def fetch_add(_typing: Any, counts: Any, place: Any, amount: Any) -> Any:  # noq
 
 
 @intrinsic
-def lent(_typing: Any, held: Any) -> Any:
-    """The same array, or tuple of arrays, tuples and numbers, whose references are not counted.
+def borrowed(_typing: Any, held: Any) -> Any:
+    """Return an array, or a tuple of arrays, tuples and numbers, whose references are not counted.
 
-    Each count is an atomic write to one place for all threads; what a loop takes out of a tuple is counted each time.
-    Something else must hold the arrays for as long as these are used, as the caller of a compiled function does.
+    Each count is an atomic write to memory that all threads share, and every access to a tuple's array is counted.
+    The caller of a kernel must hold the arrays while these are used.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _lend(context, builder, signature.args[0], arguments[0])
+        return _borrow(context, builder, signature.args[0], arguments[0])
 
     return held(held), generate
 
 
-def _lend(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+def _borrow(context: Any, builder: Any, kind: Any, value: Any) -> Any:
     if isinstance(kind, types.BaseTuple):
         kinds: Any = kind.types  # type: ignore[attr-defined]  # of every tuple but the base of them
         parts = zip(kinds, cgutils.unpack_tuple(builder, value), strict=True)
-        return context.make_tuple(builder, kind, [_lend(context, builder, *part) for part in parts])
+        return context.make_tuple(builder, kind, [_borrow(context, builder, *part) for part in parts])
     if not isinstance(kind, types.Array):
         return value
     make = context.make_array(kind)
-    lending = make(context, builder)
-    cgutils.copy_struct(lending, make(context, builder, value))
-    lending.meminfo = cgutils.get_null_value(lending.meminfo.type)
-    lending.parent = cgutils.get_null_value(lending.parent.type)
-    return lending._getvalue()
+    borrowing = make(context, builder)
+    cgutils.copy_struct(borrowing, make(context, builder, value))
+    borrowing.meminfo = cgutils.get_null_value(borrowing.meminfo.type)
+    borrowing.parent = cgutils.get_null_value(borrowing.parent.type)
+    return borrowing._getvalue()
 
 
 @intrinsic
 def bit_count(_typing: Any, number: Any) -> Any:  # noqa: ARG001
-    """How many bits of a uint64 are set, as a uint64."""
+    """Return the number of set bits of a uint64, as a uint64."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -66,7 +66,7 @@ def bit_count(_typing: Any, number: Any) -> Any:  # noqa: ARG001
 
 @intrinsic
 def lowest_bit(_typing: Any, number: Any) -> Any:  # noqa: ARG001
-    """The place of the lowest bit of a uint64 that is set, as a uint64; 64 where none is."""
+    """Return the index of the lowest set bit of a uint64, as a uint64; 64 for 0."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
@@ -75,7 +75,7 @@ def lowest_bit(_typing: Any, number: Any) -> Any:  # noqa: ARG001
 
 
 def _streaming(floats: int) -> Any:
-    """An instruction that copies so many float32 past the caches."""
+    # An intrinsic that copies so many float32 past the caches.
 
     @intrinsic
     def stream(_typing: Any, out: Any, place: Any, array: Any, start: Any) -> Any:  # noqa: ARG001
@@ -96,14 +96,14 @@ def _streaming(floats: int) -> Any:
 
 
 stream_four = _streaming(4)
-"""Copy four float32 ``array[start:]`` to ``out[place:]`` past the caches; ``out`` is aligned to 16 bytes there."""
+"""Copy four float32 ``array[start:]`` to ``out[place:]`` past the caches; the target is aligned to 16 bytes."""
 stream_line = _streaming(16)
-"""The same of a whole cache line, aligned to 64 bytes: no part of it ever waits for the rest."""
+"""Copy a cache line likewise, aligned to 64 bytes, so that it leaves the write buffer at once."""
 
 
 @intrinsic
 def upper_product(_typing: Any, left: Any, right: Any) -> Any:  # noqa: ARG001
-    """The upper half of the 128 bits of a product of two uint64, as a uint64."""
+    """Return the upper 64 bits of the product of two uint64."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         wide = ir.IntType(128)
@@ -116,7 +116,7 @@ def upper_product(_typing: Any, left: Any, right: Any) -> Any:  # noqa: ARG001
 READ, DATA = 0, 1
 ALL_LEVELS, FROM_SECOND = 3, 2
 LINE = np.uint64(16)
-"""float32 elements of a cache line."""
+"""float32 values of a cache line."""
 
 
 def _prefetching(locality: int) -> Any:
@@ -139,21 +139,21 @@ def _prefetching(locality: int) -> Any:
 
 
 prefetch = _prefetching(ALL_LEVELS)
-"""Begin to bring ``array[place]`` of a one-dimensional array near; any place may be named."""
+"""Prefetch ``array[place]`` of a one-dimensional array into the caches; any index is allowed."""
 prefetch_second = _prefetching(FROM_SECOND)
-"""The same no nearer than the second level of caches, which waits for more lines at once than the first can."""
+"""Prefetch only into the second level of caches, which can wait for more lines than the first."""
 
 
 @kernel
 def prefetch_lines(array: Any, first: Any, stop: Any) -> None:
-    """``prefetch`` of every cache line of float32 ``array[first:stop]``; uint64 both."""
+    """Prefetch every cache line of float32 ``array[first:stop]``; both indices are uint64."""
     for line in range(first, stop, LINE):
         prefetch(array, line)
 
 
 @intrinsic
 def bits_of(_typing: Any, number: Any) -> Any:  # noqa: ARG001
-    """The bits of a float32, as a uint32."""
+    """Return the bits of a float32 as a uint32."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.IntType(32))
@@ -163,7 +163,7 @@ def bits_of(_typing: Any, number: Any) -> Any:  # noqa: ARG001
 
 @intrinsic
 def number_of(_typing: Any, bits: Any) -> Any:  # noqa: ARG001
-    """The float32 with the bits of a uint32."""
+    """Return the float32 with the bits of a uint32."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -172,24 +172,24 @@ def number_of(_typing: Any, bits: Any) -> Any:  # noqa: ARG001
 
 
 Size: TypeAlias = tuple[tuple[None, ...], ...]
-"""The lengths of its tuples are the size's digits, in base 16, the lowest first."""
+"""A size as a type: the lengths of its tuples are the size's digits in base 16, lowest first."""
 DIGITS, BASE = 4, 16
 ONES, SIXTEENS, SQUARES, CUBES = np.uint64(1), np.uint64(16), np.uint64(256), np.uint64(4_096)
 
 
 def size_of(value: int) -> Size:
-    """A size below 65,536 for a loop."""
+    """Return a size below 65,536 as an argument for which kernels are specialized."""
     assert 0 <= value < BASE**DIGITS, value
     return tuple((None,) * (value // BASE**digit % BASE) for digit in range(DIGITS))
 
 
 @kernel
 def value_of(size: Any) -> Any:
-    """The size in a loop: a uint64 that is known when the loop is compiled."""
+    """Return the size in a kernel: a uint64 constant at compile time."""
     low = np.uint64(len(size[0])) * ONES + np.uint64(len(size[1])) * SIXTEENS
     return low + np.uint64(len(size[2])) * SQUARES + np.uint64(len(size[3])) * CUBES
 
 
 def size_in_type(size: Any) -> int:
-    """The size, from numba's type of it: for instructions, which generate code for it."""
+    """Return the size from its numba type, for intrinsics that generate code for it."""
     return sum(len(digit.types) * BASE**number for number, digit in enumerate(size.types))

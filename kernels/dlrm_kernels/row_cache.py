@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dlrm_kernels.cache import kernel
 from dlrm_kernels.hashing import GOLDEN, mix
-from dlrm_kernels.intrinsics import lent, prefetch, prefetch_lines
+from dlrm_kernels.intrinsics import borrowed, prefetch, prefetch_lines
 from dlrm_kernels.replacement import (
     COUNT,
     EXTRA,
@@ -111,7 +111,7 @@ def find(row_map: RowMap, ids: Any, ends: Any, batch: int, found: LookupResult) 
     Returns:
         Numbers of distinct slots found, missing rows, and lookups that wait for these.
     """
-    row_map, found, ids, ends = lent(row_map), lent(found), lent(ids), lent(ends)
+    row_map, found, ids, ends = borrowed(row_map), borrowed(found), borrowed(ids), borrowed(ends)
     slots, found_distinct = found.slots, found.distinct
     place_of, meta, stats = row_map.place_of, row_map.meta, row_map.stats
     distinct, missing, waiting, first = 0, 0, 0, 0
@@ -197,7 +197,7 @@ def admit(row_map: RowMap, batch: int, found: LookupResult, distinct: int, missi
     Returns:
         Number of rows that got no slot: 0 unless the batch exceeds what the map was made for.
     """
-    row_map, found = lent(row_map), lent(found)
+    row_map, found = borrowed(row_map), borrowed(found)
     row_starts, lists = row_map.row_starts, row_map.replacement.lists
     counts, last = np.empty(len(row_map.capacity), np.int64), 0
     for table in range(len(counts)):
@@ -259,7 +259,7 @@ def _settle(row_map: RowMap, table: int, batch: int, missing: Any, sources: Any,
 @kernel
 def enlist(row_map: RowMap, targets: Any, counts: Any) -> None:
     """Enter admitted rows and their access counts in the policy's lists; ``targets`` in the order of tables."""
-    row_map, targets, counts, first = lent(row_map), lent(targets), lent(counts), 0
+    row_map, targets, counts, first = borrowed(row_map), borrowed(targets), borrowed(counts), 0
     for table in range(len(row_map.capacity)):
         last = first
         while last < len(targets) and targets[last] < row_map.slot_starts[table + 1]:
@@ -271,7 +271,7 @@ def enlist(row_map: RowMap, targets: Any, counts: Any) -> None:
 @kernel
 def resolve(row_map: RowMap, ends: Any, found: LookupResult, waiting: int) -> None:
     """Fill in the slots of the lookups that waited for their row."""
-    row_map, found, ends, table = lent(row_map), lent(found), lent(ends), 0
+    row_map, found, ends, table = borrowed(row_map), borrowed(found), borrowed(ends), 0
     for w in range(waiting):
         i = found.waiting[w]
         while i >= ends[table]:
@@ -291,7 +291,7 @@ def release(row_map: RowMap, distinct: Any, leaving: Any) -> int:
     Returns:
         Number of extra slots listed.
     """
-    meta, distinct, count = lent(row_map.meta), lent(distinct), 0
+    meta, distinct, count = borrowed(row_map.meta), borrowed(distinct), 0
     for n in range(len(distinct)):
         slot = distinct[n]
         meta[slot, PINS] -= 1

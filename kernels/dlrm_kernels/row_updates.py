@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from dlrm_kernels.cache import kernel
 from dlrm_kernels.hashing import GOLDEN, mix, mix_array
-from dlrm_kernels.intrinsics import bits_of, lent, number_of, prefetch, prefetch_lines, size_of, value_of
+from dlrm_kernels.intrinsics import bits_of, borrowed, number_of, prefetch, prefetch_lines, size_of, value_of
 from dlrm_kernels.parallel import finish, parallel_for, take
 
 U32, U64 = np.uint32, np.uint64
@@ -318,7 +318,7 @@ def update_chosen_rows(
         first_columns: (U,) uint64 first column of each row in its whole table.
     """
     rows, dim = len(slots), value_of(size)
-    memory = lent(memory)
+    memory = borrowed(memory)
     memory_rows, halves, states, half = memory.rows, memory.halves, memory.states, memory.half
     total, value, random = np.empty(dim, np.float32), np.empty(dim, np.float32), np.empty(dim, np.uint32)
     while True:
@@ -447,7 +447,7 @@ def update_rows_of_bags(
         rule: of the update.
         keys: (T,) uint64 keys of the step, for rounding; empty for fp32.
     """
-    memory, layout, lookups = lent(memory), lent(layout), lent(lookups)
+    memory, layout, lookups = borrowed(memory), borrowed(layout), borrowed(lookups)
     while True:
         unit = take(counts)
         if unit >= units:
@@ -570,7 +570,7 @@ def _update_groups(
     dim, start, samples = value_of(size), layout.starts[table], U64(lookups.samples)
     states_at, state_width, column = layout.state_starts[table], layout.state_widths[table], layout.first_columns[table]
     rows, halves, states = memory.rows, memory.halves, memory.states
-    totals = lent(totals)
+    totals = borrowed(totals)
     is_half, half_shift = memory.half, ONE if memory.half else ZERO
     ids, numbers, last = lookups.ids, lookups.numbers, len(firsts) - 1
     base = lookups.offsets[layout.first_features[table] * samples]

@@ -52,9 +52,9 @@ class Bodies:
             buffer = np.empty(max(size, self._size), np.uint8)  # unlike a bytearray it is not cleared first
         if len(buffer) < size:
             buffer = np.empty(size, np.uint8)
-        lent = buffer[:size]
-        weakref.finalize(lent, self._free.append, buffer).atexit = False
-        return lent.data
+        borrowed = buffer[:size]
+        weakref.finalize(borrowed, self._free.append, buffer).atexit = False
+        return borrowed.data
 
 
 logger = logging.getLogger(__name__)

@@ -200,7 +200,7 @@ def loops_of(package: str) -> Iterator[tuple[ModuleType, Dispatcher]]:
             )
 
 
-@pytest.mark.parametrize("package", ["dlrm_checkpointer", "dlrm_trainer"])
+@pytest.mark.parametrize("package", ["dlrm_kernels"])
 def test_every_file_that_a_loop_has_a_constant_of_tells_its_version(package: str) -> None:
     known, checked = set(cache._sources(package)), 0
     for module, loop in loops_of(package):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dlrm_checkpointer import Laid, Rows
 from dlrm_kernels.cache import kernel
 from dlrm_kernels.dirty_rows import UNIT_WORDS, WORD, Words
-from dlrm_kernels.intrinsics import bit_count, lent, lowest_bit, size_of, value_of
+from dlrm_kernels.intrinsics import bit_count, borrowed, lowest_bit, size_of, value_of
 from dlrm_kernels.parallel import single_threaded
 from dlrm_kernels.row_updates import memory_of, widened
 from dlrm_trainer.embedding.changes import DirtyRows
@@ -294,7 +294,7 @@ def _list_pending(
 def _save_pending(
     size: Any, memory: Any, map_: Any, width: Any, ids: Any, sizes: Any, starts: Any, parts: Any, file: Any
 ) -> None:
-    dim, memory, map_, file = value_of(size), lent(memory), lent(map_), lent(file)
+    dim, memory, map_, file = value_of(size), borrowed(memory), borrowed(map_), borrowed(file)
     first = 0
     for segment in range(len(sizes)):
         part, start = parts[segment], U64(starts[segment])

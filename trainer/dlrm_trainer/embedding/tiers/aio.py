@@ -1,8 +1,8 @@
-"""Direct reads and writes of a file at queue depth, through Linux's kernel AIO.
+"""Read and write a scratch file directly at queue depth, through Linux's kernel AIO.
 
-Not io_uring, which is faster still: Kubernetes' default seccomp profile blocks it, and a pod that needs another
-profile is a pod that many clusters refuse. Kernel AIO is asynchronous for direct I/O alone, which is all that is asked
-here. ctypes gives the interpreter up during system calls; Python runs once for a batch of requests, never for each.
+io_uring is faster, but Kubernetes' default seccomp profile blocks it, and many clusters refuse pods with another
+profile. Kernel AIO is asynchronous only for direct I/O, which is all that is needed. ctypes releases the GIL during
+system calls; Python runs once per batch of requests, never per request.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ REQUEST = np.dtype(
 EVENT = np.dtype([("data", "<u8"), ("request", "<u8"), ("result", "<i8"), ("result2", "<i8")])
 """``struct io_event``."""
 Arrived = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Which pieces, and the buffers that hold them."""
+"""Numbers of pieces, and the buffers that hold them."""
 _READ, _WRITE = 0, 1
 _SETUP, _DESTROY, _SUBMIT, _GETEVENTS = range(4)
 _NUMBERS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
-_PATIENCE_S = 30.0
-"""How long a kernel that has no memory for one more request is asked again."""
+_SUBMIT_TIMEOUT_S = 30.0
+"""How long to retry while the kernel has no memory for one more request."""
 _LIMIT = Path("/proc/sys/fs/aio-max-nr")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -55,11 +55,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def _call(name: int, *arguments: int) -> int:
-    """One system call, again if a signal came in between.
-
-    Raises:
-        OSError: it failed.
-    """
+    """Make a system call, again if a signal interrupts it."""
     number = _NUMBERS[platform.machine()][name]
     while True:
         result = int(_libc.syscall(*(ctypes.c_long(argument) for argument in (number, *arguments))))
@@ -71,10 +67,10 @@ def _call(name: int, *arguments: int) -> int:
 
 
 class Queue:
-    """Requests under way, at most ``depth``.
+    """Hold at most ``depth`` running requests.
 
     Raises:
-        DeviceError: the kernel gives no such queue; says what to change.
+        DeviceError: the kernel provides no such queue; says what to change.
     """
 
     def __init__(self, depth: int) -> None:
@@ -90,12 +86,12 @@ class Queue:
         self._events = np.zeros(depth, EVENT)
 
     def submit(self, addresses: NDArray[np.uint64]) -> None:
-        """Start requests whose ``REQUEST`` are at these addresses.
+        """Start the requests at these addresses of ``REQUEST`` structures.
 
         Raises:
-            OSError: the kernel took one of them for invalid, or has no memory; those before it are under way.
+            OSError: one is invalid, or the kernel has no memory; those before it are running.
         """
-        sent, deadline = 0, time.monotonic() + _PATIENCE_S
+        sent, deadline = 0, time.monotonic() + _SUBMIT_TIMEOUT_S
         while sent < len(addresses):
             rest = np.ascontiguousarray(addresses[sent:])
             try:
@@ -109,19 +105,19 @@ class Queue:
             self.under_way += accepted
 
     def finished(self, at_least: int) -> NDArray[np.void]:
-        """Wait for some requests, at most those under way: the ``EVENT`` of all that are done, until the next call."""
+        """Wait for some requests, at most those running; return the ``EVENT`` of all done, until the next call."""
         wanted = min(at_least, self.under_way)
         count = _call(_GETEVENTS, self._handle, wanted, self.depth, self._events.ctypes.data, 0)
         self.under_way -= count
         return self._events[:count]
 
     def drain(self) -> None:
-        """Wait for all and forget how they ended: their buffers are free then."""
+        """Wait for all requests and drop their results: their buffers are free then."""
         while self.under_way:
             self.finished(self.under_way)
 
     def close(self) -> None:
-        """Wait for all and give the queue back."""
+        """Wait for all requests and release the queue."""
         _call(_DESTROY, self._handle)
 
 
@@ -139,13 +135,13 @@ def _no_queue(depth: int, error: OSError) -> DeviceError:
 
 
 def page_aligned(count: int, words: int) -> NDArray[np.uint32]:
-    """(count, words) uint32 zeros that start at a page, untouched until used; direct I/O wants aligned memory."""
+    """Return (count, words) uint32 zeros that start at a page, as direct I/O needs, untouched until used."""
     memory = mmap.mmap(-1, count * words * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(memory, np.uint32).reshape(count, words)
 
 
 class _Transfers:
-    """Requests of one size between a file and buffers of that size: buffer n belongs to request n."""
+    """Transfer pieces of one size between a file and buffers: buffer n belongs to request n."""
 
     def __init__(self, file: ScratchFile, depth: int, size: int, opcode: int) -> None:
         self.buffers = page_aligned(depth, size // 4)
@@ -159,7 +155,7 @@ class _Transfers:
         self._addresses = first + np.arange(depth, dtype=np.uint64) * each
 
     def close(self) -> None:
-        """Wait for what is under way and give the queue back."""
+        """Wait for running requests and release the queue."""
         self.queue.close()
 
     def _start(self, numbers: NDArray[np.int64], offsets: NDArray[np.int64], verb: str) -> None:
@@ -170,10 +166,10 @@ class _Transfers:
             raise self._file.failure(verb, self._size, int(offsets[0]), str(error.strerror)) from error
 
     def _complete(self, number: int, result: int, verb: str) -> None:
-        """Do what a request left undone; the kernel may always do less than it was asked.
+        """Transfer what a request left: the kernel may do less than it was asked.
 
         Raises:
-            DeviceError: it failed, or the file ends.
+            DeviceError: the request failed, or the file ends.
         """
         offset = int(self._requests["offset"][number])
         if result < 0:
@@ -183,19 +179,19 @@ class _Transfers:
 
 
 class DirectReader(_Transfers):
-    """Reads pieces of ``size`` bytes into ``depth`` buffers, which are used again and again."""
+    """Read pieces of ``size`` bytes into ``depth`` buffers, which are reused."""
 
     def __init__(self, file: ScratchFile, depth: int, size: int) -> None:
         super().__init__(file, depth, size, _READ)
         self._piece_of = np.zeros(depth, np.int64)
 
     def pieces(self, offsets: NDArray[np.int64]) -> Generator[Arrived, None, None]:
-        """Read pieces at offsets (bytes), as they come: which ones of ``offsets``, and the ``buffers`` that hold them.
+        """Read pieces at offsets (bytes) and yield them as they arrive: indices of ``offsets``, and ``buffers``.
 
-        Buffers are good until the next turn. Close the iterator before the next call of this method.
+        Buffers are valid until the next iteration. Close the iterator before you call this method again.
 
         Raises:
-            DeviceError: a piece could not be read in whole; names the path, offset and bytes.
+            DeviceError: a piece could not be read completely; names the path, offset and bytes.
         """
         count, depth = len(offsets), self.queue.depth
         sent = min(depth, count)
@@ -223,25 +219,26 @@ class DirectReader(_Transfers):
 
 
 class EarlyReader(_Transfers):
-    """Reads pieces of ``size`` bytes before they are asked for, each into a buffer of its own.
+    """Read pieces of ``size`` bytes before they are needed, each into its own buffer.
 
-    A piece is known by a number that its caller gives to no other bytes.
+    The caller gives each piece a number that it never uses for other bytes.
     """
 
     def __init__(self, file: ScratchFile, depth: int, size: int) -> None:
         super().__init__(file, depth, size, _READ)
         self._idle = list(range(depth))
         self._buffer_of: dict[int, int] = {}
-        self._ended: dict[int, int] = {}  # results of buffers
+        self._ended: dict[int, int] = {}
+        """Results by buffer."""
 
     def expect(self, pieces: Sequence[tuple[int, int]]) -> int:
-        """Begin to read pieces, no more than there are buffers, and forget all others.
+        """Start to read pieces, no more than there are buffers, and drop all others.
 
         Args:
             pieces: number and offset (bytes) of each. The first is read in any case, others while buffers are idle.
 
         Returns:
-            How many were begun now.
+            Number of reads started.
 
         Raises:
             DeviceError: the kernel refused at once.
@@ -264,10 +261,10 @@ class EarlyReader(_Transfers):
         return begun
 
     def take(self, piece: int) -> NDArray[np.uint32]:
-        """The buffer of an expected piece, once it is there; good until it is given back.
+        """Wait for an expected piece and return its buffer, valid until ``give_back``.
 
         Raises:
-            DeviceError: it could not be read in whole; names the path, offset and bytes. It is given back.
+            DeviceError: it could not be read completely; names the path, offset and bytes. It is given back.
         """
         buffer = self._buffer_of[piece]
         while buffer not in self._ended:
@@ -282,7 +279,7 @@ class EarlyReader(_Transfers):
         return image
 
     def give_back(self, piece: int) -> None:
-        """Let go of an expected piece, whether it was taken or not."""
+        """Release an expected piece, whether it was taken or not."""
         buffer = self._buffer_of.pop(piece)
         if self._ended.pop(buffer, None) is not None:
             self._idle.append(buffer)
@@ -298,12 +295,12 @@ class EarlyReader(_Transfers):
 
 
 class DirectWriter(_Transfers):
-    """Writes buffers of ``size`` bytes behind the caller's back. A buffer that could not be written keeps its bytes."""
+    """Write buffers of ``size`` bytes in the background. A buffer that could not be written keeps its bytes."""
 
     def __init__(self, file: ScratchFile, depth: int, size: int) -> None:
         super().__init__(file, depth, size, _WRITE)
         self.failure: DeviceError | None = None
-        """Why a buffer could not be written; nothing more is to be written then."""
+        """Why a buffer could not be written; write nothing more then."""
 
     def write(self, buffer: int, offset: int) -> None:
         """Start to write one of ``buffers`` to an offset (bytes).
@@ -318,7 +315,7 @@ class DirectWriter(_Transfers):
             raise
 
     def written(self, at_least: int) -> list[int]:
-        """Wait for some buffers, no more than are under way: those written since. Of others ``failure`` tells."""
+        """Wait for some buffers, at most those running; return those written. ``failure`` reports the others."""
         good = []
         for event in self.queue.finished(at_least):
             number = int(event["data"])
@@ -334,28 +331,29 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class ScratchFile:
-    """A file that this process alone can open: created exclusively and unlinked at once.
+    """Hold a file that only this process can open: created exclusively and unlinked at once, so it never outlives us.
 
     Args:
-        folder: existing one, on the device that is meant.
-        direct: whether reads and writes pass the page cache by.
+        folder: existing directory on the device.
+        direct: whether reads and writes bypass the page cache.
 
     Raises:
-        DeviceError: the folder is absent or not writable, or its file system has no direct I/O.
+        DeviceError: the directory is absent or not writable, or its file system has no direct I/O.
     """
 
     def __init__(self, folder: Path, direct: bool) -> None:
         self.path = folder / f"rows-{os.getpid()}-{secrets.token_hex(8)}"
-        """Where it was made, for messages."""
+        """Its path at creation, for messages."""
         self.allocated = 0
-        """Bytes from its start that can be written without a device running full."""
+        """Bytes from its start that have blocks on the device."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
         try:
             self.fd = os.open(self.path, flags, 0o600)
         except OSError as error:
             raise self._refused(error, direct) from error
         finally:
-            self.path.unlink(missing_ok=True)  # some kernels leave the file behind when they refuse O_DIRECT
+            # Some kernels leave the file behind when they refuse O_DIRECT.
+            self.path.unlink(missing_ok=True)
 
     def _refused(self, error: OSError, direct: bool) -> DeviceError:
         if direct and error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
@@ -366,18 +364,18 @@ class ScratchFile:
         return DeviceError(f"{self.path}: cannot create a file for rows: {error.strerror}")
 
     def resize(self, size: int) -> None:
-        """Make the file end at ``size`` bytes, without allocating any.
+        """Set the length of the file without allocating blocks.
 
         Raises:
-            OSError: no file may be that long here.
+            OSError: the file system allows no file of that length.
         """
         os.ftruncate(self.fd, size)
 
     def ensure(self, wanted: int, step: int, most: int) -> None:
-        """Have the device allocate the first ``wanted`` bytes, ahead in steps while it has room, at most ``most``.
+        """Allocate the first ``wanted`` bytes, in steps ahead while the device has space, at most ``most``.
 
         Raises:
-            DeviceError: it is full; what is in the file already stays as it is.
+            DeviceError: it is full; the content of the file is unchanged.
         """
         if wanted <= self.allocated:
             return
@@ -399,7 +397,7 @@ class ScratchFile:
 
     @property
     def bytes_kept(self) -> int:
-        """Bytes that the device has allocated."""
+        """Return the bytes that the device has allocated."""
         return os.fstat(self.fd).st_blocks * 512
 
     def read(self, buffer: memoryview, offset: int) -> None:
@@ -421,7 +419,7 @@ class ScratchFile:
     def _transfer(
         self, verb: str, move: Callable[[int, list[memoryview], int], int], buffer: memoryview, offset: int
     ) -> None:
-        """The kernel may always do less than it was asked."""
+        # The kernel may do less than it was asked.
         while buffer:
             try:
                 done = move(self.fd, [buffer], offset)
@@ -432,9 +430,9 @@ class ScratchFile:
             buffer, offset = buffer[done:], offset + done
 
     def failure(self, verb: str, count: int, offset: int, reason: str) -> DeviceError:
-        """What a failed transfer is told as, ``verb`` being read or write."""
+        """Return the error of a failed transfer; ``verb`` is read or write."""
         return DeviceError(f"{self.path}: cannot {verb} {count:,} bytes at {offset:,}: {reason}")
 
     def close(self) -> None:
-        """Give the bytes back."""
+        """Release the file."""
         os.close(self.fd)

@@ -1,4 +1,4 @@
-"""A level on block storage: a log of segments, read a page at a time at queue depth, written a segment at a time."""
+"""Keep records on block storage: a log of segments, read a page at a time at queue depth, written by segment."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ from dlrm_trainer.embedding.tiers.slots import Finish, Moved, Places, Records, R
 from dlrm_trainer.spans import spanned
 
 READ_DEPTH = 256
-"""A quarter of it is waited for at once, so that the device always has 192 requests: a thread that wakes while others
-compute may have to wait for a processor longer than a fast device takes for 96."""
+"""A quarter of it is awaited at a time, so the device always has 192 requests: a thread that wakes while others compute
+may wait for a processor longer than a fast device takes for 96."""
 READ_BUFFER_BYTES = 8 << 20
-"""Fewer reads are under way where each takes a large record in."""
+"""Limits the reads in flight if records are large."""
 WRITE_BUFFERS = 4
-"""Segments in memory: the one that takes records, and those on their way out."""
+"""Segments in memory: the open one, and those being written."""
 VICTIM_BUFFERS = 4
-"""Segments that are read ahead to be cleaned: while pages are read too, each is a long time on its way."""
+"""Segments read ahead of cleaning: beside page reads each takes long."""
 SCAN_DEPTH = 4
 SPARE_SEGMENTS, SPARE_SHARE = 32, 64
-"""That are kept free, and at most one in so many, for what is written while pages are read: a segment that becomes free
-meanwhile may still be read from, so a batch that fills more than these waits for the last page."""
+"""Segments kept free, at most one in SPARE_SHARE, for writes while pages are read: a segment freed meanwhile may still
+be read from, so a batch that fills more than these waits for the last page."""
 FULL_SHARE = 0.75
-"""Of the open segment: what more than fills it is not moved there as long as another segment is free."""
+"""A segment that fills more of the open one's space than this is not cleaned while another one is free."""
 STEP_BYTES = 64 << 20
-"""The file grows by this much at a time, while the device has room."""
+"""Growth of the file at a time, while the device has space."""
 
 
 class BlockLevel:
-    """Implements ``Level`` in a file that nobody else sees.
+    """Implement ``Level`` in a file that nobody else sees.
 
-    New records go to the open segment, in memory; a full one is written behind the caller's back and served from memory
-    until the device has it. Where no segment is free, the one with fewest records in use is read, these are appended to
-    the open one, and it is free: never before they are in memory that stays until the device has them too. Pages are
-    read in a thread of their own; a segment that becomes free meanwhile is not written to before all of them are there.
-    Record buffers take about 9 MiB at most for records up to a page, beside 5 MiB while a scan lasts.
+    New records go to the open segment, in memory. A full segment is written in the background and served from memory
+    until the device has it. If no segment is free, the one with the fewest records in use is read, its records are
+    appended to the open one, and it is freed: never before they are in memory that stays until the device has them.
+    Pages are read in a separate thread; a segment freed meanwhile is not written to before all of them arrived.
+    Record buffers take about 9 MiB at most for records up to a page, and 5 MiB more during a scan.
 
     Args:
-        folder: existing one, on the device.
+        folder: existing directory on the device.
         words: of a record.
-        places: that the file may have, holes and segments on their way included: ``BLOCK_SLACK`` over the next.
-        live_places: records in it at once, at most.
-        moved: told of records that were moved to free a segment, while ``write`` is under way.
-        segment_bytes: most bytes of a segment.
+        places: that the file may have, with holes and segments in flight: ``BLOCK_SLACK`` times ``live_places``.
+        live_places: largest number of records at once.
+        moved: called with records that were moved to free a segment, during ``write``.
+        segment_bytes: largest segment.
 
     Raises:
-        DeviceError: the folder's file system has no direct I/O, or the host no queue.
+        DeviceError: the file system has no direct I/O, or the host no queue.
     """
 
     tier: Tier = "block"
@@ -76,7 +76,7 @@ class BlockLevel:
         self.places, self.live_places, self.used = layout.places, live_places, 0
         self._moved = moved
         self.reads = self.writes = self.bytes_read = self.bytes_written = self.cleaned = 0
-        """Pages read one by one, segments written, bytes of both and of cleaning and scans, records moved."""
+        """Pages read, segments written, bytes of both and of cleaning and scans, records moved."""
         with ExitStack() as stack:
             self._file = stack.enter_context(closing(ScratchFile(folder, direct=True)))
             depth = max(8, min(READ_DEPTH, READ_BUFFER_BYTES // layout.page_bytes))
@@ -87,37 +87,40 @@ class BlockLevel:
             self._resources = stack.pop_all()
         self._owners = untouched_zeros(layout.places)
         self._live = np.zeros(layout.segments, np.int32)
-        self._written = np.zeros(layout.segments, np.int64)  # 1, 2, ... in the order of writing; 0: free or open
+        # 1, 2, ... in the order of writing; 0 if free or open.
+        self._written = np.zeros(layout.segments, np.int64)
         self._buffer_of = np.full(layout.segments, -1, np.int32)
         self._segment_in = [-1] * WRITE_BUFFERS
         self._idle = list(range(WRITE_BUFFERS))
         self._free: deque[int] = deque()
-        self._held: list[int] = []  # free, but maybe still being read
+        # Free, but a read may still be running.
+        self._held: list[int] = []
         self._reading: Future[None] | None = None
         self._spare = max(1, min(SPARE_SEGMENTS, layout.segments // SPARE_SHARE))
-        self._segments = 0  # that the device has allocated
-        self._touched = 0  # segments ever opened, counted from the file's start
+        # Segments allocated on the device, and segments ever opened, both counted from the file's start.
+        self._segments = self._touched = 0
         self._open, self._filled = -1, layout.shape.segment_records
         self._incoming: Places = np.empty(0, np.int64)
-        self._to_come = 0  # records of a write that are not in a segment yet
+        # Records of a write that are not in a segment yet.
+        self._to_come = 0
 
     @property
     def bytes_kept(self) -> dict[Tier, int]:
-        """See ``Level``; buffers count among those of the rank, not here."""
+        """See ``Level``; buffers count as the rank's, not here."""
         return {"block": self._file.bytes_kept, "ddr": self._touched * self._shape.segment_records * 8}
 
     @property
     def page_bytes(self) -> int:
-        """Bytes that are read for one record."""
+        """Return the bytes that are read for one record."""
         return self._layout.page_bytes
 
     @property
     def bytes_stored(self) -> int:
-        """Bytes of the segments that hold records."""
+        """Return the bytes of segments that hold records."""
         return int(np.count_nonzero(self._live)) * self._layout.segment_bytes
 
     def write(self, rows: Rows, records: Records) -> Places:
-        """See ``Level``. On an error none of these rows is kept; those written before are where they were, or moved."""
+        """See ``Level``. On an error none of these rows is kept; rows written before stay, or were moved."""
         assert self.used + len(rows) <= self.live_places, f"{self.used} + {len(rows)} of {self.live_places} records"
         self._settle(0)
         places, done = np.empty(len(rows), np.int64), 0
@@ -148,7 +151,7 @@ class BlockLevel:
         return np.arange(start, start + count)
 
     def _reserve(self, count: int) -> None:
-        """Have the device allocate segments for records to come, and those to spare, as long as the file may grow."""
+        # Allocates segments for records to come, and spare ones, while the file may grow.
         rest = max(0, count - (self._shape.segment_records - self._filled))
         needed, size = -(-rest // self._shape.segment_records) + self._spare, self._layout.segment_bytes
         wanted = needed - len(self._free) - len(self._held)
@@ -160,10 +163,11 @@ class BlockLevel:
         if rest and len(self._free) + len(self._held) < needed:
             self._expect(self._emptiest())
         if self._open >= 0:
-            self._keep_free()  # cleaning that failed is made up for
+            # Makes up for cleaning that failed.
+            self._keep_free()
 
     def _open_next(self) -> None:
-        """Start to write the open segment and open a free one, after which another one is free."""
+        """Start to write the open segment, open a free one, and keep another one free."""
         if self._open >= 0 and self._live[self._open] == 0:
             self._filled = 0
             return
@@ -185,7 +189,7 @@ class BlockLevel:
         self._keep_free()
 
     def _keep_free(self) -> None:
-        """Have one segment free, and as many as are to spare where that leaves the open one room for what comes."""
+        """Keep one segment free, and the spare ones if that leaves the open segment space for what comes."""
         while (free := len(self._free) + len(self._held)) < self._spare:
             victims, room = self._emptiest(), self._shape.segment_records - self._filled
             if free and (len(victims) == 0 or self._live[victims[0]] > room * FULL_SHARE):
@@ -193,24 +197,22 @@ class BlockLevel:
             self._clean(victims)
 
     def _give_up(self, segments: list[int]) -> None:
-        """Take segments as free that hold no record in use."""
         (self._free if self._reading is None else self._held).extend(segments)
 
     def _emptiest(self) -> NDArray[np.int64]:
-        """Segments to clean, the first ones first: at least one if there are any, and what the write will come to."""
+        # Segments to clean, in order: at least one if there is any, and as many as the write will need.
         opened = -(-self._to_come // self._shape.segment_records)
         segments = np.empty(max(1, min(VICTIM_BUFFERS, opened)), np.int64)
         return segments[: pages.emptiest(self._live, self._written, segments)]
 
     def _expect(self, victims: NDArray[np.int64]) -> None:
-        """Begin to read segments that are about to be cleaned."""
         size = self._layout.segment_bytes
         stored = [segment for segment in victims.tolist() if self._buffer_of[segment] < 0]
         begun = self._victims.expect([(int(self._written[segment]), segment * size) for segment in stored])
         self.bytes_read += begun * size
 
     def _clean(self, victims: NDArray[np.int64]) -> None:
-        """Append the first segment's records in use to the open one, which has room for them, and free it."""
+        """Append the first segment's records in use to the open one, which has space for them, and free it."""
         self._expect(victims)
         segment, size = int(victims[0]), self._shape.segment_records
         stored = self._buffer_of[segment] < 0
@@ -227,9 +229,9 @@ class BlockLevel:
         self._tell(segment * size + indices[:count], target * size + first, owners[first : first + count] - 1)
 
     def _tell(self, before: Places, start: int, rows: Rows) -> None:
-        """Say where records are now: to the caller, or in the answer that ``write`` has not given yet."""
+        # Records of the running write are corrected in its result; the caller is told of the others.
         after = np.arange(start, start + len(before))
-        at = np.searchsorted(before, self._incoming)  # ``before`` ascends
+        at = np.searchsorted(before, self._incoming)
         own = np.flatnonzero(before[np.minimum(at, len(before) - 1)] == self._incoming) if len(before) else at[:0]
         known = np.ones(len(before), np.bool_)
         known[at[own]] = False
@@ -238,10 +240,10 @@ class BlockLevel:
             self._moved(rows[known], after[known])
 
     def _settle(self, at_least: int) -> None:
-        """Take back the buffers of segments that the device has, waiting for some.
+        """Reclaim the buffers of segments that the device has, and wait for at least some.
 
         Raises:
-            DeviceError: a segment could not be written; its records are served from memory from now on.
+            DeviceError: a segment could not be written; its records are served from memory from then on.
         """
         for buffer in self._writer.written(at_least):
             self._buffer_of[self._segment_in[buffer]] = -1
@@ -251,7 +253,7 @@ class BlockLevel:
 
     def read(self, places: Places, out: Records) -> Finish:
         """See ``Level``."""
-        assert self._reading is None, "a copy begins before the last one is finished"
+        assert self._reading is None, "a copy started before the last one was finished"
         elsewhere = np.empty(len(places), np.int64)
         count = pages.read_buffered(self._shape, places, self._buffer_of, self._writer.buffers, out, elsewhere)
         if count == 0:
@@ -274,7 +276,7 @@ class BlockLevel:
         return self._finish_reading
 
     def _finish_reading(self) -> None:
-        """Wait for the pages that are being read, if any are; what became free meanwhile may be written to then."""
+        # Segments freed during the read may be written to after it.
         reading, self._reading = self._reading, None
         try:
             if reading is not None:
@@ -287,13 +289,13 @@ class BlockLevel:
         """See ``Level``."""
         emptied = np.empty(len(places), np.int64)
         count = pages.release(self._shape, places, self._owners, self._live, self._written, emptied)
-        assert count >= 0, "a place was freed that is not in use"
+        assert count >= 0, "freed a place that is not in use"
         self._written[emptied[:count]] = 0
         self._give_up(emptied[:count].tolist())
         self.used -= len(places)
 
     def coldest(self, count: int) -> tuple[Rows, Places]:
-        """See ``Level``; a record that was moved counts from then on."""
+        """See ``Level``; a record that was moved counts as arrived then."""
         size, found = self._shape.segment_records, [np.empty(0, np.int64)]
         filled = np.flatnonzero(self._live)
         age = np.where(filled == self._open, np.iinfo(np.int64).max, self._written[filled])
@@ -306,9 +308,9 @@ class BlockLevel:
         return self._owners[places] - 1, places
 
     def scan(self) -> Iterator[tuple[Rows, Records]]:
-        """Every record, a segment at a time: those in memory first, the others by large reads as they come.
+        """Iterate over all records, a segment at a time: those in memory first, the others by large reads.
 
-        Nothing may change meanwhile, and the arrays of a piece are good until the next one is asked for.
+        Nothing may change meanwhile, and the arrays of a piece are valid until the next iteration.
 
         Raises:
             DeviceError: names the path and the bytes that could not be read.
@@ -339,7 +341,6 @@ class BlockLevel:
         self._resources.close()
 
     def _image(self, segment: int) -> NDArray[np.uint32]:
-        """The buffer of a segment that has one."""
         image: NDArray[np.uint32] = self._writer.buffers[self._buffer_of[segment]]
         return image
 
@@ -348,39 +349,39 @@ class BlockLevel:
         return self._owners[segment * size : (segment + 1) * size]
 
 
-_FEW_SEGMENTS = 64
-"""A level of fewer segments makes them smaller, so that rounding to whole ones stays below 2 %."""
+_MIN_SEGMENTS = 64
+"""A file of fewer segments gets smaller ones, so that rounding to whole segments stays below 2 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the file of a level is divided."""
+    """Describe how the file of a level is divided."""
 
     shape: Shape
     page_bytes: int
-    """Bytes that one read takes in."""
+    """Bytes of one read."""
     segment_bytes: int
-    """Bytes that one write puts out."""
+    """Bytes of one write."""
     segments: int
     """Segments of the whole file."""
 
     @property
     def places(self) -> int:
-        """Records that fit the whole file."""
+        """Return the records that fit into the whole file."""
         return self.segments * self.shape.segment_records
 
 
 def divide_file(words: int, places: int, live_places: int, segment_bytes: int) -> Layout:
     """Divide a file for ``places`` records, of which ``live_places`` are in use at once.
 
-    Two segments more than full ones would take are the fewest with which cleaning can always go on: then one that is
-    not full is among those written whenever a record is still to come.
+    Cleaning needs two segments more than full ones would take: then a written segment is not full whenever a record is
+    still to come.
     """
     record_bytes = 4 * words
     page_bytes = -(-record_bytes // BLOCK_PAGE_BYTES) * BLOCK_PAGE_BYTES
     page_records = page_bytes // record_bytes
     pages = -(-places // page_records)
-    segment_pages = max(1, min(segment_bytes // page_bytes, pages // _FEW_SEGMENTS))
+    segment_pages = max(1, min(segment_bytes // page_bytes, pages // _MIN_SEGMENTS))
     segment_records = segment_pages * page_records
     return Layout(
         shape=Shape(words, page_bytes // 4, page_records, segment_records),

@@ -32,10 +32,10 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def node_of_folder(folder: Path, mountinfo: Path = MOUNTINFO, sysfs: Path = SYSFS) -> int | None:
-    """The node whose memory files in a folder are in; None where that can't be told or is no single one.
+    """Return the NUMA node that holds files of a directory, or None if unknown or not a single one.
 
-    A tmpfs says it by its mount option ``mpol=bind:N``, persistent memory by its device in sysfs. Files on disks are in
-    whatever memory the page cache takes.
+    A tmpfs names it by its mount option ``mpol=bind:N``, persistent memory by its device in sysfs. Files on disks are
+    in whatever memory the page cache uses.
     """
     mount = _mount_of(folder.resolve(), mountinfo)
     if mount is None:
@@ -48,12 +48,13 @@ def node_of_folder(folder: Path, mountinfo: Path = MOUNTINFO, sysfs: Path = SYSF
 
 
 def _mount_of(folder: Path, mountinfo: Path) -> tuple[str, str, str] | None:
-    """Device number, file system and its options, of the mount that a folder is in."""
+    # Device number, file system, and options of the mount.
     best, found = -1, None
     for line in mountinfo.read_text().splitlines():
         before, _, after = line.partition(" - ")
         point = Path(_unescaped(before.split()[4]))
-        if folder.is_relative_to(point) and len(point.parts) >= best:  # a later mount hides an earlier one
+        # A later mount hides an earlier one.
+        if folder.is_relative_to(point) and len(point.parts) >= best:
             kind, _, options = after.split(" ", 2)
             best, found = len(point.parts), (before.split()[2], kind, options)
     return found
@@ -76,16 +77,17 @@ def _node_of_device(device: str, sysfs: Path) -> int | None:
 
 
 def memory_nodes(sysfs: Path = SYSFS) -> tuple[int, ...]:
-    """Nodes of the host that have memory; none where the kernel knows of no nodes."""
+    """Return the nodes that have memory, or none if the kernel has no nodes."""
     listed = sysfs / "devices/system/node/has_memory"
     return tuple(sorted(_numbers(listed.read_text()))) if listed.is_file() else ()
 
 
 def processors_near(node: int, sysfs: Path = SYSFS) -> frozenset[int]:
-    """Processors of a node, or of the nearest one that has any: memory behind CXL is a node without."""
+    """Return the processors of a node, or of the nearest one that has any: CXL memory is a node without."""
     nodes = sysfs / "devices/system/node"
     distances = (nodes / f"node{node}/distance").read_text().split()
-    online = sorted(_numbers((nodes / "online").read_text()))  # the order of distances
+    # In the order of distances.
+    online = sorted(_numbers((nodes / "online").read_text()))
     for _, other in sorted(zip(map(int, distances), online, strict=True)):
         processors = _numbers((nodes / f"node{other}/cpulist").read_text())
         if processors:
@@ -94,7 +96,7 @@ def processors_near(node: int, sysfs: Path = SYSFS) -> frozenset[int]:
 
 
 def _numbers(text: str) -> frozenset[int]:
-    """The numbers of a kernel's list, such as ``0-3,8``."""
+    """Parse a kernel's list such as ``0-3,8``."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -103,10 +105,9 @@ def _numbers(text: str) -> frozenset[int]:
 
 
 def bind(address: int, size: int, node: int) -> bool:
-    """Have pages of a mapping come from a node while it has room; False where the host refuses.
+    """Prefer a node for the pages of a mapping, and return whether the host allows it.
 
-    A container without CAP_SYS_NICE may be forbidden: then the mount's own policy decides, and rows are right all the
-    same.
+    A container without CAP_SYS_NICE may not be allowed: then the mount's policy decides, and rows are right anyway.
     """
     number = _MBIND.get(platform.machine())
     if number is None:
@@ -123,11 +124,11 @@ def bind(address: int, size: int, node: int) -> bool:
 
 
 STEP_BYTES = 64 << 20
-"""A file grows by this much at a time, while the device has room."""
+"""Growth of a file at a time, while the device has space."""
 
 
 class AnonymousStorage:
-    """Places in the process's own memory, touched from the first on."""
+    """Keep places in the process's own memory, touched in order."""
 
     def __init__(self, words: int, places: int) -> None:
         self._memory = map_anonymous(places * words * 4)
@@ -135,37 +136,38 @@ class AnonymousStorage:
         self._touched = 0
 
     def ensure(self, places: int) -> None:
-        """Say that the first ``places`` may be touched from now on."""
+        """Allow the first ``places`` to be touched."""
         self._touched = max(self._touched, places)
 
     @property
     def bytes_kept(self) -> int:
-        """Bytes of the pages that may have been touched."""
+        """Return the bytes of pages that may have been touched."""
         size = self._touched * int(self.records.shape[1]) * 4
         return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def close(self) -> None:
-        """Give the memory back, at once if nobody looks at it any more."""
+        """Release the memory, at once if no view of it is left."""
         self._touched = 0
         self.records = self.records[:0].copy()
-        with contextlib.suppress(BufferError):  # a caller still has a view: the memory goes with that
+        # A caller's view keeps the memory until the view is gone.
+        with contextlib.suppress(BufferError):
             self._memory.close()
 
 
 class MappedStorage:
-    """Places in a file of a mount: persistent memory, CXL or another NUMA node's memory as tmpfs, or a disk's file.
+    """Keep places in a file on a mount: persistent memory, CXL or a remote node's memory as tmpfs, or a disk.
 
-    A mapped file whose device has no block for a page kills the process that touches it (SIGBUS), so blocks are
+    Touching a page of a mapped file for which the device has no block kills the process (SIGBUS), so blocks are
     allocated before a place is used.
 
     Args:
         folder: on the mount.
         words: of a record.
-        places: records.
-        tier: what the mount is, for messages.
+        places: number of records.
+        tier: of the mount, for messages.
 
     Raises:
-        DeviceError: no file can be made there, or none of that size.
+        DeviceError: no file of that size can be made there.
     """
 
     def __init__(self, folder: Path, words: int, places: int, tier: Tier) -> None:
@@ -183,7 +185,8 @@ class MappedStorage:
         try:
             self._file.resize(self._size)
             memory = mmap.mmap(self._file.fd, self._size, flags=mmap.MAP_SHARED | MAP_NORESERVE)
-            memory.madvise(mmap.MADV_RANDOM)  # rows are far apart: read-ahead would fetch megabytes for each
+            # Rows are far apart: read-ahead would fetch megabytes for each.
+            memory.madvise(mmap.MADV_RANDOM)
         except OSError as error:
             raise DeviceError(
                 f"{self._file.path}: cannot map {self._size:,} bytes for tier {self._tier}: {error.strerror}"
@@ -191,38 +194,38 @@ class MappedStorage:
         return memory
 
     def _move_to_node(self, folder: Path) -> None:
-        """Have pages come from the mount's own NUMA node, where the host has several."""
         node = node_of_folder(folder)
         if node is not None and len(memory_nodes()) > 1:
             bind(self.records.ctypes.data, self._size, node)
 
     def ensure(self, places: int) -> None:
-        """Have the device allocate the first ``places``; none beyond may be touched.
+        """Allocate the first ``places`` on the device; none beyond may be touched.
 
         Raises:
-            DeviceError: it is full; places that were ensured before stay as they are.
+            DeviceError: it is full; places that were ensured before stay valid.
         """
         self._file.ensure(places * self.records.shape[1] * 4, STEP_BYTES, self._size)
 
     @property
     def bytes_kept(self) -> int:
-        """Bytes that the device has allocated."""
+        """Return the bytes that the device has allocated."""
         return self._file.bytes_kept
 
     def close(self) -> None:
-        """Give the file back; the device has its room again when nobody looks at the records any more."""
+        """Release the file; the device frees its space when no view of the records is left."""
         self.records = self.records[:0].copy()
-        with contextlib.suppress(BufferError):  # a caller still has a view: the file goes with that
+        # A caller's view keeps the file until the view is gone.
+        with contextlib.suppress(BufferError):
             self._memory.close()
         self._file.close()
 
 
 class Storage(Protocol):
-    """Memory for records."""
+    """Provide memory for records."""
 
     @property
     def records(self) -> Records:
-        """(places, W); pages are taken when they are first written."""
+        """Return (places, W) records, whose pages are allocated when first written."""
 
     def ensure(self, places: int) -> None:
         """Make the first places writable.
@@ -233,24 +236,24 @@ class Storage(Protocol):
 
     @property
     def bytes_kept(self) -> int:
-        """Bytes really taken."""
+        """Return the bytes allocated."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
 
 
 class ByteLevel:
-    """Implements ``Level``.
+    """Implement ``Level`` in byte-addressable memory.
 
-    The coldest record is the one that came first, because whatever is looked up leaves. The last level of a stack
-    needs no order: nothing leaves it but by lookups, and a place given back is the next to be taken, while its
-    memory is still in the processor's cache.
+    The coldest record is the one that arrived first, because whatever is looked up leaves. The last level of a stack
+    needs no order: only lookups remove records, and the place freed last is taken first, while its memory is still in
+    the processor's cache.
 
     Args:
-        tier: that the storage lies in.
+        tier: of the storage.
         storage: of at least ``places`` records.
         places: records that the level may hold.
-        ordered: whether ``coldest`` will be asked for.
+        ordered: whether ``coldest`` will be called.
     """
 
     def __init__(self, tier: Tier, storage: Storage, places: int, *, ordered: bool) -> None:
@@ -272,7 +275,7 @@ class ByteLevel:
 
     @property
     def records(self) -> Records:
-        """(places, W) of all places; those in use may be changed in place."""
+        """Return (places, W) records of all places; those in use may be changed in place."""
         return self._storage.records
 
     def write(self, rows: Rows, records: Records) -> Places:

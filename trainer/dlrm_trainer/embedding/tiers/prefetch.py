@@ -1,4 +1,4 @@
-"""The one thread that moves rows: while a batch is computed, it brings in the rows of those that follow."""
+"""Move rows in one thread: while a batch is computed, bring in the rows of the batches that follow."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 Lookups = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""(L,) rows of a class's tables, table-major, and (K,) where each table's end."""
+"""(L,) rows of a stack's tables, table-major, and (K,) the end of each table's rows."""
 
 
 class Prefetcher:
-    """Does what it is asked, one thing after the other, in a thread of its own.
+    """Run requests one after the other in a thread.
 
     After an error nothing more is done: every later request fails with the same error.
 
     Args:
-        stacks: that no one else uses while requests are under way.
-        processors: to run on, those next to the levels' memory; empty: any.
+        stacks: that nobody else uses while requests are running.
+        processors: to run on, near the levels' memory; empty: any.
     """
 
     def __init__(self, stacks: Sequence[Stack], processors: frozenset[int] = frozenset()) -> None:
@@ -39,13 +39,13 @@ class Prefetcher:
         self._thread = ThreadPoolExecutor(1, "dlrm-lookahead", initializer=_run_on, initargs=(processors, copies))
 
     def fetch(self, lookups: Sequence[Lookups], batch: int) -> Future[list[Fetched]]:
-        """Bring the rows of a batch that will update them into slots: ``Stack.fetch`` of every stack."""
+        """Bring the rows of a batch with an update into slots: ``Stack.fetch`` of every stack."""
         return self._submit(
             lambda: [stack.fetch(*each, batch) for stack, each in zip(self._stacks, lookups, strict=True)]
         )
 
     def release(self, fetched: Sequence[Fetched]) -> None:
-        """Let a batch go that has updated its rows."""
+        """Unpin a batch after its update."""
         marks = [stack.memory.mark() for stack in self._stacks]
 
         def release() -> None:
@@ -56,11 +56,11 @@ class Prefetcher:
         self._submit(release)
 
     def borrow(self, lookups: Sequence[Lookups]) -> Future[list[Fetched]]:
-        """Make the rows of a batch readable that updates nothing: ``Stack.borrow`` of every stack."""
+        """Make the rows of a batch without an update readable: ``Stack.borrow`` of every stack."""
         return self._submit(lambda: [stack.borrow(*each) for stack, each in zip(self._stacks, lookups, strict=True)])
 
     def give_back(self, borrowed: Sequence[Fetched]) -> None:
-        """End what ``borrow`` began."""
+        """Free the slots of ``borrow``."""
         marks = [stack.memory.mark() for stack in self._stacks]
 
         def give_back() -> None:
@@ -71,15 +71,15 @@ class Prefetcher:
         self._submit(give_back)
 
     def settle(self) -> None:
-        """Wait until nothing is under way; the caller may use the stacks until its next request.
+        """Wait for all requests; the caller may use the stacks until its next request.
 
         Raises:
-            DeviceError: what an earlier request met.
+            DeviceError: of an earlier request.
         """
         self._submit(lambda: None).result()
 
     def close(self) -> None:
-        """End the thread, after what it is doing."""
+        """End the thread after its current request."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _submit(self, work: Callable[[], Answer]) -> Future[Answer]:
@@ -97,19 +97,20 @@ class Prefetcher:
 
 
 def _run_on(processors: frozenset[int], yielding: bool) -> None:
-    """Settle this thread beside the levels' memory and, where it only copies, behind those that compute.
+    """Run this thread near the levels' memory and, if it only copies, behind the threads that compute.
 
-    Where there are fewer processors than threads, a compute thread that waits for its turn holds its whole parallel
-    region up, while rows that are fetched ahead can wait for a gap: there is one while the kernels, which gain nothing
-    from a second thread, look rows up. The kernel puts a thread of the class for idle times off as soon as another one
-    wakes; one of the least priority goes on to the end of its turn. A thread that keeps a device's queue full must not
-    wait, nor one that drives a GPU.
+    With fewer processors than threads a preempted compute thread delays its whole parallel region, while rows fetched
+    ahead can wait for a gap: there is one while kernels that gain nothing from a second thread look rows up. Linux
+    preempts a SCHED_IDLE thread as soon as another wakes; a thread of lowest priority would use up its time slice. A
+    thread that keeps a device's queue full, or drives a GPU, must not wait.
     """
     allowed = processors & os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else frozenset()
     if allowed:
-        os.sched_setaffinity(0, allowed)  # of this thread alone
+        # 0 is this thread, not the process.
+        os.sched_setaffinity(0, allowed)
     if yielding and sys.platform == "linux":
         try:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        except OSError as error:  # a sandbox's kernel may have no such class
-            logger.info("rows are fetched at the usual priority: SCHED_IDLE is refused", extra={"problem": str(error)})
+        # A sandbox's kernel may lack this class.
+        except OSError as error:
+            logger.info("prefetch thread runs at normal priority: SCHED_IDLE refused", extra={"error": str(error)})

@@ -19,63 +19,63 @@ from dlrm_api.tiers import RowDtype, Tier
 from dlrm_kernels.pages import gather_records, scatter_records
 
 Rows = NDArray[np.int64]
-"""(N,) rows, numbered over all tables that share the level."""
+"""(N,) rows, numbered over all tables of the stack."""
 Places = NDArray[np.int64]
 """(N,) places of a level, each in [0, places)."""
 Records = NDArray[np.uint32]
 """(N, W) records: a row, its optimizer state and its access count, as 32-bit words."""
 Moved = Callable[[Rows, Places], None]
-"""Told by a level that moves records on its own account: the rows, and the places where they are now."""
+"""Called by a level that moved records itself: with the rows, and their new places."""
 
 Finish = Callable[[], None]
-"""Waits until all of a copy is there; to be called once. Raises DeviceError as what began it."""
+"""Wait for the end of a copy; call it once. It raises DeviceError as the call that started the copy does."""
 
 
 def finished() -> None:
-    """Of a copy that was all there when it began."""
+    """Return at once: the copy was complete when it started."""
 
 
 class Level(Protocol):
-    """Keeps records of W words. One thread at a time uses it; every array of places has no place twice."""
+    """Keep records of W words. Only one thread at a time may use it; no array of places names a place twice."""
 
     @property
     def tier(self) -> Tier:
-        """The memory that it lies in."""
+        """Return the tier of its memory."""
 
     @property
     def places(self) -> int:
-        """Records that it may hold."""
+        """Return the number of records that it may hold."""
 
     @property
     def used(self) -> int:
-        """Records that it holds."""
+        """Return the number of records that it holds."""
 
     @property
     def bytes_kept(self) -> dict[Tier, int]:
-        """Bytes really taken now, by tier: allocated blocks of files, touched memory, tables kept beside."""
+        """Return the bytes allocated now, by tier: blocks of files, touched memory, and its own tables."""
 
     def write(self, rows: Rows, records: Records) -> Places:
-        """Keep records of rows that it doesn't hold, in places of its choice; the caller has seen to it that they fit.
+        """Store records of rows that it does not hold, at places of its choice; the caller ensures that they fit.
 
         Raises:
             DeviceError: names the path and the bytes that could not be written.
         """
 
     def read(self, places: Places, out: Records) -> Finish:
-        """Begin to copy the records of some places out; they stay where they are.
+        """Start to copy the records of some places out; they stay there.
 
-        Until the copy is finished, which it must be before the next one begins, places may be freed, those of these
-        records too, and others written; neither array may change.
+        Finish one copy before you start the next. Until then any place may be freed and others written, but neither
+        array may change.
 
         Raises:
             DeviceError: names the path and the bytes that could not be read.
         """
 
     def free(self, places: Places) -> None:
-        """Give places back; their records are gone."""
+        """Free places; their records are lost."""
 
     def coldest(self, count: int) -> tuple[Rows, Places]:
-        """Which of its rows have been there longest, at most ``count`` of them, longest first."""
+        """Return at most ``count`` rows that arrived first, oldest first, and their places."""
 
     def close(self) -> None:
         """Give the memory back."""
@@ -83,22 +83,22 @@ class Level(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordFormat:
-    """How a class of tables keeps a row of ``dim`` columns and S values of state in W = ``words`` words."""
+    """Describe records: a row of ``dim`` columns, then S values of state, then the access count, in W words."""
 
     dim: int
     dtype: RowDtype
-    """Of a row; its state is always float32."""
+    """Type of the row; the state is always float32."""
     words: int
-    """Of a record; the last one is the access count."""
+    """W, words of a record."""
 
     @property
     def kept_words(self) -> int:
-        """Words of a row and its state, without its access count."""
+        """Return the words of a row and its state, without the access count."""
         return self.words - 1
 
     @property
     def state_values(self) -> int:
-        """S, values of a row's state."""
+        """Return S, the values of a row's state."""
         return self.kept_words - self._row_words
 
     @property
@@ -106,20 +106,20 @@ class RecordFormat:
         return self.dim if self.dtype == "fp32" else self.dim // 2
 
     def values(self, records: Records) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Rows (N, dim) and row state (N, S) of records, both float32; fp16 rows are exact in it."""
+        """Return the rows (N, dim) and states (N, S) of records, both float32, which holds fp16 rows exactly."""
         row = np.ascontiguousarray(records[:, : self._row_words])
         weights = row.view(np.float32 if self.dtype == "fp32" else np.float16).astype(np.float32, copy=False)
         return weights, np.ascontiguousarray(records[:, self._row_words : self.kept_words]).view(np.float32)
 
     def records(self, weights: NDArray[np.float32], state: NDArray[np.float32]) -> Records:
-        """Records of rows (N, dim) and their state (N, S); the other way round. Access counts start anew."""
+        """Return records of rows (N, dim) and states (N, S); access counts start at 0."""
         out = np.empty((len(weights), self.words), np.uint32)
         self.begin(weights, out)
         out[:, self._row_words : self.kept_words] = np.ascontiguousarray(state).view(np.uint32)
         return out
 
     def begin(self, weights: NDArray[np.float32], out: Records) -> None:
-        """Fill ``out`` with the records of rows (N, dim) that were never updated: their state and count are zero."""
+        """Fill ``out`` with records of rows (N, dim) that were never updated: state and count are 0."""
         values = weights if self.dtype == "fp32" else weights.astype(np.float16)
         out[:, : self._row_words] = np.ascontiguousarray(values).view(np.uint32)
         out[:, self._row_words :] = 0
@@ -130,26 +130,26 @@ Mark: TypeAlias = torch.cuda.Event | None
 
 
 class SlotMemory(Protocol):
-    """Rows and row state of slots. A record's last word is the row's access count, which is kept elsewhere."""
+    """Hold rows and states of slots. The last word of a record, the access count, is kept elsewhere."""
 
     words: int
-    """Words of a record."""
+    """W, words of a record."""
 
     def gather(self, slots: Slots, out: Records) -> None:
-        """Copy rows and state of some slots out."""
+        """Copy rows and states of some slots out."""
 
     def scatter(self, slots: Slots, records: Records) -> None:
         """Copy records into some slots."""
 
     def mark(self) -> Mark:
-        """A moment in what kernels have been asked to do so far. For the thread that asks them."""
+        """Mark what kernels have been asked to do so far. For the thread that asks them."""
 
     def follow(self, mark: Mark) -> None:
-        """Copy nothing from now on before the kernels have come to a mark."""
+        """Delay all later copies until the kernels have reached a mark."""
 
 
 class HostSlots:
-    """Slots in host memory.
+    """Hold slots in host memory.
 
     Args:
         weight: (S, dim) fp32 or fp16, contiguous.
@@ -158,9 +158,9 @@ class HostSlots:
 
     def __init__(self, weight: Tensor, state: Tensor) -> None:
         self.weight = weight.numpy().view(np.uint32)
-        """(S, words) of the rows."""
+        """(S, words) rows."""
         self.state = state.numpy().view(np.uint32)
-        """(S, n) of their states."""
+        """(S, n) states."""
         self.words = record_words(weight, state)
 
     def gather(self, slots: Slots, out: Records) -> None:
@@ -172,19 +172,19 @@ class HostSlots:
         scatter_records(self.weight, self.state, slots, records)
 
     def mark(self) -> Mark:
-        """See ``SlotMemory``: kernels on the host have ended when they return."""
+        """Do nothing: kernels on the host have ended when they return."""
 
     def follow(self, mark: Mark) -> None:
         """See ``SlotMemory``."""
 
 
 class DeviceSlots:
-    """Slots in a GPU's memory: records travel through pinned buffers on a stream of their own.
+    """Hold slots in a GPU's memory; records move through pinned buffers on a separate stream.
 
     Args:
         weight: (S, dim) fp32 or fp16, contiguous, on the device.
-        state: (S, n) fp32, likewise.
-        most: records that one call moves at most.
+        state: (S, n) fp32, contiguous, on the device.
+        most: largest number of records per call.
     """
 
     def __init__(self, weight: Tensor, state: Tensor, most: int) -> None:
@@ -197,11 +197,12 @@ class DeviceSlots:
             if self._device.type == "cuda"
             else None
         )
-        if self._stream is not None:  # the slots may still have to be zeroed
+        # Zeroing of the slots may still be queued.
+        if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         pinned = self._stream is not None
         self._buffer = torch.empty(most, self.words - 1, dtype=torch.int32, pin_memory=pinned)
-        """Rows and states side by side: whole, since the device copies no part of a row of it without a detour."""
+        """Rows and states side by side. Copied whole: the device copies a part of its rows only through a detour."""
         self._slots = torch.empty(most, dtype=torch.int64, pin_memory=pinned)
 
     def gather(self, slots: Slots, out: Records) -> None:
@@ -240,10 +241,10 @@ class DeviceSlots:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Work on the stream, and leave the calling thread on the device that it was on.
+        """Work on the stream, and leave the calling thread on its device.
 
-        A thread is on device 0 until it says otherwise, and torch goes back there from a stream of another device by a
-        call that takes some hundred MiB of device 0 for this process; from the device itself it goes back without.
+        A thread is on device 0 at first, and torch returns there from a stream of another device by a call that takes
+        some hundred MiB of device 0 for this process; from the device itself it returns without that.
         """
         if self._stream is None:
             yield
@@ -261,12 +262,12 @@ class DeviceSlots:
 
 
 def record_words(weight: Tensor, state: Tensor) -> int:
-    """Words of a record: of a row, its state and its access count."""
+    """Return the words of a record: a row, its state and its access count."""
     return (weight.shape[1] * weight.itemsize + state.shape[1] * state.itemsize) // 4 + 1
 
 
 def slot_memory(weight: Tensor, state: Tensor, most: int) -> SlotMemory:
-    """The slots' memory where it lies."""
+    """Return the slots' memory, on the host or on a GPU; ``most`` records move per call."""
     return HostSlots(weight, state) if weight.device.type == "cpu" else DeviceSlots(weight, state, most)
 
 
