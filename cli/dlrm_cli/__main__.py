@@ -1,10 +1,10 @@
-"""Where ``dlrmctl`` and ``python -m dlrm_cli`` begin: what takes its while to load is loaded within reach of Ctrl-C."""
+"""Start dlrmctl. Everything slow to load is imported within reach of Ctrl-C."""
 
 import sys
 
 
 def main() -> int:
-    """Run dlrmctl; returns its exit code, also where Ctrl-C comes before it knows what was asked."""
+    """Run dlrmctl and return its exit code, also after Ctrl-C during start-up."""
     try:
         from dlrm_cli.app import main as run
 

@@ -1,4 +1,4 @@
-"""``dlrmctl``: validate, plan, render, trace and run DLRMJobs, and look after jobs in a cluster and their snapshots.
+"""``dlrmctl``: the command line. The only module that registers commands.
 
 Each command imports what it needs when it runs, so that ``dlrmctl --help`` answers at once.
 """
@@ -11,18 +11,21 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlrm_api.errors import RULE_PREFIX, DLRMError, NoInputError, visible
+from dlrm_api.errors import RULE_PREFIX, DLRMError, NoInputError, UsageError, visible
 from dlrm_api.names import ExitCode
 from dlrm_api.process import named_limit
-from dlrm_cli.cluster.commands import cluster
-from dlrm_cli.exports import serving
+from dlrm_cli.exports import exports
 from dlrm_cli.snapshots import snapshots
+
+if TYPE_CHECKING:
+    from dlrm_cli.cluster.client import JobClient
 
 app = typer.Typer(
     name="dlrmctl",
@@ -31,25 +34,45 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-snapshots.add_typer(serving)
+snapshots.add_typer(exports)
 app.add_typer(snapshots, name="snapshots")
+cluster = typer.Typer()
 app.add_typer(cluster)
-profiles = typer.Typer(name="profile", help="HardwareProfiles.", no_args_is_help=True)
+profiles = typer.Typer(name="profile", help="Work with HardwareProfiles.", no_args_is_help=True)
 app.add_typer(profiles, name="profile")
+
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 class TableOrJson(enum.StrEnum):
-    """Forms of a result."""
+    """List the output formats of results."""
 
     TABLE = "table"
     JSON = "json"
 
 
 class YamlOrJson(enum.StrEnum):
-    """Forms of manifests."""
+    """List the output formats of manifests."""
 
     YAML = "yaml"
     JSON = "json"
+
+
+class JobFormat(enum.StrEnum):
+    """List the output formats of jobs in a cluster."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    JSON = "json"
+    YAML = "yaml"
+    NAME = "name"
+
+
+class TrainerContainer(enum.StrEnum):
+    """List the containers of a trainer pod."""
+
+    TRAINER = "trainer"
+    CHECKPOINTER = "checkpointer"
 
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with a DLRMJob.")]
@@ -58,14 +81,29 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="spec.path=value", help="Set a field; the value is YAML. May be repeated."),
 ]
+Name = Annotated[str, typer.Argument(metavar="JOB", help="Name of the DLRMJob.")]
+Names = Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="Names of jobs (default: all).")]
+Namespace = Annotated[
+    str | None, typer.Option("--namespace", "-n", metavar="NS", help="Namespace (default: the context's).")
+]
+Context = Annotated[
+    str | None, typer.Option("--context", metavar="NAME", help="Context of the kubeconfig (default: the current one).")
+]
+Kubeconfig = Annotated[
+    str | None,
+    typer.Option("--kubeconfig", metavar="FILE", help="Kubeconfig file (default: $KUBECONFIG, then ~/.kube/config)."),
+]
+AllNamespaces = Annotated[bool, typer.Option("--all-namespaces", "-A", help="List jobs of all namespaces.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait until the job reaches the requested state.")]
+Timeout = Annotated[str, typer.Option(metavar="DURATION", help="Longest time to wait.")]
 
 
-def _need_current_folder() -> None:
-    """Refuse to start where the current folder was removed: relative paths mean nothing, and torch can't load."""
+def _check_current_folder() -> None:
+    """Refuse to start in a folder that was removed: relative paths mean nothing there, and torch does not load."""
     try:
         Path.cwd()
     except FileNotFoundError as error:
-        raise NoInputError("the current folder was removed: change to one that is there") from error
+        raise NoInputError("current folder not found: it was removed; change to another") from error
 
 
 def _print_version(asked: bool) -> None:
@@ -82,12 +120,12 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options of no command; the program's help is what it says of itself."""
+    pass
 
 
 @app.command()
 def validate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of any number of documents.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with any number of documents.")],
 ) -> None:
     """Check every DLRMJob and HardwareProfile of a file."""
     from dlrm_cli.manifests import validate_file
@@ -100,9 +138,9 @@ def plan(
     file: File,
     profile: Profile = None,
     settings: Settings = None,
-    output: Annotated[TableOrJson, typer.Option("--output", "-o", help="Form of the plan.")] = TableOrJson.TABLE,
+    output: Annotated[TableOrJson, typer.Option("--output", "-o", help="Output format.")] = TableOrJson.TABLE,
 ) -> None:
-    """Show which embedding table lives on which rank, and what that takes."""
+    """Show which embedding table is on which rank, and what that takes."""
     from dlrm_cli.manifests import print_plan
 
     print_plan(file, profile, settings or [], as_json=output is TableOrJson.JSON)
@@ -113,7 +151,7 @@ def render(
     file: File,
     profile: Profile = None,
     settings: Settings = None,
-    output: Annotated[YamlOrJson, typer.Option("--output", "-o", help="Form of the objects.")] = YamlOrJson.YAML,
+    output: Annotated[YamlOrJson, typer.Option("--output", "-o", help="Output format.")] = YamlOrJson.YAML,
 ) -> None:
     """Print the Kubernetes objects that the operator would create."""
     from dlrm_cli.manifests import print_objects
@@ -125,23 +163,25 @@ def render(
 def run(
     file: File,
     workdir: Annotated[
-        Path | None, typer.Option(metavar="D", help="Folder for logs and progress; runs/<job> by default.")
+        Path | None, typer.Option(metavar="DIR", help="Folder for logs and progress (default: runs/<job>).")
     ] = None,
-    data: Annotated[str | None, typer.Option(metavar="URI", help="Train on this instead of the job's files.")] = None,
-    eval_data: Annotated[str | None, typer.Option(metavar="URI", help="Evaluate on this.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="URI", help="Override spec.data.train.uris.")] = None,
+    eval_data: Annotated[str | None, typer.Option(metavar="URI", help="Override spec.data.eval.uris.")] = None,
     settings: Settings = None,
-    digest: Annotated[bool, typer.Option("--digest", help="Also give the SHA-256 of the final state.")] = False,
-    ledger: Annotated[bool, typer.Option("--ledger", help="Keep the ids of all samples, for audits.")] = False,
-    profile: Annotated[bool, typer.Option("--profile", help="Time the stages of steps; show them at the end.")] = False,
+    digest: Annotated[bool, typer.Option("--digest", help="Add the SHA-256 of the final state to the result.")] = False,
+    ledger: Annotated[bool, typer.Option("--ledger", help="Record the ids of all samples for audits.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Time the stages of steps and show them at the end.")
+    ] = False,
     tier_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for rows in slower tiers; <workdir>/tiers by default.")
+        Path | None, typer.Option(metavar="DIR", help="Folder for rows in slower tiers (default: <workdir>/tiers).")
     ] = None,
-    output: Annotated[TableOrJson, typer.Option("--output", "-o", help="Form of the result.")] = TableOrJson.TABLE,
+    output: Annotated[TableOrJson, typer.Option("--output", "-o", help="Output format.")] = TableOrJson.TABLE,
 ) -> None:
-    """Train the job on this machine; run the same command again to resume."""
+    """Train the job on this machine. Run the same command again to resume."""
     from dlrm_cli.run.command import RunOptions, run_job
 
-    _need_current_folder()
+    _check_current_folder()
     options = RunOptions(
         file=file,
         workdir=workdir,
@@ -161,29 +201,29 @@ def run(
 def trace(
     file: File,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File for the trace; <job>.trace.json by default.")
+        Path | None, typer.Option(metavar="FILE", help="File for the trace (default: <job>.trace.json).")
     ] = None,
     configmap: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Print the trace as ConfigMap NAME, or NAME-0, NAME-1 and so on above 1 MiB, in place of a file.",
+            help="Print the trace as ConfigMap NAME instead of writing a file; above 1 MiB as NAME-0, NAME-1, ...",
         ),
     ] = None,
-    batches: Annotated[int | None, typer.Option(min=1, help="Global batches to read; one epoch by default.")] = None,
+    batches: Annotated[int | None, typer.Option(min=1, help="Global batches to read (default: one epoch).")] = None,
     rate: Annotated[
         float | None,
         typer.Option(
-            min=0.0001, max=1, help="Share of a large table's rows to follow; by default as many as fit memory."
+            min=0.0001, max=1, help="Share of a large table's rows to sample (default: as many as fit in memory)."
         ),
     ] = None,
-    data: Annotated[str | None, typer.Option(metavar="URI", help="Read this instead of the job's files.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="URI", help="Override spec.data.train.uris.")] = None,
     settings: Settings = None,
 ) -> None:
-    """Measure how a job's data reuses rows, for the planner to size caches by."""
+    """Measure how a job's data reuses rows; the planner sizes caches by it."""
     from dlrm_cli.trace import TraceOptions, trace_job
 
-    _need_current_folder()
+    _check_current_folder()
     trace_job(
         TraceOptions(
             file=file,
@@ -200,27 +240,193 @@ def trace(
 @profiles.command()
 def measure(
     name: Annotated[str, typer.Option(metavar="NAME", help="Name of the profile.")] = "this-machine",
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write; printed by default.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write (default: stdout).")] = None,
     tier: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TIER=FOLDER",
-            help="Slower tier to measure too, and a folder of its mount: cxl=, scm= or block=. May be repeated.",
+            help="Also measure a slower tier, in a folder of its mount: cxl=, scm= or block=. May be repeated.",
         ),
     ] = None,
 ) -> None:
-    """Measure this machine: its memory, CPUs, GPUs and slower tiers, as a HardwareProfile to complete by hand."""
+    """Measure memory, CPUs, GPUs and slower tiers of this machine as a HardwareProfile to complete by hand."""
     from dlrm_cli.machine_profile import write_profile
 
-    _need_current_folder()
+    _check_current_folder()
     write_profile(name, out, tier or ())
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+@cluster.command()
+def get(
+    names: Names = None,
+    namespace: Namespace = None,
+    all_namespaces: AllNamespaces = False,
+    selector: Annotated[str | None, typer.Option("--selector", "-l", help="Label selector.")] = None,
+    output: Annotated[JobFormat, typer.Option("--output", "-o", help="Output format.")] = JobFormat.TABLE,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Watch for changes.")] = False,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """List jobs in the cluster: phase, step, speed, quality, newest snapshot, time left."""
+    from dlrm_cli.cluster.get import GetOptions, get_jobs
+
+    _check_all_namespaces(all_namespaces, names, namespace)
+    if names and selector:
+        raise UsageError("--selector cannot be combined with job names")
+    options = GetOptions(
+        names=tuple(names or ()), everywhere=all_namespaces, selector=selector, form=output.value, watch=watch
+    )
+    with _until_interrupted():
+        get_jobs(_client(namespace, context, kubeconfig), options)
+
+
+@cluster.command()
+def describe(job: Name, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
+    """Show details of a job."""
+    from dlrm_cli.cluster.describe import describe_job
+
+    describe_job(_client(namespace, context, kubeconfig), job)
+
+
+@cluster.command()
+def logs(
+    job: Name,
+    container: Annotated[
+        TrainerContainer, typer.Option("--container", "-c", help="Container name.")
+    ] = TrainerContainer.TRAINER,
+    replica: Annotated[int | None, typer.Option(min=0, metavar="N", help="Pod index (default: 0).")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, metavar="N", help="Show the pod that runs this rank.")] = None,
+    everyone: Annotated[bool, typer.Option("--all", help="Show all pods, prefixed with the pod name.")] = False,
+    attempt: Annotated[int | None, typer.Option(min=1, help="Attempt number (default: latest).")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Follow the logs across restarts until the job ends.")
+    ] = False,
+    previous: Annotated[
+        bool, typer.Option("--previous", "-p", help="Show the logs of the previous container instance.")
+    ] = False,
+    tail: Annotated[int | None, typer.Option(min=0, metavar="N", help="Number of recent lines to show.")] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="DURATION", help="Show logs newer than this duration, e.g. 30s, 10m, 2h."),
+    ] = None,
+    timestamps: Annotated[bool, typer.Option("--timestamps", help="Prefix each line with its time.")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Print the logs of a job's pods (default: pod 0)."""
+    from dlrm_cli.cluster.logs import LogOptions, PodChoice, follow_logs, print_logs
+    from dlrm_cli.documents import parse_duration
+
+    if follow and previous:
+        raise UsageError("--follow cannot be combined with --previous")
+    options = LogOptions(
+        choice=PodChoice(replica=replica, rank=rank, everyone=everyone, attempt=attempt),
+        container=container.value,
+        previous=previous,
+        timestamps=timestamps,
+        tail=tail,
+        since_s=None if since is None else parse_duration("--since", since),
+    )
+    with _until_interrupted():
+        (follow_logs if follow else print_logs)(_client(namespace, context, kubeconfig), job, options)
+
+
+@cluster.command()
+def suspend(
+    job: Name,
+    wait: Wait = False,
+    timeout: Timeout = "15m",
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Suspend a job: save a checkpoint, then release its nodes."""
+    _set_suspend(job, True, timeout if wait else None, namespace, context, kubeconfig)
+
+
+@cluster.command()
+def resume(
+    job: Name,
+    wait: Wait = False,
+    timeout: Timeout = "15m",
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Resume a suspended job, or retry a failed one, from its newest snapshot."""
+    _set_suspend(job, False, timeout if wait else None, namespace, context, kubeconfig)
+
+
+@cluster.command()
+def top(
+    job: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="Show the pods of a job (default: all jobs).")
+    ] = None,
+    all_namespaces: AllNamespaces = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Show how jobs, or one job's pods, train now; refreshed every two seconds."""
+    from dlrm_cli.cluster.top import show_top
+
+    _check_all_namespaces(all_namespaces, job, namespace)
+    with _until_interrupted():
+        show_top(_client(namespace, context, kubeconfig), job, everywhere=all_namespaces, once=once)
+
+
+@cluster.command()
+def report(
+    what: Annotated[
+        str, typer.Argument(metavar="JOB_OR_WORKDIR", help="Work directory of dlrmctl run, or name of a job.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="HTML file to write.")] = Path(
+        "report.html"
+    ),
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Write an HTML page about a run: loss, speed, memory tiers, snapshots, restarts, planned against measured."""
+    from dlrm_cli.report.page import write_report
+
+    print(write_report(what, output, lambda: _client(namespace, context, kubeconfig)))
+
+
+@contextmanager
+def _until_interrupted() -> Iterator[None]:
+    """End without a message on Ctrl-C: a command that runs until then has done its work."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _check_all_namespaces(all_namespaces: bool, names: object, namespace: str | None) -> None:
+    if all_namespaces and (names or namespace):
+        raise UsageError("--all-namespaces cannot be combined with job names or --namespace")
+
+
+def _set_suspend(
+    job: str, wanted: bool, timeout: str | None, namespace: str | None, context: str | None, kubeconfig: str | None
+) -> None:
+    from dlrm_cli.cluster.lifecycle import set_suspend
+    from dlrm_cli.documents import parse_duration
+
+    timeout_s = None if timeout is None else parse_duration("--timeout", timeout)
+    set_suspend(_client(namespace, context, kubeconfig), job, wanted, timeout_s)
+
+
+def _client(namespace: str | None, context: str | None, kubeconfig: str | None) -> JobClient:
+    from dlrm_cli.cluster.client import ClusterContext, JobClient
+
+    return JobClient(ClusterContext(kubeconfig=kubeconfig, context=context, namespace=namespace))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run dlrmctl; returns its exit code and prints every error as one line on stderr."""
+    """Run dlrmctl and return its exit code. Every error is one line on stderr."""
     try:
         return int(app(arguments, prog_name="dlrmctl", standalone_mode=False) or ExitCode.DONE)
     except DLRMError as error:
@@ -232,25 +438,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (BrokenPipeError, SystemExit) as error:
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
             raise
-        sys.stderr.close()  # typer makes an exit of it; the reader of our output has seen enough
+        # The reader of our output has closed the pipe; typer makes a SystemExit of it.
+        sys.stderr.close()
         return int(ExitCode.DONE)
     except OSError as error:
-        if error.errno not in FULL or error.filename is not None:
-            return _fail_unforeseen(error)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it would fail at the exit too
-        return _fail(f"standard output can't be written: {error.strerror}: free space there", ExitCode.DEVICE)
+        if error.errno not in DISK_FULL_ERRORS or error.filename is not None:
+            return _fail_unexpected(error)
+        # Without this, flushing the rest of the output at exit would fail too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _fail(f"cannot write standard output: {error.strerror}; free some space", ExitCode.DEVICE)
     except Exception as error:
-        return _fail_unforeseen(error)
+        return _fail_unexpected(error)
 
 
-def _fail_unforeseen(caught: Exception) -> int:
-    """Say which limit of the system was met, or that it is a bug."""
+def _fail_unexpected(caught: Exception) -> int:
+    """Name the system limit that was met, or say that this is a bug."""
     error = named_limit(caught)
     if isinstance(error, DLRMError):
         return _fail(str(error), error.exit_code)
     with tempfile.NamedTemporaryFile("w", prefix="dlrmctl-", suffix=".log", delete=False) as log:
         traceback.print_exception(error, file=log)
-    return _fail(f"this is a bug: {type(error).__name__}: {error}; its log is {log.name}", ExitCode.INTERNAL)
+    return _fail(f"this is a bug: {type(error).__name__}: {error}; see {log.name}", ExitCode.INTERNAL)
 
 
 def _fail(message: str, code: int) -> int:

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before any process is started, and costs next to nothing to look at."""
+"""Check cheaply, before any process starts, what would make a run on this machine fail."""
 
 from __future__ import annotations
 
@@ -39,31 +39,30 @@ HERE = FieldNames(
 )
 FILE_TIERS = frozenset({"cxl", "scm", "block"})
 RESOURCE = "nvidia.com/gpu"
-"""What NVIDIA's device plugin calls GPUs."""
+"""Resource name of NVIDIA's device plugin."""
 ASK_GPUS = """
 import json, torch
 seen = (torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count()))
 print(json.dumps([(each.name, each.total_memory) for each in seen]))
 """
-"""A program of its own: who asks CUDA keeps some memory of each GPU."""
+"""Runs in a process of its own: whoever calls CUDA keeps some memory of each GPU."""
 
 
 @dataclass(frozen=True)
 class DetectedGpu:
-    """One GPU."""
+    """Describe one GPU: its name and memory."""
 
     name: str
     bytes: int
-    """Of its memory."""
 
 
 def check_inputs(spec: DLRMJobSpec) -> None:
-    """Look whether the files that the job names are there; the trainer reads what is in them.
+    """Check that the files that the job names exist; the trainer checks what is in them.
 
     Raises:
-        NoInputError: one is not there; names the field.
-        NoPermissionError: one lies in a folder that may not be entered.
-        InvalidSpecError: one is a URI that this machine can't read.
+        NoInputError: a file does not exist.
+        NoPermissionError: a file is in a folder that may not be entered.
+        InvalidSpecError: a URI that this machine cannot read.
     """
     if spec.data.format != "synthetic":
         for split, uris in (("train", spec.data.train.uris), ("eval", spec.data.eval.uris)):
@@ -71,22 +70,22 @@ def check_inputs(spec: DLRMJobSpec) -> None:
             for i, uri in enumerate(uris):
                 _check_file(f"spec.data.{split}.uris[{i}]", uri, f"give the data with {option}")
     elif spec.data.synthetic.reuse_histogram is not None:
-        _check_file("spec.data.synthetic.reuseHistogram", spec.data.synthetic.reuse_histogram, "mend the path")
+        _check_file("spec.data.synthetic.reuseHistogram", spec.data.synthetic.reuse_histogram, "correct the path")
     for field, s3 in (("spec.data.s3", spec.data.s3), ("spec.checkpoint.s3", spec.checkpoint.s3)):
         if s3.ca_file is not None:
-            _check_file(f"{field}.caFile", s3.ca_file, "mend the path")
+            _check_file(f"{field}.caFile", s3.ca_file, "correct the path")
 
 
-def reach_store(job: DLRMJob) -> ObjectStore:
-    """Open the job's store and ask it something, so that a wrong endpoint or key is told before training starts.
+def open_job_store(job: DLRMJob) -> ObjectStore:
+    """Open the job's store and list it, so that a wrong endpoint or key fails before training starts.
 
-    The store that the job publishes to is asked too.
+    The store that the job publishes to is tried too.
 
     Raises:
-        InvalidSpecError: one can't be used; names the field.
+        InvalidSpecError: a store's settings are invalid.
         StoreUnavailableError: nobody answers.
-        NoPermissionError: the credentials, or the folder's mode, don't allow it.
-        NoInputError: the bucket is not there.
+        NoPermissionError: the credentials or the folder's mode do not allow it.
+        NoInputError: the bucket does not exist.
     """
     options, publish = replace(store_options(job, os.environ), fields=HERE), job.spec.checkpoint.publish
     store = open_store(job.spec.checkpoint.uri, options)
@@ -96,21 +95,21 @@ def reach_store(job: DLRMJob) -> ObjectStore:
     return store
 
 
-def detected_gpus() -> tuple[DetectedGpu, ...]:
-    """The GPUs that a process of this machine sees; none where torch sees none.
+def detect_gpus() -> tuple[DetectedGpu, ...]:
+    """Return the GPUs that a process of this machine sees, in torch's order.
 
     Raises:
-        DeviceError: the driver does not answer as it should.
+        DeviceError: the driver failed.
     """
     asked = subprocess.run([sys.executable, "-P", "-c", ASK_GPUS], capture_output=True, text=True, check=False)
     if asked.returncode:
         last = asked.stderr.strip().splitlines()[-1:] or [f"exit code {asked.returncode}"]
-        raise DeviceError(f"this machine's GPUs can't be asked for: {last[0]}")
+        raise DeviceError(f"failed to detect GPUs: {last[0]}")
     return tuple(DetectedGpu(name, size) for name, size in json.loads(asked.stdout))
 
 
 def this_machine(replicas: int, devices: Sequence[DetectedGpu] = ()) -> HardwareProfile:
-    """A profile of this machine, shared by the pods that it plays: its free memory and GPUs, which a plan must fit."""
+    """Return a profile of this machine's free memory and GPUs, shared by the replicas that run on it."""
     spec = HardwareProfileSpec(tiers=TiersSpec(ddr=TierSpec(bytes=free_memory_bytes() // replicas)))
     if each := len(devices) // replicas:
         hbm = TierSpec(bytes=min(device.bytes for device in devices))
@@ -119,70 +118,74 @@ def this_machine(replicas: int, devices: Sequence[DetectedGpu] = ()) -> Hardware
 
 
 def make_tier_folders(folder: Path, plan: Plan) -> None:
-    """Make the folder of each tier whose rows lie in files, if the plan uses any.
+    """Make the folder of each tier whose rows are in files, if the plan uses any.
 
     Raises:
-        NoPermissionError: one can't be made or written; names the folder.
-        DeviceError: its file system has less room than the plan needs; names the bytes.
+        NoPermissionError: a folder cannot be made or written.
+        DeviceError: its file system has less space than the plan needs.
     """
     needed: Counter[str] = Counter()
     for rank in plan.ranks:
         needed.update({tier: size for tier, size in rank.bytes_per_tier.items() if tier in FILE_TIERS})
     devices: Counter[int] = Counter()
-    for tier, size in needed.items():  # all are looked at before one is made: a refusal leaves nothing
+    # Check all of them before making one: a refusal leaves nothing behind.
+    for tier, size in needed.items():
         place = folder / tier
-        there = _there(place)
+        there = _existing(place)
         if not there.is_dir():
-            raise NoPermissionError(f"{place}: {there} is a file: choose another folder with --tier-dir")
+            raise NoPermissionError(f"cannot create {place}: {there} is a file; choose another folder with --tier-dir")
         if not os.access(there, os.W_OK | os.X_OK):
-            raise NoPermissionError(f"{there}: no permission to write: choose another folder with --tier-dir")
+            raise NoPermissionError(f"permission denied: write {there}; choose another folder with --tier-dir")
         devices[there.stat().st_dev] += size
         free, taken = shutil.disk_usage(there).free, devices[there.stat().st_dev]
         if taken > free:
             raise DeviceError(
-                f"{place}: rows below DDR take {taken} bytes there and {free} are free: free {taken - free} bytes, "
-                f"choose another folder with --tier-dir, or give more of spec.trainer.tierBudgets.ddr"
+                f"not enough space in {place}: rows below DDR need {taken} bytes, {free} are free; free "
+                f"{taken - free} bytes, choose another folder with --tier-dir, or raise spec.trainer.tierBudgets.ddr"
             )
     for tier in needed:
         try:
             (folder / tier).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise NoPermissionError(
-                f"{folder / tier}: {error.strerror}: choose another folder with --tier-dir"
+                f"cannot create {folder / tier}: {error.strerror}; choose another folder with --tier-dir"
             ) from error
 
 
-def _there(path: Path) -> Path:
-    """The path, or what is there of those above it."""
+def _existing(path: Path) -> Path:
+    """Return the path, or its nearest ancestor that exists."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
 
 
-def _check_file(field: str, uri: str, mend: str) -> None:
+def _check_file(field: str, uri: str, fix: str) -> None:
     if is_s3(uri) and ".uris[" in field:
-        return  # the trainer asks the service
+        # The trainer asks the service.
+        return
     here = file_path(uri)
     if here is None:
-        raise InvalidSpecError(field, f"{uri}: can't be read from there: give a path or file:///path")
+        raise InvalidSpecError(field, f"expected a path or file:///path, got {uri!r}")
     try:
         path = Path(here).expanduser()
-    except RuntimeError as error:  # a ~ of a user who is not here
-        raise NoInputError(f"{field}: {uri}: no such user: {mend}") from error
+    except RuntimeError as error:
+        # A ~ of an unknown user.
+        raise NoInputError(f"{field}: user not found: {uri}; {fix}") from error
     if PATTERN & set(str(path)):
         return
     try:
         path.stat()
     except PermissionError as error:
         raise NoPermissionError(
-            f"{field}: {path}: no permission to look there: change the owner or mode of the folders above it"
+            f"{field}: permission denied: read {path}; change the owner or mode of the folders above it"
         ) from error
-    except (OSError, ValueError) as error:  # also names that no file can have
-        raise NoInputError(f"{field}: {path}: no such file or folder: {mend}") from error
+    except (OSError, ValueError) as error:
+        # ValueError: a name that no file can have.
+        raise NoInputError(f"{field}: file or folder not found: {path}; {fix}") from error
 
 
 def _ask(store: ObjectStore, field: str) -> None:
-    """List something; a store in files must have a folder that can be written, or made in one."""
+    """List something. A store in files needs a folder that can be written, or made in one."""
     parts = urlsplit(store.uri)
     if parts.scheme == "file":
         _check_folder(Path(unquote(parts.path)), field)
@@ -191,8 +194,8 @@ def _ask(store: ObjectStore, field: str) -> None:
 
 
 def _check_folder(folder: Path, field: str) -> None:
-    place = _there(folder)
+    place = _existing(folder)
     if not place.is_dir():
-        raise InvalidSpecError(field, f"{place} is a file: choose a folder")
+        raise InvalidSpecError(field, f"expected a folder, got the file {place}")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise NoPermissionError(f"{field}: {place}: no permission to write: choose a folder that you may")
+        raise NoPermissionError(f"{field}: permission denied: write {place}; choose a folder that you can write")

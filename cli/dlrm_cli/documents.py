@@ -1,4 +1,4 @@
-"""Manifests on disk: YAML files of several documents, read with the line of whatever is wrong in them."""
+"""Read manifests: YAML files of several documents, with the line of whatever is wrong in them."""
 
 from __future__ import annotations
 
@@ -39,24 +39,25 @@ KEY = re.compile(r"([a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-._A-Za-
 VALUE = re.compile(r"([A-Za-z0-9]([-._A-Za-z0-9]{0,61}[A-Za-z0-9])?)?")
 
 
-def check_meta(metadata: Any) -> None:
-    """Refuse fields that no object has, a namespace that can't be, and keys or values of labels and annotations.
+def check_metadata(metadata: Any) -> None:
+    """Refuse metadata that the API server would refuse: the models accept what it has let pass.
 
     Raises:
-        InvalidSpecError: names the field.
+        InvalidSpecError: an unknown field, a bad namespace, or a bad key or value of a label or annotation.
     """
     if not isinstance(metadata, dict):
-        return  # for the models to refuse
+        # The models refuse it.
+        return
     for name in metadata:
         if name not in FIELDS:
             near = get_close_matches(str(name), FIELDS, n=1)
-            mend = f"do you mean {near[0]}?" if near else "check its spelling and its place"
-            raise InvalidSpecError(f"metadata.{name}", f"unknown field: {mend}")
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InvalidSpecError(f"metadata.{name}", f"unknown field{hint}")
     namespace = metadata.get("namespace")
     if namespace is not None and not (isinstance(namespace, str) and NAMESPACE.fullmatch(namespace)):
         raise InvalidSpecError(
             "metadata.namespace",
-            f"{namespace!r} is no namespace: use at most 63 lower-case letters, digits and dashes",
+            f"expected at most 63 lower-case letters, digits and dashes, got {namespace!r}",
         )
     for field in ("labels", "annotations"):
         _check_texts(f"metadata.{field}", metadata.get(field), labels=field == "labels")
@@ -66,19 +67,19 @@ def _check_texts(path: str, texts: Any, *, labels: bool) -> None:
     if texts is None:
         return
     if not isinstance(texts, dict):
-        raise InvalidSpecError(path, "must be a mapping of keys to texts")
+        raise InvalidSpecError(path, "expected a mapping of keys to strings")
     for key, value in texts.items():
         if not KEY.fullmatch(str(key)):
             raise InvalidSpecError(
                 f"{path}[{key}]",
-                "is no key: use at most 63 letters, digits, dashes, dots and underscores, maybe after prefix/",
+                "expected a key of at most 63 letters, digits, dashes, dots and underscores after an optional prefix/",
             )
         if not isinstance(value, str):
-            raise InvalidSpecError(f"{path}[{key}]", "must be a text: put it in quotes")
+            raise InvalidSpecError(f"{path}[{key}]", f"expected a string, got {value!r}; quote it")
         if labels and not VALUE.fullmatch(value):
             raise InvalidSpecError(
                 f"{path}[{key}]",
-                f"{value!r} is no value of a label: use at most 63 letters, digits, dashes, dots and underscores",
+                f"expected at most 63 letters, digits, dashes, dots and underscores, got {value!r}",
             )
 
 
@@ -90,28 +91,28 @@ PARSERS: dict[str, Callable[[Any], DLRMJob | HardwareProfile]] = {
 
 @dataclass(frozen=True)
 class Document:
-    """One YAML document of a file, decoded and not yet validated."""
+    """Hold one YAML document of a file, decoded but not validated."""
 
     path: Path
     number: int
-    """Place in the file, from 1."""
+    """Position in the file, from 1."""
     body: dict[str, Any]
 
     @property
     def kind(self) -> str:
-        """What it says that it is."""
+        """Return its ``kind``."""
         return str(self.body.get("kind", ""))
 
     @property
     def title(self) -> str:
-        """How messages name it: kind and name."""
+        """Return kind and name, as messages show it."""
         metadata = self.body.get("metadata")
         name = metadata.get("name") if isinstance(metadata, dict) else None
         return f"{self.kind} {name or f'(document {self.number})'}"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe subset, refusing a key that occurs twice: the first one would be lost in silence."""
+    """Load YAML's safe subset, and refuse a key that occurs twice: the first value would be lost silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Build one mapping; see the class."""
@@ -119,41 +120,40 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value} occurs twice in one mapping", key.start_mark
-                    )
+                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value}", key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
 
 def read_documents(path: Path) -> list[Document]:
-    """Read every document of a YAML (or JSON) file; empty documents are left out.
+    """Read every document of a YAML (or JSON) file; empty documents are skipped.
 
     Raises:
-        NoInputError: the file is not there or can't be read.
-        BadDataError: it is no YAML, with the line; or a document is no mapping; or there is none at all.
+        NoInputError: the file does not exist or cannot be read.
+        BadDataError: the file has invalid YAML, no document, or a document that is no mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise BadDataError(f"{path}: byte {error.start} is no UTF-8: save the file as UTF-8 text") from error
+        raise BadDataError(f"{path}: invalid UTF-8 at byte {error.start}: save the file as UTF-8") from error
     except OSError as error:
-        raise NoInputError(f"{path}: {error.strerror or error}: give the path of a readable file") from error
+        raise NoInputError(f"cannot read {path}: {error.strerror or error}") from error
     try:
         bodies = list(yaml.load_all(text, Loader=_Loader))
     except yaml.YAMLError as error:
-        raise BadDataError(f"{path}{_place(error)}: this is no YAML: {_problem(error)}") from error
-    except ValueError as error:  # of a value that looks like a date or number, and is none
-        raise BadDataError(f"{path}: a value can't be read ({error}): quote it if it is text") from error
+        raise BadDataError(f"{path}{_place(error)}: invalid YAML: {_problem(error)}") from error
+    except ValueError as error:
+        # For example 2026-02-31, which looks like a date.
+        raise BadDataError(f"{path}: invalid value: {error}; quote it if it is text") from error
     documents = []
     for number, body in enumerate(bodies, start=1):
         if body is None:
             continue
         if not isinstance(body, dict):
-            raise BadDataError(f"{path}: document {number} is a {type(body).__name__}, where a mapping is needed")
+            raise BadDataError(f"{path}: invalid document {number}: expected a mapping, got a {type(body).__name__}")
         documents.append(Document(path, number, body))
     if not documents:
-        raise BadDataError(f"{path}: the file holds no document: write a DLRMJob into it")
+        raise BadDataError(f"{path}: no documents found; write a DLRMJob into the file")
     return documents
 
 
@@ -161,21 +161,19 @@ def parse_document(document: Document) -> DLRMJob | HardwareProfile:
     """Validate one document.
 
     Raises:
-        InvalidSpecError: it is of another kind, or a field is refused; names the field.
-        BadDataError: it is YAML that no JSON can say.
+        InvalidSpecError: another kind, or an invalid field.
+        BadDataError: it is YAML that JSON cannot express.
     """
     parser = PARSERS.get(document.kind)
     if parser is None:
-        raise InvalidSpecError(
-            "kind", f"{document.kind or 'nothing'} is none of {', '.join(PARSERS)}: dlrmctl knows no other kind"
-        )
+        raise InvalidSpecError("kind", f"expected one of {', '.join(PARSERS)}, got {document.kind or None!r}")
     parsed = parser(document.body)
-    check_meta(document.body["metadata"])
+    check_metadata(document.body["metadata"])
     return parsed
 
 
 def only_job(documents: list[Document]) -> Document:
-    """The one DLRMJob among them.
+    """Return the one DLRMJob among documents.
 
     Raises:
         InvalidSpecError: there is none.
@@ -184,34 +182,32 @@ def only_job(documents: list[Document]) -> Document:
     jobs = [document for document in documents if document.kind == "DLRMJob"]
     if not jobs:
         first = documents[0]
-        raise InvalidSpecError(
-            "kind", f"{first.path} holds {first.kind or 'a document without a kind'} and no DLRMJob: give a DLRMJob"
-        )
+        raise InvalidSpecError("kind", f"expected a DLRMJob in {first.path}, got {first.kind or None!r}")
     if len(jobs) > 1:
         titles = ", ".join(document.title for document in jobs)
-        raise UsageError(f"{jobs[0].path}: {len(jobs)} jobs ({titles}) in one file: keep one job in each file")
+        raise UsageError(f"{jobs[0].path}: expected one job, got {len(jobs)} ({titles}); put each in a file of its own")
     return jobs[0]
 
 
 def find_profile(job: DLRMJob, documents: list[Document], extra: Path | None) -> HardwareProfile | None:
-    """The profile that the job names, from its own file or from ``--profile``; None where it names none.
+    """Return the profile that the job names, from its own file or from ``--profile``; None if it names none.
 
-    With ``--profile`` and a job that names no hardware, the file's only profile is taken.
+    If the job names no hardware, the only profile of ``--profile`` is used.
 
     Raises:
         UsageError: the profile that the job names is in neither file; or it names none, and the file has several.
-        DLRMError: a profile is bad; names its file.
+        DLRMError: a profile is invalid.
     """
     wanted = job.spec.trainer.hardware
     others = read_documents(extra) if extra else []
     given = _profiles(others)
     if extra and not given:
-        raise UsageError(f"--profile: {extra} holds no HardwareProfile")
+        raise UsageError(f"invalid --profile: no HardwareProfile in {extra}")
     if wanted is None:
         if len(given) > 1:
             raise UsageError(
-                f"--profile: {extra} holds {len(given)} HardwareProfiles ({_names(given)}) and the job names none: say "
-                f"which, such as --set spec.trainer.hardware={given[0].metadata.name}"
+                f"ambiguous --profile: {extra} has {len(given)} HardwareProfiles ({_names(given)}) and the job names "
+                f"none; choose one, for example --set spec.trainer.hardware={given[0].metadata.name}"
             )
         return given[0] if given else None
     profiles = [*given, *_profiles(documents)]
@@ -220,7 +216,7 @@ def find_profile(job: DLRMJob, documents: list[Document], extra: Path | None) ->
             return profile
     known = _names(profiles) or "none"
     raise UsageError(
-        f"spec.trainer.hardware: no HardwareProfile {wanted} (found: {known}): give its file with --profile"
+        f"spec.trainer.hardware: HardwareProfile not found: {wanted} (found: {known}); give its file with --profile"
     )
 
 
@@ -240,7 +236,7 @@ def _names(profiles: list[HardwareProfile]) -> str:
 
 
 def located(document: Document, error: DLRMError) -> DLRMError:
-    """The same error, saying which file and document it is about."""
+    """Return the same error with the file and document in front."""
     message = f"{document.path}: {document.title}: {error}"
     if isinstance(error, InvalidSpecError):
         return InvalidSpecError(f"{document.path}: {document.title}: {error.path}", error.problem)
@@ -258,16 +254,18 @@ def _problem(error: yaml.YAMLError) -> str:
     return f"{problem} ({context})" if context else str(problem)
 
 
-def seconds(option: str, text: str) -> int:
-    """The length of a duration, which is longer than nothing.
+def parse_duration(option: str, text: str) -> int:
+    """Return the seconds of an option's duration.
 
     Raises:
-        UsageError: it is none; names the option.
+        UsageError: it is not a duration, or not greater than zero.
     """
     try:
         found = int(TypeAdapter[float](Duration).validate_python(text))
     except ValidationError as error:
-        raise UsageError(f"{option}: {first_problem(error)}") from error
+        raise UsageError(f"invalid {option}: {first_problem(error)}") from error
     if not found:
-        raise UsageError(f"{option}: {text} is no time at all: write something like 90s, 30m or 1h30m")
+        raise UsageError(
+            f"invalid {option}: expected a duration greater than zero such as 90s, 30m or 1h30m, got {text!r}"
+        )
     return found

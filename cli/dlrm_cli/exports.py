@@ -1,4 +1,4 @@
-"""``dlrmctl snapshots`` for what leaves a job: how snapshots differ, tables for serving, and deltas followed."""
+"""``dlrmctl snapshots diff``, ``export`` and ``follow``: what leaves a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dlrm_api.errors import NoInputError, TemporaryError, UsageError, visible
-from dlrm_cli.snapshots import CaFile, Credentials, Endpoint, Form, Output, Region, Step, Uri, chosen, store_of
+from dlrm_cli.snapshots import (
+    CaFile,
+    Credentials,
+    Endpoint,
+    Output,
+    OutputFormat,
+    Region,
+    Step,
+    Uri,
+    open_snapshot_store,
+    select_snapshot,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,21 +35,21 @@ if TYPE_CHECKING:
     from dlrm_checkpointer import Precision, Snapshot, TableFile, TableMeta
     from dlrm_stores.base import ObjectStore
 
-serving = typer.Typer()
+exports = typer.Typer()
 
 NAME = re.compile(r"(\d+)(?:-(\d+))?")
-Which = "step of a snapshot, or STEP-ATTEMPT"
+NAME_HELP = "STEP or STEP-ATTEMPT"
 
 
 class FileFormat(enum.StrEnum):
-    """Kinds of files that tables are exported to."""
+    """List the file formats of exported tables."""
 
     PARQUET = "parquet"
     SAFETENSORS = "safetensors"
 
 
 class Numbers(enum.StrEnum):
-    """Precisions of exported rows."""
+    """List the precisions of exported rows."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -46,23 +57,23 @@ class Numbers(enum.StrEnum):
     INT8 = "int8"
 
 
-@serving.command()
+@exports.command()
 def diff(
     uri: Uri,
-    before: Annotated[str, typer.Argument(metavar="A", help=f"The older one: {Which}.")],
-    after: Annotated[str, typer.Argument(metavar="B", help=f"The newer one: {Which}.")],
+    before: Annotated[str, typer.Argument(metavar="A", help=f"Older snapshot: {NAME_HELP}.")],
+    after: Annotated[str, typer.Argument(metavar="B", help=f"Newer snapshot: {NAME_HELP}.")],
     endpoint: Endpoint = None,
     region: Region = None,
     ca_file: CaFile = None,
     credentials_dir: Credentials = None,
-    output: Output = Form.TABLE,
+    output: Output = OutputFormat.TABLE,
 ) -> None:
-    """Say, table by table, how many rows differ between two snapshots and by how much."""
+    """Show for each table how many rows differ between two snapshots, and by how much."""
     from dlrm_checkpointer import diff_snapshots
 
-    store = store_of(uri, endpoint, region, ca_file, credentials_dir)
+    store = open_snapshot_store(uri, endpoint, region, ca_file, credentials_dir)
     found = diff_snapshots(_named(store, before), _named(store, after))
-    if output is Form.JSON:
+    if output is OutputFormat.JSON:
         print(json.dumps([asdict(each) for each in found]))
     else:
         from dlrm_cli.views import diff_view, print_view
@@ -70,102 +81,106 @@ def diff(
         print_view(diff_view(found))
 
 
-@serving.command()
+@exports.command()
 def export(
     uri: Uri,
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder for one file a table.")],
-    format: Annotated[FileFormat, typer.Option(help="Kind of the files.")] = FileFormat.SAFETENSORS,  # noqa: A002
-    precision: Annotated[Numbers, typer.Option(help="Precision of rows; int8: codes with scale and low a row.")] = (
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder, with one file per table.")],
+    format: Annotated[FileFormat, typer.Option(help="File format.")] = FileFormat.SAFETENSORS,  # noqa: A002
+    precision: Annotated[Numbers, typer.Option(help="Precision of rows; int8 has scale and low per row.")] = (
         Numbers.FP32
     ),
     step: Step = None,
-    table: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this table. May be repeated.")] = None,
-    updated_only: Annotated[bool, typer.Option("--updated-only", help="Leave rows out never updated.")] = False,
+    table: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Export only this table. May be repeated.")
+    ] = None,
+    updated_only: Annotated[bool, typer.Option("--updated-only", help="Omit rows that were never updated.")] = False,
     endpoint: Endpoint = None,
     region: Region = None,
     ca_file: CaFile = None,
     credentials_dir: Credentials = None,
 ) -> None:
-    """Write one snapshot's tables for serving: without optimizer state, all rows filled in."""
+    """Export one snapshot's tables for serving: all rows, without optimizer state."""
     from dlrm_checkpointer import Safetensors, TableFormat, Wanted, export_tables
 
     form: TableFormat = Safetensors()
     if format is FileFormat.PARQUET:
         form = Parquet()
     wanted = Wanted(form=form, precision=precision.value, tables=tuple(table or ()), updated_only=updated_only)
-    snapshot, _ = chosen(store_of(uri, endpoint, region, ca_file, credentials_dir), step)
+    snapshot, _ = select_snapshot(open_snapshot_store(uri, endpoint, region, ca_file, credentials_dir), step)
     rows = export_tables(snapshot, to, wanted)
-    print(f"step {snapshot.step} is in {to}: {rows:,} rows", file=sys.stderr)
+    print(f"exported step {snapshot.step} to {to}: {rows:,} rows", file=sys.stderr)
 
 
-@serving.command()
+@exports.command()
 def follow(
-    uri: Annotated[str, typer.Argument(metavar="URI", help="spec.checkpoint.publish.uri of the job.")],
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the tables; kept from run to run.")],
-    once: Annotated[bool, typer.Option("--once", help="End when the newest delta is applied.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Time between two looks.")] = 10.0,
+    uri: Annotated[str, typer.Argument(metavar="URI", help="Value of spec.checkpoint.publish.uri.")],
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the tables; reused by later runs.")],
+    once: Annotated[bool, typer.Option("--once", help="Exit when the newest delta is applied.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Polling interval in seconds.")] = 10.0,
     endpoint: Endpoint = None,
     region: Region = None,
     ca_file: CaFile = None,
     credentials_dir: Credentials = None,
 ) -> None:
-    """Keep tables in a folder at the newest published delta, and say what was applied; a gap starts them anew."""
+    """Keep tables in a folder at the newest published delta. After a gap they are downloaded again in full."""
     from dlrm_checkpointer import Follower
 
-    store = store_of(uri, endpoint, region, ca_file, credentials_dir, may_come=not once)
+    store = open_snapshot_store(uri, endpoint, region, ca_file, credentials_dir, must_exist=once)
     follower = Follower(store, to)
-    said = ""
+    shown = ""
     while True:
         try:
-            did = [str(each) for each in follower.catch_up()]
+            lines = [str(each) for each in follower.catch_up()]
         except TemporaryError as error:
             if once:
                 raise
-            did = [f"waiting: {error}"]
-        for line in did:
-            if line != said:
+            lines = [f"waiting: {error}"]
+        for line in lines:
+            if line != shown:
                 print(visible(line), flush=True)
-            said = line
+            shown = line
         if once:
             break
         time.sleep(interval)
     if follower.state is None:
-        raise NoInputError(f"{uri}: no delta is there")
+        raise NoInputError(f"delta not found: {uri}")
 
 
 def _named(store: ObjectStore, name: str) -> Snapshot:
-    """A snapshot by its step, or by step and attempt.
+    """Return a snapshot by its step, or by step and attempt.
 
     Raises:
-        UsageError: it is no such name.
+        UsageError: an invalid name.
         NoInputError: there is none.
-        SnapshotError: it can't be used.
+        SnapshotError: it is unusable.
     """
     from dlrm_checkpointer import find_snapshot
 
     match = NAME.fullmatch(name)
     if not match:
-        raise UsageError(f"{name}: is neither STEP nor STEP-ATTEMPT")
+        raise UsageError(f"invalid snapshot name: expected STEP or STEP-ATTEMPT, got {name!r}")
     return find_snapshot(store, int(match[1]), int(match[2]) if match[2] else None)
 
 
 class Parquet:
-    """Parquet files: ``row_id`` int64, and the arrays of ``at_precision``, vectors as lists of a fixed size."""
+    """Write Parquet files: ``row_id`` int64, and the arrays of ``at_precision``, vectors as fixed-size lists."""
 
     name = "parquet"
     suffix = ".parquet"
 
     def check(self, precision: Precision) -> None:
-        """Refuse a precision that files of this kind don't know.
+        """Refuse a precision that Parquet does not have.
 
         Raises:
-            UsageError: Parquet has no such numbers.
+            UsageError: bf16.
         """
         if precision == "bf16":
-            raise UsageError("Parquet has no bf16: take --precision fp16, or --format safetensors")
+            raise UsageError(
+                "--precision bf16 cannot be combined with --format parquet; use fp16, or --format safetensors"
+            )
 
     def open(self, path: Path, table: TableMeta, precision: Precision, *, all_rows: bool) -> TableFile:  # noqa: ARG002
-        """A new file; row numbers are always in it, because engines that read it may change the order."""
+        """Open a new file. Row numbers are always in it, because engines that read it may change the order."""
         import pyarrow as pa
 
         vector = {"fp32": pa.float32(), "fp16": pa.float16(), "int8": pa.uint8()}[precision]

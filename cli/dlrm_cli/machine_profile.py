@@ -1,4 +1,4 @@
-"""``dlrmctl profile measure``: a HardwareProfile of this machine, with what was measured."""
+"""``dlrmctl profile measure``: measure this machine, with torch and the trainer's own tiers, as a HardwareProfile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dlrm_api.names import API_VERSION
 from dlrm_api.objects import ObjectName
 from dlrm_api.process import usable_cpus, usable_memory_bytes
 from dlrm_api.tiers import BLOCK_SLACK, Tier
-from dlrm_cli.checks import RESOURCE, DetectedGpu, detected_gpus
+from dlrm_cli.checks import RESOURCE, DetectedGpu, detect_gpus
 from dlrm_cli.run.appdef import free_ports
 from dlrm_trainer.embedding.tiers.block import BlockLevel
 from dlrm_trainer.embedding.tiers.memory import ByteLevel, MappedStorage
@@ -37,44 +37,44 @@ SLOWER_TIERS: tuple[Tier, ...] = ("cxl", "scm", "block")
 
 
 class Probe(Protocol):
-    """What is asked of a machine; see ``probe.TorchProbe``."""
+    """Measure a machine; see ``TorchProbe``."""
 
     def memory_bytes(self) -> int:
-        """Of host memory."""
+        """Return the host memory in bytes."""
 
     def cores(self) -> int:
-        """That this process may use."""
+        """Return the CPUs that this process may use."""
 
     def devices(self) -> tuple[DetectedGpu, ...]:
-        """GPUs."""
+        """Return the GPUs."""
 
     def host_rates(self) -> Rates:
-        """Of the CPUs together and host memory."""
+        """Return the rates of all CPUs together and of host memory."""
 
     def device_rates(self) -> Rates:
-        """Of the first GPU."""
+        """Return the rates of the first GPU."""
 
     def link_bytes_per_second(self) -> float:
-        """Between host memory and the first GPU, each way."""
+        """Return the rate between host memory and the first GPU, in the slower direction."""
 
     def tier_rates(self, tier: Tier, folder: Path) -> TierRates:
-        """Of a slower tier that is mounted there."""
+        """Return the rates of a slower tier that is mounted at a folder."""
 
     def exchange_bytes_per_second(self) -> float:
-        """That each of two ranks that compute on the CPUs sends the other."""
+        """Return the rate at which each of two CPU ranks sends to the other."""
 
 
 def write_profile(name: str, out: Path | None, tiers: Sequence[str] = ()) -> None:
-    """Measure this machine, and write its profile as YAML to a file that is not there yet, or print it.
+    """Measure this machine, and write its profile as YAML to a new file, or print it.
 
     Args:
-        name: of the profile.
-        out: the file; None: it is printed.
+        name: Name of the profile.
+        out: The file; None prints it.
         tiers: ``TIER=FOLDER`` of each slower tier to measure.
 
     Raises:
-        UsageError: the file is there, or can't be made, or no object of a cluster can have the name; a tier is none.
-        DeviceError: the GPUs' driver does not answer, or a file can't be written.
+        UsageError: an existing or unwritable file, or an invalid name or tier.
+        DeviceError: the GPUs' driver failed, or the file cannot be written.
     """
     _check_name(name)
     folders = _folders(tiers)
@@ -88,8 +88,9 @@ def write_profile(name: str, out: Path | None, tiers: Sequence[str] = ()) -> Non
         out.write_text(text)
     except OSError as error:
         with suppress(OSError):
-            out.unlink()  # part of a profile is none, and would be in the way of the next try
-        raise DeviceError(f"--out: {out}: {error.strerror}: choose another file") from error
+            # Part of a profile is useless, and the next try would refuse to overwrite it.
+            out.unlink()
+        raise DeviceError(f"invalid --out: {out}: {error.strerror}; choose another file") from error
 
 
 def _check_name(name: str) -> None:
@@ -97,18 +98,18 @@ def _check_name(name: str) -> None:
         TypeAdapter(ObjectName).validate_python(name)
     except ValidationError as error:
         raise UsageError(
-            f"--name: {name!r} is no name of an object in a cluster: use up to 253 lower-case letters, digits, - and ."
+            f"invalid --name: expected at most 253 lower-case letters, digits, - and ., got {name!r}"
         ) from error
 
 
 def _check_new(out: Path) -> None:
     try:
         if out.exists():
-            raise UsageError(f"{out} is there already: choose another file with --out, or remove it")
+            raise UsageError(f"refusing to overwrite {out}; choose another --out")
     except OSError as error:
-        raise UsageError(f"--out: {out}: {error.strerror}: choose another file") from error
+        raise UsageError(f"invalid --out: {out}: {error.strerror}; choose another file") from error
     if not os.access(out.parent, os.W_OK | os.X_OK):
-        raise UsageError(f"--out: {out.parent} is no folder that you may write: choose another file")
+        raise UsageError(f"invalid --out: cannot write to folder {out.parent}; choose another file")
 
 
 def _folders(tiers: Sequence[str]) -> dict[Tier, Path]:
@@ -117,17 +118,17 @@ def _folders(tiers: Sequence[str]) -> dict[Tier, Path]:
         tier, _, folder = each.partition("=")
         if tier not in SLOWER_TIERS or not folder:
             raise UsageError(
-                f"--tier: {each!r} is no TIER=FOLDER: name a tier ({', '.join(SLOWER_TIERS)}) and a folder of its "
-                "mount, as in block=/mnt/nvme"
+                f"invalid --tier: expected TIER=FOLDER with one of {', '.join(SLOWER_TIERS)}, such as block=/mnt/nvme, "
+                f"got {each!r}"
             )
         if tier in folders:
-            raise UsageError(f"--tier: {tier} is given twice: a profile has one folder for each tier")
+            raise UsageError(f"invalid --tier: {tier} is given twice")
         folders[tier] = Path(folder).absolute()
     return folders
 
 
 def profile_text(name: str, probe: Probe, folders: Mapping[Tier, Path]) -> str:
-    """The profile as YAML; a comment says what the devices are called, and what was not measured."""
+    """Return the profile as YAML, with a comment that names the GPUs and what was not measured."""
     devices = probe.devices()
     document = _document(name, probe, devices, folders)
     parse_profile(document)  # refuses what no profile may hold
@@ -136,7 +137,7 @@ def profile_text(name: str, probe: Probe, folders: Mapping[Tier, Path]) -> str:
     missing = [f"tiers ({', '.join(unmeasured)})"] if unmeasured else []
     missing += ["network" if devices else "network between nodes", "price", "node affinity"]
     seen = ", ".join(f"{count} x {each}" for each, count in counts.items()) or "no GPU"
-    return f"# Measured on one machine with {seen}. By hand: {', '.join(missing)}.\n" + yaml.safe_dump(
+    return f"# Measured on one machine with {seen}. Add by hand: {', '.join(missing)}.\n" + yaml.safe_dump(
         document, sort_keys=False
     )
 
@@ -178,7 +179,7 @@ def _slower_tier(rates: TierRates, folder: Path) -> dict[str, Any]:
 
 
 def _rounded(rate: float) -> float:
-    """To three digits: more would be noise."""
+    """Round to three digits: more would be noise."""
     return float(f"{rate:.3g}")
 
 
@@ -187,75 +188,75 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Of one processor and the memory beside it."""
+    """Hold the rates of one processor and its memory."""
 
     read_bytes_per_second: float
     write_bytes_per_second: float
     flops_per_second: float
-    """Of float32 matrix products, as the model's layers make them."""
+    """Rate of float32 matrix products, as in the model's layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much work a measurement is."""
+    """Say how much work a measurement is."""
 
     bytes: int
-    """Moved at a time: many times what caches hold."""
+    """Bytes moved at a time: many times what caches hold."""
     side: int
-    """Of the matrices that are multiplied."""
+    """Side of the matrices that are multiplied."""
     repeats: int
-    """The fastest counts: others were disturbed."""
+    """Runs, of which the fastest counts: others were disturbed."""
 
 
 HOST_EFFORT = Effort(bytes=1 << 30, side=2_048, repeats=5)
 HOST_SHARE = 16
-"""No more than one part in so many of host memory is moved at a time."""
+"""At most one part in this many of host memory is moved at a time."""
 DEVICE_EFFORT = Effort(bytes=1 << 30, side=8_192, repeats=10)
 
 
 class TorchProbe:
-    """Asks and measures this machine."""
+    """Measure this machine."""
 
     def memory_bytes(self) -> int:
-        """Of host memory."""
+        """Return the host memory in bytes."""
         return usable_memory_bytes()
 
     def cores(self) -> int:
-        """That this process may use."""
+        """Return the CPUs that this process may use."""
         return usable_cpus()
 
     def devices(self) -> tuple[DetectedGpu, ...]:
-        """GPUs."""
-        return detected_gpus()
+        """Return the GPUs."""
+        return detect_gpus()
 
     def host_rates(self) -> Rates:
-        """Of the CPUs together and host memory."""
+        """Return the rates of all CPUs together and of host memory."""
         return measured(HOST, host_effort(self.memory_bytes()))
 
     def device_rates(self) -> Rates:
-        """Of the first GPU."""
+        """Return the rates of the first GPU."""
         return measured(torch.device("cuda", 0), DEVICE_EFFORT)
 
     def link_bytes_per_second(self) -> float:
-        """Between host memory and the first GPU, in the slower direction."""
+        """Return the rate between host memory and the first GPU, in the slower direction."""
         return link_rate(torch.device("cuda", 0), DEVICE_EFFORT)
 
     def tier_rates(self, tier: Tier, folder: Path) -> TierRates:
-        """Of a slower tier that is mounted there."""
+        """Return the rates of a slower tier that is mounted at a folder."""
         return tier_rates(tier, folder)
 
     def exchange_bytes_per_second(self) -> float:
-        """That each of two ranks that compute on the CPUs sends the other."""
+        """Return the rate at which each of two CPU ranks sends to the other."""
         return exchange_rate()
 
 
 def host_effort(memory_bytes: int) -> Effort:
-    """How much work measuring a host is that has so much memory."""
+    """Return the effort that suits a host's memory."""
     return replace(HOST_EFFORT, bytes=min(HOST_EFFORT.bytes, memory_bytes // HOST_SHARE))
 
 
 def measured(device: torch.device, effort: Effort) -> Rates:
-    """Rates of one device: a sum that reads, a fill that writes, a product that computes."""
+    """Measure one device: a sum reads, a fill writes, a product computes."""
     values = torch.ones(effort.bytes // 4, device=device)
     read = _seconds(device, effort.repeats, lambda: values.sum())
     write = _seconds(device, effort.repeats, lambda: values.fill_(2.0))
@@ -269,7 +270,7 @@ def measured(device: torch.device, effort: Effort) -> Rates:
 
 
 def link_rate(device: torch.device, effort: Effort) -> float:
-    """Bytes/s of copies between pinned host memory and a device, in the slower direction."""
+    """Return the bytes/s of copies between pinned host memory and a device, in the slower direction."""
     here = torch.ones(effort.bytes // 4, pin_memory=device.type == "cuda")
     there = torch.ones(effort.bytes // 4, device=device)
     seconds = (
@@ -280,15 +281,15 @@ def link_rate(device: torch.device, effort: Effort) -> float:
 
 
 def _seconds(device: torch.device, repeats: int, work: Callable[[], object]) -> float:
-    """Of the fastest run after a first one, which may still have to load its kernel."""
+    """Return the time of the fastest run after a first one, which may have to load its kernel."""
     fastest = float("inf")
-    for turn in range(repeats + 1):
+    for repeat in range(repeats + 1):
         started = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         taken = time.perf_counter() - started
-        fastest = min(fastest, taken) if turn else fastest
+        fastest = min(fastest, taken) if repeat else fastest
     return fastest
 
 
@@ -297,62 +298,62 @@ RECORD_WORDS = 66
 RECORD_BYTES = 4 * RECORD_WORDS
 BATCH_RECORDS = 32_768
 FREE_SHARE = 4
-"""No more than one part in so many of what is free is written."""
+"""At most one part in this many of the free bytes is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierEffort:
-    """How much work a measurement is."""
+    """Say how much work the measurement of a tier is."""
 
     bytes: int
-    """Of the file that records are written to."""
+    """Bytes of the file of records."""
     seconds: float
-    """That records are read and written at random."""
+    """Time to read, and to write, records at random."""
 
 
-EFFORT = TierEffort(bytes=1 << 30, seconds=3.0)
-LEAST_BYTES = 4 * BATCH_RECORDS * RECORD_BYTES
+TIER_EFFORT = TierEffort(bytes=1 << 30, seconds=3.0)
+MIN_BYTES = 4 * BATCH_RECORDS * RECORD_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierRates:
-    """Of one folder, by one process."""
+    """Hold the rates of one folder, by one process."""
 
     bytes: int
-    """Free now."""
+    """Free bytes."""
     read_bytes_per_second: float
-    """Of all records one after the other."""
+    """Rate of reading all records in sequence."""
     write_bytes_per_second: float
     read_iops: float
-    """Records at random; pages of block storage."""
+    """Records read at random; pages of block storage."""
     write_iops: float | None
-    """Records at random; None: block storage is written in sequence alone."""
+    """Records written at random; None for block storage, which is only written in sequence."""
 
 
-def tier_rates(tier: Tier, folder: Path, effort: TierEffort = EFFORT) -> TierRates:
+def tier_rates(tier: Tier, folder: Path, effort: TierEffort = TIER_EFFORT) -> TierRates:
     """Write a file of records to a folder of ``cxl``, ``scm`` or ``block`` storage, read it, and leave nothing.
 
-    Memory that the page cache stands before is measured with it, as trainers meet it too; block storage without.
+    CXL and SCM are measured through the page cache, as trainers meet them; block storage without it.
 
     Raises:
-        NoInputError: the folder is not there.
-        DeviceError: it has too little room, or can't be used as this tier.
+        NoInputError: the folder does not exist.
+        DeviceError: it has too little space, or cannot serve as this tier.
     """
     if not folder.is_dir():
-        raise NoInputError(f"--tier: {folder}: no such folder: give one on the {tier} tier's mount")
+        raise NoInputError(f"invalid --tier: folder not found: {folder}; give one on the mount of {tier}")
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        raise DeviceError(f"{folder}: {error.strerror}: give a folder on the {tier} tier's mount") from error
+        raise DeviceError(f"{folder}: {error.strerror}; give a folder on the mount of {tier}") from error
     size = min(effort.bytes, free // FREE_SHARE)
-    if size < min(effort.bytes, LEAST_BYTES):
+    if size < min(effort.bytes, MIN_BYTES):
         raise DeviceError(
-            f"{folder}: {free:,} bytes are free, too few to measure it: make room for {LEAST_BYTES * FREE_SHARE:,}"
+            f"not enough space to measure {folder}: {MIN_BYTES * FREE_SHARE:,} bytes are needed, {free:,} are free"
         )
     records = size // RECORD_BYTES
     if tier == "block":
         slack = int(records * BLOCK_SLACK)
-        with closing(BlockLevel(folder, RECORD_WORDS, slack, records, _none_moves)) as block:
+        with closing(BlockLevel(folder, RECORD_WORDS, slack, records, _ignore_moves)) as block:
             return _block_rates(block, free, records, effort.seconds)
     storage = MappedStorage(folder, RECORD_WORDS, records, tier)
     with closing(ByteLevel(tier, storage, records, ordered=False)) as level:
@@ -376,7 +377,8 @@ def _block_rates(level: BlockLevel, free: int, records: int, seconds: float) -> 
 
 
 def _byte_rates(level: ByteLevel, free: int, records: int, seconds: float) -> TierRates:
-    places, _ = _filled(level, records)  # takes pages from the kernel, which training does once
+    # Writing new records takes pages from the kernel, which training does once, so this is not the write rate.
+    places, _ = _filled(level, records)
     batches = list(_reads_at_random(level, places, seconds))
     out, start = _records(BATCH_RECORDS), time.perf_counter()
     for some in _in_batches(places):
@@ -398,7 +400,7 @@ def _byte_rates(level: ByteLevel, free: int, records: int, seconds: float) -> Ti
 
 
 def _filled(level: Level, records: int) -> tuple[Places, float]:
-    """The places of so many new records, and the bytes/s; the first batch, which compiles, is not counted."""
+    """Return the places of new records, and the bytes/s; the first batch, which compiles, does not count."""
     places, source, start = [], _records(BATCH_RECORDS), 0.0
     for rows in _in_batches(np.arange(records)):
         places.append(level.write(rows, source[: len(rows)]))
@@ -407,7 +409,7 @@ def _filled(level: Level, records: int) -> tuple[Places, float]:
 
 
 def _reads_at_random(level: Level, places: Places, seconds: float) -> Iterator[float]:
-    """The seconds of each batch of reads, for so many seconds; the first batch, which compiles, is not among them."""
+    """Yield the seconds of each batch of reads, without the first, which compiles."""
     out = _records(BATCH_RECORDS)
     for number, some in enumerate(_at_random(places, seconds)):
         start = time.perf_counter()
@@ -417,7 +419,7 @@ def _reads_at_random(level: Level, places: Places, seconds: float) -> Iterator[f
 
 
 def _writes_at_random(level: ByteLevel, places: Places, seconds: float) -> Iterator[float]:
-    """The same of writes: places that are given back are the next to be taken."""
+    """Yield the seconds of each batch of writes: freed places are the next to be taken."""
     source, rows = _records(BATCH_RECORDS), np.arange(BATCH_RECORDS)
     for number, some in enumerate(_at_random(places, seconds)):
         level.free(some)
@@ -428,7 +430,7 @@ def _writes_at_random(level: ByteLevel, places: Places, seconds: float) -> Itera
 
 
 def _at_random(places: Places, seconds: float) -> Iterator[Places]:
-    """Batches of different places, two of them at least."""
+    """Yield batches of distinct places, at least two of them."""
     random, until, number = np.random.default_rng(0), time.perf_counter() + seconds, 0
     while number < 2 or time.perf_counter() < until:
         yield places[random.choice(len(places), BATCH_RECORDS, replace=False, shuffle=False)]
@@ -444,19 +446,19 @@ def _records(count: int) -> Records:
     return np.ones((count, RECORD_WORDS), np.uint32)
 
 
-def _none_moves(_rows: Rows, _places: Places) -> None:
-    """Records that stay in use are not moved."""
+def _ignore_moves(_rows: Rows, _places: Places) -> None:
+    """Ignore moves: records that stay in use do not move."""
 
 
 LOOPBACK = "127.0.0.1"
 SENT_BYTES = 32 << 20
-"""By each rank to the other at a time."""
+"""Bytes that each rank sends the other at a time."""
 REPEATS = 10
 RENDEZVOUS_TIMEOUT_S = 60.0
 
 
 def exchange_rate() -> float:
-    """Bytes/s that each of two ranks sends the other, through the collectives of training.
+    """Return the bytes/s that each of two ranks sends the other, through the collectives of training.
 
     Raises:
         DeviceError: they did not meet, or one failed.
@@ -468,14 +470,14 @@ def exchange_rate() -> float:
         subprocess.Popen([*command, "1", port], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as second,
     ):
         try:
-            said, problem = first.communicate()
+            rate, problem = first.communicate()
         finally:
             for rank in (first, second):
                 rank.terminate()
     if first.returncode:
         last = problem.strip().splitlines()[-1:] or [f"exit code {first.returncode}"]
-        raise DeviceError(f"two ranks of this machine can't exchange bytes: {last[0]}")
-    return float(said)
+        raise DeviceError(f"failed to measure the exchange between two ranks: {last[0]}")
+    return float(rate)
 
 
 def _exchange(rank: int, port: int) -> float:

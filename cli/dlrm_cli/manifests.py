@@ -1,4 +1,4 @@
-"""``dlrmctl validate``, ``plan`` and ``render``: manifests in, text out; nothing is started."""
+"""``dlrmctl validate``, ``plan`` and ``render``: manifests in, text out. Nothing is started."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from dlrm_api.tiers import ELEMENT_BYTES
 from dlrm_api.trace import TableTrace
 from dlrm_cli.documents import Document, find_profile, located, only_job, parse_document, read_documents
 from dlrm_cli.overrides import refuse_unread_data, with_data, with_overrides
-from dlrm_cli.views import print_view, tell
+from dlrm_cli.views import plan_view, print_stderr, print_view
+
+CONFIGMAP = "configmap:"
 
 
 def validate_file(path: Path) -> None:
-    """Print a line for each good document on stdout, and for each bad one but the first on stderr.
+    """Print a line on stdout for each valid document, and on stderr for each invalid one but the first.
 
-    Additions to pods that operators refuse by default are a warning on stderr: a cluster's admin may allow them.
+    Pod additions that operators refuse by default are warnings: a cluster's admin may allow them.
 
     Raises:
         DLRMError: the first problem.
@@ -39,7 +41,7 @@ def validate_file(path: Path) -> None:
         except DLRMError as error:
             problems.append(located(document, error))
     for problem in problems[1:]:
-        tell(f"dlrmctl: error: {problem}")
+        print_stderr(f"dlrmctl: error: {problem}")
     if problems:
         raise problems[0]
 
@@ -48,8 +50,8 @@ def print_plan(path: Path, profile_path: Path | None, settings: Sequence[str], *
     """Print the plan of a file's job.
 
     Raises:
-        InfeasiblePlanError: the tables don't fit the hardware.
-        DLRMError: the file or the job is bad.
+        InfeasiblePlanError: the tables do not fit the hardware.
+        DLRMError: the file or the job is invalid.
     """
     from dlrm_planner import plan_job
 
@@ -58,16 +60,14 @@ def print_plan(path: Path, profile_path: Path | None, settings: Sequence[str], *
     if as_json:
         print(plan.model_dump_json(indent=2))
         return
-    from dlrm_cli.views import plan_view
-
     print_view(plan_view(job, plan))
 
 
 def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str], *, as_json: bool) -> None:
-    """Print the Kubernetes objects that the operator would create for a file's job; what to know of them on stderr.
+    """Print the Kubernetes objects that the operator would create for a file's job; warnings go to stderr.
 
     Raises:
-        DLRMError: the file or the job is bad, or the tables don't fit the hardware.
+        DLRMError: the file or the job is invalid, or the tables do not fit the hardware.
     """
     from dlrm_operator.manifests.pod_template import ANY
     from dlrm_operator.manifests.pods import render_objects
@@ -85,8 +85,8 @@ def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str]
     if profile is not None and job.spec.trainer.hardware is None:
         name = profile.metadata.name
         warnings = (
-            f"spec.trainer.hardware: the job names none, so the operator would not plan for HardwareProfile {name} as "
-            f"is done here: set it to {name}",
+            f"spec.trainer.hardware is not set: the operator would not plan for HardwareProfile {name} as done here; "
+            f"set it to {name}",
             *warnings,
         )
     _warn(warnings)
@@ -95,7 +95,7 @@ def print_objects(path: Path, profile_path: Path | None, settings: Sequence[str]
 def read_job_and_profile(
     path: Path, profile_path: Path | None, settings: Sequence[str]
 ) -> tuple[DLRMJob, HardwareProfile | None]:
-    """The job of a file with its settings applied, and the profile that it names."""
+    """Read a file's job with its settings applied, and the profile that it names."""
     documents = read_documents(path)
     document = only_job(documents)
     job = _parse_job(Document(document.path, document.number, with_overrides(document.body, settings)))
@@ -103,7 +103,7 @@ def read_job_and_profile(
 
 
 def read_job(path: Path, settings: Sequence[str], data: str | None, eval_data: str | None = None) -> DLRMJob:
-    """The job of a file that reads ``data`` and evaluates on ``eval_data`` where given, its settings applied."""
+    """Read a file's job with its settings applied, training on ``data`` and evaluating on ``eval_data`` if given."""
     document = only_job(read_documents(path))
     body = with_overrides(with_data(document.body, data, eval_data), settings)
     refuse_unread_data(body, data, eval_data)
@@ -111,11 +111,6 @@ def read_job(path: Path, settings: Sequence[str], data: str | None, eval_data: s
 
 
 def _parse_job(changed: Document) -> DLRMJob:
-    """Validate a job whose settings were applied.
-
-    Raises:
-        InvalidSpecError: a field is refused; names the file and the field.
-    """
     try:
         job = parse_document(changed)
     except DLRMError as error:
@@ -125,20 +120,19 @@ def _parse_job(changed: Document) -> DLRMJob:
 
 
 def _refused_by_default(job: DLRMJob) -> tuple[str, ...]:
-    """A warning for each addition to the pods that an operator refuses unless its admin allows any."""
     from dlrm_operator.manifests.pod_template import RESTRICTED, widenings
 
     found = widenings(job.spec, job.metadata.namespace or "", RESTRICTED)
-    return tuple(f"{each.path}: operators refuse this by default: {each.problem}" for each in found)
+    return tuple(f"{each.path}: refused by operators with default settings: {each.problem}" for each in found)
 
 
 def _warn(warnings: Sequence[str]) -> None:
-    for words in warnings:
-        tell(f"dlrmctl: warning: {words}")
+    for text in warnings:
+        print_stderr(f"dlrmctl: warning: {text}")
 
 
 def _check_references(job: DLRMJob) -> None:
-    """Read the traces that are files here; those in ConfigMaps are for the operator to read."""
+    """Check traces in files; those in ConfigMaps are the operator's to read."""
     tables = job.spec.model.all_tables()
     named = {table.distribution.reference for table in tables if table.distribution}
     if not any(reference and reference.startswith(CONFIGMAP) for reference in named):
@@ -147,7 +141,7 @@ def _check_references(job: DLRMJob) -> None:
 
 def _summary(parsed: DLRMJob | HardwareProfile) -> str:
     if isinstance(parsed, HardwareProfile):
-        return f"{parsed.spec.tiers.ddr.bytes / 1e9:,.1f} GB of DDR a node"
+        return f"{parsed.spec.tiers.ddr.bytes / 1e9:,.1f} GB of DDR per node"
     tables = parsed.spec.model.all_tables()
     rows = sum(table.rows for table in tables)
     size = sum(table.rows * table.dim * ELEMENT_BYTES[table.dtype] for table in tables)
@@ -159,18 +153,15 @@ def _world_size(spec: DLRMJobSpec) -> str:
     if auto is None or spec.fixed_replicas is not None:
         return f"world size {spec.world_size}"
     most = min(auto.max, spec.max_replicas) * spec.trainer.processes_per_replica
-    return f"world size {spec.world_size} to {most}, as the plan says"
-
-
-CONFIGMAP = "configmap:"
+    return f"world size {spec.world_size} to {most}, chosen by the plan"
 
 
 def read_references(spec: DLRMJobSpec) -> dict[str, TableTrace]:
-    """The trace of each table that refers to one.
+    """Read the trace of each table that refers to a file on this machine.
 
     Raises:
-        NoInputError: a file is not there or can't be read; names the field, the file and the mend.
-        InvalidSpecError: a reference is to a ConfigMap, a file holds no trace, or a trace lacks the table.
+        NoInputError: a file does not exist or cannot be read.
+        InvalidSpecError: the reference is to a ConfigMap, the file is not a trace, or it lacks the table.
     """
     if not any(table.distribution for table in spec.model.all_tables()):
         return {}
@@ -185,7 +176,7 @@ def _read_reference(reference: str, field: str) -> str:
         name = reference.removeprefix(CONFIGMAP)
         raise InvalidSpecError(
             field,
-            f"{reference}: dlrmctl reads no cluster: write the ConfigMap's trace to a file (kubectl get configmap "
+            f"dlrmctl cannot read {reference} from a cluster; write its trace to a file (kubectl get configmap "
             rf"{name} -o jsonpath='{{.data.trace\.json}}') and refer to it as file:///path",
         )
     path = Path(unquote(urlsplit(reference).path))
@@ -193,7 +184,7 @@ def _read_reference(reference: str, field: str) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise NoInputError(
-            f"{field}: {path}: {error.strerror or error}: measure the trace with dlrmctl trace, or mend the path"
+            f"invalid {field}: cannot read {path}: {error.strerror or error}; measure a trace with dlrmctl trace"
         ) from error
     except UnicodeDecodeError as error:
-        raise InvalidSpecError(field, f"{path} is no text, so no trace: write it with dlrmctl trace") from error
+        raise InvalidSpecError(field, f"{path} is not a trace; write one with dlrmctl trace") from error

@@ -1,4 +1,4 @@
-"""``--set`` and ``--data``: changes to a manifest before it is validated, checked against the API's own models."""
+"""Apply ``--set``, ``--data`` and ``--eval-data`` to a manifest before it is validated."""
 
 from __future__ import annotations
 
@@ -21,32 +21,30 @@ STEP = re.compile(r"(?:^|\.)([^.\[\]]+)|\[(?:(\d+)|([^\[\]]+))\]")
 
 
 def with_overrides(body: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """A copy of a job's document with every ``path=value`` of ``settings`` set, in order.
+    """Return a copy of a job's document with every ``path=value`` of ``settings`` set, in order.
 
-    A value is read as YAML, so ``2`` is a number, ``[a, b]`` a list and ``null`` takes a field back to its default.
+    A value is read as YAML: ``2`` is a number, ``[a, b]`` a list, and ``null`` restores a field's default.
 
     Raises:
-        UsageError: a setting has no ``=``, its value is no YAML, or its path names a field that the API lacks; says
-            which fields are there.
+        UsageError: a setting has no ``=``, an invalid value, or a path that the API does not have.
     """
     changed = copy.deepcopy(body)
     for setting in settings:
         path, equals, text = setting.partition("=")
         if not equals:
-            raise UsageError(f"--set {setting}: write it as spec.path=value")
+            raise UsageError(f"invalid --set {setting}: expected spec.path=value")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise UsageError(f"--set {setting}: {text!r} is no YAML value: quote it") from error
+            raise UsageError(f"invalid --set {setting}: expected a YAML value, got {text!r}; quote it") from error
         _set(changed, path, value)
     return changed
 
 
 def with_data(body: dict[str, Any], data: str | None, eval_data: str | None) -> dict[str, Any]:
-    """A copy of a job's document that reads ``data`` and evaluates on ``eval_data``.
+    """Return a copy of a job's document that trains on ``data`` and evaluates on ``eval_data``.
 
-    Where ``eval_data`` is None, ``data`` is evaluated on too if the document has no evaluation files, or the same ones
-    as for training.
+    Without ``eval_data``, ``data`` replaces the evaluation files too, if there are none or the same as for training.
 
     Raises:
         UsageError: one of them is empty.
@@ -66,12 +64,12 @@ def with_data(body: dict[str, Any], data: str | None, eval_data: str | None) -> 
 
 
 def refuse_unread_data(body: dict[str, Any], data: str | None, eval_data: str | None) -> None:
-    """Refuse files that are given to a job that makes its samples up and so would read none.
+    """Refuse files for a job with synthetic data.
 
     Args:
         body: The job's document with all its settings applied.
-        data: What ``--data`` said.
-        eval_data: What ``--eval-data`` said.
+        data: Value of ``--data``.
+        eval_data: Value of ``--eval-data``.
 
     Raises:
         UsageError: names the option.
@@ -82,19 +80,19 @@ def refuse_unread_data(body: dict[str, Any], data: str | None, eval_data: str | 
         node = node.get(key) if isinstance(node, dict) else None
     if given is not None and node == "synthetic":
         raise UsageError(
-            f"{given}: spec.data.format is synthetic, which reads no files: leave {given} out, or say the files' "
-            f"format with --set spec.data.format=parquet (or criteo-tsv)"
+            f"{given} cannot be combined with spec.data.format synthetic, which reads no files; omit {given} or set "
+            f"the format with --set spec.data.format=parquet (or criteo-tsv)"
         )
 
 
 def local_uri(option: str, uri: str) -> str:
-    """The URI as a manifest holds it: relative paths are from the current folder, whose name a later run can't know.
+    """Return the URI as a manifest holds it: relative paths become absolute, so that a later run finds them.
 
     Raises:
-        UsageError: it is empty, as an unset variable of a shell is; names the option.
+        UsageError: it is empty, as an unset shell variable is.
     """
     if not uri:
-        raise UsageError(f"{option}: the URI is empty: give a file, folder or pattern")
+        raise UsageError(f"invalid {option}: expected a file, folder or pattern, got an empty string")
     return uri if "://" in uri else str(Path(uri).absolute())
 
 
@@ -124,19 +122,19 @@ def _set(body: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _key(node: Any, step: str | int, path: str, walked: str) -> Any:
-    """What ``step`` is to the list or map that it is taken in."""
+    """Return what ``step`` is to the list or map that it is taken in."""
     if isinstance(node, dict):
         return str(step)
     if isinstance(step, str):
         raise _list_error(path, walked, node)
     if step >= len(node):
-        there = f"it has {len(node)} elements, from [0]" if node else "it is empty"
-        raise UsageError(f"--set {path}: {walked} has no element [{step}]: {there}")
+        expected = f"expected an index below {len(node)}" if node else "the list is empty"
+        raise UsageError(f"invalid --set {path}: {walked} has no element [{step}]; {expected}")
     return step
 
 
 def _below(node: Any, key: Any, model: Any, following: str | int) -> Any:
-    """The list or map at ``key``, made where there is none; in free-form fields the next step tells which."""
+    """Return the list or map at ``key``, made if absent; below free-form fields the next step tells which."""
     wanted: type = list if typing.get_origin(model) is tuple else dict
     kinds: tuple[type, ...] = (wanted,)
     if model is Any:
@@ -154,7 +152,7 @@ def _joined(walked: str, step: str | int) -> str:
 
 
 def _list_error(path: str, walked: str, node: list[Any]) -> UsageError:
-    return UsageError(f"--set {path}: {walked} is a list of {len(node)}: write {walked}[0] for its first element")
+    return UsageError(f"invalid --set {path}: {walked} is a list of {len(node)}; {walked}[0] is its first element")
 
 
 def _steps(path: str) -> list[str | int]:
@@ -166,13 +164,13 @@ def _steps(path: str) -> list[str | int]:
         steps.append(int(match[2]) if match[2] is not None else match[1] or match[3])
         end = match.end()
     if not steps or end != len(path):
-        raise UsageError(f"--set {path}: this is no path: write it like spec.model.tables[0].rows")
+        raise UsageError(f"invalid --set {path}: expected a path such as spec.model.tables[0].rows")
     return steps
 
 
 def _inner(model: Any, step: str | int, path: str, walked: str, node: Any) -> Any:
-    """Type of the field or element ``step`` of ``model``; Any below free-form fields."""
-    here = walked or "the document"
+    """Return the type of the field or element ``step`` of ``model``; Any below free-form fields."""
+    here = walked or "a manifest"
     if model is Any:
         return Any
     if isinstance(model, type) and issubclass(model, BaseModel):
@@ -182,7 +180,7 @@ def _inner(model: Any, step: str | int, path: str, walked: str, node: Any) -> An
             return plain(fields[str(step)])
         if model.model_config.get("extra") == "allow" and isinstance(step, str):
             return Any
-        raise UsageError(f"--set {path}: {here} has no field {step}: it has {', '.join(fields)}")
+        raise UsageError(f"invalid --set {path}: {here} has no field {step}; expected one of {', '.join(fields)}")
     origin, arguments = typing.get_origin(model), typing.get_args(model)
     if origin is tuple and isinstance(step, int):
         return plain(arguments[0])
@@ -190,4 +188,4 @@ def _inner(model: Any, step: str | int, path: str, walked: str, node: Any) -> An
         return plain(arguments[1])
     if origin is tuple:
         raise _list_error(path, walked, node)
-    raise UsageError(f"--set {path}: {here} is a single value, with nothing below it")
+    raise UsageError(f"invalid --set {path}: {here} is a single value")

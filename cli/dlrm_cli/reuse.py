@@ -1,4 +1,7 @@
-"""Measures how a data set's columns reuse rows: what ``dlrmctl trace`` writes and the planner sizes caches by."""
+"""Measure how a data set's columns reuse rows.
+
+Apart from ``trace``, because it needs the trainer's packages.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,18 @@ from dlrm_api.trace import CurvePoint, ReuseBin, TableTrace, Trace
 from dlrm_kernels.reuse import StackDistances
 from dlrm_trainer.data.reader import Batch
 
-MOST_FOLLOWED = 12_000_000
-"""Rows of all tables together that are followed unless a rate is given: at most 3 GB of memory."""
-FEWEST_FOLLOWED = 1 << 16
-"""Rows of a table that are followed whatever the rate: fewer would make a curve of noise, and save little."""
+MAX_TRACKED_ROWS = 12_000_000
+"""Rows of all tables together that are tracked without a rate: at most 3 GB of memory."""
+MIN_TRACKED_ROWS = 1 << 16
+"""Rows of a table that are tracked at any rate: fewer make a noisy curve and save little."""
 CURVE_POINTS = 61
 SHARES = (0.01, 0.1, 0.5)
-"""Of a table's rows: cache sizes that the curve holds beside the geometric ones."""
+"""Cache sizes as shares of a table's rows, in addition to the geometric ones."""
 _DIGITS = 6
 
 
 class TableReuse:
-    """One table's lookups, batch after batch."""
+    """Count one table's lookups, batch after batch."""
 
     def __init__(self, table: TableSpec, distances: StackDistances) -> None:
         self.table = table
@@ -36,7 +39,7 @@ class TableReuse:
         self._distances.add(*np.unique(values, return_counts=True))
 
     def trace(self) -> TableTrace:
-        """What was measured so far."""
+        """Return what was measured so far."""
         unique = min(round(self._distances.unique_rows), self.table.rows)
         sizes = cache_sizes(self.table.rows, unique)
         hit_rates = self._distances.hit_rate(sizes).round(_DIGITS)
@@ -56,26 +59,27 @@ class TableReuse:
 
 
 class ReuseMeter:
-    """All tables' lookups, global batch after global batch in training order."""
+    """Count all tables' lookups, one global batch after the other, in training order."""
 
     def __init__(self, tables: Sequence[TableSpec], rate: float | None = None) -> None:
         """Measure ``tables``, those of the batches.
 
-        Without ``rate`` the result is exact unless tables hold more rows than ``MOST_FOLLOWED``; the largest are then
-        sampled. With it all are sampled of which more than ``FEWEST_FOLLOWED`` rows are accessed; 1 follows all rows,
-        however many they are.
+        Without ``rate`` the result is exact unless tables have more than ``MAX_TRACKED_ROWS`` rows together; then the
+        largest are sampled. With a rate, tables with more than ``MIN_TRACKED_ROWS`` rows in use are sampled; 1 tracks
+        every row.
         """
         self.batches = 0
-        most: list[int | None] = [None if rate == 1 else FEWEST_FOLLOWED] * len(tables)
+        most: list[int | None] = [None if rate == 1 else MIN_TRACKED_ROWS] * len(tables)
         if rate is None:
-            most[:] = followed_shares([table.rows for table in tables], MOST_FOLLOWED)
+            most[:] = tracked_shares([table.rows for table in tables], MAX_TRACKED_ROWS)
         self.tables = [TableReuse(table, StackDistances(rows, rate)) for table, rows in zip(tables, most, strict=True)]
         features = np.array([len(table.sources) for table in tables], dtype=np.intp)
-        self._firsts = np.cumsum(features) - features  # a table's features are neighbours in a batch
+        # A table's features are adjacent in a batch.
+        self._firsts = np.cumsum(features) - features
 
     @property
     def lookups(self) -> int:
-        """Lookups of all tables so far."""
+        """Return the lookups of all tables so far."""
         return sum(table.lookups for table in self.tables)
 
     def add(self, batch: Batch) -> None:
@@ -87,7 +91,7 @@ class ReuseMeter:
         self.batches += 1
 
     def trace(self, job: str, global_batch_size: int) -> Trace:
-        """What was measured so far, of at least one batch."""
+        """Return what was measured so far, from at least one batch."""
         return Trace(
             job=job,
             global_batch_size=global_batch_size,
@@ -96,8 +100,8 @@ class ReuseMeter:
         )
 
 
-def followed_shares(rows: Sequence[int], total: int) -> list[int]:
-    """Most rows of each table to follow: all of a small one's, and the large ones share what is left evenly."""
+def tracked_shares(rows: Sequence[int], total: int) -> list[int]:
+    """Return how many rows of each table to track: all of small ones, and an even share of the rest of large ones."""
     shares, left = [0] * len(rows), total
     for place, number in enumerate(sorted(range(len(rows)), key=rows.__getitem__)):
         shares[number] = max(1, min(rows[number], left // (len(rows) - place)))
@@ -106,7 +110,7 @@ def followed_shares(rows: Sequence[int], total: int) -> list[int]:
 
 
 def cache_sizes(rows: int, unique: int) -> NDArray[np.int64]:
-    """Sizes that a curve has points for, ascending: geometric up to the unique rows, and some shares of all rows."""
+    """Return ascending cache sizes for a curve: geometric up to the unique rows, and some shares of all rows."""
     if not unique:
         return np.empty(0, dtype=np.int64)
     geometric = np.geomspace(1, unique, min(CURVE_POINTS, unique)).round().astype(np.int64)
@@ -115,13 +119,13 @@ def cache_sizes(rows: int, unique: int) -> NDArray[np.int64]:
 
 
 def reuse_histogram(row_lookups: NDArray[np.int64], weights: NDArray[np.float64], lookups: int) -> tuple[ReuseBin, ...]:
-    """Rows and lookups in bins (0, 1], (1, 2], (2, 4] ... of lookups of a row; the last bin is open.
+    """Return rows and lookups in bins (0, 1], (1, 2], (2, 4] ... of lookups per row; the last bin is open.
 
     Args:
-        row_lookups: (n,) lookups of each row that was followed.
+        row_lookups: (n,) lookups of each tracked row.
         weights: (n,) rows that it stands for.
-        lookups: of all rows. Where rows were sampled, those that the bins lack, or have too many, are counted in the
-            hottest bins: a few rows that are looked up often decide the difference.
+        lookups: Lookups of all rows. If rows were sampled, the difference to the bins goes to the hottest bins: a few
+            rows with many lookups decide it.
     """
     if not row_lookups.size:
         return ()
@@ -130,7 +134,8 @@ def reuse_histogram(row_lookups: NDArray[np.int64], weights: NDArray[np.float64]
     counts = np.maximum(_binned(bins, weights * row_lookups), rows)
     lacking = lookups - int(counts.sum())
     for number in range(counts.size - 1, -1, -1):
-        change = max(lacking, int(rows[number] - counts[number]))  # a row that was looked up was so at least once
+        # Each row was looked up at least once.
+        change = max(lacking, int(rows[number] - counts[number]))
         counts[number] += change
         lacking -= change
     last = counts.size - 1
@@ -141,6 +146,6 @@ def reuse_histogram(row_lookups: NDArray[np.int64], weights: NDArray[np.float64]
 
 
 def _binned(bins: NDArray[np.int32], values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Sums of the values of each bin, as whole numbers that sum to the rounded sum."""
+    """Return the sum of each bin's values as whole numbers that add up to the rounded total."""
     sums = np.bincount(bins, weights=values).astype(np.float64)
     return np.diff(np.rint(np.cumsum(sums)), prepend=0.0).astype(np.int64)

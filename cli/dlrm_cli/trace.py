@@ -1,4 +1,4 @@
-"""``dlrmctl trace``: reads a job's training data as training would, and writes down how its columns reuse rows."""
+"""``dlrmctl trace``: read a job's training data as training would, and write how its columns reuse rows."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ from dlrm_api.model import TRACE_KEY
 from dlrm_api.trace import TableTrace, Trace, parse_trace
 from dlrm_cli.checks import check_inputs
 from dlrm_cli.manifests import read_job
-from dlrm_cli.run.command import PLAIN_EVERY_S
-from dlrm_cli.views import SafeConsole, print_view
+from dlrm_cli.views import PLAIN_INTERVAL_S, SafeConsole, print_view
 
-CONFIGMAP_BYTES = 1 << 20
-"""Most bytes of data that a ConfigMap may hold."""
+MAX_CONFIGMAP_BYTES = 1 << 20
+"""Limit of a ConfigMap's data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceMap:
-    """One ConfigMap, and the tables that refer to it."""
+    """Hold one ConfigMap with the traces of the tables that refer to it."""
 
     name: str
     text: str
@@ -44,26 +43,26 @@ class TraceMap:
     """Path of its last one."""
 
     def manifest(self, namespace: str | None) -> str:
-        """The object in YAML."""
+        """Return the object as YAML."""
         metadata = {"name": self.name} | ({"namespace": namespace} if namespace else {})
         body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {TRACE_KEY: self.text}}
         return yaml.safe_dump(body, sort_keys=False, width=2**31)
 
-    def words(self) -> str:
-        """Which tables name it, for people."""
+    def reference(self) -> str:
+        """Return which tables refer to it, as a line of a manifest."""
         which = self.first if self.first == self.last else f"{self.first} to {self.last}"
         return f"{which}: distribution.reference: configmap:{self.name}"
 
 
 def trace_maps(name: str, trace: Trace, paths: Sequence[str]) -> list[TraceMap]:
-    """The ConfigMap ``name``, or ``name-0``, ``name-1`` and so on where one can't hold the trace.
+    """Return the ConfigMap ``name``, or ``name-0``, ``name-1`` and so on if one cannot hold the trace.
 
-    Tables stay in the model's order, and those of one path in one ConfigMap: the template of a group names only one.
+    Tables keep the model's order, and those of one path share a ConfigMap: the template of a group names only one.
 
     Args:
         name: Name of the ConfigMap.
-        trace: Of all the model's tables.
-        paths: Where each of its tables stands in the manifest.
+        trace: Trace of all the model's tables.
+        paths: Path of each table in the manifest.
 
     Raises:
         UsageError: one group's tables are too many for a ConfigMap; names the group.
@@ -87,19 +86,19 @@ Part = list[tuple[str, TableTrace]]
 
 
 def _parts(trace: Trace, paths: Sequence[str]) -> Iterator[Part]:
-    """Tables that fit one ConfigMap together, as many as do."""
-    room = CONFIGMAP_BYTES - len(_text(trace, []))
+    """Yield runs of tables that fit one ConfigMap together."""
+    capacity = MAX_CONFIGMAP_BYTES - len(_text(trace, []))
     part: Part = []
     taken = 0
     for path, group in groupby(zip(paths, trace.tables, strict=True), key=lambda each: each[0]):
         tables = list(group)
         size = sum(len(table.model_dump_json().encode()) + 1 for _, table in tables)
-        if size > room:
+        if size > capacity:
             raise UsageError(
-                f"--configmap: the traces of {path}, {len(tables):,} tables, take {size:,} bytes; a template names one "
-                f"ConfigMap, which holds at most {CONFIGMAP_BYTES:,}: write the tables as several groups"
+                f"invalid --configmap: the {len(tables):,} tables of {path} need {size:,} bytes, and a group names one "
+                f"ConfigMap of at most {MAX_CONFIGMAP_BYTES:,}; split them into several groups"
             )
-        if taken + size > room:
+        if taken + size > capacity:
             yield part
             part, taken = [], 0
         part += tables
@@ -115,16 +114,16 @@ if TYPE_CHECKING:
     from dlrm_trainer.data import Reader
 
 CACHE_SHARES = (0.01, 0.1, 0.5)
-MOST_NAME = 253 - len("-9999")
-"""Characters of a ConfigMap's name that leave room for a number."""
-MOST_FIRST_ACCESSES = 0.1
-"""Share of all accesses above which the user is told that hit rates are low because the trace is short."""
+MAX_NAME = 253 - len("-9999")
+"""Characters of a ConfigMap's name that leave space for a number."""
+MAX_FIRST_ACCESSES = 0.1
+"""Share of first accesses above which a caption says that the trace is short."""
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
-    """What the command line said."""
+    """Hold the options of the command line."""
 
     file: Path
     out: Path | None
@@ -136,17 +135,16 @@ class TraceOptions:
 
 
 def trace_job(options: TraceOptions) -> None:
-    """Measure the data of a file's job; write the trace, or print it as a ConfigMap, and show what was found.
+    """Measure the data of a file's job; write the trace, or print it as a ConfigMap, and show a table.
 
     Nothing is written before all is measured, and then the whole file at once.
 
     Raises:
-        UsageError: the file to write holds something else; or a group's tables are too many for a ConfigMap, and then
-            the trace was written to the file.
-        DLRMError: the job or its data is bad.
+        UsageError: the file holds something else; or a group is too large for a ConfigMap (the trace is in the file).
+        DLRMError: the job or its data is invalid.
     """
     if options.configmap is not None and options.out is not None:
-        raise UsageError("--out and --configmap: give one of them")
+        raise UsageError("--out cannot be combined with --configmap")
     job = read_job(options.file, options.settings, options.data)
     out = options.out or Path(f"{job.metadata.name}.trace.json")
     _check_out(out, job)
@@ -156,14 +154,14 @@ def trace_job(options: TraceOptions) -> None:
     try:
         trace = _measured(job, options)
     except KeyboardInterrupt:
-        print("stopped; nothing was written", file=sys.stderr)
+        print("interrupted, nothing was written", file=sys.stderr)
         raise
     if options.configmap is None:
         _write(out, trace)
         print_view(trace_view(trace))
         print(
-            f"written to {out}; refer to it by distribution.reference: {out.absolute().as_uri()}; for a cluster, where "
-            "the operator reads no files, print it with --configmap",
+            f"wrote {out}; refer to it with distribution.reference: {out.absolute().as_uri()}; for a cluster, print a "
+            "ConfigMap with --configmap",
             file=sys.stderr,
         )
         return
@@ -173,22 +171,28 @@ def trace_job(options: TraceOptions) -> None:
         maps = trace_maps(options.configmap, trace, table_paths(job.spec))
     except UsageError as error:
         _write(out, trace)
-        raise UsageError(f"{error}; what was measured is in {out}") from error
+        raise UsageError(f"{error}; the trace is in {out}") from error
     print("---\n".join(each.manifest(job.metadata.namespace) for each in maps), end="")
     print_view(trace_view(trace), stderr=True)
     for each in maps:
-        print(each.words(), file=sys.stderr)
+        print(each.reference(), file=sys.stderr)
 
 
 def trace_view(trace: Trace) -> RenderableType:
-    """A line a table: how many rows are in use, and what caches that hold a batch's rows would hit."""
+    """Return a line per table: rows in use, and the hit rates of caches that hold at least a batch's rows."""
     view = Table(
         title=f"{trace.job}: {trace.batches:,} batches of {trace.global_batch_size:,} samples",
         title_justify="left",
         caption_justify="left",
     )
     view.add_column("table", overflow="fold")
-    for name in ("rows", "lookups", "unique", "distinct a batch", *(f"hits at {share:.0%}" for share in CACHE_SHARES)):
+    for name in (
+        "rows",
+        "lookups",
+        "unique",
+        "distinct per batch",
+        *(f"hits at {share:.0%}" for share in CACHE_SHARES),
+    ):
         view.add_column(name, justify="right")
     for table in trace.tables:
         about = "" if table.sample_rate == 1 else "~"
@@ -203,9 +207,9 @@ def trace_view(trace: Trace) -> RenderableType:
             *("-" if cache < distinct else f"{about}{table.hit_rate(cache):.1%}" for cache in caches),
         )
     first = sum(table.unique_rows for table in trace.tables) / max(1, sum(table.accesses for table in trace.tables))
-    if first > MOST_FIRST_ACCESSES:
+    if first > MAX_FIRST_ACCESSES:
         view.caption = (
-            f"{first:.0%} of accesses are the first of their row, so misses; longer traces (--batches) have fewer"
+            f"{first:.0%} of accesses are the first of their row, and so miss; a longer trace (--batches) has fewer"
         )
     return view
 
@@ -214,13 +218,13 @@ def _measured(job: DLRMJob, options: TraceOptions) -> Trace:
     """Read the batches in training order and measure them.
 
     Raises:
-        UsageError: what reads data is not installed.
+        UsageError: the trainer's packages are not installed.
     """
     try:
         from dlrm_cli.reuse import ReuseMeter
         from dlrm_trainer.data import open_reader
     except ModuleNotFoundError as error:
-        raise UsageError(f"dlrmctl trace needs {error.name}: pip install 'dlrm-operator[trainer]'") from error
+        raise UsageError(f"package not found: {error.name}; pip install 'dlrm-operator[trainer]'") from error
     with contextlib.closing(open_reader(job.spec, "train", 0, 1)) as reader:
         batches = options.batches or _batches(job, reader)
         meter = ReuseMeter(job.spec.model.all_tables(), options.rate)
@@ -244,7 +248,7 @@ def _batches(job: DLRMJob, reader: Reader) -> int:
 
 
 class _TraceDisplay:
-    """On a terminal a bar, elsewhere a line every few seconds; both on stderr."""
+    """Show a bar on a terminal, or print a line every few seconds; both on stderr."""
 
     def __init__(self, batches: int) -> None:
         self._console = SafeConsole(stderr=True)
@@ -260,7 +264,7 @@ class _TraceDisplay:
         )
         self._task = self._bar.add_task("tracing", total=batches, lookups=0)
         self._batches = batches
-        self._told_at = time.monotonic()
+        self._shown_at = time.monotonic()
 
     def __enter__(self) -> _TraceDisplay:
         self._bar.start()
@@ -270,39 +274,39 @@ class _TraceDisplay:
         self._bar.stop()
 
     def update(self, batches: int, lookups: int) -> None:
-        """Show how far it is."""
+        """Show the progress."""
         self._bar.update(self._task, completed=batches, lookups=lookups)
-        if not self._console.is_terminal and time.monotonic() - self._told_at >= PLAIN_EVERY_S:
-            self._told_at = time.monotonic()
+        if not self._console.is_terminal and time.monotonic() - self._shown_at >= PLAIN_INTERVAL_S:
+            self._shown_at = time.monotonic()
             line = f"tracing: {batches:,}/{self._batches:,} batches, {lookups:,} lookups"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _check_name(name: str) -> None:
-    if len(name) > MOST_NAME or not _NAME.fullmatch(name):
-        raise UsageError(f"--configmap: {name!r} is no name of a ConfigMap: use lower-case letters, digits, - and .")
+    if len(name) > MAX_NAME or not _NAME.fullmatch(name):
+        raise UsageError(f"invalid --configmap: expected lower-case letters, digits, - and ., got {name!r}")
 
 
 def _check_out(out: Path, job: DLRMJob) -> None:
-    """Only an older trace of the same job may be replaced, and its folder must take a file.
+    """Allow only an older trace of the same job to be replaced.
 
     Raises:
-        UsageError: the file holds something else, or can't be written.
+        UsageError: the file holds something else, or cannot be written.
     """
     try:
         if not os.access(out.parent, os.W_OK | os.X_OK):
-            raise UsageError(f"--out: {out.parent} is no folder that you may write: choose another file")
+            raise UsageError(f"invalid --out: cannot write to folder {out.parent}; choose another file")
         old = out.read_bytes() if out.exists() else None
     except OSError as error:
-        raise UsageError(f"--out: {out}: {error.strerror}: choose another file") from error
+        raise UsageError(f"invalid --out: {out}: {error.strerror}; choose another file") from error
     if old is None:
         return
     try:
         name = parse_trace(old).job
     except InvalidSpecError:
-        raise UsageError(f"--out: {out} is no trace: choose another file, or remove it") from None
+        raise UsageError(f"refusing to overwrite {out}: not a trace; choose another --out") from None
     if name != job.metadata.name:
-        raise UsageError(f"--out: {out} is the trace of job {name}: choose another file, or remove it")
+        raise UsageError(f"refusing to overwrite {out}: trace of job {name}; choose another --out")
 
 
 def _write(out: Path, trace: Trace) -> None:
@@ -312,6 +316,8 @@ def _write(out: Path, trace: Trace) -> None:
         fresh.write_text(text)
         fresh.replace(out)
     except OSError as error:
-        raise DeviceError(f"--out: {out}: {error.strerror}, for {len(text):,} bytes: choose another file") from error
+        raise DeviceError(
+            f"failed to write {len(text):,} bytes to {out}: {error.strerror}; choose another --out"
+        ) from error
     finally:
         fresh.unlink(missing_ok=True)

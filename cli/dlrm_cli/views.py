@@ -1,4 +1,4 @@
-"""Tables that people read: a plan, a result, a list of snapshots."""
+"""Format values and tables for people, and print foreign text safely."""
 
 from __future__ import annotations
 
@@ -21,46 +21,47 @@ from dlrm_api.model import TableSpec
 from dlrm_api.plan import Device, Plan, Prediction, Shard, TablePlan
 from dlrm_api.progress import SnapshotInfo
 from dlrm_api.run_report import HitRate, Profile, StageTimes, TableUse, TierReport
-from dlrm_cli.run.workdir import RunResult
 
 SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-"""Units and their bytes, largest first."""
+"""Units and their bytes, largest first: powers of 1000, as disks and networks are sold."""
+PLAIN_INTERVAL_S = 5.0
+"""Time between two progress lines on stderr if it is no terminal."""
 
 
-def human_bytes(count: float) -> str:
-    """Bytes in the unit that suits them, such as ``1.5 GB``."""
+def format_bytes(count: float) -> str:
+    """Return bytes in a suitable unit, such as ``1.5 GB``."""
     for unit, factor in SIZES:
         if count >= factor:
             return f"{count / factor:,.1f} {unit}"
     return f"{count:,.0f} B"
 
 
-MOST_USED_TABLES = 20
+MAX_USED_TABLES = 20
 """Tables that are shown one by one."""
-MOST_RANKS = 8
-"""Ranks whose stages are shown one by one; of more ranks each stage's slowest is shown."""
-MOST_RATES = 8
-"""Hit rates of a rank that are shown, evenly over the run."""
-AFTERWARDS = " at the end"
-"""Ends the name of what came after the last step, and is no share of steps."""
+MAX_RANKS = 8
+"""Ranks whose stages are shown one by one. With more ranks, each stage is shown on its slowest rank."""
+MAX_RATES = 8
+"""Hit rates of a rank that are shown, spread evenly over the run."""
+AFTER_LAST_STEP = " at the end"
+"""Suffix of stages after the last step, which have no share of the steps."""
 COUNTS = ("lookups", "accesses", "created_rows", "evicted_rows", "scratch_rows")
 
 
 def tiers_view(report: TierReport) -> RenderableType:
-    """How tables with levels used their tiers, over all ranks."""
+    """Return how tables with levels used their tiers, over all ranks."""
     waits = [(rank.prefetch_wait_seconds, rank.rank) for rank in report.ranks]
     slowest, where = max(waits, default=(0.0, 0))
     missing = sum(rank.missing_lookups for rank in report.ranks)
-    words = f"waited for rows: {slowest:,.2f} s at most, on rank {where}; rows missing at a batch's start: {missing}"
+    words = f"longest wait for rows: {slowest:,.2f} s, on rank {where}; rows missing at a batch's start: {missing}"
     return Group(_tables_view([table for rank in report.ranks for table in rank.tables]), _tiers(report), Text(words))
 
 
 def profile_view(profile: Profile) -> RenderableType:
-    """Where the time of steps went, and the hit rate over time."""
+    """Return the time of steps by stage, and the hit rate over time."""
     ranks = {each.rank for each in profile.stages}
     shown: Sequence[StageTimes] = profile.stages
     title = "time of a step"
-    if len(ranks) > MOST_RANKS:
+    if len(ranks) > MAX_RANKS:
         title = f"time of a step: each stage on the slowest of {len(ranks)} ranks"
         by_stage: dict[str, StageTimes] = {}
         for each in profile.stages:
@@ -75,7 +76,7 @@ def profile_view(profile: Profile) -> RenderableType:
     totals = {each.rank: each.mean_seconds * each.steps for each in profile.stages if each.stage == "step"}
     for each in shown:
         times = (each.mean_seconds, each.median_seconds, each.p99_seconds)
-        steps = None if each.stage.endswith(AFTERWARDS) else totals.get(each.rank)
+        steps = None if each.stage.endswith(AFTER_LAST_STEP) else totals.get(each.rank)
         spent = each.mean_seconds * each.steps / steps if steps else None
         cells = (f"{each.steps:,}", *(f"{1e3 * seconds:,.3f}" for seconds in times), _share(spent))
         table.add_row(str(each.rank), each.stage, *cells, end_section=each.stage == "step")
@@ -83,7 +84,6 @@ def profile_view(profile: Profile) -> RenderableType:
 
 
 def _tables_view(tables: Sequence[TableUse]) -> Table:
-    """The largest tables and the total of all."""
     expects = any(table.expected_hit_rate is not None for table in tables)
     view = Table(title="tables over tiers", title_justify="left")
     view.add_column("table", overflow="fold")
@@ -98,7 +98,7 @@ def _tables_view(tables: Sequence[TableUse]) -> Table:
         expected_hit_rate=_expected(tables),
         **{name: sum(getattr(table, name) for table in tables) for name in COUNTS},
     )
-    shown = largest[:MOST_USED_TABLES]
+    shown = largest[:MAX_USED_TABLES]
     for table in shown:
         view.add_row(*_cells(table, expects=expects), end_section=table is shown[-1])
     view.add_row(*_cells(total, expects=expects))
@@ -115,7 +115,7 @@ def _cells(table: TableUse, *, expects: bool) -> Iterator[str]:
 
 
 def _expected(tables: Sequence[TableUse]) -> float | None:
-    """What the plan expects of all accesses, where it expects something of each table."""
+    """Return the hit rate that the plan expects of all accesses, or None if a table has no expectation."""
     rates = [table.expected_hit_rate for table in tables]
     accesses = sum(table.accesses for table in tables)
     known = [rate for rate in rates if rate is not None]
@@ -125,7 +125,6 @@ def _expected(tables: Sequence[TableUse]) -> float | None:
 
 
 def _tiers(report: TierReport) -> Table:
-    """What went through each tier and what lies in it, over all ranks."""
     view = Table(title="tiers", title_justify="left")
     view.add_column("tier")
     for name in ("rows read", "rows written", "read", "written", "device reads", "kept", "of planned"):
@@ -137,16 +136,16 @@ def _tiers(report: TierReport) -> Table:
         rows = [sum(getattr(level, name) for level in here) for name in ("read_rows", "written_rows")]
         sizes = [sum(getattr(level, name) for level in here) for name in ("read_bytes", "written_bytes")]
         kept = [sum(getattr(each, n) for each in held if each.tier == tier) for n in ("kept_bytes", "planned_bytes")]
-        through = [*(f"{count:,}" for count in rows), *map(human_bytes, sizes)] if here else ["-"] * 4
+        through = [*(f"{count:,}" for count in rows), *map(format_bytes, sizes)] if here else ["-"] * 4
         reads = f"{sum(level.device_reads for level in here):,}" if tier == "block" else "-"
-        view.add_row(tier, *through, reads, *map(human_bytes, kept))
+        view.add_row(tier, *through, reads, *map(format_bytes, kept))
     return view
 
 
 def _rates(rates: Sequence[HitRate]) -> Iterator[str]:
     for rank, found in groupby(rates, key=lambda rate: rate.rank):
         every = list(found)
-        step = max(1, -(-len(every) // MOST_RATES))
+        step = max(1, -(-len(every) // MAX_RATES))
         shown = every[::-1][::step][::-1]
         words = ", ".join(f"{rate.hit_rate:.1%} to step {rate.step:,}" for rate in shown)
         yield f"hit rate on rank {rank}: {words}"
@@ -157,23 +156,23 @@ def _share(value: float | None) -> str:
 
 
 class SafeConsole(Console):
-    """A console whose own colours and moves go through, and nobody else's: what is printed on it is made visible."""
+    """Print through rich with its own colours, but write control characters of foreign text out."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The segments of what is printed, each text made visible."""
+        """Yield the segments of what is printed, each text made visible."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
 
-def tell(words: str) -> None:
-    """Say a sentence on stderr."""
-    print(visible(words), file=sys.stderr)
+def print_stderr(text: str) -> None:
+    """Print a line on stderr, with control characters written out."""
+    print(visible(text), file=sys.stderr)
 
 
 if TYPE_CHECKING:
     from dlrm_checkpointer import TableDiff
 
-MOST_TABLES = 60
+MAX_TABLES = 60
 """Tables of a plan that are shown one by one."""
 MAX_SHARDS = 8
 """Shards of a table that are shown one by one."""
@@ -181,9 +180,9 @@ WIDTH_OFF_TERMINAL = 200
 
 
 def print_view(view: RenderableType, *, stderr: bool = False) -> None:
-    """Print on stdout, or stderr; wide where nobody sees it, so that URIs and digests stay whole.
+    """Print on stdout or stderr, wide if it is no terminal, so that URIs and digests stay whole.
 
-    On a narrow terminal whatever has no room in its column goes on in the next line, figures too: none is cut.
+    On a narrow terminal, cells wrap within their column, figures too: none is cut.
     """
     console = SafeConsole(stderr=stderr)
     if not console.is_terminal:
@@ -203,7 +202,7 @@ def _tables(view: RenderableType) -> Iterator[Table]:
 
 
 def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:
-    """A plan: its ranks, its largest tables, its reasons."""
+    """Return a plan's ranks, its largest tables and its reasons as tables."""
     ranks = Table(title=f"{job.metadata.name}: {plan.world_size} ranks on {plan.nodes} pods", title_justify="left")
     ranks.add_column("rank", justify="right")
     ranks.add_column("pod", justify="right")
@@ -226,12 +225,12 @@ def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:
         ("dim", "right"),
         ("sharding", "left"),
         ("ranks", "left"),
-        ("where its rows live", "left"),
+        ("tiers", "left"),
     ):
         tables.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
     sizes = {table.name: table for table in job.spec.model.all_tables()}
     largest = sorted(plan.tables, key=lambda table: (-sizes[table.name].rows * sizes[table.name].dim, table.name))
-    for table in largest[:MOST_TABLES]:
+    for table in largest[:MAX_TABLES]:
         spec = sizes[table.name]
         tables.add_row(
             table.name,
@@ -241,55 +240,24 @@ def plan_view(job: DLRMJob, plan: Plan) -> RenderableType:
             _ranks(table, plan.world_size),
             "\n".join(_levels(job, plan.device, spec, table.shards)),
         )
-    if len(largest) > MOST_TABLES:
-        tables.add_row(f"and {len(largest) - MOST_TABLES} smaller ones", "", "", "", "", "-o json shows all")
+    if len(largest) > MAX_TABLES:
+        tables.add_row(f"and {len(largest) - MAX_TABLES} smaller ones", "", "", "", "", "see -o json")
     expected = [Text(words) for words in (_prediction(plan.predicted),) if words]
     return Group(ranks, tables, *expected, *(Text(f"- {reason}") for reason in plan.reasons))
 
 
 def _prediction(predicted: Prediction) -> str:
-    """What the plan expects of speed and price; empty where the profile's rates do not tell."""
     if predicted.samples_per_second is None:
         return ""
     price = predicted.price_per_billion_samples
-    priced = "" if price is None else f", a billion samples for {price:,.2f} (in the currency of pricePerHour)"
+    priced = "" if price is None else f", {price:,.2f} per billion samples (currency of pricePerHour)"
     return f"predicted: {predicted.samples_per_second:,.0f} samples/s{priced}"
 
 
-def result_view(result: RunResult) -> RenderableType:
-    """What a run came to."""
-    table = Table(show_header=False, title="result", title_justify="left")
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    rows: list[tuple[str, str]] = [
-        ("steps", f"{result.step:,}"),
-        ("samples", f"{result.samples:,}"),
-        ("world size", str(result.world_size)),
-        ("training loss", _number(result.train_loss)),
-    ]
-    if result.eval is not None:
-        rows += [
-            ("eval log loss", _number(result.eval.log_loss)),
-            ("eval NE", _number(result.eval.ne)),
-            ("eval AUC", _number(result.eval.auc)),
-            ("eval calibration", _number(result.eval.calibration)),
-        ]
-    rows += [
-        ("samples/s", "-" if result.samples_per_s is None else f"{result.samples_per_s:,.0f}"),
-        ("restarts", str(result.restarts)),
-    ]
-    if result.state_digest is not None:
-        rows.append(("state digest", result.state_digest))
-    for name, value in rows:
-        table.add_row(name, value)
-    tiers = [] if result.tiers is None else [tiers_view(result.tiers)]
-    return Group(table, *tiers, snapshots_view(result.snapshots))
-
-
 def snapshots_view(snapshots: Sequence[SnapshotInfo]) -> RenderableType:
-    """Committed snapshots, oldest first."""
+    """Return committed snapshots, oldest first, as a table."""
     if not snapshots:
-        return Text("no snapshot is committed")
+        return Text("no committed snapshots")
     table = Table(title="snapshots", title_justify="left")
     for name in ("step", "kind", "bits", "bytes"):
         table.add_column(name, justify="right")
@@ -302,7 +270,7 @@ def snapshots_view(snapshots: Sequence[SnapshotInfo]) -> RenderableType:
 
 
 def diff_view(tables: Sequence[TableDiff]) -> RenderableType:
-    """How the tables of two snapshots differ."""
+    """Return how the tables of two snapshots differ."""
     view = Table(title="rows that differ", title_justify="left")
     view.add_column("table", overflow="fold")
     for name in ("changed", "new", "gone", "norm of change", "largest change", "norm before", "norm after"):
@@ -315,7 +283,7 @@ def diff_view(tables: Sequence[TableDiff]) -> RenderableType:
 
 
 def _levels(job: DLRMJob, device: Device, table: TableSpec, shards: Sequence[Shard]) -> Iterator[str]:
-    """A line for each tier: rows and bytes of all shards, and the share of accesses that it and those above serve."""
+    """Yield a line for each tier: rows and bytes of all shards, and hits of this tier and those above."""
     home = "hbm" if device == "cuda" and shards[0].kind == "data" else "ddr"
     rows, sizes, served, weights = Counter[str](), Counter[str](), dict[str, float | None](), Counter[str]()
     for shard in shards[:1] if shards[0].kind == "data" else shards:
@@ -331,7 +299,8 @@ def _levels(job: DLRMJob, device: Device, table: TableSpec, shards: Sequence[Sha
         for number, level in enumerate(shard.tiers.levels):
             size: float = tiers.slot_bytes(*row) if number == 0 else tiers.record_bytes(*row)
             if level.tier == "hbm":
-                size = tiers.row_bytes(*row)  # what is known of a slot lies in ddr
+                # The tags of a slot are in DDR.
+                size = tiers.row_bytes(*row)
             if level.tier == "block":
                 size = tiers.BLOCK_SLACK * tiers.block_place_bytes(*row)
             rows[level.tier] += level.rows
@@ -340,22 +309,20 @@ def _levels(job: DLRMJob, device: Device, table: TableSpec, shards: Sequence[Sha
             before, rate = served.get(level.tier, 0.0), level.expected_hit_rate
             served[level.tier] = None if before is None or rate is None else before + count * rate
     if not weights:
-        yield from (f"{tier}: all, {human_bytes(size)}" for tier, size in sizes.items())
+        yield from (f"{tier}: all, {format_bytes(size)}" for tier, size in sizes.items())
         return
     for number, (tier, count) in enumerate(rows.items()):
         kept = f" ({shards[0].tiers.policy})" if number == 0 else ""
         hits = served.get(tier)
         rate_shown = "" if hits is None else f", hit rate {hits / weights[tier]:.1%}"
-        yield f"{tier}{kept}: {count:,} rows, {human_bytes(sizes[tier])}{rate_shown}"
+        yield f"{tier}{kept}: {count:,} rows, {format_bytes(sizes[tier])}{rate_shown}"
 
 
 def _homes(table: TablePlan, world_size: int) -> Iterable[int]:
-    """Ranks that hold a part of a table."""
     return range(world_size) if table.shards[0].kind == "data" else {shard.rank for shard in table.shards}
 
 
 def _ranks(table: TablePlan, world_size: int) -> str:
-    """The ranks of a table's shards; what each holds of a table that is split over a few."""
     shards = table.shards
     if shards[0].kind == "data":
         return "all"

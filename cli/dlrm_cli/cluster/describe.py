@@ -1,4 +1,4 @@
-"""``dlrmctl describe``: the job, its pods and its Events, looked up and shown."""
+"""``dlrmctl describe``: show a job, its pods and its Events on one page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from dlrm_api.errors import NoPermissionError
 from dlrm_api.progress import TerminationMessage
-from dlrm_cli.cluster.client import Connection, Object, dig
+from dlrm_cli.cluster.client import JobClient, Object, dig
 from dlrm_cli.cluster.get import (
     STYLES,
     UNKNOWN,
@@ -26,29 +26,29 @@ from dlrm_cli.cluster.get import (
     print_lines,
     time_left,
 )
-from dlrm_cli.views import human_bytes
+from dlrm_cli.views import format_bytes
 
-MOST_EVENTS = 20
-MOST_PODS = 64
+MAX_EVENTS = 20
+MAX_PODS = 64
 INDENT = "  "
 LABEL_WIDTH = 14
 
 
-Seen = Sequence[Object] | str
-"""Objects; or why the user may not look at them."""
+Objects = Sequence[Object] | str
+"""Objects, or why the user may not read them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Page:
-    """What is shown."""
+class JobPage:
+    """Hold what one page shows."""
 
     job: Object
-    pods: Seen = ()
-    events: Seen = ()
+    pods: Objects = ()
+    events: Objects = ()
 
 
-def page_lines(page: Page, now: datetime) -> list[Text]:
-    """The whole page."""
+def page_lines(page: JobPage, now: datetime) -> list[Text]:
+    """Return the whole page."""
     facts = job_facts(page.job)
     lines = [_field(name, words) for name, words in _summary(page.job, facts, now)]
     lines += _section("Conditions", _conditions(page.job, now))
@@ -79,7 +79,7 @@ def _summary(job: Object, facts: JobFacts, now: datetime) -> Iterator[tuple[str,
     if slow := dig(status, "progress", "straggler"):
         yield "Straggler", _straggler(slow)
     if reserve := status.get("memoryReserveBytes"):
-        yield "Memory", f"each pod keeps {human_bytes(reserve)} more free since one ran out of it"
+        yield "Memory", f"each pod keeps {format_bytes(reserve)} more free since one ran out of it"
     if facts.eta:
         yield "ETA", f"in {time_left(facts.eta, now)}, at {_utc(facts.eta)}"
     yield "Snapshot", _snapshot(job, now)
@@ -89,8 +89,8 @@ def _summary(job: Object, facts: JobFacts, now: datetime) -> Iterator[tuple[str,
 def _plan(job: Object) -> str:
     plan = dig(job, "status", "plan")
     if not plan:
-        return "none yet"
-    sizes = ", ".join(f"{tier} {human_bytes(size)}" for tier, size in sorted((plan.get("bytesPerTier") or {}).items()))
+        return "none"
+    sizes = ", ".join(f"{tier} {format_bytes(size)}" for tier, size in sorted((plan.get("bytesPerTier") or {}).items()))
     parts = [
         f"{plan.get('worldSize')} ranks on {plan.get('nodes')} nodes"
         + (f" of {plan['hardware']}" if plan.get("hardware") else "")
@@ -100,13 +100,13 @@ def _plan(job: Object) -> str:
     if plan.get("predictedSamplesPerSecond"):
         parts.append(f"predicted {plan['predictedSamplesPerSecond']:,.0f} samples/s")
     if plan.get("pricePerBillionSamples"):
-        parts.append(f"{plan['pricePerBillionSamples']:,.2f} a billion samples")
+        parts.append(f"{plan['pricePerBillionSamples']:,.2f} per billion samples")
     return "; ".join(parts)
 
 
 def _progress(job: Object, facts: JobFacts) -> str:
     if facts.step is None:
-        return "none yet"
+        return "none"
     progress = dig(job, "status", "progress") or {}
     done = f"step {facts.step:,}"
     if facts.total_steps:
@@ -123,23 +123,23 @@ def _speed(job: Object, facts: JobFacts) -> str:
         return UNKNOWN
     parts = [f"{facts.samples_per_second:,.0f} samples/s"]
     if facts.step_seconds is not None:
-        parts.append(f"{facts.step_seconds * 1_000:,.1f} ms a step")
+        parts.append(f"{facts.step_seconds * 1_000:,.1f} ms per step")
     if predicted := dig(job, "status", "plan", "predictedSamplesPerSecond"):
-        parts.append(f"{facts.samples_per_second / predicted:.0%} of what the plan predicted")
+        parts.append(f"{facts.samples_per_second / predicted:.0%} of the predicted speed")
     return ", ".join(parts)
 
 
 def _straggler(slow: Object) -> str:
     own, others = (slow.get(key) or 0.0 for key in ("seconds", "medianSeconds"))
     where = f"rank {slow.get('rank')} in pod {slow.get('pod')} on node {slow.get('node') or UNKNOWN}"
-    return f"{where} keeps the others waiting: {own * 1_000:,.1f} ms a step, theirs {others * 1_000:,.1f} ms"
+    return f"{where} slows down the others: {own * 1_000:,.1f} ms per step, median {others * 1_000:,.1f} ms"
 
 
 def _snapshot(job: Object, now: datetime) -> str:
     found = dig(job, "status", "lastSnapshot")
     if not found:
-        return "none is committed"
-    what = f"{found.get('kind')}, {found.get('bits')} bits, {human_bytes(found.get('bytes') or 0)}, {found.get('uri')}"
+        return "none"
+    what = f"{found.get('kind')}, {found.get('bits')} bits, {format_bytes(found.get('bytes') or 0)}, {found.get('uri')}"
     return f"step {found.get('step') or 0:,}, {age(found.get('time'), now)} ago: {what}"
 
 
@@ -149,12 +149,12 @@ def _restarts(job: Object, now: datetime) -> str:
     words = str(count)
     if reasons:
         words += f" ({', '.join(f'{reason} {n}' for reason, n in sorted(reasons.items(), key=lambda kv: -kv[1]))})"
-    most = dig(job, "spec", "lifecycle", "restart", "maxRestarts")
-    if most is not None:
-        words += f"; {status.get('chargedRestarts') or 0} of {most} charged to the budget"
+    limit = dig(job, "spec", "lifecycle", "restart", "maxRestarts")
+    if limit is not None:
+        words += f"; {status.get('chargedRestarts') or 0} of {limit} charged to the restart budget"
     then = moment(status.get("restartNotBefore"))
     if then is not None and then > now:
-        words += f"; the next gang starts in {time_left(status['restartNotBefore'], now)}"
+        words += f"; next attempt in {time_left(status['restartNotBefore'], now)}"
     return words
 
 
@@ -173,7 +173,7 @@ def _conditions(job: Object, now: datetime) -> list[Text]:
 
 
 def _failures(job: Object, now: datetime) -> list[Text]:
-    """Evidence of the last failures, newest first."""
+    """Return the evidence of the last failures, newest first."""
     status = job.get("status") or {}
     last = status.get("lastFailure")
     known = [*([last] if last else []), *(status.get("earlierFailures") or ())]
@@ -193,9 +193,9 @@ def _failures(job: Object, now: datetime) -> list[Text]:
     return grid(("ATTEMPT", "AGE", "POD", "RANK", "NODE", "CODE", "REASON", "MESSAGE"), rows, INDENT) if rows else []
 
 
-def _pods(page: Page, now: datetime) -> list[Text]:
+def _pods(page: JobPage, now: datetime) -> list[Text]:
     if isinstance(page.pods, str):
-        return [Text(f"{INDENT}not shown: {page.pods}")]
+        return [Text(f"{INDENT}not available: {page.pods}")]
     ordered = sorted(page.pods, key=lambda pod: (-pod_attempt(pod), pod_index(pod)))
     rows = [
         (
@@ -206,23 +206,23 @@ def _pods(page: Page, now: datetime) -> list[Text]:
             age(dig(pod, "metadata", "creationTimestamp"), now),
             waits_for(pod) or UNKNOWN,
         )
-        for pod in ordered[:MOST_PODS]
+        for pod in ordered[:MAX_PODS]
     ]
-    lines = grid(("POD", "NODE", "PHASE", "READY", "AGE", "WAITS FOR"), rows, INDENT) if rows else []
-    if len(ordered) > MOST_PODS:
-        lines.append(Text(f"{INDENT}and {len(ordered) - MOST_PODS} more"))
+    lines = grid(("POD", "NODE", "PHASE", "READY", "AGE", "WAITING FOR"), rows, INDENT) if rows else []
+    if len(ordered) > MAX_PODS:
+        lines.append(Text(f"{INDENT}and {len(ordered) - MAX_PODS} more"))
     return lines
 
 
-def _events(page: Page, now: datetime) -> list[Text]:
+def _events(page: JobPage, now: datetime) -> list[Text]:
     if isinstance(page.events, str):
-        return [Text(f"{INDENT}not shown: {page.events}")]
+        return [Text(f"{INDENT}not available: {page.events}")]
 
     def last(event: Object) -> str:
         return str(event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp") or "")
 
     def order(event: Object) -> tuple[str, int]:
-        """Times are whole seconds; within one the API server's versions tell what came first."""
+        """Times are whole seconds; within one, resource versions give the order."""
         version = str(dig(event, "metadata", "resourceVersion") or "")
         return last(event), int(version) if version.isascii() and version.isdigit() else 0
 
@@ -234,13 +234,13 @@ def _events(page: Page, now: datetime) -> list[Text]:
             str(event.get("count") or 1),
             one_line(event.get("message") or ""),
         )
-        for event in sorted(page.events, key=order)[-MOST_EVENTS:]
+        for event in sorted(page.events, key=order)[-MAX_EVENTS:]
     ]
     return grid(("AGE", "TYPE", "REASON", "COUNT", "MESSAGE"), rows, INDENT) if rows else []
 
 
 def _section(title: str, lines: Sequence[Text]) -> list[Text]:
-    """A title and what stands under it; ``none`` beside the title where that is nothing."""
+    """Return a title and its lines, or ``none`` next to the title."""
     return [Text(""), Text(f"{title}:"), *lines] if lines else [Text(""), _field(title, "none")]
 
 
@@ -254,20 +254,19 @@ def _utc(text: str) -> str:
     return found.strftime("%Y-%m-%d %H:%M UTC") if found else text
 
 
-def describe_job(connection: Connection, name: str) -> None:
-    """Print the job's page; what the user may not look at is said where it would stand.
+def describe_job(client: JobClient, name: str) -> None:
+    """Print the job's page; what the user may not read is named in its place.
 
     Raises:
-        NoInputError: there is no such job.
+        NoInputError: no such job.
     """
-    job = connection.job(name)
-    pods = _allowed(lambda: connection.pods(name))
-    events = _allowed(lambda: connection.events(name))
-    print_lines(page_lines(Page(job=job, pods=pods, events=events), datetime.now(UTC)))
+    job = client.job(name)
+    pods = _allowed(lambda: client.pods(name))
+    events = _allowed(lambda: client.events(name))
+    print_lines(page_lines(JobPage(job=job, pods=pods, events=events), datetime.now(UTC)))
 
 
-def _allowed(look: Callable[[], list[Object]]) -> Seen:
-    """What is found; the refusal where the user may not look."""
+def _allowed(look: Callable[[], list[Object]]) -> Objects:
     try:
         return look()
     except NoPermissionError as error:
@@ -275,7 +274,7 @@ def _allowed(look: Callable[[], list[Object]]) -> Seen:
 
 
 def ready(pod: Object) -> str:
-    """Containers that are ready, of how many; sidecars count."""
+    """Return how many containers are ready, sidecars included."""
     spec = pod.get("spec") or {}
     sidecars = [each for each in spec.get("initContainers") or () if each.get("restartPolicy") == "Always"]
     total = len(spec.get("containers") or ()) + len(sidecars)
@@ -284,14 +283,14 @@ def ready(pod: Object) -> str:
 
 
 def pod_phase(pod: Object) -> str:
-    """The pod's phase as kubectl shows it."""
+    """Return the pod's phase as kubectl shows it."""
     if dig(pod, "metadata", "deletionTimestamp"):
         return "Terminating"
     return str(dig(pod, "status", "reason") or dig(pod, "status", "phase") or "Pending")
 
 
 def waits_for(pod: Object) -> str:
-    """Why the pod does not train, in the words of who knows; empty where it runs."""
+    """Return why the pod does not train, or an empty text if it runs."""
     return one_line(_disrupted(pod) or _unscheduled(pod) or _unstarted(pod) or _ended(pod))
 
 
@@ -304,7 +303,7 @@ def _disrupted(pod: Object) -> str:
     found = _condition(pod, "DisruptionTarget")
     if found.get("status") != "True":
         return ""
-    return f"taken away: {found.get('reason') or 'disrupted'}: {found.get('message') or ''}".rstrip(": ")
+    return f"disruption: {found.get('reason') or 'disrupted'}: {found.get('message') or ''}".rstrip(": ")
 
 
 def _unscheduled(pod: Object) -> str:
@@ -312,10 +311,10 @@ def _unscheduled(pod: Object) -> str:
         return ""
     gates = ", ".join(str(gate.get("name")) for gate in dig(pod, "spec", "schedulingGates") or ())
     if gates:
-        return f"a node: held back by scheduling gate {gates}"
+        return f"a node: held by scheduling gate {gates}"
     words = _condition(pod, "PodScheduled").get("message")
     who = dig(pod, "spec", "schedulerName")
-    return f"a node: {words or f'scheduler {who} has not spoken yet'}"
+    return f"a node: {words or f'no status from scheduler {who} yet'}"
 
 
 def _unstarted(pod: Object) -> str:
@@ -329,8 +328,8 @@ def _unstarted(pod: Object) -> str:
 
 
 def _ended(pod: Object) -> str:
-    """How its first container that failed ended."""
-    for each in reversed(containers(pod)):  # the trainer before its sidecar
+    """Return how its first container that failed ended."""
+    for each in reversed(containers(pod)):
         ended = dig(each, "state", "terminated")
         if ended and ended.get("exitCode"):
             left = TerminationMessage.decode(ended.get("message") or "")

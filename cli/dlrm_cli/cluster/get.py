@@ -1,4 +1,7 @@
-"""``dlrmctl get``: jobs as a table, JSON or YAML, once or as they change."""
+"""``dlrmctl get``: print jobs as a table, JSON or YAML, once or as they change.
+
+Objects are read as they come, not through the models: an older dlrmctl must show a newer operator's jobs.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,28 @@ from rich.text import Text
 
 from dlrm_api.errors import TemporaryError
 from dlrm_api.names import Label
-from dlrm_cli.cluster.client import Connection, Object, dig
+from dlrm_cli.cluster.client import JobClient, Object, dig
 from dlrm_cli.views import SafeConsole
 
 FINISHED = frozenset({"Succeeded", "Failed"})
-UNSEEN = "no operator has looked at it yet: is one running that serves this namespace?"
+NOT_OBSERVED = "not observed by an operator yet; check that one serves this namespace"
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """One job."""
+    """Hold what people want to know of a job; what its object lacks is None."""
 
     name: str
     namespace: str
     phase: str
-    """Pending until the operator has spoken."""
+    """Pending until the operator sets it."""
     step: int | None
     total_steps: int | None
     samples_per_second: float | None
     loss: float | None
     ne: float | None
     eta: str | None
-    """Only while it runs: an older one is no promise."""
+    """Set only while the job runs."""
     snapshot_step: int | None
     snapshot_time: str | None
     restarts: int
@@ -51,17 +54,17 @@ class JobFacts:
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended for good."""
+        """Return whether the job has ended for good."""
         return self.phase in FINISHED
 
     @property
     def step_seconds(self) -> float | None:
-        """Time of one step."""
+        """Return the time of one step."""
         return self.batch / self.samples_per_second if self.batch and self.samples_per_second else None
 
 
 def job_facts(job: Object) -> JobFacts:
-    """What a job's object says."""
+    """Read a job's object."""
     status = job.get("status") or {}
     progress, snapshot = status.get("progress") or {}, status.get("lastSnapshot") or {}
     phase = str(status.get("phase") or "Pending")
@@ -84,28 +87,28 @@ def job_facts(job: Object) -> JobFacts:
         attempt=int(status.get("attempt") or 0),
         processes=int(dig(job, "spec", "trainer", "processesPerReplica") or 1),
         batch=dig(job, "spec", "data", "globalBatchSize"),
-        reason=_reason(phase, status.get("conditions") or ()) if status else UNSEEN,
+        reason=_reason(phase, status.get("conditions") or ()) if status else NOT_OBSERVED,
     )
 
 
 def condition(job: Object, kind: str) -> Object:
-    """One condition of a job; empty where it has none of that type."""
+    """Return one condition of a job, or an empty object."""
     conditions = dig(job, "status", "conditions") or ()
     return next((each for each in conditions if each.get("type") == kind), {})
 
 
 def pod_index(pod: Object) -> int:
-    """A trainer pod's index in its gang; -1 where its label is no number."""
+    """Return a trainer pod's index, or -1 if its label is no number."""
     return _number(dig(pod, "metadata", "labels", Label.INDEX))
 
 
 def pod_attempt(pod: Object) -> int:
-    """The attempt that a trainer pod belongs to; -1 where its label is no number."""
+    """Return the attempt of a trainer pod, or -1 if its label is no number."""
     return _number(dig(pod, "metadata", "labels", Label.ATTEMPT))
 
 
 def containers(pod: Object) -> list[Object]:
-    """The statuses of a pod's containers, sidecars first."""
+    """Return the statuses of a pod's containers, sidecars first."""
     status = pod.get("status") or {}
     return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
 
@@ -115,7 +118,7 @@ def _number(text: Any) -> int:
 
 
 def _reason(phase: str, conditions: Iterable[Object]) -> str:
-    """The words of the condition that holds the phase up."""
+    """Return the message of the condition that explains the phase."""
     wanted = {
         "Pending": ("Planned", "Scheduled"),
         "Planning": ("Planned",),
@@ -145,20 +148,20 @@ STYLES = {
     "Suspended": "cyan",
     "Warning": "yellow",
 }
-"""Words that stand out where someone looks."""
+"""Colours of words on a terminal."""
 
 Row = Sequence[str]
 
 
-def widths(rows: Sequence[Row], least: Sequence[int] = ()) -> tuple[int, ...]:
-    """Columns each row needs, and no fewer than ``least``."""
+def widths(rows: Sequence[Row], minimum: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the column widths that rows need, at least ``minimum``."""
     found = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    wider = [*least, *([0] * len(found))]
+    wider = [*minimum, *([0] * len(found))]
     return tuple(max(pair) for pair in zip(found, wider, strict=False))
 
 
 def line(row: Row, columns: Sequence[int], indent: str = "") -> Text:
-    """One row, each cell as wide as its column but for the last."""
+    """Return one row, with cells padded to their columns."""
     text = Text(indent)
     last = len(row) - 1
     for i, (cell, width) in enumerate(zip(row, columns, strict=True)):
@@ -170,13 +173,13 @@ def line(row: Row, columns: Sequence[int], indent: str = "") -> Text:
 
 
 def grid(header: Row, rows: Sequence[Row], indent: str = "") -> list[Text]:
-    """A header and its rows."""
+    """Return a header and its rows as aligned columns."""
     columns = widths([header, *rows])
     return [line(row, columns, indent) for row in (header, *rows)]
 
 
 def print_lines(lines: Sequence[Text]) -> None:
-    """Print on stdout: in colour on a terminal, plain where nobody looks, and never cut or wrapped by us."""
+    """Print on stdout: in colour on a terminal, plain elsewhere, never cut or wrapped."""
     console = SafeConsole(highlight=False, markup=False, emoji=False)
     for text in lines:
         console.print(text, soft_wrap=True)
@@ -187,12 +190,12 @@ WIDE = ("NODES", "HARDWARE", "REASON")
 
 
 def header(*, everywhere: bool, wide: bool) -> Row:
-    """Names of the columns."""
+    """Return the column names."""
     return (*(("NAMESPACE",) if everywhere else ()), *HEADER, *(WIDE if wide else ()))
 
 
 def job_row(job: JobFacts, now: datetime, *, everywhere: bool, wide: bool) -> Row:
-    """One job's cells under :func:`header`."""
+    """Return one job's cells, in the order of ``header``."""
     cells = (
         job.name,
         job.phase,
@@ -209,29 +212,29 @@ def job_row(job: JobFacts, now: datetime, *, everywhere: bool, wide: bool) -> Ro
 
 
 def steps(job: JobFacts) -> str:
-    """``1200/5000``, or how many are done where nobody knows how many it will be."""
+    """Return ``1200/5000``, or the steps done if the total is unknown."""
     if job.step is None:
         return UNKNOWN
     return f"{job.step}/{job.total_steps}" if job.total_steps is not None else str(job.step)
 
 
 def number(value: float | None, form: str) -> str:
-    """A number, or ``-``."""
+    """Format a number, or return ``-``."""
     return UNKNOWN if value is None else format(value, form)
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks."""
+    """Return the text without line breaks."""
     return " ".join(text.split())
 
 
-RETRY_S = 2.0
-"""Between the end of a watch and the next list: a server that ends each at once is not to be flooded."""
+RETRY_INTERVAL_S = 2.0
+"""Time from the end of a watch to the next list, in case a server ends each watch at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GetOptions:
-    """What is asked for."""
+    """Hold the options of ``dlrmctl get``."""
 
     names: tuple[str, ...] = ()
     everywhere: bool = False
@@ -241,19 +244,19 @@ class GetOptions:
     watch: bool = False
 
 
-def get_jobs(connection: Connection, options: GetOptions) -> None:
-    """Print the jobs; with ``watch`` go on with each that changes, until interrupted.
+def get_jobs(client: JobClient, options: GetOptions) -> None:
+    """Print the jobs; with ``watch`` print each that changes, until interrupted.
 
     Raises:
-        NoInputError: a job that was named is not there.
+        NoInputError: a named job does not exist.
     """
     if options.watch:
-        _follow(connection, options)
+        _follow(client, options)
         return
     if options.names:
-        jobs = [connection.job(name) for name in options.names]
+        jobs = [client.job(name) for name in options.names]
     else:
-        jobs, _ = connection.jobs(everywhere=options.everywhere, selector=options.selector)
+        jobs, _ = client.jobs(everywhere=options.everywhere, selector=options.selector)
     if options.form not in ("table", "wide"):
         print(document(jobs, options.form, alone=len(options.names) == 1), end="")
     elif jobs:
@@ -261,15 +264,15 @@ def get_jobs(connection: Connection, options: GetOptions) -> None:
         columns = widths(rows)
         print_lines([line(row, columns) for row in rows])
     else:
-        where = "any namespace" if options.everywhere else f"namespace {connection.namespace}"
-        print(f"no DLRMJobs in {where}")
+        where = "any namespace" if options.everywhere else f"namespace {client.namespace}"
+        print(f"no DLRMJobs found in {where}")
 
 
 def document(jobs: Sequence[Object], form: str, *, alone: bool) -> str:
-    """The objects as JSON, as YAML, or their names, without who wrote which field; several are a List, as kubectl's."""
+    """Return objects as JSON, as YAML, or their names, without managed fields; several are a List, as kubectl's."""
     if form == "name":
         return "".join(f"dlrmjob.dlrm.dev/{job['metadata']['name']}\n" for job in jobs)
-    shown = [_without_managers(job) for job in jobs]
+    shown = [_without_managed_fields(job) for job in jobs]
     body = shown[0] if alone else {"apiVersion": "v1", "kind": "List", "items": shown}
     if form == "json":
         return json.dumps(body, indent=2) + "\n"
@@ -278,7 +281,7 @@ def document(jobs: Sequence[Object], form: str, *, alone: bool) -> str:
     return yaml.safe_dump(body, sort_keys=False)
 
 
-def _without_managers(job: Object) -> Object:
+def _without_managed_fields(job: Object) -> Object:
     return {**job, "metadata": {key: value for key, value in job["metadata"].items() if key != "managedFields"}}
 
 
@@ -287,10 +290,10 @@ def _rows(jobs: Iterable[Object], options: GetOptions) -> list[Row]:
     return [job_row(job_facts(job), now, everywhere=options.everywhere, wide=wide) for job in jobs]
 
 
-def _follow(connection: Connection, options: GetOptions) -> None:
-    """A line a change, under columns that only grow: as kubectl does, so that it can be piped."""
+def _follow(client: JobClient, options: GetOptions) -> None:
+    """Print a line per change, in columns that only grow, as kubectl does."""
     columns: tuple[int, ...] = ()
-    for job in _changes(connection, options):
+    for job in _changes(client, options):
         if options.form in ("table", "wide"):
             rows = _rows([job], options)
             if not columns:
@@ -302,8 +305,8 @@ def _follow(connection: Connection, options: GetOptions) -> None:
             print(separator + document([job], options.form, alone=True), end="", flush=True)
 
 
-def _changes(connection: Connection, options: GetOptions) -> Iterator[Object]:
-    """Each version of each job once; a watch that ends is begun anew from a list."""
+def _changes(client: JobClient, options: GetOptions) -> Iterator[Object]:
+    """Yield each version of each job once; a watch that ends is restarted from a list."""
     shown: dict[str, str] = {}
 
     def wanted(job: Object) -> bool:
@@ -316,12 +319,12 @@ def _changes(connection: Connection, options: GetOptions) -> Iterator[Object]:
         try:
             if first and options.names:
                 for name in options.names:
-                    connection.job(name)
-            jobs, version = connection.jobs(everywhere=options.everywhere, selector=options.selector)
+                    client.job(name)
+            jobs, version = client.jobs(everywhere=options.everywhere, selector=options.selector)
             for job in filter(wanted, jobs):
                 shown[job["metadata"]["uid"]] = job["metadata"]["resourceVersion"]
                 yield job
-            for job in connection.watch_jobs(version, everywhere=options.everywhere, selector=options.selector):
+            for job in client.watch_jobs(version, everywhere=options.everywhere, selector=options.selector):
                 if wanted(job):
                     shown[job["metadata"]["uid"]] = job["metadata"]["resourceVersion"]
                     yield job
@@ -329,7 +332,7 @@ def _changes(connection: Connection, options: GetOptions) -> Iterator[Object]:
             if first:
                 raise
         first = False
-        time.sleep(RETRY_S)
+        time.sleep(RETRY_INTERVAL_S)
 
 
 MINUTE, HOUR, DAY = 60, 3_600, 86_400
@@ -338,7 +341,7 @@ UNKNOWN = "-"
 
 
 def duration(seconds: float) -> str:
-    """``45s``, ``3m20s``, ``47m``, ``5h12m``, ``2d3h``: as exact as kubectl is, never below zero."""
+    """Return ``45s``, ``3m20s``, ``47m``, ``5h12m`` or ``2d3h``, as exactly as kubectl does; never below zero."""
     whole = max(0, int(seconds))
     for below, unit, name, rest, rest_name in (
         (2 * MINUTE, 1, "s", 0, ""),
@@ -356,7 +359,7 @@ def duration(seconds: float) -> str:
 
 
 def moment(text: str | None) -> datetime | None:
-    """A timestamp of the API; None where there is none, or none that can be read."""
+    """Parse a timestamp of the API; None if absent or invalid."""
     try:
         found = datetime.fromisoformat(text) if text else None
     except ValueError:
@@ -365,13 +368,13 @@ def moment(text: str | None) -> datetime | None:
 
 
 def age(text: str | None, now: datetime) -> str:
-    """How long ago a timestamp of the API was; ``-`` where there is none."""
+    """Return how long ago a timestamp of the API was, or ``-``."""
     then = moment(text)
     return UNKNOWN if then is None else duration((now - then).total_seconds())
 
 
 def time_left(text: str | None, now: datetime) -> str:
-    """How long it is until a timestamp of the API; one that has passed should come any moment."""
+    """Return how long it is until a timestamp of the API; ``now`` if it has passed."""
     then = moment(text)
     if then is None:
         return UNKNOWN

@@ -1,7 +1,7 @@
-"""``dlrmctl suspend`` and ``resume``: the wish written down, and, where asked for, waited for.
+"""``dlrmctl suspend`` and ``resume``: set ``spec.lifecycle.suspend``, and wait for the job to follow.
 
-A job that failed is started again by both in turn: the operator takes a failed job that it saw at rest, and that then
-is wanted again, as one whose failure was looked into, whether or not its spec says anything else.
+A failed job is restarted by both in turn: the operator retries a failed job that it has seen suspended and that is then
+resumed, whether or not the rest of its spec changed.
 """
 
 from __future__ import annotations
@@ -11,135 +11,137 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dlrm_api.errors import DLRMError, TemporaryError, UsageError, visible
-from dlrm_cli.cluster.client import Connection, Object, dig
+from dlrm_cli.cluster.client import JobClient, Object, dig
 from dlrm_cli.cluster.get import condition, job_facts, one_line
-from dlrm_cli.views import tell
+from dlrm_cli.views import print_stderr
 
-LOOK_EVERY_S = 1.0
-REST_S = 60.0
-"""For the operator to take note that a failed job is at rest."""
+POLL_INTERVAL_S = 1.0
+ACKNOWLEDGE_TIMEOUT_S = 60.0
+"""Time for the operator to observe that a failed job is suspended."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """How far a wish has come, in words; with an error where it never comes true."""
+class SuspendState:
+    """Say how far a job has followed a request; ``error`` says that it never will."""
 
     words: str
     done: bool = False
     error: DLRMError | None = None
 
 
-def suspend_verdict(job: Object) -> Verdict:
-    """How far a job is on its way to Suspended."""
-    facts, seen = job_facts(job), _seen(job)
+def suspend_state(job: Object) -> SuspendState:
+    """Return how far a job is on its way to Suspended."""
+    facts, seen = job_facts(job), _is_observed(job)
     if facts.phase == "Suspended" and seen:
         step = facts.snapshot_step
-        holds = f"holds step {step:,}" if step is not None else "holds no step: it had not trained yet"
+        holds = f"at step {step:,}" if step is not None else "before its first step"
         why = f" ({one_line(facts.reason)})" if facts.reason else ""
-        return Verdict(words=f"{facts.name} is Suspended and {holds}{why}", done=True)
+        return SuspendState(words=f"{facts.name} is Suspended {holds}{why}", done=True)
     if facts.finished:
-        return Verdict(words=f"{facts.name} has {facts.phase}: there is nothing to suspend", done=True)
+        return SuspendState(words=f"{facts.name} has {facts.phase}, nothing to suspend", done=True)
     if not dig(job, "spec", "lifecycle", "suspend"):
-        return _overruled(f"{facts.name} was told to go on by someone else")
-    return Verdict(words=_on_the_way(job))
+        return _overridden(f"{facts.name} was resumed by someone else")
+    return SuspendState(words=_describe_phase(job))
 
 
-def resume_verdict(job: Object) -> Verdict:
-    """How far a job is on its way to Running."""
+def resume_state(job: Object) -> SuspendState:
+    """Return how far a job is on its way to Running."""
     facts = job_facts(job)
-    if facts.phase == "Failed" and _seen(job):
+    if facts.phase == "Failed" and _is_observed(job):
         words = f"{facts.name} has Failed: {one_line(facts.reason)}".rstrip(": ")
-        return Verdict(words=words, error=DLRMError(words))
-    if facts.phase in ("Running", "Succeeded") and _seen(job):
+        return SuspendState(words=words, error=DLRMError(words))
+    if facts.phase in ("Running", "Succeeded") and _is_observed(job):
         step = f" at step {facts.step:,}" if facts.step is not None else ""
-        return Verdict(words=f"{facts.name} is {facts.phase}{step}", done=True)
+        return SuspendState(words=f"{facts.name} is {facts.phase}{step}", done=True)
     if dig(job, "spec", "lifecycle", "suspend"):
-        return _overruled(f"{facts.name} was suspended by someone else")
-    return Verdict(words=_on_the_way(job))
+        return _overridden(f"{facts.name} was suspended by someone else")
+    return SuspendState(words=_describe_phase(job))
 
 
-def set_suspend(connection: Connection, name: str, wanted: bool, timeout_s: float | None) -> None:
-    """Ask for it, and with ``timeout_s`` wait until it is so.
+def set_suspend(client: JobClient, name: str, wanted: bool, timeout_s: float | None) -> None:
+    """Request it, and with ``timeout_s`` wait until the job has followed.
 
     Raises:
-        NoInputError: there is no such job.
-        UsageError: the job has ended, so that nothing is there to suspend; or has succeeded, so that nothing is left.
-        TemporaryError: it is not so yet when the time is up; the wish stays.
+        NoInputError: no such job.
+        UsageError: the job has ended, or has succeeded and cannot be resumed.
+        TemporaryError: time is up; the request stays.
     """
-    facts = job_facts(connection.job(name))
+    facts = job_facts(client.job(name))
     if facts.phase == "Succeeded" or (facts.finished and wanted):
-        raise UsageError(f"{name} has {facts.phase}: there is nothing to {'suspend' if wanted else 'resume'}")
+        raise UsageError(f"cannot {'suspend' if wanted else 'resume'} {name}: it has {facts.phase}")
     if facts.finished:
-        _rest(connection, name)
-    job = connection.set_suspend(name, wanted)
+        _acknowledge_failure(client, name)
+    job = client.set_suspend(name, wanted)
     if timeout_s is None:
-        verb = "suspend: it cuts, commits, then gives its nodes back" if wanted else "resume"
-        print(f"{name} is told to {verb}")
+        print(
+            f"{name} is being suspended: it saves a checkpoint, then releases its nodes"
+            if wanted
+            else f"{name} is being resumed"
+        )
         return
-    advice = "it goes on: dlrmctl describe says how far it is"
+    advice = "the request stays; see dlrmctl describe"
     try:
-        print(visible(_wait(connection, job, suspend_verdict if wanted else resume_verdict, timeout_s, advice).words))
+        print(visible(_wait(client, job, suspend_state if wanted else resume_state, timeout_s, advice).words))
     except KeyboardInterrupt:
-        tell(f"no longer waiting; {name} stays told to {'suspend' if wanted else 'resume'}")
+        print_stderr(f"no longer waiting; the request to {'suspend' if wanted else 'resume'} {name} stays")
         raise
 
 
-def _rest(connection: Connection, name: str) -> None:
-    """Have the operator see a failed job at rest.
+def _acknowledge_failure(client: JobClient, name: str) -> None:
+    """Suspend a failed job and wait until the operator has observed it.
 
     Raises:
-        TemporaryError: it did not; the job stays at rest, and resuming it again goes on from there.
+        TemporaryError: it has not; the job stays suspended, and resuming it again continues from there.
     """
 
-    def verdict(job: Object) -> Verdict:
-        return Verdict(
-            words=f"{name} has Failed, and no operator took note yet that it is to start again", done=_seen(job)
+    def state(job: Object) -> SuspendState:
+        return SuspendState(
+            words=f"{name} has Failed, waiting for the operator to observe the retry", done=_is_observed(job)
         )
 
-    advice = "is one running that serves this namespace? Then resume it once more"
-    _wait(connection, connection.set_suspend(name, True), verdict, REST_S, advice)
+    advice = "check that an operator serves this namespace, then resume again"
+    _wait(client, client.set_suspend(name, True), state, ACKNOWLEDGE_TIMEOUT_S, advice)
 
 
 def _wait(
-    connection: Connection, job: Object, judge: Callable[[Object], Verdict], timeout_s: float, advice: str
-) -> Verdict:
-    """Look again and again until the judge says that it is done; say on stderr how it goes.
+    client: JobClient, job: Object, judge: Callable[[Object], SuspendState], timeout_s: float, advice: str
+) -> SuspendState:
+    """Poll until ``judge`` says that it is done; print each change on stderr.
 
     Raises:
-        TemporaryError: it is not so when the time is up, in the judge's last words and with the advice; or the judge
-            says that it never will be.
+        TemporaryError: time is up, or the job never will follow.
     """
-    deadline, said = time.monotonic() + timeout_s, ""
+    deadline, shown = time.monotonic() + timeout_s, ""
     while True:
-        verdict = judge(job)
-        if verdict.done:
-            return verdict
-        if verdict.error:
-            raise verdict.error
-        if verdict.words != said:
-            said = verdict.words
-            tell(said)
+        state = judge(job)
+        if state.done:
+            return state
+        if state.error:
+            raise state.error
+        if state.words != shown:
+            shown = state.words
+            print_stderr(shown)
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TemporaryError(f"after {timeout_s:g} s {said}; {advice}")
-        time.sleep(min(LOOK_EVERY_S, left))
+            raise TemporaryError(f"timed out after {timeout_s:g} s: {shown}; {advice}")
+        time.sleep(min(POLL_INTERVAL_S, left))
         try:
-            job = connection.job(dig(job, "metadata", "name"))
+            job = client.job(dig(job, "metadata", "name"))
         except TemporaryError as error:
-            said = str(error)
-            tell(said)
+            shown = str(error)
+            print_stderr(shown)
 
 
-def _overruled(words: str) -> Verdict:
-    return Verdict(words=words, error=TemporaryError(words))
+def _overridden(words: str) -> SuspendState:
+    return SuspendState(words=words, error=TemporaryError(words))
 
 
-def _seen(job: Object) -> bool:
-    """Whether the status speaks of the spec as it is now."""
+def _is_observed(job: Object) -> bool:
+    """Return whether the status reflects the current spec."""
     return int(dig(job, "status", "observedGeneration") or 0) >= int(dig(job, "metadata", "generation") or 0)
 
 
-def _on_the_way(job: Object) -> str:
+def _describe_phase(job: Object) -> str:
     facts = job_facts(job)
     words = facts.reason or one_line(condition(job, "Suspended").get("message") or "")
     return f"{facts.name} is {facts.phase}" + (f": {one_line(words)}" if words else "")

@@ -1,4 +1,4 @@
-"""``dlrmctl logs``: what containers of a job's pods wrote; followed over restarts of the gang."""
+"""``dlrmctl logs``: print the logs of a job's pods, or follow them across restarts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dlrm_api.errors import DLRMError, NoInputError, TemporaryError, UsageError, visible
-from dlrm_cli.cluster.client import Connection, Object, dig
+from dlrm_cli.cluster.client import JobClient, Object, dig
 from dlrm_cli.cluster.get import JobFacts, containers, job_facts, pod_attempt, pod_index
-from dlrm_cli.views import tell
+from dlrm_cli.views import print_stderr
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """Pod 0 of the newest attempt, unless something else is said."""
+class PodChoice:
+    """Choose pods of a job; by default pod 0 of the newest attempt."""
 
     replica: int | None = None
     rank: int | None = None
@@ -25,67 +25,69 @@ class Choice:
     attempt: int | None = None
 
 
-def check_choice(job: JobFacts, choice: Choice) -> None:
-    """Refuse what no attempt of the job can have.
+def check_choice(job: JobFacts, choice: PodChoice) -> None:
+    """Refuse a choice that no attempt of the job can have.
 
     Raises:
-        UsageError: two choices in one, or a replica or rank beyond the plan.
+        UsageError: two choices at once, or a replica or rank beyond the plan.
     """
-    given = [choice.replica is not None, choice.rank is not None, choice.everyone]
-    if sum(given) > 1:
-        raise UsageError("--replica, --rank and --all are three ways to choose pods: give one of them")
+    if (choice.replica is not None) + (choice.rank is not None) + choice.everyone > 1:
+        raise UsageError("--replica, --rank and --all cannot be combined")
     replica = wanted_replica(job, choice)
     if job.nodes is not None and replica is not None and replica >= job.nodes:
-        what = "--replica" if choice.rank is None else f"--rank {choice.rank}: replica"
-        ranks = f", ranks 0 to {job.nodes * job.processes - 1}" if choice.rank is not None else ""
-        raise UsageError(f"{what} {replica}: {job.name} has replicas 0 to {job.nodes - 1}{ranks}")
+        option, given, last = (
+            ("--replica", choice.replica, job.nodes - 1)
+            if choice.rank is None
+            else ("--rank", choice.rank, job.nodes * job.processes - 1)
+        )
+        raise UsageError(f"invalid {option}: expected 0 to {last} for {job.name}, got {given}")
 
 
-def wanted_replica(job: JobFacts, choice: Choice) -> int | None:
-    """Index of the pod that is meant; None for all of them."""
+def wanted_replica(job: JobFacts, choice: PodChoice) -> int | None:
+    """Return the index of the chosen pod; None for all of them."""
     if choice.everyone:
         return None
     return choice.rank // job.processes if choice.rank is not None else choice.replica or 0
 
 
-def chosen_pods(job: JobFacts, pods: Sequence[Object], choice: Choice) -> list[Object]:
-    """The pods that are meant and are there, in order of their index."""
-    there = sorted({pod_attempt(pod) for pod in pods})
-    attempt = choice.attempt if choice.attempt is not None else (there[-1] if there else None)
+def choose_pods(job: JobFacts, pods: Sequence[Object], choice: PodChoice) -> list[Object]:
+    """Return the chosen pods that exist, by index."""
+    newest = max(map(pod_attempt, pods), default=None)
+    attempt = choice.attempt if choice.attempt is not None else newest
     replica = wanted_replica(job, choice)
     found = [pod for pod in pods if pod_attempt(pod) == attempt and replica in (None, pod_index(pod))]
     return sorted(found, key=pod_index)
 
 
-def none_there(job: JobFacts, pods: Sequence[Object], choice: Choice) -> NoInputError:
-    """Why there is no such pod."""
-    there = sorted({pod_attempt(pod) for pod in pods})
-    if choice.attempt is not None and there and choice.attempt not in there:
-        attempts = ", ".join(map(str, there))
+def no_such_pod(job: JobFacts, pods: Sequence[Object], choice: PodChoice) -> NoInputError:
+    """Return the error that says why there is no such pod."""
+    attempts = sorted({pod_attempt(pod) for pod in pods})
+    if choice.attempt is not None and attempts and choice.attempt not in attempts:
+        found = ", ".join(map(str, attempts))
         return NoInputError(
-            f"no pod of attempt {choice.attempt} is left (there are those of {attempts}): failed pods stay with "
+            f"pods of attempt {choice.attempt} not found (found attempts: {found}); to keep failed pods, set "
             "spec.lifecycle.keepFailedPods"
         )
-    why = f": {job.reason}" if job.reason else ""
-    return NoInputError(f"{job.name} is {job.phase} and has no such pod{why}; dlrmctl describe {job.name} says more")
+    why = f" ({job.reason})" if job.reason else ""
+    return NoInputError(f"pod not found: {job.name} is {job.phase}{why}; see dlrmctl describe {job.name}")
 
 
 def has_log(pod: Object, container: str) -> bool:
-    """Whether the container runs or ran, so that there is a log of it."""
+    """Return whether the container runs or ran, so that it has a log."""
     seen = next((each for each in containers(pod) if each.get("name") == container), {})
     return bool(dig(seen, "state", "running") is not None or dig(seen, "state", "terminated"))
 
 
-LOOK_EVERY_S = 1.0
-QUEUED_LINES = 1_000
+POLL_INTERVAL_S = 1.0
+MAX_QUEUED_LINES = 1_000
 ENDED = frozenset({"Succeeded", "Failed", "Suspended"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
-    """What is asked for."""
+    """Hold the options of ``dlrmctl logs``."""
 
-    choice: Choice
+    choice: PodChoice
     container: str
     previous: bool = False
     timestamps: bool = False
@@ -93,7 +95,7 @@ class LogOptions:
     since_s: int | None = None
 
     def query(self) -> dict[str, str]:
-        """Parameters of a log that is read once."""
+        """Return the query parameters of a log that is read once."""
         found = {"container": self.container}
         if self.previous:
             found["previous"] = "true"
@@ -106,70 +108,70 @@ class LogOptions:
         return found
 
 
-def print_logs(connection: Connection, name: str, options: LogOptions) -> None:
-    """Print what is there.
+def print_logs(client: JobClient, name: str, options: LogOptions) -> None:
+    """Print the logs as they are.
 
     Raises:
-        NoInputError: there is no such job, pod, or log.
+        NoInputError: no such job, pod, or log.
         UsageError: no attempt of the job can have that pod.
     """
-    job, pods = _look(connection, name, options)
-    chosen = chosen_pods(job, pods, options.choice)
+    job, pods = _read(client, name, options)
+    chosen = choose_pods(job, pods, options.choice)
     if not chosen:
-        raise none_there(job, pods, options.choice)
+        raise no_such_pod(job, pods, options.choice)
     problem: DLRMError | None = None
     for pod in chosen:
         prefix = _prefix(pod, options)
         try:
-            for line in connection.log(dig(pod, "metadata", "name"), options.query(), None):
+            for line in client.log(dig(pod, "metadata", "name"), options.query(), None):
                 sys.stdout.write(prefix + _text(line))
         except DLRMError as error:
             if len(chosen) == 1:
                 raise
-            tell(f"{prefix}{error}")
+            print_stderr(f"{prefix}{error}")
             problem = error
     if problem is not None:
         raise problem
 
 
-def follow_logs(connection: Connection, name: str, options: LogOptions) -> None:
-    """Print lines as they come, of one gang after the other, until the job has ended or is suspended.
+def follow_logs(client: JobClient, name: str, options: LogOptions) -> None:
+    """Print lines as they come, of one attempt after the other, until the job has ended or is suspended.
 
     Raises:
-        NoInputError: there is no such job.
+        NoInputError: no such job.
         UsageError: no attempt of the job can have that pod.
     """
-    lines: queue.Queue[str] = queue.Queue(QUEUED_LINES)
+    lines: queue.Queue[str] = queue.Queue(MAX_QUEUED_LINES)
     tails: dict[str, _Tail] = {}
-    said, first = "", True
+    shown, first = "", True
     while True:
         try:
-            job, pods = _look(connection, name, options)
+            job, pods = _read(client, name, options)
         except TemporaryError as error:
             if first:
                 raise
-            said = _say_once(str(error), said)
-            _print_for(lines, LOOK_EVERY_S)
+            shown = _print_once(str(error), shown)
+            _print_for(lines, POLL_INTERVAL_S)
             continue
         first = False
-        for pod in chosen_pods(job, pods, options.choice):
+        for pod in choose_pods(job, pods, options.choice):
             uid = str(dig(pod, "metadata", "uid"))
             if uid not in tails and has_log(pod, options.container):
-                tails[uid] = _Tail(connection, pod, options, lines)
+                tails[uid] = _Tail(client, pod, options, lines)
         alive = any(tail.alive for tail in tails.values())
         if not alive:
             _print_for(lines, 0)
             if job.phase in ENDED:
                 return
-            said = _say_once(f"{job.name} is {job.phase}{': ' + job.reason if job.reason else ''}; waiting", said)
-        _print_for(lines, LOOK_EVERY_S)
+            shown = _print_once(f"{job.name} is {job.phase}{': ' + job.reason if job.reason else ''}; waiting", shown)
+        _print_for(lines, POLL_INTERVAL_S)
 
 
 class _Tail:
-    """One container's log in a thread of its own; a stream that breaks is taken up after the last line."""
+    """Follow one container's log in a thread; a broken stream continues after the last line."""
 
-    def __init__(self, connection: Connection, pod: Object, options: LogOptions, lines: queue.Queue[str]) -> None:
-        self._connection, self._options, self._lines = connection, options, lines
+    def __init__(self, client: JobClient, pod: Object, options: LogOptions, lines: queue.Queue[str]) -> None:
+        self._client, self._options, self._lines = client, options, lines
         self._pod = str(dig(pod, "metadata", "name"))
         self._prefix = _prefix(pod, options)
         self._last = ""
@@ -178,27 +180,27 @@ class _Tail:
 
     @property
     def alive(self) -> bool:
-        """Whether more may come."""
+        """Return whether more lines may come."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
         while True:
             try:
-                for line in self._connection.log(self._pod, self._query(), None):
+                for line in self._client.log(self._pod, self._query(), None):
                     time_, _, text = _text(line).partition(" ")
                     if time_ > self._last:
                         self._last = time_
                         self._lines.put(self._prefix + (f"{time_} {text}" if self._options.timestamps else text))
             except TemporaryError:
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(POLL_INTERVAL_S)
             except DLRMError as error:
-                tell(f"{self._prefix}{error}")
+                print_stderr(f"{self._prefix}{error}")
                 return
             else:
                 return
 
     def _query(self) -> dict[str, str]:
-        """With times, which tell what was printed before the stream broke."""
+        """Ask for times too: they say which lines were printed before the stream broke."""
         found = {**self._options.query(), "follow": "true", "timestamps": "true"}
         if self._last:
             found.pop("tailLines", None)
@@ -207,14 +209,14 @@ class _Tail:
         return found
 
 
-def _look(connection: Connection, name: str, options: LogOptions) -> tuple[JobFacts, list[Object]]:
-    job = job_facts(connection.job(name))
+def _read(client: JobClient, name: str, options: LogOptions) -> tuple[JobFacts, list[Object]]:
+    job = job_facts(client.job(name))
     check_choice(job, options.choice)
-    return job, connection.pods(name)
+    return job, client.pods(name)
 
 
 def _print_for(lines: queue.Queue[str], seconds: float) -> None:
-    """Print lines that come within so many seconds, and all that are there already."""
+    """Print all queued lines, and those that come within so many seconds."""
     for line in _lines_until(lines, time.monotonic() + seconds):
         sys.stdout.write(line)
     sys.stdout.flush()
@@ -230,10 +232,10 @@ def _lines_until(lines: queue.Queue[str], end: float) -> Iterator[str]:
             return
 
 
-def _say_once(words: str, said: str) -> str:
-    if words != said:
-        tell(words)
-    return words
+def _print_once(text: str, shown: str) -> str:
+    if text != shown:
+        print_stderr(text)
+    return text
 
 
 def _prefix(pod: Object, options: LogOptions) -> str:
@@ -241,7 +243,7 @@ def _prefix(pod: Object, options: LogOptions) -> str:
 
 
 def _text(line: bytes) -> str:
-    """A line as it is shown: on a terminal it can't steer that, elsewhere it is what the container wrote."""
+    """Return a line as shown: on a terminal without control characters, elsewhere as the container wrote it."""
     text = line.decode(errors="replace")
     text = visible(text) if sys.stdout.isatty() else text
     return text if text.endswith("\n") else text + "\n"

@@ -20,11 +20,11 @@ from dlrm_api.plan import Plan
 from dlrm_api.progress import EvalMetrics, Figure, PodReport, Progress, UnixSeconds
 from dlrm_api.run_report import Profile, TierReport
 from dlrm_api.status import Count
-from dlrm_cli.cluster.client import Connection, Object, dig
+from dlrm_cli.cluster.client import JobClient, Object, dig
 from dlrm_cli.cluster.get import JobFacts, job_facts, moment, one_line
-from dlrm_cli.cluster.logs import Choice, chosen_pods
-from dlrm_cli.counters import Counts, PodFigures, counts_of, pod_figures
-from dlrm_cli.run.history import MOST_LINE, Committed, Ended, Failure, Line, Look, Started, of_kind, read_lines
+from dlrm_cli.cluster.logs import PodChoice, choose_pods
+from dlrm_cli.counters import Counts, PodFigures, pod_figures, sum_counts
+from dlrm_cli.run.history import MAX_LINE, Committed, Ended, Failure, Line, Look, Started, read_lines, select_lines
 from dlrm_cli.run.workdir import Final, TrainerResult, WorkDir, is_held, read_profile
 
 MOST_STEPS = 600
@@ -175,12 +175,12 @@ def _read(workdir: WorkDir) -> Record:
     history = _history(workdir.history, notes)
     result = _document(TrainerResult, workdir.result, notes)
     final = _document(Final, workdir.final, notes)
-    failures, attempts = of_kind(Failure, history), of_kind(Started, history)
+    failures, attempts = select_lines(Failure, history), select_lines(Started, history)
     state, tone, words = _state(workdir, history, finished=final is not None)
     evaluations = journal.evaluations
     newest = result.eval if result is not None and result.eval is not None else next(reversed(evaluations), None)
     last = result or journal.last
-    seconds = [each.time for each in attempts] + [each.time for each in of_kind(Ended, history)]
+    seconds = [each.time for each in attempts] + [each.time for each in select_lines(Ended, history)]
     seconds += [steps[0].time, steps[-1].time] if steps else []
     return Record(
         name=job.metadata.name,
@@ -202,8 +202,8 @@ def _read(workdir: WorkDir) -> Record:
         steps=steps,
         evaluations=evaluations,
         attempts=attempts,
-        looks=of_kind(Look, history),
-        snapshots=_snapshots(of_kind(Committed, history), final),
+        looks=select_lines(Look, history),
+        snapshots=_snapshots(select_lines(Committed, history), final),
         failures=failures,
         tiers=result.tiers if result else None,
         profile=read_profile(workdir),
@@ -287,7 +287,7 @@ class _Journal:
         if not self.path.is_file():
             return
         with self.path.open(errors="replace") as file:
-            for number, text in enumerate(iter(lambda: file.readline(MOST_LINE), ""), 1):
+            for number, text in enumerate(iter(lambda: file.readline(MAX_LINE), ""), 1):
                 try:
                     line = from_json(text)
                     if isinstance(line, dict) and "eval" in line:
@@ -325,20 +325,20 @@ TONES: Mapping[str, Any] = {"Succeeded": "good", "Failed": "bad"}
 Found = TypeVar("Found")
 
 
-def read_cluster_job(connection: Connection, name: str) -> Record:
+def read_cluster_job(client: JobClient, name: str) -> Record:
     """What is known of a job.
 
     Raises:
         NoInputError: there is no such job.
         NoPermissionError: the user may not look at it.
     """
-    job = connection.job(name)
+    job = client.job(name)
     notes = [LACKS]
-    pods = _allowed(lambda: connection.pods(name), "pods", notes)
-    events = _allowed(lambda: connection.events(name), "Events", notes)
+    pods = _allowed(lambda: client.pods(name), "pods", notes)
+    events = _allowed(lambda: client.events(name), "Events", notes)
     facts = job_facts(job)
-    running = [pod for pod in chosen_pods(facts, pods, Choice(everyone=True)) if _runs(pod)]
-    progress, looks = _asked(connection, facts, running, notes) if running else (None, [])
+    running = [pod for pod in choose_pods(facts, pods, PodChoice(everyone=True)) if _runs(pod)]
+    progress, looks = _asked(client, facts, running, notes) if running else (None, [])
     return cluster_record(job, events, progress, looks, notes)
 
 
@@ -378,19 +378,19 @@ def cluster_record(
 
 
 def _asked(
-    connection: Connection, facts: JobFacts, pods: Sequence[Object], notes: list[str]
+    client: JobClient, facts: JobFacts, pods: Sequence[Object], notes: list[str]
 ) -> tuple[Progress | None, list[Look]]:
     """What pod 0 says of progress, and the counters of all pods since they began; refusals are noted."""
     names = [str(dig(pod, "metadata", "name")) for pod in pods[:MOST_ASKED]]
 
     def look(pod: str) -> PodFigures | str:
         try:
-            return pod_figures(_ask(connection, facts, pod, "metrics"))
+            return pod_figures(_ask(client, facts, pod, "metrics"))
         except DLRMError as error:
             return f"Counters lack those of pod {pod}: {one_line(str(error))}"
 
     try:
-        progress = Progress.model_validate_json(_ask(connection, facts, names[0], "progress"))
+        progress = Progress.model_validate_json(_ask(client, facts, names[0], "progress"))
     except (DLRMError, ValidationError) as error:
         words = first_problem(error) if isinstance(error, ValidationError) else one_line(str(error))
         notes.append(f"The pods could not be asked, so figures are those of the status: {words}")
@@ -398,7 +398,7 @@ def _asked(
     with ThreadPoolExecutor(PARALLEL, thread_name_prefix="metrics") as threads:
         found = list(threads.map(look, names))
     notes += [each for each in found if isinstance(each, str)]
-    counts = counts_of([each for each in found if not isinstance(each, str)])
+    counts = sum_counts([each for each in found if not isinstance(each, str)])
     now, attempt = time.time(), max(1, facts.attempt)
     zero = Counts(ranks=counts.ranks)
     return progress, [
@@ -407,8 +407,8 @@ def _asked(
     ]
 
 
-def _ask(connection: Connection, facts: JobFacts, pod: str, path: str) -> str:
-    return connection.pod_endpoint(pod, facts.namespace, Port.TRAINER, path, TIMEOUT_S)
+def _ask(client: JobClient, facts: JobFacts, pod: str, path: str) -> str:
+    return client.pod_endpoint(pod, facts.namespace, Port.TRAINER, path, TIMEOUT_S)
 
 
 def _allowed(look: Callable[[], list[Object]], what: str, notes: list[str]) -> list[Object]:

@@ -840,12 +840,12 @@ def _table(table: Table) -> Iterator[str]:
 
 
 if TYPE_CHECKING:
-    from dlrm_cli.cluster.client import Connection
+    from dlrm_cli.cluster.client import JobClient
 
 HEAD_BYTES = 4_096
 
 
-def write_report(what: str, output: Path, connect: Callable[[], Connection]) -> Path:
+def write_report(what: str, output: Path, connect: Callable[[], JobClient]) -> Path:
     """Write the page about a work directory, or a job of the cluster; returns the file.
 
     Args:
@@ -872,7 +872,7 @@ def write_report(what: str, output: Path, connect: Callable[[], Connection]) -> 
     return output
 
 
-def _record(what: str, connect: Callable[[], Connection]) -> Record:
+def _record(what: str, connect: Callable[[], JobClient]) -> Record:
     from dlrm_cli.report.collect import read_work_folder
 
     if "/" in what or Path(what).is_dir():

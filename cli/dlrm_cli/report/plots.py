@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from dlrm_cli.views import SIZES, human_bytes
+from dlrm_cli.views import SIZES, format_bytes
 
 COUNTS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 MINUTE, HOUR, DAY = 60.0, 3_600.0, 86_400.0
@@ -33,7 +33,7 @@ def share(value: float | None) -> str:
 
 def size(value: float | None) -> str:
     """Bytes in the unit that suits them; ``-`` for None."""
-    return UNKNOWN if value is None else human_bytes(value)
+    return UNKNOWN if value is None else format_bytes(value)
 
 
 def seconds(value: float | None) -> str:

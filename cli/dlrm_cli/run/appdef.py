@@ -1,11 +1,13 @@
-"""What the processes of one attempt are told: ports, folders and the environment of each. Plain data."""
+"""Describe the processes of a job on this machine as a torchx ``AppDef``: programs, arguments and environments.
+
+``job`` is also a component: ``torchx run --scheduler local_cwd cli/dlrm_cli/run/appdef.py:job --file job.yaml``.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
-import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -13,26 +15,29 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dlrm_api.job import DLRMJob
 from dlrm_api.names import Container, Env, token_digest
-from dlrm_cli.run.child import ChildSpec
 from dlrm_cli.run.workdir import WorkDir
 
+if TYPE_CHECKING:
+    from torchx.specs.api import AppDef
+
 LOOPBACK = "127.0.0.1"
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 SECRET_BYTES = 32
 
 PROGRAMS: Mapping[str, tuple[str, ...]] = {
     Container.TRAINER: (sys.executable, "-P", "-m", "dlrm_trainer"),
     Container.CHECKPOINTER: (sys.executable, "-P", "-m", "dlrm_checkpointer"),
 }
-"""What each role runs, before its arguments; -P keeps the files of the current folder from shadowing modules."""
+"""What each role runs. -P keeps files of the current folder from shadowing modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """Ports of one attempt, free when they were chosen."""
+    """Hold the ports of one attempt, which were free when they were chosen."""
 
     rendezvous: int
     trainers: tuple[int, ...]
@@ -40,54 +45,51 @@ class Ports:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gang:
-    """One attempt at a job on this machine."""
+class LocalGang:
+    """Hold what the processes of one attempt on this machine need to know."""
 
     job: DLRMJob
     workdir: WorkDir
     attempt: int
     ports: Ports
-    ledger: bool
-    digest: bool
+    ledger: bool = False
+    digest: bool = False
     tier_dir: Path | None = None
     profile: bool = False
     committed_snapshot: str = ""
-    """URI of the newest manifest that an attempt before it committed; empty where none is known."""
+    """URI of the newest manifest that an earlier attempt committed; empty if none is known."""
     programs: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PROGRAMS)
     secret: str = field(default_factory=partial(secrets.token_hex, SECRET_BYTES), repr=False)
-    """By which its ranks know each other: other users of this machine reach its ports too."""
-
-    @property
-    def replicas(self) -> range:
-        """Indices of the pods that this machine plays."""
-        return range(self.job.spec.replicas)
-
-    def write_children(self) -> dict[str, list[Path]]:
-        """Write what each process is to become; returns the files by role."""
-        return {
-            role: [self._write(role, replica) for replica in self.replicas]
-            for role in (Container.TRAINER, Container.CHECKPOINTER)
-        }
+    """Signs the ranks' rendezvous keys: other users of this machine reach its ports too."""
 
     def log(self, process: str) -> Path:
-        """Log of one process."""
+        """Return the path of a process's log."""
         return self.workdir.log(self.attempt, process)
 
-    def _write(self, role: str, replica: int) -> Path:
-        process = f"{role}-{replica}"
-        arguments = ["--job", str(self.workdir.job)]
-        if role == Container.TRAINER:
-            arguments += ["--plan", str(self.workdir.plan), *(["--digest"] if self.digest else [])]
-        path = self.workdir.child(process)
-        ChildSpec(
-            argv=[*self.programs[role], *arguments],
-            environment=self._environment(process, replica),
-            log=str(self.log(process)),
-            lock=str(self.workdir.process_lock),
-            parent=os.getpid(),
-            death_signal=signal.SIGTERM,
-        ).write(path)
-        return path
+    def app_def(self) -> AppDef:
+        """Return one torchx role for each process, named ``<role>-<replica>``: their environments differ."""
+        # torchx takes 0.1 s to import, so only a run pays for it.
+        from torchx.specs.api import AppDef, Role
+
+        roles = []
+        for role, program in self.programs.items():
+            arguments = ["--job", str(self.workdir.job)]
+            if role == Container.TRAINER:
+                arguments += ["--plan", str(self.workdir.plan), *(["--digest"] if self.digest else [])]
+            for replica in range(self.job.spec.replicas):
+                name = f"{role}-{replica}"
+                environment = self._environment(name, replica)
+                command = [*program, *arguments]
+                roles.append(Role(name=name, image="", entrypoint=command[0], args=command[1:], env=environment))
+        return AppDef(self.job.metadata.name, roles)
+
+    def ports_json(self, pids: Mapping[str, int]) -> str:
+        """Return ``ports.json``: pids of the running processes, and where they listen."""
+        ports = {f"{Container.TRAINER}-{i}": port for i, port in enumerate(self.ports.trainers)}
+        ports |= {f"{Container.CHECKPOINTER}-{i}": port for i, port in enumerate(self.ports.checkpointers)}
+        processes = {name: {"pid": pid, "port": ports[name]} for name, pid in pids.items()}
+        body = {"attempt": self.attempt, "rendezvous": self.ports.rendezvous, "processes": processes}
+        return json.dumps(body, indent=1)
 
     def _environment(self, process: str, replica: int) -> dict[str, str]:
         environment = {
@@ -106,9 +108,9 @@ class Gang:
             Env.TERMINATION_LOG: str(self.workdir.termination(process)),
             Env.GRACE_S: f"{self.job.spec.lifecycle.termination_grace_period:.0f}",
         }
-        if len(self.replicas) > 1:
+        if self.job.spec.replicas > 1:
             processes = self.job.spec.trainer.processes_per_replica
-            environment[VISIBLE] = visible_to(replica, processes, os.environ)
+            environment[VISIBLE_GPUS] = visible_gpus(replica, processes, os.environ)
         if self.committed_snapshot:
             environment[Env.COMMITTED_SNAPSHOT] = self.committed_snapshot
         if self.tier_dir is not None:
@@ -121,7 +123,7 @@ class Gang:
 
 
 def free_ports(replicas: int) -> Ports:
-    """Ports that are free now; a process that finds its own taken ends, and the next attempt takes others."""
+    """Return ports that are free now. A process that finds its port taken ends, and the next attempt takes others."""
     with ExitStack() as stack:
         numbers = []
         for _ in range(1 + 2 * replicas):
@@ -135,17 +137,22 @@ def free_ports(replicas: int) -> Ports:
     )
 
 
-def visible_to(replica: int, processes: int, environment: Mapping[str, str]) -> str:
-    """``CUDA_VISIBLE_DEVICES`` of one of several pods that this machine plays: the GPUs of its processes alone."""
-    given = environment.get(VISIBLE)
+def visible_gpus(replica: int, processes: int, environment: Mapping[str, str]) -> str:
+    """Return ``CUDA_VISIBLE_DEVICES`` of one of several replicas on this machine: the GPUs of its processes alone."""
+    given = environment.get(VISIBLE_GPUS)
     first = replica * processes
     names = [str(number) for number in range(first + processes)] if given is None else given.split(",")
     return ",".join(names[first : first + processes])
 
 
-def ports_text(gang: Gang, pids: dict[str, int]) -> str:
-    """``ports.json``: where the processes that run now listen, and their pids."""
-    ports = {f"{Container.TRAINER}-{i}": port for i, port in enumerate(gang.ports.trainers)}
-    ports |= {f"{Container.CHECKPOINTER}-{i}": port for i, port in enumerate(gang.ports.checkpointers)}
-    processes = {name: {"pid": pid, "port": ports[name]} for name, pid in pids.items()}
-    return json.dumps({"attempt": gang.attempt, "rendezvous": gang.ports.rendezvous, "processes": processes}, indent=1)
+def job(file: str, workdir: str = "") -> AppDef:
+    """Train a DLRMJob on one machine, restarts included.
+
+    Args:
+        file: YAML file with the DLRMJob.
+        workdir: Folder for logs and progress (default: runs/<job>).
+    """
+    from torchx.specs.api import AppDef, Role
+
+    arguments = ["-P", "-m", "dlrm_cli", "run", file, *(["--workdir", workdir] if workdir else [])]
+    return AppDef("dlrm", [Role(name="dlrmctl", image="", entrypoint=sys.executable, args=arguments)])

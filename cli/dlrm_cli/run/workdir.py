@@ -1,8 +1,9 @@
-"""The work directory of a local run: its files, and the locks that keep two runs apart."""
+"""Hold the work directory of a local run: its files, results, and the locks that keep two runs apart."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -23,106 +24,102 @@ from dlrm_api.progress import EvalMetrics, SnapshotInfo
 from dlrm_api.run_report import Profile, TierReport
 from dlrm_api.status import Count
 
-POLL_S = 0.1
+POLL_INTERVAL_S = 0.1
 ATTEMPT = re.compile("[0-9]{1,9}")
 
 
 @dataclass(frozen=True)
 class WorkDir:
-    """Paths of one work directory; see README.md for what each file holds."""
+    """Name the files of one work directory; README.md says what each holds."""
 
     root: Path
 
     @property
     def job(self) -> Path:
-        """The job as it was run, with every ``--set`` applied."""
+        """Return the file of the job as it runs, with every ``--set`` applied."""
         return self.root / "job.json"
 
     @property
     def plan(self) -> Path:
-        """Its plan."""
+        """Return the file of its plan."""
         return self.root / "plan.json"
 
     @property
     def progress(self) -> Path:
-        """One JSON line a step, written by rank 0."""
+        """Return the file with one JSON line per step, written by rank 0."""
         return self.root / "progress.jsonl"
 
     @property
     def history(self) -> Path:
-        """Attempts, failures, snapshots and counters, for ``dlrmctl report``."""
+        """Return the file of attempts, failures, snapshots and counters."""
         return self.root / "history.jsonl"
 
     @property
     def ports(self) -> Path:
-        """Ports and pids of the processes that run now."""
+        """Return the file of ports and pids of the running processes."""
         return self.root / "ports.json"
 
     @property
     def result(self) -> Path:
-        """What rank 0 says of the end of training."""
+        """Return rank 0's result of training."""
         return self.root / "result.json"
 
     @property
     def profile(self) -> Path:
-        """With ``--profile``: where the time of the last attempt's steps went, written by rank 0."""
+        """Return the times of stages of the last attempt, written by rank 0 with ``--profile``."""
         return self.root / "profile.json"
 
     @property
     def trace(self) -> Path:
-        """With ``--profile``: the newest steps of all ranks as a Chrome trace."""
+        """Return the Chrome trace of the newest steps, written with ``--profile``."""
         return self.root / "trace.json"
 
     @property
     def final(self) -> Path:
-        """Result of the job that finished here."""
+        """Return the result of the job that finished here."""
         return self.root / "final.json"
 
     @property
     def token(self) -> Path:
-        """Token that ``POST /cut`` asks for."""
+        """Return the file of the token for ``POST /cut``."""
         return self.root / "token"
 
     @property
     def ledger(self) -> Path:
-        """Sample ids that each rank trained on."""
+        """Return the folder of the sample ids that each rank trained on."""
         return self.root / "ledger"
 
     @property
     def tiers(self) -> Path:
-        """Rows in slower tiers, while a trainer runs."""
+        """Return the folder of rows in slower tiers while a trainer runs."""
         return self.root / "tiers"
 
     @property
     def process_lock(self) -> Path:
-        """File that every process of a run holds a shared lock on."""
+        """Return the file on which every process of a run holds a shared lock."""
         return self.root / "processes.lock"
 
     def handoff(self, replica: int) -> Path:
-        """Hand-off folder of one replica."""
+        """Return the hand-off directory of one replica."""
         return self.root / "handoff" / str(replica)
 
     def log(self, attempt: int, process: str) -> Path:
-        """Log of one process."""
+        """Return the log of one process."""
         return self.root / "logs" / str(attempt) / f"{process}.log"
 
     def termination(self, process: str) -> Path:
-        """Termination message of one process."""
+        """Return the termination message of one process."""
         return self.root / "termination" / f"{process}.json"
 
-    def child(self, process: str) -> Path:
-        """What :mod:`dlrm_cli.run.child` reads to become that process."""
-        return self.root / "children" / f"{process}.json"
-
     def last_attempt(self) -> int:
-        """Number of the newest attempt that ever started here; 0 before the first."""
+        """Return the number of the newest attempt that ever started here; 0 before the first."""
         logs = self.root / "logs"
         names = [entry.name for entry in logs.iterdir()] if logs.is_dir() else []
         return max((int(name) for name in names if ATTEMPT.fullmatch(name)), default=0)
 
     def prepare_attempt(self, attempt: int, replicas: int) -> None:
-        """Give an attempt empty hand-off folders, no old termination messages and a new token."""
-        for folder in ("handoff", "termination", "children"):
+        """Give an attempt empty hand-off directories, no old termination messages and a new token."""
+        for folder in ("handoff", "termination"):
             shutil.rmtree(self.root / folder, ignore_errors=True)
             (self.root / folder).mkdir()
         (self.root / "logs" / str(attempt)).mkdir(parents=True)
@@ -133,7 +130,7 @@ class WorkDir:
             file.write(secrets.token_hex(16))
 
     def write(self, path: Path, text: str) -> None:
-        """Replace a file in one step, so that a reader sees the old text or the new."""
+        """Replace a file atomically."""
         fresh = path.with_name(f".{path.name}.{os.getpid()}")
         fresh.write_text(text)
         fresh.rename(path)
@@ -141,17 +138,17 @@ class WorkDir:
 
 @contextlib.contextmanager
 def locked(root: Path, grace_s: float, say: Callable[[str], None], stop: Callable[[], bool]) -> Iterator[WorkDir]:
-    """Make the work directory and hold it, after the last process of the run before has ended.
+    """Make the work directory and hold it, after the last process of an earlier run has ended.
 
     Args:
-        root: the folder; made where it is not there.
-        grace_s: longest wait for processes of a run whose dlrmctl is gone (s).
-        say: called with a sentence when there is something to wait for.
-        stop: asked while waiting whether the user has had enough.
+        root: The folder; made if absent.
+        grace_s: Longest wait for processes whose dlrmctl is gone (s).
+        say: Called with a sentence if there is something to wait for.
+        stop: Called while waiting; true ends the wait.
 
     Raises:
-        TemporaryError: another dlrmctl holds it (names its pid), or old processes don't end.
-        NoPermissionError: the folder can't be made or written.
+        TemporaryError: another dlrmctl holds it (names its pid), or old processes do not end.
+        NoPermissionError: the folder cannot be made or written.
         DeviceError: its file system is full.
     """
     try:
@@ -166,8 +163,8 @@ def locked(root: Path, grace_s: float, say: Callable[[str], None], stop: Callabl
         except BlockingIOError as error:
             pid = (root / "lock").read_text(errors="replace")[:16].strip() or "unknown"
             raise TemporaryError(
-                f"{root}: this work directory is in use by the dlrmctl with pid {pid}: wait for it, end it with "
-                f"kill {pid}, or choose another with --workdir"
+                f"work directory in use by dlrmctl with pid {pid}: {root}; wait for it, end it with kill {pid}, or "
+                f"choose another with --workdir"
             ) from error
         try:
             os.ftruncate(lock, 0)
@@ -181,27 +178,28 @@ def locked(root: Path, grace_s: float, say: Callable[[str], None], stop: Callabl
 
 
 def folder_error(root: Path, error: OSError) -> DeviceError | NoPermissionError:
-    """The error for a folder that can't be made or written."""
-    if error.errno in (28, 122):  # ENOSPC, EDQUOT
-        return DeviceError(f"{root}: the file system is full: free some space or choose another folder")
+    """Return the error for a folder that cannot be made or written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DeviceError(f"file system full: {root}; free some space or choose another folder")
     return NoPermissionError(
-        f"{error.filename or root}: {error.strerror}: choose a folder that you may write with --workdir"
+        f"cannot write {error.filename or root}: {error.strerror}; choose another folder with --workdir"
     )
 
 
 def has_processes(root: Path) -> bool:
-    """Whether processes of an earlier run still work in a folder, and hold memory."""
+    """Return whether processes of an earlier run still work in a folder, and hold memory."""
     try:
         return is_held(WorkDir(root).process_lock, fcntl.LOCK_EX)
-    except OSError:  # told when the folder is made
+    except OSError:
+        # Reported when the folder is made.
         return False
 
 
 def is_held(lock: Path, kind: int) -> bool:
-    """Whether somebody has a lock that keeps this kind of it away; asked by taking that for an instant.
+    """Return whether somebody's lock excludes this kind of lock; it is taken for an instant to find out.
 
     Args:
-        lock: its file, which may be absent.
+        lock: Its file, which may be absent.
         kind: ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``.
     """
     try:
@@ -220,32 +218,31 @@ def is_held(lock: Path, kind: int) -> bool:
 def _wait_for_old_processes(
     workdir: WorkDir, grace_s: float, say: Callable[[str], None], stop: Callable[[], bool]
 ) -> None:
-    """Wait until no process of an earlier run holds the shared lock."""
     lock = os.open(workdir.process_lock, os.O_RDWR | os.O_CREAT, 0o644)
-    deadline, told = time.monotonic() + grace_s, False
+    deadline, is_reported = time.monotonic() + grace_s, False
     try:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                if not told:
-                    say("waiting for processes of an earlier run here to end")
-                    told = True
+                if not is_reported:
+                    say("waiting for processes of an earlier run to end")
+                    is_reported = True
             if stop():
-                raise TemporaryError(f"{workdir.root}: stopped while processes of an earlier run were still ending")
+                raise TemporaryError(f"stopped while processes of an earlier run were ending: {workdir.root}")
             if time.monotonic() > deadline:
                 raise TemporaryError(
-                    f"{workdir.root}: processes of an earlier run did not end within {grace_s:.0f} s: end them "
+                    f"processes of an earlier run did not end within {grace_s:.0f} s: {workdir.root}; end them "
                     f"(fuser {workdir.process_lock} shows their pids) and run again"
                 )
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
     finally:
         os.close(lock)
 
 
 class TrainerResult(BaseModel):
-    """``result.json``: what rank 0 says of the end of training."""
+    """Hold ``result.json``: rank 0's result of training."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -257,21 +254,21 @@ class TrainerResult(BaseModel):
     samples_per_s: float | None = None
     state_digest: str | None = None
     tiers: TierReport | None = None
-    """How tables used their tiers in the last attempt; None where the plan has no levels."""
+    """Use of tiers in the last attempt; None if the plan has no levels."""
 
     def write(self, workdir: WorkDir) -> None:
-        """Leave it in ``result.json``, as rank 0 does."""
+        """Write ``result.json``, as rank 0 does."""
         workdir.write(workdir.result, self.model_dump_json(include=set(TrainerResult.model_fields), exclude_none=True))
 
 
 class RunResult(TrainerResult):
-    """What ``dlrmctl run`` gives: the trainer's result, and what dlrmctl knows beside it."""
+    """Hold the result of ``dlrmctl run``: the trainer's, with restarts and snapshots."""
 
     restarts: int
     snapshots: tuple[SnapshotInfo, ...]
 
     def to_json(self) -> str:
-        """The one JSON object of ``-o json``, on one line."""
+        """Return the one JSON object of ``-o json``, on one line."""
         body: dict[str, Any] = {
             "step": self.step,
             "samples": self.samples,
@@ -295,27 +292,27 @@ class RunResult(TrainerResult):
 
 
 class Final(BaseModel):
-    """``final.json``: a job that finished in this work directory, and its result."""
+    """Hold ``final.json``: a job that finished in this work directory, and its result."""
 
     job: DLRMJob
     result: RunResult
 
 
 def read_result(workdir: WorkDir, snapshots: tuple[SnapshotInfo, ...], restarts: int) -> RunResult:
-    """The result of a run that has just ended well.
+    """Return the result of a run that has just succeeded.
 
     Raises:
         DLRMError: rank 0 left none, which is a bug of the trainer.
     """
     try:
-        said = TrainerResult.model_validate_json(workdir.result.read_bytes())
+        result = TrainerResult.model_validate_json(workdir.result.read_bytes())
     except (OSError, ValidationError) as error:
-        raise DLRMError(f"{workdir.result}: the trainer ended well and left no result: {error}") from error
-    return RunResult(**dict(said), restarts=restarts, snapshots=snapshots)
+        raise DLRMError(f"invalid {workdir.result}: the trainer succeeded without a result: {error}") from error
+    return RunResult(**dict(result), restarts=restarts, snapshots=snapshots)
 
 
 def read_profile(workdir: WorkDir) -> Profile | None:
-    """The profile of the last attempt; None where it left none."""
+    """Return the profile of the last attempt, or None."""
     try:
         return Profile.model_validate_json(workdir.profile.read_bytes())
     except (OSError, ValidationError):
@@ -323,7 +320,7 @@ def read_profile(workdir: WorkDir) -> Profile | None:
 
 
 def read_final(workdir: WorkDir, job: DLRMJob) -> RunResult | None:
-    """The result of this job, where it finished in this work directory; None for a job that differs in any field."""
+    """Return the result of this job if it finished here; None for a job that differs in any field."""
     try:
         final = Final.model_validate_json(workdir.final.read_bytes())
     except (OSError, ValidationError):
@@ -332,5 +329,5 @@ def read_final(workdir: WorkDir, job: DLRMJob) -> RunResult | None:
 
 
 def write_final(workdir: WorkDir, job: DLRMJob, result: RunResult) -> None:
-    """Remember that the job finished here."""
+    """Record that the job finished here."""
     workdir.write(workdir.final, Final(job=job, result=result).model_dump_json(indent=1, exclude_none=True))

@@ -17,7 +17,7 @@ from dlrm_checkpointer.read.catalog import find_snapshot, list_snapshots
 from dlrm_checkpointer.read.restore import newest_snapshot
 from dlrm_checkpointer.write.retention import Retention, Rule
 from dlrm_cli import app
-from dlrm_cli.snapshots import _sorted_out
+from dlrm_cli.snapshots import split_usable
 from dlrm_stores.files import FileStore
 
 VERSIONS = r"manifests/0000000000000004-00000001\.json: format version 3, this program reads version 2: use a newer"
@@ -134,7 +134,7 @@ def test_a_forged_manifest_spoils_no_listing(upgraded: FileStore, capsys: pytest
     assert listed.manifest is not None
     huge = replace(listed.manifest.dense, bytes=2**62)
 
-    usable, unusable = _sorted_out(
+    usable, unusable = split_usable(
         [replace(listed, manifest=listed.manifest.model_copy(update={"dense": huge})), listed]
     )
 

@@ -35,7 +35,7 @@ def kept_run(tmp_path: Path) -> Callable[..., Path]:
         (folder / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in _progress()))
         history = History(folder / "history.jsonl")
         for line in [*_history(), *([ending] if ending is not None else [])]:
-            history.note(line)
+            history.add(line)
         return folder
 
     return write

@@ -13,10 +13,10 @@ from dlrm_api.plan import Prediction
 from dlrm_api.progress import CheckpointerProgress, EvalMetrics, Progress, SnapshotInfo, TrainerPhase
 from dlrm_api.run_report import HitRate, LevelUse, Profile, RankUse, StageTimes, TableUse, TierBytes, TierReport
 from dlrm_checkpointer.read.diff import TableDiff
-from dlrm_cli.run.command import LiveDisplay, PlainDisplay, progress_text
+from dlrm_cli.run.command import LiveDisplay, PlainDisplay, progress_text, result_view
 from dlrm_cli.run.history import Seen
 from dlrm_cli.run.workdir import RunResult
-from dlrm_cli.views import diff_view, plan_view, print_view, profile_view, result_view, tiers_view
+from dlrm_cli.views import diff_view, plan_view, print_view, profile_view, tiers_view
 from dlrm_planner import plan_job
 
 
@@ -95,7 +95,7 @@ def test_the_result_table_shows_quality_and_snapshots() -> None:
         (Prediction(samples_per_second=12_345.6), "predicted: 12,346 samples/s"),
         (
             Prediction(samples_per_second=1_000.0, price_per_billion_samples=2_777.5),
-            "predicted: 1,000 samples/s, a billion samples for 2,777.50 (in the currency of pricePerHour)",
+            "predicted: 1,000 samples/s, 2,777.50 per billion samples (currency of pricePerHour)",
         ),
         (Prediction(), ""),
     ],
@@ -164,7 +164,7 @@ def test_the_tables_over_tiers_show_the_largest_and_the_total_of_all() -> None:
     assert total == ["all 30", "30,435", "60,000", "30,000", "61.5%", "64.7%", "55.0%", "1,500", "900", "15"]
     assert cells(text, "block") == ["block", "400", "300", "5.0 GB", "0 B", "0", "8.0 GB", "16.0 GB"]
     assert cells(text, "ddr") == ["ddr", "-", "-", "-", "-", "-", "2.0 GB", "4.0 GB"]
-    assert "2.25 s at most, on rank 1; rows missing at a batch's start: 0" in text
+    assert "2.25 s, on rank 1; rows missing at a batch's start: 0" in text
 
 
 def test_a_plan_that_expects_nothing_leaves_the_column_out() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dlrm_cli.run.history import EVERY_S, Ended, Failure, History, Look, Started, of_kind, read_lines
+from dlrm_cli.run.history import READING_INTERVAL_S, Ended, Failure, History, Look, Started, read_lines, select_lines
 
 
 def look(number: int) -> Look:
@@ -20,35 +20,35 @@ def test_what_was_noted_is_read_again(tmp_path: Path) -> None:
     history = History(tmp_path / "history.jsonl")
 
     for line in lines:
-        history.note(line)
+        history.add(line)
 
     assert readable(tmp_path / "history.jsonl") == lines
 
 
 def test_many_looks_are_thinned_evenly_and_come_half_as_often(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
-    history = History(path, most_looks=100)
-    history.note(Started(time=0, attempt=1))
+    history = History(path, max_readings=100)
+    history.add(Started(time=0, attempt=1))
 
     for number in range(1_000):
-        history.note(look(number))
+        history.add(look(number))
 
-    steps = [each.step for each in of_kind(Look, list(read_lines(path)))]
+    steps = [each.step for each in select_lines(Look, list(read_lines(path)))]
     assert len(steps) <= 100
     assert steps[0] == 0
     assert steps[-1] == 999
-    assert history.every_s > EVERY_S
-    assert of_kind(Started, list(read_lines(path)))
+    assert history.interval_s > READING_INTERVAL_S
+    assert select_lines(Started, list(read_lines(path)))
 
 
 def test_of_many_failures_the_newest_stay(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
-    history = History(path, most_others=20)
+    history = History(path, max_others=20)
 
     for number in range(500):
-        history.note(Failure(time=number, attempt=number, process="trainer-0", code=1, words="", then="gang restarted"))
+        history.add(Failure(time=number, attempt=number, process="trainer-0", code=1, words="", then="gang restarted"))
 
-    attempts = [each.attempt for each in of_kind(Failure, list(read_lines(path)))]
+    attempts = [each.attempt for each in select_lines(Failure, list(read_lines(path)))]
     assert len(attempts) <= 20
     assert attempts == list(range(500 - len(attempts), 500))
 
@@ -63,14 +63,14 @@ def test_a_damaged_line_is_named_and_the_next_ones_are_read(tmp_path: Path) -> N
 
     assert isinstance(lines[1], str)
     assert lines[1].startswith("history.jsonl, line 2: ")
-    assert [each.attempt for each in of_kind(Started, lines)] == [1, 2]
+    assert [each.attempt for each in select_lines(Started, lines)] == [1, 2]
 
 
 def test_the_history_goes_on_where_an_earlier_command_left_it_without_its_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     path.write_text('{"event":"started","time":1,"attempt":1}\n{"event":"look","tim')
 
-    History(path).note(Started(time=2, attempt=2))
+    History(path).add(Started(time=2, attempt=2))
 
     assert readable(path) == [Started(time=1, attempt=1), Started(time=2, attempt=2)]
 
@@ -78,6 +78,6 @@ def test_the_history_goes_on_where_an_earlier_command_left_it_without_its_torn_l
 def test_a_file_that_cannot_be_written_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
     history = History(tmp_path / "gone" / "history.jsonl")
 
-    history.note(Started(time=1, attempt=1))
+    history.add(Started(time=1, attempt=1))
 
     assert history.problem is not None

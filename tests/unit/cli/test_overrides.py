@@ -87,24 +87,24 @@ def test_the_last_of_several_settings_wins() -> None:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("spec.trainer.replcas=2", "spec.trainer has no field replcas: it has replicas, auto, processesPerReplica"),
-        ("trainer.replicas=2", "the document has no field trainer: it has apiVersion, kind, metadata, spec"),
-        ("maxSteps=3", "the document has no field maxSteps: it has apiVersion, kind, metadata, spec"),
-        ("spec.model.tables[5].rows=1", "spec.model.tables has no element [5]: it has 2 elements"),
-        ("spec.model.tables.rows=1", "spec.model.tables is a list of 2: write spec.model.tables[0]"),
+        ("spec.trainer.replcas=2", "replicas, auto, processesPerReplica"),
+        ("trainer.replicas=2", "apiVersion, kind, metadata, spec"),
+        ("maxSteps=3", "apiVersion, kind, metadata, spec"),
+        ("spec.model.tables[5].rows=1", "spec.model.tables has no element [5]"),
+        ("spec.model.tables.rows=1", "spec.model.tables[0]"),
         ("spec.data.epochs.more=1", "spec.data.epochs is a single value"),
-        ("spec.data.epochs", "write it as spec.path=value"),
-        ("spec..data=1", "this is no path"),
-        ("=1", "this is no path"),
-        ("spec.data.epochs=[1", "no YAML value"),
+        ("spec.data.epochs", "spec.path=value"),
+        ("spec..data=1", "spec.model.tables[0].rows"),
+        ("=1", "spec.model.tables[0].rows"),
+        ("spec.data.epochs=[1", "spec.data.epochs"),
         ("spec.data.train.uris[3]=/x", "spec.data.train.uris has no element [3]"),
         ("status.phase=Running", "no field status"),
         (
             "spec.trainer.podTemplate.container.env[0].value=2",
-            "podTemplate.container.env has no element [0]: it is empty",
+            "podTemplate.container.env has no element [0]",
         ),
-        ("spec.trainer.podTemplate.spec.volumes.name=a", "podTemplate.spec.volumes is a list of 1: write spec.trainer"),
-        ("spec.data.train[uris=1", "this is no path"),
+        ("spec.trainer.podTemplate.spec.volumes.name=a", "spec.trainer.podTemplate.spec.volumes[0]"),
+        ("spec.data.train[uris=1", "spec.model.tables[0].rows"),
     ],
 )
 def test_a_wrong_path_is_named_with_what_is_there(setting: str, words: str) -> None:
@@ -160,5 +160,5 @@ def test_evaluation_data_alone_leaves_the_training_files_alone() -> None:
 def test_an_empty_uri_is_refused_for_it_would_name_the_current_folder(
     options: tuple[str | None, str | None], named: str
 ) -> None:
-    with pytest.raises(UsageError, match=f"^{named}: the URI is empty"):
+    with pytest.raises(UsageError, match=named):
         with_data(body(), *options)

@@ -14,8 +14,8 @@ from dlrm_api.errors import DeviceError, InvalidSpecError, NoInputError, UsageEr
 from dlrm_api.hardware import parse_profile
 from dlrm_api.job import parse_job
 from dlrm_api.tiers import Tier
-from dlrm_cli import machine_profile
-from dlrm_cli.checks import DetectedGpu, detected_gpus, this_machine
+from dlrm_cli import checks
+from dlrm_cli.checks import DetectedGpu, detect_gpus, this_machine
 from dlrm_cli.machine_profile import (
     BATCH_RECORDS,
     HOST,
@@ -34,7 +34,7 @@ from dlrm_cli.machine_profile import (
     tier_rates,
     write_profile,
 )
-from dlrm_cli.run.appdef import visible_to
+from dlrm_cli.run.appdef import visible_gpus
 from dlrm_planner import plan_job
 
 GIB = 2**30
@@ -139,7 +139,7 @@ def test_slower_tiers_are_written_as_they_were_measured(tmp_path: Path, monkeypa
 
     text = (tmp_path / "box.yaml").read_text()
     tiers = parse_profile(yaml.safe_load(text)).spec.tiers
-    assert "By hand: tiers (cxl), network between nodes, price, node affinity." in text.splitlines()[0]
+    assert "by hand: tiers (cxl), network between nodes, price, node affinity." in text.splitlines()[0]
     assert tiers.cxl is None
     assert tiers.scm is not None
     assert tiers.block is not None
@@ -168,30 +168,30 @@ def test_two_ranks_exchange_bytes_for_real() -> None:
 def test_ranks_that_cannot_exchange_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dlrm_cli.machine_profile.free_ports", lambda _: SimpleNamespace(rendezvous="no number"))
 
-    with pytest.raises(DeviceError, match=r"two ranks of this machine can't exchange bytes: ValueError: .*no number"):
+    with pytest.raises(DeviceError, match="no number"):
         exchange_rate()
 
 
 @pytest.mark.parametrize("tier", ["scm", "block"])
 def test_a_tier_that_is_not_there_is_told(tier: Tier, tmp_path: Path) -> None:
-    with pytest.raises(NoInputError, match=f"--tier: .*none: no such folder: give one on the {tier} tier's mount"):
+    with pytest.raises(NoInputError, match=f"--tier: .*none.*{tier}"):
         tier_rates(tier, tmp_path / "none")
 
 
 def test_a_tier_without_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1_000_000))
 
-    with pytest.raises(DeviceError, match=r"1,000,000 bytes are free, too few to measure it: make room for \d"):
+    with pytest.raises(DeviceError, match="1,000,000 are free"):
         tier_rates("scm", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("tiers", "words"),
     [
-        (["ddr=/x"], r"--tier: 'ddr=/x' is no TIER=FOLDER: name a tier \(cxl, scm, block\)"),
-        (["block"], "--tier: 'block' is no TIER=FOLDER"),
-        (["block="], "--tier: 'block=' is no TIER=FOLDER"),
-        (["scm=/a", "scm=/b"], "--tier: scm is given twice"),
+        (["ddr=/x"], "--tier: .*cxl, scm, block.*'ddr=/x'"),
+        (["block"], "--tier: .*'block'"),
+        (["block="], "--tier: .*'block='"),
+        (["scm=/a", "scm=/b"], "--tier: scm"),
     ],
 )
 def test_tiers_that_cannot_be_measured_are_refused_before_anything_is(
@@ -209,7 +209,7 @@ def test_a_file_that_is_there_is_left_alone(tmp_path: Path, monkeypatch: pytest.
 
     write_profile("box", out)
     before = out.read_text()
-    with pytest.raises(UsageError, match="is there already: choose another file with --out"):
+    with pytest.raises(UsageError, match=r"box\.yaml; choose another --out"):
         write_profile("other", out)
 
     assert out.read_text() == before
@@ -238,7 +238,7 @@ def test_a_full_disk_is_told_and_leaves_no_part_of_a_profile(tmp_path: Path, mon
     monkeypatch.setattr("dlrm_cli.machine_profile.TorchProbe", KnownMachine)
     monkeypatch.setattr(Path, "write_text", write_part)
 
-    with pytest.raises(DeviceError, match=r"box\.yaml: No space left on device: choose another file"):
+    with pytest.raises(DeviceError, match=r"box\.yaml: No space left on device"):
         write_profile("box", tmp_path / "box.yaml")
 
     assert not list(tmp_path.iterdir())
@@ -246,17 +246,17 @@ def test_a_full_disk_is_told_and_leaves_no_part_of_a_profile(tmp_path: Path, mon
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_where_torch_sees_no_gpu_there_are_none() -> None:
-    assert detected_gpus() == ()
+    assert detect_gpus() == ()
 
 
 def test_a_driver_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'CUDA error: unknown error' >&2\nexit 1\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(machine_profile.sys, "executable", str(broken))
+    monkeypatch.setattr(checks.sys, "executable", str(broken))
 
-    with pytest.raises(DeviceError, match="GPUs can't be asked for: CUDA error: unknown error"):
-        detected_gpus()
+    with pytest.raises(DeviceError, match="CUDA error: unknown error"):
+        detect_gpus()
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_a_driver_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch, 
 def test_pods_that_one_machine_plays_share_no_gpu(
     replica: int, processes: int, environment: dict[str, str], names: str
 ) -> None:
-    assert visible_to(replica, processes, environment) == names
+    assert visible_gpus(replica, processes, environment) == names
 
 
 def test_pods_that_one_machine_plays_divide_its_gpus() -> None:
@@ -305,10 +305,10 @@ def test_a_run_that_asks_for_hbm_where_there_is_none_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "out", "words"),
     [
-        ("Bad Name", "profile.yaml", "--name: 'Bad Name' is no name of an object in a cluster"),
-        ("a" * 254, "profile.yaml", "up to 253 lower-case letters"),
-        ("node", "no/profile.yaml", "no is no folder that you may write: choose another file"),
-        ("node", "a" * 300, "File name too long: choose another file"),
+        ("Bad Name", "profile.yaml", "--name: .*'Bad Name'"),
+        ("a" * 254, "profile.yaml", "--name: .*253"),
+        ("node", "no/profile.yaml", "folder .*no;"),
+        ("node", "a" * 300, "File name too long"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_anything_is_measured(

@@ -14,10 +14,10 @@ from dlrm_api.errors import BadDataError
 from dlrm_api.progress import CheckpointerProgress, Progress, SnapshotInfo
 from dlrm_cli import app
 from dlrm_cli.cluster import logs
-from dlrm_cli.cluster.describe import Page, page_lines
+from dlrm_cli.cluster.describe import JobPage, page_lines
 from dlrm_cli.cluster.get import header, job_facts, job_row, line, print_lines, widths
-from dlrm_cli.cluster.logs import Choice
-from dlrm_cli.cluster.top import Look, job_lines
+from dlrm_cli.cluster.logs import PodChoice
+from dlrm_cli.cluster.top import Reading, job_lines
 from dlrm_cli.run import command
 from dlrm_cli.run.history import Seen
 from dlrm_cli.views import SafeConsole, print_view, snapshots_view
@@ -48,7 +48,7 @@ def harmless(text: str) -> bool:
 def test_the_page_of_a_job_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     events = [{"message": EVIL, "reason": "Failed"}]
 
-    print_lines(page_lines(Page(job=JOB, pods=[POD], events=events), NOW))
+    print_lines(page_lines(JobPage(job=JOB, pods=[POD], events=events), NOW))
 
     assert harmless(capsys.readouterr().out)
 
@@ -62,7 +62,7 @@ def test_the_wide_table_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_live_table_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    print_lines(job_lines(job_facts(JOB), [(POD, Look(problem=EVIL))], NOW))
+    print_lines(job_lines(job_facts(JOB), [(POD, Reading(problem=EVIL))], NOW))
 
     assert harmless(capsys.readouterr().out)
 
@@ -129,7 +129,7 @@ class OneLog:
 
 
 def printed_log() -> None:
-    logs.print_logs(OneLog(), "ads", logs.LogOptions(choice=Choice(), container="trainer"))  # type: ignore[arg-type]
+    logs.print_logs(OneLog(), "ads", logs.LogOptions(choice=PodChoice(), container="trainer"))  # type: ignore[arg-type]
 
 
 def test_a_log_steers_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dlrm_cli.reuse import FEWEST_FOLLOWED
+from dlrm_cli.reuse import MIN_TRACKED_ROWS
 from dlrm_kernels.hashing import mix64
 from dlrm_kernels.reuse import StackDistances
 
@@ -102,7 +102,7 @@ def test_a_cache_with_lookahead_hits_as_often_as_the_curve_says(alpha: float) ->
 @pytest.mark.parametrize("alpha", [0.8, 0.9, 1.0, 1.1, 1.2])
 def test_sampled_curves_are_within_a_point_of_exact_ones(alpha: float) -> None:
     batches = zipf_batches(alpha, rows=1_000_000, batches=150, lookups=4_000)
-    exact, bounded, at_a_rate = StackDistances(), StackDistances(50_000), StackDistances(FEWEST_FOLLOWED, 1 / 16)
+    exact, bounded, at_a_rate = StackDistances(), StackDistances(50_000), StackDistances(MIN_TRACKED_ROWS, 1 / 16)
 
     for batch in batches:
         rows, lookups = np.unique(batch, return_counts=True)

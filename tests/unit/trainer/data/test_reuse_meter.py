@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_api.trace import TableTrace, Trace, parse_trace
-from dlrm_cli.reuse import ReuseMeter, cache_sizes, followed_shares, reuse_histogram
+from dlrm_cli.reuse import ReuseMeter, cache_sizes, reuse_histogram, tracked_shares
 from dlrm_trainer.data import open_reader
 
 
@@ -168,7 +168,7 @@ def test_a_histogram_holds_every_lookup_and_no_row_without_one(row_lookups: list
 
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=50), st.integers(50, 10**8))
 def test_small_tables_are_followed_whole_and_large_ones_share_the_rest(rows: list[int], total: int) -> None:
-    shares = followed_shares(rows, total)
+    shares = tracked_shares(rows, total)
 
     short = [share for share, size in zip(shares, rows, strict=True) if share < size]
     assert all(0 < share <= size for share, size in zip(shares, rows, strict=True))
