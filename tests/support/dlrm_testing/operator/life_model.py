@@ -1,7 +1,7 @@
 """What a job's life must come to: a small model, written from the documented rules and not from the operator's code.
 
 A life is a list of fates, one for the gang of each attempt. Attempts are numbered from 1; each ends by its fate, and
-the next begins with the next fate. The rules (``operator/dlrm_operator/README.md``, "How an attempt ends" and "How a
+the next begins with the next fate. The rules (``docs/design/operator.md``, "How an attempt ends" and "How a
 gang that is well comes to its end"):
 
 1. A step committed that is newer than any before makes both budgets whole (unless ``progressResets`` is off).
