@@ -47,7 +47,7 @@ def test_kueue_knows_an_attempts_pods_as_one_group_that_ends_with_them() -> None
         assert "schedulerName" not in pod["spec"]
 
 
-def test_pods_of_a_kueue_group_ask_for_the_same_for_kueue_knows_eight_kinds_of_pods_at_most() -> None:
+def test_all_pods_of_a_kueue_group_request_the_same() -> None:
     tables = [{"name": f"t{i}", "rows": 1_000 * (i + 1), "dim": 16} for i in range(12)]
     model = {"tables": tables, "interaction": "dcn"}
     uneven, _ = rendered(job({}, model=model, trainer={"replicas": 9}))
@@ -97,7 +97,7 @@ def test_a_scheduler_under_another_name_is_the_jobs_choice() -> None:
     assert {pod["spec"]["schedulerName"] for pod in pods} == {"gangs"}
 
 
-def test_requests_of_a_gang_are_added_up_over_all_containers_limits_where_nothing_is_asked_for() -> None:
+def test_group_requests_sum_containers_and_default_to_limits() -> None:
     sidecar = {"resources": {"requests": {"memory": "1Mi"}}}
     trainer = {"resources": {"requests": {"cpu": "250m", "memory": "0.5Gi"}, "limits": {"cpu": "2", "a/b": "3"}}}
     pod = {"spec": {"initContainers": [sidecar], "containers": [trainer]}}
@@ -139,7 +139,7 @@ def kueue_gang() -> ModelCluster:
     return cluster
 
 
-def test_the_pod_group_is_there_before_its_pods_and_goes_when_the_next_gang_stands() -> None:
+def test_a_pod_group_exists_before_its_pods_until_the_next_gang() -> None:
     cluster = ModelCluster(lifecycle={"restart": {"backoff": "0s"}}, scheduling={"gang": "volcano"})
     cluster.turn()
     cluster.plan()
@@ -197,7 +197,7 @@ def test_a_finished_gang_keeps_no_room_once_its_last_pod_has_ended(code: int) ->
     assert cluster.groups == {}
 
 
-def test_no_pod_is_made_where_the_gang_scheduler_is_missing_and_all_are_once_it_is_there() -> None:
+def test_pods_wait_for_a_missing_gang_scheduler() -> None:
     cluster = ModelCluster(scheduling={"gang": "coscheduling"})
     cluster.groups_problem = "install the coscheduling plugin, or set gang: none"
     for _ in range(3):
@@ -230,7 +230,7 @@ def test_a_workload_left_of_an_earlier_job_of_the_name_is_waited_for() -> None:
     assert status(cluster).phase is Phase.RUNNING
 
 
-def test_pods_that_kueue_does_not_look_after_are_held_and_the_condition_says_what_to_mend() -> None:
+def test_pods_that_kueue_does_not_manage_are_reported() -> None:
     cluster = ModelCluster(scheduling=KUEUE)
     for _ in range(4):
         cluster.turn()
@@ -257,7 +257,7 @@ def released(actions: tuple[Action, ...]) -> list[tuple[str, str]]:
     return [(action.group, action.pod_uid) for action in actions if isinstance(action, DeleteWorkload)]
 
 
-def test_a_group_whose_pod_was_deleted_by_force_is_released_by_kueues_own_means() -> None:
+def test_the_workload_of_a_force_deleted_pod_is_deleted() -> None:
     cluster = kueue_gang()
     cluster.end(POD_0, "trainer", 1)
     cluster.turn()
@@ -274,7 +274,7 @@ def test_a_group_whose_pod_was_deleted_by_force_is_released_by_kueues_own_means(
     assert "demo-1" not in cluster.groups
 
 
-def test_a_group_whose_pods_all_say_that_they_ended_is_left_to_kueue_for_a_minute() -> None:
+def test_an_ended_group_is_left_to_kueue_for_a_minute() -> None:
     cluster = kueue_gang()
     cluster.end(POD_0, "trainer", 1)
     cluster.turn()

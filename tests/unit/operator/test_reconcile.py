@@ -73,7 +73,7 @@ def variables(pod: Object) -> set[str]:
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_pods_of_one_gang_have_a_secret_all_or_none_whichever_operator_made_the_first(given: bool) -> None:
+def test_all_pods_of_a_gang_have_a_secret_or_none(given: bool) -> None:
     cluster = ModelCluster()
     cluster.turn()
     cluster.plan()
@@ -100,7 +100,7 @@ def test_a_refused_child_is_told_before_it_is_tried_again() -> None:
     assert isinstance(actions[-1], CreatePod)
 
 
-def test_a_start_that_passes_through_many_phases_is_told_by_two_writes_that_may_not_wait() -> None:
+def test_a_start_through_many_phases_needs_two_urgent_writes() -> None:
     cluster, kept = ModelCluster(), []
     for _ in range(6):
         kept += [action for action in cluster.turn() if isinstance(action, UpdateStatus) and not action.passing]
@@ -142,7 +142,7 @@ def test_an_upload_is_not_cut_off_by_success() -> None:
     assert not [action for action in actions if isinstance(action, DeleteObject)]
 
 
-def test_a_job_that_succeeds_shows_what_its_trainer_said_last_though_nobody_asked_it_then() -> None:
+def test_a_succeeded_job_shows_its_trainers_last_report() -> None:
     cluster = running()
     say(cluster, step=20)
     cluster.turn()
@@ -235,7 +235,7 @@ def test_an_answer_of_another_attempt_or_pod_is_ignored() -> None:
     assert cluster.turn() == ()
 
 
-def test_pods_of_a_deleted_job_of_the_same_name_are_waited_for_and_left_alone() -> None:
+def test_pods_of_a_deleted_namesake_are_waited_for_and_left_alone() -> None:
     cluster = running()
     for pod in cluster.pods.values():
         pod["metadata"]["ownerReferences"][0]["uid"] = "an older job"
@@ -246,7 +246,7 @@ def test_pods_of_a_deleted_job_of_the_same_name_are_waited_for_and_left_alone() 
     assert not [action for action in actions if isinstance(action, CreatePod | DeleteObject)]
 
 
-def test_a_pod_that_no_job_owns_any_more_is_named_with_what_ends_it() -> None:
+def test_a_pod_without_an_owner_is_named_with_its_remedy() -> None:
     """``kubectl delete --cascade=orphan`` leaves such pods, which the garbage collector never takes."""
     cluster = running()
     pod = next(iter(cluster.pods.values()))
@@ -314,7 +314,7 @@ def test_config_maps_that_a_crash_left_of_another_plan_make_room() -> None:
     assert kinds[:2] == ["DeleteObject", "CreateConfigMap"]
 
 
-def test_a_config_map_that_holds_its_part_of_the_plan_already_is_not_made_again() -> None:
+def test_a_stored_part_of_the_plan_is_not_created_again() -> None:
     cluster = ModelCluster()
     cluster.turn()
     cluster.plan()
@@ -341,7 +341,7 @@ def test_plans_of_earlier_attempts_are_removed_once_the_next_gang_stands() -> No
 
 @pytest.mark.parametrize("again", range(1, 3))
 @pytest.mark.parametrize("most", range(2, 8))
-def test_an_operator_that_is_cut_off_while_the_next_gang_is_made_leaves_no_earlier_plan(most: int, again: int) -> None:
+def test_a_crash_while_creating_pods_leaves_no_earlier_plan(most: int, again: int) -> None:
     cluster = running()
     cluster.end(POD_0, "trainer", 1)
     cluster.turn()
@@ -355,7 +355,7 @@ def test_an_operator_that_is_cut_off_while_the_next_gang_is_made_leaves_no_earli
     assert set(cluster.config_maps) == {"demo-plan-2"}
 
 
-def test_a_scheduler_that_says_nothing_is_named() -> None:
+def test_a_silent_scheduler_is_named() -> None:
     cluster = ModelCluster()
     for _ in range(3):
         cluster.turn()

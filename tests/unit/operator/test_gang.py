@@ -1,4 +1,4 @@
-"""Pods whose objects others keep by a finalizer: they hold nothing back, and nobody's finalizer is touched."""
+"""Pods that the next attempt waits for, and pods whose objects foreign finalizers keep."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def failed_and_held() -> ModelCluster:
     return cluster
 
 
-def test_the_next_gang_starts_once_all_that_is_left_of_the_last_one_are_finalizers_of_others() -> None:
+def test_pods_held_only_by_foreign_finalizers_do_not_block() -> None:
     cluster = failed_and_held()
     cluster.remove(POD_0)
 
@@ -37,7 +37,7 @@ def test_the_next_gang_starts_once_all_that_is_left_of_the_last_one_are_finalize
     assert status(cluster).replicas == 2
 
 
-def test_the_last_word_of_a_held_pod_does_not_take_the_newest_snapshot_back_nor_heal_a_budget_twice() -> None:
+def test_a_held_pod_neither_reverts_the_snapshot_nor_restores_budgets() -> None:
     cluster = running(backoff="0s")
     cluster.pods[POD_0]["metadata"]["finalizers"] = [AUDIT]
     cluster.end(POD_0, "checkpointer", 0, committed_word(10).model_dump_json())
@@ -66,7 +66,7 @@ def test_the_last_word_of_a_held_pod_does_not_take_the_newest_snapshot_back_nor_
     assert status(cluster).charged_restarts == 1
 
 
-def test_a_pod_of_a_lost_node_that_a_finalizer_keeps_is_forced_once_and_then_left_to_its_holder() -> None:
+def test_a_held_pod_of_a_lost_node_is_force_deleted_once() -> None:
     cluster = failed_and_held()
     cluster.remove(POD_0)
 
@@ -92,7 +92,7 @@ def test_a_finished_job_asks_nothing_more_of_a_pod_that_a_finalizer_keeps() -> N
 
 
 @pytest.mark.parametrize("owners", [[], [{"uid": "an older job"}]])
-def test_a_pod_that_the_job_does_not_own_is_waited_for_and_never_forced_however_late_it_is(
+def test_a_foreign_pod_is_waited_for_and_never_force_deleted(
     owners: list[Object],
 ) -> None:
     cluster = running(backoff="0s")
@@ -114,7 +114,7 @@ def test_a_pod_that_the_job_does_not_own_is_waited_for_and_never_forced_however_
     assert f"{POD_1} on node node" in condition.message
 
 
-def test_a_held_pod_of_a_deleted_job_of_the_same_name_is_waited_for_because_its_name_is_taken() -> None:
+def test_a_held_pod_of_a_deleted_namesake_is_waited_for() -> None:
     cluster = ModelCluster()
     for _ in range(3):
         cluster.turn()

@@ -78,7 +78,7 @@ def test_a_gang_of_a_spec_that_cannot_be_read_whole_keeps_its_pods(skewed: Any) 
     assert progress.step == 70
 
 
-def test_a_gang_beside_an_unknown_field_trains_and_its_condition_and_one_event_name_the_field() -> None:
+def test_an_unknown_field_is_reported_while_the_gang_trains() -> None:
     cluster = with_new_field(running())
     cluster.events.clear()
 
@@ -90,7 +90,7 @@ def test_a_gang_beside_an_unknown_field_trains_and_its_condition_and_one_event_n
     assert [(event.reason, FIELD in event.message) for event in cluster.events] == [("UnknownFields", True)]
 
 
-def test_a_gang_beside_a_wrong_value_trains_and_its_condition_names_the_field() -> None:
+def test_an_invalid_value_is_reported_while_the_gang_trains() -> None:
     cluster = with_new_word(running())
 
     doings(cluster)
@@ -113,7 +113,7 @@ def test_a_condition_no_longer_names_a_field_that_is_known_again() -> None:
 
 
 @pytest.mark.parametrize("skewed", [with_new_field, with_new_word])
-def test_a_gang_that_ends_well_beside_a_spec_that_cannot_be_read_whole_succeeds(skewed: Any) -> None:
+def test_a_gang_of_an_unreadable_spec_succeeds(skewed: Any) -> None:
     cluster = running()
     say(cluster, step=10)
     ends_well(skewed(cluster), step=10)
@@ -124,7 +124,7 @@ def test_a_gang_that_ends_well_beside_a_spec_that_cannot_be_read_whole_succeeds(
     assert "step 10" in condition(cluster, ConditionType.SUCCEEDED).message
 
 
-def test_after_a_gang_that_failed_beside_an_unknown_field_the_next_one_waits_for_an_operator_that_knows_it() -> None:
+def test_the_next_attempt_waits_until_an_unknown_field_is_known() -> None:
     cluster = with_new_field(running())
     cluster.end(POD_0, "trainer", 70)
     cluster.turn()
@@ -144,7 +144,7 @@ def test_after_a_gang_that_failed_beside_an_unknown_field_the_next_one_waits_for
     assert set(cluster.pods) == {"demo-trainer-2-0", "demo-trainer-2-1"}
 
 
-def test_a_gang_that_failed_beside_a_wrong_value_is_judged_once_the_value_is_known() -> None:
+def test_a_gang_that_failed_with_an_invalid_value_is_judged_later() -> None:
     cluster = with_new_word(running())
     cluster.end(POD_0, "trainer", 70)
     cluster.end(POD_1, "trainer", 75)
@@ -161,7 +161,7 @@ def test_a_gang_that_failed_beside_a_wrong_value_is_judged_once_the_value_is_kno
     assert (status(cluster).attempt, status(cluster).charged_restarts) == (2, 1)
 
 
-def test_a_job_with_an_unknown_field_that_was_not_begun_waits_and_starts_once_the_field_is_known() -> None:
+def test_a_new_job_waits_until_its_unknown_field_is_known() -> None:
     cluster = with_new_field(ModelCluster())
 
     waiting, writes_then = doings(cluster), cluster.writes
@@ -178,7 +178,7 @@ def test_a_job_with_an_unknown_field_that_was_not_begun_waits_and_starts_once_th
     assert status(cluster).phase is Phase.RUNNING
 
 
-def test_a_wrong_value_beside_an_unknown_field_fails_a_job_without_a_gang_by_the_value_s_name() -> None:
+def test_an_invalid_value_next_to_an_unknown_field_fails_a_new_job() -> None:
     cluster = with_new_field(ModelCluster())
     cluster.job["spec"]["model"]["tables"][0]["dim"] = 3
 
@@ -188,7 +188,7 @@ def test_a_wrong_value_beside_an_unknown_field_fails_a_job_without_a_gang_by_the
     assert condition(cluster, ConditionType.FAILED).message.startswith("spec.model.tables[0].dim: ")
 
 
-def test_a_gang_beside_an_unknown_field_is_suspended_and_waits_for_the_upgrade_when_resumed() -> None:
+def test_a_job_with_an_unknown_field_suspends_and_waits_on_resume() -> None:
     cluster = with_new_field(running())
     cluster.edit("lifecycle", suspend=True)
     cluster.turn()
@@ -207,7 +207,7 @@ def test_a_gang_beside_an_unknown_field_is_suspended_and_waits_for_the_upgrade_w
     assert condition(cluster, ConditionType.PLANNED).reason == "UnknownFields"
 
 
-def test_a_resize_beside_an_unknown_field_leaves_the_gang_as_it_is() -> None:
+def test_a_resize_with_an_unknown_field_keeps_the_gang() -> None:
     cluster = running()
     cluster.edit("trainer", replicas=3)
     with_new_field(cluster)
@@ -222,7 +222,7 @@ def test_a_resize_beside_an_unknown_field_leaves_the_gang_as_it_is() -> None:
     assert FIELD in said.message
 
 
-def test_a_failed_job_whose_change_is_not_known_here_is_left_to_an_operator_that_knows_it() -> None:
+def test_a_failed_job_with_an_unknown_change_is_left_alone() -> None:
     cluster = running()
     cluster.end(POD_0, "trainer", 65)
     cluster.turn()
@@ -235,7 +235,7 @@ def test_a_failed_job_whose_change_is_not_known_here_is_left_to_an_operator_that
     assert (status(cluster).phase, status(cluster).observed_generation) == (Phase.FAILED, seen)
 
 
-def test_a_cached_spec_is_read_anew_where_a_definition_that_is_rolled_back_takes_a_field_away() -> None:
+def test_a_cached_spec_is_read_again_after_a_definition_rollback() -> None:
     cluster, cache = with_new_field(ModelCluster()), JobCache()
     first = cache.saw(copy.deepcopy(cluster.job))
     again = cache.saw(copy.deepcopy(cluster.job))
@@ -249,7 +249,7 @@ def test_a_cached_spec_is_read_anew_where_a_definition_that_is_rolled_back_takes
     assert cache.get(KEY) is later
 
 
-def test_unknown_keys_of_a_status_are_passed_over_and_nothing_is_counted_or_written_anew() -> None:
+def test_unknown_keys_of_a_status_are_ignored() -> None:
     cluster = running()
     cluster.job["status"].update(chargedRestarts=2, restarts=2, newCounter=0)
     cluster.job["status"]["plan"]["newFigure"] = 1.5
